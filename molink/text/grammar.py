@@ -43,8 +43,9 @@ _LAYOUTS: dict[Layout, dict[str, Any]] = {
     "free": {"whitespace_pattern": _WHITE_SPACE},
 }
 _END = 256
-#: Bytes of an answer that a check goes through.
+#: Bytes of an answer that a check goes through; white space, as bits, only where it has to be.
 _TRIED = 64
+_SPACES = sum(1 << byte for byte in b" \t\r\n")
 #: Checked grammars that are remembered, of up to :data:`MAX_GRAMMAR` bytes each.
 _REMEMBERED = 32
 
@@ -94,6 +95,7 @@ def check_grammar(grammar: bytes) -> None:
     matcher = compile_grammar(_bytewise(), grammar)
     for _ in range(_TRIED):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        mask = mask & ~_SPACES or mask  # which would hide what comes behind it
         if mask:
             matcher.consume_token((mask & -mask).bit_length() - 1)
         if matcher.is_error():

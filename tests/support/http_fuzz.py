@@ -81,7 +81,12 @@ COMMON: dict[str, Any] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "/api/chat": {
         "model": "tiny:latest",
-        "messages": [{"role": "user", "content": "hello", "images": []}],
+        "messages": [
+            {"role": "user", "content": "hello", "images": []},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+            {"role": "tool", "tool_name": "f", "content": "1"},
+        ],
+        "tools": [TOOL],
         "stream": False,
         "options": {"num_predict": 4, "stop": ["x"], "top_k": 3, "seed": 7},
         "keep_alive": "5m",
@@ -93,6 +98,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "system": "be brief",
         "raw": False,
         "stream": False,
+        "format": {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}},
         "options": {"num_predict": 4, "temperature": 0.5},
     },
     "/api/show": {"model": "tiny", "verbose": False},
@@ -101,9 +107,13 @@ OTHERS: dict[str, dict[str, Any]] = {
         "instructions": "be brief",
         "input": [
             {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
-            {"type": "reasoning", "summary": []},
+            {"type": "reasoning", "summary": [], "content": [{"type": "text", "text": "x"}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "1"},
         ],
         "max_output_tokens": 4,
+        "tools": [{"type": "function", **TOOL["function"]}],
+        "tool_choice": "auto",
         "text": {"format": {"type": "text"}},
         "include": ["message.output_text.logprobs"],
         "top_logprobs": 2,
@@ -113,7 +123,23 @@ OTHERS: dict[str, dict[str, Any]] = {
         "model": "tiny",
         "max_tokens": 4,
         "system": [{"type": "text", "text": "be brief"}],
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "x", "signature": ""},
+                    {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "1", "content": "1"}],
+            },
+        ],
+        "tools": [{"name": "f", "input_schema": TOOL["function"]["parameters"]}],
+        "tool_choice": {"type": "auto"},
+        "output_config": {"effort": "low"},
         "stop_sequences": ["x"],
         "thinking": {"type": "disabled"},
     },

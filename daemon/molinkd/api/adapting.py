@@ -1,16 +1,30 @@
 """What the adapters of other protocols have in common: from their fields to the OpenAI bodies."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
 from molink.errors import RequestError
-from molinkd.api.schema import ChatMessage, ContentPart
+from molinkd.api.schema import (
+    ChatMessage,
+    ContentPart,
+    FunctionOffer,
+    JsonSchema,
+    NamedChoice,
+    NamedFunction,
+    ResponseFormat,
+    Tool,
+)
 
 Role = Literal["system", "developer", "user", "assistant"]
 
+_INDEX = re.compile(r"\[\d+\]")
+_BOUND = re.compile(r"[.\[]|$")
+_QUOTED = re.compile(r"`([^`\s]+)`")
 
-def refuse_tools(fields: Mapping[str, Any]) -> None:
-    """The one place where adapters refuse tools and formats of answers: none passes them on yet.
+
+def refuse(fields: Mapping[str, Any]) -> None:
+    """Refuse what changes an answer in a way that nothing here can.
 
     ``fields`` are by the protocol's names; empty values ask for nothing.
 
@@ -30,9 +44,7 @@ def message(role: str, content: str | None, where: str) -> ChatMessage:
     """
     if role not in get_args(Role):
         raise RequestError(f"`{where}.role`: {role[:32]!r} is not supported", f"{where}.role")
-    if content is None:
-        raise RequestError(f"`{where}.content`: required, but missing", f"{where}.content")
-    return ChatMessage(role=cast(Role, role), content=content)
+    return ChatMessage(role=cast(Role, role), content=given(content, f"{where}.content"))
 
 
 def joined(parts: Sequence[ContentPart], kinds: Sequence[str], where: str) -> str:
@@ -41,13 +53,63 @@ def joined(parts: Sequence[ContentPart], kinds: Sequence[str], where: str) -> st
     Raises:
         RequestError: a part of another kind, or without a text.
     """
-    texts = []
-    for place, part in enumerate(parts):
-        field = f"{where}[{place}]"
-        if part.type not in kinds:
-            text = f"`{field}.type`: {part.type[:32]!r} is not supported, only {kinds[0]!r}"
-            raise RequestError(text, f"{field}.type")
-        if part.text is None:
-            raise RequestError(f"`{field}.text`: required, but missing", f"{field}.text")
-        texts.append(part.text)
-    return "\n".join(texts)
+    return "\n".join(
+        text_of_part(part, kinds, f"{where}[{place}]") for place, part in enumerate(parts)
+    )
+
+
+def text_of_part(part: ContentPart, kinds: Sequence[str], where: str) -> str:
+    """The text of one part of a message; see :func:`joined`."""
+    if part.type not in kinds:
+        text = f"`{where}.type`: {part.type[:32]!r} is not supported, only {kinds[0]!r}"
+        raise RequestError(text, f"{where}.type")
+    return given(part.text, f"{where}.text")
+
+
+def given(value: str | None, where: str) -> str:
+    """``value``, which has to be there.
+
+    Raises:
+        RequestError: it isn't.
+    """
+    if value is None:
+        raise RequestError(f"`{where}`: required, but missing", where)
+    return value
+
+
+def offered(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:
+    """A tool."""
+    return Tool("function", FunctionOffer(name, description, parameters))
+
+
+def named_choice(name: str) -> NamedChoice:
+    """That this function has to be called."""
+    return NamedChoice("function", NamedFunction(name))
+
+
+def json_form(schema: dict[str, Any] | None) -> ResponseFormat:
+    """That an answer is JSON by ``schema``, or any object if there is none."""
+    if schema is None:
+        return ResponseFormat("json_object")
+    return ResponseFormat("json_schema", JsonSchema(schema))
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """``error`` about fields of a body as their protocol calls them.
+
+    ``names`` has them by those of the body, with ``[]`` for any index: ``tools[].function``.
+    """
+    if not names:
+        return error
+    text = _QUOTED.sub(lambda field: f"`{_renamed(field[1], names)}`", str(error))
+    return type(error)(text, None if error.param is None else _renamed(error.param, names))
+
+
+def _renamed(field: str, names: Mapping[str, str]) -> str:
+    for end in sorted({bound.start() for bound in _BOUND.finditer(field)}, reverse=True):
+        name = names.get(_INDEX.sub("[]", field[:end]))
+        if name is not None:
+            for index in _INDEX.findall(field[:end]):
+                name = name.replace("[]", index, 1)
+            return name + field[end:]
+    return field

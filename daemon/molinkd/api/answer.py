@@ -31,6 +31,11 @@ class Usage:
         self.scores: dict[int, float] = {}
 
     @property
+    def thinking_tokens(self) -> int:
+        """Tokens of the answers that are thoughts."""
+        return self._thinking_tokens
+
+    @property
     def cached_tokens(self) -> int:
         """Tokens of the prompts that were in the prefix cache."""
         return sum(self._cached.values())

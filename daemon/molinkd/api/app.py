@@ -69,6 +69,7 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptReader) ->
         [
             web.get("/v1/models", routes.models),
             web.get("/v1/models/{name:.+}", routes.model),
+            web.get("/props", routes.props),
             web.post("/v1/chat/completions", routes.chat),
             web.post("/v1/completions", routes.completions),
             web.get("/health", status.health),

@@ -13,8 +13,9 @@ from msgspec import json
 
 from molink.text.tokenizer import Tokenizer
 from molinkd.api.answer import Usage
+from molinkd.api.blocks import blocks_of, parts_of
 from molinkd.api.choice import MIN_LOGPROB, TextPiece, TokenLogprob
-from molinkd.api.message_parts import delta_json, parts_of, whole_message
+from molinkd.api.message_parts import delta_json, whole_message
 from molinkd.api.problem import Problem
 from molinkd.api.request_plan import Plan
 
@@ -132,7 +133,7 @@ class ChatFormat(_EventParts):
         """A ``chat.completion``."""
         choices = []
         for index, pieces in enumerate(answers):
-            message = whole_message(part for piece in pieces for part in parts_of(piece))
+            message = whole_message(blocks_of(pieces))
             logprobs = self._logprobs(logprobs_of(pieces)) if self._top >= 0 else None
             choices.append(
                 {
@@ -199,12 +200,10 @@ class CompletionFormat(_EventParts):
             "text_offset": [entry.offset for entry in entries],
         }
 
-    def _alternatives(self, entry: TokenLogprob) -> dict[str, float] | None:
-        """The most likely tokens; two ids with the same text count as the likelier one."""
-        if self._top <= 0:
-            return None
+    def _alternatives(self, entry: TokenLogprob) -> dict[str, float]:
+        """The most likely tokens, and the one that came; of two with one text the likelier one."""
         found: dict[str, float] = {}
-        for token, logprob in entry.top[: self._top]:
+        for token, logprob in (*entry.top[: self._top], (entry.token, entry.logprob)):
             found.setdefault(self._text(token), max(logprob, MIN_LOGPROB))
         return found
 

@@ -7,12 +7,13 @@ the answer looks (:class:`molinkd.api.formats.Format`).
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 from aiohttp import web
 
 from molink.errors import RequestError
+from molinkd.api.adapting import renamed
 from molinkd.api.answer import Usage, generate_all
 from molinkd.api.backend import Backend
 from molinkd.api.catalogue import Catalogue
@@ -37,8 +38,7 @@ class Ask:
     """What a client asks for. ``body`` is a :class:`ChatBody` or a :class:`CompletionBody`.
 
     ``data`` is that body as JSON, where the client's own is one. ``names`` are the protocol's for
-    fields of the body, for errors. ``parts``: the format shows calls and thoughts too; to others
-    they are text.
+    fields of the body, for errors (:func:`molinkd.api.adapting.renamed`).
     """
 
     body: GenerationBody
@@ -46,7 +46,6 @@ class Ask:
     stream: bool
     data: bytes = b""
     names: Mapping[str, str] = field(default_factory=dict)
-    parts: bool = False
 
 
 class Generator:
@@ -109,10 +108,8 @@ class Generator:
             chat = isinstance(ask.body, ChatBody)
             read = await self._reader.read(caller(request), offer, data, chat=chat)
             plan = make_plan(ask.body, offer, read)
-            if not ask.parts:
-                plan = replace(plan, reading=None)
         except RequestError as error:
-            raise _renamed(error, ask.names) from None
+            raise renamed(error, ask.names) from None
         return plan, Usage(plan.prompt_tokens, began, loaded)
 
     async def _stream(
@@ -151,17 +148,3 @@ class Generator:
 def json_answer(body: bytes) -> web.Response:
     """``body``, which is JSON, as an answer."""
     return web.Response(body=body, content_type="application/json")
-
-
-def _renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """``error`` about a field of the body as its protocol calls it."""
-    if error.param is None or not names:
-        return error
-    own, rest = error.param, ""
-    for end in (".", "["):
-        head, sign, tail = own.partition(end)
-        own, rest = head, sign + tail + rest
-    if own not in names:
-        return error
-    text = str(error).replace(f"`{own}", f"`{names[own]}")
-    return type(error)(text, names[own] + rest)

@@ -18,6 +18,17 @@ def answer_form(offer: Offer, *, tools: bool) -> AnswerFormat:
     return detect_format(source, tokenizer.added, offer.answer_format)
 
 
+def abilities(offer: Offer) -> list[str]:
+    """What the model can do beside completing text, by Ollama's names."""
+    template = offer.tokenizer.templates.choose(tools=True)
+    if template is None:
+        return []
+    form = answer_form(offer, tools=True)
+    calls = template.takes_tools and form.calls is not None
+    thinks = form.tags is not None or form.calls == "harmony"
+    return [name for name, can in (("tools", calls), ("thinking", thinks)) if can]
+
+
 def check_model(offer: Offer, template: ChatTemplate) -> None:
     """See that the model can be told of tools, and that its calls can be told from text.
 
@@ -80,11 +91,17 @@ def tools_in_prompt(body: ChatBody) -> list[dict[str, Any]]:
             "function": {
                 "name": tool.function.name,
                 "description": tool.function.description or "",
-                "parameters": tool.function.parameters or {"type": "object", "properties": {}},
+                "parameters": _whole_parameters(tool.function.parameters or {}),
             },
         }
         for tool in tools
     ]
+
+
+def _whole_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    """``schema`` with what templates take for granted."""
+    taken = {"type": "object", "properties": {}}
+    return schema | {name: value for name, value in taken.items() if name not in schema}
 
 
 def _check_choice(body: ChatBody, names: set[str]) -> None:

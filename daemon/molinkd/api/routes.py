@@ -5,6 +5,7 @@ from collections.abc import Callable
 from aiohttp import web
 from msgspec import json
 
+import molink
 from molinkd.api.backend import Backend, ServedModel
 from molinkd.api.body import Bodies
 from molinkd.api.catalogue import Catalogue
@@ -15,7 +16,7 @@ from molinkd.api.schema import ChatBody, CompletionBody, GenerationBody, decode_
 
 
 class OpenAIRoutes:
-    """``/v1/models``, ``/v1/chat/completions`` and ``/v1/completions``."""
+    """``/v1/models``, ``/props``, ``/v1/chat/completions`` and ``/v1/completions``."""
 
     def __init__(
         self, backend: Backend, bodies: Bodies, catalogue: Catalogue, generator: Generator
@@ -34,6 +35,19 @@ class OpenAIRoutes:
         """``GET /v1/models/{name}``."""
         model = self._catalogue.find(request.match_info["name"])
         return json_answer(json.encode(_model_json(model)))
+
+    async def props(self, request: web.Request) -> web.Response:
+        """``GET /props`` of llama-server, by which its clients learn what fits (``?model=``)."""
+        offer = await self._catalogue.offer(request.query.get("model"))
+        model, template = offer.model, offer.tokenizer.template
+        found = {
+            "default_generation_settings": {"n_ctx": model.context},
+            "model_alias": model.name,
+            "chat_template": "" if template is None else template.source,
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"molink {molink.__version__}",
+        }
+        return json_answer(json.encode(found))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/chat/completions``."""
@@ -56,9 +70,7 @@ class OpenAIRoutes:
         def form_of(plan: Plan) -> Format:
             return form(plan, stream and body.includes_usage)
 
-        return await self._generator.answer(
-            request, Ask(body, form_of, stream, data, parts=kind is ChatBody)
-        )
+        return await self._generator.answer(request, Ask(body, form_of, stream, data))
 
 
 def _model_json(model: ServedModel) -> dict[str, object]:
@@ -67,5 +79,9 @@ def _model_json(model: ServedModel) -> dict[str, object]:
         "object": "model",
         "created": model.created,
         "owned_by": "molink",
+        # As vLLM's and llama-server's clients look for them.
+        "root": model.name,
+        "parent": None,
         "max_model_len": model.context,
+        "meta": {"n_ctx": model.context, "size": model.size},
     }

@@ -30,6 +30,8 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=128)]
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
+CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CALL_ID)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -160,7 +162,7 @@ class CalledFunction(msgspec.Struct):
 class ToolCall(msgspec.Struct, kw_only=True):
     """A call in a message of the assistant."""
 
-    id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CALL_ID)]
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -179,7 +181,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 class FunctionOffer(msgspec.Struct):
     """A function that the model may call; ``parameters`` is a JSON schema."""
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -43,6 +43,11 @@ async def test_models(client: TestClient, backend: FakeBackend) -> None:
     one = await (await client.get("/v1/models/tiny")).json()
     assert one == listed["data"][0]
     assert one["object"] == "model"
+    assert one["max_model_len"] == one["meta"]["n_ctx"] == CONTEXT
+    props = await (await client.get("/props")).json()
+    assert props["default_generation_settings"] == {"n_ctx": CONTEXT}
+    assert props["chat_template"].startswith("{%")
+    assert (await client.get("/props?model=other")).status == 404
 
 
 async def test_chat(client: TestClient, backend: FakeBackend) -> None:
@@ -415,6 +420,10 @@ async def test_completion_logprobs(client: TestClient, backend: FakeBackend) -> 
     assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
     assert logprobs["token_logprobs"] == [-0.5] * len(logprobs["tokens"])
     assert min(logprobs["top_logprobs"][0].values()) == -9999.0
+    # The token that came is among them, and alone where no others were asked for.
+    answer = await post(client, "completions", prompt="x", logprobs=0)
+    alone = answer["choices"][0]["logprobs"]
+    assert alone["top_logprobs"] == [{token: -0.5} for token in alone["tokens"]]
 
 
 async def test_logprobs_end_where_a_stop_string_begins(

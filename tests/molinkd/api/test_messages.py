@@ -109,7 +109,7 @@ def test_keys(backend: FakeBackend) -> None:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"tools": [{"name": "x"}]}, "tools"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"temperature": 1.5}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"messages": []}, "messages"),

@@ -14,10 +14,23 @@ HI = [{"role": "user", "content": "hi"}]
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HI, "stop": ["x"], "max_tokens": -1},
     "/v1/completions": {"prompt": ["a", [97]], "best_of": 2},
-    "/v1/responses": {"input": [{"role": "user", "content": "hi"}]},
-    "/v1/messages": {"messages": HI, "max_tokens": 9},
+    "/v1/responses": {
+        "input": [{"role": "user", "content": "hi"}],
+        "text": {"format": {"type": "json_object"}},
+        "tools": [],
+    },
+    "/v1/messages": {
+        "messages": HI,
+        "max_tokens": 9,
+        "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+    },
     "/v1/messages/count_tokens": {"messages": HI},
-    "/api/chat": {"messages": HI, "options": {"num_predict": 3}, "think": "low"},
+    "/api/chat": {
+        "messages": HI,
+        "options": {"num_predict": 3},
+        "think": "low",
+        "format": {"type": "object"},
+    },
     "/api/generate": {"prompt": "hi", "keep_alive": "5m"},
     "/api/show": {"model": "tiny"},
 }
@@ -27,6 +40,9 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"stop": ["x"] * 17}),
     ("/v1/responses", {"input": None}),
     ("/v1/messages", {"max_tokens": "9"}),
+    ("/v1/messages", {"tool_choice": {"type": "some"}}),
+    ("/v1/responses", {"tools": [{"type": "web_search"}]}),
+    ("/api/chat", {"format": "xml"}),
     ("/api/chat", {"options": {"num_predict": 1.5}}),
     ("/api/show", {"model": 5}),
 ]

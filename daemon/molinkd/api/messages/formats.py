@@ -2,17 +2,25 @@
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from msgspec import json
 
 from molinkd.api.answer import Usage
+from molinkd.api.blocks import Begun, Block, BlockReader, Ended, Grown, Step, blocks_of
 from molinkd.api.choice import TextPiece
-from molinkd.api.formats import EVENTS, text_of
+from molinkd.api.formats import EVENTS
 from molinkd.api.problem import Problem
 from molinkd.api.request_plan import Plan
 
-_PREFIX = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,'
+_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":'
+#: How more of a block is written.
+_MORE = {
+    "text": b'{"type":"text_delta","text":',
+    "thought": b'{"type":"thinking_delta","thinking":',
+    "call": b'{"type":"input_json_delta","partial_json":',
+}
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -40,22 +48,17 @@ class MessageFormat:
         self._plan = plan
         self._id = f"msg_{secrets.token_hex(12)}"
         self._last = TextPiece("")
+        self._blocks = BlockReader()
 
     def opening(self, index: int) -> bytes:
-        """That the message and its text begin."""
+        """That the message begins."""
         usage = {"input_tokens": self._plan.prompt_tokens, "output_tokens": 0}
-        message = self._message([], TextPiece(""), usage)
-        return _event("message_start", message=message) + _event(
-            "content_block_start", index=0, content_block={"type": "text", "text": ""}
-        )
+        return _event("message_start", message=self._message([], TextPiece(""), usage))
 
     def event(self, index: int, piece: TextPiece) -> bytes:
-        """A text that was added."""
+        """What was added to which block."""
         self._last = piece
-        if not piece.text:
-            return b""
-        text = json.encode(piece.text)
-        return _PREFIX + b'"delta":{"type":"text_delta","text":' + text + b"}}\n\n"
+        return b"".join(map(_step, self._blocks.push(piece)))
 
     def keepalive(self) -> bytes:
         """A ``ping``."""
@@ -63,10 +66,9 @@ class MessageFormat:
 
     def closing(self, usage: Usage) -> bytes:
         """Why it ended, and its figures."""
-        delta = _ending(self._last)
         return (
-            _event("content_block_stop", index=0)
-            + _event("message_delta", delta=delta, usage=_figures(usage))
+            b"".join(map(_step, self._blocks.finish()))
+            + _event("message_delta", delta=_ending(self._last), usage=_figures(usage))
             + _event("message_stop")
         )
 
@@ -76,9 +78,11 @@ class MessageFormat:
 
     def whole(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
         """A ``message``."""
-        pieces = answers[0]
-        content = [{"type": "text", "text": text_of(pieces)}]
-        return json.encode(self._message(content, pieces[-1], _figures(usage)))
+        content = [_whole_block(block) for block in blocks_of(answers[0])]
+        last = answers[0][-1]
+        if last.finish == "tool_calls" and all(part["type"] != "tool_use" for part in content):
+            last = replace(last, finish="stop")
+        return json.encode(self._message(content, last, _figures(usage)))
 
     def _message(
         self, content: list[dict[str, Any]], last: TextPiece, usage: dict[str, int]
@@ -94,8 +98,43 @@ class MessageFormat:
         }
 
 
+def _step(step: Step) -> bytes:
+    match step:
+        case Begun(block):
+            begun = _block(block)
+            return _event("content_block_start", index=block.index, content_block=begun)
+        case Grown(block, text):
+            if not text:  # logprobs only, which have no place here
+                return b""
+            return _DELTA % block.index + _MORE[block.kind] + json.encode(text) + b"}}\n\n"
+        case Ended(block):
+            return _event("content_block_stop", index=block.index)
+
+
+def _block(block: Block, text: str = "", arguments: object = None) -> dict[str, Any]:
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": text}
+        case "thought":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        case "call":
+            ident = f"toolu_{secrets.token_hex(12)}"
+            return {"type": "tool_use", "id": ident, "name": block.name, "input": arguments or {}}
+
+
+def _whole_block(block: Block) -> dict[str, Any]:
+    """A call whose arguments are no object is none that anybody could follow: it is a text."""
+    if block.kind == "call" and block.arguments is None:
+        return {"type": "text", "text": block.as_text()}
+    return _block(block, block.text, block.arguments if block.kind == "call" else None)
+
+
 def _ending(last: TextPiece) -> dict[str, Any]:
-    reasons = {"length": "max_tokens", "stop": "stop_sequence" if last.stop else "end_turn"}
+    reasons = {
+        "length": "max_tokens",
+        "stop": "stop_sequence" if last.stop else "end_turn",
+        "tool_calls": "tool_use",
+    }
     reason = None if last.finish is None else reasons[last.finish]
     return {"stop_reason": reason, "stop_sequence": last.stop}
 

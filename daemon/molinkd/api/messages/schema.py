@@ -1,28 +1,98 @@
 """The bodies of ``POST /v1/messages``, and what they mean in that of a chat."""
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from molink.errors import RequestError
-from molinkd.api.adapting import joined, message, refuse_tools
-from molinkd.api.schema import MAX_STOPS, ChatBody, ChatMessage, ContentPart, MaxTokens, StopString
+from molinkd.api.adapting import (
+    given,
+    joined,
+    json_form,
+    message,
+    named_choice,
+    offered,
+    text_of_part,
+)
+from molinkd.api.schema import (
+    MAX_STOPS,
+    MAX_TOOLS,
+    CalledFunction,
+    CallId,
+    ChatBody,
+    ChatMessage,
+    ContentPart,
+    MaxTokens,
+    StopString,
+    ToolCall,
+    ToolName,
+)
 
-#: What was thought before is left out of a conversation.
-_THOUGHTS = ("thinking", "redacted_thinking")
+#: What fields of a chat are called here.
+NAMES = {
+    "stop": "stop_sequences",
+    "tools[].function": "tools[]",
+    "tools[].function.parameters": "tools[].input_schema",
+    "tool_choice.function.name": "tool_choice.name",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+}
+
+
+class Part(ContentPart, kw_only=True):
+    """A block of a message: a text, a thought, a call (``tool_use``) or what came of one."""
+
+    thinking: str | None = None
+    id: CallId | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: CallId | None = None
+    content: str | list[ContentPart] | None = None
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
     """One message of a conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | list[ContentPart]
+    content: str | list[Part]
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """``thinking``."""
+    """``thinking``; its budget has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive"]
+
+
+class OfferedTool(msgspec.Struct, kw_only=True):
+    """A tool of the client's; those that run on a server have other types."""
+
+    name: ToolName
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """``tool_choice``."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    """``output_config.format``."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """``output_config``."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
@@ -32,9 +102,10 @@ class CountRequest(msgspec.Struct, kw_only=True):
     messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1)]
     system: str | list[ContentPart] | None = None
     thinking: Thinking | None = None
-    tools: list[Any] | None = None
-    output_config: dict[str, Any] | None = None
-    output_format: Any = None
+    tools: Annotated[list[OfferedTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
     def as_openai(self) -> ChatBody:
         """The body of the same request at ``/v1/chat/completions``.
@@ -42,31 +113,51 @@ class CountRequest(msgspec.Struct, kw_only=True):
         Raises:
             RequestError: it asks for what is not there.
         """
-        refuse_tools(
-            {
-                "tools": self.tools,
-                "output_format": self.output_format,
-                "output_config.format": (self.output_config or {}).get("format"),
-            }
-        )
         body = ChatBody(model=self.model, messages=self._messages())
+        self._tools(body)
+        output = self.output_config or OutputConfig()
+        form = output.format or self.output_format
+        if form is not None:
+            body.response_format = json_form(form.schema)
+        body.reasoning_effort = output.effort
         if self.thinking is not None:
             body.chat_template_kwargs = {"enable_thinking": self.thinking.type != "disabled"}
         return body
 
+    def _tools(self, body: ChatBody) -> None:
+        for index, tool in enumerate(self.tools or ()):
+            if tool.type not in (None, "custom"):
+                field = f"tools[{index}].type"
+                text = f"`{field}`: {tool.type[:64]!r} is not supported, only 'custom'"
+                raise RequestError(text, field)
+        if self.tools:
+            body.tools = [
+                offered(one.name, one.description, one.input_schema) for one in self.tools
+            ]
+        choice = self.tool_choice
+        if choice is None:
+            return
+        if choice.disable_parallel_tool_use:
+            body.parallel_tool_calls = False
+        if choice.type == "tool":
+            body.tool_choice = named_choice(given(choice.name, "tool_choice.name"))
+        else:
+            body.tool_choice = "required" if choice.type == "any" else choice.type
+
     def _messages(self) -> list[ChatMessage]:
-        messages = []
+        messages: list[ChatMessage] = []
         if self.system:
             system = self.system
             text = system if isinstance(system, str) else joined(system, ("text",), "system")
             messages.append(message("system", text, "system"))
         for index, one in enumerate(self.messages):
             where = f"messages[{index}]"
-            content = one.content
-            if isinstance(content, list):
-                said = [part for part in content if part.type not in _THOUGHTS]
-                content = joined(said, ("text",), f"{where}.content")
-            messages.append(message(one.role, content, where))
+            if isinstance(one.content, str):
+                messages.append(message(one.role, one.content, where))
+            elif one.role == "user":
+                messages += _of_user(one.content, f"{where}.content")
+            else:
+                messages.append(_of_assistant(one.content, f"{where}.content"))
         if self.messages[-1].role == "assistant":
             text = "`messages`: the last one is the user's; answers are not begun by the client"
             raise RequestError(text, "messages")
@@ -89,3 +180,44 @@ class MessageRequest(CountRequest, kw_only=True):
         body.max_tokens, body.temperature = self.max_tokens, self.temperature
         body.top_k, body.top_p, body.stop = self.top_k, self.top_p, self.stop_sequences
         return body
+
+
+def _of_user(parts: Sequence[Part], where: str) -> Iterator[ChatMessage]:
+    """What came of calls, each as a message, and what the user says."""
+    texts: list[str] = []
+    for place, part in enumerate(parts):
+        field = f"{where}[{place}]"
+        if part.type != "tool_result":
+            texts.append(text_of_part(part, ("text", "tool_result"), field))
+            continue
+        if texts:
+            yield ChatMessage(role="user", content="\n".join(texts))
+            texts = []
+        result = part.content or ""
+        if not isinstance(result, str):
+            result = joined(result, ("text",), f"{field}.content")
+        ident = given(part.tool_use_id, f"{field}.tool_use_id")
+        yield ChatMessage(role="tool", content=result, tool_call_id=ident)
+    if texts or not parts:
+        yield ChatMessage(role="user", content="\n".join(texts))
+
+
+def _of_assistant(parts: Sequence[Part], where: str) -> ChatMessage:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for place, part in enumerate(parts):
+        field = f"{where}[{place}]"
+        if part.type == "tool_use":
+            ident, name = given(part.id, f"{field}.id"), given(part.name, f"{field}.name")
+            calls.append(ToolCall(id=ident, function=CalledFunction(name, part.input or {})))
+        elif part.type == "thinking":
+            thoughts.append(part.thinking or "")
+        elif part.type != "redacted_thinking":
+            texts.append(text_of_part(part, ("text", "tool_use"), field))
+    return ChatMessage(
+        role="assistant",
+        content="\n".join(texts),
+        tool_calls=calls or None,
+        reasoning_content="\n".join(thoughts) or None,
+    )

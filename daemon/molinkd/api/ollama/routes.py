@@ -14,8 +14,9 @@ from molinkd.api.body import Bodies
 from molinkd.api.catalogue import Catalogue
 from molinkd.api.formats import Format
 from molinkd.api.generator import Ask, Generator, json_answer
+from molinkd.api.offered_tools import abilities
 from molinkd.api.ollama.formats import OllamaFormat, now
-from molinkd.api.ollama.schema import ChatRequest, GenerateRequest, Named
+from molinkd.api.ollama.schema import NAMES, ChatRequest, GenerateRequest, Named
 from molinkd.api.request_plan import Plan
 from molinkd.api.schema import ChatBody, decode_struct
 
@@ -58,7 +59,7 @@ class OllamaRoutes:
         asked = body.as_openai()
         if not body.messages:
             return await self._loaded(body, {"message": {"role": "assistant", "content": ""}})
-        ask = Ask(asked, form, body.stream is not False)
+        ask = Ask(asked, form, body.stream is not False, names=NAMES)
         return await self._generator.answer(request, ask)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -71,7 +72,7 @@ class OllamaRoutes:
 
         if not body.prompt:
             return await self._loaded(body, {"response": ""})
-        names = {"messages": "prompt"} if isinstance(asked, ChatBody) else {}
+        names = NAMES | ({"messages": "prompt"} if isinstance(asked, ChatBody) else {})
         ask = Ask(asked, form, body.stream is not False, names=names)
         return await self._generator.answer(request, ask)
 
@@ -107,7 +108,7 @@ class OllamaRoutes:
                 "general.architecture": family,
                 f"{family}.context_length": model.context,
             },
-            "capabilities": ["completion"],
+            "capabilities": ["completion", *abilities(offer)],
             "modified_at": shown["modified_at"],
         }
         return json_answer(json.encode(found))

@@ -11,17 +11,24 @@ import msgspec
 
 from molink.errors import RequestError
 from molink.wire.messages.data import RepetitionPenalty
-from molinkd.api.adapting import message, refuse_tools
+from molinkd.api.adapting import json_form, message, offered, refuse
+from molinkd.api.ollama.calls import Call, Calls
 from molinkd.api.schema import (
     MAX_STOP_LENGTH,
     MAX_STOPS,
+    MAX_TOOLS,
+    CallId,
     ChatBody,
     CompletionBody,
+    FunctionOffer,
     GenerationBody,
     Penalty,
     StopString,
     TopLogprobs,
 )
+
+#: What fields of the OpenAI bodies are called here.
+NAMES = {"response_format.json_schema.schema": "format", "response_format": "format"}
 
 Kind = TypeVar("Kind", bound=GenerationBody)
 Context = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
@@ -70,25 +77,34 @@ class Asking(Named, kw_only=True):
     think: Think | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    format: Any = None
+    #: A JSON schema, or any JSON object.
+    format: dict[str, Any] | Literal["", "json"] | None = None
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """A message of ``/api/chat``."""
+    """A message of ``/api/chat``; one of role ``tool`` says what came of a call."""
 
     role: str
     content: str | None = None
     images: list[Any] | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[Call] | None = None
     tool_name: str | None = None
+    tool_call_id: CallId | None = None
     thinking: str | None = None
+
+
+class OfferedTool(msgspec.Struct, kw_only=True):
+    """A tool that the model may call."""
+
+    function: FunctionOffer
+    type: Literal["function"] | None = None
 
 
 class ChatRequest(Asking, kw_only=True):
     """``POST /api/chat``."""
 
     messages: list[Message] = []
-    tools: list[Any] | None = None
+    tools: Annotated[list[OfferedTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
 
     def as_openai(self) -> ChatBody:
         """The body of the same request at ``/v1/chat/completions``.
@@ -96,17 +112,23 @@ class ChatRequest(Asking, kw_only=True):
         Raises:
             RequestError: it asks for what is not there.
         """
-        refuse_tools({"tools": self.tools, "format": self.format})
+        calls = Calls()
         messages = []
         for index, one in enumerate(self.messages):
             where = f"messages[{index}]"
+            refuse({f"{where}.images": one.images})
             if one.role == "tool":
-                raise RequestError(f"`{where}.role`: tools are not supported", f"{where}.role")
-            refuse_tools({f"{where}.images": one.images, f"{where}.tool_calls": one.tool_calls})
-            made = message(one.role, one.content, where)
+                messages.append(calls.result(one.content or "", one.tool_call_id, one.tool_name))
+                continue
+            content = "" if one.tool_calls and one.content is None else one.content
+            made = message(one.role, content, where)
             made.reasoning_content = one.thinking
+            made.tool_calls = calls.made(one.tool_calls or ())
             messages.append(made)
-        return _filled(ChatBody(model=self.asked, messages=messages), self)
+        body = ChatBody(model=self.asked, messages=messages)
+        functions = [tool.function for tool in self.tools or ()]
+        body.tools = [offered(one.name, one.description, one.parameters) for one in functions]
+        return _filled(body, self)
 
 
 class GenerateRequest(Asking, kw_only=True):
@@ -126,7 +148,7 @@ class GenerateRequest(Asking, kw_only=True):
         Raises:
             RequestError: it asks for what is not there.
         """
-        refuse_tools({"format": self.format, "images": self.images, "template": self.template})
+        refuse({"images": self.images, "template": self.template})
         if self.context:
             text = "`context` is not supported: send the conversation to /api/chat"
             raise RequestError(text, "context")
@@ -147,6 +169,9 @@ def _filled(body: Kind, asking: Asking) -> Kind:
     body.presence_penalty = options.presence_penalty
     body.frequency_penalty = options.frequency_penalty
     body.repetition_penalty = options.repeat_penalty
+    if asking.format:
+        schema = asking.format if isinstance(asking.format, dict) else None
+        body.response_format = json_form(schema)
     limit = options.num_predict
     body.max_tokens = limit if limit is not None and limit > 0 else -1
     if isinstance(body, ChatBody):

@@ -8,14 +8,20 @@ from typing import Any
 from msgspec import json
 
 from molinkd.api.answer import Usage
-from molinkd.api.choice import TextPiece
-from molinkd.api.formats import EVENTS, logprob_entries, logprobs_of, text_of
+from molinkd.api.blocks import Begun, Block, BlockReader, Ended, Grown, Step, blocks_of
+from molinkd.api.choice import AnswerFinish, TextPiece
+from molinkd.api.formats import EVENTS
 from molinkd.api.problem import Problem
 from molinkd.api.request_plan import Plan
+from molinkd.api.responses.items import Items, ItemStatus
 from molinkd.api.responses.schema import ResponseRequest
 
-#: Where the only text of an answer is.
-_PLACE = {"output_index": 0, "content_index": 0}
+#: What the events of a block's text are called.
+_EVENTS = {
+    "text": "response.output_text",
+    "thought": "response.reasoning_text",
+    "call": "response.function_call_arguments",
+}
 
 
 class ResponseFormat:
@@ -27,63 +33,34 @@ class ResponseFormat:
         self._plan = plan
         self._asked = asked
         self._id = f"resp_{secrets.token_hex(24)}"
-        self._item = f"msg_{secrets.token_hex(24)}"
         self._created = int(time.time())
         self._number = 0
-        self._pieces: list[TextPiece] = []
-        delta = {"type": "response.output_text.delta", "item_id": self._item, **_PLACE}
-        self._delta = b"event: response.output_text.delta\ndata: " + json.encode(delta)[:-1]
+        self._items = Items(plan)
+        self._blocks = BlockReader()
+        self._finish: AnswerFinish | None = None
+        self._delta = b""
 
     def opening(self, index: int) -> bytes:
-        """That the answer, its message and its text begin."""
-        response = self._response("in_progress")
-        item = self._message("in_progress", [])
-        return (
-            self._event("response.created", response=response)
-            + self._event("response.in_progress", response=response)
-            + self._event("response.output_item.added", output_index=0, item=item)
-            + self._event(
-                "response.content_part.added",
-                item_id=self._item,
-                **_PLACE,
-                part={"type": "output_text", "text": "", "annotations": [], "logprobs": []},
-            )
+        """That the answer begins."""
+        response = self._response("in_progress", [])
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
         )
 
     def event(self, index: int, piece: TextPiece) -> bytes:
-        """A text that was added."""
-        self._pieces.append(piece)
-        if not piece.text and not piece.logprobs:
-            return b""
-        logprobs = json.encode(self._logprobs([piece])) if piece.logprobs else b"[]"
-        return self._delta + b',"delta":%s,"logprobs":%s,"sequence_number":%d}\n\n' % (
-            json.encode(piece.text),
-            logprobs,
-            self._next(),
-        )
+        """What was added to which item."""
+        self._finish = piece.finish
+        return b"".join(map(self._step, self._blocks.push(piece)))
 
     def keepalive(self) -> bytes:
         """A comment."""
         return b": waiting\n\n"
 
     def closing(self, usage: Usage) -> bytes:
-        """That text, message and answer are complete."""
-        text, status = text_of(self._pieces), self._status(self._pieces)
-        part = self._part(self._pieces)
-        return (
-            self._event(
-                "response.output_text.done",
-                item_id=self._item,
-                **_PLACE,
-                text=text,
-                logprobs=part["logprobs"],
-            )
-            + self._event("response.content_part.done", item_id=self._item, **_PLACE, part=part)
-            + self._event(
-                "response.output_item.done", output_index=0, item=self._message(status, [part])
-            )
-            + self._event(f"response.{status}", response=self._done(self._pieces, usage))
-        )
+        """That the last item and the answer are complete."""
+        steps = b"".join(map(self._step, self._blocks.finish()))
+        done = self._done(self._blocks.blocks, self._finish, usage)
+        return steps + self._event(f"response.{done['status']}", response=done)
 
     def failure(self, problem: Problem) -> bytes:
         """An ``error`` event; with an envelope in it, at which clients raise."""
@@ -97,7 +74,47 @@ class ResponseFormat:
 
     def whole(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
         """A ``response``."""
-        return json.encode(self._done(answers[0], usage))
+        pieces = answers[0]
+        return json.encode(self._done(blocks_of(pieces), pieces[-1].finish, usage))
+
+    def _step(self, step: Step) -> bytes:
+        match step:
+            case Begun(block):
+                return self._begun(block)
+            case Grown(block, text, logprobs):
+                delta = self._delta + json.encode(text)
+                if block.kind == "text":
+                    delta += b',"logprobs":' + json.encode(self._items.logprobs(logprobs))
+                return delta + b',"sequence_number":%d}\n\n' % self._next()
+            case Ended(block):
+                return self._ended(block)
+
+    def _begun(self, block: Block) -> bytes:
+        kind, place = f"{_EVENTS[block.kind]}.delta", self._place(block)
+        delta = json.encode({"type": kind, **place})[:-1] + b',"delta":'
+        self._delta = b"event: " + kind.encode() + b"\ndata: " + delta
+        item = self._items.item(block, "in_progress")
+        begun = self._event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind == "call":
+            return begun
+        part = self._items.part(block, begun=True)
+        return begun + self._event("response.content_part.added", **place, part=part)
+
+    def _ended(self, block: Block) -> bytes:
+        kind, place = f"{_EVENTS[block.kind]}.done", self._place(block)
+        if block.kind == "call":
+            done = self._event(kind, **place, name=block.name, arguments=block.text)
+        else:
+            part = self._items.part(block)
+            more = {"logprobs": part["logprobs"]} if block.kind == "text" else {}
+            done = self._event(kind, **place, text=block.text, **more)
+            done += self._event("response.content_part.done", **place, part=part)
+        item = self._items.item(block, self._status(block, self._blocks.blocks, self._finish))
+        return done + self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _place(self, block: Block) -> dict[str, Any]:
+        place = {"item_id": self._items.id_of(block), "output_index": block.index}
+        return place if block.kind == "call" else {**place, "content_index": 0}
 
     def _next(self) -> int:
         number = self._number
@@ -108,33 +125,19 @@ class ResponseFormat:
         data = json.encode({"type": kind, **fields, "sequence_number": self._next()})
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
-    def _status(self, pieces: Sequence[TextPiece]) -> str:
-        return "incomplete" if pieces[-1].finish == "length" else "completed"
+    @staticmethod
+    def _status(block: Block, blocks: Sequence[Block], finish: AnswerFinish | None) -> ItemStatus:
+        """What is missing of a cut answer is missing of its last item."""
+        cut = finish == "length" and block is blocks[-1]
+        return "incomplete" if cut else "completed"
 
-    def _part(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        logprobs = self._logprobs(pieces) if self._plan.logprobs >= 0 else []
-        text = text_of(pieces)
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._item,
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": content,
-        }
-
-    def _logprobs(self, pieces: Sequence[TextPiece]) -> list[dict[str, Any]]:
-        plan = self._plan
-        return logprob_entries(logprobs_of(pieces), plan.logprobs, plan.offer.tokenizer)
-
-    def _done(self, pieces: Sequence[TextPiece], usage: Usage) -> dict[str, Any]:
-        status = self._status(pieces)
-        response = self._response(status)
-        response["output"] = [self._message(status, [self._part(pieces)])]
+    def _done(
+        self, blocks: Sequence[Block], finish: AnswerFinish | None, usage: Usage
+    ) -> dict[str, Any]:
+        items = [self._items.item(block, self._status(block, blocks, finish)) for block in blocks]
+        response = self._response("incomplete" if finish == "length" else "completed", items)
         response["completed_at"] = int(time.time())
-        if status == "incomplete":
+        if finish == "length":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = {
             "input_tokens": usage.prompt_tokens,
@@ -143,13 +146,13 @@ class ResponseFormat:
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage.thinking_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
         return response
 
-    def _response(self, status: str) -> dict[str, Any]:
-        """The object before there is anything in it."""
+    def _response(self, status: ItemStatus, output: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The object, without figures."""
         asked = self._asked
         sampling = self._plan.choices[0].request.sampling
         return {
@@ -164,8 +167,8 @@ class ResponseFormat:
             "max_output_tokens": asked.max_output_tokens,
             "metadata": asked.metadata or {},
             "model": self._plan.offer.model.name,
-            "output": [],
-            "parallel_tool_calls": False,
+            "output": output,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {
                 "effort": asked.reasoning.effort if asked.reasoning is not None else None,
@@ -173,9 +176,9 @@ class ResponseFormat:
             },
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "text": {"format": asked.form},
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": asked.tools or [],
             "top_logprobs": max(self._plan.logprobs, 0),
             "top_p": sampling.top_p,
             "truncation": "disabled",

@@ -3,42 +3,90 @@
 Nothing is kept: an answer can't be asked for again, or gone on from by its id.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from molink.errors import RequestError
-from molinkd.api.adapting import joined, message, refuse_tools
-from molinkd.api.schema import ChatBody, ChatMessage, ContentPart, MaxTokens, TopLogprobs
+from molinkd.api.adapting import given, joined, json_form, message, named_choice, offered, refuse
+from molinkd.api.schema import (
+    MAX_TOOLS,
+    CalledFunction,
+    CallId,
+    ChatBody,
+    ChatMessage,
+    ContentPart,
+    MaxTokens,
+    ToolCall,
+    ToolName,
+    TopLogprobs,
+)
 
 #: Kinds of a message's parts: what goes in, and what came out before.
 _TEXTS = ("input_text", "output_text", "text")
+_THOUGHTS = ("reasoning_text", "text", "summary_text")
+
+#: What fields of a chat are called here.
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "tools[].function": "tools[]",
+    "tool_choice.function.name": "tool_choice.name",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+}
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """An item of ``input``; only messages can be used, and what was thought before is left out."""
+    """An item of ``input``: a message, a thought (``reasoning``), a call, or what came of one."""
 
     type: str = "message"
     role: str | None = None
     content: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None
+    call_id: CallId | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
 
 
 class Reasoning(msgspec.Struct, kw_only=True):
-    """``reasoning``."""
+    """``reasoning``; thoughts come as they are, there are no summaries."""
 
     effort: str | None = None
 
 
-class TextFormat(msgspec.Struct, kw_only=True):
+class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
     """``text.format``."""
 
-    type: str = "text"
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
     """``text``."""
 
     format: TextFormat | None = None
+
+
+class FunctionTool(msgspec.Struct, kw_only=True):
+    """A tool that the client runs; OpenAI's own are not here."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(msgspec.Struct, kw_only=True):
+    """``tool_choice``: this function has to be called."""
+
+    type: Literal["function"]
+    name: str
 
 
 class ResponseRequest(msgspec.Struct, kw_only=True):
@@ -56,11 +104,19 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     metadata: dict[str, Any] | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    tools: list[Any] | None = None
+    tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
     background: bool | None = None
+
+    @property
+    def form(self) -> TextFormat:
+        """``text.format``, or that of plain text."""
+        asked = self.text.format if self.text is not None else None
+        return asked or TextFormat(type="text")
 
     def as_openai(self) -> ChatBody:
         """The body of the same request at ``/v1/chat/completions``.
@@ -72,18 +128,9 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
             if getattr(self, name):
                 text = f"`{name}`: answers are not kept here; send the conversation in `input`"
                 raise RequestError(text, name)
-        format_of = self.text.format if self.text is not None else None
-        other = format_of is not None and format_of.type != "text"
-        refuse_tools(
-            {
-                "tools": self.tools,
-                "text.format": other,
-                "prompt": self.prompt,
-                "background": self.background,
-            }
-        )
+        refuse({"prompt": self.prompt, "background": self.background})
         logprobs = "message.output_text.logprobs" in (self.include or ())
-        return ChatBody(
+        body = ChatBody(
             model=self.model,
             messages=self._messages(),
             max_tokens=self.max_output_tokens,
@@ -92,7 +139,26 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
             logprobs=logprobs or None,
             top_logprobs=self.top_logprobs if logprobs else None,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
+            parallel_tool_calls=self.parallel_tool_calls,
         )
+        if self.tools:
+            body.tools = [offered(one.name, one.description, one.parameters) for one in self.tools]
+        choice = self.tool_choice
+        if isinstance(choice, FunctionChoice):
+            body.tool_choice = named_choice(choice.name)
+        else:
+            body.tool_choice = choice
+        self._set_form(body)
+        return body
+
+    def _set_form(self, body: ChatBody) -> None:
+        form = self.form
+        if form.type == "text":
+            return
+        if form.type == "json_schema" and form.schema is None:
+            field = "text.format.schema"
+            raise RequestError(f"`{field}`: required, but missing", field)
+        body.response_format = json_form(form.schema if form.type == "json_schema" else None)
 
     def _messages(self) -> list[ChatMessage]:
         messages = []
@@ -101,19 +167,61 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
         if isinstance(self.input, str):
             messages.append(message("user", self.input, "input"))
             return messages
+        thoughts = ""
         for index, item in enumerate(self.input):
             where = f"input[{index}]"
-            if item.type == "reasoning":
-                continue
-            if item.type != "message":
-                text = f"`{where}.type`: {item.type[:32]!r} is not supported, only 'message'"
-                raise RequestError(text, f"{where}.type")
-            content = item.content
-            if isinstance(content, list):
-                content = joined(content, _TEXTS, f"{where}.content")
-            messages.append(message(item.role or "", content, where))
+            match item.type:
+                case "reasoning":
+                    thoughts = _thoughts(item, where)
+                    continue
+                case "message":
+                    content = _text(item.content, f"{where}.content")
+                    messages.append(message(item.role or "", content, where))
+                case "function_call":
+                    if not messages or messages[-1].role != "assistant":
+                        messages.append(ChatMessage(role="assistant"))
+                    calls = messages[-1].tool_calls or []
+                    messages[-1].tool_calls = [*calls, _call(item, where)]
+                case "function_call_output":
+                    messages.append(_result(item, where))
+                case _:
+                    raise _unknown(item, f"{where}.type")
+            if messages[-1].role == "assistant" and thoughts:
+                before = messages[-1].reasoning_content
+                messages[-1].reasoning_content = "\n".join(filter(None, (before, thoughts)))
+            thoughts = ""
         return messages
 
 
-#: What fields of a chat are called here.
-NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
+def _unknown(item: InputItem, where: str) -> RequestError:
+    text = f"`{where}`: {item.type[:32]!r} is not supported, only 'message', 'function_call', …"
+    if item.type == "item_reference":
+        text = (
+            f"`{where}`: answers are not kept here; have your client send items, by `store` false"
+        )
+    return RequestError(text, where)
+
+
+def _thoughts(item: InputItem, where: str) -> str:
+    """What was thought; a summary, where nothing else is known of it."""
+    if item.content:
+        return _text(item.content, f"{where}.content", _THOUGHTS) or ""
+    return _text(item.summary, f"{where}.summary", _THOUGHTS) or ""
+
+
+def _call(item: InputItem, where: str) -> ToolCall:
+    name = given(item.name, f"{where}.name")
+    function = CalledFunction(name, item.arguments or "")
+    return ToolCall(id=given(item.call_id, f"{where}.call_id"), function=function)
+
+
+def _result(item: InputItem, where: str) -> ChatMessage:
+    content = given(_text(item.output, f"{where}.output"), f"{where}.output")
+    ident = given(item.call_id, f"{where}.call_id")
+    return ChatMessage(role="tool", content=content, tool_call_id=ident)
+
+
+def _text(
+    content: str | list[ContentPart] | None, where: str, kinds: tuple[str, ...] = _TEXTS
+) -> str | None:
+    return joined(content, kinds, where) if isinstance(content, list) else content

@@ -1,0 +1,52 @@
+"""Calls in a conversation: Ollama's have no ids, or not all of them."""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import msgspec
+
+from molinkd.api.schema import CalledFunction, CallId, ChatMessage, ToolCall
+
+
+class Call(msgspec.Struct, kw_only=True):
+    """A call in a message."""
+
+    function: CalledFunction
+    id: CallId | None = None
+
+
+class Calls:
+    """Gives calls ids, by which what came of them is found."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        #: Calls whose outcome isn't known, in their order; and the ids of each tool's calls.
+        self._waiting: dict[str, None] = {}
+        self._named: defaultdict[str, deque[str]] = defaultdict(deque)
+
+    def made(self, calls: Sequence[Call]) -> list[ToolCall] | None:
+        """The calls of an answer."""
+        found = []
+        for call in calls:
+            ident = call.id or self._next()
+            self._waiting[ident] = None
+            self._named[call.function.name].append(ident)
+            found.append(ToolCall(id=ident, function=call.function))
+        return found or None
+
+    def result(self, content: str, ident: str | None, name: str | None) -> ChatMessage:
+        """What came of a call: of that one, of the first of that tool, or of the first."""
+        if ident is None:
+            ident = self._first_of(name or "") or next(iter(self._waiting), None) or self._next()
+        self._waiting.pop(ident, None)
+        return ChatMessage(role="tool", content=content, tool_call_id=ident, name=name)
+
+    def _first_of(self, name: str) -> str | None:
+        queue = self._named.get(name, deque())
+        while queue and queue[0] not in self._waiting:
+            queue.popleft()
+        return queue[0] if queue else None
+
+    def _next(self) -> str:
+        self._count += 1
+        return f"call_{self._count}"
