@@ -7,9 +7,12 @@ breaks that fake a log entry, or marks that turn the direction of writing.
 import copy
 import logging
 import re
+import unicodedata
 
 #: Control characters, line and paragraph separators, marks of direction, halves of characters.
 _OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+#: Characters of a text from elsewhere that a screen shows.
+_LONGEST = 400
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -21,6 +24,11 @@ def printable(text: str, keep: str = "") -> str:
         return found if found in keep else found.encode("unicode_escape").decode("ascii")
 
     return _OBEYED.sub(written_out, text)
+
+
+def plain(text: str) -> str:
+    """The beginning of a text of somebody else, without anything that is obeyed or not seen."""
+    return printable("".join(c for c in text[:_LONGEST] if unicodedata.category(c) != "Cf"))
 
 
 class LogFormatter(logging.Formatter):

@@ -68,6 +68,9 @@ class FakeBackend:
     is_ready: bool = True
     context: int = CONTEXT
     short_context: int = 0
+    #: What ``molink status --json`` would say, and how often it was asked for.
+    swarm: dict[str, object] = field(default_factory=dict)
+    status_asked: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
     running: int = 0
     closed: int = 0
@@ -93,6 +96,10 @@ class FakeBackend:
             ),
         }
         return Figures({"recoveries": 3.0}, {"odd name": 1.0}, stages)
+
+    async def status(self) -> bytes:
+        self.status_asked += 1
+        return json.dumps(self.swarm).encode()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
         _check(request)

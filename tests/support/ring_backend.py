@@ -29,6 +29,9 @@ class Computes:
     def __init__(self, agenda: Agenda, stage: Stage, requests: RequestTable) -> None:
         self._agenda, self._stage, self._requests = agenda, stage, requests
 
+    async def status(self) -> bytes:
+        return b"{}"
+
     def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
         results = run_step(self._stage, self._requests, segments)
         self._agenda.soon(done, StepDone(results, 0.001, None))

@@ -28,6 +28,7 @@ from molinkd.api.request_id import give_id, id_of
 from molinkd.api.responses.routes import ResponseRoutes
 from molinkd.api.routes import OpenAIRoutes
 from molinkd.api.running import RunningAnswers
+from molinkd.api.swarm_picture import SwarmRoute
 
 _LOG = logging.getLogger(__name__)
 
@@ -75,7 +76,6 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptReader) ->
             web.get("/health", status.health),
             web.get("/readyz", status.readyz),
             web.get("/metrics", status.metrics),
-            web.get("/", ChatPage().handle),
         ]
     )
     for table in (
@@ -84,6 +84,8 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptReader) ->
         ResponseRoutes(bodies, generator).table,
         MessageRoutes(bodies, generator).table,
         OpenAPIRoute().table,
+        SwarmRoute(backend).table,
+        ChatPage().table,
     ):
         app.add_routes(table)
     app.on_response_prepare.append(shell.add_headers)

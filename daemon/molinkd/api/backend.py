@@ -85,3 +85,11 @@ class Backend(Protocol):
     def metrics(self) -> Figures:
         """Those of this daemon, its workers and links."""
         ...
+
+    async def status(self) -> bytes:
+        """``molink status --json`` as UTF-8.
+
+        Raises:
+            Unavailable: it can't be told now.
+        """
+        ...

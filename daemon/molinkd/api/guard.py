@@ -20,6 +20,8 @@ from molinkd.api.problem import Problem, ProblemError
 
 #: Paths that answer without the API key: they tell nothing, and the page has to ask for the key.
 OPEN_PATHS = frozenset({"/", "/health", "/openapi.json", "/readyz"})
+#: Where the files of the chat page are; they answer without it, too.
+PAGE = "/page/"
 #: Where Ollama's routes are.
 OLLAMA = "/api/"
 _FORM = "application/x-www-form-urlencoded"
@@ -56,7 +58,8 @@ class Guard:
         if request.method == hdrs.METH_POST:
             _check_content(request)
         preflight = request.method == hdrs.METH_OPTIONS  # browsers send it without the key
-        if self._keys and request.path not in OPEN_PATHS and not preflight:
+        is_open = request.path in OPEN_PATHS or request.path.startswith(PAGE)
+        if self._keys and not is_open and not preflight:
             request[_CALLER] = self._name_of_key(request)
 
     def _is_ours(self, host: str) -> bool:

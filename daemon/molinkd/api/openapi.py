@@ -9,6 +9,7 @@ from msgspec import json
 
 import molink
 from molinkd.api.embeddings import EmbeddingRequest
+from molinkd.api.guard import PAGE
 from molinkd.api.messages.schema import CountRequest, MessageRequest
 from molinkd.api.ollama.schema import ChatRequest, GenerateRequest, Named
 from molinkd.api.responses.schema import ResponseRequest
@@ -43,6 +44,7 @@ class OpenAPIRoute:
             (route.method.lower(), route.resource.canonical, route.handler.__doc__ or "")
             for route in request.app.router.routes()
             if route.resource is not None and route.method != "HEAD"
+            if not route.resource.canonical.startswith(PAGE)
         )
         return web.Response(body=_document(routes), content_type="application/json")
 

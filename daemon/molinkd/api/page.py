@@ -1,46 +1,96 @@
-"""The chat page: one file of the package's data, served with a policy that lets it do little."""
+"""The chat page: files of the package's data, served with a policy that lets them do little."""
 
 import base64
 import hashlib
-import re
+from dataclasses import dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import PurePosixPath
 
 from aiohttp import web
 
-_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+from molinkd.api.guard import PAGE
+
+#: What is served, by the ends of names; the licences of others' code beside it, too.
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
+#: No inline code, nothing from elsewhere, no form, and HTML only through DOMPurify.
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types dompurify",
+    )
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+    # A browser may look up the hosts of links before anybody follows one.
+    "X-DNS-Prefetch-Control": "off",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    body: bytes
+    content_type: str
+    etag: str
+
+    @classmethod
+    def read(cls, source: Traversable, suffix: str) -> "_File":
+        """Line ends are made those of Unix, as a checkout on Windows may have others."""
+        body = source.read_bytes().replace(b"\r\n", b"\n")
+        digest = base64.urlsafe_b64encode(hashlib.sha256(body).digest()[:15]).decode()
+        return cls(body, _TYPES[suffix], digest)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        """The chat page."""
+        known = request.if_none_match or ()
+        if any(etag.value in (self.etag, "*") for etag in known):
+            answer = web.Response(status=304, headers=_HEADERS)
+        else:
+            answer = web.Response(
+                body=self.body, content_type=self.content_type, charset="utf-8", headers=_HEADERS
+            )
+        answer.etag = self.etag
+        return answer
 
 
 class ChatPage:
-    """Serves the page. Its policy allows its own script and style (by hash) and this endpoint."""
+    """Serves the page: each file has a route of its own, so nothing else can be asked for."""
 
     def __init__(self) -> None:
-        source = files("molink") / "data" / "chat.html"
-        page = source.read_text(encoding="utf-8").replace("\r\n", "\n")
-        self._body = page.encode()
-        hashes: dict[str, list[str]] = {"script": [], "style": []}
-        for kind, text in _INLINE.findall(page):
-            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-            hashes[kind].append(f"'sha256-{digest}'")
-        self._policy = "; ".join(
-            (
-                "default-src 'none'",
-                "script-src " + " ".join(hashes["script"]),
-                "style-src " + " ".join(hashes["style"]),
-                "connect-src 'self'",
-                "img-src data:",
-                "base-uri 'none'",
-                "form-action 'none'",
-                "frame-ancestors 'none'",
-            )
-        )
+        self._files = dict(_found(files("molink") / "data" / "page", PurePosixPath()))
 
-    async def handle(self, request: web.Request) -> web.Response:
-        """``GET /``."""
-        headers = {
-            "Content-Security-Policy": self._policy,
-            "Referrer-Policy": "no-referrer",
-            "Cache-Control": "no-cache",
-        }
-        return web.Response(
-            body=self._body, content_type="text/html", charset="utf-8", headers=headers
-        )
+    @property
+    def table(self) -> list[web.RouteDef]:
+        """``/`` and its files."""
+        return [
+            web.get("/" if name == "index.html" else PAGE + name, one.handle)
+            for name, one in self._files.items()
+        ]
+
+
+def _found(folder: Traversable, at: PurePosixPath) -> list[tuple[str, _File]]:
+    """All files of a known type, by their paths."""
+    found: list[tuple[str, _File]] = []
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        path = at / entry.name
+        if entry.is_dir():
+            found += _found(entry, path)
+        elif path.suffix in _TYPES:
+            found.append((str(path), _File.read(entry, path.suffix)))
+    return found

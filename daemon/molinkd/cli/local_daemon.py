@@ -28,7 +28,7 @@ from molink.wire.messages.requests import (
 )
 from molink.wire.sockets.endpoints import endpoints
 from molink.wire.sockets.loop import EventLoop
-from molinkd.cli.swarm_status import read_status
+from molink.swarm.told_status import read_status
 from molinkd.peer.demo import demo_homes, first_peer
 from molinkd.peer.home import Home
 from molinkd.peer.membership import Membership, read_membership

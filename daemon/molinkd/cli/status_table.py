@@ -10,7 +10,7 @@ from molink.plaintext import printable
 from molink.swarm.terms import epoch_text
 from molink.wire.messages.reports import TransferState
 from molinkd.cli.console import transfer_text
-from molinkd.cli.swarm_status import (
+from molink.swarm.told_status import (
     ModelStatus,
     Peer,
     PipelineStatus,

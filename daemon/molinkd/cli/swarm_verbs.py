@@ -30,7 +30,7 @@ def status(
     """
     from molinkd.cli import local_daemon
     from molinkd.cli.status_table import show_status
-    from molinkd.cli.swarm_status import read_status
+    from molink.swarm.told_status import read_status
     from molinkd.peer.home import Home
 
     found, text = local_daemon.wait_status(home, wait)

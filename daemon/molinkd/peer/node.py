@@ -124,7 +124,7 @@ class Node:
             resources.context, resources.keys, self._heads_changed, self._head_said, detours.address
         )
         limits = StreamLimits(hold_s=settings.hold)
-        self.requests = Requests(self._heads, limits, self._metrics, self._clock)
+        self.requests = Requests(self._heads, limits, self._metrics, self._clock, self.status)
         self._served = ServedModels(self._store, self._models_changed, self._trouble)
         self._readiness = Readiness(
             resources.announce, self.session, self._assignments, self.requests

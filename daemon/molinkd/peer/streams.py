@@ -12,10 +12,10 @@ import logging
 import secrets
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from molink.errors import MessageTooLarge, ModelNotFound, MolinkError, Overloaded
+from molink.errors import MessageTooLarge, ModelNotFound, MolinkError, Overloaded, Unavailable
 from molink.swarm.generation import GeneratedToken, GenerationRequest
 from molink.swarm.stream import (
     Act,
@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 #: Prompt ids per message; they are 4 bytes each and a payload has at most 256 KiB.
 PROMPT_PART = 32768
+#: Seconds for the status, for which the daemon may have to ask the coordinator (3 s at most).
+_STATUS_S = 5.0
 
 
 @dataclass(slots=True)
@@ -65,12 +67,14 @@ class Requests:
         limits: StreamLimits,
         metrics: Callable[[], Figures],
         clock: RunningClock,
+        status: Callable[[], Awaitable[bytes]],
     ) -> None:
-        """``clock`` is of the running event loop."""
+        """``clock`` is of the running event loop, and so is ``status()`` (JSON, UTF-8)."""
         self._heads = heads
         self._clock = clock
         self._limits = limits
         self._more_metrics = metrics
+        self._status = status
         self._loop = asyncio.get_running_loop()
         self._active: dict[str, _Active] = {}
         #: Keys have to differ from those of this peer's earlier daemons.
@@ -124,6 +128,24 @@ class Requests:
             figures.counters[f"daemon_requests_{name}"] = float(count)
         figures.gauges["daemon_requests_active"] = float(len(self._active))
         return figures
+
+    async def status(self) -> bytes:
+        """What the daemon says of the swarm; see :class:`molinkd.api.backend.Backend`."""
+
+        async def ask() -> bytes:
+            return await self._status()
+
+        asking = ask()
+        try:
+            told = asyncio.run_coroutine_threadsafe(asking, self._loop)
+        except RuntimeError:  # the daemon's loop has been closed
+            asking.close()
+            raise Unavailable("molink is ending on this PC") from None
+        try:
+            async with asyncio.timeout(_STATUS_S):
+                return await asyncio.wrap_future(told)
+        except TimeoutError:
+            raise Unavailable("the daemon is too busy to say how the swarm is") from None
 
     def _call(self, work: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the daemon's loop has been closed

@@ -1,8 +1,5 @@
-"""Health, readiness, metrics and the chat page."""
+"""Health, readiness and metrics."""
 
-import base64
-import hashlib
-import re
 from typing import Any
 
 from aiohttp.test_utils import TestClient
@@ -75,25 +72,3 @@ def test_histogram() -> None:
         for sample in histogram.family("x", "y").samples
     }
     assert values == {"0.1": 2, "1.0": 3, "+Inf": 4, "x_count": 4, "x_sum": 3.65}
-
-
-async def test_page(client: TestClient) -> None:
-    response = await client.get("/")
-    page = await response.text()
-    assert response.content_type == "text/html"
-    policy = response.headers["Content-Security-Policy"]
-    assert "default-src 'none'" in policy
-    assert "unsafe" not in policy
-    assert response.headers["X-Content-Type-Options"] == "nosniff"
-    for kind in ("script", "style"):
-        (text,) = re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        assert f"{kind}-src 'sha256-{digest}'" in policy
-
-
-async def test_page_asks_nobody_else(client: TestClient) -> None:
-    page = await (await client.get("/")).text()
-    outside = re.findall(r"(?:https?:)?//[\w.-]+", page)
-    assert set(outside) <= {"http://www.w3.org"}  # the namespace of the icon
-    assert not re.search(r"\s(?:style|on\w+)=", page)  # the policy forbids inline attributes
-    assert "innerHTML" not in page

@@ -77,10 +77,14 @@ async def clock() -> AsyncIterator[RunningClock]:
     clock.close()
 
 
+async def tell_status() -> bytes:
+    return b"{}"
+
+
 @pytest.fixture
 async def requests(heads: FakeHeads, clock: RunningClock) -> Requests:
     limits = StreamLimits(hold_s=5.0, window=8)
-    requests = Requests(heads, limits, lambda: Figures({"a": 1.0}), clock)
+    requests = Requests(heads, limits, lambda: Figures({"a": 1.0}), clock, tell_status)
     requests.serve([MODEL])
     return requests
 
@@ -260,7 +264,7 @@ class StillClock:
 async def test_what_others_have_waited_for_in_vain_is_refused_at_once(heads: FakeHeads) -> None:
     clock = StillClock()
     limits = StreamLimits(hold_s=30.0)
-    requests = Requests(heads, limits, Figures, clock)  # type: ignore[arg-type]
+    requests = Requests(heads, limits, Figures, clock, tell_status)  # type: ignore[arg-type]
     requests.serve([MODEL])
     heads.usable = []
     requests.heads_changed("m")
@@ -281,7 +285,7 @@ async def test_what_others_have_waited_for_in_vain_is_refused_at_once(heads: Fak
 
 
 async def test_nobody_there(heads: FakeHeads, clock: RunningClock) -> None:
-    requests = Requests(heads, StreamLimits(hold_s=0.0), Figures, clock)
+    requests = Requests(heads, StreamLimits(hold_s=0.0), Figures, clock, tell_status)
     requests.serve([MODEL])
     heads.usable = []
     requests.heads_changed("m")

@@ -15,12 +15,13 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from molink.errors import MolinkError
+from molink.plaintext import plain
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.requests import DrainRequest, JudgeReply, JudgeRequest, Rebalance
-from molinkd.cli.swarm_status import Status
+from molink.swarm.told_status import Status
 from molinkd.cli.top.feed import StatusFeed
 from molinkd.cli.top.lines import ORDERS, body_lines, head_lines, wrap
-from molinkd.cli.top.view import View, make_view, plain
+from molinkd.cli.top.view import View, make_view
 from molinkd.cli.units import long_time
 
 #: Seconds between two looks at the swarm.

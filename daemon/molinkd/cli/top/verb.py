@@ -12,7 +12,7 @@ import typer
 from molink.wire.messages.requests import StatusRequest
 from molink.wire.sockets.loop import EventLoop
 from molinkd.cli import local_daemon
-from molinkd.cli.swarm_status import read_status
+from molink.swarm.told_status import read_status
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.cli.top.lines import NARROWEST, frame
 from molinkd.cli.top.view import View, make_view

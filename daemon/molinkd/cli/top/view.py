@@ -1,11 +1,10 @@
 """What ``molink top`` shows, made of the status: a pure function."""
 
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from molink.plaintext import printable
-from molinkd.cli.swarm_status import (
+from molink.plaintext import plain
+from molink.swarm.told_status import (
     HeadStatus,
     Link,
     Peer,
@@ -18,8 +17,6 @@ from molinkd.cli.swarm_status import (
     same_names,
 )
 
-#: Characters of a text from elsewhere that are looked at.
-_LONGEST = 400
 #: As many notices as leave room for the rest.
 _MOST_NOTICES = 4
 
@@ -138,12 +135,6 @@ class View:
     others: tuple[PcView, ...]
     transfers: tuple[TransferView, ...]
     events: tuple[EventView, ...]
-
-
-def plain(text: str) -> str:
-    """A text of somebody else without anything that is obeyed or not seen."""
-    text = "".join(c for c in text[:_LONGEST] if unicodedata.category(c) != "Cf")
-    return printable(text)
 
 
 def make_view(status: Status, *, demo: bool = False) -> View:

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from molinkd.cli.swarm_status import Status, read_status
+from molink.swarm.told_status import Status, read_status
 
 GB = 10**9
 

@@ -1,4 +1,4 @@
-"""What ``molink status`` and ``molink top`` read of ``molink status --json``: an explicit schema.
+"""What ``molink status``, ``molink top`` and the chat page read of ``molink status --json``: an explicit schema.
 
 What is not told (an older daemon, a swarm without a model) has a default, and what is new to this
 version is passed over.
@@ -121,6 +121,8 @@ class PlacedStage(msgspec.Struct, frozen=True):
     layers: LayerRange
     device: str = ""
     decode_s: Amount = 0.0
+    #: Seconds until a row is at the next stage.
+    link_s: Amount = 0.0
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -188,9 +190,10 @@ class RevokedStatus(msgspec.Struct, frozen=True):
 
 
 class CoordinatorStatus(msgspec.Struct, frozen=True):
-    """Whether the coordinator could be asked."""
+    """Whether the coordinator could be asked, and where it listens (``192.168.1.7:5466``)."""
 
     state: str = ""
+    addresses: tuple[str, ...] = ()
 
 
 class ModelStatus(msgspec.Struct, frozen=True):

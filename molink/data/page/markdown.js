@@ -1,0 +1,134 @@
+// Markdown of a model, which is hostile: raw HTML is shown as text, what the parser makes goes
+// through DOMPurify with few elements allowed, and nothing is loaded unless a link is clicked.
+
+import { copyButton, make } from "./dom.js";
+import { Marked } from "./vendor/marked.js";
+import DOMPurify from "./vendor/purify.js";
+
+// Longer texts are shown as they are; longer code has one colour.
+const LONGEST = 300_000, LONGEST_CODE = 40_000;
+
+const POLICY = {
+  ALLOWED_TAGS: [
+    "a", "b", "blockquote", "br", "code", "del", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p",
+    "pre", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
+  ],
+  ALLOWED_ATTR: ["align", "class", "href", "start"],
+  ALLOW_DATA_ATTR: false,
+  ALLOW_ARIA_ATTR: false,
+  ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
+  RETURN_DOM_FRAGMENT: true,
+};
+
+DOMPurify.addHook("uponSanitizeAttribute", (_node, data) => {
+  if (data.attrName === "class") data.keepAttr = /^(?:language-[\w+#.-]{1,40}|hljs-[\w-]+(?: [\w-]+)*)$/.test(data.attrValue);
+});
+DOMPurify.addHook("afterSanitizeAttributes", (node) => {
+  if (node.tagName !== "A") return;
+  if (!node.hasAttribute("href")) return;
+  node.setAttribute("target", "_blank");
+  node.setAttribute("rel", "noopener noreferrer nofollow");
+  node.title = node.getAttribute("href");
+});
+
+const escaped = (text) => text.replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
+
+const marked = new Marked({
+  gfm: true,
+  breaks: true,
+  renderer: {
+    html: ({ text }) => escaped(text),
+    // No picture is fetched; who wants to see one follows its link.
+    image: ({ href, text }) => `<a href="${escaped(href)}">${escaped(text || href)}</a>`,
+    checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
+  },
+});
+
+// One text that grows: blocks that are complete are left as they are.
+export class MarkdownView {
+  #blocks = [];
+
+  constructor(node) {
+    this.node = node;
+    node.classList.add("markdown");
+  }
+
+  // `done`: nothing more comes.
+  show(text, done) {
+    let tokens;
+    try {
+      if (text.length > LONGEST) throw new RangeError("too long");
+      tokens = marked.lexer(text).filter((token) => token.type !== "space" && token.type !== "def");
+    } catch {
+      this.#blocks = [];
+      this.node.replaceChildren(make("div", "raw", text));
+      return;
+    }
+    if (!this.#blocks.length) this.node.replaceChildren();
+    const last = tokens.length - 1;
+    tokens.forEach((token, at) => {
+      const open = at === last && !done;
+      const before = this.#blocks[at];
+      if (before?.raw === token.raw && before.open === open) return;
+      const nodes = rendered(token, open);
+      if (before) {
+        before.nodes[0].before(...nodes);
+        before.nodes.forEach((node) => node.remove());
+      } else {
+        this.node.append(...nodes);
+      }
+      this.#blocks[at] = { raw: token.raw, open, nodes };
+    });
+    for (const extra of this.#blocks.splice(tokens.length)) extra.nodes.forEach((node) => node.remove());
+  }
+}
+
+function rendered(token, open) {
+  let fragment;
+  try {
+    fragment = DOMPurify.sanitize(marked.parser([token]), POLICY);
+  } catch {
+    return [make("div", "raw", token.raw)];
+  }
+  for (const pre of fragment.querySelectorAll("pre")) dress(pre, open);
+  for (const table of fragment.querySelectorAll("table")) scrolls(table);
+  // At least one, so that the block has a place.
+  return fragment.childNodes.length ? [...fragment.childNodes] : [document.createTextNode("")];
+}
+
+// A wide table scrolls by itself, with the keyboard too.
+function scrolls(table) {
+  const box = make("div", "wide");
+  box.tabIndex = 0;
+  box.setAttribute("role", "region");
+  box.setAttribute("aria-label", "Table");
+  table.replaceWith(box);
+  box.append(table);
+}
+
+// A block of code has its language above it, and a button that copies it.
+function dress(pre, open) {
+  const code = pre.querySelector("code") ?? pre;
+  const language = /language-(\S+)/.exec(code.className)?.[1] ?? "";
+  const head = make("div", "code-head", make("span", "", language), copyButton("Copy the code", () => code.textContent));
+  const box = make("div", "code", head);
+  pre.tabIndex = 0;
+  pre.setAttribute("role", "region");
+  pre.setAttribute("aria-label", language ? `Code, ${language}` : "Code");
+  pre.replaceWith(box);
+  box.append(pre);
+  if (!open && language && code.textContent.length < LONGEST_CODE) colour(code, language.toLowerCase());
+}
+
+let highlighter = null;
+
+// The highlighter is fetched with the first code that names its language.
+async function colour(code, language) {
+  try {
+    highlighter ??= import("./vendor/highlight.js");
+    const { default: hljs } = await highlighter;
+    if (!hljs.getLanguage(language)) return;
+    const { value } = hljs.highlight(code.textContent, { language, ignoreIllegals: true });
+    code.replaceChildren(DOMPurify.sanitize(value, POLICY));
+  } catch { /* then it has one colour */ }
+}

@@ -1,0 +1,181 @@
+// What this browser keeps: conversations, drafts, settings. Bounded, and never in the way: where
+// nothing can be kept, all goes on in memory.
+
+import { isConversation, newConversation } from "./tree.js";
+
+const CONVERSATION = "molink.conversation.", DRAFT = "molink.draft.", SETTINGS = "molink.settings";
+const MOST = 200, MOST_CHARACTERS = 3_000_000;
+
+const DEFAULTS = {
+  model: "", system: "", temperature: "", top_p: "", max_tokens: "", seed: "", theme: "", keep: true, panels: null,
+};
+
+export class Store extends EventTarget {
+  constructor(storage) {
+    super();
+    this.storage = storage;
+    this.settings = { ...DEFAULTS, ...this.#read(SETTINGS, {}) };
+    this.conversations = new Map();
+    this.drafts = new Map();
+    this.sizes = new Map();
+    this.full = false;
+    for (const name of this.#names()) {
+      if (name.startsWith(CONVERSATION)) this.#take(name);
+      else if (name.startsWith(DRAFT)) this.drafts.set(name.slice(DRAFT.length), this.storage.getItem(name));
+    }
+  }
+
+  // Another tab has changed something; its word counts, but for what is open here.
+  changedElsewhere(name, open) {
+    if (!name?.startsWith(CONVERSATION) || name === CONVERSATION + open) return;
+    const id = name.slice(CONVERSATION.length);
+    this.conversations.delete(id);
+    this.sizes.delete(id);
+    this.#take(name);
+    this.#changed();
+  }
+
+  sorted() {
+    return [...this.conversations.values()].sort((a, b) => b.updated - a.updated);
+  }
+
+  create() {
+    return newConversation();
+  }
+
+  save(conversation) {
+    const isNew = !this.conversations.has(conversation.id);
+    this.conversations.set(conversation.id, conversation);
+    if (this.settings.keep) this.#keep(conversation);
+    if (isNew) this.#changed();
+  }
+
+  remove(id) {
+    this.#forget(id);
+    for (const name of [...this.drafts.keys()]) if (name.startsWith(id)) this.setDraft(name, "");
+    this.#changed();
+  }
+
+  removeAll() {
+    for (const id of [...this.conversations.keys()]) this.remove(id);
+    for (const name of [...this.drafts.keys()]) this.setDraft(name, "");
+  }
+
+  set(changes) {
+    Object.assign(this.settings, changes);
+    this.#write(SETTINGS, this.settings);
+    if ("keep" in changes) {
+      for (const one of this.conversations.values()) {
+        if (changes.keep) this.#keep(one);
+        else this.#erase(CONVERSATION + one.id);
+      }
+      for (const [name, text] of this.drafts) this.setDraft(name, text);
+    }
+    this.#changed();
+  }
+
+  draft(name) {
+    return this.drafts.get(name) ?? "";
+  }
+
+  setDraft(name, text) {
+    if (text) this.drafts.set(name, text);
+    else this.drafts.delete(name);
+    if (text && this.settings.keep) this.#put(DRAFT + name, text);
+    else this.#erase(DRAFT + name);
+  }
+
+  // --- the storage ---
+
+  #changed() {
+    this.dispatchEvent(new Event("change"));
+  }
+
+  #take(name) {
+    const one = this.#read(name, null);
+    if (isConversation(one) && name === CONVERSATION + one.id) {
+      for (const node of Object.values(one.nodes)) {
+        if (node.role === "assistant") node.note ??= "not complete: the page was left";
+      }
+      this.conversations.set(one.id, one);
+      this.sizes.set(one.id, this.storage.getItem(name).length);
+    }
+  }
+
+  #keep(conversation) {
+    const text = JSON.stringify(conversation);
+    this.sizes.set(conversation.id, text.length);
+    this.#makeRoom(conversation.id);
+    this.full = true;
+    // A browser's bound is its own: the oldest go until it takes this one.
+    while (!this.#put(CONVERSATION + conversation.id, text)) {
+      if (!this.#forgetOldest(conversation.id)) return;
+    }
+    this.full = false;
+  }
+
+  #makeRoom(but) {
+    const sum = () => [...this.sizes.values()].reduce((a, b) => a + b, 0);
+    while (this.conversations.size > MOST || sum() > MOST_CHARACTERS) {
+      if (!this.#forgetOldest(but)) return;
+    }
+  }
+
+  #forgetOldest(but) {
+    const oldest = this.sorted().reverse().find((one) => one.id !== but && this.sizes.has(one.id));
+    if (!oldest) return false;
+    this.#forget(oldest.id);
+    this.#changed();
+    return true;
+  }
+
+  #forget(id) {
+    this.conversations.delete(id);
+    this.sizes.delete(id);
+    this.#erase(CONVERSATION + id);
+  }
+
+  #names() {
+    try {
+      return Object.keys(this.storage);
+    } catch {
+      return [];
+    }
+  }
+
+  #read(name, otherwise) {
+    try {
+      return JSON.parse(this.storage.getItem(name)) ?? otherwise;
+    } catch {
+      return otherwise;
+    }
+  }
+
+  #write(name, value) {
+    return this.#put(name, JSON.stringify(value));
+  }
+
+  #put(name, text) {
+    try {
+      this.storage.setItem(name, text);
+      return true;
+    } catch {
+      return false;
+    }
+  }
+
+  #erase(name) {
+    try {
+      this.storage.removeItem(name);
+    } catch { /* then there is nothing */ }
+  }
+}
+
+// This browser's storage; null where pages may have none.
+export function browserStorage() {
+  try {
+    return window.localStorage;
+  } catch {
+    return null;
+  }
+}

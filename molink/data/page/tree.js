@@ -1,0 +1,97 @@
+// A conversation as a tree: to edit a message or to answer anew begins a branch, and loses nothing.
+//
+// { id, title, updated, leaf, nodes: { id: { id, parent, role, content, thoughts, note, problem, model } } }
+
+export function newId() {
+  return [...crypto.getRandomValues(new Uint8Array(8))].map((b) => b.toString(16).padStart(2, "0")).join("");
+}
+
+export function newConversation() {
+  return { id: newId(), title: "", updated: Date.now(), leaf: null, nodes: {} };
+}
+
+// The messages from the first to the one that is shown last.
+export function path(conversation) {
+  const found = [];
+  for (let id = conversation.leaf; id && found.length < 10000; id = conversation.nodes[id].parent) {
+    if (!conversation.nodes[id]) break;
+    found.push(conversation.nodes[id]);
+  }
+  return found.reverse();
+}
+
+// A new message after `parent` (null: the first), which is shown from now on.
+export function add(conversation, parent, fields) {
+  const node = { id: newId(), parent, content: "", ...fields };
+  conversation.nodes[node.id] = node;
+  conversation.leaf = node.id;
+  conversation.updated = Date.now();
+  if (!conversation.title && node.role === "user") conversation.title = titleOf(node.content);
+  return node;
+}
+
+function titleOf(text) {
+  const line = text.trim().split("\n")[0];
+  return line.length > 60 ? line.slice(0, 59) + "…" : line;
+}
+
+// The versions of a message, itself among them, in the order in which they were made.
+export function versions(conversation, node) {
+  return Object.values(conversation.nodes).filter((one) => one.parent === node.parent);
+}
+
+// Show that version of a message, and what came after it last.
+export function choose(conversation, node) {
+  let last = node;
+  for (;;) {
+    const after = Object.values(conversation.nodes).filter((one) => one.parent === last.id);
+    if (!after.length) break;
+    last = after[after.length - 1];
+  }
+  conversation.leaf = last.id;
+}
+
+// Thoughts that a model writes into its answer, apart from it.
+export function splitThoughts(content) {
+  const begin = /^\s*<think>/.exec(content);
+  if (!begin) return { thoughts: "", content, thinking: false };
+  const end = content.indexOf("</think>");
+  const from = begin[0].length;
+  if (end < 0) return { thoughts: content.slice(from), content: "", thinking: true };
+  return {
+    thoughts: content.slice(from, end).trim(),
+    content: content.slice(end + "</think>".length).trimStart(),
+    thinking: false,
+  };
+}
+
+// What the endpoint is sent: no thoughts, and no answers that failed before their first word.
+export function messages(conversation, upTo, system) {
+  const found = system.trim() ? [{ role: "system", content: system }] : [];
+  for (const node of path({ ...conversation, leaf: upTo })) {
+    const content = node.role === "assistant" ? splitThoughts(node.content).content : node.content;
+    if (content.trim()) found.push({ role: node.role, content });
+  }
+  return found;
+}
+
+// Whether something that was kept is a conversation: another version, or a person, may have written it.
+export function isConversation(one) {
+  const texts = (node) => typeof node?.content === "string" && (node.role === "user" || node.role === "assistant");
+  return typeof one?.id === "string" && typeof one.title === "string" && typeof one.updated === "number"
+    && one.nodes !== null && typeof one.nodes === "object" && Object.values(one.nodes).every(texts);
+}
+
+export function asMarkdown(conversation) {
+  const parts = [`# ${conversation.title || "Conversation"}`];
+  for (const node of path(conversation)) {
+    const name = node.role === "user" ? "You" : node.model || "Assistant";
+    parts.push(`## ${name}`, node.role === "user" ? node.content : splitThoughts(node.content).content);
+  }
+  return parts.join("\n\n") + "\n";
+}
+
+export function asJson(conversation) {
+  const shown = path(conversation).map(({ role, content, thoughts, model }) => ({ role, content, reasoning_content: thoughts, model }));
+  return JSON.stringify({ title: conversation.title, messages: shown, tree: conversation }, null, 2) + "\n";
+}

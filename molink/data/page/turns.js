@@ -1,0 +1,181 @@
+// The messages of a conversation. A message's node stays the same while it is shown, so that what
+// comes never takes the focus, a selection or what is being typed.
+
+import { arrange, copyButton, iconButton, make, setText, textButton } from "./dom.js";
+import { MarkdownView } from "./markdown.js";
+import { path, splitThoughts, versions } from "./tree.js";
+
+export class Turns {
+  // `act` has edit(node, text), again(node), choose(node), draft(name), setDraft(name, text).
+  constructor(log, act) {
+    this.log = log;
+    this.act = act;
+    this.turns = new Map();
+    this.empty = make("div", "hello", make("strong", "", "What would you like to know?"),
+      "Answers come from the PCs of your swarm. Conversations stay in this browser.");
+  }
+
+  show(conversation, answering) {
+    const nodes = path(conversation);
+    const shown = new Map();
+    for (const node of nodes) {
+      const kept = this.turns.get(node.id);
+      const turn = kept?.node === node ? kept : new (node.role === "user" ? Question : Answer)(node, conversation, this.act);
+      turn.update(versions(conversation, node), answering);
+      shown.set(node.id, turn);
+    }
+    this.turns = shown;
+    arrange(this.log, nodes.length ? [...shown.values()].map((turn) => turn.element) : [this.empty]);
+  }
+
+  // Only what the answer that comes has changed.
+  grow(answering) {
+    this.turns.get(answering.node.id)?.grow(answering);
+  }
+}
+
+// Which version of a message is shown, where there are several.
+class Versions {
+  constructor(act) {
+    this.act = act;
+    this.word = make("span", "small");
+    this.before = iconButton("back", "Earlier version", () => this.#go(-1));
+    this.after = iconButton("forth", "Later version", () => this.#go(1));
+    this.element = make("span", "versions", this.before, this.word, this.after);
+  }
+
+  update(all, node, frozen) {
+    this.all = all;
+    this.at = all.indexOf(node);
+    this.element.hidden = all.length < 2;
+    this.before.disabled = frozen || this.at === 0;
+    this.after.disabled = frozen || this.at === all.length - 1;
+    setText(this.word, `${this.at + 1} / ${all.length}`);
+  }
+
+  #go(step) {
+    const wanted = this.all[this.at + step];
+    if (wanted) this.act.choose(wanted);
+  }
+}
+
+class Question {
+  constructor(node, conversation, act) {
+    this.node = node;
+    this.act = act;
+    this.draft = `${conversation.id}/${node.id}`;
+    this.versions = new Versions(act);
+    this.editButton = iconButton("edit", "Edit this message", () => this.#edit(this.node.content));
+    this.bubble = make("div", "bubble", node.content);
+    this.tools = make("div", "tools", this.versions.element, this.editButton, copyButton("Copy this message", () => node.content));
+    this.element = make("article", "turn mine", this.bubble, this.tools);
+    this.element.setAttribute("aria-label", "You");
+    const begun = act.draft(this.draft);
+    if (begun) this.#edit(begun, false);
+  }
+
+  update(all, answering) {
+    this.versions.update(all, this.node, Boolean(answering));
+    this.editButton.disabled = Boolean(answering);
+  }
+
+  grow() {}
+
+  #edit(text, focus = true) {
+    const area = make("textarea", "");
+    area.value = text;
+    area.setAttribute("aria-label", "Edited message");
+    area.addEventListener("input", () => { this.act.setDraft(this.draft, area.value); fit(area); });
+    const send = () => {
+      if (!area.value.trim()) return;
+      this.#close();
+      this.act.edit(this.node, area.value.trim());
+    };
+    area.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") { event.stopPropagation(); this.#close(); this.editButton.focus(); }
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
+    });
+    const buttons = make("div", "row",
+      textButton("Cancel", () => { this.#close(); this.editButton.focus(); }), textButton("Send", send, "main"));
+    this.editor = make("div", "editor", area, buttons);
+    this.element.replaceChildren(this.editor);
+    if (focus) area.focus();
+    requestAnimationFrame(() => fit(area));
+  }
+
+  #close() {
+    this.act.setDraft(this.draft, "");
+    this.element.replaceChildren(this.bubble, this.tools);
+  }
+}
+
+class Answer {
+  constructor(node, conversation, act) {
+    this.node = node;
+    this.act = act;
+    this.body = make("div", "body");
+    this.markdown = new MarkdownView(this.body);
+    this.thought = make("div", "thought");
+    this.summary = make("summary", "", "Thoughts");
+    this.thoughts = make("details", "thoughts", this.summary, this.thought);
+    this.state = make("p", "note");
+    this.problem = make("div", "problem");
+    this.problem.setAttribute("role", "alert");
+    this.retry = textButton("Try again", () => act.again(node));
+    this.again = iconButton("again", "Answer anew", () => act.again(node));
+    this.versions = new Versions(act);
+    const copy = copyButton("Copy this answer", () => splitThoughts(node.content).content);
+    this.tools = make("div", "tools", this.versions.element, this.again, copy);
+    this.element = make("article", "turn theirs", this.thoughts, this.body, this.problem, this.state, this.tools);
+    this.element.setAttribute("aria-label", "Answer");
+    this.painted = -Infinity;
+  }
+
+  update(all, answering) {
+    const mine = answering?.node === this.node;
+    this.versions.update(all, this.node, Boolean(answering));
+    this.again.disabled = this.retry.disabled = Boolean(answering);
+    this.tools.hidden = mine;
+    this.#paint(mine ? answering : null);
+    setText(this.state, mine ? "" : this.node.note ?? "");
+    const text = mine ? "" : this.node.problem ?? "";
+    this.problem.hidden = !text;
+    if (this.problem.firstChild?.textContent !== text) {
+      this.problem.replaceChildren(...(text ? [make("span", "", text), this.retry] : []));
+    }
+  }
+
+  // Long answers are parsed less often.
+  grow(answering) {
+    const now = performance.now();
+    const pause = Math.min(1000, this.node.content.length / 100);
+    clearTimeout(this.later);
+    if (now - this.painted < pause) this.later = setTimeout(() => this.grow(answering), pause);
+    else if (answering.node.note === undefined) this.#paint(answering);
+  }
+
+  #paint(answering) {
+    this.painted = performance.now();
+    clearTimeout(this.later);
+    const split = splitThoughts(this.node.content);
+    const thoughts = (this.node.thoughts ?? "") + split.thoughts;
+    const begun = Boolean(split.content);
+    this.thoughts.hidden = !thoughts;
+    if (thoughts) setText(this.thought, thoughts);
+    setText(this.summary, answering && !begun ? "Thinking…" : "Thoughts");
+    this.body.hidden = !begun;
+    if (begun) this.markdown.show(split.content, !answering);
+    this.element.classList.toggle("live", Boolean(answering));
+  }
+
+  // What is waited for, in words.
+  wait(text) {
+    setText(this.state, text);
+  }
+}
+
+// As high as its text.
+export function fit(area) {
+  area.style.height = "auto";
+  area.style.height = `${area.scrollHeight}px`;
+}

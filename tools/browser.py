@@ -1,0 +1,134 @@
+"""A headless Chromium, by the W3C WebDriver protocol; needs Chromium and its ChromeDriver."""
+
+import base64
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+#: As much as anything may take, in seconds.
+PATIENCE_S = 120.0
+#: The key by which W3C WebDriver names an element.
+_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
+_DRIVERS = ("chromedriver", "chromium.chromedriver")
+#: The keys that WebDriver writes as characters.
+ESCAPE, ENTER, SHIFT = "\ue00c", "\ue007", "\ue008"
+
+
+def find_driver() -> str | None:
+    """ChromeDriver, if it is on the PATH."""
+    return next((path for name in _DRIVERS if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """One window. What it does not find within :data:`PATIENCE_S` is a :class:`TimeoutError`."""
+
+    def __init__(self, driver: str, width: int, height: int, scale: float = 1.0) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._driver = subprocess.Popen([driver, f"--port={port}"], stdout=subprocess.DEVNULL)
+        self._root = f"http://127.0.0.1:{port}"
+        arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+        arguments += ["--disable-background-networking", f"--force-device-scale-factor={scale}"]
+        arguments += [f"--window-size={width},{height}"]
+        wanted = {
+            "browserName": "chrome",
+            "goog:chromeOptions": {"args": arguments},
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
+        try:
+            self._until_listening()
+            made = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+        except BaseException:
+            self._end_driver()
+            raise
+        self._root += f"/session/{made['sessionId']}"
+
+    def close(self) -> None:
+        """End the browser and its driver."""
+        try:
+            self._call("DELETE", "")
+        finally:
+            self._end_driver()
+
+    def open(self, url: str) -> None:
+        """Show a page."""
+        self._call("POST", "/url", {"url": url})
+
+    def type(self, selector: str, text: str) -> None:
+        """Type into an element."""
+        self._call("POST", f"/element/{self._find(selector)}/value", {"text": text})
+
+    def click(self, selector: str) -> None:
+        """Click on an element, which has to be visible and not covered."""
+        self._call("POST", f"/element/{self._find(selector)}/click", {})
+
+    def run(self, script: str, *args: object) -> Any:
+        """What a function with that body returns; a promise is waited for."""
+        return self._call("POST", "/execute/sync", {"script": script, "args": list(args)})
+
+    def until(self, expression: str, *args: object) -> Any:
+        """Wait until a JavaScript expression is true; returns it."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := self.run(f"return {expression}", *args)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not true after {PATIENCE_S:g} s: {expression}")
+            time.sleep(0.02)
+        return found
+
+    def wait_for(self, selector: str) -> None:
+        """Until there is such an element."""
+        self.until("document.querySelector(arguments[0]) !== null", selector)
+
+    def text(self, selector: str) -> str:
+        """What such elements show, together."""
+        script = "return [...document.querySelectorAll(arguments[0])].map(n => n.innerText).join()"
+        return str(self.run(script, selector))
+
+    def emulate(self, command: str, **parameters: object) -> Any:
+        """A command of Chromium's own protocol, such as ``Emulation.setEmulatedMedia``."""
+        return self._call("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
+
+    def complaints(self) -> list[str]:
+        """Errors that the page's console has shown since this was last asked."""
+        entries = self._call("POST", "/se/log", {"type": "browser"})
+        return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
+
+    def picture(self) -> bytes:
+        """The page as PNG."""
+        return base64.b64decode(self._call("GET", "/screenshot"))
+
+    def _find(self, selector: str) -> str:
+        where = {"using": "css selector", "value": selector}
+        return str(self._call("POST", "/element", where)[_ELEMENT])
+
+    def _end_driver(self) -> None:
+        self._driver.terminate()
+        self._driver.wait()
+
+    def _until_listening(self) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                self._call("GET", "/status")
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+            else:
+                return
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._root + path, data, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+                return json.load(answer)["value"]
+        except urllib.error.HTTPError as error:
+            with error:
+                told = json.load(error)["value"]
+            raise RuntimeError(f"{told['error']}: {told['message'].splitlines()[0]}") from None
