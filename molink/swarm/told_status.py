@@ -1,4 +1,4 @@
-"""What ``molink status``, ``molink top`` and the chat page read of ``molink status --json``: an explicit schema.
+"""What is read of ``molink status --json``, also for ``molink top`` and the chat page: a schema.
 
 What is not told (an older daemon, a swarm without a model) has a default, and what is new to this
 version is passed over.

@@ -47,7 +47,7 @@ class StageShown(msgspec.Struct, frozen=True):
 
 
 class RequestShown(msgspec.Struct, frozen=True):
-    """A request that a ring serves; of ``prompt`` and ``generated`` tokens ``computed`` are done."""
+    """A request that a ring serves: tokens of it, of which ``computed`` are at every stage."""
 
     state: str
     prompt: int

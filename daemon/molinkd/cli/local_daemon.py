@@ -11,6 +11,7 @@ from typing import Any, Literal
 from molink.errors import ConnectionBroken, Unavailable, UsageError
 from molink.facts.identity import peer_id
 from molink.swarm.invitations import PREFIX
+from molink.swarm.told_status import read_status
 from molink.wire.messages.control import ControlMessage, Done
 from molink.wire.messages.requests import (
     DrainRequest,
@@ -28,7 +29,6 @@ from molink.wire.messages.requests import (
 )
 from molink.wire.sockets.endpoints import endpoints
 from molink.wire.sockets.loop import EventLoop
-from molink.swarm.told_status import read_status
 from molinkd.peer.demo import demo_homes, first_peer
 from molinkd.peer.home import Home
 from molinkd.peer.membership import Membership, read_membership

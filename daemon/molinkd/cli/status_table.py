@@ -8,8 +8,6 @@ from rich.text import Text
 
 from molink.plaintext import printable
 from molink.swarm.terms import epoch_text
-from molink.wire.messages.reports import TransferState
-from molinkd.cli.console import transfer_text
 from molink.swarm.told_status import (
     ModelStatus,
     Peer,
@@ -20,6 +18,8 @@ from molink.swarm.told_status import (
     device_name,
     same_names,
 )
+from molink.wire.messages.reports import TransferState
+from molinkd.cli.console import transfer_text
 from molinkd.cli.units import size
 
 

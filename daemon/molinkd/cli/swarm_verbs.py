@@ -28,9 +28,9 @@ def status(
 
     Exit code 0 if all its models can be used, else 6.
     """
+    from molink.swarm.told_status import read_status
     from molinkd.cli import local_daemon
     from molinkd.cli.status_table import show_status
-    from molink.swarm.told_status import read_status
     from molinkd.peer.home import Home
 
     found, text = local_daemon.wait_status(home, wait)

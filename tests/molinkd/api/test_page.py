@@ -1,4 +1,4 @@
-"""The chat page as it is served: which files, with which headers; and what it is told of the swarm."""
+"""The chat page as it is served: files, headers; and what it is told of the swarm."""
 
 import hashlib
 import json

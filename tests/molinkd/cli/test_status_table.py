@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from molink.swarm.terms import next_epoch, next_term
-from molinkd.cli.status_table import show_status
 from molink.swarm.told_status import read_status
+from molinkd.cli.status_table import show_status
 from tests.molinkd.cli.top import swarms
 
 STATE: dict[str, Any] = {

@@ -16,9 +16,9 @@ from textual.widgets import Input, Static
 
 from molink.errors import MolinkError
 from molink.plaintext import plain
+from molink.swarm.told_status import Status
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.requests import DrainRequest, JudgeReply, JudgeRequest, Rebalance
-from molink.swarm.told_status import Status
 from molinkd.cli.top.feed import StatusFeed
 from molinkd.cli.top.lines import ORDERS, body_lines, head_lines, wrap
 from molinkd.cli.top.view import View, make_view

@@ -5,13 +5,13 @@ from pathlib import Path
 import zmq.asyncio
 
 from molink.errors import MolinkError, Unavailable
+from molink.swarm.told_status import Status, read_status
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.requests import StatusRequest
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.endpoints import endpoints
 from molinkd.cli.local_daemon import CONNECT_S, Found, need_daemon
-from molink.swarm.told_status import Status, read_status
 
 #: Seconds for an answer, for which the daemon may have to ask the coordinator (3 s at most).
 ANSWER_S = 5.0

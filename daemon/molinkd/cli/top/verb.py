@@ -9,10 +9,10 @@ from typing import Annotated
 import msgspec
 import typer
 
+from molink.swarm.told_status import read_status
 from molink.wire.messages.requests import StatusRequest
 from molink.wire.sockets.loop import EventLoop
 from molinkd.cli import local_daemon
-from molink.swarm.told_status import read_status
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.cli.top.lines import NARROWEST, frame
 from molinkd.cli.top.view import View, make_view

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from molink.errors import MolinkError, RequestError, Unavailable
+from molink.swarm.told_status import Status
 from molink.wire.messages.control import ControlMessage, Done
 from molink.wire.messages.requests import DrainRequest, JudgeReply, JudgeRequest, Rebalance
-from molink.swarm.told_status import Status
 from molinkd.cli.top.app import TopApp
 from tests.molinkd.cli.top import swarms
 
