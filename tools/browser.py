@@ -11,7 +11,8 @@ import urllib.request
 from typing import Any
 
 #: As much as anything may take, in seconds.
-PATIENCE_S = 120.0
+import os
+PATIENCE_S = float(os.environ.get("PAT","60"))
 #: The key by which W3C WebDriver names an element.
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 _DRIVERS = ("chromedriver", "chromium.chromedriver")

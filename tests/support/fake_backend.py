@@ -76,6 +76,8 @@ class FakeBackend:
     closed: int = 0
     #: Set whenever a generation begins or ends.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    #: The endpoint's event loop, once it has asked.
+    loop: asyncio.AbstractEventLoop | None = None
     tokenizer: Tokenizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +106,7 @@ class FakeBackend:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
         _check(request)
         self.requests.append(request)
+        self.loop = asyncio.get_running_loop()
         self.running += 1
         self.changed.set()
         try:

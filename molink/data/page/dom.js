@@ -36,7 +36,7 @@ export function svg(kind, attributes, ...children) {
 
 export function icon(name) {
   const path = svg("path", { d: ICONS[name] });
-  return svg("svg", { viewBox: "0 0 24 24", class: "glyph", "aria-hidden": "true" }, path);
+  return svg("svg", { viewBox: "0 0 24 24", class: `glyph ${name}`, "aria-hidden": "true" }, path);
 }
 
 // A button that shows only a glyph; `label` is what is read and shown as a tip.

@@ -14,6 +14,7 @@ const POLICY = {
     "pre", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
   ],
   ALLOWED_ATTR: ["align", "class", "href", "start"],
+  ADD_URI_SAFE_ATTR: ["align", "start"],
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
@@ -110,7 +111,7 @@ function scrolls(table) {
 function dress(pre, open) {
   const code = pre.querySelector("code") ?? pre;
   const language = /language-(\S+)/.exec(code.className)?.[1] ?? "";
-  const head = make("div", "code-head", make("span", "", language), copyButton("Copy the code", () => code.textContent));
+  const head = make("div", "code-head", make("span", "", language), copyButton("Copy the code", () => code.textContent.trimEnd()));
   const box = make("div", "code", head);
   pre.tabIndex = 0;
   pre.setAttribute("role", "region");
