@@ -2,6 +2,9 @@
 
 import base64
 import json
+
+#: As much as anything may take, in seconds.
+import os
 import shutil
 import socket
 import subprocess
@@ -10,9 +13,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-#: As much as anything may take, in seconds.
-import os
-PATIENCE_S = float(os.environ.get("PAT","60"))
+PATIENCE_S = float(os.environ.get("PAT", "60"))
 #: The key by which W3C WebDriver names an element.
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 _DRIVERS = ("chromedriver", "chromium.chromedriver")

@@ -206,7 +206,7 @@ async function loadModels() {
     if (error.status === 401) keyDialog.open();
     return;
   }
-  if (names.join("\n") === [...models.options].map((option) => option.value).join("\n")) return;
+  if (models.options.length && names.join("\n") === [...models.options].map((option) => option.value).join("\n")) return;
   const wanted = models.value || store.settings.model;
   models.replaceChildren(...names.map((name) => {
     const option = make("option", "", name);
