@@ -51,7 +51,14 @@ def test_three_peers_hold_disjoint_layers_that_cover_the_model(
     (pipeline,) = status["pipelines"]
     assert pipeline["ready"]
     assert sorted(tuple(stage["layers"]) for stage in pipeline["stages"]) == ranges
-    assert len({peer["endpoint"] for peer in peers}) == 3
+    endpoints = {peer["endpoint"] for peer in peers}
+    assert len(endpoints) == 3
+    for endpoint in endpoints:  # what their chat pages draw
+        with urllib.request.urlopen(f"{endpoint}/swarm", timeout=60) as answer:
+            shown = json.load(answer)
+        stages = shown["rings"][0]["stages"]
+        assert sorted(tuple(stage["layers"]) for stage in stages) == ranges
+        assert all(stage["doing"] == "" and stage["decode_s"] > 0 for stage in stages)
 
 
 def test_the_status_for_people(demo: Process, tools: type[Tools]) -> None:

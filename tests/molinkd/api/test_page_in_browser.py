@@ -222,6 +222,21 @@ def test_conversations_and_drafts_outlive_a_reload(
     ]
 
 
+def test_an_answer_that_a_reload_cuts_off_is_kept(
+    backend: FakeBackend, page: Callable[..., Browser]
+) -> None:
+    backend.gate = asyncio.Semaphore(6)
+    browser = ready(page())
+    browser.type("#text", "Count." + ENTER)
+    browser.until("document.querySelector('.live .body')?.textContent.startsWith('Hello')")
+    browser.run("location.reload()")
+    ready(browser)
+    browser.click("#open-list")
+    browser.click("#conversations .title")
+    assert browser.text(".theirs .body").startswith("Hello")
+    assert browser.text(".note") == "not complete: the page was left"
+
+
 def test_conversations_are_saved_as_files(page: Callable[..., Browser]) -> None:
     browser = ready(page())
     ask(browser, "What is it?")

@@ -25,6 +25,7 @@ from molink.wire.messages.data import (
 )
 from molink.wire.messages.instructions import Route
 from molinkd.api.backend import Backend, Figures, ServedModel
+from molinkd.peer import streams
 from molinkd.peer.running_clock import RunningClock
 from molinkd.peer.streams import PROMPT_PART, Requests, prompt_parts
 
@@ -282,6 +283,34 @@ async def test_what_others_have_waited_for_in_vain_is_refused_at_once(heads: Fak
     requests.heads_changed("m")
     assert await asyncio.wait_for(hopeful, 60) == [100, 101]
     requests.close()
+
+
+async def test_the_status_is_asked_for_on_the_daemons_loop(
+    heads: FakeHeads, clock: RunningClock
+) -> None:
+    daemon = asyncio.get_running_loop()
+
+    async def status() -> bytes:
+        assert asyncio.get_running_loop() is daemon
+        return b'{"swarm": "s"}'
+
+    requests = Requests(heads, StreamLimits(), Figures, clock, status)
+    assert await asyncio.to_thread(asyncio.run, requests.status()) == b'{"swarm": "s"}'
+
+
+async def test_a_daemon_that_is_too_busy_for_its_status(
+    heads: FakeHeads, clock: RunningClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_STATUS_S", 0.01)
+    asked = asyncio.Event()
+
+    async def status() -> bytes:
+        await asked.wait()
+        return b""
+
+    requests = Requests(heads, StreamLimits(), Figures, clock, status)
+    with pytest.raises(Unavailable, match="too busy"):
+        await requests.status()
 
 
 async def test_nobody_there(heads: FakeHeads, clock: RunningClock) -> None:
