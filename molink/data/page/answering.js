@@ -1,7 +1,7 @@
 // An answer that comes: asks the endpoint, and fills a message with what it says.
 
 import { call, EndpointError, events } from "./endpoint.js";
-import { messages } from "./tree.js";
+import { messages, NOT_COMPLETE } from "./tree.js";
 
 const NUMBERS = { temperature: Number, top_p: Number, max_tokens: Number, seed: Number };
 
@@ -25,6 +25,8 @@ export class Answering {
     this.first = 0;
     this.pieces = [];
     this.abort = new AbortController();
+    // The page is being left, which ends the connection.
+    this.left = false;
     this.over = this.#run(settings).then(ended);
   }
 
@@ -59,11 +61,12 @@ export class Answering {
       const response = await call("/v1/chat/completions", { body, signal: this.abort.signal });
       for await (const event of events(response)) this.#take(event, facts);
     } catch (error) {
-      if (error.name === "AbortError") facts.finish = "stopped";
+      if (this.left) facts.finish = "left";
+      else if (error.name === "AbortError") facts.finish = "stopped";
       else problem = error instanceof EndpointError ? error : new EndpointError(`The page failed: ${error.message}`);
     }
     node.note = this.#note(facts);
-    node.problem = problem?.message ?? (node.content || node.thoughts || facts.finish === "stopped" ? "" : "The model had nothing to say.");
+    node.problem = problem?.message ?? (node.content || node.thoughts || facts.finish === "stopped" || this.left ? "" : "The model had nothing to say.");
     return problem;
   }
 
@@ -90,6 +93,7 @@ export class Answering {
     if (tokens > 1 && seconds > 0) facts.push(`${tokens} tokens, ${((tokens - 1) / seconds).toFixed(1)} per second`);
     if (finish === "length") facts.push("cut at the length limit");
     if (finish === "stopped") facts.push("stopped");
+    if (finish === "left") facts.push(NOT_COMPLETE);
     return facts.join(" · ");
   }
 }

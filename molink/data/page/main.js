@@ -237,9 +237,14 @@ window.addEventListener("storage", (event) => {
   const now = store.conversations.get(conversation.id);
   if (now && now !== conversation) open(now);
 });
-window.addEventListener("pagehide", () => {
-  for (const one of answers.values()) if (store.conversations.has(one.conversation.id)) store.save(one.conversation);
-});
+for (const kind of ["beforeunload", "pagehide"]) {
+  window.addEventListener(kind, () => {
+    for (const one of answers.values()) {
+      one.left = true;
+      if (store.conversations.has(one.conversation.id)) store.save(one.conversation);
+    }
+  });
+}
 
 const panels = store.settings.panels ?? { list: false, swarm: false };
 open(conversation);

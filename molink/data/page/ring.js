@@ -44,7 +44,7 @@ export class Ring {
     this.places = ring.stages.map((stage, at) => {
       const [x, y] = point(at / count);
       const busy = svg("circle", { cx: x, cy: y, r: PLACE, class: "busy", pathLength: 100, transform: `rotate(-90 ${x} ${y})` });
-      const label = count <= 6 ? [named(stage, at / count)] : [];
+      const label = count <= 6 ? named(stage, at / count) : [];
       const group = svg("g", { class: "place" },
         svg("circle", { cx: x, cy: y, r: PLACE, class: "stage" }), busy,
         svg("text", { x, y: y + 5, class: "number" }, String(at + 1)), ...label);
@@ -53,6 +53,8 @@ export class Ring {
     this.dot = svg("circle", { r: 6, class: "token" });
     this.rate = svg("text", { x: MIDDLE, y: MIDDLE + 2, class: "rate" });
     this.unit = svg("text", { x: MIDDLE, y: MIDDLE + 20, class: "unit" });
+    const lowest = Math.max(MIDDLE + RADIUS + 8, ...ring.stages.map((_, at) => point(at / count)[1] + PLACE + 42));
+    this.drawing.setAttribute("viewBox", `0 0 ${SIZE} ${count ? lowest : 1}`);
     this.drawing.replaceChildren(
       svg("circle", { cx: MIDDLE, cy: MIDDLE, r: RADIUS, class: "track" }),
       ...this.places.map((place) => place.group), this.dot, this.rate, this.unit);
@@ -106,14 +108,15 @@ function point(part, radius = RADIUS) {
   return [MIDDLE + radius * Math.cos(angle), MIDDLE + radius * Math.sin(angle)];
 }
 
+// Name and layers of a stage, above or below its place, inside of the drawing.
 function named(stage, part) {
-  const [x, y] = point(part, RADIUS + PLACE + 8);
-  const away = x - MIDDLE;
-  const anchor = Math.abs(away) < 30 ? "middle" : away > 0 ? "end" : "start";
-  const at = anchor === "middle" ? x : away > 0 ? SIZE - 2 : 2;
-  const below = y > MIDDLE ? 14 : anchor === "middle" ? -12 : -24;
+  const [x, y] = point(part);
+  const above = y < MIDDLE - 1;
   const name = stage.pc.length > 16 ? stage.pc.slice(0, 15) + "…" : stage.pc;
-  return svg("text", { x: at, y: y + below, "text-anchor": anchor, class: "name" }, name);
+  const room = Math.max(name.length, 12) * 3.6;
+  const at = Math.min(Math.max(x, room), SIZE - room);
+  const line = (text, down, kind) => svg("text", { x: at, y: y + (above ? -PLACE - 25 : PLACE + 18) + down, class: kind }, text);
+  return [line(name, 0, "name"), line(layersOf(stage), 15, "unit")];
 }
 
 export function roundOf(ring) {
@@ -143,13 +146,16 @@ function stateOf(ring) {
 }
 
 function describe(stage, several) {
-  const [first, last] = stage.layers;
-  const layers = last - first === 1 ? `layer ${last}` : `layers ${first + 1} to ${last}`;
-  const parts = [stage.pc, layers, stage.device];
+  const parts = [stage.pc, layersOf(stage), stage.device];
   if (stage.doing) parts.push(stage.doing);
   else if (stage.busy !== null) parts.push(`busy ${stage.busy} %`);
   if (several && stage.link_s) parts.push(`${duration(stage.link_s)} to the next`);
   return parts.filter(Boolean).join(" · ");
+}
+
+// Counted from 1.
+function layersOf({ layers: [first, last] }) {
+  return last - first === 1 ? `layer ${last}` : `layers ${first + 1} to ${last}`;
 }
 
 export function duration(seconds) {

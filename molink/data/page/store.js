@@ -1,7 +1,7 @@
 // What this browser keeps: conversations, drafts, settings. Bounded, and never in the way: where
 // nothing can be kept, all goes on in memory.
 
-import { isConversation, newConversation } from "./tree.js";
+import { isConversation, newConversation, NOT_COMPLETE } from "./tree.js";
 
 const CONVERSATION = "molink.conversation.", DRAFT = "molink.draft.", SETTINGS = "molink.settings";
 const MOST = 200, MOST_CHARACTERS = 3_000_000;
@@ -95,7 +95,7 @@ export class Store extends EventTarget {
     const one = this.#read(name, null);
     if (isConversation(one) && name === CONVERSATION + one.id) {
       for (const node of Object.values(one.nodes)) {
-        if (node.role === "assistant") node.note ??= "not complete: the page was left";
+        if (node.role === "assistant") node.note ??= NOT_COMPLETE;
       }
       this.conversations.set(one.id, one);
       this.sizes.set(one.id, this.storage.getItem(name).length);

@@ -2,6 +2,9 @@
 //
 // { id, title, updated, leaf, nodes: { id: { id, parent, role, content, thoughts, note, problem, model } } }
 
+// The note of an answer that nobody was there to take.
+export const NOT_COMPLETE = "not complete: the page was left";
+
 export function newId() {
   return [...crypto.getRandomValues(new Uint8Array(8))].map((b) => b.toString(16).padStart(2, "0")).join("");
 }
