@@ -2,9 +2,6 @@
 
 import base64
 import json
-
-#: As much as anything may take, in seconds.
-import os
 import shutil
 import socket
 import subprocess
@@ -13,7 +10,8 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-PATIENCE_S = float(os.environ.get("PAT", "60"))
+#: As much as anything may take, in seconds.
+PATIENCE_S = 60.0
 #: The key by which W3C WebDriver names an element.
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 _DRIVERS = ("chromedriver", "chromium.chromedriver")

@@ -12,8 +12,9 @@ from molink.errors import Overloaded, Unavailable
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from tests.molinkd.cli.top import swarms
+from tests.support import tool_templates
 from tests.support.direct_reader import DirectReader
-from tests.support.fake_backend import FakeBackend
+from tests.support.fake_backend import FakeBackend, build_model
 from tools.browser import ENTER, ESCAPE, Browser, find_driver
 
 DRIVER = find_driver()
@@ -70,8 +71,8 @@ def page(backend: FakeBackend, window: Browser) -> Iterator[Callable[..., Browse
     backend.swarm = swarms.ring(["attic", "<img src=x onerror=window.hit=1>"], model="tiny")
     servers = []
 
-    def open_page(**settings: Any) -> Browser:
-        server = EndpointServer(backend, ApiSettings(**settings), DirectReader())
+    def open_page(served: FakeBackend = backend, **settings: Any) -> Browser:
+        server = EndpointServer(served, ApiSettings(**settings), DirectReader())
         server.start(0)
         servers.append(server)
         window.open(server.url.removesuffix("/v1") + "/")
@@ -133,6 +134,21 @@ def test_an_answer_is_formatted(backend: FakeBackend, page: Callable[..., Browse
     browser.click(".code button")
     browser.until("document.querySelector('.code button.done')")
     assert "think" not in prompt(backend)
+
+
+def test_thoughts_are_folded_and_not_sent_back(
+    page: Callable[..., Browser], tmp_path: Path
+) -> None:
+    folder = build_model(tmp_path / "tiny", tool_templates.THINKING)
+    thinking = FakeBackend(folder, "They *ask*.\n</think>\nYes.")
+    browser = ready(page(thinking))
+    ask(browser, "Is it?")
+    assert browser.run("return document.querySelector('.thought').textContent") == "They *ask*."
+    assert browser.run("return document.querySelector('.thoughts').open") is False
+    assert browser.text(".theirs .body").strip() == "Yes."
+    ask(browser, "Sure?")
+    assert "Yes." in prompt(thinking)
+    assert "They" not in prompt(thinking)
 
 
 def test_what_a_model_writes_does_nothing(
