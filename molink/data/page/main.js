@@ -24,7 +24,11 @@ const sendIcon = icon("send"), stopIcon = icon("stop");
 
 const turns = new Turns(byId("log"), {
   edit: (node, content) => { question(node.parent, content); },
-  again: (node) => answer(node.parent),
+  again: (node) => {
+    // Of an answer without a word nothing is to be kept.
+    if (!node.content && !node.thoughts) delete conversation.nodes[node.id];
+    answer(node.parent);
+  },
   choose: (node) => { choose(conversation, node); store.save(conversation); show(); },
   draft: (name) => store.draft(name),
   setDraft: (name, words) => store.setDraft(name, words),

@@ -6,6 +6,8 @@ import { Ring } from "./ring.js";
 
 // Seconds between two looks while somebody looks or waits, and otherwise.
 const OFTEN_S = 1, SELDOM_S = 10;
+// How old what is told may be, and how much earlier a request is sent than it is there.
+const LATE_S = 3;
 
 export class Swarm extends EventTarget {
   constructor() {
@@ -108,7 +110,7 @@ export function whyWaiting(told, model, elapsed) {
   }
   const requests = rings.flatMap((ring) => ring.requests);
   // Requests have no names here: it is the one that came when this was sent.
-  const mine = requests.filter((one) => one.state !== "decode")
+  const mine = requests.filter((one) => one.state !== "decode" && Math.abs(one.age_s - elapsed) < LATE_S)
     .sort((a, b) => Math.abs(a.age_s - elapsed) - Math.abs(b.age_s - elapsed))[0];
   if (mine?.state === "prefill") {
     const share = mine.prompt ? Math.min(99, Math.round((100 * mine.computed) / mine.prompt)) : 0;

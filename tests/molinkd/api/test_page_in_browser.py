@@ -314,6 +314,7 @@ def test_errors_are_sentences(backend: FakeBackend, page: Callable[..., Browser]
     backend.error = None
     browser.click(".problem button")
     browser.until("document.querySelector('.theirs .body').textContent.startsWith('Hello there')")
+    assert browser.run("return document.querySelector('.theirs .versions').hidden") is True
     backend.error, backend.fail_at = Unavailable("the PC attic is gone"), 3
     ask(browser, "And then?")
     assert browser.text(".problem span").endswith("The PC attic is gone.")
