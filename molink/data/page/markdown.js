@@ -5,8 +5,11 @@ import { copyButton, make } from "./dom.js";
 import { Marked } from "./vendor/marked.js";
 import DOMPurify from "./vendor/purify.js";
 
-// Longer texts are shown as they are; longer code has one colour.
-const LONGEST = 300_000, LONGEST_CODE = 40_000;
+// Longer texts, and longer paragraphs, are shown as they are; longer code has one colour.
+const LONGEST = 300_000, LONGEST_PARAGRAPH = 20_000, LONGEST_CODE = 40_000;
+// A parser takes the square of a text's length for some texts: after so many times that it took so
+// many milliseconds, the text is shown as it is.
+const SLOW_MS = 300, SLOW_TIMES = 2;
 
 const POLICY = {
   ALLOWED_TAGS: [
@@ -48,19 +51,19 @@ const marked = new Marked({
 // One text that grows: blocks that are complete are left as they are.
 export class MarkdownView {
   #blocks = [];
+  #slow = 0;
 
-  constructor(node) {
+  // `plain`: as it is.
+  constructor(node, plain = false) {
     this.node = node;
+    this.plain = plain;
     node.classList.add("markdown");
   }
 
   // `done`: nothing more comes.
   show(text, done) {
-    let tokens;
-    try {
-      if (text.length > LONGEST) throw new RangeError("too long");
-      tokens = marked.lexer(text).filter((token) => token.type !== "space" && token.type !== "def");
-    } catch {
+    const tokens = this.#parse(text);
+    if (!tokens) {
       this.#blocks = [];
       this.node.replaceChildren(make("div", "raw", text));
       return;
@@ -82,6 +85,26 @@ export class MarkdownView {
     });
     for (const extra of this.#blocks.splice(tokens.length)) extra.nodes.forEach((node) => node.remove());
   }
+
+  // Its blocks; null if it is not to be parsed, or can't.
+  #parse(text) {
+    if (this.plain || text.length > LONGEST || longParagraph(text)) return null;
+    const began = performance.now();
+    try {
+      return marked.lexer(text).filter((token) => token.type !== "space" && token.type !== "def");
+    } catch {
+      return null; // nested deeper than the stack
+    } finally {
+      if (performance.now() - began > SLOW_MS) this.#slow += 1;
+      this.plain = this.#slow >= SLOW_TIMES;
+    }
+  }
+}
+
+// Blocks of code are long now and then, and cost little.
+function longParagraph(text) {
+  return text.length > LONGEST_PARAGRAPH
+    && text.split(/\n\s*\n/).some((one) => one.length > LONGEST_PARAGRAPH && !/^ {0,3}(```|~~~)/m.test(one));
 }
 
 function rendered(token, open) {

@@ -114,7 +114,7 @@ class Answer {
     this.node = node;
     this.act = act;
     this.body = make("div", "body");
-    this.markdown = new MarkdownView(this.body);
+    this.markdown = new MarkdownView(this.body, node.plain);
     this.thought = make("div", "thought");
     this.summary = make("summary", "", "Thoughts");
     this.thoughts = make("details", "thoughts", this.summary, this.thought);
@@ -165,6 +165,7 @@ class Answer {
     setText(this.summary, answering && !begun ? "Thinking…" : "Thoughts");
     this.body.hidden = !begun;
     if (begun) this.markdown.show(split.content, !answering);
+    if (this.markdown.plain) this.node.plain = true; // also when it is read again
     this.element.classList.toggle("live", Boolean(answering));
   }
 

@@ -173,6 +173,24 @@ def test_what_a_model_writes_does_nothing(
     assert set(browser.run(f"return {loaded}")) == {origin}
 
 
+def test_what_takes_a_parser_long_is_shown_as_it_is(page: Callable[..., Browser]) -> None:
+    browser = page()
+    shown = browser.run(
+        """
+        const { MarkdownView } = await import("/page/markdown.js");
+        const long = ("*a* " + "b".repeat(400) + "\\n\\n").repeat(60);
+        const texts = [">".repeat(20000), "_a_b".repeat(50000), long];
+        return texts.map((text) => {
+          const node = document.createElement("div"), view = new MarkdownView(node);
+          view.show(text, true);
+          const raw = node.querySelector(".raw")?.textContent === text;
+          return [raw, node.querySelectorAll("em").length];
+        });
+        """
+    )
+    assert shown == [[True, 0], [True, 0], [False, 60]]
+
+
 def test_stop_again_and_edit(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     backend.gate = gate = asyncio.Semaphore(5)
     browser = ready(page())
