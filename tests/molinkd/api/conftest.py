@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -10,8 +11,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from molinkd.api.app import create_app
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
+from tests.molinkd.cli.top import swarms
 from tests.support.direct_reader import DirectReader
 from tests.support.fake_backend import FakeBackend, build_model
+from tools.browser import Browser, find_driver
 
 
 @pytest.fixture(scope="session")
@@ -51,3 +54,39 @@ def endpoint(backend: FakeBackend) -> Iterator[EndpointServer]:
     server.start(0)
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def window() -> Iterator[Browser]:
+    """One Chromium for all tests."""
+    driver = find_driver()
+    assert driver is not None
+    browser = Browser(driver, 1200, 800)
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def page(backend: FakeBackend, window: Browser) -> Iterator[Callable[..., Browser]]:
+    """``page(**settings)`` opens the page of a new endpoint, which so has a storage of its own.
+
+    Nothing may violate the page's policy, or fail in it.
+    """
+    backend.context = 8000
+    backend.swarm = swarms.ring(["attic", "<img src=x onerror=window.hit=1>"], model="tiny")
+    servers = []
+
+    def open_page(served: FakeBackend = backend, **settings: Any) -> Browser:
+        server = EndpointServer(served, ApiSettings(**settings), DirectReader())
+        server.start(0)
+        servers.append(server)
+        window.open(server.url.removesuffix("/v1") + "/")
+        return window
+
+    window.emulate("Emulation.clearDeviceMetricsOverride")
+    yield open_page
+    complaints = [one for one in window.complaints() if "Failed to load resource" not in one]
+    window.open("about:blank")
+    for server in servers:
+        server.stop()
+    assert complaints == []

@@ -1,0 +1,192 @@
+"""The chat page in a headless Chromium: what it keeps, sends, and shows of the swarm."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from tests.molinkd.cli.top import swarms
+from tests.support.chat_page import ask, needs_chromium, prompt, ready, release
+from tests.support.fake_backend import FakeBackend
+from tools.browser import ENTER, Browser
+
+pytestmark = needs_chromium
+
+
+def test_conversations_and_drafts_outlive_a_reload(
+    backend: FakeBackend, page: Callable[..., Browser]
+) -> None:
+    browser = ready(page())
+    ask(browser, "First talk.")
+    browser.type("#text", "a draft there")
+    browser.click("#fresh")
+    browser.type("#text", "a new draft")
+    browser.run("location.reload()")
+    ready(browser)
+    browser.until("document.querySelector('#text').value === 'a new draft'")
+    browser.click("#open-list")
+    browser.click("#conversations .title")
+    assert browser.text(".bubble") == "First talk."
+    assert browser.text(".theirs .body") == backend.answer
+    assert browser.run("return document.querySelector('#text').value") == "a draft there"
+    browser.click("[aria-label='Edit this message']")
+    browser.type(".editor textarea", " More")
+    browser.run("location.reload()")
+    ready(browser)
+    browser.click("#conversations .title")
+    edited = browser.run("return document.querySelector('.editor textarea').value")
+    assert edited == "First talk. More"
+    browser.run("document.querySelector('#conversations [aria-label=Delete]').click()")
+    browser.click("#confirm-yes")
+    browser.until("!document.querySelector('#conversations li')")
+    assert browser.run("return Object.keys(localStorage).filter(k => /conv|draft/.test(k))") == [
+        "molink.draft.new"
+    ]
+
+
+def test_an_answer_that_a_reload_cuts_off_is_kept(
+    backend: FakeBackend, page: Callable[..., Browser]
+) -> None:
+    backend.gate = asyncio.Semaphore(6)
+    browser = ready(page())
+    browser.type("#text", "Count." + ENTER)
+    browser.until("document.querySelector('.live .body')?.textContent.startsWith('Hello')")
+    browser.run("location.reload()")
+    ready(browser)
+    browser.click("#open-list")
+    browser.click("#conversations .title")
+    assert browser.text(".theirs .body").startswith("Hello")
+    assert browser.text(".note").endswith("not complete: the page was left")
+    assert browser.text(".problem") == ""
+
+
+def test_conversations_are_saved_as_files(page: Callable[..., Browser]) -> None:
+    browser = ready(page())
+    ask(browser, "What is it?")
+    saved = browser.run(
+        """
+        const tree = await import("/page/tree.js");
+        const name = Object.keys(localStorage).find(k => k.includes("conversation"));
+        const one = JSON.parse(localStorage[name]);
+        return [tree.asMarkdown(one), JSON.parse(tree.asJson(one)).messages];
+        """
+    )
+    answer = browser.text(".theirs .body")
+    assert saved[0] == f"# What is it?\n\n## You\n\nWhat is it?\n\n## tiny\n\n{answer}\n"
+    assert [(one["role"], one["content"]) for one in saved[1]] == [
+        ("user", "What is it?"),
+        ("assistant", answer),
+    ]
+
+
+def test_what_is_kept_is_bounded(page: Callable[..., Browser]) -> None:
+    browser = page()
+    kept = browser.run(
+        """
+        const { Store } = await import("/page/store.js");
+        const { add } = await import("/page/tree.js");
+        const bound = 50000, held = new Map();
+        const used = () => [...held.values()].reduce((sum, text) => sum + text.length, 0);
+        const storage = new Proxy({
+          getItem: (name) => held.get(name) ?? null,
+          removeItem: (name) => held.delete(name),
+          setItem: (name, text) => {
+            const before = held.get(name)?.length ?? 0;
+            if (used() - before + text.length > bound) throw new Error("full");
+            held.set(name, text);
+          },
+        }, {
+          ownKeys: () => [...held.keys()],
+          getOwnPropertyDescriptor: () => ({ enumerable: true, configurable: true }),
+        });
+        const store = new Store(storage);
+        for (let i = 0; i < 20; i++) {
+          const one = store.create();
+          add(one, null, { role: "user", content: `${i} ` + "x".repeat(10000) });
+          one.updated = i;
+          store.save(one);
+        }
+        const titles = (from) => from.sorted().map((one) => Number(one.title.split(" ")[0]));
+        held.set("molink.conversation.broken", '{"id": "broken", "nodes": 5}');
+        return [titles(store), titles(new Store(storage)), used() <= bound + 100];
+        """
+    )
+    assert kept == [[19, 18, 17, 16], [19, 18, 17, 16], True]
+
+
+def test_settings_are_sent_and_kept(backend: FakeBackend, page: Callable[..., Browser]) -> None:
+    browser = ready(page())
+    browser.click("#open-settings")
+    values = {"system": "Be brief.", "temperature": "0.5", "top_p": "0.9", "max_tokens": "3"}
+    for field, value in {**values, "seed": "7"}.items():
+        browser.type(f"#{field}", value)
+    browser.click("#settings-done")
+    browser.run("location.reload()")
+    ask(ready(browser), "Hello")
+    request = backend.requests[-1]
+    assert (request.max_tokens, request.sampling.seed) == (3, 7)
+    assert request.sampling.temperature == pytest.approx(0.5)
+    assert request.sampling.top_p == pytest.approx(0.9)
+    assert "Be brief." in prompt(backend)
+    assert "cut at the length limit" in browser.text(".note")
+
+
+def test_a_wrong_setting_is_not_sent(backend: FakeBackend, page: Callable[..., Browser]) -> None:
+    browser = ready(page())
+    browser.click("#open-settings")
+    browser.type("#temperature", "7")
+    assert "Temperature" in browser.text("#settings-wrong")
+    browser.click("#settings-done")
+    ask(browser, "Hello")
+    assert browser.text(".problem") == ""
+
+
+def test_the_key_is_asked_for(backend: FakeBackend, page: Callable[..., Browser]) -> None:
+    browser = page(api_key="sécret")
+    browser.until("document.querySelector('#ask').open")
+    browser.type("#ask-key", "wrong" + ENTER)
+    browser.until("document.querySelector('#ask').open")
+    browser.type("#ask-key", "sécret" + ENTER)
+    ask(ready(browser), "Hello")
+    assert browser.text(".theirs .body") == backend.answer
+    browser.run("location.reload()")
+    ready(browser)
+
+
+def test_the_swarm_is_drawn(backend: FakeBackend, page: Callable[..., Browser]) -> None:
+    backend.swarm["coordinator"] = {"state": "running", "addresses": ["192.168.1.7:5466"]}
+    backend.swarm["knocks"] = [{"name": "new"}]
+    browser = ready(page())
+    browser.click("#open-swarm")
+    browser.until("document.querySelectorAll('.ring .stage').length === 2")
+    assert "attic · layers 1 to 12" in browser.text("#rings .stages")
+    assert browser.run("return document.querySelector('.ring .rate').textContent") == "21.4"
+    assert "2 answers run, 1 waits" in browser.text("#rings")
+    assert "molink join 192.168.1.7" in browser.text("#join-commands code")
+    assert "molink approve" in browser.text("#knocks")
+    backend.swarm = swarms.ring(["attic"], model="tiny", ready=False, reason="cellar is away")
+    browser.until("document.querySelectorAll('.ring .stage').length === 1")
+    assert "cellar is away" in browser.text("#rings")
+
+
+def test_it_is_said_why_one_waits(backend: FakeBackend, page: Callable[..., Browser]) -> None:
+    backend.gate = gate = asyncio.Semaphore(0)
+    browser = ready(page())
+    browser.type("#text", "Hello" + ENTER)
+    said = "document.querySelector('.theirs .note')?.textContent"
+    browser.until(f"/2 answers run|read the 1000 tokens/.test({said})")
+    release(gate, backend, 100)
+    browser.until("!document.querySelector('.live')")
+
+
+def test_models_follow_the_swarm(
+    backend: FakeBackend, page: Callable[..., Browser], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = backend.models()
+    monkeypatch.setattr(backend, "models", list)
+    browser = page()
+    browser.until("document.querySelector('#model').textContent === 'no model yet'")
+    browser.click("#open-swarm")
+    monkeypatch.setattr(backend, "models", lambda: served)
+    backend.swarm = swarms.ring(["attic"], model="another")
+    ready(browser)
