@@ -174,9 +174,27 @@ def test_it_is_said_why_one_waits(backend: FakeBackend, page: Callable[..., Brow
     browser = ready(page())
     browser.type("#text", "Hello" + ENTER)
     said = "document.querySelector('.theirs .note')?.textContent"
-    browser.until(f"/2 answers run|read the 1000 tokens/.test({said})")
+    browser.until(f"/^Waiting for|^The PCs read/.test({said})")
     release(gate, backend, 100)
     browser.until("!document.querySelector('.live')")
+    why = browser.run(
+        """
+        const { whyWaiting } = await import("/page/swarm.js");
+        const told = await (await fetch("/swarm")).json();
+        const after = (elapsed) => whyWaiting(told, "tiny", elapsed);
+        const found = [after(3), after(1), after(60), whyWaiting(told, "other", 1)];
+        told.rings[0].ready = false;
+        told.rings[0].reason = "attic is away";
+        return [...found, after(1)];
+        """
+    )
+    assert why == [
+        "The PCs read the 1000 tokens of the conversation: 10 %…",
+        "Waiting for a place: 2 answers run, 0 wait before this one…",
+        "Waiting for the first token…",
+        "The swarm is not ready. The request waits for it…",
+        "The swarm is not ready: attic is away. The request waits for it…",
+    ]
 
 
 def test_models_follow_the_swarm(
