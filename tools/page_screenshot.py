@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--question", default="What is molink?")
     parser.add_argument("--driver", default=find_driver() or "chromedriver")
     parser.add_argument("--width", type=int, default=1100)
-    parser.add_argument("--height", type=int, default=620)
+    parser.add_argument("--height", type=int, default=760)
     options = parser.parse_args()
     endpoint = local_daemon.need_daemon(None).endpoints[0]
     browser = Browser(options.driver, options.width, options.height, scale=1.5)
@@ -27,7 +27,7 @@ def main() -> None:
         browser.wait_for("#model option")
         browser.click("#open-swarm")
         browser.type("#text", options.question + "\n")
-        browser.until("/per second/.test(document.querySelector('.note')?.textContent)")
+        browser.until("/tokens, .* per second/.test(document.querySelector('.note')?.textContent)")
         browser.wait_for(".ring .stage")
         options.file.write_bytes(browser.picture())
     finally:

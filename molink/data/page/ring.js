@@ -70,7 +70,7 @@ export class Ring {
     if (at === 0) {
       const rate = this.ring.tokens_per_s;
       setText(this.rate, rate ? rate.toFixed(1) : "");
-      setText(this.unit, rate ? "tokens/s" : this.ring.ready ? "idle" : "not ready");
+      setText(this.unit, rate ? "tokens/s" : !this.ring.ready ? "not ready" : this.ring.running ? "at work" : "idle");
     }
   }
 
