@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from molink.errors import InvariantError
+from molink.facts.ringtimes import RingTimes
 from molink.head.job import Job
 from molink.head.ledger import TurnCount
 from molink.head.policies.base import Preemption, SchedulingPolicy
@@ -99,28 +100,28 @@ class Roster:
         """All jobs of a daemon."""
         return [job for (name, _), job in self._jobs.items() if name == owner]
 
-    def decoding(self) -> tuple[int, int]:
-        """Jobs that take part in decoding, and how many tokens they have on average.
-
-        Those that wait for their client do not count.
-        """
-        contexts = [
-            len(job.tokens)
-            for job in self._admitted.values()
-            if job.state == "decode" and not job.stalled
-        ]
-        return len(contexts), sum(contexts) // max(1, len(contexts))
 
     # --- whose turn it is -------------------------------------------------------------------------
 
-    def runnable(self, now: float) -> Sequence[Job]:
-        """Jobs that could take a decode step now, first to be run first."""
-        jobs = [job for job in self._idle.values() if not job.stalled]
-        return self._policy.running_order(jobs, now)
+    def decoding(self, now: float) -> Sequence[Job]:
+        """Jobs that take part in decoding, in flight or not, first to be run first.
 
-    def prefilling(self, now: float) -> Sequence[Job]:
-        """Jobs with rows of known tokens to be issued, first to be run first."""
-        return self._policy.running_order(list(self._prefilling.values()), now)
+        Those that wait for their client are not among them.
+        """
+        jobs = list(self._idle.values())
+        jobs += [job for job in self._admitted.values() if job.flight and job.state == "decode"]
+        return self._policy.running_order([job for job in jobs if not job.stalled], now)
+
+    def prompts(self, now: float, *, closed: bool = False) -> Sequence[Job]:
+        """Jobs with rows of known tokens to be issued, first to be run first.
+
+        Among them is the one to be admitted next, unless nobody is to be (``closed``).
+        """
+        jobs = list(self._prefilling.values())
+        new = None if closed else self.first_waiting(now)
+        if new is not None:
+            jobs.append(new)
+        return self._policy.running_order(jobs, now) if jobs else jobs
 
     def first_waiting(self, now: float) -> Job | None:
         """The job to be admitted next; those that wait for their client are passed over."""
@@ -180,8 +181,13 @@ class Roster:
         self._next_id += 1
         self._admitted[job.id] = self._prefilling[job.id] = job
 
-    def issued(self, job: Job) -> None:
+    def set_times(self, times: RingTimes) -> None:
+        """What stages and links take is known anew."""
+        self._policy.set_times(times)
+
+    def issued(self, job: Job, now: float) -> None:
         """The latest rows of ``job`` have gone into a volume."""
+        self._policy.issued(job, now)
         self._idle.pop(job.id, None)
         if job.issued == len(job.tokens):
             self._prefilling.pop(job.id, None)

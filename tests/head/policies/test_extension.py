@@ -27,6 +27,9 @@ class LastComeFirstServed(SchedulingPolicy):
         self._arrivals += 1
         self.heard.append(("arrived", job.request.key, now))
 
+    def issued(self, job: Job, now: float) -> None:
+        self.heard.append(("issued", job.request.key, now))
+
     def ran(self, job: Job, seconds: float, now: float) -> None:
         self.heard.append(("ran", job.request.key, seconds, now))
 
@@ -116,11 +119,10 @@ def test_it_decides_whose_prompt_goes_on_first() -> None:
     submit(head, "long", tokens=12)
     (first,) = volumes(head.next(0.0))
     submit(head, "new", tokens=6)
-    (second,) = volumes(head.next(0.0))
-    # Admitted prompts come before those that wait, whoever these are.
-    assert [keys(head, first), keys(head, second)] == [["long"], ["long"]]
-    (third,) = volumes(head.next(0.0))
-    assert keys(head, third) == ["long"]
+    (second,), (third,) = volumes(head.next(0.0)), volumes(head.next(0.0))
+    # Who waits and comes before those that are admitted is admitted before they go on.
+    assert [keys(head, first), keys(head, second)] == [["long"], ["new"]]
+    assert keys(head, third) == ["new", "long"]
     submit(head, "newer", tokens=6)
     (fourth,) = volumes(head.next(0.0))
     assert keys(head, fourth) == ["newer"]
@@ -189,8 +191,12 @@ def test_it_hears_of_arrivals_iterations_and_ends() -> None:
     assert policy.heard == [
         ("arrived", "a", 1.0),
         ("arrived", "b", 2.0),
+        ("issued", "b", 3.0),
+        ("issued", "a", 3.0),
         ("ran", "b", 0.5, 3.5),
         ("ran", "a", 0.5, 3.5),
+        ("issued", "b", 4.0),
+        ("issued", "a", 4.0),
         ("over", "b", 4.25),
         ("ran", "a", 0.5, 4.5),
         ("over", "a", 4.5),
