@@ -215,6 +215,8 @@ class Batcher:
         before = jobs[0].issued if admitted else 0
         queued = left + self._roster.waiting_tokens if admitted else self._roster.waiting_tokens
         rows = self._chunk.rows(streams, left, before, context, queued)
+        if not self._limits.chunk_tokens:
+            rows = min(rows, self.micro_batches.rows_ahead or rows)
         if paired:
             return rows
         room = self._ledger.prefill_rows + rows <= self._limits.unpaired_rows

@@ -248,6 +248,7 @@ class Head:
             "head_prefill_rows_in_flight": ledger.prefill_rows,
             "head_cancel_iterations_last": ledger.cancel_iterations_last,
             "head_cancel_iterations_max": ledger.cancel_iterations_max,
+            **self._roster.gauges,
         }
         return counters, {name: float(value) for name, value in gauges.items()}
 

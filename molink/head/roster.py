@@ -1,7 +1,7 @@
 """All jobs of a head, by what can be done with them."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from molink.errors import InvariantError
@@ -87,6 +87,11 @@ class Roster:
     def leaving(self) -> Sequence[Leaving]:
         """The admissions whose release has still to be issued."""
         return self._leaving
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """What the policy shows."""
+        return self._policy.gauges()
 
     def find(self, owner: str, key: str) -> Job | None:
         """The job of a daemon's request."""

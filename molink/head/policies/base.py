@@ -13,7 +13,7 @@ and goes on at no cost. Only when a job lacks a block, or the place to be admitt
 preempted for it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -66,6 +66,10 @@ class SchedulingPolicy(Protocol):
     def over(self, job: Job, now: float) -> None:
         """The job is finished, cancelled, failed or refused after all: forget it."""
         return
+
+    def gauges(self) -> Mapping[str, float]:
+        """What people are shown of it, by name."""
+        return {}
 
     # --- questions ------------------------------------------------------------------------------
 

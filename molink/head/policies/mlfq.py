@@ -1,5 +1,7 @@
 """A multi-level feedback queue that knows nothing of prompts: FastServe's strawman (§4.1)."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from molink.head.job import Job
@@ -119,6 +121,11 @@ class Mlfq(Ranked):
     def over(self, job: Job, now: float) -> None:
         """Its place is free."""
         del self._places[job]
+
+    def gauges(self) -> Mapping[str, float]:
+        """How many jobs are in each queue."""
+        levels = Counter(place.level for place in self._places.values())
+        return {f"head_queue_{level + 1}": levels[level] for level in range(LEVELS)}
 
     # --- questions -------------------------------------------------------------------------------
 
