@@ -79,6 +79,8 @@ class Batcher:
         decode, chunk = VolumeBuilder(prefill=False), VolumeBuilder(prefill=True)
         admitted: list[Job] = []
         if not self._ledger.wide:
+            if prefill:
+                self._make_place(now)
             running = self._roster.decoding(now)
             streams = len(running)
             context = sum(len(job.tokens) for job in running) // max(1, streams)
@@ -184,7 +186,7 @@ class Batcher:
             if job is None:
                 return
             if job.state == "waiting":
-                closed = not self._admit(job, builder, now)
+                closed = not self._admit(job)
                 admitted += [] if closed else [job]
             if job.state != "waiting":
                 seen.add(job)
@@ -233,16 +235,23 @@ class Batcher:
         self.prefill_rows += count
         return count
 
-    def _admit(self, job: Job, builder: VolumeBuilder, now: float) -> bool:
-        """Admit a job that waits, or see to it that it can be later.
+    def _make_place(self, now: float) -> None:
+        """Preempt for the job to be admitted next, if it can't be and nothing comes back anyway.
 
-        Nobody is preempted for it whose rows are in ``builder``.
+        This is before jobs at rest go into a volume.
         """
+        if not self._roster.waiting or self._coming or self._still_starved():
+            return
+        job = self._roster.first_waiting(now)
+        if job is not None and self._admissible(job) is None:
+            victim = self._roster.victim(job, now)
+            if victim is not None:
+                self._preempt(victim)
+
+    def _admit(self, job: Job) -> bool:
+        """Admit a job that waits, if there is room for it."""
         found = self._admissible(job)
         if found is None:
-            victim = None if self._coming else self._roster.victim(job, now)
-            if victim is not None and victim.job not in builder:
-                self._preempt(victim)
             return False
         blocks = self._cache.take(found, self._limits.blocks_for(len(job.tokens)))
         if blocks is None:

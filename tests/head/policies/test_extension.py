@@ -11,7 +11,7 @@ from molink.head.job import Job
 from molink.head.limits import HeadLimits
 from molink.head.policies.base import Preemption, SchedulingPolicy
 from molink.head.request import HeadRequest
-from molink.wire.messages.data import Choice, Release, Sampled, Sampling, Volume
+from molink.wire.messages.data import Admit, Choice, Release, Sampled, Sampling, Volume
 
 
 class LastComeFirstServed(SchedulingPolicy):
@@ -161,20 +161,18 @@ def test_it_decides_who_is_preempted() -> None:
     assert old.generated == 34
 
 
-def test_who_is_left_out_of_an_iteration_can_be_preempted_for_one_who_waits() -> None:
-    class Impatient(LastComeFirstServed):
-        def running_order(self, jobs: Sequence[Job], now: float) -> Sequence[Job]:
-            return [job for job in jobs if self._places[job] == max(self._places.values())]
-
-    head = make_head(Impatient(), max_running=1)
+def test_who_is_at_rest_can_be_preempted_for_one_who_waits() -> None:
+    """Before it goes into a volume again."""
+    head = make_head(LastComeFirstServed(), max_running=1)
     submit(head, "a")
     back(head, volumes(head.next(0.0))[0])
     submit(head, "b")
     batch = head.next(0.0)
     assert batch is not None
-    assert [each.body for each in batch.control] == [Release(3, 0, after=2)]
-    assert batch.volumes == ()
-    (prefill,) = volumes(head.next(0.0))
+    release, admit = (each.body for each in batch.control)
+    assert release == Release(3, 0, after=2)
+    assert isinstance(admit, Admit)
+    (prefill,) = volumes(batch)
     assert keys(head, prefill) == ["b"]
 
 
@@ -212,5 +210,6 @@ def test_who_has_rows_in_a_volume_cannot_be_preempted() -> None:
 
     head = make_head(Careless(), max_running=1)
     submit(head, "a", "b")
+    head.next(0.0)
     with pytest.raises(InvariantError, match="job b is to be preempted but not at rest"):
         head.next(0.0)
