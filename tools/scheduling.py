@@ -4,7 +4,6 @@
     python -m tools.scheduling slo                 # load that each policy takes within 0.3 s a token
     python -m tools.scheduling slo --trace FILE    # sizes of a trace (Azure's CSV) too
     python -m tools.scheduling ratios              # prompts of one to sixteen times the answer
-    python -m tools.scheduling low-load
 
 Each writes ``docs/results/scheduling-NAME.json`` (``--out``: elsewhere). Requests arrive as a
 Poisson process. Their sizes are log-normal: the means are those that the vLLM paper (2023, §6.1)
@@ -44,10 +43,16 @@ SIZES = {"sharegpt": ((161.0, 1.2), (338.0, 1.0)), "alpaca": ((19.0, 0.6), (58.0
 MAX_PROMPT, MAX_OUTPUT = 2048, 1024
 #: Requests/s of a search: a step is a factor of this.
 STEP = 2 ** (1 / 4)
+#: For each kind of sizes: seconds of arrivals, and the step from which a search begins.
+SPAN = {"sharegpt": (60.0, 8), "alpaca": (15.0, 24), "trace": (120.0, 2)}
+#: Steps below that a ring has next to nothing to do.
+LOW = 10
 #: What is simulated has no workload of its own here: the plan is given.
 _NO_WORKLOAD = Workload(1.0, 1.0)
 
 Plan = Sequence[PlannedRequest]
+#: Sizes of the next request.
+Draw = Callable[[random.Random], TraceRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,7 @@ def log_normal(rng: random.Random, mean: float, spread: float, maximum: int) -> 
     return max(1, min(maximum, round(value)))
 
 
-def sizes_of(kind: str, ratio: float | None = None) -> Callable[[random.Random], TraceRow]:
+def sizes_of(kind: str, ratio: float | None = None) -> Draw:
     """Draws sizes; with a ``ratio`` of prompt to answer as many tokens in all, shared out so."""
     (prompt, prompt_spread), (output, output_spread) = SIZES[kind]
     if ratio is not None:
@@ -118,7 +123,7 @@ def sizes_of(kind: str, ratio: float | None = None) -> Callable[[random.Random],
     return draw
 
 
-def sizes_in(path: Path) -> Callable[[random.Random], TraceRow]:
+def sizes_in(path: Path) -> Draw:
     """Draws sizes of a trace."""
     rows = [
         row
@@ -128,9 +133,7 @@ def sizes_in(path: Path) -> Callable[[random.Random], TraceRow]:
     return lambda rng: rng.choice(rows)
 
 
-def poisson(
-    draw: Callable[[random.Random], TraceRow], rate: float, seconds: float, seed: int
-) -> Plan:
+def poisson(draw: Draw, rate: float, seconds: float, seed: int) -> Plan:
     """Requests of so many seconds; request ``i`` is of the same size at every rate."""
     sizes, arrivals = random.Random(seed), random.Random(seed + 1)
     plan, at = [], 0.0
@@ -163,7 +166,11 @@ def short_behind_long(options: argparse.Namespace) -> dict[str, Any]:
                 "long_by_alone": both[0].latency / alone.latency,
             }
         )
-    return {"ring": "3 x rtx4090, qwen-7b, 20 Mbps, 20 ms", "long_alone_s": alone.latency, "rows": rows}
+    return {
+        "ring": "3 x rtx4090, qwen-7b, 20 Mbps, 20 ms",
+        "long_alone_s": alone.latency,
+        "rows": rows,
+    }
 
 
 def ring(options: argparse.Namespace) -> Scenario:
@@ -179,33 +186,38 @@ def slo(options: argparse.Namespace) -> dict[str, Any]:
     kinds = {kind: sizes_of(kind) for kind in options.kinds}
     if options.trace is not None:
         kinds["trace"] = sizes_in(options.trace)
-    rows = []
-    for kind, draw in kinds.items():
-        first: dict[str, float] = {}
-        for policy in options.policies:
-            scenario = replace(ring(options), scheduling_policy=policy)
-
-            @cache
-            def at(step: int, scenario: Scenario = scenario) -> Run:
-                plan = poisson(draw, STEP**step, options.seconds, options.seed)
-                return _told(run(scenario, plan), scenario.scheduling_policy, STEP**step)
-
-            found = {
-                which: highest(lambda step: getattr(at(step), which), SLO_S)
-                for which in ("mean", "p95")
-            }
-            first = first or found
-            rows.append(
-                {"sizes": kind, "policy": policy}
-                | {f"rate_{which}": rate for which, rate in found.items()}
-                | {f"by_first_{which}": rate / first[which] for which, rate in found.items()}
-            )
-    return {"ring": _ring_name(options), "seconds": options.seconds, "slo_s": SLO_S, "rows": rows}
+    rows = [
+        {"sizes": kind, "policy": policy} | _within_slo(options, kind, draw, policy)
+        for kind, draw in kinds.items()
+        for policy in options.policies
+    ]
+    return {"ring": _ring_name(options), "slo_s": SLO_S, "rows": rows}
 
 
-def highest(value: Callable[[int], float], bound: float) -> float:
+def _within_slo(
+    options: argparse.Namespace, kind: str, draw: Draw, policy: str
+) -> dict[str, float]:
+    scenario = replace(ring(options), scheduling_policy=policy)
+    seconds, first = SPAN[kind]
+
+    @cache
+    def at(step: int) -> Run:
+        plan = poisson(draw, STEP**step, seconds, options.seed)
+        return _told(run(scenario, plan), policy, STEP**step)
+
+    return {
+        "seconds": seconds,
+        "rate_mean": highest(lambda step: at(step).mean, SLO_S, first),
+        "rate_p95": highest(lambda step: at(step).p95, SLO_S, first),
+        "low_rate": STEP ** (first - LOW),
+        "low_mean_s": at(first - LOW).mean,
+        "low_p95_s": at(first - LOW).p95,
+    }
+
+
+def highest(value: Callable[[int], float], bound: float, first: int = 0) -> float:
     """Up to which rate a value that rises with it is within ``bound``, between two steps."""
-    low = 0
+    low = first
     while value(low) > bound:
         low -= 4
     high = low + 4
@@ -226,8 +238,15 @@ def ratios(options: argparse.Namespace) -> dict[str, Any]:
         for policy in options.policies:
             scenario = replace(ring(options), scheduling_policy=policy)
             found = _told(run(scenario, plan), policy, options.rate)
-            rows.append({"ratio": ratio, "policy": policy, "mean_s": found.mean, "p95_s": found.p95})
-    return {"ring": _ring_name(options), "rate": options.rate, "seconds": options.seconds, "rows": rows}
+            rows.append(
+                {"ratio": ratio, "policy": policy, "mean_s": found.mean, "p95_s": found.p95}
+            )
+    return {
+        "ring": _ring_name(options),
+        "rate": options.rate,
+        "seconds": options.seconds,
+        "rows": rows,
+    }
 
 
 def _ring_name(options: argparse.Namespace) -> str:
@@ -260,16 +279,17 @@ def main() -> None:
         command = commands.add_parser(name, help=(figure.__doc__ or "").splitlines()[0])
         command.add_argument("--policies", type=lambda text: text.split(","), default=all_policies)
         command.add_argument("--out", type=Path, default=RESULTS / f"scheduling-{name}.json")
-        command.add_argument("--seconds", type=float, default=120.0, help="of arrivals")
+        command.add_argument("--seconds", type=float, default=60.0, help="of arrivals")
         command.add_argument("--seed", type=int, default=1)
-        command.add_argument("--stages", type=int, default=2)
+        command.add_argument("--stages", type=int, default=1)
         command.add_argument("--device", default="rtx4090")
-        command.add_argument("--model", default="llama-2-13b")
+        command.add_argument("--model", default="qwen-7b")
         command.add_argument("--kinds", type=lambda text: text.split(","), default=list(SIZES))
         command.add_argument("--trace", type=Path)
-        command.add_argument("--rate", type=float, default=4.0)
+        command.add_argument("--rate", type=float, default=6.0)
         command.add_argument(
-            "--ratios", type=lambda text: [float(part) for part in text.split(",")],
+            "--ratios",
+            type=lambda text: [float(part) for part in text.split(",")],
             default=[1, 2, 4, 8, 16],
         )
         command.set_defaults(figure=figure)
@@ -277,7 +297,11 @@ def main() -> None:
     began = time.process_time()
     result = options.figure(options)
     for row in result["rows"]:
-        print(" | ".join(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+        print(
+            " | ".join(
+                f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()
+            )
+        )
     print(f"{time.process_time() - began:.0f} s of CPU time")
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

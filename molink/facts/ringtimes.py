@@ -71,7 +71,10 @@ class RingTimes:
         """
         begin = before + rows / 2
         stages = [
-            (_chunked_s(profile, rows) + begin * profile.prefill_token_s * rows, profile.decode_s(1))
+            (
+                _chunked_s(profile, rows) + begin * profile.prefill_token_s * rows,
+                profile.decode_s(1),
+            )
             for profile in self.profiles
         ]
         links = [(self.send_s(i, rows), self.send_s(i, 1)) for i in range(len(self.links))]

@@ -105,7 +105,6 @@ class Roster:
         """All jobs of a daemon."""
         return [job for (name, _), job in self._jobs.items() if name == owner]
 
-
     # --- whose turn it is -------------------------------------------------------------------------
 
     def decoding(self, now: float) -> Sequence[Job]:

@@ -26,7 +26,9 @@ def test_a_ratio_shares_out_the_same_tokens() -> None:
 
 def test_requests_are_of_the_same_sizes_at_every_rate() -> None:
     slow, fast = (poisson(sizes_of("alpaca"), rate, 30.0, 7) for rate in (1.0, 2.0))
-    assert [each.output_tokens for each in slow] == [each.output_tokens for each in fast][: len(slow)]
+    assert [each.output_tokens for each in slow] == [each.output_tokens for each in fast][
+        : len(slow)
+    ]
     assert [each.at for each in slow[:9]] == [2 * each.at for each in fast[:9]]
 
 

@@ -11,6 +11,8 @@ from molink.head.policies.ranked import Rank, Ranked
 LEVELS = 16
 #: Seconds of waiting after which a job is promoted, at least (the paper's alpha).
 ALPHA = 0.3
+#: And quanta of its queue that it waits for, at least.
+PATIENCE = 4
 #: Seconds that an iteration takes where neither profiles nor a first iteration have told.
 UNKNOWN_S = 0.05
 
@@ -40,12 +42,13 @@ class Mlfq(Ranked):
     however many), it is demoted to the next one, at its end. The first quantum is the ring's
     shortest iteration; each further one is doubled. Jobs in flight keep their place.
 
-    *Promotion.* A job that waits for ``alpha`` seconds, or for as long as its queue's quantum if
-    that is longer, goes to the end of the first queue, and consumes the quantum of its own one
-    there. The paper promotes after ``alpha`` for one quantum of the first queue: with swapped KV
-    that costs little, while here the job may have to be computed anew, which one token would not be
-    worth. So nobody waits for much longer than it has run before it is in the first queue, and there
-    only for those who came there before it: none of them stays for longer than its quantum.
+    *Promotion.* A job that waits for ``alpha`` seconds, or for :data:`PATIENCE` quanta of its queue
+    if these are longer, goes to the end of the first queue, and consumes the quantum of its own one
+    there. The paper promotes after ``alpha``, for one quantum of the first queue. Where many wait
+    all are promoted then, and nobody goes first; and a job that has to be computed anew would be so
+    for one token. Here nobody waits for many times longer than it has run until it is in the first
+    queue, and there only for those who came there before it: none of them stays for longer than its
+    quantum and an iteration.
     """
 
     def __init__(self, alpha: float = ALPHA) -> None:
@@ -86,7 +89,7 @@ class Mlfq(Ranked):
         """When it would go to the first queue if it rested until then; ``None``: it runs."""
         if place.rests_since is None:
             return None
-        return place.rests_since + max(self._alpha, self.quantum(place.home))
+        return place.rests_since + max(self._alpha, PATIENCE * self.quantum(place.home))
 
     # --- events ----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import RingTimes
 from molink.head.job import Job
-from molink.head.policies.mlfq import LEVELS, Mlfq
+from molink.head.policies.mlfq import LEVELS, PATIENCE, Mlfq
 from molink.head.policies.skip_join_mlfq import SkipJoinMlfq
 from molink.head.prefix import Match
 from molink.head.request import HeadRequest
@@ -98,14 +98,14 @@ def test_rows_that_fly_together_count_once() -> None:
 def test_who_waits_is_promoted_and_stays_for_its_own_quantum() -> None:
     policy = skip_join()
     a, b = make(policy, "a", tokens=2), make(policy, "b")
-    assert order(policy, [a, b], 1.9) == "ba"  # for as long as its queue's quantum, 2 s
-    c = make(policy, "c", now=2.5)
-    assert order(policy, [a, b, c], 3.0) == "bac"
-    run(policy, a, 3.0, 1.5)  # longer than the first quantum
-    d = make(policy, "d", now=4.5)
-    assert order(policy, [a, b, c, d], 4.5) == "bacd"
-    run(policy, a, 4.5, 0.5)
-    assert order(policy, [a, b, c, d], 5.0) == "bcda"
+    assert order(policy, [a, b], 7.9) == "ba"  # four quanta of its queue, of 2 s
+    c = make(policy, "c", now=8.5)
+    assert order(policy, [a, b, c], 9.0) == "bac"
+    run(policy, a, 9.0, 1.5)  # longer than the first quantum
+    d = make(policy, "d", now=10.5)
+    assert order(policy, [a, b, c, d], 10.5) == "bacd"
+    run(policy, a, 10.5, 0.5)
+    assert order(policy, [a, b, c, d], 11.0) == "bcda"
 
 
 def test_who_flies_does_not_wait() -> None:
@@ -113,7 +113,7 @@ def test_who_flies_does_not_wait() -> None:
     a, b = make(policy, "a", tokens=2), make(policy, "b")
     a.flight[1] = 0
     policy.issued(a, 0.0)
-    assert order(policy, [a, b], 9.0) == "ba"
+    assert order(policy, [a, b], 99.0) == "ba"
 
 
 def test_who_waits_for_his_client_is_not_promoted() -> None:
@@ -121,7 +121,7 @@ def test_who_waits_for_his_client_is_not_promoted() -> None:
     a, b = make(policy, "a", tokens=2), make(policy, "b")
     a.credited = -1000
     assert a.stalled
-    assert order(policy, [a, b], 9.0) == "ba"
+    assert order(policy, [a, b], 99.0) == "ba"
 
 
 def test_the_naive_one_knows_nothing_of_prompts() -> None:
@@ -172,11 +172,11 @@ class Server:
         self.since[job] = self.now
 
 
-@pytest.mark.parametrize(("alpha", "begins"), [(0.3, 14.0), (1e9, None)])
+@pytest.mark.parametrize(("alpha", "begins"), [(0.3, 66.0), (1e9, None)])
 def test_a_long_prompt_goes_on_though_short_ones_come_without_end(
     alpha: float, begins: float | None
 ) -> None:
-    """It is promoted after 8 s; six of the others, after 2 s each, were before it."""
+    """It is promoted after 32 s; 17 others were before, and go on for 2 s each."""
     policy = SkipJoinMlfq(alpha)
     policy.set_times(TIMES)
     server = Server(policy)
@@ -198,8 +198,8 @@ def test_a_long_prompt_goes_on_though_short_ones_come_without_end(
 def test_nobody_starves(arrivals: list[tuple[float, int]], alpha: float, naive: bool) -> None:
     """After so long a wait only those go first that came before it was over, each once.
 
-    It is ``alpha`` or the quantum of the job's queue; each of them goes on for its own quantum and
-    an iteration at most.
+    It is ``alpha`` or :data:`PATIENCE` quanta of the job's queue; each of them goes on for its own
+    quantum and an iteration at most.
     """
     policy = Mlfq(alpha) if naive else SkipJoinMlfq(alpha)
     policy.set_times(TIMES)
@@ -215,6 +215,6 @@ def test_nobody_starves(arrivals: list[tuple[float, int]], alpha: float, naive: 
         server.step()
     longest = policy.quantum(max(place.home for place in policy._places.values()))
     for _, since, until in server.waits:
-        over = since + max(alpha, longest)
+        over = since + max(alpha, PATIENCE * longest)
         before = sum(1 for each in came if each <= over) - 1
         assert until <= over + before * (longest + 8) + 8
