@@ -1,9 +1,9 @@
 """What scheduling policies of the head bring, in virtual time; one figure for each sub-command.
 
     python -m tools.scheduling short-behind-long
-    python -m tools.scheduling slo                 # load that each policy takes within 0.3 s a token
-    python -m tools.scheduling slo --trace FILE    # sizes of a trace (Azure's CSV) too
-    python -m tools.scheduling ratios              # prompts of one to sixteen times the answer
+    python -m tools.scheduling slo                # load that is served within 0.3 s a token
+    python -m tools.scheduling slo --trace FILE   # sizes of a trace (Azure's CSV) too
+    python -m tools.scheduling ratios             # prompts of one to sixteen times the answer
 
 Each writes ``docs/results/scheduling-NAME.json`` (``--out``: elsewhere). Requests arrive as a
 Poisson process. Their sizes are log-normal: the means are those that the vLLM paper (2023, §6.1)
@@ -29,6 +29,8 @@ from molink.bench.planned import PlannedRequest
 from molink.bench.report import percentile
 from molink.bench.sample import Sample
 from molink.bench.trace import TraceRow, read_trace
+from molink.facts.profile import MAX_CHUNK_ROWS
+from molink.sim.blueprint import BLOCK_SIZE, Blueprint
 from molink.sim.pipeline import Pipeline
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
@@ -234,23 +236,34 @@ def ratios(options: argparse.Namespace) -> dict[str, Any]:
     """Latency per token where prompts are longer and longer compared with answers."""
     rows = []
     for ratio in options.ratios:
-        plan = poisson(sizes_of("sharegpt", ratio), options.rate, options.seconds, options.seed)
+        total = SIZES["sharegpt"][0][0] + SIZES["sharegpt"][1][0]
+        capacity = capacity_of(ring(options), total * ratio / (1 + ratio), total / (1 + ratio))
+        rate = options.load * capacity
+        plan = poisson(sizes_of("sharegpt", ratio), rate, options.seconds, options.seed)
         for policy in options.policies:
-            scenario = replace(ring(options), scheduling_policy=policy)
-            found = _told(run(scenario, plan), policy, options.rate)
+            found = _told(run(replace(ring(options), scheduling_policy=policy), plan), policy, rate)
             rows.append(
-                {"ratio": ratio, "policy": policy, "mean_s": found.mean, "p95_s": found.p95}
+                {"ratio": ratio, "rate": rate, "policy": policy}
+                | {"mean_s": found.mean, "p95_s": found.p95, "preemptions": found.preemptions}
             )
-    return {
-        "ring": _ring_name(options),
-        "rate": options.rate,
-        "seconds": options.seconds,
-        "rows": rows,
+    return {"ring": _ring_name(options), "load": options.load, "seconds": options.seconds} | {
+        "rows": rows
     }
 
 
+def capacity_of(scenario: Scenario, prompt: float, output: float) -> float:
+    """Requests/s of these sizes that a ring of one stage could serve, about: memory always full."""
+    blueprint = Blueprint.of(scenario)
+    (stage,) = blueprint.profiles
+    context = prompt + output / 2
+    streams = int(blueprint.blocks * BLOCK_SIZE / context)
+    chunk = stage.prefill_s(MAX_CHUNK_ROWS) / MAX_CHUNK_ROWS
+    return 1 / (prompt * chunk + output * stage.decode_s(streams, context) / streams)
+
+
 def _ring_name(options: argparse.Namespace) -> str:
-    return f"{options.stages} x {options.device}, {options.model}, 1 Gbps, 0.5 ms"
+    links = ", 1 Gbps, 0.5 ms" if options.stages > 1 else ""
+    return f"{options.stages} x {options.device}, {options.model}{links}"
 
 
 def _told(found: Run, policy: str, rate: float) -> Run:
@@ -279,14 +292,16 @@ def main() -> None:
         command = commands.add_parser(name, help=(figure.__doc__ or "").splitlines()[0])
         command.add_argument("--policies", type=lambda text: text.split(","), default=all_policies)
         command.add_argument("--out", type=Path, default=RESULTS / f"scheduling-{name}.json")
-        command.add_argument("--seconds", type=float, default=60.0, help="of arrivals")
+        command.add_argument(
+            "--seconds", type=float, default=40.0, help="of arrivals"
+        )
         command.add_argument("--seed", type=int, default=1)
         command.add_argument("--stages", type=int, default=1)
         command.add_argument("--device", default="rtx4090")
         command.add_argument("--model", default="qwen-7b")
         command.add_argument("--kinds", type=lambda text: text.split(","), default=list(SIZES))
         command.add_argument("--trace", type=Path)
-        command.add_argument("--rate", type=float, default=6.0)
+        command.add_argument("--load", type=float, default=1.5, help="by what could be served")
         command.add_argument(
             "--ratios",
             type=lambda text: [float(part) for part in text.split(",")],

@@ -31,9 +31,9 @@ class Unpaired:
     window_s: float
 
 
-#: Seconds for which the slowest link is busy with the prompts' rows in flight, about: that is what a
-#: prompt waits for that goes before the rest of another one. And rows of a chunk that are not too
-#: many on any link.
+#: Seconds for which the slowest link is busy with the prompts' rows in flight, about. A prompt that
+#: goes before the rest of another one waits for these. And rows of a chunk that are not too many on
+#: any link.
 AHEAD_S = 0.75
 LEAST_AHEAD = 64
 
