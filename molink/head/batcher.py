@@ -236,14 +236,15 @@ class Batcher:
         return count
 
     def _make_place(self, now: float) -> None:
-        """Preempt for the job to be admitted next, if it can't be and nothing comes back anyway.
+        """Preempt for the job to be admitted next, if it lacks only that and nothing comes back.
 
-        This is before jobs at rest go into a volume.
+        Where prompts of others go before it, it has to wait in any case. This is before jobs at
+        rest go into a volume.
         """
         if not self._roster.waiting or self._coming or self._still_starved():
             return
-        job = self._roster.first_waiting(now)
-        if job is not None and self._admissible(job) is None:
+        job = next(iter(self._roster.prompts(now)), None)
+        if job is not None and job.state == "waiting" and self._admissible(job) is None:
             victim = self._roster.victim(job, now)
             if victim is not None:
                 self._preempt(victim)

@@ -12,7 +12,9 @@ LEVELS = 16
 #: Seconds of waiting after which a job is promoted, at least (the paper's alpha).
 ALPHA = 0.3
 #: And quanta of its queue that it waits for, at least.
-PATIENCE = 4
+PATIENCE = 16
+#: A job gives way when its queue's quantum is so many times what it takes to compute it anew.
+WORTH = 16
 #: Seconds that an iteration takes where neither profiles nor a first iteration have told.
 UNKNOWN_S = 0.05
 
@@ -131,6 +133,11 @@ class Mlfq(Ranked):
         return {f"head_queue_{level + 1}": levels[level] for level in range(LEVELS)}
 
     # --- questions -------------------------------------------------------------------------------
+
+    def may_give_way(self, job: Job) -> bool:
+        """Whether it has run for much longer than it takes to compute it anew."""
+        anew = self.times.prompt_s(len(job.tokens))
+        return self.quantum(self._places[job].home) >= WORTH * anew
 
     def rank(self, job: Job, now: float) -> Rank:
         """By queue; within one, who came there first."""

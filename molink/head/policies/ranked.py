@@ -29,6 +29,10 @@ class Ranked(SchedulingPolicy):
     def rank(self, job: Job, now: float) -> Rank:
         """The place of ``job`` among all jobs."""
 
+    def may_give_way(self, job: Job) -> bool:
+        """Whether ``job`` can be preempted for one that waits."""
+        return True
+
     def next_admitted(
         self, waiting: Sequence[Job], admitted: Collection[Job], now: float
     ) -> Job | None:
@@ -50,12 +54,14 @@ class Ranked(SchedulingPolicy):
     ) -> Preemption | None:
         """One that waits for its client, else the last one behind ``needy``.
 
-        For a job that waits it has to be of a worse level: of two equal ones the one that has
-        blocks goes on.
+        For a job that waits it has to be of a worse level, and one that :meth:`may_give_way`: of
+        two equal ones the one that has blocks goes on.
         """
         idle = waits_for_client(needy, at_rest, admitted, now)
         if idle is not None:
             return Preemption(idle)
+        if needy.state == "waiting":
+            at_rest = [job for job in at_rest if self.may_give_way(job)]
         last = max(at_rest, key=lambda job: self.rank(job, now), default=None)
         if last is None:
             return None
