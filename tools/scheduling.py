@@ -46,7 +46,7 @@ MAX_PROMPT, MAX_OUTPUT = 2048, 1024
 #: Requests/s of a search: a step is a factor of this.
 STEP = 2 ** (1 / 4)
 #: For each kind of sizes: seconds of arrivals, and the step from which a search begins.
-SPAN = {"sharegpt": (60.0, 8), "alpaca": (15.0, 24), "trace": (120.0, 2)}
+SPAN = {"sharegpt": (45.0, 12), "alpaca": (15.0, 26), "trace": (90.0, 4)}
 #: Steps below that a ring has next to nothing to do.
 LOW = 10
 #: What is simulated has no workload of its own here: the plan is given.

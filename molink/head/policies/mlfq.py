@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from molink.facts.ringtimes import RingTimes
 from molink.head.job import Job
 from molink.head.policies.ranked import Rank, Ranked
 
@@ -14,7 +15,7 @@ ALPHA = 0.3
 #: And quanta of its queue that it waits for, at least.
 PATIENCE = 16
 #: A job gives way when its queue's quantum is so many times what it takes to compute it anew.
-WORTH = 16
+WORTH = 32
 #: Seconds that an iteration takes where neither profiles nor a first iteration have told.
 UNKNOWN_S = 0.05
 
@@ -58,7 +59,9 @@ class Mlfq(Ranked):
         self._alpha = alpha
         self._places: dict[Job, _Place] = {}
         self._arrivals = 0
-        #: The shortest iteration that was heard of.
+        #: Seconds of the first queue's quantum: the ring's shortest iteration.
+        self._shortest = UNKNOWN_S
+        #: The shortest that was heard of.
         self._heard: float | None = None
 
     # --- queues ----------------------------------------------------------------------------------
@@ -80,13 +83,6 @@ class Mlfq(Ranked):
         levels = range(LEVELS - 1)
         return next((level for level in levels if self.quantum(level) >= seconds), LEVELS - 1)
 
-    @property
-    def _shortest(self) -> float:
-        predicted = self.times.turn_s(1)
-        if predicted > 0:
-            return predicted
-        return self._heard if self._heard is not None else UNKNOWN_S
-
     def _promoted_at(self, place: _Place) -> float | None:
         """When it would go to the first queue if it rested until then; ``None``: it runs."""
         if place.rests_since is None:
@@ -94,6 +90,13 @@ class Mlfq(Ranked):
         return place.rests_since + max(self._alpha, PATIENCE * self.quantum(place.home))
 
     # --- events ----------------------------------------------------------------------------------
+
+    def set_times(self, times: RingTimes) -> None:
+        """Quanta follow the shortest iteration."""
+        super().set_times(times)
+        predicted = times.turn_s(1)
+        if predicted > 0:
+            self._shortest = predicted
 
     def arrived(self, job: Job, now: float) -> None:
         """It joins its queue."""
@@ -113,7 +116,7 @@ class Mlfq(Ranked):
 
     def ran(self, job: Job, seconds: float, now: float) -> None:
         """It has consumed some of its quantum; perhaps all of it."""
-        self._heard = seconds if self._heard is None else min(seconds, self._heard)
+        self._hear(seconds)
         place = self._places[job]
         place.spent += now - place.counted_until
         place.counted_until = now
@@ -122,6 +125,12 @@ class Mlfq(Ranked):
         if place.spent >= self.quantum(place.home):
             place.level = place.home = min(self.falls(job, place.home), LEVELS - 1)
             place.since, place.spent = now, 0.0
+
+    def _hear(self, seconds: float) -> None:
+        """Where profiles say nothing, the shortest iteration is known by those there were."""
+        if self.times.turn_s(1) <= 0:
+            self._heard = seconds if self._heard is None else min(seconds, self._heard)
+            self._shortest = self._heard
 
     def over(self, job: Job, now: float) -> None:
         """Its place is free."""
