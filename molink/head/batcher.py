@@ -78,6 +78,7 @@ class Batcher:
         """The next micro-batch, or ``None`` if there is nothing to send."""
         decode, chunk = VolumeBuilder(prefill=False), VolumeBuilder(prefill=True)
         admitted: list[Job] = []
+        self._roster.ask_anew()
         if not self._ledger.wide:
             if prefill:
                 self._make_place(now)

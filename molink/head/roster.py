@@ -61,6 +61,8 @@ class Roster:
         self._idle: dict[int, Job] = {}
         self._leaving: list[Leaving] = []
         self._next_id = 0
+        #: Who is to be admitted next, once that has been asked.
+        self._first: tuple[Job | None] | None = None
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -129,8 +131,15 @@ class Roster:
 
     def first_waiting(self, now: float) -> Job | None:
         """The job to be admitted next; those that wait for their client are passed over."""
-        able = [job for job in self._waiting if not job.stalled]
-        return self._policy.next_admitted(able, self._admitted.values(), now) if able else None
+        if self._first is None:
+            able = [job for job in self._waiting if not job.stalled]
+            admitted = self._admitted.values()
+            self._first = (self._policy.next_admitted(able, admitted, now) if able else None,)
+        return self._first[0]
+
+    def ask_anew(self) -> None:
+        """Time has gone on: what the policy has answered holds no longer."""
+        self._first = None
 
     def victim(self, needy: Job, now: float) -> Preemption | None:
         """Who is to give way to ``needy``, which lacks a block or waits to be admitted.
@@ -174,6 +183,7 @@ class Roster:
     def enqueue(self, job: Job, now: float) -> None:
         """A new job waits."""
         self._jobs[job.request.owner, job.request.key] = job
+        self.ask_anew()
         self._waiting[job] = None
         self.waiting_tokens += len(job.tokens)
         self._policy.arrived(job, now)
@@ -229,10 +239,12 @@ class Roster:
         return leaving
 
     def _no_longer_waits(self, job: Job) -> None:
+        self.ask_anew()
         del self._waiting[job]
         self.waiting_tokens -= len(job.tokens)
 
     def _depart(self, job: Job, trip: TurnCount | None) -> None:
+        self.ask_anew()
         del self._admitted[job.id]
         self._prefilling.pop(job.id, None)
         self._idle.pop(job.id, None)
