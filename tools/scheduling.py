@@ -46,7 +46,7 @@ MAX_PROMPT, MAX_OUTPUT = 2048, 1024
 #: Requests/s of a search: a step is a factor of this.
 STEP = 2 ** (1 / 4)
 #: For each kind of sizes: seconds of arrivals, and the step from which a search begins.
-SPAN = {"sharegpt": (45.0, 12), "alpaca": (15.0, 26), "trace": (90.0, 4)}
+SPAN = {"sharegpt": (45.0, 12), "alpaca": (10.0, 26), "trace": (90.0, 4)}
 #: Steps below that a ring has next to nothing to do.
 LOW = 10
 #: What is simulated has no workload of its own here: the plan is given.
@@ -221,10 +221,10 @@ def highest(value: Callable[[int], float], bound: float, first: int = 0) -> floa
     """Up to which rate a value that rises with it is within ``bound``, between two steps."""
     low = first
     while value(low) > bound:
-        low -= 4
-    high = low + 4
+        low -= 2
+    high = low + 2
     while value(high) <= bound:
-        low, high = high, high + 4
+        low, high = high, high + 2
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if value(middle) <= bound else (low, middle)
