@@ -292,9 +292,7 @@ def main() -> None:
         command = commands.add_parser(name, help=(figure.__doc__ or "").splitlines()[0])
         command.add_argument("--policies", type=lambda text: text.split(","), default=all_policies)
         command.add_argument("--out", type=Path, default=RESULTS / f"scheduling-{name}.json")
-        command.add_argument(
-            "--seconds", type=float, default=40.0, help="of arrivals"
-        )
+        command.add_argument("--seconds", type=float, default=40.0, help="of arrivals")
         command.add_argument("--seed", type=int, default=1)
         command.add_argument("--stages", type=int, default=1)
         command.add_argument("--device", default="rtx4090")
