@@ -30,7 +30,7 @@ class Batcher:
     """Composes micro-batches out of a roster, blocks and ticks.
 
     Decode rows: jobs whose token has come back, spread over the ``K`` micro-batches. Prefill rows:
-    chunks of admitted jobs, then of waiting ones as far as slots and blocks allow. Whose turn it is
+    chunks of admitted jobs, and of waiting ones as far as slots and blocks allow. Whose turn it is
     among them, and who is preempted, the roster's policy decides.
     A job gets the blocks of its known tokens when it is admitted, as many of them as can be from
     the prefix cache, and grows one by one from then on.

@@ -18,6 +18,10 @@ class FixedPriority(SkipJoinMlfq):
     def issued(self, job: Job, now: float) -> None:
         """It is not promoted either."""
 
+    def may_give_way(self, job: Job) -> bool:
+        """To any with a shorter prompt, whatever that costs."""
+        return True
+
     def rank(self, job: Job, now: float) -> Rank:
         """By queue; within one, who came first."""
         place = self._places[job]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import RingTimes
 from molink.head.job import Job
+from molink.head.policies.fixed_priority import FixedPriority
 from molink.head.policies.mlfq import LEVELS, PATIENCE, WORTH, Mlfq
 from molink.head.policies.skip_join_mlfq import SkipJoinMlfq
 from molink.head.prefix import Match
@@ -206,6 +207,18 @@ def test_who_has_hardly_run_since_it_was_computed_does_not_give_way() -> None:
     found = policy.victim(new, [old], [old], 0.0)
     assert found is not None
     assert found.job is old
+
+
+def test_to_a_shorter_prompt_any_job_gives_way_where_priorities_are_fixed() -> None:
+    policy = FixedPriority()
+    policy.set_times(TIMES)
+    new, old = make(policy, "new"), make(policy, "old", tokens=8)
+    new.state, old.state = "waiting", "decode"
+    found = policy.victim(new, [old], [old], 0.0)
+    assert found is not None
+    assert found.job is old
+    old.state, new.state = "waiting", "decode"
+    assert policy.victim(old, [new], [new], 0.0) is None
 
 
 def test_of_those_that_decode_the_first_gets_blocks_of_the_last() -> None:
