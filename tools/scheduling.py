@@ -2,10 +2,10 @@
 
     python -m tools.scheduling short-behind-long
     python -m tools.scheduling slo                # load that is served within 0.3 s a token
-    python -m tools.scheduling slo --trace FILE   # sizes of a trace (Azure's CSV) too
+    python -m tools.scheduling slo --kinds trace --trace FILE   # sizes of a trace (Azure's CSV)
     python -m tools.scheduling ratios             # prompts of one to sixteen times the answer
 
-Each writes ``docs/results/scheduling-NAME.json`` (``--out``: elsewhere). Requests arrive as a
+Each writes ``docs/results/scheduling-NAME.json``, or to ``--out``. Requests arrive as a
 Poisson process. Their sizes are log-normal: the means are those that the vLLM paper (2023, §6.1)
 gives for ShareGPT (161 and 338 tokens) and Alpaca (19 and 58), the spread is assumed (``SIZES``).
 *Latency per token* is FastServe's (§6.1): from a request's arrival to its last token, by its output
@@ -185,9 +185,12 @@ def ring(options: argparse.Namespace) -> Scenario:
 
 def slo(options: argparse.Namespace) -> dict[str, Any]:
     """The highest rate at which latency per token is within the SLO, by mean and by p95."""
-    kinds = {kind: sizes_of(kind) for kind in options.kinds}
-    if options.trace is not None:
-        kinds["trace"] = sizes_in(options.trace)
+    if "trace" in options.kinds and options.trace is None:
+        raise SystemExit("--kinds trace needs --trace FILE")
+    kinds = {
+        kind: sizes_in(options.trace) if kind == "trace" else sizes_of(kind)
+        for kind in options.kinds
+    }
     rows = [
         {"sizes": kind, "policy": policy} | _within_slo(options, kind, draw, policy)
         for kind, draw in kinds.items()

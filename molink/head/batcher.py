@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.facts.ringtimes import RingTimes
 from molink.head.batch import Batch, HeadControl, HeadVolume, VolumeBuilder
 from molink.head.cache import BlockCache
@@ -238,31 +237,20 @@ class Batcher:
         return count
 
     def _make_place(self, now: float) -> None:
-        """Preempt for jobs that wait, where they lack only that: for a chunk of them at most.
+        """Preempt for the job to be admitted next, if it lacks only that and nothing comes back.
 
-        Not for those that get what is coming back anyway; nor where prompts of others go before
-        them, since they would have to wait in any case. This is before jobs at rest go into a
-        volume.
+        Where prompts of others go before it, it has to wait in any case. This is before jobs at
+        rest go into a volume.
         """
         if not self._roster.waiting or self._still_starved():
             return
-        first = next(iter(self._roster.prompts(now)), None)
-        if first is None or first.state != "waiting" or self._admissible(first) is not None:
+        if self._coming and self._roster.admitted < self._limits.max_running:
             return
-        rows = need = 0
-        places = self._limits.max_running - self._roster.admitted
-        for job in self._roster.queue(now):
-            rows += len(job.tokens)
-            need += self._limits.blocks_for(len(job.tokens) + 1)
-            while self._coming < need or places < 1:
-                victim = self._roster.victim(job, now)
-                if victim is None:
-                    return
+        job = next(iter(self._roster.prompts(now)), None)
+        if job is not None and job.state == "waiting" and self._admissible(job) is None:
+            victim = self._roster.victim(job, now)
+            if victim is not None:
                 self._preempt(victim)
-                places += 1
-            places -= 1
-            if rows >= MAX_CHUNK_ROWS:
-                return
 
     def _admit(self, job: Job) -> bool:
         """Admit a job that waits, if there is room for it."""

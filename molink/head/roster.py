@@ -137,10 +137,6 @@ class Roster:
             self._first = (self._policy.next_admitted(able, admitted, now) if able else None,)
         return self._first[0]
 
-    def queue(self, now: float) -> Sequence[Job]:
-        """Those that could be admitted, first to be run first."""
-        return self._policy.running_order([job for job in self._waiting if not job.stalled], now)
-
     def ask_anew(self) -> None:
         """Time has gone on: what the policy has answered holds no longer."""
         self._first = None

@@ -87,12 +87,11 @@ class SchedulingPolicy(Protocol):
     def running_order(self, jobs: Sequence[Job], now: float) -> Sequence[Job]:
         """``jobs``, first to be run first; those that are left out rest in this iteration.
 
-        No job may rest for ever. ``jobs`` are those that decode, or those with prompt rows to be
-        issued, or those that wait. Of the first those with nothing in flight come first, in the
-        order in which their tokens came back; those in flight keep their place in the answer. The
-        second are in the order in which they were admitted, and the last of them may be the one
-        that waits to be admitted next (its ``state`` tells): where it comes before others, it is
-        admitted first. Of the third, asked when room is to be made for them, none is left out.
+        No job may rest for ever. ``jobs`` are either those that decode or those with prompt rows to
+        be issued. Of the former those with nothing in flight come first, in the order in which
+        their tokens came back; those in flight keep their place in the answer. The latter are in
+        the order in which they were admitted, and the last of them may be the one that waits to be
+        admitted next (its ``state`` tells): where it comes before others, it is admitted first.
         """
         ...
 
