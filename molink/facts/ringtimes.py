@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from molink.facts.profile import Profile
+from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 
 #: Bytes on the last link for each token of a micro-batch: what was sampled, and its header.
 TOKEN_BYTES = 64
@@ -62,3 +62,27 @@ class RingTimes:
     def turn_s(self, tokens: int, context: float = 0) -> float:
         """Seconds of a whole turn that waits for nothing: the floor of the time per token."""
         return self.compute_s(tokens, context) + self.transfer_s(tokens)
+
+    def prompt_s(self, rows: int, before: int = 0) -> float:
+        """Seconds until ``rows`` rows of a prompt have gone round, if they wait for nothing.
+
+        Their chunks follow one another as fast as the slowest stage or link lets them, and the last
+        one has the rest of a turn before it. ``before`` tokens of the prompt are done.
+        """
+        begin = before + rows / 2
+        stages = [
+            (
+                _chunked_s(profile, rows) + begin * profile.prefill_token_s * rows,
+                profile.decode_s(1),
+            )
+            for profile in self.profiles
+        ]
+        links = [(self.send_s(i, rows), self.send_s(i, 1)) for i in range(len(self.links))]
+        slowest, first = max([*stages, *links], default=(0.0, 0.0))
+        return max(0.0, self.turn_s(1) - first) + slowest
+
+
+def _chunked_s(profile: Profile, rows: int) -> float:
+    """Seconds that a stage computes ``rows`` rows in the largest chunks."""
+    whole, rest = divmod(rows, MAX_CHUNK_ROWS)
+    return whole * profile.prefill_s(MAX_CHUNK_ROWS) + profile.prefill_s(rest)

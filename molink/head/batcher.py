@@ -29,7 +29,7 @@ class Batcher:
     """Composes micro-batches out of a roster, blocks and ticks.
 
     Decode rows: jobs whose token has come back, spread over the ``K`` micro-batches. Prefill rows:
-    chunks of admitted jobs, then of waiting ones as far as slots and blocks allow. Whose turn it is
+    chunks of admitted jobs, and of waiting ones as far as slots and blocks allow. Whose turn it is
     among them, and who is preempted, the roster's policy decides.
     A job gets the blocks of its known tokens when it is admitted, as many of them as can be from
     the prefix cache, and grows one by one from then on.
@@ -72,17 +72,23 @@ class Batcher:
         self.micro_batches.set_times(times)
         self._chunk.set_profiles(times.profiles)
         self._speculation.set_times(times)
+        self._roster.set_times(times)
 
     def compose(self, now: float, *, prefill: bool = True) -> Batch | None:
         """The next micro-batch, or ``None`` if there is nothing to send."""
         decode, chunk = VolumeBuilder(prefill=False), VolumeBuilder(prefill=True)
         admitted: list[Job] = []
+        self._roster.ask_anew()
         if not self._ledger.wide:
-            streams, context = self._roster.decoding()
+            if prefill:
+                self._make_place(now)
+            running = self._roster.decoding(now)
+            streams = len(running)
+            context = sum(len(job.tokens) for job in running) // max(1, streams)
             count = self.micro_batches.update(streams, context)
             self._chunk.set_micro_batches(count)
             if self._ledger.volumes(prefill=False) < count:
-                self._add_decode(decode, streams, now)
+                self._add_decode(decode, running, now)
                 self._add_drafts(decode, streams, context)
             if prefill:
                 rows = self._prefill_rows(streams, context, now, beside=len(decode) > 0)
@@ -102,20 +108,20 @@ class Batcher:
 
     # --- decode --------------------------------------------------------------------------------
 
-    def _add_decode(self, builder: VolumeBuilder, streams: int, now: float) -> None:
-        quota = max(1, math.ceil(streams / self.micro_batches.count))
+    def _add_decode(self, builder: VolumeBuilder, running: Sequence[Job], now: float) -> None:
+        quota = max(1, math.ceil(len(running) / self.micro_batches.count))
         self._starved = []
-        for job in self._roster.runnable(now):
+        for job in running:
             if len(builder) == quota or builder.room < 1:
                 return
-            if job.state != "decode":
+            if job.flight or job.state != "decode":  # or it was preempted for one before it
                 continue
             grown = self._grow(job)
             if grown is None:
                 self._starved.append(job)
                 self._make_room(job, now)
             else:
-                self._add_rows(builder, job, 1)
+                self._add_rows(builder, job, 1, now)
 
     def _add_drafts(self, builder: VolumeBuilder, streams: int, context: int) -> None:
         """Let drafts follow the decode rows, as far as there are blocks for them."""
@@ -172,19 +178,21 @@ class Batcher:
     def _add_prefill(
         self, builder: VolumeBuilder, left: int, admitted: list[Job], now: float
     ) -> None:
-        """Add up to ``left`` prefill rows."""
+        """Add up to ``left`` prefill rows; a job that waits is admitted when it is its turn."""
         starved = self._still_starved()
-        for job in self._roster.prefilling(now):
-            if left < 1 or builder.room < 1:
-                break
-            if not any(self._roster.gives_way(job, needy, now) for needy in starved):
-                left -= self._add_chunk(builder, job, left)
-        while left > 0 and builder.room >= 1 and not starved:
-            new = self._admit(now)
-            if new is None:
+        closed, seen = bool(starved), set[Job]()
+        while left > 0 and builder.room >= 1:
+            prompts = self._roster.prompts(now, closed=closed)
+            job = next((job for job in prompts if job not in seen), None)
+            if job is None:
                 return
-            admitted.append(new)
-            left -= self._add_chunk(builder, new, left)
+            if job.state == "waiting":
+                closed = not self._admit(job)
+                admitted += [] if closed else [job]
+            if job.state != "waiting":
+                seen.add(job)
+                if not any(self._roster.gives_way(job, needy, now) for needy in starved):
+                    left -= self._add_chunk(builder, job, left, now)
 
     def _prefill_rows(self, streams: int, context: int, now: float, *, beside: bool) -> int:
         """Rows of the next prefill volume, 0 if there is to be none.
@@ -196,20 +204,22 @@ class Batcher:
         a decode volume would meet a stage busy with a chunk, then run alone itself, and pay for
         reading the weights twice. They do where none would: :mod:`molink.head.depth`.
         """
-        jobs = self._roster.prefilling(now)
-        new = None if jobs else self._roster.first_waiting(now)
-        left = len(new.tokens) if new is not None else sum(len(j.tokens) - j.issued for j in jobs)
-        if not left:
+        jobs = self._roster.prompts(now, closed=self._roster.has_prompts)
+        if not jobs:
             return 0
+        admitted = self._roster.has_prompts
+        left = sum(len(job.tokens) - (job.issued if admitted else 0) for job in jobs)
         self._alone = {tick for tick in self._alone if self._ledger.flies(tick)}
         maximum, flying = self.micro_batches.count, self._ledger.volumes(prefill=True)
         apart = self._ledger.volumes(prefill=False) + len(self._alone) < maximum
         paired = flying < maximum and (beside or apart)
         if not paired and not self.micro_batches.may_unpair:
             return 0
-        before = jobs[0].issued if jobs else 0
-        queued = left + self._roster.waiting_tokens if jobs else self._roster.waiting_tokens
+        before = jobs[0].issued if admitted else 0
+        queued = left + self._roster.waiting_tokens if admitted else self._roster.waiting_tokens
         rows = self._chunk.rows(streams, left, before, context, queued)
+        if not self._limits.chunk_tokens:
+            rows = min(rows, self.micro_batches.rows_ahead or rows)
         if paired:
             return rows
         room = self._ledger.prefill_rows + rows <= self._limits.unpaired_rows
@@ -218,32 +228,43 @@ class Batcher:
         clear = awaited is None or now - awaited <= unpaired.window_s
         return rows if room and clear and flying < unpaired.depth else 0
 
-    def _add_chunk(self, builder: VolumeBuilder, job: Job, maximum: int) -> int:
+    def _add_chunk(self, builder: VolumeBuilder, job: Job, maximum: int, now: float) -> int:
         """Add up to ``maximum`` prefill rows of a job; how many it got."""
         in_header = (job.announced + builder.room) * self._limits.block_size - job.issued
         count = min(maximum, len(job.tokens) - job.issued, in_header)
-        self._add_rows(builder, job, count)
+        self._add_rows(builder, job, count, now)
         self.prefill_rows += count
         return count
 
-    def _admit(self, now: float) -> Job | None:
-        job = self._roster.first_waiting(now)
-        if job is None:
-            return None
-        found = self._admissible(job)
-        if found is None:
-            victim = None if self._coming else self._roster.victim(job, now)
+    def _make_place(self, now: float) -> None:
+        """Preempt for the job to be admitted next, if it lacks only that and nothing comes back.
+
+        Where prompts of others go before it, it has to wait in any case. This is before jobs at
+        rest go into a volume.
+        """
+        if not self._roster.waiting or self._still_starved():
+            return
+        if self._coming and self._roster.admitted < self._limits.max_running:
+            return
+        job = next(iter(self._roster.prompts(now)), None)
+        if job is not None and job.state == "waiting" and self._admissible(job) is None:
+            victim = self._roster.victim(job, now)
             if victim is not None:
                 self._preempt(victim)
-            return None
+
+    def _admit(self, job: Job) -> bool:
+        """Admit a job that waits, if there is room for it."""
+        found = self._admissible(job)
+        if found is None:
+            return False
         blocks = self._cache.take(found, self._limits.blocks_for(len(job.tokens)))
         if blocks is None:
-            return None
+            return False
         self._roster.admit(job, blocks, found)
         if job.admissions == 1:
             self.prompt_tokens += job.request.prompt_tokens
             self._cache.count(job)
-        return job
+        return True
 
     def _admissible(self, job: Job) -> Match | None:
         """What of the prefix cache the job may use if it is admitted now; ``None`` if it can't be.
@@ -262,11 +283,11 @@ class Batcher:
 
     # --- into messages -------------------------------------------------------------------------
 
-    def _add_rows(self, builder: VolumeBuilder, job: Job, count: int) -> None:
+    def _add_rows(self, builder: VolumeBuilder, job: Job, count: int, now: float) -> None:
         upto = self._limits.blocks_for(job.issued + count)
         blocks = job.blocks[job.announced : max(upto, job.announced)]
         builder.add(job, count, blocks, self._cache.blocks.released_at(blocks))
-        self._roster.issued(job)
+        self._roster.issued(job, now)
 
     def _release(self, leaving: Leaving) -> HeadControl:
         tick = self._ledger.issue()

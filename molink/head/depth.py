@@ -31,6 +31,12 @@ class Unpaired:
     window_s: float
 
 
+#: Seconds for which the slowest link is busy with the prompts' rows in flight, about. A prompt that
+#: goes before the rest of another one waits for these. And rows of a chunk that are not too many on
+#: any link.
+AHEAD_S = 0.75
+LEAST_AHEAD = 64
+
 #: None goes unpaired.
 NONE = Unpaired(0, 0.0)
 
@@ -55,3 +61,9 @@ def unpaired(times: RingTimes, rows: int, before: int, riding: int, context: flo
     steps = [profile.decode_s(riding, context) for profile in times.profiles]
     ahead = [sum(chunks[: stage + 1]) - sum(steps[:stage]) for stage in range(len(chunks))]
     return Unpaired(depth, times.turn_s(riding, context) - max(ahead))
+
+
+def rows_ahead(times: RingTimes, volumes: int) -> int | None:
+    """Rows of a chunk of which ``volumes`` are in flight; ``None``: no link bounds them."""
+    slowest = max((times.send_s(index, 1) for index in range(len(times.links))), default=0.0)
+    return max(LEAST_AHEAD, int(AHEAD_S / (volumes * slowest))) if slowest else None

@@ -63,6 +63,7 @@ class Head:
         self.epoch = epoch
         self._cache = BlockCache(limits)
         self._roster = Roster(policy if policy is not None else Fcfs())
+        self._roster.set_times(RingTimes(limits.profiles, (), limits.row_bytes))
         self._ledger = Ledger()
         self._speculation = Speculation(limits, source)
         self._batcher = Batcher(limits, self._roster, self._cache, self._ledger, self._speculation)
@@ -103,7 +104,9 @@ class Head:
             raise RequestError(f"a request {request.key!r} of this daemon is already being served")
         self._admission.check(request)
         emissions = self._make_place(request, now)
-        self._roster.enqueue(Job.of(request, now), now)
+        job = Job.of(request, now)
+        job.uncached = len(job.tokens) - self._cache.find(job).tokens
+        self._roster.enqueue(job, now)
         self._counts["requests"] += 1
         self._story.add(now, "submit", request.owner, request.key, len(request.tokens))
         return emissions
@@ -245,6 +248,7 @@ class Head:
             "head_prefill_rows_in_flight": ledger.prefill_rows,
             "head_cancel_iterations_last": ledger.cancel_iterations_last,
             "head_cancel_iterations_max": ledger.cancel_iterations_max,
+            **self._roster.gauges,
         }
         return counters, {name: float(value) for name, value in gauges.items()}
 

@@ -35,6 +35,8 @@ class Job:
     stalled_at: float = 0.0
     state: JobState = "waiting"
     admissions: int = 0
+    #: Tokens that the prefix cache lacked when it came.
+    uncached: int = 0
     #: Prompt tokens that the prefix cache had when it was first admitted.
     cached: int = 0
     #: What guesses its tokens, once it has been asked.

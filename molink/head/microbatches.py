@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from molink.facts.profile import Profile, smallest_near_best
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.head.depth import NONE, Unpaired, unpaired
+from molink.head.depth import NONE, Unpaired, rows_ahead, unpaired
 
 #: A count is only left for one that promises so much less time per token.
 WORTH = 0.005
@@ -86,6 +86,8 @@ class MicroBatches:
         self._curves: dict[tuple[int, int], tuple[Prospect, dict[int, float]]] = {}
         #: By rows, tokens before them, decode rows of a micro-batch, and their context.
         self._unpaired: dict[tuple[int, int, int, int], Unpaired] = {}
+        #: By micro-batches in flight.
+        self._ahead: dict[int, int | None] = {}
         #: Micro-batches in flight now.
         self.count = fixed or degree
 
@@ -98,6 +100,7 @@ class MicroBatches:
         self._links = tuple(times.links)
         self._curves.clear()
         self._unpaired.clear()
+        self._ahead.clear()
 
     def update(self, streams: int, context: int = 0) -> int:
         """``K`` while ``streams`` streams decode, of ``context`` tokens each on average."""
@@ -124,6 +127,13 @@ class MicroBatches:
                 self._unpaired.clear()
             self._unpaired[key] = unpaired(self._times, *key)
         return self._unpaired[key]
+
+    @property
+    def rows_ahead(self) -> int | None:
+        """Rows of a chunk of which there are as many in flight; see :func:`rows_ahead`."""
+        if self.count not in self._ahead:
+            self._ahead[self.count] = rows_ahead(self._times, self.count)
+        return self._ahead[self.count]
 
     def _decide(self, streams: int, context: int) -> int:
         if (streams, context) not in self._curves:

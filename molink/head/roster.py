@@ -1,10 +1,11 @@
 """All jobs of a head, by what can be done with them."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from molink.errors import InvariantError
+from molink.facts.ringtimes import RingTimes
 from molink.head.job import Job
 from molink.head.ledger import TurnCount
 from molink.head.policies.base import Preemption, SchedulingPolicy
@@ -60,6 +61,8 @@ class Roster:
         self._idle: dict[int, Job] = {}
         self._leaving: list[Leaving] = []
         self._next_id = 0
+        #: Who is to be admitted next, once that has been asked.
+        self._first: tuple[Job | None] | None = None
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -87,6 +90,11 @@ class Roster:
         """The admissions whose release has still to be issued."""
         return self._leaving
 
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """What the policy shows."""
+        return self._policy.gauges()
+
     def find(self, owner: str, key: str) -> Job | None:
         """The job of a daemon's request."""
         return self._jobs.get((owner, key))
@@ -99,33 +107,39 @@ class Roster:
         """All jobs of a daemon."""
         return [job for (name, _), job in self._jobs.items() if name == owner]
 
-    def decoding(self) -> tuple[int, int]:
-        """Jobs that take part in decoding, and how many tokens they have on average.
-
-        Those that wait for their client do not count.
-        """
-        contexts = [
-            len(job.tokens)
-            for job in self._admitted.values()
-            if job.state == "decode" and not job.stalled
-        ]
-        return len(contexts), sum(contexts) // max(1, len(contexts))
-
     # --- whose turn it is -------------------------------------------------------------------------
 
-    def runnable(self, now: float) -> Sequence[Job]:
-        """Jobs that could take a decode step now, first to be run first."""
-        jobs = [job for job in self._idle.values() if not job.stalled]
-        return self._policy.running_order(jobs, now)
+    def decoding(self, now: float) -> Sequence[Job]:
+        """Jobs that take part in decoding, in flight or not, first to be run first.
 
-    def prefilling(self, now: float) -> Sequence[Job]:
-        """Jobs with rows of known tokens to be issued, first to be run first."""
-        return self._policy.running_order(list(self._prefilling.values()), now)
+        Those that wait for their client are not among them.
+        """
+        jobs = list(self._idle.values())
+        jobs += [job for job in self._admitted.values() if job.flight and job.state == "decode"]
+        return self._policy.running_order([job for job in jobs if not job.stalled], now)
+
+    def prompts(self, now: float, *, closed: bool = False) -> Sequence[Job]:
+        """Jobs with rows of known tokens to be issued, first to be run first.
+
+        Among them is the one to be admitted next, unless nobody is to be (``closed``).
+        """
+        jobs = list(self._prefilling.values())
+        new = None if closed else self.first_waiting(now)
+        if new is not None:
+            jobs.append(new)
+        return self._policy.running_order(jobs, now) if jobs else jobs
 
     def first_waiting(self, now: float) -> Job | None:
         """The job to be admitted next; those that wait for their client are passed over."""
-        able = [job for job in self._waiting if not job.stalled]
-        return self._policy.next_admitted(able, self._admitted.values(), now) if able else None
+        if self._first is None:
+            able = [job for job in self._waiting if not job.stalled]
+            admitted = self._admitted.values()
+            self._first = (self._policy.next_admitted(able, admitted, now) if able else None,)
+        return self._first[0]
+
+    def ask_anew(self) -> None:
+        """Time has gone on: what the policy has answered holds no longer."""
+        self._first = None
 
     def victim(self, needy: Job, now: float) -> Preemption | None:
         """Who is to give way to ``needy``, which lacks a block or waits to be admitted.
@@ -169,6 +183,7 @@ class Roster:
     def enqueue(self, job: Job, now: float) -> None:
         """A new job waits."""
         self._jobs[job.request.owner, job.request.key] = job
+        self.ask_anew()
         self._waiting[job] = None
         self.waiting_tokens += len(job.tokens)
         self._policy.arrived(job, now)
@@ -180,8 +195,13 @@ class Roster:
         self._next_id += 1
         self._admitted[job.id] = self._prefilling[job.id] = job
 
-    def issued(self, job: Job) -> None:
+    def set_times(self, times: RingTimes) -> None:
+        """What stages and links take is known anew."""
+        self._policy.set_times(times)
+
+    def issued(self, job: Job, now: float) -> None:
         """The latest rows of ``job`` have gone into a volume."""
+        self._policy.issued(job, now)
         self._idle.pop(job.id, None)
         if job.issued == len(job.tokens):
             self._prefilling.pop(job.id, None)
@@ -219,10 +239,12 @@ class Roster:
         return leaving
 
     def _no_longer_waits(self, job: Job) -> None:
+        self.ask_anew()
         del self._waiting[job]
         self.waiting_tokens -= len(job.tokens)
 
     def _depart(self, job: Job, trip: TurnCount | None) -> None:
+        self.ask_anew()
         del self._admitted[job.id]
         self._prefilling.pop(job.id, None)
         self._idle.pop(job.id, None)

@@ -379,3 +379,13 @@ def test_a_held_block_below_a_cached_one_is_found() -> None:
         cache.validate([], [])
     cache.blocks.touch([blocks[0]])
     cache.validate([], [])
+
+
+def test_a_policy_is_told_what_the_cache_lacks_of_a_prompt() -> None:
+    player = Player.of()
+    player.serve("a", PROMPT, 2)
+    for key, tokens, uncached in (("b", PROMPT, 1), ("c", (*PROMPT[:20], 7, 8), 2), ("d", (9,), 1)):
+        player.submit(key, tokens, 2)
+        job = player.head._roster.find("daemon", key)
+        assert job is not None
+        assert job.uncached == uncached

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from molink.facts.profile import UNKNOWN, Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.head.depth import NONE, unpaired
+from molink.head.depth import AHEAD_S, LEAST_AHEAD, NONE, rows_ahead, unpaired
 from molink.head.microbatches import MicroBatches
 from molink.wire.messages.data import MAX_MICRO_BATCHES
 
@@ -114,3 +114,13 @@ def test_longer_latency_never_lessens_them(riding: int) -> None:
     for figures in ([each.depth for each in found], [each.window_s for each in found]):
         assert figures == sorted(figures)
         assert figures[-1] > figures[0]
+
+
+def test_chunks_in_flight_keep_a_slow_link_busy_for_so_long_only() -> None:
+    # 100 rows a second.
+    slow = ring(0.03, 1e5)
+    assert rows_ahead(slow, 1) == 100 * AHEAD_S
+    assert rows_ahead(slow, 3) == LEAST_AHEAD
+    assert rows_ahead(ring(0.03, 1e7), 3) == pytest.approx(10_000 * AHEAD_S / 3, abs=1)
+    assert rows_ahead(ring(0.03, None), 3) is None
+    assert rows_ahead(RingTimes((STAGE,), (), ROW), 3) is None

@@ -31,6 +31,7 @@ from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.head import Head
 from molink.head.job import PATIENCE
 from molink.head.limits import HeadLimits
+from molink.head.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
 from molink.head.request import Emission, HeadRequest
 from molink.ring.ends import Collector
 from molink.ring.known import BoardLimits
@@ -299,9 +300,11 @@ class Ring:
         limits: HeadLimits,
         cutting: AnyPieces | None = None,
         rng: random.Random | None = None,
+        policy: str = "fcfs",
     ) -> None:
         self.limits = limits
-        self.head = Head(limits, 3, source=lambda: Guesses(self, rng or random.Random(0)))
+        scheduling = create_scheduling_policy(policy)
+        self.head = Head(limits, 3, scheduling, lambda: Guesses(self, rng or random.Random(0)))
         self.cutting = cutting
         self.stages = [Stage(i, i == stages - 1, limits, cutting) for i in range(stages)]
         self.lanes = {(i, lane): deque() for i in range(stages) for lane in (0, 1)}
@@ -502,6 +505,7 @@ def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> Head
     prefix_cache=st.sampled_from([True, True, True, False]),
     cutting=st.none() | st.builds(AnyPieces, st.integers(0, 99)),
     draft_tokens=st.sampled_from([0, AUTO_DRAFTS, 1, 3, MAX_DRAFTS]),
+    policy=st.sampled_from(["fcfs", *SCHEDULING_POLICIES]),
     seed=st.integers(0, 1 << 32),
 )
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -515,11 +519,12 @@ def test_every_request_gets_its_own_tokens(
     prefix_cache: bool,
     cutting: AnyPieces | None,
     draft_tokens: int,
+    policy: str,
     seed: int,
 ) -> None:
     """Any order of deliveries, cancels, preemptions and credits gives the reference's text.
 
-    Whatever is drafted meanwhile.
+    Whatever is drafted meanwhile, and whose turn ever it is.
     """
     rng = random.Random(seed)
     limits = HeadLimits(
@@ -534,12 +539,12 @@ def test_every_request_gets_its_own_tokens(
         stages=stages,
         draft_tokens=draft_tokens,
     )
-    ring = Ring(stages, limits, cutting, rng)
+    ring = Ring(stages, limits, cutting, rng, policy)
     maximum = min(blocks * block_size, 40)
     pace = rng.choice([2, 4, 2 * stages + 1, 6 * stages])
     restless = rng.choice([0.0, 0.05, 0.2])
     for step in range(rng.randrange(20, 120)):
-        ring.now += rng.choice([0.0, 0.0, PATIENCE / 3])
+        ring.now += rng.choice([0.0, 0.0, 0.1, 1.0, PATIENCE / 3])
         live = [key for key, client in ring.clients.items() if not client.over]
         if rng.random() < 0.1:
             links = [LinkFacts(rng.choice([0.0, 0.03, 10.0]), None)] * stages

@@ -1,5 +1,7 @@
 """What each figure of a daemon and its workers measures, and in what unit; for Prometheus."""
 
+from molink.head.policies.mlfq import LEVELS
+
 #: What is shown of a figure that isn't described here; no such figure may be there.
 UNDESCRIBED = "Not described."
 
@@ -141,8 +143,17 @@ def _recovery() -> dict[str, str]:
     return found
 
 
+def _queues() -> dict[str, str]:
+    """Of policies with a multi-level feedback queue."""
+    first = {"head_queue_1": "Requests in the queue that goes first, those promoted included."}
+    return first | {
+        f"head_queue_{level}": f"Requests that go after those of {level - 1} better queues."
+        for level in range(2, LEVELS + 1)
+    }
+
+
 #: By the name without ``molink_`` and ``_total``.
-HELP: dict[str, str] = {**_DAEMON, **_recovery(), **_HEAD, **_STAGE, **_LINK}
+HELP: dict[str, str] = {**_DAEMON, **_recovery(), **_HEAD, **_queues(), **_STAGE, **_LINK}
 
 
 def describe(name: str) -> str:

@@ -95,7 +95,11 @@ ChunkOption = Annotated[
 ]
 SchedulingOption = Annotated[
     str | None,
-    typer.Option("--scheduling-policy", help="Whose turn it is among requests.  [default: fcfs]"),
+    typer.Option(
+        "--scheduling-policy",
+        help="Whose turn it is among requests: fcfs, or skip-join-mlfq (short ones go before long"
+        " ones).  [default: fcfs]",
+    ),
 ]
 BackgroundOption = Annotated[
     bool, typer.Option("--background", help="Return once it runs; `molink down` ends it.")

@@ -4,14 +4,20 @@ A head asks three questions: who is admitted next, in what order jobs run, and w
 how. The policy decides between jobs only. What fits (blocks, slots, rows of a chunk, micro-batches)
 and which jobs can go on at all is decided elsewhere: it is asked about those that can.
 
-To decide, it hears of a job's arrival, of the end of each of its iterations, and of its end. It may
-read everything of a job and changes nothing of it. All times are in seconds of one clock.
+To decide, it hears of a job's arrival, of the begin and end of each of its iterations, and of its
+end; and what iterations should take. It may read everything of a job and changes nothing of it. All
+times are in seconds of one clock.
+
+A job that rests between two iterations, since others go first, keeps its blocks: it is *paused*,
+and goes on at no cost. Only when a job lacks a block, or the place to be admitted, is another one
+preempted for it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from molink.facts.ringtimes import RingTimes
 from molink.head.job import Job
 
 #: ``recompute``: the job's blocks are released, and once it is admitted again it begins with a
@@ -35,8 +41,19 @@ class SchedulingPolicy(Protocol):
 
     # --- events ---------------------------------------------------------------------------------
 
+    def set_times(self, times: RingTimes) -> None:
+        """What stages and links have been measured to take; unknown profiles say nothing."""
+        return
+
     def arrived(self, job: Job, now: float) -> None:
         """A request has arrived and waits; its preemption later is no arrival."""
+        return
+
+    def issued(self, job: Job, now: float) -> None:
+        """An iteration of the job begins: rows of it are issued.
+
+        Further ones of a prompt may be issued before the first are back.
+        """
         return
 
     def ran(self, job: Job, seconds: float, now: float) -> None:
@@ -49,6 +66,10 @@ class SchedulingPolicy(Protocol):
     def over(self, job: Job, now: float) -> None:
         """The job is finished, cancelled, failed or refused after all: forget it."""
         return
+
+    def gauges(self) -> Mapping[str, float]:
+        """What people are shown of it, by name."""
+        return {}
 
     # --- questions ------------------------------------------------------------------------------
 
@@ -66,9 +87,11 @@ class SchedulingPolicy(Protocol):
     def running_order(self, jobs: Sequence[Job], now: float) -> Sequence[Job]:
         """``jobs``, first to be run first; those that are left out rest in this iteration.
 
-        No job may rest for ever. ``jobs`` are either those that could take a decode step, in the
-        order in which their tokens came back, or those with prompt rows to be issued, in the order
-        in which they were admitted.
+        No job may rest for ever. ``jobs`` are either those that decode or those with prompt rows to
+        be issued. Of the former those with nothing in flight come first, in the order in which
+        their tokens came back; those in flight keep their place in the answer. The latter are in
+        the order in which they were admitted, and the last of them may be the one that waits to be
+        admitted next (its ``state`` tells): where it comes before others, it is admitted first.
         """
         ...
 

@@ -5,19 +5,30 @@ from collections.abc import Callable
 from molink.errors import UsageError
 from molink.head.policies.base import SchedulingPolicy
 from molink.head.policies.fcfs import Fcfs
+from molink.head.policies.fixed_priority import FixedPriority
+from molink.head.policies.mlfq import Mlfq
+from molink.head.policies.skip_join_mlfq import SkipJoinMlfq
+from molink.head.policies.srpt import Srpt
 
-_POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {"fcfs": Fcfs}
-#: Names that :func:`create_scheduling_policy` takes.
+_POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
+    "fcfs": Fcfs,
+    "skip-join-mlfq": SkipJoinMlfq,
+    "mlfq": Mlfq,
+    "fixed-priority": FixedPriority,
+}
+#: They know how long answers will be, which only simulations do.
+_ORACLES: dict[str, Callable[[], SchedulingPolicy]] = {"srpt": Srpt}
+#: Names of those that can serve.
 SCHEDULING_POLICIES = tuple(_POLICIES)
 
 
 def create_scheduling_policy(name: str) -> SchedulingPolicy:
-    """A fresh policy.
+    """A fresh policy; those of simulations too.
 
     Raises:
         UsageError: there is none of that name.
     """
-    if name not in _POLICIES:
-        names = ", ".join(_POLICIES)
-        raise UsageError(f"no scheduling policy {name!r}: choose one of {names}")
-    return _POLICIES[name]()
+    known = _POLICIES | _ORACLES
+    if name not in known:
+        raise UsageError(f"no scheduling policy {name!r}: choose one of {', '.join(known)}")
+    return known[name]()

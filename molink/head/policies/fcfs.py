@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 
 from molink.head.job import Job
 from molink.head.policies.base import Preemption, SchedulingPolicy
+from molink.head.policies.clients import waits_for_client
 
 
 class Fcfs(SchedulingPolicy):
@@ -24,19 +25,13 @@ class Fcfs(SchedulingPolicy):
     def victim(
         self, needy: Job, at_rest: Sequence[Job], admitted: Collection[Job], now: float
     ) -> Preemption | None:
-        """For a job that decodes: one that waits for its client, else the latest admitted.
+        """One that waits for its client; to a job that decodes, else the latest admitted.
 
-        That one must have been admitted after ``needy``, so the oldest always goes on. For a job
-        that waits: the one that has waited longest for its client, if the client has abandoned it
-        or if nobody who is admitted can go on before his client does.
+        That one must have been admitted after ``needy``, so the oldest always goes on.
         """
-        stalled = [job for job in at_rest if job.stalled]
-        if needy.state == "waiting":
-            longest = min(stalled, key=lambda job: job.stalled_at, default=None)
-            if longest is None:
-                return None
-            gives_way = longest.abandoned(now) or len(stalled) == len(admitted)
-            return Preemption(longest) if gives_way else None
-        younger = stalled or [job for job in at_rest if job.id > needy.id]
+        idle = waits_for_client(needy, at_rest, admitted, now)
+        if idle is not None or needy.state == "waiting":
+            return Preemption(idle) if idle is not None else None
+        younger = [job for job in at_rest if job.id > needy.id]
         latest = max(younger, key=lambda job: job.id, default=None)
         return Preemption(latest) if latest is not None else None

@@ -11,7 +11,7 @@ from molink.head.job import Job
 from molink.head.limits import HeadLimits
 from molink.head.policies.base import Preemption, SchedulingPolicy
 from molink.head.request import HeadRequest
-from molink.wire.messages.data import Choice, Release, Sampled, Sampling, Volume
+from molink.wire.messages.data import Admit, Choice, Release, Sampled, Sampling, Volume
 
 
 class LastComeFirstServed(SchedulingPolicy):
@@ -26,6 +26,9 @@ class LastComeFirstServed(SchedulingPolicy):
         self._places[job] = self._arrivals
         self._arrivals += 1
         self.heard.append(("arrived", job.request.key, now))
+
+    def issued(self, job: Job, now: float) -> None:
+        self.heard.append(("issued", job.request.key, now))
 
     def ran(self, job: Job, seconds: float, now: float) -> None:
         self.heard.append(("ran", job.request.key, seconds, now))
@@ -116,11 +119,10 @@ def test_it_decides_whose_prompt_goes_on_first() -> None:
     submit(head, "long", tokens=12)
     (first,) = volumes(head.next(0.0))
     submit(head, "new", tokens=6)
-    (second,) = volumes(head.next(0.0))
-    # Admitted prompts come before those that wait, whoever these are.
-    assert [keys(head, first), keys(head, second)] == [["long"], ["long"]]
-    (third,) = volumes(head.next(0.0))
-    assert keys(head, third) == ["long"]
+    (second,), (third,) = volumes(head.next(0.0)), volumes(head.next(0.0))
+    # Who waits and comes before those that are admitted is admitted before they go on.
+    assert [keys(head, first), keys(head, second)] == [["long"], ["new"]]
+    assert keys(head, third) == ["new", "long"]
     submit(head, "newer", tokens=6)
     (fourth,) = volumes(head.next(0.0))
     assert keys(head, fourth) == ["newer"]
@@ -159,20 +161,18 @@ def test_it_decides_who_is_preempted() -> None:
     assert old.generated == 34
 
 
-def test_who_is_left_out_of_an_iteration_can_be_preempted_for_one_who_waits() -> None:
-    class Impatient(LastComeFirstServed):
-        def running_order(self, jobs: Sequence[Job], now: float) -> Sequence[Job]:
-            return [job for job in jobs if self._places[job] == max(self._places.values())]
-
-    head = make_head(Impatient(), max_running=1)
+def test_who_is_at_rest_can_be_preempted_for_one_who_waits() -> None:
+    """Before it goes into a volume again."""
+    head = make_head(LastComeFirstServed(), max_running=1)
     submit(head, "a")
     back(head, volumes(head.next(0.0))[0])
     submit(head, "b")
     batch = head.next(0.0)
     assert batch is not None
-    assert [each.body for each in batch.control] == [Release(3, 0, after=2)]
-    assert batch.volumes == ()
-    (prefill,) = volumes(head.next(0.0))
+    release, admit = (each.body for each in batch.control)
+    assert release == Release(3, 0, after=2)
+    assert isinstance(admit, Admit)
+    (prefill,) = volumes(batch)
     assert keys(head, prefill) == ["b"]
 
 
@@ -189,8 +189,12 @@ def test_it_hears_of_arrivals_iterations_and_ends() -> None:
     assert policy.heard == [
         ("arrived", "a", 1.0),
         ("arrived", "b", 2.0),
+        ("issued", "b", 3.0),
+        ("issued", "a", 3.0),
         ("ran", "b", 0.5, 3.5),
         ("ran", "a", 0.5, 3.5),
+        ("issued", "b", 4.0),
+        ("issued", "a", 4.0),
         ("over", "b", 4.25),
         ("ran", "a", 0.5, 4.5),
         ("over", "a", 4.5),
@@ -206,5 +210,6 @@ def test_who_has_rows_in_a_volume_cannot_be_preempted() -> None:
 
     head = make_head(Careless(), max_running=1)
     submit(head, "a", "b")
+    head.next(0.0)
     with pytest.raises(InvariantError, match="job b is to be preempted but not at rest"):
         head.next(0.0)

@@ -208,9 +208,11 @@ def test_how_links_send() -> None:
 def test_whose_turn_it_is_among_requests(tmp_path: Path) -> None:
     nowhere = Home(tmp_path)
     assert load_settings(nowhere, {}, {}).pipeline.scheduling_policy == "fcfs"
-    given = load_settings(nowhere, {"scheduling_policy": "fcfs"}, {})
-    assert given.pipeline.scheduling_policy == "fcfs"
-    complaint = "`scheduling_policy` is one of fcfs, not 'lottery'"
+    given = load_settings(nowhere, {"scheduling_policy": "skip-join-mlfq"}, {})
+    assert given.pipeline.scheduling_policy == "skip-join-mlfq"
+    complaint = "`scheduling_policy` is one of fcfs, skip-join-mlfq, .*, not 'lottery'"
+    with pytest.raises(UsageError, match="not 'srpt'"):  # knows the future
+        load_settings(nowhere, {"scheduling_policy": "srpt"}, {})
     with pytest.raises(UsageError, match=rf"the environment .*{complaint}"):
         load_settings(nowhere, {}, {"MOLINK_SCHEDULING_POLICY": "lottery"})
     (tmp_path / "config.toml").write_text('scheduling_policy = "lottery"', encoding="utf-8")

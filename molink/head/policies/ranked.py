@@ -1,0 +1,70 @@
+"""What policies have in common that rank jobs."""
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from molink.facts.ringtimes import RingTimes
+from molink.head.job import Job
+from molink.head.policies.base import Preemption, SchedulingPolicy
+from molink.head.policies.clients import waits_for_client
+
+#: Level, when it came to that level, and as which of all jobs it arrived: the least goes first. No
+#: two jobs have the same.
+Rank = tuple[float, float, int]
+
+
+class Ranked(SchedulingPolicy):
+    """Goes by the rank of a job; at admission, within a level, owners take turns."""
+
+    def __init__(self) -> None:
+        #: What stages and links take, as far as it is known.
+        self.times = RingTimes((), (), 0)
+
+    def set_times(self, times: RingTimes) -> None:
+        """Predictions go by these from now on."""
+        self.times = times
+
+    @abstractmethod
+    def rank(self, job: Job, now: float) -> Rank:
+        """The place of ``job`` among all jobs."""
+
+    def may_give_way(self, job: Job) -> bool:
+        """Whether ``job`` can be preempted for one that waits."""
+        return True
+
+    def next_admitted(
+        self, waiting: Sequence[Job], admitted: Collection[Job], now: float
+    ) -> Job | None:
+        """The first of the best level; of several, that of the owner with the fewest admitted."""
+        running = Counter(job.request.owner for job in admitted)
+
+        def place(job: Job) -> tuple[float, int, float, int]:
+            level, since, number = self.rank(job, now)
+            return level, running[job.request.owner], since, number
+
+        return min(waiting, key=place)
+
+    def running_order(self, jobs: Sequence[Job], now: float) -> Sequence[Job]:
+        """By rank."""
+        return sorted(jobs, key=lambda job: self.rank(job, now))
+
+    def victim(
+        self, needy: Job, at_rest: Sequence[Job], admitted: Collection[Job], now: float
+    ) -> Preemption | None:
+        """One that waits for its client, else the last one behind ``needy``.
+
+        For a job that waits it has to be of a worse level, and one that :meth:`may_give_way`: of
+        two equal ones the one that has blocks goes on.
+        """
+        idle = waits_for_client(needy, at_rest, admitted, now)
+        if idle is not None:
+            return Preemption(idle)
+        if needy.state == "waiting":
+            at_rest = [job for job in at_rest if self.may_give_way(job)]
+        last = max(at_rest, key=lambda job: self.rank(job, now), default=None)
+        if last is None:
+            return None
+        mine, theirs = self.rank(needy, now), self.rank(last, now)
+        behind = mine[0] < theirs[0] if needy.state == "waiting" else mine < theirs
+        return Preemption(last) if behind else None

@@ -1,0 +1,32 @@
+"""Shortest remaining processing time: an oracle, for simulations."""
+
+from molink.head.job import Job
+from molink.head.policies.ranked import Rank, Ranked
+
+
+class Srpt(Ranked):
+    """Who is done soonest goes first, by what is left of prompt and answer.
+
+    It takes ``max_tokens`` for the length of the answer, which only simulated clients know.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[Job, int] = {}
+        self._arrivals = 0
+
+    def arrived(self, job: Job, now: float) -> None:
+        """It is counted."""
+        self._numbers[job] = self._arrivals
+        self._arrivals += 1
+
+    def over(self, job: Job, now: float) -> None:
+        """Forget it."""
+        del self._numbers[job]
+
+    def rank(self, job: Job, now: float) -> Rank:
+        """By seconds that are left."""
+        rows = len(job.tokens) - (job.issued if job.state != "waiting" else 0)
+        left = self.times.prompt_s(rows) if rows > 0 else 0.0
+        more = job.request.max_tokens - job.generated - (rows > 0)
+        return left + more * self.times.turn_s(1), 0.0, self._numbers[job]

@@ -1,0 +1,45 @@
+"""What the figures of scheduling policies are made of, and the smallest of them."""
+
+import argparse
+import random
+
+import pytest
+
+from tools.scheduling import SIZES, STEP, highest, log_normal, poisson, short_behind_long, sizes_of
+
+
+def test_sizes_have_the_mean_that_is_said() -> None:
+    rng = random.Random(1)
+    drawn = [log_normal(rng, 338.0, 1.0, 1 << 20) for _ in range(20_000)]
+    assert sum(drawn) / len(drawn) == pytest.approx(338, rel=0.03)
+    assert max(log_normal(rng, 338.0, 1.0, 512) for _ in range(1000)) == 512
+
+
+def test_a_ratio_shares_out_the_same_tokens() -> None:
+    (prompt, spread), (output, _) = SIZES["sharegpt"]
+    draw = sizes_of("sharegpt", 4.0)
+    rows = [draw(random.Random(seed)) for seed in range(4000)]
+    outputs = sum(row.output_tokens for row in rows) / len(rows)
+    assert outputs == pytest.approx((prompt + output) / 5, rel=0.1)
+    assert spread > 0
+
+
+def test_requests_are_of_the_same_sizes_at_every_rate() -> None:
+    slow, fast = (poisson(sizes_of("alpaca"), rate, 30.0, 7) for rate in (1.0, 2.0))
+    assert [each.output_tokens for each in slow] == [each.output_tokens for each in fast][
+        : len(slow)
+    ]
+    assert [each.at for each in slow[:9]] == [2 * each.at for each in fast[:9]]
+
+
+@pytest.mark.parametrize("bound", [0.3, 7.0])
+def test_the_highest_rate_is_found_between_two_steps(bound: float) -> None:
+    assert highest(lambda step: float(STEP**step), bound) == pytest.approx(bound, rel=0.02)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    options = argparse.Namespace(policies=["fcfs", "skip-join-mlfq"])
+    fcfs, skip_join = short_behind_long(options)["rows"]
+    assert fcfs["short_ttft_s"] > 5
+    assert skip_join["short_ttft_s"] < 1.5
+    assert skip_join["long_by_alone"] < 1.1
