@@ -198,7 +198,7 @@ def test_two_models_answer_from_every_pc_and_one_is_not_disturbed(place: Place) 
     place.write(FILE + '[models.layers]\nfirst = "0:99"\n')
     code, _, said = place.apply()
     assert code != 0
-    assert "swarm.toml, line 7: beta: first with layers 0:99 names layers" in said
+    assert "swarm.toml, line 11: beta: first with layers 0:99 names layers" in said
     assert place.swarm.status("first")["models"] == before["models"]
 
     place.write(FILE)
