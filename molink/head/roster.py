@@ -56,7 +56,7 @@ class Roster:
         self._admitted: dict[int, Job] = {}
         #: Admitted jobs with known tokens whose rows have still to be issued, oldest first.
         self._prefilling: dict[int, Job] = {}
-        #: Decoding jobs with nothing in flight, in the order in which their tokens came back.
+        #: Decoding jobs that wait for no rows, in the order in which their tokens came back.
         self._idle: dict[int, Job] = {}
         self._leaving: list[Leaving] = []
         self._next_id = 0
@@ -118,6 +118,10 @@ class Roster:
         jobs = [job for job in self._idle.values() if not job.stalled]
         return self._policy.running_order(jobs, now)
 
+    def under_way(self) -> Iterator[Job]:
+        """Decoding jobs that wait for rows."""
+        return (job for job in self._admitted.values() if job.state == "decode" and job.awaited)
+
     def prefilling(self, now: float) -> Sequence[Job]:
         """Jobs with rows of known tokens to be issued, first to be run first."""
         return self._policy.running_order(list(self._prefilling.values()), now)
@@ -145,8 +149,8 @@ class Roster:
 
     def _at_rest(self) -> Iterator[Job]:
         """Admitted jobs with no rows in flight or in a volume that is being composed."""
-        yield from self._idle.values()
-        yield from (job for job in self._prefilling.values() if not job.flight)
+        for jobs in (self._idle, self._prefilling):
+            yield from (job for job in jobs.values() if not job.flight)
 
     # --- the queue --------------------------------------------------------------------------------
 
@@ -243,6 +247,7 @@ class Roster:
         )
         job.blocks = []
         job.flight = {}
+        job.leave_path()
         job.source = -1
         job.node = ROOT
 
@@ -271,7 +276,9 @@ class Roster:
             job.issued < len(job.tokens) and job.id not in self._idle
         ):
             raise InvariantError(f"request {job.id} is in {job.state} with {job.issued} issued")
-        if job.state == "decode" and (job.id in self._idle) == bool(job.flight):
-            raise InvariantError(f"request {job.id} is idle with rows in flight, or neither")
+        if job.state == "decode" and (job.id in self._idle) == bool(job.awaited):
+            raise InvariantError(f"request {job.id} is idle and waits for rows, or neither")
+        if not job.flight.keys() >= set(job.awaited) or (job.path and not job.awaited):
+            raise InvariantError(f"request {job.id} waits for rows that are not in flight")
         if job.announced > len(job.blocks):
             raise InvariantError(f"request {job.id} announced blocks that it doesn't have")

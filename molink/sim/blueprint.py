@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from molink.errors import UsageError
+from molink.facts.drafts import AUTO_DRAFTS
 from molink.facts.dtypes import DTYPE_SIZES, DType
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
@@ -112,4 +113,5 @@ class Blueprint:
             row_bytes=self._row_bytes,
             unpaired=scenario.unpaired,
             draft_tokens=scenario.draft_tokens,
+            ahead=scenario.ahead if scenario.draft_tokens == AUTO_DRAFTS else 0,
         )

@@ -81,7 +81,7 @@ class SimRing:
             return texts[requests.seed(request) % len(texts)].token(position) if texts else 0
 
         shape = blueprint.shape(index)
-        executor = SimExecutor(agenda, shape, roofline, blueprint.zeros, pc, token)
+        executor = SimExecutor(agenda, shape, roofline, blueprint.zeros, pc, requests, token)
         self._executors.append(executor)
         broken = partial(self._on_broken, index)
         link = self._make_link(index) if self._hops else None

@@ -59,6 +59,7 @@ class Mode:
     blocks: int = 40
     unpaired: bool = True
     draft_tokens: int = 0
+    ahead: int = 0
 
 
 @dataclass
@@ -233,6 +234,7 @@ class Worker(Process):
             row_bytes=shape.row_bytes,
             unpaired=mode.unpaired,
             draft_tokens=mode.draft_tokens,
+            ahead=mode.ahead,
         )
         return RingPlan(
             order.epoch,

@@ -104,7 +104,7 @@ class World:
         self.layers = rng.choice((3, 3, 3, 4))
         self.load_s = rng.choice(((0.1, 0.4), (0.2, 1.5)))
         # Every other seed has drafts; what is drawn for the others is what it was.
-        self.mode = replace(_mode(rng), draft_tokens=3 * (seed % 2))
+        self.mode = replace(_mode(rng), draft_tokens=3 * (seed % 2), ahead=2 * (seed % 4))
         self.context = 64
         self.pcs = [Pc(self.agenda, f"pc{i}", i) for i in range(self.layers + 1)]
         self.network.pcs = {pc.name: pc for pc in self.pcs}

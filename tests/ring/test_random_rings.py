@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from molink.errors import Overloaded
-from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
+from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD, MAX_DRAFTS
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.head import Head
@@ -99,6 +99,7 @@ class State:
     admit: Admit
     blocks: list[int] = field(default_factory=list)
     history: list[int] = field(default_factory=list)
+    last: tuple[int, int] = (-1, -1)
 
 
 class Stage:
@@ -218,7 +219,9 @@ class Stage:
             tokens = list(self.kv[self._slot(state, end - 1)])
             for position in range(end):
                 assert self.kv[self._slot(state, position)] == tuple(tokens[: position + 1])
-            tokens = tokens[: end - len(group.drafts)]
+            tokens = tokens[: end - len(group.checked)]
+            if not group.follows(*state.last):
+                continue
             if self._fails(state, tokens):
                 failed.append(group.request)
             elif self.last and group.sample:
@@ -229,13 +232,14 @@ class Stage:
         return state.admit.sampling.seed == FAILING and len(tokens) >= FAILS_AT
 
     def _sample(self, state: State, group: Rows, tokens: list[int]) -> Iterator[Choice]:
-        for draft in (*group.drafts, None):
+        for draft in (*group.checked, None):
             if self._fails(state, tokens):
                 return
             token = model(tokens, state.admit.sampling.seed)
             if state.admit.sampling.needs_history:
                 assert state.history == tokens
                 state.history.append(token)
+            state.last = len(tokens), token
             yield Choice(group.request, len(tokens), token)
             if token != draft:
                 return
@@ -335,10 +339,9 @@ class Ring:
     def _rows(self, volume: Volume) -> list[Row]:
         rows = []
         for group in volume.rows:
-            request = self.head._roster.of_id(group.request).request
-            client = self.clients[request.key]
-            tokens = (*request.tokens, *client.got)
-            tokens = (*tokens[: group.start + group.count - len(group.drafts)], *group.drafts)
+            job = self.head._roster.of_id(group.request)
+            client = self.clients[job.request.key]
+            tokens = (*job.request.tokens, *client.got, *job.path)
             for position in range(group.start, group.start + group.count):
                 rows.append((group.request, position, tokens[: position + 1]))
         return rows
@@ -488,6 +491,7 @@ def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> Head
     prefix_cache=st.sampled_from([True, True, True, False]),
     cutting=st.none() | st.builds(AnyPieces, st.integers(0, 99)),
     draft_tokens=st.sampled_from([0, AUTO_DRAFTS, 1, 3, MAX_DRAFTS]),
+    ahead=st.sampled_from([0, 1, 3, MAX_AHEAD]),
     seed=st.integers(0, 1 << 32),
 )
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -501,6 +505,7 @@ def test_every_request_gets_its_own_tokens(
     prefix_cache: bool,
     cutting: AnyPieces | None,
     draft_tokens: int,
+    ahead: int,
     seed: int,
 ) -> None:
     """Any order of deliveries, cancels, preemptions and credits gives the reference's text.
@@ -519,6 +524,7 @@ def test_every_request_gets_its_own_tokens(
         profiles=(STAGE,) * stages,
         stages=stages,
         draft_tokens=draft_tokens,
+        ahead=ahead,
     )
     ring = Ring(stages, limits, cutting, rng)
     maximum = min(blocks * block_size, 40)
@@ -554,7 +560,9 @@ class RingMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        limits = HeadLimits(6, 2, 2, chunk_tokens=5, max_running=3, max_waiting=3, draft_tokens=2)
+        limits = HeadLimits(
+            6, 2, 2, chunk_tokens=5, max_running=3, max_waiting=3, draft_tokens=2, ahead=2
+        )
         self.ring = Ring(3, limits, AnyPieces(1))
         self.count = 0
 

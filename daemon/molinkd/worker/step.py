@@ -49,7 +49,7 @@ def run_step(
             for rows in segment.volume.rows
             for sequence in _sequences(rows, requests[rows.request], segment.volume.prefill)
         ),
-        logit_rows=_sampling_rows(groups),
+        logit_rows=_sampling_rows(requests, groups),
     )
     return _results(stage, requests, segments, stage.forward(batch))
 
@@ -63,7 +63,7 @@ def failed_step(
     for rows in groups:
         requests[rows.request].failed = True
     if stage.is_last:
-        shape = (len(_sampling_rows(groups)), stage.config.vocab_size)
+        shape = (len(_sampling_rows(requests, groups)), stage.config.vocab_size)
         return _results(stage, requests, segments, torch.empty(shape))
     shape = (sum(rows.count for rows in groups), stage.config.hidden_size)
     output = torch.empty(shape, dtype=TORCH_DTYPES[stage.travel_dtype])
@@ -116,14 +116,19 @@ def _kept_tokens(segment: Segment) -> Sequence[int]:
     return [tokens[index] for index in segment.kept]
 
 
-def _sampling_rows(groups: Sequence[Rows]) -> tuple[int, ...]:
+def _sampling_rows(requests: RequestTable, groups: Sequence[Rows]) -> tuple[int, ...]:
     """Flat index of the last row of each group that samples, and of its rows since its drafts."""
     indices, end = list[int](), 0
     for rows in groups:
         end += rows.count
-        if rows.sample:
-            indices += range(end - 1 - len(rows.drafts), end)
+        if _samples(requests, rows):
+            indices += range(end - 1 - len(rows.checked), end)
     return tuple(indices)
+
+
+def _samples(requests: RequestTable, rows: Rows) -> bool:
+    """Whether tokens are wanted of a group, at the tail: not if it went ahead of another token."""
+    return rows.sample and rows.follows(*requests[rows.request].last)
 
 
 def _results(
@@ -150,19 +155,20 @@ def _sample(
     segments: Sequence[Segment], requests: RequestTable, logits: torch.Tensor
 ) -> list[SegmentResult]:
     """Sample tokens for every group that wants them; ``logits`` is ``[samples, V]``."""
-    wanted = [rows for segment in segments for rows in segment.volume.rows if rows.sample]
+    groups = [rows for segment in segments for rows in segment.volume.rows]
+    wanted = {id(rows): rows for rows in groups if _samples(requests, rows)}
     inputs = []
-    for rows in wanted:
+    for rows in wanted.values():
         state = requests[rows.request]
-        masks = _allowed(state, rows.drafts)
+        masks = _allowed(state, rows.checked)
         inputs += sample_rows(rows, state.sampling, state.history, masks)
     drawn = iter(sample(logits, inputs) if inputs else [])
     results = []
     for segment in segments:
         pairs = [
-            (rows, accepted(list(islice(drawn, 1 + len(rows.drafts))), rows.drafts))
-            if rows.sample
-            else (rows, [])
+            (rows, accepted(list(islice(drawn, 1 + len(rows.checked))), rows.checked))
+            if id(rows) in wanted
+            else (rows, None)
             for rows in segment.volume.rows
         ]
         results.append(_sampled(segment.volume, requests, pairs))
@@ -187,15 +193,21 @@ def _allowed(state: RequestState, drafts: Sequence[int]) -> Sequence[bytes] | No
 def _sampled(
     volume: Volume,
     requests: RequestTable,
-    pairs: Iterable[tuple[Rows, Sequence[SampledToken]]],
+    pairs: Iterable[tuple[Rows, Sequence[SampledToken] | None]],
 ) -> SegmentResult:
-    """Put a volume's tokens into messages, and into the history where penalties need it."""
+    """Put a volume's tokens into messages, and into the history where penalties need it.
+
+    ``None`` are those of a group of which none are wanted.
+    """
     choices, tops, failed = list[Choice](), list[TopLogprobs](), list[int]()
     for rows, drawn in pairs:
-        state, first = requests[rows.request], rows.start + rows.count - len(rows.drafts)
-        if state.failed or (rows.sample and not drawn):
+        state, first = requests[rows.request], rows.start + rows.count - len(rows.checked)
+        if state.failed or (drawn is not None and not drawn):
             failed.append(rows.request)
             continue
+        if not drawn:
+            continue
+        state.last = first + len(drawn) - 1, drawn[-1].token
         if state.sampling.needs_history:
             state.history.add_generated(token.token for token in drawn)
         if state.constraint is not None:

@@ -1,5 +1,7 @@
 """How often the drafts of one request are right."""
 
+from collections.abc import Sequence
+
 from molink.head.speculation.base import DraftSource
 
 #: Of a request that has had no drafts: the chance that one is right.
@@ -16,12 +18,24 @@ _FORGETTING = 0.001
 class Drafting:
     """A request's drafts, and the chance that one is right if those before it are."""
 
-    __slots__ = ("_known", "chance", "source")
+    __slots__ = ("_begin", "_chain", "_known", "chance", "source")
 
     def __init__(self, source: DraftSource) -> None:
         self.source = source
         self.chance = PRIOR
         self._known = 0
+        #: What was foretold last, and the position of its first token.
+        self._chain: Sequence[int] = ()
+        self._begin = 0
+
+    def draft(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        """Up to ``count`` tokens that may follow ``tokens``."""
+        self._chain, self._begin = self.source.draft(tokens, count), len(tokens)
+        return self._chain
+
+    def rest(self, position: int) -> Sequence[int]:
+        """What was foretold from ``position`` on when it drafted last."""
+        return self._chain[position - self._begin :]
 
     @property
     def is_proven(self) -> bool:

@@ -6,10 +6,13 @@ make the turn of the ring longer: what stages compute for them and links transfe
 (:mod:`molink.facts.ringtimes`), for all tokens that the volume brings. Where a turn is mostly
 latency rows cost next to nothing; where volumes are full of rows and stages compute all the time,
 they cost their share, and none is drafted.
+
+A draft that doesn't fit into its pass, or isn't worth to make that pass longer, may go *ahead* in
+one of its own, right behind it, where stages and links have time left.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
@@ -23,6 +26,11 @@ from molink.head.speculation.drafting import Drafting
 
 #: What drafts promise is divided by this: profiles and chances are estimates.
 MARGIN = 1.2
+#: Tokens that are foretold at once.
+_FORETOLD = 128
+#: Share of a turn in which decode volumes may keep the slowest stage or link busy, for rows to go
+#: ahead.
+_AHEAD_SHARE = 0.5
 #: Turns that are remembered.
 _REMEMBERED = 4096
 #: Tokens before rows are rounded to these, so that what a turn takes can be remembered.
@@ -91,9 +99,29 @@ class Speculation:
                 self._drafting(job).rested()
         return chosen
 
+    def ahead(
+        self, jobs: Iterable[Job], load: Load, flying: Sequence[int], room: int
+    ) -> list[tuple[Job, Sequence[int]]]:
+        """Drafts that go on from those of ``jobs`` in flight, in a volume of their own.
+
+        ``flying`` are the rows of each decode volume in flight; ``room`` is for drafts in all.
+        """
+        left = min(room, self._ahead_rows(load, flying))
+        if left < 1:
+            return []
+        offers = [offer for job in jobs if (offer := self._offer(job)) is not None]
+        offers.sort(key=lambda offer: -offer.chance)
+        turn, chosen = self._turn_s(0, load), list[tuple[Job, Sequence[int]]]()
+        lost = MARGIN * self._busy_s(left, load.context)
+        for offer in offers:
+            if left < 1 or (self._auto and offer.chance * turn < (1 - offer.chance) * lost):
+                break
+            chosen.append((offer.job, offer.drafts[:left]))
+            left -= len(chosen[-1][1])
+        return chosen
+
     def verified(self, job: Job, drafts: int, right: int) -> None:
         """Of the ``drafts`` of a job the first ``right`` were."""
-        self.drafted += drafts
         self.accepted += right
         self._drafting(job).verified(drafts, right)
 
@@ -108,14 +136,34 @@ class Speculation:
         chance = drafting.chance if self._auto else 1.0
         if chance <= least or (self._auto and prefilling and not drafting.is_proven):
             return None
-        # The last draft may be right, and is followed by a token.
-        most = -1 + min(
-            1 + (MAX_DRAFTS if self._auto else self._limits.draft_tokens),
-            job.request.max_tokens - job.generated,
-            job.request.window - (len(job.tokens) - job.credited),
-        )
-        drafts = drafting.source.draft(job.tokens, most) if most > 0 else ()
+        per_pass = MAX_DRAFTS if self._auto else self._limits.draft_tokens
+        most = min(_FORETOLD if self._limits.ahead else per_pass, _room(job))
+        drafts = drafting.draft(job.tokens, most)[:per_pass] if most > 0 else ()
         return _Guess(job, drafts, chance) if drafts else None
+
+    def _offer(self, job: Job) -> _Guess | None:
+        """What may go on from its rows in flight, and the chance that these and the first of it
+        are right."""
+        if job.drafting is None:
+            return None
+        rest = job.drafting.rest(len(job.tokens) + len(job.path))
+        drafts = rest[: min(MAX_DRAFTS, _room(job))]
+        chance = job.drafting.chance ** (1 + len(job.path))
+        return _Guess(job, drafts, chance) if drafts else None
+
+    def _ahead_rows(self, load: Load, flying: Sequence[int]) -> int:
+        """Rows of a volume that goes ahead; 0 if there is no time for one.
+
+        As many as the slowest link sends while the slowest stage computes.
+        """
+        if not self._auto:
+            return self._limits.draft_tokens
+        times, turn = self._times, self._turn_s(0, load)
+        step = max((profile.decode_s(1, load.context) for profile in times.profiles), default=0.0)
+        send = max((times.send_s(index, 1) for index in range(len(times.links))), default=0.0)
+        rows = MAX_DRAFTS if send * MAX_DRAFTS <= step else max(1, int(step / send))
+        busy = sum(self._busy_s(each, load.context) for each in (*flying, rows))
+        return rows if 0 < busy <= _AHEAD_SHARE * turn else 0
 
     def _least_chance(self, load: Load) -> float:
         """At which one draft pays, beside no chunk; no chance is enough if stages are unknown."""
@@ -168,6 +216,12 @@ class Speculation:
             self._turns[key] = self._measure(drafts, load)
         return self._turns[key]
 
+    def _busy_s(self, rows: int, context: float) -> float:
+        """For how long a volume of decode rows keeps the slowest stage or link busy."""
+        times = self._times
+        steps = (profile.decode_s(rows, context) for profile in times.profiles)
+        return max((*steps, *(times.send_s(index, rows) for index in range(len(times.links)))))
+
     def _measure(self, drafts: int, load: Load) -> float:
         times, rows = self._times, load.rows + drafts
         if not times.profiles or not all(profile.known for profile in times.profiles):
@@ -175,6 +229,16 @@ class Speculation:
         steps = [_step_s(profile, drafts, load) for profile in times.profiles]
         sends = [times.send_s(index, rows) for index in range(len(times.links))]
         return max(sum(steps) + times.transfer_s(rows), load.flying * max([*steps, *sends]))
+
+
+def _room(job: Job) -> int:
+    """Drafts beyond those in flight that there may be: the last one may be right, and is followed
+    by a token."""
+    left = min(
+        job.request.max_tokens - job.generated,
+        job.request.window - (len(job.tokens) - job.credited),
+    )
+    return left - 1 - len(job.path)
 
 
 def _step_s(profile: Profile, drafts: int, load: Load) -> float:
