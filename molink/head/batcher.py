@@ -130,7 +130,7 @@ class Batcher:
 
     def _add_ahead(self, builder: VolumeBuilder, streams: int, context: int) -> None:
         """A volume of nothing but drafts, where there is nothing else to do."""
-        if self._ledger.ahead >= self._limits.ahead:
+        if self._ledger.ahead >= self._limits.ahead or self._roster.waiting:
             return
         load = self._load(math.ceil(streams / self.micro_batches.count), streams, context)
         if load.prefilling:

@@ -32,6 +32,7 @@ from molink.head.head import Head
 from molink.head.job import PATIENCE
 from molink.head.limits import HeadLimits
 from molink.head.request import Emission, HeadRequest
+from molink.head.speculation.base import Foretold
 from molink.ring.ends import Collector
 from molink.ring.known import BoardLimits
 from molink.ring.scoreboard import Scoreboard
@@ -253,7 +254,7 @@ class Guesses:
     ring: "Ring"
     rng: random.Random
 
-    def draft(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+    def draft(self, tokens: Sequence[int], count: int) -> Foretold:
         known = next(
             (*client.request.tokens, *client.expected)
             for client in self.ring.clients.values()
@@ -263,7 +264,7 @@ class Guesses:
         drafts += [self.rng.randrange(VOCABULARY) for _ in range(count - len(drafts))]
         right = self.rng.choice([0, 1, 2, 40])
         drafts[right:] = [(draft + 1) % VOCABULARY for draft in drafts[right:]]
-        return drafts[: self.rng.randint(0, count)]
+        return Foretold(drafts[: self.rng.randint(0, count)], self.rng.choice([1, 3, 9]))
 
 
 @dataclass

@@ -53,11 +53,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """Tokens that may follow those of ``job``; ``chance`` that one is, if those before it are."""
+    """Tokens that may follow those of ``job``; ``chances`` of each, if those before it are right."""
 
     job: Job
     drafts: Sequence[int]
-    chance: float
+    chances: Sequence[float]
 
 
 class Speculation:
@@ -110,11 +110,12 @@ class Speculation:
         if left < 1:
             return []
         offers = [offer for job in jobs if (offer := self._offer(job)) is not None]
-        offers.sort(key=lambda offer: -offer.chance)
+        offers.sort(key=lambda offer: -offer.chances[0])
         turn, chosen = self._turn_s(0, load), list[tuple[Job, Sequence[int]]]()
         lost = MARGIN * self._busy_s(left, load.context)
         for offer in offers:
-            if left < 1 or (self._auto and offer.chance * turn < (1 - offer.chance) * lost):
+            chance = offer.chances[0]
+            if left < 1 or (self._auto and chance * turn < (1 - chance) * lost):
                 break
             chosen.append((offer.job, offer.drafts[:left]))
             left -= len(chosen[-1][1])
@@ -123,7 +124,7 @@ class Speculation:
     def verified(self, job: Job, drafts: int, right: int) -> None:
         """Of the ``drafts`` of a job the first ``right`` were."""
         self.accepted += right
-        self._drafting(job).verified(drafts, right)
+        self._drafting(job).verified(len(job.tokens), drafts, right)
 
     def _drafting(self, job: Job) -> Drafting:
         if job.drafting is None:
@@ -133,23 +134,30 @@ class Speculation:
     def _guess(self, job: Job, least: float, prefilling: bool) -> _Guess | None:
         """What may follow; ``None`` if nobody knows, or it is not to be tried at its chance."""
         drafting = self._drafting(job)
-        chance = drafting.chance if self._auto else 1.0
-        if chance <= least or (self._auto and prefilling and not drafting.is_proven):
+        if self._auto and max(drafting.chances) <= least:
             return None
         per_pass = MAX_DRAFTS if self._auto else self._limits.draft_tokens
         most = min(_FORETOLD if self._limits.ahead else per_pass, _room(job))
         drafts = drafting.draft(job.tokens, most)[:per_pass] if most > 0 else ()
-        return _Guess(job, drafts, chance) if drafts else None
+        if not drafts or not self._auto:
+            return _Guess(job, drafts, [1.0] * len(drafts)) if drafts else None
+        first = len(job.tokens)
+        if drafting.chance(first) <= least or (prefilling and not drafting.is_proven(first)):
+            return None
+        return _Guess(job, drafts, [drafting.chance(first + at) for at in range(len(drafts))])
 
     def _offer(self, job: Job) -> _Guess | None:
         """What may go on from its rows in flight, and the chance that these and the first of it
         are right."""
-        if job.drafting is None:
+        drafting, room = job.drafting, _room(job)
+        if drafting is None or room < 1:
             return None
-        rest = job.drafting.rest(len(job.tokens) + len(job.path))
-        drafts = rest[: min(MAX_DRAFTS, _room(job))]
-        chance = job.drafting.chance ** (1 + len(job.path))
-        return _Guess(job, drafts, chance) if drafts else None
+        drafts = drafting.rest(job.tokens, job.path, min(_FORETOLD, room))[:MAX_DRAFTS]
+        if not drafts:
+            return None
+        first = len(job.tokens)
+        chances = (drafting.chance(first + at) for at in range(1 + len(job.path)))
+        return _Guess(job, drafts, [math.prod(chances)])
 
     def _ahead_rows(self, load: Load, flying: Sequence[int]) -> int:
         """Rows of a volume that goes ahead; 0 if there is no time for one.
@@ -184,7 +192,7 @@ class Speculation:
 
     def _order(self, guesses: Sequence[_Guess], room: int) -> list[tuple[int, float]]:
         """Whose next draft is the best, one after another, and the tokens that it promises."""
-        heap = [(-guess.chance, index, 1) for index, guess in enumerate(guesses)]
+        heap = [(-guess.chances[0], index, 1) for index, guess in enumerate(guesses)]
         heapify(heap)
         order: list[tuple[int, float]] = []
         while heap and len(order) < room:
@@ -192,7 +200,7 @@ class Speculation:
             order.append((index, -gain))
             guess = guesses[index]
             if count < len(guess.drafts):
-                heappush(heap, (gain * guess.chance, index, count + 1))
+                heappush(heap, (gain * guess.chances[count], index, count + 1))
         return order
 
     def _best(self, order: Sequence[tuple[int, float]], load: Load) -> int:

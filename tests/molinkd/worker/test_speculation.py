@@ -12,6 +12,7 @@ from molink.checkpoint.folder import ModelFolder
 from molink.facts.drafts import MAX_DRAFTS
 from molink.head.limits import HeadLimits
 from molink.head.request import HeadRequest
+from molink.head.speculation.base import Foretold
 from molink.head.speculation.lookup import PromptLookup
 from molink.ring.ring import Ring
 from molink.ring.work import Segment, StepDone
@@ -82,12 +83,12 @@ class Known:
     def __init__(self, texts: Sequence[Sequence[int]], rng: random.Random) -> None:
         self._texts, self._rng = texts, rng
 
-    def draft(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+    def draft(self, tokens: Sequence[int], count: int) -> Foretold:
         text = next(each for each in self._texts if list(each[: len(tokens)]) == list(tokens))
         drafts = list(text[len(tokens) : len(tokens) + self._rng.randint(1, count)])
         if drafts and self._rng.random() < 0.5:
             drafts[self._rng.randrange(len(drafts))] = self._rng.randrange(256)
-        return drafts
+        return Foretold(drafts)
 
 
 @pytest.fixture(scope="module")
