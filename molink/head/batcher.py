@@ -121,8 +121,8 @@ class Batcher:
 
     def _add_drafts(self, builder: VolumeBuilder, streams: int, context: int) -> None:
         """Let drafts follow the decode rows, as far as there are blocks for them."""
-        load = self._load(len(builder), streams, context)
-        for job, drafts in self._speculation.drafts(builder.jobs, load, builder.draft_room):
+        load, flying = self._load(len(builder), streams, context), self._ledger.decode_rows
+        for job, drafts in self._speculation.drafts(builder.jobs, load, builder.draft_room, flying):
             drafts, blocks = self._housed(job, drafts)
             if drafts:
                 released = self._cache.blocks.released_at(blocks)

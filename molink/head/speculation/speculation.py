@@ -30,7 +30,7 @@ MARGIN = 1.2
 _FORETOLD = 128
 #: Share of a turn in which decode volumes may keep the slowest stage or link busy, for rows to go
 #: ahead.
-_AHEAD_SHARE = 0.5
+_AHEAD_SHARE = 0.8
 #: Turns that are remembered.
 _REMEMBERED = 4096
 #: Tokens before rows are rounded to these, so that what a turn takes can be remembered.
@@ -81,14 +81,20 @@ class Speculation:
         self._times = times
         self._turns.clear()
 
-    def drafts(self, jobs: Sequence[Job], load: Load, room: int) -> list[tuple[Job, Sequence[int]]]:
-        """Drafts for those of a volume's ``jobs`` that get any; at most ``room`` in all."""
+    def drafts(
+        self, jobs: Sequence[Job], load: Load, room: int, flying: Sequence[int] = ()
+    ) -> list[tuple[Job, Sequence[int]]]:
+        """Drafts for those of a volume's ``jobs`` that get any; at most ``room`` in all.
+
+        ``flying`` are the rows of each decode volume in flight.
+        """
         if not self._limits.draft_tokens or not jobs:
             return []
         load = replace(load, context=load.context - load.context % _BEFORE)
         least = self._least_chance(load) if self._auto else 0.0
+        most = self._per_pass(load, flying)
         guesses = [
-            guess for job in jobs if (guess := self._guess(job, least, load.prefilling)) is not None
+            guess for job in jobs if (guess := self._guess(job, least, most, load.prefilling))
         ]
         chosen = [
             (guess.job, guess.drafts[:count]) for guess, count in self._choose(guesses, load, room)
@@ -112,7 +118,8 @@ class Speculation:
         offers = [offer for job in jobs if (offer := self._offer(job)) is not None]
         offers.sort(key=lambda offer: -offer.chances[0])
         turn, chosen = self._turn_s(0, load), list[tuple[Job, Sequence[int]]]()
-        lost = MARGIN * self._busy_s(left, load.context)
+        # Of rows that come behind those on a wrong path, on average.
+        lost = self._busy_s(left, load.context) / 2
         for offer in offers:
             chance = offer.chances[0]
             if left < 1 or (self._auto and chance * turn < (1 - chance) * lost):
@@ -131,12 +138,22 @@ class Speculation:
             job.drafting = Drafting(self._source())
         return job.drafting
 
-    def _guess(self, job: Job, least: float, prefilling: bool) -> _Guess | None:
+    def _per_pass(self, load: Load, flying: Sequence[int]) -> int:
+        """Most drafts that follow a decode row.
+
+        Half as many as go ahead, if some can: those come hardly later, and don't make that row
+        come later.
+        """
+        if not self._auto:
+            return self._limits.draft_tokens
+        ahead = 0 if load.prefilling else self._ahead_rows(load, (*flying, load.rows))
+        return max(1, ahead // 2) if ahead and self._limits.ahead else MAX_DRAFTS
+
+    def _guess(self, job: Job, least: float, per_pass: int, prefilling: bool) -> _Guess | None:
         """What may follow; ``None`` if nobody knows, or it is not to be tried at its chance."""
         drafting = self._drafting(job)
         if self._auto and max(drafting.chances) <= least:
             return None
-        per_pass = MAX_DRAFTS if self._auto else self._limits.draft_tokens
         most = min(_FORETOLD if self._limits.ahead else per_pass, _room(job))
         drafts = drafting.draft(job.tokens, most)[:per_pass] if most > 0 else ()
         if not drafts or not self._auto:
@@ -169,7 +186,7 @@ class Speculation:
         times, turn = self._times, self._turn_s(0, load)
         step = max((profile.decode_s(1, load.context) for profile in times.profiles), default=0.0)
         send = max((times.send_s(index, 1) for index in range(len(times.links))), default=0.0)
-        rows = MAX_DRAFTS if send * MAX_DRAFTS <= step else max(1, int(step / send))
+        rows = MAX_DRAFTS if send * MAX_DRAFTS <= step else math.ceil(step / send)
         busy = sum(self._busy_s(each, load.context) for each in (*flying, rows))
         return rows if 0 < busy <= _AHEAD_SHARE * turn else 0
 
