@@ -35,7 +35,7 @@ def has_honest_drafts(volume: Volume) -> bool:
         (group.sample and len(group.drafts) <= group.count) or not group.drafts
         for group in volume.rows
     )
-    return proper and sum(1 + len(group.drafts) for group in volume.rows) <= MAX_GROUPS
+    return proper and sum(1 + len(group.checked) for group in volume.rows) <= MAX_GROUPS
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ still on their way.
 
 import random
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -298,6 +298,8 @@ class Ring:
         self.lanes = {(i, lane): deque() for i in range(stages) for lane in (0, 1)}
         self.clients: dict[str, Client] = {}
         self.now = 0.0
+        #: Row groups that went ahead, by what became of them.
+        self.ahead: Counter[str] = Counter()
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -352,6 +354,10 @@ class Ring:
         if hop + 1 < len(self.stages):
             self._send(hop + 1, self.stages[hop + 1].arrive(body, data))
         elif isinstance(body, Sampled):
+            said = {choice.request for choice in body.choices}
+            for group in self.head._ledger._volumes[body.tick].rows:
+                if group.is_ahead:
+                    self.ahead["right" if group.request in said else "wrong"] += 1
             self._emit(self.head.sampled(body, {}, self.now))
         elif isinstance(body, Release):
             self.head.released(body.tick, self.now)
@@ -668,3 +674,17 @@ def test_a_rejected_row_ends_only_its_own_request() -> None:
     assert (rejected.key, rejected.reason) == ("a", "failed")
     assert isinstance(token, Token)
     assert token.key == "b"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_goes_ahead_changes_no_answer(seed: int) -> None:
+    """Few requests and many guesses: passes go ahead, on paths that turn out right or wrong."""
+    rng = random.Random(seed)
+    limits = HeadLimits(64, 4, 2, chunk_tokens=16, draft_tokens=3, ahead=4)
+    ring = Ring(3, limits, rng=rng)
+    for number in range(3):
+        sampling = Sampling(seed=20 + number, presence_penalty=0.5 * (number % 2))
+        ring.submit(HeadRequest("d", str(number), (number, 1, 2), 3, 40, sampling))
+    ring.drain(rng.choice)
+    assert ring.ahead["right"] > 5
+    assert ring.ahead["wrong"] > 5

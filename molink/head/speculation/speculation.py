@@ -90,7 +90,7 @@ class Speculation:
         """
         if not self._limits.draft_tokens or not jobs:
             return []
-        load = replace(load, context=load.context - load.context % _BEFORE)
+        load = _rounded(load)
         least = self._least_chance(load) if self._auto else 0.0
         most = self._per_pass(load, flying)
         guesses = [
@@ -112,6 +112,7 @@ class Speculation:
 
         ``flying`` are the rows of each decode volume in flight; ``room`` is for drafts in all.
         """
+        load = _rounded(load)
         left = min(room, self._ahead_rows(load, flying))
         if left < 1:
             return []
@@ -254,6 +255,10 @@ class Speculation:
         steps = [_step_s(profile, drafts, load) for profile in times.profiles]
         sends = [times.send_s(index, rows) for index in range(len(times.links))]
         return max(sum(steps) + times.transfer_s(rows), load.flying * max([*steps, *sends]))
+
+
+def _rounded(load: Load) -> Load:
+    return replace(load, context=load.context - load.context % _BEFORE)
 
 
 def _room(job: Job) -> int:
