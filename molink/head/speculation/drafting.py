@@ -10,25 +10,32 @@ CLASSES = (1, 2, 3, 4, 6, 9)
 #: Of a request that has had no drafts: the chance that one is right, by class. So it was with the
 #: texts of ``docs/results/lookup.json``, rounded down.
 PRIORS = (0.2, 0.45, 0.65, 0.7, 0.85, 0.95)
-#: Weight of the last draft in the running mean; of the first ones more, as if :data:`PRIORS` were
+#: Of these, where nothing is known: what drafts are expected to be, and are.
+_USUAL = 0.4
+#: Weight of the last draft in the running means; of the first ones more, as if :data:`_USUAL` were
 #: what so many drafts had told.
-_SMOOTHING = 0.15
-_WEIGHT_OF_PRIOR = 2
-#: How far, with each pass without drafts, what was learnt falls back towards :data:`PRIORS`: texts
-#: change, and a request whose drafts were wrong gets one again later.
+_SMOOTHING = 0.05
+_WEIGHT_OF_PRIOR = 4
+#: How far, with each pass without drafts, what was learnt falls back towards what is expected:
+#: texts change, and a request whose drafts were wrong gets one again later.
 _FORGETTING = 0.001
+#: No draft is surer.
+_SUREST = 0.97
 
 
 class Drafting:
-    """A request's drafts, and the chance that one is right if those before it are."""
+    """A request's drafts, and the chance that one is right if those before it are.
 
-    __slots__ = ("_begin", "_foretold", "_known", "chances", "source")
+    That is what can be expected by the tokens that agree, and how its drafts have done so far.
+    """
+
+    __slots__ = ("_begin", "_expected", "_foretold", "_known", "_right", "source")
 
     def __init__(self, source: DraftSource) -> None:
         self.source = source
-        #: By class.
-        self.chances = list(PRIORS)
-        self._known = [0] * len(CLASSES)
+        #: Running means of its drafts: how many were to be right, and were.
+        self._expected = self._right = _USUAL
+        self._known = 0
         #: What was foretold last, and the position of its first token.
         self._foretold = Foretold()
         self._begin = 0
@@ -53,31 +60,40 @@ class Drafting:
 
     def chance(self, position: int) -> float:
         """That of the draft at ``position``, if those before it are right."""
-        return self.chances[self._class(position)]
+        return min(_SUREST, PRIORS[self._class(position)] * self._success)
 
-    def is_proven(self, position: int) -> bool:
-        """Whether such drafts were right more often than one could expect."""
-        index = self._class(position)
-        return self.chances[index] > PRIORS[index]
+    @property
+    def is_proven(self) -> bool:
+        """Whether its drafts were right more often than one could expect."""
+        return self._right > self._expected
+
+    @property
+    def best(self) -> float:
+        """The chance of a draft at best."""
+        return min(_SUREST, PRIORS[-1] * self._success)
 
     def verified(self, position: int, drafts: int, right: int) -> None:
         """Of ``drafts`` from ``position`` on the first ``right`` were; what follows a wrong one
         tells nothing."""
         for at in range(position, position + right):
-            self._learn(self._class(at), 1.0)
+            self._learn(at, 1.0)
         if right < drafts:
-            self._learn(self._class(position + right), 0.0)
+            self._learn(position + right, 0.0)
 
     def rested(self) -> None:
         """A pass went without drafts."""
-        for index, prior in enumerate(PRIORS):
-            self.chances[index] += _FORGETTING * max(0.0, prior - self.chances[index])
+        self._right += _FORGETTING * max(0.0, self._expected - self._right)
+
+    @property
+    def _success(self) -> float:
+        return self._right / self._expected
 
     def _class(self, position: int) -> int:
         evidence = self._foretold.evidence + position - self._begin
         return max(0, bisect_right(CLASSES, evidence) - 1)
 
-    def _learn(self, index: int, was_right: float) -> None:
-        self._known[index] += 1
-        weight = max(_SMOOTHING, 1 / (_WEIGHT_OF_PRIOR + self._known[index]))
-        self.chances[index] += weight * (was_right - self.chances[index])
+    def _learn(self, position: int, was_right: float) -> None:
+        self._known += 1
+        weight = max(_SMOOTHING, 1 / (_WEIGHT_OF_PRIOR + self._known))
+        self._expected += weight * (PRIORS[self._class(position)] - self._expected)
+        self._right += weight * (was_right - self._right)

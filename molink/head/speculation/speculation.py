@@ -153,14 +153,14 @@ class Speculation:
     def _guess(self, job: Job, least: float, per_pass: int, prefilling: bool) -> _Guess | None:
         """What may follow; ``None`` if nobody knows, or it is not to be tried at its chance."""
         drafting = self._drafting(job)
-        if self._auto and max(drafting.chances) <= least:
+        if self._auto and drafting.best <= least:
             return None
         most = min(_FORETOLD if self._limits.ahead else per_pass, _room(job))
         drafts = drafting.draft(job.tokens, most)[:per_pass] if most > 0 else ()
         if not drafts or not self._auto:
             return _Guess(job, drafts, [1.0] * len(drafts)) if drafts else None
         first = len(job.tokens)
-        if drafting.chance(first) <= least or (prefilling and not drafting.is_proven(first)):
+        if drafting.chance(first) <= least or (prefilling and not drafting.is_proven):
             return None
         return _Guess(job, drafts, [drafting.chance(first + at) for at in range(len(drafts))])
 
