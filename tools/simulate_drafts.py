@@ -15,7 +15,8 @@ up so that nearly every pass has a draft, and each draft is wrong.
 So many streams come at once (1: eight requests, one after another). Shown are the mean time per
 output token and output tokens/s, and how many times better than without drafts each is; ``texts``
 are the least and the most of the requests. ``auto`` lets passes of drafts go ahead of the tokens
-that they assume; with ``--plain`` there is also what it brings without these.
+that they assume; with ``--plain`` there is also what it brings without these. With ``--foresight``
+nothing is sent beyond the first wrong draft: what cancelling the rest would bring at most.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         sent = tuple(islice(cycle(texts[kind]), count))
         workload = Workload(rate, count / rate, rows=rows_of(sent), arrivals="trace")
         plain = Scenario(workload, options.stages, device, options.model, link, texts=sent)
+        plain = replace(plain, foresight=options.foresight)
         for drafts in options.drafts:
             drafting = replace(plain, draft_tokens=drafts)
             if drafts == AUTO_DRAFTS and options.plain:
@@ -160,6 +162,7 @@ def main() -> None:
         "--drafts", type=_numbers, default=[2, 4, 8, AUTO_DRAFTS], help="-1: as many as pay"
     )
     parser.add_argument("--plain", action="store_true", help="also auto with nothing ahead")
+    parser.add_argument("--foresight", action="store_true")
     parser.add_argument("--loops", action="store_true", help="whole answers")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--json", action="store_true")

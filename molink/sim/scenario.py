@@ -39,7 +39,8 @@ class Scenario:
     ``shape`` is the model's, if it has no profile of that name. With ``texts``, request ``i`` is
     the ``i``-th of them, from the first again after the last, and the workload's sizes have to be
     theirs. Without, prompts and answers have no content, and there can't be ``draft_tokens`` (of a
-    request in a pass; 0: none, -1: as many as pay; up to ``ahead`` passes go on from those).
+    request in a pass; 0: none, -1: as many as pay; up to ``ahead`` passes go on from those). With
+    ``foresight`` nothing is drafted beyond the first wrong draft.
 
     Raises:
         UsageError: a number is out of range, or there is no profile or policy of that name.
@@ -67,6 +68,7 @@ class Scenario:
     texts: tuple[Text, ...] = ()
     draft_tokens: int = 0
     ahead: int = MAX_AHEAD
+    foresight: bool = False
 
     def __post_init__(self) -> None:
         bounds: dict[str, tuple[float, float, float]] = {
