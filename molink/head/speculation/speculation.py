@@ -12,6 +12,7 @@ one of its own, right behind it, where stages and links have time left.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -31,6 +32,8 @@ _FORETOLD = 128
 #: Share of a turn in which decode volumes may keep the slowest stage or link busy, for rows to go
 #: ahead.
 _AHEAD_SHARE = 0.8
+#: A volume that goes ahead may take a stage so many times as long as one row.
+_SLOWER = 1.5
 #: Turns that are remembered.
 _REMEMBERED = 4096
 #: Tokens before rows are rounded to these, so that what a turn takes can be remembered.
@@ -73,6 +76,8 @@ class Speculation:
         links = (LinkFacts(),) * limits.stages
         self._times = RingTimes(limits.profiles, links, limits.row_bytes)
         self._turns: dict[tuple[int, Load], float] = {}
+        #: Rows of volumes that go ahead, by context.
+        self._paces: dict[int, int] = {}
         self.drafted = 0
         self.accepted = 0
 
@@ -80,6 +85,7 @@ class Speculation:
         """Stages have measured themselves or their links anew."""
         self._times = times
         self._turns.clear()
+        self._paces.clear()
 
     def drafts(
         self, jobs: Sequence[Job], load: Load, room: int, flying: Sequence[int] = ()
@@ -178,18 +184,31 @@ class Speculation:
         return _Guess(job, drafts, [math.prod(chances)])
 
     def _ahead_rows(self, load: Load, flying: Sequence[int]) -> int:
-        """Rows of a volume that goes ahead; 0 if there is no time for one.
-
-        As many as the slowest link sends while the slowest stage computes.
-        """
+        """Rows of a volume that goes ahead; 0 if there is no time for one."""
         if not self._auto:
             return self._limits.draft_tokens
-        times, turn = self._times, self._turn_s(0, load)
-        step = max((profile.decode_s(1, load.context) for profile in times.profiles), default=0.0)
-        send = max((times.send_s(index, 1) for index in range(len(times.links))), default=0.0)
-        rows = MAX_DRAFTS if send * MAX_DRAFTS <= step else math.ceil(step / send)
+        turn = self._turn_s(0, load)
+        if not turn:
+            return 0
+        rows = self._keeping_pace(load.context)
         busy = sum(self._busy_s(each, load.context) for each in (*flying, rows))
-        return rows if 0 < busy <= _AHEAD_SHARE * turn else 0
+        return rows if busy <= _AHEAD_SHARE * turn else 0
+
+    def _keeping_pace(self, context: int) -> int:
+        """As many rows as the slowest link sends while the slowest stage computes.
+
+        Fewer, if so many take that stage much longer than one.
+        """
+        if context not in self._paces:
+            times = self._times
+            send = max((times.send_s(index, 1) for index in range(len(times.links))), default=0.0)
+            steps = [
+                max(profile.decode_s(rows, context) for profile in times.profiles)
+                for rows in range(1, 1 + MAX_DRAFTS)
+            ]
+            rows = bisect_right(steps, _SLOWER * steps[0])
+            self._paces[context] = min(rows, math.ceil(steps[0] / send)) if send else rows
+        return self._paces[context]
 
     def _least_chance(self, load: Load) -> float:
         """At which one draft pays, beside no chunk; no chance is enough if stages are unknown."""

@@ -199,11 +199,11 @@ def under_way(chance: float, path: int) -> Job:
 
 
 def test_drafts_go_ahead_if_those_before_them_are_likely_to_be_right() -> None:
-    # A turn takes 220 ms, and a volume of 15 rows 24, of which others wait for half: 0.052.
+    # A turn takes 220 ms, and a volume of 6 rows 15, of which others wait for half: 0.033.
     made = pipelined()
-    assert ahead(made, [under_way(0.9, 15)]) == [MAX_DRAFTS]
-    assert ahead(made, [under_way(0.9, 30)]) == [0]
-    assert ahead(made, [under_way(0.5, 3)]) == [MAX_DRAFTS]
+    assert ahead(made, [under_way(0.9, 15)]) == [6]
+    assert ahead(made, [under_way(0.9, 35)]) == [0]
+    assert ahead(made, [under_way(0.5, 3)]) == [6]
     assert ahead(made, [under_way(0.5, 4)]) == [0]
     assert ahead(made, jobs(1, 0.9)) == [0], "nothing was foretold"
 
@@ -211,13 +211,13 @@ def test_drafts_go_ahead_if_those_before_them_are_likely_to_be_right() -> None:
 def test_the_most_likely_goes_ahead() -> None:
     likely, less = under_way(0.9, 2), under_way(0.9, 3)
     less.id = 1
-    assert ahead(pipelined(), [less, likely]) == [0, MAX_DRAFTS]
+    assert ahead(pipelined(), [less, likely]) == [0, 6]
 
 
 def test_nothing_goes_ahead_where_the_ring_is_busy() -> None:
     # Four fifths of a turn are 176 ms.
-    assert ahead(pipelined(), [under_way(0.9, 2)], [1, *[15] * 5]) == [MAX_DRAFTS]
-    assert ahead(pipelined(), [under_way(0.9, 2)], [1, *[15] * 6]) == [0]
+    assert ahead(pipelined(), [under_way(0.9, 2)], [1, *[15] * 6]) == [6]
+    assert ahead(pipelined(), [under_way(0.9, 2)], [1, *[15] * 7]) == [0]
     assert ahead(pipelined(NEAR), [under_way(0.9, 2)]) == [0]
 
 
