@@ -13,8 +13,8 @@ PRIORS = (0.2, 0.45, 0.65, 0.7, 0.85, 0.95)
 #: Of these, where nothing is known: what drafts are expected to be, and are.
 _USUAL = 0.4
 #: Weight of the last draft in the running means; of the first ones more, as if :data:`_USUAL` were
-#: what so many drafts had told.
-_SMOOTHING = 0.05
+#: what so many drafts had told; and of all, where less than half are right that were to be.
+_SMOOTHING, _SMOOTHING_WHERE_BAD = 0.05, 0.15
 _WEIGHT_OF_PRIOR = 4
 #: How far, with each pass without drafts, what was learnt falls back towards what is expected:
 #: texts change, and a request whose drafts were wrong gets one again later.
@@ -79,6 +79,7 @@ class Drafting:
             self._learn(at, 1.0)
         if right < drafts:
             self._learn(position + right, 0.0)
+            self._foretold = Foretold()
 
     def rested(self) -> None:
         """A pass went without drafts."""
@@ -94,6 +95,7 @@ class Drafting:
 
     def _learn(self, position: int, was_right: float) -> None:
         self._known += 1
-        weight = max(_SMOOTHING, 1 / (_WEIGHT_OF_PRIOR + self._known))
+        smoothing = _SMOOTHING if self._success >= 0.5 else _SMOOTHING_WHERE_BAD
+        weight = max(smoothing, 1 / (_WEIGHT_OF_PRIOR + self._known))
         self._expected += weight * (PRIORS[self._class(position)] - self._expected)
         self._right += weight * (was_right - self._right)

@@ -125,8 +125,8 @@ class Speculation:
         offers = [offer for job in jobs if (offer := self._offer(job)) is not None]
         offers.sort(key=lambda offer: -offer.chances[0])
         turn, chosen = self._turn_s(0, load), list[tuple[Job, Sequence[int]]]()
-        # Of rows that come behind those on a wrong path, on average.
-        lost = self._busy_s(left, load.context) / 2
+        # Of those in a volume that comes behind one on a wrong path, on average.
+        lost = self._busy_s(left, load.context) / 2 * load.rows
         for offer in offers:
             chance = offer.chances[0]
             if left < 1 or (self._auto and chance * turn < (1 - chance) * lost):
