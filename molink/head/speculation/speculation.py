@@ -56,7 +56,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """Tokens that may follow those of ``job``; ``chances`` of each, if those before it are right."""
+    """Tokens that may follow those of ``job``; ``chances`` of each if those before it are right."""
 
     job: Job
     drafts: Sequence[int]
