@@ -148,13 +148,16 @@ class Speculation:
     def _per_pass(self, load: Load, flying: Sequence[int]) -> int:
         """Most drafts that follow a decode row.
 
-        Half as many as go ahead, if some can: those come hardly later, and don't make that row
-        come later.
+        Half as many as go ahead, if two volumes can: those come hardly later, and don't make that
+        row come later.
         """
         if not self._auto:
             return self._limits.draft_tokens
-        ahead = 0 if load.prefilling else self._ahead_rows(load, (*flying, load.rows))
-        return max(1, ahead // 2) if ahead and self._limits.ahead else MAX_DRAFTS
+        if load.prefilling or not self._limits.ahead:
+            return MAX_DRAFTS
+        rows = self._ahead_rows(load, flying := (*flying, load.rows))
+        again = rows and self._ahead_rows(load, (*flying, rows))
+        return max(1, rows // 2) if again else MAX_DRAFTS
 
     def _guess(self, job: Job, least: float, per_pass: int, prefilling: bool) -> _Guess | None:
         """What may follow; ``None`` if nobody knows, or it is not to be tried at its chance."""
