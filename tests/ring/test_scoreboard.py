@@ -220,6 +220,14 @@ def test_a_prompt_has_no_drafts() -> None:
     assert run(board) == ((3,), [])
 
 
+def test_rows_may_be_drafts_only() -> None:
+    board = Scoreboard()
+    feed(board, admit(1, 0))
+    feed(board, volume(2, rows(0, 1)), volume(3, rows(0, 2, start=1, count=2, drafts=(5, 6))))
+    assert run(board) == ((2,), [])
+    assert run(board) == ((3,), [])
+
+
 @pytest.mark.parametrize(
     "groups",
     [
