@@ -231,7 +231,7 @@ class World:
         shared = [hash((self.seed, rng.randrange(2), i)) % VOCABULARY for i in range(12)]
         own = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 5))]
         prompt = tuple(shared[: rng.choice((0, 4, 6, 9))] + own)
-        count = rng.randrange(3, 9) + 2 * self.mode.ahead
+        count = rng.randrange(3, 9) + self.mode.ahead
         penalty = 1.1 if rng.random() < 0.25 else 1.0
         sampling = Sampling(seed=rng.randrange(1 << 30), repetition_penalty=penalty)
         expected = reference(layers, prompt, count, (), sampling)
