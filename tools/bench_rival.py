@@ -11,6 +11,11 @@ are started over a fast network, which is then slowed down. The same requests at
 to each side's endpoint, from its own first node, one side after the other, with the order turning
 from repeat to repeat. No prompt comes twice to a side: each keeps what it has computed of those
 before.
+
+With drafts (``drafts``), beside molink without, by a text that the answers repeat:
+
+    python -m tools.bench_rival FOLDER-OR-GGUF --sides molink,drafts --text molink/head/depth.py \\
+        --mbps 100 --requests 3 --rate 0.05 --output-tokens 96
 """
 
 import argparse
@@ -60,6 +65,7 @@ class Load:
     prompt_tokens: int
     output_tokens: int
     seed: int
+    text: str = ""
 
 
 class Side:
@@ -121,9 +127,9 @@ def molink(
             home, log = folder / f"{name} {index}", folder / f"{name} {index}.log"
             verb = first if index == 0 else ["join", token]
             command = [sys.executable, "-m", "molinkd", *verb, *common]
-            own = {**environment, "MOLINK_HOME": str(home), "MOLINK_COPIES": "false"}
             # What a random model writes repeats itself, and drafts would be right more than usual.
-            own |= {"MOLINK_DRAFT_TOKENS": "off"}
+            own = {"MOLINK_DRAFT_TOKENS": "off", **environment}
+            own |= {"MOLINK_HOME": str(home), "MOLINK_COPIES": "false"}
             own |= {"MOLINK_SPARE_WORKER": "false", "MOLINK_TOKEN_USES": "255"}
             process = side.run(index, command, log, own)
             if index == 0:
@@ -202,6 +208,10 @@ async def send(url: str, load: Load) -> list[Sample]:
         )
         for index in range(load.requests)
     ]
+    if load.text:
+        beginning = load.text[: len(load.text) // 8]
+        again = f"{load.text}\n\nThe same once more:\n\n{beginning}"
+        prompts = [f"{load.seed}.{index}\n{again}" for index in range(load.requests)]
 
     async def one(session: aiohttp.ClientSession, at: float, prompt: str) -> Sample:
         await asyncio.sleep(at)
@@ -256,6 +266,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.2, help="requests a second")
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--text", type=Path, help="of each prompt, in which it begins again")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--sides", default="molink,plain,llama", help="those to measure")
     options = parser.parse_args()
@@ -272,6 +283,7 @@ def main() -> None:
                 ("molink", {}),
                 ("plain", PLAIN | many),
                 ("fifo", FIFO | many),
+                ("drafts", {"MOLINK_DRAFT_TOKENS": "auto"}),
             )
             if name in wanted
         ]
@@ -284,6 +296,7 @@ def main() -> None:
         print(f"| Mbps | | {' | '.join(f'{one}, s' for one in FIGURES)} |")
         print("|---:|---|---:|---:|---:|---:|")
         seeds = itertools.count()
+        text = options.text.read_text(encoding="utf-8") if options.text is not None else ""
         for side in sides:
             side.measure(Load(2, 1.0, options.prompt_tokens, 8, next(seeds)))
         for mbps in map(float, options.mbps.split(",")):
@@ -297,6 +310,7 @@ def main() -> None:
                     options.prompt_tokens,
                     options.output_tokens,
                     next(seeds),
+                    text,
                 )
                 for side in sides[:: -1 if repeat % 2 else 1]:
                     found[side.name].append(figures(side.measure(load)))

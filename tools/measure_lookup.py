@@ -37,7 +37,7 @@ from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.source import Uncounted
 from molink.checkpoint.unpacking import unpacked
 from molink.gguf import blocks, formats, header, parts
-from molink.head.speculation.lookup import LONGEST, SHORTEST, PromptLookup
+from molink.head.speculation.lookup import LONGEST, PromptLookup
 from molink.text.tokenizer import Tokenizer
 from tools.greedy import greedy, whole_model
 from tools.simulate_drafts import until_loop
@@ -145,11 +145,12 @@ def ask(path: Path, count: int, dtype: Any) -> list[Answer]:
 
 def play(answer: Answer, k: int, longest: int, shortest: int) -> Tally:
     """Prompt lookup over one answer; its first token comes with the prompt."""
-    lookup = PromptLookup(longest, shortest)
+    lookup = PromptLookup(longest)
     written, passes, with_draft, drafted, accepted = 1, 0, 0, 0, 0
     while written < len(answer.tokens):
         context = answer.prompt + answer.tokens[:written]
-        guess = lookup.draft(context, min(k, len(answer.tokens) - written))
+        foretold = lookup.draft(context, min(k, len(answer.tokens) - written))
+        guess = foretold.tokens if foretold.evidence >= shortest else ()
         right = 0
         while right < len(guess) and guess[right] == answer.tokens[written + right]:
             right += 1
@@ -194,7 +195,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--most", type=int, default=8, help="tokens of a draft")
     parser.add_argument("--longest", type=int, default=LONGEST, help="tokens that are looked for")
-    parser.add_argument("--shortest", type=int, default=SHORTEST)
+    parser.add_argument("--shortest", type=int, default=2)
     parser.add_argument("--no-loops", action="store_true", help="count up to the first loop only")
     parser.add_argument("--json", action="store_true", help="print the answers too")
     options = parser.parse_args()

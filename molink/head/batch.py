@@ -135,6 +135,17 @@ class VolumeBuilder:
         self._samples += len(drafts)
         job.announced += len(blocks)
 
+    def add_ahead(
+        self, job: Job, drafts: Sequence[int], blocks: Sequence[int], released: int
+    ) -> None:
+        """Let rows of nothing but ``drafts`` go on from those of ``job`` in flight."""
+        start = len(job.tokens) + len(job.path)
+        group = _Group(job, start, 0, tuple(blocks), True, released, -1, tuple(drafts))
+        self._groups.append(group)
+        self._bytes += _GROUP_BYTES + _ID_BYTES * (len(drafts) + len(blocks))
+        self._samples += len(drafts)
+        job.announced += len(blocks)
+
     def build(self, tick: int) -> HeadVolume:
         """The volume as ``tick``; its jobs have it in flight from now on."""
         rows, tokens = [], list[int]()
@@ -158,5 +169,7 @@ class VolumeBuilder:
             tokens += group.drafts
             job.last = tick
             job.flight[tick] = group.start
+            job.awaited.append(tick)
+            job.path += group.drafts
         payload = Payload("i32", (len(tokens),))
         return HeadVolume(Volume(tick, self.prefill, tuple(rows), payload), tokens)

@@ -93,6 +93,8 @@ class Batcher:
             if prefill:
                 rows = self._prefill_rows(streams, context, now, beside=len(decode) > 0)
                 self._add_prefill(chunk, rows, admitted, now)
+            if not len(decode) and not len(chunk):
+                self._add_ahead(decode, streams, context)
         control = [self._release(leaving) for leaving in self._roster.take_leaving()]
         for job in admitted:
             control += self._admission(job)
@@ -114,7 +116,7 @@ class Batcher:
         for job in running:
             if len(builder) == quota or builder.room < 1:
                 return
-            if job.flight or job.state != "decode":  # or it was preempted for one before it
+            if job.awaited or job.state != "decode":  # or it was preempted for one before it
                 continue
             grown = self._grow(job)
             if grown is None:
@@ -125,19 +127,39 @@ class Batcher:
 
     def _add_drafts(self, builder: VolumeBuilder, streams: int, context: int) -> None:
         """Let drafts follow the decode rows, as far as there are blocks for them."""
-        riding = len(builder)
-        flying = min(self.micro_batches.count, math.ceil(streams / riding)) if riding else 0
-        prefilling = self._ledger.volumes(prefill=True) > 0 or self._roster.has_prompts
-        load = Load(riding, flying, context, prefilling)
-        for job, drafts in self._speculation.drafts(builder.jobs, load, builder.draft_room):
-            if self._starved or self._grow(job, len(drafts)) is None:
-                room = len(job.blocks) * self._limits.block_size - len(job.tokens)
-                drafts = drafts[:room]
+        load, flying = self._load(len(builder), streams, context), self._ledger.decode_rows
+        for job, drafts in self._speculation.drafts(builder.jobs, load, builder.draft_room, flying):
+            drafts, blocks = self._housed(job, drafts)
             if drafts:
-                upto = self._limits.blocks_for(len(job.tokens) + len(drafts))
-                blocks = job.blocks[job.announced : max(upto, job.announced)]
                 released = self._cache.blocks.released_at(blocks)
                 builder.add_drafts(job, drafts, blocks, released)
+
+    def _add_ahead(self, builder: VolumeBuilder, streams: int, context: int) -> None:
+        """A volume of nothing but drafts, where there is nothing else to do."""
+        if self._ledger.ahead >= self._limits.ahead or self._roster.waiting:
+            return
+        load = self._load(math.ceil(streams / self.micro_batches.count), streams, context)
+        if load.prefilling:
+            return
+        jobs, flying = self._roster.under_way(), self._ledger.decode_rows
+        for job, drafts in self._speculation.ahead(jobs, load, flying, builder.draft_room):
+            drafts, blocks = self._housed(job, drafts)
+            if drafts:
+                builder.add_ahead(job, drafts, blocks, self._cache.blocks.released_at(blocks))
+
+    def _load(self, riding: int, streams: int, context: int) -> Load:
+        """``riding`` decode rows are in a volume."""
+        flying = min(self.micro_batches.count, math.ceil(streams / riding)) if riding else 0
+        prefilling = self._ledger.volumes(prefill=True) > 0 or self._roster.has_prompts
+        return Load(riding, flying, context, prefilling)
+
+    def _housed(self, job: Job, drafts: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Those of the next ``drafts`` for which there are blocks, and those to be announced."""
+        before = len(job.tokens) + len(job.path)
+        if self._starved or self._grow(job, len(job.path) + len(drafts)) is None:
+            drafts = drafts[: max(0, len(job.blocks) * self._limits.block_size - before)]
+        upto = self._limits.blocks_for(before + len(drafts))
+        return drafts, job.blocks[job.announced : max(upto, job.announced)]
 
     def _grow(self, job: Job, drafts: int = 0) -> int | None:
         """See to it that the job's last token, and what may follow it, have blocks.

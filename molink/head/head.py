@@ -20,6 +20,7 @@ from molink.head.request import Emission, HeadRequest
 from molink.head.roster import Roster
 from molink.head.speculation.base import DraftSource
 from molink.head.speculation.lookup import PromptLookup
+from molink.head.speculation.path import are_due, compare, go_on
 from molink.head.speculation.speculation import Speculation
 from molink.wire.messages.data import (
     Choice,
@@ -69,7 +70,6 @@ class Head:
         self._batcher = Batcher(limits, self._roster, self._cache, self._ledger, self._speculation)
         self._admission = Admission(limits)
         self._story = Story()
-        #: When volumes in flight were issued, by tick.
         self._counts = dict.fromkeys(
             (
                 "requests",
@@ -167,16 +167,20 @@ class Head:
             job = self._roster.of_id(rows.request)
             if job is None:
                 continue
-            job.flight.pop(message.tick, None)
-            self._roster.ran(job, seconds, now)
+            was_awaited = self._came_back(job, rows, message.tick)
+            if was_awaited:
+                self._roster.ran(job, seconds, now)
             if rows.source >= 0:
                 self._cache.copied(job)
+            found = choices.get(rows.request, [])
             if rows.request in failed:
                 emissions.append(self._fail(job, _NO_TOKEN, now))
-            elif rows.sample:
-                emissions += self._take_all(job, rows, choices.get(rows.request, []), tops, now)
+            elif rows.sample and was_awaited:
+                emissions += self._take_all(job, rows, found, tops, now)
                 if rows.request in forced and job.state != "gone":
                     self._speculation.offered(job, forced[rows.request])
+            elif found:
+                emissions.append(self._fail(job, "the last stage went on from wrong drafts", now))
         return emissions
 
     def tombstone(self, tick: int, now: float) -> list[Emission]:
@@ -243,7 +247,7 @@ class Head:
             "head_micro_batches": batcher.micro_batches.count,
             "head_running": self._roster.admitted,
             "head_waiting": self._roster.waiting,
-            "head_decode_in_flight": ledger.volumes(prefill=False),
+            "head_decode_in_flight": ledger.volumes(prefill=False) + ledger.ahead,
             "head_prefill_in_flight": ledger.volumes(prefill=True),
             "head_prefill_rows_in_flight": ledger.prefill_rows,
             "head_cancel_iterations_last": ledger.cancel_iterations_last,
@@ -304,19 +308,34 @@ class Head:
         self._story.add(now, "back", tick, len(rows))
         return rows, now - issued_at
 
+    def _came_back(self, job: Job, rows: Rows, tick: int) -> bool:
+        """Whether tokens may come with these rows."""
+        self._speculation.drafted += len(rows.drafts)
+        del job.flight[tick]
+        if tick not in job.awaited:
+            return False
+        job.awaited.remove(tick)
+        return True
+
     def _take_all(
         self, job: Job, rows: Rows, choices: Sequence[Choice], tops: Tops, now: float
     ) -> list[Emission]:
         """The tokens of a live request, up to its end."""
-        if not _are_due(choices, len(job.tokens), rows.drafts):
+        if not are_due(choices, len(job.tokens), rows.checked):
             return [self._fail(job, "the last stage did not sample its token", now)]
-        if rows.drafts:
-            self._speculation.verified(job, len(rows.drafts), len(choices) - 1)
+        compared, right = compare(job, choices)
+        if compared:
+            self._speculation.verified(job, compared, right)
         emissions = []
         for choice in choices:
             emissions.append(self._take(job, choice, tops, now))
             if job.state == "gone":
-                break
+                return emissions
+        go_on(job, len(choices), right)
+        if not job.awaited:
+            self._roster.came_back(job)
+            if job.stalled:
+                job.stalled_at = now
         return emissions
 
     def _take(self, job: Job, choice: Choice, tops: Tops, now: float) -> Emission:
@@ -329,11 +348,7 @@ class Head:
         if job.generated == 1:
             job.first_at = now
         finish = self._finish(job)
-        if finish is None:
-            self._roster.came_back(job)
-            if job.stalled:
-                job.stalled_at = now
-        else:
+        if finish is not None:
             self._counts["finished"] += 1
             self._remove(job, finish, now)
         top = tops.get((choice.request, choice.position))
@@ -379,19 +394,6 @@ class Head:
     def _stray(self, kind: str, tick: int, now: float) -> None:
         self.strays += 1
         self._story.add(now, "stray", kind, tick)
-
-
-def _are_due(choices: Sequence[Choice], position: int, drafts: Sequence[int]) -> bool:
-    """Whether these are tokens from ``position`` on, of which all but the last are ``drafts``.
-
-    The KV of tokens that were neither sampled before nor drafts would be that of others.
-    """
-    if not 1 <= len(choices) <= 1 + len(drafts):
-        return False
-    tokens = [choice.token for choice in choices]
-    positions = [choice.position for choice in choices]
-    right = all(token == draft for token, draft in zip(tokens[:-1], drafts, strict=False))
-    return right and positions == list(range(position, position + len(choices)))
 
 
 def _shown(job: Job, now: float) -> RequestNow:

@@ -55,6 +55,10 @@ class Job:
     last: int = 0
     #: Ticks with rows of it that have not come back, and the first of these rows.
     flight: dict[int, int] = field(default_factory=dict)
+    #: Those of them that may bring tokens, in order: the others followed drafts that were wrong.
+    awaited: list[int] = field(default_factory=list)
+    #: The drafts in ``awaited`` rows, in order: what they assume to follow ``tokens``.
+    path: list[int] = field(default_factory=list)
     #: Tokens whose KV it found in the prefix cache: its first row is the one after.
     reused: int = 0
     #: Block that the first rows copy from, until they have come back; -1 if none.
@@ -92,7 +96,7 @@ class Job:
     @property
     def computed(self) -> int:
         """Tokens whose KV is at every stage: their rows have come back."""
-        return min(self.flight.values(), default=self.issued)
+        return min((self.issued, *self.flight.values()))
 
     def begin(self, request_id: int, blocks: list[int], found: Match) -> None:
         """It is admitted, with blocks for all its tokens, of which the first are ``found``."""
@@ -101,8 +105,12 @@ class Job:
         if self.admissions == 1:
             self.cached = min(found.tokens, self.request.prompt_tokens)
         self.last = 0
-        self.flight = {}
+        self.flight, self.awaited, self.path = {}, [], []
         self.issued = self.reused = found.tokens
         self.announced = self.depth = len(found.blocks)
         self.node, self.source = found.end, found.source
         self.offered = False
+
+    def leave_path(self) -> None:
+        """No rows in flight bring tokens any more."""
+        self.awaited, self.path = [], []

@@ -30,6 +30,8 @@ class Ledger:
         self._releases: dict[int, TurnCount | None] = {}
         self._trips: list[TurnCount] = []
         self._counts = {True: 0, False: 0}
+        #: Volumes in flight whose rows all go ahead; ``volumes`` doesn't count them.
+        self.ahead = 0
         #: Rows of the prefill volumes in flight.
         self.prefill_rows = 0
         self.cancel_iterations_last = 0
@@ -49,6 +51,11 @@ class Ledger:
         return tick in self._volumes
 
     @property
+    def decode_rows(self) -> list[int]:
+        """Rows of each decode volume in flight, those that go ahead included."""
+        return [volume.count for volume in self._volumes.values() if not volume.prefill]
+
+    @property
     def wide(self) -> bool:
         """Whether the oldest tick in flight is so old that nothing new may be issued."""
         oldest = min(next(iter(self._volumes), self.last), next(iter(self._releases), self.last))
@@ -63,9 +70,12 @@ class Ledger:
         """A volume goes out under a tick of this ledger."""
         self._volumes[volume.tick] = volume
         self._issued_at[volume.tick] = now
-        if any(rows.sample for rows in volume.rows):
-            self._awaited[volume.tick] = now
-        self._counts[volume.prefill] += 1
+        if _is_ahead(volume):
+            self.ahead += 1
+        else:
+            if any(rows.sample for rows in volume.rows):
+                self._awaited[volume.tick] = now
+            self._counts[volume.prefill] += 1
         self.prefill_rows += _prefill_rows(volume)
 
     def returned(self, tick: int) -> tuple[tuple[Rows, ...], float] | None:
@@ -73,7 +83,10 @@ class Ledger:
         volume = self._volumes.pop(tick, None)
         if volume is None:
             return None
-        self._counts[volume.prefill] -= 1
+        if _is_ahead(volume):
+            self.ahead -= 1
+        else:
+            self._counts[volume.prefill] -= 1
         self.prefill_rows -= _prefill_rows(volume)
         for trip in self._trips:
             if tick > trip.mark:
@@ -117,8 +130,12 @@ class Ledger:
         Raises:
             InvariantError: they don't.
         """
+        ahead = [volume for volume in self._volumes.values() if _is_ahead(volume)]
+        if len(ahead) != self.ahead:
+            raise InvariantError(f"{len(ahead)} volumes go ahead, not {self.ahead}")
         for prefill, count in self._counts.items():
-            there = sum(1 for volume in self._volumes.values() if volume.prefill is prefill)
+            volumes = [each for each in self._volumes.values() if each not in ahead]
+            there = sum(1 for volume in volumes if volume.prefill is prefill)
             if there != count:
                 raise InvariantError(f"{there} volumes (prefill: {prefill}) in flight, not {count}")
         if self.prefill_rows != sum(map(_prefill_rows, self._volumes.values())):
@@ -129,3 +146,7 @@ class Ledger:
 
 def _prefill_rows(volume: Volume) -> int:
     return sum(rows.count for rows in volume.rows) if volume.prefill else 0
+
+
+def _is_ahead(volume: Volume) -> bool:
+    return all(rows.is_ahead for rows in volume.rows)

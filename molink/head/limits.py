@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from molink.errors import UsageError
-from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
+from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD, MAX_DRAFTS
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 from molink.wire.messages.data import MAX_MICRO_BATCHES
 
@@ -23,7 +23,8 @@ class HeadLimits:
     that are over are kept for others that begin with the same tokens. Requests that may come to
     more than ``short_context`` tokens (0: no such bound) share them among themselves only. A decode
     row is followed by up to ``draft_tokens`` drafts (:data:`AUTO_DRAFTS`: as
-    :mod:`molink.head.speculation` decides).
+    :mod:`molink.head.speculation` decides). Up to ``ahead`` volumes of drafts may go on from those
+    in flight.
     """
 
     blocks: int
@@ -40,6 +41,7 @@ class HeadLimits:
     row_bytes: int = 0
     unpaired: bool = True
     draft_tokens: int = 0
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         bounds = {
@@ -53,6 +55,7 @@ class HeadLimits:
             "max_context": (1, 1 << 24),
             "short_context": (0, 1 << 24),
             "draft_tokens": (AUTO_DRAFTS, MAX_DRAFTS),
+            "ahead": (0, MAX_AHEAD),
         }
         for name, (minimum, maximum) in bounds.items():
             value = getattr(self, name)

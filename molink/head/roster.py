@@ -57,7 +57,7 @@ class Roster:
         self._admitted: dict[int, Job] = {}
         #: Admitted jobs with known tokens whose rows have still to be issued, oldest first.
         self._prefilling: dict[int, Job] = {}
-        #: Decoding jobs with nothing in flight, in the order in which their tokens came back.
+        #: Decoding jobs that wait for no rows, in the order in which their tokens came back.
         self._idle: dict[int, Job] = {}
         self._leaving: list[Leaving] = []
         self._next_id = 0
@@ -114,8 +114,7 @@ class Roster:
 
         Those that wait for their client are not among them.
         """
-        jobs = list(self._idle.values())
-        jobs += [job for job in self._admitted.values() if job.flight and job.state == "decode"]
+        jobs = [*self._idle.values(), *self.under_way()]
         return self._policy.running_order([job for job in jobs if not job.stalled], now)
 
     def prompts(self, now: float, *, closed: bool = False) -> Sequence[Job]:
@@ -128,6 +127,10 @@ class Roster:
         if new is not None:
             jobs.append(new)
         return self._policy.running_order(jobs, now) if jobs else jobs
+
+    def under_way(self) -> Iterator[Job]:
+        """Decoding jobs that wait for rows."""
+        return (job for job in self._admitted.values() if job.state == "decode" and job.awaited)
 
     def first_waiting(self, now: float) -> Job | None:
         """The job to be admitted next; those that wait for their client are passed over."""
@@ -159,8 +162,8 @@ class Roster:
 
     def _at_rest(self) -> Iterator[Job]:
         """Admitted jobs with no rows in flight or in a volume that is being composed."""
-        yield from self._idle.values()
-        yield from (job for job in self._prefilling.values() if not job.flight)
+        for jobs in (self._idle, self._prefilling):
+            yield from (job for job in jobs.values() if not job.flight)
 
     # --- the queue --------------------------------------------------------------------------------
 
@@ -265,6 +268,7 @@ class Roster:
         )
         job.blocks = []
         job.flight = {}
+        job.leave_path()
         job.source = -1
         job.node = ROOT
 
@@ -293,7 +297,9 @@ class Roster:
             job.issued < len(job.tokens) and job.id not in self._idle
         ):
             raise InvariantError(f"request {job.id} is in {job.state} with {job.issued} issued")
-        if job.state == "decode" and (job.id in self._idle) == bool(job.flight):
-            raise InvariantError(f"request {job.id} is idle with rows in flight, or neither")
+        if job.state == "decode" and (job.id in self._idle) == bool(job.awaited):
+            raise InvariantError(f"request {job.id} is idle and waits for rows, or neither")
+        if not job.flight.keys() >= set(job.awaited) or (job.path and not job.awaited):
+            raise InvariantError(f"request {job.id} waits for rows that are not in flight")
         if job.announced > len(job.blocks):
             raise InvariantError(f"request {job.id} announced blocks that it doesn't have")

@@ -25,14 +25,17 @@ class BoardLimits:
 
 
 def has_honest_drafts(volume: Volume) -> bool:
-    """Whether all drafts are of decode rows that are sampled from, and one ``Sampled`` has room."""
+    """Whether all drafts are of decode rows that are sampled from, and one ``Sampled`` has room.
+
+    A group may be drafts only: it goes ahead of the token that it assumes.
+    """
     if volume.prefill:
         return not any(group.drafts for group in volume.rows)
     proper = all(
-        (group.sample and len(group.drafts) < group.count) or not group.drafts
+        (group.sample and len(group.drafts) <= group.count) or not group.drafts
         for group in volume.rows
     )
-    return proper and sum(1 + len(group.drafts) for group in volume.rows) <= MAX_GROUPS
+    return proper and sum(1 + len(group.checked) for group in volume.rows) <= MAX_GROUPS
 
 
 @dataclass(slots=True)

@@ -56,7 +56,8 @@ class TurnClock:
             In how many seconds the next decode rows should be finished, for
             ``DecodeFinished``; 0 if they are late, ``None`` if unknown.
         """
-        requests = {group.request for group in volume.rows}
+        # Rows that go ahead come when they like: no turn after those before them.
+        requests = {group.request for group in volume.rows if not group.is_ahead}
         self._learn(requests, now)
         for request in requests:
             self.over(request)

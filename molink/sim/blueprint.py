@@ -2,18 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from molink.errors import UsageError
+from molink.facts.drafts import AUTO_DRAFTS
 from molink.facts.dtypes import DTYPE_SIZES, DType
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.chunk import max_chunk_rows
 from molink.head.limits import HeadLimits
+from molink.head.speculation.lookup import PromptLookup
 from molink.ring.build import RingPlan
 from molink.ring.stage import StageShape
 from molink.sim.profiles import MBPS
 from molink.sim.roofline import Roofline
 from molink.sim.scenario import Scenario
+from molink.sim.texts import Foresight
 from molink.wire.messages.data import MAX_GROUPS
 
 #: Activations travel as bf16.
@@ -82,6 +86,7 @@ class Blueprint:
             scenario.policy,
             scenario.cut_through,
             scheduling_policy=scenario.scheduling_policy,
+            source=partial(Foresight, scenario.texts) if scenario.foresight else PromptLookup,
         )
 
     @property
@@ -118,4 +123,5 @@ class Blueprint:
             row_bytes=self._row_bytes,
             unpaired=scenario.unpaired,
             draft_tokens=scenario.draft_tokens,
+            ahead=scenario.ahead if scenario.draft_tokens == AUTO_DRAFTS else 0,
         )

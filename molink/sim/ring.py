@@ -84,7 +84,9 @@ class SimRing:
             return texts[requests.seed(request) % len(texts)].forced(position) if texts else ()
 
         shape = blueprint.shape(index)
-        executor = SimExecutor(agenda, shape, roofline, blueprint.zeros, pc, token, forced)
+        executor = SimExecutor(
+            agenda, shape, roofline, blueprint.zeros, pc, requests, token, forced
+        )
         self._executors.append(executor)
         broken = partial(self._on_broken, index)
         link = self._make_link(index) if self._hops else None

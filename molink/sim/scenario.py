@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from molink.errors import UsageError
-from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
+from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD, MAX_DRAFTS
 from molink.head.policies.create import create_scheduling_policy
 from molink.sim.profiles import DeviceProfile, LinkProfile, ModelProfile, load_device, load_model
 from molink.sim.roofline import Roofline, split_layers, unequal_rooflines
@@ -39,7 +39,8 @@ class Scenario:
     ``shape`` is the model's, if it has no profile of that name. With ``texts``, request ``i`` is
     the ``i``-th of them, from the first again after the last, and the workload's sizes have to be
     theirs. Without, prompts and answers have no content, and there can't be ``draft_tokens`` (of a
-    request in a pass; 0: none, -1: as many as pay).
+    request in a pass; 0: none, -1: as many as pay; up to ``ahead`` passes go on from those). With
+    ``foresight`` nothing is drafted beyond the first wrong draft.
 
     Raises:
         UsageError: a number is out of range, or there is no profile or policy of that name.
@@ -66,6 +67,8 @@ class Scenario:
     shape: ModelProfile | None = None
     texts: tuple[Text, ...] = ()
     draft_tokens: int = 0
+    ahead: int = MAX_AHEAD
+    foresight: bool = False
 
     def __post_init__(self) -> None:
         bounds: dict[str, tuple[float, float, float]] = {
@@ -79,6 +82,7 @@ class Scenario:
                 AUTO_DRAFTS if self.texts else 0,
                 MAX_DRAFTS if self.texts else 0,
             ),
+            "ahead": (self.ahead, 0, MAX_AHEAD),
             "--compression-ratio": (self.compression_ratio, 1, 100),
         }
         for option, (value, minimum, maximum) in bounds.items():

@@ -32,7 +32,8 @@ class Outcome:
     head). ``micro_batches`` is ``K`` at the end. ``kv_peak`` is the largest share of the KV blocks
     that was in use, and ``preemptions`` how often one request had to give them up for another:
     where there are any, or the peak is near 1, the ring was saturated. Of ``drafted`` tokens
-    ``accepted`` were right.
+    ``accepted`` were right. ``tpots`` are the seconds per output token of each request that has
+    any, in order.
     """
 
     scenario: Scenario
@@ -45,6 +46,7 @@ class Outcome:
     preemptions: int
     drafted: int = 0
     accepted: int = 0
+    tpots: tuple[float, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """Plain values to be dumped: those of the report, and the simulation's own."""
@@ -101,6 +103,7 @@ def simulate(scenario: Scenario, timeline: Timeline | None = None) -> Outcome:
         pipeline.kv_peak,
         pipeline.preemptions,
         *pipeline.drafts,
+        tuple(sample.tpot for sample in samples if sample.tpot is not None),
     )
 
 

@@ -24,6 +24,8 @@ class NoRequests:
     def __init__(self) -> None:
         #: With the seed of each.
         self._live: dict[int, int] = {}
+        #: Position and token of each that were sampled last.
+        self.last: dict[int, tuple[int, int]] = {}
 
     def admit(self, message: Admit) -> None:
         """A request begins."""
@@ -45,6 +47,7 @@ class NoRequests:
     def release(self, request: int) -> None:
         """A request is over."""
         self._live.pop(request, None)
+        self.last.pop(request, None)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -62,7 +65,7 @@ def step_rows(volumes: Iterable[Volume], is_last: bool) -> StepRows:
             else:
                 decode += count
                 decode_context += count * rows.start
-            sampled += (1 + len(rows.drafts)) * (rows.sample and is_last)
+            sampled += (1 + len(rows.checked)) * (rows.sample and is_last)
     return StepRows(decode, decode_context, prefill, prefill_context, sampled)
 
 
@@ -80,6 +83,7 @@ class SimExecutor:
         roofline: Roofline,
         zeros: memoryview,
         pc: Pc,
+        requests: NoRequests,
         token: TokenAt = lambda request, position: 0,
         forced: ForcedAt = lambda request, position: (),
     ) -> None:
@@ -89,6 +93,7 @@ class SimExecutor:
         self._roofline = roofline
         self._zeros = zeros
         self._pc = pc
+        self._requests = requests
         self._token = token
         self._forced = forced
         self.on_step: OnStep | None = None
@@ -117,9 +122,13 @@ class SimExecutor:
 
     def _sample(self, rows: Rows) -> Iterator[Choice]:
         """A token after the last row; with drafts, up to the first that is another one."""
-        first = rows.start + rows.count - len(rows.drafts)
-        for position, draft in enumerate((*rows.drafts, None), first):
+        last = self._requests.last
+        if not rows.follows(*last.get(rows.request, (-1, -1))):
+            return
+        first = rows.start + rows.count - len(rows.checked)
+        for position, draft in enumerate((*rows.checked, None), first):
             token = self._token(rows.request, position)
+            last[rows.request] = position, token
             yield Choice(rows.request, position, token)
             if token != draft:
                 return

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from molink.bench.trace import TraceRow
+from molink.head.speculation.base import Foretold
+from molink.head.speculation.lookup import PromptLookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,26 @@ class Text:
         """Those that a grammar forces from a position on."""
         at = position - len(self.prompt)
         return self.answer[at : at + self.runs[at]] if 0 <= at < len(self.runs) else ()
+
+
+class Foresight:
+    """Prompt lookup that stops with the first wrong draft: as if all beyond it were cancelled."""
+
+    def __init__(self, texts: Sequence[Text]) -> None:
+        self._lookup = PromptLookup()
+        self._texts = texts
+
+    def draft(self, tokens: Sequence[int], count: int) -> Foretold:
+        """As :class:`molink.head.speculation.base.DraftSource` says."""
+        drafts, evidence = self._lookup.draft(tokens, count)
+        known = tuple(tokens)
+        for text in self._texts:
+            whole = text.prompt + text.answer
+            if whole[: len(known)] == known:
+                pairs = enumerate(zip(drafts, whole[len(known) :], strict=False), 1)
+                end = next((at for at, (draft, right) in pairs if draft != right), len(drafts))
+                return Foretold(drafts[:end], evidence)
+        return Foretold(drafts, evidence)
 
 
 def rows_of(texts: Sequence[Text]) -> tuple[TraceRow, ...]:

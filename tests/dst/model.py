@@ -57,12 +57,13 @@ def reference(
 class State:
     """One request at one stage."""
 
-    __slots__ = ("blocks", "history", "sampling")
+    __slots__ = ("blocks", "history", "last", "sampling")
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self.blocks: list[int] = []
         self.history: list[int] = []
+        self.last = (-1, -1)
 
 
 class Requests:
@@ -155,12 +156,15 @@ class Executor:
     def _sample(self, rows: Rows, values: Sequence[int]) -> Iterator[Choice]:
         """A token after the last row; with drafts, up to the first that is another one."""
         state = self._requests[rows.request]
+        if not rows.follows(*state.last):
+            return
         history = state.history if state.sampling.needs_history else None
-        before = rows.count - len(rows.drafts)
-        for at, draft in enumerate((*rows.drafts, None), before):
+        before = rows.count - len(rows.checked)
+        for at, draft in enumerate((*rows.checked, None), before):
             token = draw(values[at - 1], state.sampling, rows.start + at, history)
             if history is not None:
                 history.append(token)
+            state.last = rows.start + at, token
             yield Choice(rows.request, rows.start + at, token)
             if token != draft:
                 return

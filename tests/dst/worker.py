@@ -10,6 +10,7 @@ from molink.facts.profile import UNKNOWN
 from molink.facts.ringtimes import LinkFacts
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
+from molink.head.speculation.base import Foretold
 from molink.link.ends import ChannelEvents
 from molink.ring.build import LinkSurroundings, RingPlan, Seat, Surroundings, build_ring
 from molink.ring.stage import StageShape
@@ -59,6 +60,7 @@ class Mode:
     blocks: int = 40
     unpaired: bool = True
     draft_tokens: int = 0
+    ahead: int = 0
 
 
 @dataclass
@@ -67,14 +69,14 @@ class Guesses:
 
     world: "World"
 
-    def draft(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+    def draft(self, tokens: Sequence[int], count: int) -> Foretold:
         """As :class:`molink.head.speculation.base.DraftSource` says."""
         for client in self.world.clients:
             text = (*client.prompt, *client.expected)
             if text[: len(tokens)] == tuple(tokens):
                 drafts = list(enumerate(text[len(tokens) :], len(tokens)))[:count]
-                return [(token + (at % 3 == 0)) % VOCABULARY for at, token in drafts]
-        return ()
+                return Foretold([(token + (at % 3 == 0)) % VOCABULARY for at, token in drafts])
+        return Foretold()
 
 
 @dataclass
@@ -233,6 +235,7 @@ class Worker(Process):
             row_bytes=shape.row_bytes,
             unpaired=mode.unpaired,
             draft_tokens=mode.draft_tokens,
+            ahead=mode.ahead,
         )
         return RingPlan(
             order.epoch,

@@ -103,8 +103,10 @@ class World:
         self._trace = 0
         self.layers = rng.choice((3, 3, 3, 4))
         self.load_s = rng.choice(((0.1, 0.4), (0.2, 1.5)))
-        # Every other seed has drafts; what is drawn for the others is what it was.
-        self.mode = replace(_mode(rng), draft_tokens=3 * (seed % 2))
+        # Every other seed has drafts; what is drawn for the others is what it was. Every fourth
+        # has short passes that go ahead, and longer answers.
+        drafts = (0, 3, 0, 1)[seed % 4]
+        self.mode = replace(_mode(rng), draft_tokens=drafts, ahead=6 * (drafts == 1))
         self.context = 64
         self.pcs = [Pc(self.agenda, f"pc{i}", i) for i in range(self.layers + 1)]
         self.network.pcs = {pc.name: pc for pc in self.pcs}
@@ -229,7 +231,7 @@ class World:
         shared = [hash((self.seed, rng.randrange(2), i)) % VOCABULARY for i in range(12)]
         own = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 5))]
         prompt = tuple(shared[: rng.choice((0, 4, 6, 9))] + own)
-        count = rng.randrange(3, 9)
+        count = rng.randrange(3, 9) + self.mode.ahead
         penalty = 1.1 if rng.random() < 0.25 else 1.0
         sampling = Sampling(seed=rng.randrange(1 << 30), repetition_penalty=penalty)
         expected = reference(layers, prompt, count, (), sampling)

@@ -9,6 +9,7 @@ from molink.head.batch import Batch
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.request import Emission, HeadRequest
+from molink.head.speculation.base import Foretold
 from molink.wire.messages.data import (
     MAX_GROUPS,
     Choice,
@@ -28,8 +29,8 @@ from molink.wire.messages.data import (
 class Says:
     """Drafts 100, 101, 102, … by position, whatever comes before."""
 
-    def draft(self, tokens: Sequence[int], count: int) -> Sequence[int]:
-        return [90 + at for at in range(len(tokens), len(tokens) + count)]
+    def draft(self, tokens: Sequence[int], count: int) -> Foretold:
+        return Foretold([90 + at for at in range(len(tokens), len(tokens) + count)])
 
 
 def head(**changes: int) -> Head:

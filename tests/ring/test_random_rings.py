@@ -13,7 +13,7 @@ still on their way.
 
 import random
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from molink.errors import Overloaded
-from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
+from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD, MAX_DRAFTS
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.head import Head
@@ -33,6 +33,7 @@ from molink.head.job import PATIENCE
 from molink.head.limits import HeadLimits
 from molink.head.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
 from molink.head.request import Emission, HeadRequest
+from molink.head.speculation.base import Foretold
 from molink.ring.ends import Collector
 from molink.ring.known import BoardLimits
 from molink.ring.scoreboard import Scoreboard
@@ -101,6 +102,7 @@ class State:
     admit: Admit
     blocks: list[int] = field(default_factory=list)
     history: list[int] = field(default_factory=list)
+    last: tuple[int, int] = (-1, -1)
 
 
 class Stage:
@@ -221,7 +223,9 @@ class Stage:
             tokens = list(self.kv[self._slot(state, end - 1)])
             for position in range(end):
                 assert self.kv[self._slot(state, position)] == tuple(tokens[: position + 1])
-            tokens = tokens[: end - len(group.drafts)]
+            tokens = tokens[: end - len(group.checked)]
+            if not group.follows(*state.last):
+                continue
             if self._fails(state, tokens):
                 failed.append(group.request)
             elif self.last and group.sample:
@@ -244,13 +248,14 @@ class Stage:
         return state.admit.sampling.seed == FAILING and len(tokens) >= FAILS_AT
 
     def _sample(self, state: State, group: Rows, tokens: list[int]) -> Iterator[Choice]:
-        for draft in (*group.drafts, None):
+        for draft in (*group.checked, None):
             if self._fails(state, tokens):
                 return
             token = model(tokens, state.admit.sampling.seed)
             if state.admit.sampling.needs_history:
                 assert state.history == tokens
                 state.history.append(token)
+            state.last = len(tokens), token
             yield Choice(group.request, len(tokens), token)
             if token != draft:
                 return
@@ -264,7 +269,7 @@ class Guesses:
     ring: "Ring"
     rng: random.Random
 
-    def draft(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+    def draft(self, tokens: Sequence[int], count: int) -> Foretold:
         known = next(
             (*client.request.tokens, *client.expected)
             for client in self.ring.clients.values()
@@ -274,7 +279,7 @@ class Guesses:
         drafts += [self.rng.randrange(VOCABULARY) for _ in range(count - len(drafts))]
         right = self.rng.choice([0, 1, 2, 40])
         drafts[right:] = [(draft + 1) % VOCABULARY for draft in drafts[right:]]
-        return drafts[: self.rng.randint(0, count)]
+        return Foretold(drafts[: self.rng.randint(0, count)], self.rng.choice([1, 3, 9]))
 
 
 @dataclass
@@ -310,6 +315,8 @@ class Ring:
         self.lanes = {(i, lane): deque() for i in range(stages) for lane in (0, 1)}
         self.clients: dict[str, Client] = {}
         self.now = 0.0
+        #: Row groups that went ahead, by what became of them.
+        self.ahead: Counter[str] = Counter()
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -352,10 +359,9 @@ class Ring:
     def _rows(self, volume: Volume) -> list[Row]:
         rows = []
         for group in volume.rows:
-            request = self.head._roster.of_id(group.request).request
-            client = self.clients[request.key]
-            tokens = (*request.tokens, *client.got)
-            tokens = (*tokens[: group.start + group.count - len(group.drafts)], *group.drafts)
+            job = self.head._roster.of_id(group.request)
+            client = self.clients[job.request.key]
+            tokens = (*job.request.tokens, *client.got, *job.path)
             for position in range(group.start, group.start + group.count):
                 rows.append((group.request, position, tokens[: position + 1]))
         return rows
@@ -365,6 +371,10 @@ class Ring:
         if hop + 1 < len(self.stages):
             self._send(hop + 1, self.stages[hop + 1].arrive(body, data))
         elif isinstance(body, Sampled):
+            said = {choice.request for choice in body.choices}
+            for group in self.head._ledger._volumes[body.tick].rows:
+                if group.is_ahead:
+                    self.ahead["right" if group.request in said else "wrong"] += 1
             self._emit(self.head.sampled(body, {}, self.now))
         elif isinstance(body, Release):
             self.head.released(body.tick, self.now)
@@ -506,6 +516,7 @@ def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> Head
     cutting=st.none() | st.builds(AnyPieces, st.integers(0, 99)),
     draft_tokens=st.sampled_from([0, AUTO_DRAFTS, 1, 3, MAX_DRAFTS]),
     policy=st.sampled_from(["fcfs", *SCHEDULING_POLICIES]),
+    ahead=st.sampled_from([0, 1, 3, MAX_AHEAD]),
     seed=st.integers(0, 1 << 32),
 )
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -520,6 +531,7 @@ def test_every_request_gets_its_own_tokens(
     cutting: AnyPieces | None,
     draft_tokens: int,
     policy: str,
+    ahead: int,
     seed: int,
 ) -> None:
     """Any order of deliveries, cancels, preemptions and credits gives the reference's text.
@@ -538,6 +550,7 @@ def test_every_request_gets_its_own_tokens(
         profiles=(STAGE,) * stages,
         stages=stages,
         draft_tokens=draft_tokens,
+        ahead=ahead,
     )
     ring = Ring(stages, limits, cutting, rng, policy)
     maximum = min(blocks * block_size, 40)
@@ -573,7 +586,9 @@ class RingMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        limits = HeadLimits(6, 2, 2, chunk_tokens=5, max_running=3, max_waiting=3, draft_tokens=2)
+        limits = HeadLimits(
+            6, 2, 2, chunk_tokens=5, max_running=3, max_waiting=3, draft_tokens=2, ahead=2
+        )
         self.ring = Ring(3, limits, AnyPieces(1))
         self.count = 0
 
@@ -678,3 +693,17 @@ def test_a_rejected_row_ends_only_its_own_request() -> None:
     assert (rejected.key, rejected.reason) == ("a", "failed")
     assert isinstance(token, Token)
     assert token.key == "b"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_goes_ahead_changes_no_answer(seed: int) -> None:
+    """Few requests and many guesses: passes go ahead, on paths that turn out right or wrong."""
+    rng = random.Random(seed)
+    limits = HeadLimits(64, 4, 2, chunk_tokens=16, draft_tokens=3, ahead=4)
+    ring = Ring(3, limits, rng=rng)
+    for number in range(3):
+        sampling = Sampling(seed=20 + number, presence_penalty=0.5 * (number % 2))
+        ring.submit(HeadRequest("d", str(number), (number, 1, 2), 3, 40, sampling))
+    ring.drain(rng.choice)
+    assert ring.ahead["right"] > 5
+    assert ring.ahead["wrong"] > 5

@@ -220,13 +220,21 @@ def test_a_prompt_has_no_drafts() -> None:
     assert run(board) == ((3,), [])
 
 
+def test_rows_may_be_drafts_only() -> None:
+    board = Scoreboard()
+    feed(board, admit(1, 0))
+    feed(board, volume(2, rows(0, 1)), volume(3, rows(0, 2, start=1, count=2, drafts=(5, 6))))
+    assert run(board) == ((2,), [])
+    assert run(board) == ((3,), [])
+
+
 @pytest.mark.parametrize(
     "groups",
     [
         (rows(0, after=2),),
         (rows(0, after=9),),
         (rows(0, 1), rows(0, 1, start=1)),
-        (rows(0, 1, count=2, drafts=(5, 6)),),
+        (rows(0, 1, count=2, drafts=(5, 6, 7)),),
         (Rows(0, 0, 2, 1, (0,), sample=False, drafts=(5,)),),
         tuple(rows(index, 1, count=16, drafts=(5,) * 15) for index in range(9)),
     ],

@@ -24,6 +24,14 @@ def test_the_same_requests_come_again_a_turn_later() -> None:
     assert clock.finished(decode(3, 4), 1.13) == pytest.approx(0.07)
 
 
+def test_rows_that_go_ahead_are_no_turn() -> None:
+    clock = TurnClock(TIMES)
+    assert clock.finished(decode(1), 1.0) == pytest.approx(TURN)
+    ahead = Volume(2, False, (Rows(1, 5, 2, 1, drafts=(7, 8)),), Payload("f32", (2, 4)))
+    assert clock.finished(ahead, 1.02) == pytest.approx(TURN - 0.02)
+    assert clock.finished(decode(1), 1.0 + TURN) == pytest.approx(TURN)
+
+
 def test_requests_may_come_in_other_company() -> None:
     clock = TurnClock(TIMES)
     clock.finished(decode(1, 2), 1.0)

@@ -6,7 +6,7 @@ from molink.sim.agenda import Agenda
 from molink.sim.pc import Pc
 from molink.sim.profiles import DeviceProfile, ModelProfile
 from molink.sim.roofline import Roofline, StepRows
-from molink.sim.stages import SimExecutor, step_rows
+from molink.sim.stages import NoRequests, SimExecutor, step_rows
 from molink.sim.uplink import Uplink
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Rows, Volume
@@ -40,6 +40,7 @@ def run(*, is_last: bool) -> tuple[Pc, list[tuple[float, StepDone]]]:
         Roofline(DEVICE, MODEL, 5, is_last=is_last),
         memoryview(bytes(7 * 200)),
         pc,
+        NoRequests(),
     )
     segments = [Segment(DECODES, b""), Segment(CHUNK, b"")]
     agenda.at(2.0, executor.submit, segments, lambda done: ended.append((agenda.now, done)))

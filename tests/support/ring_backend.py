@@ -1,7 +1,8 @@
-"""An endpoint's backend that is a whole ring in this process: head, one stage on torch, sampler."""
+"""An endpoint's backend that is a whole ring in this process: head, stages on torch, sampler."""
 
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from molink.checkpoint.folder import ModelFolder
@@ -18,7 +19,7 @@ from molink.wire.messages.data import Rejected, Token
 from molinkd.api.backend import Figures, ServedModel
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
-from tests.support.rings import Stages, VirtualRing
+from tests.support.rings import Stages, VirtualRing, WholeLink
 
 BLOCK_SIZE = 16
 
@@ -34,21 +35,27 @@ class Computes:
 
     def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
         results = run_step(self._stage, self._requests, segments)
-        self._agenda.soon(done, StepDone(results, 0.001, None))
+        self._agenda.at(self._agenda.now + 0.001, done, StepDone(results, 0.001, None))
 
 
 class RingBackend:
     """Implements :class:`molinkd.api.backend.Backend`; answers come one after the other."""
 
-    def __init__(self, folder: Path, blocks: int = 256, draft_tokens: int = 0) -> None:
+    def __init__(
+        self, folder: Path, blocks: int = 256, draft_tokens: int = 0, parts: int = 1
+    ) -> None:
+        """A ring of ``parts`` stages; of several, volumes of drafts may go ahead."""
         opened = ModelFolder.open(folder)
         config = opened.config
         self.folder, self.context = folder, min(config.context, blocks * BLOCK_SIZE)
         self.tokenizer = Tokenizer.open(folder)
-        stage = Stage.load(opened, (0, config.layers), "cpu", "f32")
-        stage.allocate(blocks, BLOCK_SIZE)
-        self.requests = RequestTable(Grammars(folder, config.vocab_size))
+        cuts = [config.layers * part // parts for part in range(parts + 1)]
+        stages = [Stage.load(opened, layers, "cpu", "f32") for layers in pairwise(cuts)]
+        tables = [RequestTable() for _ in stages[1:]]
+        tables.append(RequestTable(Grammars(folder, config.vocab_size)))
         agenda = Agenda()
+        for stage in stages:
+            stage.allocate(blocks, BLOCK_SIZE)
         limits = HeadLimits(
             blocks,
             BLOCK_SIZE,
@@ -56,13 +63,14 @@ class RingBackend:
             chunk_tokens=256,
             max_context=self.context,
             draft_tokens=draft_tokens,
+            ahead=4 * (parts > 1),
         )
         self.ring = VirtualRing(
             limits,
-            [Computes(agenda, stage, self.requests)],
-            [],
+            [Computes(agenda, *pair) for pair in zip(stages, tables, strict=True)],
+            [WholeLink(agenda) for _ in stages] if parts > 1 else [],
             Stages(config.hidden_size, config.vocab_size, "f32"),
-            lambda _: self.requests,
+            lambda index: tables[index],
             agenda,
         )
         self.ring.on_emission = self._keep

@@ -230,3 +230,32 @@ class TimedLink:
 
     def _later(self, seconds: float, event: Callable[[], None]) -> None:
         self.agenda.at(self.agenda.now + seconds, event)
+
+
+@dataclass
+class WholeLink:
+    """Everything arrives a little later, in order, volumes whole."""
+
+    agenda: Agenda
+    to: Any = None
+    full: bool = False
+
+    def control(self, body: RingBody, payload: Any = None) -> None:
+        self._later(body, None if payload is None else bytearray(payload))
+
+    def volume(self, header: Volume, rows: Any) -> None:
+        assert header.payload.shape[0] == header.count
+        self._later(header, bytearray(memoryview(rows).cast("B")))
+
+    def more(self, tick: int, rows: Any) -> None:
+        raise AssertionError("volumes are whole here")
+
+    def handle(self, event: Any) -> None:
+        pass
+
+    def _later(self, body: RingBody, data: bytearray | None) -> None:
+        self.agenda.at(self.agenda.now + 0.005, self._arrive, body, data)
+
+    def _arrive(self, body: RingBody, data: bytearray | None) -> None:
+        assert isinstance(self.to, Ring)
+        self.to.arrive(body, data)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import zmq.asyncio
 
+from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.ringtimes import LinkFacts
 from molink.head.head import Head
@@ -207,4 +208,5 @@ def _head_limits(start: Start, order: FormRing, stage: LoadedStage) -> HeadLimit
         profiles=order.profiles,
         unpaired=start.settings.unpaired_prefill,
         draft_tokens=start.settings.draft_tokens,
+        ahead=MAX_AHEAD if start.settings.draft_tokens == AUTO_DRAFTS else 0,
     )

@@ -26,7 +26,7 @@ class RequestState:
     ``history`` and ``constraint`` are filled at the tail only: the first only if its penalties are
     recomputed from it or its grammar goes through it again, the other if it has a grammar.
     ``failed`` is set once a step of it failed here or at an earlier stage: its KV can't be trusted
-    from then on.
+    from then on. ``last`` are position and token that were sampled last, at the tail only.
     """
 
     sampling: Sampling
@@ -36,6 +36,7 @@ class RequestState:
     history: "TokenHistory" = field(default_factory=_no_tokens)
     failed: bool = False
     constraint: "Constraint | None" = None
+    last: tuple[int, int] = (-1, -1)
 
 
 class RequestTable:

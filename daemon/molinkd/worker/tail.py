@@ -36,7 +36,7 @@ class Wanted:
     @property
     def logit_rows(self) -> Iterator[int]:
         """Those of the step's rows whose logits it takes."""
-        for index in range(1 + len(self.rows.drafts)):
+        for index in range(1 + len(self.rows.checked)):
             if not self.certain or self.certain[index] < 0:
                 yield self.first + index
 
@@ -44,16 +44,19 @@ class Wanted:
 def plan_sampling(
     segments: Sequence[Segment], requests: RequestTable, vocabulary: int
 ) -> list[Wanted]:
-    """The groups that are sampled from; of logits of ``vocabulary`` tokens."""
+    """The groups that are sampled from; of logits of ``vocabulary`` tokens.
+
+    Of one that went ahead of another token than was sampled, none are wanted.
+    """
     found, end = list[Wanted](), 0
     for segment in segments:
         for rows in segment.volume.rows:
             end += rows.count
-            if rows.sample:
-                state = requests[rows.request]
-                one = Wanted(rows, state, end - 1 - len(rows.drafts))
+            state = requests[rows.request]
+            if rows.sample and rows.follows(*state.last):
+                one = Wanted(rows, state, end - 1 - len(rows.checked))
                 if not segment.volume.prefill:
-                    one.masks = _allowed(state, rows.drafts)
+                    one.masks = _allowed(state, rows.checked)
                     if one.masks is not None and state.sampling.logprobs < 0:
                         one.certain = certain_tokens(one.masks, vocabulary)
                 found.append(one)
@@ -73,7 +76,7 @@ def sample_step(
     inputs = []
     for one in wanted:
         if one.masks is None:
-            one.masks = _allowed(one.state, one.rows.drafts)
+            one.masks = _allowed(one.state, one.rows.checked)
         rows = sample_rows(one.rows, one.state.sampling, one.state.history, one.masks)
         certain = one.certain or (-1,) * len(rows)
         inputs += [row for row, token in zip(rows, certain, strict=True) if token < 0]
@@ -83,7 +86,7 @@ def sample_step(
         _report(
             segment.volume,
             requests,
-            [(rows, found.get(id(rows), ())) for rows in segment.volume.rows],
+            [(rows, found.get(id(rows))) for rows in segment.volume.rows],
         )
         for segment in segments
     ]
@@ -101,11 +104,11 @@ def prepare(requests: RequestTable, results: Collection[SegmentResult]) -> None:
 
 
 def _accepted(one: Wanted, drawn: Iterator[SampledToken | None]) -> Sequence[SampledToken]:
-    count = 1 + len(one.rows.drafts)
+    drafts = one.rows.checked
     if not one.certain:
-        return accepted(list(islice(drawn, count)), one.rows.drafts)
+        return accepted(list(islice(drawn, 1 + len(drafts))), drafts)
     tokens = [SampledToken(token) if token >= 0 else next(drawn) for token in one.certain]
-    return accepted(tokens, one.rows.drafts)
+    return accepted(tokens, drafts)
 
 
 def _allowed(state: RequestState, drafts: Sequence[int]) -> Sequence[bytes] | None:
@@ -135,18 +138,24 @@ def _forced(state: RequestState) -> Sequence[int]:
 def _report(
     volume: Volume,
     requests: RequestTable,
-    pairs: Sequence[tuple[Rows, Sequence[SampledToken]]],
+    pairs: Sequence[tuple[Rows, Sequence[SampledToken] | None]],
 ) -> SegmentResult:
-    """Put a volume's tokens into messages, and into the history where penalties need it."""
+    """Put a volume's tokens into messages, and into the history where penalties need it.
+
+    ``None`` are those of a group of which none are wanted.
+    """
     choices, tops, failed, forced = list[Choice](), list[TopLogprobs](), list[int](), list[Forced]()
     for rows, drawn in pairs:
-        state, first = requests[rows.request], rows.start + rows.count - len(rows.drafts)
-        if state.failed or (rows.sample and not drawn):
+        state, first = requests[rows.request], rows.start + rows.count - len(rows.checked)
+        if state.failed or (drawn is not None and not drawn):
             failed.append(rows.request)
             continue
+        if not drawn:
+            continue
+        state.last = first + len(drawn) - 1, drawn[-1].token
         if state.sampling.needs_history:
             state.history.add_generated(token.token for token in drawn)
-        if state.constraint is not None and drawn:
+        if state.constraint is not None:
             state.constraint.add(token.token for token in drawn)
             if tokens := _forced(state):
                 forced.append(Forced(rows.request, tuple(tokens)))

@@ -120,7 +120,7 @@ class Mlfq(Ranked):
         place = self._places[job]
         place.spent += now - place.counted_until
         place.counted_until = now
-        if not job.flight:
+        if not job.awaited:
             place.rests_since = now
         if place.spent >= self.quantum(place.home):
             place.level = place.home = min(self.falls(job, place.home), LEVELS - 1)

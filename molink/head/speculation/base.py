@@ -1,13 +1,20 @@
 """What guesses how a request goes on."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+
+class Foretold(NamedTuple):
+    """Tokens that may come next, and on what ``evidence``: so many of the last ones agree."""
+
+    tokens: Sequence[int] = ()
+    evidence: int = 1
 
 
 class DraftSource(Protocol):
     """Guesses for one request; it may keep what it has learnt of its tokens."""
 
-    def draft(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+    def draft(self, tokens: Sequence[int], count: int) -> Foretold:
         """Up to ``count`` tokens that may follow ``tokens``; none if it has no idea.
 
         ``tokens`` are the request's prompt and answer so far: what it was asked about before, and

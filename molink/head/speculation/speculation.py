@@ -9,10 +9,14 @@ they cost their share, and none is drafted.
 
 Tokens that a grammar forces are drafts that are sure to be right: their rows have to be computed
 anyway, now or in a later pass.
+
+A draft that doesn't fit into its pass, or isn't worth to make that pass longer, may go *ahead* in
+one of its own, right behind it, where stages and links have time left.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
@@ -26,6 +30,13 @@ from molink.head.speculation.drafting import Drafting
 
 #: What drafts promise is divided by this: profiles and chances are estimates.
 MARGIN = 1.2
+#: Tokens that are foretold at once.
+_FORETOLD = 128
+#: Share of a turn in which decode volumes may keep the slowest stage or link busy, for rows to go
+#: ahead.
+_AHEAD_SHARE = 0.8
+#: A volume that goes ahead may take a stage so many times as long as one row.
+_SLOWER = 1.5
 #: Turns that are remembered.
 _REMEMBERED = 4096
 #: Tokens before rows are rounded to these, so that what a turn takes can be remembered.
@@ -48,14 +59,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """Tokens that may follow those of ``job``; ``chance`` that one is, if those before it are.
+    """Tokens that may follow those of ``job``; ``chances`` of each if those before it are right.
 
     What is promised has to be ``margin`` times what it costs.
     """
 
     job: Job
     drafts: Sequence[int]
-    chance: float
+    chances: Sequence[float]
     margin: float = MARGIN
 
 
@@ -72,6 +83,8 @@ class Speculation:
         links = (LinkFacts(),) * limits.stages
         self._times = RingTimes(limits.profiles, links, limits.row_bytes)
         self._turns: dict[tuple[int, Load], float] = {}
+        #: Rows of volumes that go ahead, by context.
+        self._paces: dict[int, int] = {}
         self.drafted = 0
         self.accepted = 0
 
@@ -79,15 +92,22 @@ class Speculation:
         """Stages have measured themselves or their links anew."""
         self._times = times
         self._turns.clear()
+        self._paces.clear()
 
-    def drafts(self, jobs: Sequence[Job], load: Load, room: int) -> list[tuple[Job, Sequence[int]]]:
-        """Drafts for those of a volume's ``jobs`` that get any; at most ``room`` in all."""
+    def drafts(
+        self, jobs: Sequence[Job], load: Load, room: int, flying: Sequence[int] = ()
+    ) -> list[tuple[Job, Sequence[int]]]:
+        """Drafts for those of a volume's ``jobs`` that get any; at most ``room`` in all.
+
+        ``flying`` are the rows of each decode volume in flight.
+        """
         if not self._limits.draft_tokens or not jobs:
             return []
-        load = replace(load, context=load.context - load.context % _BEFORE)
+        load = _rounded(load)
         least = self._least_chance(load) if self._auto else 0.0
+        most = self._per_pass(load, flying)
         guesses = [
-            guess for job in jobs if (guess := self._guess(job, least, load.prefilling)) is not None
+            guess for job in jobs if (guess := self._guess(job, least, most, load.prefilling))
         ]
         chosen = [
             (guess.job, guess.drafts[:count]) for guess, count in self._choose(guesses, load, room)
@@ -98,9 +118,32 @@ class Speculation:
                 self._drafting(job).rested()
         return chosen
 
+    def ahead(
+        self, jobs: Iterable[Job], load: Load, flying: Sequence[int], room: int
+    ) -> list[tuple[Job, Sequence[int]]]:
+        """Drafts that go on from those of ``jobs`` in flight, in a volume of their own.
+
+        ``flying`` are the rows of each decode volume in flight; ``room`` is for drafts in all.
+        """
+        load = _rounded(load)
+        left = min(room, self._ahead_rows(load, flying))
+        if left < 1:
+            return []
+        offers = [offer for job in jobs if (offer := self._offer(job)) is not None]
+        offers.sort(key=lambda offer: -offer.chances[0])
+        turn, chosen = self._turn_s(0, load), list[tuple[Job, Sequence[int]]]()
+        # Of those in a volume that comes behind one on a wrong path, on average.
+        lost = self._busy_s(left, load.context) / 2 * load.rows
+        for offer in offers:
+            chance = offer.chances[0]
+            if left < 1 or (self._auto and chance * turn < (1 - chance) * lost):
+                break
+            chosen.append((offer.job, offer.drafts[:left]))
+            left -= len(chosen[-1][1])
+        return chosen
+
     def verified(self, job: Job, drafts: int, right: int) -> None:
         """Of the ``drafts`` of a job the first ``right`` were."""
-        self.drafted += drafts
         self.accepted += right
         self._drafting(job).verified(len(job.tokens), drafts, right)
 
@@ -113,23 +156,77 @@ class Speculation:
             job.drafting = Drafting(self._source())
         return job.drafting
 
-    def _guess(self, job: Job, least: float, prefilling: bool) -> _Guess | None:
+    def _per_pass(self, load: Load, flying: Sequence[int]) -> int:
+        """Most drafts that follow a decode row.
+
+        Half as many as go ahead, if two volumes can: those come hardly later, and don't make that
+        row come later.
+        """
+        if not self._auto:
+            return self._limits.draft_tokens
+        if load.prefilling or not self._limits.ahead:
+            return MAX_DRAFTS
+        rows = self._ahead_rows(load, flying := (*flying, load.rows))
+        again = rows and self._ahead_rows(load, (*flying, rows))
+        return max(1, rows // 2) if again else MAX_DRAFTS
+
+    def _guess(self, job: Job, least: float, per_pass: int, prefilling: bool) -> _Guess | None:
         """What may follow; ``None`` if nobody knows, or it is not to be tried at its chance."""
         drafting = self._drafting(job)
-        # The last draft may be right, and is followed by a token.
-        most = -1 + min(
-            1 + (MAX_DRAFTS if self._auto else self._limits.draft_tokens),
-            job.request.max_tokens - job.generated,
-            job.request.window - (len(job.tokens) - job.credited),
-        )
-        forced = drafting.forced(len(job.tokens))
-        if forced and most > 0 and least < math.inf:
-            return _Guess(job, forced[:most], drafting.trust if self._auto else 1.0, 1.0)
-        chance = drafting.chance if self._auto else 1.0
-        if chance <= least or (self._auto and prefilling and not drafting.is_proven):
+        first = len(job.tokens)
+        is_forced = drafting.is_forced(first)
+        if self._auto and (least == math.inf if is_forced else drafting.best <= least):
             return None
-        drafts = drafting.source.draft(job.tokens, most) if most > 0 else ()
-        return _Guess(job, drafts, chance) if drafts else None
+        most = min(_FORETOLD if self._limits.ahead else per_pass, _room(job))
+        drafts = drafting.draft(job.tokens, most)[:per_pass] if most > 0 else ()
+        if not drafts or not self._auto:
+            return _Guess(job, drafts, [1.0] * len(drafts)) if drafts else None
+        chances = [drafting.chance(first + at) for at in range(len(drafts))]
+        if is_forced:
+            return _Guess(job, drafts, chances, margin=1.0)
+        if chances[0] <= least or (prefilling and not drafting.is_proven):
+            return None
+        return _Guess(job, drafts, chances)
+
+    def _offer(self, job: Job) -> _Guess | None:
+        """What may go on from its rows in flight, and the chance that these and the first of it
+        are right."""
+        drafting, room = job.drafting, _room(job)
+        if drafting is None or room < 1:
+            return None
+        drafts = drafting.rest(job.tokens, job.path, min(_FORETOLD, room))[:MAX_DRAFTS]
+        if not drafts:
+            return None
+        first = len(job.tokens)
+        chances = (drafting.chance(first + at) for at in range(1 + len(job.path)))
+        return _Guess(job, drafts, [math.prod(chances)])
+
+    def _ahead_rows(self, load: Load, flying: Sequence[int]) -> int:
+        """Rows of a volume that goes ahead; 0 if there is no time for one."""
+        if not self._auto:
+            return self._limits.draft_tokens
+        turn = self._turn_s(0, load)
+        if not turn:
+            return 0
+        rows = self._keeping_pace(load.context)
+        busy = sum(self._busy_s(each, load.context) for each in (*flying, rows))
+        return rows if busy <= _AHEAD_SHARE * turn else 0
+
+    def _keeping_pace(self, context: int) -> int:
+        """As many rows as the slowest link sends while the slowest stage computes.
+
+        Fewer, if so many take that stage much longer than one.
+        """
+        if context not in self._paces:
+            times = self._times
+            send = max((times.send_s(index, 1) for index in range(len(times.links))), default=0.0)
+            steps = [
+                max(profile.decode_s(rows, context) for profile in times.profiles)
+                for rows in range(1, 1 + MAX_DRAFTS)
+            ]
+            rows = bisect_right(steps, _SLOWER * steps[0])
+            self._paces[context] = min(rows, math.ceil(steps[0] / send)) if send else rows
+        return self._paces[context]
 
     def _least_chance(self, load: Load) -> float:
         """At which one draft pays, beside no chunk; no chance is enough if stages are unknown."""
@@ -150,7 +247,7 @@ class Speculation:
 
     def _order(self, guesses: Sequence[_Guess], room: int) -> list[tuple[int, float]]:
         """Whose next draft is the best, one after another, and the tokens that count for it."""
-        heap = [(-guess.chance, index, 1) for index, guess in enumerate(guesses)]
+        heap = [(-guess.chances[0], index, 1) for index, guess in enumerate(guesses)]
         heapify(heap)
         order: list[tuple[int, float]] = []
         while heap and len(order) < room:
@@ -158,7 +255,7 @@ class Speculation:
             guess = guesses[index]
             order.append((index, -gain / guess.margin))
             if count < len(guess.drafts):
-                heappush(heap, (gain * guess.chance, index, count + 1))
+                heappush(heap, (gain * guess.chances[count], index, count + 1))
         return order
 
     def _best(self, order: Sequence[tuple[int, float]], load: Load) -> int:
@@ -182,6 +279,12 @@ class Speculation:
             self._turns[key] = self._measure(drafts, load)
         return self._turns[key]
 
+    def _busy_s(self, rows: int, context: float) -> float:
+        """For how long a volume of decode rows keeps the slowest stage or link busy."""
+        times = self._times
+        steps = (profile.decode_s(rows, context) for profile in times.profiles)
+        return max((*steps, *(times.send_s(index, rows) for index in range(len(times.links)))))
+
     def _measure(self, drafts: int, load: Load) -> float:
         times, rows = self._times, load.rows + drafts
         if not times.profiles or not all(profile.known for profile in times.profiles):
@@ -189,6 +292,20 @@ class Speculation:
         steps = [_step_s(profile, drafts, load) for profile in times.profiles]
         sends = [times.send_s(index, rows) for index in range(len(times.links))]
         return max(sum(steps) + times.transfer_s(rows), load.flying * max([*steps, *sends]))
+
+
+def _rounded(load: Load) -> Load:
+    return replace(load, context=load.context - load.context % _BEFORE)
+
+
+def _room(job: Job) -> int:
+    """Drafts beyond those in flight that there may be: the last one may be right, and is followed
+    by a token."""
+    left = min(
+        job.request.max_tokens - job.generated,
+        job.request.window - (len(job.tokens) - job.credited),
+    )
+    return left - 1 - len(job.path)
 
 
 def _step_s(profile: Profile, drafts: int, load: Load) -> float:

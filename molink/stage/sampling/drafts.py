@@ -21,16 +21,17 @@ def sample_rows(
     history: TokenHistory,
     allowed: Sequence[bytes] | None = None,
 ) -> list[SampleRow]:
-    """How to sample a group: its last row, or the one before its drafts and each of theirs.
+    """How to sample a group: its last row, or the one before the checked drafts and each of theirs.
 
     ``allowed`` has the tokens that may come after each of these, if not all may.
     """
-    masks = allowed or (None,) * (1 + len(rows.drafts))
-    first = rows.start + rows.count - len(rows.drafts)
+    drafts = rows.checked
+    masks = allowed or (None,) * (1 + len(drafts))
+    first = rows.start + rows.count - len(drafts)
     found = [SampleRow(sampling, first, history, masks[0])]
-    for index in range(len(rows.drafts)):
+    for index, draft in enumerate(drafts):
         if sampling.needs_history:
-            history = history.followed_by(rows.drafts[index])
+            history = history.followed_by(draft)
         found.append(SampleRow(sampling, first + index + 1, history, masks[index + 1]))
     return found
 

@@ -137,6 +137,8 @@ class Rows(LeanMessage, frozen=True, tag=False):
 
     The last of them may be ``drafts``: tokens that nobody has sampled. The tail samples from the
     row before them and from each of theirs, as long as what it samples is the draft that follows.
+    Where all of them are, the rows go *ahead*: the token before them was still to be sampled when
+    they were issued. The tail samples from them only if they go on from what it has sampled.
     """
 
     request: RequestId
@@ -151,8 +153,22 @@ class Rows(LeanMessage, frozen=True, tag=False):
     #: Before these rows run, the positions before ``start`` in its block are copied from this one
     #: (the prefix cache has them there, followed by others); -1 if nothing is to be copied.
     source: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
-    #: Tokens of the last rows, fewer than ``count``; only of decode rows that are sampled from.
+    #: Tokens of the last rows, or of all; only of decode rows that are sampled from.
     drafts: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_DRAFTS)] = ()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether nobody knew the token of its first row when it was issued."""
+        return len(self.drafts) == self.count
+
+    @property
+    def checked(self) -> tuple[int, ...]:
+        """The drafts that are compared with what is sampled from its own rows."""
+        return self.drafts[1:] if self.is_ahead else self.drafts
+
+    def follows(self, position: int, token: int) -> bool:
+        """Whether they may be sampled from if ``token`` at ``position`` is the last one known."""
+        return not self.is_ahead or (self.start, self.drafts[0]) == (position, token)
 
 
 class Volume(LeanMessage, frozen=True, tag="volume"):
@@ -241,7 +257,8 @@ class Forced(LeanMessage, frozen=True, tag=False):
 class Sampled(LeanMessage, frozen=True, tag="sampled"):
     """The tail completed tick ``tick``; ``choices`` has a token per row group that samples.
 
-    Of a group with drafts it has those that were accepted, in order, and the token after them.
+    Of a group with drafts it has those that were accepted, in order, and the token after them; of
+    one that went ahead and is wrong, nothing.
 
     A row group whose logits were unusable (NaN) is listed in ``failed`` instead. ``forced`` is
     advice: which drafts are sure to be right.

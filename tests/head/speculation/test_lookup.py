@@ -8,23 +8,23 @@ from hypothesis import strategies as st
 from molink.head.speculation.lookup import PromptLookup
 
 
-def searched(tokens: Sequence[int], k: int, longest: int, shortest: int) -> Sequence[int]:
+def searched(tokens: Sequence[int], k: int, longest: int) -> tuple[Sequence[int], int]:
     """What followed the latest earlier place of the last tokens, as many of them as can be."""
-    for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
+    for length in range(min(longest, len(tokens) - 1), 0, -1):
         last = tokens[-length:]
         for at in range(len(tokens) - length - 1, -1, -1):
             if tokens[at : at + length] == last:
-                return tokens[at + length : at + length + k]
-    return ()
+                return tokens[at + length : at + length + k], length
+    return (), 1
 
 
 def test_a_draft_is_what_followed_the_latest_place_of_the_longest_match() -> None:
     tokens = [1, 2, 3, 4, 9, 2, 3, 5, 7, 2, 3]
-    assert PromptLookup().draft(tokens, 2) == [5, 7]
-    assert PromptLookup().draft([*tokens, 4], 2) == [9, 2]
-    assert not PromptLookup().draft([1, 2, 3], 2)
-    assert PromptLookup(2, 1).draft([1, 2, 1], 2) == [2, 1]
-    assert not PromptLookup().draft([1], 2)
+    assert PromptLookup().draft(tokens, 2) == ([5, 7], 2)
+    assert PromptLookup().draft([*tokens, 4], 2) == ([9, 2], 3)
+    assert PromptLookup().draft([*tokens, 9], 2) == ([2, 3], 1)
+    assert not PromptLookup().draft([1, 2, 3], 2).tokens
+    assert not PromptLookup().draft([1], 2).tokens
 
 
 @given(
@@ -32,18 +32,17 @@ def test_a_draft_is_what_followed_the_latest_place_of_the_longest_match() -> Non
     st.lists(st.integers(0, 3), min_size=1, max_size=60),
     st.integers(1, 60),
     st.integers(1, 5),
-    st.integers(1, 3),
-    st.integers(0, 2),
+    st.integers(1, 5),
 )
-def test_any_text(tokens: list[int], begin: int, k: int, shortest: int, more: int) -> None:
-    lookup = PromptLookup(shortest + more, shortest)
+def test_any_text(tokens: list[int], begin: int, k: int, longest: int) -> None:
+    lookup = PromptLookup(longest)
     for end in range(min(begin, len(tokens)), len(tokens) + 1):
         text = tokens[:end]
-        assert list(lookup.draft(text, k)) == list(searched(text, k, shortest + more, shortest))
+        assert lookup.draft(text, k) == searched(text, k, longest)
 
 
 def test_a_long_prompt_is_read_in_the_course_of_steps() -> None:
     lookup, prompt = PromptLookup(), list(range(5000))
     text = [*prompt, 3000, 3001]
-    assert not lookup.draft(text, 2)
-    assert lookup.draft(text, 2) == [3002, 3003]
+    assert not lookup.draft(text, 2).tokens
+    assert lookup.draft(text, 2).tokens == [3002, 3003]
