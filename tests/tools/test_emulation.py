@@ -50,7 +50,7 @@ def volume(prefill: bool, *groups: tuple[int, int]) -> Volume:
 
 
 def test_every_group_that_samples_gets_a_token() -> None:
-    choices = sampled(volume(False, (4, 1), (9, 1)), 100).choices
+    choices = sampled(volume(False, (4, 1), (9, 1)), 100, {}).choices
     assert [(each.request, each.position) for each in choices] == [(0, 5), (1, 10)]
     assert all(each.token < 100 for each in choices)
 
@@ -97,7 +97,7 @@ def test_steps_take_as_long_as_the_roofline_says(emulation: Emulation) -> None:
     assert executor.punctuality.planned_s == planned <= done.seconds == executor.punctuality.took_s
     assert planned > 0.001
     (result,) = done.results
-    assert result.sampled == sampled(result.volume, 1000)
+    assert result.sampled == sampled(result.volume, 1000, {})
 
 
 async def test_a_ring_of_emulated_stages_answers_every_request(emulation: Emulation) -> None:

@@ -65,6 +65,8 @@ class EmulatedExecutor:
         self._jobs: queue.SimpleQueue[
             tuple[Sequence[Segment], Callable[[StepDone], None]] | None
         ] = queue.SimpleQueue()
+        #: Position and token that were sampled last, by request.
+        self._last: dict[int, tuple[int, int]] = {}
         self.punctuality = Punctuality()
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
@@ -93,16 +95,26 @@ class EmulatedExecutor:
 
     def _result(self, volume: Volume) -> SegmentResult:
         if self._stage.is_last:
-            return SegmentResult(volume, None, sampled(volume, self._stage.config.vocab_size))
+            vocabulary = self._stage.config.vocab_size
+            return SegmentResult(volume, None, sampled(volume, vocabulary, self._last))
         return SegmentResult(volume, self._activations.rows(volume.count), None)
 
 
-def sampled(volume: Volume, vocabulary: int) -> Sampled:
-    """A token for each group of rows that wants one, the same each time."""
+def sampled(volume: Volume, vocabulary: int, last: dict[int, tuple[int, int]]) -> Sampled:
+    """A token for each group of rows that wants one, the same each time; of drafts, those after the
+    right ones too.
+
+    ``last`` has position and token that were sampled last, by request.
+    """
     choices = []
     for rows in volume.rows:
-        if rows.sample:
-            position = rows.start + rows.count
+        if not rows.sample or not rows.follows(*last.get(rows.request, (-1, -1))):
+            continue
+        first = rows.start + rows.count - len(rows.checked)
+        for position, draft in enumerate((*rows.checked, None), first):
             token = (rows.request * 2654435761 + position * 40503) % vocabulary
             choices.append(Choice(rows.request, position, token))
+            last[rows.request] = position, token
+            if token != draft:
+                break
     return Sampled(volume.tick, tuple(choices))

@@ -37,6 +37,9 @@ NOTE = "punctuality "
 
 def load(emulation: Emulation, start: Start) -> Engine:
     """What takes the place of a loaded model."""
+    # Imports torch, for seconds: now, and not when the first request comes.
+    import molink.stage.sampling.history  # noqa: F401
+
     activations = Activations.read(Path(emulation.activations), emulation.row_bytes)
     stage = EmulatedStage(emulation, start.stage)
 
