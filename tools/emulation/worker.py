@@ -37,9 +37,6 @@ NOTE = "punctuality "
 
 def load(emulation: Emulation, start: Start) -> Engine:
     """What takes the place of a loaded model."""
-    # Imports torch, for seconds: now, and not when the first request comes.
-    import molink.stage.sampling.history  # noqa: F401
-
     activations = Activations.read(Path(emulation.activations), emulation.row_bytes)
     stage = EmulatedStage(emulation, start.stage)
 
@@ -71,6 +68,9 @@ def run(engine: Callable[[Start], Engine]) -> int:
             pipe.send(Warmed())
             start = pipe.read_first()
         if isinstance(start, Start):
+            # Imports torch, for seconds: now, and not when the first request comes.
+            import molink.stage.sampling.history  # noqa: F401
+
             with asyncio.Runner(loop_factory=EventLoop) as runner:
                 runner.run(Worker(start, pipe, engine).run())
     except MolinkError as error:
