@@ -14,7 +14,7 @@ from molink.head.microbatches import MicroBatches
 from molink.head.policies.base import Preemption
 from molink.head.prefix import Match
 from molink.head.roster import Leaving, Roster
-from molink.head.speculation.speculation import Load, Speculation
+from molink.head.speculation.speculation import RingLoad, Speculation
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Admit, Grammar, History, Release, Table
 
@@ -147,11 +147,11 @@ class Batcher:
             if drafts:
                 builder.add_ahead(job, drafts, blocks, self._cache.blocks.released_at(blocks))
 
-    def _load(self, riding: int, streams: int, context: int) -> Load:
+    def _load(self, riding: int, streams: int, context: int) -> RingLoad:
         """``riding`` decode rows are in a volume."""
         flying = min(self.micro_batches.count, math.ceil(streams / riding)) if riding else 0
         prefilling = self._ledger.volumes(prefill=True) > 0 or self._roster.has_prompts
-        return Load(riding, flying, context, prefilling)
+        return RingLoad(riding, flying, context, prefilling)
 
     def _housed(self, job: Job, drafts: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         """Those of the next ``drafts`` for which there are blocks, and those to be announced."""

@@ -45,14 +45,14 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class BlockBegun:
     """``block`` begins, empty."""
 
     block: Block
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class BlockGrown:
     """``block`` has got ``text`` more."""
 
     block: Block
@@ -61,13 +61,13 @@ class Grown:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class BlockEnded:
     """No more comes of ``block``."""
 
     block: Block
 
 
-Step = Begun | Grown | Ended
+Step = BlockBegun | BlockGrown | BlockEnded
 
 
 class BlockReader:
@@ -110,7 +110,7 @@ class BlockReader:
     def _begin(self, kind: BlockKind, name: str = "") -> None:
         self._end()
         self.blocks.append(Block(kind, len(self.blocks), name))
-        self._steps.append(Begun(self.blocks[-1]))
+        self._steps.append(BlockBegun(self.blocks[-1]))
 
     def _grow(self, kind: BlockKind, text: str, logprobs: Sequence[TokenLogprob] = ()) -> None:
         if not self._open(kind):
@@ -118,12 +118,12 @@ class BlockReader:
         block = self.blocks[-1]
         block.texts.append(text)
         block.logprobs += logprobs
-        self._steps.append(Grown(block, text, logprobs))
+        self._steps.append(BlockGrown(block, text, logprobs))
 
     def _end(self) -> None:
         if self.blocks and not self.blocks[-1].ended:
             self.blocks[-1].ended = True
-            self._steps.append(Ended(self.blocks[-1]))
+            self._steps.append(BlockEnded(self.blocks[-1]))
 
     def _take(self) -> list[Step]:
         steps, self._steps = self._steps, []

@@ -44,7 +44,7 @@ _BEFORE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RingLoad:
     """What the ring does: ``rows`` decode rows in a volume, ``flying`` such volumes in flight.
 
     ``context`` tokens come before a row, on average. ``prefilling``: chunks of prompts run beside
@@ -82,7 +82,7 @@ class Speculation:
         self._auto = limits.draft_tokens == AUTO_DRAFTS
         links = (LinkFacts(),) * limits.stages
         self._times = RingTimes(limits.profiles, links, limits.row_bytes)
-        self._turns: dict[tuple[int, Load], float] = {}
+        self._turns: dict[tuple[int, RingLoad], float] = {}
         #: Rows of volumes that go ahead, by context.
         self._paces: dict[int, int] = {}
         self.drafted = 0
@@ -95,7 +95,7 @@ class Speculation:
         self._paces.clear()
 
     def drafts(
-        self, jobs: Sequence[Job], load: Load, room: int, flying: Sequence[int] = ()
+        self, jobs: Sequence[Job], load: RingLoad, room: int, flying: Sequence[int] = ()
     ) -> list[tuple[Job, Sequence[int]]]:
         """Drafts for those of a volume's ``jobs`` that get any; at most ``room`` in all.
 
@@ -119,7 +119,7 @@ class Speculation:
         return chosen
 
     def ahead(
-        self, jobs: Iterable[Job], load: Load, flying: Sequence[int], room: int
+        self, jobs: Iterable[Job], load: RingLoad, flying: Sequence[int], room: int
     ) -> list[tuple[Job, Sequence[int]]]:
         """Drafts that go on from those of ``jobs`` in flight, in a volume of their own.
 
@@ -156,7 +156,7 @@ class Speculation:
             job.drafting = Drafting(self._source())
         return job.drafting
 
-    def _per_pass(self, load: Load, flying: Sequence[int]) -> int:
+    def _per_pass(self, load: RingLoad, flying: Sequence[int]) -> int:
         """Most drafts that follow a decode row.
 
         Half as many as go ahead, if two volumes can: those come hardly later, and don't make that
@@ -201,7 +201,7 @@ class Speculation:
         chances = (drafting.chance(first + at) for at in range(1 + len(job.path)))
         return _Guess(job, drafts, [math.prod(chances)])
 
-    def _ahead_rows(self, load: Load, flying: Sequence[int]) -> int:
+    def _ahead_rows(self, load: RingLoad, flying: Sequence[int]) -> int:
         """Rows of a volume that goes ahead; 0 if there is no time for one."""
         if not self._auto:
             return self._limits.draft_tokens
@@ -228,7 +228,7 @@ class Speculation:
             self._paces[context] = min(rows, math.ceil(steps[0] / send)) if send else rows
         return self._paces[context]
 
-    def _least_chance(self, load: Load) -> float:
+    def _least_chance(self, load: RingLoad) -> float:
         """At which one draft pays, beside no chunk; no chance is enough if stages are unknown."""
         load = replace(load, prefilling=False)
         before, after = self._turn_s(0, load), self._turn_s(1, load)
@@ -236,7 +236,9 @@ class Speculation:
 
     # --- how many ------------------------------------------------------------------------------
 
-    def _choose(self, guesses: Sequence[_Guess], load: Load, room: int) -> list[tuple[_Guess, int]]:
+    def _choose(
+        self, guesses: Sequence[_Guess], load: RingLoad, room: int
+    ) -> list[tuple[_Guess, int]]:
         """How many drafts of each, those with the best chances first."""
         order = self._order(guesses, room)
         count = self._best(order, load) if self._auto else len(order)
@@ -258,7 +260,7 @@ class Speculation:
                 heappush(heap, (gain * guess.chances[count], index, count + 1))
         return order
 
-    def _best(self, order: Sequence[tuple[int, float]], load: Load) -> int:
+    def _best(self, order: Sequence[tuple[int, float]], load: RingLoad) -> int:
         """With how many of these drafts the volume brings the most tokens in its time."""
         tokens = float(load.rows)
         best, most = 0, tokens / (self._turn_s(0, load) or 1.0)
@@ -270,7 +272,7 @@ class Speculation:
 
     # --- what they cost ------------------------------------------------------------------------
 
-    def _turn_s(self, drafts: int, load: Load) -> float:
+    def _turn_s(self, drafts: int, load: RingLoad) -> float:
         """What a stream waits for its next token with so many drafts in a volume; 0 if unknown."""
         key = drafts, load
         if key not in self._turns:
@@ -285,7 +287,7 @@ class Speculation:
         steps = (profile.decode_s(rows, context) for profile in times.profiles)
         return max((*steps, *(times.send_s(index, rows) for index in range(len(times.links)))))
 
-    def _measure(self, drafts: int, load: Load) -> float:
+    def _measure(self, drafts: int, load: RingLoad) -> float:
         times, rows = self._times, load.rows + drafts
         if not times.profiles or not all(profile.known for profile in times.profiles):
             return 0.0
@@ -294,7 +296,7 @@ class Speculation:
         return max(sum(steps) + times.transfer_s(rows), load.flying * max([*steps, *sends]))
 
 
-def _rounded(load: Load) -> Load:
+def _rounded(load: RingLoad) -> RingLoad:
     return replace(load, context=load.context - load.context % _BEFORE)
 
 
@@ -308,7 +310,7 @@ def _room(job: Job) -> int:
     return left - 1 - len(job.path)
 
 
-def _step_s(profile: Profile, drafts: int, load: Load) -> float:
+def _step_s(profile: Profile, drafts: int, load: RingLoad) -> float:
     """Seconds of a decode step, and by how much ``drafts`` make a chunk beside it longer.
 
     A chunk reads the weights for all rows, so that none is for free; and with the decode rows it

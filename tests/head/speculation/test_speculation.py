@@ -12,7 +12,7 @@ from molink.head.limits import HeadLimits
 from molink.head.request import HeadRequest
 from molink.head.speculation.base import DraftSource, Foretold
 from molink.head.speculation.drafting import PRIORS, Drafting
-from molink.head.speculation.speculation import Load, Speculation
+from molink.head.speculation.speculation import RingLoad, Speculation
 from molink.wire.messages.data import Sampling
 
 #: A row takes 1 ms more at each of two stages; in a chunk, which has whole tiles of 16, 2 ms.
@@ -20,7 +20,7 @@ STAGE = Profile(decode=((1, 0.010), (101, 0.110)), prefill=((16, 0.040), (116, 0
 FAR = (LinkFacts(0.1, None),) * 2
 NEAR = (LinkFacts(0.0, None),) * 2
 ROOM = 100
-ALONE = Load(1, 1, 0)
+ALONE = RingLoad(1, 1, 0)
 
 
 class Counts:
@@ -80,14 +80,14 @@ def jobs(count: int, chance: float = 0.0) -> list[Job]:
     return made
 
 
-def counts(of: Speculation, given: Sequence[Job], load: Load, room: int = ROOM) -> list[int]:
+def counts(of: Speculation, given: Sequence[Job], load: RingLoad, room: int = ROOM) -> list[int]:
     found = {job.id: len(drafts) for job, drafts in of.drafts(given, load, room)}
     return [found.get(job.id, 0) for job in given]
 
 
 def test_a_turn_that_is_mostly_latency_has_room_for_drafts() -> None:
     # A turn takes 220 ms and a draft 2 more: worth it down to a chance of 0.011.
-    alone = Load(1, 1, 0)
+    alone = RingLoad(1, 1, 0)
     assert counts(speculation(), jobs(1, 0.9), alone) == [MAX_DRAFTS]
     assert counts(speculation(), jobs(1, 0.5), alone) == [5]
     # The more of them are right, the better are the chances of the next.
@@ -97,11 +97,11 @@ def test_a_turn_that_is_mostly_latency_has_room_for_drafts() -> None:
 
 def test_where_stages_compute_all_the_time_only_good_drafts_pay() -> None:
     # A turn takes 20 ms, and a draft a tenth of it.
-    alone = Load(1, 1, 0)
+    alone = RingLoad(1, 1, 0)
     assert counts(speculation(NEAR), jobs(1, 0.9), alone) == [9]
     assert counts(speculation(NEAR), jobs(1, 0.1), alone) == [0]
     # Beside 20 rows in each of two volumes: 2 ms of 58 for 20 tokens.
-    full = Load(20, 2, 0)
+    full = RingLoad(20, 2, 0)
     assert sum(counts(speculation(NEAR), jobs(20, 0.9), full)) > 0
     assert sum(counts(speculation(NEAR), jobs(20, 0.8), full)) == 0
 
@@ -111,33 +111,33 @@ def test_the_best_chances_come_first() -> None:
     for index, job in enumerate(given):
         job.id = index
     # 0.9, 0.81, 0.73, 0.66, 0.6, …
-    assert counts(speculation(), given, Load(3, 1, 0), room=5) == [0, 4, 1]
+    assert counts(speculation(), given, RingLoad(3, 1, 0), room=5) == [0, 4, 1]
 
 
 @pytest.mark.parametrize("setting", [1, 3, MAX_DRAFTS])
 def test_a_fixed_number_asks_for_nothing(setting: int) -> None:
     fixed = speculation(NEAR, setting)
-    assert counts(fixed, jobs(3, 0.01), Load(3, 2, 0, True)) == [setting] * 3
+    assert counts(fixed, jobs(3, 0.01), RingLoad(3, 2, 0, True)) == [setting] * 3
 
 
 def test_off() -> None:
-    assert speculation(setting=0).drafts(jobs(1, 1.0), Load(1, 1, 0), ROOM) == []
+    assert speculation(setting=0).drafts(jobs(1, 1.0), RingLoad(1, 1, 0), ROOM) == []
 
 
 def test_nothing_is_drafted_where_the_stages_are_unknown() -> None:
     made = speculation()
     made.set_times(RingTimes((STAGE, Profile()), FAR, 0))
-    assert counts(made, jobs(1, 0.9), Load(1, 1, 0)) == [0]
+    assert counts(made, jobs(1, 0.9), RingLoad(1, 1, 0)) == [0]
     (job,) = jobs(1)
     made.offered(job, [7])
-    assert counts(made, [job], Load(1, 1, 0)) == [0]
+    assert counts(made, [job], RingLoad(1, 1, 0)) == [0]
     made.set_times(RingTimes((STAGE, STAGE), FAR, 0))
-    assert counts(made, jobs(1, 0.9), Load(1, 1, 0)) == [MAX_DRAFTS]
+    assert counts(made, jobs(1, 0.9), RingLoad(1, 1, 0)) == [MAX_DRAFTS]
 
 
 def test_beside_chunks_a_tile_of_drafts_or_none() -> None:
     # One draft more than a chunk has room for takes 2 * 32 ms more, 15 others nothing.
-    chunks = Load(1, 1, 0, prefilling=True)
+    chunks = RingLoad(1, 1, 0, prefilling=True)
     assert counts(speculation(), jobs(1, 0.9), chunks) == [MAX_DRAFTS]
     assert counts(speculation(), jobs(1, 0.36), chunks) == [4]
     assert counts(speculation(), jobs(1), chunks) == [0]
@@ -146,7 +146,7 @@ def test_beside_chunks_a_tile_of_drafts_or_none() -> None:
 
 def test_drafts_that_are_wrong_end_and_come_again_later() -> None:
     made, (job,) = speculation(NEAR), jobs(1)
-    alone, passes = Load(1, 1, 0), 0
+    alone, passes = RingLoad(1, 1, 0), 0
     while made.drafts([job], alone, ROOM):
         made.verified(job, 1, 0)
         passes += 1
@@ -174,7 +174,7 @@ FORCED = [7, 8, 9]
 
 def test_forced_tokens_pay_where_guesses_do_not() -> None:
     # Beside 20 rows in each of two volumes, a row more is worth a token and costs less than one.
-    full = Load(20, 2, 0)
+    full = RingLoad(20, 2, 0)
     given = jobs(20)
     made = speculation(NEAR)
     assert sum(counts(made, given, full)) == 0
@@ -206,7 +206,7 @@ def test_forced_tokens_go_ahead() -> None:
 
 def test_a_last_stage_that_is_wrong_is_trusted_less() -> None:
     made, (job,) = speculation(NEAR), jobs(1)
-    alone, passes = Load(1, 1, 0), 0
+    alone, passes = RingLoad(1, 1, 0), 0
     made.offered(job, FORCED)
     while made.drafts([job], alone, ROOM):
         made.verified(job, 3, 0)
@@ -217,7 +217,7 @@ def test_a_last_stage_that_is_wrong_is_trusted_less() -> None:
 def test_drafts_that_are_off_are_off_for_forced_tokens_too() -> None:
     made, (job,) = speculation(setting=0), jobs(1)
     made.offered(job, FORCED)
-    assert made.drafts([job], Load(1, 1, 0), ROOM) == []
+    assert made.drafts([job], RingLoad(1, 1, 0), ROOM) == []
 
 
 def test_a_draft_is_as_good_as_the_tokens_before_it_that_agree() -> None:

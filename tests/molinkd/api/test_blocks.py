@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from molink.errors import ContextTooLong, RequestError
 from molink.text.calls.base import CallArguments, CallBegin, CallEnd, Part, Text, Thought
 from molinkd.api.adapting import renamed
-from molinkd.api.blocks import Begun, BlockReader, Ended, Grown, Step, blocks_of
+from molinkd.api.blocks import BlockBegun, BlockEnded, BlockGrown, BlockReader, Step, blocks_of
 from molinkd.api.choice import TextPiece, TokenLogprob
 
 CALL: list[Part] = [CallBegin(0, "f"), CallArguments(0, '{"a'), CallArguments(0, '": 1}')]
@@ -33,10 +33,12 @@ def test_cuts_change_nothing(runs: list[list[Part]], size: int) -> None:
     assert blocks
     assert [block.index for block in blocks] == list(range(len(blocks)))
     # Each begins when the one before has ended, and what it grows by is what it is.
-    ends = [step for step in steps if not isinstance(step, Grown)]
-    assert ends == [step for block in blocks for step in (Begun(block), Ended(block))]
+    ends = [step for step in steps if not isinstance(step, BlockGrown)]
+    assert ends == [step for block in blocks for step in (BlockBegun(block), BlockEnded(block))]
     for block in blocks:
-        grown = [step.text for step in steps if isinstance(step, Grown) and step.block == block]
+        grown = [
+            step.text for step in steps if isinstance(step, BlockGrown) and step.block == block
+        ]
         assert "".join(grown) == block.text
         assert (block.arguments is not None) == (block.kind == "call")
     said = [part.text for part in parts if not isinstance(part, CallBegin | CallEnd)]

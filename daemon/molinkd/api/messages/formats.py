@@ -8,7 +8,15 @@ from typing import Any
 from msgspec import json
 
 from molinkd.api.answer import Usage
-from molinkd.api.blocks import Begun, Block, BlockReader, Ended, Grown, Step, blocks_of
+from molinkd.api.blocks import (
+    Block,
+    BlockBegun,
+    BlockEnded,
+    BlockGrown,
+    BlockReader,
+    Step,
+    blocks_of,
+)
 from molinkd.api.choice import TextPiece
 from molinkd.api.formats import EVENTS
 from molinkd.api.problem import Problem
@@ -100,14 +108,14 @@ class MessageFormat:
 
 def _step(step: Step) -> bytes:
     match step:
-        case Begun(block):
+        case BlockBegun(block):
             begun = _block(block)
             return _event("content_block_start", index=block.index, content_block=begun)
-        case Grown(block, text):
+        case BlockGrown(block, text):
             if not text:  # logprobs only, which have no place here
                 return b""
             return _DELTA % block.index + _MORE[block.kind] + json.encode(text) + b"}}\n\n"
-        case Ended(block):
+        case BlockEnded(block):
             return _event("content_block_stop", index=block.index)
 
 

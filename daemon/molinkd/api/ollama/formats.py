@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import json
 
 from molinkd.api.answer import Usage
-from molinkd.api.blocks import Block, BlockReader, Ended, Grown, Step, blocks_of, text_in
+from molinkd.api.blocks import Block, BlockEnded, BlockGrown, BlockReader, Step, blocks_of, text_in
 from molinkd.api.choice import TextPiece
 from molinkd.api.formats import logprob_entries, logprobs_of
 from molinkd.api.problem import Problem
@@ -93,15 +93,15 @@ class OllamaFormat:
         lines = []
         for step in steps:
             match step:
-                case Grown(Block(kind="text"), text) if text:
+                case BlockGrown(Block(kind="text"), text) if text:
                     lines.append(self._line(text))
-                case Grown(Block(kind="thought"), text):
+                case BlockGrown(Block(kind="thought"), text):
                     lines.append(self._object_line(_said("", text)))
-                case Ended(Block(kind="call") as block) if _is_call(block):
+                case BlockEnded(Block(kind="call") as block) if _is_call(block):
                     call = _call(block, self._calls)
                     self._calls += 1
                     lines.append(self._object_line(_said("", calls=[call])))
-                case Ended(Block(kind="call") as block):
+                case BlockEnded(Block(kind="call") as block):
                     lines.append(self._line(block.as_text()))
         return lines
 

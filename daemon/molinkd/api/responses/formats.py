@@ -8,7 +8,15 @@ from typing import Any
 from msgspec import json
 
 from molinkd.api.answer import Usage
-from molinkd.api.blocks import Begun, Block, BlockReader, Ended, Grown, Step, blocks_of
+from molinkd.api.blocks import (
+    Block,
+    BlockBegun,
+    BlockEnded,
+    BlockGrown,
+    BlockReader,
+    Step,
+    blocks_of,
+)
 from molinkd.api.choice import AnswerFinish, TextPiece
 from molinkd.api.formats import EVENTS
 from molinkd.api.problem import Problem
@@ -79,14 +87,14 @@ class ResponseFormat:
 
     def _step(self, step: Step) -> bytes:
         match step:
-            case Begun(block):
+            case BlockBegun(block):
                 return self._begun(block)
-            case Grown(block, text, logprobs):
+            case BlockGrown(block, text, logprobs):
                 delta = self._delta + json.encode(text)
                 if block.kind == "text":
                     delta += b',"logprobs":' + json.encode(self._items.logprobs(logprobs))
                 return delta + b',"sequence_number":%d}\n\n' % self._next()
-            case Ended(block):
+            case BlockEnded(block):
                 return self._ended(block)
 
     def _begun(self, block: Block) -> bytes:
