@@ -40,7 +40,7 @@ NAMES = {
 }
 
 
-class Part(ContentPart, kw_only=True):
+class MessagePart(ContentPart, kw_only=True):
     """A block of a message: a text, a thought, a call (``tool_use``) or what came of one."""
 
     thinking: str | None = None
@@ -55,7 +55,7 @@ class InputMessage(msgspec.Struct, kw_only=True):
     """One message of a conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | list[Part]
+    content: str | list[MessagePart]
 
 
 class Thinking(msgspec.Struct, kw_only=True):
@@ -64,7 +64,7 @@ class Thinking(msgspec.Struct, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OfferedTool(msgspec.Struct, kw_only=True):
+class MessagesTool(msgspec.Struct, kw_only=True):
     """A tool of the client's; those that run on a server have other types."""
 
     name: ToolName
@@ -102,7 +102,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1)]
     system: str | list[ContentPart] | None = None
     thinking: Thinking | None = None
-    tools: Annotated[list[OfferedTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[MessagesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
@@ -182,7 +182,7 @@ class MessageRequest(CountRequest, kw_only=True):
         return body
 
 
-def _of_user(parts: Sequence[Part], where: str) -> Iterator[ChatMessage]:
+def _of_user(parts: Sequence[MessagePart], where: str) -> Iterator[ChatMessage]:
     """What came of calls, each as a message, and what the user says."""
     texts: list[str] = []
     for place, part in enumerate(parts):
@@ -202,7 +202,7 @@ def _of_user(parts: Sequence[Part], where: str) -> Iterator[ChatMessage]:
         yield ChatMessage(role="user", content="\n".join(texts))
 
 
-def _of_assistant(parts: Sequence[Part], where: str) -> ChatMessage:
+def _of_assistant(parts: Sequence[MessagePart], where: str) -> ChatMessage:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []

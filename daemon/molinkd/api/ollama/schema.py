@@ -35,7 +35,7 @@ Context = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 Think = bool | Literal["low", "medium", "high"]
 
 
-class Options(msgspec.Struct, kw_only=True):
+class OllamaOptions(msgspec.Struct, kw_only=True):
     """``options``; further ones are of no concern here."""
 
     num_predict: Annotated[int, msgspec.Meta(ge=-2, le=2**53)] | None = None
@@ -72,7 +72,7 @@ class Asking(Named, kw_only=True):
     """What both routes that generate have in common."""
 
     stream: bool | None = None
-    options: Options | None = None
+    options: OllamaOptions | None = None
     keep_alive: str | int | float | None = None
     think: Think | None = None
     logprobs: bool | None = None
@@ -81,7 +81,7 @@ class Asking(Named, kw_only=True):
     format: dict[str, Any] | Literal["", "json"] | None = None
 
 
-class Message(msgspec.Struct, kw_only=True):
+class OllamaMessage(msgspec.Struct, kw_only=True):
     """A message of ``/api/chat``; one of role ``tool`` says what came of a call."""
 
     role: str
@@ -93,7 +93,7 @@ class Message(msgspec.Struct, kw_only=True):
     thinking: str | None = None
 
 
-class OfferedTool(msgspec.Struct, kw_only=True):
+class OllamaTool(msgspec.Struct, kw_only=True):
     """A tool that the model may call."""
 
     function: FunctionOffer
@@ -103,8 +103,8 @@ class OfferedTool(msgspec.Struct, kw_only=True):
 class ChatRequest(Asking, kw_only=True):
     """``POST /api/chat``."""
 
-    messages: list[Message] = []
-    tools: Annotated[list[OfferedTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    messages: list[OllamaMessage] = []
+    tools: Annotated[list[OllamaTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
 
     def as_openai(self) -> ChatBody:
         """The body of the same request at ``/v1/chat/completions``.
@@ -163,7 +163,7 @@ class GenerateRequest(Asking, kw_only=True):
 
 def _filled(body: Kind, asking: Asking) -> Kind:
     """``body`` with what the options say."""
-    options = asking.options or Options()
+    options = asking.options or OllamaOptions()
     for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop"):
         setattr(body, name, getattr(options, name))
     body.presence_penalty = options.presence_penalty
