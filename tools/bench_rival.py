@@ -21,6 +21,7 @@ With drafts (``drafts``), beside molink without, by a text that the answers repe
 import argparse
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -71,9 +72,9 @@ class Load:
 class Side:
     """One system on a rig of its own."""
 
-    def __init__(self, name: str, nodes: int) -> None:
+    def __init__(self, name: str, nodes: int, cores: float | None) -> None:
         self.name, self.nodes = name, nodes
-        self.rig = Rig([Node(f"pc{index}") for index in range(nodes)])
+        self.rig = Rig([Node(f"pc{index}") for index in range(nodes)], cores=cores)
         self.url = ""
         self._logs: list[Path] = []
 
@@ -114,11 +115,9 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 @contextlib.contextmanager
-def molink(
-    name: str, model: Path, nodes: int, environment: Mapping[str, str], folder: Path
-) -> Iterator[Side]:
+def molink(side: Side, model: Path, environment: Mapping[str, str], folder: Path) -> Iterator[Side]:
     """A swarm, each PC of which holds a stage."""
-    side = Side(name, nodes)
+    name, nodes = side.name, side.nodes
     with side.rig:
         common = ["--threads", "1", "--device", "cpu"]
         first = ["up", "--model", str(model), "--min-stages", str(nodes), "--dtype", "bf16"]
@@ -141,9 +140,9 @@ def molink(
 
 
 @contextlib.contextmanager
-def llama(binaries: Path, model: Path, nodes: int, slots: int, folder: Path) -> Iterator[Side]:
+def llama(side: Side, binaries: Path, model: Path, slots: int, folder: Path) -> Iterator[Side]:
     """llama.cpp's server, with the layers on all nodes."""
-    side = Side("llama.cpp RPC", nodes)
+    nodes = side.nodes
     with side.rig:
         server = next(binaries.glob("*rpc-server"))
         where = []
@@ -262,6 +261,7 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, default=30.0, help="one way")
     parser.add_argument("--queue", type=int, default=256 * 1024, help="bytes in a router")
     parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument("--cores", type=float, help="what each node may take of the CPU")
     parser.add_argument("--requests", type=int, default=10)
     parser.add_argument("--rate", type=float, default=0.2, help="requests a second")
     parser.add_argument("--prompt-tokens", type=int, default=200)
@@ -277,8 +277,9 @@ def main() -> None:
         root = Path(place)
         many = {"MOLINK_MICRO_BATCHES": str(options.nodes)}
         wanted = options.sides.split(",")
+        new_side = functools.partial(Side, nodes=options.nodes, cores=options.cores)
         sides = [
-            stack.enter_context(molink(name, options.folder, options.nodes, settings, root))
+            stack.enter_context(molink(new_side(name), options.folder, settings, root))
             for name, settings in (
                 ("molink", {}),
                 ("plain", PLAIN | many),
@@ -290,9 +291,8 @@ def main() -> None:
         if options.llama is not None and "llama" in wanted:
             gguf = next(options.folder.glob("*.gguf"))
             slots = min(options.requests, 8)
-            sides.append(
-                stack.enter_context(llama(options.llama, gguf, options.nodes, slots, root))
-            )
+            beside = llama(new_side("llama.cpp RPC"), options.llama, gguf, slots, root)
+            sides.append(stack.enter_context(beside))
         print(f"| Mbps | | {' | '.join(f'{one}, s' for one in FIGURES)} |")
         print("|---:|---|---:|---:|---:|---:|")
         seeds = itertools.count()

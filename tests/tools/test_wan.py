@@ -216,6 +216,30 @@ def test_two_at_once_dont_see_each_other_and_an_error_leaves_nothing() -> None:
 
 
 @needs_root
+def test_a_share_of_the_cpu_binds_all_that_a_node_runs() -> None:
+    spin = "import time; end = time.monotonic() + 1\nwhile time.monotonic() < end: pass\n"
+    spin += "print(time.process_time())"
+    try:
+        with Rig([Node("a"), Node("b")], cores=0.25) as rig:
+            both = [
+                rig.run(0, [sys.executable, "-c", spin], stdout=subprocess.PIPE, text=True)
+                for _ in range(2)
+            ]
+            used = sum(float(one.communicate()[0]) for one in both)
+    except RigError as error:
+        if "no shares of the CPU" in str(error):
+            pytest.skip(str(error))
+        raise
+    assert used < 0.5
+    assert not left_over_groups()
+
+
+def left_over_groups() -> list[str]:
+    mine = f"*{os.getpid()}-*"
+    return [path.name for place in ("", "cpu") for path in Path("/sys/fs/cgroup", place).glob(mine)]
+
+
+@needs_root
 def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
     program = (
         "from tools.wan import Node, Rig; import sys, time\n"

@@ -146,10 +146,18 @@ def remove(name: str) -> None:
 
 def remove_stale() -> None:
     """Remove the namespaces of processes that are dead."""
-    for path in _FOLDER.glob(f"{_PREFIX}-*"):
+    for name in left_over(_FOLDER):
+        remove(name)
+
+
+def left_over(folder: Path) -> list[str]:
+    """What is in ``folder`` under the name of a rig whose process is dead."""
+    found = []
+    for path in folder.glob(f"{_PREFIX}-*"):
         pid = path.name.removeprefix(f"{_PREFIX}-").split("-")[0]
         if pid.isdigit() and not Path("/proc", pid).exists():
-            remove(path.name)
+            found.append(path.name)
+    return found
 
 
 def existing(pid: int) -> Sequence[str]:

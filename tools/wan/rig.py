@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tools.wan.cores import CoreShares
 from tools.wan.namespaces import Namespaces, RigError, enter, ip, open_tun, require
 from tools.wan.node import Node, check
 
@@ -34,14 +35,19 @@ class Rig:
         congestion: str = "cubic",
         mtu: int = 1500,
         seed: int = 0,
+        cores: float | None = None,
     ) -> None:
-        """``congestion`` is as of :class:`Namespaces`, ``seed`` that of the losses."""
+        """``congestion`` is as of :class:`Namespaces`, ``seed`` that of the losses.
+
+        ``cores`` is what each node may take of the CPU; ``None`` is all that others leave.
+        """
         if not 0 < len(nodes) <= 200:
             raise ValueError("a rig has 1 to 200 nodes")
         self.nodes = tuple(nodes)
         self._mtu = mtu
         self._seed = seed
         self._spaces = Namespaces(len(nodes), congestion)
+        self._shares = CoreShares(self._spaces.names, cores) if cores else None
         self._started: list[subprocess.Popen[Any]] = []
         self._relay: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -52,6 +58,8 @@ class Rig:
         require()
         try:
             self._spaces.create()
+            if self._shares is not None:
+                self._shares.create()
             self._start_relay()
         except BaseException:
             self.close()
@@ -85,6 +93,8 @@ class Rig:
                 self._relay.wait()
             self._relay = None
         self._spaces.remove()
+        if self._shares is not None:
+            self._shares.remove()
 
     def _start_relay(self) -> None:
         devices: list[int] = []
@@ -131,7 +141,8 @@ class Rig:
 
     def run(self, index: int, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
         """Start a program on node ``index``; it is killed when the rig closes."""
-        process = subprocess.Popen([*enter(self.namespace(index)), *argv], **popen)
+        share = self._shares.enter(index) if self._shares is not None else ()
+        process = subprocess.Popen([*share, *enter(self.namespace(index)), *argv], **popen)
         self._started.append(process)
         return process
 
