@@ -57,6 +57,17 @@ FIFO = {**PLAIN, "MOLINK_LINK_POLICY": "fifo", "MOLINK_CHUNK_TOKENS": "4096"}
 FIGURES = ("first token", "per token", "worst gap", "whole answer")
 
 
+def sides_of_molink(nodes: int) -> dict[str, dict[str, str]]:
+    """What of its settings each side of molink's has, by name."""
+    as_many_as_stages = {"MOLINK_MICRO_BATCHES": str(nodes)}
+    return {
+        "molink": {},
+        "plain": PLAIN | as_many_as_stages,
+        "fifo": FIFO | as_many_as_stages,
+        "drafts": {"MOLINK_DRAFT_TOKENS": "auto"},
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """Requests at random times: ``rate`` a second, of so many tokens."""
@@ -115,16 +126,19 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 @contextlib.contextmanager
-def molink(side: Side, model: Path, environment: Mapping[str, str], folder: Path) -> Iterator[Side]:
-    """A swarm, each PC of which holds a stage."""
+def molink(
+    side: Side, model: Path, environment: Mapping[str, str], folder: Path, *, pinned: bool
+) -> Iterator[Side]:
+    """A swarm, each PC of which holds a stage; ``pinned``: of as many layers as the others."""
     name, nodes = side.name, side.nodes
+    layers = _like_shares(model, nodes) if pinned else ["auto"] * nodes
     with side.rig:
-        common = ["--threads", "1", "--device", "cpu"]
         first = ["up", "--model", str(model), "--min-stages", str(nodes), "--dtype", "bf16"]
         token = ""
         for index in range(nodes):
             home, log = folder / f"{name} {index}", folder / f"{name} {index}.log"
             verb = first if index == 0 else ["join", token]
+            common = ["--threads", "1", "--device", "cpu", "--stage", layers[index]]
             command = [sys.executable, "-m", "molinkd", *verb, *common]
             # What a random model writes repeats itself, and drafts would be right more than usual.
             own = {"MOLINK_DRAFT_TOKENS": "off", **environment}
@@ -137,6 +151,13 @@ def molink(side: Side, model: Path, environment: Mapping[str, str], folder: Path
         _wait_ready(side, f"{side.url}/readyz")
         _wait_for_stages(side, nodes, folder / f"{name} 0")
         yield side
+
+
+def _like_shares(model: Path, nodes: int) -> list[str]:
+    """The same number of layers for each node, as ``--stage`` takes them."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    cuts = [config["num_hidden_layers"] * index // nodes for index in range(nodes + 1)]
+    return [f"{begin}:{end}" for begin, end in itertools.pairwise(cuts)]
 
 
 @contextlib.contextmanager
@@ -262,6 +283,7 @@ def main() -> None:
     parser.add_argument("--queue", type=int, default=256 * 1024, help="bytes in a router")
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--cores", type=float, help="what each node may take of the CPU")
+    parser.add_argument("--pinned", action="store_true", help="like layers on all, by hand")
     parser.add_argument("--requests", type=int, default=10)
     parser.add_argument("--rate", type=float, default=0.2, help="requests a second")
     parser.add_argument("--prompt-tokens", type=int, default=200)
@@ -275,17 +297,13 @@ def main() -> None:
         raise RigError(reason)
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         root = Path(place)
-        many = {"MOLINK_MICRO_BATCHES": str(options.nodes)}
         wanted = options.sides.split(",")
         new_side = functools.partial(Side, nodes=options.nodes, cores=options.cores)
         sides = [
-            stack.enter_context(molink(new_side(name), options.folder, settings, root))
-            for name, settings in (
-                ("molink", {}),
-                ("plain", PLAIN | many),
-                ("fifo", FIFO | many),
-                ("drafts", {"MOLINK_DRAFT_TOKENS": "auto"}),
+            stack.enter_context(
+                molink(new_side(name), options.folder, settings, root, pinned=options.pinned)
             )
+            for name, settings in sides_of_molink(options.nodes).items()
             if name in wanted
         ]
         if options.llama is not None and "llama" in wanted:

@@ -5,6 +5,7 @@ that the last one saw and have then stayed the same for a moment; so joins close
 and whatever changes the candidates (a join, a loss, the end of a back-off) is the same case.
 """
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -26,6 +27,8 @@ from molink.swarm.reach import Reach, Unreachable
 from molink.swarm.records import Desired, Pin, PipelineRecord, StageRecord
 from molink.swarm.registry import PeerSession, Registry
 from molink.wire.messages.reports import PeerReport
+
+log = logging.getLogger(__name__)
 
 #: Peers that join or change within this time, in seconds, are placed together …
 DEBOUNCE = 1.0
@@ -288,6 +291,8 @@ class Planner:
         candidates = self.paces.applied(candidates)
         self.links.placed()
         self.paces.placed(candidates)
+        rates = (f"{one.name} {one.read_rate / 1e9:.3g}" for one in candidates)
+        log.info("placing by how fast each reads weights, in GB/s: %s", ", ".join(rates))
         found = place(
             desired.facts,
             candidates,
