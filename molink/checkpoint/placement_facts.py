@@ -14,12 +14,13 @@ from molink.checkpoint.layout import (
     layer_tensors,
 )
 from molink.checkpoint.quantization import can_hold, is_quantizable, quantized_bytes
+from molink.checkpoint.resident import resident_format
 from molink.checkpoint.stacked import find_stack
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.kept import OUTPUTS, narrow_dtype
 from molink.facts.model import KeptBlocks, ModelFacts, NarrowWeights, Quantize
 from molink.gguf.blocks import find_packed
-from molink.gguf.formats import resident_bytes, stays
+from molink.gguf.formats import resident_bytes
 
 
 def model_facts(
@@ -103,13 +104,13 @@ def _kept_blocks(
 def _kept(
     shapes: Shapes, config: ModelConfig, tensors: Mapping[str, TensorKind]
 ) -> tuple[int, int]:
-    """Bytes of what stays in blocks, and of the rest: also of tensors that aren't there."""
+    """Bytes of what stays in few bits, and of the rest: also of tensors that aren't there."""
     kept = rest = 0
     for name, shape in shapes.items():
-        kind = find_packed(name, tensors)
+        form = resident_format(name, shape, tensors, config.low_bit)
         table = name in (EMBEDDING, OUTPUT_HEAD)
-        if kind and stays(kind, shape[0]) and (table or is_quantizable(name, shape)):
-            kept += resident_bytes(kind, shape)
+        if form is not None and (table or is_quantizable(name, shape)):
+            kept += resident_bytes(form, shape)
         else:
             rest += prod(shape) * DTYPE_SIZES[config.dtype]
     return kept, rest

@@ -27,10 +27,10 @@ BLOCK_SIZE = 16
 
 
 class KeptBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """What weights from a GGUF file take on a CPU that multiplies by its blocks, in bytes.
+    """What weights of few bits take on a CPU that multiplies by these, in bytes.
 
-    Of each part, what stays in blocks, and then what doesn't (in the model's own dtype): of the
-    largest layer, and of the ends of the model.
+    Of each part, what stays so, and then what doesn't (in the model's own dtype): of the largest
+    layer, and of the ends of the model.
     """
 
     layer: tuple[Count, Count]

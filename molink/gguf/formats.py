@@ -1,12 +1,12 @@
-"""What the weights of a kind of blocks are as numbers, and what they take where they stay so.
+"""What weights of few bits are as numbers, and what they take where they stay so.
 
-A weight is a *code* of 4 to 8 bits. Groups of 16 or 32 codes share a scale, and some kinds add
-something to each weight of a group::
+A weight is a *code* of 4 to 8 bits. Groups of 16 to 128 codes share a scale. Some kinds of GGUF
+blocks add something to each weight of a group; checkpoints with zero points shift its codes::
 
-    weight = scale · (code - offset) + added
+    weight = scale · (code - offset + shift) + added
 
-Both are f16 numbers of the group, or (kinds ``K``) such numbers of a block of 256, times a whole
-number of the group with 6 to 8 bits.
+These are numbers of 16 bits of the group, or (kinds ``K``) such numbers of a block of 256, times a
+whole number of the group with 6 to 8 bits.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from functools import cache
 from math import prod
 from typing import NamedTuple
 
-from molink.gguf.blocks import Kind
+from molink.facts.kept import NarrowDType
 
 #: Rows of a weight that lie together where a CPU multiplies by blocks: their number has to be a
 #: multiple of it. CPUs with shorter registers take half as many.
 ROWS = 32
 #: Bits of half a word.
 HALF = 16
-_F16 = 2
+_HALF_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class BlockFormat:
     """Of a kind: ``bits`` of a code, weights of a ``group`` and of a ``block``.
 
     Codes of 8 bits are signed. ``adds``: something is added. ``nested``: groups have whole numbers
-    of one byte, signed where nothing is added.
+    of one byte, signed where nothing is added. ``shifts``: codes are shifted, by whole numbers.
+    ``numbers`` of 16 bits are of that type.
     """
 
     bits: int
@@ -39,6 +40,13 @@ class BlockFormat:
     block: int
     adds: bool = False
     nested: bool = False
+    shifts: bool = False
+    numbers: NarrowDType = "f16"
+
+    @property
+    def each(self) -> int:
+        """Numbers that a group has, or a block where groups have whole ones: a scale first."""
+        return 1 + self.adds + self.shifts
 
     @property
     def word(self) -> int:
@@ -57,8 +65,8 @@ class BlockFormat:
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of a group's own numbers: f16, or whole ones."""
-        return (1 if self.nested else _F16) * (1 + self.adds)
+        """Bytes of a group's own numbers: of 16 bits, or whole ones."""
+        return (1 if self.nested else _HALF_BYTES) * self.each
 
     @property
     def group_bytes(self) -> int:
@@ -67,8 +75,8 @@ class BlockFormat:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's f16 numbers, where groups have whole ones."""
-        return _F16 * (1 + self.adds) * self.nested
+        """Bytes of a block's numbers of 16 bits, where groups have whole ones."""
+        return _HALF_BYTES * self.each * self.nested
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +84,7 @@ class BlockFormat:
         return self.block_bytes + self.groups * self.group_bytes
 
 
-#: By the name of the kind. All others become numbers as they are loaded.
+#: Of kinds of GGUF blocks, by name. All others become numbers as they are loaded.
 FORMATS = {
     "q4_0": BlockFormat(4, 8, 32, 32),
     "q4_1": BlockFormat(4, 0, 32, 32, adds=True),
@@ -117,11 +125,6 @@ def pieces(bits: int, index: int) -> tuple[BitRange, ...]:
     return BitRange(index - 6, 12, 4, 0), BitRange(2, 2 * index, 2, 4)
 
 
-def stays(kind: Kind, rows: int) -> bool:
-    """Whether a weight of ``rows`` rows stays in its blocks on a CPU; others become numbers."""
-    return kind.name in FORMATS and rows % ROWS == 0
-
-
-def resident_bytes(kind: Kind, shape: Sequence[int]) -> int:
-    """What a weight ``[out, in]`` that stays takes there, in bytes."""
-    return prod(shape) // kind.weights * FORMATS[kind.name].nbytes
+def resident_bytes(form: BlockFormat, shape: Sequence[int]) -> int:
+    """What a weight ``[out, in]`` that stays in such blocks takes on a CPU, in bytes."""
+    return prod(shape) // form.block * form.nbytes

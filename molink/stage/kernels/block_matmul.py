@@ -1,17 +1,18 @@
-"""Rows times a weight that stays in the blocks of a GGUF file, unpacked in registers.
+"""Rows times a weight that stays in few bits, unpacked in registers.
 
 The weight ``[columns, depth]`` lies in the order in which the product reads it. Of ``C`` columns::
 
-    of each block of a kind K, f16:  scale [C], added [C]?
-    of each group:                   scale [C], added [C]?, words of codes [words, C]
+    of each block of a kind K:  scale [C], added [C]?
+    of each group:              scale [C], added [C] or shift [C]?, words of codes [words, C]
 
-where the numbers of a group are whole ones of a byte in kinds ``K``, else f16. So memory is read in
+where the numbers of a group are whole ones of a byte in kinds ``K``, else of 16 bits as those of a
+block. So memory is read in
 one stream, or two, with steps of one size each, which a CPU's prefetcher follows: with the numbers
 of each block before its groups, kinds ``K`` came from memory at half the rate.
 (see :mod:`molink.gguf.formats` and :mod:`molink.stage.kernels.codes`). Codes are whole numbers that
 bf16 holds exactly; their products with a row are added up in float32 over a group, then multiplied
-by its scale. What is added to each weight of a group is multiplied by the sum of the row's values,
-which takes away a decoder's excess too.
+by its scale. What is added to each weight of a group, or by which its codes are shifted, is
+multiplied by the sum of the row's values, which takes away a decoder's excess too.
 
 As in :mod:`molink.stage.kernels.matmul` what a row gives doesn't depend on the rows beside it, nor
 on how columns are spread over threads.
@@ -24,9 +25,9 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from molink.gguf.formats import BlockFormat
+from molink.gguf.formats import HALF, BlockFormat
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16
-from molink.stage.kernels.codes import I8, Bf16Decoder, WideningDecoder, Words
+from molink.stage.kernels.codes import I8, I16, Bf16Decoder, WideningDecoder, Words
 from molink.stage.kernels.compiler import CompiledLibrary
 from molink.stage.kernels.dots import emit_few_tiles, emit_places
 from molink.stage.kernels.emit import (
@@ -43,7 +44,9 @@ from molink.stage.kernels.emit import (
 )
 from molink.stage.kernels.openmp import OpenMp, emit_shares
 
-_F16 = 2
+_HALF_BYTES = 2
+#: Codes of a group that are multiplied without a loop: a longer one only fills the cache.
+_RUN = 32
 #: Rows that are multiplied at once. Beside their sums there have to be registers for decoding.
 _TILES = (6, 4, 2, 1)
 
@@ -120,7 +123,7 @@ class _Product:
         bf16 = isinstance(arithmetic, DotBf16)
         self._decoder = Bf16Decoder(form) if bf16 else WideningDecoder(form, lanes)
         #: Whether the sums of the rows' groups are needed.
-        self.summed = form.adds or bool(self._decoder.excess)
+        self.summed = form.adds or form.shifts or bool(self._decoder.excess)
         self._floats = ir.VectorType(FLOAT, lanes)
         self.function, self._builder = begin_function(module, "product", pointers=5, numbers=6)
         self._emit()
@@ -204,7 +207,6 @@ class _Product:
         """
         form, builder, arithmetic = self._form, self._builder, self._arithmetic
         codes = emit_offset(builder, record, I64(self._columns * form.number_bytes))
-        words = [self._words_of(codes, vector) for vector in range(arithmetic.vectors)]
         begun = [emit_nth(builder, row, at, form.group * arithmetic.element) for row in rows]
         zeros = ir.Constant(self._floats, [0.0] * arithmetic.lanes)
         sums: Values = [zeros] * (len(rows) * arithmetic.vectors)
@@ -212,19 +214,31 @@ class _Product:
             less = ir.Constant(self._floats, [-float(self._decoder.excess)] * arithmetic.lanes)
             taken = [builder.fmul(each, less) for each in beside]
             sums = [each for each in taken for _ in range(arithmetic.vectors)]
-        for index in range(form.group // 2):
-            columns = [self._decoder.pair(builder, each, index) for each in words]
-            offset = I64(2 * index * arithmetic.element)
-            given = [
-                arithmetic.load_pair(builder, emit_offset(builder, row, offset)) for row in begun
-            ]
-            before = iter(sums)
-            sums = [
-                arithmetic.add_product(builder, next(before), one, column)
-                for one in given
-                for column in columns
-            ]
-        return sums
+        runs = max(1, form.group // _RUN)
+        words_bytes = self._columns * form.words * form.word // runs
+
+        def emit_run(run: ir.Value, sums: Values) -> Values:
+            here = emit_nth(builder, codes, run, words_bytes)
+            words = [self._words_of(here, vector) for vector in range(arithmetic.vectors)]
+            below = [emit_nth(builder, row, run, _RUN * arithmetic.element) for row in begun]
+            for index in range(form.group // runs // 2):
+                columns = [self._decoder.pair(builder, each, index) for each in words]
+                offset = I64(2 * index * arithmetic.element)
+                given = [
+                    arithmetic.load_pair(builder, emit_offset(builder, row, offset))
+                    for row in below
+                ]
+                before = iter(sums)
+                sums = [
+                    arithmetic.add_product(builder, next(before), one, column)
+                    for one in given
+                    for column in columns
+                ]
+            return sums
+
+        if runs == 1:
+            return emit_run(I64(0), sums)
+        return emit_loop(builder, I64(0), I64(runs), 1, emit_run, sums)[1]
 
     def _words_of(self, codes: ir.Value, vector: int) -> Words:
         """The words of a group's ``codes``, of the columns of a vector; each is loaded once."""
@@ -240,19 +254,26 @@ class _Product:
         return load
 
     def _gather(self, totals: Values, dots: Values, numbers: Values, sums: Values) -> Values:
-        """``totals + dots · scales + sums · added``; ``numbers`` are scales, then what is added."""
+        """``totals + (dots + sums · shifts) · scales``, ``totals + dots · scales + sums · added``.
+
+        ``numbers`` are scales, then the others.
+        """
         vectors = self._arithmetic.vectors
-        scales, added = numbers[:vectors], numbers[vectors:]
+        scales, others = numbers[:vectors], numbers[vectors:]
+
+        def add_others(before: Values) -> Values:
+            return [
+                self._fma(sums[index // vectors], others[index % vectors], value)
+                for index, value in enumerate(before)
+            ]
+
+        if self._form.shifts:
+            dots = add_others(dots)
         found = [
             self._fma(dot, scales[index % vectors], total)
             for index, (total, dot) in enumerate(zip(totals, dots, strict=True))
         ]
-        if not added:
-            return found
-        return [
-            self._fma(sums[index // vectors], added[index % vectors], total)
-            for index, total in enumerate(found)
-        ]
+        return add_others(found) if self._form.adds else found
 
     def _spread(self, place: ir.Value) -> ir.Value:
         value = self._builder.load(place, typ=FLOAT, align=4)
@@ -264,14 +285,20 @@ class _Product:
         return self._builder.call(declare(self._builder.module, name, kind), [one, other, total])
 
     def _load_numbers(self, here: ir.Value, load: Callable[[ir.Value, int], ir.Value]) -> Values:
-        """Scales of all vectors' columns, then what is added to theirs, if anything is."""
-        count = self._arithmetic.vectors * (1 + self._form.adds)
+        """Scales of all vectors' columns, then the other numbers of theirs, if there are any."""
+        count = self._arithmetic.vectors * self._form.each
         return [load(here, number * self._arithmetic.lanes) for number in range(count)]
 
     def _load_half(self, here: ir.Value, index: int) -> ir.Value:
-        kind = ir.VectorType(ir.HalfType(), self._arithmetic.lanes)
-        place = emit_offset(self._builder, here, I64(_F16 * index))
-        return self._builder.fpext(self._builder.load(place, typ=kind, align=_F16), self._floats)
+        builder, lanes = self._builder, self._arithmetic.lanes
+        place = emit_offset(builder, here, I64(_HALF_BYTES * index))
+        if self._form.numbers == "f16":
+            halves = builder.load(place, typ=ir.VectorType(ir.HalfType(), lanes), align=_HALF_BYTES)
+            return builder.fpext(halves, self._floats)
+        upper = builder.load(place, typ=ir.VectorType(I16, lanes), align=_HALF_BYTES)
+        whole = ir.VectorType(I32, lanes)
+        bits = builder.shl(builder.zext(upper, whole), ir.Constant(whole, [HALF] * lanes))
+        return builder.bitcast(bits, self._floats)
 
     def _load_byte(self, here: ir.Value, index: int) -> ir.Value:
         builder, lanes = self._builder, self._arithmetic.lanes

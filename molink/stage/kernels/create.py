@@ -9,9 +9,8 @@ import torch
 from torch.nn.functional import gelu, rms_norm, silu
 
 from molink.checkpoint.traits import Activation
-from molink.gguf.blocks import PACKED
-from molink.gguf.formats import FORMATS
-from molink.stage.kernels.repack import arrange, parse, scales, take
+from molink.gguf.formats import BlockFormat
+from molink.stage.kernels.repack import scales, take
 from molink.stage.kernels.shape import AttendShape
 
 if TYPE_CHECKING:
@@ -48,9 +47,9 @@ def create_matmul(
 
 @cache
 def create_block_matmul(
-    name: str, dtype: torch.dtype, threads: int, checked: bool = True
+    form: BlockFormat, dtype: torch.dtype, threads: int, checked: bool = True
 ) -> "BlockMatMul | None":
-    """A product of weights in blocks of kind ``name``, for rows of ``dtype`` or of float32."""
+    """A product of weights in such blocks, for rows of ``dtype`` or of float32."""
 
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "BlockMatMul | None":
         from molink.stage.kernels.block_matmul import BlockMatMul
@@ -58,12 +57,9 @@ def create_block_matmul(
         arithmetic = _choose(dtype, features) or _choose(torch.float32, features)
         if arithmetic is None or not features.get("f16c"):
             return None
-        return BlockMatMul(FORMATS[name], arithmetic, openmp, threads)
+        return BlockMatMul(form, arithmetic, openmp, threads)
 
-    def is_right(made: "BlockMatMul") -> bool:
-        return _unpacks_right(made, name)
-
-    return _try(compile_it, threads, is_right if checked else _unknown)
+    return _try(compile_it, threads, _unpacks_right if checked else _unknown)
 
 
 def keeps_blocks() -> bool:
@@ -177,22 +173,21 @@ def _multiplies_right(product: "MatMul") -> bool:
     return torch.equal(given, exact)
 
 
-def _unpacks_right(product: "BlockMatMul", name: str) -> bool:
+def _unpacks_right(product: "BlockMatMul") -> bool:
     """Whether rows of which one value is 1 give the weights that are there, a few of each block.
 
     The bytes of the blocks are arbitrary, but for scales of a fair size.
     """
-    kind, form = PACKED[name], FORMATS[name]
-    stored = torch.arange(2 * product.columns * 2 * kind.nbytes).mul(37).remainder(251)
-    stored = stored.to(torch.uint8).view(2 * product.columns, -1)
-    packed = arrange(form, parse(name, stored), product.columns)
+    form, columns, width = product.form, 2 * product.columns, 2 * product.form.block
+    packed = torch.arange(columns * 2 * form.nbytes).mul(37).remainder(251)
+    packed = packed.to(torch.uint8).view(2, -1)
     numbers = scales(form, packed, product.columns)
     numbers.copy_(torch.linspace(-1, 2, numbers.numel()).view(numbers.shape))
-    places = torch.arange(0, 2 * kind.weights, 7)
-    rows = torch.zeros(len(places), 2 * kind.weights, dtype=product.dtype)
+    places = torch.arange(0, width, 7)
+    rows = torch.zeros(len(places), width, dtype=product.dtype)
     rows[torch.arange(len(places)), places] = 1
-    given = product(packed, rows, torch.zeros(len(stored)))
-    exact = take(form, packed, product.columns, torch.arange(len(stored)))[:, places].T
+    given = product(packed, rows, torch.zeros(columns))
+    exact = take(form, packed, product.columns, torch.arange(columns))[:, places].T
     within = 2**-7 if product.dtype is torch.bfloat16 else 1e-5
     return torch.allclose(given.float(), exact, rtol=within, atol=within * float(exact.abs().max()))
 

@@ -1,32 +1,47 @@
-"""The blocks of a GGUF file, put into the order in which a CPU multiplies by them, and back.
+"""Blocks of codes, put into the order in which a CPU multiplies by them, and back.
 
-What the bytes of a block are is llama.cpp's format (``ggml-common.h``); what they become is told in
+What the bytes of a GGUF block are is llama.cpp's format (``ggml-common.h``); what they become is in
 :mod:`molink.stage.kernels.block_matmul`. Each value stays what it is.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, unflatten
 
 from molink.gguf.blocks import PACKED
-from molink.gguf.formats import FORMATS, BlockFormat, pieces
+from molink.gguf.formats import FORMATS, ROWS, BlockFormat, pieces
+from molink.stage.torch_dtypes import TORCH_DTYPES
 
 _LOW_BITS, _LOW, _SIX = 4, 15, 63
 _F16 = 2
+#: Codes, or bytes, that are put into another order at once.
+_PART = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """Of rows ``[R, in]``, in ``B`` blocks each: their codes (uint8 ``[R, B, block]``) and numbers.
 
-    ``halves`` are f16 ``[R, B]``: scales, and what is added if anything is. ``whole`` are bytes
-    ``[R, B, groups]`` by which these are multiplied, of formats that have them.
+    ``halves`` have 16 bits, ``[R, B]``: scales, then shifts or what is added if there are any.
+    ``whole`` are bytes ``[R, B, groups]`` by which these are multiplied, of formats that have them.
     """
 
     codes: Tensor
     halves: tuple[Tensor, ...]
     whole: tuple[Tensor, ...] = ()
+
+
+def stored_blocks(name: str, rows: Tensor) -> Iterator[Blocks]:
+    """The blocks of kind ``name`` in ``rows``, some at a time; see :func:`parse`."""
+    step = part_rows(rows.shape[1])
+    return (parse(name, rows[begin : begin + step]) for begin in range(0, len(rows), step))
+
+
+def part_rows(width: int) -> int:
+    """How many rows of a width are put into another order at once: a multiple of all columns."""
+    return max(1, _PART // width // ROWS) * ROWS
 
 
 def parse(name: str, rows: Tensor) -> Blocks:
@@ -57,13 +72,13 @@ def _side_by_side(numbers: Tensor, columns: int) -> Tensor:
 
 
 def scales(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
-    """The f16 numbers ``[R / columns, B, n, columns]`` of what :func:`arrange` has made: a view."""
-    end = 2 * (1 + form.adds) * columns
+    """Numbers ``[R / columns, B, n, columns]`` of 16 bits of what :func:`arrange` made: a view."""
+    end = 2 * form.each * columns
     if form.nested:
         above, _ = _split(form, packed, columns)
     else:
         above = unflatten(packed, 1, (-1, columns * form.group_bytes))[..., :end]
-    return unflatten(above.view(torch.float16), 2, (-1, columns))
+    return unflatten(above.view(TORCH_DTYPES[form.numbers]), 2, (-1, columns))
 
 
 def _split(form: BlockFormat, packed: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -87,7 +102,10 @@ def take(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -> Tenso
         numbers = [one * each for one, each in zip(numbers, found.unbind(3), strict=True)]
     words = unflatten(groups[..., begin:], 3, (-1, columns, form.word))
     codes = _codes(form, words[part, :, :, :, lane])
-    weights = numbers[0].unsqueeze(3) * (codes - form.offset)
+    codes -= form.offset
+    if form.shifts:
+        codes += numbers[1].unsqueeze(3)
+    weights = numbers[0].unsqueeze(3) * codes
     return (weights + numbers[1].unsqueeze(3) if form.adds else weights).flatten(1)
 
 

@@ -1,21 +1,17 @@
-"""Projections by weights that stay in the blocks of a GGUF file."""
+"""Projections by weights that stay in few bits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from molink.gguf.formats import FORMATS
-from molink.stage.kernels.repack import arrange, parse, scales, take
+from molink.stage.kernels.repack import Blocks, arrange, scales, take
 from molink.stage.linear.base import Projection, total_bytes
 
 if TYPE_CHECKING:
     from molink.stage.kernels.block_matmul import BlockMatMul
-
-#: Weights that are put into another order at once.
-_PART = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,37 +26,40 @@ class BlockLinear:
     bias: Tensor
     #: Of rows and results; the product may have another one.
     dtype: torch.dtype
+    #: Which of a row's values the weight's columns are of, where they lie in another order.
+    order: Tensor | None = None
 
     @classmethod
     def pack(
         cls,
         product: "BlockMatMul",
-        name: str,
-        stored: Sequence[Tensor],
+        rows: int,
+        parts: Iterable[Blocks],
         bias: Tensor | None,
         dtype: torch.dtype,
+        order: Tensor | None = None,
     ) -> "BlockLinear":
-        """Of bytes ``[rows, bytes of a row]`` of kind ``name``, one below the other.
+        """Of ``parts``, one below the other, which have so many ``rows``.
 
-        Each has a multiple of :data:`~molink.gguf.formats.ROWS` as rows. What is ``stored`` isn't
-        needed afterwards.
+        Each has a multiple of :data:`~molink.gguf.formats.ROWS` as rows, and isn't needed
+        afterwards.
         """
-        rows, columns = sum(len(each) for each in stored), product.columns
-        width = stored[0].shape[1]
-        form = FORMATS[name]
+        columns = product.columns
         weight = torch.empty(0, dtype=torch.uint8)
         first = 0
-        for part in _parts(stored, columns, _PART // width):
-            made = arrange(form, parse(name, part), columns)
+        for part in parts:
+            made = arrange(product.form, part, columns)
             if not first:
                 weight = made.new_empty(rows // columns, *made.shape[1:])
             weight[first : first + len(made)] = made
             first += len(made)
-        return cls(product, weight, torch.zeros(rows) if bias is None else bias.float(), dtype)
+        added = torch.zeros(rows) if bias is None else bias.float()
+        return cls(product, weight, added, dtype, order)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See :class:`~molink.stage.linear.base.Projection`."""
-        found = self.product(self.weight, rows.to(self.product.dtype), self.bias)
+        given = rows if self.order is None else rows[:, self.order]
+        found = self.product(self.weight, given.to(self.product.dtype), self.bias)
         return found.to(self.dtype)
 
     def look_up(self, tokens: Tensor) -> Tensor:
@@ -77,7 +76,7 @@ class BlockLinear:
     @property
     def nbytes(self) -> int:
         """See :class:`~molink.stage.linear.base.Projection`."""
-        return total_bytes(self.weight, self.bias)
+        return total_bytes(self.weight, self.bias, self.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +93,3 @@ class SideBySide:
     def nbytes(self) -> int:
         """See :class:`~molink.stage.linear.base.Projection`."""
         return sum(part.nbytes for part in self.parts)
-
-
-def _parts(stored: Sequence[Tensor], columns: int, rows: int) -> Iterator[Tensor]:
-    """Rows, about so many at a time; each part is a multiple of ``columns``."""
-    step = max(1, rows // columns) * columns
-    for each in stored:
-        for begin in range(0, len(each), step):
-            yield each[begin : begin + step]

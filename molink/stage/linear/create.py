@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from molink.gguf.formats import FORMATS
+from molink.gguf.formats import BlockFormat
 from molink.stage.kernels.create import create_block_matmul, create_matmul, keeps_blocks
 from molink.stage.linear.base import Projection
 from molink.stage.linear.compiled import PART_ROWS, CompiledLinear
@@ -36,7 +36,7 @@ class Projections:
     #: Of bf16 weights; where it is worth while, so is one of float16.
     product: "MatMul | None" = None
     packs: bool = False
-    #: Whether it can multiply by weights that stay in the blocks of a GGUF file.
+    #: Whether it can multiply by weights that stay in few bits.
     keeps: bool = False
 
     @classmethod
@@ -57,11 +57,11 @@ class Projections:
         """Whether :meth:`create` keeps weights of that type as they are, whatever the rows are."""
         return self._multiplier(kept) is not None
 
-    def product_of(self, name: str) -> "BlockMatMul | None":
-        """What multiplies by weights in blocks of kind ``name``, if anything does."""
-        if not self.keeps or name not in FORMATS:
+    def product_of(self, form: BlockFormat) -> "BlockMatMul | None":
+        """What multiplies by weights in such blocks, if anything does."""
+        if not self.keeps:
             return None
-        return create_block_matmul(name, self.dtype, torch.get_num_threads())
+        return create_block_matmul(form, self.dtype, torch.get_num_threads())
 
     def create_tied(self, weight: Tensor) -> Linear | CompiledLinear:
         """What is an output head and the embedding too, of ``weight`` ``[vocabulary, hidden]``."""

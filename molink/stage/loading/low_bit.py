@@ -1,4 +1,7 @@
-"""Unpacks weights of GPTQ, AWQ, FP8 and compressed-tensors: :mod:`molink.checkpoint.low_bit`."""
+"""Weights of GPTQ, AWQ, FP8 and compressed-tensors: :mod:`molink.checkpoint.low_bit`.
+
+They are unpacked, or put into the blocks by which a CPU multiplies.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -6,6 +9,9 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.low_bit import LowBit
+from molink.gguf.formats import BlockFormat
+from molink.stage.kernels.repack import Blocks
+from molink.stage.kernels.repack import part_rows as packed_rows
 from molink.stage.linear.unpacked import part_rows
 
 _WORD_BITS = 32
@@ -35,10 +41,45 @@ def unpack_low_bit(
         if zeros is not None:
             part -= _of_columns(_zeros(scheme, zeros, first, last), of_column)
         elif scheme.layout != "plain":
-            part -= 1 << scheme.bits - 1
+            part -= _middle(scheme)
         found = _scales(scheme, scale, first, last) if by_row else scale[:, first:last].T
         part *= _of_columns(found.float(), of_column)
         yield first, part.view(last - first, width)
+
+
+def low_bit_blocks(
+    scheme: LowBit,
+    form: BlockFormat,
+    name: str,
+    scales: str,
+    shape: tuple[int, int],
+    read: Callable[[str], Tensor],
+) -> Iterator[Blocks]:
+    """The same weight in blocks of ``form``, which it has to fit; each value stays what it is."""
+    rows, width = shape
+    by_row = scheme.layout in ("packed", "plain")
+    numbers, scale = read(scheme.numbers(name)), read(scales)
+    zeros = read(scheme.zero_points(name)) if scheme.zeros else None
+    repeated = width // scheme.groups(width) // form.group
+    step = packed_rows(width)
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        codes = _numbers(scheme, numbers, first, last)[:, :width]
+        if scheme.bits == 8 and scheme.layout != "plain":
+            codes = codes - _middle(scheme)  # those of blocks are signed
+        found = _scales(scheme, scale, first, last) if by_row else scale[:, first:last].T
+        halves = [found]
+        if zeros is not None:
+            halves.append((_middle(scheme) - _zeros(scheme, zeros, first, last)).to(found.dtype))
+        yield Blocks(
+            codes.to(torch.int8).view(torch.uint8).unflatten(1, (-1, form.group)),
+            tuple(each.repeat_interleave(repeated, 1) for each in halves),
+        )
+
+
+def _middle(scheme: LowBit) -> int:
+    """The zero point of weights that have none of their own."""
+    return 1 << scheme.bits - 1
 
 
 def _groups(scheme: LowBit, name: str, width: int, read: Callable[[str], Tensor]) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import groupby
+from itertools import chain, groupby
 from types import TracebackType
 from typing import Any
 
@@ -15,13 +15,15 @@ from molink.checkpoint.layout import Shapes, layer_tensors
 from molink.checkpoint.low_bit import LowBit
 from molink.checkpoint.prequantized import companions
 from molink.checkpoint.quantization import can_hold, is_quantizable
+from molink.checkpoint.resident import resident_format
 from molink.checkpoint.stacked import StackPlace, find_stack
 from molink.checkpoint.stored import FLOATS
 from molink.errors import BrokenModel, UsageError
 from molink.facts.kept import NarrowDType, kept_dtype, narrow_dtype
 from molink.facts.model import Quantize
 from molink.gguf.blocks import Kind, find_packed, packed_name, unpack
-from molink.gguf.formats import stays
+from molink.gguf.formats import BlockFormat
+from molink.stage.kernels.repack import Blocks, stored_blocks
 from molink.stage.linear import (
     BlockLinear,
     CompiledLinear,
@@ -35,7 +37,7 @@ from molink.stage.linear.compiled import PART_ROWS
 from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
 from molink.stage.linear.unpacked import part_rows
 from molink.stage.loading.bnb_formats import check_layout, fill
-from molink.stage.loading.low_bit import unpack_low_bit
+from molink.stage.loading.low_bit import low_bit_blocks, unpack_low_bit
 from molink.stage.loading.stacks import expert_parts
 from molink.stage.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 
@@ -163,14 +165,14 @@ class WeightReader:
         if self._becomes_quantized(weights):
             return self._kernels.create(self._quantized(weights), bias)
         parts, first = [], 0
-        for kind, found in groupby(weights, self._stays):
+        for form, found in groupby(weights, self._stays):
             names = list(found)
             last = first + sum(self._full_shape(name)[0] for name in names)
             added = None if bias is None else bias[first:last]
-            if kind is None:
+            if form is None:
                 parts.append(self._plain(names, added))
             else:
-                parts.append(self._in_blocks(kind, names, added))
+                parts.append(self._in_blocks(form, names, added))
             first = last
         return parts[0] if len(parts) == 1 else SideBySide(tuple(parts))
 
@@ -201,36 +203,49 @@ class WeightReader:
 
     def tied(self, name: str) -> Linear | CompiledLinear | BlockLinear:
         """The weight ``name``, as embedding and output head at once; raises as :meth:`read`."""
-        kind = self._stays(name)
-        if kind is not None:
-            return self._in_blocks(kind, [name], None)
+        form = self._stays(name)
+        if form is not None:
+            return self._in_blocks(form, [name], None)
         kept = self._kept([name])
         made = self._in_parts([name], kept, None)
         return made or self._projections.create_tied(self._merge([name], kept))
 
     def table(self, name: str) -> EmbeddingTable:
         """The weight ``name``, as an embedding; raises as :meth:`read`."""
-        kind = self._stays(name)
-        return Linear(self.read(name)) if kind is None else self._in_blocks(kind, [name], None)
+        form = self._stays(name)
+        return Linear(self.read(name)) if form is None else self._in_blocks(form, [name], None)
 
-    def _stays(self, name: str) -> Kind | None:
-        """The blocks in which a weight stays on the device, if it does."""
-        kind = self._packed(name)
-        if kind is None or not stays(kind, self._full_shape(name)[0]):
+    def _stays(self, name: str) -> BlockFormat | None:
+        """In what a weight stays on the device, if it does."""
+        tensors, scheme = self._folder.tensors, self._folder.config.low_bit
+        if not self._projections.keeps or not (scheme or self._packed(name)):
             return None
-        return kind if self._projections.product_of(kind.name) else None
+        form = resident_format(name, self._full_shape(name), tensors, scheme)
+        return form if form and self._projections.product_of(form) else None
 
-    def _in_blocks(self, kind: Kind, names: Sequence[str], bias: Tensor | None) -> BlockLinear:
-        product = self._projections.product_of(kind.name)
+    def _in_blocks(
+        self, form: BlockFormat, names: Sequence[str], bias: Tensor | None
+    ) -> BlockLinear:
+        product = self._projections.product_of(form)
         assert product is not None  # nothing else stays
-        stored = [self._mapped(packed_name(name, kind)) for name in names]
-        made = BlockLinear.pack(product, kind.name, stored, bias, self.dtype)
+        rows = [self._full_shape(name)[0] for name in names]
+        parts = chain.from_iterable(self._blocks(name, form) for name in names)
+        made = BlockLinear.pack(product, sum(rows), parts, bias, self.dtype)
         first = 0
-        for name, part in zip(names, stored, strict=True):
-            if not made.is_finite(first, first + len(part)):
-                raise self._not_finite(name, "f16")
-            first += len(part)
+        for name, count in zip(names, rows, strict=True):
+            if not made.is_finite(first, first + count):
+                raise self._not_finite(name, form.numbers)
+            first += count
         return made
+
+    def _blocks(self, name: str, form: BlockFormat) -> Iterator[Blocks]:
+        """Rows of a weight that stays so, some at a time."""
+        kind, scheme = self._packed(name), self._low_bit(name)
+        if kind is not None:
+            return stored_blocks(kind.name, self._mapped(packed_name(name, kind)))
+        assert scheme is not None  # nothing else stays
+        scales = scheme.scales(name, self._folder.tensors)
+        return low_bit_blocks(scheme, form, name, scales, self._shape(name), self._mapped)
 
     def _kept(self, names: Sequence[str]) -> torch.dtype:
         """The type in which they are kept, by :mod:`molink.facts.kept`."""

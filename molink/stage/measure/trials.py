@@ -19,8 +19,7 @@ from molink.checkpoint.traits import Activation
 from molink.facts.dtypes import WeightDType
 from molink.facts.kernels import KernelName
 from molink.facts.model import Quantize
-from molink.gguf.blocks import PACKED
-from molink.gguf.formats import FORMATS
+from molink.gguf.formats import FORMATS, BlockFormat
 from molink.stage.attention.base import Attention, AttentionShape
 from molink.stage.attention.compiled import CompiledAttention, compile_attend
 from molink.stage.attention.flash import PAGE, FlashAttention, find_kernel
@@ -30,7 +29,7 @@ from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.rotary import rotate
 from molink.stage.graphs.capture import CudaCaptures
 from molink.stage.kernels.create import create_block_matmul, create_matmul, create_rowwise
-from molink.stage.kernels.repack import arrange, parse, scales, take
+from molink.stage.kernels.repack import scales, take
 from molink.stage.kernels.shape import fits_rowwise
 from molink.stage.linear import Linear, PackedLinear, Projection, Projections
 from molink.stage.linear.bnb import load_library
@@ -49,8 +48,14 @@ _ATTENTION: dict[WeightDType, float] = {"f32": 1e-5, "f16": 5e-3, "bf16": 3e-2}
 #: What nothing can take the place of is refused only if it is off by a multiple of that.
 _LENIENT = 4.0
 _ROWS = (1, 7, 33)
-#: Kinds of blocks that are tried: codes of all sizes, with everything that they may have beside.
-_KINDS = ("q4_k", "q5_k", "q6_k", "q8_0")
+#: Of a product by blocks.
+_OUTPUTS = 96
+#: Blocks that are tried: codes of all sizes, with everything that they may have beside.
+_FORMATS = (
+    *(FORMATS[name] for name in ("q4_k", "q5_k", "q6_k", "q8_0")),
+    BlockFormat(4, 8, 128, 128, shifts=True),
+    BlockFormat(8, 0, 64, 64, numbers="bf16"),
+)
 #: Outputs of a product that are compared, spread over all.
 _COMPARED = 64
 _GRAPH_BYTES = 1 << 28
@@ -224,17 +229,17 @@ def _compiled(shapes: Shapes, dtype: torch.dtype, threads: int) -> float:
 
 def _blocks(dtype: torch.dtype, threads: int) -> float:
     generator, worst = torch.Generator().manual_seed(0), []
-    for name in _KINDS:
-        form, kind = FORMATS[name], PACKED[name]
-        product = create_block_matmul(name, dtype, threads, checked=False)
+    for form in _FORMATS:
+        product = create_block_matmul(form, dtype, threads, checked=False)
         if product is None:
             raise _Absent("there is no code for this CPU")
-        stored = torch.randint(256, (96, 3 * kind.nbytes), generator=generator, dtype=torch.uint8)
-        packed = arrange(form, parse(name, stored), product.columns)
+        nbytes = 3 * product.columns * form.nbytes
+        shape = _OUTPUTS // product.columns, nbytes
+        packed = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
         numbers = scales(form, packed, product.columns)
         numbers.copy_(torch.rand(numbers.shape, generator=generator))
-        weight = take(form, packed, product.columns, torch.arange(len(stored)))
-        bias = torch.randn(len(stored), generator=generator)
+        weight = take(form, packed, product.columns, torch.arange(_OUTPUTS))
+        bias = torch.randn(_OUTPUTS, generator=generator)
         for count in _ROWS:
             rows = torch.randn(count, weight.shape[1], generator=generator).to(product.dtype)
             exact = rows.double() @ weight.double().t() + bias.double()

@@ -9,12 +9,13 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from molink.gguf.blocks import PACKED
-from molink.gguf.formats import FORMATS, HALF, pieces, resident_bytes
+from molink.gguf.formats import FORMATS, HALF, BlockFormat, pieces, resident_bytes
 from molink.stage.kernels import compiler, create
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16
 from molink.stage.kernels.block_matmul import BlockMatMul
 from molink.stage.kernels.create import create_block_matmul, keeps_blocks
-from molink.stage.kernels.repack import arrange, parse, scales, take
+from molink.stage.kernels.repack import Blocks, arrange, parse, scales, take
+from molink.stage.torch_dtypes import TORCH_DTYPES
 from tests.support.gguf_models import random_rows
 from tests.support.kernels import require
 
@@ -30,10 +31,10 @@ names = pytest.mark.parametrize("name", FORMATS)
 
 
 @cache
-def product(cpu: str, name: str, threads: int = 1) -> BlockMatMul:
+def product(cpu: str, form: BlockFormat, threads: int = 1) -> BlockMatMul:
     arithmetic, wanted, features = _CPUS[cpu]
     openmp = require(wanted, threads)
-    return BlockMatMul(FORMATS[name], arithmetic, openmp, threads, features)
+    return BlockMatMul(form, arithmetic, openmp, threads, features)
 
 
 def stored(name: str, blocks: int) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,7 @@ def stored(name: str, blocks: int) -> tuple[Tensor, Tensor]:
 def test_weights_are_what_they_were(name: str, columns: int) -> None:
     rows, exact = stored(name, 3)
     packed = arrange(FORMATS[name], parse(name, rows), columns)
-    assert packed.numel() == resident_bytes(PACKED[name], exact.shape)
+    assert packed.numel() == resident_bytes(FORMATS[name], exact.shape)
     assert packed.numel() <= 1.03 * rows.numel()
     wanted = torch.tensor([0, 95, 7, 7, 64])
     assert torch.equal(take(FORMATS[name], packed, columns, wanted), exact[wanted])
@@ -72,28 +73,62 @@ def test_no_bit_of_a_word_belongs_to_two_codes(bits: int) -> None:
 @cpus
 @names
 def test_it_gives_what_a_wide_product_gives(cpu: str, name: str) -> None:
-    multiply, generator = product(cpu, name), torch.Generator().manual_seed(0)
+    multiply = product(cpu, FORMATS[name])
     for blocks in (1, 3):
         rows, exact = stored(name, blocks)
         weight = arrange(multiply.form, parse(name, rows), multiply.columns)
-        bias = torch.randn(_ROWS, generator=generator)
-        # The rows' sums are far from 0: what is added to weights has to be right too.
-        given = torch.randn(31, exact.shape[1], generator=generator).add(0.5).to(multiply.dtype)
-        wide = given.double() @ exact.double().T + bias
-        peak = float(wide.abs().max())
-        within = 2**-8 if multiply.dtype is torch.bfloat16 else 1e-6
-        for count in (0, 1, 2, 3, 5, 11, 31):
-            result = multiply(weight, given[:count], bias)
-            assert result.dtype is multiply.dtype
-            torch.testing.assert_close(
-                result.double(), wide[:count], rtol=within, atol=within * peak
-            )
+        check(multiply, weight, exact)
+
+
+def check(multiply: BlockMatMul, weight: Tensor, exact: Tensor) -> None:
+    """``weight`` is what holds the numbers ``exact``."""
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.randn(_ROWS, generator=generator)
+    # The rows' sums are far from 0: what is added to weights has to be right too.
+    given = torch.randn(31, exact.shape[1], generator=generator).add(0.5).to(multiply.dtype)
+    wide = given.double() @ exact.double().T + bias
+    peak = float(wide.abs().max())
+    within = 2**-8 if multiply.dtype is torch.bfloat16 else 1e-6
+    for count in (0, 1, 2, 3, 5, 11, 31):
+        result = multiply(weight, given[:count], bias)
+        assert result.dtype is multiply.dtype
+        torch.testing.assert_close(result.double(), wide[:count], rtol=within, atol=within * peak)
+
+
+#: Of checkpoints that aren't GGUF: a group in runs, scales in both types, zero points.
+_OTHERS = (
+    BlockFormat(4, 8, 128, 128, shifts=True),
+    BlockFormat(4, 8, 64, 64, numbers="bf16"),
+    BlockFormat(8, 0, 128, 128, shifts=True, numbers="bf16"),
+    BlockFormat(8, 0, 64, 64),
+)
+
+
+@cpus
+@pytest.mark.parametrize("form", _OTHERS)
+def test_groups_of_other_checkpoints(cpu: str, form: BlockFormat) -> None:
+    multiply, generator = product(cpu, form), torch.Generator().manual_seed(0)
+    groups, low = 3, 0 if form.bits == 4 else -128
+    high = low + 2**form.bits
+    codes = torch.randint(low, high, (_ROWS, groups, form.group), generator=generator)
+    scale = torch.rand(_ROWS, groups, generator=generator).to(TORCH_DTYPES[form.numbers])
+    # Zero points from the lowest code to the highest.
+    shift = torch.randint(-(2 ** (form.bits - 1)), 2 ** (form.bits - 1), scale.shape)
+    shift *= form.shifts
+    halves = (scale, shift.to(scale.dtype)) if form.shifts else (scale,)
+    exact = (codes - form.offset + shift[:, :, None]) * scale[:, :, None].double()
+    blocks = Blocks(codes.to(torch.int8).view(torch.uint8), halves)
+    weight = arrange(form, blocks, multiply.columns)
+    assert weight.numel() == resident_bytes(form, (_ROWS, groups * form.group))
+    rows = torch.tensor([0, 95, 7, 64])
+    assert torch.equal(take(form, weight, multiply.columns, rows), exact[rows].flatten(1).float())
+    check(multiply, weight, exact.flatten(1))
 
 
 @cpus
 @pytest.mark.parametrize("name", ["q4_k", "q6_k"])
 def test_a_row_gives_the_same_whatever_is_beside_it(cpu: str, name: str) -> None:
-    alone, shared = product(cpu, name), product(cpu, name, 3)
+    alone, shared = product(cpu, FORMATS[name]), product(cpu, FORMATS[name], 3)
     weight = arrange(alone.form, parse(name, stored(name, 2)[0]), alone.columns)
     rows, bias = torch.randn(30, 512).to(alone.dtype), torch.randn(_ROWS)
     together = alone(weight, rows, bias)
@@ -105,7 +140,7 @@ def test_a_row_gives_the_same_whatever_is_beside_it(cpu: str, name: str) -> None
 
 @cpus
 def test_rows_of_a_larger_tensor(cpu: str) -> None:
-    multiply = product(cpu, "q8_0")
+    multiply = product(cpu, FORMATS["q8_0"])
     rows, exact = stored("q8_0", 1)
     weight = arrange(multiply.form, parse("q8_0", rows), multiply.columns)
     strided = torch.ones(3, 40, dtype=multiply.dtype)[:, 4:36]
@@ -118,16 +153,16 @@ def test_rows_of_a_larger_tensor(cpu: str) -> None:
 def test_a_cpu_without_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "host_features", lambda: {"avx2": True, "fma": True})
     assert not keeps_blocks()
-    assert create_block_matmul.__wrapped__("q4_0", torch.float32, 1) is None
+    assert create_block_matmul.__wrapped__(FORMATS["q4_0"], torch.float32, 1) is None
 
 
 def test_a_product_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     if not keeps_blocks():
         pytest.skip("this CPU has no product that could be wrong")
-    assert create_block_matmul.__wrapped__("q6_k", torch.float32, 1) is not None
+    assert create_block_matmul.__wrapped__(FORMATS["q6_k"], torch.float32, 1) is not None
 
     def off(form: object, packed: Tensor, columns: int, rows: Tensor) -> Tensor:
         return take(FORMATS["q6_k"], packed, columns, rows) * 1.001
 
     monkeypatch.setattr(create, "take", off)
-    assert create_block_matmul.__wrapped__("q6_k", torch.float32, 1) is None
+    assert create_block_matmul.__wrapped__(FORMATS["q6_k"], torch.float32, 1) is None

@@ -1,0 +1,47 @@
+"""Which weights stay in few bits where a CPU multiplies by these: one rule for reader and plan."""
+
+from collections.abc import Mapping
+
+from molink.checkpoint.header import TensorKind
+from molink.checkpoint.low_bit import LowBit, can_be_low_bit
+from molink.gguf.blocks import find_packed
+from molink.gguf.formats import FORMATS, ROWS, BlockFormat
+
+#: Codes that share a scale in memory, at most and at least: a longer group has it several times.
+_GROUPS = (128, 64, 32)
+
+
+def resident_format(
+    name: str, shape: tuple[int, ...], tensors: Mapping[str, TensorKind], low_bit: LowBit | None
+) -> BlockFormat | None:
+    """In what the weight ``name`` of ``shape`` stays; ``None`` if it becomes numbers as it is read.
+
+    ``tensors`` are those that there are, by name.
+    """
+    if len(shape) != 2 or shape[0] % ROWS:
+        return None
+    kind = find_packed(name, tensors)
+    if kind is not None:
+        return FORMATS.get(kind.name)
+    if low_bit is None or not can_be_low_bit(name, shape) or not low_bit.holds(name, tensors):
+        return None
+    return _low_bit_format(low_bit, name, shape[1], tensors)
+
+
+def _low_bit_format(
+    scheme: LowBit, name: str, width: int, tensors: Mapping[str, TensorKind]
+) -> BlockFormat | None:
+    """Whole numbers of 4 or 8 bits whose scales have 16 bits, in whole groups."""
+    columns = scheme.block[1] or width
+    group = next((one for one in _GROUPS if columns % one == 0), 0)
+    scales = tensors.get(scheme.scales(name, tensors))
+    if scheme.ordered and scheme.groups(width) > 1:
+        return None
+    if scheme.kind != "int" or scheme.bits not in (4, 8) or not group or width % columns:
+        return None
+    if scales is None or scales.dtype not in ("F16", "BF16"):
+        return None
+    # Codes of 8 bits are signed, those of 4 aren't.
+    offset = 8 if scheme.bits == 4 else 0
+    numbers = "f16" if scales.dtype == "F16" else "bf16"
+    return BlockFormat(scheme.bits, offset, group, group, shifts=scheme.zeros, numbers=numbers)
