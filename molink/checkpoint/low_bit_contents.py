@@ -2,6 +2,7 @@
 
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,8 @@ def check_contents(
     The tensors are of the shapes and types that the config demands.
 
     Raises:
-        BrokenModel: a column's group is none of those that there are; the tensor is named.
+        BrokenModel: a column's group is none of those that there are, or a group has too many
+            columns; the tensor is named.
         UnsupportedModel: such a bias isn't zero; named.
     """
     if scheme is None:
@@ -35,7 +37,7 @@ def check_contents(
 def _check_order(
     path: Path, scheme: LowBit, name: str, width: int, tensors: Mapping[str, TensorSpan]
 ) -> None:
-    order, groups = scheme.order(name), scheme.groups(width)
+    order, groups, columns = scheme.order(name), scheme.groups(width), scheme.block[1] or width
     if not scheme.ordered or groups == 1:
         return
     span = tensors[order]
@@ -46,6 +48,12 @@ def _check_order(
         raise BrokenModel(
             f"{path / span.file}: tensor {order} has groups {min(found)} to {max(found)}, but "
             f"there are scales of {groups} (0 to {groups - 1}): fetch the file again"
+        )
+    group, most = Counter(found).most_common(1)[0]
+    if most > columns:
+        raise BrokenModel(
+            f"{path / span.file}: tensor {order} gives group {group} {most} columns, where "
+            f"config.json says {columns}: fetch the file again"
         )
 
 

@@ -35,8 +35,6 @@ def _low_bit_format(
     columns = scheme.block[1] or width
     group = next((one for one in _GROUPS if columns % one == 0), 0)
     scales = tensors.get(scheme.scales(name, tensors))
-    if scheme.ordered and scheme.groups(width) > 1:
-        return None
     if scheme.kind != "int" or scheme.bits not in (4, 8) or not group or width % columns:
         return None
     if scales is None or scales.dtype not in ("F16", "BF16"):

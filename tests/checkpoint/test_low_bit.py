@@ -141,6 +141,7 @@ WRONG: list[tuple[dict[str, Any], Wrong, str]] = [
     (GPTQ, {f"{Q}.g_idx": None}, "g_idx is in none"),
     (GPTQ, {f"{Q}.g_idx": torch.full((64,), 2, dtype=torch.int32)}, "g_idx has groups 2 to 2"),
     (GPTQ, {f"{Q}.g_idx": torch.full((64,), -1, dtype=torch.int32)}, "g_idx has groups -1 to"),
+    (GPTQ, {f"{Q}.g_idx": torch.zeros(64, dtype=torch.int32)}, "gives group 0 64 columns"),
     (GPTQ, {f"{DOWN}.g_idx": torch.zeros(96, dtype=torch.int64)}, "g_idx is I64"),
     (GPTQ, {f"{Q}.bias": torch.ones(64).half()}, "bias is a bias that"),
     (GPTQ, {f"{Q}.qweight": None}, r"q_proj\.(weight|g_idx)"),

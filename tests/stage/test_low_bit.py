@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from molink.checkpoint.folder import ModelFolder
+from molink.facts.footprint import Footprint, StageSetup
 from molink.stage.batch import SequenceRows
+from molink.stage.kernels.create import keeps_blocks
+from molink.stage.stage import Stage
 from tests.support.low_bit_models import write_low_bit
 from tests.support.models import MakeModel
 from tests.support.stage import Reference, Ring
@@ -95,6 +99,40 @@ def test_logits_and_greedy_text(
         logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
         assert ring.generate(tokens, 24, BLOCKS) == greedy
+
+
+#: What a weight of a layer takes where it stays packed, in bits.
+PACKED: dict[str, tuple[dict[str, Any], float]] = {
+    "gptq": (gptq(size=128), 4 + 32 / 128),
+    "gptq, ordered": (gptq(size=64, desc_act=True), 4 + 32 / 64),
+    "gptq of 8 bits, a row": (gptq(8, size=-1), 8 + 32 / 128),
+    "awq": (awq(32), 5),
+    "packed": (grouped(), 4 + 16 / 32),
+    "compressed int8": (compressed("int-quantized", strategy="channel"), 8 + 16 / 128),
+    "gptq of 2 bits": (gptq(2, size=32), 16),
+    "fp8": ({"quant_method": "fp8"}, 16),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_plan_counts_what_stays_packed(make_model: MakeModel, tmp_path: Path, name: str) -> None:
+    if not keeps_blocks():
+        pytest.skip("this CPU doesn't multiply by few bits")
+    section, bits = PACKED[name]
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    made = make_model(tmp_path / "model", "llama", 3, dtype="bfloat16", **wide)
+    write_low_bit(made, tmp_path / "stored", tmp_path / "exact", section)
+    folder = ModelFolder.open(tmp_path / "stored")
+    facts = folder.facts("m")
+    planned = Footprint.of(facts, StageSetup(dtype="bf16", blocks=True)).layer
+    # One of the second layer's projections is left in full.
+    full = 256 * 256
+    packed = facts.projection_bytes // 2 - full
+    norms = 2 * 2 * 256
+    assert planned == packed * bits / 8 + 2 * full + norms
+    loaded = Stage.load(folder, (1, 2), "cpu", "bf16", avoid=("compiled-linear",)).layer_bytes
+    # Beside, there are float32 biases, and orders of columns.
+    assert planned <= loaded <= 1.06 * planned
 
 
 @pytest.mark.parametrize("mode", ["int8", "nf4"])

@@ -85,7 +85,14 @@ def _pack(weight: Any, section: Mapping[str, Any], random: Any) -> tuple[dict[st
     return _eight_bits(weight, block, kind, "weight_scale")
 
 
-def _numbers(weight: Any, bits: int, size: int, symmetric: bool, groups: Any = None) -> Numbers:
+def _numbers(
+    weight: Any,
+    bits: int,
+    size: int,
+    symmetric: bool,
+    groups: Any = None,
+    kept: torch.dtype = torch.float16,
+) -> Numbers:
     """Rounded to what ``bits`` can be, by groups of ``size`` columns (-1: all)."""
     rows, width = weight.shape
     size = width if size == -1 else size
@@ -103,7 +110,7 @@ def _numbers(weight: Any, bits: int, size: int, symmetric: bool, groups: Any = N
             spread = (high - low) / top
             zero = np.clip(np.round(-low / spread), 0, top)
         zeros[:, group] = zero
-        scales[:, group] = spread.astype(np.float16)
+        scales[:, group] = torch.from_numpy(spread).to(kept).float()
     codes = np.round(weight / scales[:, groups]) + zeros[:, groups]
     return Numbers(np.clip(codes, 0, top).astype(np.int64), zeros, scales, groups)
 
@@ -152,10 +159,10 @@ def _compressed(weight: Any, weights: Mapping[str, Any], random: Any) -> tuple[d
     size = weights["group_size"] if weights["strategy"] == "group" else -1
     ordered = weights.get("actorder") == "group"
     groups = random.permutation(np.arange(width) // size) if ordered else None
-    found = _numbers(weight, bits, size, weights["symmetric"], groups)
+    found = _numbers(weight, bits, size, weights["symmetric"], groups, torch.bfloat16)
     made = {
         "weight_packed": _words(found.codes, bits),
-        "weight_scale": torch.from_numpy(found.scales).half(),
+        "weight_scale": torch.from_numpy(found.scales).bfloat16(),
         "weight_shape": torch.tensor(weight.shape),
     }
     if not weights["symmetric"]:
@@ -176,10 +183,12 @@ def _eight_bits(
         for j in range(across):
             place = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
             part = torch.from_numpy(weight[place])
-            scales[i, j] = part.abs().max() / top
-            exact = part / scales[i, j]
+            peak = part.abs().max() / top
+            scales[i, j] = peak.bfloat16() if kind is torch.int8 else peak
+            exact = (part / scales[i, j]).clamp(-top, top)
             numbers[place] = (exact.round() if kind is torch.int8 else exact).to(kind)
             values[place] = numbers[place].float() * scales[i, j]
     # Of a whole tensor it is one number.
     kept = scales.reshape(1) if down == across == 1 and tuple(block) == (rows, width) else scales
+    kept = kept.bfloat16() if kind is torch.int8 else kept
     return {"weight": numbers, scale: kept, "input_scale": torch.ones(1)}, values

@@ -54,8 +54,12 @@ def low_bit_blocks(
     scales: str,
     shape: tuple[int, int],
     read: Callable[[str], Tensor],
+    order: Tensor | None = None,
 ) -> Iterator[Blocks]:
-    """The same weight in blocks of ``form``, which it has to fit; each value stays what it is."""
+    """The same weight in blocks of ``form``, which it has to fit; each value stays what it is.
+
+    Its columns are in that ``order``, if there is one.
+    """
     rows, width = shape
     by_row = scheme.layout in ("packed", "plain")
     numbers, scale = read(scheme.numbers(name)), read(scales)
@@ -67,14 +71,26 @@ def low_bit_blocks(
         codes = _numbers(scheme, numbers, first, last)[:, :width]
         if scheme.bits == 8 and scheme.layout != "plain":
             codes = codes - _middle(scheme)  # those of blocks are signed
+        codes = codes.to(torch.int8)
+        if order is not None:
+            codes = codes[:, order]
         found = _scales(scheme, scale, first, last) if by_row else scale[:, first:last].T
         halves = [found]
         if zeros is not None:
             halves.append((_middle(scheme) - _zeros(scheme, zeros, first, last)).to(found.dtype))
         yield Blocks(
-            codes.to(torch.int8).view(torch.uint8).unflatten(1, (-1, form.group)),
+            codes.view(torch.uint8).unflatten(1, (-1, form.group)),
             tuple(each.repeat_interleave(repeated, 1) for each in halves),
         )
+
+
+def column_order(
+    scheme: LowBit, name: str, width: int, read: Callable[[str], Tensor]
+) -> tuple[int, ...]:
+    """The columns of the weight ``name`` as their groups follow each other; empty: they do."""
+    if not scheme.ordered or scheme.groups(width) == 1:
+        return ()
+    return tuple(read(scheme.order(name)).argsort(stable=True).tolist())
 
 
 def _middle(scheme: LowBit) -> int:

@@ -37,7 +37,7 @@ from molink.stage.linear.compiled import PART_ROWS
 from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
 from molink.stage.linear.unpacked import part_rows
 from molink.stage.loading.bnb_formats import check_layout, fill
-from molink.stage.loading.low_bit import low_bit_blocks, unpack_low_bit
+from molink.stage.loading.low_bit import column_order, low_bit_blocks, unpack_low_bit
 from molink.stage.loading.stacks import expert_parts
 from molink.stage.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 
@@ -165,14 +165,14 @@ class WeightReader:
         if self._becomes_quantized(weights):
             return self._kernels.create(self._quantized(weights), bias)
         parts, first = [], 0
-        for form, found in groupby(weights, self._stays):
+        for (form, order), found in groupby(weights, self._stays_ordered):
             names = list(found)
             last = first + sum(self._full_shape(name)[0] for name in names)
             added = None if bias is None else bias[first:last]
             if form is None:
                 parts.append(self._plain(names, added))
             else:
-                parts.append(self._in_blocks(form, names, added))
+                parts.append(self._in_blocks(form, names, added, order))
             first = last
         return parts[0] if len(parts) == 1 else SideBySide(tuple(parts))
 
@@ -223,14 +223,26 @@ class WeightReader:
         form = resident_format(name, self._full_shape(name), tensors, scheme)
         return form if form and self._projections.product_of(form) else None
 
+    def _stays_ordered(self, name: str) -> tuple[BlockFormat | None, tuple[int, ...]]:
+        """The same, and the order of its columns there, if these don't follow each other."""
+        form, scheme = self._stays(name), self._low_bit(name)
+        if form is None or scheme is None:
+            return form, ()
+        return form, column_order(scheme, name, self._shape(name)[1], self._mapped)
+
     def _in_blocks(
-        self, form: BlockFormat, names: Sequence[str], bias: Tensor | None
+        self,
+        form: BlockFormat,
+        names: Sequence[str],
+        bias: Tensor | None,
+        order: Sequence[int] = (),
     ) -> BlockLinear:
         product = self._projections.product_of(form)
         assert product is not None  # nothing else stays
         rows = [self._full_shape(name)[0] for name in names]
-        parts = chain.from_iterable(self._blocks(name, form) for name in names)
-        made = BlockLinear.pack(product, sum(rows), parts, bias, self.dtype)
+        columns = torch.tensor(order) if order else None
+        parts = chain.from_iterable(self._blocks(name, form, columns) for name in names)
+        made = BlockLinear.pack(product, sum(rows), parts, bias, self.dtype, columns)
         first = 0
         for name, count in zip(names, rows, strict=True):
             if not made.is_finite(first, first + count):
@@ -238,14 +250,14 @@ class WeightReader:
             first += count
         return made
 
-    def _blocks(self, name: str, form: BlockFormat) -> Iterator[Blocks]:
+    def _blocks(self, name: str, form: BlockFormat, order: Tensor | None) -> Iterator[Blocks]:
         """Rows of a weight that stays so, some at a time."""
         kind, scheme = self._packed(name), self._low_bit(name)
         if kind is not None:
             return stored_blocks(kind.name, self._mapped(packed_name(name, kind)))
         assert scheme is not None  # nothing else stays
         scales = scheme.scales(name, self._folder.tensors)
-        return low_bit_blocks(scheme, form, name, scales, self._shape(name), self._mapped)
+        return low_bit_blocks(scheme, form, name, scales, self._shape(name), self._mapped, order)
 
     def _kept(self, names: Sequence[str]) -> torch.dtype:
         """The type in which they are kept, by :mod:`molink.facts.kept`."""
