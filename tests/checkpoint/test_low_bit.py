@@ -194,12 +194,13 @@ def test_a_folder_with_both_configs_of_gptq(stored: Callable[[dict[str, Any]], P
     assert ModelFolder.open(folder).config.low_bit is not None
 
 
-def test_memory_is_counted_as_that_of_the_unpacked_weights(
+def test_without_a_product_by_codes_memory_is_that_of_the_unpacked_weights(
     stored: Callable[[dict[str, Any]], Path], tmp_path: Path
 ) -> None:
     facts = ModelFolder.open(stored(AWQ)).facts("m")
     exact = ModelFolder.open(tmp_path / "exact").facts("m")  # in float32
-    assert msgspec.structs.replace(facts, narrow=None) == exact
+    assert msgspec.structs.replace(facts, narrow=None, blocks=None) == exact
+    assert facts.blocks is not None
     assert facts.narrow is not None
     assert facts.narrow.dtype == "bf16"
     assert facts.quantized == "none"

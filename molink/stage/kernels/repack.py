@@ -55,11 +55,11 @@ def parse(name: str, rows: Tensor) -> Blocks:
 
 def arrange(form: BlockFormat, blocks: Blocks, columns: int) -> Tensor:
     """Bytes ``[R / columns, bytes of so many rows]``; ``R`` is a multiple of ``columns``."""
-    halves = [each[..., None, None].view(torch.uint8) for each in blocks.halves]  # [R, B, 1, 2]
+    halves = [each[..., None, None] for each in blocks.halves]  # [R, B, 1, 1]
     whole = [each.unsqueeze(3) for each in blocks.whole]  # [R, B, groups, 1]
-    words = _words(form, blocks.codes)  # [R, B, groups, words, bytes of a word]
-    own = [_side_by_side(each, columns) for each in (whole if form.nested else halves)]
-    groups = torch.cat((*own, _side_by_side(words, columns).flatten(3)), 3).flatten(1)
+    words = _words(form, blocks.codes)  # [R, B, groups, words]
+    own = [_side_by_side(each, columns) for each in (*(whole if form.nested else halves), words)]
+    groups = torch.cat(own, 3).flatten(1)
     if not form.nested:
         return groups
     above = torch.cat([_side_by_side(each, columns) for each in halves], 2).flatten(1)
@@ -67,8 +67,9 @@ def arrange(form: BlockFormat, blocks: Blocks, columns: int) -> Tensor:
 
 
 def _side_by_side(numbers: Tensor, columns: int) -> Tensor:
-    """``[R, B, groups, …, bytes]`` as ``[R / columns, B, groups, …, columns · bytes]``."""
-    return unflatten(numbers, 0, (-1, columns)).movedim(1, -2).flatten(-2)
+    """``[R, B, groups, n]`` as bytes ``[R / columns, B, groups, n · columns · bytes of each]``."""
+    lying = unflatten(numbers, 0, (-1, columns)).movedim(1, -1)
+    return lying.flatten(-2).contiguous().view(torch.uint8)
 
 
 def scales(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
@@ -113,9 +114,11 @@ def take(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -> Tenso
 
 
 def _words(form: BlockFormat, codes: Tensor) -> Tensor:
-    """Bytes ``[R, B, groups, words, bytes of a word]``."""
+    """Words ``[R, B, groups, words]``."""
     if form.bits == 8:
-        return unflatten(codes, 2, (form.groups, -1, 2))
+        return unflatten(codes.contiguous().view(torch.int16), 2, (form.groups, -1))
+    if form.bits == _LOW_BITS:
+        return _words_of_four(form, codes)
     pairs = unflatten(codes, 2, (form.groups, form.group // 2, 2))
     words: list[Tensor | None] = [None] * form.words
     for index in range(form.group // 2):
@@ -124,7 +127,18 @@ def _words(form: BlockFormat, codes: Tensor) -> Tensor:
             part = part.to(torch.int16) << piece.at
             before = words[piece.word]
             words[piece.word] = part if before is None else before.bitwise_or_(part)
-    return torch.stack([word for word in words if word is not None], 3).view(torch.uint8)
+    halves = torch.stack([word for word in words if word is not None], 3)
+    return halves.view(torch.int32).squeeze(4)
+
+
+def _words_of_four(form: BlockFormat, codes: Tensor) -> Tensor:
+    """The same of 4 bits, eight codes at once."""
+    eight = codes.contiguous().view(torch.int64)
+    # Bytes 0, 1, 4 and 5 have two codes each: 0 and 2, 1 and 3, 4 and 6, 5 and 7.
+    both = (eight | eight >> 3 * _LOW_BITS).view(torch.uint8)
+    lower, upper = unflatten(both, 2, (-1, 2, 4))[..., :2].unbind(3)
+    words = torch.stack((lower, upper), 4).flatten(3).view(torch.int32).squeeze(3)
+    return unflatten(words, 2, (form.groups, -1))
 
 
 def _codes(form: BlockFormat, words: Tensor) -> Tensor:
