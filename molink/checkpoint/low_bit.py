@@ -2,9 +2,9 @@
 
 A weight ``[out, in]`` is stored as numbers of few bits, with a scale for each *block* of it (some
 rows, mostly one, by some columns, a *group*) and perhaps a zero point: ``(number - zero) * scale``.
-On disk and between PCs it stays so; a stage unpacks it as it loads (:mod:`molink.stage.loading`),
-so to memory plans such a checkpoint is not quantized. Projections that the checkpoint's author left
-out are stored as in any other model: what there is of a projection decides.
+On disk and between PCs it stays so, and in some forms on CPUs (:mod:`molink.checkpoint.resident`);
+else a stage unpacks it as it loads (:mod:`molink.stage.loading`). Projections that the checkpoint's
+author left out are stored as in any other model: what there is of a projection decides.
 """
 
 from collections.abc import Container, Mapping

@@ -8,8 +8,8 @@ checkpoint's author left out are stored as in any other model.
 
 Weights that came from a GGUF file are stored in its blocks (:mod:`molink.gguf.blocks`), those of
 GPTQ, AWQ and FP8 as :mod:`molink.checkpoint.low_bit` says, experts perhaps in stacks, and in MXFP4
-(:mod:`molink.checkpoint.stacked`). Such a checkpoint counts as not quantized: its weights become
-what a stage computes with as they are read.
+(:mod:`molink.checkpoint.stacked`). Such a checkpoint counts as not quantized: where its weights
+don't stay so (:mod:`molink.checkpoint.resident`), they become what a stage computes with.
 """
 
 import json

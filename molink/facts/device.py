@@ -24,7 +24,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     bf16: bool = True
     #: Weights that stay what they are where it computes in f32.
     narrow: Annotated[tuple[NarrowDType, ...], msgspec.Meta(max_length=2)] = ()
-    #: Whether it multiplies by the blocks of a GGUF file: these take no more room than there.
+    #: Whether it multiplies by weights of few bits: these take no more room than in their files.
     blocks: bool = False
     #: What its attention wants the positions of a KV block to be a multiple of.
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1

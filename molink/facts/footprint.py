@@ -45,7 +45,7 @@ class StageSetup:
     dtype: str = "auto"
     quantize: Quantize = "none"
     load: StepRows = StepRows()
-    #: Whether it multiplies by the blocks of a GGUF file.
+    #: Whether it multiplies by weights of few bits.
     blocks: bool = False
     #: Weights that stay what they are where it computes in f32.
     narrow: tuple[NarrowDType, ...] = ()

@@ -13,6 +13,8 @@ ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
 _EMBEDDING = "token_embd.weight"
 _MAX_FACTORS = 4096
 _MAX_LAYERS = 4096
+#: Of layers without a window and with one.
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 #: Reads a small tensor of numbers.
 Read = Callable[[GgufTensor], list[float]]
 
@@ -212,12 +214,22 @@ def _granite(about: _About) -> dict[str, Any]:
 
 
 def _olmo2(about: _About) -> dict[str, Any]:
-    if about.has("attention.sliding_window"):
-        raise UnsupportedModel(
-            f"{about.metadata.where}: {about.key('attention.sliding_window')} (OLMo 3) is not "
-            "supported"
+    """OLMo 2, and OLMo 3, which has windows."""
+    if not about.has("attention.sliding_window"):
+        return {"architectures": ["Olmo2ForCausalLM"]}
+    made = {
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": about.integer("attention.sliding_window"),
+    }
+    key = "attention.sliding_window_pattern"
+    if not about.has(key):
+        return made  # all layers but every fourth
+    windowed = about.metadata.integers(about.key(key), about.layers)
+    if not set(windowed) <= {0, 1}:
+        raise BrokenModel(
+            f"{about.metadata.where}: metadata {about.key(key)} doesn't tell each layer's window"
         )
-    return {"architectures": ["Olmo2ForCausalLM"]}
+    return {**made, "layer_types": [_LAYER_TYPES[each] for each in windowed]}
 
 
 def _glm4(about: _About) -> dict[str, Any]:

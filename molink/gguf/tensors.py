@@ -142,7 +142,7 @@ def _of_layer(
 
 
 def _modules(family: str) -> dict[str, str]:
-    if family.startswith("Gemma") or family == "Olmo2":
+    if family.startswith("Gemma") or family in ("Olmo2", "Olmo3"):
         return _GEMMA_MODULES
     others = {"Phi3": _PHI_MODULES, "Mixtral": _MIXTRAL_MODULES, "Glm4": _GLM4_MODULES}
     return others.get(family, _MODULES)

@@ -38,6 +38,20 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
     "granite": ("granite", Kind.Q8_0, {}),
     "smollm3": ("smollm3", Kind.Q8_0, {"num_hidden_layers": 5, "no_rope_layers": None}),
     "olmo2": ("olmo2", Kind.Q5_0, {}),
+    "olmo3": (
+        "olmo3",
+        Kind.Q4_0,
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention"] * 2
+            + ["full_attention"]
+            + ["sliding_attention"] * 2,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0},
+            },
+        },
+    ),
     "glm4": ("glm4", Kind.Q4_0, {}),
     "qwen2_moe": ("qwen2_moe", Kind.Q8_0, {}),
     "qwen2": ("qwen2", Kind.Q8_0, {}),

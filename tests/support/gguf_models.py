@@ -17,6 +17,7 @@ _NAMES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
 }
 #: Whose converter lays rotated pairs side by side.
 _TURNED = ("llama", "mistral3", "granite", "smollm3")
@@ -181,6 +182,9 @@ def _metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "rope.freq_base": float(full.get("rope_theta", 10000.0)),
         "rope.freq_base_swa": float(local["rope_theta"]) if local else None,
         "attention.sliding_window": config.get("sliding_window"),
+        "attention.sliding_window_pattern": _pattern(config) if name == "olmo2" else None,
+        "rope.scaling.type": "linear" if full.get("rope_type") == "linear" else None,
+        "rope.scaling.factor": full.get("factor"),
         "expert_count": config.get("num_local_experts") or config.get("num_experts"),
         "expert_used_count": config.get("num_experts_per_tok"),
         "expert_feed_forward_length": config.get("moe_intermediate_size"),
@@ -193,6 +197,12 @@ def _metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "final_logit_softcapping": config.get("final_logit_softcapping"),
     }
     return {f"{name}.{key}": value for key, value in fields.items() if value is not None}
+
+
+def _pattern(config: Mapping[str, Any]) -> list[bool] | None:
+    """Which layers have a window, in OLMo 3."""
+    types = config.get("layer_types")
+    return types and [kind == "sliding_attention" for kind in types]
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

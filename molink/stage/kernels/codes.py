@@ -1,4 +1,4 @@
-"""How the codes of a GGUF file's blocks become what a CPU multiplies by, in its registers.
+"""How codes of few bits become what a CPU multiplies by, in its registers.
 
 Where the codes of a group lie in its words, :func:`molink.gguf.formats.pieces` tells.
 """
