@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from molink.checkpoint.header import TensorKind
 from molink.checkpoint.low_bit import LowBit, can_be_low_bit
+from molink.facts.kept import NarrowDType
 from molink.gguf.blocks import find_packed
 from molink.gguf.formats import FORMATS, ROWS, BlockFormat
 
@@ -41,5 +42,5 @@ def _low_bit_format(
         return None
     # Codes of 8 bits are signed, those of 4 aren't.
     offset = 8 if scheme.bits == 4 else 0
-    numbers = "f16" if scales.dtype == "F16" else "bf16"
+    numbers: NarrowDType = "f16" if scales.dtype == "F16" else "bf16"
     return BlockFormat(scheme.bits, offset, group, group, shifts=scheme.zeros, numbers=numbers)

@@ -6,7 +6,7 @@ They are unpacked, or put into the blocks by which a CPU multiplies.
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, unflatten
 
 from molink.checkpoint.low_bit import LowBit
 from molink.gguf.formats import BlockFormat
@@ -79,7 +79,7 @@ def low_bit_blocks(
         if zeros is not None:
             halves.append((_middle(scheme) - _zeros(scheme, zeros, first, last)).to(found.dtype))
         yield Blocks(
-            codes.view(torch.uint8).unflatten(1, (-1, form.group)),
+            unflatten(codes.view(torch.uint8), 1, (-1, form.group)),
             tuple(each.repeat_interleave(repeated, 1) for each in halves),
         )
 
