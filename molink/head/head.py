@@ -22,6 +22,7 @@ from molink.head.speculation.base import DraftSource
 from molink.head.speculation.lookup import PromptLookup
 from molink.head.speculation.path import are_due, compare, go_on
 from molink.head.speculation.speculation import Speculation
+from molink.head.swapping import Swapping
 from molink.wire.messages.data import (
     Choice,
     FinishReason,
@@ -67,7 +68,10 @@ class Head:
         self._roster.set_times(RingTimes(limits.profiles, (), limits.row_bytes))
         self._ledger = Ledger()
         self._speculation = Speculation(limits, source)
-        self._batcher = Batcher(limits, self._roster, self._cache, self._ledger, self._speculation)
+        self._swapping = Swapping(limits, self._roster, self._cache)
+        self._batcher = Batcher(
+            limits, self._roster, self._cache, self._ledger, self._speculation, self._swapping
+        )
         self._admission = Admission(limits)
         self._story = Story()
         self._counts = dict.fromkeys(
@@ -107,6 +111,7 @@ class Head:
         job = Job.of(request, now)
         job.uncached = len(job.tokens) - self._cache.find(job).tokens
         self._roster.enqueue(job, now)
+        self._swapping.arrived(job, now)
         self._counts["requests"] += 1
         self._story.add(now, "submit", request.owner, request.key, len(request.tokens))
         return emissions
@@ -211,6 +216,13 @@ class Head:
         """
         self._batcher.set_times(times)
 
+    def set_host_room(self, blocks: int, block_s: float) -> None:
+        """Every stage has host memory for so many KV blocks, of which each takes so long one way.
+
+        The first word counts.
+        """
+        self._swapping.open(blocks, block_s)
+
     # --- reports -------------------------------------------------------------------------------
 
     @property
@@ -277,6 +289,7 @@ class Head:
         """
         try:
             audit(self.limits, self._roster, self._cache, self._ledger)
+            self._swapping.validate()
         except InvariantError as error:
             raise InvariantError(str(error), self._story.lines()) from error
 
@@ -293,6 +306,7 @@ class Head:
         self._counts["displaced"] += 1
         self._story.add(now, "displace", job.request.owner, job.request.key, job.admissions)
         self._roster.remove(job, now)
+        self._swapping.forget(job)
         rejected = Rejected(
             self.epoch, job.request.key, "overloaded", str(error), error.retry_after
         )
@@ -377,6 +391,7 @@ class Head:
         trip = self._ledger.cancelled() if job.state != "waiting" else None
         self._story.add(now, "cancel", job.request.owner, job.request.key, job.state, job.id)
         self._roster.remove(job, now, trip)
+        self._swapping.forget(job)
         self._admission.departed(now)
 
     def _fail(self, job: Job, reason: str, now: float) -> Emission:
@@ -389,6 +404,7 @@ class Head:
     def _remove(self, job: Job, why: str, now: float) -> None:
         self._story.add(now, why, job.request.owner, job.request.key, job.id, len(job.tokens))
         self._roster.remove(job, now)
+        self._swapping.forget(job)
         self._admission.departed(now)
 
     def _stray(self, kind: str, tick: int, now: float) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from molink.errors import UsageError
 from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD, MAX_DRAFTS
+from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 from molink.wire.messages.data import MAX_MICRO_BATCHES
 
@@ -24,7 +25,8 @@ class HeadLimits:
     more than ``short_context`` tokens (0: no such bound) share them among themselves only. A decode
     row is followed by up to ``draft_tokens`` drafts (:data:`AUTO_DRAFTS`: as
     :mod:`molink.head.speculation` decides). Up to ``ahead`` volumes of drafts may go on from those
-    in flight.
+    in flight. What becomes of the KV of who is preempted says ``preemption_mode``, as far as stages
+    have host memory.
     """
 
     blocks: int
@@ -42,6 +44,7 @@ class HeadLimits:
     unpaired: bool = True
     draft_tokens: int = 0
     ahead: int = 0
+    preemption_mode: PreemptionMode = "recompute"
 
     def __post_init__(self) -> None:
         bounds = {
@@ -61,6 +64,9 @@ class HeadLimits:
             value = getattr(self, name)
             if not minimum <= value <= maximum:
                 raise UsageError(f"{name} must be from {minimum} to {maximum}, not {value}")
+        if self.preemption_mode not in PREEMPTION_MODES:
+            choices = ", ".join(PREEMPTION_MODES)
+            raise UsageError(f"preemption_mode is one of {choices}, not {self.preemption_mode!r}")
 
     @property
     def longest(self) -> int:
