@@ -66,13 +66,16 @@ class Run:
     ttft_mean: float
     ttft_p95: float
     preemptions: int
+    #: Of these, requests that went to host memory, and seconds that steps waited for copies.
+    swaps: int
+    waited_s: float
     #: From the first arrival to the last token.
     seconds: float
     requests: int
 
 
-def serve(scenario: Scenario, plan: Plan) -> tuple[list[Sample], int]:
-    """Every request to its end, however late; and how often one was preempted."""
+def serve(scenario: Scenario, plan: Plan) -> tuple[list[Sample], Pipeline]:
+    """Every request to its end, however late, and what served them."""
     pipeline = Pipeline(scenario, plan)
     with no_collector():
         pipeline.run(1e6)
@@ -80,12 +83,12 @@ def serve(scenario: Scenario, plan: Plan) -> tuple[list[Sample], int]:
     failed = [sample.error for sample in samples if sample.error is not None]
     if pipeline.trouble or failed:
         raise SystemExit(f"{scenario.scheduling_policy}: {pipeline.trouble or failed[0]}")
-    return samples, pipeline.preemptions
+    return samples, pipeline
 
 
 def run(scenario: Scenario, plan: Plan) -> Run:
     """Figures of one simulation."""
-    samples, preemptions = serve(scenario, plan)
+    samples, pipeline = serve(scenario, plan)
     tokens = sorted(sample.latency / sample.output_tokens for sample in samples)
     ttft = sorted(sample.ttft for sample in samples)
     return Run(
@@ -93,7 +96,9 @@ def run(scenario: Scenario, plan: Plan) -> Run:
         percentile(tokens, 95),
         sum(ttft) / len(ttft),
         percentile(ttft, 95),
-        preemptions,
+        pipeline.preemptions,
+        pipeline.swaps[0],
+        max(pipeline.waited_s),
         max(sample.finished for sample in samples) - plan[0].at,
         len(plan),
     )

@@ -238,11 +238,15 @@ class Head:
         Blocks are ``used``, ``free``, or ``cached`` only and so as good as free.
         """
         batcher, cache, ledger = self._batcher, self._cache, self._ledger
+        swapping = self._swapping
         blocks = cache.blocks
         counters = {f"head_{name}_total": float(count) for name, count in self._counts.items()}
         counters["head_prompt_tokens_total"] = float(batcher.prompt_tokens)
         counters["head_prefill_rows_total"] = float(batcher.prefill_rows)
         counters["head_preemptions_total"] = float(batcher.preemptions)
+        counters["head_swaps_out_total"] = float(swapping.outs)
+        counters["head_swaps_in_total"] = float(swapping.ins)
+        counters["head_swap_fallbacks_total"] = float(swapping.fallbacks)
         counters["head_draft_tokens_total"] = float(self._speculation.drafted)
         counters["head_draft_tokens_accepted_total"] = float(self._speculation.accepted)
         counters["head_prefix_hit_tokens_total"] = float(cache.hit_tokens)
@@ -256,6 +260,8 @@ class Head:
             "head_blocks_free": blocks.free,
             "head_blocks_cached": blocks.settled,
             "head_prefix_hit_rate": round(cache.hit_rate, 4),
+            "head_host_blocks": swapping.host.total,
+            "head_host_blocks_used": swapping.host.held,
             "head_micro_batches": batcher.micro_batches.count,
             "head_running": self._roster.admitted,
             "head_waiting": self._roster.waiting,

@@ -11,8 +11,9 @@ from molink.head.speculation.drafting import Drafting
 #: Seconds after which a job whose client takes nothing may have to give way to others.
 PATIENCE = 30.0
 
-#: ``waiting`` holds no blocks, but perhaps a copy of them in host memory; ``prefill`` has rows of known tokens still to be issued; ``decode``
-#: has issued them all, and has either a row in flight or a token to go on from; ``gone`` is over.
+#: ``waiting`` holds no blocks, but perhaps a copy of them in host memory; ``prefill`` has rows of
+#: known tokens still to be issued; ``decode`` has issued them all, and has a row in flight or a
+#: token to go on from; ``gone`` is over.
 JobState = Literal["waiting", "prefill", "decode", "gone"]
 
 
@@ -101,9 +102,7 @@ class Job:
         """Tokens whose KV is at every stage: their rows have come back."""
         return min((self.issued, *self.flight.values()))
 
-    def begin(
-        self, request_id: int, blocks: list[int], found: Match, restored: int = 0
-    ) -> None:
+    def begin(self, request_id: int, blocks: list[int], found: Match, restored: int = 0) -> None:
         """It is admitted, with blocks for all its tokens, of which the first are ``found``.
 
         The next ``restored`` ones come from its copy in host memory.

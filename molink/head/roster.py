@@ -164,7 +164,8 @@ class Roster:
         admitted = list(self._admitted.values())
         turns = self._policy.next_turns(admitted, len(admitted), now)
         later = [job for job in self._policy.running_order(admitted, now) if turns[job] > 0]
-        return sorted(reversed(later), key=turns.__getitem__, reverse=True)
+        later.reverse()
+        return sorted(later, key=turns.__getitem__, reverse=True)
 
     def next_turns(self, now: float) -> Mapping[Job, float]:
         """Seconds until each job's turn, as far as the policy can tell."""

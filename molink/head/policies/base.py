@@ -1,8 +1,9 @@
 """What a scheduling policy decides: whose turn it is.
 
 A head asks: who is admitted next, in what order jobs run, who is preempted, and how long it will be
-until each job's turn comes. The policy decides between jobs only. What fits (blocks, slots, rows of a chunk, micro-batches)
-and which jobs can go on at all is decided elsewhere: it is asked about those that can.
+until each job's turn comes. The policy decides between jobs only. What fits (blocks, slots, rows of
+a chunk, micro-batches) and which jobs can go on at all is decided elsewhere: it is asked about
+those that can.
 
 To decide, it hears of a job's arrival, of the begin and end of each of its iterations, and of its
 end; and what iterations should take. It may read everything of a job and changes nothing of it. All
