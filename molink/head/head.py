@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from typing import Literal
 
 from molink.errors import InvariantError, RequestError
 from molink.facts.ringtimes import RingTimes
@@ -40,6 +41,8 @@ _NO_TOKEN = (
     " complex: that PC's log says which)"
 )
 
+#: Longest time until a turn that people are told of.
+MAX_TURN_MS = 3_600_000
 #: Alternatives that came with sampled tokens, by (request id, position).
 Tops = Mapping[tuple[int, int], TopLogprobs]
 
@@ -262,6 +265,7 @@ class Head:
             "head_prefix_hit_rate": round(cache.hit_rate, 4),
             "head_host_blocks": swapping.host.total,
             "head_host_blocks_used": swapping.host.held,
+            "head_swapped": self._roster.swapped_count,
             "head_micro_batches": batcher.micro_batches.count,
             "head_running": self._roster.admitted,
             "head_waiting": self._roster.waiting,
@@ -276,7 +280,7 @@ class Head:
 
     def load(self, pipeline: str, now: float) -> HeadLoad:
         """What others are told of it, under the name of its pipeline."""
-        blocks = self._cache.blocks
+        blocks, turns = self._cache.blocks, self._roster.swapped(now)
         return HeadLoad(
             pipeline,
             self._roster.admitted,
@@ -284,7 +288,10 @@ class Head:
             blocks.total,
             blocks.total - self._cache.available,
             self._batcher.micro_batches.count,
-            tuple(_shown(job, now) for job in islice(self._roster, MAX_REQUESTS)),
+            tuple(_shown(job, turns, now) for job in islice(self._roster, MAX_REQUESTS)),
+            len(turns),
+            self._swapping.host.total,
+            self._swapping.host.held,
         )
 
     def validate(self) -> None:
@@ -418,10 +425,13 @@ class Head:
         self._story.add(now, "stray", kind, tick)
 
 
-def _shown(job: Job, now: float) -> RequestNow:
+def _shown(job: Job, turns: Mapping[Job, float], now: float) -> RequestNow:
     """Until its first token a request is in prefill for people, though all its rows are issued."""
     assert job.state != "gone", "a job that is over is in no roster"
+    state: Literal["waiting", "swapped", "prefill", "decode"]
     state = "prefill" if job.state == "decode" and not job.generated else job.state
+    if job in turns:
+        state = "swapped"
     taken, prompt = now - job.first_at, job.request.prompt_tokens
     return RequestNow(
         job.request.owner[:MAX_OWNER],
@@ -431,4 +441,5 @@ def _shown(job: Job, now: float) -> RequestNow:
         len(job.tokens) - prompt,
         round(1000 * (job.generated - 1) / taken) if job.generated > 1 and taken > 0 else 0,
         max(0, int(now - job.since)),
+        min(MAX_TURN_MS, round(1000 * turns.get(job, 0.0))),
     )

@@ -167,10 +167,15 @@ class Roster:
         later.reverse()
         return sorted(later, key=turns.__getitem__, reverse=True)
 
-    def next_turns(self, now: float) -> Mapping[Job, float]:
-        """Seconds until each job's turn, as far as the policy can tell."""
-        jobs = list(self)
-        return self._policy.next_turns(jobs, max(1, len(self._admitted)), now)
+    def swapped(self, now: float) -> Mapping[Job, float]:
+        """Jobs in host memory, and seconds until the turn of each, as the policy estimates."""
+        jobs = [job for job in self._waiting if job.copy is not None]
+        return self._policy.next_turns(jobs, len(self._admitted), now) if jobs else {}
+
+    @property
+    def swapped_count(self) -> int:
+        """How many jobs are in host memory."""
+        return sum(1 for job in self._waiting if job.copy is not None)
 
     def ask_anew(self) -> None:
         """Time has gone on: what the policy has answered holds no longer."""

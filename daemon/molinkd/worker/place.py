@@ -63,6 +63,7 @@ class Place:
         self._vocabulary = engine.stage.config.vocab_size
         self._weights = engine.stage.weight_bytes
         self._kv = order.blocks * engine.stage.block_bytes(start.block_size)
+        self._host_kv = host.blocks * engine.stage.block_bytes(start.block_size)
         self._memory = memory or LinkMemory(None)
         self._record: RecordFile | None = None
         self._dialer: Dialer | None = None
@@ -107,6 +108,7 @@ class Place:
         """Counters and gauges of this epoch, by name."""
         counters, gauges = self._seat.stats()
         gauges |= {"stage_weight_bytes": float(self._weights), "stage_kv_bytes": float(self._kv)}
+        gauges["stage_host_kv_bytes"] = float(self._host_kv)
         return counters, gauges
 
     def load(self) -> StageLoad:
