@@ -4,6 +4,7 @@
     python -m tools.scheduling slo                # load that is served within 0.3 s a token
     python -m tools.scheduling slo --kinds trace --trace FILE   # sizes of a trace (Azure's CSV)
     python -m tools.scheduling ratios             # prompts of one to sixteen times the answer
+    python -m tools.scheduling preemption         # what becomes of KV that gives way
 
 Each writes ``docs/results/scheduling-NAME.json``, or to ``--out``. Requests arrive as a
 Poisson process. Their sizes are log-normal: the means are those that the vLLM paper (2023, §6.1)
@@ -29,6 +30,7 @@ from molink.bench.planned import PlannedRequest
 from molink.bench.report import percentile
 from molink.bench.sample import Sample
 from molink.bench.trace import TraceRow, read_trace
+from molink.facts.preemption import PREEMPTION_MODES
 from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.sim.blueprint import BLOCK_SIZE, Blueprint
 from molink.sim.pipeline import Pipeline
@@ -259,6 +261,29 @@ def ratios(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def preemption(options: argparse.Namespace) -> dict[str, Any]:
+    """Latency per token by what becomes of the KV of those that give way."""
+    total = SIZES["sharegpt"][0][0] + SIZES["sharegpt"][1][0]
+    rows = []
+    for ratio in options.ratios:
+        capacity = capacity_of(ring(options), total * ratio / (1 + ratio), total / (1 + ratio))
+        for load in options.loads:
+            rate = load * capacity
+            plan = poisson(sizes_of("sharegpt", ratio), rate, options.seconds, options.seed)
+            for mode in PREEMPTION_MODES:
+                scenario = replace(
+                    ring(options), scheduling_policy="skip-join-mlfq", preemption_mode=mode
+                )
+                found = _told(run(scenario, plan), mode, rate)
+                rows.append(
+                    {"ratio": ratio, "load": load, "rate": rate, "mode": mode}
+                    | {"mean_s": found.mean, "p95_s": found.p95, "ttft_s": found.ttft_mean}
+                    | {"preemptions": found.preemptions, "swaps": found.swaps}
+                    | {"waited": found.waited_s / found.seconds}
+                )
+    return {"ring": _ring_name(options), "seconds": options.seconds, "rows": rows}
+
+
 def capacity_of(scenario: Scenario, prompt: float, output: float) -> float:
     """Requests/s of these sizes that a ring of one stage could serve, about: memory always full."""
     blueprint = Blueprint.of(scenario)
@@ -284,6 +309,10 @@ def _told(found: Run, policy: str, rate: float) -> Run:
     return found
 
 
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(
@@ -295,6 +324,7 @@ def main() -> None:
         "short-behind-long": short_behind_long,
         "slo": slo,
         "ratios": ratios,
+        "preemption": preemption,
     }
     for name, figure in figures.items():
         command = commands.add_parser(name, help=(figure.__doc__ or "").splitlines()[0])
@@ -308,9 +338,10 @@ def main() -> None:
         command.add_argument("--kinds", type=lambda text: text.split(","), default=list(SIZES))
         command.add_argument("--trace", type=Path)
         command.add_argument("--load", type=float, default=1.5, help="by what could be served")
+        command.add_argument("--loads", type=_numbers, default=[1.5, 3.0])
         command.add_argument(
             "--ratios",
-            type=lambda text: [float(part) for part in text.split(",")],
+            type=_numbers,
             default=[1, 2, 4, 8, 16],
         )
         command.set_defaults(figure=figure)

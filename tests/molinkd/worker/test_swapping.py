@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -71,9 +71,10 @@ def serve(
     asked: Sequence[HeadRequest],
     policy: str = "fcfs",
     host_blocks: int = 64,
+    until: Callable[[VirtualRing], bool] | None = None,
     **limits: Any,
 ) -> tuple[dict[str, list[Token | Rejected]], VirtualRing, list[Computes]]:
-    """What they are answered, the ring, and its stages."""
+    """What they are answered, to the end or ``until`` then, the ring, and its stages."""
     agenda, tables = Agenda(), [RequestTable() for _ in stages]
     given = {"block_size": BLOCK_SIZE, "micro_batches": 2, "chunk_tokens": 16}
     bounds = HeadLimits(**{"blocks": BLOCKS, "prefix_cache": False, **given, **limits})
@@ -105,10 +106,19 @@ def serve(
     for at, request in enumerate(asked):
         agenda.at(1.0 + 0.01 * at, ring.head.submit, request, 1.0 + 0.01 * at)
         agenda.at(1.0 + 0.01 * at, ring.rings[0].pump)
+    if until is not None:
+        ring.run(lambda: until(ring))
+        return found, ring, computing
     ring.run(lambda: len(found) == len(asked) and not ring.head.live)
     agenda.run(agenda.now + 1.0)
     ring.check_idle()
     return found, ring, computing
+
+
+@pytest.fixture(scope="module")
+def plenty(stages: Sequence[Stage]) -> dict[str, list[int]]:
+    """What all are answered where there are blocks for all."""
+    return texts(serve(stages, requests())[0])
 
 
 def texts(found: dict[str, list[Token | Rejected]]) -> dict[str, list[int]]:
@@ -121,12 +131,15 @@ def texts(found: dict[str, list[Token | Rejected]]) -> dict[str, list[int]]:
     [("reactive-swap", "fcfs"), ("proactive-swap", "fcfs"), ("proactive-swap", "skip-join-mlfq")],
 )
 def test_swaps_change_no_answer(
-    stages: Sequence[Stage], mode: PreemptionMode, policy: str, prefix_cache: bool
+    stages: Sequence[Stage],
+    plenty: dict[str, list[int]],
+    mode: PreemptionMode,
+    policy: str,
+    prefix_cache: bool,
 ) -> None:
-    plenty, _, _ = serve(stages, requests())
     few = {"blocks": FEW, "prefix_cache": prefix_cache, "preemption_mode": mode}
     found, ring, computing = serve(stages, requests(), policy, **few)
-    assert texts(found) == texts(plenty)
+    assert texts(found) == plenty
     counters, gauges = ring.head.stats()
     assert counters["head_swaps_out_total"] >= 2
     assert counters["head_swaps_in_total"] >= 2
@@ -137,11 +150,12 @@ def test_swaps_change_no_answer(
     assert sum(copy.out for copy in computing[0].copies) == counters["head_swaps_out_total"]
 
 
-def test_what_finds_no_host_memory_is_computed_anew(stages: Sequence[Stage]) -> None:
-    plenty, _, _ = serve(stages, requests())
+def test_what_finds_no_host_memory_is_computed_anew(
+    stages: Sequence[Stage], plenty: dict[str, list[int]]
+) -> None:
     few: Any = {"blocks": FEW, "preemption_mode": "reactive-swap", "host_blocks": 2}
     found, ring, _ = serve(stages, requests(), **few)
-    assert texts(found) == texts(plenty)
+    assert texts(found) == plenty
     counters, _ = ring.head.stats()
     assert counters["head_swap_fallbacks_total"] >= 1
 
@@ -155,3 +169,28 @@ def test_what_could_not_be_copied_back_fails_its_request(stages: Sequence[Stage]
     executor.swap(BlockCopy(0, False, (1,), (2,)))  # nothing was copied there
     executor.close()
     assert table[0].failed
+
+
+def test_who_is_swapped_when_a_stage_is_lost_is_replayed(
+    stages: Sequence[Stage], plenty: dict[str, list[int]]
+) -> None:
+    """A new ring knows nothing of host memory: all are submitted anew, as their daemons do."""
+    few: Any = {"blocks": FEW, "preemption_mode": "reactive-swap"}
+    asked = requests()
+
+    def lost(ring: VirtualRing) -> bool:
+        return ring.head.stats()[1]["head_swapped"] >= 1
+
+    before, ring, _ = serve(stages, asked, until=lost, **few)
+    swapped = {job.request.key for job in ring.head._roster if job.copy is not None}
+    assert swapped
+    assert {("d", key) for key in swapped} <= set(ring.head.live)
+    left = []
+    for request in asked:
+        told = texts(before).get(request.key, [])
+        if ("d", request.key) in ring.head.live:
+            tokens, more = (*request.tokens, *told), request.max_tokens - len(told)
+            left.append(replace(request, tokens=tokens, max_tokens=more))
+    after, _, _ = serve(stages, left, **few)
+    together = {key: texts(before).get(key, []) + texts(after).get(key, []) for key in plenty}
+    assert together == plenty
