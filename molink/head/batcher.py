@@ -18,10 +18,6 @@ from molink.head.roster import Roster
 from molink.head.speculation.speculation import RingLoad, Speculation
 from molink.head.swapping import Swapping
 
-#: Tokens that each running job should be able to grow by before a new one takes the last blocks;
-#: with less, the new one would soon be preempted again and its prefill be lost.
-GROWTH_TOKENS = 16
-
 
 class Batcher:
     """Composes micro-batches out of a roster, blocks and ticks.
@@ -327,7 +323,7 @@ class Batcher:
         if running >= self._limits.max_running:
             return None
         need = self._limits.blocks_for(min(len(job.tokens) + 1, job.kv_end))
-        need += math.ceil(running * GROWTH_TOKENS / self._limits.block_size)
+        need += self._limits.growth(running)
         found = self._cache.find(job)
         if job.copy is not None:
             need += self._swapping.reserved(now) if running else 0

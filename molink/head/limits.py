@@ -1,5 +1,6 @@
 """The bounds that a head works within."""
 
+import math
 from dataclasses import dataclass
 
 from molink.errors import UsageError
@@ -7,6 +8,10 @@ from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD, MAX_DRAFTS
 from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 from molink.wire.messages.data import MAX_MICRO_BATCHES
+
+#: Tokens that each running job should be able to grow by before a new one takes the last blocks;
+#: with less, the new one would soon be preempted again and its prefill be lost.
+GROWTH_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,10 @@ class HeadLimits:
         All could wait at one stage, which has room for the largest chunks of ``2N`` micro-batches.
         """
         return 2 * self.stages * MAX_CHUNK_ROWS
+
+    def growth(self, running: int) -> int:
+        """Blocks that so many running jobs should be able to grow by before one is admitted."""
+        return math.ceil(running * GROWTH_TOKENS / self.block_size)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold the KV of ``tokens`` tokens."""

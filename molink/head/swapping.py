@@ -12,9 +12,9 @@ from molink.head.limits import HeadLimits
 from molink.head.roster import Roster
 from molink.wire.messages.data import MAX_SWAP
 
-#: Blocks are reserved for what should arrive in so many turns of the ring: that is how long it
-#: takes until blocks that are given up can be used, and some turns more.
-RESERVED_TURNS = 8
+#: Blocks are reserved for what should arrive in so many turns of the ring: blocks that are
+#: given up can be used after one. With more of them too many go that have to come back.
+RESERVED_TURNS = 2
 #: They are no more than this share of all blocks.
 MAX_RESERVED = 0.2
 #: Arrivals that the recent rate goes by.
@@ -84,10 +84,11 @@ class Swapping:
         """Jobs to be preempted before others lack blocks, the one whose turn comes last first."""
         if not self._is_ahead:
             return
-        lacking = self.reserved(now) - self._cache.available
-        lacking -= self._cache.coming(self._roster.leaving)
-        if lacking <= 0:
+        reserved = self.reserved(now)
+        if not reserved:
             return
+        lacking = reserved + self._limits.growth(self._roster.admitted) - self._cache.available
+        lacking -= self._cache.coming(self._roster.leaving)
         for job in self._roster.farthest(now):
             if lacking <= 0:
                 return

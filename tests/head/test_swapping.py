@@ -154,11 +154,11 @@ def test_blocks_are_free_before_they_are_lacking() -> None:
     """Requests keep coming: who has run for long makes room for the next ones."""
     found = {}
     for mode in ("reactive-swap", "proactive-swap"):
-        head = make_head(mode, blocks=40, host=200, policy="skip-join-mlfq", max_running=64)
+        head = make_head(mode, blocks=120, host=400, policy="skip-join-mlfq", max_running=64)
         now, lacking, early = 0.0, 0, 0
-        for turn in range(120):
-            if turn % 4 == 0:
-                submit(head, f"r{turn}", 8, now, answer=50)
+        for turn in range(100):
+            if turn % 2 == 0:
+                submit(head, f"r{turn}", 20, now, answer=50)
             waited = head.stats()[1]["head_waiting"] - head.stats()[1]["head_swapped"]
             outs = head.stats()[0]["head_swaps_out_total"]
             batch = go_round(head, now)

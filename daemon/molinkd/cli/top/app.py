@@ -56,8 +56,7 @@ Ring
   wait+sent  bytes of a lane that wait, and that are on the way
 
 KV is how many blocks of it are used, of all; K how many micro-
-batches are in flight; swapped, requests in host memory, and how
-many blocks of that are used. Prompt and answer are in tokens, and
+batches are in flight. Prompt and answer are in tokens, and
 tokens/s is since the first one."""
 
 
