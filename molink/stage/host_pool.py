@@ -49,7 +49,7 @@ class HostPool:
         self._slabs = [
             torch.empty((count, *shape), dtype=dtype, pin_memory=pinned) for count in counts
         ]
-        self._stream = torch.cuda.Stream(device) if pinned else None
+        self._stream = _stream_for(device) if pinned else None
         self._copying: list[_Copying] = []
         #: Host blocks that hold what was copied there.
         self._filled: set[int] = set()
@@ -81,7 +81,7 @@ class HostPool:
         """Let what is launched from now on wait for copies of blocks in ``tables``."""
         if not self._copying:
             return
-        self._copying = [each for each in self._copying if not each.done.query()]
+        self._copying = [each for each in self._copying if not _is_done(each)]
         if not self._copying:
             return
         used = set(chain.from_iterable(tables))
@@ -123,6 +123,15 @@ class HostPool:
         for ids, total in ranges:
             if any(not 0 <= each < total for each in ids) or len(set(ids)) != len(ids):
                 raise InvariantError(f"blocks to be copied are not all different ones of {total}")
+
+
+def _stream_for(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
+def _is_done(copying: _Copying) -> bool:
+    return bool(copying.done.query())  # type: ignore[no-untyped-call]
 
 
 def _pairs(blocks: Sequence[int], hosts: Sequence[int]) -> Iterable[tuple[int, int]]:

@@ -1,10 +1,13 @@
 """Blocks that go to host memory and come back hold what they held."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from molink.errors import InvariantError
-from molink.stage.host_pool import HostPool
+from molink.stage.host_pool import HostPool, _Copying
 from molink.stage.pool import KVPool
 
 
@@ -58,3 +61,26 @@ def test_nothing_comes_back_that_was_not_sent(pool: KVPool) -> None:
     host.copy_in((0,), (0,))
     with pytest.raises(InvariantError, match="not copied"):
         host.copy_in((2, 3), (0, 1))
+
+
+def test_only_what_uses_blocks_that_are_copied_waits(
+    pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU: for copies that are not over, and no others."""
+    waited: list[str] = []
+    stream = SimpleNamespace(wait_event=lambda event: waited.append(event.name))
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _: stream)
+    host = HostPool(pool, 5, torch.device("cpu"))
+
+    def copying(name: str, blocks: set[int], over: bool) -> Any:
+        event: Any = SimpleNamespace(name=name, query=lambda: over)
+        return _Copying(frozenset(blocks), event)
+
+    host._copying = [copying("over", {1}, True), copying("out", {1, 2}, False)]
+    host._copying.append(copying("in", {4}, False))
+    host.wait([(0, 3), (5,)])
+    assert waited == []
+    host.wait(table for table in ((0, 2), (3,)))
+    assert waited == ["out"]
+    host.wait([(4, 1)])
+    assert waited == ["out", "out", "in"]
