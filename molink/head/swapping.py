@@ -12,9 +12,10 @@ from molink.head.limits import HeadLimits
 from molink.head.roster import Roster
 from molink.wire.messages.data import MAX_SWAP
 
-#: Blocks are reserved for what should arrive in so many turns of the ring: blocks that are
-#: given up can be used after one. With more of them too many go that have to come back.
-RESERVED_TURNS = 2
+#: Blocks are reserved for what should arrive in so many turns of the ring: blocks that are given up
+#: can be used after one. With more of them first tokens come sooner, but too many go that have to
+#: come back.
+RESERVED_TURNS = 1
 #: They are no more than this share of all blocks.
 MAX_RESERVED = 0.2
 #: Arrivals that the recent rate goes by.
