@@ -159,8 +159,6 @@ def test_blocks_are_free_before_they_are_lacking(mode: PreemptionMode) -> None:
     submit(head, "long", 100)
     go_round(head, 0.0)
     go_round(head, 0.01)
-    for number in range(3):  # a block each
-        submit(head, f"short {number}", 1, 0.02, answer=2)
     for turn in range(9):
         go_round(head, 0.03 + 0.01 * turn)
     submit(head, "next", 52, 0.14)
