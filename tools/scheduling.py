@@ -4,6 +4,7 @@
     python -m tools.scheduling slo                # load that is served within 0.3 s a token
     python -m tools.scheduling slo --kinds trace --trace FILE   # sizes of a trace (Azure's CSV)
     python -m tools.scheduling ratios             # prompts of one to sixteen times the answer
+    python -m tools.scheduling preemption         # what becomes of KV that gives way
 
 Each writes ``docs/results/scheduling-NAME.json``, or to ``--out``. Requests arrive as a
 Poisson process. Their sizes are log-normal: the means are those that the vLLM paper (2023, §6.1)
@@ -29,6 +30,7 @@ from molink.bench.planned import PlannedRequest
 from molink.bench.report import percentile
 from molink.bench.sample import Sample
 from molink.bench.trace import TraceRow, read_trace
+from molink.facts.preemption import PREEMPTION_MODES
 from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.sim.blueprint import BLOCK_SIZE, Blueprint
 from molink.sim.pipeline import Pipeline
@@ -66,13 +68,16 @@ class Run:
     ttft_mean: float
     ttft_p95: float
     preemptions: int
+    #: Of these, requests that went to host memory, and seconds that steps waited for copies.
+    swaps: int
+    waited_s: float
     #: From the first arrival to the last token.
     seconds: float
     requests: int
 
 
-def serve(scenario: Scenario, plan: Plan) -> tuple[list[Sample], int]:
-    """Every request to its end, however late; and how often one was preempted."""
+def serve(scenario: Scenario, plan: Plan) -> tuple[list[Sample], Pipeline]:
+    """Every request to its end, however late, and what served them."""
     pipeline = Pipeline(scenario, plan)
     with no_collector():
         pipeline.run(1e6)
@@ -80,12 +85,12 @@ def serve(scenario: Scenario, plan: Plan) -> tuple[list[Sample], int]:
     failed = [sample.error for sample in samples if sample.error is not None]
     if pipeline.trouble or failed:
         raise SystemExit(f"{scenario.scheduling_policy}: {pipeline.trouble or failed[0]}")
-    return samples, pipeline.preemptions
+    return samples, pipeline
 
 
 def run(scenario: Scenario, plan: Plan) -> Run:
     """Figures of one simulation."""
-    samples, preemptions = serve(scenario, plan)
+    samples, pipeline = serve(scenario, plan)
     tokens = sorted(sample.latency / sample.output_tokens for sample in samples)
     ttft = sorted(sample.ttft for sample in samples)
     return Run(
@@ -93,7 +98,9 @@ def run(scenario: Scenario, plan: Plan) -> Run:
         percentile(tokens, 95),
         sum(ttft) / len(ttft),
         percentile(ttft, 95),
-        preemptions,
+        pipeline.preemptions,
+        pipeline.swaps[0],
+        max(pipeline.waited_s),
         max(sample.finished for sample in samples) - plan[0].at,
         len(plan),
     )
@@ -254,6 +261,29 @@ def ratios(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def preemption(options: argparse.Namespace) -> dict[str, Any]:
+    """Latency per token by what becomes of the KV of those that give way."""
+    total = SIZES["sharegpt"][0][0] + SIZES["sharegpt"][1][0]
+    rows = []
+    for ratio in options.ratios:
+        capacity = capacity_of(ring(options), total * ratio / (1 + ratio), total / (1 + ratio))
+        for load in options.loads:
+            rate = load * capacity
+            plan = poisson(sizes_of("sharegpt", ratio), rate, options.seconds, options.seed)
+            for mode in PREEMPTION_MODES:
+                scenario = replace(
+                    ring(options), scheduling_policy="skip-join-mlfq", preemption_mode=mode
+                )
+                found = _told(run(scenario, plan), mode, rate)
+                rows.append(
+                    {"ratio": ratio, "load": load, "rate": rate, "mode": mode}
+                    | {"mean_s": found.mean, "p95_s": found.p95, "ttft_s": found.ttft_mean}
+                    | {"preemptions": found.preemptions, "swaps": found.swaps}
+                    | {"waited": found.waited_s / found.seconds}
+                )
+    return {"ring": _ring_name(options), "seconds": options.seconds, "rows": rows}
+
+
 def capacity_of(scenario: Scenario, prompt: float, output: float) -> float:
     """Requests/s of these sizes that a ring of one stage could serve, about: memory always full."""
     blueprint = Blueprint.of(scenario)
@@ -279,6 +309,10 @@ def _told(found: Run, policy: str, rate: float) -> Run:
     return found
 
 
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(
@@ -290,6 +324,7 @@ def main() -> None:
         "short-behind-long": short_behind_long,
         "slo": slo,
         "ratios": ratios,
+        "preemption": preemption,
     }
     for name, figure in figures.items():
         command = commands.add_parser(name, help=(figure.__doc__ or "").splitlines()[0])
@@ -303,9 +338,10 @@ def main() -> None:
         command.add_argument("--kinds", type=lambda text: text.split(","), default=list(SIZES))
         command.add_argument("--trace", type=Path)
         command.add_argument("--load", type=float, default=1.5, help="by what could be served")
+        command.add_argument("--loads", type=_numbers, default=[1.5, 3.0])
         command.add_argument(
             "--ratios",
-            type=lambda text: [float(part) for part in text.split(",")],
+            type=_numbers,
             default=[1, 2, 4, 8, 16],
         )
         command.set_defaults(figure=figure)

@@ -6,6 +6,7 @@ import msgspec
 
 from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
 from molink.facts.dtypes import Compression
+from molink.facts.preemption import SWAP_SPACE, PreemptionMode
 from molink.facts.scalars import Text
 
 
@@ -18,6 +19,10 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     #: Whose turn it is among requests (``molink.head.policies.create``).
     scheduling_policy: Text = "fcfs"
+    #: What becomes of the KV of a request that gives way to others.
+    preemption_mode: PreemptionMode = "recompute"
+    #: Bytes of host memory that a stage may use for that, where it isn't computed anew.
+    swap_space: Annotated[int, msgspec.Meta(ge=0)] = SWAP_SPACE
     #: Requests that hold KV blocks at a time, and those that may queue.
     max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
     max_waiting: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256

@@ -13,6 +13,8 @@ from molink.wire.messages.data import (
     History,
     Release,
     Rows,
+    SwapIn,
+    SwapOut,
     Table,
     Volume,
 )
@@ -29,7 +31,7 @@ _ID_BYTES = 5
 class HeadControl:
     """A control message; with its payload: ``ids`` or ``text``."""
 
-    body: Admit | Grammar | History | Table | Release
+    body: Admit | Grammar | History | Table | SwapIn | SwapOut | Release
     ids: Sequence[int] | None = None
     text: bytes | None = None
 

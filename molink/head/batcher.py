@@ -1,28 +1,22 @@
 """Iteration-level scheduling: what goes into the next micro-batch."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from molink.facts.ringtimes import RingTimes
-from molink.head.batch import Batch, HeadControl, HeadVolume, VolumeBuilder
+from molink.head.batch import Batch, HeadVolume, VolumeBuilder
 from molink.head.cache import BlockCache
 from molink.head.chunk import ChunkSize
+from molink.head.controls import Controls
+from molink.head.host import HostCopy
 from molink.head.job import Job
 from molink.head.ledger import Ledger
 from molink.head.limits import HeadLimits
 from molink.head.microbatches import MicroBatches
-from molink.head.policies.base import Preemption
 from molink.head.prefix import Match
-from molink.head.roster import Leaving, Roster
+from molink.head.roster import Roster
 from molink.head.speculation.speculation import RingLoad, Speculation
-from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Admit, Grammar, History, Release, Table
-
-#: Ids per History or Table message: 240 kB, below the longest message.
-MESSAGE_IDS = 60_000
-#: Tokens that each running job should be able to grow by before a new one takes the last blocks;
-#: with less, the new one would soon be preempted again and its prefill be lost.
-GROWTH_TOKENS = 16
+from molink.head.swapping import Swapping
 
 
 class Batcher:
@@ -35,6 +29,7 @@ class Batcher:
     the prefix cache, and grows one by one from then on.
     A decode row that gets no block preempts other jobs; while one is *starved* nobody is admitted,
     and nobody who would give way to it goes on prefilling. Drafts preempt nobody.
+    What becomes of the KV of who is preempted, ``swapping`` decides.
     """
 
     def __init__(
@@ -44,12 +39,15 @@ class Batcher:
         cache: BlockCache,
         ledger: Ledger,
         speculation: Speculation,
+        swapping: Swapping,
     ) -> None:
         self._limits = limits
         self._speculation = speculation
         self._roster = roster
         self._cache = cache
         self._ledger = ledger
+        self._swapping = swapping
+        self._controls = Controls(cache, ledger)
         #: How many micro-batches are in flight.
         self.micro_batches = MicroBatches(
             limits.micro_batches,
@@ -61,6 +59,8 @@ class Batcher:
         self._chunk = ChunkSize(limits.chunk_tokens, limits.profiles, self.micro_batches.count)
         #: Prefill volumes in flight that went without decode rows.
         self._alone: set[int] = set()
+        #: Jobs admitted for the micro-batch that is being composed, and what they come back from.
+        self._admitted: list[tuple[Job, HostCopy | None]] = []
         #: Jobs that lacked a block when decode rows were last composed.
         self._starved: list[Job] = []
         self.preemptions = 0
@@ -73,15 +73,18 @@ class Batcher:
         self._chunk.set_profiles(times.profiles)
         self._speculation.set_times(times)
         self._roster.set_times(times)
+        self._swapping.set_times(times)
 
     def compose(self, now: float, *, prefill: bool = True) -> Batch | None:
         """The next micro-batch, or ``None`` if there is nothing to send."""
         decode, chunk = VolumeBuilder(prefill=False), VolumeBuilder(prefill=True)
-        admitted: list[Job] = []
+        self._admitted = []
         self._roster.ask_anew()
         if not self._ledger.wide:
             if prefill:
                 self._make_place(now)
+            for job in self._swapping.giving_way(now):
+                self._preempt(job)
             running = self._roster.decoding(now)
             streams = len(running)
             context = sum(len(job.tokens) for job in running) // max(1, streams)
@@ -92,12 +95,22 @@ class Batcher:
                 self._add_drafts(decode, streams, context)
             if prefill:
                 rows = self._prefill_rows(streams, context, now, beside=len(decode) > 0)
-                self._add_prefill(chunk, rows, admitted, now)
+                self._add_prefill(chunk, rows, now)
+            back = self._bring_back(now)
+            if not self._swapping.returns_early and self._ledger.volumes(prefill=False) < count:
+                for job in back:
+                    if job.state == "decode" and decode.room >= 1:
+                        self._add_rows(decode, job, 1, now)
             if not len(decode) and not len(chunk):
                 self._add_ahead(decode, streams, context)
-        control = [self._release(leaving) for leaving in self._roster.take_leaving()]
-        for job in admitted:
-            control += self._admission(job)
+        control = [
+            each
+            for leaving in self._roster.take_leaving()
+            for each in self._controls.release(leaving)
+        ]
+        for job, copy in self._admitted:
+            control += self._controls.admission(job, copy)
+            self._swapping.forget(job)
         volumes = tuple(self._issue(each, now) for each in (decode, chunk) if len(each))
         if len(chunk) and not len(decode):
             self._alone.add(self._ledger.last)
@@ -181,10 +194,11 @@ class Batcher:
             victim = self._roster.victim(job, now)
             if victim is None:
                 return
-            self._preempt(victim)
+            self._preempt(victim.job)
 
-    def _preempt(self, preemption: Preemption) -> None:
-        self._roster.preempt(preemption.job)
+    def _preempt(self, job: Job) -> None:
+        self._swapping.keep(job)
+        self._roster.preempt(job)
         self.preemptions += 1
 
     @property
@@ -197,9 +211,7 @@ class Batcher:
 
     # --- prefill -------------------------------------------------------------------------------
 
-    def _add_prefill(
-        self, builder: VolumeBuilder, left: int, admitted: list[Job], now: float
-    ) -> None:
+    def _add_prefill(self, builder: VolumeBuilder, left: int, now: float) -> None:
         """Add up to ``left`` prefill rows; a job that waits is admitted when it is its turn."""
         starved = self._still_starved()
         closed, seen = bool(starved), set[Job]()
@@ -209,8 +221,7 @@ class Batcher:
             if job is None:
                 return
             if job.state == "waiting":
-                closed = not self._admit(job)
-                admitted += [] if closed else [job]
+                closed = job.copy is not None or not self._admit(job, now)
             if job.state != "waiting":
                 seen.add(job)
                 if not any(self._roster.gives_way(job, needy, now) for needy in starved):
@@ -269,26 +280,41 @@ class Batcher:
         if self._coming and self._roster.admitted < self._limits.max_running:
             return
         job = next(iter(self._roster.prompts(now)), None)
-        if job is not None and job.state == "waiting" and self._admissible(job) is None:
+        if job is not None and job.state == "waiting" and self._admissible(job, now) is None:
             victim = self._roster.victim(job, now)
             if victim is not None:
-                self._preempt(victim)
+                self._preempt(victim.job)
 
-    def _admit(self, job: Job) -> bool:
+    def _bring_back(self, now: float) -> list[Job]:
+        """Admit jobs that are kept in host memory, as far as it is their turn and there is room."""
+        back: list[Job] = []
+        while not self._still_starved():
+            job = self._roster.first_swapped(now)
+            if job is None or not self._admit(job, now):
+                break
+            back.append(job)
+        return back
+
+    def _admit(self, job: Job, now: float) -> bool:
         """Admit a job that waits, if there is room for it."""
-        found = self._admissible(job)
+        found = self._admissible(job, now)
         if found is None:
             return False
         blocks = self._cache.take(found, self._limits.blocks_for(len(job.tokens)))
         if blocks is None:
             return False
-        self._roster.admit(job, blocks, found)
+        copy, restored = job.copy, 0
+        if copy is not None and copy.tokens > found.tokens:
+            restored = len(copy.blocks) - len(found.blocks)
+            self._swapping.ins += 1
+        self._roster.admit(job, blocks, found, restored)
+        self._admitted.append((job, copy if restored else None))
         if job.admissions == 1:
             self.prompt_tokens += job.request.prompt_tokens
             self._cache.count(job)
         return True
 
-    def _admissible(self, job: Job) -> Match | None:
+    def _admissible(self, job: Job, now: float) -> Match | None:
         """What of the prefix cache the job may use if it is admitted now; ``None`` if it can't be.
 
         Holding a block only to copy from it must not be what keeps a job out.
@@ -297,8 +323,12 @@ class Batcher:
         if running >= self._limits.max_running:
             return None
         need = self._limits.blocks_for(min(len(job.tokens) + 1, job.kv_end))
-        need += math.ceil(running * GROWTH_TOKENS / self._limits.block_size)
+        need += self._limits.growth(running)
         found = self._cache.find(job)
+        if job.copy is not None:
+            need += self._swapping.reserved(now) if running else 0
+            if job.copy.tokens > found.tokens:
+                found = self._cache.whole(found)
         if not self._cache.affords(found, need):
             found = self._cache.whole(found)
         return found if self._cache.affords(found, need) else None
@@ -310,36 +340,3 @@ class Batcher:
         blocks = job.blocks[job.announced : max(upto, job.announced)]
         builder.add(job, count, blocks, self._cache.blocks.released_at(blocks))
         self._roster.issued(job, now)
-
-    def _release(self, leaving: Leaving) -> HeadControl:
-        tick = self._ledger.issue()
-        self._cache.release(tick, leaving)
-        self._ledger.released(tick, leaving.trip)
-        return HeadControl(Release(tick, leaving.id, leaving.last, leaving.also))
-
-    def _admission(self, job: Job) -> list[HeadControl]:
-        request = job.request
-        job.last = self._ledger.issue()
-        admit = Admit(job.last, job.id, request.sampling, request.prompt_tokens, job.kv_end)
-        control = [HeadControl(admit)]
-        if request.grammar:
-            job.last = self._ledger.issue()
-            grammar = Grammar(job.last, job.id, Payload("u8", (len(request.grammar),)))
-            control.append(HeadControl(grammar, text=request.grammar))
-        answered = len(job.tokens) > request.prompt_tokens
-        if request.sampling.needs_history or (request.grammar and answered):
-            for first, ids in _parts(job.tokens):
-                job.last = self._ledger.issue()
-                history = History(job.last, job.id, first, Payload("i32", (len(ids),)))
-                control.append(HeadControl(history, ids))
-        for _, ids in _parts(job.blocks[: job.depth]):
-            job.last = self._ledger.issue()
-            table = Table(job.last, job.id, Payload("i32", (len(ids),)))
-            control.append(HeadControl(table, ids))
-        return control
-
-
-def _parts(ids: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """As few parts of ``ids`` as messages can hold, and where each begins."""
-    for first in range(0, len(ids), MESSAGE_IDS):
-        yield first, tuple(ids[first : first + MESSAGE_IDS])

@@ -178,6 +178,10 @@ class BlockAllocator:
         """The latest tick that released one of ``blocks``; 0 if none ever was."""
         return max((self._released[block] for block in blocks), default=0)
 
+    def alone(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` nobody else holds."""
+        return sum(1 for block in blocks if self._references[block] == 1)
+
     def references(self, block: int) -> int:
         """How many block tables hold ``block`` and rows in flight copy from it."""
         return self._references[block]

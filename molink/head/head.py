@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from typing import Literal
 
 from molink.errors import InvariantError, RequestError
 from molink.facts.ringtimes import RingTimes
@@ -22,6 +23,7 @@ from molink.head.speculation.base import DraftSource
 from molink.head.speculation.lookup import PromptLookup
 from molink.head.speculation.path import are_due, compare, go_on
 from molink.head.speculation.speculation import Speculation
+from molink.head.swapping import Swapping
 from molink.wire.messages.data import (
     Choice,
     FinishReason,
@@ -39,6 +41,8 @@ _NO_TOKEN = (
     " complex: that PC's log says which)"
 )
 
+#: Longest time until a turn that people are told of.
+MAX_TURN_MS = 3_600_000
 #: Alternatives that came with sampled tokens, by (request id, position).
 Tops = Mapping[tuple[int, int], TopLogprobs]
 
@@ -67,7 +71,10 @@ class Head:
         self._roster.set_times(RingTimes(limits.profiles, (), limits.row_bytes))
         self._ledger = Ledger()
         self._speculation = Speculation(limits, source)
-        self._batcher = Batcher(limits, self._roster, self._cache, self._ledger, self._speculation)
+        self._swapping = Swapping(limits, self._roster, self._cache)
+        self._batcher = Batcher(
+            limits, self._roster, self._cache, self._ledger, self._speculation, self._swapping
+        )
         self._admission = Admission(limits)
         self._story = Story()
         self._counts = dict.fromkeys(
@@ -107,6 +114,7 @@ class Head:
         job = Job.of(request, now)
         job.uncached = len(job.tokens) - self._cache.find(job).tokens
         self._roster.enqueue(job, now)
+        self._swapping.arrived(job, now)
         self._counts["requests"] += 1
         self._story.add(now, "submit", request.owner, request.key, len(request.tokens))
         return emissions
@@ -211,6 +219,13 @@ class Head:
         """
         self._batcher.set_times(times)
 
+    def set_host_room(self, blocks: int, block_s: float) -> None:
+        """Every stage has host memory for so many KV blocks, of which each takes so long one way.
+
+        The first word counts.
+        """
+        self._swapping.open(blocks, block_s)
+
     # --- reports -------------------------------------------------------------------------------
 
     @property
@@ -226,11 +241,15 @@ class Head:
         Blocks are ``used``, ``free``, or ``cached`` only and so as good as free.
         """
         batcher, cache, ledger = self._batcher, self._cache, self._ledger
+        swapping = self._swapping
         blocks = cache.blocks
         counters = {f"head_{name}_total": float(count) for name, count in self._counts.items()}
         counters["head_prompt_tokens_total"] = float(batcher.prompt_tokens)
         counters["head_prefill_rows_total"] = float(batcher.prefill_rows)
         counters["head_preemptions_total"] = float(batcher.preemptions)
+        counters["head_swaps_out_total"] = float(swapping.outs)
+        counters["head_swaps_in_total"] = float(swapping.ins)
+        counters["head_swap_fallbacks_total"] = float(swapping.fallbacks)
         counters["head_draft_tokens_total"] = float(self._speculation.drafted)
         counters["head_draft_tokens_accepted_total"] = float(self._speculation.accepted)
         counters["head_prefix_hit_tokens_total"] = float(cache.hit_tokens)
@@ -244,6 +263,9 @@ class Head:
             "head_blocks_free": blocks.free,
             "head_blocks_cached": blocks.settled,
             "head_prefix_hit_rate": round(cache.hit_rate, 4),
+            "head_host_blocks": swapping.host.total,
+            "head_host_blocks_used": swapping.host.held,
+            "head_swapped": self._roster.swapped_count,
             "head_micro_batches": batcher.micro_batches.count,
             "head_running": self._roster.admitted,
             "head_waiting": self._roster.waiting,
@@ -258,7 +280,7 @@ class Head:
 
     def load(self, pipeline: str, now: float) -> HeadLoad:
         """What others are told of it, under the name of its pipeline."""
-        blocks = self._cache.blocks
+        blocks, turns = self._cache.blocks, self._roster.swapped(now)
         return HeadLoad(
             pipeline,
             self._roster.admitted,
@@ -266,7 +288,10 @@ class Head:
             blocks.total,
             blocks.total - self._cache.available,
             self._batcher.micro_batches.count,
-            tuple(_shown(job, now) for job in islice(self._roster, MAX_REQUESTS)),
+            tuple(_shown(job, turns, now) for job in islice(self._roster, MAX_REQUESTS)),
+            len(turns),
+            self._swapping.host.total,
+            self._swapping.host.held,
         )
 
     def validate(self) -> None:
@@ -277,6 +302,7 @@ class Head:
         """
         try:
             audit(self.limits, self._roster, self._cache, self._ledger)
+            self._swapping.validate()
         except InvariantError as error:
             raise InvariantError(str(error), self._story.lines()) from error
 
@@ -293,6 +319,7 @@ class Head:
         self._counts["displaced"] += 1
         self._story.add(now, "displace", job.request.owner, job.request.key, job.admissions)
         self._roster.remove(job, now)
+        self._swapping.forget(job)
         rejected = Rejected(
             self.epoch, job.request.key, "overloaded", str(error), error.retry_after
         )
@@ -377,6 +404,7 @@ class Head:
         trip = self._ledger.cancelled() if job.state != "waiting" else None
         self._story.add(now, "cancel", job.request.owner, job.request.key, job.state, job.id)
         self._roster.remove(job, now, trip)
+        self._swapping.forget(job)
         self._admission.departed(now)
 
     def _fail(self, job: Job, reason: str, now: float) -> Emission:
@@ -389,6 +417,7 @@ class Head:
     def _remove(self, job: Job, why: str, now: float) -> None:
         self._story.add(now, why, job.request.owner, job.request.key, job.id, len(job.tokens))
         self._roster.remove(job, now)
+        self._swapping.forget(job)
         self._admission.departed(now)
 
     def _stray(self, kind: str, tick: int, now: float) -> None:
@@ -396,10 +425,13 @@ class Head:
         self._story.add(now, "stray", kind, tick)
 
 
-def _shown(job: Job, now: float) -> RequestNow:
+def _shown(job: Job, turns: Mapping[Job, float], now: float) -> RequestNow:
     """Until its first token a request is in prefill for people, though all its rows are issued."""
     assert job.state != "gone", "a job that is over is in no roster"
+    state: Literal["waiting", "swapped", "prefill", "decode"]
     state = "prefill" if job.state == "decode" and not job.generated else job.state
+    if job in turns:
+        state = "swapped"
     taken, prompt = now - job.first_at, job.request.prompt_tokens
     return RequestNow(
         job.request.owner[:MAX_OWNER],
@@ -409,4 +441,5 @@ def _shown(job: Job, now: float) -> RequestNow:
         len(job.tokens) - prompt,
         round(1000 * (job.generated - 1) / taken) if job.generated > 1 and taken > 0 else 0,
         max(0, int(now - job.since)),
+        min(MAX_TURN_MS, round(1000 * turns.get(job, 0.0))),
     )

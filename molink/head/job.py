@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from molink.head.host import HostCopy
 from molink.head.prefix import ROOT, Match
 from molink.head.request import HeadRequest
 from molink.head.speculation.drafting import Drafting
@@ -10,8 +11,9 @@ from molink.head.speculation.drafting import Drafting
 #: Seconds after which a job whose client takes nothing may have to give way to others.
 PATIENCE = 30.0
 
-#: ``waiting`` holds no blocks; ``prefill`` has rows of known tokens still to be issued; ``decode``
-#: has issued them all, and has either a row in flight or a token to go on from; ``gone`` is over.
+#: ``waiting`` holds no blocks, but perhaps a copy of them in host memory; ``prefill`` has rows of
+#: known tokens still to be issued; ``decode`` has issued them all, and has a row in flight or a
+#: token to go on from; ``gone`` is over.
 JobState = Literal["waiting", "prefill", "decode", "gone"]
 
 
@@ -39,6 +41,8 @@ class Job:
     uncached: int = 0
     #: Prompt tokens that the prefix cache had when it was first admitted.
     cached: int = 0
+    #: Its KV in host memory, while it waits after it was preempted.
+    copy: HostCopy | None = None
     #: What guesses its tokens, once it has been asked.
     drafting: Drafting | None = None
     #: Whether all rows that came back were computed: others may share their KV.
@@ -98,8 +102,11 @@ class Job:
         """Tokens whose KV is at every stage: their rows have come back."""
         return min((self.issued, *self.flight.values()))
 
-    def begin(self, request_id: int, blocks: list[int], found: Match) -> None:
-        """It is admitted, with blocks for all its tokens, of which the first are ``found``."""
+    def begin(self, request_id: int, blocks: list[int], found: Match, restored: int = 0) -> None:
+        """It is admitted, with blocks for all its tokens, of which the first are ``found``.
+
+        The next ``restored`` ones come from its copy in host memory.
+        """
         self.state, self.id, self.blocks = "prefill", request_id, blocks
         self.admissions += 1
         if self.admissions == 1:
@@ -108,6 +115,11 @@ class Job:
         self.flight, self.awaited, self.path = {}, [], []
         self.issued = self.reused = found.tokens
         self.announced = self.depth = len(found.blocks)
+        if restored and self.copy is not None:
+            self.issued = self.reused = self.copy.tokens
+            self.announced += restored
+            if self.generated and self.issued == len(self.tokens) - 1:
+                self.state = "decode"
         self.node, self.source = found.end, found.source
         self.offered = False
 

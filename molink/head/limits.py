@@ -1,11 +1,17 @@
 """The bounds that a head works within."""
 
+import math
 from dataclasses import dataclass
 
 from molink.errors import UsageError
 from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD, MAX_DRAFTS
+from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 from molink.wire.messages.data import MAX_MICRO_BATCHES
+
+#: Tokens that each running job should be able to grow by before a new one takes the last blocks;
+#: with less, the new one would soon be preempted again and its prefill be lost.
+GROWTH_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +30,8 @@ class HeadLimits:
     more than ``short_context`` tokens (0: no such bound) share them among themselves only. A decode
     row is followed by up to ``draft_tokens`` drafts (:data:`AUTO_DRAFTS`: as
     :mod:`molink.head.speculation` decides). Up to ``ahead`` volumes of drafts may go on from those
-    in flight.
+    in flight. What becomes of the KV of who is preempted says ``preemption_mode``, as far as stages
+    have host memory.
     """
 
     blocks: int
@@ -42,6 +49,7 @@ class HeadLimits:
     unpaired: bool = True
     draft_tokens: int = 0
     ahead: int = 0
+    preemption_mode: PreemptionMode = "recompute"
 
     def __post_init__(self) -> None:
         bounds = {
@@ -61,6 +69,9 @@ class HeadLimits:
             value = getattr(self, name)
             if not minimum <= value <= maximum:
                 raise UsageError(f"{name} must be from {minimum} to {maximum}, not {value}")
+        if self.preemption_mode not in PREEMPTION_MODES:
+            choices = ", ".join(PREEMPTION_MODES)
+            raise UsageError(f"preemption_mode is one of {choices}, not {self.preemption_mode!r}")
 
     @property
     def longest(self) -> int:
@@ -74,6 +85,10 @@ class HeadLimits:
         All could wait at one stage, which has room for the largest chunks of ``2N`` micro-batches.
         """
         return 2 * self.stages * MAX_CHUNK_ROWS
+
+    def growth(self, running: int) -> int:
+        """Blocks that so many running jobs should be able to grow by before one is admitted."""
+        return math.ceil(running * GROWTH_TOKENS / self.block_size)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold the KV of ``tokens`` tokens."""

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from molink.errors import InvariantError
 from molink.facts.ringtimes import RingTimes
+from molink.head.host import HostCopy
 from molink.head.job import Job
 from molink.head.ledger import TurnCount
-from molink.head.policies.base import Preemption, SchedulingPolicy
+from molink.head.policies.base import Preemption, Restoring, SchedulingPolicy
 from molink.head.prefix import ROOT, Match
 
 
@@ -18,7 +19,8 @@ class Leaving:
 
     The first ``computed`` of ``tokens`` are in ``blocks`` at every stage, and the first ``depth``
     of the blocks on the prefix tree's path to ``node``; unless it is ``sound``, nothing of that can
-    be relied on. ``source`` is a block that rows in flight copy from, -1 if none.
+    be relied on. ``source`` is a block that rows in flight copy from, -1 if none. ``copy`` is where
+    in host memory the first blocks are to be kept, if they are.
     """
 
     id: int
@@ -32,6 +34,7 @@ class Leaving:
     depth: int
     source: int = -1
     sound: bool = True
+    copy: HostCopy | None = None
 
     @property
     def holds(self) -> tuple[int, ...]:
@@ -51,7 +54,7 @@ class Roster:
         self._jobs: dict[tuple[str, str], Job] = {}
         #: Those that were preempted, the last one first, then the others as they arrived.
         self._waiting: OrderedDict[Job, None] = OrderedDict()
-        #: Tokens of them all.
+        #: Tokens of them all, but for those whose KV is in host memory.
         self.waiting_tokens = 0
         #: By request id, which rises with each admission.
         self._admitted: dict[int, Job] = {}
@@ -140,6 +143,40 @@ class Roster:
             self._first = (self._policy.next_admitted(able, admitted, now) if able else None,)
         return self._first[0]
 
+    def first_swapped(self, now: float) -> Job | None:
+        """The job to come back from host memory next; none while others are to be admitted first.
+
+        Of those that go before a new one, the one whose turn comes soonest.
+        """
+        first = self.first_waiting(now)
+        able = [job for job in self._waiting if job.copy is not None and not job.stalled]
+        if first is None or not able:
+            return None
+        admitted = self._admitted.values()
+        turns = self._policy.next_turns(able, len(admitted), now)
+        found = min(self._policy.running_order(able, now) or able, key=turns.__getitem__)
+        if first.copy is None:
+            first = self._policy.next_admitted([first, found], admitted, now) or first
+        return found if first.copy is not None else None
+
+    def farthest(self, now: float) -> list[Job]:
+        """Admitted jobs that others go before, the one whose turn comes last first."""
+        admitted = list(self._admitted.values())
+        turns = self._policy.next_turns(admitted, len(admitted), now)
+        later = [job for job in self._policy.running_order(admitted, now) if turns[job] > 0]
+        later.reverse()
+        return sorted(later, key=turns.__getitem__, reverse=True)
+
+    def swapped(self, now: float) -> Mapping[Job, float]:
+        """Jobs in host memory, and seconds until the turn of each, as the policy estimates."""
+        jobs = [job for job in self._waiting if job.copy is not None]
+        return self._policy.next_turns(jobs, len(self._admitted), now) if jobs else {}
+
+    @property
+    def swapped_count(self) -> int:
+        """How many jobs are in host memory."""
+        return sum(1 for job in self._waiting if job.copy is not None)
+
     def ask_anew(self) -> None:
         """Time has gone on: what the policy has answered holds no longer."""
         self._first = None
@@ -160,8 +197,11 @@ class Roster:
         """Whether ``job`` would be preempted for ``needy`` if only it could be."""
         return self._policy.victim(needy, [job], self._admitted.values(), now) is not None
 
+    def rests(self, job: Job) -> bool:
+        """Whether it has no rows in flight or in a volume that is being composed."""
+        return not job.flight and (job.id in self._idle or job.id in self._prefilling)
+
     def _at_rest(self) -> Iterator[Job]:
-        """Admitted jobs with no rows in flight or in a volume that is being composed."""
         for jobs in (self._idle, self._prefilling):
             yield from (job for job in jobs.values() if not job.flight)
 
@@ -188,15 +228,23 @@ class Roster:
         self._jobs[job.request.owner, job.request.key] = job
         self.ask_anew()
         self._waiting[job] = None
-        self.waiting_tokens += len(job.tokens)
+        self.waiting_tokens += _uncopied(job)
         self._policy.arrived(job, now)
 
-    def admit(self, job: Job, blocks: list[int], found: Match) -> None:
-        """A waiting job gets blocks for all its tokens, the first of them found, and an id."""
+    def admit(self, job: Job, blocks: list[int], found: Match, restored: int = 0) -> None:
+        """A waiting job gets an id and blocks for all its tokens, the first of them found.
+
+        The next ``restored`` ones come from host memory.
+        """
         self._no_longer_waits(job)
-        job.begin(self._next_id, blocks, found)
+        job.begin(self._next_id, blocks, found, restored)
         self._next_id += 1
-        self._admitted[job.id] = self._prefilling[job.id] = job
+        self._admitted[job.id] = job
+        (self._idle if job.state == "decode" else self._prefilling)[job.id] = job
+
+    def set_restoring(self, seconds: Restoring) -> None:
+        """What it takes until a job that gave way is where it was."""
+        self._policy.set_restoring(seconds)
 
     def set_times(self, times: RingTimes) -> None:
         """What stages and links take is known anew."""
@@ -224,7 +272,7 @@ class Roster:
         job.state = "waiting"
         self._waiting[job] = None
         self._waiting.move_to_end(job, last=False)
-        self.waiting_tokens += len(job.tokens)
+        self.waiting_tokens += _uncopied(job)
 
     def remove(self, job: Job, now: float, trip: TurnCount | None = None) -> None:
         """The job is over, at whatever point it is."""
@@ -244,7 +292,7 @@ class Roster:
     def _no_longer_waits(self, job: Job) -> None:
         self.ask_anew()
         del self._waiting[job]
-        self.waiting_tokens -= len(job.tokens)
+        self.waiting_tokens -= _uncopied(job)
 
     def _depart(self, job: Job, trip: TurnCount | None) -> None:
         self.ask_anew()
@@ -264,6 +312,7 @@ class Roster:
                 job.depth,
                 job.source,
                 job.sound,
+                job.copy,
             )
         )
         job.blocks = []
@@ -284,7 +333,7 @@ class Roster:
                 raise InvariantError(f"job {job.request.key} is {job.state} but not kept as such")
             if inside:
                 self._validate_admitted(job)
-        if self.waiting_tokens != sum(len(job.tokens) for job in self._waiting):
+        if self.waiting_tokens != sum(map(_uncopied, self._waiting)):
             raise InvariantError(f"{self.waiting_tokens} are not the tokens of those that wait")
         if len(self._waiting) + len(self._admitted) != len(self._jobs):
             raise InvariantError("a job is kept that nobody owns")
@@ -303,3 +352,8 @@ class Roster:
             raise InvariantError(f"request {job.id} waits for rows that are not in flight")
         if job.announced > len(job.blocks):
             raise InvariantError(f"request {job.id} announced blocks that it doesn't have")
+
+
+def _uncopied(job: Job) -> int:
+    """Tokens that are to be computed before it can go on."""
+    return len(job.tokens) - (job.copy.tokens if job.copy is not None else 0)

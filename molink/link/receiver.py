@@ -25,6 +25,8 @@ from molink.wire.messages.data import (
     Probe,
     Release,
     RingBody,
+    SwapIn,
+    SwapOut,
     Table,
     Volume,
     VolumePart,
@@ -32,6 +34,10 @@ from molink.wire.messages.data import (
 
 if TYPE_CHECKING:
     from molink.link.packing.compression import RowCodec
+
+
+#: What the head has made, and a stage sends on as it is.
+_FROM_HEAD = Admit | Grammar | History | Table | SwapOut | SwapIn | Release
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -140,7 +146,7 @@ class LinkReceiver:
     def _arrive(self, body: RingBody, payload: memoryview | None) -> list[Arrival]:
         if isinstance(body, Probe):
             return []
-        if isinstance(body, Admit | Grammar | History | Table | Release) and not header_fits(body):
+        if isinstance(body, _FROM_HEAD) and not header_fits(body):
             raise WireError(f"a {type(body).__name__} that can't be passed on")
         if not isinstance(body, Volume | VolumePart):
             return [Arrival(body, None if payload is None else bytearray(payload))]

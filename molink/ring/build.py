@@ -26,6 +26,7 @@ from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.recording import RecordedPolicy
 from molink.link.sender import LinkSender
 from molink.ring.ends import Front, FrontDesk
+from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.known import BoardLimits
 from molink.ring.pieces import Cutting, create_cutting
 from molink.ring.ring import Ring, RingConfig
@@ -47,6 +48,7 @@ class RingPlan:
     ``link_policy`` that of its link, ``scheduling_policy`` the head's, ``previous_peer`` the one
     that runs the previous stage. Volumes are cut into pieces as ``cutting`` says, or else as
     ``cut_through`` and the profile do. ``source`` makes what guesses the tokens of a request.
+    ``host`` is this stage's host memory for KV.
     """
 
     epoch: int
@@ -61,6 +63,7 @@ class RingPlan:
     cutting: Cutting | None = None
     scheduling_policy: str = "fcfs"
     source: Callable[[], DraftSource] = PromptLookup
+    host: HostRoom = NO_ROOM
 
     @property
     def board(self) -> BoardLimits:
@@ -73,6 +76,7 @@ class RingPlan:
             blocks=blocks,
             block_size=size,
             waiting_bytes=self._max_bytes,
+            host_blocks=self.host.blocks,
         )
 
     @property
@@ -182,7 +186,9 @@ def build_ring(plan: RingPlan, around: Surroundings) -> Seat:
     cutting = plan.cutting or create_cutting(
         plan.profile, cut_through=plan.cut_through, forwards=not plan.shape.is_last
     )
-    config = RingConfig(plan.shape, plan.profile, plan.head.profiles, plan.board, cutting)
+    config = RingConfig(
+        plan.shape, plan.profile, plan.head.profiles, plan.board, cutting, plan.host
+    )
     ring = Ring(
         config, around.requests, around.executor, front, around.timers.time, around.on_broken
     )

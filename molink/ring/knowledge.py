@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from molink.facts.pace import Pace
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
+from molink.ring.hosted import HostRoom, HostRound
 from molink.ring.linkround import LinkRound
 from molink.ring.pace import PaceRound
 from molink.ring.stage import StageShape
-from molink.wire.messages.data import LinkReport, PaceReport
+from molink.wire.messages.data import HostReport, LinkReport, PaceReport
 
 
 class RingKnowledge:
-    """Each stage tells the others of its link and its pace, once round the ring."""
+    """Each stage tells the others of its link, pace and host memory, once round the ring."""
 
     def __init__(self, shape: StageShape, profiles: Sequence[Profile]) -> None:
         """``profiles`` are those of all stages as they were loaded; none where nothing is known."""
@@ -20,6 +21,7 @@ class RingKnowledge:
         self._profiles = tuple(profiles)
         self._links = LinkRound(shape.index, shape.stages)
         self._paces = PaceRound(shape.index, shape.stages)
+        self._hosts = HostRound(shape.index, shape.stages)
 
     def is_settled(self, facts: LinkFacts) -> bool:
         """Whether nothing is to be told of a link that is as ``facts`` say."""
@@ -33,16 +35,29 @@ class RingKnowledge:
         """This stage has another pace: what to tell the next one."""
         return self._paces.measured(pace)
 
-    def arrived(self, report: LinkReport | PaceReport) -> bool:
-        """The previous stage passes a report on; ``False`` if it makes no sense here."""
-        if isinstance(report, LinkReport):
-            return self._links.arrived(report)
-        return self._paces.arrived(report)
+    def host_measured(self, room: HostRoom) -> HostReport:
+        """This stage has so much host memory: what to tell the next one."""
+        return self._hosts.measured(room)
 
-    def goes_on(self, report: LinkReport | PaceReport, now: float) -> bool:
+    def arrived(self, report: LinkReport | PaceReport | HostReport) -> bool:
+        """The previous stage passes a report on; ``False`` if it makes no sense here."""
+        match report:
+            case LinkReport():
+                return self._links.arrived(report)
+            case PaceReport():
+                return self._paces.arrived(report)
+            case HostReport():
+                return self._hosts.arrived(report)
+
+    def goes_on(self, report: LinkReport | PaceReport | HostReport, now: float) -> bool:
         """Whether the next stage has not seen it yet, and it is not one of a flood."""
-        of = self._links if isinstance(report, LinkReport) else self._paces
-        return of.goes_on(report.stage, now)
+        rounds = {LinkReport: self._links, PaceReport: self._paces, HostReport: self._hosts}
+        return rounds[type(report)].goes_on(report.stage, now)
+
+    @property
+    def host_room(self) -> HostRoom:
+        """Host memory that all stages have."""
+        return self._hosts.room
 
     @property
     def times(self) -> RingTimes:

@@ -13,7 +13,8 @@ class BoardLimits:
 
     ``requests`` counts those admitted and not forgotten, ``waiting_bytes`` the rows of volumes that
     have come, at least in part, and were not taken whole. ``context`` tokens and ``table`` blocks
-    are those of one request; ``blocks`` of ``block_size`` tokens are in the KV pool.
+    are those of one request; ``blocks`` of ``block_size`` tokens are in the KV pool, and there are
+    ``host_blocks`` in host memory.
     """
 
     requests: int = 1 << 16
@@ -22,6 +23,7 @@ class BoardLimits:
     blocks: int = 1 << 31
     block_size: int = 1 << 16
     waiting_bytes: int = 256 << 20
+    host_blocks: int = 0
 
 
 def has_honest_drafts(volume: Volume) -> bool:
@@ -49,6 +51,8 @@ class KnownRequest:
     blocks: int = 0
     last: int = 0
     has_grammar: bool = False
+    #: Whether what its blocks should hold could not be brought there: none of its rows can run.
+    is_broken: bool = False
 
     def add_ids(self, history: History, limits: BoardLimits) -> bool:
         """Count the ids of a message; ``False`` if they are not the next ones, or too many."""
@@ -83,7 +87,7 @@ class KnownRequest:
         """Whether its table, with what the rows bring along, holds them all."""
         if any(block >= limits.blocks for block in rows.blocks) or rows.source >= limits.blocks:
             return False
-        if rows.source >= 0 and rows.start % limits.block_size == 0:
+        if self.is_broken or (rows.source >= 0 and rows.start % limits.block_size == 0):
             return False
         table, end = self.blocks + len(rows.blocks), rows.start + rows.count
         return table <= limits.table and end <= min(limits.context, table * limits.block_size)

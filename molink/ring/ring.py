@@ -10,7 +10,9 @@ from molink.facts.ringtimes import LinkFacts
 from molink.link.heartbeat import StageProgress, patience_for
 from molink.link.policies.base import DecodeFinished, DecodeStarted
 from molink.ring.bubbles import Bubbles
+from molink.ring.controls import Controls
 from molink.ring.ends import Collector, Front
+from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.knowledge import RingKnowledge
 from molink.ring.known import BoardLimits
 from molink.ring.pace import PaceMeter
@@ -21,26 +23,21 @@ from molink.ring.steps import StepLog, StepTimes
 from molink.ring.turn import TurnClock
 from molink.ring.unbroken import Unbroken
 from molink.ring.work import (
-    Control,
     ControlBody,
     Segment,
     SegmentResult,
     StepDone,
     Work,
-    block_ids,
 )
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import (
-    Admit,
-    Grammar,
-    History,
+    HostReport,
     LinkReport,
     PaceReport,
     Release,
     RingBody,
     Sampled,
-    Table,
     Tombstone,
     TopLogprobs,
     Volume,
@@ -54,7 +51,7 @@ class RingConfig:
 
     ``profile`` is how long its steps have been measured to take, ``profiles`` are those of all
     stages. ``cutting`` decides in which pieces prefill rows are computed and sent on, perhaps while
-    more are coming.
+    more are coming. ``host`` is its host memory for KV.
     """
 
     shape: StageShape
@@ -62,6 +59,7 @@ class RingConfig:
     profiles: tuple[Profile, ...] = ()
     limits: BoardLimits = field(default_factory=BoardLimits)
     cutting: Cutting = field(default_factory=WholeVolumes)
+    host: HostRoom = NO_ROOM
 
 
 class Ring:
@@ -109,6 +107,8 @@ class Ring:
         self._times = StepTimes(config.profile)
         self._meter = PaceMeter(config.profile)
         self._turns = TurnClock(self._known.times)
+        self._host = config.host
+        self._controls = Controls(shape, requests, executor, self._turns.over, self._pass_on)
         #: How long the step that runs should take at most, in seconds; 0 between steps.
         self.predicted = 0.0
         #: When that step began.
@@ -117,6 +117,9 @@ class Ring:
     def open(self, following: NextStage | None) -> None:
         """Begin; with nothing ``following`` (an ``OutLink``) this stage is the whole ring."""
         self._next = following
+        if self._host.blocks:
+            self._pass_on(self._known.host_measured(self._host))
+            self._times_known()
         self.pump()
 
     def close(self) -> None:
@@ -157,13 +160,11 @@ class Ring:
         match body:
             case VolumePart() if self._front is None and rows is not None:
                 self.scoreboard.extend(body.tick, rows, now)
-            case Admit() | Grammar() | History() | Table() | Release() | Tombstone() | Volume() if (
-                self._front is None
-            ):
+            case _ if self._front is None and isinstance(body, ControlBody | Volume):
                 self.scoreboard.arrive(body, data, now, rows)
             case Sampled() | TopLogprobs() | Release() | Tombstone():
                 self._came_round(body, now)
-            case LinkReport() | PaceReport() if self._known.arrived(body):
+            case LinkReport() | PaceReport() | HostReport() if self._known.arrived(body):
                 if self._known.goes_on(body, now):
                     self._pass_on(body)
                 self._times_known()
@@ -176,9 +177,9 @@ class Ring:
         now = self._clock()
         if self._front is not None and not self._computing:
             while self._front.feed(self.scoreboard, now):
-                self._forward(self.scoreboard.complete((), now))
+                self._controls.apply(self.scoreboard.complete((), now))
         if controls := self.scoreboard.complete((), now):
-            self._forward(controls)
+            self._controls.apply(controls)
         waits = self._computing or (self._next is not None and self._next.full)
         work = None if waits else self._take(now)
         if work is not None:
@@ -193,7 +194,7 @@ class Ring:
             dropped = self.scoreboard.complete((), now)
             if not dropped:
                 return work
-            self._forward(dropped)
+            self._controls.apply(dropped)
             if work is not None:
                 return work
 
@@ -236,48 +237,15 @@ class Ring:
         times = self._turns.times = self._known.times
         if self._front is not None:
             self._front.head.set_times(times)
+            room = self._known.host_room
+            self._front.head.set_host_room(room.blocks, room.block_s)
 
     # --- to the next stage -----------------------------------------------------------------------
 
-    def _forward(self, controls: Sequence[Control]) -> None:
-        """Apply completed controls here and pass them on."""
-        for control in controls:
-            body = control.body
-            match body:
-                case Admit():
-                    self._requests.admit(body)
-                    if not self._shape.is_last:
-                        self._pass_on(body)
-                case Grammar() | History():
-                    self._for_tail(body, control.data)
-                case Table():
-                    self._table(body, control.data)
-                case Release():
-                    self._requests.release(body.request)
-                    self._turns.over(body.request)
-                    self._pass_on(body)
-                case Tombstone():
-                    self._pass_on(body)
-
-    def _for_tail(self, body: Grammar | History, data: object) -> None:
-        """A grammar, or tokens (``i32``) for that or for penalties: passed on before the tail."""
-        if not isinstance(data, bytes | bytearray | memoryview):
-            return
-        if not self._shape.is_last:
-            self._pass_on(body, data)
-        elif isinstance(body, Grammar):
-            self._requests.grammar(body.request, bytes(data))
-        else:
-            self._requests.history(body.request, body.first, memoryview(data).cast("B").cast("i"))
-
-    def _table(self, body: Table, data: object) -> None:
-        """Blocks of the prefix cache (``i32``), which every stage has to know."""
-        self._requests.table(body.request, block_ids(body, data))
-        if not self._shape.is_last and isinstance(data, bytes | bytearray | memoryview):
-            self._pass_on(body, data)
-
     def _pass_on(
-        self, body: ControlBody | LinkReport | PaceReport, payload: Buffer | None = None
+        self,
+        body: ControlBody | LinkReport | PaceReport | HostReport,
+        payload: Buffer | None = None,
     ) -> None:
         if self._next is not None:
             self._next.control(body, payload)
@@ -310,7 +278,7 @@ class Ring:
         # One by one: what waits for the decode rows need not wait for the prefill beside them.
         for result in done.results:
             self._send(result, now)
-            self._forward(self.scoreboard.complete([result.volume.tick], now))
+            self._controls.apply(self.scoreboard.complete([result.volume.tick], now))
         self._tell_of_decode(done.results, now)
 
     def _tell_of_decode(self, results: Sequence[SegmentResult], now: float) -> None:

@@ -3,8 +3,9 @@
 One per stage and epoch, sans-IO. Messages of the two lanes arrive in any interleaving, each lane in
 its order; ticks say what has to come before what. At one stage a tick is *complete*
 
-- of an ``Admit``, ``Grammar``, ``History`` or ``Table``: when it arrives (they share a lane, so in
-  the order of issue);
+- of an ``Admit``, ``Grammar``, ``History``, ``Table``, ``SwapOut`` or ``SwapIn``: when it arrives
+  (they share a lane, so in the order of issue; what a swap copies is copied in this order, before
+  any step that is taken later);
 - of a ``Volume``: when all of its rows have run, or at once when none is left to run;
 - of a ``Tombstone``: when it arrives (an earlier stage completed that volume without running it);
 - of a ``Release``: when all of ``after`` and ``also`` are complete.
@@ -52,7 +53,11 @@ is not live completes like any other, and such a request can't be admitted later
 are not before it are left out. Misuse by our own shell (completing what was not taken) raises
 ``InvariantError``.
 
-A ``Grammar`` is refused as a ``History`` is, and where it is a second one.
+A ``Grammar`` is refused as a ``History`` is, and where it is a second one. A ``SwapOut`` is refused
+of a request that is not live or has rows that are not complete, and of blocks, here or in host
+memory, that don't exist or are named twice; a ``SwapIn`` also if the host blocks hold anything else
+than what the order that it names has brought there. No row of a request runs whose ``SwapIn`` was
+refused.
 """
 
 from collections import Counter
@@ -60,13 +65,24 @@ from collections.abc import Iterator, Sequence
 
 from molink.errors import InvariantError
 from molink.facts.story import Story
+from molink.ring.hosted import HostLedger, are_distinct
 from molink.ring.known import BoardLimits, KnownRequests, has_honest_drafts
 from molink.ring.pieces import Cutting, WholeVolumes
 from molink.ring.ticks import Releases, TickSet
 from molink.ring.volumes import Volumes
 from molink.ring.waiting import WaitingVolume
-from molink.ring.work import Control, ControlBody, Segment, Work, block_ids
-from molink.wire.messages.data import Admit, Grammar, History, Release, Table, Tombstone, Volume
+from molink.ring.work import Control, ControlBody, Segment, Work, block_copy, block_ids
+from molink.wire.messages.data import (
+    Admit,
+    Grammar,
+    History,
+    Release,
+    SwapIn,
+    SwapOut,
+    Table,
+    Tombstone,
+    Volume,
+)
 
 #: A tick further than this above the watermark is no honest message; the head keeps to half of it.
 MAX_SPAN = 1 << 16
@@ -88,6 +104,7 @@ class Scoreboard:
         self.last_completed = 0
         self._complete = TickSet()
         self._known = KnownRequests(self._limits, self._complete)
+        self._hosted = HostLedger(self._limits.host_blocks)
         self._volumes = Volumes(self._complete, cutting or WholeVolumes())
         self._releases = Releases(self._complete)
         self._outbox: list[Control] = []
@@ -117,6 +134,10 @@ class Scoreboard:
                 self._arrive_history(body, data, now)
             case Table():
                 self._arrive_table(body, data, now)
+            case SwapOut():
+                self._arrive_swap_out(body, data, now)
+            case SwapIn():
+                self._arrive_swap_in(body, data, now)
             case Tombstone():
                 self._finish(body, None)
         self._settle(now)
@@ -255,6 +276,36 @@ class Scoreboard:
             self._finish(table, data)
         else:
             self._refuse(table.tick, "bad_tables", now)
+
+    def _arrive_swap_out(self, order: SwapOut, data: object, now: float) -> None:
+        known, copy = self._known.get(order.request), block_copy(order, data)
+        if (
+            known is None
+            or copy is None
+            or known.last not in self._complete
+            or len(copy.blocks) > known.blocks
+            or not are_distinct(copy.blocks, self._limits.blocks)
+            or not self._hosted.fill(order.tick, copy.hosts)
+        ):
+            self._refuse(order.tick, "bad_swaps", now)
+        else:
+            self._finish(order, data)
+
+    def _arrive_swap_in(self, order: SwapIn, data: object, now: float) -> None:
+        known, copy = self._known.get(order.request), block_copy(order, data)
+        if (
+            known is not None
+            and copy is not None
+            and not known.last
+            and len(copy.blocks) <= known.blocks
+            and are_distinct(copy.blocks, self._limits.blocks)
+            and self._hosted.empty(order.filled, copy.hosts)
+        ):
+            self._finish(order, data)
+            return
+        if known is not None:
+            known.is_broken = True
+        self._refuse(order.tick, "bad_swaps", now)
 
     def _arrive_release(self, release: Release, now: float) -> None:
         named = {release.after, *release.also}

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from molink.facts.dtypes import DTYPE_SIZES, DType
 from molink.link.policies.base import Event
-from molink.ring.work import Segment, StepDone
+from molink.ring.work import BlockCopy, Segment, StepDone
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import Admit, RingBody, Volume
 
@@ -68,6 +68,9 @@ class Executing(Protocol):
 
     def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
         """Begin a step; ``done`` is called where the ring lives (on its event loop)."""
+
+    def swap(self, copy: BlockCopy) -> None:
+        """Copy blocks after the step that runs and before the next that needs what is copied."""
 
 
 class NextStage(Protocol):

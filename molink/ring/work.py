@@ -11,13 +11,15 @@ from molink.wire.messages.data import (
     History,
     Release,
     Sampled,
+    SwapIn,
+    SwapOut,
     Table,
     Tombstone,
     TopLogprobs,
     Volume,
 )
 
-ControlBody = Admit | Grammar | History | Table | Release | Tombstone
+ControlBody = Admit | Grammar | History | Table | SwapOut | SwapIn | Release | Tombstone
 
 
 class Control(msgspec.Struct, frozen=True):
@@ -25,6 +27,18 @@ class Control(msgspec.Struct, frozen=True):
 
     body: ControlBody
     data: object
+
+
+class BlockCopy(msgspec.Struct, frozen=True):
+    """Blocks of a request to be copied ``out`` to host memory, or in from there.
+
+    The contents of ``blocks`` and of ``hosts`` belong to each other, one by one.
+    """
+
+    request: int
+    out: bool
+    blocks: Sequence[int]
+    hosts: Sequence[int]
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -88,6 +102,17 @@ class StepDone(msgspec.Struct, frozen=True):
     seconds: float
     error: str | None
     out_of_memory: bool = False
+
+
+def block_copy(order: SwapOut | SwapIn, data: object) -> BlockCopy | None:
+    """What an order says; ``None`` if ``data`` is not what it promises."""
+    payload = order.payload
+    if payload.dtype != "i32" or len(payload.shape) != 2 or payload.shape[0] != 2:
+        return None
+    if not isinstance(data, bytes | bytearray | memoryview) or len(data) != payload.nbytes:
+        return None
+    ids, count = memoryview(data).cast("B").cast("i").tolist(), payload.shape[1]
+    return BlockCopy(order.request, isinstance(order, SwapOut), ids[:count], ids[count:])
 
 
 def block_ids(table: Table, data: object) -> Sequence[int]:

@@ -13,6 +13,7 @@ from molink.head.chunk import max_chunk_rows
 from molink.head.limits import HeadLimits
 from molink.head.speculation.lookup import PromptLookup
 from molink.ring.build import RingPlan
+from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.stage import StageShape
 from molink.sim.profiles import MBPS
 from molink.sim.roofline import Roofline
@@ -86,8 +87,18 @@ class Blueprint:
             scenario.policy,
             scenario.cut_through,
             scheduling_policy=scenario.scheduling_policy,
+            host=self.host(stage),
             source=partial(Foresight, scenario.texts) if scenario.foresight else PromptLookup,
         )
+
+    def host(self, stage: int) -> HostRoom:
+        """Host memory of a stage for KV."""
+        scenario = self.scenario
+        pcie = scenario.device_profiles[stage].pcie_gbs * 1e9
+        if scenario.preemption_mode == "recompute" or not pcie:
+            return NO_ROOM
+        block = BLOCK_SIZE * self.stages[stage].kv_token_bytes
+        return HostRoom(int(scenario.swap_gb * 1e9 / block), block / pcie)
 
     @property
     def floor_s(self) -> float:
@@ -124,4 +135,5 @@ class Blueprint:
             unpaired=scenario.unpaired,
             draft_tokens=scenario.draft_tokens,
             ahead=scenario.ahead if scenario.draft_tokens == AUTO_DRAFTS else 0,
+            preemption_mode=scenario.preemption_mode,
         )

@@ -87,6 +87,19 @@ class Pipeline:
         return int(self._ring.stats()[0]["head_preemptions_total"])
 
     @property
+    def swaps(self) -> tuple[int, int, int]:
+        """Requests that went to host memory, came back, and that there was no room for."""
+        counters, _ = self._ring.stats()
+        names = ("swaps_out", "swaps_in", "swap_fallbacks")
+        outs, ins, fallbacks = (int(counters[f"head_{name}_total"]) for name in names)
+        return outs, ins, fallbacks
+
+    @property
+    def waited_s(self) -> list[float]:
+        """Seconds in which the steps of each stage waited for copies from or to host memory."""
+        return self._ring.waited_s
+
+    @property
     def drafts(self) -> tuple[int, int]:
         """Tokens that were drafted, and those of them that were right."""
         counters, _ = self._ring.stats()

@@ -22,7 +22,8 @@ class DeviceProfile:
     ``memory_efficiency`` and ``compute_efficiency`` the share that decoding and prefilling reach;
     ``step_ms`` what each forward pass costs besides; ``tile`` the rows by which matrix products
     grow dearer; ``memory_gb`` the device's memory. ``blocks``: it multiplies by those of a GGUF
-    file, as CPUs do.
+    file, as CPUs do. ``pcie_gbs`` (GB/s) is what copies from or to pinned memory of the host reach;
+    0 if nothing is said of them.
     """
 
     name: str
@@ -35,6 +36,7 @@ class DeviceProfile:
     step_ms: float
     tile: int = 1
     blocks: bool = False
+    pcie_gbs: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,14 @@ Kind = Literal["devices", "models", "links"]
 _Profile = TypeVar("_Profile", DeviceProfile, ModelProfile, LinkProfile)
 
 #: Keys whose value may be 0.
-_MAY_BE_ZERO = {"latency_ms", "handling_ms", "step_ms", "block_bytes", "head_block_bytes"}
+_MAY_BE_ZERO = {
+    "latency_ms",
+    "handling_ms",
+    "step_ms",
+    "pcie_gbs",
+    "block_bytes",
+    "head_block_bytes",
+}
 #: Keys that are shares of 1.
 _SHARES = {"memory_efficiency", "compute_efficiency", "efficiency"}
 _MAXIMUM = 1e9

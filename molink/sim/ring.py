@@ -85,7 +85,15 @@ class SimRing:
 
         shape = blueprint.shape(index)
         executor = SimExecutor(
-            agenda, shape, roofline, blueprint.zeros, pc, requests, token, forced
+            agenda,
+            shape,
+            roofline,
+            blueprint.zeros,
+            pc,
+            requests,
+            token,
+            forced,
+            blueprint.host(index).block_s,
         )
         self._executors.append(executor)
         broken = partial(self._on_broken, index)
@@ -141,6 +149,11 @@ class SimRing:
     def stats(self, stage: int = 0) -> tuple[dict[str, float], dict[str, float]]:
         """Counters and gauges of a stage."""
         return self._seats[stage].stats()
+
+    @property
+    def waited_s(self) -> list[float]:
+        """Seconds in which the steps of each stage waited for copies from or to host memory."""
+        return [executor.waited_s for executor in self._executors]
 
     @property
     def transferred_s(self) -> list[float]:

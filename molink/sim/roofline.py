@@ -87,10 +87,15 @@ class Roofline:
         within = rows * (rows + 1) // 2
         return self.step_s(StepRows(prefill=rows, prefill_context=within, sampled=1))
 
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of one token's keys and values."""
+        return self._layers * self._model.kv_bytes
+
     def kv_tokens(self, device: DeviceProfile) -> int:
         """Tokens whose keys and values fit beside the weights; 0 if not even the weights do."""
         room = memory_for_stages(device) - self.weight_bytes
-        return max(0, int(room / (self._layers * self._model.kv_bytes)))
+        return max(0, int(room / self.kv_token_bytes))
 
 
 def memory_for_stages(device: DeviceProfile) -> float:

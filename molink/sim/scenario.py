@@ -6,6 +6,7 @@ from typing import Literal
 
 from molink.errors import UsageError
 from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD, MAX_DRAFTS
+from molink.facts.preemption import PreemptionMode
 from molink.head.policies.create import create_scheduling_policy
 from molink.sim.profiles import DeviceProfile, LinkProfile, ModelProfile, load_device, load_model
 from molink.sim.roofline import Roofline, split_layers, unequal_rooflines
@@ -40,7 +41,8 @@ class Scenario:
     the ``i``-th of them, from the first again after the last, and the workload's sizes have to be
     theirs. Without, prompts and answers have no content, and there can't be ``draft_tokens`` (of a
     request in a pass; 0: none, -1: as many as pay; up to ``ahead`` passes go on from those). With
-    ``foresight`` nothing is drafted beyond the first wrong draft.
+    ``foresight`` nothing is drafted beyond the first wrong draft. What becomes of the KV of who is
+    preempted says ``preemption_mode``; each stage has ``swap_gb`` (GB) of host memory for it.
 
     Raises:
         UsageError: a number is out of range, or there is no profile or policy of that name.
@@ -69,6 +71,8 @@ class Scenario:
     draft_tokens: int = 0
     ahead: int = MAX_AHEAD
     foresight: bool = False
+    preemption_mode: PreemptionMode = "recompute"
+    swap_gb: float = 32.0
 
     def __post_init__(self) -> None:
         bounds: dict[str, tuple[float, float, float]] = {
@@ -83,6 +87,7 @@ class Scenario:
                 MAX_DRAFTS if self.texts else 0,
             ),
             "ahead": (self.ahead, 0, MAX_AHEAD),
+            "swap_gb": (self.swap_gb, 0, 1 << 16),
             "--compression-ratio": (self.compression_ratio, 1, 100),
         }
         for option, (value, minimum, maximum) in bounds.items():
@@ -156,6 +161,7 @@ class Scenario:
         return {
             "policy": self.policy,
             "scheduling_policy": self.scheduling_policy,
+            "preemption_mode": self.preemption_mode,
             "cut_through": self.cut_through,
             "unpaired": self.unpaired,
             "compression": self.compression,

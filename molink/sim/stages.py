@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from molink.facts.drafts import MAX_DRAFTS
 from molink.ring.stage import StageShape
-from molink.ring.work import Segment, SegmentResult, StepDone
+from molink.ring.work import BlockCopy, Segment, SegmentResult, StepDone
 from molink.sim.agenda import Agenda
 from molink.sim.pc import Pc
 from molink.sim.roofline import Roofline, StepRows
@@ -74,6 +74,9 @@ class SimExecutor:
 
     Rows are views of ``zeros``, which has to be long enough for the largest volume. ``token`` says
     what is sampled for a request at a position, ``forced`` what has to be.
+
+    Copies from and to host memory run beside steps, one after the other, ``block_s`` seconds for a
+    block. A step waits for those of blocks that it uses.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class SimExecutor:
         requests: NoRequests,
         token: TokenAt = lambda request, position: 0,
         forced: ForcedAt = lambda request, position: (),
+        block_s: float = 0.0,
     ) -> None:
         self._agenda = agenda
         self._is_last = stage.is_last
@@ -96,16 +100,47 @@ class SimExecutor:
         self._requests = requests
         self._token = token
         self._forced = forced
+        self._block_s = block_s
+        #: When the step that runs ends, and when all copies that were begun do.
+        self._step_end = self._copies_end = 0.0
+        #: When a request's blocks are back, and when blocks that have been given up are copied.
+        self._back_at: dict[int, float] = {}
+        self._out_at: dict[int, float] = {}
+        #: Seconds that steps have waited for copies.
+        self.waited_s = 0.0
         self.on_step: OnStep | None = None
+
+    def swap(self, copy: BlockCopy) -> None:
+        """Begin to copy when the step that runs is over, and copies before are."""
+        begin = max(self._agenda.now, self._step_end, self._copies_end)
+        self._copies_end = end = begin + self._block_s * len(copy.blocks)
+        if copy.out:
+            self._out_at.update(dict.fromkeys(copy.blocks, end))
+        else:
+            self._back_at[copy.request] = end
 
     def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
         """Begin a step."""
         size = step_rows([segment.volume for segment in segments], self._is_last)
         now = self._agenda.now
-        seconds = self._pc.begin(self._roofline.step_s(size), now)
+        wait = self._wait_s(segments, now)
+        self.waited_s += wait
+        seconds = wait + self._pc.begin(self._roofline.step_s(size), now + wait)
+        self._step_end = now + seconds
         if self.on_step is not None:
             self.on_step(now, seconds, size.decode, size.prefill)
         self._agenda.at(now + seconds, self._end, segments, done, seconds)
+
+    def _wait_s(self, segments: Sequence[Segment], now: float) -> float:
+        """Seconds until all blocks of a step are copied."""
+        if self._copies_end <= now:
+            self._back_at.clear()
+            self._out_at.clear()
+            return 0.0
+        groups = [rows for segment in segments for rows in segment.volume.rows]
+        ends = [self._back_at.get(rows.request, now) for rows in groups]
+        ends += [self._out_at.get(block, now) for rows in groups for block in rows.blocks]
+        return max(0.0, max(ends, default=now) - now)
 
     def _end(
         self, segments: Sequence[Segment], done: Callable[[StepDone], None], seconds: float

@@ -119,6 +119,10 @@ class KVPool:
         self._storage[:, :, target, :positions] = self._storage[:, :, source, :positions]
         self._storage[:, :, target, positions:] = 0
 
+    def block(self, block: int) -> Tensor:
+        """Keys and values of a block, ``[layers, 2, block_size, kv_heads, head_dim]``, a view."""
+        return self._storage[:, :, block]
+
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """All keys and all values, ``[blocks, block_size, kv_heads, head_dim]`` each."""
         keys, values = self._storage[layer]

@@ -1,7 +1,9 @@
 """A stage: a contiguous range of a model's layers on one device, with its KV pool."""
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from molink.stage.decoder.rotary import Rope
 from molink.stage.graphs.buckets import GraphPlan
 from molink.stage.graphs.capture import CudaCaptures
 from molink.stage.graphs.decode_graphs import DecodeGraphs
+from molink.stage.host_pool import HostPool
 from molink.stage.layer_pass import LayerPass, PlacedRows
 from molink.stage.loading.weights import WeightReader
 from molink.stage.pool import KVPool, block_bytes
@@ -34,6 +37,8 @@ from molink.stage.torch_dtypes import (
     choose_travel,
     residual_dtype,
 )
+
+log = logging.getLogger(__name__)
 
 
 class Stage:
@@ -73,6 +78,7 @@ class Stage:
         self._pool: KVPool | None = None
         self._pass: LayerPass | None = None
         self._graphs: DecodeGraphs | None = None
+        self._host: HostPool | None = None
 
     @classmethod
     @torch.inference_mode()
@@ -171,6 +177,8 @@ class Stage:
         if self._pass is None:
             raise InvariantError("a stage was asked to compute before it had a KV pool")
         self._take_device()
+        if self._host is not None:
+            self._host.wait(sequence.blocks for sequence in batch.sequences)
         return self._run(batch, self._pass)
 
     @torch.inference_mode()
@@ -197,11 +205,53 @@ class Stage:
         if self._pool is None:
             raise InvariantError("a stage was asked to copy before it had a KV pool")
         size = self._pool.block_size
+        if self._host is not None:
+            self._host.wait((table,))
         self._pool.copy(source, table[start // size], start % size)
+
+    @torch.inference_mode()
+    def open_host(self, nbytes: int) -> tuple[int, float]:
+        """Take up to ``nbytes`` of host memory for KV blocks; once there is a pool.
+
+        No more than half of what is free now.
+
+        Returns:
+            How many blocks fit, and the seconds that one takes to be copied; ``(0, 0)`` if there is
+            no such memory, or it can't be pinned.
+        """
+        if self._pool is None:
+            raise InvariantError("a stage was asked for host memory before it had a KV pool")
+        free = psutil.virtual_memory().available // 2
+        blocks = min(nbytes, free) // self.block_bytes(self._pool.block_size)
+        if blocks < 1:
+            return 0, 0.0
+        self._take_device()
+        try:
+            self._host = HostPool(self._pool, blocks, self.device)
+            return blocks, self._host.block_s()
+        except RuntimeError as error:  # WSL has a bound for what is pinned, say
+            log.warning("no host memory for %d KV blocks (%s): none is used", blocks, error)
+            self._host = None
+            return 0, 0.0
+
+    @torch.inference_mode()
+    def swap(self, *, out: bool, blocks: Sequence[int], hosts: Sequence[int]) -> None:
+        """Copy KV blocks ``out`` to host memory, or in from there.
+
+        Raises:
+            InvariantError: there is no such host memory, or it doesn't hold them.
+        """
+        if self._host is None:
+            raise InvariantError("a stage without host memory was asked to swap")
+        self._take_device()
+        if out:
+            self._host.copy_out(blocks, hosts)
+        else:
+            self._host.copy_in(blocks, hosts)
 
     def free(self) -> None:
         """Give back the memory of the pool."""
-        self._pool = self._pass = self._graphs = None
+        self._pool = self._pass = self._graphs = self._host = None
 
     def hand_over(self, wanted: LayerRange) -> HeldWeights:
         """What another stage, of layers ``wanted``, can take over; all else is given back.

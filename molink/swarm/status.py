@@ -275,6 +275,9 @@ def show_head(report: PeerReport, pipeline: str) -> dict[str, Any] | None:
         "blocks": head.blocks,
         "used": head.used,
         "micro_batches": head.micro_batches,
+        "swapped": head.swapped,
+        "host_blocks": head.host_blocks,
+        "host_used": head.host_used,
         "requests": [
             {
                 "peer": one.owner,
@@ -284,6 +287,7 @@ def show_head(report: PeerReport, pipeline: str) -> dict[str, Any] | None:
                 "generated": one.generated,
                 "tokens_per_s": one.pace / 1000,
                 "age_s": one.age,
+                "turn_s": one.turn_ms / 1000,
             }
             for one in head.requests
         ],

@@ -135,6 +135,8 @@ class Request(msgspec.Struct, frozen=True):
     generated: Count = 0
     tokens_per_s: Amount = 0.0
     age_s: Amount = 0.0
+    #: Of one in host memory: seconds until it should come back.
+    turn_s: Amount = 0.0
 
 
 class HeadStatus(msgspec.Struct, frozen=True):
@@ -145,6 +147,10 @@ class HeadStatus(msgspec.Struct, frozen=True):
     blocks: Count = 0
     used: Count = 0
     micro_batches: Count = 0
+    #: Requests whose KV is in host memory, and the blocks that this has room for and has.
+    swapped: Count = 0
+    host_blocks: Count = 0
+    host_used: Count = 0
     requests: tuple[Request, ...] = ()
 
     @property

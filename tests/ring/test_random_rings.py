@@ -26,6 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from molink.errors import Overloaded
 from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD, MAX_DRAFTS
+from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.head import Head
@@ -37,7 +38,7 @@ from molink.head.speculation.base import Foretold
 from molink.ring.ends import Collector
 from molink.ring.known import BoardLimits
 from molink.ring.scoreboard import Scoreboard
-from molink.ring.work import SegmentResult, Work
+from molink.ring.work import SegmentResult, Work, block_copy
 from molink.wire.messages.data import (
     Admit,
     Choice,
@@ -48,6 +49,8 @@ from molink.wire.messages.data import (
     Rows,
     Sampled,
     Sampling,
+    SwapIn,
+    SwapOut,
     Table,
     Token,
     Tombstone,
@@ -56,6 +59,8 @@ from molink.wire.messages.data import (
 
 STOP = 7
 VOCABULARY = 40
+#: Of each stage; as many as several requests have.
+HOST_BLOCKS = 40
 #: Requests with this seed fail at the tail once they are of a certain length.
 FAILING, FAILS_AT = 13, 6
 #: A row on its way: request, position, and all tokens up to there as they should be.
@@ -112,12 +117,17 @@ class Stage:
         self, index: int, last: bool, limits: HeadLimits, cutting: AnyPieces | None = None
     ) -> None:
         self.index, self.last, self.block_size = index, last, limits.block_size
-        bounds = BoardLimits(blocks=limits.blocks, block_size=limits.block_size)
+        bounds = BoardLimits(
+            blocks=limits.blocks, block_size=limits.block_size, host_blocks=HOST_BLOCKS
+        )
         self.board = Scoreboard(bounds, cutting)
         #: Rows of volumes that have come in part.
         self.incoming: dict[int, list[Row]] = {}
         self.collector = Collector()
         self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
+        #: The same of host blocks; and all orders to swap, as they came.
+        self.host: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.swaps: list[tuple[type, bytes]] = []
         self.requests: dict[int, State] = {}
         self.running: list[Work] = []
 
@@ -150,6 +160,8 @@ class Stage:
         for control in self.board.complete(ticks, 0.0):
             if isinstance(control.body, Release):
                 del self.requests[control.body.request]
+            if isinstance(control.body, SwapOut | SwapIn):
+                self._swap(control.body, control.data)
             out.append((0, control.body, control.data))
         return out
 
@@ -187,6 +199,22 @@ class Stage:
                 body = More(volume.tick) if part.first else part.header
                 out.append((int(volume.prefill), body, rows))
         return out + self.forward(work.ticks)
+
+    def _swap(self, order: SwapOut | SwapIn, data: bytes) -> None:
+        self.swaps.append((type(order), bytes(data)))
+        copy = block_copy(order, data)
+        tables = [self.requests[order.request].blocks]
+        assert set(copy.blocks) <= set(tables[0])
+        if not copy.out:
+            tables = [state.blocks for state in self.requests.values()]
+            assert all(sum(table.count(block) for table in tables) == 1 for block in copy.blocks)
+        for block, host in zip(copy.blocks, copy.hosts, strict=True):
+            pairs = [((block, offset), (host, offset)) for offset in range(self.block_size)]
+            for here, there in pairs:
+                if copy.out:
+                    self.host[there] = self.kv.get(here, ())
+                else:
+                    self.kv[here] = self.host[there]
 
     def _slot(self, state: State, position: int) -> tuple[int, int]:
         return state.blocks[position // self.block_size], position % self.block_size
@@ -306,10 +334,12 @@ class Ring:
         cutting: AnyPieces | None = None,
         rng: random.Random | None = None,
         policy: str = "fcfs",
+        host_blocks: int = HOST_BLOCKS,
     ) -> None:
         self.limits = limits
         scheduling = create_scheduling_policy(policy)
         self.head = Head(limits, 3, scheduling, lambda: Guesses(self, rng or random.Random(0)))
+        self.head.set_host_room(host_blocks, 1e-4)
         self.cutting = cutting
         self.stages = [Stage(i, i == stages - 1, limits, cutting) for i in range(stages)]
         self.lanes = {(i, lane): deque() for i in range(stages) for lane in (0, 1)}
@@ -347,7 +377,7 @@ class Ring:
         assert ticks == sorted(ticks)
         for control in batch.control:
             data = control.ids
-            if isinstance(control.body, Table):
+            if isinstance(control.body, Table | SwapOut | SwapIn):
                 data = array("i", control.ids).tobytes()
             self._send(0, self.stages[0].arrive(control.body, data))
         for volume in batch.volumes:
@@ -452,6 +482,7 @@ class Ring:
             self.validate()
         assert not self.head.live
         assert not self.head.stats()[1]["head_blocks_used"]
+        assert not self.head.stats()[1]["head_host_blocks_used"]
         self.check_empty()
 
     def validate(self) -> None:
@@ -464,6 +495,7 @@ class Ring:
         assert not any(self.lanes.values())
         assert self.head.strays == 0
         for stage in self.stages:
+            assert stage.swaps == self.stages[0].swaps
             assert not stage.requests
             assert not stage.running
             assert not stage.board.waiting
@@ -517,6 +549,8 @@ def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> Head
     draft_tokens=st.sampled_from([0, AUTO_DRAFTS, 1, 3, MAX_DRAFTS]),
     policy=st.sampled_from(["fcfs", *SCHEDULING_POLICIES]),
     ahead=st.sampled_from([0, 1, 3, MAX_AHEAD]),
+    preemption_mode=st.sampled_from(["proactive-swap", *PREEMPTION_MODES]),
+    host_blocks=st.sampled_from([HOST_BLOCKS, 8, 2, 0]),
     seed=st.integers(0, 1 << 32),
 )
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -532,11 +566,13 @@ def test_every_request_gets_its_own_tokens(
     draft_tokens: int,
     policy: str,
     ahead: int,
+    preemption_mode: PreemptionMode,
+    host_blocks: int,
     seed: int,
 ) -> None:
     """Any order of deliveries, cancels, preemptions and credits gives the reference's text.
 
-    Whatever is drafted meanwhile, and whose turn ever it is.
+    Whatever is drafted meanwhile, whose turn ever it is, and whose KV is kept elsewhere meanwhile.
     """
     rng = random.Random(seed)
     limits = HeadLimits(
@@ -551,8 +587,9 @@ def test_every_request_gets_its_own_tokens(
         stages=stages,
         draft_tokens=draft_tokens,
         ahead=ahead,
+        preemption_mode=preemption_mode,
     )
-    ring = Ring(stages, limits, cutting, rng, policy)
+    ring = Ring(stages, limits, cutting, rng, policy, host_blocks)
     maximum = min(blocks * block_size, 40)
     pace = rng.choice([2, 4, 2 * stages + 1, 6 * stages])
     restless = rng.choice([0.0, 0.05, 0.2])
@@ -587,7 +624,15 @@ class RingMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         limits = HeadLimits(
-            6, 2, 2, chunk_tokens=5, max_running=3, max_waiting=3, draft_tokens=2, ahead=2
+            6,
+            2,
+            2,
+            chunk_tokens=5,
+            max_running=3,
+            max_waiting=3,
+            draft_tokens=2,
+            ahead=2,
+            preemption_mode="reactive-swap",
         )
         self.ring = Ring(3, limits, AnyPieces(1))
         self.count = 0

@@ -272,7 +272,7 @@ async def test_what_waits_for_rows_that_can_not_run_waits_no_longer(bench: Bench
 async def test_a_malformed_history_is_dropped_and_what_follows_goes_on(
     bench: Bench, last: bool
 ) -> None:
-    bench.ring._shape = LAST_STAGE if last else MIDDLE_STAGE
+    bench.ring._shape = bench.ring._controls._shape = LAST_STAGE if last else MIDDLE_STAGE
     history = History(4, 0, 0, Payload("i32", (5,)))
     bench.ring.arrive(History(2, 0, 0, Payload("u8", (3,))), bytearray(b"abc"))
     bench.ring.arrive(History(3, 0, 2**53, Payload("i32", (1,))), bytearray(4))
@@ -290,7 +290,7 @@ async def test_a_malformed_history_is_dropped_and_what_follows_goes_on(
 async def test_blocks_of_the_prefix_cache_are_learnt_and_passed_on(
     bench: Bench, last: bool
 ) -> None:
-    bench.ring._shape = LAST_STAGE if last else MIDDLE_STAGE
+    bench.ring._shape = bench.ring._controls._shape = LAST_STAGE if last else MIDDLE_STAGE
     table = Table(2, 0, Payload("i32", (2,)))
     bench.ring.arrive(table, bytearray(array("i", [7, 5]).tobytes()))
     bench.ring.arrive(Table(3, 0, Payload("i32", (2,))), bytearray(4))
@@ -387,7 +387,7 @@ async def test_parts_of_nothing_are_counted(bench: Bench) -> None:
 async def test_the_tail_reports_a_volume_once() -> None:
     executor = SamplingExecutor()
     bench = Bench(executor)
-    bench.ring._shape = LAST_STAGE
+    bench.ring._shape = bench.ring._controls._shape = LAST_STAGE
     for request in (1, 2):
         bench.ring.arrive(Admit(1 + request, request, Sampling(), 4), None)
     groups = tuple(
@@ -476,7 +476,7 @@ async def test_a_grammar_goes_on_to_the_last_stage(bench: Bench) -> None:
     assert bench.outlet.sent[1:] == [grammar]
     assert not states(bench)[0].failed
     bench.ring.arrive(Admit(3, 1, Sampling(), 4), None)
-    bench.ring._shape = LAST_STAGE
+    bench.ring._shape = bench.ring._controls._shape = LAST_STAGE
     bench.ring.arrive(Grammar(4, 1, Payload("u8", (3,))), bytearray(b"abc"))
     # This one has nothing that compiles.
     assert states(bench)[1].failed

@@ -15,6 +15,7 @@ from molink.head.request import Emission, HeadRequest
 from molink.head.speculation.base import DraftSource
 from molink.head.speculation.lookup import PromptLookup
 from molink.ring.build import RingPlan, Seat, Surroundings, build_ring
+from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.pieces import Cutting
 from molink.ring.ring import Ring
 from molink.ring.stage import Executing, NextStage, StageRequests, StageShape
@@ -41,6 +42,9 @@ class Stages:
     profiles: tuple[Profile, ...] = ()
     cut_through: bool = True
     cutting: Cutting | None = None
+    #: Of each stage, for KV.
+    host: HostRoom = NO_ROOM
+    scheduling_policy: str = "fcfs"
 
 
 class VirtualRing:
@@ -94,6 +98,8 @@ class VirtualRing:
             cut_through=common.cut_through,
             cutting=common.cutting,
             source=self._source,
+            host=common.host,
+            scheduling_policy=common.scheduling_policy,
         )
         requests = self._requests(index)
         return build_ring(

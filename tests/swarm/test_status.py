@@ -179,6 +179,9 @@ def test_how_busy_it_is(running: Paper) -> None:
         "blocks": 80,
         "used": 0,
         "micro_batches": 3,
+        "swapped": 0,
+        "host_blocks": 0,
+        "host_used": 0,
         "requests": [
             {
                 "peer": "a",
@@ -188,6 +191,7 @@ def test_how_busy_it_is(running: Paper) -> None:
                 "generated": 9,
                 "tokens_per_s": 41.3,
                 "age_s": 3,
+                "turn_s": 0.0,
             }
         ],
     }

@@ -2,10 +2,21 @@
 
 import argparse
 import random
+from pathlib import Path
 
 import pytest
 
-from tools.scheduling import SIZES, STEP, highest, log_normal, poisson, short_behind_long, sizes_of
+from molink.facts.preemption import PREEMPTION_MODES
+from tools.scheduling import (
+    SIZES,
+    STEP,
+    highest,
+    log_normal,
+    poisson,
+    preemption,
+    short_behind_long,
+    sizes_of,
+)
 
 
 def test_sizes_have_the_mean_that_is_said() -> None:
@@ -43,3 +54,20 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     assert fcfs["short_ttft_s"] > 5
     assert skip_join["short_ttft_s"] < 1.5
     assert skip_join["long_by_alone"] < 1.1
+
+
+def test_steps_wait_less_for_copies_that_are_made_ahead(tmp_path: Path) -> None:
+    """Than for those that are made when blocks are lacking; and nothing is computed anew."""
+    card = Path(__file__).parents[2] / "configs" / "devices" / "rtx4090.toml"
+    text = card.read_text(encoding="utf-8").replace("memory_gb = 24", "memory_gb = 20")
+    (tmp_path / "small.toml").write_text(text, encoding="utf-8")
+    device = str(tmp_path / "small.toml")
+    options = argparse.Namespace(
+        stages=1, device=device, model="qwen-7b", ratios=[1.0], loads=[6.0], seconds=3.0, seed=1
+    )
+    rows = {row["mode"]: row for row in preemption(options)["rows"]}
+    recompute, reactive, proactive = (rows[mode] for mode in PREEMPTION_MODES)
+    assert recompute["swaps"] == recompute["waited"] == 0
+    assert min(reactive["swaps"], proactive["swaps"]) > 10
+    assert 0 < proactive["waited"] < 0.5 * reactive["waited"]
+    assert proactive["mean_s"] < recompute["mean_s"]

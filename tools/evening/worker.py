@@ -101,6 +101,10 @@ class EveningStage:
     def allocate(self, blocks: int, block_size: int) -> None:
         """Nothing is kept."""
 
+    def open_host(self, nbytes: int) -> tuple[int, float]:
+        """Nor in host memory: who gives way is computed anew."""
+        return 0, 0.0
+
 
 def load(computer: Computer, start: Start) -> Engine:
     """What takes the place of a loaded model."""

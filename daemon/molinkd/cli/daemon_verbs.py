@@ -10,6 +10,7 @@ import typer
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Objective, Quantize
+from molink.facts.preemption import PreemptionMode
 from molinkd.cli.hide_token import hide_token
 from molinkd.cli.join_verbs import is_address
 from molinkd.cli.swarm_verbs import HomeOption
@@ -101,6 +102,17 @@ SchedulingOption = Annotated[
         " ones).  [default: fcfs]",
     ),
 ]
+PreemptionOption = Annotated[
+    PreemptionMode | None,
+    typer.Option(
+        help="What becomes of the KV of a request that gives way to others: computed anew, or kept"
+        " in host memory.  [default: recompute]"
+    ),
+]
+SwapSpaceOption = Annotated[
+    str | None,
+    typer.Option(help="Host memory for that KV, as 4GiB, of each stage.  [default: 4GiB]"),
+]
 BackgroundOption = Annotated[
     bool, typer.Option("--background", help="Return once it runs; `molink down` ends it.")
 ]
@@ -148,6 +160,8 @@ def up(
     threads: ThreadsOption = None,
     chunk_tokens: ChunkOption = None,
     scheduling_policy: SchedulingOption = None,
+    preemption_mode: PreemptionOption = None,
+    swap_space: SwapSpaceOption = None,
     pause_times: PauseTimesOption = None,
     pause_when_busy: PauseWhenBusyOption = None,
     dtype: Annotated[DTypeChoice | None, typer.Option(help="Compute in.  [default: auto]")] = None,
@@ -222,6 +236,8 @@ def join(
     threads: ThreadsOption = None,
     chunk_tokens: ChunkOption = None,
     scheduling_policy: SchedulingOption = None,
+    preemption_mode: PreemptionOption = None,
+    swap_space: SwapSpaceOption = None,
     pause_times: PauseTimesOption = None,
     pause_when_busy: PauseWhenBusyOption = None,
     api_key: KeyOption = None,

@@ -55,6 +55,7 @@ def simulate_command(
     away: options.Away = None,
     policy: options.Policy = "adaptive",
     scheduling_policy: options.SchedulingPolicy = "fcfs",
+    preemption_mode: options.Preemption = "recompute",
     cut_through: options.CutThrough = True,
     compression: options.Compression = "lossless",
     micro_batches: options.MicroBatches = "auto",
@@ -93,6 +94,7 @@ def simulate_command(
         chunk_tokens=_auto("--chunk-tokens", chunk_tokens),
         max_running=max_running,
         scheduling_policy=scheduling_policy,
+        preemption_mode=preemption_mode,
         unpaired=unpaired,
     )
     if fleet is not None:

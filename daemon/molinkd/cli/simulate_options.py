@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from molink.facts.preemption import PreemptionMode
+
 Trace = Annotated[
     Path | None,
     typer.Option(help="Sizes from an Azure (.csv) or Mooncake (.jsonl) trace.  [default: none]"),
@@ -62,6 +64,9 @@ Away = Annotated[
 
 Policy = Annotated[str, typer.Option(help="How links send; several separated by commas.")]
 SchedulingPolicy = Annotated[str, typer.Option(help="Whose turn it is among requests.")]
+Preemption = Annotated[
+    PreemptionMode, typer.Option("--preemption-mode", help="What becomes of KV that gives way.")
+]
 CutThrough = Annotated[bool, typer.Option(help="Prefill rows go on while more come.")]
 Compression = Annotated[Literal["none", "lossless"], typer.Option(help="Of rows between stages.")]
 MicroBatches = Annotated[str, typer.Option(help="In flight: a number or auto.")]

@@ -333,6 +333,7 @@ def parse_memory(text: str) -> int | Share:
 _AMOUNTS: Mapping[str, Callable[[str], int | Share]] = {
     "memory": parse_memory,
     "max_body": parse_size,
+    "swap_space": parse_size,
 }
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from molink.ring.work import Segment, SegmentResult, StepDone
+from molink.ring.work import BlockCopy, Segment, SegmentResult, StepDone
 from molink.stage.out_of_memory import is_out_of_memory, release_cached
 from molink.stage.stage import Stage
 from molinkd.worker.request_table import RequestTable
@@ -27,8 +27,11 @@ class _Step:
     done: Callable[[StepDone], None]
 
 
+_Job = _Step | BlockCopy
+
+
 class Executor:
-    """Runs steps one after another on a thread that owns the device.
+    """Runs steps, and copies between them, in their order on a thread that owns the device.
 
     An exception in a step (out of memory, say) fails the step's rows and nothing else. Between
     steps, when none has come for a while, the stage makes CUDA graphs that it wants, one by one.
@@ -41,13 +44,17 @@ class Executor:
         self._stage = stage
         self._requests = requests
         self._hand_over = hand_over
-        self._jobs: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
 
     def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
         """Queue a step."""
         self._jobs.put(_Step(segments, done))
+
+    def swap(self, copy: BlockCopy) -> None:
+        """Queue a copy."""
+        self._jobs.put(copy)
 
     def close(self) -> None:
         """End after the steps that are queued."""
@@ -56,13 +63,26 @@ class Executor:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
+            if isinstance(job, BlockCopy):
+                self._copy(job)
+                continue
             began = time.perf_counter()
             results, error, out_of_memory = self._step(job)
             seconds = time.perf_counter() - began
             self._hand_over(job.done, StepDone(results, seconds, error, out_of_memory))
             prepare(self._requests, results)
 
-    def _next(self) -> _Step | None:
+    def _copy(self, job: BlockCopy) -> None:
+        """What can't be copied back is missed by its request; what can't be copied out, later."""
+        try:
+            self._stage.swap(out=job.out, blocks=job.blocks, hosts=job.hosts)
+        except Exception:
+            log.exception("%d KV blocks could not be swapped", len(job.blocks))
+            state = self._requests.get(job.request)
+            if state is not None:
+                state.failed = True
+
+    def _next(self) -> _Job | None:
         """The next job; while there is none for a while, the stage prepares."""
         while True:
             try:

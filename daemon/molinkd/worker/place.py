@@ -17,6 +17,7 @@ from molink.link.packing.compressor import Compressor
 from molink.link.packing.packer import RowPacker
 from molink.link.stats import LinkStats
 from molink.ring.build import LinkSurroundings, RingPlan, Surroundings, build_ring
+from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.ring import Ring
 from molink.ring.stage import StageShape
 from molink.wire.messages.data import Cancel, Credit, DataMessage, Prompt, Submit
@@ -38,6 +39,7 @@ class Place:
     """Builds and owns the deciders, connections and executor of one epoch.
 
     ``on_dead`` is told why the next stage counts as dead; ``memory`` outlives the epoch.
+    ``host`` is the stage's host memory for KV.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Place:
         on_dead: Callable[[str], None],
         on_broken: Callable[[str], None],
         memory: LinkMemory | None = None,
+        host: HostRoom = NO_ROOM,
     ) -> None:
         self.epoch = order.epoch
         #: The peer that runs the previous stage; nobody in a ring of one.
@@ -60,6 +63,7 @@ class Place:
         self._vocabulary = engine.stage.config.vocab_size
         self._weights = engine.stage.weight_bytes
         self._kv = order.blocks * engine.stage.block_bytes(start.block_size)
+        self._host_kv = host.blocks * engine.stage.block_bytes(start.block_size)
         self._memory = memory or LinkMemory(None)
         self._record: RecordFile | None = None
         self._dialer: Dialer | None = None
@@ -69,7 +73,7 @@ class Place:
         self._executor = engine.executor(requests, loop.call_soon_threadsafe)
         link = self._link(context, on_dead) if len(order.ring) > 1 else None
         self._seat = build_ring(
-            _plan(start, order, engine, self.previous_peer),
+            _plan(start, order, engine, self.previous_peer, host),
             Surroundings(loop, requests, self._executor, self._make_desk, on_broken, link),
         )
 
@@ -104,6 +108,7 @@ class Place:
         """Counters and gauges of this epoch, by name."""
         counters, gauges = self._seat.stats()
         gauges |= {"stage_weight_bytes": float(self._weights), "stage_kv_bytes": float(self._kv)}
+        gauges["stage_host_kv_bytes"] = float(self._host_kv)
         return counters, gauges
 
     def load(self) -> StageLoad:
@@ -167,7 +172,9 @@ class Place:
         return self._order.ring[(self._start.stage + 1) % len(self._order.ring)]
 
 
-def _plan(start: Start, order: FormRing, engine: Engine, previous_peer: str) -> RingPlan:
+def _plan(
+    start: Start, order: FormRing, engine: Engine, previous_peer: str, host: HostRoom
+) -> RingPlan:
     config = engine.stage.config
     shape = StageShape(
         start.stage,
@@ -187,6 +194,7 @@ def _plan(start: Start, order: FormRing, engine: Engine, previous_peer: str) -> 
         start.settings.cut_through,
         previous_peer,
         scheduling_policy=start.settings.scheduling_policy,
+        host=host,
     )
 
 
@@ -209,4 +217,5 @@ def _head_limits(start: Start, order: FormRing, stage: LoadedStage) -> HeadLimit
         unpaired=start.settings.unpaired_prefill,
         draft_tokens=start.settings.draft_tokens,
         ahead=MAX_AHEAD if start.settings.draft_tokens == AUTO_DRAFTS else 0,
+        preemption_mode=start.settings.preemption_mode,
     )

@@ -13,7 +13,9 @@ import zmq.asyncio
 
 from molink.errors import MolinkError, WorkerError
 from molink.facts.identity import peer_id
+from molink.facts.settings import PipelineSettings
 from molink.link.estimate.remembered import LinkMemory
+from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import DataMessage, Rejected, Submit
 from molink.wire.messages.pipe import (
@@ -35,7 +37,7 @@ from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender, Server
 from molink.wire.sockets.zap import Gatekeeper
 from molinkd.worker.daemon_pipe import DaemonPipe
-from molinkd.worker.engine import Engine, LoadEngine
+from molinkd.worker.engine import Engine, LoadedStage, LoadEngine
 from molinkd.worker.meter import LoopMeter
 from molinkd.worker.place import Place
 
@@ -195,6 +197,7 @@ class Worker:
             f" beside {stage.weight_bytes >> 20} MiB of weights; give this peer less to use"
         ):
             await asyncio.to_thread(stage.allocate, order.blocks, size)
+        host = await asyncio.to_thread(_host_room, stage, self._start.settings)
         lost = partial(self._next_lost, order.epoch)
         self._place = Place(
             self._start,
@@ -205,6 +208,7 @@ class Worker:
             lost,
             self._broken,
             self._links,
+            host,
         )
         self._place.open()
         self._pipe.send(Formed(epoch=order.epoch))
@@ -301,6 +305,15 @@ def _failing(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise WorkerError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _host_room(stage: LoadedStage, settings: PipelineSettings) -> HostRoom:
+    """Host memory for the KV of requests that give way; none where that is computed anew."""
+    if settings.preemption_mode == "recompute" or not settings.swap_space:
+        return NO_ROOM
+    blocks, block_s = stage.open_host(settings.swap_space)
+    log.info("host memory for %d KV blocks, %.3f ms each way", blocks, 1000 * block_s)
+    return HostRoom(blocks, block_s)
 
 
 def _links_file(start: Start) -> Path | None:

@@ -1,8 +1,9 @@
 """What a scheduling policy decides: whose turn it is.
 
-A head asks three questions: who is admitted next, in what order jobs run, and who is preempted and
-how. The policy decides between jobs only. What fits (blocks, slots, rows of a chunk, micro-batches)
-and which jobs can go on at all is decided elsewhere: it is asked about those that can.
+A head asks: who is admitted next, in what order jobs run, who is preempted, and how long it will be
+until each job's turn comes. The policy decides between jobs only. What fits (blocks, slots, rows of
+a chunk, micro-batches) and which jobs can go on at all is decided elsewhere: it is asked about
+those that can.
 
 To decide, it hears of a job's arrival, of the begin and end of each of its iterations, and of its
 end; and what iterations should take. It may read everything of a job and changes nothing of it. All
@@ -13,24 +14,26 @@ and goes on at no cost. Only when a job lacks a block, or the place to be admitt
 preempted for it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from molink.facts.ringtimes import RingTimes
 from molink.head.job import Job
 
-#: ``recompute``: the job's blocks are released, and once it is admitted again it begins with a
-#: prefill of all its tokens so far.
-PreemptionKind = Literal["recompute"]
+#: Seconds until a job that gives way is where it was, once it is its turn again.
+Restoring = Callable[[Job], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """An admitted job that is to give way, and how."""
+    """An admitted job that is to give way.
+
+    Its blocks are released. What becomes of their contents is not the policy's to decide
+    (:mod:`molink.facts.preemption`).
+    """
 
     job: Job
-    how: PreemptionKind = "recompute"
 
 
 class SchedulingPolicy(Protocol):
@@ -43,6 +46,10 @@ class SchedulingPolicy(Protocol):
 
     def set_times(self, times: RingTimes) -> None:
         """What stages and links have been measured to take; unknown profiles say nothing."""
+        return
+
+    def set_restoring(self, seconds: Restoring) -> None:
+        """Jobs that give way are kept in host memory: what that costs, in place of computing."""
         return
 
     def arrived(self, job: Job, now: float) -> None:
@@ -95,10 +102,18 @@ class SchedulingPolicy(Protocol):
         """
         ...
 
+    def next_turns(self, jobs: Collection[Job], batch: int, now: float) -> Mapping[Job, float]:
+        """Seconds until each of ``jobs`` should run next, while ``batch`` jobs run at a time.
+
+        FastServe's *estimated next scheduled time* (ENST, §4.2). Where all that have blocks run in
+        every iteration, it is 0 for each of them.
+        """
+        return dict.fromkeys(jobs, 0.0)
+
     def victim(
         self, needy: Job, at_rest: Sequence[Job], admitted: Collection[Job], now: float
     ) -> Preemption | None:
-        """Which of ``at_rest`` gives way to ``needy``, and how; ``None`` lets ``needy`` wait.
+        """Which of ``at_rest`` gives way to ``needy``; ``None`` lets ``needy`` wait.
 
         ``needy`` is a job that decodes and lacks a block, or the one that waits to be admitted next
         (its ``state`` tells) and lacks a slot or blocks. ``at_rest`` are admitted jobs other than

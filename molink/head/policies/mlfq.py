@@ -1,7 +1,7 @@
 """A multi-level feedback queue that knows nothing of prompts: FastServe's strawman (§4.1)."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from molink.facts.ringtimes import RingTimes
@@ -14,14 +14,15 @@ LEVELS = 16
 ALPHA = 0.3
 #: And quanta of its queue that it waits for, at least.
 PATIENCE = 16
-#: A job gives way when its queue's quantum is so many times what it takes to compute it anew.
-WORTH = 32
+#: A job gives way when its queue's quantum is so many times what it takes to compute it anew, or to
+#: copy it to host memory and back, beside which others are computed.
+WORTH, WORTH_COPIED = 32, 4
 #: Seconds that an iteration takes where neither profiles nor a first iteration have told.
 UNKNOWN_S = 0.05
 
 
 @dataclass(slots=True)
-class _Place:
+class Place:
     """Where a job is in the queues."""
 
     #: As which of all jobs it came.
@@ -57,7 +58,7 @@ class Mlfq(Ranked):
     def __init__(self, alpha: float = ALPHA) -> None:
         super().__init__()
         self._alpha = alpha
-        self._places: dict[Job, _Place] = {}
+        self._places: dict[Job, Place] = {}
         self._arrivals = 0
         #: Seconds of the first queue's quantum: the ring's shortest iteration.
         self._shortest = UNKNOWN_S
@@ -83,7 +84,7 @@ class Mlfq(Ranked):
         levels = range(LEVELS - 1)
         return next((level for level in levels if self.quantum(level) >= seconds), LEVELS - 1)
 
-    def _promoted_at(self, place: _Place) -> float | None:
+    def _promoted_at(self, place: Place) -> float | None:
         """When it would go to the first queue if it rested until then; ``None``: it runs."""
         if place.rests_since is None:
             return None
@@ -101,7 +102,7 @@ class Mlfq(Ranked):
     def arrived(self, job: Job, now: float) -> None:
         """It joins its queue."""
         level = min(self.joins(job), LEVELS - 1)
-        self._places[job] = _Place(self._arrivals, level, now, level, now)
+        self._places[job] = Place(self._arrivals, level, now, level, now)
         self._arrivals += 1
 
     def issued(self, job: Job, now: float) -> None:
@@ -145,8 +146,27 @@ class Mlfq(Ranked):
 
     def may_give_way(self, job: Job) -> bool:
         """Whether it has run for much longer than it takes to compute it anew."""
-        anew = self.times.prompt_s(len(job.tokens))
-        return self.quantum(self._places[job].home) >= WORTH * anew
+        quantum = self.quantum(self._places[job].home)
+        if self.restoring is not None:
+            return quantum >= WORTH_COPIED * self.restoring(job)
+        return quantum >= WORTH * self.times.prompt_s(len(job.tokens))
+
+    def next_turns(self, jobs: Collection[Job], batch: int, now: float) -> Mapping[Job, float]:
+        """When those before it have been demoted to its queue, or it is promoted (§4.2)."""
+        levels = Counter(place.level for place in self._places.values())
+        before, ahead, quanta = [0.0] * LEVELS, 0, 0.0
+        # Each job ahead consumes the quanta of all queues from its own to this one.
+        for level in range(1, LEVELS):
+            ahead += levels[level - 1]
+            quanta += ahead * self.quantum(level - 1)
+            before[level] = quanta / max(1, batch)
+        turns = {}
+        for job in jobs:
+            place = self._places[job]
+            promoted_at = self._promoted_at(place)
+            waits = before[place.level]
+            turns[job] = waits if promoted_at is None else min(waits, max(0.0, promoted_at - now))
+        return turns
 
     def rank(self, job: Job, now: float) -> Rank:
         """By queue; within one, who came there first."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from molink.facts.ringtimes import RingTimes
 from molink.head.job import Job
-from molink.head.policies.base import Preemption, SchedulingPolicy
+from molink.head.policies.base import Preemption, Restoring, SchedulingPolicy
 from molink.head.policies.clients import waits_for_client
 
 #: Level, when it came to that level, and as which of all jobs it arrived: the least goes first. No
@@ -20,10 +20,16 @@ class Ranked(SchedulingPolicy):
     def __init__(self) -> None:
         #: What stages and links take, as far as it is known.
         self.times = RingTimes((), (), 0)
+        #: What it takes until one that gave way is where it was; ``None``: it is computed anew.
+        self.restoring: Restoring | None = None
 
     def set_times(self, times: RingTimes) -> None:
         """Predictions go by these from now on."""
         self.times = times
+
+    def set_restoring(self, seconds: Restoring) -> None:
+        """As :class:`SchedulingPolicy` says."""
+        self.restoring = seconds
 
     @abstractmethod
     def rank(self, job: Job, now: float) -> Rank:

@@ -29,6 +29,8 @@ MAX_TEMPERATURE = 100.0
 MAX_TOP_LOGPROBS = 20
 #: Token ids that end an answer; models have a few of their own.
 MAX_STOP_IDS = 64
+#: Blocks of one order to swap: their ids, there and here, go in one message.
+MAX_SWAP = 30_000
 #: Bytes of a grammar's text: it goes in one message.
 MAX_GRAMMAR = 128 * 1024
 
@@ -223,6 +225,31 @@ class Release(LeanMessage, frozen=True, tag="release"):
     also: Annotated[tuple[Tick, ...], msgspec.Meta(max_length=MAX_MICRO_BATCHES)] = ()
 
 
+class SwapOut(LeanMessage, frozen=True, tag="swap_out"):
+    """Blocks of a request are copied to memory of the host, before its :class:`Release`.
+
+    The payload is ``i32 [2, n]``: ``n`` blocks of its table, then the host blocks that they go to.
+    None of its rows is on its way.
+    """
+
+    tick: Tick
+    request: RequestId
+    payload: Payload
+
+
+class SwapIn(LeanMessage, frozen=True, tag="swap_in"):
+    """Blocks of a request's table are filled from memory of the host.
+
+    Sent after :class:`Table`, and before any rows, which begin after them. The payload is as that
+    of the :class:`SwapOut` with the tick ``filled``, which has filled the host blocks.
+    """
+
+    tick: Tick
+    request: RequestId
+    filled: Tick
+    payload: Payload
+
+
 class Tombstone(LeanMessage, frozen=True, tag="tombstone"):
     """A volume all of whose rows were dropped: its tick counts as completed."""
 
@@ -292,6 +319,17 @@ class PaceReport(LeanMessage, frozen=True, tag="pace"):
     prefill: Annotated[float, msgspec.Meta(ge=1 / MAX_PACE, le=MAX_PACE)]
 
 
+class HostReport(LeanMessage, frozen=True, tag="host"):
+    """How many KV blocks fit into the host memory of stage ``stage``; goes once round the ring.
+
+    A block takes ``block_s`` seconds to be copied one way.
+    """
+
+    stage: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    blocks: Index
+    block_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
+
+
 class Probe(LeanMessage, frozen=True, tag="probe"):
     """Bytes (payload ``u8 [n]``) that mean nothing: how fast they arrive tells the link's rate."""
 
@@ -306,11 +344,14 @@ RingBody = (
     | Volume
     | VolumePart
     | Release
+    | SwapOut
+    | SwapIn
     | Tombstone
     | TopLogprobs
     | Sampled
     | LinkReport
     | PaceReport
+    | HostReport
     | Probe
 )
 

@@ -49,20 +49,26 @@ class RequestNow(LeanMessage, frozen=True):
     """A request that a head serves; ``owner`` is the peer whose endpoint was asked.
 
     Of the ``prompt`` tokens and those ``generated``, ``computed`` are at every stage. ``pace`` is
-    in tokens per 1000 s since its first token, ``age`` in seconds since it came to this head.
+    in tokens per 1000 s since its first token, ``age`` in seconds since it came to this head. One
+    that is ``swapped`` should come back from host memory in ``turn_ms`` milliseconds (ENST).
     """
 
     owner: Owner
-    state: Literal["waiting", "prefill", "decode"]
+    state: Literal["waiting", "swapped", "prefill", "decode"]
     prompt: Count
     computed: Count = 0
     generated: Count = 0
     pace: Count = 0
     age: Count = 0
+    turn_ms: Index = 0
 
 
 class HeadLoad(LeanMessage, frozen=True):
-    """What a pipeline's head does: its KV blocks, and its requests, the oldest of them by name."""
+    """What a pipeline's head does: its KV blocks, and its requests, the oldest of them by name.
+
+    Of those ``waiting``, ``swapped`` have their KV in host memory, which has room for
+    ``host_blocks``.
+    """
 
     pipeline: Text
     running: Index = 0
@@ -71,6 +77,9 @@ class HeadLoad(LeanMessage, frozen=True):
     used: Index = 0
     micro_batches: Index = 0
     requests: Annotated[tuple[RequestNow, ...], msgspec.Meta(max_length=MAX_REQUESTS)] = ()
+    swapped: Index = 0
+    host_blocks: Index = 0
+    host_used: Index = 0
 
 
 class Load(LeanMessage, frozen=True):

@@ -36,7 +36,7 @@ def test_the_latest_one_gives_way_to_an_older_one() -> None:
     old, needy, young, younger = jobs = [admitted(number) for number in range(4)]
     found = Fcfs().victim(needy, [young, younger, old], jobs, 0.0)
     assert found is not None
-    assert (found.job, found.how) == (younger, "recompute")
+    assert found.job is younger
     assert Fcfs().victim(needy, [old], jobs, 0.0) is None
 
 

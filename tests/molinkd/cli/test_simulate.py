@@ -52,6 +52,7 @@ def test_one_policy_is_an_object_and_switches_are_told(capsys: pytest.CaptureFix
     assert found["switches"] == {
         "policy": "fifo",
         "scheduling_policy": "fcfs",
+        "preemption_mode": "recompute",
         "cut_through": False,
         "unpaired": True,
         "compression": "none",

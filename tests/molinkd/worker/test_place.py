@@ -18,6 +18,7 @@ from molink.head.policies.fcfs import Fcfs
 from molink.head.request import HeadRequest
 from molink.link.estimate.remembered import LinkMemory
 from molink.link.recording import replay
+from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.wire.messages.data import Choice, Frame, Lane, LinkHello, Sampled, Sampling, Tombstone
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.load import StageLoad
@@ -57,6 +58,7 @@ def place(
     stages: int = 1,
     context: Any = None,
     memory: LinkMemory | None = None,
+    host: HostRoom = NO_ROOM,
     **settings: Any,
 ) -> Place:
     """That of stage 0, which is the whole ring unless there are more."""
@@ -90,7 +92,7 @@ def place(
     )
     server: Any = SimpleNamespace(send=lambda *_: True)
     engine = Engine(stage, UNKNOWN, partial(Executor, stage))
-    return Place(start, order, engine, context, server, print, print, memory)
+    return Place(start, order, engine, context, server, print, print, memory, host)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +134,21 @@ async def test_a_head_knows_from_where_on_keys_are_others() -> None:
             assert own._seat.head.limits.short_context == bound
         finally:
             await own.close()
+
+
+@pytest.mark.parametrize(("mode", "blocks"), [("proactive-swap", 5), ("recompute", 0)])
+async def test_a_head_knows_of_host_memory_where_it_is_to_be_used(mode: str, blocks: int) -> None:
+    own = place(RopeConfig(), host=HostRoom(5, 0.001), preemption_mode=mode)
+    try:
+        own.open()
+        _, gauges = own.stats()
+        assert gauges["head_host_blocks"] == blocks
+        assert gauges["stage_host_kv_bytes"] == 5 * 10 * 4
+        head = own.head_load()
+        assert head is not None
+        assert (head.swapped, head.host_blocks, head.host_used) == (0, blocks, 0)
+    finally:
+        await own.close()
 
 
 async def test_what_others_are_told() -> None:

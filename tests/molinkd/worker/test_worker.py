@@ -16,6 +16,8 @@ from molink.checkpoint.folder import ModelFolder
 from molink.errors import MolinkError
 from molink.facts.identity import peer_id
 from molink.facts.profile import Profile
+from molink.facts.settings import PipelineSettings
+from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.pipe import (
     Formed,
@@ -31,7 +33,7 @@ from molink.wire.messages.pipe import (
 from molink.wire.sockets.create import create_client
 from molink.wire.sockets.curve import KeyPair
 from molinkd.worker.loading import load_engine
-from molinkd.worker.worker import Worker
+from molinkd.worker.worker import Worker, _host_room
 from tests.support.models import MakeModel
 
 KEYS, PREVIOUS = KeyPair.generate(), KeyPair.generate()
@@ -79,6 +81,21 @@ class FakeStage:
         self.allocated += 1
         if self.error is not None:
             raise self.error
+
+
+def test_host_memory_is_taken_only_where_it_is_to_be_used() -> None:
+    asked: list[int] = []
+
+    def open_host(nbytes: int) -> tuple[int, float]:
+        asked.append(nbytes)
+        return 7, 0.002
+
+    stage: Any = SimpleNamespace(open_host=open_host)
+    for settings in ({}, {"preemption_mode": "reactive-swap", "swap_space": 0}):
+        assert _host_room(stage, PipelineSettings(**settings)) == NO_ROOM
+    settings = PipelineSettings(preemption_mode="reactive-swap", swap_space=900)
+    assert _host_room(stage, settings) == HostRoom(7, 0.002)
+    assert asked == [900]
 
 
 def start() -> Start:

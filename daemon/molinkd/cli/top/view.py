@@ -78,6 +78,9 @@ class RingView:
     micro_batches: int
     requests: tuple[RequestView, ...]
     tokens_per_s: float
+    host_blocks: int = 0
+    used_host_blocks: int = 0
+    swapped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +228,19 @@ def _ring(
             for one in head.requests
         ),
         tokens_per_s=head.tokens_per_s,
+        host_blocks=head.host_blocks,
+        used_host_blocks=head.host_used,
+        swapped=head.swapped,
     )
 
 
 def _phase(request: Request) -> str:
-    """What becomes of it; of a prefill, how much of its tokens is computed."""
+    """What becomes of it; of a prefill, how much of its tokens is computed.
+
+    Of one in host memory, when its turn should come.
+    """
+    if request.state == "swapped":
+        return f"swapped {request.turn_s:.1f} s" if request.turn_s < 100 else "swapped"
     if request.state != "prefill":
         return plain(request.state)
     known = request.prompt + request.generated

@@ -1,0 +1,78 @@
+"""The host memory of a ring's stages: how much there is, and what order has filled which block."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from molink.ring.round import Round
+from molink.wire.messages.data import HostReport
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """Host memory of a stage: KV blocks that it has room for, and seconds to copy one."""
+
+    blocks: int = 0
+    block_s: float = 0.0
+
+
+NO_ROOM = HostRoom()
+
+
+class HostRound(Round):
+    """The host memory of all stages, as stage ``stage`` knows it; each tells the others once."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__(stage, stages)
+        self._stages_room: dict[int, HostRoom] = {}
+
+    def measured(self, room: HostRoom) -> HostReport:
+        """This stage has so much: what to tell the next one."""
+        self._stages_room[self._stage] = room
+        return HostReport(self._stage, room.blocks, room.block_s)
+
+    def arrived(self, report: HostReport) -> bool:
+        """The previous stage passes a report on; ``False`` if it makes no sense here."""
+        if not self._concerns(report.stage) or not 0 <= report.block_s < float("inf"):
+            return False
+        self._stages_room.setdefault(report.stage, HostRoom(report.blocks, report.block_s))
+        return True
+
+    @property
+    def room(self) -> HostRoom:
+        """What all stages have; nothing as long as one has said nothing."""
+        rooms = self._stages_room.values()
+        if len(rooms) < self._stages:
+            return NO_ROOM
+        return HostRoom(min(room.blocks for room in rooms), max(room.block_s for room in rooms))
+
+
+class HostLedger:
+    """Which order to swap out has filled each of ``blocks`` host blocks at one stage."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        #: By host block, its tick.
+        self._filled: dict[int, int] = {}
+
+    def fill(self, tick: int, hosts: Sequence[int]) -> bool:
+        """Order ``tick`` copies there; ``False`` if there are no such blocks."""
+        if not are_distinct(hosts, self._blocks):
+            return False
+        self._filled.update(dict.fromkeys(hosts, tick))
+        return True
+
+    def empty(self, filled: int, hosts: Sequence[int]) -> bool:
+        """What order ``filled`` has copied there comes back; ``False`` if it isn't there."""
+        if not are_distinct(hosts, self._blocks):
+            return False
+        if any(self._filled.get(host) != filled for host in hosts):
+            return False
+        for host in hosts:
+            del self._filled[host]
+        return True
+
+
+def are_distinct(blocks: Sequence[int], total: int) -> bool:
+    """Whether they are some of ``total`` blocks, none of them named twice."""
+    within = len(blocks) > 0 and min(blocks) >= 0 and max(blocks) < total
+    return within and len(set(blocks)) == len(blocks)

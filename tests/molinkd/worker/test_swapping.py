@@ -1,0 +1,196 @@
+"""Real stages in a ring without processes: answers are the same, whatever is swapped meanwhile."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from molink.checkpoint.folder import ModelFolder
+from molink.facts.preemption import PreemptionMode
+from molink.head.limits import HeadLimits
+from molink.head.request import HeadRequest
+from molink.ring.hosted import HostRoom
+from molink.ring.work import BlockCopy, Segment, StepDone
+from molink.sim.agenda import Agenda
+from molink.stage.stage import Stage
+from molink.wire.messages.data import Admit, Rejected, Sampling, Token
+from molinkd.worker.executor import Executor
+from molinkd.worker.request_table import RequestTable
+from molinkd.worker.step import run_step
+from tests.support.rings import Stages, VirtualRing, WholeLink
+
+STAGES, BLOCKS, FEW, BLOCK_SIZE, ANSWER = ((0, 2), (2, 3)), 96, 12, 4, 16
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "penalties": Sampling(
+        temperature=0.5, seed=7, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.4
+    ),
+}
+
+
+@dataclass
+class Computes:
+    """A stage with the requests that it knows; steps and copies are done at once."""
+
+    agenda: Agenda
+    stage: Stage
+    requests: RequestTable
+    copies: list[BlockCopy] = field(default_factory=list)
+
+    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+        results = run_step(self.stage, self.requests, segments)
+        self.agenda.at(self.agenda.now + 0.01, done, StepDone(results, 0.01, None))
+
+    def swap(self, copy: BlockCopy) -> None:
+        self.copies.append(copy)
+        self.stage.swap(out=copy.out, blocks=copy.blocks, hosts=copy.hosts)
+
+
+@pytest.fixture(scope="module")
+def stages(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Stage]:
+    torch.set_num_threads(1)
+    folder = ModelFolder.open(make_model(tmp_path_factory.mktemp("swapping")))
+    return [Stage.load(folder, layers, "cpu", "f32") for layers in STAGES]
+
+
+def requests() -> list[HeadRequest]:
+    rng, found = random.Random(3), []
+    for name, sampling in SAMPLINGS.items():
+        for index, length in enumerate((3, 17, 8, 22)):
+            prompt = tuple(rng.randrange(256) for _ in range(length))
+            key = f"{name} {index}"
+            found.append(HeadRequest("d", key, prompt, length, ANSWER, sampling, (11,), 1 << 20))
+    return found
+
+
+def serve(
+    stages: Sequence[Stage],
+    asked: Sequence[HeadRequest],
+    policy: str = "fcfs",
+    host_blocks: int = 64,
+    until: Callable[[VirtualRing], bool] | None = None,
+    **limits: Any,
+) -> tuple[dict[str, list[Token | Rejected]], VirtualRing, list[Computes]]:
+    """What they are answered, to the end or ``until`` then, the ring, and its stages."""
+    agenda, tables = Agenda(), [RequestTable() for _ in stages]
+    given = {"block_size": BLOCK_SIZE, "micro_batches": 2, "chunk_tokens": 16}
+    bounds = HeadLimits(**{"blocks": BLOCKS, "prefix_cache": False, **given, **limits})
+    rooms = []
+    for stage in stages:
+        stage.allocate(bounds.blocks, BLOCK_SIZE)
+        rooms.append(HostRoom(*stage.open_host(host_blocks * stage.block_bytes(BLOCK_SIZE))))
+    assert [room.blocks for room in rooms] == [host_blocks] * len(stages)
+    computing = [Computes(agenda, *pair) for pair in zip(stages, tables, strict=True)]
+    ring = VirtualRing(
+        bounds,
+        computing,
+        [WholeLink(agenda) for _ in stages],
+        Stages(
+            stages[0].config.hidden_size,
+            stages[0].config.vocab_size,
+            "f32",
+            host=HostRoom(host_blocks, 0.0),
+            scheduling_policy=policy,
+        ),
+        lambda index: tables[index],
+        agenda,
+    )
+    found: dict[str, list[Token | Rejected]] = {}
+    ring.on_emission = lambda emission, _: found.setdefault(emission.message.key, []).append(
+        emission.message
+    )
+    agenda.run(1.0)  # each stage has told the others of its host memory
+    for at, request in enumerate(asked):
+        agenda.at(1.0 + 0.01 * at, ring.head.submit, request, 1.0 + 0.01 * at)
+        agenda.at(1.0 + 0.01 * at, ring.rings[0].pump)
+    if until is not None:
+        ring.run(lambda: until(ring))
+        return found, ring, computing
+    ring.run(lambda: len(found) == len(asked) and not ring.head.live)
+    agenda.run(agenda.now + 1.0)
+    ring.check_idle()
+    return found, ring, computing
+
+
+@pytest.fixture(scope="module")
+def plenty(stages: Sequence[Stage]) -> dict[str, list[int]]:
+    """What all are answered where there are blocks for all."""
+    return texts(serve(stages, requests())[0])
+
+
+def texts(found: dict[str, list[Token | Rejected]]) -> dict[str, list[int]]:
+    return {key: [each.token for each in told] for key, told in found.items()}
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "policy"),
+    [("reactive-swap", "fcfs"), ("proactive-swap", "fcfs"), ("proactive-swap", "skip-join-mlfq")],
+)
+def test_swaps_change_no_answer(
+    stages: Sequence[Stage],
+    plenty: dict[str, list[int]],
+    mode: PreemptionMode,
+    policy: str,
+    prefix_cache: bool,
+) -> None:
+    few = {"blocks": FEW, "prefix_cache": prefix_cache, "preemption_mode": mode}
+    found, ring, computing = serve(stages, requests(), policy, **few)
+    assert texts(found) == plenty
+    counters, gauges = ring.head.stats()
+    assert counters["head_swaps_out_total"] >= 2
+    assert counters["head_swaps_in_total"] >= 2
+    assert gauges["head_host_blocks"] == 64
+    assert gauges["head_host_blocks_used"] == 0
+    # Every stage has copied the same blocks, in the same order.
+    assert computing[0].copies == computing[1].copies
+    assert sum(copy.out for copy in computing[0].copies) == counters["head_swaps_out_total"]
+
+
+def test_what_finds_no_host_memory_is_computed_anew(
+    stages: Sequence[Stage], plenty: dict[str, list[int]]
+) -> None:
+    few: Any = {"blocks": FEW, "preemption_mode": "reactive-swap", "host_blocks": 2}
+    found, ring, _ = serve(stages, requests(), **few)
+    assert texts(found) == plenty
+    counters, _ = ring.head.stats()
+    assert counters["head_swap_fallbacks_total"] >= 1
+
+
+def test_what_could_not_be_copied_back_fails_its_request(stages: Sequence[Stage]) -> None:
+    stage, table = stages[0], RequestTable()
+    stage.allocate(4, BLOCK_SIZE)
+    stage.open_host(4 * stage.block_bytes(BLOCK_SIZE))
+    executor = Executor(stage, table, lambda *_: None)
+    table.admit(Admit(1, 0, SAMPLINGS["greedy"], 3))
+    executor.swap(BlockCopy(0, False, (1,), (2,)))  # nothing was copied there
+    executor.close()
+    assert table[0].failed
+
+
+def test_who_is_swapped_when_a_stage_is_lost_is_replayed(
+    stages: Sequence[Stage], plenty: dict[str, list[int]]
+) -> None:
+    """A new ring knows nothing of host memory: all are submitted anew, as their daemons do."""
+    few: Any = {"blocks": FEW, "preemption_mode": "reactive-swap"}
+    asked = requests()
+
+    def lost(ring: VirtualRing) -> bool:
+        return ring.head.stats()[1]["head_swapped"] >= 1
+
+    before, ring, _ = serve(stages, asked, until=lost, **few)
+    swapped = {job.request.key for job in ring.head._roster if job.copy is not None}
+    assert swapped
+    assert {("d", key) for key in swapped} <= set(ring.head.live)
+    left = []
+    for request in asked:
+        told = texts(before).get(request.key, [])
+        if ("d", request.key) in ring.head.live:
+            tokens, more = (*request.tokens, *told), request.max_tokens - len(told)
+            left.append(replace(request, tokens=tokens, max_tokens=more))
+    after, _, _ = serve(stages, left, **few)
+    together = {key: texts(before).get(key, []) + texts(after).get(key, []) for key in plenty}
+    assert together == plenty

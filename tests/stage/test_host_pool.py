@@ -1,0 +1,86 @@
+"""Blocks that go to host memory and come back hold what they held."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from molink.errors import InvariantError
+from molink.stage.host_pool import HostPool, _Copying
+from molink.stage.pool import KVPool
+
+
+class Shape:
+    kv_heads, head_dim = 2, 8
+
+
+@pytest.fixture(params=[torch.float32, torch.float16], ids=["heads first", "rows first"])
+def pool(request: pytest.FixtureRequest) -> KVPool:
+    found = KVPool(Shape(), 3, 6, 4, request.param, torch.device("cpu"))
+    for block in range(6):
+        found.block(block).copy_(torch.randn(found.block(block).shape))
+    return found
+
+
+def test_what_goes_out_comes_back_elsewhere(pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("molink.stage.host_pool._SLAB", 2 * pool.block(0).nbytes)
+    host = HostPool(pool, 5, torch.device("cpu"))
+    before = [pool.block(block).clone() for block in range(6)]
+    host.copy_out((4, 1, 3), (0, 4, 2))
+    for block in range(6):
+        pool.block(block).zero_()
+    host.copy_in((0, 5), (4, 0))
+    assert torch.equal(pool.block(0), before[1])
+    assert torch.equal(pool.block(5), before[4])
+    host.copy_in((2,), (2,))
+    assert torch.equal(pool.block(2), before[3])
+    assert not pool.block(4).any()
+    host.wait([(0, 5)])  # nothing is under way on a CPU
+
+
+def test_it_is_timed_both_ways(pool: KVPool) -> None:
+    assert HostPool(pool, 3, torch.device("cpu")).block_s() > 0
+
+
+@pytest.mark.parametrize(
+    ("blocks", "hosts"),
+    [((6,), (0,)), ((-1,), (0,)), ((0,), (5,)), ((1, 1), (0, 1)), ((0, 1), (2, 2))],
+)
+def test_blocks_that_do_not_exist_are_not_copied(
+    pool: KVPool, blocks: tuple[int, ...], hosts: tuple[int, ...]
+) -> None:
+    host = HostPool(pool, 5, torch.device("cpu"))
+    with pytest.raises(InvariantError, match="not all different ones"):
+        host.copy_out(blocks, hosts)
+
+
+def test_nothing_comes_back_that_was_not_sent(pool: KVPool) -> None:
+    host = HostPool(pool, 5, torch.device("cpu"))
+    host.copy_out((0, 1), (0, 1))
+    host.copy_in((0,), (0,))
+    with pytest.raises(InvariantError, match="not copied"):
+        host.copy_in((2, 3), (0, 1))
+
+
+def test_only_what_uses_blocks_that_are_copied_waits(
+    pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU: for copies that are not over, and no others."""
+    waited: list[str] = []
+    stream = SimpleNamespace(wait_event=lambda event: waited.append(event.name))
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _: stream)
+    host = HostPool(pool, 5, torch.device("cpu"))
+
+    def copying(name: str, blocks: set[int], over: bool) -> Any:
+        event: Any = SimpleNamespace(name=name, query=lambda: over)
+        return _Copying(frozenset(blocks), event)
+
+    host._copying = [copying("over", {1}, True), copying("out", {1, 2}, False)]
+    host._copying.append(copying("in", {4}, False))
+    host.wait([(0, 3), (5,)])
+    assert waited == []
+    host.wait(table for table in ((0, 2), (3,)))
+    assert waited == ["out"]
+    host.wait([(4, 1)])
+    assert waited == ["out", "out", "in"]
