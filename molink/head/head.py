@@ -22,6 +22,8 @@ from molink.head.speculation.base import DraftSource
 from molink.head.speculation.lookup import PromptLookup
 from molink.head.speculation.path import are_due, compare, go_on
 from molink.head.speculation.speculation import Speculation
+from molink.routing.costs import Costs
+from molink.routing.report import CacheReport
 from molink.wire.messages.data import (
     Choice,
     FinishReason,
@@ -64,7 +66,8 @@ class Head:
         self.epoch = epoch
         self._cache = BlockCache(limits)
         self._roster = Roster(policy if policy is not None else Fcfs())
-        self._roster.set_times(RingTimes(limits.profiles, (), limits.row_bytes))
+        self._times = RingTimes(limits.profiles, (), limits.row_bytes)
+        self._roster.set_times(self._times)
         self._ledger = Ledger()
         self._speculation = Speculation(limits, source)
         self._batcher = Batcher(limits, self._roster, self._cache, self._ledger, self._speculation)
@@ -209,6 +212,7 @@ class Head:
 
         Of those of which nothing was known before only their links count.
         """
+        self._times = times
         self._batcher.set_times(times)
 
     # --- reports -------------------------------------------------------------------------------
@@ -268,6 +272,16 @@ class Head:
             self._batcher.micro_batches.count,
             tuple(_shown(job, now) for job in islice(self._roster, MAX_REQUESTS)),
         )
+
+    def cache_report(self, version: int) -> CacheReport:
+        """What those who route are told: what has changed in the cache since ``version``.
+
+        That is of an earlier report of this epoch; -1: there was none.
+        """
+        log, limits = self._cache.span_log, self.limits
+        whole, added, evicted = log.since(version)
+        room = limits.blocks * limits.block_size
+        return CacheReport(log.version, whole, added, evicted, room, Costs.of(self._times))
 
     def validate(self) -> None:
         """Check all invariants.

@@ -10,7 +10,7 @@ from molink.bench.planned import PlannedRequest
 from molink.errors import UsageError
 from molink.sim.fleet import FleetOutcome, FleetScenario, simulate_fleet
 from molink.sim.profiles import LinkProfile
-from molink.sim.router import LeastLoaded, PipelineLoad, RoundRobin
+from molink.routing.base import PipelineLoad
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import simulate
 from molink.sim.workload import Workload
