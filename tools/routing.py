@@ -41,13 +41,15 @@ from molink.routing.e2 import E2
 from molink.routing.report import CacheReport
 from molink.routing.spans import SPAN, span_digests
 from molink.sim.fleet import FleetOutcome, FleetScenario, simulate_fleet
-from molink.sim.profiles import LinkProfile
+from molink.sim.profiles import LinkProfile, ModelProfile
 from molink.sim.scenario import Scenario
 from molink.sim.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results" / "routing.json"
 PIPELINES = 4
-DEVICE, MODEL = "rtx5090", "qwen-7b"
+DEVICE = "rtx5090"
+#: Qwen2.5-7B-Instruct, by its config.json: a token's keys and values are small.
+MODEL = ModelProfile("qwen2.5-7b", "config.json", 28, 3584, 18_944, 28, 4, 128, 152_064)
 MAX_PROMPT, MAX_OUTPUT = 131_072, 4096
 #: Of all conversations of the trace one in so many.
 THINNED = 16
@@ -142,7 +144,7 @@ def run(workload: str, rows: Rows, router: str, rate: float) -> FleetOutcome:
         max_prompt=MAX_PROMPT,
         max_output=MAX_OUTPUT,
     )
-    ring = Scenario(load, 1, DEVICE, MODEL, LinkProfile(1000, 0.5))
+    ring = Scenario(load, 1, DEVICE, link=LinkProfile(1000, 0.5), shape=MODEL)
     oracle = router == "oracle"
     fleet = FleetScenario(ring, PIPELINES, router="round-robin" if oracle else router)
     return simulate_fleet(fleet, Oracle(rows, 1.0) if oracle else create_router(router))
@@ -188,7 +190,7 @@ def latency(options: argparse.Namespace) -> dict[str, Any]:
                 )
         found.append({"workload": name, "rate": rate, "requests": COUNTS[name]} | {
             "seeds": options.seeds, "routers": by_router, "ratios": ratios(by_router)})
-    return {"pipelines": f"{PIPELINES} of 1 x {DEVICE}, {MODEL}", "rows": found}
+    return {"pipelines": f"{PIPELINES} of 1 x {DEVICE}, {MODEL.name}", "rows": found}
 
 
 def ratios(by_router: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, list[float]]]:

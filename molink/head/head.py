@@ -22,7 +22,7 @@ from molink.head.speculation.base import DraftSource
 from molink.head.speculation.lookup import PromptLookup
 from molink.head.speculation.path import are_due, compare, go_on
 from molink.head.speculation.speculation import Speculation
-from molink.routing.costs import Costs
+from molink.facts.costs import Costs
 from molink.routing.report import CacheReport
 from molink.wire.messages.data import (
     Choice,

@@ -5,7 +5,7 @@ passes it: prompts and tokens go between the endpoint and the pipeline. What it 
 late, wrong or missing; then its choices are worse, and answers are the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +43,11 @@ class Router(Protocol):
     def choose(self, prompt: Prompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         """One of ``up``: the pipelines that take requests now, in their order, at least one."""
         ...
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How often what was decided, by name."""
+        return {}
 
     def began(self, key: Key, cached: int, now: float) -> None:
         """The first token of a request has come; ``cached`` prompt tokens were in the cache."""

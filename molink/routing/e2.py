@@ -1,10 +1,10 @@
 """E2: exploitation and exploration of prefix caches (Preble, §4.2)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from molink.routing.base import Key, Name, PipelineLoad, Prompt, Router
-from molink.routing.costs import UNKNOWN, Costs
+from molink.facts.costs import UNKNOWN, Costs
 from molink.routing.loads import Loads, Placed
 from molink.routing.report import CacheReport
 from molink.routing.spans import SPAN
@@ -79,8 +79,7 @@ class E2(Router):
         self._loads = Loads(window_s)
         self._waits = Waits(window_s / 2)
         self._costs: dict[Name, Costs] = {}
-        #: How often what was decided.
-        self.counts = dict.fromkeys(("exploited", "explored", "redirected", "replicated"), 0)
+        self._counts = dict.fromkeys(("exploited", "explored", "redirected", "replicated"), 0)
 
     # --- a request -------------------------------------------------------------------------------
 
@@ -123,18 +122,18 @@ class E2(Router):
         lightest = min(place.load_s for place in places)
         others = [place for place in places if place not in having]
         if chosen.load_s > self._t_hbal * lightest and cheapest.cost_s < chosen.cost_s:
-            self.counts["redirected"] += 1
+            self._counts["redirected"] += 1
             return cheapest
         if others:
             anew = _cheapest(others)
             if self._waits.doubled(key_span, anew.prefill_s - chosen.prefill_s, now):
-                self.counts["replicated"] += 1
+                self._counts["replicated"] += 1
                 return anew
-        self.counts["exploited"] += 1
+        self._counts["exploited"] += 1
         return chosen
 
     def _explore(self, places: Sequence[_Place]) -> _Place:
-        self.counts["explored"] += 1
+        self._counts["explored"] += 1
         cheapest = _cheapest(places)
         mean = sum(place.answer_share for place in places) / len(places)
         heavy = max(places, key=lambda place: place.answer_share)
@@ -176,6 +175,11 @@ class E2(Router):
     def cached_tokens(self, name: Name) -> int:
         """About how many tokens are cached there."""
         return self._tree.count(name) * SPAN
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How often it exploited, explored, redirected and replicated."""
+        return self._counts
 
     @property
     def idle(self) -> bool:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.routing.base import PipelineLoad, Prompt
-from molink.routing.costs import Costs
+from molink.facts.costs import Costs
 from molink.routing.e2 import E2
 from molink.routing.report import CacheReport
 from molink.routing.spans import SPAN

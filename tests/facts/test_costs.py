@@ -4,7 +4,7 @@ import pytest
 
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import RingTimes
-from molink.routing.costs import Costs
+from molink.facts.costs import Costs
 
 
 def test_they_say_what_the_slowest_stage_takes() -> None:
