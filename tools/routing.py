@@ -1,11 +1,11 @@
 """What prefix-aware routing brings over four pipelines, in virtual time; and its speed.
 
-    python -m tools.routing --all --trace FILE      # all of it: latencies, then decisions per second
+    python -m tools.routing --all --trace FILE      # latencies, then decisions per second
     python -m tools.routing latency --workloads tools
     python -m tools.routing speed
 
-``latency`` writes ``docs/results/routing.json``, ``speed`` prints. Pipelines are rings of the
-product's deciders, each with a prefix cache of its own. The workloads:
+Both add to ``docs/results/routing.json`` (``--out``), where the same runs are replaced.
+Pipelines are rings of the product's deciders, each with a prefix cache of its own. The workloads:
 
 - ``conversation``: Mooncake's conversation trace (``--trace``, JSONL) with its arrivals and with
   what prompts share. Its service ran on many GPUs, so it is thinned *by conversation* (the part
@@ -28,13 +28,13 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from molink.bench.planned import PlannedRequest
 from molink.bench.trace import PART_TOKENS, TraceRow, read_trace
-from molink.errors import UsageError
 from molink.routing.base import PipelineLoad, Prompt, Router
 from molink.routing.create import create_router
 from molink.routing.e2 import E2
@@ -77,7 +77,7 @@ def conversation(rows: Sequence[TraceRow], seed: int) -> Rows:
 
 
 def tools(rows: Sequence[TraceRow], seed: int) -> Rows:
-    """Questions to tools; ids of parts tell tools (twice: all parts but the first) and questions."""
+    """Questions to tools: the parts of a tool's prompt, then one of the question."""
     rng = random.Random(f"tools {seed}")
     parts = [rng.randrange(4, 13) for _ in range(TOOLS)]
     weights = [1 / rank**ZIPF for rank in range(1, TOOLS + 1)]
@@ -95,7 +95,9 @@ def alone(rows: Sequence[TraceRow], seed: int) -> Rows:
     """Sizes of the trace in another order; no two prompts share anything."""
     chosen = random.Random(f"alone {seed}").sample(rows, COUNTS["alone"])
     return tuple(
-        replace(row, at=float(index), parts=tuple(range(1000 * index, 1000 * index + len(row.parts))))
+        replace(
+            row, at=float(index), parts=tuple(range(1000 * index, 1000 * index + len(row.parts)))
+        )
         for index, row in enumerate(chosen)
     )
 
@@ -163,47 +165,64 @@ def figures(outcome: FleetOutcome) -> dict[str, float]:
     } | {"cached_share": outcome.cached, "busy": fmean(outcome.busy)}
 
 
-def latency(options: argparse.Namespace) -> dict[str, Any]:
-    """All routers on all workloads."""
+def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All routers on all workloads, one row each for every seed."""
     trace = read_trace(options.trace) if options.trace is not None else []
     if not trace and set(options.workloads) != {"tools"}:
-        raise UsageError("conversation and alone need --trace mooncake_conversation.jsonl")
+        raise SystemExit("conversation and alone need --trace mooncake_conversation.jsonl")
     found = []
-    for name in options.workloads:
-        rate = options.rate or RATES[name]
-        by_router: dict[str, list[dict[str, float]]] = {}
-        for seed in options.seeds:
-            rows = WORKLOADS[name](trace, seed)
-            for router in options.routers:
-                if router == "oracle" and name == "alone":
-                    continue
-                began = time.process_time()
-                each = figures(run(name, rows, router, rate))
-                by_router.setdefault(router, []).append(each)
-                print(
-                    f"{name} {rate:g}/s seed {seed} {router:12}"
-                    f" latency {each['latency_mean_s']:7.2f} p99 {each['latency_p99_s']:7.2f}"
-                    f" ttft {each['ttft_mean_s']:6.2f} p99 {each['ttft_p99_s']:6.2f}"
-                    f" cached {each['cached_share']:.3f} busy {each['busy']:.2f}"
-                    f"  ({time.process_time() - began:.0f} s)",
-                    flush=True,
-                )
-        found.append({"workload": name, "rate": rate, "requests": COUNTS[name]} | {
-            "seeds": options.seeds, "routers": by_router, "ratios": ratios(by_router)})
-    return {"pipelines": f"{PIPELINES} of 1 x {DEVICE}, {MODEL.name}", "rows": found}
-
-
-def ratios(by_router: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
-    """How many times longer than with E2 the others take: mean over seeds, and its spread."""
-    if "e2" not in by_router:
-        return {}
-    found: dict[str, dict[str, list[float]]] = {}
-    for router, rows in by_router.items():
-        for name in ("latency_mean_s", "latency_p99_s", "ttft_mean_s", "ttft_p99_s"):
-            each = [row[name] / mine[name] for row, mine in zip(rows, by_router["e2"], strict=True)]
-            spread = stdev(each) if len(each) > 1 else 0.0
-            found.setdefault(router, {})[name] = [fmean(each), spread, min(each), max(each)]
+    for name, seed in product(options.workloads, options.seeds):
+        rate, rows = options.rate or RATES[name], WORKLOADS[name](trace, seed)
+        for router in options.routers:
+            if router == "oracle" and name == "alone":  # nothing to be parted by
+                continue
+            row = {"workload": name, "rate": rate, "seed": seed, "router": router}
+            row |= {"requests": len(rows)} | figures(run(name, rows, router, rate))
+            found.append(row)
+            values = [
+                f"{value:.2f}" if isinstance(value, float) else value for value in row.values()
+            ]
+            print(*values, flush=True)
     return found
+
+
+def against_e2(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How many times longer than with E2 each other router takes: mean over seeds, least, most."""
+    names = ("latency_mean_s", "latency_p99_s", "ttft_mean_s", "ttft_p99_s")
+    mine = {_which(row): row for row in rows if row["router"] == "e2"}
+    others: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["router"] != "e2" and _which(row) in mine:
+            others.setdefault((row["workload"], row["rate"], row["router"]), []).append(row)
+    return [
+        {"workload": workload, "rate": rate, "router": router, "seeds": len(group)}
+        | {
+            name: (fmean(each), min(each), max(each))
+            for name in names
+            for each in [[row[name] / mine[_which(row)][name] for row in group]]
+        }
+        for (workload, rate, router), group in others.items()
+    ]
+
+
+def _which(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["workload"], row["rate"], row["seed"]
+
+
+def store(out: Path, rows: Sequence[dict[str, Any]], speed: dict[str, float] | None) -> None:
+    """Add to a file, in which the same runs are replaced."""
+    before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    known = {(*_which(row), row["router"]): row for row in [*before.get("rows", ()), *rows]}
+    ordered = [known[key] for key in sorted(known)]
+    result = {
+        "pipelines": f"{PIPELINES} of 1 x {DEVICE}, {MODEL.name}",
+        "by_e2": against_e2(ordered),
+        "speed": speed or before.get("speed"),
+        "rows": ordered,
+    }
+    for row in against_e2(rows):
+        print(row)
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 # --- speed ---------------------------------------------------------------------------------------
@@ -261,16 +280,11 @@ def main() -> None:
     )
     parser.add_argument("--rate", type=float, help="requests/s instead of the workload's")
     parser.add_argument("--tree-tokens", type=int, default=1_000_000)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    result: dict[str, Any] = {}
-    if options.all or options.figure == "latency":
-        result |= latency(options)
-    if options.all or options.figure == "speed":
-        result["speed"] = speed(options)
-    out = options.out or (RESULTS if options.all else None)
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    rows = latency(options) if options.all or options.figure == "latency" else []
+    quickness = speed(options) if options.all or options.figure == "speed" else None
+    store(options.out, rows, quickness)
 
 
 if __name__ == "__main__":

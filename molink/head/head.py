@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from molink.errors import InvariantError, RequestError
+from molink.facts.costs import Costs
 from molink.facts.ringtimes import RingTimes
 from molink.facts.story import Story
 from molink.head.admission import Admission
@@ -22,7 +23,6 @@ from molink.head.speculation.base import DraftSource
 from molink.head.speculation.lookup import PromptLookup
 from molink.head.speculation.path import are_due, compare, go_on
 from molink.head.speculation.speculation import Speculation
-from molink.facts.costs import Costs
 from molink.routing.report import CacheReport
 from molink.wire.messages.data import (
     Choice,

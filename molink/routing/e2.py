@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from molink.routing.base import Key, Name, PipelineLoad, Prompt, Router
 from molink.facts.costs import UNKNOWN, Costs
+from molink.routing.base import Key, Name, PipelineLoad, Prompt, Router
 from molink.routing.loads import Loads, Placed
 from molink.routing.report import CacheReport
 from molink.routing.spans import SPAN
@@ -71,10 +71,12 @@ class E2(Router):
         t_hbal: float = T_HBAL,
         history: float = HISTORY,
         decode_heavy: float = DECODE_HEAVY,
+        anew: float = 1.0,
     ) -> None:
         self._t_hbal = t_hbal
         self._history = history
         self._decode_heavy = decode_heavy
+        self._anew = anew
         self._tree = SpanTree(window_s / 2)
         self._loads = Loads(window_s)
         self._waits = Waits(window_s / 2)
@@ -89,10 +91,7 @@ class E2(Router):
         places = [self._place(prompt, load, now) for load in up]
         having = [place for place in places if 2 * place.cached > prompt.tokens]
         key_span = _key_span(prompt, max(place.cached for place in places)) if having else 0
-        if having:
-            chosen = self._exploit(places, having, key_span, now)
-        else:
-            chosen = self._explore(places)
+        chosen = self._exploit(places, having, key_span, now) if having else self._explore(places)
         name = chosen.load.name
         answer_s = self._loads.answer_tokens * self._costs_of(name).answer
         self._loads.place(prompt.key, Placed(name, now, chosen.prefill_s, answer_s, key_span))
@@ -121,7 +120,8 @@ class E2(Router):
         chosen, cheapest = _cheapest(having), _cheapest(places)
         lightest = min(place.load_s for place in places)
         others = [place for place in places if place not in having]
-        if chosen.load_s > self._t_hbal * lightest and cheapest.cost_s < chosen.cost_s:
+        anew_s = self._anew * (cheapest.prefill_s - chosen.prefill_s)
+        if chosen.load_s > self._t_hbal * lightest and cheapest.cost_s + anew_s < chosen.cost_s:
             self._counts["redirected"] += 1
             return cheapest
         if others:

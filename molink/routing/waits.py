@@ -39,9 +39,7 @@ class Waits:
         if digest not in self._waits:
             return False
         wait = self._turned(digest, now)
-        if wait.count < ENOUGH or wait.total_s / wait.count <= max(
-            least_s, GROWTH * wait.before_s
-        ):
+        if wait.count < ENOUGH or wait.total_s / wait.count <= max(least_s, GROWTH * wait.before_s):
             return False
         wait.before_s = wait.total_s / wait.count
         return True

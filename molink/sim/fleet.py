@@ -202,7 +202,9 @@ class _Run:
         self._versions: dict[str, tuple[Epoch, int]] = {}
         blueprints = Blueprints(ring, fleet.tenants)
         self.slots = [
-            Slot(PipelineLoad(str(number)), [self.pcs[index] for index in members], blueprints, self)
+            Slot(
+                PipelineLoad(str(number)), [self.pcs[index] for index in members], blueprints, self
+            )
             for number, members in enumerate(fleet.members)
         ]
         #: Those that take requests.

@@ -53,7 +53,7 @@ class RequestRouting:
         return target
 
     def wants(self, target: HeadEpoch, others: int) -> int | None:
-        """What a submission tells its head to report on, where there are ``others`` to choose from."""
+        """What to ask a head for with a submission (``Submit.cache``), if there are ``others``."""
         if others == 0 or not self._router.reads_spans:
             return None
         return self._versions.get(target, -1)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from molink.facts.costs import Costs
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import RingTimes
-from molink.facts.costs import Costs
 
 
 def test_they_say_what_the_slowest_stage_takes() -> None:

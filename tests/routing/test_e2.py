@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.routing.base import PipelineLoad, Prompt
 from molink.facts.costs import Costs
+from molink.routing.base import PipelineLoad, Prompt
 from molink.routing.e2 import E2
 from molink.routing.report import CacheReport
 from molink.routing.spans import SPAN
@@ -87,9 +87,7 @@ def test_a_pipeline_with_too_much_to_do_is_relieved(e2: E2, up: list[PipelineLoa
     assert max(map(homes.count, "abcd")) <= 2 * min(map(homes.count, "abcd"))
 
 
-def test_a_prefix_for_which_the_wait_doubles_is_replicated(
-    e2: E2, up: list[PipelineLoad]
-) -> None:
+def test_a_prefix_for_which_the_wait_doubles_is_replicated(e2: E2, up: list[PipelineLoad]) -> None:
     calm = E2(t_hbal=1e9)
     for load in up:
         calm.reported(load.name, CacheReport(0, True, room=100_000, costs=COSTS), 0.0)
@@ -169,7 +167,9 @@ def test_whatever_is_reported_it_answers_and_forgets(seed: int) -> None:
         match rng.randrange(5):
             case 0:
                 spans = tuple(rng.randrange(5000) for _ in range(rng.randrange(30)))
-                report = CacheReport(now, rng.random() < 0.2, spans, spans[::2], rng.randrange(4096))
+                report = CacheReport(
+                    now, rng.random() < 0.2, spans, spans[::2], rng.randrange(4096)
+                )
                 router.reported(rng.choice("abcx"), report, now)
             case 1:
                 router.gone(rng.choice("abcx"))

@@ -392,9 +392,7 @@ class Node:
         self.requests.heads_changed(model)
         self._readiness.model_changed(model)
 
-    def _head_said(
-        self, pipeline: str, message: DataMessage, payload: memoryview | None
-    ) -> None:
+    def _head_said(self, pipeline: str, message: DataMessage, payload: memoryview | None) -> None:
         self.requests.message(pipeline, message, payload)
 
     def _metrics(self) -> Figures:

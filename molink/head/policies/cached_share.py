@@ -12,9 +12,9 @@ GROUPS = 10
 class CachedShare(Fcfs):
     """First come, first served within groups by the share of the prompt that was cached on arrival.
 
-    Of ``GROUPS`` groups, group ``g`` is admitted from ``g + 1`` times as often as group 0, as long as
-    jobs wait in both: the one that lags behind its share most is next (stride scheduling). With 63 %
-    cached a job is in group 6. What was preempted goes first.
+    Group ``g`` is admitted from ``g + 1`` times as often as group 0, as long as jobs wait in both:
+    the one that lags behind its share most is next (stride scheduling). With 63 % cached a job is
+    in group 6 of :data:`GROUPS`. What was preempted goes first.
     """
 
     def __init__(self) -> None:

@@ -97,9 +97,9 @@ def test_nobody_starves(before: list[int], cached: int) -> None:
     ahead = sum(min(GROUPS - 1, GROUPS * each // 100) == group for each in before)
     # While it waits, group g is admitted from at most g + 1 times for each of its own, and once.
     most = sum((other + 1) / (group + 1) * (ahead + 1) + 1 for other in range(GROUPS))
-    for turn in range(int(most) + 1):
-        for each in (99, 85, 0, 35):
-            queue.arrive(each)
+    for _ in range(int(most) + 1):
+        for other in (99, 85, 0, 35):
+            queue.arrive(other)
         if queue.admit() is mine:
             return
     raise AssertionError(f"not within {most} admissions")
