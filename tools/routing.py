@@ -55,7 +55,7 @@ MAX_PROMPT, MAX_OUTPUT = 131_072, 4096
 THINNED = 16
 TOOLS, ZIPF = 200, 1.1
 #: Requests of a run, and those per second, by workload.
-COUNTS = {"conversation": 800, "tools": 1500, "alone": 800}
+COUNTS = {"conversation": 800, "tools": 1500, "alone": 400}
 RATES = {"conversation": 2.0, "tools": 12.0, "alone": 1.2}
 ROUTERS = ("round-robin", "least-loaded", "e2", "oracle")
 

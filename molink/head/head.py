@@ -271,6 +271,7 @@ class Head:
             blocks.total - self._cache.available,
             self._batcher.micro_batches.count,
             tuple(_shown(job, now) for job in islice(self._roster, MAX_REQUESTS)),
+            min(100, round(100 * self._cache.hit_rate)),
         )
 
     def cache_report(self, version: int) -> CacheReport:

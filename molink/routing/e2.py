@@ -52,7 +52,7 @@ class E2(Router):
     than others, as long as its load is no reason against that.
 
     *Rebalance.* If that load is above ``t_hbal`` times the lightest one, and it is done sooner
-    elsewhere though it has to be computed anew, it goes there: which has it cached, too, then.
+    elsewhere by more than it takes to compute it anew, it goes there: which has it cached, too, then.
 
     *Replicate.* So it does if the wait of those that begin alike has doubled, and they wait for
     longer than computing it anew takes.
@@ -71,12 +71,10 @@ class E2(Router):
         t_hbal: float = T_HBAL,
         history: float = HISTORY,
         decode_heavy: float = DECODE_HEAVY,
-        anew: float = 1.0,
     ) -> None:
         self._t_hbal = t_hbal
         self._history = history
         self._decode_heavy = decode_heavy
-        self._anew = anew
         self._tree = SpanTree(window_s / 2)
         self._loads = Loads(window_s)
         self._waits = Waits(window_s / 2)
@@ -120,7 +118,8 @@ class E2(Router):
         chosen, cheapest = _cheapest(having), _cheapest(places)
         lightest = min(place.load_s for place in places)
         others = [place for place in places if place not in having]
-        anew_s = self._anew * (cheapest.prefill_s - chosen.prefill_s)
+        # What is computed anew delays others, too: it counts twice.
+        anew_s = cheapest.prefill_s - chosen.prefill_s
         if chosen.load_s > self._t_hbal * lightest and cheapest.cost_s + anew_s < chosen.cost_s:
             self._counts["redirected"] += 1
             return cheapest

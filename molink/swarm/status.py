@@ -275,6 +275,7 @@ def show_head(report: PeerReport, pipeline: str) -> dict[str, Any] | None:
         "blocks": head.blocks,
         "used": head.used,
         "micro_batches": head.micro_batches,
+        "cached": head.cached,
         "requests": [
             {
                 "peer": one.owner,

@@ -145,6 +145,8 @@ class HeadStatus(msgspec.Struct, frozen=True):
     blocks: Count = 0
     used: Count = 0
     micro_batches: Count = 0
+    #: Percent of the prompts' tokens that the prefix cache had.
+    cached: Count = 0
     requests: tuple[Request, ...] = ()
 
     @property

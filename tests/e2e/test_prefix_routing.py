@@ -75,8 +75,6 @@ def test_prompts_that_begin_alike_go_to_one_pipeline(swarm: Swarm, tools: type[T
 
         # Whichever of them it is: the other one serves what it had.
         names = {one["id"]: one["name"] for one in swarm.status("first")["peers"]}
-        lost = next(
-            name for ring in pipelines() for name in [names[ring[0]]] if name != "first"
-        )
+        lost = next(name for ring in pipelines() for name in [names[ring[0]]] if name != "first")
         swarm.kill(lost)
         assert [ask(client, family, "?")[0] for family in range(FAMILIES)] == answers

@@ -62,7 +62,10 @@ class RequestNow(LeanMessage, frozen=True):
 
 
 class HeadLoad(LeanMessage, frozen=True):
-    """What a pipeline's head does: its KV blocks, and its requests, the oldest of them by name."""
+    """What a pipeline's head does: its KV blocks, and its requests, the oldest of them by name.
+
+    Its prefix cache had ``cached`` of the prompts' tokens so far.
+    """
 
     pipeline: Text
     running: Index = 0
@@ -71,6 +74,7 @@ class HeadLoad(LeanMessage, frozen=True):
     used: Index = 0
     micro_batches: Index = 0
     requests: Annotated[tuple[RequestNow, ...], msgspec.Meta(max_length=MAX_REQUESTS)] = ()
+    cached: Percent = 0
 
 
 class Load(LeanMessage, frozen=True):
