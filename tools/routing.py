@@ -56,7 +56,9 @@ THINNED = 16
 TOOLS, ZIPF = 200, 1.1
 #: Requests of a run, and those per second, by workload.
 COUNTS = {"conversation": 800, "tools": 1500, "alone": 400}
-RATES = {"conversation": 2.0, "tools": 12.0, "alone": 1.2}
+#: Share of them that comes before anything is counted.
+WARM_UP = 0.2
+RATES = {"conversation": 2.0, "tools": 24.0, "alone": 1.2}
 ROUTERS = ("round-robin", "least-loaded", "e2", "oracle")
 
 Rows = tuple[TraceRow, ...]
@@ -134,15 +136,16 @@ class Oracle(Router):
 # --- latency -------------------------------------------------------------------------------------
 
 
-def run(workload: str, rows: Rows, router: str, rate: float) -> FleetOutcome:
+def run(workload: str, rows: Rows, router: str, rate: float, seed: int) -> FleetOutcome:
     """One simulation."""
     arrivals = "trace" if workload == "conversation" else "poisson"
     load = Workload(
         rate,
-        len(rows) / rate,
+        (1 - WARM_UP) * len(rows) / rate,
+        WARM_UP * len(rows) / rate,
         rows=rows,
         arrivals=arrivals,  # type: ignore[arg-type]
-        seed=len(rows[0].parts),
+        seed=seed,
         max_prompt=MAX_PROMPT,
         max_output=MAX_OUTPUT,
     )
@@ -177,7 +180,7 @@ def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
             if router == "oracle" and name == "alone":  # nothing to be parted by
                 continue
             row = {"workload": name, "rate": rate, "seed": seed, "router": router}
-            row |= {"requests": len(rows)} | figures(run(name, rows, router, rate))
+            row |= {"requests": len(rows)} | figures(run(name, rows, router, rate, seed))
             found.append(row)
             values = [
                 f"{value:.2f}" if isinstance(value, float) else value for value in row.values()

@@ -52,7 +52,7 @@ class E2(Router):
     than others, as long as its load is no reason against that.
 
     *Rebalance.* If that load is above ``t_hbal`` times the lightest one, and it is done sooner
-    elsewhere by more than it takes to compute it anew, it goes there: which has it cached, too, then.
+    elsewhere by more than it takes to compute it anew, it goes there, and is cached there, too.
 
     *Replicate.* So it does if the wait of those that begin alike has doubled, and they wait for
     longer than computing it anew takes.
