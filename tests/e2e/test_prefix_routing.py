@@ -1,7 +1,6 @@
 """Two pipelines of a model: prompts that begin alike go to one of them, until it is killed."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
