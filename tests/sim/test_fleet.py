@@ -13,10 +13,14 @@ from molink.routing.create import ROUTERS
 from molink.routing.e2 import E2
 from molink.routing.report import CacheReport
 from molink.sim.fleet import FleetOutcome, FleetScenario, simulate_fleet
-from molink.sim.profiles import LinkProfile
+from molink.sim.profiles import LinkProfile, ModelProfile
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import simulate
 from molink.sim.workload import Workload
+
+
+#: A model whose keys and values are small: as Qwen2.5-7B.
+SMALL_KV = ModelProfile("small", "", 28, 3584, 18_944, 28, 4, 128, 152_064)
 
 
 @pytest.fixture
@@ -125,8 +129,10 @@ def test_prompts_go_where_their_beginning_is_cached(sharing: Scenario) -> None:
 
 
 def test_who_vanishes_with_its_cache_costs_time_and_no_token(sharing: Scenario) -> None:
-    churning = FleetScenario(sharing, 3, router="e2", churn=60.0, away=10.0)
-    outcome = simulate_fleet(churning)
+    load = sharing.workload
+    rows = tuple(replace(row, output_tokens=60) for row in load.rows)
+    longer = replace(sharing, workload=replace(load, duration=40.0, rows=rows))
+    outcome = simulate_fleet(FleetScenario(longer, 3, router="e2", churn=60.0, away=10.0))
     assert_all_done(outcome)
     assert outcome.resubmitted > 0
 
@@ -152,10 +158,11 @@ def test_what_a_router_is_told_wrongly_costs_only_time(sharing: Scenario) -> Non
 
 
 def test_prompts_longer_than_most_contexts(ring: Scenario) -> None:
-    size, parts = 40_000, tuple(range(79))
+    size, parts = 34_000, tuple(range(67))
     rows = tuple(TraceRow(float(at), size, 4, parts) for at in range(3))
     load = replace(ring.workload, rate=0.5, duration=6.0, warmup=0.0, rows=rows, max_prompt=size)
-    outcome = simulate_fleet(FleetScenario(replace(ring, workload=load, stages=4), 2, router="e2"))
+    large = replace(ring, workload=load, stages=1, device="rtx4090", shape=SMALL_KV)
+    outcome = simulate_fleet(FleetScenario(large, 2, router="e2"))
     assert_all_done(outcome)
     assert outcome.cached > 0.3
 
