@@ -6,7 +6,9 @@ import msgspec
 
 from molink.facts.ringtimes import RingTimes
 
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+#: Of a token: whatever is above is no measurement.
+MAX_SECONDS = 1e6
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 
 #: Rows of the prompts that the regression of a prefill goes through.
 _SHORT, _LONG = 1024, 8192
@@ -20,11 +22,18 @@ class Costs(msgspec.Struct, frozen=True, array_like=True):
     Each prefill row takes ``token`` and, for each token before it, ``pair`` (attention, which
     counts with prompts of ten thousands of tokens). Each token of an answer takes ``answer``: what
     a further row adds to a decode step that there would be anyway.
+
+    Raises (on making or decoding one):
+        ValueError: a time is not a number.
     """
 
     token: Seconds
     pair: Seconds = 0.0
     answer: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(0 <= seconds <= MAX_SECONDS for seconds in (self.token, self.pair, self.answer)):
+            raise ValueError(f"{self.token}, {self.pair}, {self.answer} are no seconds")
 
     @classmethod
     def of(cls, times: RingTimes) -> "Costs | None":

@@ -28,8 +28,6 @@ class PipelineWork:
     """Of one pipeline: what is to be done, and what it was sent in the window."""
 
     live_s: float = 0.0
-    #: Of ``live_s``, what hasn't had a first token.
-    waiting_s: float = 0.0
     prefill_s: float = 0.0
     answer_s: float = 0.0
     recent: deque[tuple[float, float, float]] = field(default_factory=deque)
@@ -65,7 +63,6 @@ class Loads:
         self._placed[key] = placed
         work = self.of(placed.name, placed.at)
         work.live_s += placed.prefill_s + placed.answer_s
-        work.waiting_s += placed.prefill_s
         work.prefill_s += placed.prefill_s
         work.answer_s += placed.answer_s
         work.recent.append((placed.at, placed.prefill_s, placed.answer_s))
@@ -79,7 +76,6 @@ class Loads:
         work = self._work.get(placed.name)
         if work is not None:
             work.live_s -= placed.prefill_s
-            work.waiting_s -= placed.prefill_s
         return placed
 
     def over(self, key: Key, generated: int) -> None:

@@ -1,5 +1,6 @@
 """The regressions go through what stages measured."""
 
+import msgspec
 import pytest
 
 from molink.facts.costs import Costs
@@ -24,3 +25,11 @@ def test_they_say_what_the_slowest_stage_takes() -> None:
 def test_nothing_is_known_of_what_was_not_measured() -> None:
     assert Costs.of(RingTimes((), (), 0)) is None
     assert Costs.of(RingTimes((Profile(),), (), 0)) is None
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0])
+def test_what_is_no_time_is_refused(wrong: float) -> None:
+    with pytest.raises(ValueError, match="no seconds"):
+        Costs(0.1, wrong)
+    with pytest.raises(ValueError, match=r"no seconds|Expected"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode([0.1, 0.0, wrong]), type=Costs)

@@ -18,7 +18,6 @@ from molink.sim.scenario import Scenario
 from molink.sim.simulate import simulate
 from molink.sim.workload import Workload
 
-
 #: A model whose keys and values are small: as Qwen2.5-7B.
 SMALL_KV = ModelProfile("small", "", 28, 3584, 18_944, 28, 4, 128, 152_064)
 
