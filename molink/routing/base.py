@@ -38,7 +38,7 @@ class Router(Protocol):
     """Chooses a pipeline. Implementations inherit from it, and take the events they need."""
 
     #: Whether it reads the spans of a prompt: without, nobody needs to make them.
-    reads_spans = False
+    reads_spans: bool = False
 
     def choose(self, prompt: Prompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         """One of ``up``: the pipelines that take requests now, in their order, at least one."""

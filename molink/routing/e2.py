@@ -63,7 +63,7 @@ class E2(Router):
     answer counts with what a further row adds to a step.
     """
 
-    reads_spans = True
+    reads_spans: bool = True
 
     def __init__(
         self,

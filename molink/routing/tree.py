@@ -99,13 +99,13 @@ class SpanTree:
 
     def remove(self, name: Name, spans: Iterable[int]) -> None:
         """They are not cached there."""
-        nodes = self._nodes.get(name, {})
+        nodes = self._of(name)
         for digest in spans:
             nodes.pop(digest, None)
 
     def keep(self, name: Name, spans: frozenset[int], since: float) -> None:
         """Nothing else is cached there but what was used ``since`` then."""
-        nodes = self._nodes.get(name, {})
+        nodes = self._of(name)
         for digest in [d for d, use in nodes.items() if d not in spans and use.at < since]:
             del nodes[digest]
 
@@ -121,7 +121,7 @@ class SpanTree:
 
     def requests(self, name: Name, digest: int, now: float) -> int:
         """How many requests used a node there in the window."""
-        use = self._nodes.get(name, {}).get(digest)
+        use = self._of(name).get(digest)
         return 0 if use is None else use.requests(now, self._half_s)
 
     def evicted_by(self, name: Name, spans: int, now: float, most: int = 64) -> float:
@@ -129,7 +129,7 @@ class SpanTree:
 
         It looks at the first ``most`` of them.
         """
-        nodes = self._nodes.get(name, {})
+        nodes = self._of(name)
         lacking = len(nodes) + spans - self._room(name)
         if lacking <= 0:
             return 0.0
@@ -153,12 +153,16 @@ class SpanTree:
         if len(self) > self._maximum:
             raise InvariantError(f"{len(self)} spans, more than {self._maximum}")
 
+    def _of(self, name: Name) -> OrderedDict[int, Use]:
+        """The nodes of a pipeline; to be added to only if it is known."""
+        return self._nodes.get(name, OrderedDict())
+
     def _room(self, name: Name) -> int:
         return min(self._rooms.get(name, DEFAULT_SPANS), self._maximum)
 
     def _shrink(self, name: Name) -> None:
         """Forget what was unused longest: there, then wherever there is most."""
-        nodes, room = self._nodes.get(name, OrderedDict()), self._room(name)
+        nodes, room = self._of(name), self._room(name)
         while len(nodes) > room:
             nodes.popitem(last=False)
         while len(self) > self._maximum:
