@@ -115,7 +115,7 @@ def sharing(ring: Scenario) -> Scenario:
         for begin in [index * 7 % 10]
     )
     workload = replace(ring.workload, rate=3.0, duration=20.0, rows=rows, warmup=0.0)
-    return replace(ring, workload=workload)
+    return replace(ring, workload=workload, stages=1)
 
 
 def test_prompts_go_where_their_beginning_is_cached(sharing: Scenario) -> None:
