@@ -11,12 +11,13 @@ from molink.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request: due ``at`` seconds after the start; sizes in tokens."""
+    """One request: due ``at`` seconds after the start; sizes in tokens, ``parts`` as a trace's."""
 
     index: int
     at: float
     input_tokens: int
     output_tokens: int
+    parts: tuple[int, ...] = ()
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:

@@ -4,8 +4,8 @@ Two formats are read, told apart by their first character:
 
 - Azure's CSV: ``TIMESTAMP,ContextTokens,GeneratedTokens`` with dates such as
   ``2023-11-16 18:15:46.6805900``
-- Mooncake's JSONL: ``timestamp`` in milliseconds, ``input_length``, ``output_length``; which
-  prompts begin alike (``hash_ids``) is not read: here no two do
+- Mooncake's JSONL: ``timestamp`` in milliseconds, ``input_length``, ``output_length``, and
+  ``hash_ids`` of the prompt's parts of 512 tokens: prompts whose first ids are the same begin alike
 """
 
 import csv
@@ -20,16 +20,24 @@ import msgspec
 from molink.errors import UsageError
 
 AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+#: Tokens of a prompt's part, as Mooncake has it; the last one may have fewer.
+PART_TOKENS = 512
+MAX_PARTS = 2**15
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One request of a trace: ``at`` in seconds after the trace's first; sizes in tokens."""
+    """One request of a trace: ``at`` in seconds after the trace's first; sizes in tokens.
+
+    ``parts`` has an id for each part of :data:`PART_TOKENS` tokens of the prompt, if it is known
+    what it shares with others.
+    """
 
     at: float
     input_tokens: int
     output_tokens: int
+    parts: tuple[int, ...] = ()
 
 
 class _AzureRow(msgspec.Struct, frozen=True):
@@ -42,6 +50,9 @@ class _MooncakeRow(msgspec.Struct, frozen=True):
     timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e15)]
     input_length: Tokens
     output_length: Tokens
+    hash_ids: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=MAX_PARTS)
+    ] = ()
 
 
 def read_trace(path: Path) -> list[TraceRow]:
@@ -63,7 +74,7 @@ def read_trace(path: Path) -> list[TraceRow]:
     rows = sorted(parse(path, lines), key=lambda row: row.at)
     if not rows:
         raise UsageError(f"the trace {path} has no requests")
-    return [TraceRow(r.at - rows[0].at, r.input_tokens, r.output_tokens) for r in rows]
+    return [TraceRow(r.at - rows[0].at, r.input_tokens, r.output_tokens, r.parts) for r in rows]
 
 
 def _azure(path: Path, lines: list[str]) -> Iterator[TraceRow]:
@@ -100,7 +111,7 @@ def _mooncake(path: Path, lines: list[str]) -> Iterator[TraceRow]:
             row = decoder.decode(line)
         except ValueError as error:
             raise _bad_row(path, number, error) from error
-        yield TraceRow(row.timestamp / 1000, row.input_length, row.output_length)
+        yield TraceRow(row.timestamp / 1000, row.input_length, row.output_length, row.hash_ids)
 
 
 def _bad_row(path: Path, number: int, error: Exception) -> UsageError:

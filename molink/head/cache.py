@@ -10,6 +10,7 @@ from molink.head.job import Job
 from molink.head.limits import HeadLimits
 from molink.head.prefix import OTHER_ROOT, ROOT, Match, PrefixTree
 from molink.head.roster import Leaving
+from molink.head.span_log import SpanLog
 
 
 class BlockCache:
@@ -31,6 +32,8 @@ class BlockCache:
         self.blocks = BlockAllocator(limits.blocks)
         self._tree = PrefixTree(limits.block_size)
         self._size = limits.block_size
+        #: What those who route are told of it.
+        self.span_log = SpanLog()
         self._enabled = limits.prefix_cache
         self._short = limits.short_context
         #: What was last looked for, under which version of the tree, and what was found.
@@ -166,6 +169,8 @@ class BlockCache:
             self._forget(before)
         self.blocks.keep(block)
         self._tree.add(parent, key, block)
+        if len(key) == self._size:
+            self.span_log.added(block, parent, key)
         return block
 
     def _distrust(self, leaf: int) -> None:
@@ -176,6 +181,7 @@ class BlockCache:
 
     def _forget(self, block: int) -> None:
         self._tree.remove(block)
+        self.span_log.removed(block)
         self.blocks.forget(block)
 
     # --- reports -------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from itertools import islice
 from typing import Literal
 
 from molink.errors import InvariantError, RequestError
+from molink.facts.costs import Costs
 from molink.facts.ringtimes import RingTimes
 from molink.facts.story import Story
 from molink.head.admission import Admission
@@ -24,6 +25,7 @@ from molink.head.speculation.lookup import PromptLookup
 from molink.head.speculation.path import are_due, compare, go_on
 from molink.head.speculation.speculation import Speculation
 from molink.head.swapping import Swapping
+from molink.routing.report import CacheReport
 from molink.wire.messages.data import (
     Choice,
     FinishReason,
@@ -68,7 +70,8 @@ class Head:
         self.epoch = epoch
         self._cache = BlockCache(limits)
         self._roster = Roster(policy if policy is not None else Fcfs())
-        self._roster.set_times(RingTimes(limits.profiles, (), limits.row_bytes))
+        self._times = RingTimes(limits.profiles, (), limits.row_bytes)
+        self._roster.set_times(self._times)
         self._ledger = Ledger()
         self._speculation = Speculation(limits, source)
         self._swapping = Swapping(limits, self._roster, self._cache)
@@ -217,6 +220,7 @@ class Head:
 
         Of those of which nothing was known before only their links count.
         """
+        self._times = times
         self._batcher.set_times(times)
 
     def set_host_room(self, blocks: int, block_s: float) -> None:
@@ -292,7 +296,18 @@ class Head:
             len(turns),
             self._swapping.host.total,
             self._swapping.host.held,
+            min(100, round(100 * self._cache.hit_rate)),
         )
+
+    def cache_report(self, version: int) -> CacheReport:
+        """What those who route are told: what has changed in the cache since ``version``.
+
+        That is of an earlier report of this epoch; -1: there was none.
+        """
+        log, limits = self._cache.span_log, self.limits
+        whole, added, evicted = log.since(version)
+        room = limits.blocks * limits.block_size
+        return CacheReport(log.version, whole, added, evicted, room, Costs.of(self._times))
 
     def validate(self) -> None:
         """Check all invariants.

@@ -128,7 +128,7 @@ class Blueprint:
             max_running=scenario.max_running,
             max_waiting=_MAX_WAITING,
             max_context=self._context,
-            prefix_cache=False,
+            prefix_cache=scenario.workload.shares,
             profiles=self.profiles,
             stages=scenario.stages,
             row_bytes=self._row_bytes,

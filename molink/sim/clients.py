@@ -10,7 +10,7 @@ from molink.errors import InvariantError, MolinkError
 from molink.head.head import Head
 from molink.head.request import Emission, HeadRequest
 from molink.sim.agenda import Agenda
-from molink.sim.texts import Text
+from molink.sim.texts import Text, tokens_of
 from molink.wire.messages.data import Sampling, Token
 
 #: Uncredited tokens: clients that take everything at once never make a stream wait.
@@ -37,7 +37,7 @@ class Clients:
     """Sends ``plan`` to the heads that ``choose`` names, and keeps the time of every token.
 
     ``agenda`` is stopped after the last one. It is the heads' front desk, too. Prompts have no
-    content that could be shared, unless there are ``texts``.
+    content that could be shared, unless there are ``texts`` or a trace says what they share.
     """
 
     def __init__(
@@ -61,8 +61,10 @@ class Clients:
         self._live_since = 0.0
         #: Seconds in which any request was being served.
         self.live_s = 0.0
-        #: Told of each request that is over, and who served it.
-        self.on_over: Callable[[ServingRing | None], None] | None = None
+        #: Told of each request that is over: who served it, its key, and tokens of the answer.
+        self.on_over: Callable[[ServingRing | None, str, int], None] | None = None
+        #: Told of a request's first token, and of how many prompt tokens were cached.
+        self.on_first: Callable[[str, int], None] | None = None
 
     def start(self) -> None:
         """Have every request sent when it is due."""
@@ -104,9 +106,13 @@ class Clients:
     def _ids(self, planned: PlannedRequest, count: int) -> tuple[int, ...]:
         """The first ``count`` tokens of prompt and answer."""
         if not self._texts:
-            return (0,) * count
+            return tokens_of(planned, count)
         text = self._texts[planned.index % len(self._texts)]
         return (*text.prompt, *text.answer)[:count]
+
+    def prompt(self, planned: PlannedRequest) -> tuple[int, ...]:
+        """The tokens of a prompt."""
+        return self._ids(planned, planned.input_tokens)
 
     def forsake(self, serving: ServingRing) -> list[str]:
         """It is gone: those that it served wait, and can be sent again; returns their keys."""
@@ -149,6 +155,8 @@ class Clients:
                 if self._texts and message.token != self._due(message):
                     raise InvariantError(f"request {message.key}: another token came")
                 times.append(now)
+                if self.on_first is not None and len(times) == 1:
+                    self.on_first(message.key, message.cached)
                 if message.finish is not None:
                     self._over(message.key, now)
             else:
@@ -169,7 +177,7 @@ class Clients:
         if error is not None:
             self._errors[key] = error
         if self.on_over is not None:
-            self.on_over(serving)
+            self.on_over(serving, key, len(self._times[key]))
         if self.left == 0:
             self._agenda.stop()
 

@@ -7,10 +7,12 @@ from molink.bench.planned import PlannedRequest
 from molink.bench.report import Report, summarize
 from molink.errors import UsageError
 from molink.head.head import Head
+from molink.routing.base import PipelineLoad, Prompt, Router
+from molink.routing.create import create_router
+from molink.routing.spans import span_digests
 from molink.sim.agenda import Agenda
 from molink.sim.clients import Clients, ServingRing
 from molink.sim.pc import Pc
-from molink.sim.router import PipelineLoad, create_router
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import GRACE, no_collector
 from molink.sim.slot import Blueprints, Epoch, Slot
@@ -26,6 +28,8 @@ _LEAST_AWAY = 5.0
 NOTICED = 0.5
 #: A PC that returns can hold a stage after so many.
 JOINED = 4.7
+#: A router hears of caches as often.
+REPORT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,8 @@ class FleetOutcome:
     left: int
     broken: int
     virtual_s: float
+    #: Share of the prompts' tokens that prefix caches had, the warm-up's included.
+    cached: float = 0.0
 
     def as_json(self) -> dict[str, object]:
         """Plain values to be dumped: those of the report, and the simulation's own."""
@@ -142,20 +148,24 @@ class FleetOutcome:
             "left": self.left,
             "broken": self.broken,
             "virtual_s": self.virtual_s,
+            "cached_share": self.cached,
         }
 
 
-def simulate_fleet(fleet: FleetScenario) -> FleetOutcome:
+def simulate_fleet(fleet: FleetScenario, router: Router | None = None) -> FleetOutcome:
     """Run ``fleet`` until the last request is over; the same fleet always has the same outcome.
+
+    ``router`` is used instead of the one that ``fleet`` names.
 
     Raises:
         UsageError: it makes no sense: a model too large for the devices, say.
     """
     workload = fleet.ring.workload
-    run = _Run(fleet)
+    run = _Run(fleet, router if router is not None else create_router(fleet.router))
     with no_collector():
         run.run(2 * (workload.warmup + workload.duration) + GRACE)
     samples = run.clients.samples(workload.warmup)
+    plan = workload.plan()
     now = run.agenda.now
     return FleetOutcome(
         fleet,
@@ -167,29 +177,40 @@ def simulate_fleet(fleet: FleetScenario) -> FleetOutcome:
         run.left,
         run.broken,
         now,
+        run.cached / sum(request.input_tokens for request in plan),
     )
 
 
 class _Run:
     """Everything of one simulation. It is the surroundings of its slots."""
 
-    def __init__(self, fleet: FleetScenario) -> None:
+    def __init__(self, fleet: FleetScenario, router: Router) -> None:
         ring, count = fleet.ring, fleet.pc_count
         self.agenda = Agenda()
         uplinks = [Uplink(ring.link.rate, ring.link.queue) for _ in range(-(-count // fleet.homes))]
         self.pcs = [Pc(uplinks[index % len(uplinks)]) for index in range(count)]
         self.clients = Clients(self.agenda, ring.workload.plan(), self._choose)
         self.clients.on_over = self._over
+        self.clients.on_first = self._first
         self.resubmitted = self.left = self.broken = 0
         self._fleet = fleet
-        self._router = create_router(fleet.router)
+        self.router = router
+        #: Prompt tokens that caches had, of the requests that have begun.
+        self.cached = 0
+        #: Heads report to a router that reads spans: the rings that there were, and what they said.
+        self._shares = fleet.ring.workload.shares and self.router.reads_spans
+        self._versions: dict[str, tuple[Epoch, int]] = {}
         blueprints = Blueprints(ring, fleet.tenants)
         self.slots = [
-            Slot(PipelineLoad(number), [self.pcs[index] for index in members], blueprints, self)
+            Slot(
+                PipelineLoad(str(number)), [self.pcs[index] for index in members], blueprints, self
+            )
             for number, members in enumerate(fleet.members)
         ]
         #: Those that take requests.
         self._up: list[PipelineLoad] = []
+        #: By name.
+        self._named = {slot.load.name: slot for slot in self.slots}
         self._chance = random.Random(f"churn {ring.workload.seed}")
 
     def run(self, until: float) -> None:
@@ -200,6 +221,8 @@ class _Run:
         if self._fleet.churn:
             for pc in self.pcs:
                 self._stay(pc)
+        if self.router.reads_spans:
+            self._report()
         self.agenda.run(until)
 
     # --- PCs that come and go --------------------------------------------------------------------
@@ -251,12 +274,34 @@ class _Run:
     def _choose(self, request: PlannedRequest) -> ServingRing | None:
         if not self._up:
             return None
-        slot = self.slots[self._router.choose(request, self._up).number]
+        spans = span_digests(self.clients.prompt(request)) if self._shares else ()
+        prompt = Prompt(str(request.index), request.input_tokens, spans)
+        slot = self._named[self.router.choose(prompt, self._up, self.agenda.now).name]
         assert slot.epoch is not None
         slot.epoch.begun()
         return slot.epoch
 
-    def _over(self, serving: ServingRing | None) -> None:
+    def _first(self, key: str, cached: int) -> None:
+        self.cached += cached
+        self.router.began(key, cached, self.agenda.now)
+
+    def _over(self, serving: ServingRing | None, key: str, generated: int) -> None:
+        self.router.over(key, generated, self.agenda.now)
         if isinstance(serving, Epoch):
             serving.over()
-            self.slots[serving.load.number].rest(serving)
+            self._named[serving.load.name].rest(serving)
+
+    def _report(self) -> None:
+        """Every head says what has changed in its cache, as daemons ask it."""
+        for slot in self.slots:
+            name, epoch = slot.load.name, slot.epoch
+            known, version = self._versions.get(name, (None, -1))
+            if known is not None and epoch is not known:
+                self.router.gone(name)
+                version = -1
+                del self._versions[name]
+            if epoch is not None:
+                report = epoch.head.cache_report(version)
+                self.router.reported(name, report, self.agenda.now)
+                self._versions[name] = epoch, report.version
+        self.agenda.at(self.agenda.now + REPORT_S, self._report)

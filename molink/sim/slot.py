@@ -8,11 +8,11 @@ from typing import Protocol
 from molink.errors import UsageError
 from molink.head.head import Head
 from molink.ring.ends import FrontDesk
+from molink.routing.base import PipelineLoad
 from molink.sim.agenda import Agenda
 from molink.sim.blueprint import Blueprint
 from molink.sim.pc import Pc
 from molink.sim.ring import SimRing
-from molink.sim.router import PipelineLoad
 from molink.sim.scenario import Scenario
 
 #: Seconds from the loss of a PC until the ring of those that are left takes requests: as measured

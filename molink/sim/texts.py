@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from molink.bench.trace import TraceRow
+from molink.bench.planned import PlannedRequest
+from molink.bench.trace import PART_TOKENS, TraceRow
 from molink.head.speculation.base import Foretold
 from molink.head.speculation.lookup import PromptLookup
 
@@ -51,6 +52,17 @@ class Foresight:
                 end = next((at for at, (draft, right) in pairs if draft != right), len(drafts))
                 return Foretold(drafts[:end], evidence)
         return Foretold(drafts, evidence)
+
+
+def tokens_of(planned: PlannedRequest, count: int) -> tuple[int, ...]:
+    """The first ``count`` tokens of prompt and answer where only it is known what prompts share.
+
+    A part of the prompt is its id, over and over; what comes after the parts is 0.
+    """
+    tokens: list[int] = []
+    for part in planned.parts:
+        tokens += [part + 1] * min(PART_TOKENS, planned.input_tokens - len(tokens))
+    return tuple(tokens[:count]) + (0,) * (count - len(tokens))
 
 
 def rows_of(texts: Sequence[Text]) -> tuple[TraceRow, ...]:

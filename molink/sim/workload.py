@@ -58,6 +58,11 @@ class Workload:
         if self.rate * (self.warmup + self.duration) > MAX_REQUESTS:
             raise UsageError(f"that is over {MAX_REQUESTS} requests: lower --rate or --duration")
 
+    @property
+    def shares(self) -> bool:
+        """Whether it is known which prompts begin alike."""
+        return any(row.parts for row in self.rows)
+
     def plan(self) -> list[PlannedRequest]:
         """The requests in order of arrival; ``at`` counts from the start of the warm-up.
 
@@ -70,7 +75,8 @@ class Workload:
         for index, (at, size) in enumerate(zip(self._times(sizes), _again(sizes), strict=False)):
             if at >= end:
                 break
-            planned.append(PlannedRequest(index, at, size.input_tokens, size.output_tokens))
+            request = PlannedRequest(index, at, size.input_tokens, size.output_tokens, size.parts)
+            planned.append(request)
         if not any(request.at >= self.warmup for request in planned):
             raise UsageError(f"no request arrives in {self.duration:g} s: raise --duration")
         return planned

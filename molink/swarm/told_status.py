@@ -151,6 +151,8 @@ class HeadStatus(msgspec.Struct, frozen=True):
     swapped: Count = 0
     host_blocks: Count = 0
     host_used: Count = 0
+    #: Percent of the prompts' tokens that the prefix cache had.
+    cached: Count = 0
     requests: tuple[Request, ...] = ()
 
     @property

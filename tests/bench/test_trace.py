@@ -42,7 +42,10 @@ def test_azure_with_time_zones(write: Callable[..., Any]) -> None:
 
 
 def test_mooncake(write: Callable[..., Any]) -> None:
-    assert read_trace(write(MOONCAKE)) == [TraceRow(0.0, 6758, 500), TraceRow(3.0, 12, 3)]
+    assert read_trace(write(MOONCAKE)) == [
+        TraceRow(0.0, 6758, 500, (0, 1)),
+        TraceRow(3.0, 12, 3),
+    ]
 
 
 def test_rows_are_put_in_order(write: Callable[..., Any]) -> None:

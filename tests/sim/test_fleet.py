@@ -1,21 +1,25 @@
 """Many pipelines in one virtual time: nothing is lost, whoever leaves, and PCs are shared."""
 
 import json
+import random
 from dataclasses import replace
 from statistics import fmean
 
 import pytest
 
-from molink.bench.planned import PlannedRequest
+from molink.bench.trace import TraceRow
 from molink.errors import UsageError
+from molink.routing.create import ROUTERS
+from molink.routing.e2 import E2
+from molink.routing.report import CacheReport
 from molink.sim.fleet import FleetOutcome, FleetScenario, simulate_fleet
-from molink.sim.profiles import LinkProfile
-from molink.sim.router import LeastLoaded, PipelineLoad, RoundRobin
+from molink.sim.profiles import LinkProfile, ModelProfile
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import simulate
 from molink.sim.workload import Workload
 
-REQUEST = PlannedRequest(0, 0.0, 16, 4)
+#: A model whose keys and values are small: as Qwen2.5-7B.
+SMALL_KV = ModelProfile("small", "", 28, 3584, 18_944, 28, 4, 128, 152_064)
 
 
 @pytest.fixture
@@ -33,6 +37,11 @@ def assert_all_done(outcome: FleetOutcome) -> None:
 def mean_tpot(outcome: FleetOutcome) -> float:
     assert outcome.report.tpot_s.mean is not None
     return outcome.report.tpot_s.mean
+
+
+def mean_ttft(outcome: FleetOutcome) -> float:
+    assert outcome.report.ttft_s.mean is not None
+    return outcome.report.ttft_s.mean
 
 
 def test_a_single_pipeline_is_the_ring_itself(ring: Scenario) -> None:
@@ -97,14 +106,64 @@ def test_who_shares_pcs_or_an_uplink_is_slower(ring: Scenario) -> None:
     assert fmean(one_pc.busy) > fmean(own.busy)
 
 
-def test_routers() -> None:
-    up = [PipelineLoad(0, 2), PipelineLoad(2, 1), PipelineLoad(5, 1)]
-    turns, least = RoundRobin(), LeastLoaded()
-    assert [turns.choose(REQUEST, up).number for _ in range(4)] == [0, 2, 5, 0]
-    assert turns.choose(REQUEST, up[1:]).number == 2
-    assert least.choose(REQUEST, up).number == 2
-    up[1].sent = 1
-    assert least.choose(REQUEST, up).number == 5
+@pytest.fixture
+def sharing(ring: Scenario) -> Scenario:
+    """Ten beginnings of 1024 tokens, each asked for again and again."""
+    rows = tuple(
+        TraceRow(float(index), 1100, 8, (2 * begin, 2 * begin + 1, 100 + index))
+        for index in range(60)
+        for begin in [index * 7 % 10]
+    )
+    workload = replace(ring.workload, rate=3.0, duration=20.0, rows=rows, warmup=0.0)
+    return replace(ring, workload=workload, stages=1)
+
+
+def test_prompts_go_where_their_beginning_is_cached(sharing: Scenario) -> None:
+    found = {}
+    for router in ROUTERS:
+        found[router] = simulate_fleet(FleetScenario(sharing, 3, router=router))
+        assert_all_done(found[router])
+    assert found["e2"].cached > 1.5 * found["round-robin"].cached > 0
+    assert mean_ttft(found["e2"]) < mean_ttft(found["round-robin"])
+
+
+def test_who_vanishes_with_its_cache_costs_time_and_no_token(sharing: Scenario) -> None:
+    load = sharing.workload
+    rows = tuple(replace(row, output_tokens=60) for row in load.rows)
+    longer = replace(sharing, workload=replace(load, duration=40.0, rows=rows))
+    outcome = simulate_fleet(FleetScenario(longer, 3, router="e2", churn=60.0, away=10.0))
+    assert_all_done(outcome)
+    assert outcome.resubmitted > 0
+
+
+class Deceived(E2):
+    """Hears of caches what another pipeline said, or what was never cached, and late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = random.Random(1)
+        self.late: list[CacheReport] = []
+
+    def reported(self, name: str, report: CacheReport, now: float) -> None:
+        self.late.append(report)
+        if self.rng.random() < 0.1:
+            report = self.rng.choice(self.late)
+            wrong = (*report.evicted, *(self.rng.getrandbits(64) for _ in range(9)))
+            super().reported(self.rng.choice("0123"), replace(report, added=wrong), now)
+
+
+def test_what_a_router_is_told_wrongly_costs_only_time(sharing: Scenario) -> None:
+    assert_all_done(simulate_fleet(FleetScenario(sharing, 3), Deceived()))
+
+
+def test_prompts_longer_than_most_contexts(ring: Scenario) -> None:
+    size, parts = 34_000, tuple(range(67))
+    rows = tuple(TraceRow(float(at), size, 4, parts) for at in range(3))
+    load = replace(ring.workload, rate=0.5, duration=6.0, warmup=0.0, rows=rows, max_prompt=size)
+    large = replace(ring, workload=load, stages=1, device="rtx4090", shape=SMALL_KV)
+    outcome = simulate_fleet(FleetScenario(large, 2, router="e2"))
+    assert_all_done(outcome)
+    assert outcome.cached > 0.3
 
 
 @pytest.mark.parametrize(
@@ -115,7 +174,7 @@ def test_routers() -> None:
         ({"homes": 0}, "--peers-per-uplink"),
         ({"churn": -1.0}, "--churn"),
         ({"away": 0.0}, "--away"),
-        ({"router": "best"}, "--router is one of round-robin, least-loaded, not 'best'"),
+        ({"router": "best"}, "--router is one of round-robin, least-loaded, e2, not 'best'"),
     ],
 )
 def test_what_makes_no_sense(ring: Scenario, wrong: dict[str, float | str], why: str) -> None:

@@ -38,7 +38,7 @@ def report(load: Load | None) -> PeerReport:
 def test_what_a_busy_pc_tells_fits_its_report() -> None:
     stage = StageLoad("p12", 3, 99, 99, 128, MUCH, MUCH, 250_000, MUCH, (MUCH, MUCH), (MUCH, MUCH))
     request = RequestNow("0123456789abcdef", "prefill", 131_072, 131_072, 131_072, 99_999, 9999)
-    head = HeadLoad("p12", 128, 64, 99_999, 99_999, 16, (request,) * MAX_REQUESTS)
+    head = HeadLoad("p12", 128, 64, 99_999, 99_999, 16, (request,) * MAX_REQUESTS, 100)
     full = report(Load((stage,) * 2, (head,) * 2))
     (header,) = control_codec().encode(full)
     assert len(header) < MAX_HEADER - 1000

@@ -85,6 +85,7 @@ def _rows(outcome: FleetOutcome, cpu: float) -> Iterator[tuple[str, str]]:
         "a PC computes: least / mean / most",
         f"{min(busy):.0f} / {fmean(busy):.0f} / {max(busy):.0f} %",
     )
+    yield "of prompts cached", f"{100 * outcome.cached:.0f} %"
     yield "virtual minutes", f"{outcome.virtual_s / 60:.1f}"
     yield "CPU seconds per virtual minute", f"{60 * cpu / outcome.virtual_s:.2f}"
 

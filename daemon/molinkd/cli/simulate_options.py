@@ -53,7 +53,9 @@ Peers = Annotated[int | None, typer.Option(help="PCs in all.  [default: --pipeli
 PeersPerUplink = Annotated[int | None, typer.Option(help="PCs behind one router.  [default: 1]")]
 Router = Annotated[
     str | None,
-    typer.Option(help="Who gets a request: round-robin, least-loaded.  [default: least-loaded]"),
+    typer.Option(
+        help="Who gets a request: round-robin, least-loaded, e2.  [default: least-loaded]"
+    ),
 ]
 Churn = Annotated[
     float | None, typer.Option(help="Times that a PC leaves in an hour, on average.  [default: 0]")

@@ -48,7 +48,7 @@ class Heads:
         context: zmq.asyncio.Context,
         keys: KeyPair,
         on_change: Callable[[str], None],
-        on_message: Callable[[str, DataMessage], None],
+        on_message: Callable[[str, DataMessage, memoryview | None], None],
         via: Callable[[StageAddress], StageAddress] = lambda address: address,
     ) -> None:
         """``via`` says where a head is reached from here."""
@@ -184,7 +184,7 @@ class Heads:
             endpoints(address.addresses, address.port),
             name=f"the head of {pipeline}",
             events=ClientEvents(
-                on_message=lambda message, _: self._on_message(pipeline, message),
+                on_message=lambda message, payload: self._on_message(pipeline, message, payload),
                 on_connect=changed,
                 on_disconnect=changed,
             ),

@@ -124,7 +124,9 @@ class Node:
             resources.context, resources.keys, self._heads_changed, self._head_said, detours.address
         )
         limits = StreamLimits(hold_s=settings.hold)
-        self.requests = Requests(self._heads, limits, self._metrics, self._clock, self.status)
+        self.requests = Requests(
+            self._heads, limits, self._metrics, self._clock, self.status, settings.router
+        )
         self._served = ServedModels(self._store, self._models_changed, self._trouble)
         self._readiness = Readiness(
             resources.announce, self.session, self._assignments, self.requests
@@ -390,8 +392,8 @@ class Node:
         self.requests.heads_changed(model)
         self._readiness.model_changed(model)
 
-    def _head_said(self, pipeline: str, message: DataMessage) -> None:
-        self.requests.message(pipeline, message)
+    def _head_said(self, pipeline: str, message: DataMessage, payload: memoryview | None) -> None:
+        self.requests.message(pipeline, message, payload)
 
     def _metrics(self) -> Figures:
         figures = self._assignments.supervisor.metrics()

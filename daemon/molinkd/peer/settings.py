@@ -133,6 +133,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     token_uses: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
     #: How many PCs may be members of the swarm at once.
     max_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 64
+    #: Which of several pipelines of a model a request of this PC's endpoint goes to.
+    router: Literal["e2", "least-loaded", "round-robin"] = "e2"
     #: How answers write calls of tools; ``raw``: nothing is taken out of them.
     answer_format: FormatChoice = "auto"
     #: Largest body that the endpoint takes, in bytes.

@@ -15,8 +15,20 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from molink.errors import MessageTooLarge, ModelNotFound, MolinkError, Overloaded, Unavailable
+import msgspec
+
+from molink.errors import (
+    MessageTooLarge,
+    ModelNotFound,
+    MolinkError,
+    Overloaded,
+    Unavailable,
+    WireError,
+)
+from molink.routing.create import create_router
+from molink.routing.report import unpack_report
 from molink.swarm.generation import GeneratedToken, GenerationRequest
+from molink.swarm.request_routing import RequestRouting
 from molink.swarm.stream import (
     Act,
     Emit,
@@ -55,6 +67,10 @@ class _Active:
     stream: Stream
     feed: Feed
     target: HeadEpoch | None = None
+    #: Pipelines that it could have gone to as well.
+    others: int = 0
+    #: Of the answer, from ``target``.
+    tokens: int = 0
     timer: asyncio.TimerHandle | None = None
 
 
@@ -68,13 +84,18 @@ class Requests:
         metrics: Callable[[], Figures],
         clock: RunningClock,
         status: Callable[[], Awaitable[bytes]],
+        router: str = "e2",
     ) -> None:
-        """``clock`` is of the running event loop, and so is ``status()`` (JSON, UTF-8)."""
+        """``clock`` is of the running event loop, and so is ``status()`` (JSON, UTF-8).
+
+        ``router`` chooses among the pipelines of a model (:mod:`molink.routing.create`).
+        """
         self._heads = heads
         self._clock = clock
         self._limits = limits
         self._more_metrics = metrics
         self._status = status
+        self._routing = RequestRouting(create_router(router))
         self._loop = asyncio.get_running_loop()
         self._active: dict[str, _Active] = {}
         #: Keys have to differ from those of this peer's earlier daemons.
@@ -126,6 +147,8 @@ class Requests:
         figures = self._more_metrics()
         for name, count in dict(self._counters).items():
             figures.counters[f"daemon_requests_{name}"] = float(count)
+        for name, count in self._routing.counts.items():
+            figures.counters[f"daemon_routes_{name}"] = float(count)
         figures.gauges["daemon_requests_active"] = float(len(self._active))
         return figures
 
@@ -161,6 +184,7 @@ class Requests:
     def heads_changed(self, model: str) -> None:
         """The usable heads of a model may have changed."""
         targets = self._heads.targets(model)
+        self._routing.keep(HeadEpoch(one.pipeline, one.epoch) for one in self._heads.routes)
         self._note_unserved(model, bool(targets))
         self._ready = self._ready | {model} if targets else self._ready - {model}
         for active in list(self._active.values()):
@@ -195,13 +219,19 @@ class Requests:
             call, self._on_replayed = self._on_replayed, None
             call()
 
-    def message(self, pipeline: str, message: DataMessage) -> None:
+    def message(
+        self, pipeline: str, message: DataMessage, payload: memoryview | None = None
+    ) -> None:
         """A head sends."""
         now = self._clock.time()
         if isinstance(message, Tokens):
+            self._learn(pipeline, message, payload, now)
             for token in message.tokens:
                 active = self._served_by(pipeline, token.key)
                 if active is not None:
+                    if active.tokens == 0:
+                        self._routing.began(active.stream.key, token.cached, now)
+                    active.tokens += 1
                     self._carry_out(active, active.stream.token(token, now))
             self._look_for_replayed()
         elif isinstance(message, Rejected):
@@ -209,6 +239,18 @@ class Requests:
             if active is not None:
                 self._counters[f"rejected_{message.reason}"] += 1
                 self._carry_out(active, active.stream.rejected(message, now))
+
+    def _learn(
+        self, pipeline: str, message: Tokens, payload: memoryview | None, now: float
+    ) -> None:
+        """What a head tells of its cache; nonsense is dropped: it would only cost time."""
+        if message.cache is None or payload is None:
+            return
+        target = HeadEpoch(pipeline, message.tokens[0].epoch)
+        try:
+            self._routing.reported(target, unpack_report(message.cache, payload), now)
+        except WireError as error:
+            log.debug("the head of %s tells of its cache: %s", pipeline, error)
 
     def _served_by(self, pipeline: str, key: str) -> _Active | None:
         """The request of a submission's key, if ``pipeline`` is the one that serves it."""
@@ -243,17 +285,19 @@ class Requests:
         if active.stream.state != "done":
             self._counters["cancelled"] += 1
         self._carry_out(active, active.stream.cancel())
+        self._routing.over(key, active.tokens, self._clock.time())
         self._look_for_replayed()
 
     def _choose(self, active: _Active, targets: Sequence[HeadEpoch]) -> None:
-        """Stay with the pipeline that serves the request, else take the least busy one."""
+        """Stay with the pipeline that serves the request, else take the one that suits it best."""
+        now = self._clock.time()
         if active.target not in targets:
-            load = Counter(other.target for other in self._active.values())
-            active.target = min(targets, key=lambda target: load[target], default=None)
+            prompt = active.stream.request.prompt
+            active.target = self._routing.choose(active.stream.key, prompt, targets, now)
+            active.tokens, active.others = 0, max(0, len(targets) - 1)
         reason = "" if targets else self._heads.reason(active.stream.request.model)
         if reason:
             active.stream.unserved(reason)
-        now = self._clock.time()
         active.stream.forming(self._heads.forming(active.stream.request.model), now)
         self._carry_out(active, active.stream.head(active.target, now))
 
@@ -285,7 +329,9 @@ class Requests:
     def _submit(self, active: _Active, act: SendSubmit) -> None:
         self._counters["submitted"] += 1
         messages: list[tuple[DataMessage, bytes | None]]
-        messages = [(act.submit, act.grammar), *prompt_parts(act.submit.key, act.ids)]
+        cache = self._routing.wants(act.target, active.others)
+        submit = act.submit if cache is None else msgspec.structs.replace(act.submit, cache=cache)
+        messages = [(submit, act.grammar), *prompt_parts(submit.key, act.ids)]
         try:
             for message, part in messages:
                 self._heads.send(act.target, message, part)

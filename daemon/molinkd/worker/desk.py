@@ -1,12 +1,14 @@
 """Where daemons hand requests to the head, and tokens go back to them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from molink.errors import ContextTooLong, MolinkError, Overloaded
 from molink.head.head import Head
 from molink.head.intake import Intake
 from molink.head.request import Emission
+from molink.routing.report import pack_report
+from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import (
     Beat,
@@ -54,6 +56,8 @@ class Desk:
         self._send = send
         self._intake = Intake(head.limits.longest, vocabulary)
         self._connections: dict[tuple[str, str], bytes] = {}
+        #: Requests with whose first token their daemons are told of the cache, and since when.
+        self._asked: dict[tuple[str, str], int] = {}
         #: Requests whose tokens could not be sent: where to say so, and until when to try.
         self._owed: dict[tuple[str, str], tuple[bytes, float]] = {}
 
@@ -83,17 +87,32 @@ class Desk:
                 continue
             if isinstance(message, Rejected):
                 del self._connections[owner, message.key]
+                self._asked.pop((owner, message.key), None)
                 self._send(identity, message)
             else:
                 tokens.setdefault(identity, []).append((owner, message))
         for identity, owned in tokens.items():
-            sent = [self._send(identity, batch) for batch in _batches(token for _, token in owned)]
+            first, *others = _batches(token for _, token in owned)
+            sent = [self._send_first(identity, first, owned)]
+            sent += [self._send(identity, batch) for batch in others]
             for owner, token in owned:
                 if not all(sent):
                     self._cancel(owner, token.key, now)
                     self._owed[owner, token.key] = identity, now + OWED_S
                 elif token.finish is not None:
                     del self._connections[owner, token.key]
+
+    def _send_first(
+        self, identity: bytes, batch: Tokens, owned: Sequence[tuple[str, Token]]
+    ) -> bool:
+        """Send tokens; with them what has changed in the cache, if one of the requests asks."""
+        asked = [self._asked.pop((owner, token.key), None) for owner, token in owned]
+        versions = [version for version in asked if version is not None]
+        if not versions:
+            return self._send(identity, batch)
+        news, digests = pack_report(self._head.cache_report(min(versions)))
+        payload = Payload("u8", (len(digests),))
+        return self._send(identity, Tokens(batch.tokens, news, payload), digests)
 
     def sweep(self, now: float) -> None:
         """Find what will never go on: incomplete requests, and connections that are gone."""
@@ -122,6 +141,7 @@ class Desk:
         self._intake.cancel_owner(owner)
         for known in [known for known in self._connections if known[0] == owner]:
             del self._connections[known]
+            self._asked.pop(known, None)
 
     def close(self) -> None:
         """The epoch is over: tell every daemon, so that it resubmits under the next one."""
@@ -142,6 +162,8 @@ class Desk:
         try:
             grammar = b"" if payload is None else bytes(payload)
             self._intake.submit(owner, message, now, grammar)
+            if message.cache is not None:
+                self._asked[owner, message.key] = message.cache
         except MolinkError as error:
             self._refuse(owner, message.key, error)
 
@@ -168,6 +190,7 @@ class Desk:
         self, owner: str, key: str, reason: RejectReason, message: str, retry_after: float = 0.0
     ) -> None:
         identity = self._connections.pop((owner, key), None)
+        self._asked.pop((owner, key), None)
         if identity is not None:
             self._send(identity, _rejected(self._head.epoch, key, reason, message, retry_after))
 
@@ -175,6 +198,7 @@ class Desk:
         self._intake.cancel(owner, key)
         self._head.cancel(owner, key, now)
         self._connections.pop((owner, key), None)
+        self._asked.pop((owner, key), None)
 
 
 def _rejected(

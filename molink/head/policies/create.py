@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from molink.errors import UsageError
 from molink.head.policies.base import SchedulingPolicy
+from molink.head.policies.cached_share import CachedShare
 from molink.head.policies.fcfs import Fcfs
 from molink.head.policies.fixed_priority import FixedPriority
 from molink.head.policies.mlfq import Mlfq
@@ -15,6 +16,7 @@ _POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
     "skip-join-mlfq": SkipJoinMlfq,
     "mlfq": Mlfq,
     "fixed-priority": FixedPriority,
+    "cached-share": CachedShare,
 }
 #: They know how long answers will be, which only simulations do.
 _ORACLES: dict[str, Callable[[], SchedulingPolicy]] = {"srpt": Srpt}

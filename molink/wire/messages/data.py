@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from molink.facts.costs import Costs
 from molink.facts.drafts import MAX_DRAFTS
 from molink.facts.pace import MAX_PACE
 from molink.facts.scalars import Count, Index, Sentence, Text
@@ -427,6 +428,9 @@ class Submit(LeanMessage, frozen=True, tag="submit"):
     #: Tokens the head may be ahead of what the daemon has credited.
     window: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 256
     payload: Payload | None = None
+    #: What the daemon knows of the head's prefix cache, by the version of the last
+    #: :class:`CacheNews` of this epoch (-1: nothing); ``None``: it need not be told.
+    cache: Annotated[int, msgspec.Meta(ge=-1, le=2**53)] | None = None
 
 
 class Prompt(LeanMessage, frozen=True, tag="prompt"):
@@ -470,10 +474,28 @@ class Token(LeanMessage, frozen=True, tag=False):
     cached: Count = 0
 
 
+class CacheNews(LeanMessage, frozen=True):
+    """What has come into a head's prefix cache and left it: a :class:`CacheReport` on its way.
+
+    The payload has digests of 8 bytes each (little-endian): ``added`` ones, then those evicted.
+    """
+
+    version: Count
+    whole: bool
+    added: Index
+    room: Count = 0
+    costs: Costs | None = None
+
+
 class Tokens(LeanMessage, frozen=True, tag="tokens"):
-    """Tokens of one micro-batch for one daemon, of several requests."""
+    """Tokens of one micro-batch for one daemon, of several requests.
+
+    ``cache`` (payload ``u8 [8n]``) is for those who asked for it with :attr:`Submit.cache`.
+    """
 
     tokens: Annotated[tuple[Token, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
+    cache: CacheNews | None = None
+    payload: Payload | None = None
 
 
 class Rejected(LeanMessage, frozen=True, tag="rejected"):

@@ -67,7 +67,7 @@ class HeadLoad(LeanMessage, frozen=True):
     """What a pipeline's head does: its KV blocks, and its requests, the oldest of them by name.
 
     Of those ``waiting``, ``swapped`` have their KV in host memory, which has room for
-    ``host_blocks``.
+    ``host_blocks``. Its prefix cache had ``cached`` percent of the prompts' tokens so far.
     """
 
     pipeline: Text
@@ -80,6 +80,7 @@ class HeadLoad(LeanMessage, frozen=True):
     swapped: Index = 0
     host_blocks: Index = 0
     host_used: Index = 0
+    cached: Percent = 0
 
 
 class Load(LeanMessage, frozen=True):

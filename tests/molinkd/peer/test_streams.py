@@ -7,10 +7,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from molink.errors import ModelNotFound, MolinkError, Overloaded, RequestError, Unavailable
+from molink.routing.report import CacheReport, pack_report
+from molink.routing.spans import SPAN
 from molink.swarm.generation import GenerationRequest
 from molink.swarm.stream import HeadEpoch, StreamLimits
+from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import (
     Cancel,
@@ -45,7 +49,8 @@ class FakeHeads:
 
     @property
     def routes(self) -> list[Route]:
-        return [ROUTE]
+        others = [one for one in self.usable if one.pipeline != "p1"]
+        return [ROUTE, *(structs.replace(ROUTE, pipeline=one.pipeline) for one in others)]
 
     def forming(self, model: str) -> int:
         return self.sign
@@ -321,6 +326,39 @@ async def test_nobody_there(heads: FakeHeads, clock: RunningClock) -> None:
     assert not requests.ready()
     with pytest.raises(Unavailable, match="no pipeline"):
         await collect(requests, ask())
+
+
+async def test_prompts_that_begin_alike_go_to_the_pipeline_that_has_it(
+    requests: Requests, heads: FakeHeads
+) -> None:
+    heads.usable = [HeadEpoch("p1", 1), HeadEpoch("p2", 1)]
+    served: list[str] = []
+    shared = tuple(range(1, 2 * SPAN + 1))
+
+    def answer(message: DataMessage) -> None:
+        if isinstance(message, Submit):
+            served.append(message.pipeline)
+            assert (message.cache is not None) == (len(heads.usable) > 1)
+            token = Token(1, message.key, message.tokens, 7, finish="length")
+            if len(served) == 3:
+                heads.usable.remove(HeadEpoch(message.pipeline, 1))
+                requests.heads_changed("m")
+                return
+            news, digests = pack_report(CacheReport(len(served), False))
+            tokens = Tokens((token,), news, Payload("u8", (len(digests),)))
+            requests.message(message.pipeline, tokens, memoryview(digests))
+
+    heads.on_send = answer
+    for own in (7, 8, 9, 10):
+        request = GenerationRequest("m", (*shared, own), 1, Sampling(seed=1))
+        assert await asyncio.wait_for(collect(requests, request), 60) == [7]
+    one, other = {"p1", "p2"}, {"p1", "p2"} - {served[0]}
+    assert {served[0], *other} == one
+    # The third is lost with the pipeline, and goes to the other one, as all do from then on.
+    assert served == [served[0]] * 3 + [*other] * 2
+    await asyncio.sleep(0)
+    counters = requests.metrics().counters
+    assert (counters["daemon_routes_explored"], counters["daemon_routes_exploited"]) == (1, 2)
 
 
 async def test_strangers_tokens_do_not_count(requests: Requests, heads: FakeHeads) -> None:

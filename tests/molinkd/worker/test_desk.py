@@ -8,7 +8,10 @@ import pytest
 from molink.head.head import Head
 from molink.head.intake import PART_TIMEOUT
 from molink.head.limits import HeadLimits
+from molink.head.prefix import ROOT
 from molink.head.request import Emission
+from molink.routing.report import CacheReport, unpack_report
+from molink.routing.spans import span_digests
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import (
@@ -105,6 +108,31 @@ def test_the_same_key_again_replaces_the_request(desk: Desk, head: Head, wire: W
     assert head.live == [("daemon", "k")]
     desk.deliver([Emission("daemon", Token(3, "k", 3, 7))], 0.0)
     assert wire.sent == [(again.identity, Tokens((Token(3, "k", 3, 7),)))]
+
+
+def test_who_asks_is_told_of_the_cache_with_the_first_token(head: Head, wire: Wire) -> None:
+    said: list[Any] = []
+
+    def send(identity: bytes, message: Any, payload: Any = None) -> bool:
+        data_codec().encode(message, payload)
+        said.append((message, payload))
+        return True
+
+    desk, prompt = Desk(head, "p1", 100, send), list(range(64))
+    head._cache.span_log.added(0, ROOT, tuple(prompt))
+    for key, version in (("asks", -1), ("knows", 1), ("does not", None)):
+        submit = Submit("p1", 3, key, 2, 2, 4, Sampling(), cache=version)
+        desk.handle(HERE, submit, None, 0.0)
+        payload = memoryview(array("i", [1, 2]).tobytes())
+        desk.handle(HERE, Prompt(key, 0, Payload("i32", (2,))), payload, 0.0)
+        for position in (2, 3):
+            desk.deliver([Emission("daemon", Token(3, key, position, 7))], 0.0)
+    reports = [
+        message.cache and unpack_report(message.cache, memoryview(payload))
+        for message, payload in said
+    ]
+    whole = CacheReport(1, True, span_digests(prompt), room=32)
+    assert reports == [whole, None, CacheReport(1, False, room=32), None, None, None]
 
 
 def test_a_daemon_that_is_gone_loses_its_requests(desk: Desk, head: Head, wire: Wire) -> None:

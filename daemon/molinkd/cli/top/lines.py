@@ -74,7 +74,8 @@ def _sums(view: View) -> str:
     ]
     for ring in view.rings:
         if ring.blocks:
-            parts.append(f"KV {ring.used_blocks}/{ring.blocks}  K {ring.micro_batches}")
+            cached = f"  cached {ring.cached} %" if ring.cached else ""
+            parts.append(f"KV {ring.used_blocks}/{ring.blocks}  K {ring.micro_batches}{cached}")
         if ring.host_blocks:
             parts.append(f"swapped {ring.swapped}, {ring.used_host_blocks}/{ring.host_blocks}")
     return "   ".join(parts)

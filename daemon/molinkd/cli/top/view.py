@@ -76,6 +76,7 @@ class RingView:
     used_blocks: int
     blocks: int
     micro_batches: int
+    cached: int
     requests: tuple[RequestView, ...]
     tokens_per_s: float
     host_blocks: int = 0
@@ -215,6 +216,7 @@ def _ring(
         used_blocks=head.used,
         blocks=head.blocks,
         micro_batches=head.micro_batches,
+        cached=head.cached,
         requests=tuple(
             RequestView(
                 names.get(one.peer, plain(one.peer)),

@@ -1,0 +1,1 @@
+"""Which of several pipelines of a model serves a request."""

@@ -1,0 +1,59 @@
+"""How long requests that share a beginning wait before they are computed."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+#: Beginnings that are watched, and requests that say something about one.
+MAX_WATCHED = 4096
+ENOUGH = 4
+#: A wait counts as longer from so many times the one before (Preble, §4.2).
+GROWTH = 2.0
+
+
+@dataclass(slots=True)
+class _Wait:
+    half: int
+    total_s: float = 0.0
+    count: int = 0
+    before_s: float = 0.0
+
+
+class Waits:
+    """Mean waits in the present half of a window, and in the one before."""
+
+    def __init__(self, half_s: float) -> None:
+        self._half_s = half_s
+        self._waits: OrderedDict[int, _Wait] = OrderedDict()
+
+    def add(self, digest: int, wait_s: float, now: float) -> None:
+        """A request that begins so has waited."""
+        wait = self._turned(digest, now)
+        wait.total_s += wait_s
+        wait.count += 1
+
+    def doubled(self, digest: int, least_s: float, now: float) -> bool:
+        """Whether they wait for more than twice as long as before, and than ``least_s``.
+
+        It is told once for a half of a window.
+        """
+        if digest not in self._waits:
+            return False
+        wait = self._turned(digest, now)
+        if wait.count < ENOUGH or wait.total_s / wait.count <= max(least_s, GROWTH * wait.before_s):
+            return False
+        wait.before_s = wait.total_s / wait.count
+        return True
+
+    def _turned(self, digest: int, now: float) -> _Wait:
+        half = int(now / self._half_s)
+        wait = self._waits.get(digest)
+        if wait is None:
+            wait = self._waits[digest] = _Wait(half)
+            while len(self._waits) > MAX_WATCHED:
+                self._waits.popitem(last=False)
+        elif wait.half != half:
+            mean = wait.total_s / wait.count if wait.count else 0.0
+            wait.before_s = mean if wait.half == half - 1 else 0.0
+            wait.half, wait.total_s, wait.count = half, 0.0, 0
+        self._waits.move_to_end(digest)
+        return wait

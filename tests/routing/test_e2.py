@@ -1,0 +1,187 @@
+"""E2: exact choices, and that nothing that it is told can hurt but time."""
+
+import random
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molink.facts.costs import Costs
+from molink.routing.base import PipelineLoad, Prompt
+from molink.routing.e2 import E2
+from molink.routing.report import CacheReport
+from molink.routing.spans import SPAN
+from molink.routing.tree import MAX_SPANS
+
+COSTS = Costs(token=0.001, answer=0.001)
+KEYS = count()
+
+
+def prompt(family: int, shared: int, own: int) -> Prompt:
+    """``shared`` spans that begin a family of prompts, and ``own`` ones."""
+    key = next(KEYS)
+    spans = [family * 1000 + index for index in range(shared)]
+    spans += [10**6 + key * 1000 + index for index in range(own)]
+    return Prompt(str(key), len(spans) * SPAN + 10, spans)
+
+
+@pytest.fixture
+def up() -> list[PipelineLoad]:
+    return [PipelineLoad(name) for name in "abcd"]
+
+
+@pytest.fixture
+def e2(up: list[PipelineLoad]) -> E2:
+    router = E2()
+    for load in up:
+        router.reported(load.name, CacheReport(0, True, room=100_000, costs=COSTS), 0.0)
+    return router
+
+
+def done(router: E2, request: Prompt, now: float) -> None:
+    router.began(request.key, 0, now)
+    router.over(request.key, 1, now)
+
+
+def test_who_has_most_of_it_gets_it(e2: E2, up: list[PipelineLoad]) -> None:
+    homes = {}
+    for family in range(4):
+        first = prompt(family, 20, 2)
+        homes[family] = e2.choose(first, up, 0.0).name
+        done(e2, first, 1.0)
+    assert sorted(homes.values()) == ["a", "b", "c", "d"]
+    for family in (3, 1, 2, 0):
+        again = prompt(family, 20, 2)
+        assert e2.choose(again, up, 2.0).name == homes[family]
+        done(e2, again, 3.0)
+    assert e2.counts["exploited"] == e2.counts["explored"] == 4
+
+
+def test_a_small_share_is_no_reason(e2: E2, up: list[PipelineLoad]) -> None:
+    first, second = prompt(1, 2, 20), prompt(1, 2, 20)
+    assert e2.choose(first, up, 0.0).name == "a"
+    assert e2.choose(second, up, 0.0).name == "b"
+
+
+def test_prompts_that_share_nothing_go_to_who_has_least_to_do(
+    e2: E2, up: list[PipelineLoad]
+) -> None:
+    long, short = prompt(1, 0, 100), prompt(2, 0, 10)
+    assert [e2.choose(each, up, 0.0).name for each in (long, short)] == ["a", "b"]
+    others = [e2.choose(prompt(3, 0, 10), up, 0.0).name for _ in range(4)]
+    assert "a" not in others
+    done(e2, long, 1.0)
+    e2.choose(prompt(3, 0, 10), up, 400.0)  # the history is over, too
+
+
+def test_a_pipeline_with_too_much_to_do_is_relieved(e2: E2, up: list[PipelineLoad]) -> None:
+    first = prompt(1, 20, 1)
+    e2.choose(first, up, 0.0)
+    done(e2, first, 1.0)
+    homes = [e2.choose(prompt(1, 20, 4), up, 2.0).name for _ in range(60)]
+    assert homes[0] == "a"
+    assert set(homes) == {"a", "b", "c", "d"}
+    assert e2.counts["redirected"] > 0
+    # Each of them has it now.
+    assert max(map(homes.count, "abcd")) <= 2 * min(map(homes.count, "abcd"))
+
+
+def test_a_prefix_for_which_the_wait_doubles_is_replicated(e2: E2, up: list[PipelineLoad]) -> None:
+    calm = E2(t_hbal=1e9)
+    for load in up:
+        calm.reported(load.name, CacheReport(0, True, room=100_000, costs=COSTS), 0.0)
+    now, waited = 0.0, (0.1, 0.1, 0.1, 0.1, 9.0, 9.0, 9.0, 9.0)
+    for index, wait in enumerate(waited):
+        now = 90.0 * (index // 4) + index
+        again = prompt(1, 16, 1)
+        assert calm.choose(again, up, now).name == "a"
+        calm.began(again.key, 0, now + wait)
+        calm.over(again.key, 1, now + wait)
+    assert calm.choose(prompt(1, 16, 1), up, now + 10).name != "a"
+    assert calm.counts["replicated"] == 1
+    assert calm.counts["redirected"] == 0
+
+
+def test_a_prompt_that_nobody_has_goes_to_who_mostly_decodes(
+    e2: E2, up: list[PipelineLoad]
+) -> None:
+    # "a" serves what is cached and answers at length, the others prompts that are not.
+    for load in up:
+        e2.reported(load.name, CacheReport(1, False, costs=Costs(0.001, 0.0, 0.02)), 0.0)
+    e2.reported("a", CacheReport(1, False, tuple(range(1000, 1020))), 0.0)
+    for _ in range(2):
+        e2.choose(prompt(1, 20, 0), up, 0.0)
+        for load in up[1:]:
+            e2.choose(prompt(2, 0, 50), [load], 0.0)
+    assert e2.choose(prompt(3, 0, 10), up, 0.0).name == "a"
+
+
+def test_what_a_head_has_evicted_is_not_there(e2: E2, up: list[PipelineLoad]) -> None:
+    first = prompt(1, 20, 0)
+    e2.choose(first, up, 0.0)
+    done(e2, first, 0.0)
+    e2.reported("a", CacheReport(1, False, evicted=tuple(first.spans)), 1.0)
+    e2.reported("c", CacheReport(1, False, added=tuple(first.spans)), 1.0)
+    assert e2.choose(prompt(1, 20, 0), up, 2.0).name == "c"
+
+
+def test_a_whole_report_replaces_what_was_known_but_not_what_is_on_its_way(
+    e2: E2, up: list[PipelineLoad]
+) -> None:
+    old, new = prompt(1, 20, 0), prompt(2, 20, 0)
+    e2.choose(old, up[:1], 0.0)
+    e2.choose(new, up[:1], 100.0)
+    e2.reported("a", CacheReport(5, True), 101.0)
+    assert e2.cached_tokens("a") == 20 * SPAN
+
+
+def test_who_is_gone_has_nothing_when_it_comes_back(e2: E2, up: list[PipelineLoad]) -> None:
+    first = prompt(1, 20, 0)
+    assert e2.choose(first, up, 0.0).name == "a"
+    e2.gone("a")
+    assert e2.choose(first, up[1:], 1.0).name == "b"
+    done(e2, first, 2.0)
+    assert e2.choose(prompt(1, 20, 0), up, 3.0).name == "b"
+    assert e2.cached_tokens("a") == 0
+
+
+def test_a_lost_request_is_counted_once(e2: E2, up: list[PipelineLoad]) -> None:
+    request = prompt(1, 20, 0)
+    for now in range(5):
+        e2.choose(request, up, float(now))
+    e2.over(request.key, 7, 6.0)
+    e2.over(request.key, 7, 6.0)
+    e2.began(request.key, 0, 6.0)
+    done(e2, prompt(2, 3, 0), 6.0)
+    e2.validate()
+
+
+@given(st.integers(0, 2**32))
+def test_whatever_is_reported_it_answers_and_forgets(seed: int) -> None:
+    rng = random.Random(seed)
+    router, live = E2(window_s=20.0), list[Prompt]()
+    pipelines = [PipelineLoad(name) for name in "abc"]
+    for now in range(60):
+        there = rng.sample(pipelines, rng.randrange(1, 4))
+        match rng.randrange(5):
+            case 0:
+                spans = tuple(rng.randrange(5000) for _ in range(rng.randrange(30)))
+                report = CacheReport(
+                    now, rng.random() < 0.2, spans, spans[::2], rng.randrange(4096)
+                )
+                router.reported(rng.choice("abcx"), report, now)
+            case 1:
+                router.gone(rng.choice("abcx"))
+            case 2 if live:
+                done(router, live.pop(rng.randrange(len(live))), now)
+            case _:
+                request = prompt(rng.randrange(4), rng.randrange(9), rng.randrange(9))
+                assert router.choose(request, there, now) in there
+                live.append(request)
+        router.validate()
+    for request in live:
+        done(router, request, 61.0)
+    # What is still to be done is nothing again: only the history tells pipelines apart.
+    assert router.idle
+    assert sum(router.cached_tokens(name) for name in "abcx") <= MAX_SPANS * SPAN

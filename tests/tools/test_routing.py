@@ -1,0 +1,80 @@
+"""What the figures of routing are made of."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from molink.bench.trace import PART_TOKENS, TraceRow
+from molink.routing.base import PipelineLoad, Prompt
+from tools import routing
+
+
+@pytest.fixture
+def trace() -> list[TraceRow]:
+    """Fifty conversations of three turns behind one system prompt."""
+    return [
+        TraceRow(
+            float(50 * turn + talk), 512 * (turn + 2), 9, (0, *range(9 * talk, 9 * talk + turn + 1))
+        )
+        for turn in range(3)
+        for talk in range(1, 51)
+    ]
+
+
+def test_a_conversation_is_kept_whole_or_left_out(trace: list[TraceRow]) -> None:
+    kept = [routing.conversation(trace, seed) for seed in range(routing.THINNED)]
+    assert sum(map(len, kept)) == len(trace)
+    for rows in kept:
+        assert set(Counter(map(routing.family, rows)).values()) <= {3}
+
+
+def test_tools_are_asked_for_by_zipf_each_time_with_another_question() -> None:
+    rows = routing.tools((), 1)
+    asked = Counter(map(routing.family, rows)).most_common()
+    assert len(rows) == routing.COUNTS["tools"]
+    assert 1.5 < asked[0][1] / asked[1][1] < 3 or asked[0][1] > len(rows) / 8
+    assert len({row.parts[-1] for row in rows}) == len(rows)
+    assert all(0 < row.input_tokens - PART_TOKENS * (len(row.parts) - 1) < 256 for row in rows)
+
+
+def test_those_alone_share_nothing(trace: list[TraceRow], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(routing.COUNTS, "alone", 100)
+    rows = routing.alone(trace, 1)
+    parts = [part for row in rows for part in row.parts]
+    assert len(set(parts)) == len(parts)
+
+
+def test_the_oracle_parts_the_work_evenly_and_keeps_families_together() -> None:
+    rows = routing.tools((), 2)
+    oracle = routing.Oracle(rows, 1.0)
+    up = [PipelineLoad(str(number)) for number in range(routing.PIPELINES)]
+    homes: dict[int, set[str]] = {}
+    work = Counter[str]()
+    for index, row in enumerate(rows):
+        name = oracle.choose(Prompt(str(index), row.input_tokens), up, 0.0).name
+        homes.setdefault(routing.family(row), set()).add(name)
+        work[name] += row.output_tokens + PART_TOKENS
+    assert all(len(names) == 1 for names in homes.values())
+    assert max(work.values()) < 2 * min(work.values())
+
+
+def test_runs_are_stored_once_and_compared_seed_by_seed(tmp_path: Path) -> None:
+    def rows(router: str, *seconds: float) -> list[dict[str, object]]:
+        names = ("latency_mean_s", "latency_p99_s", "ttft_mean_s", "ttft_p99_s")
+        return [
+            {"workload": "tools", "rate": 1.0, "seed": seed, "router": router}
+            | dict.fromkeys(names, each)
+            for seed, each in enumerate(seconds)
+        ]
+
+    out = tmp_path / "routing.json"
+    routing.store(out, rows("e2", 9.0, 2.0), {"decisions_per_s": 5.0})
+    routing.store(out, rows("e2", 1.0), None)
+    routing.store(out, rows("round-robin", 2.0, 6.0), None)
+    stored = json.loads(out.read_text(encoding="utf-8"))
+    assert len(stored["rows"]) == 4
+    assert stored["speed"] == {"decisions_per_s": 5.0}
+    (compared,) = stored["by_e2"]
+    assert (compared["router"], compared["latency_p99_s"]) == ("round-robin", [2.5, 2.0, 3.0])

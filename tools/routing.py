@@ -1,0 +1,296 @@
+"""What prefix-aware routing brings over four pipelines, in virtual time; and its speed.
+
+    python -m tools.routing --all --trace FILE      # latencies, then decisions per second
+    python -m tools.routing latency --workloads tools
+    python -m tools.routing speed
+
+Both add to ``docs/results/routing.json`` (``--out``), where the same runs are replaced.
+Pipelines are rings of the product's deciders, each with a prefix cache of its own. The workloads:
+
+- ``conversation``: Mooncake's conversation trace (``--trace``, JSONL) with its arrivals and with
+  what prompts share. Its service ran on many GPUs, so it is thinned *by conversation* (the part
+  behind the system prompt, which all have) to a sixteenth: a seed is another sixteenth.
+- ``tools``: 200 tools, each with a prompt of 2048 to 6144 tokens of its own, asked for by Zipf
+  (1.1), each time with another question.
+- ``alone``: the trace's sizes, of prompts that share nothing.
+
+``oracle`` knows all requests beforehand and gives each pipeline a fixed part of the tools, or of
+the conversations: as much work each as can be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from molink.bench.planned import PlannedRequest
+from molink.bench.trace import PART_TOKENS, TraceRow, read_trace
+from molink.routing.base import PipelineLoad, Prompt, Router
+from molink.routing.create import create_router
+from molink.routing.e2 import E2
+from molink.routing.report import CacheReport
+from molink.routing.spans import SPAN, span_digests
+from molink.sim.fleet import FleetOutcome, FleetScenario, simulate_fleet
+from molink.sim.profiles import LinkProfile, ModelProfile
+from molink.sim.scenario import Scenario
+from molink.sim.workload import Workload
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results" / "routing.json"
+PIPELINES = 4
+DEVICE = "rtx5090"
+#: Qwen2.5-7B-Instruct, by its config.json: a token's keys and values are small.
+MODEL = ModelProfile("qwen2.5-7b", "config.json", 28, 3584, 18_944, 28, 4, 128, 152_064)
+MAX_PROMPT, MAX_OUTPUT = 131_072, 4096
+#: Of all conversations of the trace one in so many.
+THINNED = 16
+TOOLS, ZIPF = 200, 1.1
+#: Requests of a run, and those per second, by workload.
+COUNTS = {"conversation": 800, "tools": 1500, "alone": 400}
+#: Share of them that comes before anything is counted.
+WARM_UP = 0.2
+RATES = {"conversation": 2.0, "tools": 24.0, "alone": 1.2}
+ROUTERS = ("round-robin", "least-loaded", "e2", "oracle")
+
+Rows = tuple[TraceRow, ...]
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+def family(row: TraceRow | PlannedRequest) -> int:
+    """What a request shares with those that it should be served with: a tool, a conversation."""
+    return (*row.parts, 0, 0)[1]
+
+
+def conversation(rows: Sequence[TraceRow], seed: int) -> Rows:
+    """A sixteenth of all conversations, each of them whole."""
+    kept = [row for row in rows if random.Random(family(row)).randrange(THINNED) == seed % THINNED]
+    return tuple(kept[: COUNTS["conversation"]])
+
+
+def tools(rows: Sequence[TraceRow], seed: int) -> Rows:
+    """Questions to tools: the parts of a tool's prompt, then one of the question."""
+    rng = random.Random(f"tools {seed}")
+    parts = [rng.randrange(4, 13) for _ in range(TOOLS)]
+    weights = [1 / rank**ZIPF for rank in range(1, TOOLS + 1)]
+    found = []
+    for index, tool in enumerate(rng.choices(range(TOOLS), weights, k=COUNTS["tools"])):
+        first = 1000 * (tool + 1)
+        ids = (*range(first, first + parts[tool]), 10_000_000 + index)
+        question = rng.randrange(32, 256)
+        tokens = PART_TOKENS * parts[tool] + question
+        found.append(TraceRow(float(index), tokens, rng.randrange(16, 160), ids))
+    return tuple(found)
+
+
+def alone(rows: Sequence[TraceRow], seed: int) -> Rows:
+    """Sizes of the trace in another order; no two prompts share anything."""
+    chosen = random.Random(f"alone {seed}").sample(rows, COUNTS["alone"])
+    return tuple(
+        replace(
+            row, at=float(index), parts=tuple(range(1000 * index, 1000 * index + len(row.parts)))
+        )
+        for index, row in enumerate(chosen)
+    )
+
+
+WORKLOADS: dict[str, Callable[[Sequence[TraceRow], int], Rows]] = {
+    "conversation": conversation,
+    "tools": tools,
+    "alone": alone,
+}
+
+
+class Oracle(Router):
+    """A fixed part of the families for each pipeline, by the work of all of their requests."""
+
+    def __init__(self, rows: Rows, per_answer: float) -> None:
+        """A token of an answer takes ``per_answer`` times as long as one of a prompt."""
+        self._rows = rows
+        seen, work = set[tuple[int, ...]](), Counter[int]()
+        for row in rows:
+            new = sum(row.parts[: end + 1] not in seen for end in range(len(row.parts)))
+            seen.update(row.parts[: end + 1] for end in range(len(row.parts)))
+            work[family(row)] += PART_TOKENS * new + per_answer * row.output_tokens
+        loads = [0.0] * PIPELINES
+        self._places: dict[int, int] = {}
+        for each, tokens in work.most_common():
+            place = self._places[each] = loads.index(min(loads))
+            loads[place] += tokens
+
+    def choose(self, prompt: Prompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+        """The one that its family is at."""
+        return up[self._places[family(self._rows[int(prompt.key)])]]
+
+
+# --- latency -------------------------------------------------------------------------------------
+
+
+def run(workload: str, rows: Rows, router: str, rate: float, seed: int) -> FleetOutcome:
+    """One simulation."""
+    arrivals = "trace" if workload == "conversation" else "poisson"
+    # A tenth of the rows is left over, so that no run begins them again.
+    seconds = len(rows) / rate * (1.0 if arrivals == "trace" else 0.9)
+    load = Workload(
+        rate,
+        (1 - WARM_UP) * seconds,
+        WARM_UP * seconds,
+        rows=rows,
+        arrivals=arrivals,  # type: ignore[arg-type]
+        seed=seed,
+        max_prompt=MAX_PROMPT,
+        max_output=MAX_OUTPUT,
+    )
+    ring = Scenario(load, 1, DEVICE, link=LinkProfile(1000, 0.5), shape=MODEL)
+    oracle = router == "oracle"
+    fleet = FleetScenario(ring, PIPELINES, router="round-robin" if oracle else router)
+    return simulate_fleet(fleet, Oracle(rows, 1.0) if oracle else create_router(router))
+
+
+def figures(outcome: FleetOutcome) -> dict[str, float]:
+    """Seconds."""
+    report = outcome.report
+    if outcome.lost or report.latency_s.mean is None:
+        raise SystemExit(f"{outcome.lost} requests failed: {report.first_error}")
+    named = (("latency", report.latency_s), ("ttft", report.ttft_s))
+    return {
+        f"{name}_{which}_s": getattr(summary, which)
+        for name, summary in named
+        for which in ("mean", "p50", "p99")
+    } | {"cached_share": outcome.cached, "busy": fmean(outcome.busy)}
+
+
+def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All routers on all workloads, one row each for every seed."""
+    trace = read_trace(options.trace) if options.trace is not None else []
+    if not trace and set(options.workloads) != {"tools"}:
+        raise SystemExit("conversation and alone need --trace mooncake_conversation.jsonl")
+    found = []
+    for name, seed in product(options.workloads, options.seeds):
+        rate, rows = options.rate or RATES[name], WORKLOADS[name](trace, seed)
+        for router in options.routers:
+            if router == "oracle" and name == "alone":  # nothing to be parted by
+                continue
+            row = {"workload": name, "rate": rate, "seed": seed, "router": router}
+            row |= {"requests": len(rows)} | figures(run(name, rows, router, rate, seed))
+            found.append(row)
+            values = [
+                f"{value:.2f}" if isinstance(value, float) else value for value in row.values()
+            ]
+            print(*values, flush=True)
+    return found
+
+
+def against_e2(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How many times longer than with E2 each other router takes: mean over seeds, least, most."""
+    names = ("latency_mean_s", "latency_p99_s", "ttft_mean_s", "ttft_p99_s")
+    mine = {_which(row): row for row in rows if row["router"] == "e2"}
+    others: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["router"] != "e2" and _which(row) in mine:
+            others.setdefault((row["workload"], row["rate"], row["router"]), []).append(row)
+    return [
+        {"workload": workload, "rate": rate, "router": router, "seeds": len(group)}
+        | {
+            name: (fmean(each), min(each), max(each))
+            for name in names
+            for each in [[row[name] / mine[_which(row)][name] for row in group]]
+        }
+        for (workload, rate, router), group in others.items()
+    ]
+
+
+def _which(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["workload"], row["rate"], row["seed"]
+
+
+def store(out: Path, rows: Sequence[dict[str, Any]], speed: dict[str, float] | None) -> None:
+    """Add to a file, in which the same runs are replaced."""
+    before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    known = {(*_which(row), row["router"]): row for row in [*before.get("rows", ()), *rows]}
+    ordered = [known[key] for key in sorted(known)]
+    result = {
+        "pipelines": f"{PIPELINES} of 1 x {DEVICE}, {MODEL.name}",
+        "by_e2": against_e2(ordered),
+        "speed": speed or before.get("speed"),
+        "rows": ordered,
+    }
+    for row in against_e2(rows):
+        print(row)
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+# --- speed ---------------------------------------------------------------------------------------
+
+
+def speed(options: argparse.Namespace) -> dict[str, float]:
+    """Decisions per second of CPU time: a tree of a million tokens, prompts as of the tools."""
+    rows = tools((), 1)
+    up = [PipelineLoad(str(number)) for number in range(PIPELINES)]
+    tracemalloc.start()
+    router, now = E2(), 0.0
+    rng = random.Random(1)
+    for load in up:
+        room = options.tree_tokens // PIPELINES
+        digests = tuple(rng.getrandbits(64) for _ in range(room // SPAN))
+        router.reported(load.name, CacheReport(1, True, digests, (), room), now)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    prompts = []
+    for row in rows:
+        tokens = [part for part in row.parts for _ in range(PART_TOKENS)][: row.input_tokens]
+        prompts.append(tuple(tokens))
+    began = time.process_time()
+    for index, tokens in enumerate(prompts):
+        now += 0.01
+        prompt = Prompt(str(index), len(tokens), span_digests(tokens))
+        load = router.choose(prompt, up, now)
+        router.began(prompt.key, 0, now)
+        router.over(prompt.key, 100, now)
+        load.sent += 1
+    seconds = time.process_time() - began
+    router.validate()
+    tokens_in_all = sum(router.cached_tokens(load.name) for load in up)
+    result = {
+        "decisions_per_s": len(prompts) / seconds,
+        "tokens_of_a_prompt": fmean(len(tokens) for tokens in prompts),
+        "tree_tokens": tokens_in_all,
+        "tree_mb": size / 1e6,
+    }
+    print({name: round(value, 2) for name, value in result.items()})
+    return result
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("figure", nargs="?", choices=("latency", "speed"), default="latency")
+    parser.add_argument("--all", action="store_true", help="latency of all, and speed")
+    parser.add_argument("--trace", type=Path, help="Mooncake's conversation trace")
+    names: dict[str, Sequence[str]] = {"workloads": tuple(WORKLOADS), "routers": ROUTERS}
+    for name, known in names.items():
+        parser.add_argument(f"--{name}", type=lambda text: text.split(","), default=list(known))
+    parser.add_argument(
+        "--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3]
+    )
+    parser.add_argument("--rate", type=float, help="requests/s instead of the workload's")
+    parser.add_argument("--tree-tokens", type=int, default=1_000_000)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    rows = latency(options) if options.all or options.figure == "latency" else []
+    quickness = speed(options) if options.all or options.figure == "speed" else None
+    store(options.out, rows, quickness)
+
+
+if __name__ == "__main__":
+    main()
