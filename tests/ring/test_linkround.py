@@ -124,6 +124,9 @@ class FakeHead:
     def set_times(self, times: RingTimes) -> None:
         self.links = tuple(times.links)
 
+    def set_host_room(self, blocks: int, block_s: float) -> None:
+        pass
+
 
 class Circle:
     """Real rings of ``stages`` stages."""
