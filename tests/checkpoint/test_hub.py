@@ -161,7 +161,7 @@ def test_other_bytes_are_deleted_once_no_scanner_reads_them(
     served: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.altered = True
-    seized = seize_once(monkeypatch, "unlink", ".incomplete")
+    seized = seize_once(monkeypatch, "unlink", hub.DRAFT)
     with pytest.raises(BrokenModel, match="It was deleted"):
         pull()
     assert [path.exists() for path in seized] == [False]
