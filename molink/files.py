@@ -37,3 +37,9 @@ def plain_name(text: str, otherwise: str) -> str:
     """``text`` as (the first part of) a file name that any file system takes."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:64].strip("._") or otherwise
     return f"_{plain}" if plain.partition(".")[0].lower() in _DEVICES else plain
+
+
+def is_plain(name: str) -> bool:
+    """Whether ``name`` can be that of a file in a folder, on any file system; none is hidden."""
+    plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name) is not None
+    return plain and not name.endswith(".") and name.partition(".")[0].lower() not in _DEVICES

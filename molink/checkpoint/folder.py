@@ -8,9 +8,9 @@ from typing import Any
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.fields import read_json
 from molink.checkpoint.header import TensorSpan, read_header
-from molink.checkpoint.layout import stage_tensors
+from molink.checkpoint.layout import Shapes, stage_tensors
 from molink.checkpoint.lookalikes import no_weights, refuse_lookalike, refuse_other_tensors
-from molink.checkpoint.low_bit_contents import check_contents
+from molink.checkpoint.low_bit_contents import ReadTensor, check_contents
 from molink.checkpoint.multimodal import text_tensors
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.prequantized import stored_tensors
@@ -62,9 +62,32 @@ class ModelFolder:
         if not path.is_dir():
             raise ModelNotFound(f"{path} is no model folder")
         refuse_lookalike(path)
-        for name in REQUIRED_FILES:
-            read_json(path / name)
-        tensors = scan_tensors(path)
+        _check_metadata(path)
+        folder, shapes = cls._checked(path, scan_tensors(path), layers)
+        check_contents(path, folder.config.low_bit, shapes, folder.tensors)
+        return folder
+
+    @classmethod
+    def of_heads(
+        cls, path: Path, tensors: Mapping[str, TensorSpan], read: ReadTensor | None = None
+    ) -> "ModelFolder":
+        """Check that a model whose weights lie elsewhere can be served; raises as :meth:`open`.
+
+        ``path`` has all but them, ``tensors`` is what the heads of their files say, by the names of
+        a text model. ``read`` reads a tensor; without, none is looked into.
+        """
+        refuse_lookalike(path, {span.file for span in tensors.values()})
+        _check_metadata(path)
+        folder, shapes = cls._checked(path, dict(tensors), None)
+        if read is not None:
+            check_contents(path, folder.config.low_bit, shapes, folder.tensors, read)
+        return folder
+
+    @classmethod
+    def _checked(
+        cls, path: Path, tensors: dict[str, TensorSpan], layers: tuple[int, int] | None
+    ) -> "tuple[ModelFolder, Shapes]":
+        """With the shapes of the tensors that are wanted."""
         refuse_other_tensors(path, tensors)
         config = ModelConfig.load(path, _stored_dtype(tensors))
         first, last = (0, config.layers) if layers is None else layers
@@ -74,8 +97,7 @@ class ModelFolder:
         wanted = stored_tensors(shapes, config.quantized, tensors, config.low_bit)
         _check_tensors(path, tensors, wanted)
         refuse_strays(path, config, tensors)
-        check_contents(path, config.low_bit, shapes, tensors)
-        return cls(path, config, tensors)
+        return cls(path, config, tensors), shapes
 
     def stage_tensors(self, first: int, last: int) -> list[str]:
         """Names of the tensors that a stage of layers ``first:last`` loads."""
@@ -86,6 +108,11 @@ class ModelFolder:
     def facts(self, name: str) -> ModelFacts:
         """What placement has to know; sizes are those of the stored weights."""
         return model_facts(self.config, name, self.tensors)
+
+
+def _check_metadata(path: Path) -> None:
+    for name in REQUIRED_FILES:
+        read_json(path / name)
 
 
 def scan_tensors(path: Path) -> dict[str, TensorSpan]:

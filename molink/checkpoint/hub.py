@@ -18,7 +18,13 @@ from typing import Protocol
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import weight_map
-from molink.checkpoint.hub_errors import first_line, in_words, is_refusal, network_errors
+from molink.checkpoint.hub_errors import (
+    first_line,
+    in_words,
+    is_refusal,
+    network_errors,
+    refuse_ended,
+)
 from molink.checkpoint.layout import stage_tensors
 from molink.checkpoint.stacked import stack_names
 from molink.errors import (
@@ -186,11 +192,22 @@ def pull(
         small = {file.name for file in found.files} - {file.name for file in found.weights}
         folder = _lay_out(found, small)
         weights = found.weights if layers is None else _holding(found, folder, layers)
-        check_disk(found, weights)
-        counter.total = sum(file.nbytes for file in weights)
-        for file in weights:
-            _have(found, file, counter, stop)
-        return _lay_out(found, small | {file.name for file in weights})
+        return fetch(found, weights, counter, stop)
+
+
+def fetch(
+    found: Repository, large: Sequence[HubFile], counter: Counter, stop: threading.Event
+) -> Path:
+    """Have the ``large`` files and all small ones in the cache; returns their folder.
+
+    Raises as :func:`pull`, and what the hub's library does.
+    """
+    check_disk(found, large)
+    counter.total = sum(file.nbytes for file in large)
+    for file in large:
+        _have(found, file, counter, stop)
+    small = {file.name for file in found.files} - {file.name for file in found.weights}
+    return _lay_out(found, small | {file.name for file in large})
 
 
 def pull_file(
@@ -237,7 +254,7 @@ def _lack(repository: str, file: str, ggufs: list[str]) -> str:
     return f"{repository} on the hub has no {file or '*.safetensors, which molink reads'}{hint}"
 
 
-def check_disk(found: Repository, files: tuple[HubFile, ...]) -> None:
+def check_disk(found: Repository, files: Sequence[HubFile]) -> None:
     """Whether there is room for what is missing of ``files``.
 
     Raises:
@@ -356,8 +373,9 @@ def _fetch(found: Repository, file: HubFile, counter: Counter, stop: threading.E
                 f"the hub broke off at {here / 1e6:.0f} of {file.nbytes / 1e6:.0f} MB of "
                 f"{file.name}: {reason}. What has come is kept: run it again to go on from there"
             )
-        if here < file.nbytes and stop.wait(PAUSES_S[max(0, fruitless - 1)]):
-            raise Unavailable(f"fetching {found.id} was ended; what has come is kept")
+        if here < file.nbytes:
+            stop.wait(PAUSES_S[max(0, fruitless - 1)])
+            refuse_ended(found.id, stop)
 
 
 def _size(draft: Path) -> int:
@@ -387,8 +405,7 @@ def _fetch_some(
             out.truncate(begin)
             out.seek(begin)
             for piece in response.iter_bytes():
-                if stop.is_set():
-                    raise Unavailable(f"fetching {found.id} was ended; what has come is kept")
+                refuse_ended(found.id, stop)
                 out.write(piece[: file.nbytes - begin])
                 begin += len(piece)
                 counter.add(len(piece))

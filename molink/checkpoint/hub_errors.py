@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Event
 from typing import Any
 
 from molink.errors import GatedModel, ModelError, ModelNotFound, MolinkError, Unavailable
@@ -20,6 +21,12 @@ def is_refusal(error: Exception) -> bool:
     """Whether the hub itself says no, so that to ask again is no use."""
     status = getattr(getattr(error, "response", None), "status_code", 0)
     return 400 <= status < 500 and status not in (408, 429)
+
+
+def refuse_ended(repository: str, stop: Event) -> None:
+    """Raise ``Unavailable`` if ``stop`` was set."""
+    if stop.is_set():
+        raise Unavailable(f"fetching {repository} was ended; what has come is kept")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Parts of a model on the Hugging Face hub: chunk by chunk, without its files.
+"""Parts of a model on the Hugging Face hub: chunk by chunk, without its files, or of its files.
 
 A stage needs few tensors, and the hub gives any range of a file. Nothing of this is kept in the
-hub's cache: whoever asks checks each chunk and keeps it where chunks of peers are kept too.
+hub's cache: whoever asks checks what comes and keeps it where chunks of peers are kept too.
 """
 
 import threading
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from molink.checkpoint import hub
 from molink.checkpoint.header import TensorSpan, header_length, parse_header
 from molink.checkpoint.hub_errors import in_words
-from molink.checkpoint.manifest import CHUNK_BYTES
+from molink.checkpoint.manifest import CHUNK_BYTES, SHARD_SUFFIX
 from molink.checkpoint.multimodal import text_tensors
 from molink.errors import BrokenModel, Unavailable
 
@@ -48,17 +48,21 @@ class HubParts:
     def chunk(self, part: str, index: int, begin: int = 0, length: int = CHUNK_BYTES) -> bytes:
         """Bytes of a tensor's chunk from ``begin`` on; at most ``length``, and as many as it has.
 
+        Or of a whole shard, named in place of a tensor, and then of the chunks that follow too.
+
         Raises:
             ModelError: the hub doesn't have it, or not for us.
             Unavailable: the hub can't be reached, or sends something else.
         """
         first = index * CHUNK_BYTES + begin
-        length = min(length, CHUNK_BYTES - begin)
         with in_words(self.repository):
+            if part.endswith(SHARD_SUFFIX):
+                return self.read_range(part, first, length)
+            length = min(length, CHUNK_BYTES - begin)
             span = self._tensors().get(part)
             if span is None:
                 raise BrokenModel(f"{self.repository} on the hub has no tensor {part}")
-            return self._range(span.file, span.offset + first, min(length, span.nbytes - first))
+            return self.read_range(span.file, span.offset + first, min(length, span.nbytes - first))
 
     def _tensors(self) -> dict[str, TensorSpan]:
         """Where all tensors lie: read once, from the heads of the files."""
@@ -67,18 +71,24 @@ class HubParts:
                 found: dict[str, TensorSpan] = {}
                 for file in hub.look_up(self.repository, self.commit).weights:
                     if file.name.endswith(".safetensors"):
-                        found |= self._head(file)
+                        found |= self.head(file)
                 self._spans = found
             return self._spans
 
-    def _head(self, file: hub.HubFile) -> dict[str, TensorSpan]:
+    def head(self, file: hub.HubFile) -> dict[str, TensorSpan]:
+        """The tensors of a file, of a text model only; raises what the hub's library does too.
+
+        Raises:
+            BrokenModel: it is no safetensors file.
+            Unavailable: the hub sends something else.
+        """
         path = PurePosixPath(file.name)
-        length = header_length(self._range(file.name, 0, 8), file.nbytes, path)
-        found = parse_header(path, self._range(file.name, 8, length), file.nbytes)
+        length = header_length(self.read_range(file.name, 0, 8), file.nbytes, path)
+        found = parse_header(path, self.read_range(file.name, 8, length), file.nbytes)
         return text_tensors(found, file.name)
 
-    def _range(self, file: str, first: int, length: int) -> bytes:
-        """``length`` bytes of a file, fewer only where it ends."""
+    def read_range(self, file: str, first: int, length: int) -> bytes:
+        """``length`` bytes of a file, fewer only where it ends; raises as :meth:`head`."""
         data = self._asked(file, first, length)
         if data is None:  # where it was before, it is no more
             self._moved.pop(file, None)

@@ -1,6 +1,6 @@
 """Folders that people take for a model's: each kind is named, with what to do about it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from molink.checkpoint.fields import read_json
@@ -27,8 +27,10 @@ _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".npz", ".onnx")
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 
 
-def refuse_lookalike(folder: Path) -> None:
+def refuse_lookalike(folder: Path, elsewhere: Collection[str] = ()) -> None:
     """Refuse a folder whose files tell that it is none of a model, or not whole.
+
+    ``elsewhere``: names of files of weights that belong to it and aren't in it.
 
     Raises:
         UnsupportedModel: an adapter, a model without a tokenizer that molink reads, one in another
@@ -39,7 +41,7 @@ def refuse_lookalike(folder: Path) -> None:
     for name in names:
         if name.endswith((".json", ".safetensors")):
             _refuse_pointer(folder / name)
-    weights = [name for name in names if name.endswith(_WEIGHTS)]
+    weights = [name for name in (*names, *elsewhere) if name.endswith(_WEIGHTS)]
     adapts = "adapter_config.json" in names
     if adapts and not any(name for name in weights if not name.startswith("adapter_model.")):
         raise UnsupportedModel(_adapter(folder))

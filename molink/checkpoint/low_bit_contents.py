@@ -3,7 +3,8 @@
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from molink.checkpoint.header import TensorSpan
@@ -11,13 +12,21 @@ from molink.checkpoint.layout import Shapes
 from molink.checkpoint.low_bit import LowBit, can_be_low_bit
 from molink.errors import BrokenModel, UnsupportedModel
 
+#: Reads the bytes of a tensor, perhaps from afar; fewer only where its file ends.
+ReadTensor = Callable[[TensorSpan], bytes]
+
 
 def check_contents(
-    path: Path, scheme: LowBit | None, shapes: Shapes, tensors: Mapping[str, TensorSpan]
+    path: Path,
+    scheme: LowBit | None,
+    shapes: Shapes,
+    tensors: Mapping[str, TensorSpan],
+    read: ReadTensor | None = None,
 ) -> None:
     """Check the order of columns of the weights among ``shapes``, and biases that aren't there.
 
-    The tensors are of the shapes and types that the config demands.
+    The tensors are of the shapes and types that the config demands. They lie in the folder
+    ``path``, or ``read`` reads them.
 
     Raises:
         BrokenModel: a column's group is none of those that there are, or a group has too many
@@ -26,22 +35,28 @@ def check_contents(
     """
     if scheme is None:
         return
+    read = read or partial(_read, path)
     for name, shape in shapes.items():
         if can_be_low_bit(name, shape) and scheme.holds(name, tensors):
-            _check_order(path, scheme, name, shape[1], tensors)
+            _check_order(path, scheme, name, shape[1], tensors, read)
             bias = f"{name.removesuffix('weight')}bias"
             if bias in tensors and bias not in shapes:
-                _check_zero(path, tensors[bias], bias)
+                _check_zero(path, tensors[bias], bias, read)
 
 
 def _check_order(
-    path: Path, scheme: LowBit, name: str, width: int, tensors: Mapping[str, TensorSpan]
+    path: Path,
+    scheme: LowBit,
+    name: str,
+    width: int,
+    tensors: Mapping[str, TensorSpan],
+    read: ReadTensor,
 ) -> None:
     order, groups, columns = scheme.order(name), scheme.groups(width), scheme.block[1] or width
     if not scheme.ordered or groups == 1:
         return
     span = tensors[order]
-    found = array("i", _bytes(path, span, order))
+    found = array("i", _bytes(path, span, order, read))
     if sys.byteorder == "big":
         found.byteswap()
     if not 0 <= min(found) <= max(found) < groups:
@@ -57,20 +72,24 @@ def _check_order(
         )
 
 
-def _check_zero(path: Path, span: TensorSpan, name: str) -> None:
-    if any(_bytes(path, span, name)):
+def _check_zero(path: Path, span: TensorSpan, name: str, read: ReadTensor) -> None:
+    if any(_bytes(path, span, name, read)):
         raise UnsupportedModel(
             f"{path / span.file}: tensor {name} is a bias that a model of this config.json hasn't"
         )
 
 
-def _bytes(path: Path, span: TensorSpan, name: str) -> bytes:
+def _bytes(path: Path, span: TensorSpan, name: str, read: ReadTensor) -> bytes:
     try:
-        with (path / span.file).open("rb") as file:
-            file.seek(span.offset)
-            found = file.read(span.nbytes)
+        found = read(span)
     except OSError as error:
         raise BrokenModel(f"{path / span.file}: tensor {name} can't be read: {error}") from error
     if len(found) != span.nbytes:
         raise BrokenModel(f"{path / span.file}: tensor {name} is truncated; fetch the file again")
     return found
+
+
+def _read(path: Path, span: TensorSpan) -> bytes:
+    with (path / span.file).open("rb") as file:
+        file.seek(span.offset)
+        return file.read(span.nbytes)

@@ -4,19 +4,27 @@ The PC that brings a model makes the manifest of it: each metadata file and each
 size, and a SHA-256 of each of its chunks. Where a tensor lies is left out, so copies that keep the
 same tensors in other files are the same model. The *root* is the SHA-256 of the manifest's bytes,
 and how many these are: so a list of any other length isn't even read.
+
+Of a model in shards that stay on the Hugging Face hub nobody has read all bytes: there the hub's
+SHA-256 of each shard stands in place of the tensors' chunks (version 2). A shard is a part then,
+and counts only once it is whole. Of tensors the manifest says in which shard they are; where in it
+the shard itself says, so nobody can lie about that.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Annotated, BinaryIO, Literal
 
 import msgspec
 
-from molink.checkpoint.header import DTYPE_BYTES
+from molink.checkpoint.header import DTYPE_BYTES, TensorKind
 from molink.errors import AlteredModel, BrokenModel, WireError
-from molink.facts.scalars import Count
+from molink.facts.model import HubPlace
+from molink.facts.scalars import Count, Index
+from molink.files import is_plain
 
 #: Bytes of a chunk: what one message brings, so that each can be checked as it arrives.
 CHUNK_BYTES = 192 * 1024
@@ -24,21 +32,19 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 #: Bytes that a manifest may have: those of a model of 400 GB.
 MAX_MANIFEST_BYTES = 64 << 20
 _MAX_PARTS = 1 << 18
+_MAX_SHARDS = 4096
+#: How the names of shards end.
+SHARD_SUFFIX = ".safetensors"
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
-    """A metadata file (``dtype`` is empty) or a tensor: its size and its chunks' digests in a row.
-
-    ``dtype`` is safetensors' own name (``BF16``).
-    """
+class Unit(msgspec.Struct, frozen=True, array_like=True):
+    """What can be had from others, chunk by chunk."""
 
     name: Name
     nbytes: Count
-    digests: bytes
-    dtype: str = ""
-    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)] = ()
 
     @property
     def chunks(self) -> int:
@@ -48,6 +54,46 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     def length(self, index: int) -> int:
         """Bytes of a chunk."""
         return min(CHUNK_BYTES, self.nbytes - index * CHUNK_BYTES)
+
+    def check(self, index: int, data: bytes) -> None:
+        """Whether ``data`` can be that chunk.
+
+        Raises:
+            WireError: it is of another length.
+        """
+        if len(data) != self.length(index):
+            raise WireError(f"chunk {index + 1} of {self.name} came as {len(data)} bytes")
+
+
+class Shard(Unit, frozen=True, array_like=True):
+    """A file of weights on the hub, as a whole, with the SHA-256 that the hub names."""
+
+    sha256: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of shard number ``shard``."""
+
+    name: Name
+    shard: Index
+    dtype: str
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """Its size; negative if there is no such type."""
+        return prod(self.shape) * DTYPE_BYTES.get(self.dtype, -1)
+
+
+class Part(Unit, frozen=True, array_like=True):
+    """A metadata file (``dtype`` is empty) or a tensor: its size and its chunks' digests in a row.
+
+    ``dtype`` is safetensors' own name (``BF16``).
+    """
+
+    digests: bytes
+    dtype: str = ""
+    shape: Shape = ()
 
     def digest(self, index: int) -> bytes:
         """The SHA-256 of a chunk."""
@@ -66,20 +112,42 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
             )
 
 
-class _Content(msgspec.Struct, frozen=True, array_like=True):
+_Files = Annotated[tuple[Part, ...], msgspec.Meta(max_length=64)]
+
+
+class _Version(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+
+
+class _Hashed(msgspec.Struct, frozen=True, array_like=True):
     version: Literal[1]
-    files: Annotated[tuple[Part, ...], msgspec.Meta(max_length=64)]
+    files: _Files
     tensors: Annotated[tuple[Part, ...], msgspec.Meta(max_length=_MAX_PARTS)]
+
+
+class _Sharded(msgspec.Struct, frozen=True, array_like=True):
+    version: Literal[2]
+    files: _Files
+    hub: Annotated[HubPlace, msgspec.Meta(min_length=1)]
+    shards: Annotated[tuple[Shard, ...], msgspec.Meta(min_length=1, max_length=_MAX_SHARDS)]
+    tensors: Annotated[tuple[Placed, ...], msgspec.Meta(max_length=_MAX_PARTS)]
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The parts of a model by name. ``raw`` is what travels, and ``root`` names it."""
+    """The parts of a model by name. ``raw`` is what travels, and ``root`` names it.
+
+    ``tensors`` have chunks of their own, or are ``placed`` in ``shards`` of the model at ``hub``
+    (``OWNER/NAME@COMMIT``).
+    """
 
     raw: bytes = field(repr=False)
     root: str
     files: dict[str, Part] = field(repr=False)
     tensors: dict[str, Part] = field(repr=False)
+    shards: dict[str, Shard] = field(default_factory=dict, repr=False)
+    placed: dict[str, Placed] = field(default_factory=dict, repr=False)
+    hub: str = ""
 
     @classmethod
     def of(cls, files: Iterable[Part], tensors: Iterable[Part]) -> "Manifest":
@@ -88,7 +156,31 @@ class Manifest:
         Raises:
             BrokenModel: a name is there twice, or the model is larger than a manifest may say.
         """
-        content = _Content(1, _in_order(files), _in_order(tensors))
+        return cls._made(_Hashed(1, _in_order(files), _in_order(tensors)))
+
+    @classmethod
+    def of_shards(
+        cls,
+        files: Iterable[Part],
+        hub: str,
+        shards: Iterable[Shard],
+        tensors: Mapping[str, tuple[str, TensorKind]],
+    ) -> "Manifest":
+        """Make that of a model whose shards stay on the hub; of each tensor its shard and kind.
+
+        Raises:
+            BrokenModel: as :meth:`of` and :meth:`open`.
+        """
+        ordered = tuple(sorted(shards, key=lambda shard: shard.name))
+        numbers = {shard.name: number for number, shard in enumerate(ordered)}
+        placed = tuple(
+            Placed(name, numbers[shard], kind.dtype, kind.shape)
+            for name, (shard, kind) in sorted(tensors.items())
+        )
+        return cls._made(_Sharded(2, _in_order(files), hub, ordered, placed))
+
+    @classmethod
+    def _made(cls, content: _Hashed | _Sharded) -> "Manifest":
         raw = msgspec.msgpack.encode(content)
         if len(raw) > MAX_MANIFEST_BYTES:
             raise BrokenModel(f"a model whose hashes take {len(raw)} bytes is too large to be sent")
@@ -100,21 +192,58 @@ class Manifest:
 
         Raises:
             AlteredModel: it isn't the one with that root.
-            BrokenModel: it is, but its maker made it wrong.
+            BrokenModel: it is, but its maker made it wrong, or a newer molink made it.
         """
         if root_of(raw) != root:
             raise AlteredModel("its list of hashes is not the one that the model's owner made")
         try:
-            content = msgspec.msgpack.decode(raw, type=_Content)
+            version = msgspec.msgpack.decode(raw, type=_Version).version
+            if version > 2:
+                raise BrokenModel(
+                    f"the model's list of hashes is of version {version}, and this molink knows "
+                    "1 and 2: update molink on this PC"
+                )
+            if version == 2:
+                return cls._of_shards(raw, root, msgspec.msgpack.decode(raw, type=_Sharded))
+            content = msgspec.msgpack.decode(raw, type=_Hashed)
         except msgspec.MsgspecError as error:
             raise BrokenModel(f"the model's list of hashes can't be read: {error}") from error
         for part in (*content.files, *content.tensors):
             _check_part(part)
-        files = {part.name: part for part in content.files}
-        tensors = {part.name: part for part in content.tensors}
-        if len(files | tensors) != len(content.files) + len(content.tensors):
-            raise BrokenModel("the model has two parts of one name")
-        return cls(raw, root, files, tensors)
+        found = cls(raw, root, _by_name(content.files), _by_name(content.tensors))
+        _refuse_twins(found, content)
+        return found
+
+    @classmethod
+    def _of_shards(cls, raw: bytes, root: str, content: _Sharded) -> "Manifest":
+        for part in content.files:
+            _check_part(part)
+        _check_shards(content)
+        shards = {shard.name: shard for shard in content.shards}
+        placed = {tensor.name: tensor for tensor in content.tensors}
+        found = cls(raw, root, _by_name(content.files), {}, shards, placed, content.hub)
+        _refuse_twins(found, content)
+        return found
+
+    @property
+    def kinds(self) -> Mapping[str, TensorKind]:
+        """What all tensors are."""
+        return self.placed or self.tensors
+
+    @property
+    def units(self) -> dict[str, Unit]:
+        """All that can be had from others: files first."""
+        return {**self.files, **self.tensors, **self.shards}
+
+    @property
+    def weight_bytes(self) -> int:
+        """What all tensors take."""
+        return sum(one.nbytes for one in (self.placed or self.tensors).values())
+
+    def shards_of(self, tensors: Iterable[str]) -> list[Shard]:
+        """Where tensors of a model in shards lie; each shard once, in the manifest's order."""
+        numbers = {self.placed[name].shard for name in tensors}
+        return [shard for number, shard in enumerate(self.shards.values()) if number in numbers]
 
     @property
     def extra_bytes(self) -> int:
@@ -123,7 +252,7 @@ class Manifest:
 
     def marks(self, held: Collection[str]) -> bytes:
         """Which parts somebody has: a bit for each, files first, in the manifest's order."""
-        names = (*self.files, *self.tensors)
+        names = (*self.units,)
         marks = bytearray(-(-len(names) // 8))
         for index, name in enumerate(names):
             if name in held:
@@ -136,16 +265,16 @@ class Manifest:
         Raises:
             WireError: it is no such list of this model.
         """
-        names = (*self.files, *self.tensors)
+        names = (*self.units,)
         if len(marks) != -(-len(names) // 8):
             raise WireError(f"{len(marks)} bytes of marks are none of {len(names)} parts")
         return frozenset(
             name for index, name in enumerate(names) if marks[index // 8] >> index % 8 & 1
         )
 
-    def part(self, name: str) -> Part | None:
-        """The file or tensor of that name."""
-        return self.files.get(name) or self.tensors.get(name)
+    def part(self, name: str) -> Unit | None:
+        """The file, tensor or shard of that name."""
+        return self.files.get(name) or self.tensors.get(name) or self.shards.get(name)
 
 
 def root_of(raw: bytes) -> str:
@@ -185,3 +314,37 @@ def _check_part(part: Part) -> None:
     size = prod(part.shape) * DTYPE_BYTES.get(part.dtype, -1) if part.dtype else part.nbytes
     if part.nbytes != size or len(part.digests) != DIGEST_BYTES * part.chunks:
         raise BrokenModel(f"the model's list of hashes contradicts itself at {part.name[:80]}")
+
+
+def _by_name(parts: Iterable[Part]) -> dict[str, Part]:
+    return {part.name: part for part in parts}
+
+
+def _refuse_twins(found: Manifest, content: _Hashed | _Sharded) -> None:
+    tensors = found.placed or found.tensors
+    shards = content.shards if isinstance(content, _Sharded) else ()
+    said = len(content.files) + len(content.tensors) + len(shards)
+    if len({*found.files, *tensors, *found.shards}) != said:
+        raise BrokenModel("the model has two parts of one name")
+
+
+def _check_shards(content: _Sharded) -> None:
+    """Shards become files here, next to those of ``files``: on any file system."""
+    names = {name.lower() for name in (shard.name for shard in content.shards)}
+    if len(names) != len(content.shards):
+        raise BrokenModel("the model has two shards whose names differ in case at most")
+    taken = Counter[int]()
+    for shard in content.shards:
+        if not is_plain(shard.name) or not shard.name.endswith(SHARD_SUFFIX):
+            raise BrokenModel(f"the model has a shard with the name {shard.name[:80]!r}")
+    for tensor in content.tensors:
+        if tensor.nbytes < 0 or tensor.shard >= len(content.shards):
+            raise BrokenModel(
+                f"the model's list of hashes contradicts itself at {tensor.name[:80]}"
+            )
+        taken[tensor.shard] += tensor.nbytes
+    for number, shard in enumerate(content.shards):
+        if taken[number] > shard.nbytes:
+            raise BrokenModel(
+                f"the model's tensors in {shard.name} take {taken[number]} bytes of {shard.nbytes}"
+            )

@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from molink.checkpoint import hub
+from molink.checkpoint.hub_shards import HubModel, find_shards
 from molink.checkpoint.unpacking import SUFFIX, gguf_in, unpacked
 from molink.errors import ModelNotFound
 from molink.gguf.parts import model_name, part_names
@@ -24,11 +25,13 @@ class ModelSource:
     """A model by its public name and the local folder that holds it (not yet checked).
 
     ``hub``: where the hub has it, as ``OWNER/NAME@COMMIT``; empty if it isn't from there.
+    ``shards``: what is known of its weights, which the folder lacks.
     """
 
     name: str
     path: Path
     hub: str = ""
+    shards: HubModel | None = None
 
 
 def demo_model() -> ModelSource:
@@ -61,6 +64,7 @@ def find_model(
     stop: threading.Event | None = None,
     *,
     unpack_into: Path,
+    in_shards: bool = False,
 ) -> ModelSource:
     """Resolve ``molink-demo`` (or ``None``), a folder, a GGUF file, or a repository of the hub.
 
@@ -69,6 +73,8 @@ def find_model(
     cache if it is complete there, else downloaded (resumable; ``counter`` is told how far it is,
     and ``stop`` ends it). ``OWNER/NAME/FILE.gguf`` is one file of a repository; if that has no
     other model, ``OWNER/NAME`` will do.
+
+    ``in_shards``: of a repository, weights may stay on the hub.
 
     Raises:
         ModelError: nothing of that name, or it can't be had; says why.
@@ -94,6 +100,9 @@ def find_model(
         gguf = hub.only_gguf(name_or_path)
         if gguf is not None and is_hub_file(f"{name_or_path}/{gguf}"):
             return find_model(f"{name_or_path}/{gguf}", counter, stop, unpack_into=unpack_into)
+        shards = find_shards(name_or_path, counter, stop) if in_shards else None
+        if shards is not None:
+            return ModelSource(short_name(name_or_path), shards.folder, shards.place, shards)
         cached = hub.pull(name_or_path, counter, stop)
     commit = cached.name if _COMMIT.fullmatch(cached.name) else ""
     place = f"{name_or_path}@{commit}" if commit else ""

@@ -91,3 +91,5 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     hub: HubPlace = ""
     #: What is fetched beside weights: tokenizer, config, the list of hashes.
     extra_bytes: Count = 0
+    #: Of a model whose shards are fetched as they are: those of all shards.
+    files_bytes: Count = 0

@@ -2,18 +2,21 @@
 
 A stage needs few of the model's tensors, and a later assignment others: each *group* (``embed``,
 ``layer-0007``, ``final``) becomes one safetensors file of its own, so that what is here already is
-kept and never fetched twice.
+kept and never fetched twice. Of a model in shards (:mod:`molink.checkpoint.manifest`) these are the
+files, as they are: only of a whole one is known what it has to be.
 """
 
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.header import TensorKind
 from molink.checkpoint.layout import EMBEDDING, Shapes, layer_tensors, stage_tensors
 from molink.checkpoint.low_bit import LowBit
-from molink.checkpoint.manifest import CHUNK_BYTES, Part
+from molink.checkpoint.manifest import CHUNK_BYTES, Manifest, Part, Shard, Unit
 from molink.checkpoint.prequantized import stored_tensors
 from molink.checkpoint.stored import Stored
 from molink.errors import BrokenModel
@@ -21,37 +24,59 @@ from molink.facts.model import Quantize
 
 #: Bytes that the data of a safetensors file is aligned to.
 _ALIGNMENT = 8
+#: Chunks of a shard that are asked of the hub together, 3 MB: each request takes a round trip.
+RUN_CHUNKS = 16
+
+T = TypeVar("T", bound=TensorKind)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Chunk ``index`` of ``part`` belongs at byte ``target`` of a file here."""
+    """Chunk ``index`` of ``part``, and those after it, belong at byte ``target`` of a file here."""
 
-    part: Part
+    part: Unit
     index: int
     target: int
+    count: int = 1
 
     @property
     def length(self) -> int:
         """Its bytes."""
-        return self.part.length(self.index)
+        return sum(map(self.part.length, range(self.index, self.index + self.count)))
+
+    def chunks(self) -> Iterator["Piece"]:
+        """Its chunks, one by one."""
+        for number in range(self.count):
+            target = self.target + number * CHUNK_BYTES
+            yield replace(self, index=self.index + number, target=target, count=1)
+
+    def check(self, data: bytes) -> None:
+        """Whether ``data`` can be these chunks; raises as :meth:`Unit.check`."""
+        for number in range(self.count):
+            chunk = data[number * CHUNK_BYTES :]
+            last = number == self.count - 1
+            self.part.check(self.index + number, chunk if last else chunk[:CHUNK_BYTES])
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One file to be written: its header, then ``parts`` in a row. ``nbytes`` is its size."""
+    """One file to be written: its header, then ``parts`` in a row. ``nbytes`` is its size.
+
+    Or it is a ``shard``, its only part.
+    """
 
     file: str
     header: bytes
-    parts: tuple[Part, ...]
+    parts: tuple[Unit, ...]
     nbytes: int
+    shard: Shard | None = None
 
     def pieces(self) -> Iterator[Piece]:
         """The chunks that fill the file, in order."""
         for part, offset in self.offsets():
             yield from cut(part, offset)
 
-    def offsets(self) -> Iterator[tuple[Part, int]]:
+    def offsets(self) -> Iterator[tuple[Unit, int]]:
         """Where each part begins in the file."""
         offset = len(self.header)
         for part in self.parts:
@@ -85,6 +110,29 @@ def group_file(group: str) -> str:
     return f"{group}.safetensors"
 
 
+def plan_files(config: ModelConfig, manifest: Manifest, first: int, last: int) -> list[GroupPlan]:
+    """The files that a stage of layers ``first … last - 1`` consists of.
+
+    Raises:
+        BrokenModel: the model has no such layers, or as :func:`plan_group`.
+        UnsupportedModel: as there.
+    """
+    groups = group_tensors(config, first, last)
+    stored = config.quantized, config.low_bit
+    if not manifest.shards:
+        return [
+            plan_group(group, shapes, manifest.tensors, *stored) for group, shapes in groups.items()
+        ]
+    shapes = {name: shape for group in groups.values() for name, shape in group.items()}
+    wanted = stored_tensors(shapes, config.quantized, manifest.placed, config.low_bit)
+    for name, one in wanted.items():
+        _checked(name, manifest.placed.get(name), one)
+    return [
+        GroupPlan(shard.name, b"", (shard,), shard.nbytes, shard)
+        for shard in manifest.shards_of(wanted)
+    ]
+
+
 def plan_group(
     group: str,
     shapes: Shapes,
@@ -102,10 +150,7 @@ def plan_group(
     entries: dict[str, object] = {}
     end = 0
     for name, stored in wanted.items():
-        part = tensors.get(name)
-        if part is None:
-            raise BrokenModel(f"the model has no tensor {name}")
-        _check(part, stored)
+        part = _checked(name, tensors.get(name), stored)
         entries[name] = {
             "dtype": part.dtype,
             "shape": list(part.shape),
@@ -117,19 +162,24 @@ def plan_group(
     return GroupPlan(group_file(group), header, placed, len(header) + end)
 
 
-def cut(part: Part, target: int = 0) -> Iterator[Piece]:
-    """A part in its chunks."""
-    for index in range(part.chunks):
-        yield Piece(part, index, target + index * CHUNK_BYTES)
+def cut(part: Unit, target: int = 0) -> Iterator[Piece]:
+    """A part in its chunks; a shard in runs of chunks."""
+    together = RUN_CHUNKS if isinstance(part, Shard) else 1
+    for index in range(0, part.chunks, together):
+        count = min(together, part.chunks - index)
+        yield Piece(part, index, target + index * CHUNK_BYTES, count)
 
 
-def _check(part: Part, stored: Stored) -> None:
+def _checked(name: str, found: T | None, stored: Stored) -> T:
     """What a tensor takes is bounded by the config alone, whatever its maker says of it."""
-    if not stored.fits(part.shape) or part.dtype not in stored.dtypes:
+    if found is None:
+        raise BrokenModel(f"the model has no tensor {name}")
+    if not stored.fits(found.shape) or found.dtype not in stored.dtypes:
         raise BrokenModel(
-            f"the model's tensor {part.name} is {part.dtype} {list(part.shape)}, not "
+            f"the model's tensor {name} is {found.dtype} {list(found.shape)}, not "
             f"{list(stored.shape)} in one of {', '.join(stored.dtypes)}"
         )
+    return found
 
 
 def _header(entries: dict[str, object]) -> bytes:

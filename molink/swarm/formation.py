@@ -5,7 +5,7 @@ from typing import Literal
 from molink.errors import InvariantError
 from molink.facts.model import ModelFacts
 from molink.swarm.records import PipelineRecord
-from molink.swarm.transfer import STALL, Transfer, stage_bytes
+from molink.swarm.transfer import STALL, Transfer, fetched_bytes, stage_bytes
 from molink.wire.messages.reports import (
     PeerReport,
     StageFailed,
@@ -47,7 +47,9 @@ class Formation:
         wait = ADOPT_TIMEOUT if state == "adopting" else STALL
         self._deadlines = [now + wait] * len(record.stages)
         self._bytes = [stage_bytes(facts, stage.layers) for stage in record.stages]
-        self._transfers = [Transfer(most, now) for most in self._bytes]
+        self._transfers = [
+            Transfer(fetched_bytes(facts, stage.layers), now) for stage in record.stages
+        ]
         self._loading: set[int] = set()
         self._missing: dict[int, float] = {}
 

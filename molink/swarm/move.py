@@ -7,7 +7,7 @@ the way needs more than to be said again.
 
 from molink.facts.model import LayerRange, ModelFacts
 from molink.swarm.records import PipelineRecord, StageRecord
-from molink.swarm.transfer import Transfer, stage_bytes
+from molink.swarm.transfer import Transfer, fetched_bytes
 from molink.wire.messages.reports import Prefetched
 
 #: A report that shows no sign of the wish for this long, in seconds: it must have got lost.
@@ -36,7 +36,7 @@ class Move:
             if stage.peer not in held or not _within(stage.layers, held[stage.peer])
         }
         self._transfers = {
-            peer: Transfer(stage_bytes(facts, self.layers(peer)), now) for peer in self._asked
+            peer: Transfer(fetched_bytes(facts, self.layers(peer)), now) for peer in self._asked
         }
 
     @property

@@ -27,6 +27,16 @@ def stage_bytes(facts: ModelFacts, layers: LayerRange) -> int:
     return round(_WIDER * weights) + facts.extra_bytes + _HEADERS
 
 
+def fetched_bytes(facts: ModelFacts, layers: LayerRange) -> int:
+    """Bytes that are fetched for a stage at most.
+
+    Which shards it needs isn't known here; of one that wasn't as it should be all come once more.
+    """
+    if facts.files_bytes:
+        return 2 * facts.files_bytes + facts.extra_bytes
+    return stage_bytes(facts, layers)
+
+
 class Transfer:
     """One peer's transfer of at most ``most`` bytes, from the moment it was asked for."""
 

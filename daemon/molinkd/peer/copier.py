@@ -173,7 +173,9 @@ class Copier:
         await asyncio.to_thread(self._store.refuse_copy, rest)
         turn = partial(self._turn, fetch=True)
         try:
-            await self._store.copy_group(folder, manifest, plan, self._supply, turn, progress)
+            await self._store.copy_file(
+                self.model[0], folder, manifest, plan, self._supply, turn, progress
+            )
         except BaseException:
             progress.done = here
             raise

@@ -2,12 +2,20 @@
 
 import asyncio
 import logging
+import threading
 from typing import Literal
 
 import msgspec
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import ModelSource, find_model, local_model
+from molink.checkpoint.source import (
+    ModelSource,
+    find_model,
+    is_here,
+    is_repository,
+    local_model,
+    short_name,
+)
 from molink.errors import MolinkError, Unavailable, UsageError
 from molink.facts.model import ModelFacts
 from molink.wire.messages.control import ControlMessage
@@ -16,8 +24,9 @@ from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.addresses import is_loopback
 from molinkd.peer.hashing import in_thread
 from molinkd.peer.home import Home
+from molinkd.peer.in_shards import keep_model, kept_model, spans
 from molinkd.peer.launch import Announce, Invitation, Launch, Serving, StageNow, Trouble
-from molinkd.peer.library import Library, watch
+from molinkd.peer.library import Holding, Library, watch
 from molinkd.peer.membership import read_membership
 from molinkd.peer.progress import Progress
 from molinkd.peer.quantize import check_files, check_quantize
@@ -63,6 +72,8 @@ class Founder:
         self.again = False
         self.brought: tuple[str, ...] = ()
         self._source: ModelSource | None = None
+        #: What is here already of a model in shards.
+        self._kept: Holding | None = None
 
     async def find_model(self) -> None:
         """Find and check the model before anything is started.
@@ -86,7 +97,7 @@ class Founder:
         elif self.model is None:
             return
         source = await self._find(self.model)
-        folder = await asyncio.to_thread(ModelFolder.open, source.path)
+        folder = await asyncio.to_thread(self._open, source)
         check = check_files if self._settings.stage == "none" else check_quantize
         check(self._settings.quantize, folder.config)
         facts = folder.facts(source.name)
@@ -113,9 +124,23 @@ class Founder:
         if model is not None and local_model(model) is not None:
             progress.comes_from("disk, to unpack it once")
         with self._transfers.under_way(model or "", progress):
-            return await in_thread(
-                lambda stop: find_model(model, progress, stop, unpack_into=self._home.unpacked)
-            )
+            return await in_thread(lambda stop: self._find_in_thread(model, progress, stop))
+
+    def _find_in_thread(
+        self, model: str | None, progress: Progress, stop: threading.Event
+    ) -> ModelSource:
+        in_shards = self._settings.hub_files
+        if in_shards and model is not None and is_repository(model) and not is_here(model):
+            kept = self._kept = kept_model(self._home.models, model)
+            if kept is not None:
+                return ModelSource(short_name(model), kept.folder, kept.manifest.hub)
+        into = self._home.unpacked
+        return find_model(model, progress, stop, unpack_into=into, in_shards=in_shards)
+
+    def _open(self, source: ModelSource) -> ModelFolder:
+        if self._kept is not None:
+            return ModelFolder.of_heads(source.path, spans(self._kept.manifest))
+        return ModelFolder.open(source.path) if source.shards is None else source.shards.open()
 
     async def hash_model(self) -> None:
         """Find out which bytes the model consists of, for those who fetch it.
@@ -125,6 +150,9 @@ class Founder:
         """
         source = self._source
         if source is None or self._facts is None:
+            return
+        if self._kept is not None or source.shards is not None:
+            await asyncio.to_thread(self._offer_shards, source)
             return
         self.state = "hashing"
         progress = self.progress = Progress()
@@ -139,6 +167,22 @@ class Founder:
         made = holding.manifest
         self._facts = msgspec.structs.replace(
             self._facts, root=made.root, extra_bytes=made.extra_bytes
+        )
+
+    def _offer_shards(self, source: ModelSource) -> None:
+        """Have others find here what a model in shards consists of; its shards aren't here."""
+        kept = self._kept
+        if kept is None:
+            assert source.shards is not None
+            kept = keep_model(self._home.models, source.name, source.shards)
+        self._library.keep(kept)
+        made = kept.manifest
+        assert self._facts is not None
+        self._facts = msgspec.structs.replace(
+            self._facts,
+            root=made.root,
+            extra_bytes=made.extra_bytes,
+            files_bytes=sum(shard.nbytes for shard in made.shards.values()),
         )
 
     async def watch(self) -> None:

@@ -126,6 +126,10 @@ class Library:
         """Let others read what there is of models in the store: this, and no more of others."""
         self._parts = parts
 
+    def keep(self, part: Holding) -> None:
+        """Let others read this too, which was laid into the store now."""
+        self._parts = {**self._parts, part.manifest.root: part}
+
     def get(self, name: str) -> Holding | None:
         """The model of that name, if this PC has brought it."""
         return self._models.get(name)

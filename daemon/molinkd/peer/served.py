@@ -121,5 +121,5 @@ def _weight_bytes(folder: Path, root: str) -> int:
     """Bytes of a model's weights, most of which may be on other PCs."""
     manifest = stored_manifest(folder, root)
     if manifest is not None:
-        return sum(part.nbytes for part in manifest.tensors.values())
+        return manifest.weight_bytes
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -1,40 +1,41 @@
 """Model files that come from other peers: only what is needed, resumable, whole or not at all.
 
 A source is any member that says it holds the model, or some files of it. Its owner said which bytes
-that model consists of (:mod:`molink.checkpoint.manifest`): each chunk is checked when it comes, and
-each file here again before its first use in a run of the daemon.
+that model consists of (:mod:`molink.checkpoint.manifest`): each chunk, or each shard, is checked
+when it comes, and each file here again before its first use in a run of the daemon.
 """
 
 import asyncio
 import logging
 import re
 import shutil
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_bytes
+from molink.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Part, Shard, manifest_bytes
 from molink.errors import AlteredModel, BrokenModel, FilesMissing, ModelError, Unavailable
 from molink.files import patiently
 from molink.swarm.copying import has_room
-from molink.swarm.fetch_plan import GroupPlan, Piece, cut
+from molink.swarm.fetch_plan import GroupPlan, cut
 from molink.swarm.supply import Supply
 from molink.swarm.transfer import MIN_RATE
 from molink.wire.sockets.secrets import private_folder
-from molinkd.peer.gate import together
 from molinkd.peer.hashing import Stamp, in_thread
 from molinkd.peer.library import Library, folder_name
+from molinkd.peer.pieces import Turn, fetch_pieces, into
 from molinkd.peer.progress import Progress
+from molinkd.peer.shard_draft import draft_bytes, remove_drafts
+from molinkd.peer.shard_fetch import ShardFetch
 from molinkd.peer.stored import (
     COPY,
     MANIFEST_FILE,
     altered_parts,
-    check_group,
+    check_file,
     group_plans,
     metadata_parts,
     new_file,
@@ -46,8 +47,6 @@ from molinkd.peer.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
-#: Requests under way to one source.
-IN_FLIGHT = 8
 #: A paced transfer that somebody waits for asks for so many bytes per second at least: more than
 #: what the coordinator takes for too slow.
 PACED_FLOOR = 1.25 * MIN_RATE
@@ -55,9 +54,6 @@ PACED_FLOOR = 1.25 * MIN_RATE
 RESERVE_BYTES = 64 << 20
 #: Folders of other versions of a model that are kept, beside those that are in use.
 MAX_OTHERS = 2
-
-#: A context for each chunk of a transfer: when it may begin, and how long it takes.
-Turn = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class Store:
@@ -145,8 +141,9 @@ class Store:
                 progress.begin()
                 return await self._get(model, root, supply, layers, progress, paced)
 
-    async def copy_group(
+    async def copy_file(
         self,
+        model: str,
         folder: Path,
         manifest: Manifest,
         plan: GroupPlan,
@@ -163,21 +160,31 @@ class Store:
             MolinkError: no source could give it, or the disk is full.
         """
         path, others = folder / plan.file, supply.without(self._me, hub=False)
-        async with (
-            Suppliers(
-                self._connect,
-                self._reputation,
-                manifest.root,
+
+        def connect(supply: Supply) -> Suppliers:
+            source = progress.comes_from
+            known = self._connect, self._reputation, manifest.root, supply
+            return Suppliers(*known, source, patient=True, paced=True)
+
+        count = partial(self._count, progress)
+        if plan.shard is not None:
+            made = ShardFetch(
+                model,
+                manifest,
                 others,
-                progress.comes_from,
-                patient=True,
-                paced=True,
-            ) as suppliers,
-            new_file(path, COPY) as file,
-        ):
-            suppliers.knows(manifest)
-            await asyncio.to_thread(file.write, plan.header)
-            await self._transfer(suppliers, plan.pieces(), file, progress, 1, turn)
+                connect,
+                self._reputation,
+                progress,
+                count,
+                turn,
+                copy=True,
+            )
+            await made.have(path, plan.shard)
+        else:
+            async with connect(others) as suppliers, new_file(path, COPY) as file:
+                suppliers.knows(manifest)
+                await asyncio.to_thread(file.write, plan.header)
+                await fetch_pieces(suppliers, plan.pieces(), into(file), count, 1, turn)
         self._sound[path] = await asyncio.to_thread(Stamp.of, path)
 
     def refuse_copy(self, missing: int) -> None:
@@ -234,18 +241,10 @@ class Store:
                 return held.folder
         if manifest_bytes(root) > MAX_MANIFEST_BYTES:
             raise BrokenModel(f"{model} is too large to be fetched from peers")
+        wish = _Wish(model, root, supply.without(self._me, hub=self._hub), progress, paced)
         try:
-            async with Suppliers(
-                self._connect,
-                self._reputation,
-                root,
-                supply.without(self._me, hub=self._hub),
-                progress.comes_from,
-                near=self._near,
-                paced=paced,
-                floor=PACED_FLOOR,
-            ) as suppliers:
-                folder = await self._from(suppliers, model, root, layers, progress)
+            async with self._suppliers(wish) as suppliers:
+                folder = await self._from(suppliers, wish, layers)
         except FilesMissing:
             raise
         except Unavailable as error:
@@ -253,15 +252,24 @@ class Store:
         self._in_use.add(folder)
         return folder
 
+    def _suppliers(self, wish: "_Wish", supply: Supply | None = None) -> Suppliers:
+        """Those of a wish, or of ``supply`` alone."""
+        return Suppliers(
+            self._connect,
+            self._reputation,
+            wish.root,
+            wish.supply if supply is None else supply,
+            wish.progress.comes_from,
+            near=self._near,
+            paced=wish.paced,
+            floor=PACED_FLOOR,
+        )
+
     async def _from(
-        self,
-        suppliers: Suppliers,
-        model: str,
-        root: str,
-        layers: tuple[int, int] | None,
-        progress: Progress,
+        self, suppliers: Suppliers, wish: "_Wish", layers: tuple[int, int] | None
     ) -> Path:
-        folder = self._root / folder_name(model, root)
+        root, progress = wish.root, wish.progress
+        folder = self._root / folder_name(wish.model, root)
         manifest = await asyncio.to_thread(stored_manifest, folder, root)
         if manifest is None:
             manifest = await suppliers.manifest(progress)
@@ -269,12 +277,14 @@ class Store:
             suppliers.knows(manifest)
         if not await asyncio.to_thread(folder.is_dir):
             await asyncio.to_thread(self._prune, folder)
-        await self._keep_metadata(suppliers, model, manifest, folder, progress)
+        await self._keep_metadata(suppliers, wish.model, manifest, folder, progress)
         try:
             if layers is not None:
-                await self._keep_layers(suppliers, model, manifest, folder, layers, progress)
+                await self._keep_layers(suppliers, wish, manifest, folder, layers)
         except BaseException:
-            if folder not in self._in_use and not any(folder.glob("*.safetensors")):
+            # Of a model in shards this may be the only list of hashes, and drafts are kept.
+            few = not manifest.shards and not any(folder.glob("*.safetensors"))
+            if few and folder not in self._in_use:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         return folder
@@ -328,57 +338,96 @@ class Store:
         self, suppliers: Suppliers, part: Part, folder: Path, progress: Progress
     ) -> None:
         progress.total += part.nbytes
+        count = partial(self._count, progress)
         async with new_file(folder / part.name) as file:
-            await self._transfer(suppliers, cut(part), file, progress)
+            await fetch_pieces(suppliers, cut(part), into(file), count)
+
+    def _count(self, progress: Progress, nbytes: int) -> None:
+        progress.add(nbytes)
+        self.received += nbytes
 
     # --- weights ---
 
     async def _keep_layers(
         self,
         suppliers: Suppliers,
-        model: str,
+        wish: "_Wish",
         manifest: Manifest,
         folder: Path,
         layers: tuple[int, int],
-        progress: Progress,
     ) -> None:
+        model, progress = wish.model, wish.progress
         plans = await asyncio.to_thread(group_plans, folder, manifest, layers)
         progress.total = progress.done + sum(plan.nbytes for plan in plans)
         wanted = [plan for plan in plans if not await self.is_sound(folder, plan, progress)]
         if not wanted:
             return
-        self._check_disk(sum(plan.nbytes for plan in wanted))
+        shards = [folder / plan.file for plan in wanted if plan.shard is not None]
+        here = await asyncio.to_thread(draft_bytes, shards)
+        self._check_disk(sum(plan.nbytes for plan in wanted) - here)
         log.info("fetching layers %d:%d of %s (%s)", *layers, model, progress)
         for plan in wanted:
+            if plan.shard is not None:
+                await self._keep_shard(wish, manifest, folder, plan.shard)
+            else:
+                await self._keep_group(suppliers, wish, folder, plan, wanted)
             path = folder / plan.file
-            try:
-                async with new_file(path) as file:
-                    await asyncio.to_thread(file.write, plan.header)
-                    progress.add(len(plan.header))
-                    await self._transfer(suppliers, plan.pieces(), file, progress)
-            except Unavailable as error:
-                parts = {one.file: [part.name for part in one.parts] for one in wanted}
-                lacking = [file for file, names in parts.items() if suppliers.lacks(names)]
-                if not lacking:
-                    raise
-                raise FilesMissing(nobody_has(model, lacking)) from error
             self._sound[path] = await asyncio.to_thread(Stamp.of, path)
             log.info("%s of %s is here (%s)", plan.file, model, progress)
+
+    async def _keep_group(
+        self,
+        suppliers: Suppliers,
+        wish: "_Wish",
+        folder: Path,
+        plan: GroupPlan,
+        wanted: Sequence[GroupPlan],
+    ) -> None:
+        count = partial(self._count, wish.progress)
+        try:
+            async with new_file(folder / plan.file) as file:
+                await asyncio.to_thread(file.write, plan.header)
+                wish.progress.add(len(plan.header))
+                await fetch_pieces(suppliers, plan.pieces(), into(file), count)
+        except Unavailable as error:
+            parts = {one.file: [part.name for part in one.parts] for one in wanted}
+            lacking = [file for file, names in parts.items() if suppliers.lacks(names)]
+            if not lacking:
+                raise
+            raise FilesMissing(nobody_has(wish.model, lacking)) from error
+
+    async def _keep_shard(
+        self, wish: "_Wish", manifest: Manifest, folder: Path, shard: Shard
+    ) -> None:
+        made = ShardFetch(
+            wish.model,
+            manifest,
+            wish.supply,
+            partial(self._suppliers, wish),
+            self._reputation,
+            wish.progress,
+            partial(self._count, wish.progress),
+            nullcontext,
+        )
+        await made.have(folder / shard.name, shard)
 
     async def is_sound(self, folder: Path, plan: GroupPlan, progress: Progress) -> bool:
         """Whether a file of weights is here and right; looked at once, unless it changes."""
         path = folder / plan.file
         try:
             stamp = await asyncio.to_thread(Stamp.of, path)
-            if self._sound.get(path) != stamp:
-                await in_thread(partial(check_group, path, plan))
+            if self._sound.get(path) == stamp:
+                progress.keep(plan.nbytes)
+            else:
+                await in_thread(partial(check_file, path, plan, progress))
                 self._sound[path] = stamp
         except FileNotFoundError:
             return False
         except (OSError, AlteredModel, BrokenModel) as error:
             log.warning("%s is not as it was fetched (%s): fetching it again", path, error)
             return False
-        progress.keep(plan.nbytes)
+        if plan.shard is not None:
+            await asyncio.to_thread(remove_drafts, path)
         return True
 
     def _check_disk(self, nbytes: int) -> None:
@@ -389,29 +438,13 @@ class Store:
                 f"{nbytes / 1e9:.1f} GB. Free some space, or set MOLINK_HOME to another disk."
             )
 
-    async def _transfer(
-        self,
-        suppliers: Suppliers,
-        pieces: Iterable[Piece],
-        file: BinaryIO,
-        progress: Progress,
-        at_once: int = IN_FLIGHT,
-        turn: Turn = nullcontext,
-    ) -> None:
-        """Read all pieces, ``at_once`` at a time, into their places in ``file``."""
-        waiting = iter(pieces)
-        lock = threading.Lock()
 
-        def write(piece: Piece, data: bytes) -> None:
-            with lock:
-                file.seek(piece.target)
-                file.write(data)
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What somebody waits for, and from whom it may come."""
 
-        async def work() -> None:
-            for piece in waiting:
-                async with turn():
-                    await suppliers.read(piece, partial(write, piece))
-                progress.add(piece.length)
-                self.received += piece.length
-
-        await together(work() for _ in range(at_once))
+    model: str
+    root: str
+    supply: Supply
+    progress: Progress
+    paced: bool

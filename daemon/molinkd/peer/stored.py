@@ -1,6 +1,7 @@
 """A model that was fetched, on disk: its manifest, its metadata, and a file for each group."""
 
 import asyncio
+import hashlib
 import logging
 import os
 import threading
@@ -12,12 +13,12 @@ from typing import BinaryIO
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.fields import MAX_JSON_BYTES
 from molink.checkpoint.folder import METADATA_FILES, REQUIRED_FILES
-from molink.checkpoint.manifest import Manifest, Part, root_of
-from molink.errors import AlteredModel, BrokenModel, ModelError
+from molink.checkpoint.manifest import Manifest, Part, Shard, root_of
+from molink.errors import AlteredModel, BrokenModel, ModelError, Unavailable
 from molink.facts.model import LayerRange
 from molink.files import patiently
 from molink.swarm.copying import ranges
-from molink.swarm.fetch_plan import GroupPlan, cut, group_tensors, plan_group
+from molink.swarm.fetch_plan import GroupPlan, cut, plan_files
 from molink.swarm.holdings import range_text
 from molinkd.peer.hashing import Stamp, Stretch, hash_stretches
 from molinkd.peer.library import Holding, stamp_of
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 #: Bounds of ``tokenizer.json`` and of each other metadata file.
 MAX_TOKENIZER_BYTES = MAX_JSON_BYTES
 MAX_METADATA_BYTES = 16 << 20
+#: Of a shard so much is read at a time.
+_READ_BYTES = 4 << 20
 #: What sets a draft of a copy apart from one that somebody waits for.
 COPY = "copy"
 #: The manifest of a stored model, in its folder.
@@ -86,7 +89,7 @@ def _is_same(path: Path, root: str) -> bool:
 
 def group_plans(folder: Path, manifest: Manifest, layers: LayerRange) -> list[GroupPlan]:
     """The files that a stage of ``layers`` consists of, one for each group."""
-    return _plans(ModelConfig.load(folder), manifest, layers)
+    return plan_files(ModelConfig.load(folder), manifest, *layers)
 
 
 def all_plans(folder: Path, manifest: Manifest) -> list[tuple[int, GroupPlan]]:
@@ -101,7 +104,7 @@ def all_plans(folder: Path, manifest: Manifest) -> list[tuple[int, GroupPlan]]:
 def plans_by_layer(folder: Path, manifest: Manifest) -> list[list[GroupPlan]]:
     """For each layer the files that a stage with that layer alone needs."""
     config = ModelConfig.load(folder)
-    return [_plans(config, manifest, (layer, layer + 1)) for layer in range(config.layers)]
+    return [plan_files(config, manifest, layer, layer + 1) for layer in range(config.layers)]
 
 
 def nobody_has(model: str, files: Iterable[str]) -> str:
@@ -139,25 +142,43 @@ def holding_of(model: str, folder: Path, manifest: Manifest, plans: Iterable[Gro
     return Holding(folder, manifest, places, stamps)
 
 
-def _plans(config: ModelConfig, manifest: Manifest, layers: LayerRange) -> list[GroupPlan]:
-    groups = group_tensors(config, *layers)
-    return [
-        plan_group(group, shapes, manifest.tensors, config.quantized, config.low_bit)
-        for group, shapes in groups.items()
-    ]
+def check_file(path: Path, plan: GroupPlan, progress: Progress, stop: threading.Event) -> None:
+    """Whether a stored file is what ``plan`` says; ``progress`` keeps its bytes then.
 
-
-def check_group(path: Path, plan: GroupPlan, stop: threading.Event) -> None:
-    """Whether a stored file is what ``plan`` says."""
+    Raises:
+        OSError: it can't be read.
+        AlteredModel: it isn't.
+        BrokenModel: it became shorter meanwhile.
+        Unavailable: ``stop`` was set.
+    """
     if path.stat().st_size != plan.nbytes:
         raise AlteredModel("it has another size")
+    if plan.shard is not None:
+        _check_shard(path, plan.shard, progress, stop)
+        return
     with path.open("rb") as file:
         if file.read(len(plan.header)) != plan.header:
             raise AlteredModel("it has another header")
     places = [Stretch(path, offset, part.nbytes) for part, offset in plan.offsets()]
     for part, found in zip(plan.parts, hash_stretches(places, Progress(), stop), strict=True):
-        if found != part.digests:
+        if isinstance(part, Part) and found != part.digests:
             raise AlteredModel(f"tensor {part.name} has other bytes")
+    progress.keep(plan.nbytes)
+
+
+def _check_shard(path: Path, shard: Shard, progress: Progress, stop: threading.Event) -> None:
+    """As it is read it is progress: those who wait for it leave who stands still."""
+    found, kept = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while data := file.read(_READ_BYTES):
+            if stop.is_set():
+                raise Unavailable("hashing was ended")
+            found.update(data)
+            progress.keep(len(data))
+            kept += len(data)
+    if found.digest() != shard.sha256:
+        progress.total += kept  # all of it comes once more
+        raise AlteredModel("it has another SHA-256 than the hub says")
 
 
 @asynccontextmanager

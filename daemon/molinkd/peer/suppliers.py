@@ -2,6 +2,7 @@
 
 Nothing that they send is believed. The root says which manifest is right, and the manifest which
 chunks are; so a part may come from several peers, and one that sends anything else is known to lie.
+Of a shard only the whole is known: who sent which piece is told, and judged once that is there.
 Who has only some of the parts says which, and is asked for these; where that is not so, the next
 one is asked.
 """
@@ -201,26 +202,35 @@ class Suppliers:
         self._manifest = await self._ask(ask, None)
         return self._manifest
 
-    async def read(self, piece: Piece, keep: Callable[[bytes], None]) -> None:
-        """Have ``keep`` called in a thread with a chunk that is as it should be.
+    async def read(self, piece: Piece, keep: Callable[[bytes, str], None]) -> None:
+        """Have ``keep`` called in a thread with a piece that is as it should be, and who sent it.
+
+        Of a shard that means its length alone.
 
         Raises:
             Unavailable: nobody has it; says what each answered.
         """
 
-        def take(data: bytes) -> None:
-            piece.part.check(piece.index, data)
-            keep(data)
+        def take(data: bytes, peer: str) -> None:
+            piece.check(data)
+            keep(data, peer)
 
         async def ask(one: _Open) -> None:
-            if self._paced:
-                data = await self._slices(one, piece)
-            else:
-                data = await one.source.read(self._root, piece.part.name, piece.index)
-            await asyncio.to_thread(take, data)
+            data = await self._bytes(one, piece)
+            await asyncio.to_thread(take, data, one.peer)
             one.nbytes += len(data)
 
         await self._ask(ask, piece.part.name)
+
+    async def _bytes(self, one: _Open, piece: Piece) -> bytes:
+        name = piece.part.name
+        if self._paced:
+            return b"".join([await self._slices(one, chunk) for chunk in piece.chunks()])
+        if one.peer == HUB:
+            return await one.source.read_slice(self._root, name, piece.index, 0, piece.length)
+        return b"".join(
+            [await one.source.read(self._root, name, chunk.index) for chunk in piece.chunks()]
+        )
 
     async def _slices(self, one: _Open, piece: Piece) -> bytes:
         """A chunk, slice by slice, each when it is its turn."""

@@ -1,0 +1,106 @@
+"""Models on the Hugging Face hub whose shards stay there until a stage needs them.
+
+Of one commit the hub says which files there are, and the SHA-256 of each large one. The heads of
+the shards say which tensors they hold: some MB, read by range. So a model can be placed before any
+of its weights is here, and whoever holds layers of it fetches their shards alone
+(:mod:`molink.checkpoint.manifest`, version 2).
+"""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from molink.checkpoint import hub
+from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.header import TensorSpan
+from molink.checkpoint.hub_errors import in_words, refuse_ended
+from molink.checkpoint.hub_parts import HubParts
+from molink.checkpoint.manifest import DIGEST_BYTES, SHARD_SUFFIX, Manifest, Part, Shard
+from molink.files import is_plain
+
+#: Heads that are read at once.
+_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model whose ``shards`` are on the hub, at ``place`` (``OWNER/NAME@COMMIT``).
+
+    ``folder`` is that of the hub's cache and has all but them; ``tensors`` are those that they
+    hold, as :func:`molink.checkpoint.folder.scan_tensors` has them.
+    """
+
+    folder: Path
+    place: str
+    shards: tuple[Shard, ...]
+    tensors: dict[str, TensorSpan] = field(repr=False)
+
+    def open(self) -> ModelFolder:
+        """Check that it can be served: what has to be looked into for that is read from the hub.
+
+        Raises as :meth:`ModelFolder.open`, and:
+            Unavailable: the hub can't be reached.
+        """
+        parts = HubParts.of(self.place)
+
+        def read(span: TensorSpan) -> bytes:
+            with in_words(parts.repository):
+                return parts.read_range(span.file, span.offset, span.nbytes)
+
+        return ModelFolder.of_heads(self.folder, self.tensors, read)
+
+    def manifest(self, files: Sequence[Part]) -> Manifest:
+        """What it consists of, with ``files`` beside its weights."""
+        tensors = {name: (span.file, span) for name, span in self.tensors.items()}
+        return Manifest.of_shards(files, self.place, self.shards, tensors)
+
+
+def find_shards(repository: str, counter: hub.Counter, stop: threading.Event) -> HubModel | None:
+    """The model of a repository without its shards; ``None`` where it has to be fetched whole.
+
+    That is so where there is only one file of weights, where the hub names no SHA-256 of one, where
+    one has a name that not every file system takes, or where a tensor is in two of them.
+
+    Raises as :func:`hub.pull`.
+    """
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    with in_words(repository):
+        found = hub.look_up(repository)
+        files = [file for file in found.files if file.name.endswith(SHARD_SUFFIX)]
+        shards = [shard for file in files if (shard := _shard(file)) is not None]
+        if len(shards) < 2 or len(shards) < len(files):
+            return None
+        tensors = _tensors(HubParts(repository, found.commit), files, stop)
+        if tensors is None:
+            return None
+        others = [file for file in found.weights if file not in files]
+        folder = hub.fetch(found, others, counter, stop)
+    return HubModel(folder, f"{repository}@{found.commit}", tuple(shards), tensors)
+
+
+def _shard(file: hub.HubFile) -> Shard | None:
+    try:
+        digest = bytes.fromhex(file.sha256)
+    except ValueError:
+        return None
+    fits = len(digest) == DIGEST_BYTES and is_plain(file.name) and file.nbytes > 0
+    return Shard(file.name, file.nbytes, digest) if fits else None
+
+
+def _tensors(
+    parts: HubParts, files: Sequence[hub.HubFile], stop: threading.Event
+) -> dict[str, TensorSpan] | None:
+    """All tensors of these files; ``None`` if one is in two of them."""
+    found: dict[str, TensorSpan] = {}
+    with ThreadPoolExecutor(_AT_ONCE, "heads") as pool:
+        heads = pool.map(lambda file: {} if stop.is_set() else parts.head(file), files)
+        for head in heads:
+            if not found.keys().isdisjoint(head):
+                return None
+            found |= head
+    refuse_ended(parts.repository, stop)
+    return found
