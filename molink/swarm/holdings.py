@@ -67,6 +67,8 @@ def missing(
 
 def where_to_get(facts: ModelFacts, layers: Collection[LayerRange]) -> str:
     """Layers that nobody has, and what mends that; for a person."""
+    if facts.files_bytes:
+        return f"layers {range_text(layers)} yet: the hub has them ({facts.hub.partition('@')[0]})"
     return (
         f"layers {range_text(layers)}. Start a PC that has them, or bring {facts.name} again "
         "(`molink run`)"

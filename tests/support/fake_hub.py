@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,6 +44,8 @@ class FakeHub:
         #: That name of this server gives nothing any more.
         self.expired = ""
         self.said: list[str] = []
+        #: Bytes of files of weights that were given, by who asked (the header) and the file.
+        self.sent = Counter[tuple[str, str]]()
         self.url = ""
 
     def files(self) -> list[Path]:
@@ -132,6 +135,8 @@ class Handler(BaseHTTPRequestHandler):
         if weights and hub.cuts:
             rest = rest[: hub.cuts.pop(0)]
             self.close_connection = True
+        if weights:
+            hub.sent[self.headers.get("Authorization", ""), path.name] += len(rest)
         self.wfile.write(rest)
 
 

@@ -10,13 +10,16 @@ from molink.checkpoint.folder import INDEX_FILE, scan_tensors
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def write_shards(folder: Path) -> Path:
-    """Lay out the weights of a model anew: a shard for each layer, and one for its ends."""
+def write_shards(folder: Path, *, only: bool = False) -> Path:
+    """Lay out the weights of a model anew: a shard for each layer, and one for its ends.
+
+    Or an ``only`` file.
+    """
     tensors = scan_tensors(folder)
     groups: dict[int, list[str]] = {}
     for name in tensors:
         found = _LAYER.match(name)
-        groups.setdefault(int(found[1]) + 1 if found else 0, []).append(name)
+        groups.setdefault(int(found[1]) + 1 if found and not only else 0, []).append(name)
     data = {
         name: (folder / span.file).read_bytes()[span.offset :][: span.nbytes]
         for name, span in tensors.items()

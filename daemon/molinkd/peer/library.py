@@ -15,7 +15,7 @@ from pathlib import Path
 from molink.checkpoint.fields import refuse_irregular
 from molink.checkpoint.folder import METADATA_FILES, scan_tensors
 from molink.checkpoint.header import TensorSpan
-from molink.checkpoint.manifest import CHUNK_BYTES, Manifest, Part
+from molink.checkpoint.manifest import CHUNK_BYTES, Manifest, Part, Shard, Unit
 from molink.errors import AlteredModel, BrokenModel, ModelNotFound, RequestError
 from molink.files import plain_name
 from molinkd.peer.hashing import Hasher, Stamp, Stretch
@@ -72,7 +72,9 @@ class Holding:
             raise RequestError(f"{name} has {part.chunks} chunks, no number {index}", "index")
         return self._chunk(part, place, index)
 
-    def _chunk(self, part: Part, place: Stretch, index: int) -> bytes:
+    def _chunk(self, part: Unit, place: Stretch, index: int) -> bytes:
+        if isinstance(part, Shard) and self.stamps.get(place.path) != stamp_of(place.path):
+            raise BrokenModel(changed_text(place.path))  # a chunk of it shows nothing
         try:
             with place.path.open("rb") as stream:
                 stream.seek(place.offset + index * CHUNK_BYTES)

@@ -6,6 +6,7 @@ from functools import partial
 from threading import Lock
 from typing import BinaryIO
 
+from molink.errors import Unavailable
 from molink.swarm.fetch_plan import Piece
 from molinkd.peer.gate import together
 from molinkd.peer.suppliers import Suppliers
@@ -26,20 +27,35 @@ async def fetch_pieces(
     count: Callable[[int], None],
     at_once: int = IN_FLIGHT,
     turn: Turn = nullcontext,
+    *,
+    to_the_end: bool = False,
 ) -> None:
     """Have all pieces kept, ``at_once`` at a time; ``count`` is told the bytes of each.
+
+    ``to_the_end``: if one can't be had, those that are under way still are.
 
     Raises as :meth:`Suppliers.read`.
     """
     waiting = iter(pieces)
+    failures: list[Unavailable] = []
 
     async def work() -> None:
         for piece in waiting:
-            async with turn():
-                await suppliers.read(piece, partial(keep, piece))
+            if failures:
+                return
+            try:
+                async with turn():
+                    await suppliers.read(piece, partial(keep, piece))
+            except Unavailable as error:
+                if not to_the_end:
+                    raise
+                failures.append(error)
+                return
             count(piece.length)
 
     await together(work() for _ in range(at_once))
+    if failures:
+        raise failures[0]
 
 
 def into(file: BinaryIO) -> Keep:

@@ -17,7 +17,6 @@ from molink.swarm.supply import HUB, Supply
 from molinkd.peer.pieces import IN_FLIGHT, Turn, fetch_pieces
 from molinkd.peer.progress import Progress
 from molinkd.peer.shard_draft import ShardDraft
-from molinkd.peer.stored import nobody_has
 from molinkd.peer.suppliers import Reputation, Suppliers
 
 log = logging.getLogger(__name__)
@@ -84,12 +83,18 @@ class ShardFetch:
                 suppliers.knows(self.manifest)
                 try:
                     await fetch_pieces(
-                        suppliers, missing, draft.write, self.count, at_once, self.turn
+                        suppliers,
+                        missing,
+                        draft.write,
+                        self.count,
+                        at_once,
+                        self.turn,
+                        to_the_end=True,
                     )
                     break
                 except Unavailable as error:
                     if suppliers.lacks([shard.name]):
-                        raise FilesMissing(nobody_has(self.model, [shard.name])) from error
+                        raise FilesMissing(self._nobody_has(shard)) from error
                     fruitless = 0 if draft.nbytes > before else fruitless + 1
                     if fruitless > len(pauses):
                         raise
@@ -130,6 +135,13 @@ class ShardFetch:
             reasons.append(_altered(shard))
         await asyncio.to_thread(draft.discard)
         raise Unavailable(f"nobody gives {what} as the hub says it is: {'; '.join(reasons)}")
+
+    def _nobody_has(self, shard: Shard) -> str:
+        return (
+            f"no PC that is here has {shard.name} of {self.model}, and this PC doesn't ask the hub "
+            "for it (setting hub_files). Start a PC that has it, or have one bring all of the "
+            f"model (`molink pull {self.manifest.hub.partition('@')[0]}`, then `molink run`)"
+        )
 
     def _one_by_one(self) -> Iterator[Supply]:
         if self.supply.hub:

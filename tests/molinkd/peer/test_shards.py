@@ -2,11 +2,11 @@
 
 import asyncio
 import hashlib
+import json
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,15 @@ import pytest
 from molink.checkpoint import hub as hub_module
 from molink.checkpoint import hub_parts, manifest
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.manifest import Manifest
-from molink.errors import FilesMissing, MolinkError, Unavailable
+from molink.errors import BrokenModel, FilesMissing, ModelError, Unavailable
 from molink.facts.model import ModelFacts
 from molink.swarm import fetch_plan
 from molink.swarm.supply import HUB, Supply
 from molinkd.peer import library as library_module
 from molinkd.peer import shard_draft, shard_fetch
+from molinkd.peer import store as store_module
 from molinkd.peer import suppliers as suppliers_module
+from molinkd.peer.copier import Copier
 from molinkd.peer.founder import Founder
 from molinkd.peer.home import Home
 from molinkd.peer.hub_source import HubSource
@@ -223,3 +224,284 @@ async def test_three_pcs_share_it(tmp_path: Path, hub: FakeHub) -> None:
     assert c.from_hub == sizes(hub, SHARDS[4])
     assert a.given[ENDS] == sizes(hub, ENDS)[ENDS]
     assert b.given.total() == 0
+
+
+async def test_without_the_hub_peers_do(tmp_path: Path, hub: FakeHub) -> None:
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    await a.stage(facts, (0, 4))
+    b = Pc(tmp_path / "b", {"a": a})
+    hub.status = 503
+    same(await b.stage(facts, (1, 3), "a"), hub, (1, 3))
+    with pytest.raises(FilesMissing, match="no PC that is here has model-00001.*hub_files"):
+        await Pc(tmp_path / "c", {"b": b}).stage(facts, (0, 4), "b", use_hub=False)
+    with pytest.raises(Unavailable, match="hub: the hub at"):
+        await Pc(tmp_path / "d", {"b": b}).stage(facts, (0, 4), "b")
+
+
+async def test_a_copy_has_all_shards(tmp_path: Path, hub: FakeHub) -> None:
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    await a.stage(facts, (0, 4))
+    b = Pc(tmp_path / "b", {"a": a})
+    whole = asyncio.Event()
+    model = facts.name, facts.root
+    copier = Copier(b.store, b.library, model, lambda: (0, 0), whole.set, lambda: True)
+    copier.look(Supply((), ("a",), PLACE), serving=True)
+    await whole.wait()
+    assert copier.percent == 100
+    await asyncio.gather(copier.end(), return_exceptions=True)
+    assert b.from_hub.total() == 0  # nobody waits for copies, and a line may be paid by volume
+    same(await b.stage(facts, (0, 4), use_hub=False), hub, (0, 4))
+    assert left(b) == []
+
+
+# --- what breaks off ---
+
+
+def left(pc: Pc) -> list[str]:
+    """Drafts."""
+    return sorted(path.name for path in pc.home.models.rglob(".*"))
+
+
+def cut_off(pc: Pc, after: int) -> None:
+    """From now on the hub gives that PC so many pieces, and then nothing."""
+
+    class Cut(CountingHub):
+        async def read_slice(self, *asked: Any) -> bytes:
+            nonlocal after
+            after -= 1
+            if after < 0:
+                raise Unavailable("the hub gives nothing: 429")
+            return await super().read_slice(*asked)
+
+    @asynccontextmanager
+    async def connect(peer: str) -> AsyncIterator[Source]:
+        yield Cut(pc.from_hub) if peer == PLACE else pc.peers[peer]
+
+    pc.store._connect = connect
+
+
+async def test_what_has_come_of_a_shard_is_kept(tmp_path: Path, hub: FakeHub) -> None:
+    pc = Pc(tmp_path / "a")
+    facts = await pc.bring()
+    cut_off(pc, 3)
+    with pytest.raises(Unavailable, match="429"):
+        await pc.stage(facts, (1, 2))
+    came = pc.from_hub.total()
+    assert came == 3 * 2 * CHUNK
+    # The daemon starts again; what somebody else has done to the disk is noticed in the end.
+    again, progress = Pc(tmp_path / "a"), Progress()
+    same(await again.stage(facts, (1, 2), progress=progress), hub, (1, 2))
+    size = sizes(hub, SHARDS[2])[SHARDS[2]]
+    assert again.from_hub.total() == size - came
+    assert (progress.done, progress.total, progress.kept) == (size, size, came)
+    assert left(again) == []
+
+
+async def test_a_line_that_breaks_again_and_again(tmp_path: Path, hub: FakeHub) -> None:
+    pc = Pc(tmp_path / "a")
+    facts = await pc.bring()
+    broken = 0
+
+    class Flaky(CountingHub):
+        async def read_slice(self, *asked: Any) -> bytes:
+            nonlocal broken
+            broken += 1
+            if broken % 3:
+                raise Unavailable("429")
+            return await super().read_slice(*asked)
+
+    @asynccontextmanager
+    async def connect(_: str) -> AsyncIterator[Source]:
+        yield Flaky(pc.from_hub)
+
+    pc.store._connect = connect
+    same(await pc.stage(facts, (1, 2)), hub, (1, 2))
+    assert pc.from_hub == sizes(hub, SHARDS[2])
+    assert broken > 6
+
+
+async def test_a_draft_that_was_altered_costs_a_second_try(tmp_path: Path, hub: FakeHub) -> None:
+    pc = Pc(tmp_path / "a")
+    facts = await pc.bring()
+    cut_off(pc, 3)
+    with pytest.raises(Unavailable):
+        await pc.stage(facts, (1, 2))
+    (draft,) = pc.home.models.rglob(".*.shard")
+    draft.write_bytes(bytes(len(draft.read_bytes())))
+    again = Pc(tmp_path / "a")
+    same(await again.stage(facts, (1, 2)), hub, (1, 2))
+    assert again.liars == {}
+
+
+async def test_a_shard_that_is_altered_here_comes_again(tmp_path: Path, hub: FakeHub) -> None:
+    pc = Pc(tmp_path / "a")
+    facts = await pc.bring()
+    opened = await pc.stage(facts, (1, 2))
+    path = opened.path / SHARDS[2]
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    progress = Progress()
+    again = Pc(tmp_path / "a")
+    same(await again.stage(facts, (1, 2), progress=progress), hub, (1, 2))
+    assert progress.done == progress.total
+
+
+async def test_the_disk_is_looked_at_before(
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pc = Pc(tmp_path / "a")
+    facts = await pc.bring()
+    monkeypatch.setattr(store_module, "RESERVE_BYTES", 1 << 62)
+    with pytest.raises(ModelError, match="free"):
+        await pc.stage(facts, (0, 4))
+    assert pc.from_hub.total() == 0
+    assert await Pc(tmp_path / "a").bring() == facts  # what was brought is still here
+
+
+# --- who sends something else ---
+
+
+class Liar(Pc):
+    """Sends other bytes of shards."""
+
+    async def read(self, root: str, part: str, index: int) -> bytes:
+        data = await super().read(root, part, index)
+        return data[:-1] + bytes([data[-1] ^ 1]) if part in SHARDS else data
+
+
+async def have_all(pc: Pc, facts: ModelFacts) -> Pc:
+    await pc.stage(facts, (0, 4), *pc.peers)
+    pc.given.clear()
+    return pc
+
+
+@pytest.mark.parametrize("use_hub", [True, False])
+async def test_a_liar_among_peers_is_found(tmp_path: Path, hub: FakeHub, use_hub: bool) -> None:
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    await have_all(a, facts)
+    liar = await have_all(Liar(tmp_path / "l", {"a": a}), facts)
+    b = Pc(tmp_path / "b", {"l": liar, "a": a})
+    same(await b.stage(facts, (1, 2), "l", "a", use_hub=use_hub), hub, (1, 2))
+    assert liar.given[SHARDS[2]] > 0
+    assert a.given[SHARDS[2]] > 0  # both had sent some of it
+    assert list(b.liars) == ["l"]
+    assert SHARDS[2] in b.liars["l"]
+    assert b.from_hub == (sizes(hub, SHARDS[2]) if use_hub else {})
+    assert left(b) == []
+    # It isn't asked again.
+    liar.given.clear()
+    same(await b.stage(facts, (2, 3), "l", "a", use_hub=use_hub), hub, (2, 3))
+    assert liar.given.total() == 0
+
+
+async def test_a_liar_alone_gives_nothing(tmp_path: Path, hub: FakeHub) -> None:
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    liar = await have_all(Liar(tmp_path / "l", {"a": a}), facts)
+    b = Pc(tmp_path / "b", {"l": liar})
+    with pytest.raises(Unavailable, match=r"nobody gives model-00003.* as the hub says"):
+        await b.stage(facts, (1, 2), "l", use_hub=False)
+    assert list(b.liars) == ["l"]
+    assert left(b) == []
+    assert not list(b.home.models.rglob("*.safetensors"))
+
+
+async def test_the_hub_is_not_believed_either(tmp_path: Path, hub: FakeHub) -> None:
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    await have_all(a, facts)
+    hub.altered = True
+    b = Pc(tmp_path / "b")
+    b.peers["a"] = a
+    b.store._near = lambda _: False  # so the hub is asked first
+    same(await b.stage(facts, (1, 2), "a"), hub, (1, 2))
+    assert list(b.liars) == [HUB]
+
+
+async def test_pieces_of_another_length_are_none(tmp_path: Path, hub: FakeHub) -> None:
+    class Shortener(Pc):
+        async def read(self, root: str, part: str, index: int) -> bytes:
+            data = await super().read(root, part, index)
+            return data + data if part in SHARDS else data
+
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    wrong = await have_all(Shortener(tmp_path / "s", {"a": a}), facts)
+    b = Pc(tmp_path / "b", {"s": wrong, "a": a})
+    same(await b.stage(facts, (1, 2), "s"), hub, (1, 2))
+    assert b.from_hub == sizes(hub, SHARDS[2])
+
+
+@pytest.mark.parametrize("paced", [False, True])
+async def test_a_paced_stage(tmp_path: Path, hub: FakeHub, paced: bool) -> None:
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    await have_all(a, facts)
+    b = Pc(tmp_path / "b", {"a": a})
+    for layers, peers in (((1, 2), ("a",)), ((2, 3), ())):
+        supply = Supply((), ("a", *peers), PLACE)
+        folder = await b.store.stage(facts.name, facts.root, layers, supply, paced=paced)
+        same(ModelFolder.open(folder, layers), hub, layers)
+
+
+# --- what comes whole, as before ---
+
+
+async def test_one_file_comes_whole(tmp_path: Path, hub: FakeHub) -> None:
+    write_shards(hub.folder, only=True)
+    await comes_whole(tmp_path, hub)
+
+
+async def comes_whole(tmp_path: Path, hub: FakeHub) -> None:
+    pc = Pc(tmp_path / "a")
+    facts = await pc.bring()
+    assert facts.files_bytes == 0
+    held = pc.library.find(facts.root)
+    assert held is not None
+    assert held.manifest.tensors
+
+
+async def test_a_file_without_a_hash_comes_with_the_others(
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = FakeHub.described
+
+    def without(self: FakeHub, path: Path) -> dict[str, object]:
+        found = described(self, path)
+        return {k: v for k, v in found.items() if k != "lfs" or path.name != ENDS}
+
+    monkeypatch.setattr(FakeHub, "described", without)
+    await comes_whole(tmp_path, hub)
+
+
+async def test_a_tensor_in_two_files(tmp_path: Path, hub: FakeHub) -> None:
+    (hub.folder / "twice.safetensors").write_bytes((hub.folder / SHARDS[1]).read_bytes())
+    await comes_whole(tmp_path, hub)
+
+
+async def test_a_setting_does_without(tmp_path: Path, hub: FakeHub) -> None:
+    assert (await Pc(tmp_path / "a").bring(hub_files=False)).files_bytes == 0
+
+
+async def test_what_is_whole_in_the_cache_stays_there(tmp_path: Path, hub: FakeHub) -> None:
+    hub_module.pull(REPOSITORY, Progress(), threading.Event())
+    await comes_whole(tmp_path, hub)
+
+
+# --- what is refused before anything is fetched ---
+
+
+async def test_tensors_of_another_model(tmp_path: Path, hub: FakeHub) -> None:
+    config = json.loads((hub.folder / "config.json").read_text(encoding="utf-8"))
+    text = json.dumps({**config, "num_hidden_layers": 3})
+    (hub.folder / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(BrokenModel, match="has no place in a model of this"):
+        await Pc(tmp_path / "a").bring()
+
+
+async def test_a_shard_is_missing_on_the_hub(tmp_path: Path, hub: FakeHub) -> None:
+    (hub.folder / SHARDS[2]).unlink()
+    with pytest.raises(BrokenModel, match=r"layers\.1\."):
+        await Pc(tmp_path / "a").bring()
