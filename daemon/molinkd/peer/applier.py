@@ -29,12 +29,14 @@ class Applier:
         begin: Callable[[ModelEntry], Founder],
         ask: Callable[[ControlMessage, bytes], Awaitable[tuple[ControlMessage, bytes]]],
         applied: Callable[[Sequence[str]], None],
+        kept: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """``begin`` makes what finds a model; ``ask`` asks the coordinator for all of them.
 
         ``applied`` is told of each file that was carried out: the models as it names them.
+        ``kept(model)``: what is needed of it to bring it is in the store.
         """
-        self._begin, self._ask, self._applied = begin, ask, applied
+        self._begin, self._ask, self._applied, self._kept = begin, ask, applied, kept
         self._order: ApplyFile | None = None
         self._founder: Founder | None = None
         self._task: asyncio.Task[bytes] | None = None
@@ -91,10 +93,13 @@ class Applier:
         message = ApplyModels(ref=0, payload=Payload("u8", (len(data),)), dry=dry)
         return (await self._ask(message, data))[1]
 
+    def _is_here(self, name: str) -> bool:
+        return is_here(name) or self._kept(name)
+
     async def _wish(self, entry: ModelEntry, *, dry: bool) -> ModelWish:
         name = entry.source
         fetched = is_repository(name) or is_hub_file(name)
-        if dry and fetched and not await asyncio.to_thread(is_here, name):
+        if dry and fetched and not await asyncio.to_thread(self._is_here, name):
             raise UsageError(
                 f"{name} is not on this PC, and a dry run fetches nothing: `molink pull {name}` "
                 "first"

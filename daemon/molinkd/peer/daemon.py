@@ -33,6 +33,7 @@ from molinkd.peer.endpoint import Endpoint
 from molinkd.peer.founder import Founder
 from molinkd.peer.hashing import Hasher
 from molinkd.peer.home import Home, HomeLock
+from molinkd.peer.in_shards import kept_model
 from molinkd.peer.launch import Announce, AnyEvent, Launch, Listening, Transferring, Trouble
 from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Library
@@ -201,7 +202,10 @@ class Daemon:
             if self._launch.role == "up":
                 leadership.serves(models)
 
-        return Applier(begin, ask, applied)
+        def kept(model: str) -> bool:
+            return kept_model(self._home.models, model) is not None
+
+        return Applier(begin, ask, applied, kept)
 
     async def _offer_again(
         self, models: Sequence[str], keys: KeyPair, library: Library, node: Node

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import os
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -15,6 +16,7 @@ import pytest
 from molink.checkpoint import hub as hub_module
 from molink.checkpoint import hub_parts, manifest
 from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.manifest import Shard
 from molink.errors import BrokenModel, FilesMissing, ModelError, Unavailable
 from molink.facts.model import ModelFacts
 from molink.swarm import fetch_plan
@@ -31,6 +33,7 @@ from molinkd.peer.launch import Launch
 from molinkd.peer.library import Library
 from molinkd.peer.progress import Progress
 from molinkd.peer.settings import Settings
+from molinkd.peer.shard_draft import ShardDraft
 from molinkd.peer.shelf import Shelf
 from molinkd.peer.store import Store
 from molinkd.peer.suppliers import Source
@@ -202,6 +205,13 @@ async def test_it_is_brought_again_without_the_hub(tmp_path: Path, hub: FakeHub)
     facts = await Pc(tmp_path / "a").bring()
     hub.status = 503
     assert await Pc(tmp_path / "a").bring() == facts
+    (kept,) = (tmp_path / "a" / "models").iterdir()
+    (kept / "tokenizer.json").write_text("{ }", encoding="utf-8")
+    with pytest.raises(Unavailable):
+        await Pc(tmp_path / "a").bring()
+    hub.status = 0
+    assert await Pc(tmp_path / "a").bring() == facts
+    assert (kept / "tokenizer.json").read_text(encoding="utf-8") == "{}"
 
 
 async def test_two_that_bring_it_agree(tmp_path: Path, hub: FakeHub) -> None:
@@ -333,6 +343,43 @@ async def test_a_draft_that_was_altered_costs_a_second_try(tmp_path: Path, hub: 
     again = Pc(tmp_path / "a")
     same(await again.stage(facts, (1, 2)), hub, (1, 2))
     assert again.liars == {}
+
+
+def test_a_crash_loses_few_pieces(tmp_path: Path, hub: FakeHub) -> None:
+    data = bytes(range(256)) * 33
+    shard = Shard("m.safetensors", len(data), hashlib.sha256(data).digest())
+    pieces = list(fetch_plan.cut(shard))
+    assert [piece.length for piece in pieces] == [2 * CHUNK] * 4 + [256]
+
+    def write(draft: ShardDraft, *numbers: int) -> None:
+        for number in numbers:
+            piece = pieces[number]
+            draft.write(piece, data[piece.target :][: piece.length], "a")
+
+    before = ShardDraft(tmp_path / shard.name, shard)
+    write(before, 4, 1, 3)
+    after = ShardDraft(tmp_path / shard.name, shard)  # nothing was closed
+    assert [piece.index // 2 for piece in after.missing()] == [0, 2, 3]
+    before.close()
+    after = ShardDraft(tmp_path / shard.name, shard)
+    assert [piece.index // 2 for piece in after.missing()] == [0, 2]
+    write(after, 2)
+    assert after.hash_next() == 0
+    assert not after.whole
+    write(after, 0)
+    while after.hash_next():
+        pass
+    assert after.right
+    after.finish()
+    assert (tmp_path / shard.name).read_bytes() == data
+    write(after, 0)  # too late
+    assert [path.name for path in tmp_path.glob(".*")] == []
+    # What is noted and isn't there doesn't count.
+    before = ShardDraft(tmp_path / "other", shard)
+    write(before, 0, 1, 2)
+    before.close()
+    os.truncate(tmp_path / ".other.shard", 2 * CHUNK)
+    assert len(ShardDraft(tmp_path / "other", shard).missing()) == 4
 
 
 async def test_a_shard_that_is_altered_here_comes_again(tmp_path: Path, hub: FakeHub) -> None:
