@@ -15,7 +15,7 @@ from pathlib import Path
 from molink.checkpoint import hub
 from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.header import TensorSpan
-from molink.checkpoint.hub_errors import in_words, refuse_ended
+from molink.checkpoint.hub_errors import in_words, is_refusal, network_errors, refuse_ended
 from molink.checkpoint.hub_parts import HubParts
 from molink.checkpoint.manifest import DIGEST_BYTES, SHARD_SUFFIX, Manifest, Part, Shard
 from molink.files import is_plain
@@ -97,10 +97,21 @@ def _tensors(
     """All tensors of these files; ``None`` if one is in two of them."""
     found: dict[str, TensorSpan] = {}
     with ThreadPoolExecutor(_AT_ONCE, "heads") as pool:
-        heads = pool.map(lambda file: {} if stop.is_set() else parts.head(file), files)
-        for head in heads:
+        for head in pool.map(lambda file: _head(parts, file, stop), files):
             if not found.keys().isdisjoint(head):
                 return None
             found |= head
-    refuse_ended(parts.repository, stop)
     return found
+
+
+def _head(parts: HubParts, file: hub.HubFile, stop: threading.Event) -> dict[str, TensorSpan]:
+    """The tensors of a file; asked for again where the line is the reason that they don't come."""
+    for pause in hub.PAUSES_S:
+        refuse_ended(parts.repository, stop)
+        try:
+            return parts.head(file)
+        except network_errors() as error:
+            if is_refusal(error):
+                raise
+            stop.wait(pause)
+    return parts.head(file)

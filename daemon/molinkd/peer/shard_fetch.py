@@ -117,9 +117,9 @@ class ShardFetch:
         sent = await asyncio.to_thread(draft.sent)
         senders = {who for who, _ in sent.values()}
         if len(senders) == 1 and len(sent) == draft.pieces:
-            self.reputation.lied(*senders, _altered(shard))
+            self.reputation.lied(senders.pop(), _altered(shard))
         reasons = []
-        for alone in self._one_by_one():
+        for who, alone in self._one_by_one():
             await asyncio.to_thread(draft.discard)
             try:
                 self.progress.total += shard.nbytes
@@ -128,10 +128,10 @@ class ShardFetch:
                 reasons.append(str(error))
                 continue
             if draft.right:
-                for who in await asyncio.to_thread(draft.differs, sent):
-                    self.reputation.lied(who, _altered(shard))
+                for liar in await asyncio.to_thread(draft.differs, sent):
+                    self.reputation.lied(liar, _altered(shard))
                 return
-            self.reputation.lied(*(alone.whole or alone.some or (HUB,)), _altered(shard))
+            self.reputation.lied(who, _altered(shard))
             reasons.append(_altered(shard))
         await asyncio.to_thread(draft.discard)
         raise Unavailable(f"nobody gives {what} as the hub says it is: {'; '.join(reasons)}")
@@ -143,13 +143,13 @@ class ShardFetch:
             f"model (`molink pull {self.manifest.hub.partition('@')[0]}`, then `molink run`)"
         )
 
-    def _one_by_one(self) -> Iterator[Supply]:
+    def _one_by_one(self) -> Iterator[tuple[str, Supply]]:
         if self.supply.hub:
-            yield Supply(hub=self.supply.hub)
+            yield HUB, Supply(hub=self.supply.hub)
         for peer in self.supply.whole:
-            yield Supply((peer,))
+            yield peer, Supply((peer,))
         for peer in self.supply.some:
-            yield Supply((), (peer,))
+            yield peer, Supply((), (peer,))
 
 
 def _altered(shard: Shard) -> str:

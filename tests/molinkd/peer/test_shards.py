@@ -181,6 +181,19 @@ async def test_the_bringer_has_a_root_before_any_weights(tmp_path: Path, hub: Fa
         assert getattr(facts, field) == getattr(there, field)
 
 
+async def test_heads_are_asked_for_again(
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "PAUSES_S", (0.0, 0.0))
+    hub.cuts = [3, 0]
+    facts = await Pc(tmp_path / "a").bring()
+    assert hub.cuts == []
+    assert facts.files_bytes
+    hub.cuts = [0] * 100
+    with pytest.raises(Unavailable, match="Try again later"):
+        await Pc(tmp_path / "b").bring()
+
+
 def ends(said: str) -> tuple[str, str]:
     begin, _, last = said.removeprefix("bytes=").partition("-")
     return begin, last
