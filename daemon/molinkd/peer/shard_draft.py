@@ -12,7 +12,9 @@ from typing import BinaryIO
 from molink.checkpoint.manifest import Shard
 from molink.files import patiently
 from molink.swarm.fetch_plan import Piece, cut
+from molinkd.peer.hashing import Stamp
 from molinkd.peer.library import stamp_of
+from molinkd.peer.stored import note
 
 #: After so many pieces it is written down which are here: what comes later may come twice.
 _NOTE_EVERY = 16
@@ -139,6 +141,7 @@ class ShardDraft:
         """It is whole and right: it becomes the file, unless another draft has meanwhile."""
         self.close()
         if stamp_of(self._path) == self._before:
+            note(self._path.parent, self._path.name, Stamp.of(self._data))
             patiently(partial(self._data.replace, self._path))
         remove_drafts(self._path)
 

@@ -6,7 +6,7 @@ is hashed for this: each chunk is checked when it is read, and by whoever gets i
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,15 @@ from molink.facts.model import LayerRange
 from molink.swarm.copying import ranges
 from molink.swarm.fetch_plan import GroupPlan
 from molink.wire.messages.reports import MAX_PARTS, MAX_RANGES, ModelParts
-from molinkd.peer.library import Holding, Library
-from molinkd.peer.stored import MANIFEST_FILE, holding_of, plans_by_layer
+from molinkd.peer.hashing import Stamp
+from molinkd.peer.library import Holding, Library, stamp_of
+from molinkd.peer.stored import (
+    MANIFEST_FILE,
+    NOTED_FILE,
+    holding_of,
+    noted,
+    plans_by_layer,
+)
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +34,7 @@ LOOK_S = 2.0
 #: Models of which parts are offered: those that got a file last.
 MAX_MODELS = 16
 
-#: The files of a folder, by name, and their sizes.
+#: The files of a folder, by name, and their sizes; and when it was noted what is right.
 _Listing = dict[str, int]
 
 
@@ -118,11 +125,14 @@ class Shelf:
 
 def _listed(folder: Path) -> _Listing:
     try:
-        return {
+        found = {
             path.name: path.stat().st_size
             for path in folder.iterdir()
             if not path.name.startswith(".")
         }
+        if (folder / NOTED_FILE).is_file():
+            found[NOTED_FILE] = (folder / NOTED_FILE).stat().st_mtime_ns
+        return found
     except OSError:
         return {}
 
@@ -139,7 +149,7 @@ def _shelved(folder: Path, listing: _Listing, known: _Shelved | None) -> _Shelve
             layers = plans_by_layer(folder, manifest)
         else:
             name, manifest, layers = known.name, known.manifest, known.layers
-        is_here = partial(_is_here, listing)
+        is_here = partial(_is_here, folder, listing, noted(folder))
         here = {plan.file: plan for plans in layers for plan in plans if is_here(plan)}
         holding = holding_of(name, folder, manifest, here.values())
     except (OSError, MolinkError) as error:
@@ -149,5 +159,11 @@ def _shelved(folder: Path, listing: _Listing, known: _Shelved | None) -> _Shelve
     return _Shelved(name, manifest, layers, listing, holding, held)
 
 
-def _is_here(listing: _Listing, plan: GroupPlan) -> bool:
-    return listing.get(plan.file) == plan.nbytes
+def _is_here(folder: Path, listing: _Listing, stamps: Mapping[str, Stamp], plan: GroupPlan) -> bool:
+    """Chunks of a shard show nothing when they are read: it has to be as it was when it was right.
+
+    One that isn't comes to light where somebody hashes it, and is noted then if it is right.
+    """
+    if listing.get(plan.file) != plan.nbytes:
+        return False
+    return plan.shard is None or stamps.get(plan.file) == stamp_of(folder / plan.file)

@@ -40,6 +40,7 @@ from molinkd.peer.stored import (
     metadata_parts,
     new_file,
     nobody_has,
+    note,
     stored_manifest,
 )
 from molinkd.peer.suppliers import Connect, OnLiar, Reputation, Suppliers
@@ -421,6 +422,8 @@ class Store:
             else:
                 await in_thread(partial(check_file, path, plan, progress))
                 self._sound[path] = stamp
+                if plan.shard is not None:
+                    await asyncio.to_thread(note, folder, plan.file, stamp)
         except FileNotFoundError:
             return False
         except (OSError, AlteredModel, BrokenModel) as error:

@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.fields import MAX_JSON_BYTES
 from molink.checkpoint.folder import METADATA_FILES, REQUIRED_FILES
@@ -35,6 +37,8 @@ _READ_BYTES = 4 << 20
 COPY = "copy"
 #: The manifest of a stored model, in its folder.
 MANIFEST_FILE = "manifest.molink"
+#: Which of its shards were found to be right, beside it.
+NOTED_FILE = ".shards"
 
 
 def stored_manifest(folder: Path, root: str) -> Manifest | None:
@@ -46,6 +50,21 @@ def stored_manifest(folder: Path, root: str) -> Manifest | None:
     except (OSError, AlteredModel) as error:
         log.warning("%s: %s: fetching it again", folder / MANIFEST_FILE, error)
         return None
+
+
+def noted(folder: Path) -> dict[str, Stamp]:
+    """What shards looked like when they were found to be right; others aren't passed on."""
+    try:
+        return msgspec.json.decode((folder / NOTED_FILE).read_bytes(), type=dict[str, Stamp])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def note(folder: Path, shard: str, stamp: Stamp) -> None:
+    """A shard with that stamp is right; raises ``OSError``."""
+    draft = folder / f"{NOTED_FILE}.new"
+    draft.write_bytes(msgspec.json.encode({**noted(folder), shard: stamp}))
+    patiently(lambda: draft.replace(folder / NOTED_FILE))
 
 
 def metadata_parts(model: str, manifest: Manifest) -> list[Part]:

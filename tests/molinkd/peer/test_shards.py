@@ -284,7 +284,7 @@ async def test_a_copy_has_all_shards(tmp_path: Path, hub: FakeHub) -> None:
 
 def left(pc: Pc) -> list[str]:
     """Drafts."""
-    return sorted(path.name for path in pc.home.models.rglob(".*"))
+    return sorted(path.name for path in pc.home.models.rglob(".model*"))
 
 
 def cut_off(pc: Pc, after: int) -> None:
@@ -386,7 +386,7 @@ def test_a_crash_loses_few_pieces(tmp_path: Path, hub: FakeHub) -> None:
     after.finish()
     assert (tmp_path / shard.name).read_bytes() == data
     write(after, 0)  # too late
-    assert [path.name for path in tmp_path.glob(".*")] == []
+    assert [path.name for path in tmp_path.glob(".m.*")] == []
     # What is noted and isn't there doesn't count.
     before = ShardDraft(tmp_path / "other", shard)
     write(before, 0, 1, 2)
@@ -405,6 +405,31 @@ async def test_a_shard_that_is_altered_here_comes_again(tmp_path: Path, hub: Fak
     again = Pc(tmp_path / "a")
     same(await again.stage(facts, (1, 2), progress=progress), hub, (1, 2))
     assert progress.done == progress.total
+
+
+async def test_a_shard_that_is_altered_here_is_given_to_nobody(
+    tmp_path: Path, hub: FakeHub
+) -> None:
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    path = (await a.stage(facts, (0, 4))).path / SHARDS[2]
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    b = Pc(tmp_path / "b", {"a": a})
+    same(await b.stage(facts, (1, 2), "a"), hub, (1, 2))  # it has changed since
+    assert (b.from_hub, b.liars) == (sizes(hub, SHARDS[2]), {})
+    again = Pc(tmp_path / "a")
+    await again.shelf.look()
+    assert again.shelf.parts()[0].layers == ((0, 1), (2, 4))
+    same(await again.stage(facts, (0, 4)), hub, (0, 4))
+    assert again.shelf.parts()[0].layers == ((0, 4),)
+    # One that was touched is looked at again, and is right.
+    os.utime(path)
+    await again.shelf.look()
+    third = Pc(tmp_path / "a")
+    await third.shelf.look()
+    assert third.shelf.parts()[0].layers == ((0, 1), (2, 4))
+    await third.stage(facts, (1, 2), use_hub=False)
+    assert third.shelf.parts()[0].layers == ((0, 4),)
 
 
 async def test_the_disk_is_looked_at_before(
