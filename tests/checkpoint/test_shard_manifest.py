@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.checkpoint.header import DTYPE_BYTES, TensorSpan
@@ -47,6 +47,7 @@ def models(draw: st.DrawFn) -> tuple[list[Shard], dict[str, tuple[str, TensorSpa
     return draw(st.permutations(shards)), tensors
 
 
+@settings(max_examples=40, deadline=None)
 @given(models())
 def test_it_is_read_as_it_was_made(
     model: tuple[list[Shard], dict[str, tuple[str, TensorSpan]]],
