@@ -133,7 +133,8 @@ class ShardFetch:
                 return
             self.reputation.lied(who, _altered(shard))
             reasons.append(_altered(shard))
-        await asyncio.to_thread(draft.discard)
+        if draft.whole:  # what came from the last one alone may be right so far
+            await asyncio.to_thread(draft.discard)
         raise Unavailable(f"nobody gives {what} as the hub says it is: {'; '.join(reasons)}")
 
     def _nobody_has(self, shard: Shard) -> str:
