@@ -151,9 +151,10 @@ def test_what_contradicts_itself_is_refused(changed: dict[str, Any], why: str) -
         opened(content(**changed))
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.recursive(
-        st.none() | st.integers() | st.text(max_size=8) | st.binary(max_size=33),
+        st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=8) | st.binary(max_size=33),
         lambda inner: st.lists(inner, max_size=5),
         max_leaves=12,
     )
