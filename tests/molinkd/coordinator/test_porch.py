@@ -36,6 +36,7 @@ from molink.wire.messages.porch import (
     encode_frame,
     frame_length,
 )
+from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.curve import KeyPair
 from molinkd.coordinator.porch import House, Porch
 from molinkd.peer.knock import Code, _check, knock
@@ -375,7 +376,7 @@ async def test_a_flood_costs_little(scene: Scene) -> None:
 async def test_a_pc_that_speaks_otherwise_is_shown_to_nobody(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("molink.swarm.knocks.PROTOCOL", 7)
+    monkeypatch.setattr("molink.swarm.knocks.PROTOCOL", PROTOCOL + 1)
     with pytest.raises(VersionMismatch):
         await scene.knock()
     assert scene.porch.waiting == []
