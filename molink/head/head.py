@@ -328,7 +328,7 @@ class Head:
         if not self._admission.is_full(waiting, running):
             return []
         error = self._admission.overloaded(waiting, running)
-        job = self._roster.displaced_by(request.owner, now)
+        job = self._roster.displaced_by(request.owner, request.client, now)
         if job is None:
             raise error
         self._counts["displaced"] += 1
@@ -387,6 +387,7 @@ class Head:
             self._cache.offer(job)
         job.issued = len(job.tokens)  # the one before was a row, if only as a draft
         job.tokens.append(choice.token)
+        self._roster.sampled(job)
         if job.generated == 1:
             job.first_at = now
         finish = self._finish(job)

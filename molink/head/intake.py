@@ -104,6 +104,8 @@ class Intake:
             stop_ids=submit.stop_ids,
             window=submit.window,
             grammar=entry.grammar,
+            client=submit.client,
+            priority=submit.priority,
         )
 
     def cancel(self, owner: str, key: str) -> None:

@@ -509,7 +509,23 @@ def test_owners_share_a_full_queue_and_one_who_is_alone_has_it_all() -> None:
     assert head.stats()[0]["head_displaced_total"] == 4.0
 
 
-def test_slots_go_to_the_owner_with_the_fewest() -> None:
+def test_clients_of_one_owner_share_its_places_in_a_full_queue() -> None:
+    head = Head(limits(max_running=1, max_waiting=5), 1)
+    submit(head, *(request(f"a{i}", 2, client="a", priority=-(i == 5)) for i in range(6)))
+    told = []
+    for number in range(3):
+        told += head.submit(request(f"b{number}", 2, client="b"), 0.0)
+        head.validate()
+    assert [each.message.key for each in told] == ["a4", "a3", "a2"], "the least urgent, the last"
+    with pytest.raises(Overloaded):
+        submit(head, request("b3", 2, client="b"))
+    # However many names the daemon has for them, another one gets half.
+    told = [*head.submit(request("o0", 2, owner="other"), 0.0)]
+    told += head.submit(request("o1", 2, owner="other"), 0.0)
+    assert [each.owner for each in told] == ["daemon", "daemon"]
+
+
+def test_slots_go_to_the_owner_that_was_served_least() -> None:
     head = Head(limits(max_running=3, chunk_tokens=64), 1)
     submit(head, *(request(f"a{i}", 2, owner="a") for i in range(5)))
     submit(head, *(request(f"b{i}", 2, owner="b") for i in range(2)))

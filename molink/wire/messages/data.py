@@ -34,6 +34,8 @@ MAX_STOP_IDS = 64
 MAX_SWAP = 30_000
 #: Bytes of a grammar's text: it goes in one message.
 MAX_GRAMMAR = 128 * 1024
+#: Characters of a client's name.
+MAX_CLIENT = 32
 
 Epoch = Count
 Tick = Count
@@ -43,6 +45,8 @@ RepetitionPenalty = Annotated[
 ]
 #: What is added to a token's logit; as OpenAI's API has it.
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+#: As vLLM's API has it: the least goes first.
+Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
 class Lane(IntEnum):
@@ -431,6 +435,10 @@ class Submit(LeanMessage, frozen=True, tag="submit"):
     #: What the daemon knows of the head's prefix cache, by the version of the last
     #: :class:`CacheNews` of this epoch (-1: nothing); ``None``: it need not be told.
     cache: Annotated[int, msgspec.Meta(ge=-1, le=2**53)] | None = None
+    #: Whose request it is: the daemon's own word for one of its clients, which tells nothing else.
+    client: Annotated[str, msgspec.Meta(max_length=MAX_CLIENT)] = ""
+    #: Among the requests of that client; the least goes first.
+    priority: Priority = 0
 
 
 class Prompt(LeanMessage, frozen=True, tag="prompt"):
