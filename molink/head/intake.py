@@ -106,6 +106,7 @@ class Intake:
             grammar=entry.grammar,
             client=submit.client,
             priority=submit.priority,
+            max_queue_s=submit.max_queue_s,
         )
 
     def cancel(self, owner: str, key: str) -> None:

@@ -14,7 +14,8 @@ class HeadRequest:
     of them are the prompt. ``max_tokens`` counts tokens still to be generated. ``window`` is how
     many emitted tokens may be uncredited before decoding pauses. ``grammar`` is the text
     of what the answer is held to, if it is; only the tail reads it. ``client`` is the daemon's name
-    for whose request it is; requests of one client with less ``priority`` go first.
+    for whose request it is; requests of one client with less ``priority`` go first. It is
+    to be admitted within ``max_queue_s`` seconds, or not at all; 0: as the head has it.
     """
 
     owner: str
@@ -28,6 +29,7 @@ class HeadRequest:
     grammar: bytes = b""
     client: str = ""
     priority: int = 0
+    max_queue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """All jobs of a head, by what can be done with them."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from molink.errors import InvariantError
@@ -84,6 +84,16 @@ class Roster:
     def waiting(self) -> int:
         """How many jobs wait."""
         return len(self._waiting)
+
+    @property
+    def queued(self) -> Collection[Job]:
+        """The jobs that wait: those that were preempted, then the others as they arrived."""
+        return self._waiting.keys()
+
+    @property
+    def running(self) -> Collection[Job]:
+        """The jobs that are admitted."""
+        return self._admitted.values()
 
     @property
     def has_prompts(self) -> bool:

@@ -12,10 +12,11 @@ policy takes them as they are ordered here; one with levels does so within a lev
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from molink.head.job import Job
+from molink.head.request import HeadRequest
 
 #: What a prompt token that the prefix cache lacks counts, and a generated one: the paper's weights.
 W_INPUT, W_OUTPUT = 1, 2
@@ -57,15 +58,33 @@ class Counters:
         """What was served to one that has requests."""
         return self._active[name].units
 
-    def arrived(self, name: str) -> None:
-        """A request waits; who had none waiting has saved up nothing."""
+    def on_arrival(self, name: str) -> int:
+        """Its units once another request waits; who has none waiting has saved up nothing."""
         account = self._active.get(name)
-        if account is None:
-            account = self._active[name] = _Account(self._idle.pop(name, 0))
-        if not account.waiting:
-            others = [each.units for each in self._active.values() if each.waiting]
-            account.units = max(account.units, self._floor, min(others, default=0))
+        if account is not None and account.waiting:
+            return account.units
+        others = [each.units for each in self._active.values() if each.waiting]
+        own = self._idle.get(name, 0) if account is None else account.units
+        return max(own, self._floor, min(others, default=0))
+
+    def arrived(self, name: str) -> None:
+        """A request waits."""
+        units = self.on_arrival(name)
+        account = self._active.setdefault(name, _Account(units))
+        self._idle.pop(name, None)
+        account.units = units
         account.waiting += 1
+
+    def ahead(self, name: str, backlog: Mapping[str, float]) -> float:
+        """Units of ``backlog``, by name, that are served before a new request of ``name``."""
+        own = backlog.get(name, 0.0)
+        until = self.on_arrival(name) + own
+        others = (
+            min(units, max(0.0, until - self._active[other].units))
+            for other, units in backlog.items()
+            if other != name
+        )
+        return own + sum(others)
 
     def admitted(self, name: str) -> None:
         """A request that waited runs."""
@@ -104,6 +123,8 @@ class Shares:
     def __init__(self) -> None:
         self._owners = Counters()
         self._clients: dict[str, Counters] = {}
+        #: Units that were served to all together, and tokens among them that were generated.
+        self.total = self.generated = 0
 
     @property
     def clients(self) -> int:
@@ -130,6 +151,20 @@ class Shares:
                 ordered += sorted(shared[owner][client], key=lambda job: job.request.priority)
         return ordered
 
+    def ahead(self, request: HeadRequest, backlog: Iterable[tuple[Job, float]]) -> float:
+        """Units that are served before ``request``, which is new, if those are still to be."""
+        shared: dict[str, dict[str, float]] = {request.owner: {}}
+        me = (request.owner, request.client)
+        for job, units in backlog:
+            owner, client = job.request.owner, job.request.client
+            if (owner, client) != me or job.request.priority <= request.priority:
+                theirs = shared.setdefault(owner, {})
+                theirs[client] = theirs.get(client, 0.0) + units
+        counters = self._clients.get(request.owner, Counters())
+        sums = {owner: sum(theirs.values()) for owner, theirs in shared.items()}
+        sums[request.owner] = counters.ahead(request.client, shared[request.owner])
+        return self._owners.ahead(request.owner, sums)
+
     def arrived(self, job: Job) -> None:
         """A new request waits."""
         owner = job.request.owner
@@ -146,6 +181,7 @@ class Shares:
 
     def sampled(self, job: Job) -> None:
         """A request that runs got a token."""
+        self.generated += 1
         self._serve(job, W_OUTPUT)
 
     def preempted(self, job: Job) -> None:
@@ -162,5 +198,6 @@ class Shares:
 
     def _serve(self, job: Job, units: int) -> None:
         owner = job.request.owner
+        self.total += units
         self._owners.served(owner, units)
         self._clients[owner].served(job.request.client, units)

@@ -587,17 +587,6 @@ def test_a_paused_request_goes_on_where_nobody_else_wants_its_place() -> None:
     assert [emission.message.position for emission in step(head)] == [5]
 
 
-def test_time_to_retry_follows_departures() -> None:
-    head = Head(limits(max_running=1, max_waiting=0), 1)
-    for number in range(5):
-        head.submit(request(f"r{number}", 2), 10.0 * number)
-        head.cancel("daemon", f"r{number}", 10.0 * number)
-    submit(head, request("a", 2))
-    with pytest.raises(Overloaded) as caught:
-        submit(head, request("b", 2))
-    assert caught.value.retry_after == 10.0
-
-
 @pytest.mark.parametrize(
     ("tokens", "answer", "message", "param"),
     [
@@ -667,6 +656,9 @@ def test_stats() -> None:
         "head_finished_total": 0.0,
         "head_cancelled_total": 0.0,
         "head_displaced_total": 0.0,
+        "head_refused_total": 0.0,
+        "head_late_total": 0.0,
+        "head_expired_total": 0.0,
         "head_failed_total": 0.0,
         "head_volumes_total": 1.0,
         "head_iterations_total": 1.0,
@@ -696,6 +688,7 @@ def test_stats() -> None:
         "head_micro_batches": 2.0,
         "head_running": 2.0,
         "head_waiting": 0.0,
+        "head_clients": 1.0,
         "head_decode_in_flight": 0.0,
         "head_prefill_in_flight": 0.0,
         "head_prefill_rows_in_flight": 0.0,

@@ -47,6 +47,8 @@ RepetitionPenalty = Annotated[
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 #: As vLLM's API has it: the least goes first.
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+#: For how long a request may wait to be admitted; 0 = not said.
+QueueSeconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 
 
 class Lane(IntEnum):
@@ -439,6 +441,8 @@ class Submit(LeanMessage, frozen=True, tag="submit"):
     client: Annotated[str, msgspec.Meta(max_length=MAX_CLIENT)] = ""
     #: Among the requests of that client; the least goes first.
     priority: Priority = 0
+    #: Seconds that it may wait to be admitted; 0 = as the head has it.
+    max_queue_s: QueueSeconds = 0.0
 
 
 class Prompt(LeanMessage, frozen=True, tag="prompt"):
