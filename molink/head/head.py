@@ -29,6 +29,7 @@ from molink.head.swapping import Swapping
 from molink.routing.report import CacheReport
 from molink.head.waits import Waits
 from molink.wire.messages.data import (
+    Admit,
     Choice,
     FinishReason,
     Rejected,
@@ -83,9 +84,11 @@ class Head:
         self._admission = Admission(limits)
         self._waits = Waits(limits, self._roster)
         self._story = Story()
-        self._counts = dict.fromkeys(
+        self._counts: dict[str, float] = dict.fromkeys(
             (
                 "requests",
+                "admitted",
+                "queue_seconds",
                 "tokens",
                 "finished",
                 "cancelled",
@@ -185,6 +188,8 @@ class Head:
             return None
         for control in batch.control:
             self._story.add(now, "issue", control.body)
+            if isinstance(control.body, Admit):
+                self._admitted(control.body.request, now)
         for volume in batch.volumes:
             header = volume.header
             self._story.add(now, "issue", header.tick, header.prefill, len(header.rows))
@@ -385,6 +390,12 @@ class Head:
         request = job.request
         rejected = Rejected(self.epoch, request.key, "overloaded", str(error), error.retry_after)
         return Emission(request.owner, rejected)
+
+    def _admitted(self, request_id: int, now: float) -> None:
+        job = self._roster.of_id(request_id)
+        if job is not None and job.admissions == 1:
+            self._counts["admitted"] += 1
+            self._counts["queue_seconds"] += now - job.since
 
     def _back(self, tick: int, now: float) -> tuple[tuple[Rows, ...], float]:
         """The rows of a volume that has gone round, and the seconds that it took."""

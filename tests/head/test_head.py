@@ -652,6 +652,8 @@ def test_stats() -> None:
     counters, gauges = head.stats()
     assert counters == {
         "head_requests_total": 2.0,
+        "head_admitted_total": 2.0,
+        "head_queue_seconds_total": 0.0,
         "head_tokens_total": 2.0,
         "head_finished_total": 0.0,
         "head_cancelled_total": 0.0,

@@ -49,6 +49,8 @@ _PHASES = {
 
 _HEAD = {
     "head_requests": "Requests that this head has taken into its queue.",
+    "head_admitted": "Requests whose turn has come.",
+    "head_queue_seconds": "Seconds that these had waited for it, all together.",
     "head_tokens": "Tokens sampled for requests of this head.",
     "head_finished": "Requests that came to their end.",
     "head_cancelled": "Requests that were cancelled, by their client or for their daemon.",
