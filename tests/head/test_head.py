@@ -9,6 +9,7 @@ from molink.head.batch import Batch
 from molink.head.head import Head
 from molink.head.job import PATIENCE
 from molink.head.limits import HeadLimits
+from molink.head.policies.create import create_scheduling_policy
 from molink.head.request import Emission, HeadRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
@@ -523,6 +524,18 @@ def test_clients_of_one_owner_share_its_places_in_a_full_queue() -> None:
     told = [*head.submit(request("o0", 2, owner="other"), 0.0)]
     told += head.submit(request("o1", 2, owner="other"), 0.0)
     assert [each.owner for each in told] == ["daemon", "daemon"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq"])
+def test_slots_go_to_the_client_that_was_served_least_and_there_to_the_most_urgent(
+    policy: str,
+) -> None:
+    head = Head(limits(max_running=4, chunk_tokens=64), 1, create_scheduling_policy(policy))
+    submit(head, *(request(f"a{i}", 2, client="a", priority=-i) for i in range(3)))
+    submit(head, *(request(f"b{i}", 2, client="b", priority=i) for i in range(3)))
+    head.next(0.0)
+    admitted = [job.request.key for job in head._roster._admitted.values()]
+    assert admitted == ["a2", "b0", "a1", "b1"]
 
 
 def test_slots_go_to_the_owner_that_was_served_least() -> None:
