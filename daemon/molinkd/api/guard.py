@@ -110,7 +110,7 @@ def caller(request: web.BaseRequest) -> str:
 
 def client(request: web.BaseRequest) -> str:
     """Whose share of a pipeline it takes: one word for each named key, the same for all others."""
-    return request.get(_CLIENT, "")
+    return request.get(_CLIENT) or ""
 
 
 def _is_json(request: web.BaseRequest) -> bool:
