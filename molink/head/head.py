@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Literal
 
 from molink.errors import InvariantError, Overloaded, RequestError
 from molink.facts.costs import Costs
@@ -21,13 +20,14 @@ from molink.head.policies.base import SchedulingPolicy
 from molink.head.policies.fcfs import Fcfs
 from molink.head.request import Emission, HeadRequest
 from molink.head.roster import Roster
+from molink.head.shown import shown
 from molink.head.speculation.base import DraftSource
 from molink.head.speculation.lookup import PromptLookup
 from molink.head.speculation.path import are_due, compare, go_on
 from molink.head.speculation.speculation import Speculation
 from molink.head.swapping import Swapping
-from molink.routing.report import CacheReport
 from molink.head.waits import Waits
+from molink.routing.report import CacheReport
 from molink.wire.messages.data import (
     Admit,
     Choice,
@@ -38,7 +38,7 @@ from molink.wire.messages.data import (
     Token,
     TopLogprobs,
 )
-from molink.wire.messages.load import MAX_OWNER, MAX_REQUESTS, HeadLoad, RequestNow
+from molink.wire.messages.load import MAX_REQUESTS, HeadLoad
 
 #: Why the last stage has no token for a request, as far as is known here.
 _NO_TOKEN = (
@@ -46,8 +46,6 @@ _NO_TOKEN = (
     " complex: that PC's log says which)"
 )
 
-#: Longest time until a turn that people are told of.
-MAX_TURN_MS = 3_600_000
 #: Alternatives that came with sampled tokens, by (request id, position).
 Tops = Mapping[tuple[int, int], TopLogprobs]
 
@@ -331,7 +329,7 @@ class Head:
             blocks.total,
             blocks.total - self._cache.available,
             self._batcher.micro_batches.count,
-            tuple(_shown(job, turns, now) for job in islice(self._roster, MAX_REQUESTS)),
+            tuple(shown(job, turns, now) for job in islice(self._roster, MAX_REQUESTS)),
             len(turns),
             self._swapping.host.total,
             self._swapping.host.held,
@@ -496,23 +494,3 @@ class Head:
     def _stray(self, kind: str, tick: int, now: float) -> None:
         self.strays += 1
         self._story.add(now, "stray", kind, tick)
-
-
-def _shown(job: Job, turns: Mapping[Job, float], now: float) -> RequestNow:
-    """Until its first token a request is in prefill for people, though all its rows are issued."""
-    assert job.state != "gone", "a job that is over is in no roster"
-    state: Literal["waiting", "swapped", "prefill", "decode"]
-    state = "prefill" if job.state == "decode" and not job.generated else job.state
-    if job in turns:
-        state = "swapped"
-    taken, prompt = now - job.first_at, job.request.prompt_tokens
-    return RequestNow(
-        job.request.owner[:MAX_OWNER],
-        state,
-        prompt,
-        0 if job.state == "waiting" else job.computed,
-        len(job.tokens) - prompt,
-        round(1000 * (job.generated - 1) / taken) if job.generated > 1 and taken > 0 else 0,
-        max(0, int(now - job.since)),
-        min(MAX_TURN_MS, round(1000 * turns.get(job, 0.0))),
-    )

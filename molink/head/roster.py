@@ -169,9 +169,8 @@ class Roster:
         turns = self._policy.next_turns(able, len(admitted), now)
         found = min(self._policy.running_order(able, now) or able, key=turns.__getitem__)
         if first.copy is None:
-            first = (
-                self._policy.next_admitted(self.shares.order((first, found)), admitted, now) or first
-            )
+            two = self.shares.order((first, found))
+            first = self._policy.next_admitted(two, admitted, now) or first
         return found if first.copy is not None else None
 
     def farthest(self, now: float) -> list[Job]:
