@@ -76,7 +76,7 @@ def test_a_pace_counts_the_time_in_which_there_was_something_to_do() -> None:
     assert pace.rate < 20, "nothing was served"
 
 
-@pytest.mark.parametrize(("known", "within"), [(True, 4.0), (False, 7.0)])
+@pytest.mark.parametrize(("known", "within"), [(True, 2.0), (False, 6.0)])
 def test_a_place_is_free_about_when_it_was_said_to_be(known: bool, within: float) -> None:
     """Two run and two wait. Answers of 20 to 39 tokens at 2/s: a place is free after 4 to 15 s.
 
