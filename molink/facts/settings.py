@@ -26,6 +26,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     #: Requests that hold KV blocks at a time, and those that may queue.
     max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
     max_waiting: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256
+    #: Seconds that a request may wait to be admitted, if it doesn't say; 0 = as long as it takes.
+    max_queue_time: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0
     #: Rows of a prefill chunk; 0 = as the measured profiles of the stages suggest.
     chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
     #: Whether prefill chunks also go without decode rows, while no stream waits for them.

@@ -8,8 +8,6 @@ from molink.head.request import HeadRequest
 
 #: Bounds of ``Retry-After``, in seconds.
 RETRY_MIN, RETRY_MAX = 1.0, 60.0
-#: Weight of the latest interval between two departures.
-_SMOOTHING = 0.2
 
 
 class Admission:
@@ -17,8 +15,6 @@ class Admission:
 
     def __init__(self, limits: HeadLimits) -> None:
         self._limits = limits
-        self._interval: float | None = None
-        self._last: float | None = None
 
     def check(self, request: HeadRequest) -> None:
         """Pass, or say why it can never be served.
@@ -36,26 +32,38 @@ class Admission:
         # Requests that only wait for the next micro-batch do not fill the queue.
         return waiting >= limits.max_waiting + max(0, limits.max_running - running)
 
-    def overloaded(self, waiting: int, running: int) -> Overloaded:
-        """The error for a request that finds no place."""
+    def overloaded(self, waiting: int, running: int, place_in: float | None) -> Overloaded:
+        """The error for a request that finds no place; there should be one in so many seconds."""
         return Overloaded(
             f"{running} requests are running and {waiting} waiting; try again later",
-            self.retry_after,
+            _retry_after(place_in),
         )
 
-    def departed(self, now: float) -> None:
-        """A request has ended: a place is free."""
-        if self._last is not None:
-            interval = max(0.0, now - self._last)
-            before = interval if self._interval is None else self._interval
-            self._interval = before + _SMOOTHING * (interval - before)
-        self._last = now
+    def max_queue_s(self, request: HeadRequest) -> float:
+        """Seconds that a request may wait to be admitted."""
+        return request.max_queue_s or self._limits.max_queue_s or math.inf
 
-    @property
-    def retry_after(self) -> float:
-        """Seconds until a place in the queue is likely to be free."""
-        wait = RETRY_MIN if self._interval is None else self._interval
-        return float(min(RETRY_MAX, max(RETRY_MIN, math.ceil(wait))))
+    def check_wait(self, request: HeadRequest, wait: float | None) -> None:
+        """Pass a request that will be admitted in ``wait`` seconds, as far as that is known.
+
+        Raises:
+            Overloaded: that is more than it may wait.
+        """
+        most = self.max_queue_s(request)
+        if wait is not None and wait > most:
+            raise Overloaded(
+                f"its turn would come in about {wait:.0f} s; it may wait for {most:g} s"
+                " (`max_queue_time`)",
+                _retry_after(wait - most),
+            )
+
+    def waited_in_vain(self, request: HeadRequest, wait: float | None) -> Overloaded:
+        """The error for one that has waited for as long as it may; a new one would for ``wait``."""
+        most = self.max_queue_s(request)
+        return Overloaded(
+            f"its turn has not come within {most:g} s (`max_queue_time`)",
+            _retry_after(None if wait is None else wait - most),
+        )
 
     def _check_fields(self, request: HeadRequest) -> None:
         if not request.tokens:
@@ -88,3 +96,8 @@ class Admission:
             f" {limits.longest} tokens fit, prompt and answer together: {advice}",
             "max_tokens" if answer > 0 else "prompt",
         )
+
+
+def _retry_after(seconds: float | None) -> float:
+    """In whole seconds, within bounds; as soon as may be where nothing is known."""
+    return float(min(RETRY_MAX, max(RETRY_MIN, math.ceil(seconds or 0.0))))

@@ -1,10 +1,10 @@
 """The head of a pipeline: its requests, from submission to the last token."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Literal
 
-from molink.errors import InvariantError, RequestError
+from molink.errors import InvariantError, Overloaded, RequestError
 from molink.facts.costs import Costs
 from molink.facts.ringtimes import RingTimes
 from molink.facts.story import Story
@@ -20,13 +20,16 @@ from molink.head.policies.base import SchedulingPolicy
 from molink.head.policies.fcfs import Fcfs
 from molink.head.request import Emission, HeadRequest
 from molink.head.roster import Roster
+from molink.head.shown import shown
 from molink.head.speculation.base import DraftSource
 from molink.head.speculation.lookup import PromptLookup
 from molink.head.speculation.path import are_due, compare, go_on
 from molink.head.speculation.speculation import Speculation
 from molink.head.swapping import Swapping
+from molink.head.waits import Waits
 from molink.routing.report import CacheReport
 from molink.wire.messages.data import (
+    Admit,
     Choice,
     FinishReason,
     Rejected,
@@ -35,7 +38,7 @@ from molink.wire.messages.data import (
     Token,
     TopLogprobs,
 )
-from molink.wire.messages.load import MAX_OWNER, MAX_REQUESTS, HeadLoad, RequestNow
+from molink.wire.messages.load import MAX_REQUESTS, HeadLoad
 
 #: Why the last stage has no token for a request, as far as is known here.
 _NO_TOKEN = (
@@ -43,8 +46,6 @@ _NO_TOKEN = (
     " complex: that PC's log says which)"
 )
 
-#: Longest time until a turn that people are told of.
-MAX_TURN_MS = 3_600_000
 #: Alternatives that came with sampled tokens, by (request id, position).
 Tops = Mapping[tuple[int, int], TopLogprobs]
 
@@ -79,14 +80,20 @@ class Head:
             limits, self._roster, self._cache, self._ledger, self._speculation, self._swapping
         )
         self._admission = Admission(limits)
+        self._waits = Waits(limits, self._roster)
         self._story = Story()
-        self._counts = dict.fromkeys(
+        self._counts: dict[str, float] = dict.fromkeys(
             (
                 "requests",
+                "admitted",
+                "queue_seconds",
                 "tokens",
                 "finished",
                 "cancelled",
                 "displaced",
+                "refused",
+                "late",
+                "expired",
                 "failed",
                 "volumes",
                 "iterations",
@@ -107,12 +114,14 @@ class Head:
         Raises:
             RequestError: a field is out of range, or the owner's key is in use.
             ContextTooLong: it can never fit into the context, or into the KV blocks.
-            Overloaded: the queue is full, and this owner has his share of it; carries
-                ``retry_after``.
+            Overloaded: the queue is full, and this client has its share of it; or its turn would
+                come later than it can wait for. Carries ``retry_after``.
         """
         if self._roster.find(request.owner, request.key) is not None:
             raise RequestError(f"a request {request.key!r} of this daemon is already being served")
         self._admission.check(request)
+        self._waits.observe(now)
+        self._check_wait(request)
         emissions = self._make_place(request, now)
         job = Job.of(request, now)
         job.uncached = len(job.tokens) - self._cache.find(job).tokens
@@ -120,6 +129,29 @@ class Head:
         self._swapping.arrived(job, now)
         self._counts["requests"] += 1
         self._story.add(now, "submit", request.owner, request.key, len(request.tokens))
+        return emissions
+
+    def expire(self, now: float) -> list[Emission]:
+        """Refuse those that have waited to be admitted for as long as they may; to be called often.
+
+        Who was admitted once and gave way goes on waiting.
+        """
+        self._waits.observe(now)
+        late = [
+            job
+            for job in self._roster.queued
+            if not job.admissions and now - job.since >= self._admission.max_queue_s(job.request)
+        ]
+        turns: dict[tuple[str, str], float | None] = {}
+        emissions = []
+        for job in late:
+            self._counts["expired"] += 1
+            self._remove(job, "expired", now)
+            client = (job.request.owner, job.request.client)
+            if client not in turns:
+                turns[client] = self._waits.turn_of(job.request)
+            error = self._admission.waited_in_vain(job.request, turns[client])
+            emissions.append(self._overloaded(job, error))
         return emissions
 
     def cancel(self, owner: str, key: str, now: float) -> None:
@@ -149,10 +181,13 @@ class Head:
         stage 0 has one of which it has run a part.
         """
         batch = self._batcher.compose(now, prefill=prefill)
+        self._waits.observe(now)
         if batch is None:
             return None
         for control in batch.control:
             self._story.add(now, "issue", control.body)
+            if isinstance(control.body, Admit):
+                self._admitted(control.body.request, now)
         for volume in batch.volumes:
             header = volume.header
             self._story.add(now, "issue", header.tick, header.prefill, len(header.rows))
@@ -192,6 +227,7 @@ class Head:
                     self._speculation.offered(job, forced[rows.request])
             elif found:
                 emissions.append(self._fail(job, "the last stage went on from wrong drafts", now))
+        self._waits.observe(now)
         return emissions
 
     def tombstone(self, tick: int, now: float) -> list[Emission]:
@@ -273,6 +309,7 @@ class Head:
             "head_micro_batches": batcher.micro_batches.count,
             "head_running": self._roster.admitted,
             "head_waiting": self._roster.waiting,
+            "head_clients": self._roster.shares.clients,
             "head_decode_in_flight": ledger.volumes(prefill=False) + ledger.ahead,
             "head_prefill_in_flight": ledger.volumes(prefill=True),
             "head_prefill_rows_in_flight": ledger.prefill_rows,
@@ -292,7 +329,7 @@ class Head:
             blocks.total,
             blocks.total - self._cache.available,
             self._batcher.micro_batches.count,
-            tuple(_shown(job, turns, now) for job in islice(self._roster, MAX_REQUESTS)),
+            tuple(shown(job, turns, now) for job in islice(self._roster, MAX_REQUESTS)),
             len(turns),
             self._swapping.host.total,
             self._swapping.host.held,
@@ -327,18 +364,36 @@ class Head:
         waiting, running = self._roster.waiting, self._roster.admitted
         if not self._admission.is_full(waiting, running):
             return []
-        error = self._admission.overloaded(waiting, running)
-        job = self._roster.displaced_by(request.owner, now)
+        error = self._admission.overloaded(waiting, running, self._waits.next_place())
+        job = self._roster.displaced_by(request.owner, request.client, now)
         if job is None:
+            self._counts["refused"] += 1
             raise error
         self._counts["displaced"] += 1
         self._story.add(now, "displace", job.request.owner, job.request.key, job.admissions)
         self._roster.remove(job, now)
         self._swapping.forget(job)
-        rejected = Rejected(
-            self.epoch, job.request.key, "overloaded", str(error), error.retry_after
-        )
-        return [Emission(job.request.owner, rejected)]
+        return [self._overloaded(job, error)]
+
+    def _check_wait(self, request: HeadRequest) -> None:
+        if self._admission.max_queue_s(request) == math.inf:
+            return
+        try:
+            self._admission.check_wait(request, self._waits.turn_of(request))
+        except Overloaded:
+            self._counts["late"] += 1
+            raise
+
+    def _overloaded(self, job: Job, error: Overloaded) -> Emission:
+        request = job.request
+        rejected = Rejected(self.epoch, request.key, "overloaded", str(error), error.retry_after)
+        return Emission(request.owner, rejected)
+
+    def _admitted(self, request_id: int, now: float) -> None:
+        job = self._roster.of_id(request_id)
+        if job is not None and job.admissions == 1:
+            self._counts["admitted"] += 1
+            self._counts["queue_seconds"] += now - job.since
 
     def _back(self, tick: int, now: float) -> tuple[tuple[Rows, ...], float]:
         """The rows of a volume that has gone round, and the seconds that it took."""
@@ -387,11 +442,13 @@ class Head:
             self._cache.offer(job)
         job.issued = len(job.tokens)  # the one before was a row, if only as a draft
         job.tokens.append(choice.token)
+        self._roster.sampled(job)
         if job.generated == 1:
             job.first_at = now
         finish = self._finish(job)
         if finish is not None:
             self._counts["finished"] += 1
+            self._waits.ended(job)
             self._remove(job, finish, now)
         top = tops.get((choice.request, choice.position))
         pairs = tuple(zip(top.tokens, top.logprobs, strict=False)) if top is not None else ()
@@ -420,7 +477,7 @@ class Head:
         self._story.add(now, "cancel", job.request.owner, job.request.key, job.state, job.id)
         self._roster.remove(job, now, trip)
         self._swapping.forget(job)
-        self._admission.departed(now)
+        self._waits.observe(now)
 
     def _fail(self, job: Job, reason: str, now: float) -> Emission:
         self._counts["failed"] += 1
@@ -433,28 +490,7 @@ class Head:
         self._story.add(now, why, job.request.owner, job.request.key, job.id, len(job.tokens))
         self._roster.remove(job, now)
         self._swapping.forget(job)
-        self._admission.departed(now)
 
     def _stray(self, kind: str, tick: int, now: float) -> None:
         self.strays += 1
         self._story.add(now, "stray", kind, tick)
-
-
-def _shown(job: Job, turns: Mapping[Job, float], now: float) -> RequestNow:
-    """Until its first token a request is in prefill for people, though all its rows are issued."""
-    assert job.state != "gone", "a job that is over is in no roster"
-    state: Literal["waiting", "swapped", "prefill", "decode"]
-    state = "prefill" if job.state == "decode" and not job.generated else job.state
-    if job in turns:
-        state = "swapped"
-    taken, prompt = now - job.first_at, job.request.prompt_tokens
-    return RequestNow(
-        job.request.owner[:MAX_OWNER],
-        state,
-        prompt,
-        0 if job.state == "waiting" else job.computed,
-        len(job.tokens) - prompt,
-        round(1000 * (job.generated - 1) / taken) if job.generated > 1 and taken > 0 else 0,
-        max(0, int(now - job.since)),
-        min(MAX_TURN_MS, round(1000 * turns.get(job, 0.0))),
-    )

@@ -104,6 +104,9 @@ class Intake:
             stop_ids=submit.stop_ids,
             window=submit.window,
             grammar=entry.grammar,
+            client=submit.client,
+            priority=submit.priority,
+            max_queue_s=submit.max_queue_s,
         )
 
     def cancel(self, owner: str, key: str) -> None:

@@ -32,6 +32,8 @@ class HeadLimits:
     :mod:`molink.head.speculation` decides). Up to ``ahead`` volumes of drafts may go on from those
     in flight. What becomes of the KV of who is preempted says ``preemption_mode``, as far as stages
     have host memory.
+    in flight. A request that doesn't say for how long it may wait to be admitted may for
+    ``max_queue_s`` seconds (0: for as long as it takes).
     """
 
     blocks: int
@@ -50,6 +52,7 @@ class HeadLimits:
     draft_tokens: int = 0
     ahead: int = 0
     preemption_mode: PreemptionMode = "recompute"
+    max_queue_s: float = 0.0
 
     def __post_init__(self) -> None:
         bounds = {
@@ -64,6 +67,7 @@ class HeadLimits:
             "short_context": (0, 1 << 24),
             "draft_tokens": (AUTO_DRAFTS, MAX_DRAFTS),
             "ahead": (0, MAX_AHEAD),
+            "max_queue_s": (0, 86400),
         }
         for name, (minimum, maximum) in bounds.items():
             value = getattr(self, name)

@@ -13,7 +13,9 @@ class HeadRequest:
     the request is resubmitted, what was generated in an earlier epoch; the first ``prompt_tokens``
     of them are the prompt. ``max_tokens`` counts tokens still to be generated. ``window`` is how
     many emitted tokens may be uncredited before decoding pauses. ``grammar`` is the text
-    of what the answer is held to, if it is; only the tail reads it.
+    of what the answer is held to, if it is; only the tail reads it. ``client`` is the daemon's name
+    for whose request it is; requests of one client with less ``priority`` go first. It is
+    to be admitted within ``max_queue_s`` seconds, or not at all; 0: as the head has it.
     """
 
     owner: str
@@ -25,6 +27,9 @@ class HeadRequest:
     stop_ids: tuple[int, ...] = ()
     window: int = 256
     grammar: bytes = b""
+    client: str = ""
+    priority: int = 0
+    max_queue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """All jobs of a head, by what can be done with them."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from molink.errors import InvariantError
@@ -11,6 +11,7 @@ from molink.head.job import Job
 from molink.head.ledger import TurnCount
 from molink.head.policies.base import Preemption, Restoring, SchedulingPolicy
 from molink.head.prefix import ROOT, Match
+from molink.head.shares import Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Roster:
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
         self._jobs: dict[tuple[str, str], Job] = {}
+        self.shares = Shares()
         #: Those that were preempted, the last one first, then the others as they arrived.
         self._waiting: OrderedDict[Job, None] = OrderedDict()
         #: Tokens of them all, but for those whose KV is in host memory.
@@ -82,6 +84,16 @@ class Roster:
     def waiting(self) -> int:
         """How many jobs wait."""
         return len(self._waiting)
+
+    @property
+    def queued(self) -> Collection[Job]:
+        """The jobs that wait: those that were preempted, then the others as they arrived."""
+        return self._waiting.keys()
+
+    @property
+    def running(self) -> Collection[Job]:
+        """The jobs that are admitted."""
+        return self._admitted.values()
 
     @property
     def has_prompts(self) -> bool:
@@ -140,7 +152,8 @@ class Roster:
         if self._first is None:
             able = [job for job in self._waiting if not job.stalled]
             admitted = self._admitted.values()
-            self._first = (self._policy.next_admitted(able, admitted, now) if able else None,)
+            ordered = self.shares.order(able)
+            self._first = (self._policy.next_admitted(ordered, admitted, now) if able else None,)
         return self._first[0]
 
     def first_swapped(self, now: float) -> Job | None:
@@ -156,7 +169,8 @@ class Roster:
         turns = self._policy.next_turns(able, len(admitted), now)
         found = min(self._policy.running_order(able, now) or able, key=turns.__getitem__)
         if first.copy is None:
-            first = self._policy.next_admitted([first, found], admitted, now) or first
+            two = self.shares.order((first, found))
+            first = self._policy.next_admitted(two, admitted, now) or first
         return found if first.copy is not None else None
 
     def farthest(self, now: float) -> list[Job]:
@@ -207,21 +221,30 @@ class Roster:
 
     # --- the queue --------------------------------------------------------------------------------
 
-    def displaced_by(self, owner: str, now: float) -> Job | None:
-        """The waiting job whose place in the full queue a new one of ``owner`` gets, if any.
+    def displaced_by(self, owner: str, client: str, now: float) -> Job | None:
+        """The waiting job whose place in the full queue a new one gets, if any.
 
-        One that its client has abandoned; else, if somebody holds at least two places more than
-        ``owner``, one of his that waits for its client, or his last. So the owners who want in
-        come to have equal shares, and one who is alone has them all.
+        One that its client has abandoned; else, if another owner holds at least two places more
+        than ``owner``, one of his client with most; else of a client of ``owner`` with at least
+        two more than ``client``. That is one that waits for its client, or its last. So the owners
+        who want in come to have equal shares, as do the clients of each, and one who is alone has
+        them all.
         """
         waiting = list(self._waiting)
         abandoned = next((job for job in waiting if job.abandoned(now)), None)
-        held = Counter(job.request.owner for job in waiting)
-        maximum = max(held, key=held.__getitem__, default=owner)
-        if abandoned is not None or held[maximum] < held[owner] + 2:
+        if abandoned is not None:
             return abandoned
-        theirs = [job for job in reversed(waiting) if job.request.owner == maximum]
-        return next((job for job in theirs if job.stalled), theirs[0])
+        held = Counter(job.request.owner for job in waiting)
+        greedy = max(held, key=held.__getitem__, default=owner)
+        theirs = owner if held[greedy] < held[owner] + 2 else greedy
+        clients = Counter(job.request.client for job in waiting if job.request.owner == theirs)
+        most = max(clients, key=clients.__getitem__, default=client)
+        if theirs == owner and clients[most] < clients[client] + 2:
+            return None
+        whose = (theirs, most)
+        jobs = [j for j in reversed(waiting) if (j.request.owner, j.request.client) == whose]
+        stalled = next((job for job in jobs if job.stalled), None)
+        return stalled or max(jobs, key=lambda job: job.request.priority)
 
     def enqueue(self, job: Job, now: float) -> None:
         """A new job waits."""
@@ -229,6 +252,7 @@ class Roster:
         self.ask_anew()
         self._waiting[job] = None
         self.waiting_tokens += _uncopied(job)
+        self.shares.arrived(job)
         self._policy.arrived(job, now)
 
     def admit(self, job: Job, blocks: list[int], found: Match, restored: int = 0) -> None:
@@ -241,6 +265,7 @@ class Roster:
         self._next_id += 1
         self._admitted[job.id] = job
         (self._idle if job.state == "decode" else self._prefilling)[job.id] = job
+        self.shares.admitted(job)
 
     def set_restoring(self, seconds: Restoring) -> None:
         """What it takes until a job that gave way is where it was."""
@@ -262,6 +287,10 @@ class Roster:
         """Rows of ``job`` have come back, ``seconds`` after they were issued."""
         self._policy.ran(job, seconds, now)
 
+    def sampled(self, job: Job) -> None:
+        """A token of ``job`` has come."""
+        self.shares.sampled(job)
+
     def came_back(self, job: Job) -> None:
         """A sampled token has come back: the job can go on."""
         self._idle[job.id] = job
@@ -269,6 +298,7 @@ class Roster:
     def preempt(self, job: Job) -> None:
         """Take an admitted job's blocks; it waits with its tokens so far."""
         self._depart(job, None)
+        self.shares.preempted(job)
         job.state = "waiting"
         self._waiting[job] = None
         self._waiting.move_to_end(job, last=False)
@@ -277,6 +307,7 @@ class Roster:
     def remove(self, job: Job, now: float, trip: TurnCount | None = None) -> None:
         """The job is over, at whatever point it is."""
         del self._jobs[job.request.owner, job.request.key]
+        self.shares.over(job)
         if job.state == "waiting":
             self._no_longer_waits(job)
         else:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from molink.ring.round import Round
-from molink.wire.messages.data import HostReport
+from molink.wire.messages.rounds import HostReport
 
 
 @dataclass(frozen=True, slots=True)

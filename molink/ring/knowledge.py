@@ -9,7 +9,7 @@ from molink.ring.hosted import HostRoom, HostRound
 from molink.ring.linkround import LinkRound
 from molink.ring.pace import PaceRound
 from molink.ring.stage import StageShape
-from molink.wire.messages.data import HostReport, LinkReport, PaceReport
+from molink.wire.messages.rounds import HostReport, LinkReport, PaceReport
 
 
 class RingKnowledge:

@@ -4,7 +4,7 @@ import math
 
 from molink.facts.ringtimes import LinkFacts
 from molink.ring.round import HASTE, Round
-from molink.wire.messages.data import LinkReport
+from molink.wire.messages.rounds import LinkReport
 
 #: Seconds between two reports; of two of which the second says something else, ``HASTE``.
 INTERVAL = 1.0

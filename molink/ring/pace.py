@@ -13,7 +13,8 @@ from statistics import median
 from molink.facts.pace import MAX_PACE, Pace
 from molink.facts.profile import Point, Profile
 from molink.ring.round import Round
-from molink.wire.messages.data import PaceReport, Volume
+from molink.wire.messages.data import Volume
+from molink.wire.messages.rounds import PaceReport
 
 #: Steps are compared in lots of so many seconds (one step, if that takes longer) …
 LOT = 0.5

@@ -32,9 +32,6 @@ from molink.ring.work import (
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import (
-    HostReport,
-    LinkReport,
-    PaceReport,
     Release,
     RingBody,
     Sampled,
@@ -43,6 +40,7 @@ from molink.wire.messages.data import (
     Volume,
     VolumePart,
 )
+from molink.wire.messages.rounds import HostReport, LinkReport, PaceReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,9 @@ class GenerationRequest:
     """Token ids in, token ids out. ``max_tokens`` counts generated tokens.
 
     ``grammar`` is the text of what the answer is held to (:mod:`molink.text.grammar`), if it is.
+    ``client`` is a name for whom it is, which says nothing else; of its requests the one with the
+    least ``priority`` goes first. It may wait for ``max_queue_s`` seconds until it is its turn, as
+    long as the head lets it if that is 0.
     """
 
     model: str
@@ -19,6 +22,9 @@ class GenerationRequest:
     sampling: Sampling
     stop_ids: tuple[int, ...] = ()
     grammar: bytes = b""
+    client: str = ""
+    priority: int = 0
+    max_queue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

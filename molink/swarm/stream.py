@@ -124,6 +124,8 @@ class Stream:
         self._available: HeadEpoch | None = None
         #: When the present wait began; ``None`` once a token has come since.
         self._waiting_since: float | None = now if since is None else since
+        #: When it came: until its first token it may wait for its turn from then on.
+        self._began = now
         self._submitted_at = now
         self._retry_at = now
         #: The last sign that a pipeline is being formed, and when it came.
@@ -162,7 +164,14 @@ class Stream:
         assert since is not None
         hopeful = max(since, self._sign_at) + limits.hold_s
         first = since if self._lost_at is None else self._lost_at
-        return min(hopeful, first + max(limits.hold_s, limits.max_wait_s))
+        latest = min(hopeful, first + max(limits.hold_s, limits.max_wait_s))
+        most = self._max_queue_s
+        return min(latest, self._began + most) if most else latest
+
+    @property
+    def _max_queue_s(self) -> float:
+        """Seconds that it may wait for its turn, if it says so; who has tokens has had it."""
+        return 0.0 if self._emitted else self.request.max_queue_s
 
     @property
     def _untroubled(self) -> bool:
@@ -268,7 +277,8 @@ class Stream:
             return self._end(
                 Unavailable(f"gave up after {self._fruitless} attempts: {self._last_reason}")
             )
-        if self._available is not None and now >= self._retry_at:
+        late = bool(self._max_queue_s) and now >= self._began + self._max_queue_s
+        if self._available is not None and now >= self._retry_at and not late:
             return self._submit(self._available, now)
         if now >= self._deadline:
             assert self._waiting_since is not None
@@ -306,6 +316,7 @@ class Stream:
         self.state = "running"
         self._note(f"submit {self.attempt_key} to {target}")
         ids, grammar = (*self._prompt, *self._emitted), self.request.grammar
+        most = self._max_queue_s
         submit = Submit(
             pipeline=target.pipeline,
             epoch=target.epoch,
@@ -317,6 +328,9 @@ class Stream:
             stop_ids=self.request.stop_ids,
             window=self._window,
             payload=Payload("u8", (len(grammar),)) if grammar else None,
+            client=self.request.client,
+            priority=self.request.priority,
+            max_queue_s=most and most - (now - self._began),
         )
         return [*acts, SendSubmit(target, submit, ids, grammar or None)]
 

@@ -9,6 +9,7 @@ from molink.head.batch import Batch
 from molink.head.head import Head
 from molink.head.job import PATIENCE
 from molink.head.limits import HeadLimits
+from molink.head.policies.create import create_scheduling_policy
 from molink.head.request import Emission, HeadRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
@@ -509,7 +510,35 @@ def test_owners_share_a_full_queue_and_one_who_is_alone_has_it_all() -> None:
     assert head.stats()[0]["head_displaced_total"] == 4.0
 
 
-def test_slots_go_to_the_owner_with_the_fewest() -> None:
+def test_clients_of_one_owner_share_its_places_in_a_full_queue() -> None:
+    head = Head(limits(max_running=1, max_waiting=5), 1)
+    submit(head, *(request(f"a{i}", 2, client="a", priority=-(i == 5)) for i in range(6)))
+    told = []
+    for number in range(3):
+        told += head.submit(request(f"b{number}", 2, client="b"), 0.0)
+        head.validate()
+    assert [each.message.key for each in told] == ["a4", "a3", "a2"], "the least urgent, the last"
+    with pytest.raises(Overloaded):
+        submit(head, request("b3", 2, client="b"))
+    # However many names the daemon has for them, another one gets half.
+    told = [*head.submit(request("o0", 2, owner="other"), 0.0)]
+    told += head.submit(request("o1", 2, owner="other"), 0.0)
+    assert [each.owner for each in told] == ["daemon", "daemon"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq"])
+def test_slots_go_to_the_client_that_was_served_least_and_there_to_the_most_urgent(
+    policy: str,
+) -> None:
+    head = Head(limits(max_running=4, chunk_tokens=64), 1, create_scheduling_policy(policy))
+    submit(head, *(request(f"a{i}", 2, client="a", priority=-i) for i in range(3)))
+    submit(head, *(request(f"b{i}", 2, client="b", priority=i) for i in range(3)))
+    head.next(0.0)
+    admitted = [job.request.key for job in head._roster._admitted.values()]
+    assert admitted == ["a2", "b0", "a1", "b1"]
+
+
+def test_slots_go_to_the_owner_that_was_served_least() -> None:
     head = Head(limits(max_running=3, chunk_tokens=64), 1)
     submit(head, *(request(f"a{i}", 2, owner="a") for i in range(5)))
     submit(head, *(request(f"b{i}", 2, owner="b") for i in range(2)))
@@ -569,17 +598,6 @@ def test_a_paused_request_goes_on_where_nobody_else_wants_its_place() -> None:
     assert head.next(1000 * PATIENCE) is None
     head.credit("daemon", "paused", 5)
     assert [emission.message.position for emission in step(head)] == [5]
-
-
-def test_time_to_retry_follows_departures() -> None:
-    head = Head(limits(max_running=1, max_waiting=0), 1)
-    for number in range(5):
-        head.submit(request(f"r{number}", 2), 10.0 * number)
-        head.cancel("daemon", f"r{number}", 10.0 * number)
-    submit(head, request("a", 2))
-    with pytest.raises(Overloaded) as caught:
-        submit(head, request("b", 2))
-    assert caught.value.retry_after == 10.0
 
 
 @pytest.mark.parametrize(
@@ -647,10 +665,15 @@ def test_stats() -> None:
     counters, gauges = head.stats()
     assert counters == {
         "head_requests_total": 2.0,
+        "head_admitted_total": 2.0,
+        "head_queue_seconds_total": 0.0,
         "head_tokens_total": 2.0,
         "head_finished_total": 0.0,
         "head_cancelled_total": 0.0,
         "head_displaced_total": 0.0,
+        "head_refused_total": 0.0,
+        "head_late_total": 0.0,
+        "head_expired_total": 0.0,
         "head_failed_total": 0.0,
         "head_volumes_total": 1.0,
         "head_iterations_total": 1.0,
@@ -680,6 +703,7 @@ def test_stats() -> None:
         "head_micro_batches": 2.0,
         "head_running": 2.0,
         "head_waiting": 0.0,
+        "head_clients": 1.0,
         "head_decode_in_flight": 0.0,
         "head_prefill_in_flight": 0.0,
         "head_prefill_rows_in_flight": 0.0,

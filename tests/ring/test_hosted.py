@@ -11,7 +11,6 @@ from molink.ring.scoreboard import Scoreboard
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
     Admit,
-    HostReport,
     Rows,
     Sampling,
     SwapIn,
@@ -20,6 +19,7 @@ from molink.wire.messages.data import (
     Tombstone,
     Volume,
 )
+from molink.wire.messages.rounds import HostReport
 
 LIMITS = BoardLimits(blocks=8, block_size=4, host_blocks=4)
 

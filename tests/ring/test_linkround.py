@@ -17,7 +17,8 @@ from molink.ring.ring import Ring, RingConfig
 from molink.ring.round import HASTE, MAX_WAITING
 from molink.ring.stage import StageShape
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import Frame, Lane, LinkReport
+from molink.wire.messages.data import Frame, Lane
+from molink.wire.messages.rounds import LinkReport
 from molinkd.worker.request_table import RequestTable
 
 FACTS = LinkFacts(0.03, 12.5e6)

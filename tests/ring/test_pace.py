@@ -12,7 +12,8 @@ from molink.facts.profile import UNKNOWN, Profile
 from molink.ring.pace import LOT, LOTS, NEWS, Measure, PaceMeter, PaceRound
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import Frame, Lane, PaceReport, Rows, Volume
+from molink.wire.messages.data import Frame, Lane, Rows, Volume
+from molink.wire.messages.rounds import PaceReport
 
 PROFILE = Profile(
     decode=((1, 0.01), (8, 0.02)),

@@ -71,6 +71,30 @@ def test_an_undisturbed_request() -> None:
     assert stream.cancel() == []
 
 
+def test_whose_turn_it_is_goes_along_and_the_wait_counts_from_the_beginning() -> None:
+    request = GenerationRequest(
+        "m", PROMPT, 5, Sampling(), client="abc", priority=-1, max_queue_s=20.0
+    )
+    stream = Stream("k", request, LIMITS, 0.0)
+    submit = submitted(stream.head(ONE, 4.0)).submit
+    assert (submit.client, submit.priority, submit.max_queue_s) == ("abc", -1, 16.0)
+    assert stream.head(None, 5.0) == []
+    assert submitted(stream.head(TWO, 10.0)).submit.max_queue_s == 10.0
+    assert emitted(stream.token(token(stream, 3, 50, epoch=2), 30.0)) == [50]
+    assert stream.head(None, 31.0) == []
+    three = HeadEpoch("p1", 3)
+    assert submitted(stream.head(three, 32.0)).submit.max_queue_s == 0.0, "it had its turn"
+
+
+def test_who_may_not_wait_for_longer_does_not_wait_for_a_pipeline() -> None:
+    request = GenerationRequest("m", PROMPT, 5, Sampling(), max_queue_s=3.0)
+    stream = Stream("k", request, LIMITS, 0.0)
+    assert stream.next_wake == 3.0
+    assert isinstance(failure(stream.wake(3.0)), Unavailable)
+    late = Stream("k", request, LIMITS, 0.0)
+    assert isinstance(failure(late.head(ONE, 3.0)), Unavailable)
+
+
 def test_a_new_epoch_resubmits_prompt_and_emitted_tokens() -> None:
     stream = make(max_tokens=5)
     stream.head(ONE, 0.0)

@@ -20,7 +20,7 @@ from molinkd.api.catalogue import Catalogue
 from molinkd.api.choice import TextPiece
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.formats import Format
-from molinkd.api.guard import caller
+from molinkd.api.guard import caller, client
 from molinkd.api.metrics import RequestRecorder
 from molinkd.api.problem import internal, problem_of
 from molinkd.api.prompt_reader import PromptReader
@@ -107,7 +107,7 @@ class Generator:
             data = ask.data or msgspec.json.encode(ask.body)
             chat = isinstance(ask.body, ChatBody)
             read = await self._reader.read(caller(request), offer, data, chat=chat)
-            plan = make_plan(ask.body, offer, read)
+            plan = make_plan(ask.body, offer, read, client(request))
         except RequestError as error:
             raise renamed(error, ask.names) from None
         return plan, Usage(plan.prompt_tokens, began, loaded)

@@ -9,6 +9,7 @@ passes at its routes, unless a browser says that a page of another site asks.
 
 import hmac
 import ipaddress
+import secrets
 import socket
 
 from aiohttp import hdrs, web
@@ -26,6 +27,7 @@ PAGE = "/page/"
 OLLAMA = "/api/"
 _FORM = "application/x-www-form-urlencoded"
 _CALLER = web.RequestKey("caller", str)
+_CLIENT = web.RequestKey("client", str)
 
 
 class Guard:
@@ -33,6 +35,8 @@ class Guard:
 
     def __init__(self, settings: ApiSettings) -> None:
         self._keys = settings.keys
+        #: What heads on other PCs know a key by: neither the key nor its name.
+        self._clients = {name: secrets.token_hex(8) if name else "" for name, _ in self._keys}
         self.origins = AllowedOrigins(settings.cors_origins)
         self._loopback = settings.loopback
         names = {name.lower().rstrip(".") for name in settings.allowed_hosts}
@@ -42,7 +46,7 @@ class Guard:
         self._names = frozenset(names)
 
     def check(self, request: web.BaseRequest) -> None:
-        """Let ``request`` pass, and note the name of its key: :func:`caller`.
+        """Let ``request`` pass, and note the name of its key: :func:`caller`, :func:`client`.
 
         Raises:
             ProblemError: a foreign host or origin (403), no JSON (415), or no valid key (401).
@@ -60,7 +64,8 @@ class Guard:
         preflight = request.method == hdrs.METH_OPTIONS  # browsers send it without the key
         is_open = request.path in OPEN_PATHS or request.path.startswith(PAGE)
         if self._keys and not is_open and not preflight:
-            request[_CALLER] = self._name_of_key(request)
+            name = self._name_of_key(request)
+            request[_CALLER], request[_CLIENT] = name, self._clients[name]
 
     def _is_ours(self, host: str) -> bool:
         try:
@@ -101,6 +106,11 @@ class Guard:
 def caller(request: web.BaseRequest) -> str:
     """Who asks: the name of the key that was sent, else the client's address."""
     return request.get(_CALLER) or request.remote or ""
+
+
+def client(request: web.BaseRequest) -> str:
+    """Whose share of a pipeline it takes: one word for each named key, the same for all others."""
+    return request.get(_CLIENT) or ""
 
 
 def _is_json(request: web.BaseRequest) -> bool:

@@ -110,8 +110,8 @@ def check_counts(body: GenerationBody, maximum: int) -> None:
         raise RequestError(f"`{field}`: {answers} answers; at most {maximum}", field)
 
 
-def make_plan(body: GenerationBody, offer: Offer, read: Prompts) -> Plan:
-    """The plan for ``body``, of which a process has ``read`` the prompts.
+def make_plan(body: GenerationBody, offer: Offer, read: Prompts, client: str = "") -> Plan:
+    """The plan for ``body`` of a ``client``, of which a process has ``read`` the prompts.
 
     Raises:
         RequestError: ids that the model doesn't have, or too much to echo.
@@ -140,6 +140,9 @@ def make_plan(body: GenerationBody, offer: Offer, read: Prompts) -> Plan:
                 sampling=msgspec.structs.replace(sampling, seed=seed),
                 stop_ids=stop_ids,
                 grammar=read.grammar,
+                client=client,
+                priority=body.priority or 0,
+                max_queue_s=body.max_queue_time or 0.0,
             )
             choices.append(ChoicePlan(len(choices), number, prompt.text, request))
     return Plan(

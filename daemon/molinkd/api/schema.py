@@ -15,6 +15,7 @@ from molink.wire.messages.data import (
     MAX_STOP_IDS,
     MAX_TOP_LOGPROBS,
     Bias,
+    Priority,
     RepetitionPenalty,
 )
 
@@ -130,6 +131,10 @@ class GenerationBody(Unsupported, kw_only=True):
     ) = None
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
+    #: Among the requests of one API key; the least goes first, as vLLM has it.
+    priority: Priority | None = None
+    #: Seconds that a request may wait until it is its turn.
+    max_queue_time: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None

@@ -114,6 +114,10 @@ class Desk:
         payload = Payload("u8", (len(digests),))
         return self._send(identity, Tokens(batch.tokens, news, payload), digests)
 
+    def expire(self, now: float) -> None:
+        """Refuse those that have waited for their turn for as long as they may."""
+        self.deliver(self._head.expire(now), now)
+
     def sweep(self, now: float) -> None:
         """Find what will never go on: incomplete requests, and connections that are gone."""
         for owner, key in self._intake.expire(now):

@@ -209,6 +209,7 @@ def _head_limits(start: Start, order: FormRing, stage: LoadedStage) -> HeadLimit
         chunk_tokens=start.settings.chunk_tokens,
         max_running=start.settings.max_running,
         max_waiting=start.settings.max_waiting,
+        max_queue_s=start.settings.max_queue_time,
         max_context=start.max_context,
         # Requests can share only what does not depend on whose it is.
         prefix_cache=start.settings.prefix_cache and not config.keys_depend_on_length,

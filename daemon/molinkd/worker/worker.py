@@ -266,6 +266,8 @@ class Worker:
             now, place = time.perf_counter(), self._place
             if place is None:
                 continue
+            if place.desk is not None:
+                place.desk.expire(now)
             if now - swept >= SWEEP_INTERVAL and place.desk is not None:
                 swept = now
                 place.desk.sweep(now)

@@ -85,9 +85,10 @@ class SchedulingPolicy(Protocol):
     ) -> Job | None:
         """Which job is admitted next; ``None`` keeps free what is free.
 
-        ``waiting`` are one or more jobs: those that were preempted, the last one first, then the
-        others as they arrived. ``admitted`` are all that have blocks, as they were admitted. It is
-        asked again after each admission.
+        ``waiting`` are one or more jobs, those first whose client's turn it is
+        (:mod:`molink.head.shares`), and of a client by priority: those that were preempted, the
+        last one first, then the others as they arrived. ``admitted`` are all that have blocks, as
+        they were admitted. It is asked again after each admission.
         """
         ...
 

@@ -49,7 +49,7 @@ class CachedShare(Fcfs):
     def next_admitted(
         self, waiting: Sequence[Job], admitted: Collection[Job], now: float
     ) -> Job | None:
-        """The first of the group that lags behind most; of its owner with the fewest admitted."""
+        """Of the group that lags behind most, the first of the client whose turn it is."""
         again = [job for job in waiting if job in self._admitted]
         if not again:
             groups = {self._groups[job] for job in waiting}

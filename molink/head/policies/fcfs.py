@@ -1,6 +1,5 @@
 """First come, first served."""
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 
 from molink.head.job import Job
@@ -9,14 +8,13 @@ from molink.head.policies.clients import waits_for_client
 
 
 class Fcfs(SchedulingPolicy):
-    """The policy of vLLM and of the papers' baselines; slots are shared between owners."""
+    """The policy of vLLM and of the papers' baselines, but that clients have equal shares."""
 
     def next_admitted(
         self, waiting: Sequence[Job], admitted: Collection[Job], now: float
     ) -> Job | None:
-        """The first one of the owner with the fewest admitted jobs."""
-        running = Counter(job.request.owner for job in admitted)
-        return min(waiting, key=lambda job: running[job.request.owner])
+        """The first one of the client whose turn it is."""
+        return waiting[0]
 
     def running_order(self, jobs: Sequence[Job], now: float) -> Sequence[Job]:
         """As they came back, or were admitted."""

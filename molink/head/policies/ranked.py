@@ -1,7 +1,6 @@
 """What policies have in common that rank jobs."""
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Collection, Sequence
 
 from molink.facts.ringtimes import RingTimes
@@ -15,7 +14,7 @@ Rank = tuple[float, float, int]
 
 
 class Ranked(SchedulingPolicy):
-    """Goes by the rank of a job; at admission, within a level, owners take turns."""
+    """Goes by the rank of a job; at admission, within a level, clients have equal shares."""
 
     def __init__(self) -> None:
         #: What stages and links take, as far as it is known.
@@ -42,14 +41,13 @@ class Ranked(SchedulingPolicy):
     def next_admitted(
         self, waiting: Sequence[Job], admitted: Collection[Job], now: float
     ) -> Job | None:
-        """The first of the best level; of several, that of the owner with the fewest admitted."""
-        running = Counter(job.request.owner for job in admitted)
-
-        def place(job: Job) -> tuple[float, int, float, int]:
-            level, since, number = self.rank(job, now)
-            return level, running[job.request.owner], since, number
-
-        return min(waiting, key=place)
+        """Of the best level the first one of the client whose turn it is."""
+        ranks = {job: self.rank(job, now) for job in waiting}
+        best = min(level for level, _, _ in ranks.values())
+        level = [job for job in waiting if ranks[job][0] == best]
+        client = (level[0].request.owner, level[0].request.client)
+        theirs = [job for job in level if (job.request.owner, job.request.client) == client]
+        return min(theirs, key=lambda job: (job.request.priority, ranks[job]))
 
     def running_order(self, jobs: Sequence[Job], now: float) -> Sequence[Job]:
         """By rank."""

@@ -12,9 +12,9 @@ import msgspec
 
 from molink.facts.costs import Costs
 from molink.facts.drafts import MAX_DRAFTS
-from molink.facts.pace import MAX_PACE
 from molink.facts.scalars import Count, Index, Sentence, Text
 from molink.wire.messages.base import LeanMessage, Payload
+from molink.wire.messages.rounds import HostReport, LinkReport, PaceReport
 
 #: Rows groups of one volume, bounded so that its header stays under 4 KB.
 MAX_GROUPS = 128
@@ -34,6 +34,8 @@ MAX_STOP_IDS = 64
 MAX_SWAP = 30_000
 #: Bytes of a grammar's text: it goes in one message.
 MAX_GRAMMAR = 128 * 1024
+#: Characters of a client's name.
+MAX_CLIENT = 32
 
 Epoch = Count
 Tick = Count
@@ -43,6 +45,10 @@ RepetitionPenalty = Annotated[
 ]
 #: What is added to a token's logit; as OpenAI's API has it.
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+#: As vLLM's API has it: the least goes first.
+Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+#: For how long a request may wait to be admitted; 0 = not said.
+QueueSeconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 
 
 class Lane(IntEnum):
@@ -298,39 +304,6 @@ class Sampled(LeanMessage, frozen=True, tag="sampled"):
     forced: Annotated[tuple[Forced, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
 
 
-class LinkReport(LeanMessage, frozen=True, tag="link"):
-    """What stage ``stage`` has measured of its outgoing link; goes once round the ring.
-
-    ``latency`` is one way in seconds, ``rate`` in bytes/s; 0 if unknown.
-    """
-
-    stage: Annotated[int, msgspec.Meta(ge=0, le=255)]
-    latency: Annotated[float, msgspec.Meta(ge=0, le=600)]
-    rate: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
-
-
-class PaceReport(LeanMessage, frozen=True, tag="pace"):
-    """How much longer the steps of stage ``stage`` take than its profile; goes once round the ring.
-
-    A factor for ``decode`` steps and one for ``prefill`` steps.
-    """
-
-    stage: Annotated[int, msgspec.Meta(ge=0, le=255)]
-    decode: Annotated[float, msgspec.Meta(ge=1 / MAX_PACE, le=MAX_PACE)]
-    prefill: Annotated[float, msgspec.Meta(ge=1 / MAX_PACE, le=MAX_PACE)]
-
-
-class HostReport(LeanMessage, frozen=True, tag="host"):
-    """How many KV blocks fit into the host memory of stage ``stage``; goes once round the ring.
-
-    A block takes ``block_s`` seconds to be copied one way.
-    """
-
-    stage: Annotated[int, msgspec.Meta(ge=0, le=255)]
-    blocks: Index
-    block_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
-
-
 class Probe(LeanMessage, frozen=True, tag="probe"):
     """Bytes (payload ``u8 [n]``) that mean nothing: how fast they arrive tells the link's rate."""
 
@@ -431,6 +404,12 @@ class Submit(LeanMessage, frozen=True, tag="submit"):
     #: What the daemon knows of the head's prefix cache, by the version of the last
     #: :class:`CacheNews` of this epoch (-1: nothing); ``None``: it need not be told.
     cache: Annotated[int, msgspec.Meta(ge=-1, le=2**53)] | None = None
+    #: Whose request it is: the daemon's own word for one of its clients, which tells nothing else.
+    client: Annotated[str, msgspec.Meta(max_length=MAX_CLIENT)] = ""
+    #: Among the requests of that client; the least goes first.
+    priority: Priority = 0
+    #: Seconds that it may wait to be admitted; 0 = as the head has it.
+    max_queue_s: QueueSeconds = 0.0
 
 
 class Prompt(LeanMessage, frozen=True, tag="prompt"):

@@ -8,6 +8,7 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from molink.errors import UsageError
+from molink.wire.messages.data import MAX_CLIENT
 from molinkd.api.endpoint_settings import ApiSettings, is_loopback
 from molinkd.api.http_server import EndpointServer
 from tests.support.direct_reader import DirectReader
@@ -248,6 +249,35 @@ async def test_keys_with_names(backend: Any, serve: Any, caplog: pytest.LogCaptu
     with pytest.raises(UsageError, match="phone"):
         ApiSettings(api_keys={"phone": " "})
     ApiSettings(host="0.0.0.0", api_keys={"phone": "p1"})
+
+
+async def test_each_named_key_is_a_client_of_its_own(backend: Any, serve: Any) -> None:
+    settings = ApiSettings(api_key="main", api_keys={"phone": "p1", "attic": "a1"})
+    body = {"prompt": "Hello", "max_tokens": 2, "priority": -3, "max_queue_time": 2.5}
+    async with serve(backend, settings) as client:
+        for key in ("main", "p1", "a1", "p1"):
+            headers = {"Authorization": f"Bearer {key}"}
+            response = await client.post("/v1/completions", json=body, headers=headers)
+            assert response.status == 200
+    main, phone, attic, again = (asked.client for asked in backend.requests)
+    assert main == ""
+    assert phone == again
+    assert len({main, phone, attic}) == 3
+    assert not {phone, attic} & {"phone", "attic", "p1", "a1"}
+    assert len(phone) <= MAX_CLIENT
+    assert {(each.priority, each.max_queue_s) for each in backend.requests} == {(-3, 2.5)}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("priority", 2**31), ("priority", "high"), ("max_queue_time", 0), ("max_queue_time", 1e9)],
+)
+async def test_a_turn_that_cannot_be_is_refused(
+    client: TestClient, field: str, value: object
+) -> None:
+    response = await client.post("/v1/completions", json={"prompt": "Hello", field: value})
+    assert response.status == 400
+    assert (await response.json())["error"]["param"] == field
 
 
 async def test_the_log_names_key_and_request(

@@ -61,9 +61,17 @@ def desk(head: Head, wire: Wire) -> Desk:
     return Desk(head, "p1", 100, wire)
 
 
-def ask(desk: Desk, key: str, ids: list[int], sender: Sender = HERE, epoch: int = 3) -> None:
+def ask(
+    desk: Desk,
+    key: str,
+    ids: list[int],
+    sender: Sender = HERE,
+    epoch: int = 3,
+    **fields: str | float,
+) -> None:
     count = len(ids)
-    desk.handle(sender, Submit("p1", epoch, key, count, count, 4, Sampling()), None, 0.0)
+    submit = Submit("p1", epoch, key, count, count, 4, Sampling(), **fields)
+    desk.handle(sender, submit, None, 0.0)
     payload = memoryview(array("i", ids).tobytes())
     desk.handle(sender, Prompt(key, 0, Payload("i32", (count,))), payload, 0.0)
 
@@ -99,6 +107,18 @@ def test_rejections_name_their_reason(desk: Desk, wire: Wire) -> None:
         ask(desk, f"k{index}", [1, 2])
     assert reasons(wire) == [("long", "too_long"), ("strange id", "invalid"), ("k4", "overloaded")]
     assert wire.sent[-1][1].retry_after > 0
+
+
+def test_it_is_told_whose_turn_it_is_and_until_when(desk: Desk, head: Head, wire: Wire) -> None:
+    ask(desk, "k", [1, 2], client="abc", priority=-2, max_queue_s=3.0)
+    job = head._roster.find("daemon", "k")
+    assert job is not None
+    assert (job.request.client, job.request.priority) == ("abc", -2)
+    desk.expire(2.9)
+    assert reasons(wire) == []
+    desk.expire(3.0)
+    assert reasons(wire) == [("k", "overloaded")]
+    assert (head.live, len(desk)) == ([], 0)
 
 
 def test_the_same_key_again_replaces_the_request(desk: Desk, head: Head, wire: Wire) -> None:
