@@ -64,6 +64,9 @@ _HEAD = {
     "head_prompt_tokens": "Tokens of prompts of requests that were admitted.",
     "head_prefill_rows": "Rows of prompts issued to the stages; what the prefix cache had is none.",
     "head_preemptions": "Times that a running request gave up its KV blocks and waited again.",
+    "head_swaps_out": "Times that the KV of a request went to host memory at every stage.",
+    "head_swaps_in": "Times that it came back from there.",
+    "head_swap_fallbacks": "Times that it was given up instead, for want of room there.",
     "head_draft_tokens": "Tokens that were guessed ahead and sent to be verified.",
     "head_draft_tokens_accepted": "Those of them that were right.",
     "head_prefix_hit_tokens": "Tokens of new requests whose KV the prefix cache had.",
@@ -79,6 +82,9 @@ _HEAD = {
     "head_micro_batches": "K: how many micro-batches with decode rows may be in flight.",
     "head_running": "Requests that hold KV blocks.",
     "head_waiting": "Requests in the queue.",
+    "head_swapped": "Requests in the queue whose KV is in host memory.",
+    "head_host_blocks": "KV blocks that every stage has room for in host memory.",
+    "head_host_blocks_used": "KV blocks that are there.",
     "head_clients": "Clients (API keys, of all PCs) that have requests here.",
     "head_decode_in_flight": "Decode volumes on their way round the ring.",
     "head_prefill_in_flight": "Prefill volumes on their way round the ring.",
@@ -90,6 +96,7 @@ _HEAD = {
 }
 
 _STAGE = {
+    "stage_host_kv_bytes": "Bytes of host memory that the stage has for KV.",
     "stage_steps": "Forward passes of the stage.",
     "stage_rows": "Rows that the stage has computed; one per token.",
     "stage_compute_seconds": "Seconds in which the stage computed.",
