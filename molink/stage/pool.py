@@ -1,7 +1,10 @@
 """The paged cache of keys and values of one stage."""
 
+import mmap
+import sys
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -71,7 +74,7 @@ class KVPool:
         self._heads_first = device.type == "cpu" and dtype != torch.float16
         heads, count, row = self.kv_heads, blocks + spare, block_size * self.head_dim
         # Not zeroed: a CPU then has memory only for blocks that were in use (see `clear`).
-        memory = torch.empty(2 * layers * count * heads * row, dtype=dtype, device=device)
+        memory = _memory(2 * layers * count * heads * row, dtype, device)
         if self._heads_first:
             split = memory.view(layers, 2, heads, count, block_size, self.head_dim)
             self._storage = split.permute(0, 1, 3, 4, 2, 5)
@@ -163,3 +166,19 @@ class KVPool:
             if start <= last * size and end % size:
                 fresh.append(blocks[last])
         return positions, slots, fresh
+
+
+def _memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``size`` elements of a pool, of a CPU in small pages whatever torch asks for otherwise.
+
+    Each head of each layer has a region of its own, so the first row that lies in new pages of 2 MB
+    would have one zeroed for each: 128 MB for four layers of eight heads, in the midst of a step.
+    """
+    nbytes = size * dtype.itemsize
+    if sys.platform == "linux" and device.type == "cpu" and nbytes:
+        with suppress(OSError):  # torch's own error says it better
+            memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel without huge pages
+                memory.madvise(mmap.MADV_NOHUGEPAGE)
+            return torch.frombuffer(memory, dtype=dtype)
+    return torch.empty(size, dtype=dtype, device=device)

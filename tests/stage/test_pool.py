@@ -1,5 +1,8 @@
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from molink.checkpoint.folder import ModelFolder
@@ -26,3 +29,19 @@ def test_a_copy_begins_as_its_source_in_all_layers_and_is_zero_beyond(
         expected = kept.permute(1, 2, 0, 3)
         torch.testing.assert_close(keys[0], expected[0], equal_nan=True)
         torch.testing.assert_close(values[0], expected[1], equal_nan=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have small pages anyway")
+def test_a_pool_takes_memory_in_small_pages_only() -> None:
+    shape = SimpleNamespace(kv_heads=2, head_dim=64)
+    pool = KVPool(shape, 2, 4096, 16, torch.bfloat16, torch.device("cpu"))
+    address = pool.pages(0)[0].data_ptr()
+    inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        first, _, rest = line.partition("-")
+        if rest and " " in rest and all(each in "0123456789abcdef" for each in first):
+            inside = int(first, 16) <= address < int(rest.split()[0], 16)
+        elif inside and line.startswith("VmFlags:"):
+            assert "nh" in line.split()
+            return
+    pytest.fail("the pool is nowhere in this process's memory")
