@@ -11,7 +11,7 @@ from molink.head.job import Job
 from molink.head.ledger import TurnCount
 from molink.head.policies.base import Preemption, Restoring, SchedulingPolicy
 from molink.head.prefix import ROOT, Match
-from molink.head.shares import Shares
+from molink.head.shares import FairShares
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Roster:
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
         self._jobs: dict[tuple[str, str], Job] = {}
-        self.shares = Shares()
+        self.shares = FairShares()
         #: Those that were preempted, the last one first, then the others as they arrived.
         self._waiting: OrderedDict[Job, None] = OrderedDict()
         #: Tokens of them all, but for those whose KV is in host memory.

@@ -117,7 +117,7 @@ class Counters:
         return [self._idle.popitem(last=False)[0]] if len(self._idle) > MAX_IDLE else []
 
 
-class Shares:
+class FairShares:
     """The counters of daemons, and of the clients of each."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ MEMORY_S, LEAST_S = 30.0, 0.5
 _SMOOTHING = 0.1
 
 
-class Pace:
+class ServingRate:
     """How many of something per second, while there is something to do."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Waits:
     def __init__(self, limits: HeadLimits, roster: Roster) -> None:
         self._limits = limits
         self._roster = roster
-        self._units, self._tokens = Pace(), Pace()
+        self._units, self._tokens = ServingRate(), ServingRate()
         #: Tokens of an answer, on average.
         self._answer: float | None = None
 

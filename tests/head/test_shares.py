@@ -1,4 +1,4 @@
-"""Shares of daemons and of their clients: exact turns, and how far anyone falls behind."""
+"""FairShares of daemons and of their clients: exact turns, and how far anyone falls behind."""
 
 from collections import Counter, deque
 from itertools import combinations
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from molink.head.job import Job
 from molink.head.prefix import Match
 from molink.head.request import HeadRequest
-from molink.head.shares import MAX_IDLE, W_INPUT, W_OUTPUT, Counters, Shares
+from molink.head.shares import MAX_IDLE, W_INPUT, W_OUTPUT, Counters, FairShares
 from molink.wire.messages.data import Sampling
 
 
@@ -20,17 +20,17 @@ def job_of(key: str, client: str = "", owner: str = "d", tokens: int = 1, priori
     )
 
 
-def admit(shares: Shares, job: Job) -> None:
+def admit(shares: FairShares, job: Job) -> None:
     job.begin(0, [], Match())
     shares.admitted(job)
 
 
-def end(shares: Shares, job: Job) -> None:
+def end(shares: FairShares, job: Job) -> None:
     shares.over(job)
     job.state = "gone"
 
 
-def arrive(shares: Shares, *jobs: Job) -> list[Job]:
+def arrive(shares: FairShares, *jobs: Job) -> list[Job]:
     for job in jobs:
         shares.arrived(job)
     return list(jobs)
@@ -41,7 +41,7 @@ def keys(jobs: list[Job]) -> list[str]:
 
 
 def test_who_was_served_least_goes_first_and_one_alone_is_served_as_he_comes() -> None:
-    shares = Shares()
+    shares = FairShares()
     a0, a1, b0, b1 = arrive(
         shares, job_of("a0", "a", tokens=3), job_of("a1", "a"), job_of("b0", "b"), job_of("b1", "b")
     )
@@ -55,7 +55,7 @@ def test_who_was_served_least_goes_first_and_one_alone_is_served_as_he_comes() -
 
 
 def test_names_that_a_daemon_invents_share_what_is_its_own() -> None:
-    shares = Shares()
+    shares = FairShares()
     crowd = arrive(shares, *(job_of(f"c{i}", f"name {i}", "crowd") for i in range(3)))
     (other,) = arrive(shares, job_of("o", "", "other"))
     admit(shares, crowd[0])
@@ -63,7 +63,7 @@ def test_names_that_a_daemon_invents_share_what_is_its_own() -> None:
 
 
 def test_who_was_idle_has_saved_up_nothing() -> None:
-    shares = Shares()
+    shares = FairShares()
     for number in range(10):
         (job,) = arrive(shares, job_of(f"a{number}", "a", tokens=100))
         admit(shares, job)
@@ -77,7 +77,7 @@ def test_who_was_idle_has_saved_up_nothing() -> None:
 
 
 def test_who_had_more_than_his_share_is_no_stranger_when_he_comes_back() -> None:
-    shares = Shares()
+    shares = FairShares()
     (a,) = arrive(shares, job_of("a0", "a", tokens=100))
     admit(shares, a)
     end(shares, a)
@@ -86,7 +86,7 @@ def test_who_had_more_than_his_share_is_no_stranger_when_he_comes_back() -> None
 
 
 def test_priorities_order_the_requests_of_one_client_only() -> None:
-    shares = Shares()
+    shares = FairShares()
     jobs = arrive(
         shares, job_of("a0", "a"), job_of("b", "b", priority=9), job_of("a1", "a", priority=-1)
     )
@@ -96,7 +96,7 @@ def test_priorities_order_the_requests_of_one_client_only() -> None:
 
 
 def test_one_that_gave_way_keeps_his_place_and_pays_once() -> None:
-    shares = Shares()
+    shares = FairShares()
     (a,) = arrive(shares, job_of("a", "a", tokens=5))
     admit(shares, a)
     shares.preempted(a)
@@ -109,7 +109,7 @@ def test_one_that_gave_way_keeps_his_place_and_pays_once() -> None:
 
 
 def test_counters_of_those_who_are_gone_are_bounded() -> None:
-    shares = Shares()
+    shares = FairShares()
     for number in range(3 * MAX_IDLE):
         (job,) = arrive(shares, job_of(f"k{number}", f"name {number}", f"daemon {number}", 50))
         admit(shares, job)
@@ -134,7 +134,7 @@ class Load:
     def __init__(self, plans: dict[str, tuple[int, list[tuple[int, int]]]]) -> None:
         """When each begins, and the sizes of its requests in turn: prompt and answer."""
         self._plans = plans
-        self._shares = Shares()
+        self._shares = FairShares()
         self._queues: dict[str, deque[Job]] = {name: deque() for name in plans}
         self._left: dict[Job, int] = {}
         self._count = 0

@@ -8,7 +8,7 @@ from molink.errors import Overloaded
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.request import Emission, HeadRequest
-from molink.head.waits import Pace
+from molink.head.waits import ServingRate
 from molink.wire.messages.data import Choice, Rejected, Release, Rows, Sampled, Sampling
 
 #: Seconds of an iteration, whatever is in it.
@@ -64,7 +64,7 @@ class ScriptedRing:
 
 
 def test_a_pace_counts_the_time_in_which_there_was_something_to_do() -> None:
-    pace = Pace()
+    pace = ServingRate()
     pace.observe(0, 0.0, busy=True)
     assert pace.rate is None
     for second in range(1, 11):
