@@ -71,7 +71,7 @@ class Shard(Unit, frozen=True, array_like=True):
     sha256: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
-class Placed(msgspec.Struct, frozen=True, array_like=True):
+class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of shard number ``shard``."""
 
     name: Name
@@ -130,7 +130,7 @@ class _Sharded(msgspec.Struct, frozen=True, array_like=True):
     files: _Files
     hub: Annotated[HubPlace, msgspec.Meta(min_length=1)]
     shards: Annotated[tuple[Shard, ...], msgspec.Meta(min_length=1, max_length=_MAX_SHARDS)]
-    tensors: Annotated[tuple[Placed, ...], msgspec.Meta(max_length=_MAX_PARTS)]
+    tensors: Annotated[tuple[PlacedTensor, ...], msgspec.Meta(max_length=_MAX_PARTS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Manifest:
     files: dict[str, Part] = field(repr=False)
     tensors: dict[str, Part] = field(repr=False)
     shards: dict[str, Shard] = field(default_factory=dict, repr=False)
-    placed: dict[str, Placed] = field(default_factory=dict, repr=False)
+    placed: dict[str, PlacedTensor] = field(default_factory=dict, repr=False)
     hub: str = ""
 
     @classmethod
@@ -174,7 +174,7 @@ class Manifest:
         ordered = tuple(sorted(shards, key=lambda shard: shard.name))
         numbers = {shard.name: number for number, shard in enumerate(ordered)}
         placed = tuple(
-            Placed(name, numbers[shard], kind.dtype, kind.shape)
+            PlacedTensor(name, numbers[shard], kind.dtype, kind.shape)
             for name, (shard, kind) in sorted(tensors.items())
         )
         return cls._made(_Sharded(2, _in_order(files), hub, ordered, placed))

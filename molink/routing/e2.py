@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from molink.facts.costs import UNKNOWN, Costs
 from molink.routing.base import Key, Name, PipelineLoad, Prompt, Router
-from molink.routing.loads import Loads, Placed
+from molink.routing.loads import Loads, Routed
 from molink.routing.report import CacheReport
 from molink.routing.spans import SPAN
 from molink.routing.tree import SpanTree
@@ -92,7 +92,7 @@ class E2(Router):
         chosen = self._exploit(places, having, key_span, now) if having else self._explore(places)
         name = chosen.load.name
         answer_s = self._loads.answer_tokens * self._costs_of(name).answer
-        self._loads.place(prompt.key, Placed(name, now, chosen.prefill_s, answer_s, key_span))
+        self._loads.place(prompt.key, Routed(name, now, chosen.prefill_s, answer_s, key_span))
         self._tree.use(name, prompt.spans, now)
         return chosen.load
 

@@ -11,7 +11,7 @@ SMOOTHING = 0.05
 
 
 @dataclass(slots=True)
-class Placed:
+class Routed:
     """A request where it is served: what its prefill and its answer were expected to take."""
 
     name: Name
@@ -47,7 +47,7 @@ class Loads:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._placed: dict[Key, Placed] = {}
+        self._placed: dict[Key, Routed] = {}
         self._work: dict[Name, PipelineWork] = {}
         #: Mean tokens of the answers that have ended.
         self.answer_tokens = GUESSED_ANSWER
@@ -58,7 +58,7 @@ class Loads:
         work.expire(now - self._window_s)
         return work
 
-    def place(self, key: Key, placed: Placed) -> None:
+    def place(self, key: Key, placed: Routed) -> None:
         """A request was sent."""
         self._placed[key] = placed
         work = self.of(placed.name, placed.at)
@@ -67,7 +67,7 @@ class Loads:
         work.answer_s += placed.answer_s
         work.recent.append((placed.at, placed.prefill_s, placed.answer_s))
 
-    def began(self, key: Key) -> Placed | None:
+    def began(self, key: Key) -> Routed | None:
         """Its prefill is done; ``None`` if that is known, or it isn't."""
         placed = self._placed.get(key)
         if placed is None or placed.began:

@@ -12,7 +12,7 @@ DEFAULT_SPANS = 8192
 MAX_SPANS = 131_072
 
 
-class Use:
+class SpanUse:
     """A node at one pipeline: when it was last used there, and how often in a window.
 
     Requests are counted in the present half of a window and in the one before.
@@ -54,7 +54,7 @@ class SpanTree:
     def __init__(self, half_s: float, maximum: int = MAX_SPANS) -> None:
         self._half_s = half_s
         self._maximum = maximum
-        self._nodes: dict[Name, OrderedDict[int, Use]] = {}
+        self._nodes: dict[Name, OrderedDict[int, SpanUse]] = {}
         self._rooms: dict[Name, int] = {}
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class SpanTree:
         for digest in reversed(spans[: self._room(name)]):
             use = nodes.get(digest)
             if use is None:
-                use = nodes[digest] = Use()
+                use = nodes[digest] = SpanUse()
             else:
                 nodes.move_to_end(digest)
             use.add(now, half_s)
@@ -94,7 +94,7 @@ class SpanTree:
             if len(nodes) >= room:
                 return
             if digest not in nodes:
-                nodes[digest] = Use()
+                nodes[digest] = SpanUse()
                 nodes.move_to_end(digest, last=False)
 
     def remove(self, name: Name, spans: Iterable[int]) -> None:
@@ -153,7 +153,7 @@ class SpanTree:
         if len(self) > self._maximum:
             raise InvariantError(f"{len(self)} spans, more than {self._maximum}")
 
-    def _of(self, name: Name) -> OrderedDict[int, Use]:
+    def _of(self, name: Name) -> OrderedDict[int, SpanUse]:
         """The nodes of a pipeline; to be added to only if it is known."""
         return self._nodes.get(name, OrderedDict())
 
