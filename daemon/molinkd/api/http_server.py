@@ -142,7 +142,7 @@ class EndpointServer:
                         listener.close()
                         listener = await self._listen(connections, self._port)
             finally:
-                listener.close()
+                await _close(listener)
             await app[ANSWERS].finish(self._settings.finish_s)
         finally:
             await runner.cleanup()
@@ -180,6 +180,16 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     if sys.platform == "win32":
         return asyncio.ProactorEventLoop
     return None
+
+
+async def _close(listener: asyncio.Server) -> None:
+    """Listen no more. A closed server never takes up what it accepted a moment ago, so that goes
+    first."""
+    with contextlib.suppress(NotImplementedError):  # a Proactor loop takes up as it accepts
+        for waiting in listener.sockets:
+            asyncio.get_running_loop().remove_reader(waiting)
+        await asyncio.sleep(0)
+    listener.close()
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:

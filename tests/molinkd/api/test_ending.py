@@ -80,6 +80,11 @@ def ending(backend: FakeBackend) -> Iterator[EndpointServer]:
     endpoint.stop()
 
 
+def release_all(gate: asyncio.Semaphore) -> None:
+    for _ in range(200):
+        gate.release()
+
+
 async def until_it_listens_no_more(endpoint: EndpointServer) -> None:
     with contextlib.suppress(ConnectionError):
         while True:
@@ -98,8 +103,7 @@ async def test_streams_are_finished(ending: EndpointServer, backend: FakeBackend
         stopping.start()
         await until_it_listens_no_more(ending)
         assert ending.loop is not None
-        for _ in range(200):
-            ending.loop.call_soon_threadsafe(backend.gate.release)
+        ending.loop.call_soon_threadsafe(release_all, backend.gate)
         assert (await response.read()).endswith(b"data: [DONE]\n\n")
     await asyncio.to_thread(stopping.join)
 
