@@ -28,7 +28,8 @@ from molink.link.receiver import LinkReceiver
 from molink.link.sender import LinkSender
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import Cancel, Prompt, Rows, Volume
+from molink.wire.messages.data import Rows, Volume
+from molink.wire.messages.serving import Cancel, Prompt
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.loop import EventLoop

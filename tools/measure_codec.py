@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import DataMessage, Frame, Lane, Rows, Volume
+from molink.wire.messages.codec import DataMessage
+from molink.wire.messages.data import Frame, Lane, Rows, Volume
 
 ROWS = 64
 LOOPS = 2000

@@ -28,17 +28,9 @@ from molink.head.speculation.speculation import Speculation
 from molink.head.swapping import Swapping
 from molink.head.waits import Waits
 from molink.routing.report import CacheReport
-from molink.wire.messages.data import (
-    Admit,
-    Choice,
-    FinishReason,
-    Rejected,
-    Rows,
-    Sampled,
-    Token,
-    TopLogprobs,
-)
+from molink.wire.messages.data import Admit, Choice, Rows, Sampled, TopLogprobs
 from molink.wire.messages.load import MAX_REQUESTS, HeadLoad
+from molink.wire.messages.serving import FinishReason, Rejected, Token
 
 #: Why the last stage has no token for a request, as far as is known here.
 _NO_TOKEN = (

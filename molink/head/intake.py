@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from molink.errors import ContextTooLong, Overloaded, RequestError
 from molink.head.request import HeadRequest
-from molink.wire.messages.data import MAX_GRAMMAR, Prompt, Submit
+from molink.wire.messages.data import MAX_GRAMMAR
+from molink.wire.messages.serving import Prompt, Submit
 
 #: Submissions of one daemon that may be incomplete at once, and the contexts that their ids may
 #: fill together. A daemon sends one request after another, so it rarely has two.

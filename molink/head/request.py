@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from molink.wire.messages.data import Rejected, Sampling, Token
+from molink.wire.messages.data import Sampling
+from molink.wire.messages.serving import Rejected, Token
 
 
 @dataclass(frozen=True, slots=True)

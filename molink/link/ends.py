@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from molink.wire.messages.codec import Buffer
-from molink.wire.messages.data import DataMessage, Lane, LinkHello
+from molink.wire.messages.codec import Buffer, DataMessage
+from molink.wire.messages.data import Lane, LinkHello
 
 
 class Timer(Protocol):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from molink.link.ends import Answering, Connection, LinkName, Timer, Timers
 from molink.link.heartbeat import StageProgress
 from molink.link.receiver import Arrival, LinkReceiver
-from molink.wire.messages.data import Ack, Beat, DataMessage, Frame, Lane, LinkHello
+from molink.wire.messages.codec import DataMessage
+from molink.wire.messages.data import Ack, Beat, Frame, Lane, LinkHello
 from molink.wire.routing import is_later
 
 

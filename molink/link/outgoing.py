@@ -17,8 +17,8 @@ from molink.link.policies.base import Event
 from molink.link.sender import BOTH_LANES, LinkSender
 from molink.link.stats import LinkStats
 from molink.link.warmth import Warmth
-from molink.wire.messages.codec import Buffer
-from molink.wire.messages.data import Ack, Beat, DataMessage, Lane, RingBody, Volume
+from molink.wire.messages.codec import Buffer, DataMessage
+from molink.wire.messages.data import Ack, Beat, Lane, RingBody, Volume
 
 #: Seconds until a hello is repeated that the next stage hasn't answered: it may not be that far.
 HELLO_INTERVAL = 0.25

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from molink.errors import WireError
 from molink.facts.costs import Costs
 from molink.routing.spans import DIGEST_BYTES
-from molink.wire.messages.data import CacheNews
+from molink.wire.messages.serving import CacheNews
 
 #: Digests of a report: of 256 k tokens. It goes with the first token of an answer, 8 bytes each: at
 #: 20 Mbps that token waits for 13 ms behind the longest one.

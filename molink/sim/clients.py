@@ -11,7 +11,8 @@ from molink.head.head import Head
 from molink.head.request import Emission, HeadRequest
 from molink.sim.agenda import Agenda
 from molink.sim.texts import Text, tokens_of
-from molink.wire.messages.data import Sampling, Token
+from molink.wire.messages.data import Sampling
+from molink.wire.messages.serving import Token
 
 #: Uncredited tokens: clients that take everything at once never make a stream wait.
 _WINDOW = 1 << 24

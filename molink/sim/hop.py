@@ -18,8 +18,8 @@ from molink.sim.agenda import Agenda
 from molink.sim.medium import Medium, OnTransfer
 from molink.sim.packing import packing_s
 from molink.wire.messages.base import Coding, Payload
-from molink.wire.messages.codec import Buffer
-from molink.wire.messages.data import DataMessage, Frame, Lane, Volume, VolumePart
+from molink.wire.messages.codec import Buffer, DataMessage
+from molink.wire.messages.data import Frame, Lane, Volume, VolumePart
 
 #: Bytes of a beat or a hello.
 _SMALL = 64

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from molink.wire.messages.data import FinishReason, Sampling
+from molink.wire.messages.data import Sampling
+from molink.wire.messages.serving import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from molink.errors import (
 )
 from molink.swarm.generation import GeneratedToken, GenerationRequest
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Cancel, Credit, Rejected, Submit, Token
+from molink.wire.messages.serving import Cancel, Credit, Rejected, Submit, Token
 
 StreamState = Literal["waiting", "running", "done"]
 

@@ -35,7 +35,6 @@ from molink.swarm.stream import (
     StreamLimits,
 )
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Prompt, Rejected, Token, Tokens
 from molink.wire.messages.instructions import (
     Assign,
     Form,
@@ -50,6 +49,7 @@ from molink.wire.messages.instructions import (
 from molink.wire.messages.leading import SendState, SharedState
 from molink.wire.messages.pipe import MemberKey, Start
 from molink.wire.messages.reports import PeerReport, Prefetched, Reached, StageFailed
+from molink.wire.messages.serving import Prompt, Rejected, Token, Tokens
 from tests.dst.connections import Heads, Session
 from tests.dst.coordinator import Disk
 from tests.dst.leadership import CONTROL, Leadership, Membership

@@ -4,7 +4,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from molink.swarm.records import PipelineRecord
-from molink.wire.messages.data import Frame, LinkHello, Rejected, Submit
+from molink.wire.messages.data import Frame, LinkHello
+from molink.wire.messages.serving import Rejected, Submit
 from tests.dst.network import Sender
 from tests.dst.process import Failure, Process
 from tests.dst.worker import Place, Worker

@@ -14,16 +14,7 @@ from molink.head.speculation.base import Foretold
 from molink.link.ends import ChannelEvents
 from molink.ring.build import LinkSurroundings, RingPlan, Seat, Surroundings, build_ring
 from molink.ring.stage import StageShape
-from molink.wire.messages.data import (
-    Cancel,
-    Credit,
-    Frame,
-    Lane,
-    LinkHello,
-    Prompt,
-    Rejected,
-    Submit,
-)
+from molink.wire.messages.data import Frame, Lane, LinkHello
 from molink.wire.messages.pipe import (
     Formed,
     FormRing,
@@ -34,6 +25,7 @@ from molink.wire.messages.pipe import (
     Pong,
     Start,
 )
+from molink.wire.messages.serving import Cancel, Credit, Prompt, Rejected, Submit
 from molinkd.worker.desk import Desk
 from tests.dst.model import BLOCK, HIDDEN, VOCABULARY, Executor, Requests
 from tests.dst.network import Dial, Listener, Sender

@@ -16,8 +16,9 @@ from molink.sim.agenda import Agenda
 from molink.swarm.generation import GeneratedToken, GenerationRequest
 from molink.swarm.records import Desired, MemberRecord
 from molink.swarm.stream import StreamLimits
-from molink.wire.messages.data import Sampling, Token
+from molink.wire.messages.data import Sampling
 from molink.wire.messages.instructions import Member, StageAddress
+from molink.wire.messages.serving import Token
 from tests.dst.coordinator import Coordinator, Disk
 from tests.dst.daemon import Daemon, Peer
 from tests.dst.faults import Faults

@@ -23,9 +23,10 @@ import pytest
 import molink
 from molink.swarm.token import JoinToken
 from molink.wire.messages.codec import control_codec, data_codec
-from molink.wire.messages.data import Beat, Cancel
+from molink.wire.messages.data import Beat
 from molink.wire.messages.joining import JoinRequest
 from molink.wire.messages.requests import StatusRequest
+from molink.wire.messages.serving import Cancel
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.home import Home

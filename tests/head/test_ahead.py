@@ -9,16 +9,8 @@ from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.request import Emission, HeadRequest
 from molink.head.speculation.base import Foretold
-from molink.wire.messages.data import (
-    Choice,
-    Rejected,
-    Release,
-    Rows,
-    Sampled,
-    Sampling,
-    Token,
-    Volume,
-)
+from molink.wire.messages.data import Choice, Release, Rows, Sampled, Sampling, Volume
+from molink.wire.messages.serving import Rejected, Token
 
 
 class Says:

@@ -20,9 +20,9 @@ from molink.wire.messages.data import (
     Sampled,
     Sampling,
     Table,
-    Token,
     Volume,
 )
+from molink.wire.messages.serving import Token
 
 PLAIN = Sampling()
 PROMPT = tuple(range(100, 140))

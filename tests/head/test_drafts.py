@@ -14,15 +14,14 @@ from molink.wire.messages.data import (
     MAX_GROUPS,
     Choice,
     Forced,
-    Rejected,
     Release,
     Rows,
     Sampled,
     Sampling,
-    Token,
     TopLogprobs,
     Volume,
 )
+from molink.wire.messages.serving import Rejected, Token
 
 
 @dataclass

@@ -11,7 +11,8 @@ from molink.head.limits import HeadLimits
 from molink.head.policies.create import create_scheduling_policy
 from molink.head.request import Emission, HeadRequest
 from molink.head.shares import W_INPUT, W_OUTPUT
-from molink.wire.messages.data import Choice, Release, Sampled, Sampling, Token
+from molink.wire.messages.data import Choice, Release, Sampled, Sampling
+from molink.wire.messages.serving import Token
 
 FLOOD, SLOTS, ANSWER = 10_000, 4, 8
 PROMPT = tuple(range(48))

@@ -17,16 +17,15 @@ from molink.wire.messages.data import (
     Choice,
     Grammar,
     History,
-    Rejected,
     Release,
     Rows,
     Sampled,
     Sampling,
-    Token,
     TopLogprobs,
     Volume,
 )
 from molink.wire.messages.load import MAX_REQUESTS, RequestNow
+from molink.wire.messages.serving import Rejected, Token
 
 PLAIN = Sampling()
 PENALTY = Sampling(presence_penalty=0.5)

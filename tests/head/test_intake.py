@@ -7,7 +7,8 @@ import pytest
 from molink.errors import ContextTooLong, Overloaded, RequestError
 from molink.head.intake import MAX_OPEN_PER_OWNER, PART_TIMEOUT, Intake
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import MAX_GRAMMAR, Prompt, Sampling, Submit
+from molink.wire.messages.data import MAX_GRAMMAR, Sampling
+from molink.wire.messages.serving import Prompt, Submit
 
 
 def submit(key: str = "k", tokens: int = 5, prompt_tokens: int = 5) -> Submit:

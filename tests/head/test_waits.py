@@ -9,7 +9,8 @@ from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.request import Emission, HeadRequest
 from molink.head.waits import ServingRate
-from molink.wire.messages.data import Choice, Rejected, Release, Rows, Sampled, Sampling
+from molink.wire.messages.data import Choice, Release, Rows, Sampled, Sampling
+from molink.wire.messages.serving import Rejected
 
 #: Seconds of an iteration, whatever is in it.
 STEP_S = 0.5

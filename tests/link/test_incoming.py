@@ -14,7 +14,6 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
     Ack,
     Beat,
-    Cancel,
     Frame,
     Lane,
     LinkHello,
@@ -22,6 +21,7 @@ from molink.wire.messages.data import (
     Tombstone,
     VolumePart,
 )
+from molink.wire.messages.serving import Cancel
 
 
 @dataclass(frozen=True)

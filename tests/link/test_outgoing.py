@@ -18,7 +18,6 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
     Ack,
     Beat,
-    Cancel,
     Frame,
     Lane,
     LinkHello,
@@ -27,6 +26,7 @@ from molink.wire.messages.data import (
     Tombstone,
     Volume,
 )
+from molink.wire.messages.serving import Cancel
 
 
 class FakeChannel:

@@ -44,7 +44,6 @@ from molink.wire.messages.data import (
     Choice,
     Forced,
     History,
-    Rejected,
     Release,
     Rows,
     Sampled,
@@ -52,10 +51,10 @@ from molink.wire.messages.data import (
     SwapIn,
     SwapOut,
     Table,
-    Token,
     Tombstone,
     Volume,
 )
+from molink.wire.messages.serving import Rejected, Token
 
 STOP = 7
 VOCABULARY = 40

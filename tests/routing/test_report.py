@@ -9,7 +9,7 @@ from molink.facts.costs import Costs
 from molink.routing.report import MAX_DIGESTS, CacheReport, pack_report, unpack_report
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import CacheNews, Token, Tokens
+from molink.wire.messages.serving import CacheNews, Token, Tokens
 
 digests = st.lists(st.integers(0, 2**64 - 1), max_size=20).map(tuple)
 

@@ -15,7 +15,7 @@ from molink.stage.stage import Stage
 from molink.swarm.generation import GeneratedToken, GenerationRequest
 from molink.text.matcher import Grammars
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import Rejected, Token
+from molink.wire.messages.serving import Rejected, Token
 from molinkd.api.backend import Figures, ServedModel
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step

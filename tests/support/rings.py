@@ -21,7 +21,8 @@ from molink.ring.ring import Ring
 from molink.ring.stage import Executing, NextStage, StageRequests, StageShape
 from molink.sim.agenda import Agenda
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import RingBody, Sampling, Token, Volume, VolumePart
+from molink.wire.messages.data import RingBody, Sampling, Volume, VolumePart
+from molink.wire.messages.serving import Token
 from molinkd.worker.request_table import RequestTable
 
 

@@ -17,7 +17,8 @@ from molink.swarm.stream import (
     StreamLimits,
 )
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Cancel, Credit, Rejected, Sampling, Token
+from molink.wire.messages.data import Sampling
+from molink.wire.messages.serving import Cancel, Credit, Rejected, Token
 
 ONE = HeadEpoch("p1", 1)
 TWO = HeadEpoch("p1", 2)

@@ -14,16 +14,9 @@ import zmq.asyncio
 from molink.bench.planned import PlannedRequest
 from molink.bench.sample import Sample
 from molink.wire.messages.base import Payload
-from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import (
-    Credit,
-    DataMessage,
-    Prompt,
-    Rejected,
-    Sampling,
-    Submit,
-    Tokens,
-)
+from molink.wire.messages.codec import DataMessage, data_codec
+from molink.wire.messages.data import Sampling
+from molink.wire.messages.serving import Credit, Prompt, Rejected, Submit, Tokens
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from tools.emulation.ring import EPOCH, PIPELINE, Member

@@ -8,7 +8,7 @@ from typing import Literal
 from molink.swarm.generation import GeneratedToken
 from molink.text.calls.base import CallBegin, CallEnd, Part, Text
 from molink.text.stops import StopStrings
-from molink.wire.messages.data import FinishReason
+from molink.wire.messages.serving import FinishReason
 from molinkd.api.request_plan import Plan
 
 #: Why an answer ended, as clients are told.

@@ -13,7 +13,8 @@ from molink.swarm.generation import GenerationRequest
 from molink.text.calls.base import AnswerParser
 from molink.text.calls.create import AnswerFormat, create_parser
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import MAX_STOP_IDS, Sampling
+from molink.wire.messages.data import Sampling
+from molink.wire.messages.serving import MAX_STOP_IDS
 from molinkd.api.offer import Offer
 from molinkd.api.offered_tools import answer_form, enforced_tools, offered_names
 from molinkd.api.prompt_messages import Prompts

@@ -10,14 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from molink.errors import RequestError
-from molink.wire.messages.data import (
-    MAX_LOGIT_BIAS,
-    MAX_STOP_IDS,
-    MAX_TOP_LOGPROBS,
-    Bias,
-    Priority,
-    RepetitionPenalty,
-)
+from molink.wire.messages.data import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, Bias, RepetitionPenalty
+from molink.wire.messages.serving import MAX_STOP_IDS, Priority
 
 MAX_STOPS = 16
 MAX_TOOLS = 128

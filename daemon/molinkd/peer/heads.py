@@ -10,8 +10,7 @@ import zmq.asyncio
 from molink.errors import Unavailable
 from molink.facts.identity import peer_id
 from molink.swarm.stream import HeadEpoch
-from molink.wire.messages.codec import Buffer, data_codec
-from molink.wire.messages.data import DataMessage
+from molink.wire.messages.codec import Buffer, DataMessage, data_codec
 from molink.wire.messages.instructions import Route, StageAddress
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair

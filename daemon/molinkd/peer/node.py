@@ -16,9 +16,8 @@ from molink.errors import MolinkError
 from molink.swarm.stream import StreamLimits
 from molink.swarm.versions import ours
 from molink.wire.messages.base import Payload
-from molink.wire.messages.codec import data_codec
+from molink.wire.messages.codec import DataMessage, data_codec
 from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.data import DataMessage
 from molink.wire.messages.instructions import (
     Assign,
     Form,

@@ -40,15 +40,8 @@ from molink.swarm.stream import (
     StreamLimits,
 )
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import (
-    Cancel,
-    Credit,
-    DataMessage,
-    Prompt,
-    Rejected,
-    RejectReason,
-    Tokens,
-)
+from molink.wire.messages.codec import DataMessage
+from molink.wire.messages.serving import Cancel, Credit, Prompt, Rejected, RejectReason, Tokens
 from molinkd.api.backend import Figures, ServedModel
 from molinkd.peer.feed import Feed
 from molinkd.peer.heads import Heads

@@ -9,12 +9,11 @@ from molink.head.intake import Intake
 from molink.head.request import Emission
 from molink.routing.report import pack_report
 from molink.wire.messages.base import Payload
-from molink.wire.messages.codec import Buffer
-from molink.wire.messages.data import (
-    Beat,
+from molink.wire.messages.codec import Buffer, DataMessage
+from molink.wire.messages.data import Beat
+from molink.wire.messages.serving import (
     Cancel,
     Credit,
-    DataMessage,
     Prompt,
     Rejected,
     RejectReason,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import zmq.asyncio
 
 from molink.link.ends import ChannelEvents
-from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import DataMessage, Lane
+from molink.wire.messages.codec import DataMessage, data_codec
+from molink.wire.messages.data import Lane
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.congestion import avoid_bbr, spread_out
 from molink.wire.sockets.curve import KeyPair

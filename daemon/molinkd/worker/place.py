@@ -20,10 +20,11 @@ from molink.ring.build import LinkSurroundings, RingPlan, Surroundings, build_ri
 from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.ring import Ring
 from molink.ring.stage import StageShape
-from molink.wire.messages.data import Cancel, Credit, DataMessage, Prompt, Submit
+from molink.wire.messages.codec import DataMessage
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.load import HeadLoad, StageLoad
 from molink.wire.messages.pipe import FormRing, Start
+from molink.wire.messages.serving import Cancel, Credit, Prompt, Submit
 from molink.wire.sockets.congestion import forgets_in_pauses
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.endpoints import endpoints

@@ -16,8 +16,7 @@ from molink.facts.identity import peer_id
 from molink.facts.settings import PipelineSettings
 from molink.link.estimate.remembered import LinkMemory
 from molink.ring.hosted import NO_ROOM, HostRoom
-from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import DataMessage, Rejected, Submit
+from molink.wire.messages.codec import DataMessage, data_codec
 from molink.wire.messages.pipe import (
     Formed,
     FormRing,
@@ -33,6 +32,7 @@ from molink.wire.messages.pipe import (
     Warm,
     WorkerFailed,
 )
+from molink.wire.messages.serving import Rejected, Submit
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender, Server
 from molink.wire.sockets.zap import Gatekeeper

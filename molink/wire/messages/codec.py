@@ -13,7 +13,8 @@ import msgspec
 from molink.errors import MessageTooLarge, WireError
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.data import DataMessage, Frame, Volume, VolumePart
+from molink.wire.messages.data import Frame, StageMessage, Volume, VolumePart
+from molink.wire.messages.serving import ServingMessage
 
 M = TypeVar("M")
 
@@ -26,6 +27,9 @@ MAX_FRAMES = 2
 
 #: Bytes that can be sent; ``memoryview(array)`` makes one of anything else without a copy.
 Buffer = bytes | bytearray | memoryview
+
+#: All of the data plane: a worker has one socket for stages and daemons.
+DataMessage = StageMessage | ServingMessage
 
 
 class Codec(Generic[M]):

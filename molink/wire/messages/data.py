@@ -1,4 +1,4 @@
-"""Messages of the data plane: between the stages of a pipeline, and between daemons and heads.
+"""Messages of the data plane between the stages of a pipeline.
 
 Words as in the design: a *tick* is the order stamp that stage 0 gives to every volume, admission
 and release; an *epoch* is the generation of the pipeline; a *lane* is one of a hop's two
@@ -6,13 +6,12 @@ connections. Positions count tokens of a request from 0, prompt included.
 """
 
 from enum import IntEnum
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
-from molink.facts.costs import Costs
 from molink.facts.drafts import MAX_DRAFTS
-from molink.facts.scalars import Count, Index, Sentence, Text
+from molink.facts.scalars import Count, Index, Text
 from molink.wire.messages.base import LeanMessage, Payload
 from molink.wire.messages.rounds import HostReport, LinkReport, PaceReport
 
@@ -28,14 +27,10 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_TEMPERATURE = 100.0
 #: Alternatives to a token, as many as OpenAI's API allows.
 MAX_TOP_LOGPROBS = 20
-#: Token ids that end an answer; models have a few of their own.
-MAX_STOP_IDS = 64
 #: Blocks of one order to swap: their ids, there and here, go in one message.
 MAX_SWAP = 30_000
 #: Bytes of a grammar's text: it goes in one message.
 MAX_GRAMMAR = 128 * 1024
-#: Characters of a client's name.
-MAX_CLIENT = 32
 
 Epoch = Count
 Tick = Count
@@ -45,10 +40,6 @@ RepetitionPenalty = Annotated[
 ]
 #: What is added to a token's logit; as OpenAI's API has it.
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
-#: As vLLM's API has it: the least goes first.
-Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
-#: For how long a request may wait to be admitted; 0 = not said.
-QueueSeconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 
 
 class Lane(IntEnum):
@@ -378,116 +369,5 @@ class Beat(LeanMessage, frozen=True, tag="beat"):
     predicted: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
 
 
-# --- between daemons and heads ---------------------------------------------------------------
-
-
-class Submit(LeanMessage, frozen=True, tag="submit"):
-    """A daemon asks a head to serve a request; the prompt's ids follow in :class:`Prompt` parts.
-
-    ``key`` is the daemon's own id of the request. ``tokens`` is how many ids are to come, of which
-    the first ``prompt_tokens`` are the prompt and the others were generated in an earlier epoch.
-    ``max_tokens`` counts tokens still to be generated. Its payload (``u8 [n]``), where there is
-    one, is the grammar that the answer is held to.
-    """
-
-    pipeline: Text
-    epoch: Epoch
-    key: Text
-    tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
-    prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
-    sampling: Sampling
-    stop_ids: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_STOP_IDS)] = ()
-    #: Tokens the head may be ahead of what the daemon has credited.
-    window: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 256
-    payload: Payload | None = None
-    #: What the daemon knows of the head's prefix cache, by the version of the last
-    #: :class:`CacheNews` of this epoch (-1: nothing); ``None``: it need not be told.
-    cache: Annotated[int, msgspec.Meta(ge=-1, le=2**53)] | None = None
-    #: Whose request it is: the daemon's own word for one of its clients, which tells nothing else.
-    client: Annotated[str, msgspec.Meta(max_length=MAX_CLIENT)] = ""
-    #: Among the requests of that client; the least goes first.
-    priority: Priority = 0
-    #: Seconds that it may wait to be admitted; 0 = as the head has it.
-    max_queue_s: QueueSeconds = 0.0
-
-
-class Prompt(LeanMessage, frozen=True, tag="prompt"):
-    """Ids of a submitted request from ``first`` on (payload ``i32 [n]``)."""
-
-    key: Text
-    first: Count
-    payload: Payload
-
-
-class Cancel(LeanMessage, frozen=True, tag="cancel"):
-    """Stop a request: its client has gone, or has all it wanted."""
-
-    key: Text
-
-
-class Credit(LeanMessage, frozen=True, tag="credit"):
-    """The client has taken everything below ``position``."""
-
-    key: Text
-    position: Count
-
-
-FinishReason = Literal["stop", "length"]
-RejectReason = Literal["overloaded", "too_long", "epoch", "failed", "invalid"]
-
-
-class Token(LeanMessage, frozen=True, tag=False):
-    """A token for a request's daemon; ``finish`` is set on the last one.
-
-    ``cached`` is how many prompt tokens came from the prefix cache; ``top`` pairs ids and logprobs.
-    """
-
-    epoch: Epoch
-    key: Text
-    position: Count
-    token: Index
-    logprob: float = float("nan")
-    top: Annotated[tuple[tuple[Index, float], ...], msgspec.Meta(max_length=MAX_TOP_LOGPROBS)] = ()
-    finish: FinishReason | None = None
-    cached: Count = 0
-
-
-class CacheNews(LeanMessage, frozen=True):
-    """What has come into a head's prefix cache and left it: a :class:`CacheReport` on its way.
-
-    The payload has digests of 8 bytes each (little-endian): ``added`` ones, then those evicted.
-    """
-
-    version: Count
-    whole: bool
-    added: Index
-    room: Count = 0
-    costs: Costs | None = None
-
-
-class Tokens(LeanMessage, frozen=True, tag="tokens"):
-    """Tokens of one micro-batch for one daemon, of several requests.
-
-    ``cache`` (payload ``u8 [8n]``) is for those who asked for it with :attr:`Submit.cache`.
-    """
-
-    tokens: Annotated[tuple[Token, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
-    cache: CacheNews | None = None
-    payload: Payload | None = None
-
-
-class Rejected(LeanMessage, frozen=True, tag="rejected"):
-    """A request was not taken, or can't go on. ``retry_after`` (seconds) goes with ``overloaded``.
-
-    ``epoch`` and ``failed`` are transient as seen by a client: the daemon resubmits.
-    """
-
-    epoch: Epoch
-    key: Text
-    reason: RejectReason
-    message: Sentence
-    retry_after: float = 0.0
-
-
-DataMessage = LinkHello | Frame | Ack | Beat | Submit | Prompt | Cancel | Credit | Tokens | Rejected
+#: What stages say to each other.
+StageMessage = LinkHello | Frame | Ack | Beat

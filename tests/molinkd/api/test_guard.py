@@ -8,7 +8,7 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from molink.errors import UsageError
-from molink.wire.messages.data import MAX_CLIENT
+from molink.wire.messages.serving import MAX_CLIENT
 from molinkd.api.endpoint_settings import ApiSettings, is_loopback
 from molinkd.api.http_server import EndpointServer
 from tests.support.direct_reader import DirectReader

@@ -16,7 +16,8 @@ from molink.checkpoint.source import demo_model
 from molink.swarm.generation import GenerationRequest
 from molink.text.grammar import grammar_of
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import Rejected, Sampling
+from molink.wire.messages.data import Sampling
+from molink.wire.messages.serving import Rejected
 from molinkd.api.constraint import read_constraint
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer

@@ -10,8 +10,8 @@ from molink.errors import Unavailable
 from molink.facts.identity import peer_id
 from molink.swarm.stream import HeadEpoch
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import Cancel, Token, Tokens
 from molink.wire.messages.instructions import Route, StageAddress
+from molink.wire.messages.serving import Cancel, Token, Tokens
 from molink.wire.sockets.server import Sender
 from molinkd.peer import served as served_module
 from molinkd.peer.heads import Heads

@@ -15,19 +15,10 @@ from molink.routing.spans import SPAN
 from molink.swarm.generation import GenerationRequest
 from molink.swarm.stream import HeadEpoch, StreamLimits
 from molink.wire.messages.base import Payload
-from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import (
-    Cancel,
-    Credit,
-    DataMessage,
-    Prompt,
-    Rejected,
-    Sampling,
-    Submit,
-    Token,
-    Tokens,
-)
+from molink.wire.messages.codec import DataMessage, data_codec
+from molink.wire.messages.data import Sampling
 from molink.wire.messages.instructions import Route
+from molink.wire.messages.serving import Cancel, Credit, Prompt, Rejected, Submit, Token, Tokens
 from molinkd.api.backend import Backend, Figures, ServedModel
 from molinkd.peer import streams
 from molinkd.peer.running_clock import RunningClock

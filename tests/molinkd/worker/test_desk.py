@@ -14,14 +14,12 @@ from molink.routing.report import CacheReport, unpack_report
 from molink.routing.spans import span_digests
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import (
-    MAX_GRAMMAR,
-    Beat,
+from molink.wire.messages.data import MAX_GRAMMAR, Beat, Sampling
+from molink.wire.messages.serving import (
     Cancel,
     Credit,
     Prompt,
     Rejected,
-    Sampling,
     Submit,
     Token,
     Tokens,

@@ -13,7 +13,8 @@ from molink.head.limits import HeadLimits
 from molink.head.request import HeadRequest
 from molink.ring.work import Segment
 from molink.stage.stage import Stage
-from molink.wire.messages.data import Admit, Release, Sampling, Table, Token
+from molink.wire.messages.data import Admit, Release, Sampling, Table
+from molink.wire.messages.serving import Token
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
 from tests.support.models import MakeModel

@@ -19,16 +19,8 @@ import zmq.asyncio
 from molink.facts.identity import peer_id
 from molink.facts.settings import PipelineSettings
 from molink.wire.messages.base import Payload
-from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import (
-    Cancel,
-    DataMessage,
-    Prompt,
-    Rejected,
-    Sampling,
-    Submit,
-    Tokens,
-)
+from molink.wire.messages.codec import DataMessage, data_codec
+from molink.wire.messages.data import Sampling
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.pipe import (
     Formed,
@@ -44,6 +36,7 @@ from molink.wire.messages.pipe import (
     read_pipe,
     write_pipe,
 )
+from molink.wire.messages.serving import Cancel, Prompt, Rejected, Submit, Tokens
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 

@@ -17,7 +17,8 @@ from molink.head.speculation.lookup import PromptLookup
 from molink.ring.work import Segment, StepDone
 from molink.sim.agenda import Agenda
 from molink.stage.stage import Stage
-from molink.wire.messages.data import Sampling, Token
+from molink.wire.messages.data import Sampling
+from molink.wire.messages.serving import Token
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
 from tests.support.rings import Stages, VirtualRing, WholeLink

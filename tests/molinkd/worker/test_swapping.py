@@ -16,7 +16,8 @@ from molink.ring.hosted import HostRoom
 from molink.ring.work import BlockCopy, Segment, StepDone
 from molink.sim.agenda import Agenda
 from molink.stage.stage import Stage
-from molink.wire.messages.data import Admit, Rejected, Sampling, Token
+from molink.wire.messages.data import Admit, Sampling
+from molink.wire.messages.serving import Rejected, Token
 from molinkd.worker.executor import Executor
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step

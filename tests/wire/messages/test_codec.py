@@ -9,21 +9,11 @@ from hypothesis import strategies as st
 
 from molink.errors import MessageTooLarge, WireError
 from molink.wire.messages.base import Coding, Payload
-from molink.wire.messages.codec import MAX_PAYLOAD, Codec, control_codec, data_codec
+from molink.wire.messages.codec import MAX_PAYLOAD, Codec, DataMessage, control_codec, data_codec
 from molink.wire.messages.control import ControlMessage, Done
-from molink.wire.messages.data import (
-    Cancel,
-    DataMessage,
-    Frame,
-    History,
-    Lane,
-    Prompt,
-    RingBody,
-    Rows,
-    Volume,
-    VolumePart,
-)
+from molink.wire.messages.data import Frame, History, Lane, RingBody, Rows, Volume, VolumePart
 from molink.wire.messages.instructions import Welcome
+from molink.wire.messages.serving import Cancel, Prompt
 from molink.wire.messages.transfer import ReadReply
 
 CODECS: list[tuple[Codec[Any], Any]] = [

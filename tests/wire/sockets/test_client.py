@@ -9,8 +9,8 @@ from molink.errors import NotAuthorized, Overloaded, Unavailable, UsageError
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
 from molink.wire.messages.control import Done, Failure
-from molink.wire.messages.data import Cancel, Prompt
 from molink.wire.messages.requests import StatusReply, StatusRequest
+from molink.wire.messages.serving import Cancel, Prompt
 from molink.wire.sockets import server as server_module
 from molink.wire.sockets.backlog import BacklogLimits, UnreadBytes
 from molink.wire.sockets.client import Client

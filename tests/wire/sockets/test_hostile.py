@@ -13,8 +13,8 @@ import zmq
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
 from molink.wire.messages.control import Done
-from molink.wire.messages.data import Cancel, Prompt
 from molink.wire.messages.requests import StatusRequest
+from molink.wire.messages.serving import Cancel, Prompt
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.create import create_client
 from molink.wire.sockets.curve import KeyPair

@@ -19,9 +19,9 @@ from molink.facts.identity import peer_id
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
 from molink.wire.messages.control import Done
-from molink.wire.messages.data import Prompt
 from molink.wire.messages.instructions import Welcome
 from molink.wire.messages.requests import LeaveRequest, StatusRequest
+from molink.wire.messages.serving import Prompt
 from molink.wire.messages.transfer import ReadReply, ReadRequest
 from molink.wire.sockets.create import create_client
 from molink.wire.sockets.curve import KeyPair

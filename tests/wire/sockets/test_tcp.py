@@ -9,7 +9,7 @@ import pytest
 
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
-from molink.wire.messages.data import Prompt
+from molink.wire.messages.serving import Prompt
 from molink.wire.sockets.backlog import HANDSHAKE, OpenConnection, UnreadBytes
 from molink.wire.sockets.tcp import bytes_received, bytes_unread, cut, duplicate, remote
 from tests.support.counted import counted
