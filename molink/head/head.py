@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 
 from molink.errors import InvariantError, Overloaded, RequestError
 from molink.facts.costs import Costs
@@ -20,16 +19,16 @@ from molink.head.policies.base import SchedulingPolicy
 from molink.head.policies.fcfs import Fcfs
 from molink.head.request import Emission, HeadRequest
 from molink.head.roster import Roster
-from molink.head.shown import shown
 from molink.head.speculation.base import DraftSource
 from molink.head.speculation.lookup import PromptLookup
 from molink.head.speculation.path import are_due, compare, go_on
 from molink.head.speculation.speculation import Speculation
+from molink.head.stats import HeadStats
 from molink.head.swapping import Swapping
 from molink.head.waits import Waits
 from molink.routing.report import CacheReport
 from molink.wire.messages.data import Admit, Choice, Rows, Sampled, TopLogprobs
-from molink.wire.messages.load import MAX_REQUESTS, HeadLoad
+from molink.wire.messages.load import HeadLoad
 from molink.wire.messages.serving import FinishReason, Rejected, Token
 
 #: Why the last stage has no token for a request, as far as is known here.
@@ -74,26 +73,15 @@ class Head:
         self._admission = Admission(limits)
         self._waits = Waits(limits, self._roster)
         self._story = Story()
-        self._counts: dict[str, float] = dict.fromkeys(
-            (
-                "requests",
-                "admitted",
-                "queue_seconds",
-                "tokens",
-                "finished",
-                "cancelled",
-                "displaced",
-                "refused",
-                "late",
-                "expired",
-                "failed",
-                "volumes",
-                "iterations",
-            ),
-            0,
+        self._stats = HeadStats(
+            self._roster,
+            self._cache,
+            self._ledger,
+            self._batcher,
+            self._speculation,
+            self._swapping,
         )
-        #: Messages about ticks that are not in flight: stages that misbehave.
-        self.strays = 0
+        self._counts = self._stats.counts
 
     # --- from daemons --------------------------------------------------------------------------
 
@@ -265,68 +253,18 @@ class Head:
         """Owner and key of every request, to be told when the epoch ends."""
         return [(job.request.owner, job.request.key) for job in self._roster]
 
-    def stats(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Counters of this epoch and gauges, by name.
+    @property
+    def strays(self) -> int:
+        """How many messages there were about ticks not in flight: stages that misbehave."""
+        return int(self._counts["strays"])
 
-        ``head_cancel_iterations_*`` is how many iterations of the ring began between a cancel of an
-        admitted request and the moment when its blocks could be used again, the first one included.
-        Blocks are ``used``, ``free``, or ``cached`` only and so as good as free.
-        """
-        batcher, cache, ledger = self._batcher, self._cache, self._ledger
-        swapping = self._swapping
-        blocks = cache.blocks
-        counters = {f"head_{name}_total": float(count) for name, count in self._counts.items()}
-        counters["head_prompt_tokens_total"] = float(batcher.prompt_tokens)
-        counters["head_prefill_rows_total"] = float(batcher.prefill_rows)
-        counters["head_preemptions_total"] = float(batcher.preemptions)
-        counters["head_swaps_out_total"] = float(swapping.outs)
-        counters["head_swaps_in_total"] = float(swapping.ins)
-        counters["head_swap_fallbacks_total"] = float(swapping.fallbacks)
-        counters["head_draft_tokens_total"] = float(self._speculation.drafted)
-        counters["head_draft_tokens_accepted_total"] = float(self._speculation.accepted)
-        counters["head_prefix_hit_tokens_total"] = float(cache.hit_tokens)
-        counters["head_prefix_lookup_tokens_total"] = float(cache.lookup_tokens)
-        counters["head_prefix_evictions_total"] = float(cache.evictions)
-        counters["head_strays_total"] = float(self.strays)
-        gauges = {
-            "head_blocks": blocks.total,
-            "head_blocks_used": blocks.total - cache.available,
-            "head_blocks_releasing": blocks.releasing,
-            "head_blocks_free": blocks.free,
-            "head_blocks_cached": blocks.settled,
-            "head_prefix_hit_rate": round(cache.hit_rate, 4),
-            "head_host_blocks": swapping.host.total,
-            "head_host_blocks_used": swapping.host.held,
-            "head_swapped": self._roster.swapped_count,
-            "head_micro_batches": batcher.micro_batches.count,
-            "head_running": self._roster.admitted,
-            "head_waiting": self._roster.waiting,
-            "head_clients": self._roster.shares.clients,
-            "head_decode_in_flight": ledger.volumes(prefill=False) + ledger.ahead,
-            "head_prefill_in_flight": ledger.volumes(prefill=True),
-            "head_prefill_rows_in_flight": ledger.prefill_rows,
-            "head_cancel_iterations_last": ledger.cancel_iterations_last,
-            "head_cancel_iterations_max": ledger.cancel_iterations_max,
-            **self._roster.gauges,
-        }
-        return counters, {name: float(value) for name, value in gauges.items()}
+    def stats(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Counters of this epoch and gauges, by name; see :class:`HeadStats`."""
+        return self._stats.counters(), self._stats.gauges()
 
     def load(self, pipeline: str, now: float) -> HeadLoad:
         """What others are told of it, under the name of its pipeline."""
-        blocks, turns = self._cache.blocks, self._roster.swapped(now)
-        return HeadLoad(
-            pipeline,
-            self._roster.admitted,
-            self._roster.waiting,
-            blocks.total,
-            blocks.total - self._cache.available,
-            self._batcher.micro_batches.count,
-            tuple(shown(job, turns, now) for job in islice(self._roster, MAX_REQUESTS)),
-            len(turns),
-            self._swapping.host.total,
-            self._swapping.host.held,
-            min(100, round(100 * self._cache.hit_rate)),
-        )
+        return self._stats.load(pipeline, now)
 
     def cache_report(self, version: int) -> CacheReport:
         """What those who route are told: what has changed in the cache since ``version``.
@@ -484,5 +422,5 @@ class Head:
         self._swapping.forget(job)
 
     def _stray(self, kind: str, tick: int, now: float) -> None:
-        self.strays += 1
+        self._counts["strays"] += 1
         self._story.add(now, "stray", kind, tick)
