@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.folder import ModelFolder
-from molink.facts.footprint import StageSetup, StepRows
+from molink.facts.footprint import StageSetup, StepLimits
 from molink.facts.memory_plan import plan_memory
 from molink.facts.model import BLOCK_SIZE, Quantize
 from molink.stage.batch import SequenceRows, StageInput
@@ -161,7 +161,7 @@ def _waits(work: Callable[[], object]) -> int:
 def measure_memory(card: Card, quantize: Quantize) -> dict[str, Any]:
     """A budget shared out as a daemon does, and what is taken of it."""
     torch.cuda.empty_cache()
-    folder, chunk, decodes = card.folder, StepRows().chunk, StepRows().decodes
+    folder, chunk, decodes = card.folder, StepLimits().chunk, StepLimits().decodes
     layers = (0, folder.config.layers)
     setup = StageSetup("cuda", True, "auto", quantize)
     plan = plan_memory(folder.facts("bench"), layers, setup, _BUDGET)

@@ -51,7 +51,7 @@ _PIECE = 97
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TokenComparison:
     """What both say of one token of a text, as log probabilities in nats."""
 
     ours: float
@@ -108,7 +108,9 @@ def same_tokens(url: str, tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[i
     return same, len(texts) + len(pieces)
 
 
-def places(url: str, ids: list[int], ours: dict[str, Tensor]) -> Iterator[tuple[str, Place]]:
+def places(
+    url: str, ids: list[int], ours: dict[str, Tensor]
+) -> Iterator[tuple[str, TokenComparison]]:
     """What both say of each token but the first, by dtype; ours are ``[tokens - 1, V]``."""
     for index, token in enumerate(ids[1:]):
         rows = {dtype: found[index] for dtype, found in ours.items()}
@@ -121,7 +123,7 @@ def places(url: str, ids: list[int], ours: dict[str, Tensor]) -> Iterator[tuple[
             here = int(row.argmax())
             yield (
                 dtype,
-                Place(
+                TokenComparison(
                     float(row[token]),
                     theirs[token],
                     here == there,
@@ -185,7 +187,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     room = max(options.tokens, options.prompt + options.answer)
     stages = {dtype: whole_model(model, room, dtype, options.quantize) for dtype in options.dtype}
     texts = [path.read_text(encoding="utf-8") for path in options.texts]
-    read: dict[str, list[Place]] = {dtype: [] for dtype in stages}
+    read: dict[str, list[TokenComparison]] = {dtype: [] for dtype in stages}
     written: dict[str, list[Answer]] = {dtype: [] for dtype in stages}
     with llama_server(options.llama, options.their_file or options.file, room + 8) as url:
         same, count = same_tokens(url, tokenizer, texts)
@@ -204,7 +206,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return figures
 
 
-def _read(found: Sequence[Place]) -> dict[str, Any]:
+def _read(found: Sequence[TokenComparison]) -> dict[str, Any]:
     differing = [place for place in found if not place.same]
     ours, theirs = (
         math.exp(-sum(values) / len(found))

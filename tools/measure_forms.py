@@ -37,7 +37,7 @@ from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import simulate_all
-from molink.sim.texts import Text, rows_of
+from molink.sim.texts import KnownText, rows_of
 from molink.sim.workload import Workload
 from molink.stage.stage import Stage
 from molink.text.grammar import Layout, grammar_of
@@ -115,9 +115,9 @@ class Filled:
     fields: int
 
     @property
-    def text(self) -> Text:
+    def text(self) -> KnownText:
         """As the simulator takes it."""
-        return Text(tuple(self.prompt), tuple(self.tokens), tuple(self.runs))
+        return KnownText(tuple(self.prompt), tuple(self.tokens), tuple(self.runs))
 
 
 # --- letters and forms -----------------------------------------------------------------------

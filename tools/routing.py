@@ -35,7 +35,7 @@ from typing import Any
 
 from molink.bench.planned import PlannedRequest
 from molink.bench.trace import PART_TOKENS, TraceRow, read_trace
-from molink.routing.base import PipelineLoad, Prompt, Router
+from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 from molink.routing.create import create_router
 from molink.routing.e2 import E2
 from molink.routing.report import CacheReport
@@ -128,7 +128,7 @@ class Oracle(Router):
             place = self._places[each] = loads.index(min(loads))
             loads[place] += tokens
 
-    def choose(self, prompt: Prompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         """The one that its family is at."""
         return up[self._places[family(self._rows[int(prompt.key)])]]
 
@@ -253,7 +253,7 @@ def speed(options: argparse.Namespace) -> dict[str, float]:
     began = time.process_time()
     for index, tokens in enumerate(prompts):
         now += 0.01
-        prompt = Prompt(str(index), len(tokens), span_digests(tokens))
+        prompt = RoutedPrompt(str(index), len(tokens), span_digests(tokens))
         load = router.choose(prompt, up, now)
         router.began(prompt.key, 0, now)
         router.over(prompt.key, 100, now)

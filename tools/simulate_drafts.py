@@ -35,7 +35,7 @@ from molink.head.speculation.lookup import PromptLookup
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import Outcome, simulate_all
-from molink.sim.texts import Text, rows_of
+from molink.sim.texts import KnownText, rows_of
 from molink.sim.workload import Workload
 
 ANSWERS = Path(__file__).parents[1] / "docs" / "results" / "lookup.json"
@@ -60,18 +60,18 @@ def until_loop(tokens: Sequence[int]) -> Sequence[int]:
     return tokens
 
 
-def known_texts(path: Path, *, loops: bool) -> dict[str, list[Text]]:
+def known_texts(path: Path, *, loops: bool) -> dict[str, list[KnownText]]:
     """The texts of each kind."""
-    found: dict[str, list[Text]] = {}
+    found: dict[str, list[KnownText]] = {}
     for one in json.loads(path.read_text(encoding="utf-8"))["answers"]:
         answer = one["tokens"] if loops else until_loop(one["tokens"])
         if len(answer) >= _SHORTEST:
-            text = Text(tuple(one["prompt"]), tuple(answer))
+            text = KnownText(tuple(one["prompt"]), tuple(answer))
             found.setdefault(one["kind"], []).append(text)
     return found
 
 
-def wrong_text(seed: int, prompt: int = 200, answer: int = 128, alphabet: int = 12) -> Text:
+def wrong_text(seed: int, prompt: int = 200, answer: int = 128, alphabet: int = 12) -> KnownText:
     """Few different tokens, so that n-grams are found; what they foretell never comes."""
     rng = random.Random(seed)
     tokens = [rng.randrange(alphabet) for _ in range(prompt)]
@@ -79,7 +79,7 @@ def wrong_text(seed: int, prompt: int = 200, answer: int = 128, alphabet: int = 
     while len(tokens) < prompt + answer:
         drafts = lookup.draft(tokens, 1).tokens
         tokens.append(rng.choice([token for token in range(alphabet) if token not in drafts]))
-    return Text(tuple(tokens[:prompt]), tuple(tokens[prompt:]))
+    return KnownText(tuple(tokens[:prompt]), tuple(tokens[prompt:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ _PADDED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows:
+class StepLimits:
     """Rows that one step has at most: ``chunk`` of a prompt, and ``decodes`` streams' next ones."""
 
     chunk: int = MAX_CHUNK_ROWS
@@ -44,7 +44,7 @@ class StageSetup:
     bf16: bool = True
     dtype: str = "auto"
     quantize: Quantize = "none"
-    load: StepRows = StepRows()
+    load: StepLimits = StepLimits()
     #: Whether it multiplies by weights of few bits.
     blocks: bool = False
     #: Weights that stay what they are where it computes in f32.

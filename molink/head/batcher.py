@@ -7,7 +7,7 @@ from molink.facts.ringtimes import RingTimes
 from molink.head.batch import Batch, HeadVolume, VolumeBuilder
 from molink.head.cache import BlockCache
 from molink.head.chunk import ChunkSize
-from molink.head.controls import Controls
+from molink.head.controls import ControlIssuer
 from molink.head.host import HostCopy
 from molink.head.job import Job
 from molink.head.ledger import Ledger
@@ -47,7 +47,7 @@ class Batcher:
         self._cache = cache
         self._ledger = ledger
         self._swapping = swapping
-        self._controls = Controls(cache, ledger)
+        self._controls = ControlIssuer(cache, ledger)
         #: How many micro-batches are in flight.
         self.micro_batches = MicroBatches(
             limits.micro_batches,

@@ -15,7 +15,7 @@ from molink.wire.messages.data import Admit, Grammar, History, Release, SwapIn, 
 MESSAGE_IDS = 60_000
 
 
-class Controls:
+class ControlIssuer:
     """Issues the control messages of admissions and releases, each with a tick."""
 
     def __init__(self, cache: BlockCache, ledger: Ledger) -> None:

@@ -20,7 +20,7 @@ from molink.wire.messages.data import (
 PassOn = Callable[[ControlBody, Buffer | None], None]
 
 
-class Controls:
+class ControlApplier:
     """Applies them at one stage, in their order."""
 
     def __init__(

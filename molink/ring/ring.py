@@ -10,7 +10,7 @@ from molink.facts.ringtimes import LinkFacts
 from molink.link.heartbeat import StageProgress, patience_for
 from molink.link.policies.base import DecodeFinished, DecodeStarted
 from molink.ring.bubbles import Bubbles
-from molink.ring.controls import Controls
+from molink.ring.controls import ControlApplier
 from molink.ring.ends import Collector, Front
 from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.knowledge import RingKnowledge
@@ -106,7 +106,7 @@ class Ring:
         self._meter = PaceMeter(config.profile)
         self._turns = TurnClock(self._known.times)
         self._host = config.host
-        self._controls = Controls(shape, requests, executor, self._turns.over, self._pass_on)
+        self._controls = ControlApplier(shape, requests, executor, self._turns.over, self._pass_on)
         #: How long the step that runs should take at most, in seconds; 0 between steps.
         self.predicted = 0.0
         #: When that step began.

@@ -26,7 +26,7 @@ class PipelineLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class RoutedPrompt:
     """A request to be placed: its number of ``tokens``, and the digests of its whole ``spans``."""
 
     key: Key
@@ -40,7 +40,7 @@ class Router(Protocol):
     #: Whether it reads the spans of a prompt: without, nobody needs to make them.
     reads_spans: bool = False
 
-    def choose(self, prompt: Prompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         """One of ``up``: the pipelines that take requests now, in their order, at least one."""
         ...
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from molink.facts.costs import UNKNOWN, Costs
-from molink.routing.base import Key, Name, PipelineLoad, Prompt, Router
+from molink.routing.base import Key, Name, PipelineLoad, RoutedPrompt, Router
 from molink.routing.loads import Loads, Routed
 from molink.routing.report import CacheReport
 from molink.routing.spans import SPAN
 from molink.routing.tree import SpanTree
-from molink.routing.waits import Waits
+from molink.routing.waits import PrefixWaits
 
 #: Seconds of history (the paper's ``H``).
 WINDOW_S = 180.0
@@ -77,13 +77,13 @@ class E2(Router):
         self._decode_heavy = decode_heavy
         self._tree = SpanTree(window_s / 2)
         self._loads = Loads(window_s)
-        self._waits = Waits(window_s / 2)
+        self._waits = PrefixWaits(window_s / 2)
         self._costs: dict[Name, Costs] = {}
         self._counts = dict.fromkeys(("exploited", "explored", "redirected", "replicated"), 0)
 
     # --- a request -------------------------------------------------------------------------------
 
-    def choose(self, prompt: Prompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         """Exploit if more is cached than is not, else explore."""
         self._loads.over(prompt.key, 0)
         places = [self._place(prompt, load, now) for load in up]
@@ -96,7 +96,7 @@ class E2(Router):
         self._tree.use(name, prompt.spans, now)
         return chosen.load
 
-    def _place(self, prompt: Prompt, load: PipelineLoad, now: float) -> _Place:
+    def _place(self, prompt: RoutedPrompt, load: PipelineLoad, now: float) -> _Place:
         name, costs = load.name, self._costs_of(load.name)
         spans = self._tree.match(name, prompt.spans)
         cached = min(spans * SPAN, prompt.tokens - 1)
@@ -201,7 +201,7 @@ def _cheapest(places: Sequence[_Place]) -> _Place:
     return min(places, key=lambda place: (place.cost_s, place.load.requests, place.load.sent))
 
 
-def _key_span(prompt: Prompt, cached: int) -> int:
+def _key_span(prompt: RoutedPrompt, cached: int) -> int:
     """The node that stands for all prompts which begin alike: at a power of two of spans."""
     depth = cached // SPAN
     return prompt.spans[(1 << (depth.bit_length() - 1)) - 1] if depth else 0

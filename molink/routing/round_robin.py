@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from molink.routing.base import Name, PipelineLoad, Prompt, Router
+from molink.routing.base import Name, PipelineLoad, RoutedPrompt, Router
 
 
 class RoundRobin(Router):
@@ -12,7 +12,7 @@ class RoundRobin(Router):
         self._turns: dict[Name, int] = {}
         self._turn = 0
 
-    def choose(self, prompt: Prompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         """The one whose turn was longest ago."""
         chosen = min(up, key=lambda load: self._turns.get(load.name, 0))
         self._turn += 1

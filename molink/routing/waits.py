@@ -18,7 +18,7 @@ class _Wait:
     before_s: float = 0.0
 
 
-class Waits:
+class PrefixWaits:
     """Mean waits in the present half of a window, and in the one before."""
 
     def __init__(self, half_s: float) -> None:

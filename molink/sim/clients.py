@@ -10,7 +10,7 @@ from molink.errors import InvariantError, MolinkError
 from molink.head.head import Head
 from molink.head.request import Emission, HeadRequest
 from molink.sim.agenda import Agenda
-from molink.sim.texts import Text, tokens_of
+from molink.sim.texts import KnownText, tokens_of
 from molink.wire.messages.data import Sampling
 from molink.wire.messages.serving import Token
 
@@ -46,7 +46,7 @@ class Clients:
         agenda: Agenda,
         plan: Iterable[PlannedRequest],
         choose: Choose,
-        texts: Sequence[Text] = (),
+        texts: Sequence[KnownText] = (),
     ) -> None:
         self._agenda = agenda
         self._choose = choose

@@ -7,7 +7,7 @@ from molink.bench.planned import PlannedRequest
 from molink.bench.report import Report, summarize
 from molink.errors import UsageError
 from molink.head.head import Head
-from molink.routing.base import PipelineLoad, Prompt, Router
+from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 from molink.routing.create import create_router
 from molink.routing.spans import span_digests
 from molink.sim.agenda import Agenda
@@ -275,7 +275,7 @@ class _Run:
         if not self._up:
             return None
         spans = span_digests(self.clients.prompt(request)) if self._shares else ()
-        prompt = Prompt(str(request.index), request.input_tokens, spans)
+        prompt = RoutedPrompt(str(request.index), request.input_tokens, spans)
         slot = self._named[self.router.choose(prompt, self._up, self.agenda.now).name]
         assert slot.epoch is not None
         slot.epoch.begun()

@@ -10,7 +10,7 @@ from molink.facts.preemption import PreemptionMode
 from molink.head.policies.create import create_scheduling_policy
 from molink.sim.profiles import DeviceProfile, LinkProfile, ModelProfile, load_device, load_model
 from molink.sim.roofline import Roofline, split_layers, unequal_rooflines
-from molink.sim.texts import Text
+from molink.sim.texts import KnownText
 from molink.sim.workload import Workload
 from molink.wire.messages.data import MAX_MICRO_BATCHES
 
@@ -67,7 +67,7 @@ class Scenario:
     layers: tuple[int, ...] = ()
     links: tuple[LinkProfile, ...] = ()
     shape: ModelProfile | None = None
-    texts: tuple[Text, ...] = ()
+    texts: tuple[KnownText, ...] = ()
     draft_tokens: int = 0
     ahead: int = MAX_AHEAD
     foresight: bool = False

@@ -10,7 +10,7 @@ from molink.head.speculation.lookup import PromptLookup
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class KnownText:
     """Tokens of a prompt and of its answer.
 
     ``runs`` has, for each token of the answer, how many from it on a grammar forces; ``()``: it is
@@ -37,7 +37,7 @@ class Text:
 class Foresight:
     """Prompt lookup that stops with the first wrong draft: as if all beyond it were cancelled."""
 
-    def __init__(self, texts: Sequence[Text]) -> None:
+    def __init__(self, texts: Sequence[KnownText]) -> None:
         self._lookup = PromptLookup()
         self._texts = texts
 
@@ -65,7 +65,7 @@ def tokens_of(planned: PlannedRequest, count: int) -> tuple[int, ...]:
     return tuple(tokens[:count]) + (0,) * (count - len(tokens))
 
 
-def rows_of(texts: Sequence[Text]) -> tuple[TraceRow, ...]:
+def rows_of(texts: Sequence[KnownText]) -> tuple[TraceRow, ...]:
     """Requests of these sizes in this order, a second apart, for a workload."""
     return tuple(
         TraceRow(float(index), len(text.prompt), len(text.answer))

@@ -18,7 +18,7 @@ from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.memory_plan import usable as usable_bytes
 from molink.swarm.exchange import Exchange
 from molink.swarm.links import Links
-from molink.swarm.partition import Costs, Runner
+from molink.swarm.partition import Runner, StageCosts
 from molink.swarm.placement import (
     ASSUMED_RATE,
     MAX_STAGES,
@@ -102,7 +102,7 @@ def _runner(desired: Desired, offer: Candidate) -> Runner:
         blocks=offer.blocks,
         narrow=offer.narrow,
     )
-    costs = Costs.of(Footprint.of(desired.facts, setup))
+    costs = StageCosts.of(Footprint.of(desired.facts, setup))
     return Runner(offer.peer, usable_bytes(offer.memory), ASSUMED_RATE, costs)
 
 

@@ -13,7 +13,7 @@ from statistics import median
 
 from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.model import LayerRange, ModelFacts
-from molink.swarm.partition import Costs
+from molink.swarm.partition import StageCosts
 from molink.swarm.placement import Candidate, setup_of
 
 #: A pace counts once it has been the same for so long, in seconds …
@@ -36,7 +36,7 @@ def measured_rate(
     facts: ModelFacts, candidate: Candidate, common: StageSetup, layers: LayerRange, seconds: float
 ) -> float:
     """Bytes/s at which a peer reads weights, if a decode step of these layers takes ``seconds``."""
-    costs = Costs.of(Footprint.of(facts, setup_of(candidate, common)))
+    costs = StageCosts.of(Footprint.of(facts, setup_of(candidate, common)))
     nbytes = costs.seconds(layers[1] - layers[0], 1.0, closes=layers[1] == facts.layers)
     return nbytes / max(seconds - candidate.step, seconds / 2)
 

@@ -16,7 +16,7 @@ MAX_SPREADS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class StageCosts:
     """Bytes that a model takes on a peer: a stage's needs as a line over its layers."""
 
     #: Weights of a layer, and what it needs beside: the least KV, CUDA graphs.
@@ -31,7 +31,7 @@ class Costs:
     logits: int = 0
 
     @classmethod
-    def of(cls, need: Footprint, tokens: int = 0) -> "Costs":
+    def of(cls, need: Footprint, tokens: int = 0) -> "StageCosts":
         """Those that :meth:`~molink.facts.footprint.Footprint.needs` sums up.
 
         With room for the KV of ``tokens`` tokens, if that is more than any stage must have.
@@ -75,7 +75,7 @@ class Runner:
     peer: str
     memory: int
     rate: float
-    costs: Costs
+    costs: StageCosts
     step: float = 0.0
 
     def capacity(self, *, opens: bool = False, closes: bool = False) -> int:

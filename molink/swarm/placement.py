@@ -27,7 +27,7 @@ from molink.facts.model import LayerRange, ModelFacts, Objective, Quantize
 from molink.facts.ringtimes import HANDLING_S, TOKEN_BYTES
 from molink.swarm.kv_room import CONVERSATION, is_worth, rooms
 from molink.swarm.links import Links
-from molink.swarm.partition import Costs, Gap, Runner, Split, share_out
+from molink.swarm.partition import Gap, Runner, Split, StageCosts, share_out
 from molink.swarm.ring_search import search
 from molink.swarm.rings import Hops, HopTimes, JudgedRing, Task, judge
 
@@ -214,7 +214,7 @@ class _Placer:
     def runner(self, candidate: Candidate, tokens: int = 0) -> Runner:
         """What a peer has, and what the model takes there with room for ``tokens`` tokens."""
         rate = candidate.read_rate if candidate.read_rate > 0 else self.default_rate
-        costs = Costs.of(Footprint.of(self.facts, setup_of(candidate, self.common)), tokens)
+        costs = StageCosts.of(Footprint.of(self.facts, setup_of(candidate, self.common)), tokens)
         return Runner(candidate.peer, usable(candidate.memory), rate, costs, candidate.step)
 
     def place(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:

@@ -6,7 +6,7 @@ endpoint. What it knows comes with the answers that it asked for.
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from molink.routing.base import PipelineLoad, Prompt, Router
+from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 from molink.routing.report import CacheReport
 from molink.routing.spans import span_digests
 from molink.swarm.stream import HeadEpoch
@@ -45,7 +45,7 @@ class RequestRouting:
         chosen = up[0]
         if len(up) > 1:
             spans = span_digests(prompt) if self._router.reads_spans else ()
-            chosen = self._router.choose(Prompt(key, len(prompt), spans), up, now)
+            chosen = self._router.choose(RoutedPrompt(key, len(prompt), spans), up, now)
         target = targets[up.index(chosen)]
         chosen.requests += 1
         chosen.sent += 1

@@ -17,7 +17,7 @@ from tools.chaos import checks
 from tools.chaos.faults import KINDS, plan
 from tools.chaos.hang import CannotHang, hung
 from tools.chaos.network import Network
-from tools.chaos.pc import Pc, Place
+from tools.chaos.pc import ListenAddress, Pc
 from tools.chaos.streams import Slot
 from tools.chaos.usage import Usage
 
@@ -26,7 +26,7 @@ WAIT_S = 20.0
 
 def pc(root: Path, number: int = 1) -> Pc:
     rng = random.Random(number)
-    place = Place.free(f"127.0.0.{number}", f"127.0.1.{number}", rng)
+    place = ListenAddress.free(f"127.0.0.{number}", f"127.0.1.{number}", rng)
     return Pc(f"pc{number}", root / f"pc{number}", place, [])
 
 

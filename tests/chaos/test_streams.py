@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tools.chaos.pc import Pc, Place
+from tools.chaos.pc import ListenAddress, Pc
 from tools.chaos.streams import End, Load, Slot, circumstances, first_wrong
 from tools.chaos.swarm import Swarm
 
@@ -25,7 +25,7 @@ class Endpoint(Pc):
     """A PC that is nothing but an endpoint, which does what ``script`` says, then always well."""
 
     def __init__(self, home: Path) -> None:
-        super().__init__("pc1", home, Place("", "", 0, 0, 0, (0, 0)), [])
+        super().__init__("pc1", home, ListenAddress("", "", 0, 0, 0, (0, 0)), [])
         self.address = ""
         self.script: list[str] = []
 

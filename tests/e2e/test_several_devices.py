@@ -12,7 +12,7 @@ from tests.support.models import MakeModel
 from tests.support.processes import Process, Tools
 
 
-class Place:
+class TwoDevices:
     """A PC with one device that leads, and one with two, each with a stage."""
 
     def __init__(self, root: Path, tools: type[Tools]) -> None:
@@ -54,9 +54,9 @@ ALL = {"first", "second", "second/cpu.2"}
 
 
 @pytest.fixture
-def place(tmp_path: Path, tools: type[Tools], make_model: MakeModel) -> Iterator[Place]:
+def place(tmp_path: Path, tools: type[Tools], make_model: MakeModel) -> Iterator[TwoDevices]:
     make_model(tmp_path / "m", "qwen2", 3, num_hidden_layers=6, max_position_embeddings=4096)
-    place = Place(tmp_path, tools)
+    place = TwoDevices(tmp_path, tools)
     try:
         yield place
     finally:
@@ -74,7 +74,7 @@ def ask(client: openai.OpenAI, tokens: int = 24) -> str:
 
 @pytest.mark.timeout(500)
 @pytest.mark.slow  # without processes: tests/molinkd/peer/test_devices.py
-def test_both_devices_of_a_pc_hold_stages_and_come_and_go_with_it(place: Place) -> None:
+def test_both_devices_of_a_pc_hold_stages_and_come_and_go_with_it(place: TwoDevices) -> None:
     place.until(ALL, place.second)
     peers = place.peers()
     assert [peers[name]["pc"] for name in sorted(ALL)] == ["", "", peers["second"]["id"]]

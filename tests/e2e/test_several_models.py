@@ -24,7 +24,7 @@ dtype = "f32"
 """
 
 
-class Place:
+class TwoModels:
     """The swarm, and the folder with its file and models."""
 
     def __init__(self, root: Path, tools: type[Tools]) -> None:
@@ -68,11 +68,11 @@ class Place:
 @pytest.fixture(scope="module")
 def place(
     tmp_path_factory: pytest.TempPathFactory, tools: type[Tools], make_model: MakeModel
-) -> Iterator[Place]:
+) -> Iterator[TwoModels]:
     root = tmp_path_factory.mktemp("several")
     make_model(root / "alpha", "qwen2", 1)
     make_model(root / "beta", "qwen2", 2, max_position_embeddings=4096)
-    place = Place(root, tools)
+    place = TwoModels(root, tools)
     try:
         for name in NAMES:
             place.swarm.wait_led_by(name, "first", 3)
@@ -88,7 +88,7 @@ def ask(client: openai.OpenAI, model: str) -> str:
     return done.choices[0].text
 
 
-def ready_at(place: Place, name: str, model: str) -> bool:
+def ready_at(place: TwoModels, name: str, model: str) -> bool:
     """Whether that PC can take a request for the model."""
     try:
         return bool(ask(place.client(name), model)) or True
@@ -126,7 +126,7 @@ REFUSED = (
 )
 
 
-def test_what_cannot_be_is_refused_whole(place: Place) -> None:
+def test_what_cannot_be_is_refused_whole(place: TwoModels) -> None:
     for name in ("gamma", "delta"):
         shutil.copytree(place.file.parent / "alpha", place.file.parent / name)
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_is_refused_whole(place: Place) -> None:
 
 @pytest.mark.slow  # without processes: tests/swarm/test_fleet.py
 @pytest.mark.timeout(400)
-def test_a_second_model_has_replicas_and_is_stopped_alone(place: Place) -> None:
+def test_a_second_model_has_replicas_and_is_stopped_alone(place: TwoModels) -> None:
     def stages(model: str) -> list[list[str]]:
         """The PCs of each of its pipelines that is ready."""
         return [
@@ -193,7 +193,7 @@ def test_a_second_model_has_replicas_and_is_stopped_alone(place: Place) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_two_models_answer_from_every_pc_and_one_is_not_disturbed(place: Place) -> None:
+def test_two_models_answer_from_every_pc_and_one_is_not_disturbed(place: TwoModels) -> None:
     before = place.swarm.status("first")
     place.write(FILE + '[models.layers]\nfirst = "0:99"\n')
     code, _, said = place.apply()
@@ -248,7 +248,7 @@ def test_two_models_answer_from_every_pc_and_one_is_not_disturbed(place: Place) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_what_was_applied_outlives_a_restart(place: Place) -> None:
+def test_what_was_applied_outlives_a_restart(place: TwoModels) -> None:
     place.swarm.running.pop("first").stop()
     place.swarm.up()
     place.until(lambda: place.where().keys() == {"alpha", "beta"})
@@ -258,7 +258,7 @@ def test_what_was_applied_outlives_a_restart(place: Place) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_one_model_twice_and_once_again(place: Place) -> None:
+def test_one_model_twice_and_once_again(place: TwoModels) -> None:
     place.write('[[models]]\nmodel = "beta"\ndtype = "f32"\nreplicas = 2\n')
     code, said, error = place.apply()
     assert code == 0, error

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import UsageError
-from molink.facts.footprint import GRAPH_BYTES, GRAPH_POOL_BYTES, Footprint, StageSetup, StepRows
+from molink.facts.footprint import GRAPH_BYTES, GRAPH_POOL_BYTES, Footprint, StageSetup, StepLimits
 from molink.facts.memory_plan import MemoryPlan, plan_memory, refusal, usable
 from molink.facts.model import ModelFacts
 
@@ -49,7 +49,7 @@ TINY = ModelFacts(
     vocabulary=50,
     tied=True,
 )
-LOAD = StepRows(chunk=8, decodes=2)
+LOAD = StepLimits(chunk=8, decodes=2)
 
 
 def test_a_plan_to_the_byte() -> None:
@@ -157,7 +157,7 @@ targets = st.builds(
     bf16=st.booleans(),
     dtype=st.sampled_from(["auto", "f32", "bf16"]),
     quantize=st.sampled_from(["none", "int8", "nf4"]),
-    load=st.builds(StepRows, chunk=st.integers(1, 64), decodes=st.integers(1, 8)),
+    load=st.builds(StepLimits, chunk=st.integers(1, 64), decodes=st.integers(1, 8)),
 )
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.facts.costs import Costs
-from molink.routing.base import PipelineLoad, Prompt
+from molink.routing.base import PipelineLoad, RoutedPrompt
 from molink.routing.e2 import E2
 from molink.routing.report import CacheReport
 from molink.routing.spans import SPAN
@@ -18,12 +18,12 @@ COSTS = Costs(token=0.001, answer=0.001)
 KEYS = count()
 
 
-def prompt(family: int, shared: int, own: int) -> Prompt:
+def prompt(family: int, shared: int, own: int) -> RoutedPrompt:
     """``shared`` spans that begin a family of prompts, and ``own`` ones."""
     key = next(KEYS)
     spans = [family * 1000 + index for index in range(shared)]
     spans += [10**6 + key * 1000 + index for index in range(own)]
-    return Prompt(str(key), len(spans) * SPAN + 10, spans)
+    return RoutedPrompt(str(key), len(spans) * SPAN + 10, spans)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def e2(up: list[PipelineLoad]) -> E2:
     return router
 
 
-def done(router: E2, request: Prompt, now: float) -> None:
+def done(router: E2, request: RoutedPrompt, now: float) -> None:
     router.began(request.key, 0, now)
     router.over(request.key, 1, now)
 
@@ -160,7 +160,7 @@ def test_a_lost_request_is_counted_once(e2: E2, up: list[PipelineLoad]) -> None:
 @given(st.integers(0, 2**32))
 def test_whatever_is_reported_it_answers_and_forgets(seed: int) -> None:
     rng = random.Random(seed)
-    router, live = E2(window_s=20.0), list[Prompt]()
+    router, live = E2(window_s=20.0), list[RoutedPrompt]()
     pipelines = [PipelineLoad(name) for name in "abc"]
     for now in range(60):
         there = rng.sample(pipelines, rng.randrange(1, 4))

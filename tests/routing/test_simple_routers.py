@@ -3,10 +3,10 @@
 import pytest
 
 from molink.errors import UsageError
-from molink.routing.base import PipelineLoad, Prompt
+from molink.routing.base import PipelineLoad, RoutedPrompt
 from molink.routing.create import ROUTERS, create_router
 
-PROMPT = Prompt("a", 16)
+PROMPT = RoutedPrompt("a", 16)
 
 
 def test_round_robin_passes_over_who_is_not_there() -> None:

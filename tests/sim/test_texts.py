@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import simulate
-from molink.sim.texts import Text, rows_of
+from molink.sim.texts import KnownText, rows_of
 from molink.sim.workload import Workload
 
 #: Answers that repeat their prompt, and one that nothing foretells.
 COPY = tuple(range(100, 150))
-TEXTS = (Text(COPY, COPY[5:40]), Text(tuple(range(9)), tuple(range(50, 90))))
+TEXTS = (KnownText(COPY, COPY[5:40]), KnownText(tuple(range(9)), tuple(range(50, 90))))
 
 
 def scenario() -> Scenario:
@@ -18,7 +18,7 @@ def scenario() -> Scenario:
 
 
 def test_tokens_by_position() -> None:
-    text = Text((7, 8), (9,))
+    text = KnownText((7, 8), (9,))
     assert [text.token(position) for position in range(4)] == [7, 8, 9, 0]
 
 
@@ -39,7 +39,7 @@ def test_forced_tokens_are_drafted_once_they_are_known() -> None:
     # Of each ten tokens five are forced, and nothing foretells them else.
     answer = tuple(range(200, 250))
     runs = tuple(5 - at % 10 if at % 10 < 5 else 0 for at in range(50))
-    text = Text(tuple(range(9)), answer, runs)
+    text = KnownText(tuple(range(9)), answer, runs)
     assert text.forced(9 + 12) == answer[12:15]
     assert text.forced(9 + 7) == text.forced(4) == text.forced(99) == ()
     workload = Workload(1.0, 2.0, rows=rows_of([text, text]), arrivals="trace")

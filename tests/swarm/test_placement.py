@@ -12,7 +12,7 @@ from molink.facts.memory_plan import MARGIN_PART, plan_memory
 from molink.facts.model import ModelFacts
 from molink.swarm import placement
 from molink.swarm.links import Links
-from molink.swarm.partition import Costs, Gap, Runner, share_out
+from molink.swarm.partition import Gap, Runner, StageCosts, share_out
 from molink.swarm.placement import (
     MAX_STAGES,
     Aim,
@@ -288,7 +288,7 @@ def brute_force(gap: Gap, runners: list[Runner]) -> tuple[float, float] | None:
 
 
 costs = st.builds(
-    Costs,
+    StageCosts,
     layer_weights=st.integers(0, 6),
     layer_room=st.integers(0, 2),
     first=st.integers(0, 8),
@@ -379,7 +379,7 @@ def test_costs_are_those_of_the_footprint(
 ) -> None:
     need = Footprint.of(model, StageSetup(kind=kind))
     expected = need.needs(layers, opens=opens, closes=closes)
-    assert Costs.of(need).memory(layers, opens=opens, closes=closes) == expected
+    assert StageCosts.of(need).memory(layers, opens=opens, closes=closes) == expected
 
 
 # --- over links ----------------------------------------------------------------------------------

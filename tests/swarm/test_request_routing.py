@@ -1,6 +1,6 @@
 """An endpoint's router: what it is told, and that pipelines which end are forgotten."""
 
-from molink.routing.base import PipelineLoad, Prompt, Router
+from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 from molink.routing.e2 import E2
 from molink.routing.least_loaded import LeastLoaded
 from molink.routing.report import CacheReport
@@ -14,7 +14,7 @@ LONG = tuple(range(4 * SPAN))
 
 def test_a_single_pipeline_is_not_asked_about() -> None:
     class Never(Router):
-        def choose(self, prompt: Prompt, up: object, now: float) -> PipelineLoad:
+        def choose(self, prompt: RoutedPrompt, up: object, now: float) -> PipelineLoad:
             raise AssertionError("nobody has to choose")
 
     routing = RequestRouting(Never())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.swarm import ring_search
-from molink.swarm.partition import Costs, Runner
+from molink.swarm.partition import Runner, StageCosts
 from molink.swarm.ring_search import EXACT, search
 from molink.swarm.rings import FLIGHTS, HopTimes, JudgedRing, Task, judge
 
@@ -67,7 +67,7 @@ def hop(latency: float, busy: float) -> HopTimes:
 @st.composite
 def tasks(draw: st.DrawFn) -> Task:
     n = draw(st.integers(1, 4))
-    costs = Costs(
+    costs = StageCosts(
         layer_weights=draw(st.integers(1, 6)),
         layer_room=draw(st.integers(0, 2)),
         first=draw(st.integers(0, 8)),
@@ -117,7 +117,7 @@ def swarm(seed: int, n: int, layers: int, objective: str = "latency") -> Task:
     """PCs as people have them: 8 to 48 GB, 0.2 to 1 TB/s, at homes 1 to 60 ms apart."""
     rng = Random(seed)
     gigabytes = rng.uniform(12, 40) / layers  # more than most PCs hold
-    costs = Costs(int(gigabytes * GB), GB // layers, GB // 2, GB, stage=GB // 2)
+    costs = StageCosts(int(gigabytes * GB), GB // layers, GB // 2, GB, stage=GB // 2)
     runners = [
         Runner(
             f"p{i}",
@@ -193,7 +193,7 @@ def least_of_all(task: Task) -> float | None:
 
 
 def line_of(n: int, latency: float = 0.001, memory: int = 100 * GB) -> Task:
-    costs = Costs(GB, 0, 0, 0)
+    costs = StageCosts(GB, 0, 0, 0)
     runners = [Runner(f"p{i}", memory, 1e12, costs) for i in range(n)]
     hops = [[hop(latency, 0.0) if i != j else None for j in range(n)] for i in range(n)]
     return Task(12, runners, hops)
@@ -240,7 +240,7 @@ def test_peers_that_are_all_alike_are_searched_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(ring_search, "_exact", counted)
     n = EXACT + 4
-    costs = Costs(layer_weights=1, layer_room=0, first=0, last=0, stage=0)
+    costs = StageCosts(layer_weights=1, layer_room=0, first=0, last=0, stage=0)
     runners = [Runner(f"p{i}", 2, 1.0, costs, 0.0) for i in range(n)]
     hops = [[None if i == j else hop(0.1, 0.1) for j in range(n)] for i in range(n)]
     found = search(Task(8, runners, hops, "latency", 16))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from molink.bench.trace import PART_TOKENS, TraceRow
-from molink.routing.base import PipelineLoad, Prompt
+from molink.routing.base import PipelineLoad, RoutedPrompt
 from tools import routing
 
 
@@ -53,7 +53,7 @@ def test_the_oracle_parts_the_work_evenly_and_keeps_families_together() -> None:
     homes: dict[int, set[str]] = {}
     work = Counter[str]()
     for index, row in enumerate(rows):
-        name = oracle.choose(Prompt(str(index), row.input_tokens), up, 0.0).name
+        name = oracle.choose(RoutedPrompt(str(index), row.input_tokens), up, 0.0).name
         homes.setdefault(routing.family(row), set()).add(name)
         work[name] += row.output_tokens + PART_TOKENS
     assert all(len(names) == 1 for names in homes.values())

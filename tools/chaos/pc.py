@@ -26,7 +26,7 @@ _END_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ListenAddress:
     """Where a PC listens. Others reach it at ``advertised``, on the same ports."""
 
     host: str
@@ -37,7 +37,7 @@ class Place:
     workers: tuple[int, int]
 
     @classmethod
-    def free(cls, host: str, advertised: str, rng: random.Random) -> "Place":
+    def free(cls, host: str, advertised: str, rng: random.Random) -> "ListenAddress":
         """One whose ports are free now."""
         count = 3 + WORKER_PORTS
         while True:
@@ -68,7 +68,7 @@ class Pc:
         self,
         name: str,
         home: Path,
-        place: Place,
+        place: ListenAddress,
         options: Sequence[str],
         module: str = "molinkd",
     ) -> None:

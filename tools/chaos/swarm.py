@@ -18,7 +18,7 @@ from molink.errors import MolinkError
 from molinkd.cli import local_daemon
 from molinkd.peer.home import Home
 from tools.chaos.network import Network
-from tools.chaos.pc import Pc, Place, processes_of
+from tools.chaos.pc import ListenAddress, Pc, processes_of
 
 #: Longest wait for a swarm to be ready that was just started, in seconds.
 START_S = 180.0
@@ -55,7 +55,7 @@ class Swarm:
         for number in range(1, count + 1):
             host = f"127.0.0.{number}"
             advertised = f"127.0.1.{number}" if network else host
-            place = Place.free(host, advertised, rng)
+            place = ListenAddress.free(host, advertised, rng)
             options = ["--device", device]
             self.pcs.append(Pc(f"pc{number}", root / f"pc{number}", place, options, module))
         self.network = Network(self.pcs) if network else None

@@ -1,7 +1,7 @@
 """From a request of any protocol to its answer: the one way that all of them go.
 
-A protocol's adapter says what is asked in the terms of the OpenAI bodies (:class:`Ask`), and how
-the answer looks (:class:`molinkd.api.formats.Format`).
+A protocol's adapter says what is asked in the terms of the OpenAI bodies (:class:`ClientRequest`),
+and how the answer looks (:class:`molinkd.api.formats.Format`).
 """
 
 import logging
@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ClientRequest:
     """What a client asks for. ``body`` is a :class:`ChatBody` or a :class:`CompletionBody`.
 
     ``data`` is that body as JSON, where the client's own is one. ``names`` are the protocol's for
@@ -66,7 +66,7 @@ class Generator:
         self._catalogue = catalogue
         self.running = RunningAnswers()
 
-    async def answer(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+    async def answer(self, request: web.Request, ask: ClientRequest) -> web.StreamResponse:
         """The answer to ``request``, which has asked for ``ask``.
 
         Raises:
@@ -89,7 +89,7 @@ class Generator:
             form = ask.form(plan)
         return json_answer(form.whole(answers, usage))
 
-    async def prompt_tokens(self, request: web.Request, ask: Ask) -> int:
+    async def prompt_tokens(self, request: web.Request, ask: ClientRequest) -> int:
         """Tokens of the prompts of ``ask``.
 
         Raises:
@@ -98,7 +98,7 @@ class Generator:
         plan, _ = await self._plan(request, ask)
         return plan.prompt_tokens
 
-    async def _plan(self, request: web.Request, ask: Ask) -> tuple[Plan, Usage]:
+    async def _plan(self, request: web.Request, ask: ClientRequest) -> tuple[Plan, Usage]:
         began = time.perf_counter()
         try:
             check_counts(ask.body, self._settings.max_choices)

@@ -10,7 +10,7 @@ from molinkd.api.backend import Backend, ServedModel
 from molinkd.api.body import Bodies
 from molinkd.api.catalogue import Catalogue
 from molinkd.api.formats import ChatFormat, CompletionFormat, Format
-from molinkd.api.generator import Ask, Generator, json_answer
+from molinkd.api.generator import ClientRequest, Generator, json_answer
 from molinkd.api.request_plan import Plan
 from molinkd.api.schema import ChatBody, CompletionBody, GenerationBody, decode_body
 
@@ -70,7 +70,7 @@ class OpenAIRoutes:
         def form_of(plan: Plan) -> Format:
             return form(plan, stream and body.includes_usage)
 
-        return await self._generator.answer(request, Ask(body, form_of, stream, data))
+        return await self._generator.answer(request, ClientRequest(body, form_of, stream, data))
 
 
 def _model_json(model: ServedModel) -> dict[str, object]:

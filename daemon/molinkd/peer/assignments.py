@@ -11,7 +11,7 @@ import msgspec
 
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import FilesMissing, MolinkError, UsageError
-from molink.facts.footprint import StageSetup, StepRows
+from molink.facts.footprint import StageSetup, StepLimits
 from molink.facts.identity import peer_id
 from molink.facts.kernels import INSTEAD
 from molink.facts.memory_plan import MemoryPlan, plan_memory
@@ -407,7 +407,7 @@ def plan_stage(
         narrow=measured.device.narrow,
         dtype=assign.dtype,
         quantize=assign.quantize,
-        load=StepRows(settings.chunk_tokens or MAX_CHUNK_ROWS, settings.max_running),
+        load=StepLimits(settings.chunk_tokens or MAX_CHUNK_ROWS, settings.max_running),
     )
     return plan_memory(
         msgspec.structs.replace(folder.facts(assign.model), context=_context(folder, assign)),

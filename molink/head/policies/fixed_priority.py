@@ -1,7 +1,7 @@
 """Priorities by the length of the prompt, for good: FastServe's other strawman (§4.1)."""
 
 from molink.head.job import Job
-from molink.head.policies.mlfq import Place
+from molink.head.policies.mlfq import QueuePosition
 from molink.head.policies.ranked import Rank
 from molink.head.policies.skip_join_mlfq import SkipJoinMlfq
 
@@ -19,7 +19,7 @@ class FixedPriority(SkipJoinMlfq):
     def issued(self, job: Job, now: float) -> None:
         """It is not promoted either."""
 
-    def _promoted_at(self, place: Place) -> float | None:
+    def _promoted_at(self, place: QueuePosition) -> float | None:
         """Never."""
         return None
 

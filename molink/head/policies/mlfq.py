@@ -22,7 +22,7 @@ UNKNOWN_S = 0.05
 
 
 @dataclass(slots=True)
-class Place:
+class QueuePosition:
     """Where a job is in the queues."""
 
     #: As which of all jobs it came.
@@ -58,7 +58,7 @@ class Mlfq(Ranked):
     def __init__(self, alpha: float = ALPHA) -> None:
         super().__init__()
         self._alpha = alpha
-        self._places: dict[Job, Place] = {}
+        self._places: dict[Job, QueuePosition] = {}
         self._arrivals = 0
         #: Seconds of the first queue's quantum: the ring's shortest iteration.
         self._shortest = UNKNOWN_S
@@ -84,7 +84,7 @@ class Mlfq(Ranked):
         levels = range(LEVELS - 1)
         return next((level for level in levels if self.quantum(level) >= seconds), LEVELS - 1)
 
-    def _promoted_at(self, place: Place) -> float | None:
+    def _promoted_at(self, place: QueuePosition) -> float | None:
         """When it would go to the first queue if it rested until then; ``None``: it runs."""
         if place.rests_since is None:
             return None
@@ -102,7 +102,7 @@ class Mlfq(Ranked):
     def arrived(self, job: Job, now: float) -> None:
         """It joins its queue."""
         level = min(self.joins(job), LEVELS - 1)
-        self._places[job] = Place(self._arrivals, level, now, level, now)
+        self._places[job] = QueuePosition(self._arrivals, level, now, level, now)
         self._arrivals += 1
 
     def issued(self, job: Job, now: float) -> None:

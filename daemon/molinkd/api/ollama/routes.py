@@ -13,7 +13,7 @@ from molinkd.api.backend import Backend, ServedModel
 from molinkd.api.body import Bodies
 from molinkd.api.catalogue import Catalogue
 from molinkd.api.formats import Format
-from molinkd.api.generator import Ask, Generator, json_answer
+from molinkd.api.generator import ClientRequest, Generator, json_answer
 from molinkd.api.offered_tools import abilities
 from molinkd.api.ollama.formats import OllamaFormat, now
 from molinkd.api.ollama.schema import NAMES, ChatRequest, GenerateRequest, Named
@@ -59,7 +59,7 @@ class OllamaRoutes:
         asked = body.as_openai()
         if not body.messages:
             return await self._loaded(body, {"message": {"role": "assistant", "content": ""}})
-        ask = Ask(asked, form, body.stream is not False, names=NAMES)
+        ask = ClientRequest(asked, form, body.stream is not False, names=NAMES)
         return await self._generator.answer(request, ask)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -73,7 +73,7 @@ class OllamaRoutes:
         if not body.prompt:
             return await self._loaded(body, {"response": ""})
         names = NAMES | ({"messages": "prompt"} if isinstance(asked, ChatBody) else {})
-        ask = Ask(asked, form, body.stream is not False, names=names)
+        ask = ClientRequest(asked, form, body.stream is not False, names=names)
         return await self._generator.answer(request, ask)
 
     async def tags(self, request: web.Request) -> web.Response:

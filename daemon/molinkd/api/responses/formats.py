@@ -32,7 +32,7 @@ _EVENTS = {
 }
 
 
-class ResponseFormat:
+class ResponseObjectFormat:
     """One answer; ``asked`` is repeated in it, as OpenAI does."""
 
     content_type = EVENTS

@@ -4,9 +4,9 @@ from aiohttp import web
 
 from molinkd.api.body import Bodies
 from molinkd.api.formats import Format
-from molinkd.api.generator import Ask, Generator
+from molinkd.api.generator import ClientRequest, Generator
 from molinkd.api.request_plan import Plan
-from molinkd.api.responses.formats import ResponseFormat
+from molinkd.api.responses.formats import ResponseObjectFormat
 from molinkd.api.responses.schema import NAMES, ResponseRequest
 from molinkd.api.schema import decode_struct
 
@@ -28,7 +28,7 @@ class ResponseRoutes:
         asked = decode_struct(await self._bodies.read(request), ResponseRequest)
 
         def form(plan: Plan) -> Format:
-            return ResponseFormat(plan, asked)
+            return ResponseObjectFormat(plan, asked)
 
-        ask = Ask(asked.as_openai(), form, bool(asked.stream), names=NAMES)
+        ask = ClientRequest(asked.as_openai(), form, bool(asked.stream), names=NAMES)
         return await self._generator.answer(request, ask)
