@@ -12,7 +12,7 @@ from molink.swarm.registry import Registry
 from tests.dst.world import REQUESTS, Outcome, run, run_all
 
 #: Seeds of CI and all seeds; how many a test runs.
-SEEDS, ALL_SEEDS, SHARE = 500, 10_000, 100
+SEEDS, ALL_SEEDS, SHARE = 300, 10_000, 100
 #: Those with two models, in CI.
 SEVERAL_SEEDS = 100
 

@@ -14,6 +14,8 @@ from molink.swarm.pausing import DRAINED
 from tests.support.processes import Process, Tools
 
 STREAMS = 3
+#: Tokens of a stream; times between two, of all streams, that are waited for.
+TOKENS, AGAIN = 100, 120
 #: Stages that compute as fast as they can leave little to the PC that joins.
 PACED = "tests.support.paced"
 
@@ -46,7 +48,11 @@ class Load:
     def _stream(self) -> str:
         text, last = "", 0.0
         for chunk in self._client.completions.create(
-            model=self._model, prompt="Once upon a time", max_tokens=200, temperature=0, stream=True
+            model=self._model,
+            prompt="Once upon a time",
+            max_tokens=TOKENS,
+            temperature=0,
+            stream=True,
         ):
             now = time.monotonic()
             if last:
@@ -151,7 +157,7 @@ def test_a_pc_is_updated_under_load(duo: Duo, tools: type[Tools]) -> None:
     (second,) = [one for one in duo.up.status()["peers"] if one["name"] == "second"]
     assert (second["state"], second["version"]) == ("refused", "99.0")
     moved = len(load.pauses)
-    tools.wait_for(lambda: len(load.pauses) > moved + 200 or load.errors, duo.up)
+    tools.wait_for(lambda: len(load.pauses) > moved + AGAIN or load.errors, duo.up)
     assert stages(duo.up) == 1
     load.stop()
     assert load.errors == []
@@ -163,7 +169,7 @@ def test_streams_go_on_while_a_pc_joins(duo: Duo, tools: type[Tools]) -> None:
     duo.join()
     tools.wait_for(lambda: stages(duo.up) == 2 or load.errors, duo.up)
     moved = len(load.pauses)
-    tools.wait_for(lambda: len(load.pauses) > moved + 200 or load.errors, duo.up)
+    tools.wait_for(lambda: len(load.pauses) > moved + AGAIN or load.errors, duo.up)
     # It gives its layers away again; then nobody is left who could take those of the first.
     drained = tools.run_molink(duo.root / "two", "drain")
     assert drained.returncode == 0, drained.stderr
@@ -176,7 +182,7 @@ def test_streams_go_on_while_a_pc_joins(duo: Duo, tools: type[Tools]) -> None:
     assert alone.returncode == Unavailable.exit_code, alone.stdout
     assert "no peer offers to run layers" in alone.stderr
     moved = len(load.pauses)
-    tools.wait_for(lambda: len(load.pauses) > moved + 200 or load.errors, duo.up)
+    tools.wait_for(lambda: len(load.pauses) > moved + AGAIN or load.errors, duo.up)
     load.stop()
     assert load.errors == []
     assert len(load.texts) == 1
@@ -193,7 +199,7 @@ def test_a_joiner_that_others_cannot_dial_disturbs_nobody(duo: Duo, tools: type[
     assert wanted in second["reason"]
     assert "open its ports: " in second["reason"]
     before = len(load.pauses)
-    tools.wait_for(lambda: len(load.pauses) > before + 200 or load.errors, duo.up)
+    tools.wait_for(lambda: len(load.pauses) > before + AGAIN or load.errors, duo.up)
     assert stages(duo.up) == 1
     load.stop()
     assert load.errors == []

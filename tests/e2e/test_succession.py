@@ -1,4 +1,4 @@
-"""The PC that made the swarm dies: another one goes on, and nobody's text changes."""
+"""The PC that made the swarm, and alone brought its model, dies: others go on in its place."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,53 +6,80 @@ from pathlib import Path
 import pytest
 
 from molink.errors import ShutOut
-from tests.support.pcs import Swarm
+from tests.support.models import MakeModel
+from tests.support.pcs import NAMES, Swarm
 from tests.support.processes import Tools
 
-PROMPT = [{"role": "user", "content": "What is molink, and how does it work?"}]
-MODEL = "molink-demo"
+PROMPT = [{"role": "user", "content": "Who has the layers?"}]
+LAYERS = 6
 
 
 @pytest.fixture
-def swarm(tmp_path: Path, tools: type[Tools]) -> Iterator[Swarm]:
-    swarm = Swarm(tmp_path, tools)
+def swarm(tmp_path: Path, tools: type[Tools], make_model: MakeModel) -> Iterator[Swarm]:
+    # 28 MB: much more than may ever wait on a connection.
+    folder = make_model(
+        tmp_path / "brought",
+        "qwen2",
+        1,
+        num_hidden_layers=LAYERS,
+        hidden_size=384,
+        intermediate_size=1024,
+    )
+    swarm = Swarm(tmp_path, tools, ["--model", str(folder)])
     try:
         yield swarm
     finally:
         swarm.stop()
 
 
+def stream(swarm: Swarm, name: str) -> Iterator[str]:
+    """Pieces of the one answer, from that PC's endpoint."""
+    chunks = swarm.tools.client(swarm.running[name].found().endpoints[0]).chat.completions.create(
+        model="brought",
+        messages=PROMPT,
+        temperature=0,
+        max_tokens=60,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    for chunk in chunks:
+        if chunk.choices:
+            yield chunk.choices[0].delta.content or ""
+
+
+def copied(swarm: Swarm, name: str) -> dict[str, int]:
+    """How much of the model each PC says that it has, in percent."""
+    return {peer["name"]: peer.get("copied", 0) for peer in swarm.status(name).get("peers", ())}
+
+
 @pytest.mark.timeout(300)
 def test_the_founders_pc_dies_and_comes_back(swarm: Swarm, tools: type[Tools]) -> None:
     swarm.wait_led_by("third", "first", 3)
+    whole = dict.fromkeys(NAMES, 100)
+    tools.wait_for(lambda: copied(swarm, "third") == whole, swarm.running["third"])
+    assert swarm.status("third")["files"] == ""
     late = swarm.molink("third", "invite")
-    endpoint = swarm.running["third"].found().endpoints[0]
-    client = tools.client(endpoint)
-
-    def stream() -> Iterator[str]:
-        chunks = client.chat.completions.create(
-            model=MODEL, messages=PROMPT, temperature=0, max_tokens=60, stream=True
-        )
-        for chunk in chunks:
-            if chunk.choices:
-                yield chunk.choices[0].delta.content or ""
-
-    expected = "".join(stream())
+    expected = "".join(stream(swarm, "third"))
     pieces = []
-    for piece in stream():
+    for piece in stream(swarm, "third"):
         pieces.append(piece)
         if len(pieces) == 5:
             swarm.kill("first")
     assert "".join(pieces) == expected
     swarm.wait_led_by("third", "second", 2)
-    # A token that was made while the dead one led still admits.
-    swarm.join("fourth", late)
+    assert swarm.molink("third", "invite").startswith("molink-")
+    # A token that was made while the dead one led still admits. Who comes now gets its files (here
+    # the tokenizer only) from those that have copies.
+    swarm.join("fourth", late, "--stage", "none")
     swarm.wait_led_by("fourth", "second", 3)
+    fourth = swarm.running["fourth"]
+    models = tools.client(fourth.found().endpoints[0]).models
+    tools.wait_for(lambda: models.list().data, fourth)
+    assert "".join(stream(swarm, "fourth")) == expected
     # The founder comes back as one of the others, and owns the swarm as before.
     swarm.up()
     swarm.wait_led_by("first", "second", 4)
-    assert "".join(stream()) == expected
+    assert "".join(stream(swarm, "third")) == expected
     swarm.molink("first", "revoke", "fourth")
-    revoked = swarm.running["fourth"].process
-    tools.wait_for(lambda: revoked.poll() is not None, swarm.running["first"])
-    assert revoked.returncode == ShutOut.exit_code
+    tools.wait_for(lambda: fourth.process.poll() is not None, swarm.running["first"])
+    assert fourth.process.returncode == ShutOut.exit_code

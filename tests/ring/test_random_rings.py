@@ -20,7 +20,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -536,7 +536,7 @@ def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> Head
     )
 
 
-@given(
+ANY_RING = given(
     stages=st.integers(1, 4),
     micro_batches=st.integers(0, 4),
     block_size=st.sampled_from([1, 2, 4, 16]),
@@ -552,8 +552,9 @@ def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> Head
     host_blocks=st.sampled_from([HOST_BLOCKS, 8, 2, 0]),
     seed=st.integers(0, 1 << 32),
 )
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_every_request_gets_its_own_tokens(
+
+
+def every_request_gets_its_own_tokens(
     stages: int,
     micro_batches: int,
     block_size: int,
@@ -615,6 +616,14 @@ def test_every_request_gets_its_own_tokens(
                 ring.do(rng.choice(events))
                 ring.validate()
     ring.drain(rng.choice)
+
+
+test_every_request_gets_its_own_tokens = settings(max_examples=100)(
+    ANY_RING(every_request_gets_its_own_tokens)
+)
+test_every_request_gets_its_own_tokens_in_many_more_rings = pytest.mark.slow(
+    settings(max_examples=2000)(ANY_RING(every_request_gets_its_own_tokens))
+)
 
 
 class RingMachine(RuleBasedStateMachine):

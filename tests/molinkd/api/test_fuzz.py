@@ -64,7 +64,7 @@ def check(number: int, seed: int, sent: bytes, status: int, answer: bytes) -> No
 @pytest.mark.parametrize(
     ("seed", "count"),
     [
-        (1, 4000),
+        (1, 2000),
         pytest.param(2, 1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
     ],
 )
@@ -126,7 +126,7 @@ async def test_bodies_of_other_protocols(fuzzed: EndpointServer, seed: int, coun
 @pytest.mark.parametrize(
     ("seed", "count"),
     [
-        (3, 1000),
+        (3, 500),
         pytest.param(4, 100_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
     ],
 )

@@ -114,6 +114,13 @@ def end(stage: Stage) -> None:
         stream.close()
 
 
+async def ends_with_its_pipe(stage: Stage) -> None:
+    """Close a worker's pipe: nothing else ends it."""
+    assert stage.process.stdin is not None
+    stage.process.stdin.close()
+    assert await asyncio.to_thread(stage.process.wait, 30) == 0
+
+
 def form(stages: list[Stage], epoch: int, blocks: int) -> None:
     ring = tuple(stage.address() for stage in stages)
     for stage in stages:
@@ -253,6 +260,7 @@ async def test_ring_generates_what_transformers_does(
             daemon.submit("turn", turn := [*expected[3], *PROMPT])
             again = [await daemon.finished(f"again{index}") for index in range(len(prompts))]
             turned = await daemon.finished("turn")
+        await ends_with_its_pipe(stages[0])
     assert again == expected
     assert [daemon.cached[f"again{index}"] for index in range(len(prompts))] == [
         len(prompt) - 1 for prompt in prompts
@@ -261,52 +269,68 @@ async def test_ring_generates_what_transformers_does(
     assert daemon.cached["turn"] == len(expected[3]) - 1
 
 
-async def test_cancel_new_epoch_and_penalties(
-    make_model: Any, tmp_path: Path, client_keys: KeyPair
-) -> None:
-    folder = make_model(tmp_path / "model")
+@dataclass
+class Pair:
+    """A ring of two workers, which tests one after the other form anew."""
+
+    folder: Path
+    stages: list[Stage]
+    epoch: int = 1
+
+
+@pytest.fixture(scope="module")
+def pair(
+    make_model: Any, tmp_path_factory: pytest.TempPathFactory, client_keys: KeyPair
+) -> Iterator[Pair]:
+    folder = make_model(tmp_path_factory.mktemp("pair") / "model")
     with ring_of(folder, [0, 2, 3], client_keys) as stages:
-        async with daemon_of(stages[0], client_keys) as daemon:
-            daemon.submit("cancelled", PROMPT)
-            daemon.cancel("cancelled")
-            daemon.submit("penalized", PROMPT, repetition_penalty=1.3, frequency_penalty=0.5)
-            first = await daemon.finished("penalized")
-            plain = reference(folder, PROMPT)
-            assert first != plain
+        yield Pair(folder, stages)
 
+
+async def test_cancel_new_epoch_and_penalties(pair: Pair, client_keys: KeyPair) -> None:
+    stages, epoch = pair.stages, pair.epoch
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
+    async with daemon_of(stages[0], client_keys) as daemon:
+        daemon.submit("cancelled", PROMPT, epoch)
+        daemon.cancel("cancelled")
+        daemon.submit("penalized", PROMPT, epoch, **penalties)
+        first = await daemon.finished("penalized")
+        plain = reference(pair.folder, PROMPT)
+        assert first != plain
+
+        stats = stages[0].hear(Stats)
+        # The first reports may be from before the requests.
+        while stats.counters["head_finished_total"] < 1 or stats.gauges["head_blocks_used"]:
             stats = stages[0].hear(Stats)
-            # The first reports may be from before the requests.
-            while stats.counters["head_finished_total"] < 1 or stats.gauges["head_blocks_used"]:
-                stats = stages[0].hear(Stats)
-            assert stats.counters["head_finished_total"] == 1
+        assert stats.counters["head_finished_total"] == 1
 
-            form(stages, 2, 64)
-            daemon.submit("old", PROMPT, epoch=1)
-            await daemon.finished("old")
-            assert daemon.rejected == {"old": "epoch"}
-            daemon.submit("again", PROMPT, epoch=2, repetition_penalty=1.3, frequency_penalty=0.5)
-            assert await daemon.finished("again") == first
-            daemon.submit("plain", PROMPT, epoch=2)
-            assert await daemon.finished("plain") == plain
+        pair.epoch += 1
+        form(stages, pair.epoch, 64)
+        daemon.submit("old", PROMPT, epoch)
+        await daemon.finished("old")
+        assert daemon.rejected == {"old": "epoch"}
+        daemon.submit("again", PROMPT, pair.epoch, **penalties)
+        assert await daemon.finished("again") == first
+        daemon.submit("plain", PROMPT, pair.epoch)
+        assert await daemon.finished("plain") == plain
 
 
 async def test_workers_hold_other_layers_without_another_process(
-    make_model: Any, tmp_path: Path, client_keys: KeyPair
+    pair: Pair, client_keys: KeyPair
 ) -> None:
-    folder = make_model(tmp_path / "model")
-    expected = reference(folder, PROMPT)
-    with ring_of(folder, [0, 2, 3], client_keys) as stages:
-        ports = [stage.port for stage in stages]
-        for cuts in ([0, 1, 3], [0, 2, 3]):
-            epoch = 2 if cuts == [0, 1, 3] else 3
-            for index, layers in enumerate(itertools.pairwise(cuts)):
-                stages[index].tell(_start(folder, index, 2, layers, stages[index].keys))
-            loaded = [stage.hear(Loaded) for stage in stages]
-            assert [each.port for each in loaded] == ports
-            form(stages, epoch, min(each.max_blocks for each in loaded))
-            async with daemon_of(stages[0], client_keys) as daemon:
-                daemon.submit(f"r{epoch}", PROMPT, epoch=epoch)
-                assert await daemon.finished(f"r{epoch}") == expected
+    expected = reference(pair.folder, PROMPT)
+    stages = pair.stages
+    ports = [stage.port for stage in stages]
+    for cuts in ([0, 1, 3], [0, 2, 3]):
+        pair.epoch += 1
+        for index, layers in enumerate(itertools.pairwise(cuts)):
+            stages[index].tell(_start(pair.folder, index, 2, layers, stages[index].keys))
+        loaded = [stage.hear(Loaded) for stage in stages]
+        assert [each.port for each in loaded] == ports
+        form(stages, pair.epoch, min(each.max_blocks for each in loaded))
+        async with daemon_of(stages[0], client_keys) as daemon:
+            daemon.submit("r", PROMPT, pair.epoch)
+            assert await daemon.finished("r") == expected
 
 
 @contextmanager
@@ -343,24 +367,9 @@ async def test_a_spare_serves_as_any_worker(
             assert await daemon.finished("r") == reference(folder, PROMPT)
 
 
-async def test_a_spare_ends_with_its_pipe(make_model: Any, tmp_path: Path) -> None:
-    with spare_of(make_model(tmp_path / "model")) as spare:
-        assert spare.process.stdin is not None
-        spare.process.stdin.close()
-        assert await asyncio.to_thread(spare.process.wait, 30) == 0
-
-
-async def test_a_spare_for_a_model_that_is_gone_is_a_spare(tmp_path: Path) -> None:
+async def test_a_spare_for_a_model_that_is_gone_is_a_spare_and_ends_with_its_pipe(
+    tmp_path: Path,
+) -> None:
     with spare_of(tmp_path / "none") as spare:
         assert spare.process.poll() is None
-
-
-async def test_worker_ends_with_its_pipe(
-    make_model: Any, tmp_path: Path, client_keys: KeyPair
-) -> None:
-    folder = make_model(tmp_path / "model")
-    with ring_of(folder, [0, 3], client_keys) as stages:
-        process = stages[0].process
-        assert process.stdin is not None
-        process.stdin.close()
-        assert await asyncio.to_thread(process.wait, 30) == 0
+        await ends_with_its_pipe(spare)
