@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from molinkd.peer.home import Home
+from tests.support.processes import recall, remember
 from tools.chaos.drill import drill
 from tools.chaos.faults import Fault
 from tools.chaos.report import markdown
@@ -20,8 +22,11 @@ async def test_streams_outlive_any_process_and_any_pc(tmp_path: Path) -> None:
     faults = [Fault(kind, 0.0) for kind in KINDS]
     # Stages as fast as they can be leave little to what has to recover.
     paced = Swarm(tmp_path, 3, module="tests.support.paced")
+    for pc in paced.pcs:
+        recall(Home(pc.home))
     async with paced as swarm, Load(swarm, 16, tokens=60) as load:
         verdict = await drill(swarm, load, faults, whole_s=0.0)
+    remember(Home(paced.founder.home))
     verdict.troubles += swarm.left_behind
     assert verdict.good, markdown(verdict)
     assert [result.fault.kind for result in verdict.results if result.pauses] == KINDS

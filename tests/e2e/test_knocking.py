@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from molinkd.peer.home import Home
-from tests.support.processes import START_S, Process, Tools, environment
+from tests.support.processes import START_S, Process, Tools, environment, recall
 from tools.wan import VethPair, unavailable
 
 CPU = ["--threads", "1", "--device", "cpu"]
@@ -173,6 +173,7 @@ class Seated(Process):
     def __init__(self, pair: VethPair, index: int, home: Path, *arguments: str) -> None:
         home.mkdir(parents=True)
         self.home = Home(home)
+        recall(self.home)
         self._output = (home / "terminal.log").open("ab+")
         self._keyboard, terminal = os.openpty()
         self.process = pair.run(

@@ -43,7 +43,7 @@ class Process:
         """``module`` is what stands for ``molink``; ``variables`` go into its environment."""
         home.mkdir(parents=True, exist_ok=True)
         self.home = Home(home)
-        _recall(self.home)
+        recall(self.home)
         self._output = (home / "terminal.log").open("ab+")
         flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
         self.process = subprocess.Popen(
@@ -109,12 +109,12 @@ class Process:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self._output.close()
-        _remember(self.home)
+        remember(self.home)
         assert not left, f"left behind: {left}"
 
 
-def _recall(home: Home) -> None:
-    """Have a process start as on a PC where molink has run before: seconds of compute less.
+def recall(home: Home) -> None:
+    """Have a process in ``home`` start as where molink has run before: seconds of compute less.
 
     That a PC measures itself when it has not: ``molink demo --ask`` (:func:`run_molink`).
     """
@@ -123,7 +123,8 @@ def _recall(home: Home) -> None:
             copy_measured(Home(Path(_MEASURED.name) / kind), one)
 
 
-def _remember(home: Home) -> None:
+def remember(home: Home) -> None:
+    """Keep what was measured in ``home`` for :func:`recall`."""
     for kind, one in (("pc", home), ("demo", home.demo(1))):
         copy_measured(one, Home(Path(_MEASURED.name) / kind))
 
