@@ -17,6 +17,8 @@ import psutil
 Role = Literal["daemon", "coordinator", "worker", "other"]
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Where a PC's processes look first: for the clock that can be set, and for molink as it is here.
+_PATHS = (ROOT / "tools" / "chaos" / "clock", ROOT, ROOT / "daemon")
 #: How many ports a PC has for workers: a dying one may still hold its own.
 WORKER_PORTS = 8
 #: Below what systems give to outgoing connections, which could take a port between two starts.
@@ -128,7 +130,7 @@ class Pc:
             "MOLINK_HOME": str(self.home),
             # A setting of every PC, though only that of `up` has an option for it.
             "MOLINK_COORDINATOR_PORT": str(self.place.coordinator),
-            "PYTHONPATH": os.pathsep.join((str(ROOT / "tools" / "chaos" / "clock"), str(ROOT))),
+            "PYTHONPATH": os.pathsep.join(map(str, _PATHS)),
             "PYTHONIOENCODING": "utf-8",
             "CHAOS_CLOCK": str(self._clock),
             "OMP_NUM_THREADS": "1",
