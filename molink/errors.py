@@ -15,6 +15,7 @@
     ├── RequestError             a client's request that can't be served; names the field
     │   └── ContextTooLong       prompt or prompt + max_tokens beyond the context (HTTP 400)
     ├── Overloaded               queues are full; carries ``retry_after`` (HTTP 429)
+    ├── DeadlineExceeded         nothing of an answer came in the time that it had (HTTP 504)
     ├── Unavailable              no pipeline can serve now (HTTP 503)
     │   ├── FilesMissing         files of a model that no PC which is there has
     │   └── KnockUnanswered      nobody has let this PC into a swarm in time (exit code 11)
@@ -107,6 +108,10 @@ class Overloaded(MolinkError):
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class DeadlineExceeded(MolinkError):
+    """The time is over that a client gave its request, and nothing of the answer has come."""
 
 
 class Unavailable(MolinkError):

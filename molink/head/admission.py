@@ -3,6 +3,7 @@
 import math
 
 from molink.errors import ContextTooLong, Overloaded, RequestError
+from molink.head.job import Job
 from molink.head.limits import HeadLimits
 from molink.head.request import HeadRequest
 
@@ -57,9 +58,50 @@ class Admission:
                 _retry_after(wait - most),
             )
 
-    def waited_in_vain(self, request: HeadRequest, wait: float | None) -> Overloaded:
-        """The error for one that has waited for as long as it may; a new one would for ``wait``."""
+    def check_deadline(self, job: Job, wait: float | None) -> None:
+        """Pass a new request of which a token can come in time, as far as that is known.
+
+        It will be admitted in ``wait`` seconds. Whose answer has begun passes: there is something
+        to be had of it whenever it ends.
+
+        Raises:
+            RequestError: its prompt alone takes longer than it has.
+            Overloaded: that and its wait do.
+        """
+        most = job.request.deadline_s
+        if not most or job.resumed:
+            return
+        spare = job.start_by - job.since
+        if spare < 0:
+            raise RequestError(
+                f"the prompt alone takes {most - spare:.1f} s or more here; its answer has to end"
+                f" within {most:.1f} s (`timeout`)",
+                "timeout",
+            )
+        if wait is not None and wait > spare:
+            raise Overloaded(
+                f"its first token would come in about {wait + most - spare:.0f} s; its answer has"
+                f" to end within {most:.1f} s (`timeout`)",
+                _retry_after(wait - spare),
+            )
+
+    def is_late(self, job: Job, now: float) -> bool:
+        """Whether a waiting job must not be admitted any more; one that gave way always may."""
+        if job.admissions:
+            return False
+        hopeless = job.request.deadline_s > 0 and not job.resumed and now >= job.start_by
+        return hopeless or now - job.since >= self.max_queue_s(job.request)
+
+    def waited_in_vain(self, job: Job, wait: float | None, now: float) -> Overloaded:
+        """The error for a job that is late; a new one would wait for ``wait``."""
+        request = job.request
         most = self.max_queue_s(request)
+        if now - job.since < most:
+            return Overloaded(
+                f"its turn has not come in time for an answer within {request.deadline_s:.1f} s"
+                " (`timeout`)",
+                _retry_after(None if wait is None else wait - (job.start_by - job.since)),
+            )
         return Overloaded(
             f"its turn has not come within {most:g} s (`max_queue_time`)",
             _retry_after(None if wait is None else wait - most),

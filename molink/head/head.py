@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from molink.errors import InvariantError, Overloaded, RequestError
+from molink.errors import InvariantError, MolinkError, Overloaded, RequestError
 from molink.facts.costs import Costs
 from molink.facts.ringtimes import RingTimes
 from molink.facts.story import Story
@@ -101,10 +101,9 @@ class Head:
             raise RequestError(f"a request {request.key!r} of this daemon is already being served")
         self._admission.check(request)
         self._waits.observe(now)
-        self._check_wait(request)
+        job = self._new_job(request, now)
+        self._check_wait(job)
         emissions = self._make_place(request, now)
-        job = Job.of(request, now)
-        job.uncached = len(job.tokens) - self._cache.find(job).tokens
         self._roster.enqueue(job, now)
         self._swapping.arrived(job, now)
         self._counts["requests"] += 1
@@ -114,14 +113,11 @@ class Head:
     def expire(self, now: float) -> list[Emission]:
         """Refuse those that have waited to be admitted for as long as they may; to be called often.
 
-        Who was admitted once and gave way goes on waiting.
+        That is for ``max_queue_s`` seconds, or until no token can come before the deadline. Who was
+        admitted once and gave way goes on waiting.
         """
         self._waits.observe(now)
-        late = [
-            job
-            for job in self._roster.queued
-            if not job.admissions and now - job.since >= self._admission.max_queue_s(job.request)
-        ]
+        late = [job for job in self._roster.queued if self._admission.is_late(job, now)]
         turns: dict[tuple[str, str], float | None] = {}
         emissions = []
         for job in late:
@@ -129,8 +125,8 @@ class Head:
             self._remove(job, "expired", now)
             client = (job.request.owner, job.request.client)
             if client not in turns:
-                turns[client] = self._waits.turn_of(job.request)
-            error = self._admission.waited_in_vain(job.request, turns[client])
+                turns[client] = self._waits.turn_of(self._new_job(job.request, now))
+            error = self._admission.waited_in_vain(job, turns[client], now)
             emissions.append(self._overloaded(job, error))
         return emissions
 
@@ -305,12 +301,25 @@ class Head:
         self._swapping.forget(job)
         return [self._overloaded(job, error)]
 
-    def _check_wait(self, request: HeadRequest) -> None:
-        if self._admission.max_queue_s(request) == math.inf:
+    def _new_job(self, request: HeadRequest, now: float) -> Job:
+        """A job that is not in the queue yet."""
+        job = Job.of(request, now)
+        cached = self._cache.find(job).tokens
+        job.uncached = len(job.tokens) - cached
+        costs = Costs.of(self._times) if request.deadline_s else None
+        if costs is not None:
+            job.start_by -= costs.prefill_s(job.uncached, cached)
+        return job
+
+    def _check_wait(self, job: Job) -> None:
+        request, admission = job.request, self._admission
+        if not request.deadline_s and admission.max_queue_s(request) == math.inf:
             return
         try:
-            self._admission.check_wait(request, self._waits.turn_of(request))
-        except Overloaded:
+            wait = self._waits.turn_of(job)
+            admission.check_wait(request, wait)
+            admission.check_deadline(job, wait)
+        except MolinkError:
             self._counts["late"] += 1
             raise
 

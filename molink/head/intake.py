@@ -108,6 +108,7 @@ class Intake:
             client=submit.client,
             priority=submit.priority,
             max_queue_s=submit.max_queue_s,
+            deadline_s=submit.deadline_s,
         )
 
     def cancel(self, owner: str, key: str) -> None:

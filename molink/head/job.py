@@ -1,5 +1,6 @@
 """A request while a head serves it."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,6 +11,9 @@ from molink.head.speculation.drafting import Drafting
 
 #: Seconds after which a job whose client takes nothing may have to give way to others.
 PATIENCE = 30.0
+#: Seconds within which a job without a deadline should be admitted: so nobody who comes later than
+#: that goes before it.
+USUAL_S = 60.0
 
 #: ``waiting`` holds no blocks, but perhaps a copy of them in host memory; ``prefill`` has rows of
 #: known tokens still to be issued; ``decode`` has issued them all, and has a row in flight or a
@@ -33,6 +37,9 @@ class Job:
     #: When it came to this head, and when its first token did.
     since: float = 0.0
     first_at: float = 0.0
+    #: When it has to be admitted so that a token of it can come before its deadline; without one,
+    #: :data:`USUAL_S` after it came.
+    start_by: float = 0.0
     #: When it last became ``stalled``.
     stalled_at: float = 0.0
     state: JobState = "waiting"
@@ -76,7 +83,21 @@ class Job:
     @classmethod
     def of(cls, request: HeadRequest, now: float = 0.0) -> "Job":
         """A job that waits."""
-        return cls(request, list(request.tokens), len(request.tokens), since=now)
+        start_by = now + (request.deadline_s or USUAL_S)
+        return cls(request, list(request.tokens), len(request.tokens), since=now, start_by=start_by)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether some of its answer was generated before it came to this head."""
+        return len(self.request.tokens) > self.request.prompt_tokens
+
+    @property
+    def turn(self) -> tuple[int, float]:
+        """What orders the waiting jobs of one client, least first.
+
+        That is by priority; those that gave way to others; then who has the least slack.
+        """
+        return self.request.priority, -math.inf if self.admissions else self.start_by
 
     @property
     def generated(self) -> int:

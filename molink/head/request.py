@@ -16,7 +16,8 @@ class HeadRequest:
     many emitted tokens may be uncredited before decoding pauses. ``grammar`` is the text
     of what the answer is held to, if it is; only the tail reads it. ``client`` is the daemon's name
     for whose request it is; requests of one client with less ``priority`` go first. It is
-    to be admitted within ``max_queue_s`` seconds, or not at all; 0: as the head has it.
+    to be admitted within ``max_queue_s`` seconds, or not at all; 0: as the head has it. Its answer
+    is to end within ``deadline_s`` seconds, when its daemon cancels it; 0: it may take any time.
     """
 
     owner: str
@@ -31,6 +32,7 @@ class HeadRequest:
     client: str = ""
     priority: int = 0
     max_queue_s: float = 0.0
+    deadline_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

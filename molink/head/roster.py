@@ -244,7 +244,7 @@ class Roster:
         whose = (theirs, most)
         jobs = [j for j in reversed(waiting) if (j.request.owner, j.request.client) == whose]
         stalled = next((job for job in jobs if job.stalled), None)
-        return stalled or max(jobs, key=lambda job: job.request.priority)
+        return stalled or max(jobs, key=lambda job: job.turn)
 
     def enqueue(self, job: Job, now: float) -> None:
         """A new job waits."""

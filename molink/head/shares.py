@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from molink.head.job import Job
-from molink.head.request import HeadRequest
 
 #: What a prompt token that the prefix cache lacks counts, and a generated one: the paper's weights.
 W_INPUT, W_OUTPUT = 1, 2
@@ -139,7 +138,7 @@ class FairShares:
     def order(self, waiting: Iterable[Job]) -> list[Job]:
         """``waiting`` by whose turn it is.
 
-        The requests of a client come by their priority, then as given; so do names with equals.
+        The requests of a client come by :attr:`Job.turn`, then as given; so do names with equals.
         """
         shared: dict[str, dict[str, list[Job]]] = {}
         for job in waiting:
@@ -148,16 +147,17 @@ class FairShares:
         ordered: list[Job] = []
         for owner in sorted(shared, key=self._owners.units):
             for client in sorted(shared[owner], key=self._clients[owner].units):
-                ordered += sorted(shared[owner][client], key=lambda job: job.request.priority)
+                ordered += sorted(shared[owner][client], key=lambda job: job.turn)
         return ordered
 
-    def ahead(self, request: HeadRequest, backlog: Iterable[tuple[Job, float]]) -> float:
-        """Units that are served before ``request``, which is new, if those are still to be."""
+    def ahead(self, new: Job, backlog: Iterable[tuple[Job, float]]) -> float:
+        """Units that are served before ``new``, if those are still to be."""
+        request = new.request
         shared: dict[str, dict[str, float]] = {request.owner: {}}
         me = (request.owner, request.client)
         for job, units in backlog:
             owner, client = job.request.owner, job.request.client
-            if (owner, client) != me or job.request.priority <= request.priority:
+            if (owner, client) != me or job.turn <= new.turn:
                 theirs = shared.setdefault(owner, {})
                 theirs[client] = theirs.get(client, 0.0) + units
         counters = self._clients.get(request.owner, Counters())

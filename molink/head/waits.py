@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 from molink.head.job import Job
 from molink.head.limits import HeadLimits
-from molink.head.request import HeadRequest
 from molink.head.roster import Roster
 from molink.head.shares import W_INPUT, W_OUTPUT
 
@@ -73,7 +72,7 @@ class Waits:
         jobs = list(self._roster.running)
         return min(map(self._more, jobs), default=0.0) * len(jobs) / rate
 
-    def turn_of(self, request: HeadRequest) -> float | None:
+    def turn_of(self, job: Job) -> float | None:
         """Seconds until a new request should be admitted, if that is known."""
         roster = self._roster
         if not roster.waiting and roster.admitted < self._limits.max_running:
@@ -81,7 +80,7 @@ class Waits:
         rate, first = self._units.rate, self.next_place()
         if rate is None or first is None:
             return None
-        return first + roster.shares.ahead(request, self._backlog(roster.queued)) / rate
+        return first + roster.shares.ahead(job, self._backlog(roster.queued)) / rate
 
     def _backlog(self, jobs: Iterable[Job]) -> Iterable[tuple[Job, float]]:
         for job in jobs:

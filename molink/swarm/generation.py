@@ -14,7 +14,8 @@ class GenerationRequest:
     ``grammar`` is the text of what the answer is held to (:mod:`molink.text.grammar`), if it is.
     ``client`` is a name for whom it is, which says nothing else; of its requests the one with the
     least ``priority`` goes first. It may wait for ``max_queue_s`` seconds until it is its turn, as
-    long as the head lets it if that is 0.
+    long as the head lets it if that is 0. Its answer has to end within ``deadline_s`` seconds, when
+    the endpoint cuts it off; 0: it may take any time.
     """
 
     model: str
@@ -26,6 +27,7 @@ class GenerationRequest:
     client: str = ""
     priority: int = 0
     max_queue_s: float = 0.0
+    deadline_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,9 @@ from molink.swarm.generation import GeneratedToken, GenerationRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.serving import Cancel, Credit, Rejected, Submit, Token
 
+#: Of a deadline, in seconds: one that is over is the endpoint's to see.
+_LEAST_S = 1e-3
+
 StreamState = Literal["waiting", "running", "done"]
 
 
@@ -316,7 +319,7 @@ class Stream:
         self.state = "running"
         self._note(f"submit {self.attempt_key} to {target}")
         ids, grammar = (*self._prompt, *self._emitted), self.request.grammar
-        most = self._max_queue_s
+        most, deadline_s = self._max_queue_s, self.request.deadline_s
         submit = Submit(
             pipeline=target.pipeline,
             epoch=target.epoch,
@@ -331,6 +334,7 @@ class Stream:
             client=self.request.client,
             priority=self.request.priority,
             max_queue_s=most and most - (now - self._began),
+            deadline_s=deadline_s and max(_LEAST_S, deadline_s - (now - self._began)),
         )
         return [*acts, SendSubmit(target, submit, ids, grammar or None)]
 

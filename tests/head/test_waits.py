@@ -32,8 +32,8 @@ class ScriptedRing:
     def submit(self, key: str, answer: int = 20, tokens: int = 10, **fields: object) -> None:
         given = {"owner": "d", "window": 1 << 16, **fields}
         owner = str(given.pop("owner"))
-        prompt = tuple(range(tokens))
-        request = HeadRequest(owner, key, prompt, tokens, answer, Sampling(), (STOP,), **given)
+        prompt, own = tuple(range(tokens)), given.pop("prompt_tokens", tokens)
+        request = HeadRequest(owner, key, prompt, own, answer, Sampling(), (STOP,), **given)
         self.told += self.head.submit(request, self.now)
 
     def step(self) -> None:

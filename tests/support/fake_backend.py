@@ -73,6 +73,8 @@ class FakeBackend:
     status_asked: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
     running: int = 0
+    #: Tokens given out, in all.
+    given: int = 0
     closed: int = 0
     #: Set whenever a generation begins or ends.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -118,6 +120,8 @@ class FakeBackend:
                     await self.gate.acquire()
                 if self.error is not None and number == self.fail_at:
                     raise self.error
+                self.given += 1
+                self.changed.set()
                 yield self._token(request, number, token)
                 if number + 1 == request.max_tokens:
                     return
@@ -129,6 +133,12 @@ class FakeBackend:
     async def until_running(self, count: int) -> None:
         """Wait until ``count`` generations run."""
         while self.running != count:
+            self.changed.clear()
+            await self.changed.wait()
+
+    async def until_given(self, count: int) -> None:
+        """Wait until ``count`` tokens have been given out."""
+        while self.given < count:
             self.changed.clear()
             await self.changed.wait()
 

@@ -74,17 +74,20 @@ def test_an_undisturbed_request() -> None:
 
 def test_whose_turn_it_is_goes_along_and_the_wait_counts_from_the_beginning() -> None:
     request = GenerationRequest(
-        "m", PROMPT, 5, Sampling(), client="abc", priority=-1, max_queue_s=20.0
+        "m", PROMPT, 5, Sampling(), (), b"", "abc", -1, max_queue_s=20.0, deadline_s=31.5
     )
     stream = Stream("k", request, LIMITS, 0.0)
     submit = submitted(stream.head(ONE, 4.0)).submit
     assert (submit.client, submit.priority, submit.max_queue_s) == ("abc", -1, 16.0)
     assert stream.head(None, 5.0) == []
-    assert submitted(stream.head(TWO, 10.0)).submit.max_queue_s == 10.0
+    submit = submitted(stream.head(TWO, 10.0)).submit
+    assert (submit.max_queue_s, submit.deadline_s) == (10.0, 21.5)
     assert emitted(stream.token(token(stream, 3, 50, epoch=2), 30.0)) == [50]
     assert stream.head(None, 31.0) == []
     three = HeadEpoch("p1", 3)
-    assert submitted(stream.head(three, 32.0)).submit.max_queue_s == 0.0, "it had its turn"
+    submit = submitted(stream.head(three, 32.0)).submit
+    assert submit.max_queue_s == 0.0, "it had its turn"
+    assert 0 < submit.deadline_s < 0.1, "the endpoint ends it"
 
 
 def test_who_may_not_wait_for_longer_does_not_wait_for_a_pipeline() -> None:

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 from molink.errors import RequestError
 from molinkd.api.schema import (
     ChatMessage,
     ContentPart,
     FunctionOffer,
+    GenerationBody,
     JsonSchema,
     NamedChoice,
     NamedFunction,
@@ -34,6 +35,20 @@ def refuse(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if value:
             raise RequestError(f"`{name}` is not supported by this route", name)
+
+
+class _Turn(Protocol):
+    """What says when it is a request's turn, in every protocol's body."""
+
+    priority: int | None
+    max_queue_time: float | None
+    timeout: float | None
+
+
+def take_turn(body: GenerationBody, asked: _Turn) -> None:
+    """Have in ``body`` when it is its turn, and how long all of it may take."""
+    body.priority, body.max_queue_time = asked.priority, asked.max_queue_time
+    body.timeout = asked.timeout
 
 
 def message(role: str, content: str | None, where: str) -> ChatMessage:

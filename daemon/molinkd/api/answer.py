@@ -1,9 +1,10 @@
 """Runs the generations of one request; closes each of them whatever happens."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from molink.errors import WorkerError
+from molink.errors import DeadlineExceeded, WorkerError
+from molink.swarm.generation import GeneratedToken
 from molinkd.api.backend import Backend
 from molinkd.api.choice import ChoiceText, TextPiece
 from molinkd.api.metrics import RequestRecorder
@@ -11,6 +12,10 @@ from molinkd.api.request_plan import ChoicePlan, Plan
 
 #: Called with the index of a choice and what was added to it.
 Emit = Callable[[int, TextPiece], Awaitable[None]]
+
+
+class _OutOfTimeError(Exception):
+    """The time that the client gave its request is over."""
 
 
 class Usage:
@@ -103,6 +108,7 @@ async def generate_all(
 
     Raises:
         MolinkError: what the backend raised; of several choices' errors, the first.
+        DeadlineExceeded: no token came in time; answers that have begun are only cut off.
     """
     if len(plan.choices) == 1:
         await _generate(backend, plan, plan.choices[0], usage, recorder, emit)
@@ -126,8 +132,10 @@ async def _generate(
     text = ChoiceText(plan)
     timer = recorder.generation(len(choice.request.prompt))
     tokens = backend.generate(choice.request)
+    most = choice.request.deadline_s
+    until = asyncio.get_running_loop().time() + most if most else None
     try:
-        async for token in tokens:
+        while (token := await _next(tokens, until)) is not None:
             usage.token(timer.token())
             piece = text.add(token)
             if piece is not None:
@@ -135,10 +143,38 @@ async def _generate(
                 if piece.finish is not None:
                     return
         raise WorkerError("the pipeline ended the answer early; try again")
+    except _OutOfTimeError:
+        if not usage.first:
+            raise DeadlineExceeded(f"no token came within {most:.1f} s (`timeout`)") from None
+        piece = text.cut()
+        if piece is not None:
+            await emit(choice.index, piece)
     finally:
         await tokens.aclose()
         timer.end()
         usage.count(choice, text)
+
+
+async def _next(
+    tokens: AsyncGenerator[GeneratedToken, None], until: float | None
+) -> GeneratedToken | None:
+    """The next one, if there is one.
+
+    Raises:
+        _OutOfTimeError: it is ``until`` by the loop's clock.
+    """
+    if until is None:
+        return await anext(tokens, None)
+    if asyncio.get_running_loop().time() >= until:
+        raise _OutOfTimeError
+    limit = asyncio.timeout_at(until)
+    try:
+        async with limit:
+            return await anext(tokens, None)
+    except TimeoutError:
+        if limit.expired():
+            raise _OutOfTimeError from None
+        raise
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -13,7 +13,7 @@ from molinkd.api.catalogue import Catalogue
 from molinkd.api.embeddings import EmbeddingRoutes
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.generator import Generator
-from molinkd.api.guard import OLLAMA, Guard
+from molinkd.api.guard import OLLAMA, Guard, caller
 from molinkd.api.messages.formats import envelope as message_envelope
 from molinkd.api.messages.routes import MESSAGES, MessageRoutes
 from molinkd.api.metrics import RequestRecorder, create_registry, exposition
@@ -23,7 +23,7 @@ from molinkd.api.openapi import OpenAPIRoute
 from molinkd.api.page import ChatPage
 from molinkd.api.problem import Envelope, Problem, internal, problem_of
 from molinkd.api.prompt_reader import PromptReader
-from molinkd.api.protocol import EndpointProtocol
+from molinkd.api.protocol import PROBES, EndpointProtocol
 from molinkd.api.request_id import give_id, id_of
 from molinkd.api.responses.routes import ResponseRoutes
 from molinkd.api.routes import OpenAIRoutes
@@ -137,6 +137,8 @@ class _Shell:
         began = loop.time()
         try:
             self._guard.check(request)
+            if isinstance(request.protocol, EndpointProtocol) and request.path not in PROBES:
+                request.protocol.claim(caller(request))
             preflight = self._guard.origins.preflight(request)
             return await handler(request) if preflight is None else preflight
         except ConnectionError:
@@ -147,7 +149,8 @@ class _Shell:
                 _LOG.exception("%s %s (%s) failed", request.method, request.path, id_of(request))
                 problem = internal()
             answer = problem.response(_envelope(request.path))
-            if problem.status == 503 and loop.time() - began > _WAITED_S:
+            waited = problem.status == 503 and loop.time() - began > _WAITED_S
+            if waited or problem.status == 504:
                 answer.headers["X-Should-Retry"] = "false"
             if isinstance(error, web.HTTPMethodNotAllowed):
                 answer.headers["Allow"] = ", ".join(sorted(error.allowed_methods))

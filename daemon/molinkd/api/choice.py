@@ -95,6 +95,10 @@ class ChoiceText:
         self.thinking_tokens += self._parser is not None and self._parser.thinking
         return piece
 
+    def cut(self) -> TextPiece | None:
+        """The end of an answer of which no more tokens are wanted."""
+        return self._last("length")
+
     @property
     def score(self) -> float:
         """The mean logprob of its tokens; means nothing where none was asked for."""

@@ -107,7 +107,8 @@ class Generator:
             data = ask.data or msgspec.json.encode(ask.body)
             chat = isinstance(ask.body, ChatBody)
             read = await self._reader.read(caller(request), offer, data, chat=chat)
-            plan = make_plan(ask.body, offer, read, client(request))
+            spent = time.perf_counter() - began
+            plan = make_plan(ask.body, offer, read, client(request), spent)
         except RequestError as error:
             raise renamed(error, ask.names) from None
         return plan, Usage(plan.prompt_tokens, began, loaded)

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from molink.errors import (
     ContextTooLong,
+    DeadlineExceeded,
     ModelNotFound,
     MolinkError,
     NotAuthorized,
@@ -119,6 +120,8 @@ def _of_ours(error: MolinkError) -> Problem:
             return Problem(
                 429, text, "rate_limit_error", None, "overloaded", retry_after=error.retry_after
             )
+        case DeadlineExceeded():
+            return Problem(504, text, _SERVER, None, "timeout")
         case Unavailable():
             return Problem(503, text, _SERVER, None, "unavailable", retry_after=1.0)
         case NotAuthorized():

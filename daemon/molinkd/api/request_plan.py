@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from molink.errors import ContextTooLong, RequestError
+from molink.errors import ContextTooLong, DeadlineExceeded, RequestError
 from molink.swarm.generation import GenerationRequest
 from molink.text.calls.base import AnswerParser
 from molink.text.calls.create import AnswerFormat, create_parser
@@ -111,12 +111,17 @@ def check_counts(body: GenerationBody, maximum: int) -> None:
         raise RequestError(f"`{field}`: {answers} answers; at most {maximum}", field)
 
 
-def make_plan(body: GenerationBody, offer: Offer, read: Prompts, client: str = "") -> Plan:
+def make_plan(
+    body: GenerationBody, offer: Offer, read: Prompts, client: str = "", spent_s: float = 0.0
+) -> Plan:
     """The plan for ``body`` of a ``client``, of which a process has ``read`` the prompts.
+
+    That has taken ``spent_s`` seconds of the request's time.
 
     Raises:
         RequestError: ids that the model doesn't have, or too much to echo.
         ContextTooLong: a prompt and its answer don't fit the model's context.
+        DeadlineExceeded: all of its time was.
     """
     tokenizer, prompts = offer.tokenizer, read.prompts
     count, shown = _generated(body), body.n or 1
@@ -124,6 +129,7 @@ def make_plan(body: GenerationBody, offer: Offer, read: Prompts, client: str = "
     if echoed > MAX_ECHOED:
         text = f"`echo`: the prompts of all answers have {echoed} characters; at most {MAX_ECHOED}"
         raise RequestError(text, "echo")
+    deadline_s = _deadline_s(body, spent_s)
     sampling = _sampling(body, tokenizer)
     logprobs = sampling.logprobs
     if count > shown:  # by which they are compared
@@ -144,6 +150,7 @@ def make_plan(body: GenerationBody, offer: Offer, read: Prompts, client: str = "
                 client=client,
                 priority=body.priority or 0,
                 max_queue_s=body.max_queue_time or 0.0,
+                deadline_s=deadline_s,
             )
             choices.append(ChoicePlan(len(choices), number, prompt.text, request))
     return Plan(
@@ -160,6 +167,15 @@ def make_plan(body: GenerationBody, offer: Offer, read: Prompts, client: str = "
         continues=isinstance(body, CompletionBody) or bool(read.grammar),
         reading=_reading(body, offer, read),
     )
+
+
+def _deadline_s(body: GenerationBody, spent_s: float) -> float:
+    """What is left of the request's time, in seconds; 0 if it has any."""
+    if body.timeout is None:
+        return 0.0
+    if spent_s >= body.timeout:
+        raise DeadlineExceeded(f"its prompt was not read within {body.timeout:g} s (`timeout`)")
+    return body.timeout - spent_s
 
 
 def _generated(body: GenerationBody) -> int:

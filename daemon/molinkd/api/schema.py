@@ -25,6 +25,7 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=128)]
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CALL_ID)]
 
@@ -128,7 +129,9 @@ class GenerationBody(Unsupported, kw_only=True):
     #: Among the requests of one API key; the least goes first, as vLLM has it.
     priority: Priority | None = None
     #: Seconds that a request may wait until it is its turn.
-    max_queue_time: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
+    max_queue_time: Seconds | None = None
+    #: Seconds until the whole answer has ended, as LiteLLM calls them; it is cut off then.
+    timeout: Seconds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None

@@ -49,6 +49,8 @@ class Submit(LeanMessage, frozen=True, tag="submit"):
     priority: Priority = 0
     #: Seconds that it may wait to be admitted; 0 = as the head has it.
     max_queue_s: QueueSeconds = 0.0
+    #: Seconds within which its answer has to end; 0 = it may take any time.
+    deadline_s: QueueSeconds = 0.0
 
 
 class Prompt(LeanMessage, frozen=True, tag="prompt"):

@@ -108,10 +108,10 @@ def test_rejections_name_their_reason(desk: Desk, wire: Wire) -> None:
 
 
 def test_it_is_told_whose_turn_it_is_and_until_when(desk: Desk, head: Head, wire: Wire) -> None:
-    ask(desk, "k", [1, 2], client="abc", priority=-2, max_queue_s=3.0)
+    ask(desk, "k", [1, 2], client="abc", priority=-2, max_queue_s=3.0, deadline_s=8.0)
     job = head._roster.find("daemon", "k")
     assert job is not None
-    assert (job.request.client, job.request.priority) == ("abc", -2)
+    assert (job.request.client, job.request.priority, job.request.deadline_s) == ("abc", -2, 8.0)
     desk.expire(2.9)
     assert reasons(wire) == []
     desk.expire(3.0)

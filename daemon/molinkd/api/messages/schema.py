@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from molink.errors import RequestError
+from molink.wire.messages.data import Priority
 from molinkd.api.adapting import (
     given,
     joined,
@@ -13,6 +14,7 @@ from molinkd.api.adapting import (
     message,
     named_choice,
     offered,
+    take_turn,
     text_of_part,
 )
 from molinkd.api.schema import (
@@ -24,6 +26,7 @@ from molinkd.api.schema import (
     ChatMessage,
     ContentPart,
     MaxTokens,
+    Seconds,
     StopString,
     ToolCall,
     ToolName,
@@ -173,12 +176,16 @@ class MessageRequest(CountRequest, kw_only=True):
     top_k: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     stop_sequences: Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    priority: Priority | None = None
+    max_queue_time: Seconds | None = None
+    timeout: Seconds | None = None
 
     def as_openai(self) -> ChatBody:
         """See :class:`CountRequest`."""
         body = super().as_openai()
         body.max_tokens, body.temperature = self.max_tokens, self.temperature
         body.top_k, body.top_p, body.stop = self.top_k, self.top_p, self.stop_sequences
+        take_turn(body, self)
         return body
 
 

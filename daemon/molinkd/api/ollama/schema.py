@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from molink.errors import RequestError
-from molink.wire.messages.data import RepetitionPenalty
-from molinkd.api.adapting import json_form, message, offered, refuse
+from molink.wire.messages.data import Priority, RepetitionPenalty
+from molinkd.api.adapting import json_form, message, offered, refuse, take_turn
 from molinkd.api.ollama.calls import Call, Calls
 from molinkd.api.schema import (
     MAX_STOP_LENGTH,
@@ -23,6 +23,7 @@ from molinkd.api.schema import (
     FunctionOffer,
     GenerationBody,
     Penalty,
+    Seconds,
     StopString,
     TopLogprobs,
 )
@@ -45,6 +46,9 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     seed: int | None = None
+    priority: Priority | None = None
+    max_queue_time: Seconds | None = None
+    timeout: Seconds | None = None
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -166,6 +170,7 @@ def _filled(body: Kind, asking: Asking) -> Kind:
     options = asking.options or OllamaOptions()
     for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop"):
         setattr(body, name, getattr(options, name))
+    take_turn(body, options)
     body.presence_penalty = options.presence_penalty
     body.frequency_penalty = options.frequency_penalty
     body.repetition_penalty = options.repeat_penalty

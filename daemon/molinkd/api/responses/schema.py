@@ -8,7 +8,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from molink.errors import RequestError
-from molinkd.api.adapting import given, joined, json_form, message, named_choice, offered, refuse
+from molink.wire.messages.data import Priority
+from molinkd.api.adapting import (
+    given,
+    joined,
+    json_form,
+    message,
+    named_choice,
+    offered,
+    refuse,
+    take_turn,
+)
 from molinkd.api.schema import (
     MAX_TOOLS,
     CalledFunction,
@@ -17,6 +27,7 @@ from molinkd.api.schema import (
     ChatMessage,
     ContentPart,
     MaxTokens,
+    Seconds,
     ToolCall,
     ToolName,
     TopLogprobs,
@@ -111,6 +122,9 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     conversation: Any = None
     prompt: Any = None
     background: bool | None = None
+    priority: Priority | None = None
+    max_queue_time: Seconds | None = None
+    timeout: Seconds | None = None
 
     @property
     def form(self) -> TextFormat:
@@ -149,6 +163,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
         else:
             body.tool_choice = choice
         self._set_form(body)
+        take_turn(body, self)
         return body
 
     def _set_form(self, body: ChatBody) -> None:
