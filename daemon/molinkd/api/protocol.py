@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
@@ -10,15 +11,17 @@ from molink.plaintext import printable
 from molinkd.api.body import Bodies
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.guard import OPEN_PATHS, caller
-from molinkd.api.problem import Problem, internal
+from molinkd.api.problem import Problem, ProblemError, internal
 from molinkd.api.request_id import id_of
 
 _ACCESS_LOG = logging.getLogger("molinkd.api.access")
 
 #: What is asked every second, by whoever watches a daemon: no news.
-_PROBES = OPEN_PATHS | {"/metrics"}
+PROBES = OPEN_PATHS | {"/metrics"}
 #: How long a client whose connection or body was refused may take to read why.
 _REFUSAL_S = 1.0
+#: How many connections a client may have at work for each that nobody uses.
+_SHARE = 8
 #: Refused connections that may be reading at once; further ones are cut off without a word.
 _MAX_REFUSALS = 64
 
@@ -28,7 +31,7 @@ class AccessLog(AbstractAccessLogger):
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         """aiohttp's: ``request`` was answered, in ``time`` seconds."""
-        level = logging.DEBUG if request.path in _PROBES else logging.INFO
+        level = logging.DEBUG if request.path in PROBES else logging.INFO
         path = printable(request.path[:256])
         who = printable(caller(request)[:64])
         self.logger.log(
@@ -111,6 +114,10 @@ class EndpointProtocol(web.RequestHandler):
             self._header_timer.cancel()
             self._header_timer = None
 
+    def claim(self, who: str) -> None:
+        """The request that has begun is of ``who``; see :meth:`Connections.claim`."""
+        self._others.claim(self, who)
+
     def request_ended(self) -> None:
         """Its answer has been written."""
         self._others.rests(self)
@@ -155,17 +162,27 @@ class RefusedConnection(asyncio.Protocol):
 class Connections:
     """The connections of an endpoint; at most ``settings.max_connections`` that are served.
 
-    Beyond that the one goes that has been idle for longest; if all are at work, the one whose body
-    is late most. Only where every one waits for its answer a new one is refused.
+    Beyond that the one goes that has been idle for longest, of the address with most of them; if
+    all are at work, the one whose body is late most. Only where every one waits for its answer a
+    new one is refused.
+
+    Where there may be several clients, each has :data:`_SHARE` times as many connections at work as
+    there are that nobody has: eight ninths of all if it is alone, and ``n`` that want as many as
+    they can get ``8 / (8 n + 1)`` each, once those have ended that were there before (dynamic
+    thresholds; Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
+    switches", 1998). So there are always some for another one, and no answer is cut off for it.
     """
 
     def __init__(self, server: web.Server, settings: ApiSettings, bodies: Bodies) -> None:
         self._server = server
         self._settings = settings
         self._bodies = bodies
-        #: Those that are served; of them, those without a request that is answered, longest first.
-        self._open: set[EndpointProtocol] = set()
-        self._idle: dict[EndpointProtocol, None] = {}
+        #: Those that are served; of them, those without a request that is answered, longest first,
+        #: with their clients' addresses, and those with one, with their clients' names.
+        self._open: dict[EndpointProtocol, str] = {}
+        self._idle: dict[EndpointProtocol, str] = {}
+        self._claimed: dict[EndpointProtocol, str] = {}
+        self._alone = settings.loopback and len(settings.keys) < 2
         self._refused: set[RefusedConnection] = set()
 
     def create(self) -> asyncio.Protocol:
@@ -180,29 +197,46 @@ class Connections:
             transport.set_protocol(refusal)
             refusal.connection_made(transport)
             return False
-        self._open.add(connection)
-        self._idle[connection] = None
+        peer = transport.get_extra_info("peername")
+        self._open[connection] = self._idle[connection] = str(peer[0]) if peer else ""
         return True
 
     def works(self, connection: EndpointProtocol) -> None:
         """A request of ``connection`` is answered now."""
         self._idle.pop(connection, None)
 
+    def claim(self, connection: EndpointProtocol, who: str) -> None:
+        """Count ``connection``, which is at work, as one of ``who``.
+
+        Raises:
+            ProblemError: so many are at work for it that others would find none (429).
+        """
+        held = sum(name == who for name in self._claimed.values()) + 1
+        unused = self._settings.max_connections - len(self._claimed) - 1
+        if held > _SHARE * unused and not self._alone:
+            text = f"{held - 1} connections are at work for you, which is your share; try again"
+            problem = Problem(429, text, "rate_limit_error", None, "too_many_connections", 1.0)
+            raise ProblemError(problem)
+        self._claimed[connection] = who
+
     def rests(self, connection: EndpointProtocol) -> None:
         """An answer has been written."""
+        self._claimed.pop(connection, None)
         if connection in self._open:
-            self._idle[connection] = None
+            self._idle[connection] = self._open[connection]
 
     def left(self, connection: EndpointProtocol) -> None:
         """A client has gone, or has to."""
-        self._open.discard(connection)
+        self._open.pop(connection, None)
         self._idle.pop(connection, None)
+        self._claimed.pop(connection, None)
 
     def _shed(self) -> bool:
         """Have one connection go; ``False`` if none should."""
         if not self._idle:
             return self._bodies.shed()
-        longest = next(iter(self._idle))
+        ((most, _),) = Counter(self._idle.values()).most_common(1)
+        longest = next(each for each, address in self._idle.items() if address == most)
         self.left(longest)
         longest.force_close()
         return True

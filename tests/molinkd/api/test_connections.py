@@ -14,6 +14,8 @@ import pytest
 from molinkd.api.backend import Figures
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
+from molinkd.api.problem import ProblemError
+from molinkd.api.protocol import Connections
 from tests.support.direct_reader import DirectReader
 from tests.support.fake_backend import FakeBackend
 
@@ -70,6 +72,26 @@ def working(server: EndpointServer, backend: FakeBackend, count: int) -> None:
     asyncio.run_coroutine_threadsafe(backend.until_running(count), server.loop).result(60)
 
 
+class _Idle:
+    """A connection that may be closed."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def force_close(self) -> None:
+        self.closed = True
+
+
+class _Peer:
+    """A transport, as far as it tells where a client is."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def get_extra_info(self, name: str) -> object:
+        return {"peername": (self._address, 1234)}.get(name)
+
+
 @pytest.mark.parametrize("start", [b"", b"GET / HTTP/1.1\r\nHost: lo", GET, POST % (99, b"{")])
 def test_what_is_idle_or_slow_longest_goes_first(backend: FakeBackend, start: bytes) -> None:
     with serving(backend, max_connections=4) as (_, dial):
@@ -94,6 +116,65 @@ def test_an_answer_under_way_is_never_cut_off_for_another(backend: FakeBackend) 
             server.loop.call_soon_threadsafe(backend.gate.release)
         assert [status(connection) for connection in busy] == [200] * 3
         assert status(dial(GET)) == 200  # now they are idle
+
+
+def keyed(key: bytes, request: bytes = POST % (len(BODY), BODY)) -> bytes:
+    return request.replace(b"Host: localhost", b"Host: localhost\r\nX-Api-Key: " + key)
+
+
+def test_one_key_leaves_connections_for_another(backend: FakeBackend) -> None:
+    backend.gate = asyncio.Semaphore(0)
+    keys = {"greedy": "g", "other": "o"}
+    with serving(backend, max_connections=10, api_keys=keys) as (server, dial):
+        busy = [dial(keyed(b"g")) for _ in range(8)]
+        working(server, backend, 8)
+        refused = dial(keyed(b"g"))
+        assert status(refused) == 429
+        assert b'"code":"too_many_connections"' in refused.recv(65536)
+        assert status(dial(GET)) == 200, "probes are no matter of shares"
+        other = dial(keyed(b"o"))
+        working(server, backend, 9)
+        assert server.loop is not None
+        for _ in range(400):
+            server.loop.call_soon_threadsafe(backend.gate.release)
+        assert [status(connection) for connection in (*busy, other)] == [200] * 9
+        assert status(dial(keyed(b"g"))) == 200
+
+
+def test_greedy_clients_come_to_have_the_same_share_and_leave_some() -> None:
+    settings = ApiSettings(api_keys={"a": "a", "b": "b"})
+    connections = Connections(None, settings, None)  # type: ignore[arg-type]
+    held: dict[str, list[Any]] = {"a": [], "b": [], "c": []}
+
+    def fill(name: str) -> None:
+        """Ask until it is refused."""
+        while True:
+            connection: Any = object()
+            try:
+                connections.claim(connection, name)
+            except ProblemError:
+                return
+            held[name].append(connection)
+
+    fill("a")
+    assert len(held["a"]) == 455
+    for _ in range(2000):  # an answer of a's ends; b asks first
+        connections.left(held["a"].pop(0))
+        fill("b")
+        fill("a")
+    assert len(held["a"]) == pytest.approx(len(held["b"]), abs=2)
+    assert len(held["a"]) + len(held["b"]) <= 512 * 16 / 17 + 1
+    fill("c")
+    assert len(held["c"]) >= 25
+
+
+def test_who_opens_most_loses_the_idle_ones() -> None:
+    connections = Connections(None, ApiSettings(max_connections=4), None)  # type: ignore[arg-type]
+    quiet, *loud = (_Idle() for _ in range(6))
+    for address, each in (("10.0.0.1", quiet), *(("10.0.0.2", one) for one in loud)):
+        assert connections.admit(each, _Peer(address))  # type: ignore[arg-type]
+    assert not quiet.closed
+    assert [one.closed for one in loud] == [True, True, False, False, False]
 
 
 def test_a_crowd_of_slow_bodies_is_no_fault_of_ours(
