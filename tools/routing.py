@@ -2,6 +2,7 @@
 
     python -m tools.routing --all --trace FILE      # latencies, then decisions per second
     python -m tools.routing latency --workloads tools
+    python -m tools.routing latency --routers e2 --policies fcfs,cached-share --workloads tools
     python -m tools.routing speed
 
 Both add to ``docs/results/routing.json`` (``--out``), where the same runs are replaced.
@@ -34,6 +35,7 @@ from statistics import fmean
 from typing import Any
 
 from molink.bench.planned import PlannedRequest
+from molink.bench.report import percentile
 from molink.bench.trace import PART_TOKENS, TraceRow, read_trace
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 from molink.routing.create import create_router
@@ -58,6 +60,8 @@ TOOLS, ZIPF = 200, 1.1
 COUNTS = {"conversation": 800, "tools": 1500, "alone": 400}
 #: Share of them that comes before anything is counted.
 WARM_UP = 0.2
+#: A prompt of which less is cached is a new one.
+NEW = 0.5
 RATES = {"conversation": 2.0, "tools": 24.0, "alone": 1.2}
 ROUTERS = ("round-robin", "least-loaded", "e2", "oracle")
 
@@ -133,11 +137,35 @@ class Oracle(Router):
         return up[self._places[family(self._rows[int(prompt.key)])]]
 
 
+class Watched(E2):
+    """Notes how long those wait whose prompts are new to the pipeline."""
+
+    def __init__(self, since: float) -> None:
+        super().__init__()
+        self._since = since
+        self._asked: dict[str, tuple[float, int]] = {}
+        self.waits: list[float] = []
+
+    def choose(self, prompt: Prompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+        """As E2 does."""
+        self._asked[prompt.key] = now, prompt.tokens
+        return super().choose(prompt, up, now)
+
+    def began(self, key: str, cached: int, now: float) -> None:
+        """Its first token has come."""
+        at, tokens = self._asked[key]
+        if at >= self._since and cached < NEW * tokens:
+            self.waits.append(now - at)
+        super().began(key, cached, now)
+
+
 # --- latency -------------------------------------------------------------------------------------
 
 
-def run(workload: str, rows: Rows, router: str, rate: float, seed: int) -> FleetOutcome:
-    """One simulation."""
+def run(
+    workload: str, rows: Rows, router: str, rate: float, seed: int, policy: str = "fcfs"
+) -> dict[str, float]:
+    """The figures of one simulation."""
     arrivals = "trace" if workload == "conversation" else "poisson"
     # A tenth of the rows is left over, so that no run begins them again.
     seconds = len(rows) / rate * (1.0 if arrivals == "trace" else 0.9)
@@ -151,10 +179,17 @@ def run(workload: str, rows: Rows, router: str, rate: float, seed: int) -> Fleet
         max_prompt=MAX_PROMPT,
         max_output=MAX_OUTPUT,
     )
-    ring = Scenario(load, 1, DEVICE, link=LinkProfile(1000, 0.5), shape=MODEL)
-    oracle = router == "oracle"
-    fleet = FleetScenario(ring, PIPELINES, router="round-robin" if oracle else router)
-    return simulate_fleet(fleet, Oracle(rows, 1.0) if oracle else create_router(router))
+    link = LinkProfile(1000, 0.5)
+    ring = Scenario(load, 1, DEVICE, link=link, shape=MODEL, scheduling_policy=policy)
+    watched = Watched(load.warmup)
+    others = {"e2": watched, "oracle": Oracle(rows, 1.0)}
+    known = "round-robin" if router == "oracle" else router
+    fleet = FleetScenario(ring, PIPELINES, router=known)
+    found = figures(simulate_fleet(fleet, others.get(router) or create_router(router)))
+    if watched.waits:
+        found |= {"new": len(watched.waits), "new_ttft_mean_s": fmean(watched.waits)}
+        found["new_ttft_p99_s"] = percentile(sorted(watched.waits), 99)
+    return found
 
 
 def figures(outcome: FleetOutcome) -> dict[str, float]:
@@ -178,11 +213,11 @@ def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for name, seed in product(options.workloads, options.seeds):
         rate, rows = options.rate or RATES[name], WORKLOADS[name](trace, seed)
-        for router in options.routers:
+        for router, policy in product(options.routers, options.policies):
             if router == "oracle" and name == "alone":  # nothing to be parted by
                 continue
-            row = {"workload": name, "rate": rate, "seed": seed, "router": router}
-            row |= {"requests": len(rows)} | figures(run(name, rows, router, rate, seed))
+            row = {"workload": name, "rate": rate, "seed": seed, "router": router, "policy": policy}
+            row |= {"requests": len(rows)} | run(name, rows, router, rate, seed, policy)
             found.append(row)
             values = [
                 f"{value:.2f}" if isinstance(value, float) else value for value in row.values()
@@ -192,21 +227,23 @@ def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def against_e2(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How many times longer than with E2 each other router takes: mean over seeds, least, most."""
+    """How many times longer than E2 with ``fcfs`` others take: mean over seeds, least, most."""
     names = ("latency_mean_s", "latency_p99_s", "ttft_mean_s", "ttft_p99_s")
-    mine = {_which(row): row for row in rows if row["router"] == "e2"}
+    new = ("new_ttft_mean_s", "new_ttft_p99_s")
+    mine = {_which(row): row for row in rows if _how(row) == ("e2", "fcfs")}
     others: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["router"] != "e2" and _which(row) in mine:
-            others.setdefault((row["workload"], row["rate"], row["router"]), []).append(row)
+        if _how(row) != ("e2", "fcfs") and _which(row) in mine:
+            others.setdefault((row["workload"], row["rate"], *_how(row)), []).append(row)
     return [
-        {"workload": workload, "rate": rate, "router": router, "seeds": len(group)}
+        {"workload": workload, "rate": rate, "router": router, "policy": policy}
+        | {"seeds": len(group)}
         | {
             name: (fmean(each), min(each), max(each))
-            for name in names
+            for name in (*names, *(new if router == "e2" else ()))
             for each in [[row[name] / mine[_which(row)][name] for row in group]]
         }
-        for (workload, rate, router), group in others.items()
+        for (workload, rate, router, policy), group in others.items()
     ]
 
 
@@ -214,10 +251,14 @@ def _which(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["workload"], row["rate"], row["seed"]
 
 
+def _how(row: dict[str, Any]) -> tuple[str, str]:
+    return row["router"], row.get("policy", "fcfs")
+
+
 def store(out: Path, rows: Sequence[dict[str, Any]], speed: dict[str, float] | None) -> None:
     """Add to a file, in which the same runs are replaced."""
     before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    known = {(*_which(row), row["router"]): row for row in [*before.get("rows", ()), *rows]}
+    known = {(*_which(row), *_how(row)): row for row in [*before.get("rows", ()), *rows]}
     ordered = [known[key] for key in sorted(known)]
     result = {
         "pipelines": f"{PIPELINES} of 1 x {DEVICE}, {MODEL.name}",
@@ -282,6 +323,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=lambda text: text.split(","), default=list(known))
     parser.add_argument(
         "--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3]
+    )
+    parser.add_argument(
+        "--policies", type=lambda text: text.split(","), default=["fcfs"], help="of the heads"
     )
     parser.add_argument("--rate", type=float, help="requests/s instead of the workload's")
     parser.add_argument("--tree-tokens", type=int, default=1_000_000)

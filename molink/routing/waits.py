@@ -15,7 +15,12 @@ class _Wait:
     half: int
     total_s: float = 0.0
     count: int = 0
-    before_s: float = 0.0
+    #: The mean before, if enough have told of it.
+    before_s: float | None = None
+
+    @property
+    def mean_s(self) -> float | None:
+        return self.total_s / self.count if self.count >= ENOUGH else None
 
 
 class PrefixWaits:
@@ -34,14 +39,16 @@ class PrefixWaits:
     def doubled(self, digest: int, least_s: float, now: float) -> bool:
         """Whether they wait for more than twice as long as before, and than ``least_s``.
 
-        It is told once for a half of a window.
+        Where nothing is known of before, nothing has doubled. It is told once for a half of a
+        window.
         """
         if digest not in self._waits:
             return False
         wait = self._turned(digest, now)
-        if wait.count < ENOUGH or wait.total_s / wait.count <= max(least_s, GROWTH * wait.before_s):
+        mean = wait.mean_s
+        if mean is None or wait.before_s is None or mean <= max(least_s, GROWTH * wait.before_s):
             return False
-        wait.before_s = wait.total_s / wait.count
+        wait.before_s = mean
         return True
 
     def _turned(self, digest: int, now: float) -> _Wait:
@@ -52,8 +59,7 @@ class PrefixWaits:
             while len(self._waits) > MAX_WATCHED:
                 self._waits.popitem(last=False)
         elif wait.half != half:
-            mean = wait.total_s / wait.count if wait.count else 0.0
-            wait.before_s = mean if wait.half == half - 1 else 0.0
+            wait.before_s = wait.mean_s if wait.half == half - 1 else None
             wait.half, wait.total_s, wait.count = half, 0.0, 0
         self._waits.move_to_end(digest)
         return wait

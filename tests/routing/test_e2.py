@@ -91,9 +91,9 @@ def test_a_prefix_for_which_the_wait_doubles_is_replicated(e2: E2, up: list[Pipe
     calm = E2(t_hbal=1e9)
     for load in up:
         calm.reported(load.name, CacheReport(0, True, room=100_000, costs=COSTS), 0.0)
-    now, waited = 0.0, (0.1, 0.1, 0.1, 0.1, 9.0, 9.0, 9.0, 9.0)
+    now, waited = 0.0, (0.1, 0.1, 0.1, 0.1, 0.1, 9.0, 9.0, 9.0, 9.0)  # nobody has the first
     for index, wait in enumerate(waited):
-        now = 90.0 * (index // 4) + index
+        now = 90.0 * (index // 5) + index
         again = prompt(1, 16, 1)
         assert calm.choose(again, up, now).name == "a"
         calm.began(again.key, 0, now + wait)
