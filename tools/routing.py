@@ -82,13 +82,13 @@ def conversation(rows: Sequence[TraceRow], seed: int) -> Rows:
     return tuple(kept[: COUNTS["conversation"]])
 
 
-def tools(rows: Sequence[TraceRow], seed: int) -> Rows:
+def tools(rows: Sequence[TraceRow], seed: int, requests: int = COUNTS["tools"]) -> Rows:
     """Questions to tools: the parts of a tool's prompt, then one of the question."""
     rng = random.Random(f"tools {seed}")
     parts = [rng.randrange(4, 13) for _ in range(TOOLS)]
     weights = [1 / rank**ZIPF for rank in range(1, TOOLS + 1)]
     found = []
-    for index, tool in enumerate(rng.choices(range(TOOLS), weights, k=COUNTS["tools"])):
+    for index, tool in enumerate(rng.choices(range(TOOLS), weights, k=requests)):
         first = 1000 * (tool + 1)
         ids = (*range(first, first + parts[tool]), 10_000_000 + index)
         question = rng.randrange(32, 256)
@@ -213,6 +213,8 @@ def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for name, seed in product(options.workloads, options.seeds):
         rate, rows = options.rate or RATES[name], WORKLOADS[name](trace, seed)
+        if options.requests and name == "tools":
+            rows = tools((), seed, options.requests)
         for router, policy in product(options.routers, options.policies):
             if router == "oracle" and name == "alone":  # nothing to be parted by
                 continue
@@ -234,21 +236,24 @@ def against_e2(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     others: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         if _how(row) != ("e2", "fcfs") and _which(row) in mine:
-            others.setdefault((row["workload"], row["rate"], *_how(row)), []).append(row)
+            count = row["requests"] if row["requests"] > COUNTS[row["workload"]] else 0
+            kind = row["workload"], row["rate"], count, *_how(row)
+            others.setdefault(kind, []).append(row)
     return [
         {"workload": workload, "rate": rate, "router": router, "policy": policy}
+        | ({"requests": count} if count else {})
         | {"seeds": len(group)}
         | {
             name: (fmean(each), min(each), max(each))
             for name in (*names, *(new if router == "e2" else ()))
             for each in [[row[name] / mine[_which(row)][name] for row in group]]
         }
-        for (workload, rate, router, policy), group in others.items()
+        for (workload, rate, count, router, policy), group in others.items()
     ]
 
 
 def _which(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["workload"], row["rate"], row["seed"]
+    return row["workload"], row["rate"], row["seed"], row["requests"]
 
 
 def _how(row: dict[str, Any]) -> tuple[str, str]:
@@ -327,6 +332,7 @@ def main() -> None:
     parser.add_argument(
         "--policies", type=lambda text: text.split(","), default=["fcfs"], help="of the heads"
     )
+    parser.add_argument("--requests", type=int, help="of the tools, instead of 1500")
     parser.add_argument("--rate", type=float, help="requests/s instead of the workload's")
     parser.add_argument("--tree-tokens", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path, default=RESULTS)
