@@ -34,11 +34,12 @@ class Swarm:
         start = ["up", *self.model, "--name", "first", "--coordinator-port", "0", *options]
         self.running["first"] = self.tools.Process(self.root / "first", start)
 
-    def join(self, name: str, token: str, *more: str) -> None:
-        """Start another one; returns once it is a member."""
+    def join(self, name: str, token: str, *more: str, **variables: str) -> None:
+        """Start another one; returns once it is a member. ``variables`` are its environment's."""
         options = self.tools.local_options("--coordinator-port", "0", *more)
         start = ["join", token, "--name", name, *options]
-        process = self.running[name] = self.tools.Process(self.root / name, start)
+        process = self.tools.Process(self.root / name, start, variables=variables)
+        self.running[name] = process
         # Who joined first is the next to lead.
         self.tools.wait_for(lambda: self._home(name).membership.exists(), process)
 

@@ -61,11 +61,12 @@ def test_the_oracle_parts_the_work_evenly_and_keeps_families_together() -> None:
 
 
 def test_runs_are_stored_once_and_compared_seed_by_seed(tmp_path: Path) -> None:
-    def rows(router: str, *seconds: float) -> list[dict[str, object]]:
+    def rows(router: str, *seconds: float, **more: object) -> list[dict[str, object]]:
         names = ("latency_mean_s", "latency_p99_s", "ttft_mean_s", "ttft_p99_s")
         return [
-            {"workload": "tools", "rate": 1.0, "seed": seed, "router": router}
-            | dict.fromkeys(names, each)
+            {"workload": "tools", "rate": 1.0, "seed": seed, "router": router, "requests": 9}
+            | dict.fromkeys((*names, "new_ttft_mean_s", "new_ttft_p99_s"), each)
+            | more
             for seed, each in enumerate(seconds)
         ]
 
@@ -78,3 +79,20 @@ def test_runs_are_stored_once_and_compared_seed_by_seed(tmp_path: Path) -> None:
     assert stored["speed"] == {"decisions_per_s": 5.0}
     (compared,) = stored["by_e2"]
     assert (compared["router"], compared["latency_p99_s"]) == ("round-robin", [2.5, 2.0, 3.0])
+
+    routing.store(out, rows("e2", 4.0, policy="cached-share"), None)
+    routing.store(out, [row | {"requests": 9000} for row in rows("oracle", 4.0)], None)
+    found = json.loads(out.read_text(encoding="utf-8"))["by_e2"]
+    assert [(one["router"], one["policy"]) for one in found] == [
+        ("e2", "cached-share"),
+        ("round-robin", "fcfs"),
+    ], "of 9000 requests there is nothing of E2 to compare with"
+    assert found[0]["new_ttft_mean_s"] == [4.0, 4.0, 4.0]
+
+
+def test_it_is_noted_how_long_new_prompts_wait() -> None:
+    watched, up = routing.Watched(5.0), [PipelineLoad("a")]
+    for key, at, cached in (("early", 0.0, 0), ("new", 6.0, 49), ("known", 6.0, 50)):
+        watched.choose(Prompt(key, 100), up, at)
+        watched.began(key, cached, at + 2)
+    assert watched.waits == [2.0]
