@@ -116,5 +116,6 @@ def test_one_that_gave_way_goes_before_every_deadline() -> None:
     while ring.is_admitted("young") or ring.now < 2:
         ring.step()
         assert ring.now < 20, "14 blocks of 4 tokens hold both"
-    ring.submit("new", answer=4, deadline_s=60.0)
-    assert admissions(ring) == ["old", "young", "new"]
+    ring.submit("new", answer=4, deadline_s=30.0)
+    ring.submit("urgent", answer=4, priority=-1)
+    assert [job.request.key for job in ring.waiting()] == ["urgent", "young", "new"]

@@ -6,6 +6,7 @@ import pytest
 
 from molink.errors import Overloaded
 from molink.head.head import Head
+from molink.head.job import Job
 from molink.head.limits import HeadLimits
 from molink.head.request import Emission, HeadRequest
 from molink.head.waits import ServingRate
@@ -58,6 +59,11 @@ class ScriptedRing:
     def is_admitted(self, key: str, owner: str = "d") -> bool:
         job = self.head._roster.find(owner, key)
         return job is None or job.state != "waiting"
+
+    def waiting(self) -> list[Job]:
+        """Those in the queue, by whose turn it is."""
+        roster = self.head._roster
+        return roster.shares.order(roster.queued)
 
     def rejections(self) -> dict[str, Rejected]:
         found = [each.message for each in self.told if isinstance(each.message, Rejected)]
