@@ -44,46 +44,25 @@ class Admission:
         """Seconds that a request may wait to be admitted."""
         return request.max_queue_s or self._limits.max_queue_s or math.inf
 
-    def check_wait(self, request: HeadRequest, wait: float | None) -> None:
-        """Pass a request that will be admitted in ``wait`` seconds, as far as that is known.
+    def is_bounded(self, request: HeadRequest) -> bool:
+        """Whether it can come to be late."""
+        return bool(request.deadline_s) or self.max_queue_s(request) < math.inf
+
+    def check_wait(self, job: Job, wait: float | None) -> None:
+        """Pass a new request that will be admitted in ``wait`` seconds, as far as that is known.
 
         Raises:
-            Overloaded: that is more than it may wait.
+            Overloaded: that is more than it may wait, or no token of it could come in time.
+            RequestError: its prompt alone takes longer than it has.
         """
-        most = self.max_queue_s(request)
+        most = self.max_queue_s(job.request)
         if wait is not None and wait > most:
             raise Overloaded(
                 f"its turn would come in about {wait:.0f} s; it may wait for {most:g} s"
                 " (`max_queue_time`)",
                 _retry_after(wait - most),
             )
-
-    def check_deadline(self, job: Job, wait: float | None) -> None:
-        """Pass a new request of which a token can come in time, as far as that is known.
-
-        It will be admitted in ``wait`` seconds. Whose answer has begun passes: there is something
-        to be had of it whenever it ends.
-
-        Raises:
-            RequestError: its prompt alone takes longer than it has.
-            Overloaded: that and its wait do.
-        """
-        most = job.request.deadline_s
-        if not most or job.resumed:
-            return
-        spare = job.start_by - job.since
-        if spare < 0:
-            raise RequestError(
-                f"the prompt alone takes {most - spare:.1f} s or more here; its answer has to end"
-                f" within {most:.1f} s (`timeout`)",
-                "timeout",
-            )
-        if wait is not None and wait > spare:
-            raise Overloaded(
-                f"its first token would come in about {wait + most - spare:.0f} s; its answer has"
-                f" to end within {most:.1f} s (`timeout`)",
-                _retry_after(wait - spare),
-            )
+        self._check_deadline(job, wait)
 
     def is_late(self, job: Job, now: float) -> bool:
         """Whether a waiting job must not be admitted any more; one that gave way always may."""
@@ -106,6 +85,25 @@ class Admission:
             f"its turn has not come within {most:g} s (`max_queue_time`)",
             _retry_after(None if wait is None else wait - most),
         )
+
+    def _check_deadline(self, job: Job, wait: float | None) -> None:
+        """Whose answer has begun passes: there is something to be had of it whenever it ends."""
+        most = job.request.deadline_s
+        if not most or job.resumed:
+            return
+        spare = job.start_by - job.since
+        if spare < 0:
+            raise RequestError(
+                f"the prompt alone takes {most - spare:.1f} s or more here; its answer has to end"
+                f" within {most:.1f} s (`timeout`)",
+                "timeout",
+            )
+        if wait is not None and wait > spare:
+            raise Overloaded(
+                f"its first token would come in about {wait + most - spare:.0f} s; its answer has"
+                f" to end within {most:.1f} s (`timeout`)",
+                _retry_after(wait - spare),
+            )
 
     def _check_fields(self, request: HeadRequest) -> None:
         if not request.tokens:

@@ -1,6 +1,5 @@
 """The head of a pipeline: its requests, from submission to the last token."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from molink.errors import InvariantError, MolinkError, Overloaded, RequestError
@@ -304,21 +303,15 @@ class Head:
     def _new_job(self, request: HeadRequest, now: float) -> Job:
         """A job that is not in the queue yet."""
         job = Job.of(request, now)
-        cached = self._cache.find(job).tokens
-        job.uncached = len(job.tokens) - cached
         costs = Costs.of(self._times) if request.deadline_s else None
-        if costs is not None:
-            job.start_by -= costs.prefill_s(job.uncached, cached)
+        job.expect(self._cache.find(job).tokens, costs)
         return job
 
     def _check_wait(self, job: Job) -> None:
-        request, admission = job.request, self._admission
-        if not request.deadline_s and admission.max_queue_s(request) == math.inf:
+        if not self._admission.is_bounded(job.request):
             return
         try:
-            wait = self._waits.turn_of(job)
-            admission.check_wait(request, wait)
-            admission.check_deadline(job, wait)
+            self._admission.check_wait(job, self._waits.turn_of(job))
         except MolinkError:
             self._counts["late"] += 1
             raise

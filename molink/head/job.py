@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from molink.facts.costs import Costs
 from molink.head.host import HostCopy
 from molink.head.prefix import ROOT, Match
 from molink.head.request import HeadRequest
@@ -85,6 +86,12 @@ class Job:
         """A job that waits."""
         start_by = now + (request.deadline_s or USUAL_S)
         return cls(request, list(request.tokens), len(request.tokens), since=now, start_by=start_by)
+
+    def expect(self, cached: int, costs: Costs | None) -> None:
+        """So much of its prompt is cached; the rest takes what ``costs`` say, if they are known."""
+        self.uncached = len(self.tokens) - cached
+        if costs is not None:
+            self.start_by -= costs.prefill_s(self.uncached, cached)
 
     @property
     def resumed(self) -> bool:
