@@ -112,15 +112,20 @@ async def test_an_answer_over_its_time_ends_with_what_it_has(
     assert (backend.running, backend.closed) == (0, 1)
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
 async def test_where_nothing_came_in_time_it_is_an_error(
-    client: TestClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, path: str
+    client: TestClient,
+    backend: FakeBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    stream: bool,
 ) -> None:
     backend.gate = asyncio.Semaphore(0)
     clock = Clock(monkeypatch)
-    asking = asyncio.create_task(client.post(path, json=body_of(path, timeout=90)))
+    asking = asyncio.create_task(client.post(path, json=body_of(path, stream, timeout=5)))
     await backend.until_running(1)
-    clock.ahead = 100
+    clock.ahead = 6  # less than until a stream says that it is still there
     answer = await asking
     assert answer.status == 504
     assert answer.headers["X-Should-Retry"] == "false"
