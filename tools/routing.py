@@ -146,7 +146,7 @@ class Watched(E2):
         self._asked: dict[str, tuple[float, int]] = {}
         self.waits: list[float] = []
 
-    def choose(self, prompt: Prompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         """As E2 does."""
         self._asked[prompt.key] = now, prompt.tokens
         return super().choose(prompt, up, now)

@@ -1,17 +1,17 @@
 """Waits of prompts that begin alike: when they have doubled."""
 
-from molink.routing.waits import ENOUGH, Waits
+from molink.routing.waits import ENOUGH, PrefixWaits
 
 HALF = 90.0
 
 
-def wait(waits: Waits, seconds: float, at: float, count: int = ENOUGH) -> None:
+def wait(waits: PrefixWaits, seconds: float, at: float, count: int = ENOUGH) -> None:
     for _ in range(count):
         waits.add(7, seconds, at)
 
 
 def test_twice_as_long_as_before_and_longer_than_it_is_worth() -> None:
-    waits = Waits(HALF)
+    waits = PrefixWaits(HALF)
     wait(waits, 1.0, 0.0)
     wait(waits, 3.0, HALF)
     assert not waits.doubled(7, 4.0, HALF)
@@ -20,7 +20,7 @@ def test_twice_as_long_as_before_and_longer_than_it_is_worth() -> None:
 
 
 def test_where_nothing_is_known_of_before_nothing_has_doubled() -> None:
-    waits = Waits(HALF)
+    waits = PrefixWaits(HALF)
     assert not waits.doubled(7, 0.0, 0.0)
     wait(waits, 9.0, 0.0)
     assert not waits.doubled(7, 0.0, 0.0)

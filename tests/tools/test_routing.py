@@ -93,6 +93,6 @@ def test_runs_are_stored_once_and_compared_seed_by_seed(tmp_path: Path) -> None:
 def test_it_is_noted_how_long_new_prompts_wait() -> None:
     watched, up = routing.Watched(5.0), [PipelineLoad("a")]
     for key, at, cached in (("early", 0.0, 0), ("new", 6.0, 49), ("known", 6.0, 50)):
-        watched.choose(Prompt(key, 100), up, at)
+        watched.choose(RoutedPrompt(key, 100), up, at)
         watched.began(key, cached, at + 2)
     assert watched.waits == [2.0]

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from molink.errors import RequestError
-from molink.wire.messages.data import Priority, RepetitionPenalty
+from molink.wire.messages.data import RepetitionPenalty
+from molink.wire.messages.serving import Priority
 from molinkd.api.adapting import json_form, message, offered, refuse, take_turn
 from molinkd.api.ollama.calls import Call, Calls
 from molinkd.api.schema import (

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from molink.errors import RequestError
-from molink.wire.messages.data import Priority
+from molink.wire.messages.serving import Priority
 from molinkd.api.adapting import (
     given,
     joined,
