@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TextIO
 
 import typer
+from typer.core import TyperGroup
 
 import molink
 from molink.errors import MolinkError
@@ -21,10 +22,23 @@ INTERRUPTED = 130
 _HELP = "Pool the PCs you already own into one LLM server."
 
 
+class _Commands(TyperGroup):
+    """All commands; what is wrong with an option is said without the name of a Python error."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        """Run the one that is named."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # typer 0.29's, pydantic's
+            raise
+
+
 def build(arguments: Sequence[str]) -> typer.Typer:
     """The command line; groups that take long to import only if ``arguments`` name them."""
     app = typer.Typer(
         name="molink",
+        cls=_Commands,
         help=_HELP,
         pretty_exceptions_enable=False,
         # Rich's markup eats what stands in brackets, and its boxes need more than 80 columns.

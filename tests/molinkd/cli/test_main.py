@@ -212,6 +212,16 @@ def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
     assert "Usage" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["simulate", "up"])
+def test_a_choice_that_is_none_is_said_in_words(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([verb, "--preemption-mode", "nonsense"]) == 2
+    told = capsys.readouterr().err
+    assert "'nonsense' is not one of 'recompute', 'reactive-swap', 'proactive-swap'" in told
+    assert "Value error" not in told
+
+
 def test_a_broken_model_is_named_before_anything_starts(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
