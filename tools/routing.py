@@ -317,7 +317,7 @@ def speed(options: argparse.Namespace) -> dict[str, float]:
     return result
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("figure", nargs="?", choices=("latency", "speed"), default="latency")
@@ -336,7 +336,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="requests/s instead of the workload's")
     parser.add_argument("--tree-tokens", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows = latency(options) if options.all or options.figure == "latency" else []
     quickness = speed(options) if options.all or options.figure == "speed" else None
     store(options.out, rows, quickness)

@@ -98,7 +98,8 @@ class Blueprint:
         if scenario.preemption_mode == "recompute" or not pcie:
             return NO_ROOM
         block = BLOCK_SIZE * self.stages[stage].kv_token_bytes
-        return HostRoom(int(scenario.swap_gb * 1e9 / block), block / pcie)
+        block_s = 0.0 if scenario.free_copies else block / pcie
+        return HostRoom(int(scenario.swap_gb * 1e9 / block), block_s)
 
     @property
     def floor_s(self) -> float:

@@ -95,6 +95,11 @@ class Pipeline:
         return outs, ins, fallbacks
 
     @property
+    def prefill_rows(self) -> int:
+        """Rows of prompts that were computed, and of what was lost when requests gave way."""
+        return int(self._ring.stats()[0]["head_prefill_rows_total"])
+
+    @property
     def waited_s(self) -> list[float]:
         """Seconds in which the steps of each stage waited for copies from or to host memory."""
         return self._ring.waited_s

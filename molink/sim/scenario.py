@@ -42,7 +42,8 @@ class Scenario:
     theirs. Without, prompts and answers have no content, and there can't be ``draft_tokens`` (of a
     request in a pass; 0: none, -1: as many as pay; up to ``ahead`` passes go on from those). With
     ``foresight`` nothing is drafted beyond the first wrong draft. What becomes of the KV of who is
-    preempted says ``preemption_mode``; each stage has ``swap_gb`` (GB) of host memory for it.
+    preempted says ``preemption_mode``; each stage has ``swap_gb`` (GB) of host memory for it. With
+    ``free_copies``, copies from and to it take no time: more can't be had of any mode.
 
     Raises:
         UsageError: a number is out of range, or there is no profile or policy of that name.
@@ -73,6 +74,7 @@ class Scenario:
     foresight: bool = False
     preemption_mode: PreemptionMode = "recompute"
     swap_gb: float = 32.0
+    free_copies: bool = False
 
     def __post_init__(self) -> None:
         bounds: dict[str, tuple[float, float, float]] = {

@@ -2,21 +2,17 @@
 
 import argparse
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from molink.facts.preemption import PREEMPTION_MODES
-from tools.scheduling import (
-    SIZES,
-    STEP,
-    highest,
-    log_normal,
-    poisson,
-    preemption,
-    short_behind_long,
-    sizes_of,
-)
+from tools.scheduling import command
+from tools.scheduling.order import STEP, highest, short_behind_long
+from tools.scheduling.preemption import ORACLE, compared, preemption
+from tools.scheduling.requests import SIZES, log_normal, poisson, sizes_of
 
 
 def test_sizes_have_the_mean_that_is_said() -> None:
@@ -63,11 +59,68 @@ def test_steps_wait_less_for_copies_that_are_made_ahead(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(text, encoding="utf-8")
     device = str(tmp_path / "small.toml")
     options = argparse.Namespace(
-        stages=1, device=device, model="qwen-7b", ratios=[1.0], loads=[6.0], seconds=3.0, seed=1
+        stages=1,
+        device=device,
+        model="qwen-7b",
+        orders=["skip-join-mlfq"],
+        ratios=[1.0],
+        loads=[6.0],
+        seconds=3.0,
+        seeds=[1],
+        swap_gb=32.0,
     )
-    rows = {row["mode"]: row for row in preemption(options)["rows"]}
+    found = preemption(options)
+    rows = {row["side"]: row for row in found["rows"]}
     recompute, reactive, proactive = (rows[mode] for mode in PREEMPTION_MODES)
-    assert recompute["swaps"] == recompute["waited"] == 0
-    assert min(reactive["swaps"], proactive["swaps"]) > 10
+    bound = rows[ORACLE]
+    assert recompute["swaps"] == recompute["waited"] == bound["waited"] == 0
+    assert min(reactive["swaps"], proactive["swaps"], bound["swaps"]) > 10
     assert 0 < proactive["waited"] < 0.5 * reactive["waited"]
-    assert proactive["mean_s"] < recompute["mean_s"]
+    assert bound["mean_s"] < proactive["mean_s"] < recompute["mean_s"]
+    assert recompute["anew"] > 0.1 > proactive["anew"]
+    for row in rows.values():
+        assert row["till_first"] + row["paused"] < 1
+    times = {(pair["slow"], pair["fast"]): pair["times"] for pair in found["against"]}
+    assert times["recompute", ORACLE] == pytest.approx(recompute["mean_s"] / bound["mean_s"])
+
+
+def test_modes_are_compared_seed_by_seed() -> None:
+    rows = [
+        {"side": side, "seed": seed, "mean_s": mean}
+        for seed, means in ((1, (2.0, 1.5, 1.0, 1.0)), (2, (8.0, 2.0, 2.0, 1.0)))
+        for side, mean in zip((*PREEMPTION_MODES, ORACLE), means, strict=True)
+    ]
+    found = {(pair["slow"], pair["fast"]): pair for pair in compared(rows)}
+    pair = found["recompute", "proactive-swap"]
+    assert (pair["times"], pair["least"], pair["most"]) == (3.0, 2.0, 4.0)
+    assert found["reactive-swap", ORACLE]["most"] == 2.0
+
+
+@pytest.mark.parametrize("traces", [(), ("--trace", "a.csv", "--conversations", "b.jsonl")])
+def test_all_is_every_figure_each_by_its_own_command(
+    traces: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made: list[tuple[str, str]] = []
+
+    def figure(options: argparse.Namespace) -> dict[str, Any]:
+        made.append((options.figure_name, options.out.name))
+        return {"rows": [{"ratio": 1.0}]}
+
+    def routing_main(arguments: Sequence[str]) -> None:
+        made.append(("routing", " ".join(arguments[:-2])))
+
+    monkeypatch.setattr(command, "FIGURES", dict.fromkeys(command.FIGURES, figure))
+    monkeypatch.setattr("tools.routing.main", routing_main)
+    command.main(["--all", "--out", str(tmp_path), *traces])
+    told = capsys.readouterr().out
+    assert {name for name, _ in made} == {*command.FIGURES, "routing"}
+    assert len(set(made)) == len(made)
+    assert told.count("python -m tools.") == len(made)
+    assert ("left out" in told) is not bool(traces)
+    assert (("slo", "scheduling-slo-trace.json") in made) is bool(traces)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        file for name, file in made if name != "routing"
+    }

@@ -15,8 +15,8 @@ ALPHA = 0.3
 #: And quanta of its queue that it waits for, at least.
 PATIENCE = 16
 #: A job gives way when its queue's quantum is so many times what it takes to compute it anew, or to
-#: copy it to host memory and back, beside which others are computed.
-WORTH, WORTH_COPIED = 32, 4
+#: copy it to host memory and back.
+WORTH = 8
 #: Seconds that an iteration takes where neither profiles nor a first iteration have told.
 UNKNOWN_S = 0.05
 
@@ -145,11 +145,9 @@ class Mlfq(Ranked):
     # --- questions -------------------------------------------------------------------------------
 
     def may_give_way(self, job: Job) -> bool:
-        """Whether it has run for much longer than it takes to compute it anew."""
-        quantum = self.quantum(self._places[job].home)
-        if self.restoring is not None:
-            return quantum >= WORTH_COPIED * self.restoring(job)
-        return quantum >= WORTH * self.times.prompt_s(len(job.tokens))
+        """Whether it has run for much longer than it takes until it is where it was."""
+        restoring = self.restoring or (lambda lost: self.times.prompt_s(len(lost.tokens)))
+        return self.quantum(self._places[job].home) >= WORTH * restoring(job)
 
     def next_turns(self, jobs: Collection[Job], batch: int, now: float) -> Mapping[Job, float]:
         """When those before it have been demoted to its queue, or it is promoted (§4.2)."""

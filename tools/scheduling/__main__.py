@@ -1,0 +1,5 @@
+"""Entry point of ``python -m tools.scheduling``."""
+
+from tools.scheduling.command import main
+
+main()

@@ -1,0 +1,97 @@
+"""What becomes of the KV of those that give way (FastServe, §6.3), and what the bound is."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from statistics import fmean
+from typing import Any
+
+from molink.facts.preemption import PREEMPTION_MODES
+from molink.sim.scenario import Scenario
+from tools.scheduling.requests import means_of, poisson, sizes_of
+from tools.scheduling.serving import Run, capacity_of, ring, ring_name, run, told
+
+#: Beside the modes: an oracle, ``proactive-swap`` with copies that take no time and host memory
+#: without an end. Who gives way is where it was at no cost, as if computing anew took no time.
+ORACLE = "nothing-lost"
+SIDES = (*PREEMPTION_MODES, ORACLE)
+#: What each is compared with: how many times as long the first one's latency is.
+PAIRS = (
+    ("recompute", "proactive-swap"),
+    ("reactive-swap", "proactive-swap"),
+    ("recompute", ORACLE),
+    ("reactive-swap", ORACLE),
+)
+_FOREVER_GB = float(1 << 16)
+
+
+def preemption(options: argparse.Namespace) -> dict[str, Any]:
+    """Latency per token by what becomes of the KV of those that give way, and its bound."""
+    rows, against = [], []
+    for policy, ratio, load in product(options.orders, options.ratios, options.loads):
+        cell = {"policy": policy, "ratio": ratio, "load": load}
+        found = [cell | row for row in _of_cell(options, policy, ratio, load)]
+        rows += found
+        against += [cell | pair for pair in compared(found)]
+    return {
+        "ring": ring_name(options),
+        "seconds": options.seconds,
+        "swap_gb": options.swap_gb,
+        "against": against,
+        "rows": rows,
+    }
+
+
+def _of_cell(
+    options: argparse.Namespace, policy: str, ratio: float, load: float
+) -> list[dict[str, Any]]:
+    """All sides with all seeds; a ``ratio`` of 0 leaves sizes as they are."""
+    rate = load * capacity_of(ring(options), *means_of("sharegpt", ratio or None))
+    rows = []
+    for seed in options.seeds:
+        plan = poisson(sizes_of("sharegpt", ratio or None), rate, options.seconds, seed)
+        for side in SIDES:
+            found = told(run(_side(options, policy, side), plan), side, rate)
+            rows.append({"rate": rate, "seed": seed, "side": side} | _figures(found))
+    return rows
+
+
+def _side(options: argparse.Namespace, policy: str, side: str) -> Scenario:
+    scenario = replace(ring(options, policy), swap_gb=options.swap_gb)
+    if side != ORACLE:
+        return replace(scenario, preemption_mode=side)
+    return replace(
+        scenario, preemption_mode="proactive-swap", swap_gb=_FOREVER_GB, free_copies=True
+    )
+
+
+def _figures(found: Run) -> dict[str, float]:
+    """Of one run. ``busy``, ``waited``: shares of the time in which the stage computes, waits."""
+    return {
+        "mean_s": found.mean,
+        "p95_s": found.p95,
+        "ttft_s": found.ttft_mean,
+        "requests": found.requests,
+        "preemptions": found.preemptions,
+        "swaps": found.swaps,
+        "till_first": found.till_first,
+        "paused": found.paused,
+        "waited": found.waited_s / found.seconds,
+        "busy_s": found.busy_s,
+        "anew": found.rows - 1,
+    }
+
+
+def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How many times as long one side's mean latency is as the other's: mean, least and most."""
+    means = {(row["side"], row["seed"]): row["mean_s"] for row in rows}
+    seeds = sorted({row["seed"] for row in rows})
+    found = []
+    for slow, fast in PAIRS:
+        ratios = [means[slow, seed] / means[fast, seed] for seed in seeds]
+        found.append(
+            {"slow": slow, "fast": fast}
+            | {"times": fmean(ratios), "least": min(ratios), "most": max(ratios)}
+        )
+    return found

@@ -1,0 +1,69 @@
+"""Requests that arrive at random, of sizes as people's are."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from molink.bench.planned import PlannedRequest
+from molink.bench.trace import TraceRow, read_trace
+
+#: Means of prompt and answer in tokens, and the spread of their logarithms.
+SIZES = {"sharegpt": ((161.0, 1.2), (338.0, 1.0)), "alpaca": ((19.0, 0.6), (58.0, 0.9))}
+MAX_PROMPT, MAX_OUTPUT = 2048, 1024
+
+Plan = Sequence[PlannedRequest]
+#: Sizes of the next request.
+Draw = Callable[[random.Random], TraceRow]
+
+
+def log_normal(rng: random.Random, mean: float, spread: float, maximum: int) -> int:
+    """Tokens with that mean, before they are bounded."""
+    value = rng.lognormvariate(math.log(mean) - spread**2 / 2, spread)
+    return max(1, min(maximum, round(value)))
+
+
+def means_of(kind: str, ratio: float | None = None) -> tuple[float, float]:
+    """Tokens of prompt and answer; with a ``ratio`` of both as many in all, shared out so."""
+    (prompt, _), (output, _) = SIZES[kind]
+    if ratio is None:
+        return prompt, output
+    total = prompt + output
+    return total * ratio / (1 + ratio), total / (1 + ratio)
+
+
+def sizes_of(kind: str, ratio: float | None = None) -> Draw:
+    """Draws sizes of these means."""
+    (_, prompt_spread), (_, output_spread) = SIZES[kind]
+    prompt, output = means_of(kind, ratio)
+
+    def draw(rng: random.Random) -> TraceRow:
+        return TraceRow(
+            0.0,
+            log_normal(rng, prompt, prompt_spread, MAX_PROMPT),
+            log_normal(rng, output, output_spread, MAX_OUTPUT),
+        )
+
+    return draw
+
+
+def sizes_in(path: Path) -> Draw:
+    """Draws sizes of a trace."""
+    rows = [
+        row
+        for row in read_trace(path)
+        if row.input_tokens <= MAX_PROMPT and row.output_tokens <= MAX_OUTPUT
+    ]
+    return lambda rng: rng.choice(rows)
+
+
+def poisson(draw: Draw, rate: float, seconds: float, seed: int) -> Plan:
+    """Requests of so many seconds; request ``i`` is of the same size at every rate."""
+    sizes, arrivals = random.Random(seed), random.Random(seed + 1)
+    plan, at = [], 0.0
+    while True:
+        at += arrivals.expovariate(rate)
+        if at >= seconds and plan:
+            return plan
+        size = draw(sizes)
+        plan.append(PlannedRequest(len(plan), at, size.input_tokens, size.output_tokens))

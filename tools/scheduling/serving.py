@@ -1,0 +1,115 @@
+"""A ring that serves requests to their end, and what came of it."""
+
+import argparse
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from molink.bench.report import percentile
+from molink.bench.sample import Sample
+from molink.facts.profile import MAX_CHUNK_ROWS
+from molink.sim.blueprint import BLOCK_SIZE, Blueprint
+from molink.sim.pipeline import Pipeline
+from molink.sim.profiles import LinkProfile
+from molink.sim.scenario import Scenario
+from molink.sim.simulate import no_collector
+from molink.sim.workload import Workload
+from tools.scheduling.requests import Plan
+
+#: What is simulated has no workload of its own here: the plan is given.
+NO_WORKLOAD = Workload(1.0, 1.0)
+#: Seconds between two tokens from which on a request counts as having given way to others.
+_PAUSE_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one policy made of a plan: seconds per output token, and preemptions."""
+
+    mean: float
+    p95: float
+    ttft_mean: float
+    ttft_p95: float
+    preemptions: int
+    #: Of these, requests that went to host memory, and seconds that steps waited for copies.
+    swaps: int
+    waited_s: float
+    #: From the first arrival to the last token, and in which the slowest stage computed.
+    seconds: float
+    busy_s: float
+    requests: int
+    #: Shares of all requests' latency: until the first token, and given way to others after it.
+    till_first: float
+    paused: float
+    #: Rows of prompts and of what was lost, by the tokens of the prompts.
+    rows: float
+
+
+def serve(scenario: Scenario, plan: Plan) -> tuple[list[Sample], Pipeline]:
+    """Every request to its end, however late, and what served them."""
+    pipeline = Pipeline(scenario, plan)
+    with no_collector():
+        pipeline.run(1e6)
+    samples = pipeline.clients.samples(0.0)
+    failed = [sample.error for sample in samples if sample.error is not None]
+    if pipeline.trouble or failed:
+        raise SystemExit(f"{scenario.scheduling_policy}: {pipeline.trouble or failed[0]}")
+    return samples, pipeline
+
+
+def run(scenario: Scenario, plan: Plan) -> Run:
+    """Figures of one simulation."""
+    samples, pipeline = serve(scenario, plan)
+    tokens = sorted(sample.latency / sample.output_tokens for sample in samples)
+    ttft = sorted(sample.ttft for sample in samples)
+    latency = sum(sample.latency for sample in samples)
+    gaps = (later - sooner for sample in samples for sooner, later in pairwise(sample.texts))
+    return Run(
+        sum(tokens) / len(tokens),
+        percentile(tokens, 95),
+        sum(ttft) / len(ttft),
+        percentile(ttft, 95),
+        pipeline.preemptions,
+        pipeline.swaps[0],
+        max(pipeline.waited_s),
+        max(sample.finished for sample in samples) - plan[0].at,
+        max(pipeline.computed_s),
+        len(plan),
+        sum(ttft) / latency,
+        sum(gap for gap in gaps if gap > _PAUSE_S) / latency,
+        pipeline.prefill_rows / sum(request.input_tokens for request in plan),
+    )
+
+
+def told(found: Run, policy: str, rate: float) -> Run:
+    """``found``, printed."""
+    print(
+        f"  {policy:15} {rate:6.2f}/s {found.requests:5} requests: {found.mean:.3f} s a token,"
+        f" p95 {found.p95:.3f}; first token {found.ttft_mean:.2f} s, p95 {found.ttft_p95:.2f};"
+        f" {found.preemptions} preempted, {found.seconds:.0f} s",
+        flush=True,
+    )
+    return found
+
+
+def ring(options: argparse.Namespace, policy: str = "fcfs") -> Scenario:
+    """Where answers are many, and memory is what is short."""
+    link = LinkProfile(bandwidth_mbps=1000, latency_ms=0.5)
+    stages, device, model = options.stages, options.device, options.model
+    scenario = Scenario(NO_WORKLOAD, stages, device, model, link, max_running=256)
+    return replace(scenario, scheduling_policy=policy)
+
+
+def ring_name(options: argparse.Namespace) -> str:
+    """What :func:`ring` is, in words."""
+    links = ", 1 Gbps, 0.5 ms" if options.stages > 1 else ""
+    return f"{options.stages} x {options.device}, {options.model}{links}"
+
+
+def capacity_of(scenario: Scenario, prompt: float, output: float) -> float:
+    """Requests/s of these sizes that a ring of one stage could serve, about: memory always full."""
+    blueprint = Blueprint.of(scenario)
+    (stage,) = blueprint.profiles
+    context = prompt + output / 2
+    streams = int(blueprint.blocks * BLOCK_SIZE / context)
+    chunk = stage.prefill_s(MAX_CHUNK_ROWS) / MAX_CHUNK_ROWS
+    return 1 / (prompt * chunk + output * stage.decode_s(streams, context) / streams)
