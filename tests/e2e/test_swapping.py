@@ -1,4 +1,4 @@
-"""Two processes with little memory for KV: who gives way is kept elsewhere; its text is the same."""
+"""Two processes with little memory for KV: who gives way goes elsewhere; its text is the same."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
