@@ -76,7 +76,7 @@ def test_steps_wait_less_for_copies_that_are_made_ahead(tmp_path: Path) -> None:
     assert recompute["swaps"] == recompute["waited"] == bound["waited"] == 0
     assert min(reactive["swaps"], proactive["swaps"], bound["swaps"]) > 10
     assert 0 < proactive["waited"] < 0.5 * reactive["waited"]
-    assert bound["mean_s"] < proactive["mean_s"] < recompute["mean_s"]
+    assert max(bound["busy_s"], proactive["busy_s"]) < recompute["busy_s"]
     assert recompute["anew"] > 0.1 > proactive["anew"]
     for row in rows.values():
         assert row["till_first"] + row["paused"] < 1
@@ -106,6 +106,7 @@ def test_all_is_every_figure_each_by_its_own_command(
     made: list[tuple[str, str]] = []
 
     def figure(options: argparse.Namespace) -> dict[str, Any]:
+        """Nothing."""
         made.append((options.figure_name, options.out.name))
         return {"rows": [{"ratio": 1.0}]}
 
