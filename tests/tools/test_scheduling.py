@@ -12,7 +12,9 @@ from molink.facts.preemption import PREEMPTION_MODES
 from tools.scheduling import command
 from tools.scheduling.order import STEP, highest, short_behind_long
 from tools.scheduling.preemption import ORACLE, compared, preemption
+from tools.scheduling.processes import burst, mean, simulated
 from tools.scheduling.requests import SIZES, log_normal, poisson, sizes_of
+from tools.scheduling.serving import serve
 
 
 def test_sizes_have_the_mean_that_is_said() -> None:
@@ -94,6 +96,14 @@ def test_modes_are_compared_seed_by_seed() -> None:
     pair = found["recompute", "proactive-swap"]
     assert (pair["times"], pair["least"], pair["most"]) == (3.0, 2.0, 4.0)
     assert found["reactive-swap", ORACLE]["most"] == 2.0
+
+
+def test_in_a_burst_short_requests_need_not_wait_for_long_ones() -> None:
+    plan = burst(16)
+    means = {
+        policy: mean(serve(simulated(policy), plan)[0]) for policy in ("fcfs", "skip-join-mlfq")
+    }
+    assert means["skip-join-mlfq"] < 0.8 * means["fcfs"]
 
 
 @pytest.mark.parametrize("traces", [(), ("--trace", "a.csv", "--conversations", "b.jsonl")])

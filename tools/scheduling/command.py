@@ -10,6 +10,7 @@ from typing import Any
 from tools import routing
 from tools.scheduling import order
 from tools.scheduling.preemption import preemption
+from tools.scheduling.processes import processes
 from tools.scheduling.requests import SIZES
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -19,6 +20,7 @@ FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "slo": order.slo,
     "ratios": order.ratios,
     "preemption": preemption,
+    "processes": processes,
 }
 _POLICIES = ("fcfs", "mlfq", "fixed-priority", "skip-join-mlfq", "srpt")
 #: Where FastServe measured, as far as it says.
@@ -26,6 +28,7 @@ _FASTSERVE = {"device": "a100-40gb", "model": "opt-13b"}
 #: What differs from :func:`_parser`'s common defaults, by figure.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "preemption": _FASTSERVE | {"ratios": [0.0], "seconds": 60.0},
+    "processes": {"policies": ["fcfs", "mlfq", "fixed-priority", "skip-join-mlfq"]},
 }
 _SLO = ("slo", "--policies", "fcfs,skip-join-mlfq", "--kinds")
 _AT_HOME = ("--device", "rtx4090", "--model", "qwen-7b", "--ratios", "0.5,1,4,16")
@@ -52,6 +55,7 @@ def commands(azure: Path | None, mooncake: Path | None, out: Path) -> list[tuple
             *(here, "preemption", *_AT_HOME, "--loads", "3", "--seconds", "12"),
             *file("scheduling-preemption-rtx4090"),
         ),
+        (here, "processes", *file("scheduling-processes")),
     ]
     if mooncake is not None:
         found.append(("tools.routing", "--all", "--trace", str(mooncake), *file("routing")))
@@ -109,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--load", type=float, default=1.5, help="by what could be served")
         sub.add_argument("--loads", type=_numbers, default=[1.2, 3.0])
         sub.add_argument("--ratios", type=_numbers, default=[1, 2, 4, 8, 16])
+        sub.add_argument("--requests", type=int, default=32)
         sub.add_argument("--swap-gb", type=float, default=144.0, help="host memory of a stage")
         sub.set_defaults(
             figure=figure, figure_name=name, **{"seeds": [1, 2, 3]} | _DEFAULTS.get(name, {})

@@ -23,7 +23,7 @@ PAIRS = (
     ("recompute", ORACLE),
     ("reactive-swap", ORACLE),
 )
-_FOREVER_GB = float(1 << 16)
+_FOREVER_GB = 4096.0
 
 
 def preemption(options: argparse.Namespace) -> dict[str, Any]:

@@ -47,8 +47,17 @@ def running(
 
 
 @contextlib.contextmanager
-def molink_swarm(model: Path, stages: int, *options: str, threads: int = 1) -> Iterator[str]:
-    """A swarm of ``stages`` daemons on this PC with ``threads`` each; gives the first's URL."""
+def molink_swarm(
+    model: Path,
+    stages: int,
+    *options: str,
+    threads: int = 1,
+    settings: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """A swarm of ``stages`` daemons on this PC with ``threads`` each; gives the first's URL.
+
+    ``settings`` are those of all of them (``MOLINK_*``), ``options`` the first one's.
+    """
     common = ["--host", "127.0.0.1", "--control-port", "0", "--worker-ports", "0-0", "--port", "0"]
     common += ["--threads", str(threads)]
     with contextlib.ExitStack() as stack:
@@ -60,7 +69,11 @@ def molink_swarm(model: Path, stages: int, *options: str, threads: int = 1) -> I
             home, log = root / str(index), root / f"{index}.log"
             command = first if index == 0 else [sys.executable, "-m", "molinkd", "join", token]
             process = stack.enter_context(
-                running(command + common * (index > 0), log, {"MOLINK_HOME": str(home)})
+                running(
+                    command + common * (index > 0),
+                    log,
+                    {**(settings or {}), "MOLINK_HOME": str(home)},
+                )
             )
             if index == 0:
                 wanted = (ENDPOINT, TOKEN)

@@ -1,0 +1,95 @@
+"""Whether real processes rank policies as the simulator does."""
+
+import argparse
+import asyncio
+from statistics import fmean
+from typing import Any
+
+from molink.bench.clock import MonotonicClock
+from molink.bench.http import BenchClient, BenchTarget
+from molink.bench.planned import PlannedRequest
+from molink.bench.runner import run_plan
+from molink.bench.sample import Sample
+from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.source import demo_model
+from molink.sim.profiles import LinkProfile, ModelProfile
+from molink.sim.scenario import Scenario
+from tools.scheduling.requests import Plan
+from tools.scheduling.serving import NO_WORKLOAD, serve
+from tools.serving.process import molink_swarm
+
+STAGES = 2
+#: Requests that hold KV blocks at a time, so few that others wait.
+PLACES = 4
+#: All come within so many seconds: who is first then is the policy's to say, however fast a PC is.
+SECONDS = 0.2
+#: Prompt and answer of the long ones, of which every fourth request is one, and of the others.
+LONG, SHORT = (200, 320), (24, 24)
+
+
+def burst(requests: int) -> Plan:
+    """Long requests and short ones, evenly over the time; the first ones are long."""
+    return [
+        PlannedRequest(
+            index, SECONDS * index / requests, *(LONG if index % 4 == 0 or index < 4 else SHORT)
+        )
+        for index in range(requests)
+    ]
+
+
+def processes(options: argparse.Namespace) -> dict[str, Any]:
+    """Two stages of the bundled model as processes, and simulated: latency by policy."""
+    plan, rows = burst(options.requests), []
+    for policy in options.policies:
+        real = asyncio.run(_served(policy, plan))
+        expected = serve(simulated(policy), plan)[0]
+        row = {"policy": policy, "real_s": mean(real), "simulated_s": mean(expected)}
+        print(row, flush=True)
+        rows.append(row)
+    ranked = [sorted(rows, key=lambda row: row[side]) for side in ("real_s", "simulated_s")]
+    orders = [[row["policy"] for row in each] for each in ranked]
+    return {"requests": len(plan), "real": orders[0], "simulated": orders[1], "rows": rows}
+
+
+def mean(samples: list[Sample]) -> float:
+    """Seconds of latency per output token, over requests."""
+    return fmean(sample.latency / sample.output_tokens for sample in samples)
+
+
+async def _served(policy: str, plan: Plan) -> list[Sample]:
+    settings = {"MOLINK_MAX_RUNNING": str(PLACES), "MOLINK_SCHEDULING_POLICY": policy}
+    with molink_swarm(demo_model().path, STAGES, settings=settings) as url:
+        clock = MonotonicClock()
+        async with BenchClient(BenchTarget(url, "completions"), clock) as client:
+            await client.prepare()
+            done = await run_plan(plan, client.send, concurrency=len(plan), clock=clock)
+    failed = [sample.error for sample in done.samples if sample.error is not None]
+    if failed:
+        raise SystemExit(f"{policy}: {failed[0]}")
+    return list(done.samples)
+
+
+def simulated(policy: str) -> Scenario:
+    """The same ring, of a PC like any."""
+    facts = ModelFolder.open(demo_model().path).config
+    shape = ModelProfile(
+        "demo",
+        "config.json",
+        facts.layers,
+        facts.hidden_size,
+        facts.intermediate_size,
+        facts.heads,
+        facts.kv_heads,
+        facts.head_dim,
+        facts.vocab_size,
+    )
+    return Scenario(
+        NO_WORKLOAD,
+        STAGES,
+        "cpu-8core",
+        "demo",
+        LinkProfile(bandwidth_mbps=1000, latency_ms=0.1),
+        max_running=PLACES,
+        scheduling_policy=policy,
+        shape=shape,
+    )
