@@ -2,37 +2,43 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import openai
 import pytest
 
+from molink.checkpoint.source import demo_model
 from molink.facts.model import BLOCK_SIZE
 from tests.support.processes import Process, Tools
 
-#: Each PC's KV pool then has blocks for about 3200 tokens; all requests together want 4800.
-SETTINGS = {
-    "MOLINK_MEMORY": "80MB",
-    "MOLINK_PREEMPTION_MODE": "proactive-swap",
-    "MOLINK_SWAP_SPACE": "256MB",
-    "MOLINK_SCHEDULING_POLICY": "skip-join-mlfq",
-    "MOLINK_PREFIX_CACHE": "false",
-}
+SETTINGS = {"MOLINK_PREFIX_CACHE": "false"}
+#: Each PC's KV pool then has blocks for 2000 to 4000 tokens; all requests together want more.
+OPTIONS = (
+    *("--coordinator-port", "0", "--memory", "84MB", "--swap-space", "256MB"),
+    *("--preemption-mode", "proactive-swap", "--scheduling-policy", "skip-join-mlfq"),
+)
 REQUESTS, ANSWER = 8, 500
 
 
 @pytest.fixture
-def demo_of_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    arguments = ["demo", "--peers", "2", "--dtype", "f32"]
-    process = Process(tmp_path_factory.mktemp("swapping"), arguments, variables=SETTINGS)
-    try:
-        yield process
-    finally:
-        process.stop()
+def first(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> Iterator[Process]:
+    root = tmp_path_factory.mktemp("swapping")
+    options = tools.local_options(*OPTIONS)
+    up = ["up", "--model", str(demo_model().path), "--dtype", "f32", "--min-peers", "2"]
+    with ExitStack() as running:
+        first = Process(root / "first", [*up, *options], variables=SETTINGS)
+        running.callback(first.stop)
+        tools.wait_for(lambda: first.home.membership.exists(), first)
+        token = tools.run_molink(root / "first", "invite").stdout.strip()
+        second = Process(root / "second", ["join", token, *options], variables=SETTINGS)
+        running.callback(second.stop)
+        first.wait_ready()
+        yield first
 
 
-def ask(client: openai.OpenAI, number: int) -> str:
+def ask(client: openai.OpenAI, model: str, number: int) -> str:
     done = client.completions.create(
-        model="molink-demo",
+        model=model,
         prompt=f"{number}" + " once upon a time" * 20,
         temperature=0,
         max_tokens=ANSWER,
@@ -45,8 +51,8 @@ def ask(client: openai.OpenAI, number: int) -> str:
 
 @pytest.mark.slow  # without processes: tests/molinkd/worker/test_swapping.py
 @pytest.mark.timeout(400)
-def test_who_is_swapped_gets_the_same_text(demo_of_two: Process, tools: type[Tools]) -> None:
-    status = demo_of_two.wait_ready()
+def test_who_is_swapped_gets_the_same_text(first: Process, tools: type[Tools]) -> None:
+    status = first.status()
     head = status["pipelines"][0]["stages"][0]["peer"]
     (at_head,) = [peer["endpoint"] for peer in status["peers"] if peer["id"] == head]
 
@@ -57,12 +63,13 @@ def test_who_is_swapped_gets_the_same_text(demo_of_two: Process, tools: type[Too
         return 0 < counted("swaps_out_total") == counted("swaps_in_total")
 
     with tools.client(at_head) as client:
-        alone = [ask(client, number) for number in range(REQUESTS)]
-        tools.wait_for(lambda: counted("blocks_used") == 0, demo_of_two)
+        model = client.models.list().data[0].id
+        alone = [ask(client, model, number) for number in range(REQUESTS)]
+        tools.wait_for(lambda: counted("blocks_used") == 0, first)
         assert counted("swaps_out_total") == 0
         assert BLOCK_SIZE * counted("blocks") < REQUESTS * ANSWER
         with ThreadPoolExecutor(REQUESTS) as pool:
-            together = list(pool.map(lambda number: ask(client, number), range(REQUESTS)))
+            together = list(pool.map(lambda number: ask(client, model, number), range(REQUESTS)))
     assert together == alone
-    tools.wait_for(all_came_back, demo_of_two)
+    tools.wait_for(all_came_back, first)
     assert counted("host_blocks_used") == 0
