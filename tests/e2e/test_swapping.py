@@ -12,12 +12,12 @@ from molink.facts.model import BLOCK_SIZE
 from tests.support.processes import Process, Tools
 
 SETTINGS = {"MOLINK_PREFIX_CACHE": "false"}
-#: Each PC's KV pool then has blocks for 2000 to 4000 tokens; all requests together want more.
+#: Each PC's KV pool then has blocks for 2100 to 4000 tokens; all requests together want more.
 OPTIONS = (
-    *("--coordinator-port", "0", "--memory", "84MB", "--swap-space", "256MB"),
+    *("--coordinator-port", "0", "--memory", "48MB", "--swap-space", "256MB"),
     *("--preemption-mode", "proactive-swap", "--scheduling-policy", "skip-join-mlfq"),
 )
-REQUESTS, ANSWER = 8, 500
+REQUESTS, ANSWER = 12, 400
 
 
 @pytest.fixture
