@@ -25,8 +25,8 @@ _HELP = "Pool the PCs you already own into one LLM server."
 class _Commands(TyperGroup):
     """All commands; what is wrong with an option is said without the name of a Python error."""
 
-    def invoke(self, ctx: typer.Context) -> Any:
-        """Run the one that is named."""
+    def invoke(self, ctx: Any) -> Any:
+        """Run the one that is named; typer has the context's type from a package of its own."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
