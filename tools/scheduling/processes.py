@@ -23,9 +23,6 @@ STAGES = 2
 PLACES = 4
 #: All come within so many seconds: who is first then is the policy's to say, however fast a PC is.
 SECONDS = 0.2
-#: Simulated, from the arrival of rows until the stage has them: a turn then takes the 8 ms that it
-#: does with processes on two cores. Promotion goes by seconds, so that matters.
-HANDLING_MS = 2.8
 #: Prompt and answer of the long ones, of which every fourth request is one, and of the others.
 LONG, SHORT = (200, 320), (24, 24)
 
@@ -91,7 +88,7 @@ def simulated(policy: str) -> Scenario:
         STAGES,
         "cpu-8core",
         "demo",
-        LinkProfile(bandwidth_mbps=1000, latency_ms=0.1, handling_ms=HANDLING_MS),
+        LinkProfile(bandwidth_mbps=1000, latency_ms=0.1),
         max_running=PLACES,
         scheduling_policy=policy,
         shape=shape,
