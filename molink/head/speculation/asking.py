@@ -1,0 +1,213 @@
+"""Which requests wait for what a draft model guesses, and for how many tokens.
+
+A model of the same vocabulary, small enough to be whole on the first stage's device, guesses what
+n-grams don't find. That takes time in which its request waits: it is asked if the tokens that it
+may bring are worth more than that and than their rows. Its own chances say when to stop.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from molink.facts.drafts import Ask, DraftModelFacts, DraftOrder, Guesses
+from molink.head.job import Job
+from molink.head.speculation.costs import RingLoad, TurnCosts
+from molink.head.speculation.drafting import Drafting
+from molink.head.speculation.record import SUREST, Record
+
+#: What guesses promise is divided by this: profiles and chances are estimates.
+MARGIN = 1.2
+#: Tokens that it guesses at most.
+MOST_GUESSED = 8
+#: Tokens that it has not been told yet for which a request waits. More it takes in beside, so many
+#: at a time: steps of the stage wait for them.
+_SOON, _AT_ONCE = 32, 512
+#: What it costs to have it read a prompt has to be saved within so many tokens.
+_PAID_BACK = 64
+#: Weight of the last answer in how much longer they take than the profile says.
+_SMOOTHING = 0.2
+
+
+@dataclass(slots=True, eq=False)
+class _Told:
+    """What the model knows of a request, by its number there: its first ``tokens`` tokens.
+
+    ``position`` is where it is asked what comes next, -1 if it is only told of tokens, ``None`` if
+    nothing is asked.
+    """
+
+    number: int
+    drafting: Drafting
+    tokens: int = 0
+    position: int | None = None
+
+
+class Asking:
+    """What the requests of one head ask of its draft model; without a ``model`` nothing.
+
+    ``fixed`` tokens are asked for in any case, if that isn't 0.
+    """
+
+    def __init__(self, model: DraftModelFacts | None, costs: TurnCosts, fixed: int) -> None:
+        self._model = model
+        self._costs = costs
+        self._fixed = fixed
+        self._numbers = count()
+        self._told: dict[Job, _Told] = {}
+        self._of: dict[int, _Told] = {}
+        self._asks: list[Ask] = []
+        self._over: list[int] = []
+        #: Orders that aren't answered, in order.
+        self._orders: deque[DraftOrder] = deque()
+        #: How many times as long as the profile says the model takes.
+        self._pace = 1.0
+        #: How all that it has guessed has done.
+        self.record = Record()
+        #: Tokens that it has guessed, and seconds that it took.
+        self.guessed = 0
+        self.seconds = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a model to ask."""
+        return self._model is not None
+
+    def waits(self, job: Job) -> bool:
+        """Whether the next row of a request waits for its guesses."""
+        told = self._told.get(job)
+        return told is not None and told.position == len(job.tokens)
+
+    def consult(self, jobs: Sequence[tuple[Job, Drafting, int]], load: RingLoad) -> None:
+        """Ask what may follow the tokens of ``jobs`` that can go on, where that is worth it.
+
+        With each comes how many drafts it may have.
+        """
+        if self._model is None or load.prefilling:
+            return
+        able = [each for each in jobs if self._may_ask(*each)]
+        if self._fixed:
+            for job, drafting, room in able:
+                self._ask(job, drafting, min(self._fixed, room), 0.0)
+            return
+        least = self._least(len(able), load)
+        able = [each for each in able if _usual(each[1]) > least]
+        saved = self._saved_s([_usual(drafting) for _, drafting, _ in able], load)
+        if saved <= 0.0:
+            return
+        for job, drafting, room in able:
+            behind = len(job.tokens) - self._known(job)
+            if behind <= _SOON:
+                self._ask(job, drafting, min(MOST_GUESSED, room), least)
+            elif self._model.profile.prefill_s(behind) * self._pace <= _PAID_BACK * saved:
+                self._ask(job, drafting, 0, 0.0)
+
+    def take(self) -> DraftOrder | None:
+        """What is to be asked now."""
+        if not self._asks and not self._over:
+            return None
+        order = DraftOrder(tuple(self._asks), tuple(self._over))
+        self._asks, self._over = [], []
+        self._orders.append(order)
+        return order
+
+    def answered(self, found: Guesses) -> None:
+        """The model has answered an order."""
+        self.seconds += found.seconds
+        asks = self._orders.popleft().asks
+        for guess in found.guesses:
+            self.guessed += len(guess.tokens)
+            told = self._of.get(guess.request)
+            if told is not None:
+                if told.position is not None and told.position >= 0:
+                    told.drafting.guessed(told.position, guess)
+                told.position = None
+        if found.failed:
+            self._model = None
+            self._told, self._of, self._asks = {}, {}, []
+        elif self._model is not None and asks:
+            passes = max(len(guess.tokens) for guess in found.guesses)
+            predicted = self._first_s(asks, self._model) + max(0, passes - 1) * self._pass_s(
+                sum(ask.count > 0 for ask in asks), 0
+            )
+            if predicted:
+                self._pace += _SMOOTHING * (found.seconds / predicted - self._pace)
+
+    def over(self, job: Job) -> None:
+        """A request has ended."""
+        told = self._told.pop(job, None)
+        if told is not None:
+            del self._of[told.number]
+            self._over.append(told.number)
+            self._asks = [ask for ask in self._asks if ask.request != told.number]
+
+    # --- whom ----------------------------------------------------------------------------------
+
+    def _may_ask(self, job: Job, drafting: Drafting, room: int) -> bool:
+        """Whether the model could tell something of a request that nobody has told yet.
+
+        Not where n-grams, or a grammar, say what is as likely.
+        """
+        told, first = self._told.get(job), len(job.tokens)
+        if room < 1 or self._model is None or first + MOST_GUESSED > self._model.context:
+            return False
+        if (told is not None and told.position is not None) or drafting.guess_at == first:
+            return False
+        return not drafting.is_forced(first) and drafting.looked_up(job.tokens) < _usual(drafting)
+
+    def _known(self, job: Job) -> int:
+        told = self._told.get(job)
+        return 0 if told is None else told.tokens
+
+    def _ask(self, job: Job, drafting: Drafting, wanted: int, least: float) -> None:
+        """Ask for ``wanted`` tokens, or, if that is 0, tell more of those that there are."""
+        told = self._told.get(job)
+        if told is None:
+            told = self._told[job] = _Told(next(self._numbers), drafting)
+            self._of[told.number] = told
+        upto = len(job.tokens) if wanted else min(len(job.tokens), told.tokens + _AT_ONCE)
+        tokens = tuple(job.tokens[told.tokens : upto])
+        self._asks.append(Ask(told.number, told.tokens, tokens, wanted, least))
+        told.tokens, told.position = upto, upto if wanted else -1
+
+    # --- what it costs, and brings -------------------------------------------------------------
+
+    def _pass_s(self, rows: int, context: int) -> float:
+        """Seconds of a pass of the model, by its profile."""
+        return 0.0 if self._model is None else self._model.profile.decode_s(rows, context)
+
+    def _first_s(self, asks: Sequence[Ask], model: DraftModelFacts) -> float:
+        """Seconds of the pass that takes in what is new, by the profile."""
+        rows = sum(len(ask.tokens) for ask in asks)
+        if rows <= 2 * len(asks):
+            return self._pass_s(rows, 0)
+        return model.profile.prefill_s(rows)
+
+    def _least(self, asked: int, load: RingLoad) -> float:
+        """At which chance one guess more, and its row, pay; where so many requests have one."""
+        before = self._costs.turn_s(0, load)
+        if not before or not asked:
+            return math.inf
+        after = self._costs.turn_s(asked, load, self._pace * self._pass_s(asked, load.context))
+        return MARGIN * load.rows * (after / before - 1) / asked
+
+    def _saved_s(self, chances: Sequence[float], load: RingLoad) -> float:
+        """Seconds that guesses save of a stream's time per token; 0 if they don't pay."""
+        before, asked = self._costs.turn_s(0, load), len(chances)
+        if not before or not asked:
+            return 0.0
+        mean = sum(chances) / asked
+        each = self._pace * self._pass_s(asked, load.context)
+        tokens, chance, best = float(load.rows), 1.0, before
+        for guesses in range(1, 1 + MOST_GUESSED):
+            chance *= mean
+            tokens += asked * chance / MARGIN
+            turn = self._costs.turn_s(asked * guesses, load, guesses * each)
+            best = min(best, turn * load.rows / tokens)
+        return before - best
+
+
+def _usual(drafting: Drafting) -> float:
+    """The chance of a guess of which nothing is known yet."""
+    return min(SUREST, drafting.guesses.right)
