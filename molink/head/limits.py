@@ -31,8 +31,9 @@ class HeadLimits:
     row is followed by up to ``draft_tokens`` drafts (:data:`AUTO_DRAFTS`: as
     :mod:`molink.head.speculation` decides). Up to ``ahead`` volumes of drafts may go on from those
     in flight. ``draft_model`` may be asked for drafts where there is one. What becomes of the KV of
-    who is preempted says ``preemption_mode``, as far as stages have host memory. A request that doesn't say for how long it may wait to be admitted may for
-    ``max_queue_s`` seconds (0: for as long as it takes).
+    who is preempted says ``preemption_mode``, as far as stages have host memory. A request that
+    doesn't say for how long it may wait to be admitted may for ``max_queue_s`` seconds (0: for as
+    long as it takes).
     """
 
     blocks: int

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from molink.facts.drafts import Ask, DraftModelFacts, DraftOrder, Guesses
+from molink.facts.drafts import Ask, DraftModelFacts, DraftOrder, Guess, Guesses
 from molink.head.job import Job
 from molink.head.speculation.costs import RingLoad, TurnCosts
 from molink.head.speculation.drafting import Drafting
@@ -34,14 +34,14 @@ _SMOOTHING = 0.2
 class _Told:
     """What the model knows of a request, by its number there: its first ``tokens`` tokens.
 
-    ``position`` is where it is asked what comes next, -1 if it is only told of tokens, ``None`` if
-    nothing is asked.
+    ``is_asked``: it hasn't answered yet. ``awaited``: the request waits for that.
     """
 
     number: int
     drafting: Drafting
     tokens: int = 0
-    position: int | None = None
+    is_asked: bool = False
+    awaited: bool = False
 
 
 class Asking:
@@ -77,7 +77,7 @@ class Asking:
     def waits(self, job: Job) -> bool:
         """Whether the next row of a request waits for its guesses."""
         told = self._told.get(job)
-        return told is not None and told.position == len(job.tokens)
+        return told is not None and told.is_asked and told.awaited
 
     def consult(self, jobs: Sequence[tuple[Job, Drafting, int]], load: RingLoad) -> None:
         """Ask what may follow the tokens of ``jobs`` that can go on, where that is worth it.
@@ -116,23 +116,20 @@ class Asking:
         """The model has answered an order."""
         self.seconds += found.seconds
         asks = self._orders.popleft().asks
-        for guess in found.guesses:
+        guesses = {guess.request: guess for guess in found.guesses}
+        for ask in asks:
+            guess = guesses.get(ask.request, Guess(ask.request))
             self.guessed += len(guess.tokens)
-            told = self._of.get(guess.request)
+            told = self._of.get(ask.request)
             if told is not None:
-                if told.position is not None and told.position >= 0:
-                    told.drafting.guessed(told.position, guess)
-                told.position = None
+                if ask.count:
+                    told.drafting.guessed(told.tokens, guess)
+                told.is_asked = False
         if found.failed:
             self._model = None
             self._told, self._of, self._asks = {}, {}, []
-        elif self._model is not None and asks:
-            passes = max(len(guess.tokens) for guess in found.guesses)
-            predicted = self._first_s(asks, self._model) + max(0, passes - 1) * self._pass_s(
-                sum(ask.count > 0 for ask in asks), 0
-            )
-            if predicted:
-                self._pace += _SMOOTHING * (found.seconds / predicted - self._pace)
+        else:
+            self._learn_pace(asks, found)
 
     def over(self, job: Job) -> None:
         """A request has ended."""
@@ -152,7 +149,7 @@ class Asking:
         told, first = self._told.get(job), len(job.tokens)
         if room < 1 or self._model is None or first + MOST_GUESSED > self._model.context:
             return False
-        if (told is not None and told.position is not None) or drafting.guess_at == first:
+        if (told is not None and told.is_asked) or drafting.guess_at == first:
             return False
         return not drafting.is_forced(first) and drafting.looked_up(job.tokens) < _usual(drafting)
 
@@ -169,20 +166,25 @@ class Asking:
         upto = len(job.tokens) if wanted else min(len(job.tokens), told.tokens + _AT_ONCE)
         tokens = tuple(job.tokens[told.tokens : upto])
         self._asks.append(Ask(told.number, told.tokens, tokens, wanted, least))
-        told.tokens, told.position = upto, upto if wanted else -1
+        told.tokens, told.is_asked, told.awaited = upto, True, wanted > 0
 
     # --- what it costs, and brings -------------------------------------------------------------
+
+    def _learn_pace(self, asks: Sequence[Ask], found: Guesses) -> None:
+        """How long an order took tells how long the next ones will."""
+        model, new = self._model, sum(len(ask.tokens) for ask in asks)
+        if model is None or not asks:
+            return
+        asked = sum(ask.count > 0 for ask in asks)
+        passes = max((len(guess.tokens) for guess in found.guesses), default=0)
+        first = self._pass_s(new, 0) if new <= 2 * asked else model.profile.prefill_s(new)
+        predicted = first + max(0, passes - 1) * self._pass_s(asked, 0)
+        if predicted:
+            self._pace += _SMOOTHING * (found.seconds / predicted - self._pace)
 
     def _pass_s(self, rows: int, context: int) -> float:
         """Seconds of a pass of the model, by its profile."""
         return 0.0 if self._model is None else self._model.profile.decode_s(rows, context)
-
-    def _first_s(self, asks: Sequence[Ask], model: DraftModelFacts) -> float:
-        """Seconds of the pass that takes in what is new, by the profile."""
-        rows = sum(len(ask.tokens) for ask in asks)
-        if rows <= 2 * len(asks):
-            return self._pass_s(rows, 0)
-        return model.profile.prefill_s(rows)
 
     def _least(self, asked: int, load: RingLoad) -> float:
         """At which chance one guess more, and its row, pay; where so many requests have one."""
