@@ -132,8 +132,13 @@ class Batcher:
 
     def _consult(self, running: Sequence[Job], streams: int, context: int) -> None:
         """Ask the draft model of those that may be in the next volume; some wait for it."""
-        if self._speculation.asking.is_on:
-            ready = (job for job in running if job.state == "decode" and not job.awaited)
+        asking = self._speculation.asking
+        if asking.is_on:
+            ready = (
+                job
+                for job in running
+                if job.state == "decode" and not job.awaited and not asking.waits(job)
+            )
             jobs = list(islice(ready, self._quota(streams)))
             self._speculation.consult(jobs, self._load(len(jobs), streams, context))
 

@@ -26,6 +26,8 @@ MOST_GUESSED = 8
 _SOON, _AT_ONCE = 32, 512
 #: What it costs to have it read a prompt has to be saved within so many tokens.
 _PAID_BACK = 64
+#: Guesses that have to be verified before more than one request of a volume is asked for.
+_TRIED = 16
 #: Weight of the last answer in how much longer they take than the profile says.
 _SMOOTHING = 0.2
 
@@ -34,14 +36,13 @@ _SMOOTHING = 0.2
 class _Told:
     """What the model knows of a request, by its number there: its first ``tokens`` tokens.
 
-    ``is_asked``: it hasn't answered yet. ``awaited``: the request waits for that.
+    ``is_asked``: it hasn't answered yet.
     """
 
     number: int
     drafting: Drafting
     tokens: int = 0
     is_asked: bool = False
-    awaited: bool = False
 
 
 class Asking:
@@ -59,8 +60,10 @@ class Asking:
         self._of: dict[int, _Told] = {}
         self._asks: list[Ask] = []
         self._over: list[int] = []
-        #: Orders that aren't answered, in order.
-        self._orders: deque[DraftOrder] = deque()
+        #: Whose rows wait for what is to be asked next, and for each order that isn't answered.
+        self._holding: list[Job] = []
+        self._orders: deque[tuple[DraftOrder, Sequence[Job]]] = deque()
+        self._waiting: set[Job] = set()
         #: How many times as long as the profile says the model takes.
         self._pace = 1.0
         #: How all that it has guessed has done.
@@ -75,24 +78,36 @@ class Asking:
         return self._model is not None
 
     def waits(self, job: Job) -> bool:
-        """Whether the next row of a request waits for its guesses."""
-        told = self._told.get(job)
-        return told is not None and told.is_asked and told.awaited
+        """Whether the next row of a request waits for guesses, its own or beside which it goes."""
+        return job in self._waiting
 
     def consult(self, jobs: Sequence[tuple[Job, Drafting, int]], load: RingLoad) -> None:
         """Ask what may follow the tokens of ``jobs`` that can go on, where that is worth it.
 
-        With each comes how many drafts it may have.
+        They are a volume, which isn't torn apart: all wait if one does. With each comes how many
+        drafts it may have.
         """
-        if self._model is None or load.prefilling:
+        model = self._model
+        if model is None or load.prefilling:
             return
-        able = [each for each in jobs if self._may_ask(*each)]
+        able = [each for each in jobs if self._may_ask(*each, model)]
+        before = len(self._asks)
         if self._fixed:
             for job, drafting, room in able:
                 self._ask(job, drafting, min(self._fixed, room), 0.0)
-            return
+        else:
+            self._ask_if_worth_it(able, load, model)
+        if any(ask.count for ask in self._asks[before:]):
+            self._holding += [job for job, *_ in jobs]
+            self._waiting.update(job for job, *_ in jobs)
+
+    def _ask_if_worth_it(
+        self, able: Sequence[tuple[Job, Drafting, int]], load: RingLoad, model: DraftModelFacts
+    ) -> None:
         least = self._least(len(able), load)
         able = [each for each in able if _usual(each[1]) > least]
+        if self.record.known < _TRIED:
+            able = able[:1]
         saved = self._saved_s([_usual(drafting) for _, drafting, _ in able], load)
         if saved <= 0.0:
             return
@@ -100,7 +115,7 @@ class Asking:
             behind = len(job.tokens) - self._known(job)
             if behind <= _SOON:
                 self._ask(job, drafting, min(MOST_GUESSED, room), least)
-            elif self._model.profile.prefill_s(behind) * self._pace <= _PAID_BACK * saved:
+            elif model.profile.prefill_s(behind) * self._pace <= _PAID_BACK * saved:
                 self._ask(job, drafting, 0, 0.0)
 
     def take(self) -> DraftOrder | None:
@@ -108,14 +123,15 @@ class Asking:
         if not self._asks and not self._over:
             return None
         order = DraftOrder(tuple(self._asks), tuple(self._over))
-        self._asks, self._over = [], []
-        self._orders.append(order)
+        self._orders.append((order, self._holding))
+        self._asks, self._over, self._holding = [], [], []
         return order
 
     def answered(self, found: Guesses) -> None:
         """The model has answered an order."""
         self.seconds += found.seconds
-        asks = self._orders.popleft().asks
+        (asks, _), held = self._orders.popleft()
+        self._waiting.difference_update(held)
         guesses = {guess.request: guess for guess in found.guesses}
         for ask in asks:
             guess = guesses.get(ask.request, Guess(ask.request))
@@ -128,6 +144,7 @@ class Asking:
         if found.failed:
             self._model = None
             self._told, self._of, self._asks = {}, {}, []
+            self._waiting.clear()
         else:
             self._learn_pace(asks, found)
 
@@ -141,13 +158,13 @@ class Asking:
 
     # --- whom ----------------------------------------------------------------------------------
 
-    def _may_ask(self, job: Job, drafting: Drafting, room: int) -> bool:
+    def _may_ask(self, job: Job, drafting: Drafting, room: int, model: DraftModelFacts) -> bool:
         """Whether the model could tell something of a request that nobody has told yet.
 
         Not where n-grams, or a grammar, say what is as likely.
         """
         told, first = self._told.get(job), len(job.tokens)
-        if room < 1 or self._model is None or first + MOST_GUESSED > self._model.context:
+        if room < 1 or first + MOST_GUESSED > model.context:
             return False
         if (told is not None and told.is_asked) or drafting.guess_at == first:
             return False
@@ -166,7 +183,7 @@ class Asking:
         upto = len(job.tokens) if wanted else min(len(job.tokens), told.tokens + _AT_ONCE)
         tokens = tuple(job.tokens[told.tokens : upto])
         self._asks.append(Ask(told.number, told.tokens, tokens, wanted, least))
-        told.tokens, told.is_asked, told.awaited = upto, True, wanted > 0
+        told.tokens, told.is_asked = upto, True
 
     # --- what it costs, and brings -------------------------------------------------------------
 

@@ -16,16 +16,26 @@ _FORGETTING = 0.001
 class Record:
     """Running means of a source's drafts: how many were to be right, and were.
 
-    It begins as that of all requests is (``whole``), which learns what it learns.
+    Until it has learnt something it is as that of all requests (``whole``), which learns with it.
     """
 
-    __slots__ = ("_known", "_whole", "expected", "right")
+    __slots__ = ("_expected", "_right", "_whole", "known")
 
     def __init__(self, whole: "Record | None" = None) -> None:
         self._whole = whole
-        self.expected = whole.expected if whole else USUAL
-        self.right = whole.right if whole else USUAL
-        self._known = 0
+        self._expected = self._right = USUAL
+        #: Drafts that it has learnt of.
+        self.known = 0
+
+    @property
+    def expected(self) -> float:
+        """How many were to be right."""
+        return self._origin._expected
+
+    @property
+    def right(self) -> float:
+        """How many were."""
+        return self._origin._right
 
     @property
     def success(self) -> float:
@@ -38,16 +48,21 @@ class Record:
 
     def learn(self, expected: float, *, right: bool) -> None:
         """A draft that was to be right with the chance ``expected`` was, or was not."""
-        self._known += 1
-        smoothing = _SMOOTHING if self.success >= 0.5 else _SMOOTHING_WHERE_BAD
-        weight = max(smoothing, 1 / (_WEIGHT_OF_PRIOR + self._known))
-        self.expected += weight * (expected - self.expected)
-        self.right += weight * (right - self.right)
         if self._whole is not None:
+            if not self.known:
+                self._expected, self._right = self._whole._expected, self._whole._right
             self._whole.learn(expected, right=right)
+        self.known += 1
+        smoothing = _SMOOTHING if self.success >= 0.5 else _SMOOTHING_WHERE_BAD
+        weight = max(smoothing, 1 / (_WEIGHT_OF_PRIOR + self.known))
+        self._expected += weight * (expected - self._expected)
+        self._right += weight * (right - self._right)
 
     def rested(self) -> None:
         """A pass went without drafts."""
-        self.right += _FORGETTING * max(0.0, self.expected - self.right)
-        if self._whole is not None:
-            self._whole.rested()
+        one = self._origin
+        one._right += _FORGETTING * max(0.0, one._expected - one._right)
+
+    @property
+    def _origin(self) -> "Record":
+        return self if self._whole is None or self.known else self._whole
