@@ -26,7 +26,7 @@ import torch
 from molink.checkpoint.folder import ModelFolder
 from molink.facts.drafts import Ask, DraftOrder
 from molink.head.speculation.asking import MOST_GUESSED
-from molink.sim.texts import Text
+from molink.sim.texts import KnownText
 from molink.stage.stage import Stage
 from molinkd.worker.drafter import Drafter
 from tools.simulate_drafts import ANSWERS, known_texts
@@ -36,7 +36,7 @@ _BLOCK = 16
 Guessed = tuple[int, Sequence[int]]
 
 
-def guess(drafter: Drafter, texts: Sequence[Text]) -> list[list[Guessed]]:
+def guess(drafter: Drafter, texts: Sequence[KnownText]) -> list[list[Guessed]]:
     """For each text and each token of its answer, what is guessed from there on."""
     found: list[list[Guessed]] = [[] for _ in texts]
     for at in range(max(len(text.answer) for text in texts)):

@@ -6,7 +6,7 @@ from molink.facts.drafts import Ask, DraftOrder, Guess, Guesses
 from molink.sim.agenda import Agenda
 from molink.sim.pc import Pc
 from molink.sim.roofline import Roofline, StepRows
-from molink.sim.texts import Text
+from molink.sim.texts import KnownText
 
 
 class SimDrafter:
@@ -15,7 +15,7 @@ class SimDrafter:
     Its guesses are those of the request's text, as many as were asked for and are likely enough.
     """
 
-    def __init__(self, agenda: Agenda, roofline: Roofline, pc: Pc, texts: Sequence[Text]) -> None:
+    def __init__(self, agenda: Agenda, roofline: Roofline, pc: Pc, texts: Sequence[KnownText]) -> None:
         self._agenda = agenda
         self._roofline = roofline
         self._pc = pc
