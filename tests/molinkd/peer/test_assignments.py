@@ -148,14 +148,14 @@ async def test_the_first_stage_has_the_draft_model_beside_it(
 ) -> None:
     draft = make_model(tmp_path / "draft", seed=3)
     bench.assignments._settings = msgspec.structs.replace(SETTINGS, draft_model=str(draft))
-    start = await bench.assign(40 << 20, "cuda")
+    start = await bench.assign(1 << 27, "cuda")
     assert isinstance(start, Start)
     assert start.draft is not None
     assert start.draft.model_dir == str(draft)
     assert start.draft.kv_bytes > 0
     # Both are within the same memory.
-    assert start.memory == 40 << 20
-    assert start.kv_bytes + start.draft.kv_bytes < 40 << 20
+    assert start.memory == 1 << 27
+    assert start.kv_bytes + start.draft.kv_bytes < 1 << 27
 
 
 @pytest.mark.parametrize("why", ["another stage", "no room", "other tokens"])
