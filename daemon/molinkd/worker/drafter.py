@@ -124,24 +124,23 @@ class Drafter:
 
     def _catch_up(self, asked: Sequence[_Asked]) -> list[_Asked]:
         """Compute what is known; of those that are asked for, guess the first token."""
-        left = list(asked)
-        active = []
+        left = [each for each in asked if each.known.computed < len(each.known.tokens)]
+        active = list[_Asked]()
         while left:
-            batch, rows = list[_Asked](), 0
-            parts = list[int]()
+            batch, parts, room = list[_Asked](), list[int](), _MOST
             for each in left:
-                count = min(len(each.known.tokens) - each.known.computed, _MOST - rows)
-                if count > 0:
+                count = min(len(each.known.tokens) - each.known.computed, room)
+                if count:
                     batch.append(each)
                     parts.append(count)
-                    rows += count
-            logits = self._run(batch, parts) if batch else None
-            ready = [each for each in batch if each.known.computed == len(each.known.tokens)]
-            wanted = [each for each in ready if each.ask.count]
-            if logits is not None and wanted:
-                ends = [batch.index(each) for each in wanted]
-                active += self._guess(wanted, logits[ends])
+                    room -= count
+            logits = self._run(batch, parts)
+            done = [
+                at for at, one in enumerate(batch) if one.known.computed == len(one.known.tokens)
+            ]
             left = [each for each in left if each.known.computed < len(each.known.tokens)]
+            wanted = [at for at in done if batch[at].ask.count]
+            active += self._guess([batch[at] for at in wanted], logits[wanted])
         return active
 
     def _go_on(self, active: Sequence[_Asked]) -> list[_Asked]:

@@ -235,11 +235,13 @@ def draft_model(
 def test_a_draft_model_that_is_right_changes_no_answer(
     folder: ModelFolder, stages: Sequence[Stage], draft_tokens: int
 ) -> None:
-    without, before = answers(stages, 0)
+    without, _ = answers(stages, 0)
+    _, lookups = answers(stages, draft_tokens, profiles=(STAGE,) * 3)
     found, counters = draft_model(folder, stages, draft_tokens=draft_tokens)
     assert plain(found) == plain(without)
     assert counters["head_guessed_tokens_total"] > 100
-    assert counters["head_volumes_total"] < 0.9 * before["head_volumes_total"]
+    accepted = "head_draft_tokens_accepted_total"
+    assert counters[accepted] > lookups[accepted] + 30
 
 
 def test_one_stream_is_done_in_fewer_turns_with_a_draft_model(
@@ -249,7 +251,7 @@ def test_one_stream_is_done_in_fewer_turns_with_a_draft_model(
     without, before = answers(stages, 0, **only)
     found, counters = draft_model(folder, stages, draft_tokens=AUTO_DRAFTS, **only)
     assert plain(found) == plain(without)
-    assert counters["seconds"] < 0.5 * before["seconds"]
+    assert counters["seconds"] < 0.65 * before["seconds"]
 
 
 @pytest.mark.parametrize("draft_tokens", [2, AUTO_DRAFTS])
