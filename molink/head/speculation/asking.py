@@ -15,7 +15,7 @@ from molink.facts.drafts import Ask, DraftModelFacts, DraftOrder, Guess, Guesses
 from molink.head.job import Job
 from molink.head.speculation.costs import RingLoad, TurnCosts
 from molink.head.speculation.drafting import Drafting
-from molink.head.speculation.record import SUREST, Record
+from molink.head.speculation.record import Record, Yield
 
 #: What guesses promise is divided by this: profiles and chances are estimates.
 MARGIN = 1.2
@@ -26,9 +26,11 @@ MOST_GUESSED = 8
 _SOON, _AT_ONCE = 32, 512
 #: What it costs to have it read a prompt has to be saved within so many tokens.
 _PAID_BACK = 64
-#: Guesses that have to be verified before more than one request of a volume is asked for.
-_TRIED = 16
-#: Weight of the last answer in how much longer they take than the profile says.
+#: Asks before more than one request of a volume is asked for.
+_TRIED = 8
+#: Passes for an ask, as long as nothing is known of them.
+_USUAL_PASSES = 3.0
+#: Weight of the last answer in how much longer they take than the profile says, and passes.
 _SMOOTHING = 0.2
 
 
@@ -64,10 +66,10 @@ class Asking:
         self._holding: list[Job] = []
         self._orders: deque[tuple[DraftOrder, Sequence[Job]]] = deque()
         self._waiting: set[Job] = set()
-        #: How many times as long as the profile says the model takes.
-        self._pace = 1.0
-        #: How all that it has guessed has done.
-        self.record = Record()
+        #: How many times as long as the profile says the model takes, and how many passes.
+        self._pace, self._passes = 1.0, _USUAL_PASSES
+        #: How all that it has guessed has done, and what it brought.
+        self.record, self.paid = Record(), Yield()
         #: Tokens that it has guessed, and seconds that it took.
         self.guessed = 0
         self.seconds = 0.0
@@ -104,14 +106,12 @@ class Asking:
     def _ask_if_worth_it(
         self, able: Sequence[tuple[Job, Drafting, int]], load: RingLoad, model: DraftModelFacts
     ) -> None:
-        least = self._least(len(able), load)
-        able = [each for each in able if _usual(each[1]) > least]
-        if self.record.known < _TRIED:
+        able = sorted(able, key=lambda each: -each[1].paid.tokens)
+        if self.paid.known < _TRIED:
             able = able[:1]
-        saved = self._saved_s([_usual(drafting) for _, drafting, _ in able], load)
-        if saved <= 0.0:
-            return
-        for job, drafting, room in able:
+        asked, saved = self._best([drafting.paid for _, drafting, _ in able], load)
+        least = self._least(asked, load)
+        for job, drafting, room in able[:asked]:
             behind = len(job.tokens) - self._known(job)
             if behind <= _SOON:
                 self._ask(job, drafting, min(MOST_GUESSED, room), least)
@@ -198,6 +198,8 @@ class Asking:
         predicted = first + max(0, passes - 1) * self._pass_s(asked, 0)
         if predicted:
             self._pace += _SMOOTHING * (found.seconds / predicted - self._pace)
+        if asked:
+            self._passes += _SMOOTHING * (passes - self._passes)
 
     def _pass_s(self, rows: int, context: int) -> float:
         """Seconds of a pass of the model, by its profile."""
@@ -211,22 +213,25 @@ class Asking:
         after = self._costs.turn_s(asked, load, self._pace * self._pass_s(asked, load.context))
         return MARGIN * load.rows * (after / before - 1) / asked
 
-    def _saved_s(self, chances: Sequence[float], load: RingLoad) -> float:
-        """Seconds that guesses save of a stream's time per token; 0 if they don't pay."""
-        before, asked = self._costs.turn_s(0, load), len(chances)
-        if not before or not asked:
-            return 0.0
-        mean = sum(chances) / asked
-        each = self._pace * self._pass_s(asked, load.context)
-        tokens, chance, best = float(load.rows), 1.0, before
-        for guesses in range(1, 1 + MOST_GUESSED):
-            chance *= mean
-            tokens += asked * chance / MARGIN
-            turn = self._costs.turn_s(asked * guesses, load, guesses * each)
-            best = min(best, turn * load.rows / tokens)
-        return before - best
+    def _best(self, paid: Sequence[Yield], load: RingLoad) -> tuple[int, float]:
+        """Of how many of these requests, the best ones first, it pays most to ask for.
+
+        And the seconds that a token of a stream takes less then.
+        """
+        before = self._costs.turn_s(0, load)
+        best, most, rows, tokens = 0, before, 0.0, float(load.rows)
+        if not before:
+            return 0, 0.0
+        for asked, each in enumerate(paid, 1):
+            tokens += each.tokens / MARGIN
+            rows += each.rows
+            guessing = self._passes * self._pace * self._pass_s(asked, load.context)
+            turn = self._costs.turn_s(round(rows), load, guessing) * load.rows / tokens
+            if turn < most:
+                best, most = asked, turn
+        return best, before - most
 
 
 def _usual(drafting: Drafting) -> float:
-    """The chance of a guess of which nothing is known yet."""
-    return min(SUREST, drafting.guesses.right)
+    """The chance of a guess of which nothing is known yet, if all of an ask are as likely."""
+    return drafting.paid.tokens / (1.0 + drafting.paid.tokens)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from molink.facts.drafts import MAX_DRAFTS, Guess
 from molink.head.speculation.base import DraftSource, Foretold
-from molink.head.speculation.record import Record
+from molink.head.speculation.record import Record, Yield
 
 #: From so many tokens on that agree, the last drafts that were right included, a class of its own.
 CLASSES = (1, 2, 3, 4, 6, 9)
@@ -34,16 +34,20 @@ class Drafting:
         "_sure",
         "guess_at",
         "guesses",
+        "paid",
         "source",
         "trust",
     )
 
-    def __init__(self, source: DraftSource, guesses: Record | None = None) -> None:
-        """``guesses`` is how those of a draft model have done so far."""
+    def __init__(
+        self, source: DraftSource, guesses: Record | None = None, paid: Yield | None = None
+    ) -> None:
+        """``guesses`` is how those of a draft model have done so far, ``paid`` what they bring."""
         self.source = source
         self.trust = 1.0
         self._record = Record()
         self.guesses = guesses or Record()
+        self.paid = paid or Yield()
         #: What was foretold last, and the position of its first token.
         self._foretold: Foretold | Guess = Foretold()
         self._begin = 0
@@ -132,16 +136,24 @@ class Drafting:
         self._record.rested()
         self.guesses.rested()
 
+    def went(self, position: int, rows: int) -> None:
+        """A pass from ``position`` on has ``rows`` drafts."""
+        if self.guess_at == position:
+            guessed = rows if self._foretold is self._guess else 0
+            self.paid.learn(self._worth(self._guess, guessed), guessed)
+        else:
+            self.paid.rested()
+
     def _chance(self, told: Foretold | Guess, index: int) -> float:
         return self._record_of(told).chance(_expected(told, index))
 
     def _record_of(self, told: Foretold | Guess) -> Record:
         return self.guesses if isinstance(told, Guess) else self._record
 
-    def _worth(self, told: Foretold | Guess) -> float:
-        """How many tokens it is likely to bring in a pass."""
+    def _worth(self, told: Foretold | Guess, most: int = MAX_DRAFTS) -> float:
+        """How many tokens it is likely to bring in a pass that has up to so many of it."""
         tokens, chance = 0.0, 1.0
-        for index in range(min(len(told.tokens), MAX_DRAFTS)):
+        for index in range(min(len(told.tokens), most)):
             chance *= self._chance(told, index)
             tokens += chance
         return tokens

@@ -4,6 +4,8 @@
 USUAL = 0.4
 #: No draft is surer.
 SUREST = 0.97
+#: Likewise what asking a draft model brings: tokens, for so many drafts.
+_USUAL_YIELD = (1.2, 3.0)
 #: Weight of the last draft in the running means; of the first ones more, as if :data:`USUAL` were
 #: what so many drafts had told; and of all, where less than half are right that were to be.
 _SMOOTHING, _SMOOTHING_WHERE_BAD = 0.05, 0.15
@@ -65,4 +67,51 @@ class Record:
 
     @property
     def _origin(self) -> "Record":
+        return self if self._whole is None or self.known else self._whole
+
+
+class Yield:
+    """What asking a draft model brings: running means of tokens for an ask, and of rows for them.
+
+    Until it has learnt something it is as that of all requests (``whole``), which learns with it.
+    """
+
+    __slots__ = ("_rows", "_tokens", "_whole", "known")
+
+    def __init__(self, whole: "Yield | None" = None) -> None:
+        self._whole = whole
+        self._tokens, self._rows = _USUAL_YIELD
+        #: Asks that it has learnt of.
+        self.known = 0
+
+    @property
+    def tokens(self) -> float:
+        """How many an ask is likely to bring."""
+        return self._origin._tokens
+
+    @property
+    def rows(self) -> float:
+        """How many drafts follow it."""
+        return self._origin._rows
+
+    def learn(self, tokens: float, rows: int) -> None:
+        """An ask was followed by ``rows`` drafts, which are likely to bring ``tokens``."""
+        if self._whole is not None:
+            if not self.known:
+                self._tokens, self._rows = self._whole._tokens, self._whole._rows
+            self._whole.learn(tokens, rows)
+        self.known += 1
+        weight = max(_SMOOTHING_WHERE_BAD, 1 / (_WEIGHT_OF_PRIOR + self.known))
+        self._tokens += weight * (tokens - self._tokens)
+        self._rows += weight * (rows - self._rows)
+
+    def rested(self) -> None:
+        """A pass went without an ask."""
+        one = self._origin
+        tokens, rows = _USUAL_YIELD
+        one._tokens += _FORGETTING * max(0.0, tokens - one._tokens)
+        one._rows += _FORGETTING * max(0.0, rows - one._rows)
+
+    @property
+    def _origin(self) -> "Yield":
         return self if self._whole is None or self.known else self._whole

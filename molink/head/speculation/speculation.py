@@ -27,7 +27,7 @@ from molink.head.speculation.asking import MARGIN, Asking
 from molink.head.speculation.base import DraftSource
 from molink.head.speculation.costs import RingLoad, TurnCosts
 from molink.head.speculation.drafting import Drafting
-from molink.head.speculation.record import Record
+from molink.head.speculation.record import Record, Yield
 
 #: Tokens that are foretold at once.
 _FORETOLD = 128
@@ -96,10 +96,12 @@ class Speculation:
         chosen = [
             (guess.job, guess.drafts[:count]) for guess, count in self._choose(guesses, load, room)
         ]
-        drafted = {job.id for job, _ in chosen}
+        drafted = {job.id: len(drafts) for job, drafts in chosen}
         for job in jobs:
+            drafting = self._drafting(job)
+            drafting.went(len(job.tokens), drafted.get(job.id, 0))
             if job.id not in drafted:
-                self._drafting(job).rested()
+                drafting.rested()
         return chosen
 
     def ahead(
@@ -137,7 +139,8 @@ class Speculation:
 
     def _drafting(self, job: Job) -> Drafting:
         if job.drafting is None:
-            job.drafting = Drafting(self._source(), Record(self.asking.record))
+            asking = self.asking
+            job.drafting = Drafting(self._source(), Record(asking.record), Yield(asking.paid))
         return job.drafting
 
     def _per_pass(self, load: RingLoad, flying: Sequence[int]) -> int:

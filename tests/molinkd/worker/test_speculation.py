@@ -241,7 +241,7 @@ def test_a_draft_model_that_is_right_changes_no_answer(
     assert plain(found) == plain(without)
     assert counters["head_guessed_tokens_total"] > 100
     accepted = "head_draft_tokens_accepted_total"
-    assert counters[accepted] > lookups[accepted] + 30
+    assert counters[accepted] > 1.5 * lookups[accepted]
 
 
 def test_one_stream_is_done_in_fewer_turns_with_a_draft_model(
