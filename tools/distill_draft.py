@@ -134,22 +134,22 @@ def answers(stage: Stage, asked: Sequence[Sequence[int]], ends: Sequence[int]) -
 def models(path: Path, layers: Sequence[int]) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
     """The whole model, and one of some of its layers, in f32."""
     folder = ModelFolder.open(path)
+    teacher = LlamaForCausalLM(LlamaConfig(**_config(path, folder.config.layers)))
+    names = [name for name in teacher.state_dict() if name != "lm_head.weight"]
     with WeightReader(folder, torch.float32, torch.device("cpu")) as reader:
-        whole = {name: reader.read(name) for name in folder.tensors if name != "lm_head.weight"}
+        whole = {name: reader.read(name) for name in names}
     few = {name: tensor for name, tensor in whole.items() if ".layers." not in name}
     for new, old in enumerate(layers):
         for name, tensor in whole.items():
             if f".layers.{old}." in name:
                 few[name.replace(f".layers.{old}.", f".layers.{new}.")] = tensor
-    made = []
-    for count, tensors in ((folder.config.layers, whole), (len(layers), few)):
-        model = LlamaForCausalLM(LlamaConfig(**_config(path, count)))
+    student = LlamaForCausalLM(LlamaConfig(**_config(path, len(layers))))
+    for model, tensors in ((teacher, whole), (student, few)):
         lacking, strange = model.load_state_dict(tensors, strict=False)
-        assert set(lacking) <= {"lm_head.weight"}, lacking
+        assert lacking == ["lm_head.weight"], lacking
         assert not strange, strange
-        made.append(model)
-    made[1].model.embed_tokens.weight.requires_grad_(False)
-    return made[0], made[1]
+    student.model.embed_tokens.weight.requires_grad_(False)
+    return teacher, student
 
 
 def _config(path: Path, layers: int) -> dict[str, object]:

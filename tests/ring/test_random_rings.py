@@ -826,8 +826,9 @@ def test_what_a_draft_model_guesses_changes_no_answer(draft_tokens: int) -> None
         64, 4, 2, chunk_tokens=16, draft_tokens=draft_tokens, draft_model=SMALL, **stages
     )
     ring = Ring(3, limits, rng=rng)
+    ring.head.set_times(RingTimes((STAGE,) * 3, (LinkFacts(10.0, None),) * 3, 0))
     for number in range(6):
         request = HeadRequest("d", str(number), (number, 1), 2, 24, Sampling(seed=20 + number))
         ring.submit(request)
     ring.drain(rng.choice)
-    assert ring.head.stats()[0]["head_guessed_tokens_total"] > 40
+    assert ring.head.stats()[0]["head_guessed_tokens_total"] > 20
