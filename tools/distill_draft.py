@@ -6,10 +6,9 @@
 ``write`` has the model (a GGUF file or a folder) answer chat prompts, made of topics and ways of
 asking that ``tools.measure_lookup`` doesn't have: every second answer greedily, the others at a
 temperature of 0.7. ``train`` takes ``--layers`` of it, its embedding, final norm and output head,
-and has them say what the whole says on these texts: the divergence of the distributions over the
-tokens that occur there, and the rows before the output head. The embedding stays as it is. The
-result is a folder that ``molink up --draft-model`` takes. With minutes on a few cores it is no good
-model, only one whose acceptance is measured rather than assumed.
+and trains these layers to say the answers' tokens, among those that occur there. The result is a
+folder that ``molink up --draft-model`` takes. With minutes on a core it is no good model, only one
+whose acceptance is measured rather than assumed.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ Make a list of questions about {}.;What do people like about {}?;Write a dialogu
 _TOGETHER, _ANSWER, _PROMPT = 48, 160, 64
 _PART, _BLOCK = 700, 16
 #: Texts of a training step.
-_STEP = 12
+_STEP = 4
 
 
 def prompts(part: int) -> list[str]:
@@ -131,25 +130,22 @@ def answers(stage: Stage, asked: Sequence[Sequence[int]], ends: Sequence[int]) -
 # --- training ------------------------------------------------------------------------------------
 
 
-def models(path: Path, layers: Sequence[int]) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """The whole model, and one of some of its layers, in f32."""
-    folder = ModelFolder.open(path)
-    teacher = LlamaForCausalLM(LlamaConfig(**_config(path, folder.config.layers)))
-    names = [name for name in teacher.state_dict() if name != "lm_head.weight"]
-    with WeightReader(folder, torch.float32, torch.device("cpu")) as reader:
-        whole = {name: reader.read(name) for name in names}
-    few = {name: tensor for name, tensor in whole.items() if ".layers." not in name}
-    for new, old in enumerate(layers):
-        for name, tensor in whole.items():
-            if f".layers.{old}." in name:
-                few[name.replace(f".layers.{old}.", f".layers.{new}.")] = tensor
+def small(path: Path, layers: Sequence[int]) -> LlamaForCausalLM:
+    """A model of some of the layers, in f32; its embedding isn't trained."""
     student = LlamaForCausalLM(LlamaConfig(**_config(path, len(layers))))
-    for model, tensors in ((teacher, whole), (student, few)):
-        lacking, strange = model.load_state_dict(tensors, strict=False)
-        assert lacking == ["lm_head.weight"], lacking
-        assert not strange, strange
+    tensors = {}
+    with WeightReader(ModelFolder.open(path), torch.float32, torch.device("cpu")) as reader:
+        for name in student.state_dict():
+            if name == "lm_head.weight":
+                continue
+            _, inner, rest = name.partition(".layers.")
+            index, _, part = rest.partition(".")
+            old = f"model.layers.{layers[int(index)]}.{part}" if inner else name
+            tensors[name] = reader.read(old)
+    lacking, strange = student.load_state_dict(tensors, strict=False)
+    assert (lacking, strange) == (["lm_head.weight"], []), (lacking, strange)
     student.model.embed_tokens.weight.requires_grad_(False)
-    return teacher, student
+    return student
 
 
 def _config(path: Path, layers: int) -> dict[str, object]:
@@ -157,25 +153,13 @@ def _config(path: Path, layers: int) -> dict[str, object]:
     return {**config, "num_hidden_layers": layers}
 
 
-class Course:
-    """Texts as steps, and what the whole model says on each, computed once."""
-
-    def __init__(self, teacher: nn.Module, rows: Sequence[tuple[int, list[int]]]) -> None:
-        ordered = sorted(rows, key=lambda row: len(row[1]))
-        self._steps = [ordered[at : at + _STEP] for at in range(0, len(ordered) - _STEP + 1, _STEP)]
-        self._teacher = teacher.bfloat16().eval()
-        self._said: dict[int, Tensor] = {}
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Forever: ids ``[texts, length]``, which of them an answer follows, its rows there."""
-        while True:
-            for index in random.sample(range(len(self._steps)), len(self._steps)):
-                ids, follows = _padded(self._steps[index])
-                if index not in self._said:
-                    with torch.no_grad():
-                        rows = self._teacher.model(input_ids=ids).last_hidden_state
-                    self._said[index] = rows[follows]
-                yield ids, follows, self._said[index]
+def steps(rows: Sequence[tuple[int, list[int]]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Forever: ids ``[texts, length]``, and after which of them a token of an answer comes."""
+    ordered = sorted(rows, key=lambda row: len(row[1]))
+    starts = range(0, len(ordered) - _STEP + 1, _STEP)
+    while True:
+        for at in random.sample(starts, len(starts)):
+            yield _padded(ordered[at : at + _STEP])
 
 
 def _padded(rows: Sequence[tuple[int, list[int]]]) -> tuple[Tensor, Tensor]:
@@ -192,7 +176,7 @@ def train(
 ) -> None:
     """Train for about so long, from where it was left, and write the folder."""
     until = time.monotonic() + options.seconds
-    teacher, student = models(path, layers)
+    student = small(path, layers)
     kept = out / "training.safetensors"
     if kept.exists():
         student.load_state_dict(load_file(kept), strict=False)
@@ -204,28 +188,29 @@ def train(
     )
     rows = [json.loads(line) for line in texts.read_text(encoding="utf-8").splitlines()]
     used = torch.tensor(sorted({token for _, text in rows for token in text}))
+    place = torch.zeros(student.config.vocab_size, dtype=torch.long)
+    place[used] = torch.arange(len(used))
     head = student.model.embed_tokens.weight[used].bfloat16()
-    agreed, began = 0.0, time.monotonic()
-    for step, (ids, follows, said) in enumerate(Course(teacher, rows), 1):
+    mean, right, began = 0.0, 0.0, time.monotonic()
+    for step, (ids, follows) in enumerate(steps(rows), 1):
         left = (until - time.monotonic()) / (until - began)
         if left <= 0:
             break
         for group in optimizer.param_groups:
-            group["lr"] = options.rate * min(1.0, step / 20, max(0.05, 2 * left))
+            group["lr"] = options.rate * min(1.0, step / 20, max(0.05, 1.5 * left))
         with torch.autocast("cpu", torch.bfloat16):
             found = student.model(input_ids=ids).last_hidden_state[follows]
-            wanted = (said @ head.T).float().log_softmax(-1)
-            told = (found.bfloat16() @ head.T).float().log_softmax(-1)
-            loss = (wanted.exp() * (wanted - told)).sum(-1).mean()
-            loss = loss + 0.5 * nn.functional.smooth_l1_loss(found.float(), said.float())
+            told = (found.bfloat16() @ head.T).float()
+        wanted = place[ids.roll(-1, 1)[follows]]
+        loss = nn.functional.cross_entropy(told, wanted)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
-        alike = float((told.argmax(-1) == wanted.argmax(-1)).float().mean())
-        agreed += (alike - agreed) / min(step, 40)
+        mean += (loss.item() - mean) / min(step, 50)
+        right += (float((told.argmax(-1) == wanted).float().mean()) - right) / min(step, 50)
         if step % 25 == 0:
-            print(f"step {step}: loss {loss.item():.3f}, alike {agreed:.3f}", flush=True)
+            print(f"step {step}: loss {mean:.3f}, right {right:.3f}", flush=True)
     out.mkdir(exist_ok=True)
     tensors = {
         name: tensor for name, tensor in student.state_dict().items() if name != "lm_head.weight"

@@ -29,14 +29,14 @@ class Ask(NamedTuple):
     """What a draft model is asked of a request.
 
     It was told the tokens before position ``known``; ``tokens`` come from there on, whatever it has
-    guessed. It is to guess up to ``count`` more (0: only to take these in), as long as the chance
+    guessed. It is to guess up to ``wanted`` more (0: only to take these in), as long as the chance
     that all of them are right is at least ``least``.
     """
 
     request: int
     known: int
     tokens: Sequence[int]
-    count: int = 0
+    wanted: int = 0
     least: float = 0.0
 
 

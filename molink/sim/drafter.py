@@ -36,11 +36,11 @@ class SimDrafter:
         known = self._tokens.setdefault(ask.request, [])
         known[ask.known :] = ask.tokens
         text = next((text for text in self._texts if text.begins_with(known)), None)
-        if not ask.count or text is None:
+        if not ask.wanted or text is None:
             return Guess(ask.request)
         tokens, chances = text.guessed(len(known))
         upto, chance = 0, 1.0
-        while upto < min(ask.count, len(tokens)) and chance >= ask.least:
+        while upto < min(ask.wanted, len(tokens)) and chance >= ask.least:
             chance *= chances[upto]
             upto += 1
         return Guess(ask.request, tokens[:upto], chances[:upto])
@@ -56,7 +56,7 @@ class SimDrafter:
             decode_context=before if few else 0,
             prefill=0 if few else new,
             prefill_context=0 if few else new * before // len(asks),
-            sampled=sum(ask.count > 0 for ask in asks),
+            sampled=sum(ask.wanted > 0 for ask in asks),
         )
         seconds = self._roofline.step_s(first)
         for guessed in range(1, max(len(guess.tokens) for guess in guesses)):

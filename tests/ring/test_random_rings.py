@@ -341,7 +341,7 @@ class SmallModel:
             known = self.known.setdefault(ask.request, [])
             assert len(known) == ask.known
             known += ask.tokens
-            tokens = self._guesses.told(known, ask.count) if rng.random() < 0.9 else []
+            tokens = self._guesses.told(known, ask.wanted) if rng.random() < 0.9 else []
             chances = [rng.choice([0.1, 0.5, 0.9]) for _ in tokens]
             if rng.random() < 0.95:
                 found.append(Guess(ask.request, tokens, chances))

@@ -96,14 +96,14 @@ class Drafter:
         known.tokens[ask.known :] = ask.tokens
         known.is_strange |= any(token >= self._stage.config.vocab_size for token in ask.tokens)
         known.computed = min(known.computed, ask.known + right)
-        if ask.count:  # the logits after the last one are wanted
+        if ask.wanted:  # the logits after the last one are wanted
             known.computed = min(known.computed, len(known.tokens) - 1)
         return _Asked(ask, known)
 
     def _make_room(self, asked: _Asked, beside: Sequence[_Asked]) -> bool:
         """Blocks for all of its tokens and guesses; whether there are enough."""
         known = asked.known
-        upto = len(known.tokens) + asked.ask.count
+        upto = len(known.tokens) + asked.ask.wanted
         if upto > self._longest or known.is_strange:
             return False
         lacking = -(-upto // self._size) - len(known.blocks)
@@ -139,7 +139,7 @@ class Drafter:
                 at for at, one in enumerate(batch) if one.known.computed == len(one.known.tokens)
             ]
             left = [each for each in left if each.known.computed < len(each.known.tokens)]
-            wanted = [at for at in done if batch[at].ask.count]
+            wanted = [at for at in done if batch[at].ask.wanted]
             active += self._guess([batch[at] for at in wanted], logits[wanted])
         return active
 
@@ -178,7 +178,7 @@ class Drafter:
             each.known.tokens.append(token)
             each.chances.append(max(_LEAST, chance))
             each.chance *= chance
-            each.is_over = len(each.tokens) == each.ask.count or each.chance < each.ask.least
+            each.is_over = len(each.tokens) == each.ask.wanted or each.chance < each.ask.least
         return [each for each in asked if not each.is_over]
 
 

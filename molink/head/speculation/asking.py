@@ -99,7 +99,7 @@ class Asking:
                 self._ask(job, drafting, min(self._fixed, room), 0.0)
         else:
             self._ask_if_worth_it(able, load, model)
-        if any(ask.count for ask in self._asks[before:]):
+        if any(ask.wanted for ask in self._asks[before:]):
             self._holding += [job for job, *_ in jobs]
             self._waiting.update(job for job, *_ in jobs)
 
@@ -138,7 +138,7 @@ class Asking:
             self.guessed += len(guess.tokens)
             told = self._of.get(ask.request)
             if told is not None:
-                if ask.count:
+                if ask.wanted:
                     told.drafting.guessed(told.tokens, guess)
                 told.is_asked = False
         if found.failed:
@@ -192,7 +192,7 @@ class Asking:
         model, new = self._model, sum(len(ask.tokens) for ask in asks)
         if model is None or not asks:
             return
-        asked = sum(ask.count > 0 for ask in asks)
+        asked = sum(ask.wanted > 0 for ask in asks)
         passes = max((len(guess.tokens) for guess in found.guesses), default=0)
         first = self._pass_s(new, 0) if new <= 2 * asked else model.profile.prefill_s(new)
         predicted = first + max(0, passes - 1) * self._pass_s(asked, 0)

@@ -10,6 +10,8 @@ _USUAL_YIELD = (1.2, 3.0)
 #: what so many drafts had told; and of all, where less than half are right that were to be.
 _SMOOTHING, _SMOOTHING_WHERE_BAD = 0.05, 0.15
 _WEIGHT_OF_PRIOR = 4
+#: From so many drafts, or asks, on a request's own count, not those of all.
+_OWN = 8
 #: How far, with each pass without drafts, what was learnt falls back towards what is expected:
 #: texts change, and a request whose drafts were wrong gets one again later.
 _FORGETTING = 0.001
@@ -18,7 +20,7 @@ _FORGETTING = 0.001
 class Record:
     """Running means of a source's drafts: how many were to be right, and were.
 
-    Until it has learnt something it is as that of all requests (``whole``), which learns with it.
+    Until it has learnt enough it is as that of all requests (``whole``), which learns with it.
     """
 
     __slots__ = ("_expected", "_right", "_whole", "known")
@@ -55,7 +57,7 @@ class Record:
                 self._expected, self._right = self._whole._expected, self._whole._right
             self._whole.learn(expected, right=right)
         self.known += 1
-        smoothing = _SMOOTHING if self.success >= 0.5 else _SMOOTHING_WHERE_BAD
+        smoothing = _SMOOTHING if self._right >= 0.5 * self._expected else _SMOOTHING_WHERE_BAD
         weight = max(smoothing, 1 / (_WEIGHT_OF_PRIOR + self.known))
         self._expected += weight * (expected - self._expected)
         self._right += weight * (right - self._right)
@@ -67,13 +69,13 @@ class Record:
 
     @property
     def _origin(self) -> "Record":
-        return self if self._whole is None or self.known else self._whole
+        return self if self._whole is None or self.known >= _OWN else self._whole
 
 
 class Yield:
     """What asking a draft model brings: running means of tokens for an ask, and of rows for them.
 
-    Until it has learnt something it is as that of all requests (``whole``), which learns with it.
+    Until it has learnt enough it is as that of all requests (``whole``), which learns with it.
     """
 
     __slots__ = ("_rows", "_tokens", "_whole", "known")
@@ -114,4 +116,4 @@ class Yield:
 
     @property
     def _origin(self) -> "Yield":
-        return self if self._whole is None or self.known else self._whole
+        return self if self._whole is None or self.known >= _OWN else self._whole

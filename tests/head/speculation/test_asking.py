@@ -68,7 +68,7 @@ def asked(of: Speculation, jobs: Sequence[Job], at: RingLoad | None = None) -> D
 
 def answer(of: Speculation, order: DraftOrder, *tokens: int, chance: float = 0.5) -> None:
     guesses = [
-        Guess(ask.request, tokens, (chance,) * len(tokens)) for ask in order.asks if ask.count
+        Guess(ask.request, tokens, (chance,) * len(tokens)) for ask in order.asks if ask.wanted
     ]
     of.asking.answered(Guesses(guesses, 0.002 * len(tokens)))
 
@@ -90,7 +90,7 @@ def test_a_request_waits_for_what_the_model_says() -> None:
     order = asked(made, [one])
     assert order is not None
     (ask,) = order.asks
-    assert (ask.known, ask.tokens, ask.count) == (0, (0, 1), MOST_GUESSED)
+    assert (ask.known, ask.tokens, ask.wanted) == (0, (0, 1), MOST_GUESSED)
     assert made.asking.waits(one)
     assert asked(made, [one]) is None
     answer(made, order, 7, 8)
@@ -190,8 +190,8 @@ def test_a_long_prompt_is_told_in_parts_for_which_nobody_waits() -> None:
         order = asked(made, [one])
         assert order is not None
         (ask,) = order.asks
-        known.append((ask.known, len(ask.tokens), ask.count > 0))
-        if ask.count:
+        known.append((ask.known, len(ask.tokens), ask.wanted > 0))
+        if ask.wanted:
             break
         assert not made.asking.waits(one)
         answer(made, order)
@@ -260,4 +260,4 @@ def test_a_fixed_number(setting: int) -> None:
     if setting:
         order = asked(made, [job(600)])
         assert order is not None
-        assert (len(order.asks[0].tokens), order.asks[0].count) == (600, 3)
+        assert (len(order.asks[0].tokens), order.asks[0].wanted) == (600, 3)
