@@ -19,6 +19,8 @@ from molink.head.speculation.record import Record, Yield
 
 #: What guesses promise is divided by this: profiles and chances are estimates.
 MARGIN = 1.2
+#: And what an ask promises, by this: others wait for it too, and it is tried before it is known.
+_MARGIN_OF_ASKS = 1.8
 #: Tokens that it guesses at most.
 MOST_GUESSED = 8
 #: Tokens that it has not been told yet for which a request waits. More it takes in beside, so many
@@ -114,7 +116,9 @@ class Asking:
         for job, drafting, room in able[:asked]:
             behind = len(job.tokens) - self._known(job)
             if behind <= _SOON:
-                self._ask(job, drafting, min(MOST_GUESSED, room), least)
+                # By what the model says, of which so much is true.
+                said = least / drafting.guesses.success
+                self._ask(job, drafting, min(MOST_GUESSED, room), min(1.0, said))
             elif model.profile.prefill_s(behind) * self._pace <= _PAID_BACK * saved:
                 self._ask(job, drafting, 0, 0.0)
 
@@ -223,7 +227,7 @@ class Asking:
         if not before:
             return 0, 0.0
         for asked, each in enumerate(paid, 1):
-            tokens += each.tokens / MARGIN
+            tokens += each.tokens / _MARGIN_OF_ASKS
             rows += each.rows
             guessing = self._passes * self._pace * self._pass_s(asked, load.context)
             turn = self._costs.turn_s(round(rows), load, guessing) * load.rows / tokens
