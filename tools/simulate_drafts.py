@@ -80,7 +80,9 @@ def known_texts(path: Path, *, loops: bool) -> dict[str, list[KnownText]]:
     return found
 
 
-def with_guesses(texts: dict[str, list[KnownText]], path: Path, right: float) -> dict[str, list[KnownText]]:
+def with_guesses(
+    texts: dict[str, list[KnownText]], path: Path, right: float
+) -> dict[str, list[KnownText]]:
     """The texts with what a draft model guesses of each; by chance if it is ``right`` so often."""
     kept = [] if right else json.loads(path.read_text(encoding="utf-8"))["answers"]
     rng, found = random.Random(1), {}

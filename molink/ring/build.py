@@ -30,7 +30,7 @@ from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.known import BoardLimits
 from molink.ring.pieces import Cutting, create_cutting
 from molink.ring.ring import Ring, RingConfig
-from molink.ring.stage import DraftModel, Executing, NextStage, StageRequests, StageShape
+from molink.ring.stage import Executing, Guesser, NextStage, StageRequests, StageShape
 from molink.wire.messages.data import MAX_GROUPS, MAX_MICRO_BATCHES
 
 #: Requests that any head may run, which other stages aren't told.
@@ -134,7 +134,7 @@ class Surroundings:
     desk: Callable[[Head], FrontDesk]
     on_broken: Callable[[str], None]
     link: LinkSurroundings | None = None
-    draft_model: DraftModel | None = None
+    draft_model: Guesser | None = None
 
 
 @dataclass(frozen=True, slots=True)

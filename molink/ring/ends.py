@@ -10,7 +10,7 @@ from molink.head.batch import Batch
 from molink.head.head import Head
 from molink.head.request import Emission
 from molink.ring.scoreboard import Scoreboard
-from molink.ring.stage import DraftModel
+from molink.ring.stage import Guesser
 from molink.ring.work import SegmentResult
 from molink.wire.messages.data import (
     MAX_GROUPS,
@@ -43,7 +43,7 @@ class Front:
     """Feeds the head's micro-batches to stage 0, and to the head what comes out of the tail."""
 
     def __init__(
-        self, head: Head, desk: FrontDesk, vocabulary: int, model: DraftModel | None = None
+        self, head: Head, desk: FrontDesk, vocabulary: int, model: Guesser | None = None
     ) -> None:
         """Token ids are below ``vocabulary``; the head may ask ``model`` for drafts."""
         self.head = head

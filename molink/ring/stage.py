@@ -74,7 +74,7 @@ class Executing(Protocol):
         """Copy blocks after the step that runs and before the next that needs what is copied."""
 
 
-class DraftModel(Protocol):
+class Guesser(Protocol):
     """A small model beside the head; :class:`molinkd.worker.drafter.DraftThread` asks one."""
 
     def ask(self, order: DraftOrder, done: Callable[[Guesses], None]) -> None:

@@ -15,7 +15,9 @@ class SimDrafter:
     Its guesses are those of the request's text, as many as were asked for and are likely enough.
     """
 
-    def __init__(self, agenda: Agenda, roofline: Roofline, pc: Pc, texts: Sequence[KnownText]) -> None:
+    def __init__(
+        self, agenda: Agenda, roofline: Roofline, pc: Pc, texts: Sequence[KnownText]
+    ) -> None:
         self._agenda = agenda
         self._roofline = roofline
         self._pc = pc
@@ -24,7 +26,7 @@ class SimDrafter:
         self._tokens: dict[int, list[int]] = {}
 
     def ask(self, order: DraftOrder, done: Callable[[Guesses], None]) -> None:
-        """As :class:`molink.ring.stage.DraftModel` says."""
+        """As :class:`molink.ring.stage.Guesser` says."""
         for number in order.over:
             self._tokens.pop(number, None)
         guesses = [self._guess(ask) for ask in order.asks]

@@ -58,7 +58,7 @@ def test_forced_tokens_are_drafted_once_they_are_known() -> None:
     assert after < 0.75 * before
 
 
-def guessed(right: int) -> tuple[Text, ...]:
+def guessed(right: int) -> tuple[KnownText, ...]:
     """Each text with guesses of which the first so many are right."""
     found = []
     for text in TEXTS:
@@ -86,7 +86,7 @@ def test_a_draft_model_saves_turns_if_it_is_right() -> None:
 
 
 def test_a_text_is_known_by_its_first_tokens() -> None:
-    text = Text((7, 8), (9, 10))
+    text = KnownText((7, 8), (9, 10))
     assert all(text.begins_with((7, 8, 9, 10)[:count]) for count in range(5))
     assert not any(text.begins_with(other) for other in ((8,), (7, 8, 10), (7, 8, 9, 10, 11)))
 

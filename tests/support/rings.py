@@ -18,7 +18,7 @@ from molink.ring.build import RingPlan, Seat, Surroundings, build_ring
 from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.pieces import Cutting
 from molink.ring.ring import Ring
-from molink.ring.stage import DraftModel, Executing, NextStage, StageRequests, StageShape
+from molink.ring.stage import Executing, Guesser, NextStage, StageRequests, StageShape
 from molink.sim.agenda import Agenda
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import RingBody, Sampling, Volume, VolumePart
@@ -63,7 +63,7 @@ class VirtualRing:
         requests: Callable[[int], StageRequests] = lambda _: RequestTable(),
         agenda: Agenda | None = None,
         source: Callable[[], DraftSource] = PromptLookup,
-        draft_model: DraftModel | None = None,
+        draft_model: Guesser | None = None,
     ) -> None:
         self.agenda = agenda or Agenda()
         self.broken: list[str] = []

@@ -203,7 +203,7 @@ class DraftThread:
         between(self._begin)
 
     def ask(self, order: DraftOrder, done: Callable[[Guesses], None]) -> None:
-        """As :class:`molink.ring.stage.DraftModel` says."""
+        """As :class:`molink.ring.stage.Guesser` says."""
 
         def task() -> None:
             began = time.perf_counter()

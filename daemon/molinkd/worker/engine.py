@@ -7,7 +7,7 @@ from typing import Protocol
 from molink.facts.drafts import DraftModelFacts
 from molink.facts.dtypes import WeightDType
 from molink.facts.profile import Profile
-from molink.ring.stage import DraftModel, Executing
+from molink.ring.stage import Executing, Guesser
 from molink.text.matcher import Grammars
 from molink.wire.messages.pipe import Start
 from molinkd.worker.request_table import RequestTable
@@ -95,7 +95,7 @@ class DraftEngine:
     """
 
     facts: DraftModelFacts
-    open: Callable[[Callable[[Callable[[], None]], None], HandOver], DraftModel]
+    open: Callable[[Callable[[Callable[[], None]], None], HandOver], Guesser]
 
 
 @dataclass(frozen=True, slots=True)

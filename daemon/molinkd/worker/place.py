@@ -19,7 +19,7 @@ from molink.link.stats import LinkStats
 from molink.ring.build import LinkSurroundings, RingPlan, Surroundings, build_ring
 from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.ring import Ring
-from molink.ring.stage import DraftModel, StageShape
+from molink.ring.stage import Guesser, StageShape
 from molink.wire.messages.codec import DataMessage
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.load import HeadLoad, StageLoad
@@ -73,7 +73,7 @@ class Place:
         loop = asyncio.get_running_loop()
         self._executor = engine.executor(requests, loop.call_soon_threadsafe)
         link = self._link(context, on_dead) if len(order.ring) > 1 else None
-        model: DraftModel | None = None
+        model: Guesser | None = None
         if engine.draft is not None and start.stage == 0:
             model = engine.draft.open(self._executor.between, loop.call_soon_threadsafe)
         self._seat = build_ring(
