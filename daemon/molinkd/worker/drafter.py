@@ -123,25 +123,26 @@ class Drafter:
         return True
 
     def _catch_up(self, asked: Sequence[_Asked]) -> list[_Asked]:
-        """Compute what is known; of those that are asked for, guess the first token."""
-        left = [each for each in asked if each.known.computed < len(each.known.tokens)]
-        active = list[_Asked]()
-        while left:
-            batch, parts, room = list[_Asked](), list[int](), _MOST
-            for each in left:
-                count = min(len(each.known.tokens) - each.known.computed, room)
-                if count:
-                    batch.append(each)
-                    parts.append(count)
-                    room -= count
-            logits = self._run(batch, parts)
-            done = [
-                at for at, one in enumerate(batch) if one.known.computed == len(one.known.tokens)
-            ]
-            left = [each for each in left if each.known.computed < len(each.known.tokens)]
-            wanted = [at for at in done if batch[at].ask.wanted]
-            active += self._guess([batch[at] for at in wanted], logits[wanted])
-        return active
+        """Compute what is known, and guess the first token of those that are asked for.
+
+        In one pass: who lacks more than that, its blocks having been given to others, has no guess.
+        """
+        batch, parts, room = list[_Asked](), list[int](), _MOST
+        for each in asked:
+            count = min(len(each.known.tokens) - each.known.computed, room)
+            if count:
+                batch.append(each)
+                parts.append(count)
+                room -= count
+        if not batch:
+            return []
+        logits = self._run(batch, parts)
+        wanted = [
+            index
+            for index, each in enumerate(batch)
+            if each.ask.wanted and each.known.computed == len(each.known.tokens)
+        ]
+        return self._guess([batch[index] for index in wanted], logits[wanted])
 
     def _go_on(self, active: Sequence[_Asked]) -> list[_Asked]:
         """A row of each, the last guess."""

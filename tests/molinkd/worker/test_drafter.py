@@ -92,6 +92,16 @@ def test_it_takes_in_a_long_text_in_parts(stage: Stage, other: Stage) -> None:
     assert found.tokens == greedy(other, TEXT, 2)
 
 
+def test_it_takes_in_no_more_than_a_pass(
+    stage: Stage, other: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("molinkd.worker.drafter._MOST", 6)
+    made = drafter(stage)
+    assert ask(made, Ask(0, 0, TEXT, 2)) == [Guess(0)]
+    (found,) = ask(made, Ask(0, len(TEXT), (7,), 2))
+    assert found.tokens == greedy(other, (*TEXT, 7), 2)
+
+
 def test_it_stops_where_too_little_is_likely(stage: Stage) -> None:
     (whole,) = ask(drafter(stage), Ask(0, 0, TEXT, 8))
     least = 0.99 * whole.chances[0] * whole.chances[1]
