@@ -355,7 +355,7 @@ class Assignments:
 
         try:
             return await in_thread(plan)
-        except MolinkError as error:
+        except (MolinkError, OSError) as error:
             log.warning("no draft model: %s", error)
             return None
 
