@@ -32,8 +32,12 @@ _PAID_BACK = 64
 _TRIED = 8
 #: Passes for an ask, as long as nothing is known of them.
 _USUAL_PASSES = 3.0
-#: Weight of the last answer in how much longer they take than the profile says, and passes.
-_SMOOTHING = 0.2
+#: Weight of the last answer in how much longer they take than the profile says, and passes; how
+#: many times as long as those before it counts at most, as it may have stalled once; and how far
+#: that is forgotten with each volume that asks nothing.
+_SMOOTHING, _SLOWER, _EASING = 0.2, 4.0, 0.002
+#: At least so many of the guesses that are to be right are held to be.
+_LEAST_SUCCESS = 0.01
 
 
 @dataclass(slots=True, eq=False)
@@ -113,11 +117,13 @@ class Asking:
             able = able[:1]
         asked, saved = self._best([drafting.paid for _, drafting, _ in able], load)
         least = self._least(asked, load)
+        if not asked:  # what was slow once is tried again later
+            self._pace += _EASING * (1.0 - self._pace)
         for job, drafting, room in able[:asked]:
             behind = len(job.tokens) - self._known(job)
             if behind <= _SOON:
                 # By what the model says, of which so much is true.
-                said = least / drafting.guesses.success
+                said = least / max(_LEAST_SUCCESS, drafting.guesses.success)
                 self._ask(job, drafting, min(MOST_GUESSED, room), min(1.0, said))
             elif model.profile.prefill_s(behind) * self._pace <= _PAID_BACK * saved:
                 self._ask(job, drafting, 0, 0.0)
@@ -201,7 +207,8 @@ class Asking:
         first = self._pass_s(new, 0) if new <= 2 * asked else model.profile.prefill_s(new)
         predicted = first + max(0, passes - 1) * self._pass_s(asked, 0)
         if predicted:
-            self._pace += _SMOOTHING * (found.seconds / predicted - self._pace)
+            pace = min(found.seconds / predicted, _SLOWER * self._pace)
+            self._pace += _SMOOTHING * (pace - self._pace)
         if asked:
             self._passes += _SMOOTHING * (passes - self._passes)
 

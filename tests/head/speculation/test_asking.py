@@ -133,6 +133,24 @@ def test_a_model_that_is_slower_than_its_profile_says_is_asked_no_more() -> None
     assert passes > 1
 
 
+def test_a_model_that_has_stalled_is_asked_again_later() -> None:
+    made, one = speculation(pass_s=0.010), job()
+    order = asked(made, [one])
+    for _ in range(10):
+        assert order is not None
+        made.asking.answered(Guesses([Guess(order.asks[0].request, (7,), (0.9,))], 60.0))
+        one.tokens.append(3)
+        order = asked(made, [one])
+        if order is None:
+            break
+    assert order is None
+    passes = 0
+    while asked(made, [one]) is None:
+        passes += 1
+        assert passes < 1000
+    assert passes > 10
+
+
 def test_n_grams_come_first_where_they_are_as_likely() -> None:
     made, one = speculation(source=Found), job()
     assert asked(made, [one]) is None
