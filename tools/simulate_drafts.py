@@ -17,6 +17,11 @@ output token and output tokens/s, and how many times better than without drafts 
 are the least and the most of the requests. ``auto`` lets passes of drafts go ahead of the tokens
 that they assume; with ``--plain`` there is also what it brings without these. With ``--foresight``
 nothing is sent beyond the first wrong draft: what cancelling the rest would bring at most.
+
+``--draft-model`` is the shape of a draft model on the first stage's device, which is asked beside
+n-grams (``model``). It guesses what ``tools.measure_guesses`` has kept of a real one; where all is
+always wrong, it is, and says that it is sure by 60 percent. Or, with ``--right 0.5``, each of its
+guesses is right with that chance if those before are: that is assumed then, not measured.
 """
 
 from __future__ import annotations
@@ -39,6 +44,10 @@ from molink.sim.texts import KnownText, rows_of
 from molink.sim.workload import Workload
 
 ANSWERS = Path(__file__).parents[1] / "docs" / "results" / "lookup.json"
+GUESSES = ANSWERS.with_name("guesses.json")
+#: Percent, of guesses that are always wrong, and how many these are.
+_SAID, _GUESSED = 60, 8
+_WRONG = "always wrong"
 #: Tokens that an answer has twice if it goes round in circles.
 LOOP = 8
 #: Shorter answers tell nothing of the time per token.
@@ -71,6 +80,45 @@ def known_texts(path: Path, *, loops: bool) -> dict[str, list[KnownText]]:
     return found
 
 
+def with_guesses(
+    texts: dict[str, list[KnownText]], path: Path, right: float
+) -> dict[str, list[KnownText]]:
+    """The texts with what a draft model guesses of each; by chance if it is ``right`` so often."""
+    kept = [] if right else json.loads(path.read_text(encoding="utf-8"))["answers"]
+    rng, found = random.Random(1), {}
+    for kind, some in texts.items():
+        mine = [one["guesses"] for one in kept if one["kind"] == kind]
+        if not mine:
+            chance = 0.0 if kind == _WRONG else right
+            mine = [[_by_chance(rng, chance) for _ in text.answer] for text in some]
+        found[kind] = [
+            replace(text, guesses=tuple(_guesses(text, guesses)))
+            for text, guesses in zip(some, mine, strict=True)
+        ]
+    return found
+
+
+def _by_chance(rng: random.Random, chance: float) -> tuple[int, list[int]]:
+    """How many guesses are right, and what is said of each."""
+    wrong = (at for at in range(_GUESSED) if rng.random() >= chance)
+    return next(wrong, _GUESSED), [round(100 * chance) or _SAID] * _GUESSED
+
+
+def _guesses(
+    text: KnownText, kept: Sequence[tuple[int, Sequence[int]]]
+) -> Iterator[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """The right tokens first, then others; the chances that they were given."""
+    for at, (right, chances) in enumerate(kept):
+        rest = text.answer[at : at + len(chances)]
+        right = min(right, len(rest))
+        others = [1 + token for token in rest[right:]]
+        others += [1] * (len(chances) - len(rest))
+        yield (
+            (*rest[:right], *others),
+            tuple(max(0.01, chance / 100) for chance in chances),
+        )
+
+
 def wrong_text(seed: int, prompt: int = 200, answer: int = 128, alphabet: int = 12) -> KnownText:
     """Few different tokens, so that n-grams are found; what they foretell never comes."""
     rng = random.Random(seed)
@@ -93,12 +141,24 @@ class Case:
     ahead: bool
     scenario: Scenario
 
+    @property
+    def name(self) -> str | int:
+        """Of what is drafted, for the table."""
+        if self.drafts != AUTO_DRAFTS:
+            return self.drafts
+        if self.scenario.draft_model:
+            return "model"
+        return "auto" if self.ahead else "plain"
+
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """The one without drafts comes before those with them."""
     texts = known_texts(options.answers, loops=options.loops)
-    texts["always wrong"] = [wrong_text(seed) for seed in range(8)]
-    for ring, kind, streams in product(options.rings, texts, options.streams):
+    texts[_WRONG] = [wrong_text(seed) for seed in range(8)]
+    if options.draft_model:
+        texts = with_guesses(texts, options.guesses, options.right)
+    kinds = [kind for kind in texts if not options.kinds or kind in options.kinds]
+    for ring, kind, streams in product(options.rings, kinds, options.streams):
         device, bandwidth, latency = ring.split(":")
         link = LinkProfile(bandwidth_mbps=float(bandwidth), latency_ms=float(latency))
         count, rate = (_ALONE, 1 / _APART) if streams == 1 else (streams, _TOGETHER)
@@ -111,6 +171,9 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
             if drafts == AUTO_DRAFTS and options.plain:
                 yield Case(ring, kind, streams, drafts, False, replace(drafting, ahead=0))
             yield Case(ring, kind, streams, drafts, True, drafting)
+            if drafts == AUTO_DRAFTS and options.draft_model:
+                asking = replace(drafting, draft_model=options.draft_model)
+                yield Case(ring, kind, streams, drafts, True, asking)
 
 
 def figures(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -128,12 +191,11 @@ def figures(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         together = case.streams > 1
         rate = report.output_tokens_per_s
         times = [one / other for one, other in zip(without.tpots, outcome.tpots, strict=True)]
-        auto = "auto" if case.ahead else "plain"
         yield {
             "ring": case.ring,
             "kind": case.kind,
             "streams": case.streams,
-            "drafts": auto if case.drafts == AUTO_DRAFTS else case.drafts,
+            "drafts": case.name,
             "tpot ms": round(1000 * after, 1),
             "tpot x": round(before / after, 3),
             "texts": f"{min(times):.2f}–{max(times):.2f}",
@@ -163,6 +225,10 @@ def main() -> None:
     )
     parser.add_argument("--plain", action="store_true", help="also auto with nothing ahead")
     parser.add_argument("--foresight", action="store_true")
+    parser.add_argument("--draft-model", default="", help="a model of configs/models, or a file")
+    parser.add_argument("--right", type=float, default=0.0, help="share of guesses, assumed")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), help="of texts: only these")
+    parser.add_argument("--guesses", type=Path, default=GUESSES)
     parser.add_argument("--loops", action="store_true", help="whole answers")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--json", action="store_true")

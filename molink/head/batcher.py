@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 from molink.facts.ringtimes import RingTimes
 from molink.head.batch import Batch, HeadVolume, VolumeBuilder
@@ -15,7 +16,8 @@ from molink.head.limits import HeadLimits
 from molink.head.microbatches import MicroBatches
 from molink.head.prefix import Match
 from molink.head.roster import Roster
-from molink.head.speculation.speculation import RingLoad, Speculation
+from molink.head.speculation.costs import RingLoad
+from molink.head.speculation.speculation import Speculation
 from molink.head.swapping import Swapping
 
 
@@ -91,6 +93,7 @@ class Batcher:
             count = self.micro_batches.update(streams, context)
             self._chunk.set_micro_batches(count)
             if self._ledger.volumes(prefill=False) < count:
+                self._consult(running, streams, context)
                 self._add_decode(decode, running, now)
                 self._add_drafts(decode, streams, context)
             if prefill:
@@ -123,13 +126,31 @@ class Batcher:
 
     # --- decode --------------------------------------------------------------------------------
 
+    def _quota(self, streams: int) -> int:
+        """Decode rows of a volume, where so many streams are spread over all."""
+        return max(1, math.ceil(streams / self.micro_batches.count))
+
+    def _consult(self, running: Sequence[Job], streams: int, context: int) -> None:
+        """Ask the draft model of those that may be in the next volume; some wait for it."""
+        asking = self._speculation.asking
+        if asking.is_on:
+            ready = (
+                job
+                for job in running
+                if job.state == "decode" and not job.awaited and not asking.waits(job)
+            )
+            jobs = list(islice(ready, self._quota(streams)))
+            self._speculation.consult(jobs, self._load(len(jobs), streams, context))
+
     def _add_decode(self, builder: VolumeBuilder, running: Sequence[Job], now: float) -> None:
-        quota = max(1, math.ceil(len(running) / self.micro_batches.count))
+        quota, asking = self._quota(len(running)), self._speculation.asking
         self._starved = []
         for job in running:
             if len(builder) == quota or builder.room < 1:
                 return
             if job.awaited or job.state != "decode":  # or it was preempted for one before it
+                continue
+            if asking.waits(job):
                 continue
             grown = self._grow(job)
             if grown is None:

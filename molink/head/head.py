@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from molink.errors import InvariantError, MolinkError, Overloaded, RequestError
 from molink.facts.costs import Costs
+from molink.facts.drafts import DraftOrder, Guesses
 from molink.facts.ringtimes import RingTimes
 from molink.facts.story import Story
 from molink.head.admission import Admission
@@ -234,6 +235,14 @@ class Head:
         self._times = times
         self._batcher.set_times(times)
 
+    def draft_order(self) -> DraftOrder | None:
+        """What the draft model is to do now, if anything; to be asked after :meth:`next`."""
+        return self._speculation.asking.take()
+
+    def guessed(self, found: Guesses) -> None:
+        """The draft model's answer to the oldest order that it hasn't answered."""
+        self._speculation.asking.answered(found)
+
     def set_host_room(self, blocks: int, block_s: float) -> None:
         """Every stage has host memory for so many KV blocks, of which each takes so long one way.
 
@@ -297,7 +306,7 @@ class Head:
         self._counts["displaced"] += 1
         self._story.add(now, "displace", job.request.owner, job.request.key, job.admissions)
         self._roster.remove(job, now)
-        self._swapping.forget(job)
+        self._forget(job)
         return [self._overloaded(job, error)]
 
     def _new_job(self, request: HeadRequest, now: float) -> Job:
@@ -408,7 +417,7 @@ class Head:
         trip = self._ledger.cancelled() if job.state != "waiting" else None
         self._story.add(now, "cancel", job.request.owner, job.request.key, job.state, job.id)
         self._roster.remove(job, now, trip)
-        self._swapping.forget(job)
+        self._forget(job)
         self._waits.observe(now)
 
     def _fail(self, job: Job, reason: str, now: float) -> Emission:
@@ -421,7 +430,11 @@ class Head:
     def _remove(self, job: Job, why: str, now: float) -> None:
         self._story.add(now, why, job.request.owner, job.request.key, job.id, len(job.tokens))
         self._roster.remove(job, now)
+        self._forget(job)
+
+    def _forget(self, job: Job) -> None:
         self._swapping.forget(job)
+        self._speculation.asking.over(job)
 
     def _stray(self, kind: str, tick: int, now: float) -> None:
         self._counts["strays"] += 1

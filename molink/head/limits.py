@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from molink.errors import UsageError
-from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD, MAX_DRAFTS
+from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD, MAX_DRAFTS, DraftModelFacts
 from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 from molink.wire.messages.data import MAX_MICRO_BATCHES
@@ -30,10 +30,10 @@ class HeadLimits:
     more than ``short_context`` tokens (0: no such bound) share them among themselves only. A decode
     row is followed by up to ``draft_tokens`` drafts (:data:`AUTO_DRAFTS`: as
     :mod:`molink.head.speculation` decides). Up to ``ahead`` volumes of drafts may go on from those
-    in flight. What becomes of the KV of who is preempted says ``preemption_mode``, as far as stages
-    have host memory.
-    in flight. A request that doesn't say for how long it may wait to be admitted may for
-    ``max_queue_s`` seconds (0: for as long as it takes).
+    in flight. ``draft_model`` may be asked for drafts where there is one. What becomes of the KV of
+    who is preempted says ``preemption_mode``, as far as stages have host memory. A request that
+    doesn't say for how long it may wait to be admitted may for ``max_queue_s`` seconds (0: for as
+    long as it takes).
     """
 
     blocks: int
@@ -51,6 +51,7 @@ class HeadLimits:
     unpaired: bool = True
     draft_tokens: int = 0
     ahead: int = 0
+    draft_model: DraftModelFacts | None = None
     preemption_mode: PreemptionMode = "recompute"
     max_queue_s: float = 0.0
 

@@ -59,6 +59,9 @@ class HeadStats:
         counters["head_swap_fallbacks_total"] = float(swapping.fallbacks)
         counters["head_draft_tokens_total"] = float(self._speculation.drafted)
         counters["head_draft_tokens_accepted_total"] = float(self._speculation.accepted)
+        asking = self._speculation.asking
+        counters["head_guessed_tokens_total"] = float(asking.guessed)
+        counters["head_guess_seconds_total"] = asking.seconds
         counters["head_prefix_hit_tokens_total"] = float(cache.hit_tokens)
         counters["head_prefix_lookup_tokens_total"] = float(cache.lookup_tokens)
         counters["head_prefix_evictions_total"] = float(cache.evictions)

@@ -30,7 +30,7 @@ from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.known import BoardLimits
 from molink.ring.pieces import Cutting, create_cutting
 from molink.ring.ring import Ring, RingConfig
-from molink.ring.stage import Executing, NextStage, StageRequests, StageShape
+from molink.ring.stage import Executing, Guesser, NextStage, StageRequests, StageShape
 from molink.wire.messages.data import MAX_GROUPS, MAX_MICRO_BATCHES
 
 #: Requests that any head may run, which other stages aren't told.
@@ -124,7 +124,8 @@ class Surroundings:
     """What a stage has around it; ``desk`` is asked for the front desk of the head at stage 0.
 
     Without ``link`` the ring has no links of its own: it is a whole one, or who opens it says what
-    follows. ``on_broken`` is as :class:`Ring` says.
+    follows. ``on_broken`` is as :class:`Ring` says. ``draft_model`` is what the head asks for
+    drafts, where its limits say that there is one.
     """
 
     timers: Timers
@@ -133,6 +134,7 @@ class Surroundings:
     desk: Callable[[Head], FrontDesk]
     on_broken: Callable[[str], None]
     link: LinkSurroundings | None = None
+    draft_model: Guesser | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ def build_ring(plan: RingPlan, around: Surroundings) -> Seat:
     if plan.shape.is_first:
         policy = create_scheduling_policy(plan.scheduling_policy)
         head = Head(plan.head, plan.epoch, policy, plan.source)
-        front = Front(head, around.desk(head), plan.shape.vocabulary)
+        front = Front(head, around.desk(head), plan.shape.vocabulary, around.draft_model)
     cutting = plan.cutting or create_cutting(
         plan.profile, cut_through=plan.cut_through, forwards=not plan.shape.is_last
     )

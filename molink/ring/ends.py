@@ -1,14 +1,16 @@
 """The two ends of the ring: what the first stage has with the head, and the last by sampling."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
 
+from molink.facts.drafts import Guesses
 from molink.head.batch import Batch
 from molink.head.head import Head
 from molink.head.request import Emission
 from molink.ring.scoreboard import Scoreboard
+from molink.ring.stage import Guesser
 from molink.ring.work import SegmentResult
 from molink.wire.messages.data import (
     MAX_GROUPS,
@@ -40,10 +42,13 @@ class FrontDesk(Protocol):
 class Front:
     """Feeds the head's micro-batches to stage 0, and to the head what comes out of the tail."""
 
-    def __init__(self, head: Head, desk: FrontDesk, vocabulary: int) -> None:
-        """Token ids are below ``vocabulary``."""
+    def __init__(
+        self, head: Head, desk: FrontDesk, vocabulary: int, model: Guesser | None = None
+    ) -> None:
+        """Token ids are below ``vocabulary``; the head may ask ``model`` for drafts."""
         self.head = head
         self.desk = desk
+        self._model = model
         self._vocabulary = vocabulary
         self._tops: dict[tuple[int, int], TopLogprobs] = {}
         #: Tokens that don't exist.
@@ -62,6 +67,18 @@ class Front:
         if batch is not None:
             _put(batch, board, now)
         return batch is not None
+
+    def ask(self, then: Callable[[], None]) -> None:
+        """Have the draft model do what the head wants of it; ``then`` is called once it has."""
+        order = None if self._model is None else self.head.draft_order()
+        if self._model is None or order is None:
+            return
+
+        def guessed(found: Guesses) -> None:
+            self.head.guessed(found)
+            then()
+
+        self._model.ask(order, guessed)
 
     def came_round(self, body: Sampled | TopLogprobs | Release | Tombstone, now: float) -> None:
         """Something arrived at the head from the tail."""

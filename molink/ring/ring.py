@@ -176,6 +176,7 @@ class Ring:
         if self._front is not None and not self._computing:
             while self._front.feed(self.scoreboard, now):
                 self._controls.apply(self.scoreboard.complete((), now))
+            self._front.ask(self.pump)
         if controls := self.scoreboard.complete((), now):
             self._controls.apply(controls)
         waits = self._computing or (self._next is not None and self._next.full)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from molink.facts.drafts import DraftOrder, Guesses
 from molink.facts.dtypes import DTYPE_SIZES, DType
 from molink.link.policies.base import Event
 from molink.ring.work import BlockCopy, Segment, StepDone
@@ -71,6 +72,16 @@ class Executing(Protocol):
 
     def swap(self, copy: BlockCopy) -> None:
         """Copy blocks after the step that runs and before the next that needs what is copied."""
+
+
+class Guesser(Protocol):
+    """A small model beside the head; :class:`molinkd.worker.drafter.DraftThread` asks one."""
+
+    def ask(self, order: DraftOrder, done: Callable[[Guesses], None]) -> None:
+        """Do what the head wants, after what it wanted before.
+
+        ``done`` is called later, where the ring lives.
+        """
 
 
 class NextStage(Protocol):

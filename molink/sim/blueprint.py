@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from molink.errors import UsageError
-from molink.facts.drafts import AUTO_DRAFTS
+from molink.facts.drafts import AUTO_DRAFTS, DraftModelFacts
 from molink.facts.dtypes import DTYPE_SIZES, DType
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
@@ -116,6 +116,11 @@ class Blueprint:
         return max(CONTEXT, fixed, load.max_prompt + load.max_output)
 
     @property
+    def _draft_model(self) -> DraftModelFacts | None:
+        roofline = self.scenario.draft_roofline
+        return None if roofline is None else DraftModelFacts(roofline.profile(), self._context)
+
+    @property
     def _row_bytes(self) -> int:
         return self.hidden * DTYPE_SIZES[DTYPE]
 
@@ -136,5 +141,6 @@ class Blueprint:
             unpaired=scenario.unpaired,
             draft_tokens=scenario.draft_tokens,
             ahead=scenario.ahead if scenario.draft_tokens == AUTO_DRAFTS else 0,
+            draft_model=self._draft_model,
             preemption_mode=scenario.preemption_mode,
         )

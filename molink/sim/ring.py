@@ -10,6 +10,7 @@ from molink.ring.ends import FrontDesk
 from molink.sim.agenda import Agenda
 from molink.sim.blueprint import Blueprint
 from molink.sim.congestion.create import create_controller
+from molink.sim.drafter import SimDrafter
 from molink.sim.hop import Hop
 from molink.sim.medium import IdealMedium, Medium, TcpMedium
 from molink.sim.packing import SimPacker
@@ -98,7 +99,9 @@ class SimRing:
         self._executors.append(executor)
         broken = partial(self._on_broken, index)
         link = self._make_link(index) if self._hops else None
-        around = Surroundings(agenda, requests, executor, self._desk, broken, link)
+        guesses = blueprint.scenario.draft_roofline if index == 0 else None
+        drafter = None if guesses is None else SimDrafter(agenda, guesses, pc, texts)
+        around = Surroundings(agenda, requests, executor, self._desk, broken, link, drafter)
         return build_ring(blueprint.plan(index, self._epoch), around)
 
     def _make_link(self, index: int) -> LinkSurroundings:

@@ -43,7 +43,9 @@ class Scenario:
     request in a pass; 0: none, -1: as many as pay; up to ``ahead`` passes go on from those). With
     ``foresight`` nothing is drafted beyond the first wrong draft. What becomes of the KV of who is
     preempted says ``preemption_mode``; each stage has ``swap_gb`` (GB) of host memory for it. With
-    ``free_copies``, copies from and to it take no time: more can't be had of any mode.
+    ``free_copies``, copies from and to it take no time: more can't be had of any mode. A
+    ``draft_model`` beside the first stage takes its time by its shape, and guesses what its texts
+    say.
 
     Raises:
         UsageError: a number is out of range, or there is no profile or policy of that name.
@@ -72,6 +74,7 @@ class Scenario:
     draft_tokens: int = 0
     ahead: int = MAX_AHEAD
     foresight: bool = False
+    draft_model: str = ""
     preemption_mode: PreemptionMode = "recompute"
     swap_gb: float = 32.0
     free_copies: bool = False
@@ -151,6 +154,14 @@ class Scenario:
     def rooflines(self) -> Sequence[Roofline]:
         """The stages."""
         return unequal_rooflines(self.device_profiles, self.model_profile, self.split)
+
+    @property
+    def draft_roofline(self) -> Roofline | None:
+        """The draft model on the first stage's device."""
+        if not self.draft_model:
+            return None
+        model = load_model(self.draft_model)
+        return Roofline(self.device_profiles[0], model, model.layers, is_last=True)
 
     @property
     def model_profile(self) -> ModelProfile:

@@ -14,12 +14,27 @@ class KnownText:
     """Tokens of a prompt and of its answer.
 
     ``runs`` has, for each token of the answer, how many from it on a grammar forces; ``()``: it is
-    held to none.
+    held to none. ``guesses`` has, for each, what a draft model guesses from it on, and the chances
+    of that.
     """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     runs: tuple[int, ...] = ()
+    guesses: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...] = ()
+
+    def begins_with(self, tokens: Sequence[int]) -> bool:
+        """Whether these are its first ones."""
+        prompt = len(self.prompt)
+        known = tuple(tokens)
+        return known[:prompt] == self.prompt[: len(known)] and (
+            known[prompt:] == self.answer[: max(0, len(known) - prompt)]
+        )
+
+    def guessed(self, position: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """What a draft model guesses from a position on."""
+        at = position - len(self.prompt)
+        return self.guesses[at] if 0 <= at < len(self.guesses) else ((), ())
 
     def token(self, position: int) -> int:
         """The one at a position of both; what comes after them is 0."""

@@ -159,6 +159,11 @@ class Tokenizer:
             return WindowDetokenizer(self._backend, skip)
         return IncrementalDetokenizer(self._pieces, skip, continues=continues)
 
+    @property
+    def vocabulary(self) -> dict[int, str]:
+        """The text of each token, as its files write it, those that were added too."""
+        return {index: text for text, index in self._backend.get_vocab().items()}
+
     def id_of(self, text: str) -> int | None:
         """The id of the token that is ``text``; ``None`` if there is none."""
         return self._id_of(text)

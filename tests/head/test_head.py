@@ -684,6 +684,8 @@ def test_stats() -> None:
         "head_swap_fallbacks_total": 0.0,
         "head_draft_tokens_total": 0.0,
         "head_draft_tokens_accepted_total": 0.0,
+        "head_guessed_tokens_total": 0.0,
+        "head_guess_seconds_total": 0.0,
         "head_prefix_hit_tokens_total": 0.0,
         "head_prefix_lookup_tokens_total": 8.0,
         "head_prefix_evictions_total": 0.0,

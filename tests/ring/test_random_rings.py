@@ -25,7 +25,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from molink.errors import Overloaded
-from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD, MAX_DRAFTS
+from molink.facts.drafts import (
+    AUTO_DRAFTS,
+    MAX_AHEAD,
+    MAX_DRAFTS,
+    DraftModelFacts,
+    DraftOrder,
+    Guess,
+)
+from molink.facts.drafts import Guesses as Answers
 from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
@@ -297,16 +305,47 @@ class Guesses:
     rng: random.Random
 
     def draft(self, tokens: Sequence[int], count: int) -> Foretold:
-        known = next(
-            (*client.request.tokens, *client.expected)
-            for client in self.ring.clients.values()
-            if list(tokens) == [*client.request.tokens, *client.got] and not client.over
+        return Foretold(self.told(tokens, count), self.rng.choice([1, 3, 9]))
+
+    def told(self, tokens: Sequence[int], count: int) -> list[int]:
+        known: Sequence[int] = next(
+            (
+                (*client.request.tokens, *client.expected)
+                for client in self.ring.clients.values()
+                if list(tokens) == [*client.request.tokens, *client.got]
+            ),
+            (),
         )
         drafts = list(known[len(tokens) : len(tokens) + count])
         drafts += [self.rng.randrange(VOCABULARY) for _ in range(count - len(drafts))]
         right = self.rng.choice([0, 1, 2, 40])
         drafts[right:] = [(draft + 1) % VOCABULARY for draft in drafts[right:]]
-        return Foretold(drafts[: self.rng.randint(0, count)], self.rng.choice([1, 3, 9]))
+        return drafts[: self.rng.randint(0, count)]
+
+
+class SmallModel:
+    """A draft model: it checks what it is told, and guesses as the drafts above do."""
+
+    def __init__(self, guesses: Guesses) -> None:
+        self._guesses = guesses
+        self.orders: deque[DraftOrder] = deque()
+        #: What it was told of each request.
+        self.known: dict[int, list[int]] = {}
+
+    def answer(self) -> Answers:
+        order, rng = self.orders.popleft(), self._guesses.rng
+        for number in order.over:
+            self.known.pop(number, None)
+        found = []
+        for ask in order.asks:
+            known = self.known.setdefault(ask.request, [])
+            assert len(known) == ask.known
+            known += ask.tokens
+            tokens = self._guesses.told(known, ask.wanted) if rng.random() < 0.9 else []
+            chances = [rng.choice([0.1, 0.5, 0.9]) for _ in tokens]
+            if rng.random() < 0.95:
+                found.append(Guess(ask.request, tokens, chances))
+        return Answers(found, 0.001 * rng.random(), failed=rng.random() < 0.01)
 
 
 @dataclass
@@ -337,7 +376,9 @@ class Ring:
     ) -> None:
         self.limits = limits
         scheduling = create_scheduling_policy(policy)
-        self.head = Head(limits, 3, scheduling, lambda: Guesses(self, rng or random.Random(0)))
+        guesses = Guesses(self, rng or random.Random(0))
+        self.head = Head(limits, 3, scheduling, lambda: guesses)
+        self.model = SmallModel(guesses)
         self.head.set_host_room(host_blocks, 1e-4)
         self.cutting = cutting
         self.stages = [Stage(i, i == stages - 1, limits, cutting) for i in range(stages)]
@@ -368,6 +409,9 @@ class Ring:
 
     def next(self, prefill: bool = True) -> bool:
         batch = self.head.next(self.now, prefill=prefill)
+        order = self.head.draft_order()
+        if order is not None:
+            self.model.orders.append(order)
         if batch is None:
             return False
         assert batch.control or batch.volumes
@@ -416,6 +460,9 @@ class Ring:
         self.lanes[hop, 1].appendleft((More(body.tick), rows[count:]))
         self._send(hop + 1, self.stages[hop + 1].arrive(body, rows[:count]))
 
+    def guess(self) -> None:
+        self.head.guessed(self.model.answer())
+
     def take(self, index: int) -> None:
         self._send(index, self.stages[index].take())
 
@@ -454,6 +501,7 @@ class Ring:
     def events(self) -> list[tuple]:
         """Everything inside the ring that could happen now."""
         found: list[tuple] = [("deliver", *key) for key, lane in self.lanes.items() if lane]
+        found += [("guess",)] * bool(self.model.orders)
         for (hop, kind), lane in self.lanes.items():
             if self.cutting and kind and lane and len(lane[0][1]) > 1:
                 found += [("part", hop, count) for count in {1, len(lane[0][1]) // 2}]
@@ -493,6 +541,9 @@ class Ring:
         assert all(client.over for client in self.clients.values())
         assert not any(self.lanes.values())
         assert self.head.strays == 0
+        assert not self.model.orders
+        assert not self.head._speculation.asking._waiting
+        assert not self.model.known or not self.head._speculation.asking.is_on
         for stage in self.stages:
             assert stage.swaps == self.stages[0].swaps
             assert not stage.requests
@@ -516,6 +567,7 @@ def make_prompt(rng: random.Random, ring: Ring, total: int) -> tuple[int, ...]:
 
 #: With long latencies chunks go unpaired, where the number of micro-batches is not fixed.
 STAGE = Profile(decode=((1, 0.01),), prefill=((16, 0.01),))
+SMALL = DraftModelFacts(STAGE.scaled(0.1), 30)
 
 
 def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> HeadRequest:
@@ -548,6 +600,7 @@ ANY_RING = given(
     draft_tokens=st.sampled_from([0, AUTO_DRAFTS, 1, 3, MAX_DRAFTS]),
     policy=st.sampled_from(["fcfs", *SCHEDULING_POLICIES]),
     ahead=st.sampled_from([0, 1, 3, MAX_AHEAD]),
+    draft_model=st.sampled_from([None, SMALL]),
     preemption_mode=st.sampled_from(["proactive-swap", *PREEMPTION_MODES]),
     host_blocks=st.sampled_from([HOST_BLOCKS, 8, 2, 0]),
     seed=st.integers(0, 1 << 32),
@@ -566,6 +619,7 @@ def every_request_gets_its_own_tokens(
     draft_tokens: int,
     policy: str,
     ahead: int,
+    draft_model: DraftModelFacts | None,
     preemption_mode: PreemptionMode,
     host_blocks: int,
     seed: int,
@@ -587,6 +641,7 @@ def every_request_gets_its_own_tokens(
         stages=stages,
         draft_tokens=draft_tokens,
         ahead=ahead,
+        draft_model=draft_model,
         preemption_mode=preemption_mode,
     )
     ring = Ring(stages, limits, cutting, rng, policy, host_blocks)
@@ -641,6 +696,7 @@ class RingMachine(RuleBasedStateMachine):
             draft_tokens=2,
             ahead=2,
             preemption_mode="reactive-swap",
+            draft_model=SMALL,
         )
         self.ring = Ring(3, limits, AnyPieces(1))
         self.count = 0
@@ -760,3 +816,19 @@ def test_what_goes_ahead_changes_no_answer(seed: int) -> None:
     ring.drain(rng.choice)
     assert ring.ahead["right"] > 5
     assert ring.ahead["wrong"] > 5
+
+
+@pytest.mark.parametrize("draft_tokens", [3, AUTO_DRAFTS])
+def test_what_a_draft_model_guesses_changes_no_answer(draft_tokens: int) -> None:
+    rng = random.Random(6)
+    stages = {"profiles": (STAGE,) * 3, "stages": 3}
+    limits = HeadLimits(
+        64, 4, 2, chunk_tokens=16, draft_tokens=draft_tokens, draft_model=SMALL, **stages
+    )
+    ring = Ring(3, limits, rng=rng)
+    ring.head.set_times(RingTimes((STAGE,) * 3, (LinkFacts(10.0, None),) * 3, 0))
+    for number in range(6):
+        request = HeadRequest("d", str(number), (number, 1), 2, 24, Sampling(seed=20 + number))
+        ring.submit(request)
+    ring.drain(rng.choice)
+    assert ring.head.stats()[0]["head_guessed_tokens_total"] > 20

@@ -1,6 +1,7 @@
 """Simulated requests with content: drafts are right or wrong as they would be."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import simulate
@@ -10,6 +11,10 @@ from molink.sim.workload import Workload
 #: Answers that repeat their prompt, and one that nothing foretells.
 COPY = tuple(range(100, 150))
 TEXTS = (KnownText(COPY, COPY[5:40]), KnownText(tuple(range(9)), tuple(range(50, 90))))
+
+
+#: A draft model of a fifteenth of the parameters.
+SMALL = str(Path(__file__).parents[2] / "configs" / "models" / "qwen2.5-0.5b.toml")
 
 
 def scenario() -> Scenario:
@@ -51,6 +56,39 @@ def test_forced_tokens_are_drafted_once_they_are_known() -> None:
     assert before is not None
     assert after is not None
     assert after < 0.75 * before
+
+
+def guessed(right: int) -> tuple[KnownText, ...]:
+    """Each text with guesses of which the first so many are right."""
+    found = []
+    for text in TEXTS:
+        rest = [text.answer[at : at + 4] for at in range(len(text.answer))]
+        tokens = [(*each[:right], *(1 + token for token in each[right:])) for each in rest]
+        guesses = tuple((each, (0.6,) * len(each)) for each in tokens)
+        found.append(replace(text, guesses=guesses))
+    return tuple(found)
+
+
+def test_a_draft_model_saves_turns_if_it_is_right() -> None:
+    times = []
+    for right in (0, 4):
+        texts = guessed(right)
+        asking = replace(scenario(), texts=texts, draft_tokens=-1, draft_model=SMALL)
+        found, without = simulate(asking), simulate(replace(asking, draft_model=""))
+        assert found.report.failed == without.report.failed == 0
+        assert found.report.output_tokens == without.report.output_tokens
+        assert found.report.latency_s.mean is not None
+        assert without.report.latency_s.mean is not None
+        times.append(found.report.latency_s.mean / without.report.latency_s.mean)
+    wrong, right = times
+    assert right < 0.7
+    assert wrong < 1.03
+
+
+def test_a_text_is_known_by_its_first_tokens() -> None:
+    text = KnownText((7, 8), (9, 10))
+    assert all(text.begins_with((7, 8, 9, 10)[:count]) for count in range(5))
+    assert not any(text.begins_with(other) for other in ((8,), (7, 8, 10), (7, 8, 9, 10, 11)))
 
 
 def test_nothing_is_lost_by_itself() -> None:

@@ -18,7 +18,7 @@ from molink.ring.build import RingPlan, Seat, Surroundings, build_ring
 from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.pieces import Cutting
 from molink.ring.ring import Ring
-from molink.ring.stage import Executing, NextStage, StageRequests, StageShape
+from molink.ring.stage import Executing, Guesser, NextStage, StageRequests, StageShape
 from molink.sim.agenda import Agenda
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import RingBody, Sampling, Volume, VolumePart
@@ -63,6 +63,7 @@ class VirtualRing:
         requests: Callable[[int], StageRequests] = lambda _: RequestTable(),
         agenda: Agenda | None = None,
         source: Callable[[], DraftSource] = PromptLookup,
+        draft_model: Guesser | None = None,
     ) -> None:
         self.agenda = agenda or Agenda()
         self.broken: list[str] = []
@@ -76,6 +77,7 @@ class VirtualRing:
         self._common = stages or Stages()
         self._requests = requests
         self._source = source
+        self._draft_model = draft_model
         self.seats = [self._seat(i, len(executors), each) for i, each in enumerate(executors)]
         self.rings = [seat.ring for seat in self.seats]
         head = self.seats[0].head
@@ -105,7 +107,14 @@ class VirtualRing:
         requests = self._requests(index)
         return build_ring(
             plan,
-            Surroundings(self.agenda, requests, executor, lambda _: self, self.broken.append),
+            Surroundings(
+                self.agenda,
+                requests,
+                executor,
+                lambda _: self,
+                self.broken.append,
+                draft_model=self._draft_model,
+            ),
         )
 
     # --- the head's front desk ---------------------------------------------------------------

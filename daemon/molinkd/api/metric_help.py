@@ -69,6 +69,8 @@ _HEAD = {
     "head_swap_fallbacks": "Times that it was given up instead, for want of room there.",
     "head_draft_tokens": "Tokens that were guessed ahead and sent to be verified.",
     "head_draft_tokens_accepted": "Those of them that were right.",
+    "head_guessed_tokens": "Tokens that the draft model has guessed.",
+    "head_guess_seconds": "Seconds that it took for them.",
     "head_prefix_hit_tokens": "Tokens of new requests whose KV the prefix cache had.",
     "head_prefix_lookup_tokens": "Tokens of new requests that were looked up in the prefix cache.",
     "head_prefix_evictions": "KV blocks that the prefix cache had to forget.",

@@ -113,6 +113,13 @@ SwapSpaceOption = Annotated[
     str | None,
     typer.Option(help="Host memory for that KV, as 4GiB, of each stage.  [default: 4GiB]"),
 ]
+DraftModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help="A small model with the same vocabulary, given as --model is, which guesses tokens "
+        "ahead while the first stage is on this PC; off: none.  [default: off]"
+    ),
+]
 BackgroundOption = Annotated[
     bool, typer.Option("--background", help="Return once it runs; `molink down` ends it.")
 ]
@@ -162,6 +169,7 @@ def up(
     scheduling_policy: SchedulingOption = None,
     preemption_mode: PreemptionOption = None,
     swap_space: SwapSpaceOption = None,
+    draft_model: DraftModelOption = None,
     pause_times: PauseTimesOption = None,
     pause_when_busy: PauseWhenBusyOption = None,
     dtype: Annotated[DTypeChoice | None, typer.Option(help="Compute in.  [default: auto]")] = None,
@@ -238,6 +246,7 @@ def join(
     scheduling_policy: SchedulingOption = None,
     preemption_mode: PreemptionOption = None,
     swap_space: SwapSpaceOption = None,
+    draft_model: DraftModelOption = None,
     pause_times: PauseTimesOption = None,
     pause_when_busy: PauseWhenBusyOption = None,
     api_key: KeyOption = None,

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -45,6 +46,8 @@ from molink.wire.messages.pipe import Formed, Loaded, MemberBlocked, Start
 from molink.wire.messages.reports import Prefetched, StageFailed, WorkerState
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.device_probe import Measured, worker_threads
+from molinkd.peer.draft_model import DraftModel, PlannedDraft
+from molinkd.peer.hashing import in_thread
 from molinkd.peer.home import Home
 from molinkd.peer.prefetcher import Prefetcher
 from molinkd.peer.progress import Progress
@@ -299,10 +302,12 @@ class Assignments:
         measured = await asyncio.shield(self._measured)
         settings = self._settings
         check_quantize(assign.quantize, opened.config, measured.device.kind)
-        plan = plan_stage(opened, assign, measured, settings.pipeline)
+        draft = await self._plan_draft(folder, opened, assign, measured)
+        beside = draft.nbytes if draft is not None else 0
+        plan = plan_stage(opened, assign, measured, settings.pipeline, taken=beside)
         # What the same worker held before makes room.
         self._plans.pop(generation, None)
-        plan = self._plans[generation] = self._beside(plan, opened, assign, measured)
+        plan = self._plans[generation] = self._beside(plan, opened, assign, measured, beside)
         log.info("layers %d:%d of %s: %s", *assign.layers, assign.model, plan)
         first, last = settings.worker_ports
         return Start(
@@ -324,11 +329,35 @@ class Assignments:
             settings=settings.pipeline,
             profile_cache=str(self._home.profiles),
             quantize=assign.quantize,
-            memory=0 if measured.name == "cpu" else plan.budget,
+            memory=0 if measured.name == "cpu" else plan.budget + beside,
             hurry=self.recovery.under_way,
             avoid=self._avoided(measured),
             proofs=str(self._home.proofs),
+            draft=None if draft is None else draft.start,
         )
+
+    async def _plan_draft(
+        self, folder: Path, opened: ModelFolder, assign: Assign, measured: Measured
+    ) -> PlannedDraft | None:
+        """The draft model beside the first stage, if one is set and there is room for both."""
+        name = self._settings.draft_model
+        if not name or assign.stage:
+            return None
+        setup = _setup(assign, measured, self._settings.pipeline)
+        context, into = _context(opened, assign), self._home.unpacked
+
+        def plan(stop: threading.Event) -> PlannedDraft:
+            model = DraftModel.find(name, into, Progress(), stop)
+            model.check(folder)
+            found = model.plan(setup, measured.device.memory, assign.block_size, context)
+            plan_stage(opened, assign, measured, self._settings.pipeline, taken=found.nbytes)
+            return found
+
+        try:
+            return await in_thread(plan)
+        except (MolinkError, OSError) as error:
+            log.warning("no draft model: %s", error)
+            return None
 
     def _avoided(self, measured: Measured) -> tuple[str, ...]:
         """Kernels that failed `molink doctor` here."""
@@ -338,9 +367,14 @@ class Assignments:
         return avoid
 
     def _beside(
-        self, alone: MemoryPlan, opened: ModelFolder, assign: Assign, measured: Measured
+        self,
+        alone: MemoryPlan,
+        opened: ModelFolder,
+        assign: Assign,
+        measured: Measured,
+        draft: int,
     ) -> MemoryPlan:
-        """The plan of a stage beside those that run already.
+        """The plan of a stage beside those that run already, and ``draft`` bytes of a draft model.
 
         A CPU takes memory for KV only as it is used, so the pool is that of a stage ``alone``: it
         is that soon, and until then holds the same requests as the other one.
@@ -353,7 +387,8 @@ class Assignments:
         if not taken:
             return alone
         try:
-            beside = plan_stage(opened, assign, measured, self._settings.pipeline, taken=taken)
+            settings = self._settings.pipeline
+            beside = plan_stage(opened, assign, measured, settings, taken=taken + draft)
         except UsageError as error:
             raise _NoRoomBesideError(f"beside another stage: {error}") from error
         return alone if on_cpu else beside
@@ -387,6 +422,18 @@ def _context(folder: ModelFolder, assign: Assign) -> int:
     return min(folder.config.context, assign.context or folder.config.context)
 
 
+def _setup(assign: Assign, measured: Measured, settings: PipelineSettings) -> StageSetup:
+    return StageSetup(
+        kind=measured.device.kind,
+        bf16=measured.bf16,
+        blocks=measured.device.blocks,
+        narrow=measured.device.narrow,
+        dtype=assign.dtype,
+        quantize=assign.quantize,
+        load=StepLimits(settings.chunk_tokens or MAX_CHUNK_ROWS, settings.max_running),
+    )
+
+
 def plan_stage(
     folder: ModelFolder,
     assign: Assign,
@@ -400,19 +447,10 @@ def plan_stage(
     Raises:
         UsageError: it isn't enough; says what would fit.
     """
-    target = StageSetup(
-        kind=measured.device.kind,
-        bf16=measured.bf16,
-        blocks=measured.device.blocks,
-        narrow=measured.device.narrow,
-        dtype=assign.dtype,
-        quantize=assign.quantize,
-        load=StepLimits(settings.chunk_tokens or MAX_CHUNK_ROWS, settings.max_running),
-    )
     return plan_memory(
         msgspec.structs.replace(folder.facts(assign.model), context=_context(folder, assign)),
         assign.layers,
-        target,
+        _setup(assign, measured, settings),
         max(0, measured.device.memory - taken),
         requests=settings.max_running,
         block_size=assign.block_size,

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -29,9 +30,10 @@ from molinkd.peer.bringer import Bringer
 from molinkd.peer.device_probe import Measured, measure_device
 from molinkd.peer.devices import FurtherDevices, own_settings
 from molinkd.peer.discovery import Announcer
+from molinkd.peer.draft_model import DraftModel
 from molinkd.peer.endpoint import Endpoint
 from molinkd.peer.founder import Founder
-from molinkd.peer.hashing import Hasher
+from molinkd.peer.hashing import Hasher, in_thread
 from molinkd.peer.home import Home, HomeLock
 from molinkd.peer.in_shards import kept_model
 from molinkd.peer.launch import Announce, AnyEvent, Launch, Listening, Transferring, Trouble
@@ -39,6 +41,7 @@ from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Library
 from molinkd.peer.membership import Membership, ask_again, choose, join, read_membership
 from molinkd.peer.node import Node
+from molinkd.peer.progress import Progress
 from molinkd.peer.replica_file import ReplicaFile
 from molinkd.peer.resources import Resources
 from molinkd.peer.runfile import RunFile
@@ -163,8 +166,22 @@ class Daemon:
         telling = asyncio.create_task(self._transfers.watch(tell))
         try:
             await founder.find_model()
+            if self._settings.draft_model:
+                await self._find_draft_model(self._settings.draft_model, founder.path)
         finally:
             await _cancel(telling)
+
+    async def _find_draft_model(self, name: str, served: Path | None) -> None:
+        """Have it here, and know that it fits what is ``served``, before anything starts."""
+        progress, into = Progress(source="hub"), self._home.unpacked
+
+        def find(stop: threading.Event) -> None:
+            model = DraftModel.find(name, into, progress, stop)
+            if served is not None:
+                model.check(served)
+
+        with self._transfers.under_way(name, progress):
+            await in_thread(find)
 
     def _make_bringer(self, keys: KeyPair, library: Library, leadership: Leadership) -> Bringer:
         def begin(model: str) -> Founder:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -118,6 +119,11 @@ class Founder:
     def name(self) -> str:
         """What the model is called; empty until it is found."""
         return self._source.name if self._source is not None else ""
+
+    @property
+    def path(self) -> Path | None:
+        """Where the model's files are; ``None`` until it is found."""
+        return None if self._source is None else self._source.path
 
     async def _find(self, model: str | None) -> ModelSource:
         self.state, progress = "fetching", self.progress

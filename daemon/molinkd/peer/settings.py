@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import platformdirs
 
+from molink.checkpoint.source import local_model
 from molink.errors import UsageError
 from molink.facts.drafts import AUTO_DRAFTS
 from molink.facts.dtypes import DTypeChoice
@@ -112,6 +113,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dtype: DTypeChoice = "auto"
     #: How layers' weights are kept; of a model that is quantized already, as its files have them.
     quantize: Quantize = "none"
+    #: A small model of the same vocabulary, named as `molink up --model` does, that the head asks
+    #: for drafts if it is on this PC; empty = none.
+    draft_model: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     #: Most tokens of a request, prompt and answer together; 0 = as many as the model has.
     context: Annotated[int, msgspec.Meta(ge=0, le=2**24)] = 0
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
@@ -355,6 +359,11 @@ def _parse(name: str, value: object, where: str) -> object:
         return _named_keys(parts, where) if name == "api_keys" else parts
     if name in _WORDS:
         return _number(name, value, where)
+    if name == "draft_model":
+        if value.strip().lower() == "off":
+            return ""
+        found = local_model(value)
+        return value if found is None else str(found)
     if name == "record" and value:
         return str(Path(value).absolute())  # workers run elsewhere
     if name == "worker_ports":

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from molink.facts.drafts import DraftModelFacts
 from molink.facts.dtypes import WeightDType
 from molink.facts.profile import Profile
-from molink.ring.stage import Executing
+from molink.ring.stage import Executing, Guesser
 from molink.text.matcher import Grammars
 from molink.wire.messages.pipe import Start
 from molinkd.worker.request_table import RequestTable
@@ -75,12 +76,26 @@ class LoadedStage(Protocol):
 class Computing(Executing, Protocol):
     """An executor that can be ended."""
 
+    def between(self, task: Callable[[], None]) -> None:
+        """Queue something else that computes."""
+
     def close(self) -> None:
         """End after the steps that are queued."""
 
 
 #: Loads what :class:`Start` asks for; it is called on a thread of its own.
 LoadEngine = Callable[[Start], "Engine"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftEngine:
+    """A loaded draft model; ``open`` gives it a fresh KV pool.
+
+    It is told what has its tasks run between the stage's steps, and what hands their results over.
+    """
+
+    facts: DraftModelFacts
+    open: Callable[[Callable[[Callable[[], None]], None], HandOver], Guesser]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,5 +112,7 @@ class Engine:
     change: LoadEngine | None = None
     #: Compiles the grammars of requests, at the last stage.
     grammars: Grammars | None = None
+    #: A small model beside it, where the head asks for drafts.
+    draft: DraftEngine | None = None
     #: Seconds that finding the profile took.
     profile_s: float = 0.0

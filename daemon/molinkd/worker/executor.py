@@ -27,7 +27,12 @@ class _Step:
     done: Callable[[StepDone], None]
 
 
-_Job = _Step | BlockCopy
+@dataclass(frozen=True, slots=True)
+class _Task:
+    run: Callable[[], None]
+
+
+_Job = _Step | BlockCopy | _Task
 
 
 class Executor:
@@ -56,6 +61,10 @@ class Executor:
         """Queue a copy."""
         self._jobs.put(copy)
 
+    def between(self, task: Callable[[], None]) -> None:
+        """Queue something else that computes; it says itself what came of it."""
+        self._jobs.put(_Task(task))
+
     def close(self) -> None:
         """End after the steps that are queued."""
         self._jobs.put(None)
@@ -65,6 +74,9 @@ class Executor:
         while (job := self._next()) is not None:
             if isinstance(job, BlockCopy):
                 self._copy(job)
+                continue
+            if isinstance(job, _Task):
+                job.run()
                 continue
             began = time.perf_counter()
             results, error, out_of_memory = self._step(job)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import ModelFolder
-from molink.errors import UsageError
+from molink.errors import MolinkError, UsageError
+from molink.facts.drafts import DraftModelFacts
 from molink.facts.profile import Profile
 from molink.stage.decoder.decoder import HeldWeights
 from molink.stage.measure.proof import prove
@@ -17,7 +18,8 @@ from molink.stage.out_of_memory import limit_memory, release_cached
 from molink.stage.stage import Stage, find_device
 from molink.text.matcher import Grammars
 from molink.wire.messages.pipe import Start
-from molinkd.worker.engine import Engine
+from molinkd.worker.drafter import Drafter, DraftThread
+from molinkd.worker.engine import DraftEngine, Engine
 from molinkd.worker.executor import Executor
 
 log = logging.getLogger(__name__)
@@ -33,17 +35,22 @@ def load_engine(start: Start, tell: TellLoading = lambda *_: None) -> Engine:
     Raises:
         MolinkError: it can't be loaded.
     """
-    return _engine(start, tell, _load_stage(start, tell))
+    return _engine(start, tell, _load_stage(start, tell), _load_draft(start))
 
 
-def _change_engine(old: Stage, before: Start, tell: TellLoading, start: Start) -> Engine:
+def _change_engine(
+    old: Stage, draft: DraftEngine | None, before: Start, tell: TellLoading, start: Start
+) -> Engine:
     """The stage of ``start`` in place of ``old``, that of ``before``."""
     held = old.hand_over(start.layers)
+    if before.draft != start.draft:
+        draft = None
     if _weights(before) != _weights(start):
         held = HeldWeights()
     release_cached()
     log.info("layers %s are held already", sorted(held.blocks) or "none")
-    return _engine(start, tell, _load_stage(start, tell, held))
+    stage = _load_stage(start, tell, held)
+    return _engine(start, tell, stage, draft or _load_draft(start))
 
 
 def _weights(start: Start) -> tuple[object, ...]:
@@ -51,15 +58,16 @@ def _weights(start: Start) -> tuple[object, ...]:
     return start.model_dir, start.dtype, start.device, start.quantize, start.avoid
 
 
-def _engine(start: Start, tell: TellLoading, stage: Stage) -> Engine:
+def _engine(start: Start, tell: TellLoading, stage: Stage, draft: DraftEngine | None) -> Engine:
     began = time.perf_counter()
-    profile = _profile(stage, start)
+    profile = _profile(stage, start, start.kv_bytes)
     return Engine(
         stage,
         profile,
         partial(Executor, stage),
-        partial(_change_engine, stage, start, tell),
+        partial(_change_engine, stage, draft, start, tell),
         grammars=_grammars(stage, start),
+        draft=draft,
         profile_s=time.perf_counter() - began,
     )
 
@@ -95,6 +103,28 @@ def _load_stage(start: Start, tell: TellLoading, held: HeldWeights | None = None
     )
 
 
+def _load_draft(start: Start) -> DraftEngine | None:
+    """The draft model of ``start``; without it there are only drafts that cost no model."""
+    draft = start.draft
+    if draft is None:
+        return None
+    try:
+        folder = ModelFolder.open(Path(draft.model_dir))
+        layers = (0, folder.config.layers)
+        stage = Stage.load(folder, layers, start.device, start.dtype, avoid=start.avoid)
+        profile = _profile(stage, start, draft.kv_bytes)
+    except (MolinkError, MemoryError, RuntimeError) as error:
+        log.warning("no draft model: %s", error)
+        return None
+    size = start.block_size
+    blocks = max(1, draft.kv_bytes // stage.block_bytes(size))
+    vocabulary = ModelFolder.open(Path(start.model_dir), start.layers).config.vocab_size
+    log.info("a draft model of %d layers, %d blocks", folder.config.layers, blocks)
+    make = partial(Drafter, stage, blocks, size, vocabulary)
+    facts = DraftModelFacts(profile, min(folder.config.context, blocks * size))
+    return DraftEngine(facts, partial(DraftThread, make))
+
+
 def _prove(start: Start, config: ModelConfig) -> tuple[str, ...]:
     """Kernels to avoid, now that those which the stage would use were tried."""
     began = time.perf_counter()
@@ -111,6 +141,6 @@ def _prove(start: Start, config: ModelConfig) -> tuple[str, ...]:
     return avoid
 
 
-def _profile(stage: Stage, start: Start) -> Profile:
+def _profile(stage: Stage, start: Start, kv_bytes: int) -> Profile:
     cache = Path(start.profile_cache) if start.profile_cache else None
-    return profile_stage(stage, start.kv_bytes, start.block_size, cache, hurry=start.hurry)
+    return profile_stage(stage, kv_bytes, start.block_size, cache, hurry=start.hurry)

@@ -19,7 +19,7 @@ from molink.link.stats import LinkStats
 from molink.ring.build import LinkSurroundings, RingPlan, Surroundings, build_ring
 from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.ring import Ring
-from molink.ring.stage import StageShape
+from molink.ring.stage import Guesser, StageShape
 from molink.wire.messages.codec import DataMessage
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.load import HeadLoad, StageLoad
@@ -31,7 +31,7 @@ from molink.wire.sockets.endpoints import endpoints
 from molink.wire.sockets.server import Sender, Server
 from molinkd.worker.desk import Desk
 from molinkd.worker.dial import Dialer
-from molinkd.worker.engine import Engine, LoadedStage
+from molinkd.worker.engine import Engine
 from molinkd.worker.recordfile import RecordFile
 from molinkd.worker.request_table import RequestTable
 
@@ -73,9 +73,12 @@ class Place:
         loop = asyncio.get_running_loop()
         self._executor = engine.executor(requests, loop.call_soon_threadsafe)
         link = self._link(context, on_dead) if len(order.ring) > 1 else None
+        model: Guesser | None = None
+        if engine.draft is not None and start.stage == 0:
+            model = engine.draft.open(self._executor.between, loop.call_soon_threadsafe)
         self._seat = build_ring(
             _plan(start, order, engine, self.previous_peer, host),
-            Surroundings(loop, requests, self._executor, self._make_desk, on_broken, link),
+            Surroundings(loop, requests, self._executor, self._make_desk, on_broken, link, model),
         )
 
     @property
@@ -188,7 +191,7 @@ def _plan(
         order.epoch,
         start.pipeline,
         shape,
-        _head_limits(start, order, engine.stage),
+        _head_limits(start, order, engine),
         config.context,
         engine.profile,
         start.settings.link_policy,
@@ -199,7 +202,8 @@ def _plan(
     )
 
 
-def _head_limits(start: Start, order: FormRing, stage: LoadedStage) -> HeadLimits:
+def _head_limits(start: Start, order: FormRing, engine: Engine) -> HeadLimits:
+    stage = engine.stage
     config = stage.config
     return HeadLimits(
         blocks=order.blocks,
@@ -219,5 +223,6 @@ def _head_limits(start: Start, order: FormRing, stage: LoadedStage) -> HeadLimit
         unpaired=start.settings.unpaired_prefill,
         draft_tokens=start.settings.draft_tokens,
         ahead=MAX_AHEAD if start.settings.draft_tokens == AUTO_DRAFTS else 0,
+        draft_model=None if engine.draft is None else engine.draft.facts,
         preemption_mode=start.settings.preemption_mode,
     )

@@ -15,46 +15,25 @@ one of its own, right behind it, where stages and links have time left.
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
-from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.job import Job
 from molink.head.limits import HeadLimits
+from molink.head.speculation.asking import MARGIN, Asking
 from molink.head.speculation.base import DraftSource
+from molink.head.speculation.costs import RingLoad, TurnCosts
 from molink.head.speculation.drafting import Drafting
+from molink.head.speculation.record import Record, Yield
 
-#: What drafts promise is divided by this: profiles and chances are estimates.
-MARGIN = 1.2
 #: Tokens that are foretold at once.
 _FORETOLD = 128
 #: Share of a turn in which decode volumes may keep the slowest stage or link busy, for rows to go
 #: ahead.
 _AHEAD_SHARE = 0.8
-#: A volume that goes ahead may take a stage so many times as long as one row.
-_SLOWER = 1.5
-#: Turns that are remembered.
-_REMEMBERED = 4096
-#: Tokens before rows are rounded to these, so that what a turn takes can be remembered.
-_BEFORE = 128
-
-
-@dataclass(frozen=True, slots=True)
-class RingLoad:
-    """What the ring does: ``rows`` decode rows in a volume, ``flying`` such volumes in flight.
-
-    ``context`` tokens come before a row, on average. ``prefilling``: chunks of prompts run beside
-    the decode rows.
-    """
-
-    rows: int
-    flying: int
-    context: int
-    prefilling: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +52,8 @@ class _Guess:
 class Speculation:
     """Decides for one head, whose requests each have a :class:`Drafting`.
 
-    As many drafts as ``limits.draft_tokens`` says, or as pay; ``source`` makes what guesses.
+    As many drafts as ``limits.draft_tokens`` says, or as pay; ``source`` makes what guesses, and a
+    draft model is asked beside it if ``limits`` has one.
     """
 
     def __init__(self, limits: HeadLimits, source: Callable[[], DraftSource]) -> None:
@@ -81,18 +61,22 @@ class Speculation:
         self._source = source
         self._auto = limits.draft_tokens == AUTO_DRAFTS
         links = (LinkFacts(),) * limits.stages
-        self._times = RingTimes(limits.profiles, links, limits.row_bytes)
-        self._turns: dict[tuple[int, RingLoad], float] = {}
-        #: Rows of volumes that go ahead, by context.
-        self._paces: dict[int, int] = {}
+        self._costs = TurnCosts(RingTimes(limits.profiles, links, limits.row_bytes))
+        fixed = 0 if self._auto else limits.draft_tokens
+        model = limits.draft_model if limits.draft_tokens else None
+        #: What the draft model is asked.
+        self.asking = Asking(model, self._costs, fixed)
         self.drafted = 0
         self.accepted = 0
 
     def set_times(self, times: RingTimes) -> None:
         """Stages have measured themselves or their links anew."""
-        self._times = times
-        self._turns.clear()
-        self._paces.clear()
+        self._costs.set_times(times)
+
+    def consult(self, jobs: Iterable[Job], load: RingLoad) -> None:
+        """Ask the draft model what may follow the tokens of those that can go on."""
+        each = [(job, self._drafting(job), _room(job)) for job in jobs]
+        self.asking.consult(each, load.rounded)
 
     def drafts(
         self, jobs: Sequence[Job], load: RingLoad, room: int, flying: Sequence[int] = ()
@@ -103,7 +87,7 @@ class Speculation:
         """
         if not self._limits.draft_tokens or not jobs:
             return []
-        load = _rounded(load)
+        load = load.rounded
         least = self._least_chance(load) if self._auto else 0.0
         most = self._per_pass(load, flying)
         guesses = [
@@ -112,10 +96,12 @@ class Speculation:
         chosen = [
             (guess.job, guess.drafts[:count]) for guess, count in self._choose(guesses, load, room)
         ]
-        drafted = {job.id for job, _ in chosen}
+        drafted = {job.id: len(drafts) for job, drafts in chosen}
         for job in jobs:
+            drafting = self._drafting(job)
+            drafting.went(len(job.tokens), drafted.get(job.id, 0))
             if job.id not in drafted:
-                self._drafting(job).rested()
+                drafting.rested()
         return chosen
 
     def ahead(
@@ -125,15 +111,15 @@ class Speculation:
 
         ``flying`` are the rows of each decode volume in flight; ``room`` is for drafts in all.
         """
-        load = _rounded(load)
+        load = load.rounded
         left = min(room, self._ahead_rows(load, flying))
         if left < 1:
             return []
         offers = [offer for job in jobs if (offer := self._offer(job)) is not None]
         offers.sort(key=lambda offer: -offer.chances[0])
-        turn, chosen = self._turn_s(0, load), list[tuple[Job, Sequence[int]]]()
+        turn, chosen = self._costs.turn_s(0, load), list[tuple[Job, Sequence[int]]]()
         # Of those in a volume that comes behind one on a wrong path, on average.
-        lost = self._busy_s(left, load.context) / 2 * load.rows
+        lost = self._costs.busy_s(left, load.context) / 2 * load.rows
         for offer in offers:
             chance = offer.chances[0]
             if left < 1 or (self._auto and chance * turn < (1 - chance) * lost):
@@ -153,7 +139,8 @@ class Speculation:
 
     def _drafting(self, job: Job) -> Drafting:
         if job.drafting is None:
-            job.drafting = Drafting(self._source())
+            asking = self.asking
+            job.drafting = Drafting(self._source(), Record(asking.record), Yield(asking.paid))
         return job.drafting
 
     def _per_pass(self, load: RingLoad, flying: Sequence[int]) -> int:
@@ -175,7 +162,8 @@ class Speculation:
         drafting = self._drafting(job)
         first = len(job.tokens)
         is_forced = drafting.is_forced(first)
-        if self._auto and (least == math.inf if is_forced else drafting.best <= least):
+        is_told = is_forced or drafting.guess_at == first
+        if self._auto and (least == math.inf if is_told else drafting.best <= least):
             return None
         most = min(_FORETOLD if self._limits.ahead else per_pass, _room(job))
         drafts = drafting.draft(job.tokens, most)[:per_pass] if most > 0 else ()
@@ -205,33 +193,17 @@ class Speculation:
         """Rows of a volume that goes ahead; 0 if there is no time for one."""
         if not self._auto:
             return self._limits.draft_tokens
-        turn = self._turn_s(0, load)
+        turn = self._costs.turn_s(0, load)
         if not turn:
             return 0
-        rows = self._keeping_pace(load.context)
-        busy = sum(self._busy_s(each, load.context) for each in (*flying, rows))
+        rows = self._costs.keeping_pace(load.context)
+        busy = sum(self._costs.busy_s(each, load.context) for each in (*flying, rows))
         return rows if busy <= _AHEAD_SHARE * turn else 0
-
-    def _keeping_pace(self, context: int) -> int:
-        """As many rows as the slowest link sends while the slowest stage computes.
-
-        Fewer, if so many take that stage much longer than one.
-        """
-        if context not in self._paces:
-            times = self._times
-            send = max((times.send_s(index, 1) for index in range(len(times.links))), default=0.0)
-            steps = [
-                max(profile.decode_s(rows, context) for profile in times.profiles)
-                for rows in range(1, 1 + MAX_DRAFTS)
-            ]
-            rows = bisect_right(steps, _SLOWER * steps[0])
-            self._paces[context] = min(rows, math.ceil(steps[0] / send)) if send else rows
-        return self._paces[context]
 
     def _least_chance(self, load: RingLoad) -> float:
         """At which one draft pays, beside no chunk; no chance is enough if stages are unknown."""
         load = replace(load, prefilling=False)
-        before, after = self._turn_s(0, load), self._turn_s(1, load)
+        before, after = self._costs.turn_s(0, load), self._costs.turn_s(1, load)
         return MARGIN * load.rows * (after - before) / before if before else math.inf
 
     # --- how many ------------------------------------------------------------------------------
@@ -263,41 +235,12 @@ class Speculation:
     def _best(self, order: Sequence[tuple[int, float]], load: RingLoad) -> int:
         """With how many of these drafts the volume brings the most tokens in its time."""
         tokens = float(load.rows)
-        best, most = 0, tokens / (self._turn_s(0, load) or 1.0)
+        best, most = 0, tokens / (self._costs.turn_s(0, load) or 1.0)
         for count, (_, gain) in enumerate(order, 1):
             tokens += gain
-            if tokens / self._turn_s(count, load) > most:
-                best, most = count, tokens / self._turn_s(count, load)
+            if tokens / self._costs.turn_s(count, load) > most:
+                best, most = count, tokens / self._costs.turn_s(count, load)
         return best
-
-    # --- what they cost ------------------------------------------------------------------------
-
-    def _turn_s(self, drafts: int, load: RingLoad) -> float:
-        """What a stream waits for its next token with so many drafts in a volume; 0 if unknown."""
-        key = drafts, load
-        if key not in self._turns:
-            if len(self._turns) >= _REMEMBERED:
-                self._turns.clear()
-            self._turns[key] = self._measure(drafts, load)
-        return self._turns[key]
-
-    def _busy_s(self, rows: int, context: float) -> float:
-        """For how long a volume of decode rows keeps the slowest stage or link busy."""
-        times = self._times
-        steps = (profile.decode_s(rows, context) for profile in times.profiles)
-        return max((*steps, *(times.send_s(index, rows) for index in range(len(times.links)))))
-
-    def _measure(self, drafts: int, load: RingLoad) -> float:
-        times, rows = self._times, load.rows + drafts
-        if not times.profiles or not all(profile.known for profile in times.profiles):
-            return 0.0
-        steps = [_step_s(profile, drafts, load) for profile in times.profiles]
-        sends = [times.send_s(index, rows) for index in range(len(times.links))]
-        return max(sum(steps) + times.transfer_s(rows), load.flying * max([*steps, *sends]))
-
-
-def _rounded(load: RingLoad) -> RingLoad:
-    return replace(load, context=load.context - load.context % _BEFORE)
 
 
 def _room(job: Job) -> int:
@@ -308,17 +251,3 @@ def _room(job: Job) -> int:
         job.request.window - (len(job.tokens) - job.credited),
     )
     return left - 1 - len(job.path)
-
-
-def _step_s(profile: Profile, drafts: int, load: RingLoad) -> float:
-    """Seconds of a decode step, and by how much ``drafts`` make a chunk beside it longer.
-
-    A chunk reads the weights for all rows, so that none is for free; and with the decode rows it
-    has as many as make whole tiles (:mod:`molink.head.chunk`), so that one more is a tile more.
-    """
-    seconds = profile.decode_s(load.rows + drafts, load.context)
-    if load.prefilling and len(profile.prefill) > 1:
-        (fewer, low), (more, high) = profile.prefill[-2:]
-        tiles = -(-drafts // profile.tile)
-        seconds += tiles * profile.tile * max(0.0, high - low) / (more - fewer)
-    return seconds

@@ -48,6 +48,13 @@ class Warmed(Message, frozen=True, kw_only=True, tag="warmed"):
     """A spare has imported and compiled what it can; a :class:`Start` now takes it least time."""
 
 
+class DraftStart(Message, frozen=True, kw_only=True):
+    """A small model to hold beside the first stage, whole, with ``kv_bytes`` for a pool."""
+
+    model_dir: Annotated[str, msgspec.Meta(max_length=4096)]
+    kv_bytes: Count
+
+
 class Start(Message, frozen=True, kw_only=True, tag="start"):
     """The first message, or the first after :class:`Warm`: all a worker needs to load its stage.
 
@@ -85,6 +92,8 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     avoid: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
     #: File in which is kept how kernels were found to compute; empty: none is tried beforehand.
     proofs: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    #: What the head may ask for drafts, where it is here.
+    draft: DraftStart | None = None
 
 
 class MemberKey(Message, frozen=True, kw_only=True):

@@ -11,8 +11,9 @@ from molink.head.job import Job
 from molink.head.limits import HeadLimits
 from molink.head.request import HeadRequest
 from molink.head.speculation.base import DraftSource, Foretold
+from molink.head.speculation.costs import RingLoad
 from molink.head.speculation.drafting import PRIORS, Drafting
-from molink.head.speculation.speculation import RingLoad, Speculation
+from molink.head.speculation.speculation import Speculation
 from molink.wire.messages.data import Sampling
 
 #: A row takes 1 ms more at each of two stages; in a chunk, which has whole tiles of 16, 2 ms.

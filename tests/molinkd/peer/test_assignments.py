@@ -143,6 +143,37 @@ async def test_the_rest_is_for_kv(bench: Bench, folder: Path) -> None:
     assert start.settings == PIPELINE
 
 
+async def test_the_first_stage_has_the_draft_model_beside_it(
+    bench: Bench, folder: Path, make_model: Any, tmp_path: Path
+) -> None:
+    draft = make_model(tmp_path / "draft", seed=3)
+    bench.assignments._settings = msgspec.structs.replace(SETTINGS, draft_model=str(draft))
+    start = await bench.assign(1 << 27, "cuda")
+    assert isinstance(start, Start)
+    assert start.draft is not None
+    assert start.draft.model_dir == str(draft)
+    assert start.draft.kv_bytes > 0
+    # Both are within the same memory.
+    assert start.memory == 1 << 27
+    assert start.kv_bytes + start.draft.kv_bytes < 1 << 27
+
+
+@pytest.mark.parametrize("why", ["another stage", "no room", "other tokens"])
+async def test_where_a_draft_model_can_not_be_the_stage_is_as_without(
+    bench: Bench, make_model: Any, tmp_path: Path, why: str
+) -> None:
+    draft = make_model(tmp_path / "draft", **({"hidden_size": 2048} if why == "no room" else {}))
+    if why == "other tokens":
+        path = draft / "tokenizer.json"
+        path.write_text(path.read_text(encoding="utf-8").replace('"a":', '"aa":'), encoding="utf-8")
+    bench.assignments._settings = msgspec.structs.replace(SETTINGS, draft_model=str(draft))
+    other: Any = {"stage": 1, "stages": 2} if why == "another stage" else {}
+    start = await bench.assign(40 << 20, "cuda", **other)
+    assert isinstance(start, Start)
+    assert start.draft is None
+    assert start.memory == 40 << 20
+
+
 async def test_a_lower_context_takes_less_kv(bench: Bench) -> None:
     start = await bench.assign(1 << 30, context=64)
     assert isinstance(start, Start)

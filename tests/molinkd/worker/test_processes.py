@@ -23,6 +23,7 @@ from molink.wire.messages.codec import DataMessage, data_codec
 from molink.wire.messages.data import Sampling
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.pipe import (
+    DraftStart,
     Formed,
     FormRing,
     FromWorker,
@@ -76,7 +77,9 @@ class Stage:
 
 
 @contextmanager
-def ring_of(folder: Path, cuts: list[int], client: KeyPair) -> Iterator[list[Stage]]:
+def ring_of(
+    folder: Path, cuts: list[int], client: KeyPair, draft: Path | None = None
+) -> Iterator[list[Stage]]:
     """Worker processes for layers ``cuts[i]:cuts[i + 1]``, loaded and formed under epoch 1."""
     stages = []
     ranges = list(itertools.pairwise(cuts))
@@ -89,7 +92,12 @@ def ring_of(folder: Path, cuts: list[int], client: KeyPair) -> Iterator[list[Sta
             )
             stage = Stage(process, KeyPair.generate())
             stages.append(stage)
-            stage.tell(_start(folder, index, len(ranges), layers, stage.keys))
+            start = _start(folder, index, len(ranges), layers, stage.keys)
+            if draft is not None and index == 0:
+                beside = DraftStart(model_dir=str(draft), kv_bytes=1 << 20)
+                settings = PipelineSettings(chunk_tokens=16, draft_tokens=3)
+                start = msgspec.structs.replace(start, draft=beside, settings=settings)
+            stage.tell(start)
         keys = [client, *(stage.keys for stage in stages)]
         members = tuple(MemberKey(peer=peer_id(key.public), public_key=key.public) for key in keys)
         blocks = []
@@ -267,6 +275,28 @@ async def test_ring_generates_what_transformers_does(
     ]
     assert turned == reference(folder, turn)
     assert daemon.cached["turn"] == len(expected[3]) - 1
+
+
+async def test_a_worker_asks_its_draft_model(
+    make_model: Any, tmp_path: Path, client_keys: KeyPair
+) -> None:
+    """It is the model itself, so what it guesses is right."""
+    folder = make_model(tmp_path / "model")
+    expected = reference(folder, PROMPT)
+    with ring_of(folder, [0, 2, 3], client_keys, draft=folder) as stages:
+        for epoch in (1, 2):
+            if epoch == 2:
+                form(stages, epoch, 64)
+            async with daemon_of(stages[0], client_keys) as daemon:
+                daemon.submit(f"r{epoch}", PROMPT, epoch=epoch)
+                assert await daemon.finished(f"r{epoch}") == expected
+        stats = stages[0].hear(Stats)
+        while stats.counters["head_finished_total"] < 2:
+            stats = stages[0].hear(Stats)
+        counters = stats.counters
+        assert counters["head_guessed_tokens_total"] > 10
+        assert counters["head_draft_tokens_accepted_total"] > 10
+        assert counters["head_guess_seconds_total"] > 0
 
 
 @dataclass

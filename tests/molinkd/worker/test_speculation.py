@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.facts.drafts import MAX_DRAFTS
+from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS, DraftModelFacts, DraftOrder, Guesses
+from molink.facts.profile import Profile
 from molink.head.limits import HeadLimits
 from molink.head.request import HeadRequest
 from molink.head.speculation.base import Foretold
@@ -19,6 +20,7 @@ from molink.sim.agenda import Agenda
 from molink.stage.stage import Stage
 from molink.wire.messages.data import Sampling
 from molink.wire.messages.serving import Token
+from molinkd.worker.drafter import Drafter
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
 from tests.support.rings import Stages, VirtualRing, WholeLink
@@ -48,6 +50,22 @@ class Executor:
         self.agenda.at(self.agenda.now + 0.01, done, StepDone(results, 0.01, None))
 
 
+@dataclass
+class Asked:
+    """A draft model that answers after a millisecond for each token of the longest guess."""
+
+    agenda: Agenda
+    drafter: Drafter
+    #: Most KV blocks that its requests held.
+    peak: int = 0
+
+    def ask(self, order: DraftOrder, done: Callable[[Guesses], None]) -> None:
+        guesses = self.drafter.answer(order)
+        self.peak = max(self.peak, self.drafter.held)
+        seconds = 0.001 * max((len(guess.tokens) for guess in guesses), default=0)
+        self.agenda.at(self.agenda.now + seconds, done, Guesses(guesses, seconds))
+
+
 class Known:
     """Drafts what the request was answered without drafts, with a mistake now and then."""
 
@@ -73,9 +91,13 @@ class Right:
 
 
 @pytest.fixture(scope="module")
-def stages(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Stage]:
+def folder(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    return ModelFolder.open(make_model(tmp_path_factory.mktemp("speculation")))
+
+
+@pytest.fixture(scope="module")
+def stages(folder: ModelFolder) -> Sequence[Stage]:
     torch.set_num_threads(1)
-    folder = ModelFolder.open(make_model(tmp_path_factory.mktemp("speculation")))
     return [Stage.load(folder, layers, "cpu", "f32") for layers in STAGES]
 
 
@@ -93,7 +115,8 @@ def answers(
     samplings: Sequence[str] = tuple(SAMPLINGS),
     count: int = 24,
     asked: Sequence[int] = range(5),
-    **limits: int,
+    drafter: Drafter | None = None,
+    **limits: Any,
 ) -> tuple[dict[str, list[Token]], dict[str, float]]:
     """What the prompts of these numbers are answered, and the head's counters, with the time."""
     agenda, tables = Agenda(), [RequestTable() for _ in stages]
@@ -109,6 +132,7 @@ def answers(
         lambda index: tables[index],
         agenda,
         source,
+        None if drafter is None else Asked(agenda, drafter),
     )
     found: dict[str, list[Token]] = {}
     ring.on_emission = lambda emission, _: found.setdefault(emission.message.key, []).append(
@@ -186,3 +210,70 @@ def test_few_blocks_and_drafts(stages: Sequence[Stage]) -> None:
     assert plain(found) == plain(without)
     assert counters["head_preemptions_total"] > 0
     assert counters["head_draft_tokens_accepted_total"] > 0
+
+
+# --- a draft model --------------------------------------------------------------------------------
+
+#: A step takes 10 ms, and a pass of the draft model one.
+STAGE = Profile(decode=((1, 0.010), (64, 0.012)), prefill=((16, 0.010), (64, 0.020)))
+SMALL = DraftModelFacts(Profile(decode=((1, 0.001),), prefill=((16, 0.001), (64, 0.002))), 64)
+
+
+def draft_model(
+    folder: ModelFolder, stages: Sequence[Stage], **answered: Any
+) -> tuple[dict[str, list[Token]], dict[str, float]]:
+    """Answers where all layers of ``folder`` are a draft model; no KV of it is left."""
+    whole = Stage.load(folder, (0, folder.config.layers), "cpu", "f32")
+    drafter = Drafter(whole, 40, BLOCK_SIZE, stages[0].config.vocab_size)
+    found = answers(stages, drafter=drafter, profiles=(STAGE,) * 3, draft_model=SMALL, **answered)
+    drafter.answer(DraftOrder(over=range(len(found[0]))))
+    assert drafter.held == 0
+    return found
+
+
+@pytest.mark.parametrize("draft_tokens", [2, AUTO_DRAFTS])
+def test_a_draft_model_that_is_right_changes_no_answer(
+    folder: ModelFolder, stages: Sequence[Stage], draft_tokens: int
+) -> None:
+    without, _ = answers(stages, 0)
+    _, lookups = answers(stages, draft_tokens, profiles=(STAGE,) * 3)
+    found, counters = draft_model(folder, stages, draft_tokens=draft_tokens)
+    assert plain(found) == plain(without)
+    assert counters["head_guessed_tokens_total"] > 20
+    accepted = "head_draft_tokens_accepted_total"
+    # So many streams at once are worth few asks.
+    if draft_tokens != AUTO_DRAFTS:
+        assert counters[accepted] > 1.5 * lookups[accepted]
+
+
+def test_one_stream_is_done_in_fewer_turns_with_a_draft_model(
+    folder: ModelFolder, stages: Sequence[Stage]
+) -> None:
+    only: Any = {"samplings": ["greedy"], "asked": [2]}
+    without, before = answers(stages, 0, **only)
+    found, counters = draft_model(folder, stages, draft_tokens=AUTO_DRAFTS, **only)
+    assert plain(found) == plain(without)
+    assert counters["seconds"] < 0.65 * before["seconds"]
+
+
+@pytest.mark.parametrize("draft_tokens", [2, AUTO_DRAFTS])
+def test_a_draft_model_that_knows_nothing_changes_no_answer(
+    make_model: Any, tmp_path: Any, stages: Sequence[Stage], draft_tokens: int
+) -> None:
+    without, before = answers(stages, 0)
+    other = ModelFolder.open(make_model(tmp_path, seed=9))
+    found, counters = draft_model(other, stages, draft_tokens=draft_tokens)
+    assert plain(found) == plain(without)
+    assert counters["head_draft_tokens_accepted_total"] < 0.5 * counters["head_draft_tokens_total"]
+    if draft_tokens == AUTO_DRAFTS:
+        assert counters["seconds"] < 1.05 * before["seconds"]
+
+
+def test_a_draft_model_with_few_blocks_changes_no_answer(
+    folder: ModelFolder, stages: Sequence[Stage]
+) -> None:
+    only: Any = {"samplings": ["penalties", "greedy"], "blocks": 14}
+    without, _ = answers(stages, 0, samplings=only["samplings"])
+    found, counters = draft_model(folder, stages, draft_tokens=3, **only)
+    assert plain(found) == plain(without)
+    assert counters["head_preemptions_total"] > 0
