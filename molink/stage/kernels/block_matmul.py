@@ -24,9 +24,9 @@ from llvmlite import ir
 from torch import Tensor
 
 from molink.gguf.formats import BlockFormat
-from molink.stage.kernels.arithmetic import Arithmetic
+from molink.stage.kernels.arithmetic import Arithmetic, DotBf16
 from molink.stage.kernels.block_panel import PanelProduct
-from molink.stage.kernels.block_reader import RUN, BlockReader
+from molink.stage.kernels.block_reader import RUN, BlockReader, ReadNumbers
 from molink.stage.kernels.compiler import CompiledLibrary
 from molink.stage.kernels.dots import emit_few_tiles, emit_places
 from molink.stage.kernels.emit import (
@@ -45,8 +45,9 @@ from molink.stage.kernels.rows import lay_apart
 
 #: Rows that are multiplied at once. Beside their sums there have to be registers for decoding.
 _TILES = (6, 4, 2, 1)
-#: From so many rows on codes are unpacked once for all.
-MANY = 16
+#: From so many rows on it is faster to unpack codes once for all: float32 rows, bf16 rows, and
+#: these with codes of 8 bits, which take longest to unpack.
+_MANY, _MANY_BF16, _MANY_BYTES = 12, 24, 8
 
 
 class BlockMatMul:
@@ -63,6 +64,7 @@ class BlockMatMul:
         "columns",
         "dtype",
         "form",
+        "many",
     )
 
     def __init__(
@@ -81,6 +83,10 @@ class BlockMatMul:
         self.form, self._threads = form, threads
         #: How many columns lie side by side.
         self.columns = arithmetic.vectors * arithmetic.lanes
+        #: From how many rows on codes are unpacked once for all.
+        self.many = _MANY
+        if isinstance(arithmetic, DotBf16):
+            self.many = _MANY_BYTES if form.bits == 8 else _MANY_BF16
         module = ir.Module("block_matmul")
         product, panel = _Product(module, form, arithmetic), PanelProduct(module, form, arithmetic)
         multiply = emit_shares(module, product.function, openmp)
@@ -108,7 +114,7 @@ class BlockMatMul:
         if self._summed:
             sums = bias.new_empty(rows.numel() // self.form.group)
             self._sum(rows.data_ptr(), sums.data_ptr(), len(sums))
-        if count < MANY:
+        if count < self.many:
             tensors = [each.data_ptr() for each in (weight, rows, sums, bias, result)]
             self._multiply(*tensors, parts, blocks, count, self._threads)
             return result
@@ -179,25 +185,25 @@ class _Product:
         builder, form, arithmetic = self._builder, self._form, self._arithmetic
         reader = self.reader
 
-        def emit_group(at: ir.Value, codes: ir.Value, numbers: Values, totals: Values) -> Values:
-            beside = reader.sums(sums, at)
-            begun = [emit_nth(builder, row, at, form.group * arithmetic.element) for row in rows]
+        def emit_group(
+            at: ir.Value, codes: ir.Value, read_numbers: ReadNumbers, totals: Values
+        ) -> Values:
+            given = [emit_nth(builder, row, at, form.group * arithmetic.element) for row in rows]
 
             def emit_pair(run: ir.Value, index: int, weights: list[Values], dots: Values) -> Values:
                 before = iter(dots)
                 offset = I64(2 * index * arithmetic.element)
-                rows = (emit_nth(builder, row, run, RUN * arithmetic.element) for row in begun)
-                given = [
-                    arithmetic.load_pair(builder, emit_offset(builder, row, offset)) for row in rows
-                ]
+                below = (emit_nth(builder, row, run, RUN * arithmetic.element) for row in given)
+                places = (emit_offset(builder, row, offset) for row in below)
+                found = [arithmetic.load_pair(builder, place) for place in places]
                 return [
                     arithmetic.add_product(builder, next(before), one, column)
-                    for one in given
+                    for one in found
                     for column in weights
                 ]
 
-            dots = reader.pairs(codes, emit_pair, reader.begun(beside, len(rows)))
-            return reader.gather(totals, dots, numbers, beside)
+            dots = reader.pairs(codes, emit_pair, reader.begun(sums, at, len(rows)))
+            return reader.gather(totals, dots, read_numbers(), sums, at)
 
         return reader.groups(weights, blocks, I64(0), blocks, emit_group, totals)
 

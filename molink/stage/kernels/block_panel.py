@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from molink.gguf.formats import BlockFormat
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, Float32
-from molink.stage.kernels.block_reader import RUN, BlockReader
+from molink.stage.kernels.block_reader import RUN, BlockReader, ReadNumbers
 from molink.stage.kernels.dots import PAIR_BYTES, emit_dots, emit_few_tiles, emit_places
 from molink.stage.kernels.emit import (
     FLOAT,
@@ -30,17 +30,20 @@ from molink.stage.kernels.emit import (
     emit_nth,
     emit_offset,
 )
+from molink.stage.kernels.shape import LANES
 
 _F32 = 4
 #: Depth of a panel: its codes take 16 KB.
 _DEPTH = 256
+#: Rows that are multiplied at once.
+_TILE = 6
 
 
 def panel_arithmetic(arithmetic: Arithmetic) -> Arithmetic:
     """By what the rows of ``arithmetic`` are multiplied by a panel, which lies in a cache."""
     if isinstance(arithmetic, DotBf16):
         return replace(arithmetic, asks_from=None)
-    return Float32(lanes=arithmetic.lanes, tile=12 if arithmetic.lanes == 16 else 6)
+    return Float32(lanes=arithmetic.lanes)
 
 
 class PanelProduct:
@@ -56,8 +59,10 @@ class PanelProduct:
         self._arithmetic = panel_arithmetic(arithmetic)
         self._columns = arithmetic.vectors * arithmetic.lanes
         self._floats = ir.VectorType(FLOAT, arithmetic.lanes)
-        third = self._arithmetic.tile // 3
-        #: Rows that are multiplied at once; the last row stands in for those that are missing.
+        #: Whether a tile's totals stay in registers beside its sums: 32 are enough for both.
+        self._holds = arithmetic.lanes == LANES
+        third = _TILE // 3
+        #: Rows of a tile; the last row stands in for those that are missing.
         self._tiles = (3 * third, 2 * third, third)
         #: Blocks of a panel.
         self._deep = max(1, _DEPTH // form.block)
@@ -129,9 +134,11 @@ class PanelProduct:
         begin = builder.mul(first, I64(form.groups))
         pair_bytes = 2 * self._code_bytes // form.group
 
-        def emit_group(group: ir.Value, codes: ir.Value, numbers: Values, _: Values) -> Values:
+        def emit_group(
+            group: ir.Value, codes: ir.Value, read_numbers: ReadNumbers, _: Values
+        ) -> Values:
             here = builder.sub(group, begin)
-            self._store(numbers, self._nth_numbers(here))
+            self._store(read_numbers(), self._nth_numbers(here))
             panel = emit_nth(builder, self._memory, here, self._code_bytes)
 
             def emit_pair(run: ir.Value, index: int, found: list[Values], _: Values) -> Values:
@@ -165,21 +172,24 @@ class PanelProduct:
                 sums = [emit_nth(builder, self._sums, one, self._sum_bytes) for one in each]
             at = emit_nth(builder, self._totals, row, self._columns * _F32)
 
-            def emit_group(group: ir.Value, _: Values) -> Values:
+            def emit_group(group: ir.Value, totals: Values) -> Values:
                 here = builder.sub(group, begin)
                 codes = emit_nth(builder, self._memory, here, self._code_bytes)
                 given = [
                     emit_nth(builder, one, group, form.group * arithmetic.element) for one in rows
                 ]
-                beside = self._reader.sums(sums, group)
-                begun = self._reader.begun(beside, size)
+                begun = self._reader.begun(sums, group, size)
                 dots = emit_dots(builder, arithmetic, codes, given, pairs, begun)
                 numbers = self._load(self._nth_numbers(here), form.each)
-                totals = self._load(at, size)
-                self._store(self._reader.gather(totals, dots, numbers, beside), at)
+                before = totals or self._load(at, size)
+                found = self._reader.gather(before, dots, numbers, sums, group)
+                if totals:
+                    return found
+                self._store(found, at)
                 return ()
 
-            emit_loop(builder, begin, end, 1, emit_group)
+            totals = self._load(at, size) if self._holds else ()
+            self._store(emit_loop(builder, begin, end, 1, emit_group, totals)[1], at)
 
         return emit_tile
 

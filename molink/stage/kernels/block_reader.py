@@ -27,8 +27,10 @@ _HALF_BYTES, _F32 = 2, 4
 #: Codes of a group that are read without a loop: a longer one only fills the cache.
 RUN = 32
 
+#: Emits the reading of a group's numbers: not before its codes, since it takes registers.
+ReadNumbers = Callable[[], Values]
 #: ``carried = body(group, codes, numbers, carried)``.
-GroupBody = Callable[[ir.Value, ir.Value, Values, Values], Values]
+GroupBody = Callable[[ir.Value, ir.Value, ReadNumbers, Values], Values]
 #: ``carried = body(run, index, weights, carried)``.
 PairBody = Callable[[ir.Value, int, list[Values], Values], Values]
 
@@ -63,8 +65,8 @@ class BlockReader:
     ) -> Values:
         """``body`` for each group of the blocks ``begin … end - 1`` of a ``part`` of ``blocks``.
 
-        It gets a group's number in the part, where its codes are, and as float32 the scales of all
-        columns, then what is added or shifts codes if there is any.
+        It gets a group's number in the part, where its codes are, and what reads its numbers: as
+        float32 the scales of all columns, then what is added or shifts codes if there is any.
         """
         builder, form = self._builder, self._form
         block_bytes = self._columns * form.block_bytes
@@ -79,11 +81,15 @@ class BlockReader:
             def emit_group(index: ir.Value, carried: Values) -> Values:
                 group = builder.add(first, index)
                 record = emit_nth(builder, records, group, self._columns * form.group_bytes)
-                numbers = self._numbers(record, self._byte if form.nested else self._half)
-                if form.nested:
-                    numbers = [builder.fmul(*each) for each in zip(above, numbers, strict=True)]
+
+                def read_numbers() -> Values:
+                    if not form.nested:
+                        return self._numbers(record, self._half)
+                    own = self._numbers(record, self._byte)
+                    return [builder.fmul(*each) for each in zip(above, own, strict=True)]
+
                 codes = emit_offset(builder, record, I64(self._columns * form.number_bytes))
-                return body(group, codes, numbers, carried)
+                return body(group, codes, read_numbers, carried)
 
             if form.groups == 1:
                 return emit_group(I64(0), carried)
@@ -113,18 +119,21 @@ class BlockReader:
             return emit_run(I64(0), carried)
         return emit_loop(builder, I64(0), I64(runs), 1, emit_run, carried)[1]
 
-    def gather(self, totals: Values, dots: Values, numbers: Values, sums: Values) -> Values:
+    def gather(
+        self, totals: Values, dots: Values, numbers: Values, sums: Values, group: ir.Value
+    ) -> Values:
         """``totals + (dots + sums · shifts) · scales``, ``totals + dots · scales + sums · added``.
 
         ``totals`` and ``dots`` are those of the first row's vectors, then the second's, and so on.
-        ``numbers`` are a group's, ``sums`` those of the rows' values there, one a row.
+        ``numbers`` are those of the ``group``; where the rows' ``sums`` are, as in :meth:`begun`.
         """
         vectors = self._vectors
         scales, others = numbers[:vectors], numbers[vectors:]
 
         def add_others(before: Values) -> Values:
+            beside = self._spread(sums, group)
             return [
-                self._fma(sums[index // vectors], others[index % vectors], value)
+                self._fma(beside[index // vectors], others[index % vectors], value)
                 for index, value in enumerate(before)
             ]
 
@@ -136,17 +145,20 @@ class BlockReader:
         ]
         return add_others(found) if self._form.adds else found
 
-    def sums(self, rows: Values, group: ir.Value) -> Values:
-        """Of each row's sums the one of a ``group``, in all lanes."""
-        places = (emit_nth(self._builder, row, group, _F32) for row in rows)
+    def begun(self, sums: Values, group: ir.Value, rows: int) -> Values:
+        """With what products of ``rows`` and a group's codes begin, so that none has the excess.
+
+        ``sums`` are where the rows' sums of groups are, each of which is what takes it away.
+        """
+        if self.excess:
+            return [each for each in self._spread(sums, group) for _ in range(self._vectors)]
+        return [ir.Constant(self._floats, [0.0] * self._lanes)] * (rows * self._vectors)
+
+    def _spread(self, sums: Values, group: ir.Value) -> Values:
+        """Of each row's ``sums`` the one of a ``group``, in all lanes."""
+        places = (emit_nth(self._builder, row, group, _F32) for row in sums)
         found = (self._builder.load(place, typ=FLOAT, align=_F32) for place in places)
         return [emit_spread(self._builder, value, self._lanes) for value in found]
-
-    def begun(self, sums: Values, rows: int) -> Values:
-        """With what products of ``rows`` and a group's codes begin, so that none has the excess."""
-        if self.excess:
-            return [each for each in sums for _ in range(self._vectors)]
-        return [ir.Constant(self._floats, [0.0] * self._lanes)] * (rows * self._vectors)
 
     def _words_of(self, codes: ir.Value, vector: int) -> Words:
         """The words of a group's ``codes``, of the columns of a vector; each is loaded once."""

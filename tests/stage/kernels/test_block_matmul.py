@@ -12,7 +12,7 @@ from molink.gguf.blocks import PACKED
 from molink.gguf.formats import FORMATS, HALF, BlockFormat, pieces, resident_bytes
 from molink.stage.kernels import compiler, create
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16
-from molink.stage.kernels.block_matmul import MANY, BlockMatMul
+from molink.stage.kernels.block_matmul import BlockMatMul
 from molink.stage.kernels.create import create_block_matmul, keeps_blocks
 from molink.stage.kernels.repack import Blocks, arrange, parse, scales, take
 from molink.stage.torch_dtypes import TORCH_DTYPES
@@ -94,7 +94,7 @@ def check(multiply: BlockMatMul, weight: Tensor, exact: Tensor) -> None:
         assert result.dtype is multiply.dtype
         torch.testing.assert_close(result.double(), wide[:count], rtol=within, atol=within * peak)
     # Many rows are multiplied in another way.
-    few = torch.cat([multiply(weight, rows, bias) for rows in given.split(MANY - 1)])
+    few = torch.cat([multiply(weight, rows, bias) for rows in given.split(multiply.many - 1)])
     assert torch.equal(multiply(weight, given, bias), few)
 
 
@@ -137,7 +137,7 @@ def test_a_row_gives_the_same_whatever_is_beside_it(cpu: str, name: str, blocks:
     rows, bias = torch.randn(30, exact.shape[1]).to(alone.dtype), torch.randn(_ROWS)
     together = alone(weight, rows, bias)
     assert torch.equal(shared(weight, rows, bias), together)
-    for count in (1, 2, 5, 7, 13, MANY, 25):
+    for count in (1, 2, 5, 7, 13, 25):
         assert torch.equal(alone(weight, rows[:count], bias), together[:count])
     assert torch.equal(alone(weight, rows[29:], bias), together[29:])
 
