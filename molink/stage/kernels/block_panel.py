@@ -19,7 +19,13 @@ from llvmlite import ir
 from molink.gguf.formats import BlockFormat
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, Float32
 from molink.stage.kernels.block_reader import RUN, BlockReader, ReadNumbers
-from molink.stage.kernels.dots import PAIR_BYTES, emit_dots, emit_few_tiles, emit_places
+from molink.stage.kernels.dots import (
+    PAIR_BYTES,
+    emit_dots,
+    emit_few_tiles,
+    emit_places,
+    emit_prefetch,
+)
 from molink.stage.kernels.emit import (
     FLOAT,
     I64,
@@ -32,7 +38,7 @@ from molink.stage.kernels.emit import (
 )
 from molink.stage.kernels.shape import LANES
 
-_F32 = 4
+_F32, _LINE = 4, 64
 #: Depth of a panel: its codes take 16 KB.
 _DEPTH = 256
 #: Rows that are multiplied at once.
@@ -106,7 +112,9 @@ class PanelProduct:
                 first = builder.mul(panel, I64(self._deep))
                 last = emit_lesser(builder, blocks, builder.add(first, I64(self._deep)))
                 self._unpack(weights, first, last)
-                emit_few_tiles(builder, self._padded, self._tiles, self._multiply_by(first, last))
+                ahead = self._reader.behind(weights, blocks, last)
+                emit_tile = self._multiply_by(first, last, ahead)
+                emit_few_tiles(builder, self._padded, self._tiles, emit_tile)
                 return ()
 
             up = builder.add(blocks, I64(self._deep - 1))
@@ -157,14 +165,29 @@ class PanelProduct:
 
         self._reader.groups(weights, self._blocks, first, last, emit_group)
 
-    def _multiply_by(self, first: ir.Value, last: ir.Value) -> Callable[[ir.Value, int], None]:
-        """Emits what a tile of rows gives with the panel of these blocks."""
+    def _multiply_by(
+        self, first: ir.Value, last: ir.Value, ahead: ir.Value
+    ) -> Callable[[ir.Value, int], None]:
+        """Emits what a tile of rows gives with the panel of these blocks.
+
+        Meanwhile memory is asked for what lies ``ahead``, of which the next panel will be: each
+        tile asks for its share.
+        """
         builder, form, arithmetic = self._builder, self._form, self._arithmetic
         begin, end = (builder.mul(each, I64(form.groups)) for each in (first, last))
         pairs = I64(self._code_bytes // (self._columns * PAIR_BYTES))
         behind = builder.sub(self._count, I64(1))
+        panel_bytes = I64(self._deep * self._columns * form.nbytes)
+        share = builder.add(builder.udiv(panel_bytes, self._padded), I64(1))
+
+        def emit_ask(at: ir.Value, _: Values) -> Values:
+            emit_prefetch(builder, emit_offset(builder, ahead, at))
+            return ()
 
         def emit_tile(row: ir.Value, size: int) -> None:
+            asked = builder.mul(row, share)
+            enough = builder.add(asked, builder.add(builder.mul(share, I64(size)), I64(_LINE - 1)))
+            emit_loop(builder, asked, enough, _LINE, emit_ask)
             each = [emit_lesser(builder, builder.add(row, I64(at)), behind) for at in range(size)]
             rows = [emit_nth(builder, self._rows, one, self._row_bytes) for one in each]
             sums = []

@@ -97,6 +97,14 @@ class BlockReader:
 
         return emit_loop(builder, begin, end, 1, emit_block, carried)[1]
 
+    def behind(self, part: ir.Value, blocks: ir.Value, last: ir.Value) -> ir.Value:
+        """Where in a ``part`` of ``blocks`` the groups of its first ``last`` blocks end."""
+        above = self._builder.mul(blocks, I64(self._columns * self._form.block_bytes))
+        own = I64(self._columns * self._form.groups * self._form.group_bytes)
+        return emit_offset(
+            self._builder, part, self._builder.add(above, self._builder.mul(last, own))
+        )
+
     def pairs(self, codes: ir.Value, body: PairBody, carried: Values = ()) -> Values:
         """``body`` for each pair of neighbours in the depth of a group, in runs of 32 codes.
 

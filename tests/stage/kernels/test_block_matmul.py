@@ -129,7 +129,7 @@ def test_groups_of_other_checkpoints(cpu: str, form: BlockFormat) -> None:
 
 
 @cpus
-@pytest.mark.parametrize(("name", "blocks"), [("q4_k", 2), ("q6_k", 3), ("q5_1", 19)])
+@pytest.mark.parametrize(("name", "blocks"), [("q4_k", 2), ("q6_k", 3), ("q5_1", 19), ("q8_0", 64)])
 def test_a_row_gives_the_same_whatever_is_beside_it(cpu: str, name: str, blocks: int) -> None:
     alone, shared = product(cpu, FORMATS[name]), product(cpu, FORMATS[name], 3)
     stored_rows, exact = stored(name, blocks)
