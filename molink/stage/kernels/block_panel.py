@@ -1,7 +1,7 @@
 """Many rows times a weight that stays in few bits: its codes are unpacked once for all of them.
 
 Of a part of the weight, as deep as it fits the cache next to a core, codes become a *panel* of
-numbers as the product of 16-bit weights reads them; all rows are multiplied by it, in its tiles::
+numbers as the product of 16-bit weights reads them, by which all rows are multiplied::
 
     panel     [depth / 2, columns, 2] bf16, or [depth, columns] float32
     numbers   [groups, scales and the others, columns]    float32
@@ -41,8 +41,8 @@ from molink.stage.kernels.shape import LANES
 _F32, _LINE = 4, 64
 #: Depth of a panel: its codes take 16 KB.
 _DEPTH = 256
-#: Rows that are multiplied at once.
-_TILE = 6
+#: Rows that are multiplied at once; the last row stands in for those that a last tile lacks.
+_TILES = (6, 4, 2)
 
 
 def panel_arithmetic(arithmetic: Arithmetic) -> Arithmetic:
@@ -67,9 +67,6 @@ class PanelProduct:
         self._floats = ir.VectorType(FLOAT, arithmetic.lanes)
         #: Whether a tile's totals stay in registers beside its sums: 32 are enough for both.
         self._holds = arithmetic.lanes == LANES
-        third = _TILE // 3
-        #: Rows of a tile; the last row stands in for those that are missing.
-        self._tiles = (3 * third, 2 * third, third)
         #: Blocks of a panel.
         self._deep = max(1, _DEPTH // form.block)
         groups = self._deep * form.groups
@@ -85,8 +82,8 @@ class PanelProduct:
 
     def room(self, count: int) -> int:
         """Bytes of memory that a thread needs for ``count`` rows."""
-        third = self._tiles[-1]
-        return self._totals_at + -(-count // third) * third * self._columns * _F32
+        padded = -(-count // _TILES[-1]) * _TILES[-1]
+        return self._totals_at + padded * self._columns * _F32
 
     def _emit(self) -> None:
         builder, element = self._builder, I64(self._given.element)
@@ -99,9 +96,9 @@ class PanelProduct:
         self._sum_bytes = builder.mul(builder.udiv(depth, I64(self._form.group)), I64(_F32))
         part_bytes = builder.mul(blocks, I64(self._columns * self._form.nbytes))
         result_bytes = builder.mul(builder.mul(parts, I64(self._columns)), element)
-        third = I64(self._tiles[-1])
-        up = builder.add(count, I64(self._tiles[-1] - 1))
-        self._padded = builder.mul(builder.udiv(up, third), third)
+        least = I64(_TILES[-1])
+        up = builder.add(count, I64(_TILES[-1] - 1))
+        self._padded = builder.mul(builder.udiv(up, least), least)
 
         def emit_part(part: ir.Value, _: Values) -> Values:
             column = builder.mul(part, I64(self._columns))
@@ -114,7 +111,7 @@ class PanelProduct:
                 self._unpack(weights, first, last)
                 ahead = self._reader.behind(weights, blocks, last)
                 emit_tile = self._multiply_by(first, last, ahead)
-                emit_few_tiles(builder, self._padded, self._tiles, emit_tile)
+                emit_few_tiles(builder, self._padded, _TILES, emit_tile)
                 return ()
 
             up = builder.add(blocks, I64(self._deep - 1))
