@@ -56,7 +56,7 @@ CHUNK, LONG_DECODE = 512, 32
 #: Marks the process that measures: its memory is that of a worker.
 _MEASURES = "MOLINK_BENCH_ENGINE"
 #: What torch's own code, oneDNN and MKL go by.
-_AVX2_ONLY = {
+AVX2_ONLY = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
@@ -68,7 +68,7 @@ def main() -> int:
     if _MEASURES not in os.environ:
         environment = huge_pages({**os.environ, _MEASURES: "1"})
         if "--avx2" in sys.argv:
-            environment |= _AVX2_ONLY
+            environment |= AVX2_ONLY
         return subprocess.run([sys.executable, *sys.orig_argv[1:]], env=environment).returncode
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="a folder, or a GGUF file")
@@ -85,8 +85,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.avx2:
-        known = compiler.host_features()
-        without = {name: on and not name.startswith("avx512") for name, on in known.items()}
+        without = without_avx512()
         compiler.host_features = lambda: without
     with tempfile.TemporaryDirectory() as made:
         result = _measured(options, Path(made))
@@ -106,7 +105,7 @@ def _measured(options: argparse.Namespace, made: Path) -> dict[str, Any]:
     stage = Stage.load(folder, (0, folder.config.layers), dtype=dtype, avoid=avoid)
     longest = max(options.long, default=0) + LONG_DECODE + 1
     stage.allocate(max(BATCH * 128, -(-longest // BLOCK)), BLOCK)
-    _decode(stage, 1, 0, 8)  # warm
+    decode(stage, 1, 0, 8)  # warm
     result: dict[str, Any] = {"model": model.name, "threads": options.threads}
     result |= {"dtype": stage.dtype, "weight_bytes": stage.weight_bytes}
     if options.long:
@@ -126,9 +125,9 @@ def _against_llama(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
     bandwidth = []
     for _ in range(options.rounds):
         begin = clock()
-        _decode(stage, 1, 0, DECODE)
+        decode(stage, 1, 0, DECODE)
         decoded = clock()
-        _prefill(stage, PROMPT)
+        prefill(stage, PROMPT)
         ours["prefill"].append(PROMPT / (clock() - decoded))
         ours["decode"].append(DECODE / (decoded - begin))
         bandwidth.append(peak_read_rate(stage.device))
@@ -195,7 +194,7 @@ def _against_transformers(stage: Stage, options: argparse.Namespace) -> dict[str
     generate = _transformers(options.model, stage)
     ours, theirs = [], []
     for _ in range(options.rounds):
-        ours.append(BATCH * BATCH_NEW / _decode(stage, BATCH, BATCH_PROMPT, BATCH_NEW))
+        ours.append(BATCH * BATCH_NEW / decode(stage, BATCH, BATCH_PROMPT, BATCH_NEW))
         theirs.append(BATCH * BATCH_NEW / generate())
     return {"batch_8": _compare(ours, theirs)}
 
@@ -205,7 +204,13 @@ def _compare(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     return compare(ours, theirs) if theirs else {"molink": statistics.median(ours)}
 
 
-def _decode(stage: Stage, batch: int, prompt: int, count: int) -> float:
+def without_avx512() -> dict[str, bool]:
+    """What this CPU can do, less AVX-512."""
+    known = compiler.host_features()
+    return {name: on and not name.startswith("avx512") for name, on in known.items()}
+
+
+def decode(stage: Stage, batch: int, prompt: int, count: int) -> float:
     """Seconds for ``count`` greedy tokens per sequence after prompts of ``prompt`` tokens."""
     width = -(-(prompt + count + 1) // BLOCK)
     tables = [range(row * width, (row + 1) * width) for row in range(batch)]
@@ -224,7 +229,8 @@ def _decode(stage: Stage, batch: int, prompt: int, count: int) -> float:
     return time.perf_counter() - begin
 
 
-def _prefill(stage: Stage, count: int) -> float:
+def prefill(stage: Stage, count: int) -> float:
+    """Seconds for a prompt of ``count`` tokens."""
     rows = (SequenceRows(0, count, range(-(-count // BLOCK))),)
     ids = torch.arange(count) % stage.config.vocab_size
     begin = time.perf_counter()

@@ -14,20 +14,19 @@ bf16 holds exactly; their products with a row are added up in float32 over a gro
 by its scale. What is added to each weight of a group, or by which its codes are shifted, is
 multiplied by the sum of the row's values, which takes away a decoder's excess too.
 
-As in :mod:`molink.stage.kernels.matmul` what a row gives doesn't depend on the rows beside it, nor
-on how columns are spread over threads.
+Many rows are multiplied in another way, see :mod:`molink.stage.kernels.block_panel`, to the same
+result: as in :mod:`molink.stage.kernels.matmul` what a row gives doesn't depend on the rows beside
+it, nor on how columns are spread over threads.
 """
-
-from collections.abc import Callable
-from functools import cache
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from molink.gguf.formats import HALF, BlockFormat
+from molink.gguf.formats import BlockFormat
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16
-from molink.stage.kernels.codes import I8, I16, Bf16Decoder, WideningDecoder, Words
+from molink.stage.kernels.block_panel import PanelProduct
+from molink.stage.kernels.block_reader import RUN, BlockReader, ReadNumbers
 from molink.stage.kernels.compiler import CompiledLibrary
 from molink.stage.kernels.dots import emit_few_tiles, emit_places
 from molink.stage.kernels.emit import (
@@ -40,21 +39,33 @@ from molink.stage.kernels.emit import (
     emit_loop,
     emit_nth,
     emit_offset,
-    emit_spread,
 )
 from molink.stage.kernels.openmp import OpenMp, emit_shares
+from molink.stage.kernels.rows import lay_apart
 
-_HALF_BYTES = 2
-#: Codes of a group that are multiplied without a loop: a longer one only fills the cache.
-_RUN = 32
 #: Rows that are multiplied at once. Beside their sums there have to be registers for decoding.
 _TILES = (6, 4, 2, 1)
+#: From so many rows on it is faster to unpack codes once for all: float32 rows, bf16 rows, and
+#: these with codes of 8 bits, which take longest to unpack.
+_MANY, _MANY_BF16, _MANY_BYTES = 12, 24, 8
 
 
 class BlockMatMul:
     """A compiled product, for all weights of one format."""
 
-    __slots__ = ("_library", "_multiply", "_sum", "_summed", "_threads", "columns", "dtype", "form")
+    __slots__ = (
+        "_library",
+        "_multiply",
+        "_multiply_many",
+        "_room",
+        "_sum",
+        "_summed",
+        "_threads",
+        "columns",
+        "dtype",
+        "form",
+        "many",
+    )
 
     def __init__(
         self,
@@ -72,13 +83,19 @@ class BlockMatMul:
         self.form, self._threads = form, threads
         #: How many columns lie side by side.
         self.columns = arithmetic.vectors * arithmetic.lanes
+        #: From how many rows on codes are unpacked once for all.
+        self.many = _MANY
+        if isinstance(arithmetic, DotBf16):
+            self.many = _MANY_BYTES if form.bits == 8 else _MANY_BF16
         module = ir.Module("block_matmul")
-        product = _Product(module, form, arithmetic)
+        product, panel = _Product(module, form, arithmetic), PanelProduct(module, form, arithmetic)
         multiply = emit_shares(module, product.function, openmp)
-        self._summed = product.summed
-        sums = _emit_sums(module, arithmetic.element, form.group)
+        multiply_many = emit_shares(module, panel.function, openmp)
+        self._summed, self._room = product.reader.summed, panel.room
+        sums = _emit_sums(module, arithmetic.element, form.group, product.reader.excess)
         self._library = CompiledLibrary(module, features)
         self._multiply = self._library.function(multiply.name, pointers=5, integers=4)
+        self._multiply_many = self._library.function(multiply_many.name, pointers=6, integers=6)
         self._sum = self._library.function(sums.name, pointers=2, integers=1)
         #: The type of rows and results.
         self.dtype = torch.bfloat16 if arithmetic.element == 2 else torch.float32
@@ -97,17 +114,15 @@ class BlockMatMul:
         if self._summed:
             sums = bias.new_empty(rows.numel() // self.form.group)
             self._sum(rows.data_ptr(), sums.data_ptr(), len(sums))
-        self._multiply(
-            weight.data_ptr(),
-            rows.data_ptr(),
-            sums.data_ptr(),
-            bias.data_ptr(),
-            result.data_ptr(),
-            parts,
-            blocks,
-            count,
-            self._threads,
-        )
+        if count < self.many:
+            tensors = [each.data_ptr() for each in (weight, rows, sums, bias, result)]
+            self._multiply(*tensors, parts, blocks, count, self._threads)
+            return result
+        rows, room = lay_apart(rows), self._room(count)
+        scratch = weight.new_empty(self._threads, room)
+        tensors = [each.data_ptr() for each in (weight, rows, sums, bias, result, scratch)]
+        row_bytes = rows.stride(0) * rows.element_size()
+        self._multiply_many(*tensors, parts, blocks, row_bytes, count, room, self._threads)
         return result
 
 
@@ -119,13 +134,9 @@ class _Product:
 
     def __init__(self, module: ir.Module, form: BlockFormat, arithmetic: Arithmetic) -> None:
         self._form, self._arithmetic = form, arithmetic
-        lanes, self._columns = arithmetic.lanes, arithmetic.vectors * arithmetic.lanes
-        bf16 = isinstance(arithmetic, DotBf16)
-        self._decoder = Bf16Decoder(form) if bf16 else WideningDecoder(form, lanes)
-        #: Whether the sums of the rows' groups are needed.
-        self.summed = form.adds or form.shifts or bool(self._decoder.excess)
-        self._floats = ir.VectorType(FLOAT, lanes)
+        self._columns = arithmetic.vectors * arithmetic.lanes
         self.function, self._builder = begin_function(module, "product", pointers=5, numbers=6)
+        self.reader = BlockReader(self._builder, form, arithmetic)
         self._emit()
 
     def _emit(self) -> None:
@@ -137,6 +148,7 @@ class _Product:
         sum_bytes = builder.mul(builder.udiv(depth, I64(self._form.group)), I64(4))
         result_bytes = builder.mul(builder.mul(parts, I64(self._columns)), element)
 
+        floats = ir.VectorType(FLOAT, self._arithmetic.lanes)
         tiles = [size for size in _TILES if size <= self._arithmetic.tile]
 
         def emit_rows(given: ir.Value, index: ir.Value, size: int, nbytes: ir.Value) -> Values:
@@ -151,10 +163,10 @@ class _Product:
 
             def emit_tile(first: ir.Value, size: int) -> None:
                 places = emit_places(builder, [added], self._arithmetic, 4)
-                begun = [builder.load(place, typ=self._floats, align=4) for place in places] * size
+                begun = [builder.load(place, typ=floats, align=4) for place in places] * size
                 given = emit_rows(rows, first, size, row_bytes)
-                beside = emit_rows(sums, first, size, sum_bytes) if self.summed else []
-                totals = self._emit_blocks(weights, given, beside, blocks, begun)
+                beside = emit_rows(sums, first, size, sum_bytes) if self.reader.summed else []
+                totals = self._emit_groups(weights, given, beside, blocks, begun)
                 taken = emit_rows(below, first, size, result_bytes)
                 found = emit_places(builder, taken, self._arithmetic, self._arithmetic.element)
                 for total, place in zip(totals, found, strict=True):
@@ -166,150 +178,41 @@ class _Product:
         emit_loop(builder, begin, end, 1, emit_part)
         builder.ret_void()
 
-    def _emit_blocks(
+    def _emit_groups(
         self, weights: ir.Value, rows: Values, sums: Values, blocks: ir.Value, totals: Values
     ) -> Values:
-        """``totals`` and the products of ``rows`` with all blocks of a part.
+        """``totals`` and the products of ``rows`` with all groups of a part."""
+        builder, form, arithmetic = self._builder, self._form, self._arithmetic
+        reader = self.reader
 
-        ``totals`` are those of the first row's vectors, then the second's, and so on.
-        """
-        form, builder = self._form, self._builder
+        def emit_group(
+            at: ir.Value, codes: ir.Value, read_numbers: ReadNumbers, totals: Values
+        ) -> Values:
+            given = [emit_nth(builder, row, at, form.group * arithmetic.element) for row in rows]
 
-        block_bytes = self._columns * form.block_bytes
-        records = emit_offset(builder, weights, builder.mul(blocks, I64(block_bytes)))
-
-        def emit_block(block: ir.Value, totals: Values) -> Values:
-            here = emit_nth(builder, weights, block, block_bytes)
-            numbers = self._load_numbers(here, self._load_half) if form.nested else []
-            first = builder.mul(block, I64(form.groups))
-
-            def emit_group(group: ir.Value, totals: Values) -> Values:
-                at = builder.add(first, group)
-                record = emit_nth(builder, records, at, self._columns * form.group_bytes)
-                load = self._load_byte if form.nested else self._load_half
-                own = self._load_numbers(record, load)
-                if form.nested:
-                    own = [builder.fmul(*each) for each in zip(numbers, own, strict=True)]
-                beside = [self._spread(emit_nth(builder, each, at, 4)) for each in sums]
-                dots = self._emit_dots(record, rows, at, beside)
-                return self._gather(totals, dots, own, beside)
-
-            if form.groups == 1:
-                return emit_group(I64(0), totals)
-            return emit_loop(builder, I64(0), I64(form.groups), 1, emit_group, totals)[1]
-
-        return emit_loop(builder, I64(0), blocks, 1, emit_block, totals)[1]
-
-    def _emit_dots(self, record: ir.Value, rows: Values, at: ir.Value, beside: Values) -> Values:
-        """The products of ``rows`` with the codes of a group, number ``at`` of their depth.
-
-        ``beside`` are the sums of the rows' values there, if they are needed.
-        """
-        form, builder, arithmetic = self._form, self._builder, self._arithmetic
-        codes = emit_offset(builder, record, I64(self._columns * form.number_bytes))
-        begun = [emit_nth(builder, row, at, form.group * arithmetic.element) for row in rows]
-        zeros = ir.Constant(self._floats, [0.0] * arithmetic.lanes)
-        sums: Values = [zeros] * (len(rows) * arithmetic.vectors)
-        if self._decoder.excess:
-            less = ir.Constant(self._floats, [-float(self._decoder.excess)] * arithmetic.lanes)
-            taken = [builder.fmul(each, less) for each in beside]
-            sums = [each for each in taken for _ in range(arithmetic.vectors)]
-        runs = max(1, form.group // _RUN)
-        words_bytes = self._columns * form.words * form.word // runs
-
-        def emit_run(run: ir.Value, sums: Values) -> Values:
-            here = emit_nth(builder, codes, run, words_bytes)
-            words = [self._words_of(here, vector) for vector in range(arithmetic.vectors)]
-            below = [emit_nth(builder, row, run, _RUN * arithmetic.element) for row in begun]
-            for index in range(form.group // runs // 2):
-                columns = [self._decoder.pair(builder, each, index) for each in words]
+            def emit_pair(run: ir.Value, index: int, weights: list[Values], dots: Values) -> Values:
+                before = iter(dots)
                 offset = I64(2 * index * arithmetic.element)
-                given = [
-                    arithmetic.load_pair(builder, emit_offset(builder, row, offset))
-                    for row in below
-                ]
-                before = iter(sums)
-                sums = [
+                below = (emit_nth(builder, row, run, RUN * arithmetic.element) for row in given)
+                places = (emit_offset(builder, row, offset) for row in below)
+                found = [arithmetic.load_pair(builder, place) for place in places]
+                return [
                     arithmetic.add_product(builder, next(before), one, column)
-                    for one in given
-                    for column in columns
+                    for one in found
+                    for column in weights
                 ]
-            return sums
 
-        if runs == 1:
-            return emit_run(I64(0), sums)
-        return emit_loop(builder, I64(0), I64(runs), 1, emit_run, sums)[1]
+            dots = reader.pairs(codes, emit_pair, reader.begun(sums, at, len(rows)))
+            return reader.gather(totals, dots, read_numbers(), sums, at)
 
-    def _words_of(self, codes: ir.Value, vector: int) -> Words:
-        """The words of a group's ``codes``, of the columns of a vector; each is loaded once."""
-        form, lanes = self._form, self._arithmetic.lanes
-        kind = ir.VectorType(ir.IntType(8 * form.word), lanes)
-
-        @cache
-        def load(number: int) -> ir.Value:
-            offset = (number * self._columns + vector * lanes) * form.word
-            place = emit_offset(self._builder, codes, I64(offset))
-            return self._builder.load(place, typ=kind, align=form.word)
-
-        return load
-
-    def _gather(self, totals: Values, dots: Values, numbers: Values, sums: Values) -> Values:
-        """``totals + (dots + sums · shifts) · scales``, ``totals + dots · scales + sums · added``.
-
-        ``numbers`` are scales, then the others.
-        """
-        vectors = self._arithmetic.vectors
-        scales, others = numbers[:vectors], numbers[vectors:]
-
-        def add_others(before: Values) -> Values:
-            return [
-                self._fma(sums[index // vectors], others[index % vectors], value)
-                for index, value in enumerate(before)
-            ]
-
-        if self._form.shifts:
-            dots = add_others(dots)
-        found = [
-            self._fma(dot, scales[index % vectors], total)
-            for index, (total, dot) in enumerate(zip(totals, dots, strict=True))
-        ]
-        return add_others(found) if self._form.adds else found
-
-    def _spread(self, place: ir.Value) -> ir.Value:
-        value = self._builder.load(place, typ=FLOAT, align=4)
-        return emit_spread(self._builder, value, self._arithmetic.lanes)
-
-    def _fma(self, one: ir.Value, other: ir.Value, total: ir.Value) -> ir.Value:
-        kind = ir.FunctionType(self._floats, [self._floats] * 3)
-        name = f"llvm.fma.v{self._arithmetic.lanes}f32"
-        return self._builder.call(declare(self._builder.module, name, kind), [one, other, total])
-
-    def _load_numbers(self, here: ir.Value, load: Callable[[ir.Value, int], ir.Value]) -> Values:
-        """Scales of all vectors' columns, then the other numbers of theirs, if there are any."""
-        count = self._arithmetic.vectors * self._form.each
-        return [load(here, number * self._arithmetic.lanes) for number in range(count)]
-
-    def _load_half(self, here: ir.Value, index: int) -> ir.Value:
-        builder, lanes = self._builder, self._arithmetic.lanes
-        place = emit_offset(builder, here, I64(_HALF_BYTES * index))
-        if self._form.numbers == "f16":
-            halves = builder.load(place, typ=ir.VectorType(ir.HalfType(), lanes), align=_HALF_BYTES)
-            return builder.fpext(halves, self._floats)
-        upper = builder.load(place, typ=ir.VectorType(I16, lanes), align=_HALF_BYTES)
-        whole = ir.VectorType(I32, lanes)
-        bits = builder.shl(builder.zext(upper, whole), ir.Constant(whole, [HALF] * lanes))
-        return builder.bitcast(bits, self._floats)
-
-    def _load_byte(self, here: ir.Value, index: int) -> ir.Value:
-        builder, lanes = self._builder, self._arithmetic.lanes
-        place = emit_offset(builder, here, I64(index))
-        loaded = builder.load(place, typ=ir.VectorType(I8, lanes), align=1)
-        widen = builder.zext if self._form.adds else builder.sext
-        return builder.sitofp(widen(loaded, ir.VectorType(I32, lanes)), self._floats)
+        return reader.groups(weights, blocks, I64(0), blocks, emit_group, totals)
 
 
-def _emit_sums(module: ir.Module, element: int, group: int) -> ir.Function:
-    """``sums(rows, sums, count)``: of each ``group`` values of the rows, ``count`` times."""
+def _emit_sums(module: ir.Module, element: int, group: int, excess: int) -> ir.Function:
+    """``sums(rows, sums, count)``: of each ``group`` values of the rows, ``count`` times.
+
+    If there is an ``excess`` of the weights, these are what takes it away.
+    """
     sums, builder = begin_function(module, "sums", pointers=2, numbers=1)
     rows, found, count = sums.args
     half = group // 2
@@ -329,6 +232,8 @@ def _emit_sums(module: ir.Module, element: int, group: int) -> ir.Function:
             first, second = (builder.load(place, typ=floats, align=4) for place in places)
         both = builder.fadd(first, second)
         total = builder.call(reduce, [FLOAT(-0.0), both], fastmath=("reassoc",))
+        if excess:
+            total = builder.fmul(total, FLOAT(-float(excess)))
         builder.store(total, emit_nth(builder, found, index, 4), align=4)
         return ()
 

@@ -28,6 +28,7 @@ from molink.stage.kernels.emit import (
     emit_offset,
 )
 from molink.stage.kernels.openmp import OpenMp, emit_shares
+from molink.stage.kernels.rows import lay_apart
 
 
 class MatMul:
@@ -53,7 +54,7 @@ class MatMul:
         # Of its arguments, blocks are the first integer.
         multiply = emit_shares(module, _emit_product(module, arithmetic), openmp)
         self._library = CompiledLibrary(module, features)
-        self._multiply = self._library.function(multiply.name, pointers=4, integers=4)
+        self._multiply = self._library.function(multiply.name, pointers=4, integers=5)
         #: The type of rows and results.
         self.dtype = torch.bfloat16 if arithmetic.element == 2 else torch.float32
         #: The type of weights.
@@ -85,7 +86,7 @@ class MatMul:
         ``weight`` is as :meth:`pack` gives it, ``bias`` float32 ``[columns]``.
         """
         blocks = len(weight)
-        rows = rows.contiguous()
+        rows = lay_apart(rows)
         count, depth = rows.shape
         result = rows.new_empty(count, blocks * self._columns)
         self._multiply(
@@ -95,6 +96,7 @@ class MatMul:
             result.data_ptr(),
             blocks,
             depth // 2,
+            rows.stride(0) * rows.element_size(),
             count,
             self._threads,
         )
@@ -102,15 +104,15 @@ class MatMul:
 
 
 def _emit_product(module: ir.Module, arithmetic: Arithmetic) -> ir.Function:
-    """``product(weight, rows, bias, result, blocks, pairs, count, begin, end, thread)``.
+    """``product(weight, rows, bias, result, blocks, pairs, row_bytes, count, begin, end, thread)``.
 
-    Of the weight's ``blocks`` it multiplies ``begin … end - 1``, ``pairs`` deep, by ``count`` rows.
+    Of the weight's ``blocks`` it multiplies ``begin … end - 1``, ``pairs`` deep, by ``count`` rows,
+    each ``row_bytes`` after the one before it.
     """
-    product, builder = begin_function(module, "product", pointers=4, numbers=6)
-    weight, rows, bias, result, blocks, pairs, count, begin, end, _ = product.args
+    product, builder = begin_function(module, "product", pointers=4, numbers=7)
+    weight, rows, bias, result, blocks, pairs, row_bytes, count, begin, end, _ = product.args
     columns, element = I64(arithmetic.vectors * arithmetic.lanes), I64(arithmetic.element)
     block_bytes = builder.mul(pairs, builder.mul(columns, I64(PAIR_BYTES)))
-    row_bytes = builder.mul(pairs, builder.mul(element, I64(2)))
     result_bytes = builder.mul(blocks, builder.mul(columns, element))
 
     def emit_rows(first: ir.Value, index: ir.Value, size: int, nbytes: ir.Value) -> list[ir.Value]:

@@ -93,6 +93,9 @@ def check(multiply: BlockMatMul, weight: Tensor, exact: Tensor) -> None:
         result = multiply(weight, given[:count], bias)
         assert result.dtype is multiply.dtype
         torch.testing.assert_close(result.double(), wide[:count], rtol=within, atol=within * peak)
+    # Many rows are multiplied in another way.
+    few = torch.cat([multiply(weight, rows, bias) for rows in given.split(multiply.many - 1)])
+    assert torch.equal(multiply(weight, given, bias), few)
 
 
 #: Of checkpoints that aren't GGUF: a group in runs, scales in both types, zero points.
@@ -126,14 +129,15 @@ def test_groups_of_other_checkpoints(cpu: str, form: BlockFormat) -> None:
 
 
 @cpus
-@pytest.mark.parametrize("name", ["q4_k", "q6_k"])
-def test_a_row_gives_the_same_whatever_is_beside_it(cpu: str, name: str) -> None:
+@pytest.mark.parametrize(("name", "blocks"), [("q4_k", 2), ("q6_k", 3), ("q5_1", 19), ("q8_0", 64)])
+def test_a_row_gives_the_same_whatever_is_beside_it(cpu: str, name: str, blocks: int) -> None:
     alone, shared = product(cpu, FORMATS[name]), product(cpu, FORMATS[name], 3)
-    weight = arrange(alone.form, parse(name, stored(name, 2)[0]), alone.columns)
-    rows, bias = torch.randn(30, 512).to(alone.dtype), torch.randn(_ROWS)
+    stored_rows, exact = stored(name, blocks)
+    weight = arrange(alone.form, parse(name, stored_rows), alone.columns)
+    rows, bias = torch.randn(30, exact.shape[1]).to(alone.dtype), torch.randn(_ROWS)
     together = alone(weight, rows, bias)
     assert torch.equal(shared(weight, rows, bias), together)
-    for count in (1, 2, 5, 7, 13):
+    for count in (1, 2, 5, 7, 13, 25):
         assert torch.equal(alone(weight, rows[:count], bias), together[:count])
     assert torch.equal(alone(weight, rows[29:], bias), together[29:])
 

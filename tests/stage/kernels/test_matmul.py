@@ -63,10 +63,11 @@ def test_it_gives_what_a_wide_product_gives(
 
 @kinds
 @teams
-def test_a_row_gives_the_same_whatever_is_beside_it(kind: str, threads: int) -> None:
+@pytest.mark.parametrize("depth", [96, 2048])  # many rows of the latter are laid apart
+def test_a_row_gives_the_same_whatever_is_beside_it(kind: str, threads: int, depth: int) -> None:
     multiply = product(kind, threads)
-    weight = multiply.pack(torch.randn(128, 96).to(multiply.kept))
-    rows, bias = torch.randn(30, 96).to(multiply.dtype), torch.randn(128)
+    weight = multiply.pack(torch.randn(128, depth).to(multiply.kept))
+    rows, bias = torch.randn(30, depth).to(multiply.dtype), torch.randn(128)
     together = multiply(weight, rows, bias)
     for count in (1, 2, 7, 13):
         assert torch.equal(multiply(weight, rows[:count], bias), together[:count])
