@@ -521,10 +521,11 @@ async def test_a_revoked_peer_is_cut_off_for_good(scene: Scene) -> None:
     token = await scene.token(owner, uses=3)
     guest, other = await scene.join(token), await scene.join(token)
     await scene.until(lambda: other.last(Member), owner, guest, other)
-    ended = await scene.revoke(owner, guest.id)
+    ended = await owner.ask(RevokeRequest(ref=0, target=guest.id))
     assert ended.stayed == (scene.coordinator.door.records[other.id].name,)
     await scene.until(lambda: guest.last(Revoked))
     await scene.until(lambda: not guest.client.connected)
+    await scene.until(lambda: owner.client.connected)
     # Neither its own key nor a new one gets in by the token that it has.
     with pytest.raises(NotAuthorized):
         await scene.join(token, guest.keys)
