@@ -10,6 +10,7 @@ import msgspec
 import zmq.asyncio
 
 from molink.errors import (
+    ConnectionBroken,
     MolinkError,
     NotAuthorized,
     Overloaded,
@@ -35,7 +36,8 @@ log = logging.getLogger(__name__)
 _JOIN_S = 20.0
 #: The same for each place that may answer, where a token names several.
 _GUIDE_S = 6.0
-#: From being told that too many join at this moment to the next try, in seconds.
+#: From being told that too many join at this moment, or a broken connection, to the next try, in
+#: seconds.
 _AGAIN_S = 1.0
 #: Failed handshakes after which a server at a token's address is taken for another one.
 _HANDSHAKES = 4
@@ -234,7 +236,7 @@ async def _ask(
     patience: float,
 ) -> ControlMessage:
     """The reply; raises what ``refused`` returns, should that come first."""
-    asking = asyncio.create_task(_until_there_is_room(client, request, patience))
+    asking = asyncio.create_task(_request_again(client, request, patience))
     refusing = asyncio.create_task(refused)
     try:
         await asyncio.wait((asking, refusing), return_when=asyncio.FIRST_COMPLETED)
@@ -247,16 +249,20 @@ async def _ask(
         await asyncio.gather(asking, refusing, return_exceptions=True)
 
 
-async def _until_there_is_room(
+async def _request_again(
     client: Client[ControlMessage], request: ControlMessage, patience: float
 ) -> ControlMessage:
-    """Ask again for a while if too many join at this moment."""
+    """Ask again for a while if too many join at this moment, or the connection breaks.
+
+    A coordinator that shuts a PC out makes all connections anew. What is asked here may be asked
+    twice: who is a member already stays one.
+    """
     deadline = asyncio.get_running_loop().time() + patience
     while True:
         left = deadline - asyncio.get_running_loop().time()
         try:
             return (await client.request(request, timeout=max(0.1, left)))[0]
-        except Overloaded:
+        except (ConnectionBroken, Overloaded):
             if left < _AGAIN_S:
                 raise
             await asyncio.sleep(_AGAIN_S)

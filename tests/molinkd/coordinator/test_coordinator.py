@@ -118,13 +118,18 @@ class Peer:
             control_codec(),
             server_key,
             [f"tcp://127.0.0.1:{port}"],
-            events=ClientEvents(on_message=self.take, on_connect=self.report),
+            events=ClientEvents(on_message=self.take, on_connect=self.greet),
         )
+        self.connections = 0
 
     async def connect(self, timeout: float = 60.0) -> Self:
         self.client.start()
         await self.client.wait_connected(timeout)
         return self
+
+    def greet(self) -> None:
+        self.connections += 1
+        self.report()
 
     def report(self) -> None:
         report = self.kit.report(
@@ -256,6 +261,13 @@ class Scene:
             ref=reply.ref, swarm=self.coordinator.swarm.id, peer=peer_id(keys.public)
         )
         return await self.peer(keys)
+
+    async def revoke(self, owner: Peer, target: str) -> RevokeReply:
+        """Shut a PC out, and wait until the connections of all have been made anew."""
+        before = owner.connections
+        reply = await owner.ask(RevokeRequest(ref=0, target=target))
+        await self.until(lambda: owner.connections > before)
+        return reply
 
     async def status(self, peer: Peer) -> dict[str, Any]:
         _, payload = await peer.client.request(StatusRequest(ref=0), timeout=30)
@@ -541,7 +553,7 @@ async def test_with_a_pc_go_its_further_devices(scene: Scene, how: str) -> None:
     if how == "left":
         await guest.ask(LeaveRequest(ref=0))
     else:
-        ended = await owner.ask(RevokeRequest(ref=0, target=guest.id))
+        ended = await scene.revoke(owner, guest.id)
         assert ended.stayed == (scene.coordinator.door.records[other.id].name,)
         await scene.until(lambda: device.last(Revoked))
     await scene.until(lambda: set(members) == {owner.id, other.id})
@@ -588,7 +600,7 @@ async def test_what_a_revoked_pc_asks_is_answered_so(scene: Scene) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     await guest.client.close()
-    await owner.ask(RevokeRequest(ref=0, target=guest.id))
+    await scene.revoke(owner, guest.id)
     client = Client(
         scene.context,
         guest.keys,
@@ -606,7 +618,7 @@ async def test_a_revoked_peer_is_taken_back(scene: Scene) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     await scene.until(lambda: owner.last(Member), owner, guest)
-    await owner.ask(RevokeRequest(ref=0, target=guest.id))
+    await scene.revoke(owner, guest.id)
     await guest.client.close()
     (shown,) = (await scene.status(owner))["revoked"]
     assert shown["id"] == guest.id
@@ -635,7 +647,7 @@ async def test_a_swarm_has_room_for_so_many(scene: Scene) -> None:
     async with scene.guest(token) as client:
         with pytest.raises(Unavailable, match=r"has 2 PCs, .*molink revoke.*max_peers"):
             await client.request(wish(KeyPair.generate()), timeout=30)
-    await owner.ask(RevokeRequest(ref=0, target=guest.id))
+    await scene.revoke(owner, guest.id)
     await scene.join(await scene.token(owner))
     with pytest.raises(Unavailable, match="has 2 PCs"):
         await owner.ask(UnrevokeRequest(ref=0, target=guest.id))

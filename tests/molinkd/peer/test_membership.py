@@ -149,6 +149,27 @@ async def test_one_of_too_many_at_once_tries_again(
         await join(net.context, KeyPair.generate(), refusing.token, "pc")
 
 
+async def test_a_connection_that_breaks_before_the_answer(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator shuts another PC out at that moment."""
+
+    def handle(sender: Sender, message: JoinRequest, _payload: memoryview | None) -> None:
+        seen.append(message)
+        if len(seen) == 1:
+            server.deny("another")
+        else:
+            server.send(sender.identity, Joined(ref=message.ref, swarm="s2", peer="p"))
+
+    monkeypatch.setattr("molinkd.peer.membership._AGAIN_S", 0.01)
+    seen: list[JoinRequest] = []
+    net.gatekeeper.allow(INVITATION.public, "invite:1")
+    server = net.server(control_codec(), handle)
+    token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
+    assert (await join(net.context, KeyPair.generate(), token, "pc")).swarm == "s2"
+    assert len(seen) == 2
+
+
 async def test_a_coordinator_with_another_key(net: Net) -> None:
     server = net.server(control_codec(), lambda *_: None)
     token = make_token(f"127.0.0.1:{server.port}", KeyPair.generate().public)
