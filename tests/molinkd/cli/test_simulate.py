@@ -114,7 +114,7 @@ def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ("arguments", "complaint"),
     [
         (("--scheduling-policy", "lottery"), "no scheduling policy 'lottery': choose one of fcfs"),
-        (("--device", "abacus"), "no profile 'abacus' among the devices: cpu-8core, rtx"),
+        (("--device", "abacus"), "no profile 'abacus' among the devices: a100-40gb, cpu-8core"),
         (("--model-profile", "gpt-9"), "no profile 'gpt-9' among the models: "),
         (("--link", "string"), "no profile 'string' among the links: "),
         (("--policy", "fifo,random"), "no transmission policy 'random'"),
