@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.facts.drafts import Ask, DraftOrder
+from molink.facts.drafts import DraftAsk, DraftOrder
 from molink.head.speculation.asking import MOST_GUESSED
 from molink.sim.texts import KnownText
 from molink.stage.stage import Stage
@@ -45,7 +45,7 @@ def guess(drafter: Drafter, texts: Sequence[KnownText]) -> list[list[Guessed]]:
             if at < len(text.answer):
                 new = text.answer[at - 1 : at] if at else text.prompt
                 known = len(text.prompt) + at - 1 if at else 0
-                asks.append(Ask(number, known, new, MOST_GUESSED))
+                asks.append(DraftAsk(number, known, new, MOST_GUESSED))
         for guessed in drafter.answer(DraftOrder(asks)):
             rest = texts[guessed.request].answer[at:]
             pairs = enumerate(zip(guessed.tokens, rest, strict=False))

@@ -25,7 +25,7 @@ class DraftModelFacts:
     context: int
 
 
-class Ask(NamedTuple):
+class DraftAsk(NamedTuple):
     """What a draft model is asked of a request.
 
     It was told the tokens before position ``known``; ``tokens`` come from there on, whatever it has
@@ -43,7 +43,7 @@ class Ask(NamedTuple):
 class DraftOrder(NamedTuple):
     """What a draft model is to do at once, and requests that it is to forget before."""
 
-    asks: Sequence[Ask] = ()
+    asks: Sequence[DraftAsk] = ()
     over: Sequence[int] = ()
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from molink.facts.drafts import Ask, DraftOrder, Guess, Guesses
+from molink.facts.drafts import DraftAsk, DraftOrder, Guess, Guesses
 from molink.sim.agenda import Agenda
 from molink.sim.pc import Pc
 from molink.sim.roofline import Roofline, StepRows
@@ -34,7 +34,7 @@ class SimDrafter:
         wait = self._pc.begin(seconds, self._agenda.now)
         self._agenda.at(self._agenda.now + wait, done, Guesses(guesses, seconds * self._pc.slowed))
 
-    def _guess(self, ask: Ask) -> Guess:
+    def _guess(self, ask: DraftAsk) -> Guess:
         known = self._tokens.setdefault(ask.request, [])
         known[ask.known :] = ask.tokens
         text = next((text for text in self._texts if text.begins_with(known)), None)
@@ -47,7 +47,7 @@ class SimDrafter:
             upto += 1
         return Guess(ask.request, tokens[:upto], chances[:upto])
 
-    def _seconds(self, asks: Sequence[Ask], guesses: Sequence[Guess]) -> float:
+    def _seconds(self, asks: Sequence[DraftAsk], guesses: Sequence[Guess]) -> float:
         """A pass over what is new, and one more for each guess after the first."""
         if not asks:
             return 0.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from molink.facts.drafts import Ask, DraftOrder, Guess, Guesses
+from molink.facts.drafts import DraftAsk, DraftOrder, Guess, Guesses
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
 
@@ -37,7 +37,7 @@ class _Known:
 class _Asked:
     """A request that is asked for; what was guessed, and how likely it is right as a whole."""
 
-    ask: Ask
+    ask: DraftAsk
     known: _Known
     tokens: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Drafter:
             active = self._go_on(active)
         return [Guess(each.ask.request, tuple(each.tokens), tuple(each.chances)) for each in asked]
 
-    def _take(self, ask: Ask) -> _Asked:
+    def _take(self, ask: DraftAsk) -> _Asked:
         """What it is told of a request; guesses that were right stay."""
         known = self._known.pop(ask.request, None) or _Known()
         self._known[ask.request] = known

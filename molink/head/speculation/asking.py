@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from molink.facts.drafts import Ask, DraftModelFacts, DraftOrder, Guess, Guesses
+from molink.facts.drafts import DraftAsk, DraftModelFacts, DraftOrder, Guess, Guesses
 from molink.head.job import Job
 from molink.head.speculation.costs import RingLoad, TurnCosts
 from molink.head.speculation.drafting import Drafting
-from molink.head.speculation.record import Record, Yield
+from molink.head.speculation.record import GuessRecord, Yield
 
 #: What guesses promise is divided by this: profiles and chances are estimates.
 MARGIN = 1.2
@@ -53,7 +53,7 @@ class _Told:
     is_asked: bool = False
 
 
-class Asking:
+class GuessRequests:
     """What the requests of one head ask of its draft model; without a ``model`` nothing.
 
     ``fixed`` tokens are asked for in any case, if that isn't 0.
@@ -66,7 +66,7 @@ class Asking:
         self._numbers = count()
         self._told: dict[Job, _Told] = {}
         self._of: dict[int, _Told] = {}
-        self._asks: list[Ask] = []
+        self._asks: list[DraftAsk] = []
         self._over: list[int] = []
         #: Whose rows wait for what is to be asked next, and for each order that isn't answered.
         self._holding: list[Job] = []
@@ -75,7 +75,7 @@ class Asking:
         #: How many times as long as the profile says the model takes, and how many passes.
         self._pace, self._passes = 1.0, _USUAL_PASSES
         #: How all that it has guessed has done, and what it brought.
-        self.record, self.paid = Record(), Yield()
+        self.record, self.paid = GuessRecord(), Yield()
         #: Tokens that it has guessed, and seconds that it took.
         self.guessed = 0
         self.seconds = 0.0
@@ -192,12 +192,12 @@ class Asking:
             self._of[told.number] = told
         upto = len(job.tokens) if wanted else min(len(job.tokens), told.tokens + _AT_ONCE)
         tokens = tuple(job.tokens[told.tokens : upto])
-        self._asks.append(Ask(told.number, told.tokens, tokens, wanted, least))
+        self._asks.append(DraftAsk(told.number, told.tokens, tokens, wanted, least))
         told.tokens, told.is_asked = upto, True
 
     # --- what it costs, and brings -------------------------------------------------------------
 
-    def _learn_pace(self, asks: Sequence[Ask], found: Guesses) -> None:
+    def _learn_pace(self, asks: Sequence[DraftAsk], found: Guesses) -> None:
         """How long an order took tells how long the next ones will."""
         model, new = self._model, sum(len(ask.tokens) for ask in asks)
         if model is None or not asks:

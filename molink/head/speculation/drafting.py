@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from molink.facts.drafts import MAX_DRAFTS, Guess
 from molink.head.speculation.base import DraftSource, Foretold
-from molink.head.speculation.record import Record, Yield
+from molink.head.speculation.record import GuessRecord, Yield
 
 #: From so many tokens on that agree, the last drafts that were right included, a class of its own.
 CLASSES = (1, 2, 3, 4, 6, 9)
@@ -40,13 +40,13 @@ class Drafting:
     )
 
     def __init__(
-        self, source: DraftSource, guesses: Record | None = None, paid: Yield | None = None
+        self, source: DraftSource, guesses: GuessRecord | None = None, paid: Yield | None = None
     ) -> None:
         """``guesses`` is how those of a draft model have done so far, ``paid`` what they bring."""
         self.source = source
         self.trust = 1.0
-        self._record = Record()
-        self.guesses = guesses or Record()
+        self._record = GuessRecord()
+        self.guesses = guesses or GuessRecord()
         self.paid = paid or Yield()
         #: What was foretold last, and the position of its first token.
         self._foretold: Foretold | Guess = Foretold()
@@ -147,7 +147,7 @@ class Drafting:
     def _chance(self, told: Foretold | Guess, index: int) -> float:
         return self._record_of(told).chance(_expected(told, index))
 
-    def _record_of(self, told: Foretold | Guess) -> Record:
+    def _record_of(self, told: Foretold | Guess) -> GuessRecord:
         return self.guesses if isinstance(told, Guess) else self._record
 
     def _worth(self, told: Foretold | Guess, most: int = MAX_DRAFTS) -> float:

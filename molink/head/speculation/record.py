@@ -17,7 +17,7 @@ _OWN = 8
 _FORGETTING = 0.001
 
 
-class Record:
+class GuessRecord:
     """Running means of a source's drafts: how many were to be right, and were.
 
     Until it has learnt enough it is as that of all requests (``whole``), which learns with it.
@@ -25,7 +25,7 @@ class Record:
 
     __slots__ = ("_expected", "_right", "_whole", "known")
 
-    def __init__(self, whole: "Record | None" = None) -> None:
+    def __init__(self, whole: "GuessRecord | None" = None) -> None:
         self._whole = whole
         self._expected = self._right = USUAL
         #: Drafts that it has learnt of.
@@ -68,7 +68,7 @@ class Record:
         one._right += _FORGETTING * max(0.0, one._expected - one._right)
 
     @property
-    def _origin(self) -> "Record":
+    def _origin(self) -> "GuessRecord":
         return self if self._whole is None or self.known >= _OWN else self._whole
 
 

@@ -23,11 +23,11 @@ from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
 from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.job import Job
 from molink.head.limits import HeadLimits
-from molink.head.speculation.asking import MARGIN, Asking
+from molink.head.speculation.asking import MARGIN, GuessRequests
 from molink.head.speculation.base import DraftSource
 from molink.head.speculation.costs import RingLoad, TurnCosts
 from molink.head.speculation.drafting import Drafting
-from molink.head.speculation.record import Record, Yield
+from molink.head.speculation.record import GuessRecord, Yield
 
 #: Tokens that are foretold at once.
 _FORETOLD = 128
@@ -65,7 +65,7 @@ class Speculation:
         fixed = 0 if self._auto else limits.draft_tokens
         model = limits.draft_model if limits.draft_tokens else None
         #: What the draft model is asked.
-        self.asking = Asking(model, self._costs, fixed)
+        self.asking = GuessRequests(model, self._costs, fixed)
         self.drafted = 0
         self.accepted = 0
 
@@ -140,7 +140,7 @@ class Speculation:
     def _drafting(self, job: Job) -> Drafting:
         if job.drafting is None:
             asking = self.asking
-            job.drafting = Drafting(self._source(), Record(asking.record), Yield(asking.paid))
+            job.drafting = Drafting(self._source(), GuessRecord(asking.record), Yield(asking.paid))
         return job.drafting
 
     def _per_pass(self, load: RingLoad, flying: Sequence[int]) -> int:

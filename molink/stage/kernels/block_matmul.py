@@ -26,7 +26,7 @@ from torch import Tensor
 from molink.gguf.formats import BlockFormat
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16
 from molink.stage.kernels.block_panel import PanelProduct
-from molink.stage.kernels.block_reader import RUN, BlockReader, ReadNumbers
+from molink.stage.kernels.block_reader import RUN, PackedReader, ReadNumbers
 from molink.stage.kernels.compiler import CompiledLibrary
 from molink.stage.kernels.dots import emit_few_tiles, emit_places
 from molink.stage.kernels.emit import (
@@ -136,7 +136,7 @@ class _Product:
         self._form, self._arithmetic = form, arithmetic
         self._columns = arithmetic.vectors * arithmetic.lanes
         self.function, self._builder = begin_function(module, "product", pointers=5, numbers=6)
-        self.reader = BlockReader(self._builder, form, arithmetic)
+        self.reader = PackedReader(self._builder, form, arithmetic)
         self._emit()
 
     def _emit(self) -> None:

@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from molink.gguf.formats import BlockFormat
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, Float32
-from molink.stage.kernels.block_reader import RUN, BlockReader, ReadNumbers
+from molink.stage.kernels.block_reader import RUN, PackedReader, ReadNumbers
 from molink.stage.kernels.dots import (
     PAIR_BYTES,
     emit_dots,
@@ -77,7 +77,7 @@ class PanelProduct:
         self._numbers_at = groups * self._code_bytes
         self._totals_at = self._numbers_at + groups * self._number_bytes
         self.function, self._builder = begin_function(module, "panel", pointers=6, numbers=8)
-        self._reader = BlockReader(self._builder, form, arithmetic)
+        self._reader = PackedReader(self._builder, form, arithmetic)
         self._emit()
 
     def room(self, count: int) -> int:

@@ -35,7 +35,7 @@ GroupBody = Callable[[ir.Value, ir.Value, ReadNumbers, Values], Values]
 PairBody = Callable[[ir.Value, int, list[Values], Values], Values]
 
 
-class BlockReader:
+class PackedReader:
     """Of the columns that lie side by side: a *part* of the weight, some registers wide."""
 
     def __init__(self, builder: ir.IRBuilder, form: BlockFormat, arithmetic: Arithmetic) -> None:
