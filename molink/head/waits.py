@@ -25,8 +25,8 @@ class ServingRate:
 
     def observe(self, total: int, now: float, *, busy: bool) -> None:
         """By now there have been ``total``; ``busy`` is whether there is more to do from now on."""
-        if self._busy:
-            kept = math.exp(-max(0.0, now - self._at) / MEMORY_S)
+        if self._busy and now > self._at:
+            kept = math.exp((self._at - now) / MEMORY_S)
             self._count *= kept
             self._seconds = self._seconds * kept + MEMORY_S * (1 - kept)
         self._count += total - self._total

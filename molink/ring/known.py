@@ -31,13 +31,12 @@ def has_honest_drafts(volume: Volume) -> bool:
 
     A group may be drafts only: it goes ahead of the token that it assumes.
     """
-    if volume.prefill:
-        return not any(group.drafts for group in volume.rows)
-    proper = all(
-        (group.sample and len(group.drafts) <= group.count) or not group.drafts
-        for group in volume.rows
-    )
-    return proper and sum(1 + len(group.checked) for group in volume.rows) <= MAX_GROUPS
+    drafted = [group for group in volume.rows if group.drafts]
+    if not drafted or volume.prefill:
+        return not drafted
+    proper = all(group.sample and len(group.drafts) <= group.count for group in drafted)
+    checked = sum(len(group.checked) for group in drafted)
+    return proper and len(volume.rows) + checked <= MAX_GROUPS
 
 
 @dataclass(slots=True)

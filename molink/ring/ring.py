@@ -42,6 +42,9 @@ from molink.wire.messages.data import (
 )
 from molink.wire.messages.rounds import HostReport, LinkReport, PaceReport
 
+#: What the scoreboard of a later stage puts in order, parts of volumes aside.
+_FOR_THE_BOARD = ControlBody | Volume
+
 
 @dataclass(frozen=True, slots=True)
 class RingConfig:
@@ -158,7 +161,7 @@ class Ring:
         match body:
             case VolumePart() if self._front is None and rows is not None:
                 self.scoreboard.extend(body.tick, rows, now)
-            case _ if self._front is None and isinstance(body, ControlBody | Volume):
+            case _ if self._front is None and isinstance(body, _FOR_THE_BOARD):
                 self.scoreboard.arrive(body, data, now, rows)
             case Sampled() | TopLogprobs() | Release() | Tombstone():
                 self._came_round(body, now)
