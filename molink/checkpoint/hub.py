@@ -7,7 +7,6 @@ takes half a second, and most commands never need it.
 """
 
 import hashlib
-import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from molink.checkpoint.hub_errors import (
     refuse_ended,
 )
 from molink.checkpoint.layout import stage_tensors
+from molink.checkpoint.room import check_room
 from molink.checkpoint.stacked import stack_names
 from molink.errors import (
     BrokenModel,
@@ -42,8 +42,6 @@ PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 DUPLICATES = ("original/*", "consolidated*", "*/*.safetensors")
 #: How files end of which only a part has come.
 DRAFT = ".molink"
-#: Disk space that is left free, in bytes.
-RESERVE_BYTES = 256 << 20
 #: A file is asked for so often without one more byte, after pauses of so many seconds.
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 #: Seconds until a silent line is given up.
@@ -263,25 +261,6 @@ def check_disk(found: Repository, files: Sequence[HubFile]) -> None:
     missing = sum(file.nbytes - found.here(file) for file in files)
     hint = ", or set HF_HOME to a folder on another disk"
     check_room(found.cache.parent, missing, found.id, hint)
-
-
-def check_room(folder: Path, nbytes: int, name: str, hint: str = "") -> None:
-    """Whether there is room in a folder, which need not be there yet, for so many bytes more.
-
-    Raises:
-        ModelError: there isn't; says how much there is, how much it takes, and what to do.
-    """
-    free = shutil.disk_usage(_existing(folder)).free
-    if free < nbytes + RESERVE_BYTES:
-        raise ModelError(
-            f"{name} needs {nbytes / 1e9:.1f} GB more on the disk of {folder}, "
-            f"which has {free / 1e9:.1f} GB free. Free some space (`molink list` shows the models "
-            f"here, `molink rm` deletes one){hint}"
-        )
-
-
-def _existing(path: Path) -> Path:
-    return next(one for one in (path, *path.parents) if one.exists())
 
 
 def _wanted(name: str) -> bool:

@@ -20,6 +20,7 @@ from molink.checkpoint.header import MAX_HEADER_BYTES
 from molink.checkpoint.hub import Counter
 from molink.checkpoint.layout import stage_tensors
 from molink.checkpoint.prequantized import stored_tensors
+from molink.checkpoint.room import OTHER_HOME, check_room
 from molink.errors import BrokenModel, ModelError, Unavailable
 from molink.files import patiently, plain_name
 from molink.gguf.architecture import config_of, vocabulary_of
@@ -35,8 +36,6 @@ SUFFIX = ".gguf"
 _LAYOUT = 3
 #: Bytes that are written at once.
 _STEP = 1 << 22
-#: Disk space that is left free.
-_RESERVE_BYTES = 256 << 20
 _ALIGNMENT = 8
 
 
@@ -113,12 +112,7 @@ def _write(path: Path, draft: Path, counter: Counter, stop: threading.Event) -> 
     draft.mkdir(parents=True)
     _write_metadata(draft, config, tokens, sampling)
     total = sum(piece.nbytes for piece in found)
-    free = shutil.disk_usage(draft).free
-    if total + _RESERVE_BYTES > free:
-        raise ModelError(
-            f"{draft.parent} has {free / 1e9:.1f} GB left, but {path.name} needs "
-            f"{total / 1e9:.1f} GB there: make room, or put molink's home elsewhere (MOLINK_HOME)"
-        )
+    check_room(draft.parent, total, path.name, OTHER_HOME)
     counter.total += total
     with (draft / "model.safetensors").open("wb") as target, ExitStack() as opened:
         data = [opened.enter_context(_mapped(part)) for part in file.parts]

