@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 from typing import Any
 
 Action = Callable[..., None]
@@ -71,6 +72,18 @@ class Agenda:
         """Run nothing that is later than now."""
         self._stopped = True
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped it."""
+        return self._stopped
+
+    @property
+    def next_at(self) -> float:
+        """When something is due next; infinity if nothing is."""
+        if self._soon:
+            return self.now
+        return self._later[0][0] if self._later else inf
+
     def step(self) -> bool:
         """Run the next action, however late it is; ``False`` if there is none."""
         if self._soon:
@@ -93,3 +106,9 @@ class Agenda:
                 return
             self.now, _, action, arguments = heappop(later)
             action(*arguments)
+
+    def advance(self, to: float) -> None:
+        """As :meth:`run`; then it is ``to``, whatever was due last."""
+        self.run(to)
+        if not self._stopped:
+            self.now = max(self.now, to)

@@ -62,10 +62,10 @@ class Clients:
         self._live_since = 0.0
         #: Seconds in which any request was being served.
         self.live_s = 0.0
-        #: Told of each request that is over: who served it, its key, and tokens of the answer.
-        self.on_over: Callable[[ServingRing | None, str, int], None] | None = None
-        #: Told of a request's first token, and of how many prompt tokens were cached.
-        self.on_first: Callable[[str, int], None] | None = None
+        #: Told of each request that is over: who served it, its key, tokens of the answer, when.
+        self.on_over: Callable[[ServingRing | None, str, int, float], None] | None = None
+        #: Told of a request's first token, of how many prompt tokens were cached, and when.
+        self.on_first: Callable[[str, int, float], None] | None = None
 
     def start(self) -> None:
         """Have every request sent when it is due."""
@@ -157,7 +157,7 @@ class Clients:
                     raise InvariantError(f"request {message.key}: another token came")
                 times.append(now)
                 if self.on_first is not None and len(times) == 1:
-                    self.on_first(message.key, message.cached)
+                    self.on_first(message.key, message.cached, now)
                 if message.finish is not None:
                     self._over(message.key, now)
             else:
@@ -178,7 +178,7 @@ class Clients:
         if error is not None:
             self._errors[key] = error
         if self.on_over is not None:
-            self.on_over(serving, key, len(self._times[key]))
+            self.on_over(serving, key, len(self._times[key]), now)
         if self.left == 0:
             self._agenda.stop()
 

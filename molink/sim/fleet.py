@@ -12,6 +12,7 @@ from molink.routing.create import create_router
 from molink.routing.spans import span_digests
 from molink.sim.agenda import Agenda
 from molink.sim.clients import Clients, ServingRing
+from molink.sim.fleet_time import FleetTime, regions
 from molink.sim.pc import Pc
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import GRACE, no_collector
@@ -186,9 +187,13 @@ class _Run:
 
     def __init__(self, fleet: FleetScenario, router: Router) -> None:
         ring, count = fleet.ring, fleet.pc_count
-        self.agenda = Agenda()
         uplinks = [Uplink(ring.link.rate, ring.link.queue) for _ in range(-(-count // fleet.homes))]
         self.pcs = [Pc(uplinks[index % len(uplinks)]) for index in range(count)]
+        members = [[self.pcs[index] for index in each] for each in fleet.members]
+        where = regions(members)
+        self.time = FleetTime(where)
+        self.agenda = self.time.common
+        self.later = self.time.later
         self.clients = Clients(self.agenda, ring.workload.plan(), self._choose)
         self.clients.on_over = self._over
         self.clients.on_first = self._first
@@ -202,10 +207,8 @@ class _Run:
         self._versions: dict[str, tuple[Epoch, int]] = {}
         blueprints = Blueprints(ring, fleet.tenants)
         self.slots = [
-            Slot(
-                PipelineLoad(str(number)), [self.pcs[index] for index in members], blueprints, self
-            )
-            for number, members in enumerate(fleet.members)
+            Slot(PipelineLoad(str(number)), pcs, blueprints, self, self.time.of(where[number]))
+            for number, pcs in enumerate(members)
         ]
         #: Those that take requests.
         self._up: list[PipelineLoad] = []
@@ -223,7 +226,7 @@ class _Run:
                 self._stay(pc)
         if self.router.reads_spans:
             self._report()
-        self.agenda.run(until)
+        self.time.run(until)
 
     # --- PCs that come and go --------------------------------------------------------------------
 
@@ -251,12 +254,12 @@ class _Run:
         """The front desk of every head."""
         return self.clients
 
-    def ended(self, epoch: Epoch) -> None:
+    def ended(self, epoch: Epoch, agenda: Agenda) -> None:
         """Its requests are sent again, once that is noticed."""
         keys = self.clients.forsake(epoch)
         epoch.over(len(keys))
         self.resubmitted += len(keys)
-        self.agenda.at(self.agenda.now + NOTICED, self.clients.resend, keys)
+        self.later(agenda, NOTICED, self.clients.resend, keys)
 
     def broke(self) -> None:
         """A ring can't go on though all of its PCs are there."""
@@ -281,12 +284,12 @@ class _Run:
         slot.epoch.begun()
         return slot.epoch
 
-    def _first(self, key: str, cached: int) -> None:
+    def _first(self, key: str, cached: int, now: float) -> None:
         self.cached += cached
-        self.router.began(key, cached, self.agenda.now)
+        self.time.tell(now, self.router.began, key, cached, now)
 
-    def _over(self, serving: ServingRing | None, key: str, generated: int) -> None:
-        self.router.over(key, generated, self.agenda.now)
+    def _over(self, serving: ServingRing | None, key: str, generated: int, now: float) -> None:
+        self.time.tell(now, self.router.over, key, generated, now)
         if isinstance(serving, Epoch):
             serving.over()
             self._named[serving.load.name].rest(serving)

@@ -1,6 +1,6 @@
 """One of many pipelines: it is formed, loses a PC, is formed anew, and grows again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -75,15 +75,14 @@ class Epoch:
 class Neighbours(Protocol):
     """What a pipeline asks of those around it, and tells them."""
 
-    @property
-    def agenda(self) -> Agenda:
-        """Virtual time."""
-
     def desk(self, head: Head) -> FrontDesk:
         """The front desk of a head."""
 
-    def ended(self, epoch: Epoch) -> None:
+    def ended(self, epoch: Epoch, agenda: Agenda) -> None:
         """A ring is gone, and what it served with it."""
+
+    def later(self, region: Agenda, seconds: float, action: Callable[[], object], /) -> None:
+        """Have something happen that concerns all, so many seconds after what happens now."""
 
     def broke(self) -> None:
         """A ring can't go on though all of its PCs are there."""
@@ -100,8 +99,14 @@ class Slot:
     """
 
     def __init__(
-        self, load: PipelineLoad, pcs: Sequence[Pc], blueprints: Blueprints, around: Neighbours
+        self,
+        load: PipelineLoad,
+        pcs: Sequence[Pc],
+        blueprints: Blueprints,
+        around: Neighbours,
+        agenda: Agenda,
     ) -> None:
+        """``agenda`` has what happens in its rings."""
         self.load = load
         #: Rings that there were, and those that were lost.
         self.formed = self.lost = 0
@@ -110,6 +115,7 @@ class Slot:
         self._pcs = pcs
         self._blueprints = blueprints
         self._around = around
+        self._agenda = agenda
         #: Rings that take no more requests.
         self._retiring: list[Epoch] = []
         #: Only the last of the appointments to form it counts.
@@ -125,7 +131,7 @@ class Slot:
             return
         self.formed += 1
         around = self._around
-        ring = SimRing(around.agenda, blueprint, there, around.desk, self._broken, self.formed)
+        ring = SimRing(self._agenda, blueprint, there, around.desk, self._broken, self.formed)
         self.epoch = Epoch(self.load, ring)
         ring.start()
         if old is not None:
@@ -142,7 +148,7 @@ class Slot:
         """A request that a ring served is over."""
         if epoch.live == 0 and epoch in self._retiring:
             self._retiring.remove(epoch)
-            self._around.agenda.soon(epoch.ring.close)
+            self._agenda.soon(epoch.ring.close)
 
     def _retire(self, epoch: Epoch) -> None:
         self._retiring.append(epoch)
@@ -153,7 +159,7 @@ class Slot:
         self._around.broke()
         for epoch in [self.epoch, *self._retiring]:
             if epoch is not None:
-                self._around.agenda.soon(self._lose, epoch)
+                self._agenda.soon(self._lose, epoch)
 
     def _lose(self, epoch: Epoch) -> None:
         if epoch in self._retiring:
@@ -162,13 +168,13 @@ class Slot:
             self.epoch = None
             self.lost += 1
             self._due += 1
-            agenda = self._around.agenda
-            agenda.at(agenda.now + RECOVERY, partial(self._form_again, self._due))
+            again = partial(self._form_again, self._due)
+            self._around.later(self._agenda, RECOVERY, again)
             self._around.changed()
         else:
             return
         epoch.ring.close()
-        self._around.ended(epoch)
+        self._around.ended(epoch, self._agenda)
 
     def _form_again(self, due: int) -> None:
         if due == self._due:
