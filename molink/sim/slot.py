@@ -1,6 +1,6 @@
 """One of many pipelines: it is formed, loses a PC, is formed anew, and grows again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -9,7 +9,7 @@ from molink.errors import UsageError
 from molink.head.head import Head
 from molink.ring.ends import FrontDesk
 from molink.routing.base import PipelineLoad
-from molink.sim.agenda import Agenda
+from molink.sim.agenda import Action, Agenda
 from molink.sim.blueprint import Blueprint
 from molink.sim.pc import Pc
 from molink.sim.ring import SimRing
@@ -81,7 +81,7 @@ class Neighbours(Protocol):
     def ended(self, epoch: Epoch, agenda: Agenda) -> None:
         """A ring is gone, and what it served with it."""
 
-    def later(self, region: Agenda, seconds: float, action: Callable[[], object], /) -> None:
+    def later(self, region: Agenda, seconds: float, action: Action, /) -> None:
         """Have something happen that concerns all, so many seconds after what happens now."""
 
     def broke(self) -> None:
