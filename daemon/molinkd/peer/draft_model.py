@@ -86,7 +86,6 @@ class DraftModel:
         needed = plan.without_kv + plan.kv  # the stage's budget has the margin
         return PlannedDraft(DraftStart(model_dir=str(self.path), kv_bytes=plan.kv), needed)
 
-
     def beside(self, measured: Measured, settings: Settings) -> Measured:
         """The device, with the bytes of it that placement is to leave for this; none if too few.
 
