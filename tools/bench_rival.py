@@ -17,7 +17,7 @@ With drafts (``drafts``), beside molink without, by a text that the answers repe
     python -m tools.bench_rival FOLDER-OR-GGUF --sides molink,drafts --text molink/head/depth.py \\
         --mbps 100 --requests 3 --rate 0.05 --output-tokens 96
 
-``draft-model`` is the same with a ``--draft-model`` of the same vocabulary.
+On real texts, and with a draft model: :mod:`tools.bench_drafts`.
 """
 
 import argparse
@@ -59,7 +59,7 @@ FIFO = {**PLAIN, "MOLINK_LINK_POLICY": "fifo", "MOLINK_CHUNK_TOKENS": "4096"}
 FIGURES = ("first token", "per token", "worst gap", "whole answer")
 
 
-def sides_of_molink(nodes: int, draft_model: str = "") -> dict[str, dict[str, str]]:
+def sides_of_molink(nodes: int) -> dict[str, dict[str, str]]:
     """What of its settings each side of molink's has, by name."""
     as_many_as_stages = {"MOLINK_MICRO_BATCHES": str(nodes)}
     return {
@@ -67,7 +67,6 @@ def sides_of_molink(nodes: int, draft_model: str = "") -> dict[str, dict[str, st
         "plain": PLAIN | as_many_as_stages,
         "fifo": FIFO | as_many_as_stages,
         "drafts": {"MOLINK_DRAFT_TOKENS": "auto"},
-        "draft-model": {"MOLINK_DRAFT_MODEL": draft_model},
     }
 
 
@@ -292,7 +291,6 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--text", type=Path, help="of each prompt, in which it begins again")
-    parser.add_argument("--draft-model", default="", help="of the side of that name")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--sides", default="molink,plain,llama", help="those to measure")
     options = parser.parse_args()
@@ -307,7 +305,7 @@ def main() -> None:
             stack.enter_context(
                 molink(new_side(name), options.folder, settings, root, pinned=options.pinned)
             )
-            for name, settings in sides_of_molink(options.nodes, options.draft_model).items()
+            for name, settings in sides_of_molink(options.nodes).items()
             if name in wanted
         ]
         if options.llama is not None and "llama" in wanted:

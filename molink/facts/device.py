@@ -28,3 +28,5 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     blocks: bool = False
     #: What its attention wants the positions of a KV block to be a multiple of.
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    #: Bytes that a draft model takes of ``memory`` while the first stage is there.
+    draft: Count = 0

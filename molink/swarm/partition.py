@@ -22,7 +22,7 @@ class StageCosts:
     #: Weights of a layer, and what it needs beside: the least KV, CUDA graphs.
     layer_weights: int
     layer_room: int
-    #: Weights that the first and the last stage hold beside, and what they share.
+    #: What the first and the last stage hold beside, a draft model too, and what they share.
     first: int
     last: int
     shared: int = 0
@@ -31,16 +31,17 @@ class StageCosts:
     logits: int = 0
 
     @classmethod
-    def of(cls, need: Footprint, tokens: int = 0) -> "StageCosts":
+    def of(cls, need: Footprint, tokens: int = 0, draft: int = 0) -> "StageCosts":
         """Those that :meth:`~molink.facts.footprint.Footprint.needs` sums up.
 
-        With room for the KV of ``tokens`` tokens, if that is more than any stage must have.
+        With room for the KV of ``tokens`` tokens, if that is more than any stage must have, and
+        ``draft`` bytes of a draft model beside the first stage.
         """
         tokens = max(tokens, need.min_tokens)
         return cls(
             layer_weights=need.layer,
             layer_room=need.layer_graphs + tokens * need.token,
-            first=need.first,
+            first=need.first + draft,
             last=need.last,
             shared=need.shared,
             stage=need.activations(tokens, closes=False) + need.graphs,

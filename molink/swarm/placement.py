@@ -56,7 +56,8 @@ class Candidate:
     four bytes per weight with the dtype ``auto``, but for those that stay ``narrow``; one with
     ``blocks`` multiplies by those of a GGUF file. ``blocked`` are those to whom it can't connect.
     ``step`` is what its steps take beside reading weights, in seconds. ``pc`` is the PC's own peer,
-    where this one is a further device of it. ``device`` is the device's product name.
+    where this one is a further device of it. ``device`` is the device's product name. ``draft`` are
+    the bytes that a draft model takes there beside the first stage.
     """
 
     peer: str
@@ -72,6 +73,7 @@ class Candidate:
     device: str = ""
     blocks: bool = False
     narrow: tuple[NarrowDType, ...] = ()
+    draft: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ def place(
     """Place a model over ``candidates``, which are in the order in which they joined.
 
     One that has named layers which the model doesn't have gets none. ``serving`` is the ring that
-    is there, if one is.
+    is there, if one is. If there is no room for draft models, it is placed as if there were none.
     """
     misfits = {one.peer: why for one in candidates if (why := misfit(one.stage, facts))}
     fitting = [one for one in candidates if one.peer not in misfits]
@@ -148,6 +150,9 @@ def place(
         setup = StageSetup(dtype=dtype, quantize=quantize)
         return _Placer(facts, fitting, setup, aim, links or Links()).place(serving)
     except _NoPlacement as reason:
+        if any(one.draft for one in candidates):
+            without = [replace(one, draft=0) for one in candidates]
+            return place(facts, without, dtype, quantize, aim=aim, links=links, serving=serving)
         named = [
             f"{one.name} (--stage {one.stage}) {misfits[one.peer]}"
             for one in candidates
@@ -214,7 +219,8 @@ class _Placer:
     def runner(self, candidate: Candidate, tokens: int = 0) -> Runner:
         """What a peer has, and what the model takes there with room for ``tokens`` tokens."""
         rate = candidate.read_rate if candidate.read_rate > 0 else self.default_rate
-        costs = StageCosts.of(Footprint.of(self.facts, setup_of(candidate, self.common)), tokens)
+        need = Footprint.of(self.facts, setup_of(candidate, self.common))
+        costs = StageCosts.of(need, tokens, candidate.draft)
         return Runner(candidate.peer, usable(candidate.memory), rate, costs, candidate.step)
 
     def place(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:

@@ -332,6 +332,7 @@ def offer_of(peer: str, report: PeerReport, pin: str = "") -> Candidate | None:
         cuda=device.kind == "cuda",
         pc=report.pc,
         device=device.name,
+        draft=device.draft,
     )
 
 
@@ -340,7 +341,7 @@ def differ(new: Candidates, old: Candidates | None) -> bool:
     if old is None or len(new) != len(old):
         return True
     return any(
-        (a.peer, a.stage, a.blocked) != (b.peer, b.stage, b.blocked)
+        (a.peer, a.stage, a.blocked, a.draft) != (b.peer, b.stage, b.blocked, b.draft)
         or abs(a.memory - b.memory) > MEMORY_CHANGE * max(a.memory, b.memory)
         for a, b in zip(new, old, strict=True)
     )

@@ -133,6 +133,32 @@ def test_a_cpu_without_bf16_takes_fewer_layers() -> None:
     assert layers_of(placed) == {"wide": (0, 3), "a": (3, 9)}
 
 
+def test_a_draft_model_takes_room_of_the_first_stage_only() -> None:
+    model, memory = facts(layers=8, first=0, last=0), memory_for(5 * GB)
+    peers = [replace(peer(name, memory), draft=2 * GB) for name in "ab"]
+    assert layers_of(place(model, peers)) == {"a": (0, 3), "b": (3, 8)}
+    without = [replace(one, draft=0) for one in peers]
+    assert layers_of(place(model, without)) == {"a": (0, 4), "b": (4, 8)}
+    # A PC more, rather than no draft model.
+    assert len(layers_of(placement.place(model, [*peers, peer("c", memory)]))) == 2
+    tight = [replace(one, draft=3 * GB) for one in (*peers, peer("c", memory))]
+    assert len(layers_of(placement.place(model, tight))) == 3
+    # By hand too.
+    named = [replace(peer("a", memory, stage="0:4"), draft=GB), peer("b", memory)]
+    assert layers_of(place(model, named)) == {"a": (0, 4), "b": (4, 8)}
+
+
+def test_a_draft_model_for_which_there_is_no_room_keeps_nothing_from_being_placed() -> None:
+    model, memory = facts(layers=8, first=0, last=0), memory_for(5 * GB)
+    peers = [replace(peer(name, memory), draft=3 * GB) for name in "ab"]
+    assert layers_of(place(model, peers)) == {"a": (0, 4), "b": (4, 8)}
+    named = [replace(peer("a", memory, stage="0:5"), draft=GB), peer("b", memory)]
+    assert layers_of(place(model, named)) == {"a": (0, 5), "b": (5, 8)}
+    found = place(facts(layers=20), peers)
+    assert isinstance(found, Unplaceable)
+    assert "needs" in found.reason
+
+
 def test_explicit_ranges_are_respected_and_gaps_filled() -> None:
     placed = place(
         facts(layers=8, last=0),

@@ -22,11 +22,15 @@ def make_prompt(tokens: int, seed: int) -> str:
 async def complete(
     session: aiohttp.ClientSession,
     url: str,
-    prompt: str,
+    prompt: str | list[int],
     output_tokens: int,
     stop: asyncio.Event | None = None,
+    pieces: list[str] | None = None,
 ) -> Sample:
-    """One greedy completion of ``output_tokens`` tokens, or of those until ``stop`` is set."""
+    """One greedy completion of ``output_tokens`` tokens, or of those until ``stop`` is set.
+
+    The answer's text goes into ``pieces``, if that is given.
+    """
     body = {
         "prompt": prompt,
         "max_tokens": output_tokens,
@@ -48,8 +52,11 @@ async def complete(
             if "error" in event:
                 raise RuntimeError(f"{url} failed: {event['error']}")
             usage = event.get("usage") or usage
-            if any(choice.get("text") for choice in event.get("choices", ())):
+            piece = "".join(choice.get("text") or "" for choice in event.get("choices", ()))
+            if piece:
                 texts.append(time.perf_counter())
+                if pieces is not None:
+                    pieces.append(piece)
     return Sample(
         sent=sent,
         texts=tuple(texts),

@@ -12,12 +12,10 @@ import msgspec
 
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import FilesMissing, MolinkError, UsageError
-from molink.facts.footprint import StageSetup, StepLimits
 from molink.facts.identity import peer_id
 from molink.facts.kernels import INSTEAD
 from molink.facts.memory_plan import MemoryPlan, plan_memory
 from molink.facts.model import LayerRange
-from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.facts.settings import PipelineSettings
 from molink.swarm.address_book import AddressBook
 from molink.swarm.keeper import (
@@ -343,7 +341,7 @@ class Assignments:
         name = self._settings.draft_model
         if not name or assign.stage:
             return None
-        setup = _setup(assign, measured, self._settings.pipeline)
+        setup = measured.setup(self._settings.pipeline, assign.dtype, assign.quantize)
         context, into = _context(opened, assign), self._home.unpacked
 
         def plan(stop: threading.Event) -> PlannedDraft:
@@ -422,18 +420,6 @@ def _context(folder: ModelFolder, assign: Assign) -> int:
     return min(folder.config.context, assign.context or folder.config.context)
 
 
-def _setup(assign: Assign, measured: Measured, settings: PipelineSettings) -> StageSetup:
-    return StageSetup(
-        kind=measured.device.kind,
-        bf16=measured.bf16,
-        blocks=measured.device.blocks,
-        narrow=measured.device.narrow,
-        dtype=assign.dtype,
-        quantize=assign.quantize,
-        load=StepLimits(settings.chunk_tokens or MAX_CHUNK_ROWS, settings.max_running),
-    )
-
-
 def plan_stage(
     folder: ModelFolder,
     assign: Assign,
@@ -450,7 +436,7 @@ def plan_stage(
     return plan_memory(
         msgspec.structs.replace(folder.facts(assign.model), context=_context(folder, assign)),
         assign.layers,
-        _setup(assign, measured, settings),
+        measured.setup(settings, assign.dtype, assign.quantize),
         max(0, measured.device.memory - taken),
         requests=settings.max_running,
         block_size=assign.block_size,

@@ -72,6 +72,7 @@ class Daemon:
         self._node: Node | None = None
         self._devices: FurtherDevices | None = None
         self._leadership: Leadership | None = None
+        self._draft_model: DraftModel | None = None
 
     def _announce(self, event: AnyEvent) -> None:
         """Tell whoever started this; that it can't be written (a full disk) ends nothing."""
@@ -175,13 +176,14 @@ class Daemon:
         """Have it here, and know that it fits what is ``served``, before anything starts."""
         progress, into = Progress(source="hub"), self._home.unpacked
 
-        def find(stop: threading.Event) -> None:
+        def find(stop: threading.Event) -> DraftModel:
             model = DraftModel.find(name, into, progress, stop)
             if served is not None:
                 model.check(served)
+            return model
 
         with self._transfers.under_way(name, progress):
-            await in_thread(find)
+            self._draft_model = await in_thread(find)
 
     def _make_bringer(self, keys: KeyPair, library: Library, leadership: Leadership) -> Bringer:
         def begin(model: str) -> Founder:
@@ -259,7 +261,9 @@ class Daemon:
     async def _measure(self) -> Measured:
         if self._settings.stage == "none":
             return Measured(Device(kind="cpu", name="not used", memory=0), bf16=False)
-        return await measure_device(self._settings, self._home.device)
+        measured = await measure_device(self._settings, self._home.device)
+        draft = self._draft_model
+        return measured if draft is None else draft.beside(measured, self._settings)
 
     def _resources(
         self, stack: AsyncExitStack, context: zmq.asyncio.Context, library: Library

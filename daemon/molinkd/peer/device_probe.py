@@ -18,7 +18,12 @@ import msgspec
 
 from molink.errors import WorkerError
 from molink.facts.device import Device
+from molink.facts.dtypes import DTypeChoice
+from molink.facts.footprint import StageSetup, StepLimits
 from molink.facts.kept import NarrowDType
+from molink.facts.model import Quantize
+from molink.facts.profile import MAX_CHUNK_ROWS
+from molink.facts.settings import PipelineSettings
 from molink.wire.sockets.secrets import write_secret
 from molinkd.peer.platform import child_options, cores
 from molinkd.peer.settings import Settings, Share
@@ -66,6 +71,20 @@ class Measured:
     def name(self) -> str:
         """As torch calls it."""
         return "cpu" if self.device.kind == "cpu" else f"cuda:{self.device.index}"
+
+    def setup(
+        self, settings: PipelineSettings, dtype: DTypeChoice, quantize: Quantize = "none"
+    ) -> StageSetup:
+        """How a stage would run here."""
+        return StageSetup(
+            kind=self.device.kind,
+            bf16=self.bf16,
+            blocks=self.device.blocks,
+            narrow=self.device.narrow,
+            dtype=dtype,
+            quantize=quantize,
+            load=StepLimits(settings.chunk_tokens or MAX_CHUNK_ROWS, settings.max_running),
+        )
 
 
 class _Cache(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,9 +12,12 @@ from molink.checkpoint.source import find_model
 from molink.errors import UsageError
 from molink.facts.footprint import StageSetup
 from molink.facts.memory_plan import plan_memory
+from molink.facts.model import BLOCK_SIZE
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.pipe import DraftStart
+from molinkd.peer.device_probe import Measured
 from molinkd.peer.progress import Progress
+from molinkd.peer.settings import Settings
 
 #: Tokens of KV that it has room for, all requests together; or one request's, if that is more.
 _KV_TOKENS = 16_384
@@ -82,6 +85,20 @@ class DraftModel:
         )
         needed = plan.without_kv + plan.kv  # the stage's budget has the margin
         return PlannedDraft(DraftStart(model_dir=str(self.path), kv_bytes=plan.kv), needed)
+
+    def beside(self, measured: Measured, settings: Settings) -> Measured:
+        """The device, with the bytes of it that placement is to leave for this; none if too few.
+
+        As :meth:`plan` has them for the longest requests, and the dtype that this PC has set:
+        what will be served isn't known yet.
+        """
+        setup = measured.setup(settings.pipeline, settings.dtype)
+        context = settings.context or _MOST_CONTEXT
+        try:
+            nbytes = self.plan(setup, measured.device.memory, BLOCK_SIZE, context).nbytes
+        except UsageError:
+            return measured
+        return replace(measured, device=msgspec.structs.replace(measured.device, draft=nbytes))
 
 
 @dataclass(frozen=True, slots=True)

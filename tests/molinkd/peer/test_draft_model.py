@@ -5,14 +5,19 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from molink.errors import ModelNotFound, UsageError
+from molink.facts.device import Device
 from molink.facts.footprint import StageSetup
+from molink.swarm.planner import offer_of
+from molinkd.peer.device_probe import Measured
 from molinkd.peer.draft_model import DraftModel
 from molinkd.peer.home import Home
 from molinkd.peer.progress import Progress
 from molinkd.peer.settings import load_settings
+from tests.support.swarm import report
 
 
 def find(path: Path) -> DraftModel:
@@ -59,6 +64,21 @@ def test_it_takes_kv_for_some_requests_and_no_more(make_model: Any, tmp_path: Pa
         assert planned.start.kv_bytes < planned.nbytes < planned.start.kv_bytes + (32 << 20)
     with pytest.raises(UsageError):
         model.plan(StageSetup(dtype="f32"), 100_000, 16, 64)
+
+
+def test_placement_is_told_what_it_takes(make_model: Any, tmp_path: Path) -> None:
+    model = find(make_model(tmp_path / "draft"))
+    settings = load_settings(Home(tmp_path), {}, {"MOLINK_DTYPE": "f32"})
+    measured = Measured(Device(kind="cpu", name="x", memory=1 << 30), bf16=True)
+    told = model.beside(measured, settings).device
+    setup = measured.setup(settings.pipeline, "f32")
+    planned = model.plan(setup, 1 << 30, 16, model.folder.config.context)
+    assert told.draft == planned.nbytes > planned.start.kv_bytes
+    offered = offer_of("a", msgspec.structs.replace(report("a"), device=told))
+    assert offered is not None
+    assert offered.draft == told.draft
+    small = Measured(Device(kind="cpu", name="x", memory=100_000), bf16=True)
+    assert model.beside(small, settings) is small
 
 
 def test_a_folder_is_kept_as_a_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,100 @@
+"""The clients ``openai``, ``ollama`` and ``anthropic`` against a swarm of three processes.
+
+Those that need Node.js or much else, and tools, of which the bundled model knows nothing:
+``test_clients.py``.
+"""
+
+from collections.abc import Iterator
+
+import anthropic
+import ollama
+import openai
+import pydantic
+import pytest
+
+from tests.support.processes import Process, Tools
+
+NAME = "molink-demo"
+QUESTION = [{"role": "user", "content": "What is molink?"}]
+
+
+class Sum(pydantic.BaseModel):
+    # Else the toy adds properties without end.
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    text: str = pydantic.Field(max_length=20)
+    total: int = pydantic.Field(ge=0, le=99)
+
+
+@pytest.fixture(scope="module")
+def answer(demo: Process) -> str:
+    """What each client is to get, greedily."""
+    with Tools.client(demo.found().endpoints[0]) as client:
+        whole = client.chat.completions.create(model=NAME, messages=QUESTION, temperature=0)
+    text = whole.choices[0].message.content
+    assert text
+    return text
+
+
+@pytest.fixture
+def url(demo: Process) -> str:
+    """A PC's that isn't the one which was asked first."""
+    return demo.found().endpoints[1]
+
+
+@pytest.fixture
+def of_ollama(url: str) -> Iterator[ollama.Client]:
+    client = ollama.Client(host=url)
+    yield client
+    client._client.close()
+
+
+def test_openai(url: str, answer: str) -> None:
+    with Tools.client(url) as client:
+        assert [one.id for one in client.models.list()] == [NAME]
+        with client.chat.completions.stream(model=NAME, messages=QUESTION, temperature=0) as stream:
+            pieces = [event.delta for event in stream if event.type == "content.delta"]
+            whole = stream.get_final_completion()
+        assert "".join(pieces) == whole.choices[0].message.content == answer
+        text = client.completions.create(model=NAME, prompt="molink is", max_tokens=8, echo=True)
+        assert text.choices[0].text.startswith("molink is")
+        asked = client.responses.create(model=NAME, input="What is molink?", temperature=0)
+        assert (asked.output_text, asked.status) == (answer, "completed")
+        with client.responses.stream(model=NAME, input="What is molink?", temperature=0) as events:
+            pieces = [one.delta for one in events if one.type == "response.output_text.delta"]
+            assert events.get_final_response().output_text == "".join(pieces) == answer
+        formed = client.responses.parse(
+            model=NAME, input="Two numbers", text_format=Sum, temperature=1.5
+        )
+        assert isinstance(formed.output_parsed, Sum)
+        with pytest.raises(openai.BadRequestError, match="makes no embeddings"):
+            client.embeddings.create(model=NAME, input="x")
+
+
+def test_ollama(of_ollama: ollama.Client, answer: str) -> None:
+    assert [one.model for one in of_ollama.list().models] == [NAME]
+    assert (
+        of_ollama.ps().models[0].context_length
+        == of_ollama.show(NAME).modelinfo["qwen2.context_length"]
+    )
+    options = {"temperature": 0}
+    whole = of_ollama.chat(NAME, QUESTION, options=options)
+    assert (whole.message.content, whole.done_reason) == (answer, "stop")
+    chunks = of_ollama.chat(NAME, QUESTION, options=options, stream=True)
+    assert "".join(chunk.message.content or "" for chunk in chunks) == answer
+    assert of_ollama.generate(NAME, "What is molink?", options=options).response == answer
+    formed = of_ollama.chat(NAME, QUESTION, format=Sum.model_json_schema())
+    assert Sum.model_validate_json(formed.message.content or "")
+
+
+def test_anthropic(url: str, answer: str) -> None:
+    with anthropic.Anthropic(base_url=url, api_key="-", max_retries=0) as client:
+        with client.messages.stream(
+            model=NAME, max_tokens=999, messages=QUESTION, extra_body={"temperature": 0}
+        ) as stream:
+            assert "".join(stream.text_stream) == answer
+            message = stream.get_final_message()
+        assert message.stop_reason == "end_turn"
+        counted = client.messages.count_tokens(model=NAME, messages=QUESTION)
+        cached = message.usage.cache_read_input_tokens or 0
+        assert counted.input_tokens == message.usage.input_tokens + cached
