@@ -2,21 +2,13 @@
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
 
-import msgspec
-
-from molink.checkpoint.folder import ModelFolder
-from molink.errors import FilesMissing, MolinkError, UsageError
+from molink.errors import FilesMissing, MolinkError
 from molink.facts.identity import peer_id
-from molink.facts.kernels import INSTEAD
-from molink.facts.memory_plan import MemoryPlan, plan_memory
 from molink.facts.model import LayerRange
-from molink.facts.settings import PipelineSettings
 from molink.swarm.address_book import AddressBook
 from molink.swarm.keeper import (
     Decision,
@@ -43,27 +35,19 @@ from molink.wire.messages.instructions import (
 from molink.wire.messages.pipe import Formed, Loaded, MemberBlocked, Start
 from molink.wire.messages.reports import Prefetched, StageFailed, WorkerState
 from molink.wire.sockets.curve import KeyPair
-from molinkd.peer.device_probe import Measured, worker_threads
-from molinkd.peer.draft_model import DraftModel, PlannedDraft
-from molinkd.peer.hashing import in_thread
+from molinkd.peer.device_probe import Measured
 from molinkd.peer.home import Home
 from molinkd.peer.prefetcher import Prefetcher
+from molinkd.peer.preparation import NoRoomBesideError, Preparation
 from molinkd.peer.progress import Progress
-from molinkd.peer.quantize import check_quantize
-from molinkd.peer.self_test import remembered
 from molinkd.peer.settings import Settings
 from molinkd.peer.store import Store
 from molinkd.peer.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-
 #: Between two looks at whether workers live, in seconds.
 WATCH_S = 0.5
-
-
-class _NoRoomBesideError(UsageError):
-    """A stage would fit by itself, but not beside those that run already."""
 
 
 class Assignments:
@@ -87,10 +71,8 @@ class Assignments:
         says whether a stage's port can be reached from here.
         """
         self._settings = settings
-        self._keys = keys
         self._store = store
         self._book = book
-        self._home = home
         self._tell = tell
         self._on_change = on_change
         self._on_blocked = on_blocked
@@ -106,9 +88,7 @@ class Assignments:
         self.recovery = Recovery()
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._progress: dict[int, Progress] = {}
-        #: What the stage of each generation takes of the device.
-        self._plans: dict[int, MemoryPlan] = {}
-        self._measured: asyncio.Future[Measured] = asyncio.get_running_loop().create_future()
+        self._preparation = Preparation(settings, keys, home, self.recovery)
         self.supervisor = Supervisor(home.logs, self._worker_said, self._worker_exited)
         self._prefetcher = Prefetcher(store, on_change, self.supervisor.quick)
         self._watching = asyncio.get_running_loop().create_task(self._watch())
@@ -124,7 +104,7 @@ class Assignments:
 
     def measured(self, device: Measured) -> None:
         """The device is known: stages may be started on it."""
-        self._measured.set_result(device)
+        self._preparation.measured(device)
         if self._wants_spare:
             self.supervisor.prepare()
 
@@ -133,7 +113,7 @@ class Assignments:
         self._paused = paused
         if paused:
             self.supervisor.drop_spare()
-        elif self._wants_spare and self._measured.done():
+        elif self._wants_spare and self._preparation.is_measured:
             self.supervisor.prepare()
 
     @property
@@ -197,7 +177,7 @@ class Assignments:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.supervisor.close()
-        self._measured.cancel()
+        self._preparation.close()
 
     # --- carrying out ---
 
@@ -218,7 +198,7 @@ class Assignments:
                         self.recovery.ended("files", self._now())
                     self.supervisor.tell(generation, message)
                 case StopWorker(generation, kill):
-                    self._plans.pop(generation, None)
+                    self._preparation.over(generation)
                     fetch = self._fetches.get(generation)
                     if fetch is not None:
                         fetch.cancel()
@@ -278,12 +258,12 @@ class Assignments:
             folder = await self._store.stage(
                 assign.model, assign.root, assign.layers, Supply.of(assign), progress
             )
-            start = await self._prepare(generation, assign, folder)
+            start = await self._preparation.start(generation, assign, folder)
         except MolinkError as error:
             log.warning("stage %d of %s: %s", assign.stage, assign.model, error)
             failed = partial(
                 self._keeper.failed,
-                no_room=isinstance(error, _NoRoomBesideError),
+                no_room=isinstance(error, NoRoomBesideError),
                 no_files=isinstance(error, FilesMissing),
             )
             self._carry_out(failed(generation, str(error)))
@@ -294,102 +274,6 @@ class Assignments:
             self._carry_out(self._keeper.fetched(generation, start))
         finally:
             del self._fetches[generation], self._progress[generation]
-
-    async def _prepare(self, generation: int, assign: Assign, folder: Path) -> Start:
-        opened = await asyncio.to_thread(ModelFolder.open, folder, assign.layers)
-        measured = await asyncio.shield(self._measured)
-        settings = self._settings
-        check_quantize(assign.quantize, opened.config, measured.device.kind)
-        draft = await self._plan_draft(folder, opened, assign, measured)
-        beside = draft.nbytes if draft is not None else 0
-        plan = plan_stage(opened, assign, measured, settings.pipeline, taken=beside)
-        # What the same worker held before makes room.
-        self._plans.pop(generation, None)
-        plan = self._plans[generation] = self._beside(plan, opened, assign, measured, beside)
-        log.info("layers %d:%d of %s: %s", *assign.layers, assign.model, plan)
-        first, last = settings.worker_ports
-        return Start(
-            pipeline=assign.pipeline,
-            stage=assign.stage,
-            stages=assign.stages,
-            layers=assign.layers,
-            model_dir=str(folder),
-            dtype=assign.dtype,
-            device=measured.name,
-            threads=worker_threads(settings) if measured.name == "cpu" else 0,
-            public_key=self._keys.public,
-            secret_key=self._keys.secret,
-            bind=settings.host,
-            ports=(first, last + 1),
-            kv_bytes=plan.kv,
-            block_size=assign.block_size,
-            max_context=_context(opened, assign),
-            settings=settings.pipeline,
-            profile_cache=str(self._home.profiles),
-            quantize=assign.quantize,
-            memory=0 if measured.name == "cpu" else plan.budget + beside,
-            hurry=self.recovery.under_way,
-            avoid=self._avoided(measured),
-            proofs=str(self._home.proofs),
-            draft=None if draft is None else draft.start,
-        )
-
-    async def _plan_draft(
-        self, folder: Path, opened: ModelFolder, assign: Assign, measured: Measured
-    ) -> PlannedDraft | None:
-        """The draft model beside the first stage, if one is set and there is room for both."""
-        name = self._settings.draft_model
-        if not name or assign.stage:
-            return None
-        setup = measured.setup(self._settings.pipeline, assign.dtype, assign.quantize)
-        context, into = _context(opened, assign), self._home.unpacked
-
-        def plan(stop: threading.Event) -> PlannedDraft:
-            model = DraftModel.find(name, into, Progress(), stop)
-            model.check(folder)
-            found = model.plan(setup, measured.device.memory, assign.block_size, context)
-            plan_stage(opened, assign, measured, self._settings.pipeline, taken=found.nbytes)
-            return found
-
-        try:
-            return await in_thread(plan)
-        except (MolinkError, OSError) as error:
-            log.warning("no draft model: %s", error)
-            return None
-
-    def _avoided(self, measured: Measured) -> tuple[str, ...]:
-        """Kernels that failed `molink doctor` here."""
-        avoid = remembered(self._home.avoid, measured.device.name)
-        for name in avoid:
-            log.warning("%s failed `molink doctor` here: %s in its place", name, INSTEAD[name])
-        return avoid
-
-    def _beside(
-        self,
-        alone: MemoryPlan,
-        opened: ModelFolder,
-        assign: Assign,
-        measured: Measured,
-        draft: int,
-    ) -> MemoryPlan:
-        """The plan of a stage beside those that run already, and ``draft`` bytes of a draft model.
-
-        A CPU takes memory for KV only as it is used, so the pool is that of a stage ``alone``: it
-        is that soon, and until then holds the same requests as the other one.
-
-        Raises:
-            _NoRoomBesideError: there is too little memory for both.
-        """
-        on_cpu = measured.device.kind == "cpu"
-        taken = sum(one.without_kv + one.kv * (not on_cpu) for one in self._plans.values())
-        if not taken:
-            return alone
-        try:
-            settings = self._settings.pipeline
-            beside = plan_stage(opened, assign, measured, settings, taken=taken + draft)
-        except UsageError as error:
-            raise _NoRoomBesideError(f"beside another stage: {error}") from error
-        return alone if on_cpu else beside
 
     def _start(self, decision: StartWorker) -> None:
         generation = decision.generation
@@ -413,31 +297,3 @@ class Assignments:
 
     def _worker_exited(self, generation: int, reason: str) -> None:
         self._carry_out(self._keeper.failed(generation, reason))
-
-
-def _context(folder: ModelFolder, assign: Assign) -> int:
-    """Most tokens of a request."""
-    return min(folder.config.context, assign.context or folder.config.context)
-
-
-def plan_stage(
-    folder: ModelFolder,
-    assign: Assign,
-    measured: Measured,
-    settings: PipelineSettings,
-    *,
-    taken: int = 0,
-) -> MemoryPlan:
-    """How the device's memory is shared out for a stage; ``taken`` bytes are others' already.
-
-    Raises:
-        UsageError: it isn't enough; says what would fit.
-    """
-    return plan_memory(
-        msgspec.structs.replace(folder.facts(assign.model), context=_context(folder, assign)),
-        assign.layers,
-        measured.setup(settings, assign.dtype, assign.quantize),
-        max(0, measured.device.memory - taken),
-        requests=settings.max_running,
-        block_size=assign.block_size,
-    )

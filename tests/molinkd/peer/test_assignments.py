@@ -147,7 +147,8 @@ async def test_the_first_stage_has_the_draft_model_beside_it(
     bench: Bench, folder: Path, make_model: Any, tmp_path: Path
 ) -> None:
     draft = make_model(tmp_path / "draft", seed=3)
-    bench.assignments._settings = msgspec.structs.replace(SETTINGS, draft_model=str(draft))
+    preparation = bench.assignments._preparation
+    preparation._settings = msgspec.structs.replace(SETTINGS, draft_model=str(draft))
     start = await bench.assign(1 << 27, "cuda")
     assert isinstance(start, Start)
     assert start.draft is not None
@@ -166,7 +167,8 @@ async def test_where_a_draft_model_can_not_be_the_stage_is_as_without(
     if why == "other tokens":
         path = draft / "tokenizer.json"
         path.write_text(path.read_text(encoding="utf-8").replace('"a":', '"aa":'), encoding="utf-8")
-    bench.assignments._settings = msgspec.structs.replace(SETTINGS, draft_model=str(draft))
+    preparation = bench.assignments._preparation
+    preparation._settings = msgspec.structs.replace(SETTINGS, draft_model=str(draft))
     other: Any = {"stage": 1, "stages": 2} if why == "another stage" else {}
     start = await bench.assign(40 << 20, "cuda", **other)
     assert isinstance(start, Start)
