@@ -75,6 +75,7 @@ def loopback(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> It
 def test_a_pc_is_let_in_by_its_code(loopback: Loopback, tools: type[Tools]) -> None:
     second = loopback.join("second")
     code = shown_code(second, tools)
+    assert "asks swarm first to let it in" in second.output
     (knock,) = loopback.up.status()["knocks"]
     assert (knock["name"], knock["code"], knock["address"]) == ("second", code, "127.0.0.1")
     tools.wait_for(lambda: f"molink approve {code}" in loopback.up.output, loopback.up)
