@@ -185,8 +185,9 @@ class Leadership:
 
     @property
     def missing(self) -> bool:
-        """Whether a member didn't answer when it was asked last."""
-        return not self._silent.isdisjoint(self.replica.order)
+        """Whether a member didn't answer when it was asked last, and this PC follows nobody."""
+        follows = self._succession is None or self._succession.role == "following"
+        return not follows and not self._silent.isdisjoint(self.replica.order)
 
     def heard_at(self, addresses: tuple[str, ...]) -> None:
         """Ask members there too from now on."""
