@@ -93,12 +93,14 @@ class Repository:
         """What has come of it so far."""
         return self.blob(file).with_suffix(DRAFT)
 
+    def places(self, file: HubFile) -> tuple[Path, Path]:
+        """Where a large file may lie whole: by its name, and as a blob."""
+        return self.cache / "snapshots" / self.commit / file.name, self.blob(file)
+
     def here(self, file: HubFile) -> int:
         """Bytes of it that need not be fetched."""
-        for path in (self.cache / "snapshots" / self.commit / file.name, self.blob(file)):
-            if path.is_file():
-                return file.nbytes
-        return min(_size(self.draft(file)), file.nbytes)
+        sizes = map(_size, (*self.places(file), self.draft(file)))
+        return max(size for size in (0, *sizes) if size <= file.nbytes)
 
 
 def cached(repository: str) -> Path | None:
@@ -321,6 +323,7 @@ def _have(found: Repository, file: HubFile, counter: Counter, stop: threading.Ev
         counter.keep(found.here(file))
         if found.here(file) == file.nbytes and not draft.is_file():
             return
+        _take_back(found, file)
         _fetch(found, file, counter, stop)
         with draft.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -331,6 +334,16 @@ def _have(found: Repository, file: HubFile, counter: Counter, stop: threading.Ev
                 f"instead of {file.sha256[:16]}…). It was deleted: pull it again"
             )
         patiently(lambda: draft.replace(blob))
+
+
+def _take_back(found: Repository, file: HubFile) -> None:
+    """What counts as whole and isn't, by its size, is a draft again if more of it is there."""
+    draft = found.draft(file)
+    for path in (one.resolve() for one in found.places(file) if one.is_file()):
+        if _size(draft) < _size(path) < file.nbytes:
+            patiently(partial(path.replace, draft))
+        elif _size(path) != file.nbytes:
+            patiently(partial(path.unlink, missing_ok=True))
 
 
 def _fetch(found: Repository, file: HubFile, counter: Counter, stop: threading.Event) -> None:

@@ -65,6 +65,7 @@ def find_model(
     *,
     unpack_into: Path,
     in_shards: bool = False,
+    compare: bool = False,
 ) -> ModelSource:
     """Resolve ``molink-demo`` (or ``None``), a folder, a GGUF file, or a repository of the hub.
 
@@ -74,7 +75,8 @@ def find_model(
     and ``stop`` ends it). ``OWNER/NAME/FILE.gguf`` is one file of a repository; if that has no
     other model, ``OWNER/NAME`` will do.
 
-    ``in_shards``: of a repository, weights may stay on the hub.
+    ``in_shards``: of a repository, weights may stay on the hub. ``compare``: what the cache has is
+    compared with what the hub says, and fetched where it is cut off.
 
     Raises:
         ModelError: nothing of that name, or it can't be had; says why.
@@ -91,15 +93,17 @@ def find_model(
     match = _HUB_FILE.fullmatch(name_or_path)
     if match is not None:
         asked = match[1], part_names(match[2])
-        file = hub.cached_file(*asked) or hub.pull_file(*asked, counter, stop)
+        here = None if compare else hub.cached_file(*asked)
+        file = here or hub.pull_file(*asked, counter, stop)
         return ModelSource(model_name(file.name), unpacked(file, unpack_into, counter, stop))
     if not is_repository(name_or_path):
         raise _not_found(name_or_path)
-    cached = hub.cached(name_or_path)
+    cached = None if compare else hub.cached(name_or_path)
     if cached is None:
         gguf = hub.only_gguf(name_or_path)
         if gguf is not None and is_hub_file(f"{name_or_path}/{gguf}"):
-            return find_model(f"{name_or_path}/{gguf}", counter, stop, unpack_into=unpack_into)
+            one = f"{name_or_path}/{gguf}"
+            return find_model(one, counter, stop, unpack_into=unpack_into, compare=compare)
         shards = find_shards(name_or_path, counter, stop) if in_shards else None
         if shards is not None:
             return ModelSource(short_name(name_or_path), shards.folder, shards.place, shards)

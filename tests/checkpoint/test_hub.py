@@ -142,6 +142,18 @@ def test_a_later_run_goes_on_where_the_first_was_cut_off(served: FakeHub) -> Non
     assert (count.kept, count.kept + count.added) == (size // 2, count.total)
 
 
+def test_a_file_of_the_cache_that_is_cut_off(served: FakeHub) -> None:
+    folder, _ = pull()
+    first, second = (folder / path.name for path in weights(served)[:2])
+    whole = first.read_bytes()
+    first.resolve().write_bytes(whole[:-7])  # what lay there counts, and is gone on from
+    second.resolve().write_bytes(second.read_bytes() + b"more")
+    _, count = pull()
+    assert count.added == 7 + weights(served)[1].stat().st_size
+    assert first.read_bytes() == whole
+    ModelFolder.open(folder)
+
+
 def test_a_hub_that_knows_no_ranges(served: FakeHub) -> None:
     served.ranges = False
     served.cuts = [100]

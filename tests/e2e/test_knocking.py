@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -75,6 +76,7 @@ def loopback(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> It
 def test_a_pc_is_let_in_by_its_code(loopback: Loopback, tools: type[Tools]) -> None:
     second = loopback.join("second")
     code = shown_code(second, tools)
+    assert "asks swarm first to let it in" in second.output
     (knock,) = loopback.up.status()["knocks"]
     assert (knock["name"], knock["code"], knock["address"]) == ("second", code, "127.0.0.1")
     tools.wait_for(lambda: f"molink approve {code}" in loopback.up.output, loopback.up)
@@ -171,7 +173,7 @@ class Seated(Process):
     """A molink process at one end of a veth pair, and a person at its terminal."""
 
     def __init__(self, pair: VethPair, index: int, home: Path, *arguments: str) -> None:
-        home.mkdir(parents=True)
+        home.mkdir(parents=True, exist_ok=True)
         self.home = Home(home)
         recall(self.home)
         self._output = (home / "terminal.log").open("ab+")
@@ -217,3 +219,49 @@ def test_two_pcs_need_two_commands(tools: type[Tools], tmp_path: Path) -> None:
         halves_ready = re.compile(r"stage [01] \(layers (0:4|4:8)\) ready")
         tools.wait_for(lambda: bool(halves_ready.search(up.output)), up)
         tools.wait_for(lambda: bool(halves_ready.search(join.output)), join)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(unavailable() is not None, reason=f"no namespaces here: {unavailable()}")
+def test_a_new_router_gives_all_pcs_other_addresses(tools: type[Tools], tmp_path: Path) -> None:
+    """Nobody is where the others have seen it last; the swarm's announcement is heard."""
+    homes = tmp_path / "first", tmp_path / "second"
+    with VethPair() as pair:
+        with ExitStack() as stack:
+            up = Seated(pair, 0, homes[0], "up", "--name", "first", *CPU)
+            stack.callback(up.stop)
+            tools.wait_for(lambda: "is let in by a code" in up.output, up)
+            join = Seated(pair, 1, homes[1], "join", "--name", "second", *CPU)
+            stack.callback(join.stop)
+            code = shown_code(join, tools)
+            tools.wait_for(lambda: f"molink approve {code}" in up.output, up)
+            up.type(code)
+            tools.wait_for(lambda: f"Did you see {code} there?" in join.output, join)
+            join.type("y")
+            tools.wait_for(lambda: "is ready" in join.output, join)
+        pair.renumber("10.78.0")
+        with ExitStack() as stack:
+            for index, verb in enumerate(("up", "join")):
+                again = Seated(pair, index, homes[index], verb)
+                stack.callback(again.stop)
+
+            def together() -> bool:
+                here = [(one["name"], one["address"]) for one in peers(pair, homes[0])]
+                return here == [("first", "10.78.0.1"), ("second", "10.78.0.2")]
+
+            tools.wait_for(together, again)
+
+
+def peers(pair: VethPair, home: Path) -> list[dict[str, Any]]:
+    """The PCs that the first one has in its swarm now."""
+    asking = pair.run(
+        0,
+        [sys.executable, "-m", "molinkd", "status", "--json"],
+        env=environment(home),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    said = asking.communicate(timeout=START_S)[0]
+    listed = json.loads(said)["peers"] if said else []
+    return [one for one in listed if one["state"] == "here"]

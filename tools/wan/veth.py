@@ -16,6 +16,7 @@ class VethPair:
         self._mbps = mbps
         self._spaces = Namespaces(2, congestion)
         self._started: list[subprocess.Popen[Any]] = []
+        self._network = "10.77.0"
 
     def __enter__(self) -> Self:
         require()
@@ -53,7 +54,14 @@ class VethPair:
 
     def address(self, index: int) -> str:
         """The IPv4 address of end ``index``."""
-        return f"10.77.0.{index + 1}"
+        return f"{self._network}.{index + 1}"
+
+    def renumber(self, network: str) -> None:
+        """Give both ends addresses of another network (its first three numbers)."""
+        for index, name in enumerate(self._spaces.names):
+            ip("-n", name, "address", "flush", "dev", "wan0")
+            ip("-n", name, "address", "add", f"{network}.{index + 1}/24", "dev", "wan0")
+        self._network = network
 
     def run(self, index: int, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
         """Start a program at end ``index``; it is killed when the pair closes."""

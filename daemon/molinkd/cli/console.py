@@ -128,8 +128,8 @@ class DaemonConsole:
             case ModelReady(ready=True):
                 self._line(f"[green]{escape(event.model)} is ready.[/green]")
             case ModelReady():
-                model = escape(event.model)
-                self._line(f"[yellow]{model}: layers are being moved; requests wait.[/yellow]")
+                text = f"{escape(event.model)} is interrupted; requests wait until it is ready."
+                self._line(f"[yellow]{text}[/yellow]")
             case NotServed():
                 model, reason = escape(event.model), escape(event.reason)
                 self._line(f"[yellow]{model} can't be served yet: {reason}[/yellow]")

@@ -57,7 +57,7 @@ class DemoConsole:
             case ModelReady(ready=True):
                 self._line(f"peer {number}: {self._stages.get(number, 'no stage')}: can answer")
             case ModelReady():
-                self._line(f"peer {number}: {event.model}: layers are being moved")
+                self._line(f"peer {number}: {event.model} is interrupted")
             case NotServed() if number == 1:
                 self._line(f"{event.model} can't be served yet: {event.reason}")
             case Ended() if not self._started:

@@ -152,7 +152,8 @@ def show(plan: LivePlan) -> None:
     console.print(f"Bottleneck: {plan.bottleneck}", markup=False)
     if plan.now is not None:
         for line in one_more(plan.now, plan.more, plan.objective):
-            console.print(line, markup=False)
+            # By the bytes that steps read, not by the steps above.
+            console.print(f"{line}, as placement reckons", markup=False)
     for name, why in plan.spares.items():
         console.print(f"No stage: {name}{f' ({why})' if why else ''}", markup=False)
 

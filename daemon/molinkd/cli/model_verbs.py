@@ -25,7 +25,7 @@ from molink.checkpoint.source import (
     local_name,
     short_name,
 )
-from molink.errors import MolinkError, Unavailable, UsageError
+from molink.errors import BrokenModel, MolinkError, Unavailable, UsageError
 from molink.plaintext import printable
 from molink.swarm.placement import parse_range
 from molink.swarm.throughput import Throughput
@@ -62,13 +62,24 @@ def pull(
     from_hub = is_repository(model) and local_model(model) is None
     stop, progress = threading.Event(), Progress(source="the hub")
 
-    def get() -> Path:
+    def have(*, compare: bool = False) -> Path:
         if from_hub and part is not None:
-            return hub.pull(model, progress, stop, part)
-        return find_model(model, progress, stop, unpack_into=Home.find().unpacked).path
+            path = hub.pull(model, progress, stop, part)
+        else:
+            into = Home.find().unpacked
+            path = find_model(model, progress, stop, unpack_into=into, compare=compare).path
+        ModelFolder.open(path, part)
+        return path
+
+    def get() -> Path:
+        try:
+            return have()
+        except BrokenModel:
+            if local_model(model) is not None or part is not None:
+                raise
+            return have(compare=True)
 
     path = watched(get, model, progress, stop)
-    ModelFolder.open(path, part)
     if as_json:
         print(json.dumps({"model": model, "path": str(path), "bytes": progress.total}))
     else:

@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from molink.checkpoint import hub
+from molink.checkpoint.source import DEMO_MODEL, demo_model, is_repository, local_model
 from molink.errors import UsageError
 from molink.facts.memory_plan import size
 from molink.facts.model import Objective
@@ -41,10 +43,10 @@ def plan(
         ),
     ] = "rtx4090",
     model: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="Folder of the model (its config.json is enough), or its GGUF file.  "
-            "[default: --model-profile]"
+            help="Folder of the model (its config.json is enough), its GGUF file, or the name of "
+            "one that is on this PC.  [default: --model-profile]"
         ),
     ] = None,
     model_profile: Annotated[
@@ -79,7 +81,7 @@ def plan(
         )
     link = LinkProfile(bandwidth, latency)
     planned = plan_swarm(
-        Described.of_folder(model) if model is not None else Described.named(model_profile),
+        Described.named(model_profile) if model is None else Described.of_folder(_folder(model)),
         devices,
         link,
         Aim(objective, stages or 1),
@@ -91,6 +93,21 @@ def plan(
         print(json.dumps(planned.as_json(), indent=2))
     else:
         _show(planned, devices, link)
+
+
+def _folder(model: str) -> Path:
+    """The folder or GGUF file that is meant; nothing is fetched."""
+    if model == DEMO_MODEL:
+        return demo_model().path
+    if local_model(model) is None and is_repository(model):
+        cached = hub.cached(model)
+        if cached is None:
+            raise UsageError(
+                f"{model} is not on this PC: `molink pull {model}` fetches it, a folder with its "
+                "config.json will do, and --model-profile describes a model without files"
+            )
+        return cached
+    return Path(model)
 
 
 def _explain_live(home: Path | None, *, as_json: bool) -> None:

@@ -3,7 +3,7 @@
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import msgspec
 
@@ -174,6 +174,8 @@ def _explained(text: str, lines: Lines) -> UsageError:
         why = f"{missing[1]} is missing"
     elif key:
         why = f"{key}: {why[:1].lower()}{why[1:]}"
+        choices = get_args(table.__annotations__[key]) if "enum" in why else ()
+        why += f": it is one of {', '.join(choices)}" if choices else ""
     return lines.refusal(why, model, key)
 
 

@@ -211,7 +211,9 @@ def coordinator_process(
         if membership is None or membership.own:
             options += ["--member", f"{host.keys.public}:{settings.name}"]
             options += ["--max-peers", str(settings.max_peers)]
-        if membership is not None:
+        if membership is None:
+            options.append(f"--name={settings.name}")  # it may begin with a dash
+        else:
             options += ["--swarm", membership.swarm]
         if settings.discovery:
             options += ["--porch", str(settings.porch_port)]

@@ -29,7 +29,7 @@ from molinkd.peer.applier import Applier
 from molinkd.peer.bringer import Bringer
 from molinkd.peer.device_probe import Measured, measure_device
 from molinkd.peer.devices import FurtherDevices, own_settings
-from molinkd.peer.discovery import Announcer
+from molinkd.peer.discovery import Announcer, Lookout
 from molinkd.peer.draft_model import DraftModel
 from molinkd.peer.endpoint import Endpoint
 from molinkd.peer.founder import Founder
@@ -141,6 +141,9 @@ class Daemon:
         announcer = Announcer(self._settings, lambda: leadership.coordinator)
         stack.push_async_callback(announcer.close)
         announcer.start()
+        lookout = Lookout(self._settings, leadership)
+        stack.push_async_callback(lookout.close)
+        lookout.start()
         leadership.serves([founder.model, *founder.brought] if founder.model else [])
         measured = await measuring
         await hashing

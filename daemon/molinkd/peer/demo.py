@@ -201,6 +201,7 @@ def take_home(under: Home) -> tuple[Home, HomeLock]:
     Raises:
         UsageError: too many demos run.
     """
+    private_folder(under.root)  # where the keys of a swarm will lie, perhaps
     for home in demo_homes(under):
         private_folder(home.root)
         lock = HomeLock(home)

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from molink.errors import Unavailable
 from molink.swarm.nearby import (
@@ -36,6 +36,11 @@ log = logging.getLogger(__name__)
 POLL_S = 2.0
 #: How long swarms are looked for, and how long after the first was found, in seconds.
 LOOK_S, MORE_S = 6.0, 1.5
+#: How long a swarm is looked for of which a member is missing, and the longest pause until that is
+#: done again, in seconds.
+MISSED_S, SELDOM_S = 3.0, 60.0
+#: Addresses that are asked because of what was heard.
+_MAX_HEARD = 8
 #: How long one announcement is waited for that names no details, in milliseconds.
 _DETAILS_MS = 800
 #: Announcements that are looked at: a hostile PC can make any number.
@@ -103,6 +108,65 @@ class Announcer:
                     self._zeroconf = _announce(*wanted)
             except (OSError, Error) as error:
                 log.warning("the swarm can't be announced on the local network: %r", error)
+
+
+class Missed(Protocol):
+    """What a :class:`Lookout` looks for."""
+
+    @property
+    def swarm(self) -> str: ...
+    @property
+    def missing(self) -> bool:
+        """Whether a member isn't found where it was."""
+        ...
+
+    def heard_at(self, addresses: tuple[str, ...]) -> None:
+        """The swarm announces itself there, or somebody says so."""
+        ...
+
+
+class Lookout:
+    """Looks on the local network for a swarm whose members aren't at their addresses any more.
+
+    A new router gives all PCs others. What is heard is only where to ask: members have keys.
+    """
+
+    def __init__(self, settings: Settings, missed: Missed) -> None:
+        self._settings, self._missed = settings, missed
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin; does nothing where only this PC could be heard, or nobody is to be looked for."""
+        if self._settings.discovery and multicast_addresses(self._settings.host):
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="molink-lookout")
+
+    async def close(self) -> None:
+        """Look no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        pause = POLL_S
+        while True:
+            await asyncio.sleep(pause)
+            if not self._missed.missing:
+                pause = POLL_S
+                continue
+            self._missed.heard_at(await asyncio.to_thread(self._look))
+            pause = min(2 * pause, SELDOM_S)
+
+    def _look(self) -> tuple[str, ...]:
+        try:
+            found = look_around(self._settings.host, MISSED_S)
+        except Unavailable as error:
+            log.info("%s", error)
+            return ()
+        here = {*multicast_addresses(self._settings.host)}
+        addresses = (
+            one for near in found if near.swarm == self._missed.swarm for one in near.addresses
+        )
+        return tuple(one for one in dict.fromkeys(addresses) if one not in here)[:_MAX_HEARD]
 
 
 def _announce(nearby: Nearby, interfaces: Sequence[str]) -> "Zeroconf":

@@ -17,7 +17,7 @@ from molink.checkpoint.source import (
     local_model,
     short_name,
 )
-from molink.errors import MolinkError, Unavailable, UsageError
+from molink.errors import BrokenModel, MolinkError, Unavailable, UsageError
 from molink.facts.model import ModelFacts
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.requests import Invite, InviteRequest, ServeModel
@@ -146,7 +146,15 @@ class Founder:
     def _open(self, source: ModelSource) -> ModelFolder:
         if self._kept is not None:
             return ModelFolder.of_heads(source.path, spans(self._kept.manifest))
-        return ModelFolder.open(source.path) if source.shards is None else source.shards.open()
+        if source.shards is not None:
+            return source.shards.open()
+        try:
+            return ModelFolder.open(source.path)
+        except BrokenModel as error:
+            if not source.hub:
+                raise
+            mend = self._home.typed(f"pull {self.model}")
+            raise BrokenModel(f"{error}. {mend} fetches what is cut off") from error
 
     async def hash_model(self) -> None:
         """Find out which bytes the model consists of, for those who fetch it.

@@ -92,6 +92,9 @@ class Leadership:
         #: Peers that are being asked.
         self._asking: set[str] = set()
         self._turns = asyncio.Semaphore(_ASKED_AT_ONCE)
+        #: Who did not answer last time; and where all are asked beside what they have told.
+        self._silent: set[str] = set()
+        self._heard_at: tuple[str, ...] = ()
         self._loop = asyncio.get_running_loop()
         #: Done once this peer leads what it founds, or can't.
         self._begun: asyncio.Future[None] = self._loop.create_future()
@@ -172,6 +175,25 @@ class Leadership:
         """The key of the coordinator, and the addresses at which others reach it."""
         target = self.target
         return target.coordinator_key, self._announced if self.leads else target.addresses
+
+    # --- who has moved -----------------------------------------------------------------------
+
+    @property
+    def swarm(self) -> str:
+        """The swarm's id."""
+        return self.target.swarm
+
+    @property
+    def missing(self) -> bool:
+        """Whether a member didn't answer when it was asked last, and this PC follows nobody."""
+        follows = self._succession is None or self._succession.role == "following"
+        return not follows and not self._silent.isdisjoint(self.replica.order)
+
+    def heard_at(self, addresses: tuple[str, ...]) -> None:
+        """Ask members there too from now on."""
+        if addresses and addresses != self._heard_at:
+            log.info("the swarm is heard at %s", ", ".join(addresses))
+        self._heard_at = addresses or self._heard_at
 
     # --- what happens ------------------------------------------------------------------------
 
@@ -268,6 +290,10 @@ class Leadership:
                 return
             answer = await self._answer_of(peer, succession)
         self._asking.discard(peer)
+        if answer is None:
+            self._silent.add(peer)
+        else:
+            self._silent.discard(peer)
         self._happened(Silent(peer) if answer is None else Answered(peer, answer))
 
     async def _answer_of(self, peer: str, succession: Succession) -> LeaderView | None:
@@ -282,7 +308,8 @@ class Leadership:
         held = self.replica.held
         for one in () if held is None else held.members:
             if one.peer == peer and one.announced is not None and one.announced.addresses:
-                return one.announced
+                addresses = dict.fromkeys((*one.announced.addresses, *self._heard_at))
+                return msgspec.structs.replace(one.announced, addresses=tuple(addresses))
         return None
 
     # --- leading -----------------------------------------------------------------------------

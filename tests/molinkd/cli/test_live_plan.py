@@ -54,6 +54,7 @@ def test_what_a_pc_more_would_bring(capsys: pytest.CaptureFixture[str]) -> None:
     show(plan)
     shown = " ".join(capsys.readouterr().out.split())
     assert "One more cuda: fast: 1 stage, 20.0 ms per token instead of 65.0 ms per token" in shown
+    assert "with it and without, as placement reckons" in shown
     assert "One more cpu: slow would bring nothing: 65.0 ms per token with it and without" in shown
     assert plan.as_json()["more"][0]["turn_s"] == 0.02
     (plan,) = explain(status(stage("a", 0.01, 0.03), outlook={}))

@@ -63,6 +63,18 @@ def test_pull_where_there_are_no_links(
     assert served.asked == [], "nothing is fetched twice"
 
 
+def test_pull_mends_what_is_cut_off(served: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of the cache counts as whole until it is opened."""
+    assert run(["pull", REPOSITORY, "--json"]) == 0
+    found = Path(json.loads(capsys.readouterr().out)["path"])
+    weights = next(found.glob("*.safetensors")).resolve()
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert run(["pull", REPOSITORY]) == 0
+    assert f"{REPOSITORY} is here: " in capsys.readouterr().out
+    assert weights.read_bytes() == whole
+
+
 def test_a_model_that_is_served_is_not_deleted(
     served: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,8 @@ def test_a_model_folder(capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert found["model"] == folder.name
     assert found["layers"] == [[0, config["num_hidden_layers"]]]
+    named = planned(capsys, "--device", "rtx3060", "--stages", "1", "--model", "molink-demo")
+    assert named["layers"] == found["layers"]
 
 
 def test_a_gguf_file_takes_the_room_of_its_blocks(
@@ -140,6 +142,7 @@ def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
         ("--latency", "nan", "latency_ms"),
         ("--streams", "0", "--streams"),
         ("--model-profile", "nothing", "qwen-7b"),
+        ("--model", "owner/none", "`molink pull owner/none` fetches it"),
     ],
 )
 def test_nonsense_is_refused(

@@ -4,6 +4,7 @@ That it is heard is tried in two namespaces (``tests/e2e/test_knocking.py``); no
 runs tests has multicast.
 """
 
+import asyncio
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 from molink.swarm.nearby import Nearby
 from molinkd.peer import discovery
 from molinkd.peer.coordinator_child import Announcement
-from molinkd.peer.discovery import Announcer, look_around
+from molinkd.peer.discovery import Announcer, Lookout, look_around
 from molinkd.peer.settings import Settings
 from tests.support.net import until
 
@@ -97,6 +98,46 @@ async def test_nothing_is_announced_unless_it_is_to_be(air: Air) -> None:
         announcer.start()
         assert announcer._task is None
         await announcer.close()
+
+
+class Swarm:
+    """A swarm one of whose members is missing, or not."""
+
+    swarm = "ab" * 8
+
+    def __init__(self) -> None:
+        self.missing = False
+        self.heard: list[tuple[str, ...]] = []
+
+    def heard_at(self, addresses: tuple[str, ...]) -> None:
+        self.heard.append(addresses)
+
+
+async def test_a_swarm_is_looked_for_while_a_member_is_missing(
+    air: Air, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = Nearby("ab" * 8, "attic", "k" * 40, ("10.0.0.1", "10.0.0.7"), 5479)
+    other = Nearby("cd" * 8, "den", "k" * 40, ("10.0.0.9",), 5479)
+    looks: list[str] = []
+
+    def look(host: str, *_: float) -> list[Nearby]:
+        looks.append(host)
+        return [near, other]
+
+    monkeypatch.setattr(discovery, "look_around", look)
+    swarm = Swarm()
+    lookout = Lookout(Settings(name="pc"), swarm)
+    lookout.start()
+    await asyncio.sleep(0.05)
+    assert looks == [], "everybody is there"
+    swarm.missing = True
+    await until(lambda: swarm.heard)
+    assert swarm.heard[0] == ("10.0.0.7",), "neither this PC nor another swarm"
+    await lookout.close()
+    silent = Lookout(Settings(name="pc", discovery=False), swarm)
+    silent.start()
+    assert silent._task is None
+    await silent.close()
 
 
 def test_nobody_is_looked_for_on_loopback() -> None:

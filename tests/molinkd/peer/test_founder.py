@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from molink.errors import UsageError
+from molink.checkpoint.source import ModelSource
+from molink.errors import BrokenModel, UsageError
 from molink.wire.messages.control import Done
 from molink.wire.messages.requests import Invite, InviteRequest, ServeModel
 from molinkd.peer import founder as founder_module
@@ -89,6 +90,19 @@ async def test_what_of_a_model_cannot_be_had_is_said(model: Path, tmp_path: Path
     assert made.facts is not None
     assert made.facts.context == 64
     assert any("the context is 64 tokens" in getattr(event, "text", "") for event in said)
+
+
+async def test_a_model_of_the_cache_that_is_cut_off(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = shutil.copytree(model, tmp_path / "cut")
+    weights = next(cut.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    source = ModelSource("m", cut, "owner/m@commit")
+    monkeypatch.setattr(founder_module, "find_model", lambda *_, **__: source)
+    made = founder(tmp_path / "home", Path("owner/m"))
+    with pytest.raises(BrokenModel, match=r"truncated; fetch it again. `molink pull owner/m"):
+        await made.find_model()
 
 
 async def test_without_bitsandbytes_nothing_is_started(

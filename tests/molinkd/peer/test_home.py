@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from molink.errors import UsageError
+from molinkd.peer.demo import take_home
 from molinkd.peer.home import Home, HomeLock, copy_measured
 from molinkd.peer.runfile import RunFile, read_run_file
 
@@ -43,6 +44,14 @@ def test_keys_stay_the_same(tmp_path: Path) -> None:
     assert home.keys() == home.keys()
     if sys.platform != "win32":
         assert (home.root.stat().st_mode & 0o077) == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes are of POSIX")
+def test_a_demo_leaves_the_state_folder_private(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    made, lock = take_home(home)
+    lock.release()
+    assert [one.root.stat().st_mode & 0o077 for one in (home, made)] == [0, 0]
 
 
 def test_two_daemons_cannot_share_a_home(tmp_path: Path) -> None:

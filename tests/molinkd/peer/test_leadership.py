@@ -57,24 +57,23 @@ class Other:
         await self.may_answer.wait()
         self.server.send(sender.identity, LeaderReply(ref=message.ref, view=VIEW))
 
-    @property
-    def record(self) -> MemberRecord:
+    def record(self, addresses: tuple[str, ...] = ("127.0.0.1",)) -> MemberRecord:
         """As the replica has it."""
         peer = peer_id(self.key)
         told = Member(
             peer=peer,
             name="other",
             public_key=self.key,
-            addresses=("127.0.0.1",),
+            addresses=addresses,
             control_port=self.server.port,
         )
         return MemberRecord(peer, self.key, "other", announced=told)
 
 
-def make(net: Net, folder: Path, other: Other) -> Leadership:
+def make(net: Net, folder: Path, other: Other, **told: tuple[str, ...]) -> Leadership:
     host = Host(Home(folder).create(), net.member(), net.context)
     me = MemberRecord(peer_id(host.keys.public), host.keys.public, "pc")
-    replica = Replica("s", "s", 8, 0, 1, (), (other.record, me), (), None, None, (0, 0))
+    replica = Replica("s", "s", 8, 0, 1, (), (other.record(**told), me), (), None, None, (0, 0))
     host.home.replica.write_bytes(replica.encode())
     membership = Membership(swarm="s", coordinator_key=other.key, addresses=("127.0.0.1:1",))
     leadership = Leadership(host, ReplicaFile(host.home.replica, "s"), membership)
@@ -86,7 +85,7 @@ async def test_a_peer_is_asked_once_at_a_time(net: Net, tmp_path: Path) -> None:
     """However often others name it: their questions make no flood of ours."""
     other = Other(net)
     leadership = make(net, tmp_path, other)
-    succession, peer = leadership._succession, other.record.peer
+    succession, peer = leadership._succession, other.record().peer
     assert succession is not None
     for _ in range(100):
         leadership._ask_once(peer, succession)
@@ -125,6 +124,21 @@ async def test_many_are_asked_a_few_at_a_time_and_none_in_vain(
     await leadership.close()
     assert asked == wanted
     assert most == 8
+
+
+async def test_a_member_that_has_moved_is_asked_where_the_swarm_is_heard(
+    net: Net, tmp_path: Path
+) -> None:
+    """All addresses that were known are others now, as behind a new router."""
+    other = Other(net)
+    other.may_answer.set()
+    leadership = make(net, tmp_path, other, addresses=("127.0.0.77",))
+    await net.until(lambda: leadership.missing)
+    assert other.asked == 0
+    leadership.heard_at(("127.0.0.1",))
+    leadership.heard_at(())  # a look that found nothing
+    await net.until(lambda: other.asked and not leadership.missing)
+    await leadership.close()
 
 
 async def test_another_swarms_question_is_refused(net: Net, tmp_path: Path) -> None:
