@@ -100,6 +100,8 @@ def _everything(options: argparse.Namespace) -> None:
         if path is None:
             print(f"left out for want of {name} FILE: {what}", flush=True)
     for module, *arguments in commands(options.trace, options.conversations, options.out):
+        if arguments[0] in options.without:
+            continue
         print(f"\npython -m {module} {' '.join(arguments)}", flush=True)
         (routing.main if module == "tools.routing" else main)(arguments)
 
@@ -122,6 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", type=Path, help="Azure's conversation trace, for --all")
     parser.add_argument("--conversations", type=Path, help="Mooncake's, for --all")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder, for --all")
+    quiet = "figures that --all leaves out, such as processes, which need a quiet machine"
+    parser.add_argument("--without", type=_words, default=[], help=quiet)
     figures = parser.add_subparsers()
     for name, figure in FIGURES.items():
         sub = figures.add_parser(name, help=(figure.__doc__ or "").splitlines()[0])

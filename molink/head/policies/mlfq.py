@@ -1,7 +1,7 @@
 """A multi-level feedback queue that knows nothing of prompts: FastServe's strawman (§4.1)."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from molink.facts.ringtimes import RingTimes
@@ -72,7 +72,7 @@ class Mlfq(Ranked):
         return 0
 
     def falls(self, job: Job, level: int) -> int:
-        """The queue below ``level`` that a job is demoted to."""
+        """The queue below ``level`` that a job is demoted to; ``level``: it stays for now."""
         return level + 1
 
     def quantum(self, level: int) -> float:
@@ -123,8 +123,11 @@ class Mlfq(Ranked):
         place.counted_until = now
         if not job.awaited:
             place.rests_since = now
-        if place.spent >= self.quantum(place.home):
-            place.level = place.home = min(self.falls(job, place.home), LEVELS - 1)
+        if place.spent < self.quantum(place.home):
+            return
+        level = self.falls(job, place.home)
+        if level > place.home:
+            place.level = place.home = min(level, LEVELS - 1)
             place.since, place.spent = now, 0.0
 
     def _hear(self, seconds: float) -> None:
@@ -137,10 +140,10 @@ class Mlfq(Ranked):
         """Its place is free."""
         del self._places[job]
 
-    def gauges(self) -> Mapping[str, float]:
+    def queues(self) -> Sequence[int]:
         """How many jobs are in each queue."""
         levels = Counter(place.level for place in self._places.values())
-        return {f"head_queue_{level + 1}": levels[level] for level in range(LEVELS)}
+        return [levels[level] for level in range(LEVELS)]
 
     # --- questions -------------------------------------------------------------------------------
 
