@@ -52,8 +52,8 @@ _ROUTING: tuple[tuple[str, ...], ...] = (
 #: Those that need Mooncake's trace.
 _OF_CONVERSATIONS: tuple[tuple[str, ...], ...] = (
     ("latency", "--workloads", "alone", "--routers", "e2,least-loaded"),
-    ("latency", "--workloads", "conversation", "--seeds", "1,2"),
-    ("latency", "--workloads", "conversation", "--seeds", "1,2", *_CACHED_SHARE),
+    ("latency", "--workloads", "conversation"),
+    ("latency", "--workloads", "conversation", *_CACHED_SHARE),
 )
 
 
