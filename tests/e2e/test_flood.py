@@ -5,6 +5,7 @@ Prompts of the flood are all the same and long. Host memory is too small for tho
 
 import asyncio
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 
@@ -23,6 +24,7 @@ OPTIONS = (
 KEYS = {"greedy": "key-of-the-greedy-one", "quiet": "key-of-the-quiet-one"}
 SETTINGS = {"MOLINK_API_KEYS": ",".join(f"{name}={key}" for name, key in KEYS.items())}
 FLOOD, AT_ONCE, QUESTIONS = 3000, 48, 6
+MODEL = "flooded"
 LONG = "once upon a time " * 60
 
 
@@ -30,7 +32,9 @@ LONG = "once upon a time " * 60
 def first(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> Iterator[Process]:
     root = tmp_path_factory.mktemp("flood")
     options = tools.local_options(*OPTIONS)
-    up = ["up", "--model", str(demo_model().path), "--dtype", "f32", "--min-peers", "2"]
+    folder = root / MODEL
+    shutil.copytree(demo_model().path, folder)
+    up = ["up", "--model", str(folder), "--dtype", "f32", "--min-peers", "2"]
     with ExitStack() as running:
         first = Process(root / "first", [*up, *options], variables=SETTINGS)
         running.callback(first.stop)
@@ -69,7 +73,7 @@ class Flood:
 
 
 async def ask(client: httpx.AsyncClient, who: str, prompt: str, tokens: int) -> tuple[int, str]:
-    body = {"model": "molink-demo", "prompt": prompt, "temperature": 0, "max_tokens": tokens}
+    body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": tokens}
     headers = {"Authorization": f"Bearer {KEYS[who]}"}
     answer = await client.post("/v1/completions", json=body | {"ignore_eos": True}, headers=headers)
     return answer.status_code, answer.json()["choices"][0]["text"] if answer.is_success else ""

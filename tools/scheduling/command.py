@@ -34,7 +34,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "default": {"loads": [0.05, 0.5, 0.9, 1.5, 3.0]},
     "processes": {"policies": ["fcfs", "mlfq", "fixed-priority", "skip-join-mlfq"]},
 }
-_SLO = ("slo", "--policies", "fcfs,skip-join-mlfq,srpt", "--kinds")
+_SLO = ("slo", "--policies", "fcfs,skip-join-mlfq", "--kinds")
 _AT_HOME = ("--device", "rtx4090", "--model", "qwen-7b", "--ratios", "0.5,1,4,16")
 _CACHED_SHARE = ("--routers", "e2", "--policies", "cached-share")
 _E2_AND_ORACLE = ("--routers", "e2,oracle")
