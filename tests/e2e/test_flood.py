@@ -23,7 +23,7 @@ OPTIONS = (
 )
 KEYS = {"greedy": "key-of-the-greedy-one", "quiet": "key-of-the-quiet-one"}
 SETTINGS = {"MOLINK_API_KEYS": ",".join(f"{name}={key}" for name, key in KEYS.items())}
-FLOOD, AT_ONCE, QUESTIONS = 3000, 48, 6
+FLOOD, AT_ONCE, QUESTIONS = 3000, 300, 4
 MODEL = "flooded"
 LONG = "once upon a time " * 60
 
@@ -63,7 +63,7 @@ class Flood:
             patience = self._random.uniform(0.0, 0.5) if self.sent % 2 else 60.0
             try:
                 async with asyncio.timeout(patience):
-                    status, _ = await ask(self._client, "greedy", LONG, 32)
+                    status, _ = await ask(self._client, "greedy", LONG, 16)
             except TimeoutError:
                 self.left += 1
                 continue

@@ -145,8 +145,9 @@ def test_people_are_told_of_queues_and_of_the_first_turn() -> None:
     submit(head, "old", 10)
     submit(head, "young", 7)
     _, now = until_swap(head, SwapOut)
-    place = head._roster._policy._places[head._roster.find("d", "young")]
-    place.level = place.home = 1
+    for key, level in (("old", 0), ("young", 2)):
+        place = head._roster._policy._places[head._roster.find("d", key)]
+        place.level = place.home = level
     load, (_, gauges) = head.load("p", now), head.stats()
     assert sum(load.queues) == load.running + load.waiting == 2
     assert load.queues == tuple(gauges[f"head_queue_{n + 1}"] for n in range(len(load.queues)))

@@ -120,18 +120,28 @@ def test_all_is_every_figure_each_by_its_own_command(
         made.append((options.figure_name, options.out.name))
         return {"rows": [{"ratio": 1.0}]}
 
+    def page(folder: Path) -> str:
+        made.append(("report", folder.name))
+        return ""
+
     def routing_main(arguments: Sequence[str]) -> None:
         made.append(("routing", " ".join(arguments[:-2])))
 
     monkeypatch.setattr(command, "FIGURES", dict.fromkeys(command.FIGURES, figure))
     monkeypatch.setattr("tools.routing.main", routing_main)
+    monkeypatch.setattr(command, "render", page)
     command.main(["--all", "--out", str(tmp_path), *traces])
     told = capsys.readouterr().out
-    assert {name for name, _ in made} == {*command.FIGURES, "routing"}
+    assert {name for name, _ in made} == {*command.FIGURES, "routing", "report"}
+    assert made[-1][0] == "report"
     assert len(set(made)) == len(made)
     assert told.count("python -m tools.") == len(made)
     assert ("left out" in told) is not bool(traces)
     assert (("slo", "scheduling-slo-trace.json") in made) is bool(traces)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        file for name, file in made if name != "routing"
+    assert {path.name for path in tmp_path.iterdir()} == {"scheduling.md"} | {
+        file for name, file in made if name in command.FIGURES
     }
+    count = len(made)
+    command.main(["--all", "--out", str(tmp_path), "--without", "processes,latency", *traces])
+    assert {name for name, _ in made[count:]}.isdisjoint({"processes"})
+    assert [what for name, what in made[count:] if name == "routing"] == ["speed"]
