@@ -72,7 +72,7 @@ class Mlfq(Ranked):
         return 0
 
     def falls(self, job: Job, level: int) -> int:
-        """The queue below ``level`` that a job is demoted to; ``level``: it stays for now."""
+        """The queue below ``level`` that a job is demoted to."""
         return level + 1
 
     def quantum(self, level: int) -> float:
@@ -123,11 +123,8 @@ class Mlfq(Ranked):
         place.counted_until = now
         if not job.awaited:
             place.rests_since = now
-        if place.spent < self.quantum(place.home):
-            return
-        level = self.falls(job, place.home)
-        if level > place.home:
-            place.level = place.home = min(level, LEVELS - 1)
+        if place.spent >= self.quantum(place.home):
+            place.level = place.home = min(self.falls(job, place.home), LEVELS - 1)
             place.since, place.spent = now, 0.0
 
     def _hear(self, seconds: float) -> None:

@@ -8,10 +8,8 @@ class SkipJoinMlfq(Mlfq):
     """A new job skips the queues whose quantum is shorter than its prefill.
 
     That is predicted by the stages' profiles and links, for the tokens that the prefix cache lacks.
-    A job that is demoted skips those whose quantum is shorter than its next iteration. A prompt is
-    one iteration, as in the paper, though its chunks are computed beside others and may take longer
-    than was foreseen: while its queue's quantum covers the rest, nobody is demoted in the middle of
-    it, to hold the blocks of what is done behind those that came later.
+    A job that is demoted skips those whose quantum is shorter than its next iteration: the rest of
+    its prompt, if it has not been issued yet.
     """
 
     def joins(self, job: Job) -> int:
@@ -19,6 +17,6 @@ class SkipJoinMlfq(Mlfq):
         return self.level_of(self.times.prompt_s(job.uncached))
 
     def falls(self, job: Job, level: int) -> int:
-        """The next queue; in the middle of a prompt the one whose quantum covers the rest."""
+        """The next queue, or a later one whose quantum covers the rest of its prompt."""
         rest = len(job.tokens) - job.issued
-        return max(level, self.level_of(self.times.prompt_s(rest))) if rest > 1 else level + 1
+        return max(level + 1, self.level_of(self.times.prompt_s(rest)) if rest > 1 else 0)

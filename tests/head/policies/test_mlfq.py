@@ -80,18 +80,6 @@ def test_it_falls_to_the_queue_that_covers_the_rest_of_its_prompt() -> None:
     assert policy.rank(a, 1.0)[0] == 3
 
 
-def test_it_is_not_demoted_in_the_middle_of_a_prompt_that_takes_longer_than_foreseen() -> None:
-    policy = skip_join()
-    a = make(policy, "a", tokens=8)  # the fourth queue, 8 s
-    for now, issued in ((0.0, 3), (9.0, 6)):
-        a.issued = issued
-        policy.issued(a, now)
-        policy.ran(a, 9.0, now + 9.0)
-        assert policy.rank(a, now + 9.0)[0] == 3
-    run(policy, a, 18.0, 1.0)
-    assert policy.rank(a, 19.0)[0] == 4
-
-
 def test_rows_that_fly_together_count_once() -> None:
     policy = skip_join()
     a = make(policy, "a", tokens=4)  # the third queue, 4 s
@@ -210,7 +198,7 @@ def test_a_long_prompt_goes_on_though_short_ones_come_without_end(alpha: float) 
 def test_who_has_hardly_run_since_it_was_computed_does_not_give_way() -> None:
     policy = skip_join()
     new, old = make(policy, "new"), make(policy, "old", tokens=8)
-    new.state, old.state, old.issued = "waiting", "decode", 8
+    new.state, old.state = "waiting", "decode"
     assert policy.victim(new, [old], [old], 0.0) is None
     while policy.quantum(int(policy.rank(old, 0.0)[0])) < WORTH * 8.0:
         assert policy.victim(new, [old], [old], 0.0) is None
