@@ -13,6 +13,7 @@ from tools.scheduling import command
 from tools.scheduling.order import STEP, highest, short_behind_long
 from tools.scheduling.preemption import ORACLE, compared, preemption
 from tools.scheduling.processes import burst, mean, simulated
+from tools.scheduling.report import render
 from tools.scheduling.requests import SIZES, log_normal, poisson, sizes_of
 from tools.scheduling.serving import serve
 
@@ -104,6 +105,12 @@ def test_in_a_burst_short_requests_need_not_wait_for_long_ones() -> None:
         policy: mean(serve(simulated(policy), plan)[0]) for policy in ("fcfs", "skip-join-mlfq")
     }
     assert means["skip-join-mlfq"] < 0.8 * means["fcfs"]
+
+
+def test_the_page_is_of_the_files_beside_it() -> None:
+    page = (command.RESULTS / "scheduling.md").read_text(encoding="utf-8")
+    assert page == render(command.RESULTS)
+    assert page.count("## ") >= 9
 
 
 @pytest.mark.parametrize("traces", [(), ("--trace", "a.csv", "--conversations", "b.jsonl")])

@@ -110,12 +110,13 @@ def _slo(kind: str, found: Json) -> Iterator[str]:
 
 def _ratios(found: Json) -> Iterator[str]:
     yield "## Prompts of one to sixteen times the answer"
+    seeds = len({row.get("seed", 1) for row in found["rows"]})
     yield (
         f"{_command('scheduling ratios --seconds 20')}: {found['ring']}, {found['load']:g} times"
-        f" what it can serve; seconds a token in the mean (p95), of three seeds.\n{_RATIOS}"
+        f" what it can serve; seconds a token in the mean (p95), seeds: {seeds}.\n{_RATIOS}"
     )
     policies = list(dict.fromkeys(row["policy"] for row in found["rows"]))
-    rows = []
+    rows: list[Sequence[str]] = []
     for ratio in dict.fromkeys(row["ratio"] for row in found["rows"]):
         here = [row for row in found["rows"] if row["ratio"] == ratio]
         mean, p95 = (
@@ -182,7 +183,7 @@ def _processes(found: Json) -> Iterator[str]:
 
 def _routing(found: Json) -> Iterator[str]:
     yield "## Prompts that begin alike"
-    yield f"{_command('routing --all --trace FILE')}: {found['pipelines']}.\n{_E2}"
+    yield f"The rows of `tools.routing` that `--all` names: {found['pipelines']}.\n{_E2}"
     rows = [
         (
             row["workload"] + (f", {row['requests']} requests" if row.get("requests") else ""),
