@@ -4,6 +4,7 @@ Prompts of the flood are all the same and long. Host memory is too small for tho
 """
 
 import asyncio
+import json
 import random
 import shutil
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,11 @@ OPTIONS = (
     *("--preemption-mode", "proactive-swap", "--scheduling-policy", "skip-join-mlfq"),
 )
 KEYS = {"greedy": "key-of-the-greedy-one", "quiet": "key-of-the-quiet-one"}
-SETTINGS = {"MOLINK_API_KEYS": ",".join(f"{name}={key}" for name, key in KEYS.items())}
-FLOOD, AT_ONCE, QUESTIONS = 3000, 300, 4
+SETTINGS = {
+    "MOLINK_API_KEYS": ",".join(f"{name}={key}" for name, key in KEYS.items()),
+    "MOLINK_MAX_WAITING": "32",
+}
+FLOOD, AT_ONCE, QUESTIONS = 3000, 100, 4
 MODEL = "flooded"
 LONG = "once upon a time " * 60
 
@@ -49,8 +53,8 @@ def first(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> Itera
 class Flood:
     """Sends the same long prompt, :data:`AT_ONCE` at a time, and hangs up on every second one."""
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self._client = client
+    def __init__(self, port: int) -> None:
+        self._port = port
         self._random = random.Random(1)
         self.sent = self.answered = self.refused = self.left = 0
 
@@ -60,10 +64,10 @@ class Flood:
     async def _one_after_the_other(self) -> None:
         while self.sent < FLOOD:
             self.sent += 1
-            patience = self._random.uniform(0.0, 0.5) if self.sent % 2 else 60.0
+            patience = self._random.uniform(0.0, 0.5) if self.sent % 2 else None
             try:
                 async with asyncio.timeout(patience):
-                    status, _ = await ask(self._client, "greedy", LONG, 16)
+                    status, _ = await ask(self._port, "greedy", LONG, 16)
             except TimeoutError:
                 self.left += 1
                 continue
@@ -72,30 +76,44 @@ class Flood:
             self.refused += status == 429
 
 
-async def ask(client: httpx.AsyncClient, who: str, prompt: str, tokens: int) -> tuple[int, str]:
-    body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": tokens}
-    headers = {"Authorization": f"Bearer {KEYS[who]}"}
-    answer = await client.post("/v1/completions", json=body | {"ignore_eos": True}, headers=headers)
-    return answer.status_code, answer.json()["choices"][0]["text"] if answer.is_success else ""
+async def ask(port: int, who: str, prompt: str, tokens: int) -> tuple[int, str]:
+    """Status and text, by a connection of its own that is closed whatever happens."""
+    body = json.dumps(
+        {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": tokens}
+        | {"ignore_eos": True}
+    )
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
+        f"Authorization: Bearer {KEYS[who]}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write((head + body).encode())
+        answer = await reader.read(-1)
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+    status, text = int(answer.split(b" ", 2)[1]), answer.partition(b"\r\n\r\n")[2]
+    return status, json.loads(text)["choices"][0]["text"] if status == 200 else ""
 
 
-async def quiet(client: httpx.AsyncClient) -> Sequence[tuple[int, str]]:
+async def quiet(port: int) -> Sequence[tuple[int, str]]:
     """Answers to one question after the other."""
-    return [await ask(client, "quiet", f"{number} is", 24) for number in range(QUESTIONS)]
+    return [await ask(port, "quiet", f"{number} is", 24) for number in range(QUESTIONS)]
 
 
-async def attacked(endpoint: str) -> tuple[Flood, int]:
+async def attacked(port: int) -> tuple[Flood, int]:
     """The flood, and how many rounds of the quiet one were answered as before meanwhile."""
-    limits = httpx.Limits(max_connections=AT_ONCE + 2)
-    async with httpx.AsyncClient(base_url=endpoint, timeout=60, limits=limits) as client:
-        expected = await quiet(client)
-        assert {status for status, _ in expected} == {200}
-        flood, rounds = Flood(client), 0
-        running = asyncio.create_task(flood.run())
-        while not running.done():
-            assert await quiet(client) == expected
-            rounds += 1
-        await running
+    expected = await quiet(port)
+    assert {status for status, _ in expected} == {200}
+    flood, rounds = Flood(port), 0
+    running = asyncio.create_task(flood.run())
+    while not running.done():
+        assert await quiet(port) == expected
+        rounds += 1
+    await running
     return flood, rounds
 
 
@@ -113,7 +131,7 @@ def test_a_flood_delays_others_and_leaves_nothing(first: Process, tools: type[To
     head = status["pipelines"][0]["stages"][0]["peer"]
     (endpoint,) = [peer["endpoint"] for peer in status["peers"] if peer["id"] == head]
     before = {each.pid: each.num_threads() for each in first.family()}
-    flood, rounds = asyncio.run(attacked(endpoint))
+    flood, rounds = asyncio.run(attacked(int(endpoint.rpartition(":")[2])))
     assert flood.sent >= FLOOD
     assert min(flood.answered, flood.left, flood.refused) > 0
     assert rounds > 0
