@@ -134,7 +134,8 @@ class Oracle(Router):
 
     def choose(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         """The one that its family is at."""
-        return up[self._places[family(self._rows[int(prompt.key)])]]
+        row = self._rows[int(prompt.key) % len(self._rows)]  # a trace may begin again
+        return up[self._places[family(row)]]
 
 
 class Watched(E2):

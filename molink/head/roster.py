@@ -106,9 +106,9 @@ class Roster:
         return self._leaving
 
     @property
-    def gauges(self) -> Mapping[str, float]:
-        """What the policy shows."""
-        return self._policy.gauges()
+    def queues(self) -> Sequence[int]:
+        """How many jobs are in each queue of the policy, if it has queues; the best first."""
+        return self._policy.queues()
 
     def find(self, owner: str, key: str) -> Job | None:
         """The job of a daemon's request."""

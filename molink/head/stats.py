@@ -9,7 +9,7 @@ from molink.head.roster import Roster
 from molink.head.shown import shown
 from molink.head.speculation.speculation import Speculation
 from molink.head.swapping import Swapping
-from molink.wire.messages.load import MAX_REQUESTS, HeadLoad
+from molink.wire.messages.load import MAX_QUEUES, MAX_REQUESTS, HeadLoad
 
 #: What the head itself counts.
 COUNTS = (
@@ -46,6 +46,8 @@ class HeadStats:
         self._batcher, self._speculation, self._swapping = batcher, speculation, swapping
         #: By the names in :data:`COUNTS`.
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
+        #: When others were told last: seconds until the first job came back from host memory.
+        self._first_turn_s = 0.0
 
     def counters(self) -> dict[str, float]:
         """What has been counted in this epoch, by name."""
@@ -95,13 +97,18 @@ class HeadStats:
             "head_prefill_rows_in_flight": ledger.prefill_rows,
             "head_cancel_iterations_last": ledger.cancel_iterations_last,
             "head_cancel_iterations_max": ledger.cancel_iterations_max,
-            **roster.gauges,
+            "head_swapped_turn_seconds": self._first_turn_s,
+            **{f"head_queue_{level}": jobs for level, jobs in enumerate(roster.queues, 1)},
         }
         return {name: float(value) for name, value in gauges.items()}
 
     def load(self, pipeline: str, now: float) -> HeadLoad:
         """What others are told of it, under the name of its pipeline."""
         blocks, turns = self._cache.blocks, self._roster.swapped(now)
+        self._first_turn_s = min(turns.values(), default=0.0)
+        queues = list(self._roster.queues[:MAX_QUEUES])
+        while queues and not queues[-1]:
+            queues.pop()
         return HeadLoad(
             pipeline,
             self._roster.admitted,
@@ -114,4 +121,5 @@ class HeadStats:
             self._swapping.host.total,
             self._swapping.host.held,
             min(100, round(100 * self._cache.hit_rate)),
+            tuple(queues),
         )

@@ -279,6 +279,7 @@ def show_head(report: PeerReport, pipeline: str) -> dict[str, Any] | None:
         "host_blocks": head.host_blocks,
         "host_used": head.host_used,
         "cached": head.cached,
+        "queues": list(head.queues),
         "requests": [
             {
                 "peer": one.owner,

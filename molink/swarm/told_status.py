@@ -153,6 +153,8 @@ class HeadStatus(msgspec.Struct, frozen=True):
     host_used: Count = 0
     #: Percent of the prompts' tokens that the prefix cache had.
     cached: Count = 0
+    #: Requests in each queue of its scheduling policy, the best first; none if it has no queues.
+    queues: tuple[Count, ...] = ()
     requests: tuple[Request, ...] = ()
 
     @property

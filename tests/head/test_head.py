@@ -710,6 +710,7 @@ def test_stats() -> None:
         "head_prefill_rows_in_flight": 0.0,
         "head_cancel_iterations_last": 0.0,
         "head_cancel_iterations_max": 0.0,
+        "head_swapped_turn_seconds": 0.0,
     }
 
 

@@ -139,6 +139,27 @@ def test_without_host_memory_it_is_computed_anew(mode: PreemptionMode, host: int
     assert head.stats()[0]["head_prefill_rows_total"] > rows + 7
 
 
+def test_people_are_told_of_queues_and_of_the_first_turn() -> None:
+    head = make_head("reactive-swap", policy="skip-join-mlfq")
+    assert head.load("p", 0.0).queues == ()
+    submit(head, "old", 10)
+    submit(head, "young", 7)
+    _, now = until_swap(head, SwapOut)
+    for key, level in (("old", 0), ("young", 2)):
+        place = head._roster._policy._places[head._roster.find("d", key)]
+        place.level = place.home = level
+    load, (_, gauges) = head.load("p", now), head.stats()
+    assert sum(load.queues) == load.running + load.waiting == 2
+    assert load.queues == tuple(gauges[f"head_queue_{n + 1}"] for n in range(len(load.queues)))
+    assert load.queues[-1]
+    # What metrics show is what others were told last.
+    (swapped,) = (each for each in load.requests if each.state == "swapped")
+    assert swapped.turn_ms > 0
+    assert head.stats()[1]["head_swapped_turn_seconds"] == pytest.approx(
+        swapped.turn_ms / 1000, abs=0.001
+    )
+
+
 def test_who_is_cancelled_meanwhile_leaves_no_copy() -> None:
     head = make_head("reactive-swap")
     submit(head, "old", 10)

@@ -154,7 +154,7 @@ def test_how_busy_it_is(running: Paper) -> None:
     for stage, peer in enumerate("abc"):
         session = running.fleet.registry.sessions[peer]
         one = StageLoad("p1", stage, 34, 12, 2, 100, 50, 15_000, 11_750_000, (1, 2), (3, 4))
-        head = HeadLoad("p1", 1, 2, 80, stage, 3, (request,), cached=83)
+        head = HeadLoad("p1", 1, 2, 80, stage, 3, (request,), cached=83, queues=(2, 0, 1))
         other = StageLoad("p9", stage, 99)
         load = Load((other, one), (head,))
         session.report = msgspec.structs.replace(session.report, load=load)
@@ -183,6 +183,7 @@ def test_how_busy_it_is(running: Paper) -> None:
         "host_blocks": 0,
         "host_used": 0,
         "cached": 83,
+        "queues": [2, 0, 1],
         "requests": [
             {
                 "peer": "a",

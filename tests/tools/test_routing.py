@@ -56,6 +56,8 @@ def test_the_oracle_parts_the_work_evenly_and_keeps_families_together() -> None:
         name = oracle.choose(RoutedPrompt(str(index), row.input_tokens), up, 0.0).name
         homes.setdefault(routing.family(row), set()).add(name)
         work[name] += row.output_tokens + PART_TOKENS
+    again = RoutedPrompt(str(len(rows)), rows[0].input_tokens)
+    assert {oracle.choose(again, up, 0.0).name} == homes[routing.family(rows[0])]
     assert all(len(names) == 1 for names in homes.values())
     assert max(work.values()) < 2 * min(work.values())
 

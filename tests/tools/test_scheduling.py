@@ -13,6 +13,7 @@ from tools.scheduling import command
 from tools.scheduling.order import STEP, highest, short_behind_long
 from tools.scheduling.preemption import ORACLE, compared, preemption
 from tools.scheduling.processes import burst, mean, simulated
+from tools.scheduling.report import render
 from tools.scheduling.requests import SIZES, log_normal, poisson, sizes_of
 from tools.scheduling.serving import serve
 
@@ -106,6 +107,12 @@ def test_in_a_burst_short_requests_need_not_wait_for_long_ones() -> None:
     assert means["skip-join-mlfq"] < 0.8 * means["fcfs"]
 
 
+def test_the_page_is_of_the_files_beside_it() -> None:
+    page = (command.RESULTS / "scheduling.md").read_text(encoding="utf-8")
+    assert page == render(command.RESULTS)
+    assert page.count("## ") >= 9
+
+
 @pytest.mark.parametrize("traces", [(), ("--trace", "a.csv", "--conversations", "b.jsonl")])
 def test_all_is_every_figure_each_by_its_own_command(
     traces: tuple[str, ...],
@@ -120,18 +127,28 @@ def test_all_is_every_figure_each_by_its_own_command(
         made.append((options.figure_name, options.out.name))
         return {"rows": [{"ratio": 1.0}]}
 
+    def page(folder: Path) -> str:
+        made.append(("report", folder.name))
+        return ""
+
     def routing_main(arguments: Sequence[str]) -> None:
         made.append(("routing", " ".join(arguments[:-2])))
 
     monkeypatch.setattr(command, "FIGURES", dict.fromkeys(command.FIGURES, figure))
     monkeypatch.setattr("tools.routing.main", routing_main)
+    monkeypatch.setattr(command, "render", page)
     command.main(["--all", "--out", str(tmp_path), *traces])
     told = capsys.readouterr().out
-    assert {name for name, _ in made} == {*command.FIGURES, "routing"}
+    assert {name for name, _ in made} == {*command.FIGURES, "routing", "report"}
+    assert made[-1][0] == "report"
     assert len(set(made)) == len(made)
     assert told.count("python -m tools.") == len(made)
     assert ("left out" in told) is not bool(traces)
     assert (("slo", "scheduling-slo-trace.json") in made) is bool(traces)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        file for name, file in made if name != "routing"
+    assert {path.name for path in tmp_path.iterdir()} == {"scheduling.md"} | {
+        file for name, file in made if name in command.FIGURES
     }
+    count = len(made)
+    command.main(["--all", "--out", str(tmp_path), "--without", "processes,latency", *traces])
+    assert {name for name, _ in made[count:]}.isdisjoint({"processes"})
+    assert [what for name, what in made[count:] if name == "routing"] == ["speed"]

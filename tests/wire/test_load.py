@@ -8,6 +8,7 @@ from molink.wire.messages.codec import MAX_HEADER, control_codec
 from molink.wire.messages.load import (
     MAX_HEADS,
     MAX_OWNER,
+    MAX_QUEUES,
     MAX_REQUESTS,
     MAX_STAGES,
     HeadLoad,
@@ -39,6 +40,7 @@ def test_what_a_busy_pc_tells_fits_its_report() -> None:
     stage = StageLoad("p12", 3, 99, 99, 128, MUCH, MUCH, 250_000, MUCH, (MUCH, MUCH), (MUCH, MUCH))
     request = RequestNow("0123456789abcdef", "prefill", 131_072, 131_072, 131_072, 99_999, 9999)
     head = HeadLoad("p12", 128, 64, 99_999, 99_999, 16, (request,) * MAX_REQUESTS, 100)
+    head = msgspec.structs.replace(head, queues=(9999,) * MAX_QUEUES)
     full = report(Load((stage,) * 2, (head,) * 2))
     (header,) = control_codec().encode(full)
     assert len(header) < MAX_HEADER - 1000
@@ -52,6 +54,7 @@ def test_what_a_busy_pc_tells_fits_its_report() -> None:
         Load((), (HeadLoad("p1"),) * (MAX_HEADS + 1)),
         Load((), (HeadLoad("p1", requests=(RequestNow("o", "decode", 1),) * (MAX_REQUESTS + 1)),)),
         Load((), (HeadLoad("p1", requests=(RequestNow("o" * (MAX_OWNER + 1), "decode", 1),)),)),
+        Load((), (HeadLoad("p1", queues=(0,) * (MAX_QUEUES + 1)),)),
         Load((StageLoad("p1", 0, 101),)),
         Load((StageLoad("p1", 0, rate=-1),)),
         Load((StageLoad("p1", 0, latency_us=2**60),)),

@@ -6,7 +6,9 @@
     python -m tools.scheduling slo --kinds trace --trace FILE   # sizes of a trace (Azure's CSV)
     python -m tools.scheduling ratios             # prompts of one to sixteen times the answer
     python -m tools.scheduling preemption         # what becomes of KV that gives way
+    python -m tools.scheduling default            # where is skip-join MLFQ worse than fcfs?
     python -m tools.scheduling processes          # the same order of policies in real processes?
+    python -m tools.scheduling report             # docs/results/scheduling.md, of all of these
 
 Each writes ``docs/results/scheduling-NAME.json``, or to ``--out``. Requests arrive as a
 Poisson process. Their sizes are log-normal: the means are those that the vLLM paper (2023, §6.1)

@@ -9,8 +9,10 @@ from typing import Any
 
 from tools import routing
 from tools.scheduling import order
+from tools.scheduling.default import default
 from tools.scheduling.preemption import preemption
 from tools.scheduling.processes import processes
+from tools.scheduling.report import render
 from tools.scheduling.requests import SIZES
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -20,6 +22,7 @@ FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "slo": order.slo,
     "ratios": order.ratios,
     "preemption": preemption,
+    "default": default,
     "processes": processes,
 }
 _POLICIES = ("fcfs", "mlfq", "fixed-priority", "skip-join-mlfq", "srpt")
@@ -28,10 +31,30 @@ _FASTSERVE = {"device": "a100-40gb", "model": "opt-13b"}
 #: What differs from :func:`_parser`'s common defaults, by figure.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "preemption": _FASTSERVE | {"ratios": [0.0], "seconds": 60.0},
+    "default": {"loads": [0.05, 0.5, 0.9, 1.5, 3.0]},
     "processes": {"policies": ["fcfs", "mlfq", "fixed-priority", "skip-join-mlfq"]},
 }
 _SLO = ("slo", "--policies", "fcfs,skip-join-mlfq", "--kinds")
 _AT_HOME = ("--device", "rtx4090", "--model", "qwen-7b", "--ratios", "0.5,1,4,16")
+_CACHED_SHARE = ("--routers", "e2", "--policies", "cached-share")
+_E2_AND_ORACLE = ("--routers", "e2,oracle")
+#: Arguments of :mod:`tools.routing`, each for some rows of the same file.
+_ROUTING: tuple[tuple[str, ...], ...] = (
+    ("latency", "--workloads", "tools"),
+    ("latency", "--workloads", "tools", "--rate", "3", "--routers", "e2"),
+    ("latency", "--workloads", "tools", "--rate", "12", "--routers", "e2,oracle,round-robin"),
+    ("latency", "--workloads", "tools", "--rate", "18", "--routers", "e2,round-robin"),
+    ("latency", "--workloads", "tools", "--requests", "6000", "--seeds", "1,2", *_E2_AND_ORACLE),
+    ("latency", "--workloads", "tools", *_CACHED_SHARE),
+    ("latency", "--workloads", "tools", "--rate", "18", *_CACHED_SHARE),
+    ("speed",),
+)
+#: Those that need Mooncake's trace.
+_OF_CONVERSATIONS: tuple[tuple[str, ...], ...] = (
+    ("latency", "--workloads", "alone", "--routers", "e2,least-loaded"),
+    ("latency", "--workloads", "conversation"),
+    ("latency", "--workloads", "conversation", *_CACHED_SHARE),
+)
 
 
 def commands(azure: Path | None, mooncake: Path | None, out: Path) -> list[tuple[str, ...]]:
@@ -41,13 +64,14 @@ def commands(azure: Path | None, mooncake: Path | None, out: Path) -> list[tuple
         return "--out", str(out / f"{name}.json")
 
     here = "tools.scheduling"
+    conversations = ("--conversations", str(mooncake)) if mooncake is not None else ()
+    trace = ("--trace", str(azure)) if azure is not None else ()
     found: list[tuple[str, ...]] = [
         (here, "short-behind-long", *file("scheduling-short-behind-long")),
         *((here, *_SLO, kind, *file(f"scheduling-slo-{kind}")) for kind in SIZES),
     ]
-    if azure is not None:
-        trace = ("trace", "--trace", str(azure))
-        found.append((here, *_SLO, *trace, *file("scheduling-slo-trace")))
+    if trace:
+        found.append((here, *_SLO, "trace", *trace, *file("scheduling-slo-trace")))
     found += [
         (here, "ratios", "--seconds", "20", *file("scheduling-ratios")),
         (here, "preemption", *file("scheduling-preemption")),
@@ -55,25 +79,29 @@ def commands(azure: Path | None, mooncake: Path | None, out: Path) -> list[tuple
             *(here, "preemption", *_AT_HOME, "--loads", "3", "--seconds", "12"),
             *file("scheduling-preemption-rtx4090"),
         ),
+        (here, "default", *trace, *conversations, *file("scheduling-default")),
         (here, "processes", *file("scheduling-processes")),
     ]
+    found += [("tools.routing", *arguments, *file("routing")) for arguments in _ROUTING]
     if mooncake is not None:
-        found.append(("tools.routing", "--all", "--trace", str(mooncake), *file("routing")))
-    else:
-        found.append(("tools.routing", "latency", "--workloads", "tools", *file("routing")))
-        found.append(("tools.routing", "speed", *file("routing")))
-    return found
+        found += [
+            ("tools.routing", *arguments, "--trace", str(mooncake), *file("routing"))
+            for arguments in _OF_CONVERSATIONS
+        ]
+    return [*found, (here, "report", "--out", str(out))]
 
 
 def _everything(options: argparse.Namespace) -> None:
     """One figure after the other, each under the command that makes it alone."""
     for name, path, what in (
-        ("--trace", options.trace, "slo --kinds trace (Azure's conversations, CSV)"),
-        ("--conversations", options.conversations, "routing of conversations (Mooncake's, JSONL)"),
+        ("--trace", options.trace, "what needs Azure's conversations (CSV)"),
+        ("--conversations", options.conversations, "what needs Mooncake's conversations (JSONL)"),
     ):
         if path is None:
             print(f"left out for want of {name} FILE: {what}", flush=True)
     for module, *arguments in commands(options.trace, options.conversations, options.out):
+        if arguments[0] in options.without:
+            continue
         print(f"\npython -m {module} {' '.join(arguments)}", flush=True)
         (routing.main if module == "tools.routing" else main)(arguments)
 
@@ -96,6 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", type=Path, help="Azure's conversation trace, for --all")
     parser.add_argument("--conversations", type=Path, help="Mooncake's, for --all")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder, for --all")
+    quiet = "figures that --all leaves out, such as processes, which need a quiet machine"
+    parser.add_argument("--without", type=_words, default=[], help=quiet)
     figures = parser.add_subparsers()
     for name, figure in FIGURES.items():
         sub = figures.add_parser(name, help=(figure.__doc__ or "").splitlines()[0])
@@ -109,7 +139,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--device", default="rtx4090")
         sub.add_argument("--model", default="qwen-7b")
         sub.add_argument("--kinds", type=_words, default=list(SIZES))
-        sub.add_argument("--trace", type=Path)
+        sub.add_argument("--trace", type=Path, help="Azure's conversations, CSV")
+        sub.add_argument("--conversations", type=Path, help="Mooncake's, JSONL")
         sub.add_argument("--load", type=float, default=1.5, help="by what could be served")
         sub.add_argument("--loads", type=_numbers, default=[1.2, 3.0])
         sub.add_argument("--ratios", type=_numbers, default=[1, 2, 4, 8, 16])
@@ -118,6 +149,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(
             figure=figure, figure_name=name, **{"seeds": [1, 2, 3]} | _DEFAULTS.get(name, {})
         )
+    report = figures.add_parser("report", help="scheduling.md of all of these files")
+    report.add_argument("--out", type=Path, default=RESULTS, help="folder")
+    report.set_defaults(figure_name="report")
     return parser
 
 
@@ -127,8 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.all:
         return _everything(options)
-    if not hasattr(options, "figure"):
+    if not hasattr(options, "figure_name"):
         parser.error("name a figure, or --all")
+    if options.figure_name == "report":
+        text = render(options.out)
+        (options.out / "scheduling.md").write_text(text, encoding="utf-8")
+        return None
     began = time.process_time()
     result = options.figure(options)
     for row in (*result["rows"], *result.get("against", ())):

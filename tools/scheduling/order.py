@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 from molink.bench.planned import PlannedRequest
@@ -110,13 +111,13 @@ def highest(value: Callable[[int], float], bound: float, first: int = 0) -> floa
 def ratios(options: argparse.Namespace) -> dict[str, Any]:
     """Latency per token where prompts are longer and longer compared with answers."""
     rows = []
-    for ratio in options.ratios:
+    for ratio, seed in product(options.ratios, options.seeds):
         rate = options.load * capacity_of(ring(options), *means_of("sharegpt", ratio))
-        plan = poisson(sizes_of("sharegpt", ratio), rate, options.seconds, options.seed)
+        plan = poisson(sizes_of("sharegpt", ratio), rate, options.seconds, seed)
         for policy in options.policies:
             found = told(run(ring(options, policy), plan), policy, rate)
             rows.append(
-                {"ratio": ratio, "rate": rate, "policy": policy}
+                {"ratio": ratio, "rate": rate, "seed": seed, "policy": policy}
                 | {"mean_s": found.mean, "p95_s": found.p95, "preemptions": found.preemptions}
             )
     return {"ring": ring_name(options), "load": options.load, "seconds": options.seconds} | {

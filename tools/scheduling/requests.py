@@ -47,12 +47,12 @@ def sizes_of(kind: str, ratio: float | None = None) -> Draw:
     return draw
 
 
-def sizes_in(path: Path) -> Draw:
+def sizes_in(path: Path, max_prompt: int = MAX_PROMPT, max_output: int = MAX_OUTPUT) -> Draw:
     """Draws sizes of a trace."""
     rows = [
         row
         for row in read_trace(path)
-        if row.input_tokens <= MAX_PROMPT and row.output_tokens <= MAX_OUTPUT
+        if row.input_tokens <= max_prompt and row.output_tokens <= max_output
     ]
     return lambda rng: rng.choice(rows)
 

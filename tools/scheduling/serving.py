@@ -40,6 +40,9 @@ class Run:
     #: Shares of all requests' latency: until the first token, and given way to others after it.
     till_first: float
     paused: float
+    #: The longest pause between two tokens of a request: 95th percentile of requests, and of all.
+    gap_p95: float
+    gap_max: float
     #: Rows of prompts and of what was lost, by the tokens of the prompts.
     rows: float
 
@@ -62,7 +65,8 @@ def run(scenario: Scenario, plan: Plan) -> Run:
     tokens = sorted(sample.latency / sample.output_tokens for sample in samples)
     ttft = sorted(sample.ttft for sample in samples)
     latency = sum(sample.latency for sample in samples)
-    gaps = (later - sooner for sample in samples for sooner, later in pairwise(sample.texts))
+    gaps = [[b - a for a, b in pairwise(sample.texts)] for sample in samples]
+    longest = sorted(max(each, default=0.0) for each in gaps)
     return Run(
         sum(tokens) / len(tokens),
         percentile(tokens, 95),
@@ -75,7 +79,9 @@ def run(scenario: Scenario, plan: Plan) -> Run:
         max(pipeline.computed_s),
         len(plan),
         sum(ttft) / latency,
-        sum(gap for gap in gaps if gap > _PAUSE_S) / latency,
+        sum(gap for each in gaps for gap in each if gap > _PAUSE_S) / latency,
+        percentile(longest, 95),
+        longest[-1],
         pipeline.prefill_rows / sum(request.input_tokens for request in plan),
     )
 

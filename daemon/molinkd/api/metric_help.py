@@ -85,6 +85,7 @@ _HEAD = {
     "head_running": "Requests that hold KV blocks.",
     "head_waiting": "Requests in the queue.",
     "head_swapped": "Requests in the queue whose KV is in host memory.",
+    "head_swapped_turn_seconds": "Seconds until the first of these should come back (ENST).",
     "head_host_blocks": "KV blocks that every stage has room for in host memory.",
     "head_host_blocks_used": "KV blocks that are there.",
     "head_clients": "Clients (API keys, of all PCs) that have requests here.",

@@ -74,9 +74,9 @@ class SchedulingPolicy(Protocol):
         """The job is finished, cancelled, failed or refused after all: forget it."""
         return
 
-    def gauges(self) -> Mapping[str, float]:
-        """What people are shown of it, by name."""
-        return {}
+    def queues(self) -> Sequence[int]:
+        """How many jobs are in each of its queues, the best first; for people."""
+        return ()
 
     # --- questions ------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """A multi-level feedback queue that knows nothing of prompts: FastServe's strawman (§4.1)."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from molink.facts.ringtimes import RingTimes
@@ -137,10 +137,10 @@ class Mlfq(Ranked):
         """Its place is free."""
         del self._places[job]
 
-    def gauges(self) -> Mapping[str, float]:
+    def queues(self) -> Sequence[int]:
         """How many jobs are in each queue."""
         levels = Counter(place.level for place in self._places.values())
-        return {f"head_queue_{level + 1}": levels[level] for level in range(LEVELS)}
+        return [levels[level] for level in range(LEVELS)]
 
     # --- questions -------------------------------------------------------------------------------
 

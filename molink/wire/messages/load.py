@@ -15,6 +15,7 @@ from molink.wire.messages.base import LeanMessage
 MAX_STAGES = 8
 MAX_HEADS = 2
 MAX_REQUESTS = 12
+MAX_QUEUES = 16
 
 Percent = Annotated[int, msgspec.Meta(ge=0, le=100)]
 #: Characters of a peer's id.
@@ -67,7 +68,8 @@ class HeadLoad(LeanMessage, frozen=True):
     """What a pipeline's head does: its KV blocks, and its requests, the oldest of them by name.
 
     Of those ``waiting``, ``swapped`` have their KV in host memory, which has room for
-    ``host_blocks``. Its prefix cache had ``cached`` percent of the prompts' tokens so far.
+    ``host_blocks``. Its prefix cache had ``cached`` percent of the prompts' tokens so far. If its
+    policy has ``queues``, so many requests are in each; those after the last one are empty.
     """
 
     pipeline: Text
@@ -81,6 +83,7 @@ class HeadLoad(LeanMessage, frozen=True):
     host_blocks: Index = 0
     host_used: Index = 0
     cached: Percent = 0
+    queues: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_QUEUES)] = ()
 
 
 class Load(LeanMessage, frozen=True):

@@ -56,7 +56,8 @@ Ring
   wait+sent  bytes of a lane that wait, and that are on the way
 
 KV is how many blocks of it are used, of all; K how many micro-
-batches are in flight. Prompt and answer are in tokens, and
+batches are in flight; queues how many requests are in each queue
+of a policy that has some. Prompt and answer are in tokens, and
 tokens/s is since the first one."""
 
 

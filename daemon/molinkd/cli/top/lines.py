@@ -76,6 +76,8 @@ def _sums(view: View) -> str:
         if ring.blocks:
             cached = f"  cached {ring.cached} %" if ring.cached else ""
             parts.append(f"KV {ring.used_blocks}/{ring.blocks}  K {ring.micro_batches}{cached}")
+        if ring.queues:
+            parts.append(f"queues {' '.join(map(str, ring.queues))}")
         if ring.host_blocks:
             parts.append(f"swapped {ring.swapped}, {ring.used_host_blocks}/{ring.host_blocks}")
     return "   ".join(parts)

@@ -82,6 +82,7 @@ class RingView:
     host_blocks: int = 0
     used_host_blocks: int = 0
     swapped: int = 0
+    queues: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +234,7 @@ def _ring(
         host_blocks=head.host_blocks,
         used_host_blocks=head.host_used,
         swapped=head.swapped,
+        queues=head.queues,
     )
 
 

@@ -147,6 +147,15 @@ def test_figures_of_usual_sizes_are_shown_whole() -> None:
     assert sum("69.3 MB/12.6 GB" in line and line.endswith(" 2.1 ms") for line in lines) == 2
 
 
+def test_what_a_head_has_beside_its_blocks_is_shown_where_there_is_any() -> None:
+    status = swarms.ring(["alice", "bob"])
+    plain = frame(view_of(status), 120)[1].plain
+    assert "queues" not in plain
+    assert "swapped" not in plain
+    status["pipelines"][0]["head"] |= {"queues": [2, 0, 1], "swapped": 1, "host_blocks": 40}
+    assert "queues 2 0 1   swapped 1, 0/40" in frame(view_of(status), 120)[1].plain
+
+
 def test_hostile_texts_are_shown_as_they_are() -> None:
     view = view_of(swarms.hostile())
     text = "\n".join(line.plain for line in frame(view, 300))

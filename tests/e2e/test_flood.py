@@ -1,0 +1,148 @@
+"""Real processes with little memory: one client floods them, hangs up on half, another is served.
+
+Prompts of the flood are all the same and long. Host memory is too small for those that give way.
+"""
+
+import asyncio
+import json
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+
+import httpx
+import psutil
+import pytest
+
+from molink.checkpoint.source import demo_model
+from tests.support.processes import Process, Tools
+
+#: Each PC's KV pool has blocks for 2100 to 4000 tokens.
+OPTIONS = (
+    *("--coordinator-port", "0", "--memory", "48MB", "--swap-space", "2MB"),
+    *("--preemption-mode", "proactive-swap", "--scheduling-policy", "skip-join-mlfq"),
+)
+KEYS = {"greedy": "key-of-the-greedy-one", "quiet": "key-of-the-quiet-one"}
+SETTINGS = {
+    "MOLINK_API_KEYS": ",".join(f"{name}={key}" for name, key in KEYS.items()),
+    "MOLINK_MAX_WAITING": "32",
+}
+FLOOD, AT_ONCE, QUESTIONS = 3000, 100, 4
+MODEL = "flooded"
+LONG = "once upon a time " * 60
+
+
+@pytest.fixture
+def first(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> Iterator[Process]:
+    root = tmp_path_factory.mktemp("flood")
+    options = tools.local_options(*OPTIONS)
+    folder = root / MODEL
+    shutil.copytree(demo_model().path, folder)
+    up = ["up", "--model", str(folder), "--dtype", "f32", "--min-peers", "2"]
+    with ExitStack() as running:
+        first = Process(root / "first", [*up, *options], variables=SETTINGS)
+        running.callback(first.stop)
+        tools.wait_for(lambda: first.home.membership.exists(), first)
+        token = tools.run_molink(root / "first", "invite").stdout.strip()
+        second = Process(root / "second", ["join", token, *options], variables=SETTINGS)
+        running.callback(second.stop)
+        first.wait_ready()
+        yield first
+
+
+class Flood:
+    """Sends the same long prompt, :data:`AT_ONCE` at a time, and hangs up on every second one."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._random = random.Random(1)
+        self.sent = self.answered = self.refused = self.left = 0
+
+    async def run(self) -> None:
+        await asyncio.gather(*(self._one_after_the_other() for _ in range(AT_ONCE)))
+
+    async def _one_after_the_other(self) -> None:
+        while self.sent < FLOOD:
+            self.sent += 1
+            patience = self._random.uniform(0.0, 0.5) if self.sent % 2 else None
+            try:
+                async with asyncio.timeout(patience):
+                    status, _ = await ask(self._port, "greedy", LONG, 16)
+            except TimeoutError:
+                self.left += 1
+                continue
+            assert status in (200, 429), status
+            self.answered += status == 200
+            self.refused += status == 429
+
+
+async def ask(port: int, who: str, prompt: str, tokens: int) -> tuple[int, str]:
+    """Status and text, by a connection of its own that is closed whatever happens."""
+    body = json.dumps(
+        {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": tokens}
+        | {"ignore_eos": True}
+    )
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
+        f"Authorization: Bearer {KEYS[who]}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write((head + body).encode())
+        answer = await reader.read(-1)
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+    status, text = int(answer.split(b" ", 2)[1]), answer.partition(b"\r\n\r\n")[2]
+    return status, json.loads(text)["choices"][0]["text"] if status == 200 else ""
+
+
+async def quiet(port: int) -> Sequence[tuple[int, str]]:
+    """Answers to one question after the other."""
+    return [await ask(port, "quiet", f"{number} is", 24) for number in range(QUESTIONS)]
+
+
+async def attacked(port: int) -> tuple[Flood, int]:
+    """The flood, and how many rounds of the quiet one were answered as before meanwhile."""
+    expected = await quiet(port)
+    assert {status for status, _ in expected} == {200}
+    flood, rounds = Flood(port), 0
+    running = asyncio.create_task(flood.run())
+    while not running.done():
+        assert await quiet(port) == expected
+        rounds += 1
+    await running
+    return flood, rounds
+
+
+def figures(endpoint: str) -> dict[str, float]:
+    headers = {"Authorization": f"Bearer {KEYS['quiet']}"}
+    text = httpx.get(f"{endpoint}/metrics", headers=headers, timeout=10).text
+    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {name.partition("{")[0]: float(value) for name, _, value in lines}
+
+
+@pytest.mark.slow  # without processes: tests/head/test_flood.py, tests/head/test_starvation.py
+@pytest.mark.timeout(500)
+def test_a_flood_delays_others_and_leaves_nothing(first: Process, tools: type[Tools]) -> None:
+    status = first.status()
+    head = status["pipelines"][0]["stages"][0]["peer"]
+    (endpoint,) = [peer["endpoint"] for peer in status["peers"] if peer["id"] == head]
+    before = {each.pid: each.num_threads() for each in first.family()}
+    flood, rounds = asyncio.run(attacked(int(endpoint.rpartition(":")[2])))
+    assert flood.sent >= FLOOD
+    assert min(flood.answered, flood.left, flood.refused) > 0
+    assert rounds > 0
+
+    def nothing_left() -> bool:
+        now = figures(endpoint)
+        names = ("blocks_used", "host_blocks_used", "waiting", "running", "clients", "swapped")
+        return not any(now[f"molink_head_{name}"] for name in names)
+
+    tools.wait_for(nothing_left, first)
+    assert figures(endpoint)["molink_head_swap_fallbacks_total"] > 0
+    for pid, threads in before.items():
+        with suppress(psutil.NoSuchProcess):
+            assert psutil.Process(pid).num_threads() <= threads + 8

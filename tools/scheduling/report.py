@@ -1,0 +1,219 @@
+"""``docs/results/scheduling.md``: figures of scheduling and routing beside the papers'."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tools.scheduling.default import COMPARED
+
+Json = dict[str, Any]
+_OURS = "skip-join-mlfq"
+
+_HEAD = """\
+# FastServe's and Preble's figures, and ours
+
+Made by `python -m tools.scheduling report` of `scheduling-*.json` and `routing.json` beside this
+file; the command of each is named with it, and `python -m tools.scheduling --all --trace FILE
+--conversations FILE` runs all of them (Azure's and Mooncake's traces). All but the section on real
+processes is simulated: the product's heads and routers in virtual time
+([settings and reasons](../performance.md#whose-turn-it-is)).
+
+The papers' engines, models and workloads are others, so that only ratios can be compared. An *aim*
+is what we set ourselves. A *bound* is what an oracle reaches in the same place: a policy that knows
+how long answers will be (`srpt`), swaps that take no time with host memory without an end
+(`nothing-lost`), a router that knows all requests beforehand (`oracle`).
+"""
+#: FastServe, §6.2 to §6.4 (skip-join beside its own fcfs, and other policies; swaps).
+_SLO = "FastServe by its own fcfs: 1.6 to 4 times in the mean (aim 2), 1.5 to 2.8 by p95 (aim 1.5)"
+_RATIOS = """\
+FastServe's skip-join MLFQ is up to 8.9 times as good as fcfs, 1.87 as naive MLFQ and 13.9 as fixed
+priorities. Aim: never worse than the better of the latter two; the last column is how many times
+as long that one takes as ours, seed by seed."""
+_SWAPS = """\
+How many times as long other modes take as `proactive-swap`: mean of the seeds (least to most).
+FastServe: computing anew 2.7 (aim 2), reactive swaps 1.7 (aim 1.4); steps wait for swaps less than
+5 % of latency (aim 5 %). Bound: as many times as long as `nothing-lost`."""
+_DEFAULT = """\
+How many times as long skip-join MLFQ takes as `fcfs`, the default: mean of the seeds (least to
+most); below 1 it is better. *Gap* is the longest pause between two tokens of a request."""
+#: Preble, §5.
+_E2 = """\
+How many times as long others take as E2: mean of the seeds (least to most). Preble by round-robin:
+1.5 to 14.5 in the mean (aim 1.5), 2 to 10 at p99 (aim 2). Aims beside `oracle`: 1, and beside
+`least-loaded` where nothing is shared (`alone`): 0.98."""
+
+
+def render(folder: Path) -> str:
+    """The whole document, of those files that ``folder`` has."""
+    parts = [_HEAD.strip()]
+    for name, section in _SECTIONS.items():
+        path = folder / f"{name}.json"
+        if path.exists():
+            parts += section(json.loads(path.read_text(encoding="utf-8")))
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _command(text: str) -> str:
+    return f"`python -m tools.{text}`"
+
+
+def _spread(mean: float, least: float, most: float) -> str:
+    return f"{mean:.2f} ({least:.2f} to {most:.2f})"
+
+
+def _short_behind_long(found: Json) -> Iterator[str]:
+    yield "## A short prompt behind a long one"
+    yield (
+        f"{_command('scheduling short-behind-long')}: {found['ring']}; 64 tokens come 2 s after"
+        " 4096.\nAim: a first token within 1.5 s, and the long one takes at most 1.10 times as long"
+        " as alone."
+    )
+    rows = [
+        (f"`{row['policy']}`", f"{row['short_ttft_s']:.2f}", f"{row['long_by_alone']:.3f}")
+        for row in found["rows"]
+    ]
+    yield _table(("policy", "first token of the short one, s", "the long one, by alone"), rows)
+
+
+def _slo(kind: str, found: Json) -> Iterator[str]:
+    rows = {row["policy"]: row for row in found["rows"]}
+    fcfs = rows["fcfs"]
+    more = " --trace FILE" if kind == "trace" else ""
+    yield f"## How much load within {found['slo_s']:g} s a token: {kind}"
+    command = _command(f"scheduling slo --kinds {kind} --policies {','.join(rows)}{more}")
+    yield (
+        f"{command}:\n{found['ring']}, {fcfs['seconds']:g} s of arrivals.\n{_SLO};"
+        " at low load at least 0.95."
+    )
+    head = ("policy", "requests/s by mean", "by fcfs", "by p95", "by fcfs", "low load: fcfs by it")
+    cells = [
+        (
+            f"`{policy}`",
+            f"{row['rate_mean']:.2f}",
+            f"{row['rate_mean'] / fcfs['rate_mean']:.2f}",
+            f"{row['rate_p95']:.2f}",
+            f"{row['rate_p95'] / fcfs['rate_p95']:.2f}",
+            f"{fcfs['low_mean_s'] / row['low_mean_s']:.3f}",
+        )
+        for policy, row in rows.items()
+    ]
+    yield _table(head, cells)
+
+
+def _ratios(found: Json) -> Iterator[str]:
+    yield "## Prompts of one to sixteen times the answer"
+    seeds = len({row.get("seed", 1) for row in found["rows"]})
+    yield (
+        f"{_command('scheduling ratios --seconds 20')}: {found['ring']}, {found['load']:g} times"
+        f" what it can serve; seconds a token in the mean (p95), seeds: {seeds}.\n{_RATIOS}"
+    )
+    policies = list(dict.fromkeys(row["policy"] for row in found["rows"]))
+    rows: list[Sequence[str]] = []
+    for ratio in dict.fromkeys(row["ratio"] for row in found["rows"]):
+        here = [row for row in found["rows"] if row["ratio"] == ratio]
+        mean, p95 = (
+            {name: [row[which] for row in here if row["policy"] == name] for name in policies}
+            for which in ("mean_s", "p95_s")
+        )
+        cells = [f"{fmean(mean[name]):.3f} ({fmean(p95[name]):.2f})" for name in policies]
+        strawmen = zip(mean["mlfq"], mean["fixed-priority"], strict=True)
+        each = [min(pair) / ours for pair, ours in zip(strawmen, mean[_OURS], strict=True)]
+        rows.append((f"{ratio:g}", *cells, _spread(fmean(each), min(each), max(each))))
+    yield _table(("prompt by answer", *(f"`{name}`" for name in policies), "by ours"), rows)
+
+
+def _preemption(more: str, found: Json) -> Iterator[str]:
+    yield f"## KV of who gives way: {found['ring']}"
+    command = _command(f"scheduling preemption{more}")
+    yield f"{command}: {found['seconds']:g} s of arrivals.\n{_SWAPS}"
+    waited: dict[tuple[float, float], float] = {}
+    for row in found["rows"]:
+        cell = row["ratio"], row["load"]
+        if row["side"] == "proactive-swap":
+            waited[cell] = max(row["waited"], waited.get(cell, 0.0))
+    times = {(row["ratio"], row["load"], row["slow"], row["fast"]): row for row in found["against"]}
+    rows = []
+    for (ratio, load), share in waited.items():
+        pairs = [
+            times[ratio, load, slow, fast]
+            for slow in ("recompute", "reactive-swap")
+            for fast in ("proactive-swap", "nothing-lost")
+        ]
+        cells = [_spread(row["times"], row["least"], row["most"]) for row in pairs]
+        name = f"{ratio:g}" if ratio else "ShareGPT's"
+        rows.append((name, f"{load:g}", *cells, f"{100 * share:.1f} %"))
+    head = ("prompt by answer", "load", "`recompute`", "bound", "`reactive-swap`", "bound")
+    yield _table((*head, "waits, at most"), rows)
+
+
+def _default(found: Json) -> Iterator[str]:
+    yield "## Skip-join MLFQ in place of the default"
+    command = _command("scheduling default --trace FILE --conversations FILE")
+    yield f"{command}.\n{_DEFAULT}"
+    rows = [
+        (row["setting"], f"{row['rate']:.2f}", *(_spread(*row[name]) for name in COMPARED))
+        for row in found["against"]
+    ]
+    head = ("sizes", "requests/s", "a token: mean", "p95", "first token", "gap: p95", "worst")
+    yield _table(head, rows)
+
+
+def _processes(found: Json) -> Iterator[str]:
+    yield "## Real processes"
+    yield (
+        f"{_command('scheduling processes')}: two stages of the bundled model, {found['requests']}"
+        " requests;\nseconds a token in the mean, beside the same ring simulated (of a faster PC)."
+        " Aim: the same order."
+    )
+    ordered = sorted(found["rows"], key=lambda row: float(row["real_s"]))
+    rows = [
+        (f"`{row['policy']}`", f"{row['real_s']:.4f}", f"{row['simulated_s']:.4f}")
+        for row in ordered
+    ]
+    yield _table(("policy", "processes", "simulated"), rows)
+
+
+def _routing(found: Json) -> Iterator[str]:
+    yield "## Prompts that begin alike"
+    yield f"The rows of `tools.routing` that `--all` names: {found['pipelines']}.\n{_E2}"
+    rows = [
+        (
+            row["workload"] + (f", {row['requests']} requests" if row.get("requests") else ""),
+            f"{row['rate']:g}",
+            str(row["seeds"]),
+            ", ".join(f"`{row[name]}`" for name in ("router", "policy") if row[name] != "fcfs"),
+            _spread(*row["latency_mean_s"]),
+            _spread(*row["latency_p99_s"]),
+        )
+        for row in found["by_e2"]
+    ]
+    yield _table(("requests", "per s", "seeds", "router", "mean", "p99"), rows)
+    if speed := found["speed"]:
+        yield (
+            f"Decisions a second of CPU time: {speed['decisions_per_s']:.0f} (aim 2000; Preble's"
+            f" global scheduler: 245 to 2931), with\n{speed['tree_tokens']:.0f} tokens in the tree,"
+            f" which takes {speed['tree_mb']:.1f} MB."
+        )
+
+
+_RTX4090 = " --device rtx4090 --model qwen-7b --ratios 0.5,1,4,16 --loads 3 --seconds 12"
+_SECTIONS: dict[str, Callable[[Json], Iterator[str]]] = {
+    "scheduling-short-behind-long": _short_behind_long,
+    "scheduling-slo-sharegpt": partial(_slo, "sharegpt"),
+    "scheduling-slo-alpaca": partial(_slo, "alpaca"),
+    "scheduling-slo-trace": partial(_slo, "trace"),
+    "scheduling-ratios": _ratios,
+    "scheduling-preemption": partial(_preemption, ""),
+    "scheduling-preemption-rtx4090": partial(_preemption, _RTX4090),
+    "scheduling-default": _default,
+    "scheduling-processes": _processes,
+    "routing": _routing,
+}
