@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from molink.errors import UsageError
+from molink.errors import BrokenModel, UsageError
 from molink.wire.messages.control import Done
 from molink.wire.messages.requests import Invite, InviteRequest, ServeModel
 from molinkd.peer import founder as founder_module
@@ -89,6 +89,22 @@ async def test_what_of_a_model_cannot_be_had_is_said(model: Path, tmp_path: Path
     assert made.facts is not None
     assert made.facts.context == 64
     assert any("the context is 64 tokens" in getattr(event, "text", "") for event in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("tokenizer.json", {"version": "1.0"}),
+        ("tokenizer_config.json", {"chat_template": "{% if %}"}),
+    ],
+)
+async def test_a_tokenizer_that_is_none_is_refused_before_anything_starts(
+    model: Path, tmp_path: Path, name: str, fields: dict[str, str]
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "m")
+    (folder / name).write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(BrokenModel, match=name.partition(".")[0]):
+        await founder(tmp_path, folder).find_model()
 
 
 async def test_without_bitsandbytes_nothing_is_started(
