@@ -95,6 +95,13 @@ def _base(about: _About) -> dict[str, Any]:
     hidden = about.integer("embedding_length")
     heads = about.uniform("attention.head_count", layers)
     head_dim = about.integer("attention.key_length", max(1, hidden // heads))
+    rotary = about.integer("rope.dimension_count", head_dim)
+    if rotary > head_dim or (hidden % heads and not about.has("attention.key_length")):
+        raise BrokenModel(
+            f"{about.metadata.where}: {about.key('embedding_length')} {hidden} and "
+            f"{about.key('rope.dimension_count')} {rotary} contradict "
+            f"{about.key('attention.head_count')} {heads}"
+        )
     if about.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(
             f"{about.metadata.where}: {about.key('attention.value_length')} is not the length of "
@@ -114,7 +121,7 @@ def _base(about: _About) -> dict[str, Any]:
         "max_position_embeddings": context,
         "tie_word_embeddings": "output.weight" not in about.file.tensors,
         "torch_dtype": _dtype(about.file.tensors),
-        "partial_rotary_factor": about.integer("rope.dimension_count", head_dim) / head_dim,
+        "partial_rotary_factor": rotary / head_dim,
         **_rope(about, context),
     }
 

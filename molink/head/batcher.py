@@ -270,8 +270,10 @@ class Batcher:
         if not paired and not self.micro_batches.may_unpair:
             return 0
         before = jobs[0].issued if admitted else 0
-        queued = left + self._roster.waiting_tokens if admitted else self._roster.waiting_tokens
-        rows = self._chunk.rows(streams, left, before, context, queued)
+        queued, prompts = self._roster.waiting_tokens, self._roster.waiting
+        if admitted:
+            queued, prompts = queued + left, prompts + len(jobs)
+        rows = self._chunk.rows(streams, left, before, context, queued, prompts)
         if not self._limits.chunk_tokens:
             rows = min(rows, self.micro_batches.rows_ahead or rows)
         if paired:

@@ -14,7 +14,8 @@ profiles, so its size is not a constant here but follows from what it does to th
 - While nobody decodes, a chunk is as small as is nearly as efficient as any: small chunks fill a
   ring of several stages sooner, and let newcomers in sooner.
 - Where prompts have queued up for longer than :data:`QUEUED_S`, stages are what is scarce: then no
-  chunk is so small that the slowest of them computes much fewer rows a second than it could.
+  chunk is so small that the slowest of them computes much fewer rows a second than it could. Where
+  more prompts wait than streams decode, that counts from :data:`MORE_QUEUED_S` on.
 
 The paper's other rule, ``P:D = C / (B - 1)``, balances a chunk against the decodes that ride along;
 here they never wait for a prompt, so that nothing has to be balanced.
@@ -34,8 +35,9 @@ NEAR_BEST = 1.08
 #: Where nothing within the bound is to be had: how much dearer than the least a chunk may be.
 NEAR_MIN = 1.1
 #: Seconds that the slowest stage would compute the prompts that wait for, from which on they count
-#: as a queue, and how much dearer than the least a row may be then.
-QUEUED_S = 2.0
+#: as a queue, the latter where they are more than decode; and how much dearer than the least a row
+#: may be then.
+QUEUED_S, MORE_QUEUED_S = 2.0, 0.5
 NEAR_QUEUED = 1.05
 #: Rows of a chunk where no stage's times are known.
 UNKNOWN_ROWS = 512
@@ -97,13 +99,19 @@ class ChunkSize:
             self._remembered.clear()
 
     def rows(
-        self, decoding: int, left: int, before: int = 0, context: int = 0, queued: int = 0
+        self,
+        decoding: int,
+        left: int,
+        before: int = 0,
+        context: int = 0,
+        queued: int = 0,
+        prompts: int = 1,
     ) -> int:
         """Rows of the next chunk, at least 1.
 
         ``decoding`` streams are between two tokens, spread over the micro-batches, after
         ``context`` tokens each on average. ``left`` prompt rows are still to be computed, the first
-        of them after ``before`` tokens of its prompt; ``queued`` are those of all prompts.
+        of them after ``before`` tokens of its prompt; ``queued`` are those of all ``prompts``.
         """
         if self._fixed:
             return self._fixed
@@ -124,7 +132,8 @@ class ChunkSize:
                 else self._efficient(steps * self._step, before)
             )
         rows = self._remembered[key]
-        return max(rows, self._many - riding) if queued * self._row_s > QUEUED_S else rows
+        patience_s = MORE_QUEUED_S if 0 < decoding < prompts else QUEUED_S
+        return max(rows, self._many - riding) if queued * self._row_s > patience_s else rows
 
     # --- nobody decodes ------------------------------------------------------------------------
 

@@ -98,7 +98,14 @@ class Tokenizer:
             backend.encode("")  # fails if what is added to each prompt doesn't exist
             inner = model.text_config or _TextModel()
             size = model.vocab_size or inner.vocab_size or 0
-            return cls(backend, config, defaults, templates, size, longest)
+            made = cls(backend, config, defaults, templates, size, longest)
+        named = special.get("eos_token") or as_ids(defaults.eos_token_id)
+        if named and not any(0 <= one < made.vocab_size for one in made.eos_ids):
+            raise BrokenModel(
+                f"{folder}: what ends an answer (eos_token, eos_token_id: {str(named)[:80]}) is no "
+                "token that this model has; fetch its tokenizer and configs again"
+            )
+        return made
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of ``text``; with ``special`` as a prompt of its own (a BOS where the model has one).

@@ -146,6 +146,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ModelError], str]] = {
         "layer_norm_rms_epsilon",
     ),
     "rope": ({"llama.rope.scaling.type": "odd"}, UnsupportedModel, "scaling.type 'odd'"),
+    "too much rope": (
+        {"llama.rope.dimension_count": 32},
+        BrokenModel,
+        r"llama\.rope\.dimension_count 32 contradict",
+    ),
     "partial rope": ({"llama.rope.dimension_count": 8}, UnsupportedModel, "partial_rotary"),
     "tokenizer": ({"tokenizer.ggml.model": "t5"}, UnsupportedModel, "'t5' is not supported"),
     "words": ({"tokenizer.ggml.pre": "odd"}, UnsupportedModel, "pre 'odd' is not supported"),

@@ -178,6 +178,12 @@ def test_where_prompts_queue_rows_a_second_count() -> None:
     assert chunks.rows(1, left=400, queued=1200) < 15, "1.7 s"
     assert chunks.rows(1, left=400, queued=2000) == 31
     assert chunks.rows(0, left=400, queued=4000) == chunks.rows(0, left=400)
+    # Where more prompts wait than streams decode, sooner.
+    assert chunks.rows(3, left=400, queued=400, prompts=4) == 30
+    assert chunks.rows(3, left=400, queued=400, prompts=3) < 15
+    assert chunks.rows(3, left=300, queued=300, prompts=4) < 15, "0.4 s"
+    ring = ChunkSize(0, [GPU] * 4, 4)
+    assert ring.rows(0, left=512, queued=4000, prompts=8) == ring.rows(0, left=512)
     # With a setting, that.
     assert ChunkSize(8, [cpu], 2).rows(1, left=400, queued=4000) == 8
 

@@ -55,6 +55,23 @@ def test_eos_from_the_model_config_as_a_last_resort(folder: Path) -> None:
     assert tokenizer.vocab_size == 512
 
 
+@pytest.mark.parametrize(
+    ("file", "value"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<|gone|>"}),
+        ("special_tokens_map.json", {"eos_token": {"content": "<|gone|>"}}),
+        ("generation_config.json", {"eos_token_id": [9999]}),
+        ("config.json", {"eos_token_id": 512, "vocab_size": 512}),
+    ],
+)
+def test_an_end_that_is_no_token_is_refused(folder: Path, file: str, value: Any) -> None:
+    write(folder, file, value)
+    with pytest.raises(BrokenModel, match=r"what ends an answer .*(gone|9999|512).* is no token"):
+        Tokenizer.open(folder)
+    write(folder, "generation_config.json", {"eos_token_id": [9999, 7]})
+    assert 7 in Tokenizer.open(folder).eos_ids
+
+
 @pytest.mark.parametrize("add", [True, False, None])
 @pytest.mark.parametrize("processed", [True, False])
 def test_bos(

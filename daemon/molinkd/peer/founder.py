@@ -19,6 +19,7 @@ from molink.checkpoint.source import (
 )
 from molink.errors import BrokenModel, MolinkError, Unavailable, UsageError
 from molink.facts.model import ModelFacts
+from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.requests import Invite, InviteRequest, ServeModel
 from molink.wire.sockets.curve import KeyPair
@@ -99,6 +100,7 @@ class Founder:
             return
         source = await self._find(self.model)
         folder = await asyncio.to_thread(self._open, source)
+        await asyncio.to_thread(Tokenizer.open, source.path)
         check = check_files if self._settings.stage == "none" else check_quantize
         check(self._settings.quantize, folder.config)
         facts = folder.facts(source.name)

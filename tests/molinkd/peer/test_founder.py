@@ -105,6 +105,22 @@ async def test_a_model_of_the_cache_that_is_cut_off(
         await made.find_model()
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("tokenizer.json", {"version": "1.0"}),
+        ("tokenizer_config.json", {"chat_template": "{% if %}"}),
+    ],
+)
+async def test_a_tokenizer_that_is_none_is_refused_before_anything_starts(
+    model: Path, tmp_path: Path, name: str, fields: dict[str, str]
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "m")
+    (folder / name).write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(BrokenModel, match=name.partition(".")[0]):
+        await founder(tmp_path, folder).find_model()
+
+
 async def test_without_bitsandbytes_nothing_is_started(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

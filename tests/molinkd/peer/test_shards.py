@@ -48,6 +48,8 @@ CHUNK = 1024
 #: Shards of the model: its ends and four layers.
 SHARDS = [shard_name(number, 5) for number in range(5)]
 ENDS = SHARDS[0]
+#: Is one, if of a single word.
+TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
 
 
 @pytest.fixture
@@ -58,7 +60,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.setattr(fetch_plan, "RUN_CHUNKS", 2)
     monkeypatch.setattr(shard_draft, "_NOTE_EVERY", 2)
     monkeypatch.setattr(shard_fetch, "PAUSES_S", (0.0, 0.0))
-    model = write_shards(write_plain_model(tmp_path / "model"))
+    plain = write_plain_model(tmp_path / "model")
+    (plain / "tokenizer.json").write_text(TOKENIZER, encoding="utf-8")
+    model = write_shards(plain)
     with in_place(model, tmp_path / "cache", monkeypatch) as made:
         yield made
 
@@ -218,12 +222,12 @@ async def test_it_is_brought_again_without_the_hub(tmp_path: Path, hub: FakeHub)
     hub.status = 503
     assert await Pc(tmp_path / "a").bring() == facts
     (kept,) = (tmp_path / "a" / "models").iterdir()
-    (kept / "tokenizer.json").write_text("{ }", encoding="utf-8")
+    (kept / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(Unavailable):
         await Pc(tmp_path / "a").bring()
     hub.status = 0
     assert await Pc(tmp_path / "a").bring() == facts
-    assert (kept / "tokenizer.json").read_text(encoding="utf-8") == "{}"
+    assert (kept / "tokenizer.json").read_text(encoding="utf-8") == TOKENIZER
 
 
 async def test_two_that_bring_it_agree(tmp_path: Path, hub: FakeHub) -> None:
