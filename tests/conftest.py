@@ -58,6 +58,7 @@ SPREAD = ("tests/dst/test_seeds.py", "tests/dst/test_teeth.py")
 SHARING_DEMO = (
     "tests/e2e/test_demo.py",
     "tests/e2e/test_hostile_swarm.py",
+    "tests/e2e/test_official_clients.py",
     "tests/e2e/test_parity.py",
 )
 #: Workers that take files which start processes, if there are more than two.

@@ -8,6 +8,7 @@ import pytest
 
 from molinkd.cli import local_daemon
 from molinkd.peer.home import Home
+from tests.conftest import SHARING_DEMO
 from tests.support.processes import Process, Tools, wait_for
 
 HERE = Path(__file__).parent
@@ -33,6 +34,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sharing = config.stash[_SHARING] = {
         item.path for item in items if "demo" in getattr(item, "fixturenames", ())
     }
+    named = {config.rootpath / name for name in SHARING_DEMO}
+    assert sharing <= named, f"tests/conftest.py has to name {sharing - named} in SHARING_DEMO"
     first = next((n for n, item in enumerate(items) if item.path in sharing), 0)
     items[first:] = sorted(items[first:], key=lambda item: item.path not in sharing)
 
