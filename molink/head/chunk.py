@@ -15,7 +15,8 @@ profiles, so its size is not a constant here but follows from what it does to th
   ring of several stages sooner, and let newcomers in sooner.
 - Where prompts have queued up for longer than :data:`QUEUED_S`, stages are what is scarce: then no
   chunk is so small that the slowest of them computes much fewer rows a second than it could. Where
-  more prompts wait than streams decode, that counts from :data:`MORE_QUEUED_S` on.
+  more prompts wait than streams decode, that counts from :data:`MORE_QUEUED_S` on. A single prompt
+  is no queue, however long it is: streams would wait for it, and nobody else would gain.
 
 The paper's other rule, ``P:D = C / (B - 1)``, balances a chunk against the decodes that ride along;
 here they never wait for a prompt, so that nothing has to be balanced.
@@ -105,7 +106,7 @@ class ChunkSize:
         before: int = 0,
         context: int = 0,
         queued: int = 0,
-        prompts: int = 1,
+        prompts: int = 0,
     ) -> int:
         """Rows of the next chunk, at least 1.
 
@@ -133,7 +134,8 @@ class ChunkSize:
             )
         rows = self._remembered[key]
         patience_s = MORE_QUEUED_S if 0 < decoding < prompts else QUEUED_S
-        return max(rows, self._many - riding) if queued * self._row_s > patience_s else rows
+        is_queue = prompts > 1 and queued * self._row_s > patience_s
+        return max(rows, self._many - riding) if is_queue else rows
 
     # --- nobody decodes ------------------------------------------------------------------------
 

@@ -174,10 +174,11 @@ def test_where_prompts_queue_rows_a_second_count() -> None:
         prefill=((8, 0.012), (16, 0.0232), (32, 0.0456), (64, 0.0904), (512, 0.7176)),
     )
     chunks = ChunkSize(0, [cpu, cpu], 2)
-    assert chunks.rows(1, left=400, queued=400) < 15
-    assert chunks.rows(1, left=400, queued=1200) < 15, "1.7 s"
-    assert chunks.rows(1, left=400, queued=2000) == 31
-    assert chunks.rows(0, left=400, queued=4000) == chunks.rows(0, left=400)
+    assert chunks.rows(2, left=400, queued=400, prompts=2) < 15
+    assert chunks.rows(2, left=400, queued=1200, prompts=2) < 15, "1.7 s"
+    assert chunks.rows(2, left=400, queued=2000, prompts=2) == 31
+    assert chunks.rows(2, left=4000, queued=4000, prompts=1) < 15, "one prompt is no queue"
+    assert chunks.rows(0, left=400, queued=4000, prompts=2) == chunks.rows(0, left=400)
     # Where more prompts wait than streams decode, sooner.
     assert chunks.rows(3, left=400, queued=400, prompts=4) == 30
     assert chunks.rows(3, left=400, queued=400, prompts=3) < 15
@@ -185,10 +186,11 @@ def test_where_prompts_queue_rows_a_second_count() -> None:
     ring = ChunkSize(0, [GPU] * 4, 4)
     assert ring.rows(0, left=512, queued=4000, prompts=8) == ring.rows(0, left=512)
     # With a setting, that.
-    assert ChunkSize(8, [cpu], 2).rows(1, left=400, queued=4000) == 8
+    assert ChunkSize(8, [cpu], 2).rows(1, left=400, queued=4000, prompts=4) == 8
 
 
 def test_a_queue_changes_nothing_where_chunks_are_large_enough() -> None:
     chunks = ChunkSize(0, [CPU], 1)
-    assert chunks.rows(1, left=400, queued=10_000) >= chunks.rows(1, left=400)
-    assert ChunkSize(0, [GPU], 1).rows(8, left=4096, queued=1 << 20) <= MAX_CHUNK_ROWS
+    assert chunks.rows(1, left=400, queued=10_000, prompts=9) >= chunks.rows(1, left=400)
+    gpu = ChunkSize(0, [GPU], 1)
+    assert gpu.rows(8, left=4096, queued=1 << 20, prompts=256) <= MAX_CHUNK_ROWS
