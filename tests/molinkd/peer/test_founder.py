@@ -38,7 +38,7 @@ def model(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def founder(
-    home: Path, model: Path, announce: Announce = lambda _: None, **settings: Any
+    home: Path, model: Path | str, announce: Announce = lambda _: None, **settings: Any
 ) -> Founder:
     place = Home(home).create()
     launch = Launch(
@@ -100,7 +100,7 @@ async def test_a_model_of_the_cache_that_is_cut_off(
     weights.write_bytes(weights.read_bytes()[:-1])
     source = ModelSource("m", cut, "owner/m@commit")
     monkeypatch.setattr(founder_module, "find_model", lambda *_, **__: source)
-    made = founder(tmp_path / "home", Path("owner/m"))
+    made = founder(tmp_path / "home", "owner/m")
     with pytest.raises(BrokenModel, match=r"truncated; fetch it again. `molink pull owner/m"):
         await made.find_model()
 
