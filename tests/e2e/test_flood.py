@@ -7,9 +7,8 @@ import asyncio
 import json
 import random
 import shutil
-import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -35,18 +34,9 @@ LONG = "once upon a time " * 60
 @pytest.fixture
 def first(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> Iterator[Process]:
     root = tmp_path_factory.mktemp("flood")
-    options = tools.local_options(*OPTIONS)
     folder = root / MODEL
     shutil.copytree(demo_model().path, folder)
-    up = ["up", "--model", str(folder), "--dtype", "f32", "--min-peers", "2"]
-    with ExitStack() as running:
-        first = Process(root / "first", [*up, *options], variables=SETTINGS)
-        running.callback(first.stop)
-        tools.wait_for(lambda: first.home.membership.exists(), first)
-        token = tools.run_molink(root / "first", "invite").stdout.strip()
-        second = Process(root / "second", ["join", token, *options], variables=SETTINGS)
-        running.callback(second.stop)
-        first.wait_ready()
+    with tools.two_pcs(root, folder, OPTIONS, SETTINGS) as first:
         yield first
 
 
@@ -117,15 +107,6 @@ async def attacked(port: int) -> tuple[Flood, int]:
     return flood, rounds
 
 
-def figures(endpoint: str) -> dict[str, float]:
-    headers = {"Authorization": f"Bearer {KEYS['quiet']}"}
-    asked = urllib.request.Request(f"{endpoint}/metrics", headers=headers)
-    with urllib.request.urlopen(asked, timeout=10) as answer:
-        text = answer.read().decode()
-    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
-    return {name.partition("{")[0]: float(value) for name, _, value in lines}
-
-
 @pytest.mark.slow  # without processes: tests/head/test_flood.py, tests/head/test_starvation.py
 @pytest.mark.timeout(500)
 def test_a_flood_delays_others_and_leaves_nothing(first: Process, tools: type[Tools]) -> None:
@@ -139,12 +120,12 @@ def test_a_flood_delays_others_and_leaves_nothing(first: Process, tools: type[To
     assert rounds > 0
 
     def nothing_left() -> bool:
-        now = figures(endpoint)
+        now = tools.metrics(endpoint, KEYS["quiet"])
         names = ("blocks_used", "host_blocks_used", "waiting", "running", "clients", "swapped")
         return not any(now[f"molink_head_{name}"] for name in names)
 
     tools.wait_for(nothing_left, first)
-    assert figures(endpoint)["molink_head_swap_fallbacks_total"] > 0
+    assert tools.metrics(endpoint, KEYS["quiet"])["molink_head_swap_fallbacks_total"] > 0
     for pid, threads in before.items():
         with suppress(psutil.NoSuchProcess):
             assert psutil.Process(pid).num_threads() <= threads + 8

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import openai
 import pytest
@@ -23,16 +22,7 @@ REQUESTS, ANSWER = 12, 400
 @pytest.fixture
 def first(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> Iterator[Process]:
     root = tmp_path_factory.mktemp("swapping")
-    options = tools.local_options(*OPTIONS)
-    up = ["up", "--model", str(demo_model().path), "--dtype", "f32", "--min-peers", "2"]
-    with ExitStack() as running:
-        first = Process(root / "first", [*up, *options], variables=SETTINGS)
-        running.callback(first.stop)
-        tools.wait_for(lambda: first.home.membership.exists(), first)
-        token = tools.run_molink(root / "first", "invite").stdout.strip()
-        second = Process(root / "second", ["join", token, *options], variables=SETTINGS)
-        running.callback(second.stop)
-        first.wait_ready()
+    with tools.two_pcs(root, demo_model().path, OPTIONS, SETTINGS) as first:
         yield first
 
 

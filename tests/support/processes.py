@@ -8,7 +8,8 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,11 +208,30 @@ class Tools:
         return openai.OpenAI(base_url=f"{endpoint}/v1", api_key="none", max_retries=0, timeout=60)
 
     @staticmethod
-    def metrics(endpoint: str) -> dict[str, float]:
-        """``/metrics`` by name, whatever the labels."""
-        import urllib.request
+    @contextlib.contextmanager
+    def two_pcs(
+        root: Path, model: Path, options: Sequence[str], variables: Mapping[str, str]
+    ) -> Iterator[Process]:
+        """Two daemons of one swarm that share a model's layers, in fp32; the first of them."""
+        common = local_options(*options)
+        up = ["up", "--model", str(model), "--dtype", "f32", "--min-peers", "2", *common]
+        with contextlib.ExitStack() as running:
+            first = Process(root / "first", up, variables=variables)
+            running.callback(first.stop)
+            wait_for(lambda: first.home.membership.exists(), first)
+            token = run_molink(root / "first", "invite").stdout.strip()
+            second = Process(root / "second", ["join", token, *common], variables=variables)
+            running.callback(second.stop)
+            first.wait_ready()
+            yield first
 
-        with urllib.request.urlopen(f"{endpoint}/metrics", timeout=10) as answer:
+    @staticmethod
+    def metrics(endpoint: str, key: str = "none") -> dict[str, float]:
+        """``/metrics`` by name, whatever the labels."""
+        asked = urllib.request.Request(
+            f"{endpoint}/metrics", headers={"Authorization": f"Bearer {key}"}
+        )
+        with urllib.request.urlopen(asked, timeout=10) as answer:
             lines = answer.read().decode("utf-8").splitlines()
         pairs = (line.rpartition(" ")[::2] for line in lines if not line.startswith("#"))
         return {name.partition("{")[0]: float(value) for name, value in pairs}
