@@ -293,20 +293,32 @@ class Batcher:
         return count
 
     def _make_place(self, now: float) -> None:
-        """Preempt for the job to be admitted next, if it lacks only that and nothing comes back.
+        """Preempt for those to be admitted next, as far as they lack only that and nothing comes.
 
-        Where prompts of others go before it, it has to wait in any case. This is before jobs at
-        rest go into a volume.
+        Where prompts of others go before them, they have to wait in any case. This is before jobs
+        at rest go into a volume.
         """
         if not self._roster.waiting or self._still_starved():
             return
-        if self._coming and self._roster.admitted < self._limits.max_running:
+        first = next(iter(self._roster.prompts(now)), None)
+        if first is None or first.state != "waiting":
             return
-        job = next(iter(self._roster.prompts(now)), None)
-        if job is not None and job.state == "waiting" and self._admissible(job, now) is None:
-            victim = self._roster.victim(job, now)
-            if victim is not None:
+        running, coming, at_once = self._roster.admitted, self._coming, self._roster.places_at_once
+        places = self._limits.max_running - running
+        if at_once == 1 and coming and places > 0:
+            return
+        blocks = self._cache.available + coming - self._limits.growth(running)
+        for job in islice(self._roster.next_ones(now), at_once):
+            lacks = self._limits.blocks_for(min(len(job.tokens) + 1, job.kv_end))
+            lacks += self._limits.growth(1) - len(self._cache.find(job).blocks)
+            while lacks > blocks or places < 1:
+                victim = self._roster.victim(job, now)
+                if victim is None:
+                    return
+                blocks += self._cache.blocks.alone(victim.job.blocks) + self._limits.growth(1)
+                places += 1
                 self._preempt(victim.job)
+            blocks, places = blocks - lacks, places - 1
 
     def _bring_back(self, now: float) -> list[Job]:
         """Admit jobs that are kept in host memory, as far as it is their turn and there is room."""

@@ -61,7 +61,9 @@ class Head:
         self.limits = limits
         self.epoch = epoch
         self._cache = BlockCache(limits)
-        self._roster = Roster(policy if policy is not None else Fcfs())
+        policy = policy if policy is not None else Fcfs()
+        policy.set_room(limits.blocks * limits.block_size, limits.max_running)
+        self._roster = Roster(policy)
         self._times = RingTimes(limits.profiles, (), limits.row_bytes)
         self._roster.set_times(self._times)
         self._ledger = Ledger()

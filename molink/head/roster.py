@@ -96,6 +96,11 @@ class Roster:
         return self._admitted.values()
 
     @property
+    def places_at_once(self) -> int:
+        """For how many that wait others may give way in one iteration."""
+        return self._policy.places_at_once
+
+    @property
     def has_prompts(self) -> bool:
         """Whether an admitted job has rows of known tokens to be issued."""
         return bool(self._prefilling)
@@ -155,6 +160,16 @@ class Roster:
             ordered = self.shares.order(able)
             self._first = (self._policy.next_admitted(ordered, admitted, now) if able else None,)
         return self._first[0]
+
+    def next_ones(self, now: float) -> Iterator[Job]:
+        """Those that wait for more than their client, as they would be admitted one by one."""
+        left = self.shares.order([job for job in self._waiting if not job.stalled])
+        while left:
+            job = self._policy.next_admitted(left, self._admitted.values(), now)
+            if job is None:
+                return
+            left.remove(job)
+            yield job
 
     def first_swapped(self, now: float) -> Job | None:
         """The job to come back from host memory next; none while others are to be admitted first.

@@ -42,10 +42,18 @@ class SchedulingPolicy(Protocol):
     The same question may be asked several times, so an answer changes nothing: only events do.
     """
 
+    #: For how many jobs that wait others may give way in one iteration. Where that is one, no
+    #: further job gives way before the blocks of those that did have come back.
+    places_at_once: int = 1
+
     # --- events ---------------------------------------------------------------------------------
 
     def set_times(self, times: RingTimes) -> None:
         """What stages and links have been measured to take; unknown profiles say nothing."""
+        return
+
+    def set_room(self, tokens: int, places: int) -> None:
+        """KV blocks have room for so many tokens; so many jobs can be admitted at a time."""
         return
 
     def set_restoring(self, seconds: Restoring) -> None:

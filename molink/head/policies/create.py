@@ -7,6 +7,7 @@ from molink.head.policies.base import SchedulingPolicy
 from molink.head.policies.cached_share import CachedShare
 from molink.head.policies.fcfs import Fcfs
 from molink.head.policies.fixed_priority import FixedPriority
+from molink.head.policies.gittins import Gittins
 from molink.head.policies.mlfq import Mlfq
 from molink.head.policies.skip_join_mlfq import SkipJoinMlfq
 from molink.head.policies.srpt import Srpt
@@ -14,6 +15,7 @@ from molink.head.policies.srpt import Srpt
 _POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
     "fcfs": Fcfs,
     "skip-join-mlfq": SkipJoinMlfq,
+    "gittins": Gittins,
     "mlfq": Mlfq,
     "fixed-priority": FixedPriority,
     "cached-share": CachedShare,

@@ -38,6 +38,10 @@ class Ranked(SchedulingPolicy):
         """Whether ``job`` can be preempted for one that waits."""
         return True
 
+    def goes_before(self, needy: Job, other: Job, now: float) -> bool:
+        """Whether ``needy``, which waits, goes so far before ``other`` that this gives way."""
+        return self.rank(needy, now)[0] < self.rank(other, now)[0]
+
     def next_admitted(
         self, waiting: Sequence[Job], admitted: Collection[Job], now: float
     ) -> Job | None:
@@ -69,6 +73,8 @@ class Ranked(SchedulingPolicy):
         last = max(at_rest, key=lambda job: self.rank(job, now), default=None)
         if last is None:
             return None
-        mine, theirs = self.rank(needy, now), self.rank(last, now)
-        behind = mine[0] < theirs[0] if needy.state == "waiting" else mine < theirs
+        if needy.state == "waiting":
+            behind = self.goes_before(needy, last, now)
+        else:
+            behind = self.rank(needy, now) < self.rank(last, now)
         return Preemption(last) if behind else None

@@ -1,0 +1,221 @@
+"""The Gittins index, by answers' lengths as they are learned."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from molink.facts.costs import UNKNOWN, Costs
+from molink.facts.ringtimes import RingTimes
+from molink.head.job import Job, JobState
+from molink.head.policies.lengths import AnswerLengths
+from molink.head.policies.mlfq import ALPHA, PATIENCE, UNKNOWN_S
+from molink.head.policies.ranked import Rank, Ranked
+
+#: Levels by which an index doubles; jobs of one level go as they came.
+STEPS = 2
+#: The best level's index, in seconds times tokens.
+_BEST = 1e-6
+#: An answer is looked at anew when it has grown by one token in so many.
+_GROWN = 8
+
+
+@dataclass(slots=True)
+class _Standing:
+    """What is known of a job."""
+
+    #: As which of all jobs it came.
+    number: int
+    #: When it last had no rows in flight; ``None`` while it has.
+    rests_since: float | None
+    #: For which the following holds: its state, whether its KV is in host memory, and up to how
+    #: many tokens.
+    state: JobState = "waiting"
+    copied: bool = False
+    until: int = 0
+    #: Seconds that it is to be given next: of a ring that it shares, and of its own.
+    work_s: float = 0.0
+    turn_s: float = 0.0
+    #: The inverse of its index: seconds of the ring for one over the answer's tokens.
+    index: float = 0.0
+    #: Since when it goes before all that aren't promoted, for how long, and how long it has run.
+    promoted_at: float | None = None
+    granted_s: float = 0.0
+    spent: float = 0.0
+    counted_until: float = 0.0
+
+
+class Gittins(Ranked):
+    """Who brings most for the ring's time goes first, by what similar requests took (Gittins 1979).
+
+    What is to be least is the mean latency per token, so that a request that is over brings one
+    over its answer's tokens. How long the answer will be nobody knows, but how long those to
+    similar prompts were (:class:`AnswerLengths`), and that it is longer than what there is of it.
+    The index of a job is the most that it can bring for the time that is spent on it, over all
+    horizons: the rest of its prompt, then tokens until the answer is over or the horizon reached.
+    An answer that has outlived those that were like it is taken to be half done, so that without
+    any knowledge this is least attained service first.
+
+    *The ring's time.* Where memory is short, a token takes its share of an iteration: by the part
+    of all KV blocks that the job holds, or of all places. A row of a prompt takes what it adds to a
+    step.
+
+    A job gives way to one that waits if that goes before it even after the time that it takes to
+    bring the former back.
+
+    *Promotion* is as in :class:`Mlfq`: who rests for :data:`PATIENCE` times as long as it is to run
+    next, and at least :data:`ALPHA`, goes before all that came to this later, for as long as that.
+    """
+
+    places_at_once = 32
+
+    def __init__(self, lengths: AnswerLengths | None = None) -> None:
+        super().__init__()
+        self._lengths = lengths if lengths is not None else AnswerLengths()
+        self._standings: dict[Job, _Standing] = {}
+        self._arrivals = 0
+        self._costs = UNKNOWN
+        self._room, self._places = 1, 1
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def set_room(self, tokens: int, places: int) -> None:
+        """As :class:`SchedulingPolicy` says."""
+        self._room, self._places = tokens, places
+
+    def set_times(self, times: RingTimes) -> None:
+        """As :class:`SchedulingPolicy` says."""
+        super().set_times(times)
+        self._costs = Costs.of(times) or UNKNOWN
+
+    def arrived(self, job: Job, now: float) -> None:
+        """It is judged by its prompt."""
+        standing = self._standings[job] = _Standing(self._arrivals, now)
+        self._arrivals += 1
+        self._judge(job, standing)
+
+    def issued(self, job: Job, now: float) -> None:
+        """It runs; perhaps as one that has waited for too long until now."""
+        standing = self._standings[job]
+        if standing.rests_since is not None:
+            promoted_at = self._promoted_at(standing)
+            if standing.promoted_at is None and now >= promoted_at:
+                standing.promoted_at, standing.spent = promoted_at, 0.0
+                standing.granted_s = standing.turn_s
+            standing.rests_since, standing.counted_until = None, now
+
+    def ran(self, job: Job, seconds: float, now: float) -> None:
+        """It has run for some more time."""
+        standing = self._standings[job]
+        standing.spent += now - standing.counted_until
+        standing.counted_until = now
+        if not job.awaited:
+            standing.rests_since = now
+        if standing.promoted_at is not None and standing.spent >= standing.granted_s:
+            standing.promoted_at = None
+
+    def over(self, job: Job, now: float) -> None:
+        """Its answer is as long as it is."""
+        del self._standings[job]
+        answer = _answered(job)
+        if answer:
+            self._lengths.add(job.request.prompt_tokens, answer)
+
+    # --- judgement -------------------------------------------------------------------------------
+
+    def _standing(self, job: Job) -> _Standing:
+        """What is known of it, judged anew where it has changed."""
+        found = self._standings[job]
+        copied = job.copy is not None
+        if found.state != job.state or found.copied != copied or len(job.tokens) >= found.until:
+            found.state, found.copied = job.state, copied
+            self._judge(job, found)
+        return found
+
+    def _judge(self, job: Job, standing: _Standing) -> None:
+        tokens = _answered(job)
+        answers = self._lengths.beyond(tokens, job.request.prompt_tokens)
+        count, before_s = len(answers), self._before_s(job)
+        context = len(job.tokens) + (sum(answers) / count - tokens) / 2
+        share_s, turn_s = self._token_s(context)
+        best, brings, run = math.inf, 0.0, 0
+        for index, answer in enumerate(answers):
+            brings += 1 / answer
+            rest = run + (count - index) * (answer - tokens)
+            run += answer - tokens
+            seconds = (count * before_s + share_s * rest) / brings
+            if seconds < best:
+                best, horizon, mean = seconds, answer - tokens, rest / count
+        standing.index, standing.until = best, len(job.tokens) + max(1, tokens // _GROWN)
+        standing.work_s, standing.turn_s = before_s + share_s * mean, before_s + turn_s * horizon
+
+    def _before_s(self, job: Job) -> float:
+        """Seconds until it brings its next token, beside those of an iteration."""
+        if job.state == "waiting":
+            if job.admissions:
+                return self._restoring_s(job)
+            return self._costs.prefill_s(job.uncached, len(job.tokens) - job.uncached)
+        return self._costs.prefill_s(max(0, len(job.tokens) - job.issued - 1), job.issued)
+
+    def _restoring_s(self, job: Job) -> float:
+        """Seconds until a job that has given way, or gives way now, is where it was."""
+        if self.restoring is not None and (job.state != "waiting" or job.copy is not None):
+            return self.restoring(job)
+        return self._costs.prefill_s(len(job.tokens))
+
+    def _token_s(self, context: float) -> tuple[float, float]:
+        """What a token of a job of that context takes of the ring, and how long it takes."""
+        jobs = max(1.0, min(self._places, self._room / context))
+        seconds = self.times.turn_s(int(jobs), context) or UNKNOWN_S
+        return seconds / jobs, seconds
+
+    def _promoted_at(self, standing: _Standing) -> float:
+        """When a job that rests is promoted."""
+        rests_since = standing.rests_since if standing.rests_since is not None else math.inf
+        return rests_since + max(ALPHA, PATIENCE * standing.turn_s)
+
+    # --- questions -------------------------------------------------------------------------------
+
+    def rank(self, job: Job, now: float) -> Rank:
+        """By the level of its index; within one, who came first."""
+        standing = self._standing(job)
+        if standing.promoted_at is not None:
+            return -1, standing.promoted_at, standing.number
+        promoted_at = self._promoted_at(standing)
+        if now >= promoted_at and not job.stalled:
+            return -1, promoted_at, standing.number
+        return _level(standing.index), 0.0, standing.number
+
+    def goes_before(self, needy: Job, other: Job, now: float) -> bool:
+        """Whether it would do so if it took as much longer as it takes to bring ``other`` back."""
+        first, second = self.rank(needy, now), self.rank(other, now)
+        if first[0] < 0 or second[0] < 0:
+            return first < second
+        mine = self._standing(needy)
+        share = self._restoring_s(other) / mine.work_s if mine.work_s else 0.0
+        return _level(mine.index * (1 + share)) < second[0]
+
+    def next_turns(self, jobs: Collection[Job], batch: int, now: float) -> Mapping[Job, float]:
+        """When those who go before it and don't fit beside it are over, or it is promoted."""
+        tokens, places, work_s, turns = self._room, self._places, 0.0, {}
+        asked = set(jobs)
+        for job in sorted(self._standings, key=lambda job: self.rank(job, now)):
+            standing = self._standings[job]
+            tokens, places = tokens - len(job.tokens), places - 1
+            if job in asked:
+                promoted_s = max(0.0, self._promoted_at(standing) - now)
+                turns[job] = min(work_s, promoted_s)
+            if tokens < 0 or places < 0:
+                work_s += standing.work_s
+        return turns
+
+    def queues(self) -> Sequence[int]:
+        """It has none."""
+        return ()
+
+
+def _answered(job: Job) -> int:
+    return len(job.tokens) - job.request.prompt_tokens
+
+
+def _level(index: float) -> int:
+    return max(0, math.ceil(STEPS * math.log2(max(index, _BEST) / _BEST)))

@@ -1,0 +1,203 @@
+"""The Gittins index: who goes before whom, by what is known of answers."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.facts.profile import Profile
+from molink.facts.ringtimes import RingTimes
+from molink.head.host import HostCopy
+from molink.head.job import Job
+from molink.head.policies.gittins import Gittins
+from molink.head.policies.lengths import SIMILAR, AnswerLengths
+from molink.head.policies.mlfq import PATIENCE
+from molink.head.prefix import Match
+from molink.head.request import HeadRequest
+from molink.wire.messages.data import Sampling
+
+#: An iteration takes a second, a prompt a second for each row.
+STAGE = Profile(decode=((1, 1.0), (64, 1.0)), prefill=((1, 1.0), (8, 8.0)))
+TIMES = RingTimes((STAGE,), (), 0)
+
+
+def gittins(*answers: tuple[int, int], room: int = 64, places: int = 1) -> Gittins:
+    """One that knows as many answers, prompt and answer, as it needs to."""
+    lengths = AnswerLengths()
+    for prompt, answer in answers * SIMILAR:
+        lengths.add(prompt, answer)
+    policy = Gittins(lengths)
+    policy.set_room(room, places)
+    policy.set_times(TIMES)
+    return policy
+
+
+def make(policy: Gittins, key: str, tokens: int = 1, now: float = 0.0, cached: int = 0) -> Job:
+    """A job that has just arrived and waits."""
+    prompt = tuple(range(tokens))
+    job = Job.of(HeadRequest("d", key, prompt, tokens, 1 << 12, Sampling()), now)
+    job.uncached = tokens - cached
+    policy.arrived(job, now)
+    return job
+
+
+def run(policy: Gittins, job: Job, now: float, tokens: int = 1) -> float:
+    """So many iterations of a second, the first of them with the prompt; the time after them."""
+    if job.state == "waiting":
+        job.begin(0, [], Match(tokens=len(job.tokens) - job.uncached))
+    for _ in range(tokens):
+        seconds = float(len(job.tokens) - job.issued)
+        job.issued, job.state = len(job.tokens), "decode"
+        policy.issued(job, now)
+        now += seconds
+        policy.ran(job, seconds, now)
+        job.tokens.append(0)
+    return now
+
+
+def order(policy: Gittins, jobs: list[Job], now: float = 0.0) -> str:
+    return "".join(job.request.key for job in policy.running_order(jobs, now))
+
+
+def test_short_prompts_go_first_and_what_is_cached_does_not_count() -> None:
+    policy = gittins()
+    jobs = [make(policy, "a", 16), make(policy, "b", 4), make(policy, "c", 16, cached=15)]
+    assert order(policy, jobs) == "cba"
+
+
+def test_answers_of_similar_prompts_tell_which_are_short() -> None:
+    policy = gittins((3, 100), (4, 2))
+    assert order(policy, [make(policy, "long", 3), make(policy, "s", 4)]) == "slong"
+
+
+def test_answers_are_learned_as_requests_end() -> None:
+    policy = gittins()
+    for _ in range(SIMILAR):
+        for tokens, answer in ((3, 40), (4, 2)):
+            job = make(policy, "", tokens)
+            run(policy, job, 0.0, answer)
+            policy.over(job, 0.0)
+    assert order(policy, [make(policy, "long", 3), make(policy, "s", 4)]) == "slong"
+
+
+def test_who_was_never_answered_teaches_nothing() -> None:
+    policy = gittins((4, 2))
+    for _ in range(999):
+        policy.over(make(policy, "", 4), 0.0)
+    assert policy._lengths.beyond(0, 4) == [2] * SIMILAR
+
+
+def test_without_knowledge_the_least_attained_service_goes_first() -> None:
+    policy = gittins()
+    old, new = make(policy, "o"), make(policy, "n")
+    now = run(policy, old, 0.0, 8)
+    run(policy, new, now, 1)
+    assert order(policy, [old, new], now) == "no"
+
+
+def test_who_is_nearly_done_goes_before_who_has_just_come() -> None:
+    policy = gittins((1, 8))
+    old, new = make(policy, "o"), make(policy, "n")
+    now = run(policy, old, 0.0, 7)
+    run(policy, new, now, 1)
+    assert order(policy, [old, new], now) == "on"
+
+
+def test_who_has_outlived_what_is_usual_goes_last() -> None:
+    policy = gittins((1, 8))
+    old, new = make(policy, "o"), make(policy, "n")
+    now = run(policy, old, 0.0, 9)
+    run(policy, new, now, 1)
+    assert order(policy, [old, new], now) == "no"
+
+
+@pytest.mark.parametrize(("prompt", "gives_way"), [(1, True), (32, False)])
+def test_who_gives_way_is_worth_what_it_takes_to_bring_him_back(
+    prompt: int, gives_way: bool
+) -> None:
+    """The one that runs has 30 tokens to go, of the one that waits 3 are expected."""
+    policy = gittins((prompt, 32), (2000, 3), places=32, room=1 << 20)
+    runs, waits = make(policy, "r", prompt), make(policy, "w", 2000, cached=1999)
+    now = run(policy, runs, 0.0, 2)
+    found = policy.victim(waits, [runs], [runs], now)
+    assert (found is not None) == gives_way
+
+
+def test_who_is_kept_in_host_memory_gives_way_sooner() -> None:
+    policy = gittins((32, 32), (2000, 3), places=32, room=1 << 20)
+    policy.set_restoring(lambda job: 0.01)
+    runs, waits = make(policy, "r", 32), make(policy, "w", 2000, cached=1999)
+    now = run(policy, runs, 0.0, 2)
+    found = policy.victim(waits, [runs], [runs], now)
+    assert found is not None
+    # And comes back sooner than one that has to be computed anew.
+    runs.state = "waiting"
+    anew = policy.rank(runs, now)
+    runs.copy = HostCopy((0,), 33)
+    assert policy.rank(runs, now) < anew
+
+
+def test_who_rests_for_long_is_promoted_and_stays_for_his_turn() -> None:
+    policy = gittins()
+    a, b = make(policy, "a", 4), make(policy, "b")
+    patience = PATIENCE * 5.0  # a prompt of four rows, and a token
+    assert order(policy, [a, b], patience - 0.1) == "ba"
+    now = patience + 32.0
+    c = make(policy, "c", now=now)
+    assert order(policy, [a, c], now) == "ac"
+    now = run(policy, a, now)  # four seconds
+    assert order(policy, [a, c], now) == "ac"
+    now = run(policy, a, now)
+    assert order(policy, [a, c], now) == "ca"
+
+
+def test_who_waits_for_his_client_is_not_promoted() -> None:
+    policy = gittins()
+    a, b = make(policy, "a", 4), make(policy, "b")
+    a.credited = -(1 << 20)
+    assert a.stalled
+    assert order(policy, [a, b], 1e3) == "ba"
+
+
+def test_turns_come_when_those_before_are_over() -> None:
+    """Four places, a token takes a quarter of a second of the ring; there are six jobs."""
+    policy = gittins((1, 4), places=4, room=1 << 20)
+    jobs = [make(policy, key) for key in "abcdef"]
+    turns = policy.next_turns(jobs[3:], 4, 0.0)
+    # What d takes before e's turn is a row and four tokens, and so for e.
+    assert [turns[job] for job in jobs[3:]] == [0.0, 0.0, 2.0]
+
+
+def test_queues_there_are_none() -> None:
+    assert list(gittins().queues()) == []
+
+
+@given(
+    prompts=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    answers=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 20)), max_size=4),
+    every=st.integers(1, 2),
+)
+@settings(max_examples=12, deadline=None)
+def test_nobody_starves(prompts: list[int], answers: list[tuple[int, int]], every: int) -> None:
+    """Who has rested for so long waits only for those that had come by then, each for a turn."""
+    policy, now = gittins(*answers), 0.0
+    jobs = [make(policy, str(number), tokens) for number, tokens in enumerate(prompts)]
+    watched, came = list(jobs), [0.0] * len(jobs)
+    since, longest = dict.fromkeys(jobs, 0.0), dict.fromkeys(jobs, 0.0)
+    waits: list[tuple[Job, float, float]] = []
+    for number in range(300):
+        if number % every == 0:
+            came.append(now)
+            jobs.append(make(policy, "new", now=now))
+            since[jobs[-1]] = longest[jobs[-1]] = now * 0
+        for job in jobs:
+            longest[job] = max(longest[job], policy._standing(job).turn_s)
+        job = policy.running_order(jobs, now)[0]
+        waits.append((job, since[job], now))
+        now = since[job] = run(policy, job, now)
+    waits += [(job, since[job], now) for job in watched]
+    most = max(longest.values())
+    for job, start, end in waits:
+        if job in watched:
+            over = start + PATIENCE * longest[job]
+            before = sum(1 for each in came if each <= over)
+            assert end <= max(over, start + 1) + before * (most + 8)

@@ -1,0 +1,52 @@
+"""What is remembered of answers' lengths."""
+
+import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molink.head.policies.lengths import LEAST, REMEMBERED, SIMILAR, AnswerLengths
+
+
+def test_nothing_is_known_of_few_answers() -> None:
+    lengths = AnswerLengths()
+    for _ in range(LEAST - 1):
+        lengths.add(100, 7)
+    assert lengths.beyond(0, 100) == [1]
+    assert lengths.beyond(20, 100) == [41]
+    lengths.add(100, 9)
+    assert lengths.beyond(0, 100) == [7] * (LEAST - 1) + [9]
+    assert lengths.beyond(7, 100) == [9]
+    assert lengths.beyond(9, 100) == [19]
+
+
+def test_prompts_of_another_length_have_other_answers() -> None:
+    lengths = AnswerLengths()
+    for index in range(SIMILAR):
+        lengths.add(1000 + index, 400)
+        lengths.add(10 + index, 5)
+    assert set(lengths.beyond(0, 20)) == {5}
+    assert set(lengths.beyond(0, 2000)) == {400}
+    assert set(lengths.beyond(0, 500)) == {5}
+    assert set(lengths.beyond(0, 600)) == {400}
+
+
+@given(st.integers(0, 1 << 16), st.sampled_from([0, 40, 1 << 20]))
+def test_the_latest_ones_count(seed: int, tokens: int) -> None:
+    rng, lengths, known = random.Random(seed), AnswerLengths(), list[tuple[int, int]]()
+    for _ in range(REMEMBERED + 200):
+        known.append((rng.randrange(1, 40), rng.randrange(1, 99)))
+        lengths.add(*known[-1])
+    prompt = rng.randrange(1, 40)
+    found = lengths.beyond(tokens, prompt)
+    if tokens > 99:
+        assert found == [2 * tokens + 1]
+        return
+    latest = sorted(known[-REMEMBERED:], key=lambda each: abs(each[0] - prompt))
+    farthest = abs(latest[SIMILAR - 1][0] - prompt)
+    may_be = Counter(answer for each, answer in latest if abs(each - prompt) <= farthest)
+    must_be = Counter(answer for each, answer in latest if abs(each - prompt) < farthest)
+    assert Counter(found) <= may_be
+    assert Counter({n: k for n, k in must_be.items() if n > tokens}) <= Counter(found)
+    assert list(found) == sorted(found)
