@@ -123,7 +123,9 @@ def test_one_that_gives_way_goes_on_where_it_was() -> None:
     assert counters["head_swaps_out_total"] == counters["head_swaps_in_total"] == 1
 
 
-@pytest.mark.parametrize(("mode", "host"), [("reactive-swap", 1), ("recompute", 16)])
+@pytest.mark.parametrize(
+    ("mode", "host"), [("reactive-swap", 1), ("reactive-swap", 0), ("recompute", 16)]
+)
 def test_without_host_memory_it_is_computed_anew(mode: PreemptionMode, host: int) -> None:
     head = make_head(mode, host=host)
     submit(head, "old", 10)
@@ -133,6 +135,7 @@ def test_without_host_memory_it_is_computed_anew(mode: PreemptionMode, host: int
     counters, _ = head.stats()
     assert counters["head_preemptions_total"] == 1
     assert counters["head_swap_fallbacks_total"] == (mode != "recompute")
+    assert head.load("p", now).fallbacks == (mode != "recompute")
     rows = counters["head_prefill_rows_total"]
     for turn in range(40):
         go_round(head, now + 0.01 * turn)

@@ -40,6 +40,7 @@ from molinkd.worker.daemon_pipe import DaemonPipe
 from molinkd.worker.engine import Engine, LoadedStage, LoadEngine
 from molinkd.worker.meter import LoopMeter
 from molinkd.worker.place import Place
+from molinkd.worker.shortage import Shortage
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class Worker:
         self._port = 0
         self._links = LinkMemory(_links_file(start))
         self._meter = LoopMeter()
+        self._shortage = Shortage()
         #: Counters of earlier epochs: what ``/metrics`` calls a counter never falls.
         self._past: Counter[str] = Counter()
 
@@ -273,6 +275,8 @@ class Worker:
                 place.desk.sweep(now)
                 place.ring.pump()
             stats = self._stats(place)
+            if (text := self._shortage.look(stats, now)) is not None:
+                log.warning("%s", text)
             if stats != last:
                 last = stats
                 self._pipe.send(stats)
