@@ -13,7 +13,6 @@ import zmq.asyncio
 
 from molink.errors import MolinkError, WorkerError
 from molink.facts.identity import peer_id
-from molink.facts.settings import PipelineSettings
 from molink.link.estimate.remembered import LinkMemory
 from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.wire.messages.codec import DataMessage, data_codec
@@ -199,7 +198,7 @@ class Worker:
             f" beside {stage.weight_bytes >> 20} MiB of weights; give this peer less to use"
         ):
             await asyncio.to_thread(stage.allocate, order.blocks, size)
-        host = await asyncio.to_thread(_host_room, stage, self._start.settings)
+        host = await asyncio.to_thread(_host_room, stage, self._start)
         lost = partial(self._next_lost, order.epoch)
         self._place = Place(
             self._start,
@@ -313,11 +312,12 @@ def _failing(what: str) -> Iterator[None]:
         raise WorkerError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def _host_room(stage: LoadedStage, settings: PipelineSettings) -> HostRoom:
+def _host_room(stage: LoadedStage, start: Start) -> HostRoom:
     """Host memory for the KV of requests that give way; none where that is computed anew."""
+    settings = start.settings
     if settings.preemption_mode == "recompute" or not settings.swap_space:
         return NO_ROOM
-    blocks, block_s = stage.open_host(settings.swap_space)
+    blocks, block_s = stage.open_host(settings.swap_space, start.stages_here)
     log.info("host memory for %d KV blocks, %.3f ms each way", blocks, 1000 * block_s)
     return HostRoom(blocks, block_s)
 
