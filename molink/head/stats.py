@@ -122,4 +122,5 @@ class HeadStats:
             self._swapping.host.held,
             min(100, round(100 * self._cache.hit_rate)),
             tuple(queues),
+            self._swapping.fallbacks,
         )

@@ -62,7 +62,7 @@ class Swapping:
 
     def keep(self, job: Job) -> None:
         """``job`` is about to be preempted: have its KV copied to host memory, if that is well."""
-        if not self.host.total or not job.sound or job.source >= 0 or not job.computed:
+        if self._mode == "recompute" or not job.sound or job.source >= 0 or not job.computed:
             return
         blocks = self._limits.blocks_for(job.computed)
         anew_s = self._times.prompt_s(job.computed)

@@ -210,10 +210,10 @@ class Stage:
         self._pool.copy(source, table[start // size], start % size)
 
     @torch.inference_mode()
-    def open_host(self, nbytes: int) -> tuple[int, float]:
+    def open_host(self, nbytes: int, stages_here: int = 1) -> tuple[int, float]:
         """Take up to ``nbytes`` of host memory for KV blocks; once there is a pool.
 
-        No more than half of what is free now.
+        No more than half of what is free now, which so many stages of this PC share.
 
         Returns:
             How many blocks fit, and the seconds that one takes to be copied; ``(0, 0)`` if there is
@@ -221,7 +221,7 @@ class Stage:
         """
         if self._pool is None:
             raise InvariantError("a stage was asked for host memory before it had a KV pool")
-        free = psutil.virtual_memory().available // 2
+        free = psutil.virtual_memory().available // (2 * stages_here)
         blocks = min(nbytes, free) // self.block_bytes(self._pool.block_size)
         if blocks < 1:
             return 0, 0.0

@@ -278,6 +278,7 @@ def show_head(report: PeerReport, pipeline: str) -> dict[str, Any] | None:
         "swapped": head.swapped,
         "host_blocks": head.host_blocks,
         "host_used": head.host_used,
+        "swap_fallbacks": head.fallbacks,
         "cached": head.cached,
         "queues": list(head.queues),
         "requests": [

@@ -151,6 +151,8 @@ class HeadStatus(msgspec.Struct, frozen=True):
     swapped: Count = 0
     host_blocks: Count = 0
     host_used: Count = 0
+    #: How often there was no room for one, which is computed anew.
+    swap_fallbacks: Count = 0
     #: Percent of the prompts' tokens that the prefix cache had.
     cached: Count = 0
     #: Requests in each queue of its scheduling policy, the best first; none if it has no queues.

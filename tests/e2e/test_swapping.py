@@ -1,9 +1,14 @@
-"""Two processes with little memory for KV: who gives way goes elsewhere; its text is the same."""
+"""Two processes with little memory for KV: who gives way goes elsewhere; its text is the same.
+
+So it is when a process is killed meanwhile: what it had there is computed anew.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from molink.checkpoint.source import demo_model
@@ -11,12 +16,13 @@ from molink.facts.model import BLOCK_SIZE
 from tests.support.processes import Process, Tools
 
 SETTINGS = {"MOLINK_PREFIX_CACHE": "false"}
-#: Each PC's KV pool then has blocks for 2100 to 4000 tokens; all requests together want more.
+#: Each PC's KV pool then has blocks for 2500 to 5200 tokens; all requests together want more.
+#: One PC can hold the whole model.
 OPTIONS = (
-    *("--coordinator-port", "0", "--memory", "48MB", "--swap-space", "256MB"),
+    *("--coordinator-port", "0", "--memory", "52MB", "--swap-space", "256MB"),
     *("--preemption-mode", "proactive-swap", "--scheduling-policy", "skip-join-mlfq"),
 )
-REQUESTS, ANSWER = 12, 400
+REQUESTS, ANSWER = 12, 440
 
 
 @pytest.fixture
@@ -63,3 +69,40 @@ def test_who_is_swapped_gets_the_same_text(first: Process, tools: type[Tools]) -
     assert together == alone
     tools.wait_for(all_came_back, first)
     assert counted("host_blocks_used") == 0
+
+
+def victim(status: dict[str, Any], what: str, asked: str) -> psutil.Process:
+    """The worker of a stage, or the daemon of the PC that isn't ``asked``."""
+    first, second = (stage["peer"] for stage in status["pipelines"][0]["stages"])
+    peers = {peer["id"]: peer for peer in status["peers"]}
+    if what == "daemon":
+        (other,) = (peer for peer in peers.values() if peer["endpoint"] != asked)
+        return psutil.Process(other["daemon_pid"])
+    (worker,) = peers[first if what == "worker of the first stage" else second]["workers"]
+    return psutil.Process(worker["pid"])
+
+
+@pytest.mark.slow  # without processes: tests/molinkd/worker/test_swapping.py
+@pytest.mark.timeout(500)
+def test_who_is_swapped_when_a_process_is_killed_gets_the_same_text(
+    first: Process, tools: type[Tools]
+) -> None:
+    (endpoint,) = first.found().endpoints
+
+    def head(*names: str) -> list[float]:
+        status = first.wait_ready()
+        peer = status["pipelines"][0]["stages"][0]["peer"]
+        (at_head,) = [each["endpoint"] for each in status["peers"] if each["id"] == peer]
+        metrics = tools.metrics(at_head)
+        return [metrics[f"molink_head_{name}"] for name in names]
+
+    with tools.client(endpoint) as client, ThreadPoolExecutor(REQUESTS) as pool:
+        model = client.models.list().data[0].id
+        alone = [ask(client, model, number) for number in range(REQUESTS)]
+        for what in ("worker of the second stage", "worker of the first stage", "daemon"):
+            process = victim(first.wait_ready(), what, endpoint)
+            together = [pool.submit(ask, client, model, number) for number in range(REQUESTS)]
+            tools.wait_for(lambda: head("swapped") > [0], first, every=0.02)
+            process.kill()
+            assert [each.result() for each in together] == alone, what
+            tools.wait_for(lambda: head("blocks_used", "host_blocks_used") == [0, 0], first)

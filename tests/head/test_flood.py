@@ -107,9 +107,9 @@ def test_a_flood_starves_nobody_and_leaves_nothing(hostile: str, policy: str) ->
     flooded = Flooded(hostile, policy)
     least = worst = 0
     while flooded.sent < FLOOD:
-        flooded.ask()
         for _ in range(20):
             flooded.send()
+        flooded.ask()  # the queue is full of the flood's
         flooded.turn()
         behind = flooded.flood - flooded.quiet
         least = min(least, behind)

@@ -123,7 +123,9 @@ def test_one_that_gives_way_goes_on_where_it_was() -> None:
     assert counters["head_swaps_out_total"] == counters["head_swaps_in_total"] == 1
 
 
-@pytest.mark.parametrize(("mode", "host"), [("reactive-swap", 1), ("recompute", 16)])
+@pytest.mark.parametrize(
+    ("mode", "host"), [("reactive-swap", 1), ("reactive-swap", 0), ("recompute", 16)]
+)
 def test_without_host_memory_it_is_computed_anew(mode: PreemptionMode, host: int) -> None:
     head = make_head(mode, host=host)
     submit(head, "old", 10)
@@ -133,6 +135,7 @@ def test_without_host_memory_it_is_computed_anew(mode: PreemptionMode, host: int
     counters, _ = head.stats()
     assert counters["head_preemptions_total"] == 1
     assert counters["head_swap_fallbacks_total"] == (mode != "recompute")
+    assert head.load("p", now).fallbacks == (mode != "recompute")
     rows = counters["head_prefill_rows_total"]
     for turn in range(40):
         go_round(head, now + 0.01 * turn)
@@ -188,6 +191,55 @@ def test_blocks_are_free_before_they_are_lacking(mode: PreemptionMode) -> None:
     gone = {job.request.key for job in head._roster if job.copy is not None}
     assert gone == ({"long"} if mode == "proactive-swap" else set())
     assert head.stats()[0]["head_preemptions_total"] == len(gone)
+
+
+def in_queues(head: Head, levels: dict[str, int]) -> None:
+    """Put each job into a queue of its own, where it stays."""
+    policy = head._roster._policy
+    for key, level in levels.items():
+        place = policy._places[head._roster.find("d", key)]
+        place.level = place.home = level
+
+
+def test_whose_turn_comes_last_goes_first_and_whose_comes_soonest_is_back_first() -> None:
+    """By ENST, not by arrival."""
+    head = make_head("proactive-swap", blocks=40, host=100, policy="skip-join-mlfq")
+    levels = {"a": 9, "b": 11, "c": 10}
+    for key in levels:
+        submit(head, key, 12, answer=60)
+    while any(job.state != "decode" for job in head._roster):
+        go_round(head, 0.0)
+    in_queues(head, levels)
+    later = [job.request.key for job in head._roster.farthest(0.05)]
+    assert later[:2] == ["b", "c"]
+    for key in ("c", "b", "a"):
+        job = head._roster.find("d", key)
+        assert job is not None
+        head._batcher._preempt(job)
+    in_queues(head, levels)
+    turns = head._roster.swapped(0.05)
+    assert len(turns) == 3
+    assert sorted(turns, key=turns.__getitem__) != list(turns)
+    first = head._roster.first_swapped(0.05)
+    assert first is not None
+    assert first.request.key == "a"
+
+
+def test_what_is_computed_anew_sooner_than_copied_is_not_copied() -> None:
+    """Copies take seconds there and back, computing anew some tens of milliseconds."""
+    head = Head(
+        HeadLimits(
+            10, 4, 1, 64, prefix_cache=False, profiles=(STAGE,), preemption_mode="reactive-swap"
+        ),
+        1,
+    )
+    head.set_host_room(16, 1.0)
+    submit(head, "old", 10)
+    submit(head, "young", 7)
+    batch, _ = until_swap(head, Release)
+    assert not any(isinstance(each, SwapOut) for each in bodies(batch))
+    counters, _ = head.stats()
+    assert (counters["head_preemptions_total"], counters["head_swap_fallbacks_total"]) == (1, 0)
 
 
 def test_what_comes_back_early_has_its_rows_in_a_later_micro_batch() -> None:

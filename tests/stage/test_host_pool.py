@@ -39,6 +39,30 @@ def test_what_goes_out_comes_back_elsewhere(pool: KVPool, monkeypatch: pytest.Mo
     host.wait([(0, 5)])  # nothing is under way on a CPU
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_memory_is_pinned_and_what_runs_later_finds_its_blocks() -> None:
+    """Blocks are used for others at once after they went out, and again after they came back."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
+    device = torch.device("cuda:0")
+    pool = KVPool(Shape(), 3, 6, 4, torch.float16, device)
+    for block in range(6):
+        pool.block(block).copy_(torch.randn(pool.block(block).shape))
+    host = HostPool(pool, 5, device)
+    assert all(slab.is_pinned() for slab in host._slabs)
+    before = [pool.block(block).clone() for block in range(6)]
+    for turn in range(20):
+        host.copy_out((4, 1, 3), (0, 4, 2))
+        host.wait([(4, 1), (3,)])
+        for block in (4, 1, 3):
+            pool.block(block).fill_(turn)
+        host.copy_in((1, 3, 4), (4, 2, 0))
+        host.wait([(1, 3, 4)])
+        for block in range(6):
+            assert torch.equal(pool.block(block), before[block])
+    assert host.block_s() > 0
+
+
 def test_it_is_timed_both_ways(pool: KVPool) -> None:
     assert HostPool(pool, 3, torch.device("cpu")).block_s() > 0
 

@@ -182,6 +182,7 @@ def test_how_busy_it_is(running: Paper) -> None:
         "swapped": 0,
         "host_blocks": 0,
         "host_used": 0,
+        "swap_fallbacks": 0,
         "cached": 83,
         "queues": [2, 0, 1],
         "requests": [

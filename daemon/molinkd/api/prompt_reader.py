@@ -14,7 +14,7 @@ import msgspec
 from molink.errors import BrokenModel, RequestError, WireError
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.pipe import read_pipe, write_pipe
-from molinkd.api.fair_queue import FairQueue
+from molinkd.api.fair_queue import FairQueue, too_many
 from molinkd.api.offer import Offer
 from molinkd.api.prompt_messages import (
     MAX_MESSAGE,
@@ -99,7 +99,7 @@ class _Ended(Exception):
         self.late = late
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Work:
     ask: ReadPrompts
     tokenizer: Tokenizer
@@ -119,9 +119,14 @@ class _Lane:
     async def read(self, owner: str, tokenizer: Tokenizer, ask: ReadPrompts) -> Prompts:
         """See :class:`PromptReader`."""
         work = _Work(ask, tokenizer, asyncio.get_running_loop().create_future())
-        self._queue.put(owner, work)
+        displaced = self._queue.put(owner, work)
+        if displaced is not None and not displaced.done.done():
+            displaced.done.set_exception(too_many())
         self._dispatch()
-        return await work.done
+        try:
+            return await work.done
+        finally:
+            self._queue.discard(owner, work)
 
     async def close(self) -> None:
         """End the processes, and whatever waits for them."""

@@ -99,6 +99,7 @@ class Preparation:
             block_size=assign.block_size,
             max_context=_context(opened, assign),
             settings=settings.pipeline,
+            stages_here=settings.stages_here,
             profile_cache=str(self._home.profiles),
             quantize=assign.quantize,
             memory=0 if measured.name == "cpu" else plan.budget + beside,

@@ -69,7 +69,7 @@ class LoadedStage(Protocol):
     def allocate(self, blocks: int, block_size: int) -> None:
         """Make a fresh KV pool; an earlier one is dropped first."""
 
-    def open_host(self, nbytes: int) -> tuple[int, float]:
+    def open_host(self, nbytes: int, stages_here: int) -> tuple[int, float]:
         """Host memory for KV blocks: how many there are, and seconds to copy one."""
 
 

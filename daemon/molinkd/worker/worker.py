@@ -13,7 +13,6 @@ import zmq.asyncio
 
 from molink.errors import MolinkError, WorkerError
 from molink.facts.identity import peer_id
-from molink.facts.settings import PipelineSettings
 from molink.link.estimate.remembered import LinkMemory
 from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.wire.messages.codec import DataMessage, data_codec
@@ -40,6 +39,7 @@ from molinkd.worker.daemon_pipe import DaemonPipe
 from molinkd.worker.engine import Engine, LoadedStage, LoadEngine
 from molinkd.worker.meter import LoopMeter
 from molinkd.worker.place import Place
+from molinkd.worker.shortage import Shortage
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class Worker:
         self._port = 0
         self._links = LinkMemory(_links_file(start))
         self._meter = LoopMeter()
+        self._shortage = Shortage()
         #: Counters of earlier epochs: what ``/metrics`` calls a counter never falls.
         self._past: Counter[str] = Counter()
 
@@ -197,7 +198,7 @@ class Worker:
             f" beside {stage.weight_bytes >> 20} MiB of weights; give this peer less to use"
         ):
             await asyncio.to_thread(stage.allocate, order.blocks, size)
-        host = await asyncio.to_thread(_host_room, stage, self._start.settings)
+        host = await asyncio.to_thread(_host_room, stage, self._start)
         lost = partial(self._next_lost, order.epoch)
         self._place = Place(
             self._start,
@@ -273,6 +274,8 @@ class Worker:
                 place.desk.sweep(now)
                 place.ring.pump()
             stats = self._stats(place)
+            if (text := self._shortage.look(stats, now)) is not None:
+                log.warning("%s", text)
             if stats != last:
                 last = stats
                 self._pipe.send(stats)
@@ -309,11 +312,12 @@ def _failing(what: str) -> Iterator[None]:
         raise WorkerError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def _host_room(stage: LoadedStage, settings: PipelineSettings) -> HostRoom:
+def _host_room(stage: LoadedStage, start: Start) -> HostRoom:
     """Host memory for the KV of requests that give way; none where that is computed anew."""
+    settings = start.settings
     if settings.preemption_mode == "recompute" or not settings.swap_space:
         return NO_ROOM
-    blocks, block_s = stage.open_host(settings.swap_space)
+    blocks, block_s = stage.open_host(settings.swap_space, start.stages_here)
     log.info("host memory for %d KV blocks, %.3f ms each way", blocks, 1000 * block_s)
     return HostRoom(blocks, block_s)
 

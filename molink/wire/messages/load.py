@@ -68,7 +68,8 @@ class HeadLoad(LeanMessage, frozen=True):
     """What a pipeline's head does: its KV blocks, and its requests, the oldest of them by name.
 
     Of those ``waiting``, ``swapped`` have their KV in host memory, which has room for
-    ``host_blocks``. Its prefix cache had ``cached`` percent of the prompts' tokens so far. If its
+    ``host_blocks``; so often there was none for one (``fallbacks``), which is computed anew. Its
+    prefix cache had ``cached`` percent of the prompts' tokens so far. If its
     policy has ``queues``, so many requests are in each; those after the last one are empty.
     """
 
@@ -84,6 +85,7 @@ class HeadLoad(LeanMessage, frozen=True):
     host_used: Index = 0
     cached: Percent = 0
     queues: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_QUEUES)] = ()
+    fallbacks: Count = 0
 
 
 class Load(LeanMessage, frozen=True):

@@ -81,6 +81,8 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     max_context: Count
     #: How the pipeline serves; the same object that the daemon's settings hold.
     settings: PipelineSettings = PipelineSettings()
+    #: Stages of this PC that share its memory, this one included.
+    stages_here: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     #: Folder in which measured profiles are kept; empty: they are measured anew each time.
     profile_cache: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     quantize: Quantize = "none"

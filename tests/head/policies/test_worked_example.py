@@ -10,7 +10,7 @@ import pytest
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import RingTimes
 from molink.head.job import Job
-from molink.head.policies.create import create_scheduling_policy
+from molink.head.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
 from molink.head.prefix import Match
 from molink.head.request import HeadRequest
 from molink.wire.messages.data import Sampling
@@ -58,15 +58,22 @@ def schedule(name: str) -> list[tuple[str, float, float]]:
     return bars
 
 
+SCHEDULES = {
+    "fcfs": (FCFS, 25 / 3),
+    "cached-share": (FCFS, 25 / 3),  # nothing is cached
+    "mlfq": (MLFQ, 30 / 3),
+    "skip-join-mlfq": (SKIP_JOIN, 20 / 3),
+    "fixed-priority": (FIXED, 18 / 3),
+    "srpt": (SRPT, 18 / 3),
+}
+
+
+def test_no_policy_is_without_one() -> None:
+    assert SCHEDULES.keys() >= set(SCHEDULING_POLICIES)
+
+
 @pytest.mark.parametrize(
-    ("name", "bars", "mean"),
-    [
-        ("fcfs", FCFS, 25 / 3),
-        ("mlfq", MLFQ, 30 / 3),
-        ("skip-join-mlfq", SKIP_JOIN, 20 / 3),
-        ("fixed-priority", FIXED, 18 / 3),
-        ("srpt", SRPT, 18 / 3),
-    ],
+    ("name", "bars", "mean"), [(name, *found) for name, found in SCHEDULES.items()]
 )
 def test_the_schedule(name: str, bars: list[tuple[str, float, float]], mean: float) -> None:
     assert schedule(name) == bars

@@ -28,6 +28,28 @@ def test_only_so_many_wait() -> None:
     assert len(queue) == 2
 
 
+def test_a_full_queue_has_a_place_for_who_has_less() -> None:
+    queue: FairQueue[str] = FairQueue(4)
+    for item in ("a1", "a2", "a3", "b1"):
+        queue.put(item[0], item)
+    assert queue.put("c", "c1") == "a3"
+    with pytest.raises(Overloaded):
+        queue.put("c", "c2")  # a has one more: nobody gains by turns
+    assert queue.put("d", "d1") == "a2"
+    assert [queue.take() for _ in range(5)] == ["a1", "b1", "c1", "d1", None]
+
+
+def test_what_is_wanted_no_more_takes_no_place() -> None:
+    queue: FairQueue[str] = FairQueue(2)
+    queue.put("a", "a1")
+    queue.put("b", "b1")
+    queue.discard("a", "a1")
+    queue.discard("a", "a1")
+    queue.discard("b", "b0")
+    assert queue.put("b", "b2") is None
+    assert [queue.take() for _ in range(3)] == ["b1", "b2", None]
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
 def test_nothing_is_lost_or_overtaken_by_its_owner(steps: list[tuple[str, bool]]) -> None:
     queue: FairQueue[tuple[str, int]] = FairQueue(100)

@@ -181,6 +181,28 @@ async def test_only_so_many_wait(
     assert [isinstance(read, Overloaded) for read in found] == [False] * 4 + [True]
 
 
+async def test_one_client_cannot_keep_others_out(
+    offer: Offer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_reader, "MAX_SHORT", 3)
+    narrow = PromptProcesses({})
+    # Two are being read, and three wait. The quiet one gets the last one's place; for the greedy
+    # one's next there is none until one of his leaves.
+    owners = ["greedy"] * 5 + ["quiet", "greedy"]
+    reads = [
+        asyncio.create_task(narrow.read(owner, offer, chat("x"), chat=True)) for owner in owners
+    ]
+    await asyncio.sleep(0)
+    reads[2].cancel()
+    await asyncio.sleep(0)
+    reads.append(asyncio.create_task(narrow.read("greedy", offer, chat("x"), chat=True)))
+    found = await asyncio.gather(*reads, return_exceptions=True)
+    await narrow.close()
+    refused = [isinstance(read, Overloaded) for read in found]
+    assert refused == [False] * 4 + [True, False, True, False]
+    assert isinstance(found[2], asyncio.CancelledError)
+
+
 async def test_one_bad_text_holds_up_nobody(
     reader: PromptProcesses, offer: Offer, hostile_folder: Path
 ) -> None:

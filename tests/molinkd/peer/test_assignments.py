@@ -27,7 +27,7 @@ ASSIGN = Assign(
     pipeline="p1", epoch=1, stage=0, stages=1, layers=(0, 3), model="m", sources=(), dtype="auto"
 )
 PIPELINE = PipelineSettings(max_running=4, chunk_tokens=64, link_policy="fifo", record="/records")
-SETTINGS = Settings(name="n", pipeline=PIPELINE)
+SETTINGS = Settings(name="n", pipeline=PIPELINE, stages_here=2)
 
 
 class FakeStore:
@@ -140,7 +140,7 @@ async def test_the_rest_is_for_kv(bench: Bench, folder: Path) -> None:
     # As many blocks as four requests of the model's whole context can use.
     assert start.kv_bytes == 4 * config.context * 3 * 2 * 2 * 16 * 2
     assert (start.quantize, start.memory) == ("none", 0)
-    assert start.settings == PIPELINE
+    assert (start.settings, start.stages_here) == (PIPELINE, 2)
 
 
 async def test_the_first_stage_has_the_draft_model_beside_it(

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +160,18 @@ def test_what_finds_no_host_memory_is_computed_anew(
     assert texts(found) == plenty
     counters, _ = ring.head.stats()
     assert counters["head_swap_fallbacks_total"] >= 1
+
+
+def test_stages_of_one_pc_share_the_memory_that_is_free(
+    stages: Sequence[Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = stages[0]
+    stage.allocate(4, BLOCK_SIZE)
+    each = stage.block_bytes(BLOCK_SIZE)
+    free = SimpleNamespace(available=24 * each)
+    monkeypatch.setattr("molink.stage.stage.psutil.virtual_memory", lambda: free)
+    blocks = [stage.open_host(*asked)[0] for asked in ((99 * each,), (99 * each, 3), (each, 3))]
+    assert blocks == [12, 4, 1]
 
 
 def test_what_could_not_be_copied_back_fails_its_request(stages: Sequence[Stage]) -> None:

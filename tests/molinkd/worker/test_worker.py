@@ -84,18 +84,20 @@ class FakeStage:
 
 
 def test_host_memory_is_taken_only_where_it_is_to_be_used() -> None:
-    asked: list[int] = []
+    asked: list[tuple[int, int]] = []
 
-    def open_host(nbytes: int) -> tuple[int, float]:
-        asked.append(nbytes)
+    def open_host(nbytes: int, stages_here: int) -> tuple[int, float]:
+        asked.append((nbytes, stages_here))
         return 7, 0.002
 
     stage: Any = SimpleNamespace(open_host=open_host)
     for settings in ({}, {"preemption_mode": "reactive-swap", "swap_space": 0}):
-        assert _host_room(stage, PipelineSettings(**settings)) == NO_ROOM
+        order = msgspec.structs.replace(start(), settings=PipelineSettings(**settings))
+        assert _host_room(stage, order) == NO_ROOM
     settings = PipelineSettings(preemption_mode="reactive-swap", swap_space=900)
-    assert _host_room(stage, settings) == HostRoom(7, 0.002)
-    assert asked == [900]
+    order = msgspec.structs.replace(start(), settings=settings, stages_here=3)
+    assert _host_room(stage, order) == HostRoom(7, 0.002)
+    assert asked == [(900, 3)]
 
 
 def start() -> Start:

@@ -57,8 +57,8 @@ Ring
 
 KV is how many blocks of it are used, of all; K how many micro-
 batches are in flight; queues how many requests are in each queue
-of a policy that has some. Prompt and answer are in tokens, and
-tokens/s is since the first one."""
+of a policy that has some; swapped how many are in host memory,
+and its blocks that are used. Prompt and answer are in tokens."""
 
 
 class Help(ModalScreen[None]):

@@ -72,15 +72,28 @@ def _sums(view: View) -> str:
         f"{running} running, {waiting} waiting",
         f"{pace:.1f} tokens/s",
     ]
-    for ring in view.rings:
-        if ring.blocks:
-            cached = f"  cached {ring.cached} %" if ring.cached else ""
-            parts.append(f"KV {ring.used_blocks}/{ring.blocks}  K {ring.micro_batches}{cached}")
-        if ring.queues:
-            parts.append(f"queues {' '.join(map(str, ring.queues))}")
-        if ring.host_blocks:
-            parts.append(f"swapped {ring.swapped}, {ring.used_host_blocks}/{ring.host_blocks}")
+    if len(view.rings) == 1:
+        parts += _blocks(view.rings[0])
     return "   ".join(parts)
+
+
+def _blocks(ring: RingView) -> Iterator[str]:
+    if ring.blocks:
+        cached = f"  cached {ring.cached} %" if ring.cached else ""
+        yield f"KV {ring.used_blocks}/{ring.blocks}  K {ring.micro_batches}{cached}"
+
+
+def _head(ring: RingView) -> Iterator[str]:
+    """What the head of a ring does, as far as the sums don't say it."""
+    if ring.model:
+        yield f"{ring.running} running, {ring.waiting} waiting"
+        yield f"{ring.tokens_per_s:.1f} tokens/s"
+        yield from _blocks(ring)
+    if ring.queues:
+        yield f"queues {' '.join(map(str, ring.queues))}"
+    if ring.host_blocks or ring.swap_fallbacks:
+        anew = f", no room for {ring.swap_fallbacks}" if ring.swap_fallbacks else ""
+        yield f"swapped {ring.swapped}, {ring.used_host_blocks}/{ring.host_blocks}{anew}"
 
 
 def body_lines(view: View, width: int, order: Order = "oldest") -> list[Text]:
@@ -117,10 +130,11 @@ def _knocks(knocks: Sequence[KnockView], width: int) -> Iterator[Text]:
 
 
 def _ring(ring: RingView, width: int) -> Iterator[Text]:
-    """Two lines for each stage: the stage, and its link to the next one."""
+    """What its head does; then for each stage a line, and one for its link to the next one."""
     name, device = _shares(width - 48, 15, 44)
     if ring.model:
         yield Text(f"{ring.model}, {ring.id}{'' if ring.ready else ', not ready'}", "bold")
+    yield from map(Text, _packed(list(_head(ring)), width))
     yield Text(
         f"{'RING':<{name + 3}} {'layers':>6} {'device':<{device}} {'memory':>15} "
         f"{'busy':>5} {'bubble':>6} {'step':>7}",
@@ -239,6 +253,19 @@ def wrap(text: str, width: int) -> list[str]:
     if cell_len(text) > len(text):
         return chop_cells(text, width)
     return textwrap.wrap(text, width) or [""]
+
+
+def _packed(parts: Sequence[str], width: int) -> Iterator[str]:
+    """As few lines of whole parts as there can be."""
+    line = ""
+    for part in parts:
+        if line and len(line) + 3 + len(part) > width:
+            yield line
+            line = part
+        else:
+            line = f"{line}   {part}" if line else part
+    if line:
+        yield line
 
 
 # --- cells ---------------------------------------------------------------------------------------

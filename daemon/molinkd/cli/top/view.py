@@ -82,6 +82,7 @@ class RingView:
     host_blocks: int = 0
     used_host_blocks: int = 0
     swapped: int = 0
+    swap_fallbacks: int = 0
     queues: tuple[int, ...] = ()
 
 
@@ -234,6 +235,7 @@ def _ring(
         host_blocks=head.host_blocks,
         used_host_blocks=head.host_used,
         swapped=head.swapped,
+        swap_fallbacks=head.swap_fallbacks,
         queues=head.queues,
     )
 

@@ -149,11 +149,28 @@ def test_figures_of_usual_sizes_are_shown_whole() -> None:
 
 def test_what_a_head_has_beside_its_blocks_is_shown_where_there_is_any() -> None:
     status = swarms.ring(["alice", "bob"])
-    plain = frame(view_of(status), 120)[1].plain
-    assert "queues" not in plain
-    assert "swapped" not in plain
-    status["pipelines"][0]["head"] |= {"queues": [2, 0, 1], "swapped": 1, "host_blocks": 40}
-    assert "queues 2 0 1   swapped 1, 0/40" in frame(view_of(status), 120)[1].plain
+    assert not any("queues" in line or "swapped" in line for line in shown(status, 120))
+    head = status["pipelines"][0]["head"]
+    head |= {"queues": [2, 0, 1], "swapped": 1, "host_blocks": 40}
+    assert "queues 2 0 1   swapped 1, 0/40" in shown(status, NARROWEST)
+    head |= {"swap_fallbacks": 7, "host_used": 40, "queues": [64] * 16}
+    lines = shown(status, NARROWEST)
+    assert "queues " + " ".join(["64"] * 16) in lines
+    assert "swapped 1, 40/40, no room for 7" in lines
+
+
+def test_each_of_several_pipelines_has_figures_of_its_own() -> None:
+    status = swarms.several()
+    status["pipelines"][1]["head"] |= {"running": 5, "used": 700, "queues": [0, 3]}
+    lines = shown(status, NARROWEST)
+    first, second = (lines.index(f"{name}") + 1 for name in ("qwen3-8b, p1", "llama-3b, p2"))
+    assert lines[first] == "2 running, 1 waiting   21.4 tokens/s   KV 12/800  K 3"
+    assert lines[second] == "5 running, 1 waiting   21.4 tokens/s   KV 700/800  K 3   queues 0 3"
+    assert lines[1] == "3 PCs here   7 running, 2 waiting   42.8 tokens/s"
+
+
+def shown(status: dict[str, Any], width: int) -> list[str]:
+    return [line.plain for line in frame(view_of(status), width)]
 
 
 def test_hostile_texts_are_shown_as_they_are() -> None:
