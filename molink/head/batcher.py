@@ -303,12 +303,12 @@ class Batcher:
         first = next(iter(self._roster.prompts(now)), None)
         if first is None or first.state != "waiting":
             return
-        running, coming, at_once = self._roster.admitted, self._coming, self._roster.places_at_once
+        running, coming = self._roster.admitted, self._coming
         places = self._limits.max_running - running
-        if at_once == 1 and coming and places > 0:
+        if self._roster.places_at_once == 1 and coming and places > 0:
             return
         blocks = self._cache.available + coming - self._limits.growth(running)
-        for job in islice(self._roster.next_ones(now), at_once):
+        for job in self._roster.next_ones(now):
             lacks = self._limits.blocks_for(min(len(job.tokens) + 1, job.kv_end))
             lacks += self._limits.growth(1) - len(self._cache.find(job).blocks)
             while lacks > blocks or places < 1:

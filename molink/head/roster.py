@@ -162,9 +162,16 @@ class Roster:
         return self._first[0]
 
     def next_ones(self, now: float) -> Iterator[Job]:
-        """Those that wait for more than their client, as they would be admitted one by one."""
-        left = self.shares.order([job for job in self._waiting if not job.stalled])
-        while left:
+        """As many as others may give way for, as they would be admitted one after the other."""
+        count = self._policy.places_at_once
+        if count == 1:
+            first = self.first_waiting(now)
+            yield from (first,) if first is not None else ()
+            return
+        able = [job for job in self._waiting if not job.stalled]
+        # Those far behind are none of them: to ask the policy about all takes long.
+        left = self.shares.order(self._policy.running_order(able, now)[: 2 * count])
+        for _ in range(min(count, len(left))):
             job = self._policy.next_admitted(left, self._admitted.values(), now)
             if job is None:
                 return

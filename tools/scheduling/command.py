@@ -25,16 +25,20 @@ FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "default": default,
     "processes": processes,
 }
-_POLICIES = ("fcfs", "mlfq", "fixed-priority", "skip-join-mlfq", "srpt")
+_POLICIES = ("fcfs", "mlfq", "fixed-priority", "skip-join-mlfq", "gittins", "srpt")
 #: Where FastServe measured, as far as it says.
 _FASTSERVE = {"device": "a100-40gb", "model": "opt-13b"}
 #: What differs from :func:`_parser`'s common defaults, by figure.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "preemption": _FASTSERVE | {"ratios": [0.0], "seconds": 60.0},
     "default": {"loads": [0.05, 0.5, 0.9, 1.5, 3.0]},
-    "processes": {"policies": ["fcfs", "mlfq", "fixed-priority", "skip-join-mlfq"]},
+    "processes": {"policies": ["fcfs", "mlfq", "fixed-priority", "skip-join-mlfq", "gittins"]},
+    "slo": {
+        "policies": ["fcfs", "skip-join-mlfq", "gittins", "gittins:proactive-swap", "srpt"],
+        "swap_gb": 32.0,
+    },
 }
-_SLO = ("slo", "--policies", "fcfs,skip-join-mlfq", "--kinds")
+_SLO = ("slo", "--kinds")
 _AT_HOME = ("--device", "rtx4090", "--model", "qwen-7b", "--ratios", "0.5,1,4,16")
 _CACHED_SHARE = ("--routers", "e2", "--policies", "cached-share")
 _E2_AND_ORACLE = ("--routers", "e2,oracle")
@@ -129,8 +133,10 @@ def _parser() -> argparse.ArgumentParser:
     figures = parser.add_subparsers()
     for name, figure in FIGURES.items():
         sub = figures.add_parser(name, help=(figure.__doc__ or "").splitlines()[0])
-        sub.add_argument("--policies", type=_words, default=list(_POLICIES))
-        sub.add_argument("--orders", type=_words, default=["skip-join-mlfq"])
+        sub.add_argument(
+            "--policies", type=_words, default=list(_POLICIES), help="POLICY[:PREEMPTION_MODE],…"
+        )
+        sub.add_argument("--orders", type=_words, default=["skip-join-mlfq", "gittins"])
         sub.add_argument("--out", type=Path, default=RESULTS / f"scheduling-{name}.json")
         sub.add_argument("--seconds", type=float, default=40.0, help="of arrivals")
         sub.add_argument("--seed", type=int, default=1)

@@ -1,4 +1,4 @@
-"""Where skip-join MLFQ is better than the default policy, and where it is worse."""
+"""Where the Gittins index is better than the default policy, and where it is worse."""
 
 import argparse
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from tools import routing
 from tools.scheduling.order import SPAN
-from tools.scheduling.requests import Draw, means_of, poisson, sizes_in, sizes_of
-from tools.scheduling.serving import NO_WORKLOAD, Run, capacity_of, ring, run, told
+from tools.scheduling.requests import Draw, draw_means, means_of, sizes_in, sizes_of
+from tools.scheduling.serving import NO_WORKLOAD, Run, capacity_of, measured, ring, told
 
-DEFAULT, OTHER = "fcfs", "skip-join-mlfq"
+DEFAULT, OTHER = "fcfs", "gittins"
 #: Requests/s of three PCs in a ring at 100 Mbps, up to where KV blocks run out.
 RING_RATES, RING_SECONDS = (0.05, 0.3, 0.7, 1.4), 120.0
 #: Of arrivals, where prompts take seconds each.
@@ -36,7 +36,7 @@ class Setting:
 
 
 def default(options: argparse.Namespace) -> dict[str, Any]:
-    """The default policy and skip-join MLFQ at low and high loads: latencies, and worst gaps."""
+    """The default policy and the Gittins index at low and high loads: latencies, and worst gaps."""
     rows, against = [], []
     for setting in _settings(options):
         for rate in setting.rates:
@@ -70,21 +70,13 @@ def _settings(options: argparse.Namespace) -> Iterator[Setting]:
         yield Setting("mooncake", large, draw, rates, LONG_SECONDS)
 
 
-def draw_means(draw: Draw) -> tuple[float, float]:
-    """Mean tokens of prompt and answer, by a sample."""
-    plan = poisson(draw, 1.0, 2000.0, 0)
-    return (
-        fmean(request.input_tokens for request in plan),
-        fmean(request.output_tokens for request in plan),
-    )
-
-
 def _of_cell(options: argparse.Namespace, setting: Setting, rate: float) -> list[dict[str, Any]]:
     rows = []
     for seed, policy in product(options.seeds, (DEFAULT, OTHER)):
-        plan = poisson(setting.draw, rate, setting.seconds, seed)
         scenario = replace(setting.scenario, scheduling_policy=policy)
-        found = told(run(scenario, plan), f"{setting.name}: {policy}", rate)
+        usual = setting.rates[1]
+        found = measured(scenario, setting.draw, rate, setting.seconds, seed, usual)
+        told(found, f"{setting.name}: {policy}", rate)
         rows.append({"seed": seed, "policy": policy} | _figures(found))
     return rows
 
@@ -95,7 +87,7 @@ def _figures(found: Run) -> dict[str, float]:
 
 
 def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many times as long skip-join MLFQ takes: mean over seeds, least, most."""
+    """How many times as long the Gittins index takes: mean over seeds, least, most."""
     seeds = sorted({row["seed"] for row in rows})
     by = {(row["policy"], row["seed"]): row for row in rows}
     found = {}

@@ -10,14 +10,14 @@ from typing import Any
 from molink.bench.planned import PlannedRequest
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
-from tools.scheduling.requests import Draw, means_of, poisson, sizes_in, sizes_of
+from tools.scheduling.requests import Draw, means_of, sizes_in, sizes_of
 from tools.scheduling.serving import (
     NO_WORKLOAD,
     Run,
     capacity_of,
+    measured,
     ring,
     ring_name,
-    run,
     serve,
     told,
 )
@@ -80,8 +80,8 @@ def _within_slo(
 
     @cache
     def at(step: int) -> Run:
-        plan = poisson(draw, STEP**step, seconds, options.seed)
-        return told(run(ring(options, policy), plan), policy, STEP**step)
+        found = measured(ring(options, policy), draw, STEP**step, seconds, options.seed)
+        return told(found, policy, STEP**step)
 
     return {
         "seconds": seconds,
@@ -113,9 +113,10 @@ def ratios(options: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for ratio, seed in product(options.ratios, options.seeds):
         rate = options.load * capacity_of(ring(options), *means_of("sharegpt", ratio))
-        plan = poisson(sizes_of("sharegpt", ratio), rate, options.seconds, seed)
+        draw = sizes_of("sharegpt", ratio)
         for policy in options.policies:
-            found = told(run(ring(options, policy), plan), policy, rate)
+            found = measured(ring(options, policy), draw, rate, options.seconds, seed)
+            told(found, policy, rate)
             rows.append(
                 {"ratio": ratio, "rate": rate, "seed": seed, "policy": policy}
                 | {"mean_s": found.mean, "p95_s": found.p95, "preemptions": found.preemptions}

@@ -9,8 +9,8 @@ from typing import Any
 
 from molink.facts.preemption import PREEMPTION_MODES
 from molink.sim.scenario import Scenario
-from tools.scheduling.requests import means_of, poisson, sizes_of
-from tools.scheduling.serving import Run, capacity_of, ring, ring_name, run, told
+from tools.scheduling.requests import means_of, sizes_of
+from tools.scheduling.serving import Run, capacity_of, measured, ring, ring_name, told
 
 #: Beside the modes: an oracle, ``proactive-swap`` with copies that take no time and host memory
 #: without an end. Who gives way is where it was at no cost, as if computing anew took no time.
@@ -50,20 +50,19 @@ def _of_cell(
     rate = load * capacity_of(ring(options), *means_of("sharegpt", ratio or None))
     rows = []
     for seed in options.seeds:
-        plan = poisson(sizes_of("sharegpt", ratio or None), rate, options.seconds, seed)
+        draw = sizes_of("sharegpt", ratio or None)
         for side in SIDES:
-            found = told(run(_side(options, policy, side), plan), side, rate)
+            scenario = _side(options, policy, side)
+            found = told(measured(scenario, draw, rate, options.seconds, seed), side, rate)
             rows.append({"rate": rate, "seed": seed, "side": side} | _figures(found))
     return rows
 
 
 def _side(options: argparse.Namespace, policy: str, side: str) -> Scenario:
-    scenario = replace(ring(options, policy), swap_gb=options.swap_gb)
     if side != ORACLE:
-        return replace(scenario, preemption_mode=side)
-    return replace(
-        scenario, preemption_mode="proactive-swap", swap_gb=_FOREVER_GB, free_copies=True
-    )
+        return ring(options, f"{policy}:{side}")
+    scenario = ring(options, f"{policy}:proactive-swap")
+    return replace(scenario, swap_gb=_FOREVER_GB, free_copies=True)
 
 
 def _figures(found: Run) -> dict[str, float]:

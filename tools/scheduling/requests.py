@@ -3,7 +3,9 @@
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from molink.bench.planned import PlannedRequest
 from molink.bench.trace import TraceRow, read_trace
@@ -11,6 +13,9 @@ from molink.bench.trace import TraceRow, read_trace
 #: Means of prompt and answer in tokens, and the spread of their logarithms.
 SIZES = {"sharegpt": ((161.0, 1.2), (338.0, 1.0)), "alpaca": ((19.0, 0.6), (58.0, 0.9))}
 MAX_PROMPT, MAX_OUTPUT = 2048, 1024
+#: Requests that come before those that count, at so much of what can be served: a service has been
+#: there for a while, its cache is full, and a policy that learns has learned.
+EARLIER, EARLIER_LOAD = 256, 0.5
 
 Plan = Sequence[PlannedRequest]
 #: Sizes of the next request.
@@ -67,3 +72,22 @@ def poisson(draw: Draw, rate: float, seconds: float, seed: int) -> Plan:
             return plan
         size = draw(sizes)
         plan.append(PlannedRequest(len(plan), at, size.input_tokens, size.output_tokens))
+
+
+def draw_means(draw: Draw) -> tuple[float, float]:
+    """Mean tokens of prompt and answer, by a sample."""
+    plan = poisson(draw, 1.0, 2000.0, 0)
+    return (
+        fmean(request.input_tokens for request in plan),
+        fmean(request.output_tokens for request in plan),
+    )
+
+
+def after_others(draw: Draw, plan: Plan, rate: float, seed: int) -> tuple[Plan, float]:
+    """``plan`` behind :data:`EARLIER` requests at ``rate``, and when it begins."""
+    earlier = poisson(draw, rate, 2 * EARLIER / rate, seed + 1000)[:EARLIER]
+    begins = earlier[-1].at + 1 / rate
+    later = [
+        replace(request, index=EARLIER + request.index, at=begins + request.at) for request in plan
+    ]
+    return [*earlier, *later], begins

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from molink.bench.report import percentile
 from molink.bench.sample import Sample
+from molink.facts.preemption import PREEMPTION_MODES
 from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.sim.blueprint import BLOCK_SIZE, Blueprint
 from molink.sim.pipeline import Pipeline
@@ -13,7 +14,14 @@ from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import no_collector
 from molink.sim.workload import Workload
-from tools.scheduling.requests import Plan
+from tools.scheduling.requests import (
+    EARLIER_LOAD,
+    Draw,
+    Plan,
+    after_others,
+    draw_means,
+    poisson,
+)
 
 #: What is simulated has no workload of its own here: the plan is given.
 NO_WORKLOAD = Workload(1.0, 1.0)
@@ -47,21 +55,51 @@ class Run:
     rows: float
 
 
-def serve(scenario: Scenario, plan: Plan) -> tuple[list[Sample], Pipeline]:
-    """Every request to its end, however late, and what served them."""
-    pipeline = Pipeline(scenario, plan)
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """What a pipeline has done so far; see :class:`Run`."""
+
+    preemptions: int = 0
+    swaps: int = 0
+    waited_s: float = 0.0
+    busy_s: float = 0.0
+    rows: int = 0
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> "_Counts":
+        return cls(
+            pipeline.preemptions,
+            pipeline.swaps[0],
+            max(pipeline.waited_s),
+            max(pipeline.computed_s),
+            pipeline.prefill_rows,
+        )
+
+
+def serve(
+    scenario: Scenario, plan: Plan, since: float = 0.0
+) -> tuple[list[Sample], _Counts, Pipeline]:
+    """Every request to its end, however late.
+
+    Returns:
+        What those measured that came ``since`` then, what had been done before, and what did it.
+    """
+    pipeline, before = Pipeline(scenario, plan), [_Counts()]
+    if since:
+        pipeline.agenda.at(since, lambda: before.append(_Counts.of(pipeline)))
     with no_collector():
         pipeline.run(1e6)
-    samples = pipeline.clients.samples(0.0)
+    samples = pipeline.clients.samples(since)
     failed = [sample.error for sample in samples if sample.error is not None]
     if pipeline.trouble or failed:
         raise SystemExit(f"{scenario.scheduling_policy}: {pipeline.trouble or failed[0]}")
-    return samples, pipeline
+    return samples, before[-1], pipeline
 
 
-def run(scenario: Scenario, plan: Plan) -> Run:
-    """Figures of one simulation."""
-    samples, pipeline = serve(scenario, plan)
+def run(scenario: Scenario, plan: Plan, since: float = 0.0) -> Run:
+    """Figures of one simulation, of those that came ``since`` then."""
+    samples, before, pipeline = serve(scenario, plan, since)
+    done = _Counts.of(pipeline)
     tokens = sorted(sample.latency / sample.output_tokens for sample in samples)
     ttft = sorted(sample.ttft for sample in samples)
     latency = sum(sample.latency for sample in samples)
@@ -72,17 +110,17 @@ def run(scenario: Scenario, plan: Plan) -> Run:
         percentile(tokens, 95),
         sum(ttft) / len(ttft),
         percentile(ttft, 95),
-        pipeline.preemptions,
-        pipeline.swaps[0],
-        max(pipeline.waited_s),
-        max(sample.finished for sample in samples) - plan[0].at,
-        max(pipeline.computed_s),
-        len(plan),
+        done.preemptions - before.preemptions,
+        done.swaps - before.swaps,
+        done.waited_s - before.waited_s,
+        max(sample.finished for sample in samples) - samples[0].sent,
+        done.busy_s - before.busy_s,
+        len(samples),
         sum(ttft) / latency,
         sum(gap for each in gaps for gap in each if gap > _PAUSE_S) / latency,
         percentile(longest, 95),
         longest[-1],
-        pipeline.prefill_rows / sum(request.input_tokens for request in plan),
+        (done.rows - before.rows) / sum(sample.input_tokens for sample in samples),
     )
 
 
@@ -97,12 +135,30 @@ def told(found: Run, policy: str, rate: float) -> Run:
     return found
 
 
-def ring(options: argparse.Namespace, policy: str = "fcfs") -> Scenario:
-    """Where answers are many, and memory is what is short."""
+def ring(options: argparse.Namespace, side: str = "fcfs") -> Scenario:
+    """Where answers are many, and memory is what is short; ``side`` is ``POLICY[:MODE]``."""
+    policy, _, mode = side.partition(":")
     link = LinkProfile(bandwidth_mbps=1000, latency_ms=0.5)
     stages, device, model = options.stages, options.device, options.model
     scenario = Scenario(NO_WORKLOAD, stages, device, model, link, max_running=256)
-    return replace(scenario, scheduling_policy=policy)
+    scenario = replace(scenario, scheduling_policy=policy, swap_gb=options.swap_gb)
+    if not mode:
+        return scenario
+    if mode not in PREEMPTION_MODES:
+        raise SystemExit(f"{side}: the mode is one of {', '.join(PREEMPTION_MODES)}")
+    return replace(scenario, preemption_mode=mode)
+
+
+def measured(
+    scenario: Scenario, draw: Draw, rate: float, seconds: float, seed: int, usual: float = 0.0
+) -> Run:
+    """So many seconds of requests at ``rate``, after others at the ``usual`` one.
+
+    That is half of what a ring of one stage can serve, if it isn't given.
+    """
+    plan = poisson(draw, rate, seconds, seed)
+    usual = usual or EARLIER_LOAD * capacity_of(scenario, *draw_means(draw))
+    return run(scenario, *after_others(draw, plan, usual, seed))
 
 
 def ring_name(options: argparse.Namespace) -> str:

@@ -10,7 +10,10 @@ import pytest
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import RingTimes
 from molink.head.job import Job
+from molink.head.policies.base import SchedulingPolicy
 from molink.head.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
+from molink.head.policies.gittins import Gittins
+from molink.head.policies.lengths import LEAST, AnswerLengths
 from molink.head.prefix import Match
 from molink.head.request import HeadRequest
 from molink.wire.messages.data import Sampling
@@ -29,10 +32,15 @@ SKIP_JOIN = [("b", 0, 1), ("c", 1, 3), ("b", 3, 4), ("c", 4, 5), ("a", 5, 10), (
 FIXED = [("b", 0, 1), ("b", 1, 2), ("c", 2, 4), ("c", 4, 5), ("a", 5, 10), ("a", 10, 11)]
 # 6, 2 and 3 seconds are left of them.
 SRPT = FIXED
+# Of unknown answers one token is expected, then as many again, each for one over all of them: 5, 1
+# and 2 seconds for a token at first; for three tokens two more seconds each, once there is one.
+UNKNOWN = [("b", 0, 1), ("c", 1, 3), ("a", 3, 8), ("a", 8, 9), ("b", 9, 10), ("c", 10, 11)]
+# Where answers are known to have two tokens, 6, 2 and 3 seconds for them, then one.
+KNOWN = FIXED
 
 
-def schedule(name: str) -> list[tuple[str, float, float]]:
-    policy, now = create_scheduling_policy(name), 0.0
+def schedule(policy: SchedulingPolicy) -> list[tuple[str, float, float]]:
+    now = 0.0
     policy.set_times(RingTimes((SECOND_PER_ROW,), (), 0))
     jobs = []
     for number, (key, tokens) in enumerate(PROMPTS.items()):
@@ -61,6 +69,7 @@ def schedule(name: str) -> list[tuple[str, float, float]]:
 SCHEDULES = {
     "fcfs": (FCFS, 25 / 3),
     "cached-share": (FCFS, 25 / 3),  # nothing is cached
+    "gittins": (UNKNOWN, 30 / 3),
     "mlfq": (MLFQ, 30 / 3),
     "skip-join-mlfq": (SKIP_JOIN, 20 / 3),
     "fixed-priority": (FIXED, 18 / 3),
@@ -76,6 +85,13 @@ def test_no_policy_is_without_one() -> None:
     ("name", "bars", "mean"), [(name, *found) for name, found in SCHEDULES.items()]
 )
 def test_the_schedule(name: str, bars: list[tuple[str, float, float]], mean: float) -> None:
-    assert schedule(name) == bars
+    assert schedule(create_scheduling_policy(name)) == bars
     ends = {key: end for key, _, end in bars}
     assert sum(ends.values()) / len(ends) == mean
+
+
+def test_the_schedule_where_answers_are_known() -> None:
+    lengths = AnswerLengths()
+    for _ in range(LEAST):
+        lengths.add(2, ANSWER)
+    assert schedule(Gittins(lengths)) == KNOWN
