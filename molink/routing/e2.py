@@ -13,8 +13,6 @@ from molink.routing.waits import PrefixWaits
 
 #: Seconds of history (the paper's ``H``).
 WINDOW_S = 180.0
-#: How much of that history counts beside what is still to be done.
-HISTORY = 0.05
 #: How many times as loaded as the least loaded one a pipeline may be before requests are sent
 #: elsewhere that it has cached (the paper's ``T_hbal``).
 T_HBAL = 1.5
@@ -57,10 +55,11 @@ class E2(Router):
     *Replicate.* So it does if the wait of those that begin alike has doubled, and they wait for
     longer than computing it anew takes.
 
-    ``L`` is what is still to be done of what was sent there, and a share of all that was sent in
-    the window. (The paper has the latter only; but then a burst is no load until it is long over,
-    and on prompts that share nothing the fewest requests are the better guide.) A token of an
-    answer counts with what a further row adds to a step.
+    ``L`` is what is still to be done of what was sent there. (The paper has all that was sent in
+    the window; but what is over keeps nobody waiting.) A token of an answer counts with what a
+    further row adds to a step. ``M`` is the prefill of those spans which would be forgotten, and
+    which several requests used in the window. (The paper has it once for each of these; but it is
+    computed anew once at most, and who was the only one may have been the last.)
     """
 
     reads_spans: bool = True
@@ -69,11 +68,9 @@ class E2(Router):
         self,
         window_s: float = WINDOW_S,
         t_hbal: float = T_HBAL,
-        history: float = HISTORY,
         decode_heavy: float = DECODE_HEAVY,
     ) -> None:
         self._t_hbal = t_hbal
-        self._history = history
         self._decode_heavy = decode_heavy
         self._tree = SpanTree(window_s / 2)
         self._loads = Loads(window_s)
@@ -85,7 +82,7 @@ class E2(Router):
 
     def choose(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         """Exploit if more is cached than is not, else explore."""
-        self._loads.over(prompt.key, 0)
+        self._loads.over(prompt.key, 0, now)
         places = [self._place(prompt, load, now) for load in up]
         having = [place for place in places if 2 * place.cached > prompt.tokens]
         key_span = _key_span(prompt, max(place.cached for place in places)) if having else 0
@@ -101,13 +98,13 @@ class E2(Router):
         spans = self._tree.match(name, prompt.spans)
         cached = min(spans * SPAN, prompt.tokens - 1)
         work = self._loads.of(name, now)
-        uses = self._tree.evicted_by(name, len(prompt.spans) - spans, now)
+        evicted = self._tree.evicted_by(name, len(prompt.spans) - spans, now)
         sent = work.prefill_s + work.answer_s
         return _Place(
             load,
             cached,
-            work.live_s + self._history * sent,
-            uses * costs.prefill_s(SPAN),
+            work.left_s(now),
+            evicted * costs.prefill_s(SPAN),
             costs.prefill_s(prompt.tokens - cached, cached),
             work.answer_s / sent if sent else 0.0,
         )
@@ -144,13 +141,13 @@ class E2(Router):
 
     def began(self, key: Key, cached: int, now: float) -> None:
         """Its prefill is over, and how long it waited for that is known."""
-        placed = self._loads.began(key)
+        placed = self._loads.began(key, now)
         if placed is not None and placed.key_span:
             self._waits.add(placed.key_span, max(0.0, now - placed.at - placed.prefill_s), now)
 
     def over(self, key: Key, generated: int, now: float) -> None:
         """It is no load any more."""
-        self._loads.over(key, generated)
+        self._loads.over(key, generated, now)
 
     # --- pipelines -------------------------------------------------------------------------------
 

@@ -25,12 +25,22 @@ class Routed:
 
 @dataclass(slots=True)
 class PipelineWork:
-    """Of one pipeline: what is to be done, and what it was sent in the window."""
+    """Of one pipeline: what is to be done of the ``live`` requests, and what it was sent lately."""
 
+    live: int = 0
     live_s: float = 0.0
     prefill_s: float = 0.0
     answer_s: float = 0.0
     recent: deque[tuple[float, float, float]] = field(default_factory=deque)
+    #: Those whose first token has not come, as they were sent; ``since`` then one is computed.
+    waiting: dict[Key, Routed] = field(default_factory=dict)
+    since: float = 0.0
+
+    def left_s(self, now: float) -> float:
+        """What is still to be done: the prompt that is computed now is so in part."""
+        first = next(iter(self.waiting.values()), None)
+        done_s = min(first.prefill_s, max(0.0, now - self.since)) if first is not None else 0.0
+        return self.live_s - done_s
 
     def expire(self, since: float) -> None:
         """Forget what was sent before."""
@@ -62,13 +72,17 @@ class Loads:
         """A request was sent."""
         self._placed[key] = placed
         work = self.of(placed.name, placed.at)
+        if not work.waiting:
+            work.since = placed.at
+        work.waiting[key] = placed
+        work.live += 1
         work.live_s += placed.prefill_s + placed.answer_s
         work.prefill_s += placed.prefill_s
         work.answer_s += placed.answer_s
         work.recent.append((placed.at, placed.prefill_s, placed.answer_s))
 
-    def began(self, key: Key) -> Routed | None:
-        """Its prefill is done; ``None`` if that is known, or it isn't."""
+    def began(self, key: Key, now: float) -> Routed | None:
+        """Its prefill is done, the next one's begins; ``None`` if that is known, or it isn't."""
         placed = self._placed.get(key)
         if placed is None or placed.began:
             return None
@@ -76,23 +90,28 @@ class Loads:
         work = self._work.get(placed.name)
         if work is not None:
             work.live_s -= placed.prefill_s
+            work.waiting.pop(key, None)
+            work.since = now
         return placed
 
-    def over(self, key: Key, generated: int) -> None:
+    def over(self, key: Key, generated: int, now: float) -> None:
         """It takes nothing any more."""
-        self.began(key)
+        self.began(key, now)
         placed = self._placed.pop(key, None)
         if placed is None:
             return
         work = self._work.get(placed.name)
         if work is not None:
-            work.live_s -= placed.answer_s
+            work.live -= 1
+            work.live_s = work.live_s - placed.answer_s if work.live else 0.0
         if generated > 0:
             self.answer_tokens += SMOOTHING * (generated - self.answer_tokens)
 
     def forget(self, name: Name) -> None:
-        """A pipeline is gone."""
+        """A pipeline is gone, and what it served is no load of who comes by its name."""
         self._work.pop(name, None)
+        for key in [key for key, placed in self._placed.items() if placed.name == name]:
+            del self._placed[key]
 
     def __len__(self) -> int:
         return len(self._placed)

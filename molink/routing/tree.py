@@ -125,21 +125,21 @@ class SpanTree:
         return 0 if use is None else use.requests(now, self._half_s)
 
     def evicted_by(self, name: Name, spans: int, now: float, most: int = 64) -> float:
-        """Uses of what would be forgotten there for so many new spans: a span counts by requests.
+        """Spans that would be forgotten there for so many new ones, and that are used in common.
 
-        It looks at the first ``most`` of them.
+        Those count that several requests used in the window. It looks at the first ``most``.
         """
         nodes = self._of(name)
         lacking = len(nodes) + spans - self._room(name)
         if lacking <= 0:
             return 0.0
-        seen = total = 0
+        seen = common = 0
         for use in nodes.values():
             if seen == min(most, lacking):
                 break
             seen += 1
-            total += use.requests(now, self._half_s)
-        return total * lacking / seen if seen else 0.0
+            common += use.requests(now, self._half_s) > 1
+        return common * lacking / seen if seen else 0.0
 
     def validate(self) -> None:
         """Check the bounds.

@@ -48,7 +48,8 @@ def test_who_has_most_of_it_gets_it(e2: E2, up: list[PipelineLoad]) -> None:
     homes = {}
     for family in range(4):
         first = prompt(family, 20, 2)
-        homes[family] = e2.choose(first, up, 0.0).name
+        home = e2.choose(first, up, 0.0)
+        homes[family], home.sent = home.name, home.sent + 1
         done(e2, first, 1.0)
     assert sorted(homes.values()) == ["a", "b", "c", "d"]
     for family in (3, 1, 2, 0):
@@ -72,7 +73,28 @@ def test_prompts_that_share_nothing_go_to_who_has_least_to_do(
     others = [e2.choose(prompt(3, 0, 10), up, 0.0).name for _ in range(4)]
     assert "a" not in others
     done(e2, long, 1.0)
-    e2.choose(prompt(3, 0, 10), up, 400.0)  # the history is over, too
+    assert e2.choose(prompt(3, 0, 10), up, 1.0).name == "a"
+
+
+def test_a_prompt_that_is_nearly_computed_is_no_load(e2: E2, up: list[PipelineLoad]) -> None:
+    two, long = up[:2], prompt(1, 0, 400)  # 26 seconds
+    assert e2.choose(long, two, 0.0).name == "a"
+    e2.choose(prompt(2, 0, 100), two, 0.0)  # 6 seconds
+    assert e2.choose(prompt(3, 0, 10), two, 1.0).name == "b"
+    assert e2.choose(prompt(4, 0, 100), two, 2.0).name == "b"
+    assert e2.choose(prompt(5, 0, 10), two, 24.0).name == "a"
+
+
+def test_no_long_prompt_joins_another_to_spare_what_nobody_asked_for_again(
+    e2: E2, up: list[PipelineLoad]
+) -> None:
+    two = up[:2]
+    for load in two:
+        e2.reported(load.name, CacheReport(1, False, room=400 * SPAN), 0.0)
+    old = prompt(1, 0, 400)
+    e2.choose(old, two[1:], 0.0)
+    done(e2, old, 26.0)
+    assert [e2.choose(prompt(family, 0, 300), two, 26.0).name for family in (2, 3)] == ["a", "b"]
 
 
 def test_a_pipeline_with_too_much_to_do_is_relieved(e2: E2, up: list[PipelineLoad]) -> None:
@@ -182,6 +204,6 @@ def test_whatever_is_reported_it_answers_and_forgets(seed: int) -> None:
         router.validate()
     for request in live:
         done(router, request, 61.0)
-    # What is still to be done is nothing again: only the history tells pipelines apart.
+    # What is still to be done is nothing again.
     assert router.idle
     assert sum(router.cached_tokens(name) for name in "abcx") <= MAX_SPANS * SPAN

@@ -44,12 +44,14 @@ def test_what_is_unused_for_longest_is_forgotten_from_its_end() -> None:
     tree.validate()
 
 
-def test_an_eviction_costs_the_requests_that_used_it() -> None:
+def test_an_eviction_costs_what_several_requests_used_and_once() -> None:
     tree = SpanTree(HALF)
     tree.set_room("a", 4 * SPAN)
+    tree.use("a", path(1, 4), 0.0)
+    assert tree.evicted_by("a", 2, 1.0) == 0
     for _ in range(3):
         tree.use("a", path(1, 4), 0.0)
-    assert tree.evicted_by("a", 2, 1.0) == 2 * 3
+    assert tree.evicted_by("a", 2, 1.0) == 2
     assert tree.evicted_by("a", 0, 1.0) == 0
     assert tree.evicted_by("a", 2, 100.0) == 0
 
