@@ -125,7 +125,7 @@ class Head:
         for job in late:
             self._counts["expired"] += 1
             self._remove(job, "expired", now)
-            client = (job.request.owner, job.request.client)
+            client = job.request.whose
             if client not in turns:
                 turns[client] = self._waits.turn_of(self._new_job(job.request, now))
             error = self._admission.waited_in_vain(job, turns[client], now)

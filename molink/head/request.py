@@ -34,6 +34,11 @@ class HeadRequest:
     max_queue_s: float = 0.0
     deadline_s: float = 0.0
 
+    @property
+    def whose(self) -> tuple[str, str]:
+        """Owner and client: a client is its daemon's word, so it counts within that only."""
+        return self.owner, self.client
+
 
 @dataclass(frozen=True, slots=True)
 class Emission:

@@ -162,21 +162,15 @@ class Roster:
         return self._first[0]
 
     def next_ones(self, now: float) -> Iterator[Job]:
-        """As many as others may give way for, as they would be admitted one after the other."""
+        """Those of the client whose turn it is for whom others may give way, in order."""
         count = self._policy.places_at_once
         if count == 1:
             first = self.first_waiting(now)
             yield from (first,) if first is not None else ()
             return
-        able = [job for job in self._waiting if not job.stalled]
-        # Those far behind are none of them: to ask the policy about all takes long.
-        left = self.shares.order(self._policy.running_order(able, now)[: 2 * count])
-        for _ in range(min(count, len(left))):
-            job = self._policy.next_admitted(left, self._admitted.values(), now)
-            if job is None:
-                return
-            left.remove(job)
-            yield job
+        able = self.shares.order([job for job in self._waiting if not job.stalled])
+        theirs = [job for job in able if job.request.whose == able[0].request.whose]
+        yield from self._policy.running_order(theirs, now)[:count]
 
     def first_swapped(self, now: float) -> Job | None:
         """The job to come back from host memory next; none while others are to be admitted first.
@@ -264,7 +258,7 @@ class Roster:
         if theirs == owner and clients[most] < clients[client] + 2:
             return None
         whose = (theirs, most)
-        jobs = [j for j in reversed(waiting) if (j.request.owner, j.request.client) == whose]
+        jobs = [job for job in reversed(waiting) if job.request.whose == whose]
         stalled = next((job for job in jobs if job.stalled), None)
         return stalled or max(jobs, key=lambda job: job.turn)
 

@@ -154,7 +154,7 @@ class FairShares:
         """Units that are served before ``new``, if those are still to be."""
         request = new.request
         shared: dict[str, dict[str, float]] = {request.owner: {}}
-        me = (request.owner, request.client)
+        me = request.whose
         for job, units in backlog:
             owner, client = job.request.owner, job.request.client
             if (owner, client) != me or job.turn <= new.turn:

@@ -7,6 +7,7 @@ endpoint. What it knows comes with the answers that it asked for.
 from collections.abc import Iterable, Mapping, Sequence
 
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
+from molink.routing.fallback import WithFallback
 from molink.routing.report import CacheReport
 from molink.routing.spans import span_digests
 from molink.swarm.stream import HeadEpoch
@@ -19,7 +20,7 @@ class RequestRouting:
     """
 
     def __init__(self, router: Router) -> None:
-        self._router = router
+        self._router = WithFallback(router)
         self._loads: dict[HeadEpoch, PipelineLoad] = {}
         #: Where each request was sent.
         self._chosen: dict[str, HeadEpoch] = {}

@@ -101,7 +101,7 @@ class Flooded:
         self.turn()
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq"])
+@pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq", "gittins"])
 @pytest.mark.parametrize("hostile", ["one client", "a name each", "a daemon of its own"])
 def test_a_flood_starves_nobody_and_leaves_nothing(hostile: str, policy: str) -> None:
     flooded = Flooded(hostile, policy)

@@ -525,7 +525,7 @@ def test_clients_of_one_owner_share_its_places_in_a_full_queue() -> None:
     assert [each.owner for each in told] == ["daemon", "daemon"]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq"])
+@pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq", "gittins"])
 def test_slots_go_to_the_client_that_was_served_least_and_there_to_the_most_urgent(
     policy: str,
 ) -> None:

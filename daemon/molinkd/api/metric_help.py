@@ -24,6 +24,7 @@ _DAEMON = {
     "daemon_routes_exploited": "Requests sent to a pipeline that has most of the prompt cached.",
     "daemon_routes_explored": "Requests sent to the pipeline where they should cost least.",
     "daemon_routes_redirected": "Requests sent elsewhere: the pipeline that has them is too busy.",
+    "daemon_routes_lost": "1 once the router has failed: requests go to who has the fewest.",
     "daemon_routes_replicated": "Requests sent elsewhere: those that begin alike wait ever longer.",
     "control_strangers_refused": "Handshakes on the control port by keys that are no member's.",
     "control_messages_malformed": "Messages on the control port that were none.",

@@ -15,6 +15,9 @@ from molink.head.policies.ranked import Rank, Ranked
 STEPS = 2
 #: The best level's index, in seconds times tokens.
 _BEST = 1e-6
+#: Of the answers that are left at least this share ends within a horizon: one that happens to end
+#: next tells nothing.
+LEAST_SHARE = 0.5
 #: An answer is looked at anew when it has grown by one token in so many.
 _GROWN = 8
 
@@ -61,6 +64,8 @@ class Gittins(Ranked):
 
     A job gives way to one that waits if that goes before it even after the time that it takes to
     bring the former back.
+
+    *Clients* have equal shares first; the index is for those of one client.
 
     *Promotion* is as in :class:`Mlfq`: who rests for :data:`PATIENCE` times as long as it is to run
     next, and at least :data:`ALPHA`, goes before all that came to this later, for as long as that.
@@ -137,11 +142,13 @@ class Gittins(Ranked):
         count, before_s = len(answers), self._before_s(job)
         context = len(job.tokens) + (sum(answers) / count - tokens) / 2
         share_s, turn_s = self._token_s(context)
-        best, brings, run = math.inf, 0.0, 0
-        for index, answer in enumerate(answers):
+        best, horizon, mean, brings, run = math.inf, 0, 0.0, 0.0, 0
+        for index, answer in enumerate(answers, start=1):
             brings += 1 / answer
-            rest = run + (count - index) * (answer - tokens)
             run += answer - tokens
+            if index < LEAST_SHARE * count:
+                continue
+            rest = run + (count - index) * (answer - tokens)
             seconds = (count * before_s + share_s * rest) / brings
             if seconds < best:
                 best, horizon, mean = seconds, answer - tokens, rest / count
@@ -184,6 +191,16 @@ class Gittins(Ranked):
         if now >= promoted_at and not job.stalled:
             return -1, promoted_at, standing.number
         return _level(standing.index), 0.0, standing.number
+
+    def next_admitted(
+        self, waiting: Sequence[Job], admitted: Collection[Job], now: float
+    ) -> Job | None:
+        """Of the client whose turn it is, the first one.
+
+        If indices came before shares, who asks for what is cached would go before all others.
+        """
+        theirs = [job for job in waiting if job.request.whose == waiting[0].request.whose]
+        return min(theirs, key=lambda job: (job.request.priority, self.rank(job, now)))
 
     def goes_before(self, needy: Job, other: Job, now: float) -> bool:
         """Whether it would do so if it took as much longer as it takes to bring ``other`` back."""

@@ -49,8 +49,7 @@ class Ranked(SchedulingPolicy):
         ranks = {job: self.rank(job, now) for job in waiting}
         best = min(level for level, _, _ in ranks.values())
         level = [job for job in waiting if ranks[job][0] == best]
-        client = (level[0].request.owner, level[0].request.client)
-        theirs = [job for job in level if (job.request.owner, job.request.client) == client]
+        theirs = [job for job in level if job.request.whose == level[0].request.whose]
         return min(theirs, key=lambda job: (job.request.priority, ranks[job]))
 
     def running_order(self, jobs: Sequence[Job], now: float) -> Sequence[Job]:

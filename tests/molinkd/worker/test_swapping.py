@@ -130,7 +130,12 @@ def texts(found: dict[str, list[Token | Rejected]]) -> dict[str, list[int]]:
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize(
     ("mode", "policy"),
-    [("reactive-swap", "fcfs"), ("proactive-swap", "fcfs"), ("proactive-swap", "skip-join-mlfq")],
+    [
+        ("reactive-swap", "fcfs"),
+        ("proactive-swap", "fcfs"),
+        ("proactive-swap", "skip-join-mlfq"),
+        ("proactive-swap", "gittins"),
+    ],
 )
 def test_swaps_change_no_answer(
     stages: Sequence[Stage],
