@@ -2,9 +2,10 @@
 
 import argparse
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -114,41 +115,46 @@ def test_the_page_is_of_the_files_beside_it() -> None:
 
 
 @pytest.mark.parametrize("traces", [(), ("--trace", "a.csv", "--conversations", "b.jsonl")])
+@pytest.mark.parametrize("jobs", ["1", "3"])
 def test_all_is_every_figure_each_by_its_own_command(
     traces: tuple[str, ...],
+    jobs: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     made: list[tuple[str, str]] = []
 
-    def figure(options: argparse.Namespace) -> dict[str, Any]:
-        """Nothing."""
-        made.append((options.figure_name, options.out.name))
-        return {"rows": [{"ratio": 1.0}]}
+    def run(arguments: Sequence[str], check: bool) -> subprocess.CompletedProcess[str]:
+        assert arguments[:2] == [sys.executable, "-m"]
+        if arguments[2] == "tools.routing":
+            made.append(("routing", " ".join(arguments[3:-2])))
+        else:
+            options = command._parser().parse_args(arguments[3:])
+            made.append((options.figure_name, options.out.name))
+        return subprocess.CompletedProcess(arguments, 0)
 
-    def page(folder: Path) -> str:
-        made.append(("report", folder.name))
-        return ""
-
-    def routing_main(arguments: Sequence[str]) -> None:
-        made.append(("routing", " ".join(arguments[:-2])))
-
-    monkeypatch.setattr(command, "FIGURES", dict.fromkeys(command.FIGURES, figure))
-    monkeypatch.setattr("tools.routing.main", routing_main)
-    monkeypatch.setattr(command, "render", page)
-    command.main(["--all", "--out", str(tmp_path), *traces])
+    monkeypatch.setattr(subprocess, "run", run)
+    command.main(["--all", "--jobs", jobs, "--out", str(tmp_path), *traces])
     told = capsys.readouterr().out
     assert {name for name, _ in made} == {*command.FIGURES, "routing", "report"}
-    assert made[-1][0] == "report"
+    assert [name for name, _ in made[-2:]] == ["processes", "report"]
     assert len(set(made)) == len(made)
     assert told.count("python -m tools.") == len(made)
     assert ("left out" in told) is not bool(traces)
     assert (("slo", "scheduling-slo-trace.json") in made) is bool(traces)
-    assert {path.name for path in tmp_path.iterdir()} == {"scheduling.md"} | {
-        file for name, file in made if name in command.FIGURES
-    }
     count = len(made)
     command.main(["--all", "--out", str(tmp_path), "--without", "processes,latency", *traces])
     assert {name for name, _ in made[count:]}.isdisjoint({"processes"})
     assert [what for name, what in made[count:] if name == "routing"] == ["speed"]
+
+
+def test_all_ends_with_the_figure_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(arguments: Sequence[str], check: bool) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(arguments, int("ratios" in arguments))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(SystemExit, match=r"failed: python -m tools\.scheduling ratios"):
+        command.main(["--all", "--out", str(tmp_path)])

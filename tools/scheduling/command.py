@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tools import routing
 from tools.scheduling import order
 from tools.scheduling.default import default
 from tools.scheduling.preemption import preemption
@@ -53,6 +55,9 @@ _ROUTING: tuple[tuple[str, ...], ...] = (
     ("latency", "--workloads", "tools", "--rate", "18", *_CACHED_SHARE),
     ("speed",),
 )
+#: Figures that are made when all others are: of real processes, which others would disturb, and of
+#: the files of others.
+_ALONE = ("processes", "report")
 #: Those that need Mooncake's trace.
 _OF_CONVERSATIONS: tuple[tuple[str, ...], ...] = (
     ("latency", "--workloads", "alone", "--routers", "e2,least-loaded"),
@@ -103,11 +108,26 @@ def _everything(options: argparse.Namespace) -> None:
     ):
         if path is None:
             print(f"left out for want of {name} FILE: {what}", flush=True)
-    for module, *arguments in commands(options.trace, options.conversations, options.out):
-        if arguments[0] in options.without:
-            continue
-        print(f"\npython -m {module} {' '.join(arguments)}", flush=True)
-        (routing.main if module == "tools.routing" else main)(arguments)
+    made = commands(options.trace, options.conversations, options.out)
+    chosen = [command for command in made if command[1] not in options.without]
+    #: What goes into one file is made one after the other; the rest may be at a time.
+    groups: dict[str, list[Sequence[str]]] = {}
+    for command in chosen:
+        if command[1] not in _ALONE:
+            groups.setdefault(command[-1], []).append(command)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for done in [pool.submit(_run, group) for group in groups.values()]:
+            done.result()
+    _run([command for command in chosen if command[1] in _ALONE])
+
+
+def _run(made: Sequence[Sequence[str]]) -> None:
+    """Commands, each as a process of its own."""
+    for module, *arguments in made:
+        text = f"python -m {module} {' '.join(arguments)}"
+        print(f"\n{text}", flush=True)
+        if subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode:
+            raise SystemExit(f"failed: {text}")
 
 
 def _numbers(text: str) -> list[float]:
@@ -128,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", type=Path, help="Azure's conversation trace, for --all")
     parser.add_argument("--conversations", type=Path, help="Mooncake's, for --all")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder, for --all")
+    parser.add_argument("--jobs", type=int, default=1, help="figures that --all makes at a time")
     quiet = "figures that --all leaves out, such as processes, which need a quiet machine"
     parser.add_argument("--without", type=_words, default=[], help=quiet)
     figures = parser.add_subparsers()

@@ -1,0 +1,81 @@
+"""What becomes of requests whose router fails."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from molink.routing.base import PipelineLoad, RoutedPrompt, Router
+from molink.routing.e2 import E2
+from molink.routing.fallback import WithFallback
+from molink.routing.report import CacheReport
+
+PROMPT = RoutedPrompt("k", 100)
+
+
+class Broken(Router):
+    """Fails at all that it is asked or told."""
+
+    reads_spans = True
+
+    def choose(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+        raise KeyError(prompt.key)
+
+    def began(self, key: str, cached: int, now: float) -> None:
+        raise ZeroDivisionError
+
+    def over(self, key: str, generated: int, now: float) -> None:
+        raise ZeroDivisionError
+
+    def reported(self, name: str, report: CacheReport, now: float) -> None:
+        raise ZeroDivisionError
+
+    def gone(self, name: str) -> None:
+        raise ZeroDivisionError
+
+
+def up() -> list[PipelineLoad]:
+    return [PipelineLoad("a", 3), PipelineLoad("b", 1), PipelineLoad("c", 2)]
+
+
+def test_a_router_that_works_is_the_one_that_is_asked() -> None:
+    router = WithFallback(E2())
+    assert router.choose(PROMPT, up(), 0.0).name == "b"
+    assert router.reads_spans
+    assert router.counts == {**E2().counts, "explored": 1, "lost": 0}
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        lambda router: router.choose(PROMPT, up(), 0.0),
+        lambda router: router.began("k", 0, 0.0),
+        lambda router: router.over("k", 0, 0.0),
+        lambda router: router.reported("a", CacheReport(1, True), 0.0),
+        lambda router: router.gone("a"),
+    ],
+)
+def test_one_that_fails_is_asked_no_more(
+    tell: Callable[[Router], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    router = WithFallback(Broken())
+    tell(router)
+    assert [router.choose(PROMPT, up(), 0.0).name for _ in range(2)] == ["b", "b"]
+    tell(router)
+    assert router.counts == {"lost": 1}
+    assert not router.reads_spans
+    (record,) = caplog.records
+    assert "requests go to who has the fewest now" in record.message
+    assert record.exc_info is not None
+
+
+def test_one_that_names_a_pipeline_that_is_gone_has_failed() -> None:
+    class Stale(Broken):
+        def choose(
+            self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float
+        ) -> PipelineLoad:
+            return PipelineLoad("b")
+
+    router = WithFallback(Stale())
+    there = up()
+    assert router.choose(PROMPT, there, 0.0) is there[1]
+    assert router.counts == {"lost": 1}
