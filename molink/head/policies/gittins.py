@@ -18,6 +18,8 @@ _BEST = 1e-6
 #: Of the answers that are left at least this share ends within a horizon: one that happens to end
 #: next tells nothing.
 LEAST_SHARE = 0.5
+#: All are judged anew where rows or tokens take so many times as long, or as short.
+CHANGED = 1.2
 #: An answer is looked at anew when it has grown by one token in so many.
 _GROWN = 8
 
@@ -80,6 +82,8 @@ class Gittins(Ranked):
         self._arrivals = 0
         self._costs = UNKNOWN
         self._room, self._places = 1, 1
+        #: Seconds of a prompt's row and of an answer's token when all were last judged anew.
+        self._judged_by = self._costs.token, UNKNOWN_S
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -91,6 +95,11 @@ class Gittins(Ranked):
         """As :class:`SchedulingPolicy` says."""
         super().set_times(times)
         self._costs = Costs.of(times) or UNKNOWN
+        measures = self._costs.token, self._token_s(1.0)[0]
+        if not all(map(_is_about, measures, self._judged_by)):
+            self._judged_by = measures
+            for standing in self._standings.values():
+                standing.until = 0
 
     def arrived(self, job: Job, now: float) -> None:
         """It is judged by its prompt."""
@@ -107,6 +116,8 @@ class Gittins(Ranked):
                 standing.promoted_at, standing.spent = promoted_at, 0.0
                 standing.granted_s = standing.turn_s
             standing.rests_since, standing.counted_until = None, now
+        if job.state == "prefill":  # less is left
+            standing.until = 0
 
     def ran(self, job: Job, seconds: float, now: float) -> None:
         """It has run for some more time."""
@@ -232,6 +243,10 @@ class Gittins(Ranked):
 
 def _answered(job: Job) -> int:
     return len(job.tokens) - job.request.prompt_tokens
+
+
+def _is_about(seconds: float, others: float) -> bool:
+    return max(seconds, others) <= CHANGED * min(seconds, others)
 
 
 def _level(index: float) -> int:

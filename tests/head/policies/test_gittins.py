@@ -167,6 +167,27 @@ def test_turns_come_when_those_before_are_over() -> None:
     assert [turns[job] for job in jobs[3:]] == [0.0, 0.0, 2.0]
 
 
+def test_all_are_judged_anew_where_rows_take_another_time() -> None:
+    """A long prompt that runs, and a short one whose answer will be longer."""
+    policy = gittins((64, 2), (1, 20))
+    long, short = make(policy, "l", 64), make(policy, "s", 1)
+    long.begin(0, [], Match())
+    assert order(policy, [long, short]) == "ls"
+    slow = Profile(decode=STAGE.decode, prefill=((1, 1000.0), (2, 2000.0)))
+    policy.set_times(RingTimes((slow,), (), 0))
+    assert order(policy, [long, short]) == "sl"
+
+
+def test_less_is_left_of_a_prompt_with_each_chunk() -> None:
+    policy = gittins((64, 2), (32, 2))
+    a, b = make(policy, "a", 64), make(policy, "b", 32)
+    a.begin(0, [], Match())
+    assert order(policy, [a, b]) == "ba"
+    a.issued = 48
+    policy.issued(a, 0.0)
+    assert order(policy, [a, b]) == "ab"
+
+
 def test_queues_there_are_none() -> None:
     assert list(gittins().queues()) == []
 
