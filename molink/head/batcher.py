@@ -308,9 +308,14 @@ class Batcher:
         if self._roster.places_at_once == 1 and coming and places > 0:
             return
         blocks = self._cache.available + coming - self._limits.growth(running)
+        found = set[int]()
         for job in self._roster.next_ones(now):
             lacks = self._limits.blocks_for(min(len(job.tokens) + 1, job.kv_end))
-            lacks += self._limits.growth(1) - len(self._cache.find(job).blocks)
+            cached = self._cache.find(job).blocks
+            lacks += self._limits.growth(1) - len(cached)
+            # What is cached can be allocated, but not to who holds it then.
+            lacks += self._cache.blocks.settled_among(set(cached) - found)
+            found.update(cached)
             while lacks > blocks or places < 1:
                 victim = self._roster.victim(job, now)
                 if victim is None:

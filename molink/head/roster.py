@@ -170,7 +170,8 @@ class Roster:
             return
         able = self.shares.order([job for job in self._waiting if not job.stalled])
         theirs = [job for job in able if job.request.whose == able[0].request.whose]
-        yield from self._policy.running_order(theirs, now)[:count]
+        ordered = self._policy.running_order(theirs, now)
+        yield from sorted(ordered, key=lambda job: job.request.priority)[:count]
 
     def first_swapped(self, now: float) -> Job | None:
         """The job to come back from host memory next; none while others are to be admitted first.
@@ -214,14 +215,29 @@ class Roster:
     def victim(self, needy: Job, now: float) -> Preemption | None:
         """Who is to give way to ``needy``, which lacks a block or waits to be admitted.
 
+        To one that waits nobody gives way who would be admitted before it, by shares or priority:
+        he would be back at once, and give way again.
+
         Raises:
             InvariantError: the policy names a job that can't be preempted.
         """
         at_rest = [job for job in self._at_rest() if job is not needy]
-        found = self._policy.victim(needy, at_rest, self._admitted.values(), now)
-        if found is not None and found.job not in at_rest:
-            raise InvariantError(f"job {found.job.request.key} is to be preempted but not at rest")
-        return found
+        while True:
+            found = self._policy.victim(needy, at_rest, self._admitted.values(), now)
+            if found is None:
+                return None
+            if found.job not in at_rest:
+                key = found.job.request.key
+                raise InvariantError(f"job {key} is to be preempted but not at rest")
+            if needy.state != "waiting" or not self._would_be_back(found.job, needy, now):
+                return found
+            at_rest.remove(found.job)
+
+    def _would_be_back(self, job: Job, needy: Job, now: float) -> bool:
+        """Whether ``job``, if it gave way, would be admitted before ``needy``, which waits."""
+        two = self.shares.order((job, needy))
+        first = self._policy.next_admitted(two, self._admitted.values(), now)
+        return not job.stalled and first is job
 
     def gives_way(self, job: Job, needy: Job, now: float) -> bool:
         """Whether ``job`` would be preempted for ``needy`` if only it could be."""

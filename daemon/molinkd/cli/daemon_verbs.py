@@ -98,8 +98,8 @@ SchedulingOption = Annotated[
     str | None,
     typer.Option(
         "--scheduling-policy",
-        help="Whose turn it is among requests: fcfs, gittins (short ones go before long ones, by what"
-        " similar ones took) or skip-join-mlfq (by what they took so far).  [default: fcfs]",
+        help="Whose turn it is among requests: fcfs, gittins (short ones go before long ones, by"
+        " what similar ones took) or skip-join-mlfq (by what they took so far).  [default: fcfs]",
     ),
 ]
 PreemptionOption = Annotated[

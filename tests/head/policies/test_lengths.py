@@ -32,6 +32,13 @@ def test_prompts_of_another_length_have_other_answers() -> None:
     assert set(lengths.beyond(0, 600)) == {400}
 
 
+def test_of_prompts_that_are_equally_long_the_latest_ones_count_not_the_shortest_answers() -> None:
+    lengths = AnswerLengths()
+    for answer in (*range(2000, 1000, -1), *range(1, 3 * SIMILAR)):
+        lengths.add(100, answer)
+    assert lengths.beyond(0, 100) == list(range(2 * SIMILAR, 3 * SIMILAR))
+
+
 @given(st.integers(0, 1 << 16), st.sampled_from([0, 40, 1 << 20]))
 def test_the_latest_ones_count(seed: int, tokens: int) -> None:
     rng, lengths, known = random.Random(seed), AnswerLengths(), list[tuple[int, int]]()

@@ -1,0 +1,115 @@
+"""A whole head: who gives way to those that wait, and that it is worth it."""
+
+import pytest
+
+from molink.facts.profile import Profile
+from molink.head.head import Head
+from molink.head.limits import HeadLimits
+from molink.head.policies.create import create_scheduling_policy
+from molink.head.request import HeadRequest
+from molink.wire.messages.data import Choice, Release, Sampled, Sampling
+from molink.wire.messages.serving import Token
+
+TURN_S = 0.01
+STAGE = Profile(decode=((1, TURN_S), (64, TURN_S)), prefill=((16, TURN_S), (64, 4 * TURN_S)))
+
+
+class Served:
+    """A head of one stage, one micro-batch at a time."""
+
+    def __init__(self, policy: str, running: int, blocks: int = 400, cache: bool = False) -> None:
+        limits = HeadLimits(
+            blocks, 16, 1, 64, running, prefix_cache=cache, profiles=(STAGE,), stages=1
+        )
+        self.head = Head(limits, 1, create_scheduling_policy(policy))
+        self.now = 0.0
+        self.count = 0
+        self.ended: set[str] = set()
+
+    def submit(
+        self, key: str, prompt: tuple[int, ...], answer: int, client: str = "", priority: int = 0
+    ) -> None:
+        request = HeadRequest(
+            "d",
+            key,
+            prompt,
+            len(prompt),
+            answer,
+            Sampling(),
+            window=1 << 16,
+            client=client,
+            priority=priority,
+        )
+        self.head.submit(request, self.now)
+
+    def crowd(self, client: str = "", priority: int = 0) -> None:
+        """Four short ones wait."""
+        while self.head._roster.waiting < 4:
+            self.count += 1
+            self.submit(f"s{self.count}", tuple(range(8)), 8, client, priority)
+
+    def turn(self) -> None:
+        batch = self.head.next(self.now)
+        self.now += TURN_S
+        for volume in batch.volumes if batch is not None else ():
+            choices = tuple(
+                Choice(rows.request, rows.start + rows.count, 7)
+                for rows in volume.header.rows
+                if rows.sample
+            )
+            for emission in self.head.sampled(Sampled(volume.header.tick, choices), {}, self.now):
+                assert isinstance(emission.message, Token)
+                if emission.message.finish is not None:
+                    self.ended.add(emission.message.key)
+        for each in batch.control if batch is not None else ():
+            if isinstance(each.body, Release):
+                self.head.released(each.body.tick, self.now)
+
+    @property
+    def preemptions(self) -> float:
+        return self.head.stats()[0]["head_preemptions_total"]
+
+
+@pytest.mark.parametrize("policy", ["skip-join-mlfq", "gittins"])
+def test_nobody_gives_way_who_would_be_back_at_once_by_his_share(policy: str) -> None:
+    """One client has short ones without end, another one asks for one that is long."""
+    served = Served(policy, running=2)
+    for _ in range(200):
+        served.crowd("greedy")
+        served.turn()
+    served.submit("long", tuple(range(400)), 60, "modest")
+    before = len(served.ended)
+    for _ in range(1000):
+        served.crowd("greedy")
+        served.turn()
+    assert "long" in served.ended
+    assert len(served.ended) - before > 100
+
+
+def test_nobody_gives_way_who_would_be_back_at_once_by_priority() -> None:
+    served = Served("gittins", running=1)
+    served.submit("urgent", tuple(range(400)), 60)
+    for _ in range(70):
+        if "urgent" not in served.ended:
+            served.turn()
+            served.crowd(priority=1)
+    assert "urgent" in served.ended
+    assert served.preemptions == 0
+
+
+@pytest.mark.parametrize("policy", ["skip-join-mlfq", "gittins"])
+def test_blocks_that_one_who_waits_finds_cached_are_no_room_for_others(policy: str) -> None:
+    """Of 40 blocks 20 are cached, and found; nearly all others are those of one that runs."""
+    served = Served(policy, running=4, blocks=40, cache=True)
+    prefix = tuple(range(20 * 16))
+    served.submit("first", (*prefix, 1), 1)
+    for _ in range(9):
+        served.turn()
+    served.submit("old", tuple(range(1000, 1010)), 400)
+    for _ in range(280):
+        served.turn()
+    served.submit("new", (*prefix, *range(500, 500 + 4 * 16)), 4)
+    for _ in range(20):
+        served.turn()
+    assert "new" in served.ended
+    assert served.preemptions == 1
