@@ -88,6 +88,7 @@ async def test_frames(swarm: Callable[[], dict[str, Any]], size: tuple[int, int]
 
 async def test_it_scrolls() -> None:
     _, app = swarm_of(swarms.sixteen())
+    app.animation_level = "none"
     async with app.run_test(size=(80, 24)) as pilot:
         await app.look()
         await pilot.press("end")
