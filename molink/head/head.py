@@ -392,6 +392,7 @@ class Head:
         if finish is not None:
             self._counts["finished"] += 1
             self._waits.ended(job)
+            self._roster.answered(job)
             self._remove(job, finish, now)
         top = tops.get((choice.request, choice.position))
         pairs = tuple(zip(top.tokens, top.logprobs, strict=False)) if top is not None else ()

@@ -323,6 +323,10 @@ class Roster:
         """A token of ``job`` has come."""
         self.shares.sampled(job)
 
+    def answered(self, job: Job) -> None:
+        """The answer of ``job`` is whole; it is over next."""
+        self._policy.answered(job)
+
     def came_back(self, job: Job) -> None:
         """A sampled token has come back: the job can go on."""
         self._idle[job.id] = job

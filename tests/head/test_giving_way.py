@@ -70,6 +70,20 @@ class Served:
         return self.head.stats()[0]["head_preemptions_total"]
 
 
+@pytest.mark.parametrize(("policy", "several"), [("skip-join-mlfq", False), ("gittins", True)])
+def test_several_may_give_way_at_once(policy: str, several: bool) -> None:
+    """Four have run for long when four short ones come."""
+    served = Served(policy, running=4)
+    for number in range(4):
+        served.submit(f"long{number}", tuple(range(8 * number, 8 * number + 8)), 4000)
+    while served.preemptions == 0:
+        for _ in range(50):
+            served.turn()
+        served.crowd()
+        served.turn()
+    assert (served.preemptions > 1) == several
+
+
 @pytest.mark.parametrize("policy", ["skip-join-mlfq", "gittins"])
 def test_nobody_gives_way_who_would_be_back_at_once_by_his_share(policy: str) -> None:
     """One client has short ones without end, another one asks for one that is long."""

@@ -78,6 +78,10 @@ class SchedulingPolicy(Protocol):
         """
         return
 
+    def answered(self, job: Job) -> None:
+        """The job's answer is whole: neither cancelled nor failed, it is over next."""
+        return
+
     def over(self, job: Job, now: float) -> None:
         """The job is finished, cancelled, failed or refused after all: forget it."""
         return

@@ -129,12 +129,13 @@ class Gittins(Ranked):
         if standing.promoted_at is not None and standing.spent >= standing.granted_s:
             standing.promoted_at = None
 
+    def answered(self, job: Job) -> None:
+        """That is how long such answers are."""
+        self._lengths.add(job.request.prompt_tokens, _answered(job))
+
     def over(self, job: Job, now: float) -> None:
-        """Its answer is as long as it is."""
+        """Forget it."""
         del self._standings[job]
-        answer = _answered(job)
-        if answer:
-            self._lengths.add(job.request.prompt_tokens, answer)
 
     # --- judgement -------------------------------------------------------------------------------
 

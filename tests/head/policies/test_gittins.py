@@ -75,14 +75,17 @@ def test_answers_are_learned_as_requests_end() -> None:
         for tokens, answer in ((3, 40), (4, 2)):
             job = make(policy, "", tokens)
             run(policy, job, 0.0, answer)
+            policy.answered(job)
             policy.over(job, 0.0)
     assert order(policy, [make(policy, "long", 3), make(policy, "s", 4)]) == "slong"
 
 
-def test_who_was_never_answered_teaches_nothing() -> None:
+def test_who_has_cancelled_teaches_nothing() -> None:
     policy = gittins((4, 2))
     for _ in range(999):
-        policy.over(make(policy, "", 4), 0.0)
+        job = make(policy, "", 4)
+        run(policy, job, 0.0)
+        policy.over(job, 0.0)
     assert policy._lengths.beyond(0, 4) == [2] * SIMILAR
 
 
@@ -134,6 +137,38 @@ def test_who_is_kept_in_host_memory_gives_way_sooner() -> None:
     anew = policy.rank(runs, now)
     runs.copy = HostCopy((0,), 33)
     assert policy.rank(runs, now) < anew
+
+
+def test_an_answer_that_happens_to_end_next_tells_nothing() -> None:
+    """Of 64 like the old one one ends next, the others after 270 more tokens."""
+    lengths = AnswerLengths()
+    for answer in (31, *[300] * (SIMILAR - 1)):
+        lengths.add(1, answer)
+    for _ in range(SIMILAR):
+        lengths.add(2000, 100)
+    policy = Gittins(lengths)
+    policy.set_room(1 << 20, 1)
+    policy.set_times(TIMES)
+    old, new = make(policy, "o"), make(policy, "n", 2000, cached=1999)
+    now = run(policy, old, 0.0, 30)
+    assert order(policy, [old, new], now) == "no"
+
+
+def test_who_holds_more_of_the_memory_takes_more_of_the_ring() -> None:
+    policy = gittins((32, 10), (1, 10), places=64)
+    large, small = make(policy, "l", 32, cached=31), make(policy, "s")
+    assert order(policy, [large, small]) == "sl"
+
+
+def test_to_one_who_is_promoted_others_give_way() -> None:
+    policy = gittins()
+    runs, waits = make(policy, "r"), make(policy, "w", 32)
+    run(policy, runs, 0.0)
+    assert policy.victim(waits, [runs], [runs], 1.0) is None
+    now = run(policy, runs, PATIENCE * 33.0)
+    found = policy.victim(waits, [runs], [runs], now)
+    assert found is not None
+    assert found.job is runs
 
 
 def test_who_rests_for_long_is_promoted_and_stays_for_his_turn() -> None:
