@@ -165,7 +165,7 @@ def test_to_one_who_is_promoted_others_give_way() -> None:
     runs, waits = make(policy, "r"), make(policy, "w", 32)
     run(policy, runs, 0.0)
     assert policy.victim(waits, [runs], [runs], 1.0) is None
-    now = run(policy, runs, PATIENCE * 33.0)
+    now = run(policy, runs, 1.0, PATIENCE * 33)
     found = policy.victim(waits, [runs], [runs], now)
     assert found is not None
     assert found.job is runs
