@@ -19,11 +19,7 @@ class WithFallback(Router):
     def __init__(self, router: Router) -> None:
         self._router = router
         self._lost = 0
-
-    @property
-    def reads_spans(self) -> bool:  # type: ignore[override]
-        """As the one that is asked."""
-        return self._router.reads_spans
+        self.reads_spans = router.reads_spans
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -66,3 +62,4 @@ class WithFallback(Router):
     def _fall_back(self, error: Exception) -> None:
         log.error("the router failed, requests go to who has the fewest now", exc_info=error)
         self._router, self._lost = LeastLoaded(), 1
+        self.reads_spans = self._router.reads_spans
