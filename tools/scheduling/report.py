@@ -93,8 +93,8 @@ def _slo(kind: str, found: Json) -> Iterator[str]:
     fcfs = rows["fcfs"]
     more = " --trace FILE" if kind == "trace" else ""
     yield f"## How much load within {found['slo_s']:g} s a token: {kind}"
-    command = _command(f"scheduling slo --kinds {kind}{more}")
-    yield f"{command}: {found['ring']}, {fcfs['seconds']:g} s of arrivals.\n{_SLO}"
+    command = _command(f"scheduling slo --kinds {kind} --policies {','.join(rows)}{more}")
+    yield f"{command}:\n{found['ring']}, {fcfs['seconds']:g} s of arrivals.\n{_SLO}"
     head = ("policy", "requests/s by mean", "by fcfs", "by p95", "by fcfs", "low load: fcfs by it")
     cells = [
         (

@@ -43,7 +43,7 @@ class SchedulingPolicy(Protocol):
     """
 
     #: For how many jobs that wait others may give way in one iteration. Where that is one, no
-    #: further job gives way before the blocks of those that did have come back.
+    #: further job gives way for blocks before those of others that did have come back.
     places_at_once: int = 1
 
     # --- events ---------------------------------------------------------------------------------

@@ -237,10 +237,6 @@ class Gittins(Ranked):
                 work_s += standing.work_s
         return turns
 
-    def queues(self) -> Sequence[int]:
-        """It has none."""
-        return ()
-
 
 def _answered(job: Job) -> int:
     return len(job.tokens) - job.request.prompt_tokens

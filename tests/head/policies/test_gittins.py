@@ -198,7 +198,7 @@ def test_turns_come_when_those_before_are_over() -> None:
     policy = gittins((1, 4), places=4, room=1 << 20)
     jobs = [make(policy, key) for key in "abcdef"]
     turns = policy.next_turns(jobs[3:], 4, 0.0)
-    # What d takes before e's turn is a row and four tokens, and so for e.
+    # e is the first that doesn't fit; what it takes before f's turn is a row and four tokens.
     assert [turns[job] for job in jobs[3:]] == [0.0, 0.0, 2.0]
 
 
@@ -221,10 +221,6 @@ def test_less_is_left_of_a_prompt_with_each_chunk() -> None:
     a.issued = 48
     policy.issued(a, 0.0)
     assert order(policy, [a, b]) == "ab"
-
-
-def test_queues_there_are_none() -> None:
-    assert list(gittins().queues()) == []
 
 
 @given(
