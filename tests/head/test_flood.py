@@ -1,6 +1,5 @@
 """One client sends requests by the thousand and cancels half of them; another one is served."""
 
-from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -9,10 +8,11 @@ from molink.errors import Overloaded
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.policies.create import create_scheduling_policy
-from molink.head.request import Emission, HeadRequest
+from molink.head.request import HeadRequest
 from molink.head.shares import W_INPUT, W_OUTPUT
-from molink.wire.messages.data import Choice, Release, Sampled, Sampling
+from molink.wire.messages.data import Sampling
 from molink.wire.messages.serving import Token
+from tests.support.go_round import go_round
 
 FLOOD, SLOTS, ANSWER = 10_000, 4, 8
 PROMPT = tuple(range(48))
@@ -22,23 +22,6 @@ U = W_INPUT * len(PROMPT) + W_OUTPUT * SLOTS * ANSWER
 
 def request(key: str, owner: str, client: str, prompt: tuple[int, ...] = PROMPT) -> HeadRequest:
     return HeadRequest(owner, key, prompt, len(prompt), ANSWER, Sampling(), client=client)
-
-
-def turn(head: Head, now: float) -> Iterator[Emission]:
-    """An iteration: all that was issued comes back."""
-    batch = head.next(now)
-    if batch is None:
-        return
-    for volume in batch.volumes:
-        choices = tuple(
-            Choice(rows.request, rows.start + rows.count, 7)
-            for rows in volume.header.rows
-            if rows.sample
-        )
-        yield from head.sampled(Sampled(volume.header.tick, choices), {}, now)
-    for each in batch.control:
-        if isinstance(each.body, Release):
-            head.released(each.body.tick, now)
 
 
 class Flooded:
@@ -80,7 +63,7 @@ class Flooded:
 
     def turn(self) -> None:
         self.now += 0.01
-        for emission in turn(self.head, self.now):
+        for emission in go_round(self.head, self.head.next(self.now), self.now):
             key = emission.message.key
             assert isinstance(emission.message, Token)
             if key not in self.pending:

@@ -7,8 +7,9 @@ from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.policies.create import create_scheduling_policy
 from molink.head.request import HeadRequest
-from molink.wire.messages.data import Choice, Release, Sampled, Sampling
+from molink.wire.messages.data import Sampling
 from molink.wire.messages.serving import Token
+from tests.support.go_round import go_round
 
 TURN_S = 0.01
 STAGE = Profile(decode=((1, TURN_S), (64, TURN_S)), prefill=((16, TURN_S), (64, 4 * TURN_S)))
@@ -51,19 +52,10 @@ class Served:
     def turn(self) -> None:
         batch = self.head.next(self.now)
         self.now += TURN_S
-        for volume in batch.volumes if batch is not None else ():
-            choices = tuple(
-                Choice(rows.request, rows.start + rows.count, 7)
-                for rows in volume.header.rows
-                if rows.sample
-            )
-            for emission in self.head.sampled(Sampled(volume.header.tick, choices), {}, self.now):
-                assert isinstance(emission.message, Token)
-                if emission.message.finish is not None:
-                    self.ended.add(emission.message.key)
-        for each in batch.control if batch is not None else ():
-            if isinstance(each.body, Release):
-                self.head.released(each.body.tick, self.now)
+        for emission in go_round(self.head, batch, self.now):
+            assert isinstance(emission.message, Token)
+            if emission.message.finish is not None:
+                self.ended.add(emission.message.key)
 
     @property
     def preemptions(self) -> float:

@@ -9,8 +9,9 @@ from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
 from molink.head.request import HeadRequest
-from molink.wire.messages.data import Choice, Release, Sampled, Sampling
+from molink.wire.messages.data import Sampling
 from molink.wire.messages.serving import Token
+from tests.support.go_round import go_round
 
 #: Seconds of an iteration.
 TURN_S = 0.01
@@ -61,20 +62,11 @@ class Crowded:
     def turn(self) -> None:
         batch = self.head.next(self.now)
         self.now += TURN_S
-        for volume in batch.volumes if batch is not None else ():
-            choices = tuple(
-                Choice(rows.request, rows.start + rows.count, 7)
-                for rows in volume.header.rows
-                if rows.sample
-            )
-            for emission in self.head.sampled(Sampled(volume.header.tick, choices), {}, self.now):
-                assert isinstance(emission.message, Token)
-                key = emission.message.key
-                self.got[key] += 1
-                assert (emission.message.finish is None) == (self.got[key] < self.wanted[key])
-        for each in batch.control if batch is not None else ():
-            if isinstance(each.body, Release):
-                self.head.released(each.body.tick, self.now)
+        for emission in go_round(self.head, batch, self.now):
+            assert isinstance(emission.message, Token)
+            key = emission.message.key
+            self.got[key] += 1
+            assert (emission.message.finish is None) == (self.got[key] < self.wanted[key])
 
     def serve(self, long: tuple[int, int], short: tuple[int, int], alike: bool) -> int:
         """Tokens that the long one has got in :data:`TURNS` iterations."""
