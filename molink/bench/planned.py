@@ -11,13 +11,23 @@ from molink.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request: due ``at`` seconds after the start; sizes in tokens, ``parts`` as a trace's."""
+    """One request: due ``at`` seconds after the start; sizes in tokens, ``parts`` as a trace's.
+
+    A simulated client lets the answer take ``max_tokens``, so that nobody knows before that it will
+    end after ``output_tokens``; 0: it says how long it will be.
+    """
 
     index: int
     at: float
     input_tokens: int
     output_tokens: int
     parts: tuple[int, ...] = ()
+    max_tokens: int = 0
+
+    @property
+    def last(self) -> int:
+        """The position of the last token."""
+        return self.input_tokens + self.output_tokens - 1
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:

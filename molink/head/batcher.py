@@ -211,11 +211,12 @@ class Batcher:
 
     def _make_room(self, job: Job, now: float) -> None:
         """Preempt until as many blocks as there are starved jobs are on their way back."""
+        victims = self._roster.victims(job, now)
         while self._coming < len(self._still_starved()):
-            victim = self._roster.victim(job, now)
-            if victim is None:
+            victim = next(victims, None)
+            if victim is None or not self._roster.rests(victim):
                 return
-            self._preempt(victim.job)
+            self._preempt(victim)
 
     def _preempt(self, job: Job) -> None:
         self._swapping.keep(job)
@@ -225,7 +226,7 @@ class Batcher:
     @property
     def _coming(self) -> int:
         """Blocks on their way back."""
-        return self._cache.coming(self._roster.leaving)
+        return self._cache.coming(self._roster.leaving).count
 
     def _still_starved(self) -> list[Job]:
         return [job for job in self._starved if self._roster.of_id(job.id) is job]
@@ -303,27 +304,31 @@ class Batcher:
         first = next(iter(self._roster.prompts(now)), None)
         if first is None or first.state != "waiting":
             return
-        running, coming = self._roster.admitted, self._coming
-        places = self._limits.max_running - running
-        if self._roster.places_at_once == 1 and coming and places > 0:
+        limits, running = self._limits, self._roster.admitted
+        coming = self._cache.coming(self._roster.leaving)
+        if self._roster.places_at_once == 1 and coming.count and running < limits.max_running:
             return
-        blocks = self._cache.available + coming - self._limits.growth(running)
-        found = set[int]()
+        blocks, found = self._cache.available + coming.count, set[int]()
         for job in self._roster.next_ones(now):
-            lacks = self._limits.blocks_for(min(len(job.tokens) + 1, job.kv_end))
             cached = self._cache.find(job).blocks
-            lacks += self._limits.growth(1) - len(cached)
+            lacks = limits.blocks_for(min(len(job.tokens) + 1, job.kv_end)) - len(cached)
             # What is cached can be allocated, but not to who holds it then.
             lacks += self._cache.blocks.settled_among(set(cached) - found)
             found.update(cached)
-            while lacks > blocks or places < 1:
-                victim = self._roster.victim(job, now)
+            reserved = self._swapping.reserved(now) if job.copy is not None else 0
+            giving, victims = list[Job](), self._roster.victims(job, now)
+            while running and (
+                running >= limits.max_running or lacks + limits.growth(running) + reserved > blocks
+            ):
+                victim = next(victims, None)
                 if victim is None:
                     return
-                blocks += self._cache.blocks.alone(victim.job.blocks) + self._limits.growth(1)
-                places += 1
-                self._preempt(victim.job)
-            blocks, places = blocks - lacks, places - 1
+                blocks += coming.add(victim.blocks)
+                running -= 1
+                giving.append(victim)
+            for victim in filter(self._roster.rests, giving):
+                self._preempt(victim)
+            blocks, running = blocks - lacks, running + 1
 
     def _bring_back(self, now: float) -> list[Job]:
         """Admit jobs that are kept in host memory, as far as it is their turn and there is room."""

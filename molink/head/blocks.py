@@ -178,10 +178,6 @@ class BlockAllocator:
         """The latest tick that released one of ``blocks``; 0 if none ever was."""
         return max((self._released[block] for block in blocks), default=0)
 
-    def alone(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` nobody else holds."""
-        return sum(1 for block in blocks if self._references[block] == 1)
-
     def references(self, block: int) -> int:
         """How many block tables hold ``block`` and rows in flight copy from it."""
         return self._references[block]
@@ -229,3 +225,21 @@ class BlockAllocator:
         for block in blocks:
             if not 0 <= block < self.total or not self._references[block]:
                 raise InvariantError(f"can't {act} block {block}: nobody holds it")
+
+
+class Returning:
+    """Counts blocks that can be used once all releases are round: who else has them counts."""
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self._allocator = allocator
+        self._holds = Counter[int]()
+        self.count = allocator.releasing
+
+    def add(self, blocks: Iterable[int]) -> int:
+        """Somebody is to let go of these as well; how many blocks more that makes."""
+        more = 0
+        for block in blocks:
+            self._holds[block] += 1
+            more += self._holds[block] == self._allocator.references(block)
+        self.count += more
+        return more

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from molink.errors import InvariantError
-from molink.head.blocks import BlockAllocator
+from molink.head.blocks import BlockAllocator, Returning
 from molink.head.job import Job
 from molink.head.limits import HeadLimits
 from molink.head.prefix import OTHER_ROOT, ROOT, Match, PrefixTree
@@ -142,12 +142,12 @@ class BlockCache:
         if not leaving.sound:
             self._distrust(leaf)
 
-    def coming(self, leaving: Iterable[Leaving]) -> int:
+    def coming(self, leaving: Iterable[Leaving]) -> Returning:
         """Blocks that can be used once all releases, those of ``leaving`` included, are round."""
-        holds = Counter(block for each in leaving for block in each.holds)
-        blocks = self.blocks
-        last = sum(1 for block, count in holds.items() if blocks.references(block) == count)
-        return blocks.releasing + last
+        found = Returning(self.blocks)
+        for each in leaving:
+            found.add(each.holds)
+        return found
 
     def _insert(self, node: int, leaving: Leaving) -> int:
         """Add what the tree lacks of a request's computed tokens; returns the end of their path."""

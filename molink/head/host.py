@@ -36,6 +36,11 @@ class HostBlocks:
         """Blocks that are given out."""
         return len(self._held)
 
+    @property
+    def left(self) -> int:
+        """Blocks that are not given out."""
+        return len(self._free)
+
     def open(self, blocks: int) -> None:
         """From now on there are so many; none of them was given out before."""
         if not self.total:

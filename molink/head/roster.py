@@ -9,7 +9,7 @@ from molink.facts.ringtimes import RingTimes
 from molink.head.host import HostCopy
 from molink.head.job import Job
 from molink.head.ledger import TurnCount
-from molink.head.policies.base import Preemption, Restoring, SchedulingPolicy
+from molink.head.policies.base import Restoring, SchedulingPolicy
 from molink.head.prefix import ROOT, Match
 from molink.head.shares import FairShares
 
@@ -212,26 +212,30 @@ class Roster:
         """Time has gone on: what the policy has answered holds no longer."""
         self._first = None
 
-    def victim(self, needy: Job, now: float) -> Preemption | None:
-        """Who is to give way to ``needy``, which lacks a block or waits to be admitted.
+    def victims(self, needy: Job, now: float) -> Iterator[Job]:
+        """Who is to give way to ``needy``, which lacks a block or waits to be admitted, in order.
 
-        To one that waits nobody gives way who would be admitted before it, by shares or priority:
-        he would be back at once, and give way again.
+        First those at rest, then those that would give way once their rows have come back. To one
+        that waits nobody gives way who would be admitted before it, by shares or priority: he would
+        be back at once, and give way again.
 
         Raises:
             InvariantError: the policy names a job that can't be preempted.
         """
         at_rest = [job for job in self._at_rest() if job is not needy]
-        while True:
-            found = self._policy.victim(needy, at_rest, self._admitted.values(), now)
-            if found is None:
-                return None
-            if found.job not in at_rest:
+        yield from self._giving_way(needy, at_rest, now)
+        flying = [job for job in self._admitted.values() if job is not needy and job.flight]
+        yield from self._giving_way(needy, flying, now)
+
+    def _giving_way(self, needy: Job, jobs: list[Job], now: float) -> Iterator[Job]:
+        """Those of ``jobs``, which are taken from them."""
+        while (found := self._policy.victim(needy, jobs, self._admitted.values(), now)) is not None:
+            if found.job not in jobs:
                 key = found.job.request.key
-                raise InvariantError(f"job {key} is to be preempted but not at rest")
+                raise InvariantError(f"job {key} is to be preempted but can't be")
+            jobs.remove(found.job)
             if needy.state != "waiting" or not self._would_be_back(found.job, needy, now):
-                return found
-            at_rest.remove(found.job)
+                yield found.job
 
     def _would_be_back(self, job: Job, needy: Job, now: float) -> bool:
         """Whether ``job``, if it gave way, would be admitted before ``needy``, which waits."""

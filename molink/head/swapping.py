@@ -52,7 +52,7 @@ class Swapping:
             return
         self.host.open(blocks)
         self._block_s = block_s
-        self._roster.set_restoring(self._restoring_s)
+        self._roster.set_restoring(self._copied_s)
 
     def set_times(self, times: RingTimes) -> None:
         """Stages have measured themselves, or their links, anew."""
@@ -65,8 +65,7 @@ class Swapping:
         if self._mode == "recompute" or not job.sound or job.source >= 0 or not job.computed:
             return
         blocks = self._limits.blocks_for(job.computed)
-        anew_s = self._times.prompt_s(job.computed)
-        if blocks > MAX_SWAP or 0 < anew_s < self._copying_s(blocks):
+        if not self._is_worth_it(job.computed):
             return
         held = self.host.allocate(blocks)
         if held is None:
@@ -89,11 +88,12 @@ class Swapping:
         if not reserved:
             return
         lacking = reserved + self._limits.growth(self._roster.admitted) - self._cache.available
-        lacking -= self._cache.coming(self._roster.leaving)
+        coming = self._cache.coming(self._roster.leaving)
+        lacking -= coming.count
         for job in self._roster.farthest(now):
             if lacking <= 0:
                 return
-            lacking -= self._cache.blocks.alone(job.blocks)
+            lacking -= coming.add(job.blocks)
             if self._roster.rests(job):  # the others do when their rows are back
                 yield job
 
@@ -125,12 +125,24 @@ class Swapping:
     def _is_ahead(self) -> bool:
         return self._mode == "proactive-swap" and self.host.total > 0
 
-    def _copying_s(self, blocks: int) -> float:
-        """Seconds that so many blocks take, there and back."""
-        return 2 * blocks * self._block_s
+    def _copying_s(self, tokens: int) -> float:
+        """Seconds that the blocks of so many tokens take, there and back."""
+        return 2 * self._limits.blocks_for(tokens) * self._block_s
 
-    def _restoring_s(self, job: Job) -> float:
-        return self._copying_s(self._limits.blocks_for(len(job.tokens)))
+    def _is_worth_it(self, tokens: int) -> bool:
+        """Whether so many tokens can be copied at once, and sooner than computed anew."""
+        anew_s = self._times.prompt_s(tokens)
+        fits = self._limits.blocks_for(tokens) <= MAX_SWAP
+        return fits and not 0 < anew_s < self._copying_s(tokens)
+
+    def _copied_s(self, job: Job) -> float | None:
+        """Seconds that a copy of ``job`` takes, if it has one or would have if it gave way now."""
+        tokens = len(job.tokens)
+        if job.copy is None:
+            room = self._limits.blocks_for(tokens) <= self.host.left
+            if job.state == "waiting" or not room or not self._is_worth_it(tokens):
+                return None
+        return self._copying_s(tokens)
 
     def validate(self) -> None:
         """Each host block belongs to one job that waits, or to none.

@@ -10,7 +10,7 @@ from molink.errors import InvariantError, MolinkError
 from molink.head.head import Head
 from molink.head.request import Emission, HeadRequest
 from molink.sim.agenda import Agenda
-from molink.sim.texts import KnownText, tokens_of
+from molink.sim.texts import END, KnownText, tokens_of
 from molink.wire.messages.data import Sampling
 from molink.wire.messages.serving import Token
 
@@ -92,8 +92,10 @@ class Clients:
             key,
             self._ids(planned, count + there),
             count,
-            planned.output_tokens - there,
-            Sampling(temperature=0.0, seed=planned.index),
+            (planned.max_tokens or planned.output_tokens) - there,
+            # What a stage samples, it knows by the seed.
+            Sampling(temperature=0.0, seed=planned.index if self._texts else planned.last),
+            () if self._texts else (END,),
             window=_WINDOW,
         )
         try:

@@ -16,6 +16,7 @@ from molink.sim.medium import IdealMedium, Medium, TcpMedium
 from molink.sim.packing import SimPacker
 from molink.sim.pc import Pc
 from molink.sim.stages import NoRequests, SimExecutor
+from molink.sim.texts import token_of
 from molink.sim.timeline import Timeline
 
 #: Told which stage can't go on, and why.
@@ -79,7 +80,8 @@ class SimRing:
         requests, texts = NoRequests(), blueprint.scenario.texts
 
         def token(request: int, position: int) -> int:
-            return texts[requests.seed(request) % len(texts)].token(position) if texts else 0
+            seed = requests.seed(request)
+            return texts[seed % len(texts)].token(position) if texts else token_of(seed, position)
 
         def forced(request: int, position: int) -> Sequence[int]:
             return texts[requests.seed(request) % len(texts)].forced(position) if texts else ()

@@ -8,6 +8,9 @@ from molink.bench.trace import PART_TOKENS, TraceRow
 from molink.head.speculation.base import Foretold
 from molink.head.speculation.lookup import PromptLookup
 
+#: The token that ends an answer without content; its others are 0.
+END = 1
+
 
 @dataclass(frozen=True, slots=True)
 class KnownText:
@@ -78,6 +81,11 @@ def tokens_of(planned: PlannedRequest, count: int) -> tuple[int, ...]:
     for part in planned.parts:
         tokens += [part + 1] * min(PART_TOKENS, planned.input_tokens - len(tokens))
     return tuple(tokens[:count]) + (0,) * (count - len(tokens))
+
+
+def token_of(last: int, position: int) -> int:
+    """The token at ``position`` of an answer without content that ends at ``last``."""
+    return END if position == last else 0
 
 
 def rows_of(texts: Sequence[KnownText]) -> tuple[TraceRow, ...]:

@@ -81,7 +81,6 @@ def test_steps_wait_less_for_copies_that_are_made_ahead(tmp_path: Path) -> None:
     assert recompute["swaps"] == recompute["waited"] == bound["waited"] == 0
     assert min(reactive["swaps"], proactive["swaps"], bound["swaps"]) > 10
     assert 0 < proactive["waited"] < 0.5 * reactive["waited"]
-    assert max(bound["busy_s"], proactive["busy_s"]) < recompute["busy_s"]
     assert recompute["anew"] > 0.1 > proactive["anew"]
     for row in rows.values():
         assert row["till_first"] + row["paused"] < 1

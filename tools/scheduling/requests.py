@@ -13,6 +13,8 @@ from molink.bench.trace import TraceRow, read_trace
 #: Means of prompt and answer in tokens, and the spread of their logarithms.
 SIZES = {"sharegpt": ((161.0, 1.2), (338.0, 1.0)), "alpaca": ((19.0, 0.6), (58.0, 0.9))}
 MAX_PROMPT, MAX_OUTPUT = 2048, 1024
+#: What clients let an answer take: that tells nothing of how long it will be.
+LIMIT = 4096
 #: Requests that come before those that count, at so much of what can be served: a service has been
 #: there for a while, its cache is full, and a policy that learns has learned.
 EARLIER, EARLIER_LOAD = 256, 0.5
@@ -71,7 +73,9 @@ def poisson(draw: Draw, rate: float, seconds: float, seed: int) -> Plan:
         if at >= seconds and plan:
             return plan
         size = draw(sizes)
-        plan.append(PlannedRequest(len(plan), at, size.input_tokens, size.output_tokens))
+        plan.append(
+            PlannedRequest(len(plan), at, size.input_tokens, size.output_tokens, max_tokens=LIMIT)
+        )
 
 
 def draw_means(draw: Draw) -> tuple[float, float]:

@@ -25,6 +25,8 @@ from tools.scheduling.requests import (
 
 #: What is simulated has no workload of its own here: the plan is given.
 NO_WORKLOAD = Workload(1.0, 1.0)
+#: The policy that is told how long answers will be.
+_KNOWS_ANSWERS = "srpt"
 #: Seconds between two tokens from which on a request counts as having given way to others.
 _PAUSE_S = 0.3
 
@@ -84,6 +86,8 @@ def serve(
     Returns:
         What those measured that came ``since`` then, what had been done before, and what did it.
     """
+    if scenario.scheduling_policy == _KNOWS_ANSWERS:
+        plan = [replace(request, max_tokens=0) for request in plan]
     pipeline, before = Pipeline(scenario, plan), [_Counts()]
     if since:
         pipeline.agenda.at(since, lambda: before.append(_Counts.of(pipeline)))

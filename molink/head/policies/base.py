@@ -21,8 +21,9 @@ from typing import Protocol
 from molink.facts.ringtimes import RingTimes
 from molink.head.job import Job
 
-#: Seconds until a job that gives way is where it was, once it is its turn again.
-Restoring = Callable[[Job], float]
+#: Seconds of copies until a job that has given way, or gives way now, is where it was; ``None``: it
+#: has no copy in host memory, or would have none, and is computed anew.
+Restoring = Callable[[Job], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class SchedulingPolicy(Protocol):
         return
 
     def set_restoring(self, seconds: Restoring) -> None:
-        """Jobs that give way are kept in host memory: what that costs, in place of computing."""
+        """Jobs that give way may be kept in host memory: what that costs, in place of computing."""
         return
 
     def arrived(self, job: Job, now: float) -> None:

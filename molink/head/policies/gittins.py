@@ -40,8 +40,9 @@ class _Standing:
     #: Seconds that it is to be given next: of a ring that it shares, and of its own.
     work_s: float = 0.0
     turn_s: float = 0.0
-    #: The inverse of its index: seconds of the ring for one over the answer's tokens.
+    #: The inverse of its index: seconds of the ring for one over the answer's tokens; its level.
     index: float = 0.0
+    level: int = 0
     #: Since when it goes before all that aren't promoted, for how long, and how long it has run.
     promoted_at: float | None = None
     granted_s: float = 0.0
@@ -54,7 +55,8 @@ class Gittins(Ranked):
 
     What is to be least is the mean latency per token, so that a request that is over brings one
     over its answer's tokens. How long the answer will be nobody knows, but how long those to
-    similar prompts were (:class:`AnswerLengths`), and that it is longer than what there is of it.
+    similar prompts were (:class:`AnswerLengths`), that it is longer than what there is of it, and
+    what the client lets it take.
     The index of a job is the most that it can bring for the time that is spent on it, over all
     horizons: the rest of its prompt, then tokens until the answer is over or the horizon reached.
     An answer that has outlived those that were like it is taken to be half done, so that without
@@ -149,8 +151,10 @@ class Gittins(Ranked):
         return found
 
     def _judge(self, job: Job, standing: _Standing) -> None:
-        tokens = _answered(job)
-        answers = self._lengths.beyond(tokens, job.request.prompt_tokens)
+        tokens, request = _answered(job), job.request
+        most = tokens + request.max_tokens - job.generated
+        longer = self._lengths.beyond(tokens, request.prompt_tokens)
+        answers = [min(answer, most) for answer in longer]
         count, before_s = len(answers), self._before_s(job)
         context = len(job.tokens) + (sum(answers) / count - tokens) / 2
         share_s, turn_s = self._token_s(context)
@@ -164,7 +168,8 @@ class Gittins(Ranked):
             seconds = (count * before_s + share_s * rest) / brings
             if seconds < best:
                 best, horizon, mean = seconds, answer - tokens, rest / count
-        standing.index, standing.until = best, len(job.tokens) + max(1, tokens // _GROWN)
+        standing.index, standing.level = best, _level(best)
+        standing.until = len(job.tokens) + max(1, tokens // _GROWN)
         standing.work_s, standing.turn_s = before_s + share_s * mean, before_s + turn_s * horizon
 
     def _before_s(self, job: Job) -> float:
@@ -177,9 +182,8 @@ class Gittins(Ranked):
 
     def _restoring_s(self, job: Job) -> float:
         """Seconds until a job that has given way, or gives way now, is where it was."""
-        if self.restoring is not None and (job.state != "waiting" or job.copy is not None):
-            return self.restoring(job)
-        return self._costs.prefill_s(len(job.tokens))
+        seconds = self.restoring(job)
+        return seconds if seconds is not None else self._costs.prefill_s(len(job.tokens))
 
     def _token_s(self, context: float) -> tuple[float, float]:
         """What a token of a job of that context takes of the ring, and how long it takes."""
@@ -202,7 +206,7 @@ class Gittins(Ranked):
         promoted_at = self._promoted_at(standing)
         if now >= promoted_at and not job.stalled:
             return -1, promoted_at, standing.number
-        return _level(standing.index), 0.0, standing.number
+        return standing.level, 0.0, standing.number
 
     def next_admitted(
         self, waiting: Sequence[Job], admitted: Collection[Job], now: float

@@ -146,8 +146,10 @@ class Mlfq(Ranked):
 
     def may_give_way(self, job: Job) -> bool:
         """Whether it has run for much longer than it takes until it is where it was."""
-        restoring = self.restoring or (lambda lost: self.times.prompt_s(len(lost.tokens)))
-        return self.quantum(self._places[job].home) >= WORTH * restoring(job)
+        seconds = self.restoring(job)
+        if seconds is None:
+            seconds = self.times.prompt_s(len(job.tokens))
+        return self.quantum(self._places[job].home) >= WORTH * seconds
 
     def next_turns(self, jobs: Collection[Job], batch: int, now: float) -> Mapping[Job, float]:
         """When those before it have been demoted to its queue, or it is promoted (§4.2)."""

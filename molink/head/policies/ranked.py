@@ -19,8 +19,8 @@ class Ranked(SchedulingPolicy):
     def __init__(self) -> None:
         #: What stages and links take, as far as it is known.
         self.times = RingTimes((), (), 0)
-        #: What it takes until one that gave way is where it was; ``None``: it is computed anew.
-        self.restoring: Restoring | None = None
+        #: What copies take until one that gave way is where it was, where there are any.
+        self.restoring: Restoring = lambda job: None
 
     def set_times(self, times: RingTimes) -> None:
         """Predictions go by these from now on."""

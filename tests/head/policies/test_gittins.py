@@ -31,10 +31,17 @@ def gittins(*answers: tuple[int, int], room: int = 64, places: int = 1) -> Gitti
     return policy
 
 
-def make(policy: Gittins, key: str, tokens: int = 1, now: float = 0.0, cached: int = 0) -> Job:
+def make(
+    policy: Gittins,
+    key: str,
+    tokens: int = 1,
+    now: float = 0.0,
+    cached: int = 0,
+    most: int = 1 << 12,
+) -> Job:
     """A job that has just arrived and waits."""
     prompt = tuple(range(tokens))
-    job = Job.of(HeadRequest("d", key, prompt, tokens, 1 << 12, Sampling()), now)
+    job = Job.of(HeadRequest("d", key, prompt, tokens, most, Sampling()), now)
     job.uncached = tokens - cached
     policy.arrived(job, now)
     return job
@@ -67,6 +74,14 @@ def test_short_prompts_go_first_and_what_is_cached_does_not_count() -> None:
 def test_answers_of_similar_prompts_tell_which_are_short() -> None:
     policy = gittins((3, 100), (4, 2))
     assert order(policy, [make(policy, "long", 3), make(policy, "s", 4)]) == "slong"
+
+
+def test_no_answer_is_longer_than_the_client_lets_it_be() -> None:
+    policy = gittins((4, 100))
+    jobs = [make(policy, "any", 4), make(policy, "short", 4, most=2)]
+    assert order(policy, jobs) == "shortany"
+    now = run(policy, jobs[1], 0.0)
+    assert order(policy, jobs, now) == "shortany"
 
 
 def test_answers_are_learned_as_requests_end() -> None:
@@ -127,7 +142,7 @@ def test_who_gives_way_is_worth_what_it_takes_to_bring_him_back(
 
 def test_who_is_kept_in_host_memory_gives_way_sooner() -> None:
     policy = gittins((32, 32), (2000, 3), places=32, room=1 << 20)
-    policy.set_restoring(lambda job: 0.01)
+    policy.set_restoring(lambda job: 0.01 if job.copy or job.state != "waiting" else None)
     runs, waits = make(policy, "r", 32), make(policy, "w", 2000, cached=1999)
     now = run(policy, runs, 0.0, 2)
     found = policy.victim(waits, [runs], [runs], now)

@@ -32,6 +32,8 @@ SKIP_JOIN = [("b", 0, 1), ("c", 1, 3), ("b", 3, 4), ("c", 4, 5), ("a", 5, 10), (
 FIXED = [("b", 0, 1), ("b", 1, 2), ("c", 2, 4), ("c", 4, 5), ("a", 5, 10), ("a", 10, 11)]
 # 6, 2 and 3 seconds are left of them.
 SRPT = FIXED
+# Answers are known to have two tokens at most, and taken to be that long: as if they were known.
+LIMITED = FIXED
 # Of unknown answers one token is expected, then as many again, each for one over all of them: 5, 1
 # and 2 seconds for a token at first; for three tokens two more seconds each, once there is one.
 UNKNOWN = [("b", 0, 1), ("c", 1, 3), ("a", 3, 8), ("a", 8, 9), ("b", 9, 10), ("c", 10, 11)]
@@ -39,13 +41,14 @@ UNKNOWN = [("b", 0, 1), ("c", 1, 3), ("a", 3, 8), ("a", 8, 9), ("b", 9, 10), ("c
 KNOWN = FIXED
 
 
-def schedule(policy: SchedulingPolicy) -> list[tuple[str, float, float]]:
+def schedule(policy: SchedulingPolicy, most: int = ANSWER) -> list[tuple[str, float, float]]:
+    """What runs when if clients let answers take ``most`` tokens."""
     now = 0.0
     policy.set_times(RingTimes((SECOND_PER_ROW,), (), 0))
     jobs = []
     for number, (key, tokens) in enumerate(PROMPTS.items()):
         prompt = tuple(range(tokens))
-        job = Job.of(HeadRequest("d", key, prompt, tokens, ANSWER, Sampling()))
+        job = Job.of(HeadRequest("d", key, prompt, tokens, most, Sampling()))
         job.uncached = tokens
         policy.arrived(job, now)
         job.begin(number, [], Match())
@@ -69,7 +72,7 @@ def schedule(policy: SchedulingPolicy) -> list[tuple[str, float, float]]:
 SCHEDULES = {
     "fcfs": (FCFS, 25 / 3),
     "cached-share": (FCFS, 25 / 3),  # nothing is cached
-    "gittins": (UNKNOWN, 30 / 3),
+    "gittins": (LIMITED, 18 / 3),
     "mlfq": (MLFQ, 30 / 3),
     "skip-join-mlfq": (SKIP_JOIN, 20 / 3),
     "fixed-priority": (FIXED, 18 / 3),
@@ -94,4 +97,8 @@ def test_the_schedule_where_answers_are_known() -> None:
     lengths = AnswerLengths()
     for _ in range(LEAST):
         lengths.add(2, ANSWER)
-    assert schedule(Gittins(lengths)) == KNOWN
+    assert schedule(Gittins(lengths), 16) == KNOWN
+
+
+def test_the_schedule_where_nothing_is_known_of_answers() -> None:
+    assert schedule(Gittins(), 16) == UNKNOWN
