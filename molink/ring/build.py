@@ -5,7 +5,7 @@ surroundings of its own: an event loop and sockets, or virtual time and what pla
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 from molink.facts.ringtimes import LinkFacts
@@ -13,6 +13,7 @@ from molink.head.chunk import max_chunk_rows
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.policies.create import create_scheduling_policy
+from molink.head.policies.lengths import AnswerLengths
 from molink.head.speculation.base import DraftSource
 from molink.head.speculation.lookup import PromptLookup
 from molink.link.ends import Answering, Connect, LinkName, Timers
@@ -125,7 +126,8 @@ class Surroundings:
 
     Without ``link`` the ring has no links of its own: it is a whole one, or who opens it says what
     follows. ``on_broken`` is as :class:`Ring` says. ``draft_model`` is what the head asks for
-    drafts, where its limits say that there is one.
+    drafts, where its limits say that there is one. What is known of answers' lengths (``answers``)
+    outlives the ring.
     """
 
     timers: Timers
@@ -135,6 +137,7 @@ class Surroundings:
     on_broken: Callable[[str], None]
     link: LinkSurroundings | None = None
     draft_model: Guesser | None = None
+    answers: AnswerLengths = field(default_factory=AnswerLengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +186,7 @@ def build_ring(plan: RingPlan, around: Surroundings) -> Seat:
     front: Front | None = None
     if plan.shape.is_first:
         policy = create_scheduling_policy(plan.scheduling_policy)
+        policy.set_answers(around.answers)
         head = Head(plan.head, plan.epoch, policy, plan.source)
         front = Front(head, around.desk(head), plan.shape.vocabulary, around.draft_model)
     cutting = plan.cutting or create_cutting(

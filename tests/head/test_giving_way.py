@@ -2,7 +2,9 @@
 
 import pytest
 
+from molink.facts.preemption import PreemptionMode
 from molink.facts.profile import Profile
+from molink.head.blocks import BlockAllocator, Returning
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.policies.create import create_scheduling_policy
@@ -16,11 +18,27 @@ STAGE = Profile(decode=((1, TURN_S), (64, TURN_S)), prefill=((16, TURN_S), (64, 
 
 
 class Served:
-    """A head of one stage, one micro-batch at a time."""
+    """A head of one stage, one micro-batch at a time unless it is told otherwise."""
 
-    def __init__(self, policy: str, running: int, blocks: int = 400, cache: bool = False) -> None:
+    def __init__(
+        self,
+        policy: str,
+        running: int,
+        blocks: int = 400,
+        cache: bool = False,
+        micro_batches: int = 1,
+        mode: PreemptionMode = "recompute",
+    ) -> None:
         limits = HeadLimits(
-            blocks, 16, 1, 64, running, prefix_cache=cache, profiles=(STAGE,), stages=1
+            blocks,
+            16,
+            micro_batches,
+            64,
+            running,
+            prefix_cache=cache,
+            profiles=(STAGE,),
+            stages=1,
+            preemption_mode=mode,
         )
         self.head = Head(limits, 1, create_scheduling_policy(policy))
         self.now = 0.0
@@ -119,3 +137,71 @@ def test_blocks_that_one_who_waits_finds_cached_are_no_room_for_others(policy: s
         served.turn()
     assert "new" in served.ended
     assert served.preemptions == 1
+
+
+def outlived(served: Served, key: str, blocks: int, priority: int = 0) -> None:
+    """A request that has had far more tokens than its prompt: it has so many ``blocks``."""
+    served.submit(key, tuple(range(8)), 500, "", priority)
+    job = served.head._roster.find("d", key)
+    assert job is not None
+    while len(job.blocks) < blocks:
+        served.turn()
+
+
+@pytest.mark.parametrize(("blocks", "gives_way"), [(32, False), (20, True)])
+def test_nobody_gives_way_where_that_makes_too_little_room(blocks: int, gives_way: bool) -> None:
+    """What the one that waits lacks beside an old one's blocks, a more urgent one has."""
+    served = Served("gittins", running=4, blocks=40)
+    outlived(served, "old", 8, priority=1)
+    outlived(served, "urgent", 12)
+    held = {job.request.key: len(job.blocks) for job in served.head._roster}
+    assert 40 - sum(held.values()) < 20 < 40 - held["urgent"] < 32
+    served.submit("new", tuple(range(16 * blocks - 1)), 1, priority=1)
+    served.turn()
+    assert served.preemptions == gives_way
+
+
+def test_room_of_who_is_in_flight_counts_and_is_made_when_he_is_back() -> None:
+    """One is in flight and one at rest when a third one comes that needs what both have."""
+    served = Served("gittins", running=4, blocks=40, micro_batches=2)
+    outlived(served, "a", 10)
+    outlived(served, "b", 10)
+    head = served.head
+    flying = head.next(served.now)
+    assert flying is not None
+    assert len(flying.volumes[0].header.rows) == 1
+    served.submit("new", tuple(range(32 * 16)), 1)
+    head.next(served.now)
+    assert (served.preemptions, head._roster.admitted) == (1, 1)
+    go_round(head, flying, served.now)
+    head.next(served.now)
+    assert (served.preemptions, head._roster.admitted) == (2, 0)
+
+
+@pytest.mark.parametrize(("reserved", "give_way"), [(0, 0), (15, 1), (39, 2)])
+def test_who_comes_back_leaves_the_reserve_alone_unless_nobody_else_runs(
+    reserved: int, give_way: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served("gittins", running=4, blocks=40, mode="reactive-swap")
+    served.head.set_host_room(100, 1e-9)
+    outlived(served, "a", 6)
+    outlived(served, "b", 6)
+    served.submit("new", tuple(range(16 * 10)), 40)
+    new = served.head._roster.find("d", "new")
+    assert new is not None
+    while new.state != "decode":
+        served.turn()
+    monkeypatch.setattr(served.head._swapping, "reserved", lambda now: reserved)
+    served.head._batcher._preempt(new)
+    for _ in range(4):
+        served.turn()
+    assert new.state == "decode"
+    assert served.preemptions == 1 + give_way
+
+
+def test_blocks_that_two_hold_are_room_once_both_give_way() -> None:
+    blocks = BlockAllocator(8)
+    shared, own = blocks.allocate(3), blocks.allocate(2)
+    blocks.share(shared)
+    found = Returning(blocks)
+    assert (found.add([*shared, *own]), found.add(shared), found.count) == (2, 3, 5)

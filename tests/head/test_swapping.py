@@ -242,6 +242,22 @@ def test_what_is_computed_anew_sooner_than_copied_is_not_copied() -> None:
     assert (counters["head_preemptions_total"], counters["head_swap_fallbacks_total"]) == (1, 0)
 
 
+def test_policies_are_told_what_copies_take_of_those_that_have_one_or_would() -> None:
+    head = make_head("reactive-swap", blocks=40, host=5)
+    told = head._swapping._copied_s
+    submit(head, "fits", 16, answer=9)
+    submit(head, "long", 20, answer=9)
+    submit(head, "waits", 16, answer=9)
+    fits, long, waits = (head._roster.find("d", key) for key in ("fits", "long", "waits"))
+    go_round(head, 0.0)
+    head._roster.preempt(waits)
+    assert [told(job) for job in (fits, long, waits)] == [10 * 1e-5, None, None]
+    head._batcher._preempt(fits)
+    assert told(fits) == 10 * 1e-5
+    head._swapping._block_s = 1.0
+    assert told(head._roster.find("d", "long")) is None
+
+
 def test_what_comes_back_early_has_its_rows_in_a_later_micro_batch() -> None:
     head = make_head("proactive-swap")
     submit(head, "old", 10)

@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 from molink.facts.preemption import PREEMPTION_MODES
+from molink.head.head import Head
+from molink.head.request import Emission, HeadRequest
+from molink.sim.scenario import Scenario
 from tools.scheduling import command
 from tools.scheduling.order import STEP, highest, short_behind_long
 from tools.scheduling.preemption import ORACLE, compared, preemption
 from tools.scheduling.processes import burst, mean, simulated
 from tools.scheduling.report import render
-from tools.scheduling.requests import SIZES, log_normal, poisson, sizes_of
-from tools.scheduling.serving import serve
+from tools.scheduling.requests import LIMIT, SIZES, log_normal, poisson, sizes_of
+from tools.scheduling.serving import NO_WORKLOAD, serve
 
 
 def test_sizes_have_the_mean_that_is_said() -> None:
@@ -41,6 +44,27 @@ def test_requests_are_of_the_same_sizes_at_every_rate() -> None:
         : len(slow)
     ]
     assert [each.at for each in slow[:9]] == [2 * each.at for each in fast[:9]]
+
+
+@pytest.mark.parametrize("policy", ["gittins", "srpt"])
+def test_only_the_oracle_is_told_how_long_answers_will_be(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, int] = {}
+    submit = Head.submit
+
+    def listen(head: Head, request: HeadRequest, now: float) -> list[Emission]:
+        asked[request.key] = request.max_tokens
+        return submit(head, request, now)
+
+    monkeypatch.setattr(Head, "submit", listen)
+    plan = poisson(sizes_of("sharegpt"), 5.0, 2.0, 1)
+    scenario = Scenario(NO_WORKLOAD, 1, max_running=8, scheduling_policy=policy)
+    samples, _, _ = serve(scenario, plan)
+    answers = [request.output_tokens for request in plan]
+    assert [sample.output_tokens for sample in samples] == answers
+    assert max(answers) < LIMIT
+    assert list(asked.values()) == (answers if policy == "srpt" else [LIMIT] * len(plan))
 
 
 @pytest.mark.parametrize("bound", [0.3, 7.0])

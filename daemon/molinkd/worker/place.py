@@ -12,6 +12,7 @@ from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.ringtimes import LinkFacts
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
+from molink.head.policies.lengths import AnswerLengths
 from molink.link.estimate.remembered import LinkMemory
 from molink.link.packing.compressor import Compressor
 from molink.link.packing.packer import RowPacker
@@ -39,8 +40,8 @@ from molinkd.worker.request_table import RequestTable
 class Place:
     """Builds and owns the deciders, connections and executor of one epoch.
 
-    ``on_dead`` is told why the next stage counts as dead; ``memory`` outlives the epoch.
-    ``host`` is the stage's host memory for KV.
+    ``on_dead`` is told why the next stage counts as dead; ``memory`` and ``answers``
+    outlive the epoch. ``host`` is the stage's host memory for KV.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Place:
         on_broken: Callable[[str], None],
         memory: LinkMemory | None = None,
         host: HostRoom = NO_ROOM,
+        answers: AnswerLengths | None = None,
     ) -> None:
         self.epoch = order.epoch
         #: The peer that runs the previous stage; nobody in a ring of one.
@@ -78,7 +80,16 @@ class Place:
             model = engine.draft.open(self._executor.between, loop.call_soon_threadsafe)
         self._seat = build_ring(
             _plan(start, order, engine, self.previous_peer, host),
-            Surroundings(loop, requests, self._executor, self._make_desk, on_broken, link, model),
+            Surroundings(
+                loop,
+                requests,
+                self._executor,
+                self._make_desk,
+                on_broken,
+                link,
+                model,
+                answers if answers is not None else AnswerLengths(),
+            ),
         )
 
     @property

@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from molink.errors import MolinkError, WorkerError
 from molink.facts.identity import peer_id
+from molink.head.policies.lengths import AnswerLengths
 from molink.link.estimate.remembered import LinkMemory
 from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.wire.messages.codec import DataMessage, data_codec
@@ -76,6 +77,8 @@ class Worker:
         #: Of the data socket; 0 until it is bound.
         self._port = 0
         self._links = LinkMemory(_links_file(start))
+        #: What heads of all epochs have learned of answers.
+        self._answers = AnswerLengths()
         self._meter = LoopMeter()
         self._shortage = Shortage()
         #: Counters of earlier epochs: what ``/metrics`` calls a counter never falls.
@@ -210,6 +213,7 @@ class Worker:
             self._broken,
             self._links,
             host,
+            self._answers,
         )
         self._place.open()
         self._pipe.send(Formed(epoch=order.epoch))

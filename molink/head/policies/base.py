@@ -20,6 +20,7 @@ from typing import Protocol
 
 from molink.facts.ringtimes import RingTimes
 from molink.head.job import Job
+from molink.head.policies.lengths import AnswerLengths
 
 #: Seconds of copies until a job that has given way, or gives way now, is where it was; ``None``: it
 #: has no copy in host memory, or would have none, and is computed anew.
@@ -59,6 +60,10 @@ class SchedulingPolicy(Protocol):
 
     def set_restoring(self, seconds: Restoring) -> None:
         """Jobs that give way may be kept in host memory: what that costs, in place of computing."""
+        return
+
+    def set_answers(self, answers: AnswerLengths) -> None:
+        """Where to learn how long answers are; the head's predecessor has learned there, too."""
         return
 
     def arrived(self, job: Job, now: float) -> None:

@@ -77,9 +77,9 @@ class Gittins(Ranked):
 
     places_at_once = 32
 
-    def __init__(self, lengths: AnswerLengths | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._lengths = lengths if lengths is not None else AnswerLengths()
+        self._lengths = AnswerLengths()
         self._standings: dict[Job, _Standing] = {}
         self._arrivals = 0
         self._costs = UNKNOWN
@@ -92,6 +92,10 @@ class Gittins(Ranked):
     def set_room(self, tokens: int, places: int) -> None:
         """As :class:`SchedulingPolicy` says."""
         self._room, self._places = tokens, places
+
+    def set_answers(self, answers: AnswerLengths) -> None:
+        """As :class:`SchedulingPolicy` says."""
+        self._lengths = answers
 
     def set_times(self, times: RingTimes) -> None:
         """As :class:`SchedulingPolicy` says."""

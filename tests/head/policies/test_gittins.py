@@ -25,7 +25,8 @@ def gittins(*answers: tuple[int, int], room: int = 64, places: int = 1) -> Gitti
     lengths = AnswerLengths()
     for prompt, answer in answers * SIMILAR:
         lengths.add(prompt, answer)
-    policy = Gittins(lengths)
+    policy = Gittins()
+    policy.set_answers(lengths)
     policy.set_room(room, places)
     policy.set_times(TIMES)
     return policy
@@ -161,7 +162,8 @@ def test_an_answer_that_happens_to_end_next_tells_nothing() -> None:
         lengths.add(1, answer)
     for _ in range(SIMILAR):
         lengths.add(2000, 100)
-    policy = Gittins(lengths)
+    policy = Gittins()
+    policy.set_answers(lengths)
     policy.set_room(1 << 20, 1)
     policy.set_times(TIMES)
     old, new = make(policy, "o"), make(policy, "n", 2000, cached=1999)

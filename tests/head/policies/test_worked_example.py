@@ -97,7 +97,9 @@ def test_the_schedule_where_answers_are_known() -> None:
     lengths = AnswerLengths()
     for _ in range(LEAST):
         lengths.add(2, ANSWER)
-    assert schedule(Gittins(lengths), 16) == KNOWN
+    policy = Gittins()
+    policy.set_answers(lengths)
+    assert schedule(policy, 16) == KNOWN
 
 
 def test_the_schedule_where_nothing_is_known_of_answers() -> None:

@@ -15,6 +15,7 @@ from molink.facts.settings import PipelineSettings
 from molink.head.job import Job
 from molink.head.policies import create
 from molink.head.policies.fcfs import Fcfs
+from molink.head.policies.lengths import LEAST, AnswerLengths
 from molink.head.request import HeadRequest
 from molink.link.estimate.remembered import LinkMemory
 from molink.link.recording import replay
@@ -28,6 +29,7 @@ from molink.wire.sockets.server import Sender
 from molinkd.worker.engine import Engine
 from molinkd.worker.executor import Executor
 from molinkd.worker.place import Place
+from tests.support.go_round import go_round
 
 KEYS = KeyPair.generate()
 PROMPT = tuple(range(9))
@@ -59,6 +61,7 @@ def place(
     context: Any = None,
     memory: LinkMemory | None = None,
     host: HostRoom = NO_ROOM,
+    answers: AnswerLengths | None = None,
     **settings: Any,
 ) -> Place:
     """That of stage 0, which is the whole ring unless there are more."""
@@ -92,7 +95,7 @@ def place(
     )
     server: Any = SimpleNamespace(send=lambda *_: True)
     engine = Engine(stage, UNKNOWN, partial(Executor, stage))
-    return Place(start, order, engine, context, server, print, print, memory, host)
+    return Place(start, order, engine, context, server, print, print, memory, host, answers)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +200,21 @@ async def test_the_heads_policy_is_the_one_that_is_set(monkeypatch: pytest.Monke
         assert heard == ["a"]
     finally:
         await own.close()
+
+
+async def test_the_next_head_knows_how_long_answers_were() -> None:
+    answers = AnswerLengths()
+    own = place(RopeConfig(), answers=answers, scheduling_policy="gittins")
+    try:
+        head = own._seat.head
+        assert head is not None
+        for key in map(str, range(LEAST)):
+            head.submit(HeadRequest("d", key, PROMPT, len(PROMPT), 2, Sampling()), 0.0)
+        while head.live:
+            go_round(head, head.next(0.0), 0.0)
+    finally:
+        await own.close()
+    assert answers.beyond(0, len(PROMPT)) == [2] * LEAST
 
 
 async def test_a_link_is_recorded_if_a_folder_is_given(net: Any, tmp_path: Path) -> None:

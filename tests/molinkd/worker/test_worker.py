@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import molinkd.worker.loading
+import molinkd.worker.worker
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import MolinkError
 from molink.facts.identity import peer_id
 from molink.facts.profile import Profile
 from molink.facts.settings import PipelineSettings
+from molink.head.policies.lengths import AnswerLengths
 from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.pipe import (
@@ -33,6 +35,7 @@ from molink.wire.messages.pipe import (
 from molink.wire.sockets.create import create_client
 from molink.wire.sockets.curve import KeyPair
 from molinkd.worker.loading import load_engine
+from molinkd.worker.place import Place
 from molinkd.worker.worker import Worker, _host_room
 from tests.support.models import MakeModel
 
@@ -235,13 +238,24 @@ async def test_running_out_of_memory_for_blocks_is_reported(
 async def test_a_repeated_order_is_answered_again(
     monkeypatch: pytest.MonkeyPatch, net: Any
 ) -> None:
-    stage = FakeStage()
+    stage, learned = FakeStage(), list[object]()
+
+    class Listening(Place):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            learned.append(given[-1])
+
+    monkeypatch.setattr(molinkd.worker.worker, "Place", Listening)
     async with running(monkeypatch, lambda *_: stage) as (pipe, _, _task):
         for epoch in (3, 3, 2, 4):
             pipe.order(ring(epoch))
         await net.until(lambda: len(pipe.said(Formed)) == 3)
     assert [formed.epoch for formed in pipe.said(Formed)] == [3, 3, 4]
     assert stage.allocated == 2
+    # What heads have learned of answers is in one place.
+    first, second = learned
+    assert isinstance(first, AnswerLengths)
+    assert first is second
 
 
 async def test_a_previous_stage_that_was_cut_off_is_reported_with_every_ring(
