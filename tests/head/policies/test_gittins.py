@@ -10,7 +10,7 @@ from molink.head.host import HostCopy
 from molink.head.job import Job
 from molink.head.policies.gittins import Gittins
 from molink.head.policies.lengths import SIMILAR, AnswerLengths
-from molink.head.policies.mlfq import PATIENCE
+from molink.head.policies.mlfq import ALPHA, PATIENCE
 from molink.head.prefix import Match
 from molink.head.request import HeadRequest
 from molink.wire.messages.data import Sampling
@@ -217,6 +217,45 @@ def test_turns_come_when_those_before_are_over() -> None:
     turns = policy.next_turns(jobs[3:], 4, 0.0)
     # e is the first that doesn't fit; what it takes before f's turn is a row and four tokens.
     assert [turns[job] for job in jobs[3:]] == [0.0, 0.0, 2.0]
+
+
+def test_a_turn_comes_at_the_latest_when_one_is_promoted() -> None:
+    policy = gittins((1, 4), (50, 400), places=1, room=1 << 20)
+    make(policy, "a", 50)
+    last = make(policy, "b", 50)
+    short = make(policy, "c")
+    assert policy.next_turns([last], 1, 0.0)[last] > 400
+    rested = PATIENCE * policy._standing(last).turn_s - 3
+    assert policy.next_turns([last, short], 1, rested) == {last: pytest.approx(3), short: 0.0}
+
+
+def test_a_token_takes_the_share_of_the_memory_that_the_job_will_have_in_the_mean() -> None:
+    """Of 64 tokens' memory a job that begins with one and comes to 18 holds 9.5."""
+    policy = gittins((1, 17), places=64)
+    job = make(policy, "a")
+    standing = policy._standing(job)
+    assert standing.turn_s == pytest.approx(1 + 17)
+    assert standing.work_s == pytest.approx(1 + 17 * 9.5 / 64)
+
+
+def test_what_was_answered_in_an_earlier_epoch_is_part_of_the_answer() -> None:
+    """Of 100 tokens there are 6, and the client lets it take 2 more."""
+    policy = gittins((4, 100))
+    tokens = tuple(range(10))
+    job = Job.of(HeadRequest("d", "resumed", tokens, 4, 2, Sampling()))
+    job.uncached = len(tokens)
+    policy.arrived(job, 0.0)
+    assert policy._standing(job).turn_s == 10 + 2
+
+
+def test_nobody_is_promoted_sooner_than_after_alpha() -> None:
+    """Sixteen turns of a quick ring are over long before."""
+    policy = gittins()
+    quick = Profile(decode=((1, 1e-3), (64, 1e-3)), prefill=((1, 1e-3), (8, 8e-3)))
+    policy.set_times(RingTimes((quick,), (), 0))
+    a, b = make(policy, "a", 4), make(policy, "b")
+    assert order(policy, [a, b], ALPHA - 0.01) == "ba"
+    assert order(policy, [a, b], ALPHA) == "ab"
 
 
 def test_all_are_judged_anew_where_rows_take_another_time() -> None:
