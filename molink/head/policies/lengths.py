@@ -1,13 +1,17 @@
 """How long answers are, as far as those that there were tell."""
 
-from bisect import bisect_left, insort
+import math
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
+from statistics import fmean
 
 #: Answers that are remembered, the latest ones.
 REMEMBERED = 1024
 #: Of these, those to the prompts of the most similar length tell of a new one.
 SIMILAR = 64
+#: Unless similarity tells at least so much of the variance of answers' logarithms: then all tell.
+LEAST_TOLD = 0.1
 #: With fewer of them nothing is known.
 LEAST = 16
 
@@ -17,7 +21,7 @@ class AnswerLengths:
 
     Services have habits: prompts of one length tend to come from the same template, and that to the
     same kind of answer. Where the length tells nothing, all answers are alike, and what is left is
-    how their lengths are distributed.
+    how their lengths are distributed: the more answers tell of that, the better.
     """
 
     def __init__(self) -> None:
@@ -25,25 +29,36 @@ class AnswerLengths:
         self._latest: deque[tuple[int, int, int]] = deque()
         #: The same ones, by prompt; of prompts that are equally long the latest first.
         self._sorted: list[tuple[int, int, int]] = []
+        #: Their tokens, rising.
+        self._answers: list[int] = []
         self._count = 0
+        #: Whether prompts tell of answers.
+        self._tell = False
 
     def add(self, prompt: int, answer: int) -> None:
         """A prompt of so many tokens had an answer of so many."""
         if len(self._latest) == REMEMBERED:
             oldest = self._latest.popleft()
             del self._sorted[bisect_left(self._sorted, oldest)]
+            del self._answers[bisect_left(self._answers, oldest[2])]
         known = prompt, -self._count, answer
         self._count += 1
         self._latest.append(known)
         insort(self._sorted, known)
+        insort(self._answers, answer)
+        if self._count % SIMILAR == 0:
+            self._tell = _told([math.log(answer) for *_, answer in self._sorted]) >= LEAST_TOLD
 
     def beyond(self, tokens: int, prompt: int) -> Sequence[int]:
         """Tokens of answers to similar prompts that have more than ``tokens``, in rising order.
 
         If there are none, or too few are known: as many again as there are already.
         """
-        similar = self._similar(prompt) if len(self._sorted) >= LEAST else ()
-        return sorted(answer for *_, answer in similar if answer > tokens) or [2 * tokens + 1]
+        answers = self._answers if len(self._sorted) >= LEAST else ()
+        if self._tell:
+            answers = sorted(answer for *_, answer in self._similar(prompt))
+        longer = answers[bisect_right(answers, tokens) :]
+        return _thinned(longer) or [2 * tokens + 1]
 
     def _similar(self, prompt: int) -> Sequence[tuple[int, int, int]]:
         """Those whose prompts differ least in length."""
@@ -55,3 +70,22 @@ class AnswerLengths:
             else:
                 end += 1
         return known[begin:end]
+
+
+def _told(values: Sequence[float]) -> float:
+    """The share of the variance of ``values`` that is not within :data:`SIMILAR` neighbours."""
+    groups = [values[begin : begin + SIMILAR] for begin in range(0, len(values), SIMILAR)]
+    whole = _squares(values)
+    return 1 - sum(map(_squares, groups)) / whole if whole else 0.0
+
+
+def _squares(values: Sequence[float]) -> float:
+    """The sum of squared differences from the mean."""
+    mean = fmean(values)
+    return sum((value - mean) ** 2 for value in values)
+
+
+def _thinned(answers: Sequence[int]) -> Sequence[int]:
+    """At most :data:`SIMILAR` of them, as evenly as they are."""
+    step = len(answers) / SIMILAR
+    return answers if step <= 1 else [answers[int((i + 0.5) * step)] for i in range(SIMILAR)]
