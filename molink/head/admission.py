@@ -1,6 +1,8 @@
-"""Whether a request is taken at all."""
+"""Whether a request is taken at all, and in whose place."""
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 
 from molink.errors import ContextTooLong, Overloaded, RequestError
 from molink.head.job import Job
@@ -32,6 +34,31 @@ class Admission:
         limits = self._limits
         # Requests that only wait for the next micro-batch do not fill the queue.
         return waiting >= limits.max_waiting + max(0, limits.max_running - running)
+
+    @staticmethod
+    def displaced_by(request: HeadRequest, waiting: Iterable[Job], now: float) -> Job | None:
+        """Which of those that wait gives his place in the full queue to a new one, if any.
+
+        One that its client has abandoned; else, if another owner holds at least two places more
+        than the new one's, one of his client with most; else of a client of the same owner with at
+        least two more than the new one's. That is one that waits for its client, or its last. So
+        the owners who want in come to have equal shares, as do the clients of each, and one who is
+        alone has them all.
+        """
+        jobs, owner = list(waiting), request.owner
+        abandoned = next((job for job in jobs if job.abandoned(now)), None)
+        if abandoned is not None:
+            return abandoned
+        held = Counter(job.request.owner for job in jobs)
+        greedy = max(held, key=held.__getitem__, default=owner)
+        theirs = owner if held[greedy] < held[owner] + 2 else greedy
+        clients = Counter(job.request.client for job in jobs if job.request.owner == theirs)
+        most = max(clients, key=clients.__getitem__, default=request.client)
+        if theirs == owner and clients[most] < clients[request.client] + 2:
+            return None
+        jobs = [job for job in reversed(jobs) if job.request.whose == (theirs, most)]
+        stalled = next((job for job in jobs if job.stalled), None)
+        return stalled or max(jobs, key=lambda job: job.turn)
 
     def overloaded(self, waiting: int, running: int, place_in: float | None) -> Overloaded:
         """The error for a request that finds no place; there should be one in so many seconds."""

@@ -7,9 +7,9 @@ from dataclasses import replace
 from molink.errors import InvariantError
 from molink.head.blocks import BlockAllocator, Returning
 from molink.head.job import Job
+from molink.head.leaving import Leaving
 from molink.head.limits import HeadLimits
 from molink.head.prefix import OTHER_ROOT, ROOT, Match, PrefixTree
-from molink.head.roster import Leaving
 from molink.head.span_log import SpanLog
 
 

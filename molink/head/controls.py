@@ -6,8 +6,8 @@ from molink.head.batch import HeadControl
 from molink.head.cache import BlockCache
 from molink.head.host import HostCopy
 from molink.head.job import Job
+from molink.head.leaving import Leaving
 from molink.head.ledger import Ledger
-from molink.head.roster import Leaving
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Admit, Grammar, History, Release, SwapIn, SwapOut, Table
 

@@ -91,7 +91,7 @@ class Head:
         """Take a request into the queue; returns what is to be told of one that made place for it.
 
         A full queue has a place for an owner who holds fewer than another; see
-        :meth:`Roster.displaced_by`.
+        :meth:`Admission.displaced_by`.
 
         Raises:
             RequestError: a field is out of range, or the owner's key is in use.
@@ -301,7 +301,7 @@ class Head:
         if not self._admission.is_full(waiting, running):
             return []
         error = self._admission.overloaded(waiting, running, self._waits.next_place())
-        job = self._roster.displaced_by(request.owner, request.client, now)
+        job = self._admission.displaced_by(request, self._roster.queued, now)
         if job is None:
             self._counts["refused"] += 1
             raise error

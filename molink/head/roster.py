@@ -1,46 +1,16 @@
 """All jobs of a head, by what can be done with them."""
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from molink.errors import InvariantError
 from molink.facts.ringtimes import RingTimes
-from molink.head.host import HostCopy
 from molink.head.job import Job
+from molink.head.leaving import Leaving
 from molink.head.ledger import TurnCount
 from molink.head.policies.base import Restoring, SchedulingPolicy
 from molink.head.prefix import ROOT, Match
 from molink.head.shares import FairShares
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """An admission that is over and whose release has still to be issued.
-
-    The first ``computed`` of ``tokens`` are in ``blocks`` at every stage, and the first ``depth``
-    of the blocks on the prefix tree's path to ``node``; unless it is ``sound``, nothing of that can
-    be relied on. ``source`` is a block that rows in flight copy from, -1 if none. ``copy`` is where
-    in host memory the first blocks are to be kept, if they are.
-    """
-
-    id: int
-    blocks: tuple[int, ...]
-    last: int
-    also: tuple[int, ...]
-    trip: TurnCount | None
-    tokens: Sequence[int]
-    computed: int
-    node: int
-    depth: int
-    source: int = -1
-    sound: bool = True
-    copy: HostCopy | None = None
-
-    @property
-    def holds(self) -> tuple[int, ...]:
-        """All blocks that it has a reference to."""
-        return self.blocks if self.source < 0 else (*self.blocks, self.source)
 
 
 class Roster:
@@ -257,31 +227,6 @@ class Roster:
 
     # --- the queue --------------------------------------------------------------------------------
 
-    def displaced_by(self, owner: str, client: str, now: float) -> Job | None:
-        """The waiting job whose place in the full queue a new one gets, if any.
-
-        One that its client has abandoned; else, if another owner holds at least two places more
-        than ``owner``, one of his client with most; else of a client of ``owner`` with at least
-        two more than ``client``. That is one that waits for its client, or its last. So the owners
-        who want in come to have equal shares, as do the clients of each, and one who is alone has
-        them all.
-        """
-        waiting = list(self._waiting)
-        abandoned = next((job for job in waiting if job.abandoned(now)), None)
-        if abandoned is not None:
-            return abandoned
-        held = Counter(job.request.owner for job in waiting)
-        greedy = max(held, key=held.__getitem__, default=owner)
-        theirs = owner if held[greedy] < held[owner] + 2 else greedy
-        clients = Counter(job.request.client for job in waiting if job.request.owner == theirs)
-        most = max(clients, key=clients.__getitem__, default=client)
-        if theirs == owner and clients[most] < clients[client] + 2:
-            return None
-        whose = (theirs, most)
-        jobs = [job for job in reversed(waiting) if job.request.whose == whose]
-        stalled = next((job for job in jobs if job.stalled), None)
-        return stalled or max(jobs, key=lambda job: job.turn)
-
     def enqueue(self, job: Job, now: float) -> None:
         """A new job waits."""
         self._jobs[job.request.owner, job.request.key] = job
@@ -370,22 +315,7 @@ class Roster:
         del self._admitted[job.id]
         self._prefilling.pop(job.id, None)
         self._idle.pop(job.id, None)
-        self._leaving.append(
-            Leaving(
-                job.id,
-                tuple(job.blocks),
-                job.last,
-                tuple(sorted(job.flight.keys() - {job.last})),
-                trip,
-                job.tokens,
-                job.computed,
-                job.node,
-                job.depth,
-                job.source,
-                job.sound,
-                job.copy,
-            )
-        )
+        self._leaving.append(Leaving.of(job, trip))
         job.blocks = []
         job.flight = {}
         job.leave_path()

@@ -136,7 +136,8 @@ class SchedulingPolicy(Protocol):
 
         ``needy`` is a job that decodes and lacks a block, or the one that waits to be admitted next
         (its ``state`` tells) and lacks a slot or blocks. ``at_rest`` are admitted jobs other than
-        ``needy`` with no rows in flight. ``admitted`` are all that have blocks.
+        ``needy`` with no rows in flight, or such as would give way once theirs are back.
+        ``admitted`` are all that have blocks.
 
         There must be an order of jobs such that none is preempted for one behind it: then the first
         one always makes progress. While a job lacks a block, nobody is admitted, and those that
