@@ -30,8 +30,8 @@ class _Standing:
 
     #: As which of all jobs it came.
     number: int
-    #: When it last had no rows in flight; ``None`` while it has.
-    rests_since: float | None
+    #: When it last had no rows in flight; no time while it has.
+    rests_since: float
     #: For which the following holds: its state, whether its KV is in host memory, and up to how
     #: many tokens.
     state: JobState = "waiting"
@@ -40,6 +40,8 @@ class _Standing:
     #: Seconds that it is to be given next: of a ring that it shares, and of its own.
     work_s: float = 0.0
     turn_s: float = 0.0
+    #: When it is promoted, if it rests until then.
+    due_at: float = math.inf
     #: The inverse of its index: seconds of the ring for one over the answer's tokens; its level.
     index: float = 0.0
     level: int = 0
@@ -48,6 +50,11 @@ class _Standing:
     granted_s: float = 0.0
     spent: float = 0.0
     counted_until: float = 0.0
+
+    def rests(self, since: float) -> None:
+        """It has rested since then, or runs."""
+        self.rests_since = since
+        self.due_at = since + max(ALPHA, PATIENCE * self.turn_s)
 
 
 class Gittins(Ranked):
@@ -116,12 +123,12 @@ class Gittins(Ranked):
     def issued(self, job: Job, now: float) -> None:
         """It runs; perhaps as one that has waited for too long until now."""
         standing = self._standings[job]
-        if standing.rests_since is not None:
-            promoted_at = self._promoted_at(standing)
-            if standing.promoted_at is None and now >= promoted_at:
-                standing.promoted_at, standing.spent = promoted_at, 0.0
+        if standing.rests_since < math.inf:
+            if standing.promoted_at is None and now >= standing.due_at:
+                standing.promoted_at, standing.spent = standing.due_at, 0.0
                 standing.granted_s = standing.turn_s
-            standing.rests_since, standing.counted_until = None, now
+            standing.counted_until = now
+            standing.rests(math.inf)
         if job.state == "prefill":  # less is left
             standing.until = 0
 
@@ -131,7 +138,7 @@ class Gittins(Ranked):
         standing.spent += now - standing.counted_until
         standing.counted_until = now
         if not job.awaited:
-            standing.rests_since = now
+            standing.rests(now)
         if standing.promoted_at is not None and standing.spent >= standing.granted_s:
             standing.promoted_at = None
 
@@ -175,6 +182,7 @@ class Gittins(Ranked):
         standing.index, standing.level = best, _level(best)
         standing.until = len(job.tokens) + max(1, tokens // _GROWN)
         standing.work_s, standing.turn_s = before_s + share_s * mean, before_s + turn_s * horizon
+        standing.rests(standing.rests_since)
 
     def _before_s(self, job: Job) -> float:
         """Seconds until it brings its next token, beside those of an iteration."""
@@ -195,11 +203,6 @@ class Gittins(Ranked):
         seconds = self.times.turn_s(int(jobs), context) or UNKNOWN_S
         return seconds / jobs, seconds
 
-    def _promoted_at(self, standing: _Standing) -> float:
-        """When a job that rests is promoted."""
-        rests_since = standing.rests_since if standing.rests_since is not None else math.inf
-        return rests_since + max(ALPHA, PATIENCE * standing.turn_s)
-
     # --- questions -------------------------------------------------------------------------------
 
     def rank(self, job: Job, now: float) -> Rank:
@@ -207,9 +210,8 @@ class Gittins(Ranked):
         standing = self._standing(job)
         if standing.promoted_at is not None:
             return -1, standing.promoted_at, standing.number
-        promoted_at = self._promoted_at(standing)
-        if now >= promoted_at and not job.stalled:
-            return -1, promoted_at, standing.number
+        if now >= standing.due_at and not job.stalled:
+            return -1, standing.due_at, standing.number
         return standing.level, 0.0, standing.number
 
     def next_admitted(
@@ -239,7 +241,7 @@ class Gittins(Ranked):
             standing = self._standings[job]
             tokens, places = tokens - len(job.tokens), places - 1
             if job in asked:
-                promoted_s = max(0.0, self._promoted_at(standing) - now)
+                promoted_s = max(0.0, standing.due_at - now)
                 turns[job] = min(work_s, promoted_s)
             if tokens < 0 or places < 0:
                 work_s += standing.work_s

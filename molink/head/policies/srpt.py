@@ -1,5 +1,6 @@
 """Shortest remaining processing time: an oracle, for simulations."""
 
+from molink.facts.ringtimes import RingTimes
 from molink.head.job import Job
 from molink.head.policies.ranked import Rank, Ranked
 
@@ -14,6 +15,14 @@ class Srpt(Ranked):
         super().__init__()
         self._numbers: dict[Job, int] = {}
         self._arrivals = 0
+        #: Seconds of so many rows of a prompt, and of a token.
+        self._prompt_s: dict[int, float] = {}
+        self._token_s = 0.0
+
+    def set_times(self, times: RingTimes) -> None:
+        """What is left takes another time."""
+        super().set_times(times)
+        self._prompt_s, self._token_s = {}, times.turn_s(1)
 
     def arrived(self, job: Job, now: float) -> None:
         """It is counted."""
@@ -27,6 +36,7 @@ class Srpt(Ranked):
     def rank(self, job: Job, now: float) -> Rank:
         """By seconds that are left."""
         rows = len(job.tokens) - (job.issued if job.state != "waiting" else 0)
-        left = self.times.prompt_s(rows) if rows > 0 else 0.0
+        if rows not in self._prompt_s:
+            self._prompt_s[rows] = self.times.prompt_s(rows) if rows > 0 else 0.0
         more = job.request.max_tokens - job.generated - (rows > 0)
-        return left + more * self.times.turn_s(1), 0.0, self._numbers[job]
+        return self._prompt_s[rows] + more * self._token_s, 0.0, self._numbers[job]
