@@ -323,11 +323,14 @@ class Batcher:
                 victim = next(victims, None)
                 if victim is None:
                     return
-                blocks += coming.add(victim.blocks)
+                blocks += coming.add(block for block in victim.blocks if block not in found)
                 running -= 1
                 giving.append(victim)
-            for victim in filter(self._roster.rests, giving):
+            resting = [victim for victim in giving if self._roster.rests(victim)]
+            for victim in resting:
                 self._preempt(victim)
+            if len(resting) < len(giving):  # the rest of the room comes with their rows
+                return
             blocks, running = blocks - lacks, running + 1
 
     def _bring_back(self, now: float) -> list[Job]:

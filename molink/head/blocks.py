@@ -228,7 +228,7 @@ class BlockAllocator:
 
 
 class Returning:
-    """Counts blocks that can be used once all releases are round: who else has them counts."""
+    """Counts blocks that can be used once all releases are round: those that nobody else holds."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self._allocator = allocator

@@ -146,19 +146,17 @@ class Roster:
     def first_swapped(self, now: float) -> Job | None:
         """The job to come back from host memory next; none while others are to be admitted first.
 
-        Of those that go before a new one, the one whose turn comes soonest.
+        Of the client who has the turn, by priority, the one whose own turn comes soonest.
         """
         first = self.first_waiting(now)
-        able = [job for job in self._waiting if job.copy is not None and not job.stalled]
-        if first is None or not able:
+        if first is None or first.copy is None:
             return None
-        admitted = self._admitted.values()
-        turns = self._policy.next_turns(able, len(admitted), now)
-        found = min(self._policy.running_order(able, now) or able, key=turns.__getitem__)
-        if first.copy is None:
-            two = self.shares.order((first, found))
-            first = self._policy.next_admitted(two, admitted, now) or first
-        return found if first.copy is not None else None
+        whose = first.request.whose
+        kept = [job for job in self._waiting if job.copy is not None and not job.stalled]
+        able = [job for job in kept if job.request.whose == whose]
+        turns = self._policy.next_turns(able, len(self._admitted), now)
+        order = self._policy.running_order(able, now) or able
+        return min(order, key=lambda job: (job.request.priority, turns[job]))
 
     def farthest(self, now: float) -> list[Job]:
         """Admitted jobs that others go before, the one whose turn comes last first."""
@@ -192,19 +190,23 @@ class Roster:
         Raises:
             InvariantError: the policy names a job that can't be preempted.
         """
+        stay = list(self._admitted.values())
         at_rest = [job for job in self._at_rest() if job is not needy]
-        yield from self._giving_way(needy, at_rest, now)
-        flying = [job for job in self._admitted.values() if job is not needy and job.flight]
-        yield from self._giving_way(needy, flying, now)
+        yield from self._giving_way(needy, at_rest, stay, now)
+        flying = [job for job in stay if job is not needy and job.flight]
+        yield from self._giving_way(needy, flying, stay, now)
 
-    def _giving_way(self, needy: Job, jobs: list[Job], now: float) -> Iterator[Job]:
-        """Those of ``jobs``, which are taken from them."""
-        while (found := self._policy.victim(needy, jobs, self._admitted.values(), now)) is not None:
+    def _giving_way(
+        self, needy: Job, jobs: list[Job], stay: list[Job], now: float
+    ) -> Iterator[Job]:
+        """Those of ``jobs``, and of ``stay``, from which they are taken."""
+        while (found := self._policy.victim(needy, jobs, stay, now)) is not None:
             if found.job not in jobs:
                 key = found.job.request.key
-                raise InvariantError(f"job {key} is to be preempted but can't be")
+                raise InvariantError(f"job {key} is to be preempted but can't give way")
             jobs.remove(found.job)
             if needy.state != "waiting" or not self._would_be_back(found.job, needy, now):
+                stay.remove(found.job)
                 yield found.job
 
     def _would_be_back(self, job: Job, needy: Job, now: float) -> bool:

@@ -136,7 +136,7 @@ class Swapping:
         return fits and not 0 < anew_s < self._copying_s(tokens)
 
     def _copied_s(self, job: Job) -> float | None:
-        """Seconds that a copy of ``job`` takes, if it has one or would have if it gave way now."""
+        """Seconds that a copy of ``job`` takes, if it has one or, most likely, would have."""
         tokens = len(job.tokens)
         if job.copy is None:
             room = self._limits.blocks_for(tokens) <= self.host.left

@@ -195,7 +195,7 @@ class Clients:
     def _sample(self, key: str, request: PlannedRequest) -> Sample:
         times = tuple(self._times[key])
         error = self._errors.get(key)
-        if error is None and len(times) < request.output_tokens:
+        if error is None and len(times) != request.output_tokens:
             error = f"{len(times)} of {request.output_tokens} tokens when the simulation ended"
         return Sample(
             request.at,

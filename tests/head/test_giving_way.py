@@ -1,11 +1,15 @@
 """A whole head: who gives way to those that wait, and that it is worth it."""
 
+import random
+from collections.abc import Sequence
+
 import pytest
 
 from molink.facts.preemption import PreemptionMode
 from molink.facts.profile import Profile
 from molink.head.blocks import BlockAllocator, Returning
 from molink.head.head import Head
+from molink.head.job import Job
 from molink.head.limits import HeadLimits
 from molink.head.policies.create import create_scheduling_policy
 from molink.head.request import HeadRequest
@@ -46,20 +50,29 @@ class Served:
         self.ended: set[str] = set()
 
     def submit(
-        self, key: str, prompt: tuple[int, ...], answer: int, client: str = "", priority: int = 0
-    ) -> None:
+        self,
+        key: str,
+        prompt: Sequence[int],
+        answer: int,
+        client: str = "",
+        priority: int = 0,
+        window: int = 1 << 16,
+    ) -> Job:
         request = HeadRequest(
             "d",
             key,
-            prompt,
+            tuple(prompt),
             len(prompt),
             answer,
             Sampling(),
-            window=1 << 16,
+            window=window,
             client=client,
             priority=priority,
         )
         self.head.submit(request, self.now)
+        job = self.head._roster.find("d", key)
+        assert job is not None
+        return job
 
     def crowd(self, client: str = "", priority: int = 0) -> None:
         """Four short ones wait."""
@@ -141,9 +154,7 @@ def test_blocks_that_one_who_waits_finds_cached_are_no_room_for_others(policy: s
 
 def outlived(served: Served, key: str, blocks: int, priority: int = 0) -> None:
     """A request that has had far more tokens than its prompt: it has so many ``blocks``."""
-    served.submit(key, tuple(range(8)), 500, "", priority)
-    job = served.head._roster.find("d", key)
-    assert job is not None
+    job = served.submit(key, range(8), 500, "", priority)
     while len(job.blocks) < blocks:
         served.turn()
 
@@ -170,7 +181,7 @@ def test_room_of_who_is_in_flight_counts_and_is_made_when_he_is_back() -> None:
     flying = head.next(served.now)
     assert flying is not None
     assert len(flying.volumes[0].header.rows) == 1
-    served.submit("new", tuple(range(32 * 16)), 1)
+    served.submit("new", range(32 * 16), 1)
     head.next(served.now)
     assert (served.preemptions, head._roster.admitted) == (1, 1)
     go_round(head, flying, served.now)
@@ -186,9 +197,7 @@ def test_who_comes_back_leaves_the_reserve_alone_unless_nobody_else_runs(
     served.head.set_host_room(100, 1e-9)
     outlived(served, "a", 6)
     outlived(served, "b", 6)
-    served.submit("new", tuple(range(16 * 10)), 40)
-    new = served.head._roster.find("d", "new")
-    assert new is not None
+    new = served.submit("new", range(16 * 10), 40)
     while new.state != "decode":
         served.turn()
     monkeypatch.setattr(served.head._swapping, "reserved", lambda now: reserved)
@@ -205,3 +214,58 @@ def test_blocks_that_two_hold_are_room_once_both_give_way() -> None:
     blocks.share(shared)
     found = Returning(blocks)
     assert (found.add([*shared, *own]), found.add(shared), found.count) == (2, 3, 5)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq", "gittins"])
+@pytest.mark.parametrize("blocks", [10, 24])
+def test_of_those_who_take_nothing_as_many_give_way_as_are_needed(policy: str, blocks: int) -> None:
+    """Two who take nothing, but are not abandoned yet, hold everything."""
+    served = Served(policy, running=4, blocks=40)
+    holders = [served.submit(key, range(16 * 17), 200, key, window=4) for key in "ab"]
+    while not all(job.stalled for job in holders):
+        served.turn()
+    served.submit("new", range(16 * blocks), 4, "c")
+    for _ in range(40):
+        served.turn()
+    assert "new" in served.ended
+    assert served.preemptions == (1 if blocks == 10 else 2)
+
+
+def test_blocks_that_one_who_waits_shares_are_no_room_if_their_holder_gives_way() -> None:
+    """An urgent one has 26 of 64 blocks and ends late; the old one shares 20 with the new one."""
+    served = Served("gittins", running=8, blocks=64, cache=True)
+    prefix = range(1000, 1000 + 20 * 16)
+    urgent = served.submit("urgent", range(16 * 25), 600, priority=-1)
+    while urgent.state != "decode":
+        served.turn()
+    old = served.submit("old", (*prefix, 1, 2, 3), 300)
+    for _ in range(60):
+        served.turn()
+    assert old.state == "decode"
+    served.submit("new", (*prefix, *range(5000, 5000 + 16 * 17)), 4)
+    served.turn()
+    assert served.preemptions == 0
+
+
+@pytest.mark.parametrize(("seed", "clients"), [(0, 3), (2, 1), (4, 3)])
+def test_who_comes_back_from_host_memory_is_not_who_gives_way_next(seed: int, clients: int) -> None:
+    """Requests of several priorities, more than there is memory for, come to an end."""
+    rng = random.Random(seed)
+    served = Served("gittins", running=12, blocks=60, mode="proactive-swap")
+    served.head.set_host_room(200, 1e-5)
+    count, tokens = 0, 0.0
+    for turn in range(6000):
+        if count < 120 and rng.random() < 0.06 and served.head._roster.waiting < 20:
+            prompt = min(500, max(1, round(rng.lognormvariate(3.8, 1.2))))
+            answer = min(300, max(1, round(rng.lognormvariate(3.3, 1.0))))
+            sizes = [rng.randrange(10, 999) for _ in range(prompt)]
+            client, priority = f"c{count % clients}", rng.choice((0, 0, 1))
+            served.submit(f"r{count}", sizes, answer, client, priority)
+            count += 1
+        served.turn()
+        if turn % 200 == 199:
+            before, tokens = tokens, served.head.stats()[0]["head_tokens_total"]
+            assert tokens > before or not len(served.head._roster)
+        if count == 120 and not len(served.head._roster):
+            return
+    raise AssertionError(f"{len(served.ended)} of {count} ended")

@@ -63,7 +63,7 @@ class SchedulingPolicy(Protocol):
         return
 
     def set_answers(self, answers: AnswerLengths) -> None:
-        """Where to learn how long answers are; the head's predecessor has learned there, too."""
+        """Where to learn how long answers are; heads of earlier epochs may have learned there."""
         return
 
     def arrived(self, job: Job, now: float) -> None:
@@ -136,8 +136,9 @@ class SchedulingPolicy(Protocol):
 
         ``needy`` is a job that decodes and lacks a block, or the one that waits to be admitted next
         (its ``state`` tells) and lacks a slot or blocks. ``at_rest`` are admitted jobs other than
-        ``needy`` with no rows in flight, or such as would give way once theirs are back.
-        ``admitted`` are all that have blocks.
+        ``needy`` with no rows in flight; if they don't suffice it is asked again, with those that
+        could give way once their rows are back. ``admitted`` are all that have blocks, less those
+        that were named before.
 
         There must be an order of jobs such that none is preempted for one behind it: then the first
         one always makes progress. While a job lacks a block, nobody is admitted, and those that

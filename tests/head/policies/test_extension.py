@@ -211,5 +211,5 @@ def test_who_has_rows_in_a_volume_cannot_be_preempted() -> None:
     head = make_head(Careless(), max_running=1)
     submit(head, "a", "b")
     head.next(0.0)
-    with pytest.raises(InvariantError, match="job b is to be preempted but can't be"):
+    with pytest.raises(InvariantError, match="job b is to be preempted but can't give way"):
         head.next(0.0)
