@@ -42,6 +42,9 @@ from molink.wire.messages.leading import LeaderView
 
 #: A coordinator that says nothing for this long, in seconds, is lost.
 SILENCE = 3.0
+#: The same for one that runs here and has not been heard yet: a daemon measures its device and
+#: reads its model's files before it turns to it.
+FIRST_WORD = 120.0
 #: Pause between two rounds of questions while there is nobody to follow, in seconds.
 AGAIN = 0.5
 #: How often a leader looks for another part of its swarm, in seconds.
@@ -124,8 +127,9 @@ class Succession:
         self._all_asked = False
         #: The term that this peer is about to lead in, and since when.
         self._coming = (term, now)
-        #: Where the coordinator of this PC listens.
+        #: Where the coordinator of this PC listens, and whether it has been heard there.
         self._own: Led | None = None
+        self._own_heard = False
         self._story: deque[str] = deque(maxlen=64)
         self._out: list[Decision] = []
 
@@ -207,6 +211,7 @@ class Succession:
             return  # of a leader whose time is over
         self._heard = now
         if self.role in ("leading", "starting"):
+            self._own_heard = True
             return
         if self.role == "looking":
             self._note(now, f"hears {event.leader or 'the coordinator'} in term {event.term}")
@@ -239,6 +244,7 @@ class Succession:
         self.term = max(self.term, self._coming[0], event.term)
         self._note(now, f"leads in term {self.term}")
         self.role, self.leader, self._own, self._heard = "leading", self._me, event, now
+        self._own_heard = False
         self._out.append(Follow(self._me, self.term, event.coordinator_key, event.addresses))
         self._ask_all(now)  # and so tell them
 
@@ -257,7 +263,7 @@ class Succession:
             self._heard, self._rested_at, self._turn = now, now + REST, ("", now)
             self._round(now)
         elif self.role == "leading":
-            if now - self._heard > 2 * SILENCE:
+            if now - self._heard > (2 * SILENCE if self._own_heard else FIRST_WORD):
                 self._note(now, "the coordinator here says nothing any more")
                 self._heard = now
                 self._out.append(Lead(self.term))

@@ -21,7 +21,7 @@ from molink.swarm.leading import (
     StepDown,
     TimePassed,
 )
-from molink.swarm.succession import AGAIN, BOOT, CLAIM, LONE, PROBE, SILENCE, Succession
+from molink.swarm.succession import AGAIN, BOOT, CLAIM, FIRST_WORD, LONE, PROBE, SILENCE, Succession
 from molink.swarm.terms import first_term, next_term, round_of
 from molink.wire.messages.leading import LeaderView
 
@@ -368,12 +368,21 @@ def test_a_turn_that_was_not_taken_while_it_stood_still_is_no_refusal() -> None:
         assert Lead(next_term(0, "c"), lost="a") not in one.handle(Answered("b", view()), now)
 
 
-def test_a_coordinator_that_hangs_is_started_again() -> None:
+@pytest.mark.parametrize(("heard", "after"), [(True, 2 * SILENCE), (False, FIRST_WORD)])
+def test_a_coordinator_that_hangs_is_started_again(heard: bool, after: float) -> None:
+    """One that nobody has asked yet, as this PC still measures its device, has longer."""
     one = leading("a")
-    decisions: list[Decision] = []
-    for n in range(40):
-        decisions += one.handle(TimePassed(), 0.2 + n * 0.25)
-    assert decisions.count(Lead(0)) == 1
+    if heard:
+        one.handle(Heard(0, "a"), 0.2)
+    found = []
+    for n in range(2, 4 * 150):
+        if Lead(0) in one.handle(TimePassed(), n * 0.25):
+            found.append(n * 0.25)
+    assert 0.2 + after < found[0] <= 0.2 + after + 0.25
+    # It runs anew, and has not been heard.
+    one.handle(Led(0, KEY, ("h:2",)), 150.0)
+    for n in range(1, 4 * round(FIRST_WORD)):
+        assert Lead(0) not in one.handle(TimePassed(), 150.0 + n * 0.25)
 
 
 def test_who_can_not_lead_lets_the_next_one() -> None:

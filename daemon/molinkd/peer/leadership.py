@@ -246,6 +246,8 @@ class Leadership:
                         self._process.raise_term(term)
                     self._remember(term=term)
                 case Lead() | StepDown():
+                    if self.leads:
+                        log.warning("the coordinator here is ended: %s", succession.story[-1])
                     self._deeds.put_nowait(decision)
         if succession.role != role:
             log.info("%s", succession.story[-1])
