@@ -130,6 +130,11 @@ class Job:
         """Tokens whose KV is at every stage: their rows have come back."""
         return min((self.issued, *self.flight.values()))
 
+    @property
+    def fresh(self) -> bool:
+        """Whether no row of it has been run since it was admitted, but what was there then."""
+        return self.issued == self.reused
+
     def begin(self, request_id: int, blocks: list[int], found: Match, restored: int = 0) -> None:
         """It is admitted, with blocks for all its tokens, of which the first are ``found``.
 

@@ -144,19 +144,13 @@ class Roster:
         yield from sorted(ordered, key=lambda job: job.request.priority)[:count]
 
     def first_swapped(self, now: float) -> Job | None:
-        """The job to come back from host memory next; none while others are to be admitted first.
+        """The job to be admitted next, if it comes back from host memory.
 
-        Of the client who has the turn, by priority, the one whose own turn comes soonest.
+        Not the one whose turn the policy estimates to come soonest: one that has given way to
+        another would come back in its place, and give way again, for ever.
         """
         first = self.first_waiting(now)
-        if first is None or first.copy is None:
-            return None
-        whose = first.request.whose
-        kept = [job for job in self._waiting if job.copy is not None and not job.stalled]
-        able = [job for job in kept if job.request.whose == whose]
-        turns = self._policy.next_turns(able, len(self._admitted), now)
-        order = self._policy.running_order(able, now) or able
-        return min(order, key=lambda job: (job.request.priority, turns[job]))
+        return first if first is not None and first.copy is not None else None
 
     def farthest(self, now: float) -> list[Job]:
         """Admitted jobs that others go before, the one whose turn comes last first."""
@@ -185,7 +179,8 @@ class Roster:
 
         First those at rest, then those that would give way once their rows have come back. To one
         that waits nobody gives way who would be admitted before it, by shares or priority: he would
-        be back at once, and give way again.
+        be back at once, and give way again. Nor does anybody who has just been admitted, so that
+        whoever is admitted goes on by a row at least.
 
         Raises:
             InvariantError: the policy names a job that can't be preempted.
@@ -205,9 +200,11 @@ class Roster:
                 key = found.job.request.key
                 raise InvariantError(f"job {key} is to be preempted but can't give way")
             jobs.remove(found.job)
-            if needy.state != "waiting" or not self._would_be_back(found.job, needy, now):
-                stay.remove(found.job)
-                yield found.job
+            waits = needy.state == "waiting"
+            if waits and (found.job.fresh or self._would_be_back(found.job, needy, now)):
+                continue
+            stay.remove(found.job)
+            yield found.job
 
     def _would_be_back(self, job: Job, needy: Job, now: float) -> bool:
         """Whether ``job``, if it gave way, would be admitted before ``needy``, which waits."""

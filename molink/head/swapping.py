@@ -94,7 +94,7 @@ class Swapping:
             if lacking <= 0:
                 return
             lacking -= coming.add(job.blocks)
-            if self._roster.rests(job):  # the others do when their rows are back
+            if self._roster.rests(job) and not job.fresh:  # the others when their rows are back
                 yield job
 
     # --- and back --------------------------------------------------------------------------------
@@ -137,11 +137,12 @@ class Swapping:
 
     def _copied_s(self, job: Job) -> float | None:
         """Seconds that a copy of ``job`` takes, if it has one or, most likely, would have."""
-        tokens = len(job.tokens)
-        if job.copy is None:
-            room = self._limits.blocks_for(tokens) <= self.host.left
-            if job.state == "waiting" or not room or not self._is_worth_it(tokens):
-                return None
+        if job.copy is not None:
+            return self._copying_s(job.copy.tokens)
+        tokens = job.computed
+        room = self._limits.blocks_for(tokens) <= self.host.left
+        if job.state == "waiting" or not room or not self._is_worth_it(tokens):
+            return None
         return self._copying_s(tokens)
 
     def validate(self) -> None:

@@ -249,6 +249,25 @@ def test_blocks_that_one_who_waits_shares_are_no_room_if_their_holder_gives_way(
     assert served.preemptions == 0
 
 
+def test_who_has_just_been_admitted_does_not_give_way_before_a_row_of_his() -> None:
+    served = Served("gittins", running=4, blocks=40, mode="proactive-swap")
+    served.head.set_host_room(100, 1e-9)
+    outlived(served, "old", 16)
+    roster = served.head._roster
+    old = roster.find("d", "old")
+    assert old is not None
+    served.head._batcher._preempt(old)
+    for _ in range(2):
+        served.turn()
+    assert old.state == "decode"
+    assert old.fresh
+    needy = served.submit("new", range(16 * 30), 1)
+    assert list(roster.victims(needy, served.now)) == []
+    while old.fresh:
+        served.turn()
+    assert list(roster.victims(needy, served.now)) == [old]
+
+
 @pytest.mark.parametrize(("seed", "clients"), [(4, 1), (8, 3), (6, 3)])
 def test_who_comes_back_from_host_memory_is_not_who_gives_way_next(seed: int, clients: int) -> None:
     """Requests of several priorities, more than there is memory for, all come to an end."""

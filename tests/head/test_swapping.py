@@ -245,8 +245,8 @@ def test_what_is_computed_anew_sooner_than_copied_is_not_copied() -> None:
 def test_policies_are_told_what_copies_take_of_those_that_have_one_or_would() -> None:
     head = make_head("reactive-swap", blocks=40, host=5)
     told = head._swapping._copied_s
-    submit(head, "fits", 16, answer=9)
-    submit(head, "long", 20, answer=9)
+    submit(head, "fits", 17, answer=9)
+    submit(head, "long", 24, answer=9)
     submit(head, "waits", 16, answer=9)
     fits, long, waits = (head._roster.find("d", key) for key in ("fits", "long", "waits"))
     go_round(head, 0.0)

@@ -41,7 +41,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 _SLO = ("slo", "--kinds")
-_AT_HOME = ("--device", "rtx4090", "--model", "qwen-7b", "--ratios", "0.5,1,4,16")
 _CACHED_SHARE = ("--routers", "e2", "--policies", "cached-share")
 _E2_AND_ORACLE = ("--routers", "e2,oracle")
 #: Arguments of :mod:`tools.routing`, each for some rows of the same file.
@@ -67,13 +66,15 @@ _OF_CONVERSATIONS: tuple[tuple[str, ...], ...] = (
 
 
 def commands(azure: Path | None, mooncake: Path | None, out: Path) -> list[tuple[str, ...]]:
-    """All figures of whose turn it is, module and arguments; those of traces where these are."""
+    """All figures of whose turn it is, module and arguments; those of traces where these are.
+
+    But for the one that says what the default is to be, which takes as long as all others.
+    """
 
     def file(name: str) -> tuple[str, str]:
         return "--out", str(out / f"{name}.json")
 
     here = "tools.scheduling"
-    conversations = ("--conversations", str(mooncake)) if mooncake is not None else ()
     trace = ("--trace", str(azure)) if azure is not None else ()
     found: list[tuple[str, ...]] = [
         (here, "short-behind-long", *file("scheduling-short-behind-long")),
@@ -84,11 +85,6 @@ def commands(azure: Path | None, mooncake: Path | None, out: Path) -> list[tuple
     found += [
         (here, "ratios", "--seconds", "20", *file("scheduling-ratios")),
         (here, "preemption", *file("scheduling-preemption")),
-        (
-            *(here, "preemption", *_AT_HOME, "--loads", "3", "--seconds", "12"),
-            *file("scheduling-preemption-rtx4090"),
-        ),
-        (here, "default", *trace, *conversations, *file("scheduling-default")),
         (here, "processes", *file("scheduling-processes")),
     ]
     found += [("tools.routing", *arguments, *file("routing")) for arguments in _ROUTING]

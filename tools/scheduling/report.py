@@ -7,8 +7,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tools.scheduling.default import COMPARED
-
 Json = dict[str, Any]
 _OURS = ("skip-join-mlfq", "gittins")
 
@@ -26,7 +24,8 @@ is what we set ourselves. A *bound* is what an oracle reaches in the same place:
 how long answers will be (`srpt`), swaps that take no time with host memory without an end
 (`nothing-lost`), a router that knows all requests beforehand (`oracle`). Policies are compared
 after 256 other requests at half of what the ring can serve: the paper's (`skip-join-mlfq`), and
-ours (`gittins`), which learns from those how long answers are.
+ours (`gittins`), which learns from those how long answers are. Simulated clients let an answer take
+4096 tokens, whatever it will have: only `srpt` is told.
 """
 #: FastServe, §6.2 to §6.4 (skip-join beside its own fcfs, and other policies; swaps).
 _SLO = """\
@@ -41,9 +40,6 @@ _SWAPS = """\
 How many times as long other modes take as `proactive-swap`: mean of the seeds (least to most).
 FastServe: computing anew 2.7 (aim 2), reactive swaps 1.7 (aim 1.4); steps wait for swaps less than
 5 % of latency (aim 5 %). Bound: as many times as long as `nothing-lost`."""
-_DEFAULT = """\
-How many times as long `gittins` takes as `fcfs`, the default: mean of the seeds (least to
-most); below 1 it is better. *Gap* is the longest pause between two tokens of a request."""
 #: Preble, §5.
 _E2 = """\
 How many times as long others take as E2: mean of the seeds (least to most). Preble by round-robin:
@@ -135,9 +131,9 @@ def _ratios(found: Json) -> Iterator[str]:
     yield _table((*head, *(f"by `{ours}`" for ours in _OURS)), rows)
 
 
-def _preemption(more: str, found: Json) -> Iterator[str]:
+def _preemption(found: Json) -> Iterator[str]:
     yield f"## KV of who gives way: {found['ring']}"
-    command = _command(f"scheduling preemption{more}")
+    command = _command("scheduling preemption")
     yield f"{command}: {found['seconds']:g} s of arrivals.\n{_SWAPS}"
     waited: dict[tuple[str, float, float], float] = {}
     for row in found["rows"]:
@@ -168,18 +164,6 @@ def _preemption(more: str, found: Json) -> Iterator[str]:
         "bound",
     )
     yield _table((*head, "waits, at most"), rows)
-
-
-def _default(found: Json) -> Iterator[str]:
-    yield "## The Gittins index in place of the default"
-    command = _command("scheduling default --trace FILE --conversations FILE")
-    yield f"{command}.\n{_DEFAULT}"
-    rows = [
-        (row["setting"], f"{row['rate']:.2f}", *(_spread(*row[name]) for name in COMPARED))
-        for row in found["against"]
-    ]
-    head = ("sizes", "requests/s", "a token: mean", "p95", "first token", "gap: p95", "worst")
-    yield _table(head, rows)
 
 
 def _processes(found: Json) -> Iterator[str]:
@@ -220,16 +204,13 @@ def _routing(found: Json) -> Iterator[str]:
         )
 
 
-_RTX4090 = " --device rtx4090 --model qwen-7b --ratios 0.5,1,4,16 --loads 3 --seconds 12"
 _SECTIONS: dict[str, Callable[[Json], Iterator[str]]] = {
     "scheduling-short-behind-long": _short_behind_long,
     "scheduling-slo-sharegpt": partial(_slo, "sharegpt"),
     "scheduling-slo-alpaca": partial(_slo, "alpaca"),
     "scheduling-slo-trace": partial(_slo, "trace"),
     "scheduling-ratios": _ratios,
-    "scheduling-preemption": partial(_preemption, ""),
-    "scheduling-preemption-rtx4090": partial(_preemption, _RTX4090),
-    "scheduling-default": _default,
+    "scheduling-preemption": _preemption,
     "scheduling-processes": _processes,
     "routing": _routing,
 }

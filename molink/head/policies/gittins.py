@@ -186,16 +186,20 @@ class Gittins(Ranked):
 
     def _before_s(self, job: Job) -> float:
         """Seconds until it brings its next token, beside those of an iteration."""
-        if job.state == "waiting":
-            if job.admissions:
-                return self._restoring_s(job)
-            return self._costs.prefill_s(job.uncached, len(job.tokens) - job.uncached)
-        return self._costs.prefill_s(max(0, len(job.tokens) - job.issued - 1), job.issued)
+        if job.state != "waiting":
+            return self._costs.prefill_s(max(0, len(job.tokens) - job.issued - 1), job.issued)
+        if job.copy is not None:
+            kept = job.copy.tokens
+            rest = self._costs.prefill_s(max(0, len(job.tokens) - kept - 1), kept)
+            return (self.restoring(job) or 0.0) + rest
+        if job.admissions:
+            return self._costs.prefill_s(len(job.tokens))
+        return self._costs.prefill_s(job.uncached, len(job.tokens) - job.uncached)
 
     def _restoring_s(self, job: Job) -> float:
-        """Seconds until a job that has given way, or gives way now, is where it was."""
+        """Seconds until a job that gives way now is where it was."""
         seconds = self.restoring(job)
-        return seconds if seconds is not None else self._costs.prefill_s(len(job.tokens))
+        return seconds if seconds is not None else self._costs.prefill_s(job.computed)
 
     def _token_s(self, context: float) -> tuple[float, float]:
         """What a token of a job of that context takes of the ring, and how long it takes."""

@@ -148,7 +148,7 @@ class Mlfq(Ranked):
         """Whether it has run for much longer than it takes until it is where it was."""
         seconds = self.restoring(job)
         if seconds is None:
-            seconds = self.times.prompt_s(len(job.tokens))
+            seconds = self.times.prompt_s(job.computed)
         return self.quantum(self._places[job].home) >= WORTH * seconds
 
     def next_turns(self, jobs: Collection[Job], batch: int, now: float) -> Mapping[Job, float]:

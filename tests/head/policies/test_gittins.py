@@ -155,6 +155,22 @@ def test_who_is_kept_in_host_memory_gives_way_sooner() -> None:
     assert policy.rank(runs, now) < anew
 
 
+def test_of_a_prompt_that_is_kept_in_part_the_rest_is_still_to_be_computed() -> None:
+    """Else one that waits to be back would seem nearer to its end than once it is back."""
+    policy = gittins((32, 4), places=32, room=1 << 20)
+    policy.set_restoring(lambda job: 0.5 if job.copy is not None else None)
+    job = make(policy, "a", 32)
+    policy.issued(job, 0.0)
+    job.begin(0, [], Match())
+    job.issued = 12
+    assert policy._before_s(job) == pytest.approx(19)
+    assert policy._restoring_s(job) == pytest.approx(12)
+    job.state = "waiting"
+    assert policy._before_s(job) == pytest.approx(32)
+    job.copy = HostCopy((0,), 12)
+    assert policy._before_s(job) == pytest.approx(0.5 + 19)
+
+
 def test_an_answer_that_happens_to_end_next_tells_nothing() -> None:
     """Of 64 like the old one one ends next, the others after 270 more tokens."""
     lengths = AnswerLengths()

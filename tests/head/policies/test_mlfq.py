@@ -199,6 +199,7 @@ def test_who_has_hardly_run_since_it_was_computed_does_not_give_way() -> None:
     policy = skip_join()
     new, old = make(policy, "new"), make(policy, "old", tokens=8)
     new.state, old.state = "waiting", "decode"
+    old.issued = 8
     assert policy.victim(new, [old], [old], 0.0) is None
     while policy.quantum(int(policy.rank(old, 0.0)[0])) < WORTH * 8.0:
         assert policy.victim(new, [old], [old], 0.0) is None
