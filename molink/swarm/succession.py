@@ -42,8 +42,8 @@ from molink.wire.messages.leading import LeaderView
 
 #: A coordinator that says nothing for this long, in seconds, is lost.
 SILENCE = 3.0
-#: The same for one that runs here and has not been heard yet: a daemon measures its device and
-#: reads its model's files before it turns to it.
+#: The same before a daemon has heard any, for the one that it has started itself: it measures its
+#: device and reads its model's files before it turns to it.
 FIRST_WORD = 120.0
 #: Pause between two rounds of questions while there is nobody to follow, in seconds.
 AGAIN = 0.5
@@ -127,9 +127,10 @@ class Succession:
         self._all_asked = False
         #: The term that this peer is about to lead in, and since when.
         self._coming = (term, now)
-        #: Where the coordinator of this PC listens, and whether it has been heard there.
+        #: Where the coordinator of this PC listens.
         self._own: Led | None = None
-        self._own_heard = False
+        #: Whether any coordinator has been heard yet.
+        self._any_heard = False
         self._story: deque[str] = deque(maxlen=64)
         self._out: list[Decision] = []
 
@@ -209,9 +210,8 @@ class Succession:
     def _hears(self, event: Heard, now: float) -> None:
         if event.term < self.term:
             return  # of a leader whose time is over
-        self._heard = now
+        self._heard, self._any_heard = now, True
         if self.role in ("leading", "starting"):
-            self._own_heard = True
             return
         if self.role == "looking":
             self._note(now, f"hears {event.leader or 'the coordinator'} in term {event.term}")
@@ -244,7 +244,6 @@ class Succession:
         self.term = max(self.term, self._coming[0], event.term)
         self._note(now, f"leads in term {self.term}")
         self.role, self.leader, self._own, self._heard = "leading", self._me, event, now
-        self._own_heard = False
         self._out.append(Follow(self._me, self.term, event.coordinator_key, event.addresses))
         self._ask_all(now)  # and so tell them
 
@@ -263,7 +262,7 @@ class Succession:
             self._heard, self._rested_at, self._turn = now, now + REST, ("", now)
             self._round(now)
         elif self.role == "leading":
-            if now - self._heard > (2 * SILENCE if self._own_heard else FIRST_WORD):
+            if now - self._heard > (2 * SILENCE if self._any_heard else FIRST_WORD):
                 self._note(now, "the coordinator here says nothing any more")
                 self._heard = now
                 self._out.append(Lead(self.term))
