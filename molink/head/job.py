@@ -132,7 +132,7 @@ class Job:
 
     @property
     def fresh(self) -> bool:
-        """Whether no row of it has been run since it was admitted, but what was there then."""
+        """Whether no row of it has been run since it was admitted."""
         return self.issued == self.reused
 
     def begin(self, request_id: int, blocks: list[int], found: Match, restored: int = 0) -> None:

@@ -64,10 +64,9 @@ class Swapping:
         """``job`` is about to be preempted: have its KV copied to host memory, if that is well."""
         if self._mode == "recompute" or not job.sound or job.source >= 0 or not job.computed:
             return
-        blocks = self._limits.blocks_for(job.computed)
         if not self._is_worth_it(job.computed):
             return
-        held = self.host.allocate(blocks)
+        held = self.host.allocate(self._limits.blocks_for(job.computed))
         if held is None:
             self.fallbacks += 1
             return

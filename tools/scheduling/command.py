@@ -68,7 +68,7 @@ _OF_CONVERSATIONS: tuple[tuple[str, ...], ...] = (
 def commands(azure: Path | None, mooncake: Path | None, out: Path) -> list[tuple[str, ...]]:
     """All figures of whose turn it is, module and arguments; those of traces where these are.
 
-    But for the one that says what the default is to be, which takes as long as all others.
+    Not ``default``, which no aim is about: a decision is, and names its command.
     """
 
     def file(name: str) -> tuple[str, str]:
@@ -140,7 +140,7 @@ def _words(text: str) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.scheduling")
-    parser.add_argument("--all", action="store_true", help="every figure, of routing too")
+    parser.add_argument("--all", action="store_true", help="all figures but default, routing too")
     parser.add_argument("--trace", type=Path, help="Azure's conversation trace, for --all")
     parser.add_argument("--conversations", type=Path, help="Mooncake's, for --all")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder, for --all")

@@ -88,7 +88,7 @@ class Place:
                 on_broken,
                 link,
                 model,
-                answers if answers is not None else AnswerLengths(),
+                answers or AnswerLengths(),
             ),
         )
 
