@@ -33,7 +33,7 @@ from typing import Any
 
 from molink.bench.report import percentile
 from molink.checkpoint.source import demo_model
-from molink.swarm.generation import GeneratedToken, GenerationRequest
+from molink.swarm.frontend.generation import GeneratedToken, GenerationRequest
 from molinkd.api.backend import Figures, ServedModel
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer

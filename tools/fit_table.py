@@ -7,7 +7,7 @@ it: ``python -m tools.fit_table``.
 from molink.errors import UsageError
 from molink.sim.profiles import LinkProfile
 from molink.sim.swarm_plan import Described, least_quantized, plan_swarm
-from molink.swarm.placement import Aim
+from molink.swarm.placement.placement import Aim
 
 #: PCs, a device each.
 SWARMS = (

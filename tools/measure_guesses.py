@@ -25,7 +25,7 @@ import torch
 
 from molink.checkpoint.folder import ModelFolder
 from molink.facts.drafts import DraftAsk, DraftOrder
-from molink.head.speculation.asking import MOST_GUESSED
+from molink.scheduler.speculation.asking import MOST_GUESSED
 from molink.sim.texts import KnownText
 from molink.stage.stage import Stage
 from molinkd.worker.drafter import Drafter

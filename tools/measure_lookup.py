@@ -37,7 +37,7 @@ from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.source import Uncounted
 from molink.checkpoint.unpacking import unpacked
 from molink.gguf import blocks, formats, header, parts
-from molink.head.speculation.lookup import LONGEST, PromptLookup
+from molink.scheduler.speculation.lookup import LONGEST, PromptLookup
 from molink.text.tokenizer import Tokenizer
 from tools.greedy import greedy, whole_model
 from tools.simulate_drafts import until_loop

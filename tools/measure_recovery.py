@@ -30,7 +30,7 @@ import aiohttp
 import psutil
 
 from molink.errors import MolinkError
-from molink.swarm.recovery import PHASES
+from molink.swarm.agent.recovery import PHASES
 from molinkd.cli.local_daemon import Found, fetch_status, find_daemon
 from molinkd.peer.home import Home
 

@@ -17,8 +17,8 @@ import msgspec
 from molink.bench.planned import PlannedRequest
 from molink.sim.profiles import LinkProfile
 from molink.sim.swarm_plan import Described, SwarmPlan, plan_swarm
-from molink.swarm.placement import Aim
-from molinkd.peer.link_rates import LOOK_S
+from molink.swarm.placement.placement import Aim
+from molinkd.peer.agent.link_rates import LOOK_S
 from tools.emulation.drive import Driven, Spec
 from tools.emulation.model import Emulation
 from tools.emulation.ring import Host, RingSettings

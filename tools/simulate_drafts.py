@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from molink.facts.drafts import AUTO_DRAFTS
-from molink.head.speculation.lookup import PromptLookup
+from molink.scheduler.speculation.lookup import PromptLookup
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import Outcome, simulate_all

@@ -25,7 +25,7 @@ import zmq.asyncio
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.layout import stage_tensors
 from molink.facts.identity import peer_id
-from molink.swarm.address_book import AddressBook
+from molink.swarm.membership.address_book import AddressBook
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.instructions import Member, Route
 from molink.wire.messages.pipe import MemberKey
@@ -33,12 +33,12 @@ from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.loop import EventLoop
 from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import Gatekeeper
-from molinkd.peer.copier import Copier
-from molinkd.peer.library import Library
-from molinkd.peer.progress import Progress
+from molinkd.peer.artifacts.copier import Copier
+from molinkd.peer.artifacts.library import Library
+from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.sources import Sources
+from molinkd.peer.artifacts.store import Store
 from molinkd.peer.service import Service
-from molinkd.peer.sources import Sources
-from molinkd.peer.store import Store
 from tools.emulation.drive import Spec
 from tools.emulation.load import load_on, run_load
 from tools.emulation.ring import ring_of

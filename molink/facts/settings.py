@@ -17,7 +17,7 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     by name here; whoever makes it has seen to it that there are such policies.
     """
 
-    #: Whose turn it is among requests (``molink.head.policies.create``).
+    #: Whose turn it is among requests (``molink.scheduler.policies.create``).
     scheduling_policy: Text = "fcfs"
     #: What becomes of the KV of a request that gives way to others.
     preemption_mode: PreemptionMode = "recompute"

@@ -9,13 +9,6 @@ from dataclasses import dataclass, field
 
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 from molink.facts.ringtimes import LinkFacts
-from molink.head.chunk import max_chunk_rows
-from molink.head.head import Head
-from molink.head.limits import HeadLimits
-from molink.head.policies.create import create_scheduling_policy
-from molink.head.policies.lengths import AnswerLengths
-from molink.head.speculation.base import DraftSource
-from molink.head.speculation.lookup import PromptLookup
 from molink.link.ends import Answering, Connect, LinkName, Timers
 from molink.link.estimate.estimator import LinkEstimator
 from molink.link.incoming import InLink, InLinkEvents
@@ -32,6 +25,13 @@ from molink.ring.known import BoardLimits
 from molink.ring.pieces import Cutting, create_cutting
 from molink.ring.ring import Ring, RingConfig
 from molink.ring.stage import Executing, Guesser, NextStage, StageRequests, StageShape
+from molink.scheduler.chunk import max_chunk_rows
+from molink.scheduler.head import Head
+from molink.scheduler.limits import HeadLimits
+from molink.scheduler.policies.create import create_scheduling_policy
+from molink.scheduler.policies.lengths import AnswerLengths
+from molink.scheduler.speculation.base import DraftSource
+from molink.scheduler.speculation.lookup import PromptLookup
 from molink.wire.messages.data import MAX_GROUPS, MAX_MICRO_BATCHES
 
 #: Requests that any head may run, which other stages aren't told.

@@ -6,12 +6,12 @@ from typing import Protocol
 import msgspec
 
 from molink.facts.drafts import Guesses
-from molink.head.batch import Batch
-from molink.head.head import Head
-from molink.head.request import Emission
 from molink.ring.scoreboard import Scoreboard
 from molink.ring.stage import Guesser
 from molink.ring.work import SegmentResult
+from molink.scheduler.batch import Batch
+from molink.scheduler.head import Head
+from molink.scheduler.request import Emission
 from molink.wire.messages.data import (
     MAX_GROUPS,
     Choice,

@@ -22,7 +22,8 @@ take so much of the stage's time that there is nearly always one. Hence:
   as many: a link of a home connection needs longer for such a piece than its pass takes, and so is
   never without work. What the head makes with the stages' profiles is hardly ever that large. The
   last stage forwards no rows, and cuts nothing that is there.
-- A piece and its decode rows are whole tiles (:mod:`molink.head.chunk`) if there are more to come.
+- A piece and its decode rows are whole tiles (:mod:`molink.scheduler.chunk`) if there are more to
+  come.
 
 All rows of a volume that has arrived run sooner or later, as whatever is the last piece.
 """

@@ -9,12 +9,12 @@ from molink.facts.drafts import AUTO_DRAFTS, DraftModelFacts
 from molink.facts.dtypes import DTYPE_SIZES, DType
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.head.chunk import max_chunk_rows
-from molink.head.limits import HeadLimits
-from molink.head.speculation.lookup import PromptLookup
 from molink.ring.build import RingPlan
 from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.stage import StageShape
+from molink.scheduler.chunk import max_chunk_rows
+from molink.scheduler.limits import HeadLimits
+from molink.scheduler.speculation.lookup import PromptLookup
 from molink.sim.profiles import MBPS
 from molink.sim.roofline import Roofline
 from molink.sim.scenario import Scenario

@@ -7,8 +7,8 @@ from typing import Protocol
 from molink.bench.planned import PlannedRequest
 from molink.bench.sample import Sample
 from molink.errors import InvariantError, MolinkError
-from molink.head.head import Head
-from molink.head.request import Emission, HeadRequest
+from molink.scheduler.head import Head
+from molink.scheduler.request import Emission, HeadRequest
 from molink.sim.agenda import Agenda
 from molink.sim.texts import END, KnownText, tokens_of
 from molink.wire.messages.data import Sampling

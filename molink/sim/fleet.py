@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from molink.bench.planned import PlannedRequest
 from molink.bench.report import Report, summarize
 from molink.errors import UsageError
-from molink.head.head import Head
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 from molink.routing.create import create_router
 from molink.routing.spans import span_digests
+from molink.scheduler.head import Head
 from molink.sim.agenda import Agenda
 from molink.sim.clients import Clients, ServingRing
 from molink.sim.fleet_time import FleetTime, regions

@@ -8,7 +8,7 @@ from molink.bench.report import Report, summarize
 from molink.errors import UsageError
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.head.microbatches import Prospect, best_of, prospects
+from molink.scheduler.microbatches import Prospect, best_of, prospects
 from molink.sim.blueprint import DTYPE
 from molink.sim.pipeline import Pipeline
 from molink.sim.scenario import Scenario

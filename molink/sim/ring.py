@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from molink.facts.ringtimes import LinkFacts
-from molink.head.head import Head
 from molink.ring.build import LinkSurroundings, Seat, Surroundings, build_ring
 from molink.ring.ends import FrontDesk
+from molink.scheduler.head import Head
 from molink.sim.agenda import Agenda
 from molink.sim.blueprint import Blueprint
 from molink.sim.congestion.create import create_controller

@@ -7,7 +7,7 @@ from typing import Literal
 from molink.errors import UsageError
 from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD, MAX_DRAFTS
 from molink.facts.preemption import PreemptionMode
-from molink.head.policies.create import create_scheduling_policy
+from molink.scheduler.policies.create import create_scheduling_policy
 from molink.sim.profiles import DeviceProfile, LinkProfile, ModelProfile, load_device, load_model
 from molink.sim.roofline import Roofline, split_layers, unequal_rooflines
 from molink.sim.texts import KnownText
@@ -34,18 +34,18 @@ class Scenario:
     ``compression_ratio`` is what lossless compression shrinks rows to ``1 / ratio`` (bf16: 1.43 to
     1.47 were measured). ``max_running`` requests hold KV blocks at a time. ``policy`` is that of
     the links, ``scheduling_policy`` that of the head. ``unpaired`` lets prefill chunks go
-    without decode rows as long as nobody who decodes waits for them (:mod:`molink.head.depth`).
-    ``devices`` and ``layers`` are those of each stage, if they differ or aren't shared out evenly.
-    ``links`` are those from each stage to the next, if they differ.
-    ``shape`` is the model's, if it has no profile of that name. With ``texts``, request ``i`` is
-    the ``i``-th of them, from the first again after the last, and the workload's sizes have to be
-    theirs. Without, prompts and answers have no content, and there can't be ``draft_tokens`` (of a
-    request in a pass; 0: none, -1: as many as pay; up to ``ahead`` passes go on from those). With
-    ``foresight`` nothing is drafted beyond the first wrong draft. What becomes of the KV of who is
-    preempted says ``preemption_mode``; each stage has ``swap_gb`` (GB) of host memory for it. With
-    ``free_copies``, copies from and to it take no time: more can't be had of any mode. A
-    ``draft_model`` beside the first stage takes its time by its shape, and guesses what its texts
-    say.
+    without decode rows as long as nobody who decodes waits for them
+    (:mod:`molink.scheduler.depth`). ``devices`` and ``layers`` are those of each stage, if they
+    differ or aren't shared out evenly. ``links`` are those from each stage to the next, if they
+    differ. ``shape`` is the model's, if it has no profile of that name. With ``texts``, request
+    ``i`` is the ``i``-th of them, from the first again after the last, and the workload's sizes
+    have to be theirs. Without, prompts and answers have no content, and there can't be
+    ``draft_tokens`` (of a request in a pass; 0: none, -1: as many as pay; up to ``ahead`` passes go
+    on from those). With ``foresight`` nothing is drafted beyond the first wrong draft. What becomes
+    of the KV of who is preempted says ``preemption_mode``; each stage has ``swap_gb`` (GB) of host
+    memory for it. With ``free_copies``, copies from and to it take no time: more can't be had of
+    any mode. A ``draft_model`` beside the first stage takes its time by its shape, and guesses what
+    its texts say.
 
     Raises:
         UsageError: a number is out of range, or there is no profile or policy of that name.

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Protocol
 
 from molink.errors import UsageError
-from molink.head.head import Head
 from molink.ring.ends import FrontDesk
 from molink.routing.base import PipelineLoad
+from molink.scheduler.head import Head
 from molink.sim.agenda import Action, Agenda
 from molink.sim.blueprint import Blueprint
 from molink.sim.pc import Pc

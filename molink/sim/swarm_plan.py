@@ -25,9 +25,9 @@ from molink.sim.profiles import LinkProfile, ModelProfile, load_device, load_mod
 from molink.sim.roofline import memory_for_stages
 from molink.sim.scenario import Scenario
 from molink.sim.workload import Workload
-from molink.swarm.links import LOCAL_LATENCY, LOCAL_RATE, Links
-from molink.swarm.outlook import RingProspect, prospect
-from molink.swarm.placement import (
+from molink.swarm.controller.outlook import RingProspect, prospect
+from molink.swarm.placement.links import LOCAL_LATENCY, LOCAL_RATE, Links
+from molink.swarm.placement.placement import (
     ROWS,
     Aim,
     Candidate,
@@ -35,7 +35,7 @@ from molink.swarm.placement import (
     Unplaceable,
     place,
 )
-from molink.swarm.rings import FLIGHTS
+from molink.swarm.placement.rings import FLIGHTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from molink.bench.planned import PlannedRequest
 from molink.bench.trace import PART_TOKENS, TraceRow
-from molink.head.speculation.base import Foretold
-from molink.head.speculation.lookup import PromptLookup
+from molink.scheduler.speculation.base import Foretold
+from molink.scheduler.speculation.lookup import PromptLookup
 
 #: The token that ends an answer without content; its others are 0.
 END = 1
@@ -60,7 +60,7 @@ class Foresight:
         self._texts = texts
 
     def draft(self, tokens: Sequence[int], count: int) -> Foretold:
-        """As :class:`molink.head.speculation.base.DraftSource` says."""
+        """As :class:`molink.scheduler.speculation.base.DraftSource` says."""
         drafts, evidence = self._lookup.draft(tokens, count)
         known = tuple(tokens)
         for text in self._texts:

@@ -4,8 +4,8 @@ To place it before that would only have one PC after the other look for what isn
 """
 
 from molink.facts.model import LayerRange, ModelFacts
-from molink.swarm.holdings import missing
-from molink.swarm.registry import Registry
+from molink.swarm.controller.holdings import missing
+from molink.swarm.controller.registry import Registry
 
 #: It is tried again after so many seconds, whoever is there: reports don't tell everything.
 AGAIN = 60.0

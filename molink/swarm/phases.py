@@ -1,7 +1,7 @@
 """How long each phase of a change took: of a recovery after a loss, or of a better placement.
 
 As the coordinator sees it, from the beginning of the last change; what a PC itself spends the time
-of interruptions on, and sums of that, is in :mod:`molink.swarm.recovery`.
+of interruptions on, and sums of that, is in :mod:`molink.swarm.agent.recovery`.
 """
 
 from typing import Literal

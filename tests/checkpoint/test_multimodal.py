@@ -12,9 +12,9 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import INDEX_FILE, ModelFolder, weight_map
 from molink.checkpoint.multimodal import text_tensors
 from molink.errors import BrokenModel, UnsupportedModel
-from molink.swarm.fetch_plan import group_tensors, plan_group
+from molink.swarm.artifacts.fetch_plan import group_tensors, plan_group
 from molink.text.tokenizer import Tokenizer
-from molinkd.peer.library import Library
+from molinkd.peer.artifacts.library import Library
 from tests.support.models import MakeModel
 
 #: As google/gemma-3-4b-it says it: much of it is silent.

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from molink.errors import MolinkError
 from molink.link.ends import ChannelEvents
-from molink.swarm.stream import HeadEpoch
+from molink.swarm.frontend.stream import HeadEpoch
 from molink.wire.messages.instructions import Route, StillThere, Welcome
 from molink.wire.messages.leading import Noted
 from tests.dst.coordinator import PORT
@@ -17,7 +17,7 @@ REPORT_INTERVAL = 0.5
 
 
 class Session:
-    """The connection to the coordinator, as :mod:`molinkd.peer.session` has it."""
+    """The connection to the coordinator, as :mod:`molinkd.peer.membership.session` has it."""
 
     def __init__(self, daemon: "Daemon") -> None:
         self._daemon = daemon
@@ -91,7 +91,7 @@ class Session:
 
 
 class Heads:
-    """Connections to the heads of all pipelines, as :mod:`molinkd.peer.heads` has it."""
+    """Connections to the heads of all pipelines, as :mod:`molinkd.peer.frontend.heads` has it."""
 
     def __init__(self, daemon: "Daemon") -> None:
         self._daemon = daemon

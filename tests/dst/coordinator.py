@@ -4,8 +4,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from molink.swarm.audit import audit
-from molink.swarm.events import (
+from molink.swarm.controller.audit import audit
+from molink.swarm.controller.events import (
     Announce,
     Commit,
     Departed,
@@ -21,9 +21,9 @@ from molink.swarm.events import (
     Tick,
     Tried,
 )
-from molink.swarm.fleet import Fleet
-from molink.swarm.records import Desired, MemberRecord, PipelineRecord
-from molink.swarm.replica import (
+from molink.swarm.controller.fleet import Fleet
+from molink.swarm.controller.records import Desired, MemberRecord, PipelineRecord
+from molink.swarm.election.replica import (
     Replica,
     Replication,
     Version,
@@ -31,8 +31,8 @@ from molink.swarm.replica import (
     merge,
     next_lineage,
 )
+from molink.swarm.membership.twins import Twins
 from molink.swarm.terms import first_term
-from molink.swarm.twins import Twins
 from molink.wire.messages.base import Payload
 from molink.wire.messages.instructions import StillThere
 from molink.wire.messages.leading import Noted, SendState, SharedState

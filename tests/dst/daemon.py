@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 from molink.errors import MolinkError
 from molink.facts.device import Device
 from molink.sim.agenda import Appointment
-from molink.swarm.address_book import AddressBook
-from molink.swarm.generation import GeneratedToken, GenerationRequest
-from molink.swarm.keeper import (
+from molink.swarm.agent.keeper import (
     Decision,
     Fetch,
     Keeper,
@@ -22,9 +20,9 @@ from molink.swarm.keeper import (
     TellWorker,
     tells_more,
 )
-from molink.swarm.replica import Replica
-from molink.swarm.running_time import RunningTime
-from molink.swarm.stream import (
+from molink.swarm.election.replica import Replica
+from molink.swarm.frontend.generation import GeneratedToken, GenerationRequest
+from molink.swarm.frontend.stream import (
     Act,
     Emit,
     Fail,
@@ -34,6 +32,8 @@ from molink.swarm.stream import (
     Stream,
     StreamLimits,
 )
+from molink.swarm.membership.address_book import AddressBook
+from molink.swarm.running_time import RunningTime
 from molink.wire.messages.base import Payload
 from molink.wire.messages.instructions import (
     Assign,
@@ -368,7 +368,7 @@ class Daemon(Process):
         """Seconds in which this daemon ran; looked at with each tick."""
         return self._running.at(self.time())
 
-    # --- requests, as molinkd.peer.streams has them ----------------------------------------------
+    # --- requests, as molinkd.peer.frontend.streams has them ---
 
     def ask(
         self,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from molink.swarm.leading import (
+from molink.swarm.election.leading import (
     Answered,
     Ask,
     ConnectionLost,
@@ -20,8 +20,8 @@ from molink.swarm.leading import (
     StepDown,
     TimePassed,
 )
-from molink.swarm.replica import decode_replica
-from molink.swarm.succession import Succession
+from molink.swarm.election.replica import decode_replica
+from molink.swarm.election.succession import Succession
 from molink.wire.messages.leading import LeaderView
 from tests.dst.coordinator import Coordinator, Disk
 from tests.dst.network import Listener

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from molink.swarm.records import PipelineRecord
+from molink.swarm.controller.records import PipelineRecord
 from molink.wire.messages.data import Frame, LinkHello
 from molink.wire.messages.serving import Rejected, Submit
 from tests.dst.network import Sender

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from molink.swarm.registry import Registry
+from molink.swarm.controller.registry import Registry
 from tests.dst.world import REQUESTS, Outcome, run, run_all
 
 #: Seeds of CI and all seeds; how many a test runs.

@@ -9,9 +9,9 @@ from molink.link.incoming import InLink
 from molink.link.receiver import LinkReceiver
 from molink.link.window import SendWindow
 from molink.ring.volumes import Volumes
-from molink.swarm.leading import Heard
-from molink.swarm.stream import Stream
-from molink.swarm.succession import Succession
+from molink.swarm.election.leading import Heard
+from molink.swarm.election.succession import Succession
+from molink.swarm.frontend.stream import Stream
 from molink.wire.messages.data import Frame, LinkHello
 from tests.dst.process import Failure
 from tests.dst.world import run_all

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from molink.facts.profile import UNKNOWN
 from molink.facts.ringtimes import LinkFacts
-from molink.head.head import Head
-from molink.head.limits import HeadLimits
-from molink.head.speculation.base import Foretold
 from molink.link.ends import ChannelEvents
 from molink.ring.build import LinkSurroundings, RingPlan, Seat, Surroundings, build_ring
 from molink.ring.stage import StageShape
+from molink.scheduler.head import Head
+from molink.scheduler.limits import HeadLimits
+from molink.scheduler.speculation.base import Foretold
 from molink.wire.messages.data import Frame, Lane, LinkHello
 from molink.wire.messages.pipe import (
     Formed,
@@ -62,7 +62,7 @@ class Guesses:
     world: "World"
 
     def draft(self, tokens: Sequence[int], count: int) -> Foretold:
-        """As :class:`molink.head.speculation.base.DraftSource` says."""
+        """As :class:`molink.scheduler.speculation.base.DraftSource` says."""
         for client in self.world.clients:
             text = (*client.prompt, *client.expected)
             if text[: len(tokens)] == tuple(tokens):

@@ -13,9 +13,9 @@ from molink.facts.model import ModelFacts
 from molink.link import heartbeat
 from molink.ring import linkround
 from molink.sim.agenda import Agenda
-from molink.swarm.generation import GeneratedToken, GenerationRequest
-from molink.swarm.records import Desired, MemberRecord
-from molink.swarm.stream import StreamLimits
+from molink.swarm.controller.records import Desired, MemberRecord
+from molink.swarm.frontend.generation import GeneratedToken, GenerationRequest
+from molink.swarm.frontend.stream import StreamLimits
 from molink.wire.messages.data import Sampling
 from molink.wire.messages.instructions import Member, StageAddress
 from molink.wire.messages.serving import Token

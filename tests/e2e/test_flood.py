@@ -107,7 +107,8 @@ async def attacked(port: int) -> tuple[Flood, int]:
     return flood, rounds
 
 
-@pytest.mark.slow  # without processes: tests/head/test_flood.py, tests/head/test_starvation.py
+# without processes: tests/scheduler/test_flood.py, tests/scheduler/test_starvation.py
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_flood_delays_others_and_leaves_nothing(first: Process, tools: type[Tools]) -> None:
     status = first.status()

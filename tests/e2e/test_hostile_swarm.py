@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 import molink
-from molink.swarm.token import JoinToken
+from molink.swarm.membership.token import JoinToken
 from molink.wire.messages.codec import control_codec, data_codec
 from molink.wire.messages.data import Beat
 from molink.wire.messages.joining import JoinRequest
@@ -30,7 +30,7 @@ from molink.wire.messages.serving import Cancel
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.home import Home
-from molinkd.peer.membership import Membership
+from molinkd.peer.membership.membership import Membership
 from tests.support.curve import COMMAND, GREETING, MORE, RawClient, Refused, frame
 from tests.support.processes import Process, Tools
 

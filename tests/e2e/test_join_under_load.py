@@ -10,7 +10,7 @@ import pytest
 
 import molink
 from molink.errors import Unavailable
-from molink.swarm.pausing import DRAINED
+from molink.swarm.agent.pausing import DRAINED
 from tests.support.processes import Process, Tools
 
 STREAMS = 3
@@ -189,7 +189,8 @@ def test_streams_go_on_while_a_pc_joins(duo: Duo, tools: type[Tools]) -> None:
     print(f"longest pause {max(load.pauses):.2f} s")
 
 
-@pytest.mark.slow  # what it is told, and that it is left out: tests/swarm/test_reconciler.py
+# what it is told, and that it is left out: tests/swarm/controller/test_reconciler.py
+@pytest.mark.slow
 def test_a_joiner_that_others_cannot_dial_disturbs_nobody(duo: Duo, tools: type[Tools]) -> None:
     load = duo.begin()
     joiner = duo.join("--advertise", "127.0.0.9")  # it listens on 127.0.0.1 alone

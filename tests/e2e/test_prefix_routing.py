@@ -43,7 +43,8 @@ def ask(client: openai.OpenAI, family: int, question: str) -> tuple[str, int, in
     return done.choices[0].text, done.usage.prompt_tokens, cached
 
 
-@pytest.mark.slow  # without processes: tests/swarm/test_request_routing.py, tests/sim/test_fleet.py
+# without processes: tests/swarm/frontend/test_request_routing.py, tests/sim/test_fleet.py
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_prompts_that_begin_alike_go_to_one_pipeline(swarm: Swarm, tools: type[Tools]) -> None:
     file = swarm.root / "swarm.toml"

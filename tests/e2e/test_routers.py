@@ -47,7 +47,8 @@ def computed(client: openai.OpenAI, router: str) -> int:
     return tokens
 
 
-@pytest.mark.slow  # without processes: tests/swarm/test_request_routing.py, tests/sim/test_fleet.py
+# without processes: tests/swarm/frontend/test_request_routing.py, tests/sim/test_fleet.py
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_e2_computes_less_than_round_robin(swarm: Swarm, tools: type[Tools]) -> None:
     file = swarm.root / "swarm.toml"

@@ -144,7 +144,7 @@ def test_what_cannot_be_is_refused_whole(place: TwoModels) -> None:
         assert shown() == before
 
 
-@pytest.mark.slow  # without processes: tests/swarm/test_fleet.py
+@pytest.mark.slow  # without processes: tests/swarm/controller/test_fleet.py
 @pytest.mark.timeout(400)
 def test_a_second_model_has_replicas_and_is_stopped_alone(place: TwoModels) -> None:
     def stages(model: str) -> list[list[str]]:

@@ -14,8 +14,8 @@ import pytest
 
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.head.limits import HeadLimits
 from molink.ring.work import Segment, SegmentResult, StepDone
+from molink.scheduler.limits import HeadLimits
 from molink.sim.agenda import Agenda
 from molink.wire.messages.data import MAX_MICRO_BATCHES, Choice, Sampled, Volume
 from tests.support.rings import Stages, TimedLink, VirtualRing

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from molink.facts.profile import Profile
-from molink.head.limits import HeadLimits
 from molink.ring.work import Segment, SegmentResult, StepDone
+from molink.scheduler.limits import HeadLimits
 from molink.sim.agenda import Agenda
 from molink.wire.messages.data import Choice, Sampled, Volume
 from tests.support.rings import Stages, TimedLink, VirtualRing

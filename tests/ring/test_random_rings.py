@@ -37,16 +37,16 @@ from molink.facts.drafts import Guesses as Answers
 from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.head.head import Head
-from molink.head.job import PATIENCE
-from molink.head.limits import HeadLimits
-from molink.head.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
-from molink.head.request import Emission, HeadRequest
-from molink.head.speculation.base import Foretold
 from molink.ring.ends import Collector
 from molink.ring.known import BoardLimits
 from molink.ring.scoreboard import Scoreboard
 from molink.ring.work import SegmentResult, Work, block_copy
+from molink.scheduler.head import Head
+from molink.scheduler.job import PATIENCE
+from molink.scheduler.limits import HeadLimits
+from molink.scheduler.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
+from molink.scheduler.request import Emission, HeadRequest
+from molink.scheduler.speculation.base import Foretold
 from molink.wire.messages.data import (
     Admit,
     Choice,

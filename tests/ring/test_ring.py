@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from molink.facts.profile import Profile
-from molink.head.batch import Batch, HeadControl, HeadVolume
 from molink.link.policies.base import DecodeFinished, DecodeStarted
 from molink.ring.ends import Front
 from molink.ring.pieces import create_cutting
@@ -19,6 +18,7 @@ from molink.ring.ring import Ring, RingConfig
 from molink.ring.stage import StageShape
 from molink.ring.steps import MAX_FAILED_STEPS, SLACK
 from molink.ring.work import SegmentResult, StepDone
+from molink.scheduler.batch import Batch, HeadControl, HeadVolume
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
     Admit,

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from molink.errors import UsageError
-from molink.head.job import Job
-from molink.head.policies import create
-from molink.head.policies.fcfs import Fcfs
 from molink.link.policies.create import POLICIES
+from molink.scheduler.job import Job
+from molink.scheduler.policies import create
+from molink.scheduler.policies.fcfs import Fcfs
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import Outcome, simulate, simulate_all

@@ -16,8 +16,8 @@ from molink.checkpoint.hub import HubFile, Repository, _holding
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.stage.batch import SequenceRows
 from molink.stage.loading.stacks import unpack_mxfp4
-from molink.swarm.fetch_plan import group_tensors, plan_group
-from molinkd.peer.library import Library
+from molink.swarm.artifacts.fetch_plan import group_tensors, plan_group
+from molinkd.peer.artifacts.library import Library
 from tests.support.models import MakeModel
 from tests.support.stage import Reference, Ring
 

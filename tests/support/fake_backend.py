@@ -10,7 +10,7 @@ import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from molink.swarm.generation import GeneratedToken, GenerationRequest
+from molink.swarm.frontend.generation import GeneratedToken, GenerationRequest
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.data import Sampling
 from molinkd.api.backend import Figures, ServedModel, StageFigures, StageName

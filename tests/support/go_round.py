@@ -1,8 +1,8 @@
 """Micro-batches of a head that go round at once."""
 
-from molink.head.batch import Batch
-from molink.head.head import Head
-from molink.head.request import Emission
+from molink.scheduler.batch import Batch
+from molink.scheduler.head import Head
+from molink.scheduler.request import Emission
 from molink.wire.messages.data import Choice, Release, Sampled
 
 

@@ -1,7 +1,7 @@
 """``python -m tests.support.liar`` is ``molink`` on a PC that alters the weights that it sends."""
 
 from molinkd.cli.main import main
-from molinkd.peer.library import Holding
+from molinkd.peer.artifacts.library import Holding
 
 _honest = Holding.read
 

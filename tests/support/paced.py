@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from molinkd.cli.main import main
-from molinkd.peer import assignments
+from molinkd.peer.agent import assignments
 
 #: As ``-m molinkd.worker``; by the last word a worker is known to those that look for some.
 COMMAND = (sys.executable, "-P", "-c", "import tests.support.paced_worker", "molinkd.worker")

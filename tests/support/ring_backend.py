@@ -7,12 +7,12 @@ from pathlib import Path
 
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import Unavailable
-from molink.head.limits import HeadLimits
-from molink.head.request import Emission, HeadRequest
 from molink.ring.work import Segment, StepDone
+from molink.scheduler.limits import HeadLimits
+from molink.scheduler.request import Emission, HeadRequest
 from molink.sim.agenda import Agenda
 from molink.stage.stage import Stage
-from molink.swarm.generation import GeneratedToken, GenerationRequest
+from molink.swarm.frontend.generation import GeneratedToken, GenerationRequest
 from molink.text.matcher import Grammars
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.serving import Rejected, Token

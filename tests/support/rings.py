@@ -9,16 +9,16 @@ from typing import Any, Protocol
 
 from molink.facts.dtypes import DType
 from molink.facts.profile import UNKNOWN, Profile
-from molink.head.head import Head
-from molink.head.limits import HeadLimits
-from molink.head.request import Emission, HeadRequest
-from molink.head.speculation.base import DraftSource
-from molink.head.speculation.lookup import PromptLookup
 from molink.ring.build import RingPlan, Seat, Surroundings, build_ring
 from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.pieces import Cutting
 from molink.ring.ring import Ring
 from molink.ring.stage import Executing, Guesser, NextStage, StageRequests, StageShape
+from molink.scheduler.head import Head
+from molink.scheduler.limits import HeadLimits
+from molink.scheduler.request import Emission, HeadRequest
+from molink.scheduler.speculation.base import DraftSource
+from molink.scheduler.speculation.lookup import PromptLookup
 from molink.sim.agenda import Agenda
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import RingBody, Sampling, Volume, VolumePart

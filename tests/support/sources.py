@@ -5,8 +5,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from molink.checkpoint.manifest import CHUNK_BYTES
 from molink.errors import Unavailable
-from molinkd.peer.library import Library
-from molinkd.peer.suppliers import Source
+from molinkd.peer.artifacts.library import Library
+from molinkd.peer.artifacts.suppliers import Source
 
 
 class LibrarySource:

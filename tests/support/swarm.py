@@ -8,8 +8,8 @@ import pytest
 from molink.facts.device import Device
 from molink.facts.model import ModelFacts
 from molink.facts.profile import Profile
-from molink.swarm.audit import audit
-from molink.swarm.events import (
+from molink.swarm.controller.audit import audit
+from molink.swarm.controller.events import (
     Announce,
     Commit,
     MemberAdded,
@@ -19,10 +19,10 @@ from molink.swarm.events import (
     StageSaid,
     Tick,
 )
-from molink.swarm.fleet import Fleet
-from molink.swarm.formation import Formation
-from molink.swarm.reconciler import Reconciler
-from molink.swarm.records import Desired, MemberRecord, PipelineRecord
+from molink.swarm.controller.fleet import Fleet
+from molink.swarm.controller.formation import Formation
+from molink.swarm.controller.reconciler import Reconciler
+from molink.swarm.controller.records import Desired, MemberRecord, PipelineRecord
 from molink.wire.messages.instructions import (
     Assign,
     Form,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import aiohttp
 
-from molinkd.peer.child import how_it_ended
+from molinkd.peer.agent.child import how_it_ended
 from tools.chaos.pc import Pc
 from tools.chaos.swarm import Swarm
 from tools.chaos.usage import Usage, usage_by_role

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from molink.swarm.recovery import PHASES
+from molink.swarm.agent.recovery import PHASES
 from tools.chaos.drill import WHOLE_S, Result, Verdict
 
 

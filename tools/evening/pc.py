@@ -17,12 +17,13 @@ from molink.errors import MolinkError
 from molink.facts.device import Device
 from molink.wire.sockets.loop import EventLoop
 from molinkd.descriptors import raise_descriptor_limit
-from molinkd.peer import assignments, coordinator_child
 from molinkd.peer import daemon as daemons
-from molinkd.peer.coordinator_child import CoordinatorProcess
-from molinkd.peer.device_probe import Measured
+from molinkd.peer.agent import assignments
+from molinkd.peer.agent.device_probe import Measured
+from molinkd.peer.agent.supervisor import Supervisor
+from molinkd.peer.election import coordinator_child
+from molinkd.peer.election.coordinator_child import CoordinatorProcess
 from molinkd.peer.launch import AnyEvent, Launch
-from molinkd.peer.supervisor import Supervisor
 
 _PRINTING = threading.Lock()
 

@@ -8,7 +8,7 @@ from molink.bench.planned import PlannedRequest
 from molink.facts.footprint import StageSetup
 from molink.facts.model import LayerRange
 from molink.facts.ringtimes import HANDLING_S
-from molink.head.head import Head
+from molink.scheduler.head import Head
 from molink.sim.agenda import Agenda
 from molink.sim.blueprint import Blueprint
 from molink.sim.clients import Clients, ServingRing
@@ -20,11 +20,11 @@ from molink.sim.scenario import Scenario
 from molink.sim.swarm_plan import Described, candidate
 from molink.sim.uplink import Uplink
 from molink.sim.workload import Workload
-from molink.swarm.links import Links
-from molink.swarm.paces import Paces, measured_rate
-from molink.swarm.pipelines import RETIREMENT
-from molink.swarm.placement import Placement, place
-from molink.swarm.planner import DEBOUNCE, LOSS_DEBOUNCE, REVIEW
+from molink.swarm.controller.pipelines import RETIREMENT
+from molink.swarm.controller.planner import DEBOUNCE, LOSS_DEBOUNCE, REVIEW
+from molink.swarm.placement.links import Links
+from molink.swarm.placement.paces import Paces, measured_rate
+from molink.swarm.placement.placement import Placement, place
 from tools.evening.story import Event, Leave, LinkChange, PaceChange, Return
 
 #: Between two looks of a PC at its links and its pace, in seconds.

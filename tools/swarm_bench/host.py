@@ -17,10 +17,10 @@ import msgspec
 from molink.errors import MolinkError
 from molink.wire.sockets.loop import EventLoop
 from molinkd.descriptors import raise_descriptor_limit
-from molinkd.peer import assignments
+from molinkd.peer.agent import assignments
+from molinkd.peer.agent.supervisor import Supervisor
 from molinkd.peer.daemon import Daemon
 from molinkd.peer.launch import AnyEvent, Launch
-from molinkd.peer.supervisor import Supervisor
 
 _PRINTING = threading.Lock()
 

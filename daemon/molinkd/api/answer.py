@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from molink.errors import DeadlineExceeded, WorkerError
-from molink.swarm.generation import GeneratedToken
+from molink.swarm.frontend.generation import GeneratedToken
 from molinkd.api.backend import Backend
 from molinkd.api.choice import ChoiceText, TextPiece
 from molinkd.api.metrics import RequestRecorder

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from molink.swarm.generation import GeneratedToken, GenerationRequest
+from molink.swarm.frontend.generation import GeneratedToken, GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)

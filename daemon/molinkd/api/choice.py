@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from molink.swarm.generation import GeneratedToken
+from molink.swarm.frontend.generation import GeneratedToken
 from molink.text.calls.base import CallBegin, CallEnd, Part, Text
 from molink.text.stops import StopStrings
 from molink.wire.messages.serving import FinishReason

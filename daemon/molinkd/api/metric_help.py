@@ -1,6 +1,6 @@
 """What each figure of a daemon and its workers measures, and in what unit; for Prometheus."""
 
-from molink.head.policies.mlfq import LEVELS
+from molink.scheduler.policies.mlfq import LEVELS
 
 #: What is shown of a figure that isn't described here; no such figure may be there.
 UNDESCRIBED = "Not described."
@@ -36,7 +36,7 @@ _DAEMON = {
     ),
 }
 
-#: What ends each phase of a recovery; see ``molink.swarm.recovery``.
+#: What ends each phase of a recovery; see ``molink.swarm.agent.recovery``.
 _PHASES = {
     "decided": "until this PC had a new assignment, or a ring for the stage that it has",
     "files": "until the files of its stage were here and its memory was planned",

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from molink.errors import ContextTooLong, DeadlineExceeded, RequestError
-from molink.swarm.generation import GenerationRequest
+from molink.swarm.frontend.generation import GenerationRequest
 from molink.text.calls.base import AnswerParser
 from molink.text.calls.create import AnswerFormat, create_parser
 from molink.text.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from aiohttp import web
 from msgspec import json
 
 from molink.plaintext import plain
-from molink.swarm.told_status import (
+from molink.swarm.controller.told_status import (
     HeadStatus,
     Peer,
     PipelineStatus,

@@ -17,7 +17,7 @@ from molinkd.cli.console import TransferLine
 from molinkd.cli.model_verbs import LOOK_S, show_progress
 from molinkd.cli.swarm_file import Lines, SwarmFile, called, entries, read_swarm_file
 from molinkd.cli.swarm_verbs import HomeOption
-from molinkd.peer.progress import Progress
+from molinkd.peer.artifacts.progress import Progress
 
 
 def apply(

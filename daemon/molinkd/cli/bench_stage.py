@@ -17,9 +17,9 @@ from molink.facts.dtypes import DTypeChoice
 from molink.facts.memory_plan import size
 from molink.facts.model import LayerRange, Quantize
 from molink.plaintext import printable
-from molink.swarm.placement import parse_range
+from molink.swarm.placement.placement import parse_range
+from molinkd.peer.agent.stage_bench import BenchPoint, StageBench, StageResult, measure_stage
 from molinkd.peer.home import Home
-from molinkd.peer.stage_bench import BenchPoint, StageBench, StageResult, measure_stage
 
 _DEVICE = re.compile(r"^(?:auto|cpu|cuda(?::\d{1,3})?)$")
 

@@ -294,8 +294,8 @@ def demo(
     from molink.checkpoint.source import local_model
     from molinkd.cli.demonstration import run_demo
     from molinkd.cli.small_model import fetch_small_model
+    from molinkd.peer.artifacts.smollm2 import NAME as SMOLLM2
     from molinkd.peer.home import Home
-    from molinkd.peer.smollm2 import NAME as SMOLLM2
 
     if model == SMOLLM2 and local_model(model) is None:
         model = fetch_small_model()

@@ -16,7 +16,7 @@ from molinkd.cli.swarm_verbs import HomeOption
 
 if TYPE_CHECKING:
     from molinkd.peer.home import Home
-    from molinkd.peer.membership import Membership
+    from molinkd.peer.membership.membership import Membership
     from molinkd.peer.runfile import RunFile
 
 
@@ -43,7 +43,7 @@ def leave(
 ) -> None:
     """Leave the swarm for good; the daemon here ends."""
     from molinkd.peer.home import Home
-    from molinkd.peer.membership import read_membership
+    from molinkd.peer.membership.membership import read_membership
     from molinkd.peer.runfile import read_run_file
 
     place = Home.find(home)
@@ -109,7 +109,7 @@ def _end_swarm(home: "Home", member: "Membership", *, runs: bool) -> None:
 def _others(home: "Home", member: "Membership") -> list[str]:
     """Names of the swarm's other members, by the copy of its state that is here."""
     from molink.facts.identity import peer_id
-    from molinkd.peer.replica_file import ReplicaFile
+    from molinkd.peer.election.replica_file import ReplicaFile
 
     held, me = ReplicaFile(home.replica, member.swarm).held, peer_id(home.keys().public)
     members = () if held is None else held.members

@@ -11,14 +11,14 @@ import typer
 
 from molink.errors import KnockRefused, MolinkError, TokenError, Unavailable, UsageError
 from molink.plaintext import printable
-from molink.swarm.knocks import DIGITS, normal_code
+from molink.swarm.membership.knocks import DIGITS, normal_code
 from molinkd.cli.swarm_verbs import HomeOption
 
 if TYPE_CHECKING:
-    from molink.swarm.nearby import Nearby
+    from molink.swarm.membership.nearby import Nearby
     from molinkd.peer.home import Home
-    from molinkd.peer.knock import Code
-    from molinkd.peer.membership import Membership
+    from molinkd.peer.membership.knock import Code
+    from molinkd.peer.membership.membership import Membership
     from molinkd.peer.settings import Settings
 
 #: A host with a dot or a port: a single word would be a token that was not copied whole.
@@ -83,8 +83,8 @@ def _check_word(given: str) -> None:
     Raises:
         TokenError: it is.
     """
-    from molink.swarm.nearby import PORCH_PORT
-    from molink.swarm.token import PREFIX
+    from molink.swarm.membership.nearby import PORCH_PORT
+    from molink.swarm.membership.token import PREFIX
 
     if _NAME.match(given) and not given.startswith(PREFIX):
         raise TokenError(
@@ -143,7 +143,7 @@ def come_in(place: "Home", settings: "Settings", address: str | None, swarm: str
     """
     from molink.wire.sockets.loop import EventLoop
     from molinkd.peer.home import HomeLock
-    from molinkd.peer.knock import knock
+    from molinkd.peer.membership.knock import knock
 
     lock = HomeLock(place.create())
     lock.acquire()
@@ -173,7 +173,7 @@ def come_in(place: "Home", settings: "Settings", address: str | None, swarm: str
 
 
 def _at(address: str) -> "Nearby":
-    from molink.swarm.nearby import PORCH_PORT, Nearby
+    from molink.swarm.membership.nearby import PORCH_PORT, Nearby
 
     match = _HOST.match(address)
     assert match is not None
@@ -184,7 +184,7 @@ def _at(address: str) -> "Nearby":
 
 
 def _find(settings: "Settings", wanted: str | None) -> "Nearby | None":
-    from molinkd.peer.discovery import look_around
+    from molinkd.peer.membership.discovery import look_around
 
     print("Looking for swarms on this network …", flush=True)
     found = look_around(settings.host)

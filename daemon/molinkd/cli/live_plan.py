@@ -10,7 +10,7 @@ from rich.table import Table
 from molink.errors import Unavailable
 from molink.facts.memory_plan import size
 from molink.plaintext import printable
-from molink.swarm.outlook import RingProspect
+from molink.swarm.controller.outlook import RingProspect
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from molink.errors import ConnectionBroken, Unavailable, UsageError
 from molink.facts.identity import peer_id
-from molink.swarm.invitations import PREFIX
-from molink.swarm.told_status import read_status
+from molink.swarm.controller.told_status import read_status
+from molink.swarm.membership.invitations import PREFIX
 from molink.wire.messages.control import ControlMessage, Done
 from molink.wire.messages.requests import (
     DrainRequest,
@@ -31,7 +31,7 @@ from molink.wire.sockets.endpoints import endpoints
 from molink.wire.sockets.loop import EventLoop
 from molinkd.peer.demo import demo_homes, first_peer
 from molinkd.peer.home import Home
-from molinkd.peer.membership import Membership, read_membership
+from molinkd.peer.membership.membership import Membership, read_membership
 from molinkd.peer.runfile import RunFile, read_run_file
 
 #: Seconds to get a connection to the daemon on this PC: one that runs answers at once.

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from molink.errors import UsageError
 from molink.plaintext import printable
-from molink.swarm.leading import Lead
+from molink.swarm.election.leading import Lead
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.loop import EventLoop
 from molinkd.cli import local_daemon
 from molinkd.cli.console import adding
-from molinkd.peer.addresses import from_here
-from molinkd.peer.coordinator_child import coordinator_process
+from molinkd.peer.election.coordinator_child import coordinator_process
 from molinkd.peer.home import Home, HomeLock
-from molinkd.peer.membership import Membership, read_membership
+from molinkd.peer.membership.addresses import from_here
+from molinkd.peer.membership.membership import Membership, read_membership
 from molinkd.peer.platform import until_terminated
 from molinkd.peer.settings import Settings
 

@@ -27,7 +27,7 @@ from molink.checkpoint.source import (
 )
 from molink.errors import BrokenModel, MolinkError, Unavailable, UsageError
 from molink.plaintext import printable
-from molink.swarm.placement import parse_range
+from molink.swarm.placement.placement import parse_range
 from molink.swarm.throughput import Throughput
 from molink.wire.messages.control import Done
 from molink.wire.messages.reports import TransferState
@@ -35,9 +35,9 @@ from molink.wire.messages.requests import Bringing, BringModel, StopServing, Swi
 from molinkd.cli import local_daemon
 from molinkd.cli.console import TransferLine
 from molinkd.cli.swarm_verbs import HomeOption
+from molinkd.peer.artifacts.models_here import ModelHere, choose, delete, models_here
+from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.home import Home
-from molinkd.peer.models_here import ModelHere, choose, delete, models_here
-from molinkd.peer.progress import Progress
 
 #: Between two looks at what is waited for, in seconds.
 LOOK_S = 0.5

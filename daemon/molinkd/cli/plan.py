@@ -15,7 +15,7 @@ from molink.facts.memory_plan import size
 from molink.facts.model import Objective
 from molink.sim.profiles import LinkProfile
 from molink.sim.swarm_plan import Described, SwarmPlan, plan_swarm
-from molink.swarm.placement import MAX_STAGES, Aim
+from molink.swarm.placement.placement import MAX_STAGES, Aim
 from molinkd.cli.live_plan import explain, one_more, show
 from molinkd.cli.local_daemon import fetch_status, need_daemon
 from molinkd.cli.swarm_verbs import HomeOption

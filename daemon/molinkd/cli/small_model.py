@@ -7,8 +7,8 @@ from rich.console import Console
 from molink.errors import MolinkError, Unavailable
 from molink.plaintext import printable
 from molinkd.cli.model_verbs import watched
-from molinkd.peer.progress import Progress
-from molinkd.peer.smollm2 import NAME, Origin, sources
+from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.smollm2 import NAME, Origin, sources
 
 
 def fetch_small_model() -> str:

@@ -12,9 +12,8 @@ from molink.errors import MolinkError, UsageError
 from molinkd.cli import local_daemon
 from molinkd.cli.console import DaemonConsole
 from molinkd.cli.join_verbs import is_terminal, token_for
-from molinkd.peer.addresses import is_reachable_name
-from molinkd.peer.child import how_it_ended
-from molinkd.peer.endpoint import api_settings
+from molinkd.peer.agent.child import how_it_ended
+from molinkd.peer.frontend.endpoint import api_settings
 from molinkd.peer.home import Home
 from molinkd.peer.launch import (
     DAEMON_COMMAND,
@@ -27,6 +26,7 @@ from molinkd.peer.launch import (
     Trouble,
 )
 from molinkd.peer.main import DETACHED, log_to_file, run_daemon
+from molinkd.peer.membership.addresses import is_reachable_name
 from molinkd.peer.platform import child_options
 from molinkd.peer.remembered import as_typed, read_options, write_options
 from molinkd.peer.settings import load_settings

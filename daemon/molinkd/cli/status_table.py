@@ -7,8 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from molink.plaintext import printable
-from molink.swarm.terms import epoch_text
-from molink.swarm.told_status import (
+from molink.swarm.controller.told_status import (
     ModelStatus,
     Peer,
     PipelineStatus,
@@ -18,6 +17,7 @@ from molink.swarm.told_status import (
     device_name,
     same_names,
 )
+from molink.swarm.terms import epoch_text
 from molink.wire.messages.reports import TransferState
 from molinkd.cli.console import transfer_text
 from molinkd.cli.units import size

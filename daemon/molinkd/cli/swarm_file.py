@@ -18,7 +18,7 @@ from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Objective, Quantize
 from molink.facts.scalars import Text
-from molink.swarm.placement import parse_range
+from molink.swarm.placement.placement import parse_range
 from molink.wire.messages.instructions import MAX_PIPELINES
 from molink.wire.messages.requests import MAX_MODELS, MAX_PINS, ModelEntry
 

@@ -28,7 +28,7 @@ def status(
 
     Exit code 0 if all its models can be used, else 6.
     """
-    from molink.swarm.told_status import read_status
+    from molink.swarm.controller.told_status import read_status
     from molinkd.cli import local_daemon
     from molinkd.cli.status_table import show_status
     from molinkd.peer.home import Home
@@ -107,7 +107,7 @@ def invite(
     In a terminal with the command that takes it. Or list the invitations that there are, or
     end one.
     """
-    from molink.swarm.invitations import MAX_USES, PREFIX
+    from molink.swarm.membership.invitations import MAX_USES, PREFIX
     from molinkd.cli import local_daemon
     from molinkd.cli.console import adding
     from molinkd.cli.invitation_table import named, show_invitations, who_stays

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Callable
 
 from molink.errors import NotAuthorized, RequestError
-from molink.swarm.events import Event, MemberAdded, MemberRemoved, Rebalanced, Serve
-from molink.swarm.fleet import Fleet
-from molink.swarm.hygiene import is_model_name
-from molink.swarm.invitations import encode_invitations
-from molink.swarm.records import Desired, MemberRecord, Standing
-from molink.swarm.token import JoinToken
-from molink.swarm.wishes import changes, decode_wishes, fulfil, switched
+from molink.swarm.controller.events import Event, MemberAdded, MemberRemoved, Rebalanced, Serve
+from molink.swarm.controller.fleet import Fleet
+from molink.swarm.controller.records import Desired, MemberRecord, Standing
+from molink.swarm.controller.wishes import changes, decode_wishes, fulfil, switched
+from molink.swarm.membership.hygiene import is_model_name
+from molink.swarm.membership.invitations import encode_invitations
+from molink.swarm.membership.token import JoinToken
 from molink.wire.messages.base import Payload
 from molink.wire.messages.control import Done
 from molink.wire.messages.instructions import Revoked

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from molink.swarm.twins import Twins
+from molink.swarm.membership.twins import Twins
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.instructions import StillThere
 from molink.wire.sockets.server import Server

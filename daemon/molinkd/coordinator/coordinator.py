@@ -23,7 +23,7 @@ from molink.errors import (
     ShutOut,
     StateError,
 )
-from molink.swarm.events import (
+from molink.swarm.controller.events import (
     Announce,
     Commit,
     Departed,
@@ -38,13 +38,13 @@ from molink.swarm.events import (
     Tick,
     Tried,
 )
-from molink.swarm.fleet import Fleet
-from molink.swarm.hygiene import clean_failed, clean_report
-from molink.swarm.relays import Attempted, Live, Offered, Opened
-from molink.swarm.status import RareOutlook, build_status, encode_status
+from molink.swarm.controller.fleet import Fleet
+from molink.swarm.controller.relays import Attempted, Live, Offered, Opened
+from molink.swarm.controller.status import RareOutlook, build_status, encode_status
+from molink.swarm.membership.hygiene import clean_failed, clean_report
+from molink.swarm.membership.token import JoinToken
+from molink.swarm.membership.versions import RefusedPeers, Spoken, ours
 from molink.swarm.terms import first_term
-from molink.swarm.token import JoinToken
-from molink.swarm.versions import RefusedPeers, Spoken, ours
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage, Done

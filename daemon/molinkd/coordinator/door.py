@@ -20,13 +20,13 @@ from molink.errors import (
     VersionMismatch,
 )
 from molink.facts.identity import peer_id
-from molink.swarm.hygiene import clean_name
-from molink.swarm.invitations import PREFIX, Invitations
-from molink.swarm.join_rate import JoinRate
-from molink.swarm.records import MAX_PEERS, InvitationRecord, MemberRecord, Standing
-from molink.swarm.registry import Registry
-from molink.swarm.token import Guide
-from molink.swarm.versions import Spoken, mismatch, ours
+from molink.swarm.controller.records import MAX_PEERS, InvitationRecord, MemberRecord, Standing
+from molink.swarm.controller.registry import Registry
+from molink.swarm.membership.hygiene import clean_name
+from molink.swarm.membership.invitations import PREFIX, Invitations
+from molink.swarm.membership.join_rate import JoinRate
+from molink.swarm.membership.token import Guide
+from molink.swarm.membership.versions import Spoken, mismatch, ours
 from molink.wire.messages.instructions import Member
 from molink.wire.messages.joining import JoinRequest
 from molink.wire.messages.porch import Outcome

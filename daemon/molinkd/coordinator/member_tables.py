@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import msgspec
 
-from molink.swarm.records import InvitationRecord, MemberRecord, Standing, Use
+from molink.swarm.controller.records import InvitationRecord, MemberRecord, Standing, Use
 from molink.wire.messages.instructions import Member
 
 

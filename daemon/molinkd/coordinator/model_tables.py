@@ -8,7 +8,7 @@ import msgspec
 
 from molink.facts.model import ModelFacts
 from molink.facts.profile import Profile
-from molink.swarm.records import Desired, Pin, PipelineRecord, StageRecord
+from molink.swarm.controller.records import Desired, Pin, PipelineRecord, StageRecord
 
 
 class ModelTable:

@@ -2,7 +2,7 @@
 
 A listener apart from all others, open only while the swarm may be found. It speaks plain TCP, since
 a stranger has no key that ZeroMQ would let in, and takes two small messages of each connection; who
-may come in is decided by a person (:mod:`molink.swarm.knocks`), and done by the door.
+may come in is decided by a person (:mod:`molink.swarm.membership.knocks`), and done by the door.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from molink.errors import MolinkError, Overloaded, RequestError, ShutOut, Unavailable, WireError
-from molink.swarm.join_rate import Rate, TokenBucket
-from molink.swarm.knocks import (
+from molink.swarm.membership.join_rate import Rate, TokenBucket
+from molink.swarm.membership.knocks import (
     Arrived,
     Changed,
     Decision,
@@ -34,7 +34,7 @@ from molink.swarm.knocks import (
     Tell,
     Waiting,
 )
-from molink.swarm.versions import Spoken, mismatch, ours
+from molink.swarm.membership.versions import Spoken, mismatch, ours
 from molink.wire.messages.porch import (
     LENGTH_BYTES,
     MAX_FRAME,

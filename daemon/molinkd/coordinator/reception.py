@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 from molink.errors import RequestError
 from molink.facts.identity import peer_id
-from molink.swarm.events import Event, MemberAdded
-from molink.swarm.fleet import Fleet
-from molink.swarm.knocks import Waiting
-from molink.swarm.records import SwarmRecord
+from molink.swarm.controller.events import Event, MemberAdded
+from molink.swarm.controller.fleet import Fleet
+from molink.swarm.controller.records import SwarmRecord
+from molink.swarm.membership.knocks import Waiting
 from molink.wire.messages.instructions import Knocking, KnockingPc
 from molink.wire.messages.porch import Outcome
 from molinkd.coordinator.arguments import Options

@@ -4,15 +4,15 @@ import logging
 import secrets
 from collections.abc import Callable
 
-from molink.swarm.events import SendMessage, Tried
-from molink.swarm.relays import Event, Relays
+from molink.swarm.controller.events import SendMessage, Tried
+from molink.swarm.controller.relays import Event, Relays
 from molink.wire.messages.control import ControlMessage
 
 log = logging.getLogger(__name__)
 
 
 class RelayOffice:
-    """Carries out what :class:`~molink.swarm.relays.Relays` decides."""
+    """Carries out what :class:`~molink.swarm.controller.relays.Relays` decides."""
 
     def __init__(
         self,

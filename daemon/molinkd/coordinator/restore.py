@@ -9,9 +9,9 @@ from pathlib import Path
 
 from molink.errors import DamagedState, StateError
 from molink.files import patiently
-from molink.swarm.hygiene import clean_name
-from molink.swarm.records import SwarmRecord
-from molink.swarm.replica import MAX_BYTES, Replica, decode_replica
+from molink.swarm.controller.records import SwarmRecord
+from molink.swarm.election.replica import MAX_BYTES, Replica, decode_replica
+from molink.swarm.membership.hygiene import clean_name
 from molink.wire.sockets.curve import KeyPair
 from molinkd.coordinator.arguments import Options
 from molinkd.coordinator.state import FILE, State

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from molink.errors import RequestError, Unavailable
-from molink.swarm.events import MemberAdded, MemberRemoved
-from molink.swarm.replica import Replication, Version, decode_replica, merge
+from molink.swarm.controller.events import MemberAdded, MemberRemoved
+from molink.swarm.election.replica import Replication, Version, decode_replica, merge
 from molink.wire.messages.base import Payload
 from molink.wire.messages.leading import SendState, SharedState
 from molinkd.coordinator.door import Door

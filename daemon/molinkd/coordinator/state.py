@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from molink.errors import InvariantError, StateError
-from molink.swarm.records import (
+from molink.swarm.controller.records import (
     Desired,
     InvitationRecord,
     MemberRecord,
@@ -23,7 +23,7 @@ from molink.swarm.records import (
     Standing,
     SwarmRecord,
 )
-from molink.swarm.replica import Replica, Version, next_lineage
+from molink.swarm.election.replica import Replica, Version, next_lineage
 from molink.wire.messages.instructions import Member
 from molink.wire.sockets.secrets import private_folder
 from molinkd.coordinator.member_tables import InvitationTable, MemberTable

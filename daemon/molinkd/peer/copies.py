@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Callable
 
 from molink.facts.model import LayerRange
-from molink.swarm.supply import Supply
+from molink.swarm.artifacts.supply import Supply
 from molink.wire.messages.instructions import Route
-from molinkd.peer.copier import Copier
-from molinkd.peer.library import Library
-from molinkd.peer.store import Store
+from molinkd.peer.artifacts.copier import Copier
+from molinkd.peer.artifacts.library import Library
+from molinkd.peer.artifacts.store import Store
 
 #: A model's name and root.
 _Model = tuple[str, str]

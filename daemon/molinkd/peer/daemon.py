@@ -15,8 +15,8 @@ import zmq.asyncio
 from molink.errors import MolinkError, ShutOut, TokenError, Unavailable, UsageError
 from molink.facts.device import Device
 from molink.files import patiently
-from molink.swarm.offenders import Offenders
-from molink.swarm.token import JoinToken
+from molink.swarm.membership.offenders import Offenders
+from molink.swarm.membership.token import JoinToken
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.leading import LeaderReply, LeaderRequest
@@ -24,29 +24,29 @@ from molink.wire.messages.requests import Applied, ApplyFile, Bringing, ModelEnt
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import Gatekeeper
-from molinkd.peer.addresses import from_here
-from molinkd.peer.applier import Applier
-from molinkd.peer.bringer import Bringer
-from molinkd.peer.device_probe import Measured, measure_device
-from molinkd.peer.devices import FurtherDevices, own_settings
-from molinkd.peer.discovery import Announcer, Lookout
-from molinkd.peer.draft_model import DraftModel
-from molinkd.peer.endpoint import Endpoint
-from molinkd.peer.founder import Founder
-from molinkd.peer.hashing import Hasher, in_thread
+from molinkd.peer.agent.device_probe import Measured, measure_device
+from molinkd.peer.agent.devices import FurtherDevices, own_settings
+from molinkd.peer.agent.draft_model import DraftModel
+from molinkd.peer.artifacts.applier import Applier
+from molinkd.peer.artifacts.bringer import Bringer
+from molinkd.peer.artifacts.founder import Founder
+from molinkd.peer.artifacts.hashing import Hasher, in_thread
+from molinkd.peer.artifacts.in_shards import kept_model
+from molinkd.peer.artifacts.library import Library
+from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Transfers
+from molinkd.peer.election.leadership import Leadership
+from molinkd.peer.election.replica_file import ReplicaFile
+from molinkd.peer.frontend.endpoint import Endpoint
 from molinkd.peer.home import Home, HomeLock
-from molinkd.peer.in_shards import kept_model
 from molinkd.peer.launch import Announce, AnyEvent, Launch, Listening, Transferring, Trouble
-from molinkd.peer.leadership import Leadership
-from molinkd.peer.library import Library
-from molinkd.peer.membership import Membership, ask_again, choose, join, read_membership
+from molinkd.peer.membership.addresses import from_here
+from molinkd.peer.membership.discovery import Announcer, Lookout
+from molinkd.peer.membership.membership import Membership, ask_again, choose, join, read_membership
 from molinkd.peer.node import Node
-from molinkd.peer.progress import Progress
-from molinkd.peer.replica_file import ReplicaFile
 from molinkd.peer.resources import Resources
 from molinkd.peer.runfile import RunFile
 from molinkd.peer.service import AboutLeader, Service, UserCommands
-from molinkd.peer.transfers import Transfers
 
 #: Until the answer to an order to stop is out, in seconds.
 _LAST_WORDS_S = 0.2

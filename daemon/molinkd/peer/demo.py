@@ -15,7 +15,7 @@ from molink.facts.model import Quantize
 from molink.files import patiently
 from molink.stage.measure.profile_cache import prune_profiles
 from molink.wire.sockets.secrets import private_folder
-from molinkd.peer.child import Child, how_it_ended
+from molinkd.peer.agent.child import Child, how_it_ended
 from molinkd.peer.home import Home, HomeLock, copy_measured
 from molinkd.peer.launch import (
     DAEMON_COMMAND,

@@ -1,10 +1,10 @@
-"""Has the slices of a transfer wait for their turn (:mod:`molink.swarm.pacing`)."""
+"""Has the slices of a transfer wait for their turn (:mod:`molink.swarm.artifacts.pacing`)."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 
-from molink.swarm.pacing import Pacer
+from molink.swarm.artifacts.pacing import Pacer
 
 
 class Gate:

@@ -4,10 +4,10 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from molink.swarm.status import show_head, show_report
+from molink.swarm.controller.status import show_head, show_report
 from molink.wire.messages.instructions import Route
 from molink.wire.messages.reports import PeerReport
-from molinkd.peer.membership import Membership
+from molinkd.peer.membership.membership import Membership
 
 _UNREACHABLE = "this PC can't reach its first stage"
 

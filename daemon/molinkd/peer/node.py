@@ -13,8 +13,8 @@ from msgspec import structs
 
 from molink.checkpoint.source import DEMO_MODEL, demo_model
 from molink.errors import MolinkError
-from molink.swarm.stream import StreamLimits
-from molink.swarm.versions import ours
+from molink.swarm.frontend.stream import StreamLimits
+from molink.swarm.membership.versions import ours
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage, data_codec
 from molink.wire.messages.control import ControlMessage
@@ -39,35 +39,35 @@ from molink.wire.messages.reports import MAX_LATENCY, PeerReport, Reached, Trans
 from molink.wire.messages.requests import LeaveRequest, StatusRequest
 from molink.wire.sockets.endpoints import endpoints
 from molinkd.api.backend import Figures, ServedModel
-from molinkd.peer.addresses import advertised
-from molinkd.peer.assignments import Assignments
-from molinkd.peer.awake import Awake
+from molinkd.peer.agent.assignments import Assignments
+from molinkd.peer.agent.awake import Awake
+from molinkd.peer.agent.device_probe import Measured
+from molinkd.peer.agent.gpu_use import OwnUse
+from molinkd.peer.agent.link_rates import LinkRates
+from molinkd.peer.agent.pauser import Pauser
+from molinkd.peer.agent.readiness import Readiness
+from molinkd.peer.artifacts.hashing import Hasher
+from molinkd.peer.artifacts.hub_source import hub_source
+from molinkd.peer.artifacts.library import Library
+from molinkd.peer.artifacts.shelf import Shelf
+from molinkd.peer.artifacts.sources import Sources
+from molinkd.peer.artifacts.store import Store
+from molinkd.peer.artifacts.suppliers import Source
 from molinkd.peer.copies import Copies
-from molinkd.peer.detours import Detours
-from molinkd.peer.device_probe import Measured
-from molinkd.peer.gpu_use import OwnUse
-from molinkd.peer.hashing import Hasher
-from molinkd.peer.heads import Heads
-from molinkd.peer.hub_source import hub_source
-from molinkd.peer.known_members import KnownMembers
+from molinkd.peer.election.leadership import Leadership
+from molinkd.peer.frontend.heads import Heads
+from molinkd.peer.frontend.served import ServedModels
+from molinkd.peer.frontend.streams import Requests
 from molinkd.peer.launch import KnocksNow, StageNow, Transferring, Trouble
-from molinkd.peer.leadership import Leadership
-from molinkd.peer.library import Library
-from molinkd.peer.link_rates import LinkRates
 from molinkd.peer.local_status import local_status
-from molinkd.peer.pauser import Pauser
-from molinkd.peer.probe import can_connect
-from molinkd.peer.readiness import Readiness
+from molinkd.peer.membership.addresses import advertised
+from molinkd.peer.membership.detours import Detours
+from molinkd.peer.membership.known_members import KnownMembers
+from molinkd.peer.membership.probe import can_connect
+from molinkd.peer.membership.session import CoordinatorSession
 from molinkd.peer.relaying import Relaying
 from molinkd.peer.resources import Resources
 from molinkd.peer.running_clock import RunningClock
-from molinkd.peer.served import ServedModels
-from molinkd.peer.session import CoordinatorSession
-from molinkd.peer.shelf import Shelf
-from molinkd.peer.sources import Sources
-from molinkd.peer.store import Store
-from molinkd.peer.streams import Requests
-from molinkd.peer.suppliers import Source
 
 log = logging.getLogger(__name__)
 

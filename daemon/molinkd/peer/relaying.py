@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.relaying import CloseRelay, Detour, OpenRelay, RelayOpen
-from molinkd.peer.addresses import from_here
-from molinkd.peer.detours import Detours
-from molinkd.peer.relay import Relay
+from molinkd.peer.membership.addresses import from_here
+from molinkd.peer.membership.detours import Detours
+from molinkd.peer.membership.relay import Relay
 from molinkd.peer.resources import Resources
 
 

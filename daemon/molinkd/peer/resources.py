@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 import zmq.asyncio
 
 from molink.facts.identity import peer_id
-from molink.swarm.offenders import Offenders
+from molink.swarm.membership.offenders import Offenders
 from molink.wire.messages.control import ControlMessage
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import Gatekeeper
+from molinkd.peer.artifacts.library import Library
+from molinkd.peer.artifacts.transfers import Transfers
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Announce
-from molinkd.peer.library import Library
 from molinkd.peer.settings import Settings
-from molinkd.peer.transfers import Transfers
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from molink.checkpoint.manifest import CHUNK_BYTES
-from molink.swarm.invitations import PREFIX as INVITATION
+from molink.swarm.membership.invitations import PREFIX as INVITATION
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.control import ControlMessage, Done
@@ -41,8 +41,8 @@ from molink.wire.messages.transfer import (
     ReadRequest,
 )
 from molink.wire.sockets.server import Sender
-from molinkd.peer.chunks import Chunks
-from molinkd.peer.library import Library
+from molinkd.peer.artifacts.chunks import Chunks
+from molinkd.peer.artifacts.library import Library
 
 log = logging.getLogger(__name__)
 

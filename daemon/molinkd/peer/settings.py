@@ -20,13 +20,13 @@ from molink.facts.drafts import AUTO_DRAFTS
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Objective, Quantize
 from molink.facts.settings import PipelineSettings
-from molink.head.policies.create import SCHEDULING_POLICIES
 from molink.link.policies.create import POLICIES
-from molink.swarm.nearby import PORCH_PORT
-from molink.swarm.pausing import DailyTime
+from molink.scheduler.policies.create import SCHEDULING_POLICIES
+from molink.swarm.agent.pausing import DailyTime
+from molink.swarm.membership.nearby import PORCH_PORT
 from molink.text.calls.create import FormatChoice
-from molinkd.peer.addresses import is_reachable_name
 from molinkd.peer.home import Home
+from molinkd.peer.membership.addresses import is_reachable_name
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 KeyName = Annotated[str, msgspec.Meta(pattern=r"^[\w.-]{1,32}$")]

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from molink.errors import ContextTooLong, MolinkError, Overloaded
-from molink.head.head import Head
-from molink.head.intake import Intake
-from molink.head.request import Emission
 from molink.routing.report import pack_report
+from molink.scheduler.head import Head
+from molink.scheduler.intake import Intake
+from molink.scheduler.request import Emission
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer, DataMessage
 from molink.wire.messages.data import Beat

@@ -10,9 +10,6 @@ import zmq.asyncio
 from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.ringtimes import LinkFacts
-from molink.head.head import Head
-from molink.head.limits import HeadLimits
-from molink.head.policies.lengths import AnswerLengths
 from molink.link.estimate.remembered import LinkMemory
 from molink.link.packing.compressor import Compressor
 from molink.link.packing.packer import RowPacker
@@ -21,6 +18,9 @@ from molink.ring.build import LinkSurroundings, RingPlan, Surroundings, build_ri
 from molink.ring.hosted import NO_ROOM, HostRoom
 from molink.ring.ring import Ring
 from molink.ring.stage import Guesser, StageShape
+from molink.scheduler.head import Head
+from molink.scheduler.limits import HeadLimits
+from molink.scheduler.policies.lengths import AnswerLengths
 from molink.wire.messages.codec import DataMessage
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.load import HeadLoad, StageLoad

@@ -13,9 +13,9 @@ import zmq.asyncio
 
 from molink.errors import MolinkError, WorkerError
 from molink.facts.identity import peer_id
-from molink.head.policies.lengths import AnswerLengths
 from molink.link.estimate.remembered import LinkMemory
 from molink.ring.hosted import NO_ROOM, HostRoom
+from molink.scheduler.policies.lengths import AnswerLengths
 from molink.wire.messages.codec import DataMessage, data_codec
 from molink.wire.messages.pipe import (
     Formed,

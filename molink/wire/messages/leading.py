@@ -1,6 +1,6 @@
 """Messages about who leads: between peers, and of the coordinator's state to them.
 
-See :mod:`molink.swarm.succession` and :mod:`molink.swarm.replica`.
+See :mod:`molink.swarm.election.succession` and :mod:`molink.swarm.election.replica`.
 """
 
 from typing import Annotated
@@ -12,7 +12,7 @@ from molink.wire.messages.base import Message, Payload
 
 
 class LeaderView(Message, frozen=True, kw_only=True):
-    """Whom a peer follows as its coordinator (see :mod:`molink.swarm.succession`).
+    """Whom a peer follows as its coordinator (see :mod:`molink.swarm.election.succession`).
 
     ``leads``: the coordinator runs at this very peer, with that key, at these addresses; ``hears``:
     it runs elsewhere, and this peer is in touch with it; ``fit``: it could run here. ``replica`` is

@@ -1,8 +1,8 @@
 """What a stranger and a swarm say to each other before the stranger is a member.
 
 Plain text over TCP, apart from all other messages: nothing here is secret, and nothing of it is
-believed before a person has compared the code that follows from it (``molink.swarm.knocks``). A
-frame is two bytes of length and a tagged msgpack map.
+believed before a person has compared the code that follows from it
+(``molink.swarm.membership.knocks``). A frame is two bytes of length and a tagged msgpack map.
 """
 
 from typing import Annotated, Any, Literal

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from molink.checkpoint.source import demo_model
-from molink.swarm.generation import GenerationRequest
+from molink.swarm.frontend.generation import GenerationRequest
 from molink.text.grammar import grammar_of
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.data import Sampling

@@ -13,7 +13,7 @@ import pytest
 
 from molinkd.cli import bench_stage
 from molinkd.cli.main import run
-from molinkd.peer.stage_bench import StageBench, StageResult
+from molinkd.peer.agent.stage_bench import StageBench, StageResult
 
 
 @pytest.fixture(scope="module")

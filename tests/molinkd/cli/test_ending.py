@@ -7,14 +7,14 @@ import pytest
 
 from molink.errors import Unavailable
 from molink.facts.identity import peer_id
-from molink.swarm.records import MemberRecord
-from molink.swarm.replica import Replica
+from molink.swarm.controller.records import MemberRecord
+from molink.swarm.election.replica import Replica
 from molink.wire.messages.requests import LeaveRequest
 from molink.wire.sockets.curve import KeyPair
 from molinkd.cli import ending, local_daemon
 from molinkd.cli.main import run
 from molinkd.peer.home import Home
-from molinkd.peer.membership import Membership
+from molinkd.peer.membership.membership import Membership
 from molinkd.peer.runfile import RunFile
 
 SWARM = "ab" * 8

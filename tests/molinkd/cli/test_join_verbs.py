@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from molink.errors import KnockRefused, RequestError
-from molink.swarm.nearby import PORCH_PORT, Nearby
+from molink.swarm.membership.nearby import PORCH_PORT, Nearby
 from molink.wire.messages.instructions import KnockingPc
 from molink.wire.messages.requests import LeaveRequest
 from molinkd.cli import local_daemon, main
@@ -23,9 +23,9 @@ from molinkd.cli.main import run
 from molinkd.cli.typed_lines import TypedLines
 from molinkd.peer.demo import DemoSwarm
 from molinkd.peer.home import Home
-from molinkd.peer.knock import Code
 from molinkd.peer.launch import Invitation, KnocksNow, Launch
-from molinkd.peer.membership import Membership, read_membership
+from molinkd.peer.membership.knock import Code
+from molinkd.peer.membership.membership import Membership, read_membership
 
 ATTIC = Nearby("ab" * 8, "attic", "k" * 40, ("192.168.1.7",), 5479)
 CELLAR = Nearby("cd" * 8, "cellar", "l" * 40, ("192.168.1.8",), 5479)
@@ -74,8 +74,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     network = Network()
-    monkeypatch.setattr("molinkd.peer.discovery.look_around", network.look_around)
-    monkeypatch.setattr("molinkd.peer.knock.knock", network.knock)
+    monkeypatch.setattr("molinkd.peer.membership.discovery.look_around", network.look_around)
+    monkeypatch.setattr("molinkd.peer.membership.knock.knock", network.knock)
     monkeypatch.setattr("molinkd.cli.starting.run_daemon", network.run_daemon)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     return network

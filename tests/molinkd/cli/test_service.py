@@ -14,7 +14,7 @@ from molinkd.cli.service.base import Answer
 from molinkd.cli.service.systemd import SystemdService
 from molinkd.cli.service.task_scheduler import TaskSchedulerService, describe
 from molinkd.peer.home import Home
-from molinkd.peer.membership import Membership
+from molinkd.peer.membership.membership import Membership
 
 COMMAND = ["/opt/my python", "-m", "molinkd", "service", "run", "--home", "/home/a b/50%$x"]
 NAMESPACE = "{http://schemas.microsoft.com/windows/2004/02/mit/task}"

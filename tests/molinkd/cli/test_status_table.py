@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from molink.swarm.controller.told_status import read_status
 from molink.swarm.terms import next_epoch, next_term
-from molink.swarm.told_status import read_status
 from molinkd.cli.status_table import show_status
 from tests.molinkd.cli.top import swarms
 

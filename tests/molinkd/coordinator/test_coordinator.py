@@ -35,14 +35,15 @@ from molink.errors import (
 )
 from molink.facts.identity import peer_id
 from molink.facts.profile import Profile
-from molink.swarm import registry, twins
-from molink.swarm.invitations import MAX_INVITATIONS
-from molink.swarm.join_rate import JoinRate, Rate
-from molink.swarm.nearby import Nearby
-from molink.swarm.records import MemberRecord, PipelineRecord
-from molink.swarm.replica import Replica, decode_replica
+from molink.swarm.controller import registry
+from molink.swarm.controller.records import MemberRecord, PipelineRecord
+from molink.swarm.election.replica import Replica, decode_replica
+from molink.swarm.membership import twins
+from molink.swarm.membership.invitations import MAX_INVITATIONS
+from molink.swarm.membership.join_rate import JoinRate, Rate
+from molink.swarm.membership.nearby import Nearby
+from molink.swarm.membership.token import JoinToken
 from molink.swarm.terms import next_term
-from molink.swarm.token import JoinToken
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.instructions import (
@@ -94,7 +95,7 @@ from molinkd.coordinator import coordinator as module
 from molinkd.coordinator.arguments import Options
 from molinkd.coordinator.coordinator import Coordinator
 from molinkd.coordinator.state import State
-from molinkd.peer.knock import Code, knock
+from molinkd.peer.membership.knock import Code, knock
 from tests.support.swarm import Kit
 
 
@@ -1121,7 +1122,7 @@ async def test_who_speaks_otherwise_takes_no_part(
     )
     # The coordinator's PC is updated: now it is the other way round, until the rest is.
     await scene.stop()
-    monkeypatch.setattr("molink.swarm.versions.PROTOCOL", PROTOCOL + 1)
+    monkeypatch.setattr("molink.swarm.membership.versions.PROTOCOL", PROTOCOL + 1)
     for peer in (owner, newer):
         peer.told.clear()
     await scene.start(port=None)

@@ -13,7 +13,7 @@ from zmq.asyncio import Context
 
 from molink.errors import NotAuthorized, TokenError
 from molink.facts.identity import peer_id
-from molink.swarm.token import JoinToken
+from molink.swarm.membership.token import JoinToken
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.joining import Joined, JoinRequest
 from molink.wire.messages.requests import Invite, InviteRequest, StatusReply, StatusRequest

@@ -23,9 +23,9 @@ from molink.errors import (
     VersionMismatch,
     WireError,
 )
-from molink.swarm import knocks
-from molink.swarm.knocks import MAX_OF_ADDRESS, Knocker
-from molink.swarm.nearby import Nearby
+from molink.swarm.membership import knocks
+from molink.swarm.membership.knocks import MAX_OF_ADDRESS, Knocker
+from molink.swarm.membership.nearby import Nearby
 from molink.wire.messages.porch import (
     LENGTH_BYTES,
     Challenge,
@@ -39,8 +39,8 @@ from molink.wire.messages.porch import (
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.curve import KeyPair
 from molinkd.coordinator.porch import House, Porch
-from molinkd.peer.knock import Code, _check, knock
-from molinkd.peer.membership import Membership
+from molinkd.peer.membership.knock import Code, _check, knock
+from molinkd.peer.membership.membership import Membership
 from tests.support.net import until
 
 SWARM = "ab" * 8
@@ -376,7 +376,7 @@ async def test_a_flood_costs_little(scene: Scene) -> None:
 async def test_a_pc_that_speaks_otherwise_is_shown_to_nobody(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("molink.swarm.knocks.PROTOCOL", PROTOCOL + 1)
+    monkeypatch.setattr("molink.swarm.membership.knocks.PROTOCOL", PROTOCOL + 1)
     with pytest.raises(VersionMismatch):
         await scene.knock()
     assert scene.porch.waiting == []

@@ -7,8 +7,8 @@ import pytest
 
 from molink.errors import DamagedState, StateError
 from molink.facts.identity import peer_id
-from molink.swarm.records import MemberRecord, SwarmRecord
-from molink.swarm.replica import Replica
+from molink.swarm.controller.records import MemberRecord, SwarmRecord
+from molink.swarm.election.replica import Replica
 from molink.wire.sockets.curve import KeyPair
 from molinkd.coordinator.arguments import Options
 from molinkd.coordinator.restore import open_state, read_replica

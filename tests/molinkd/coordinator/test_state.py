@@ -11,7 +11,7 @@ from molink.errors import InvariantError, StateError
 from molink.facts.identity import peer_id
 from molink.facts.model import ModelFacts
 from molink.facts.profile import Profile
-from molink.swarm.records import (
+from molink.swarm.controller.records import (
     Desired,
     InvitationRecord,
     MemberRecord,
@@ -20,7 +20,7 @@ from molink.swarm.records import (
     SwarmRecord,
     Use,
 )
-from molink.swarm.replica import decode_replica
+from molink.swarm.election.replica import decode_replica
 from molink.wire.messages.instructions import Member
 from molink.wire.sockets.curve import KeyPair
 from molinkd.coordinator import state as module

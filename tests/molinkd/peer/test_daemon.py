@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from molink.errors import MolinkError, ShutOut, TokenError, Unavailable
-from molink.swarm.token import JoinToken
+from molink.swarm.membership.token import JoinToken
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer import daemon as module
 from molinkd.peer.daemon import Daemon
 from molinkd.peer.launch import AnyEvent, Launch, Trouble
-from molinkd.peer.membership import Membership
+from molinkd.peer.membership.membership import Membership
 from molinkd.peer.settings import Settings
 
 KEYS = KeyPair.generate()

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from molink.facts.device import Device
 from molink.facts.identity import peer_id
-from molink.swarm.offenders import Offenders
+from molink.swarm.membership.offenders import Offenders
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage, Done
@@ -31,15 +31,15 @@ from molink.wire.messages.requests import RevokeRequest, StatusReply, StatusRequ
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender, Server
-from molinkd.peer import readiness
-from molinkd.peer.device_probe import Measured
+from molinkd.peer.agent import readiness
+from molinkd.peer.agent.device_probe import Measured
+from molinkd.peer.artifacts.library import Holding, Library
+from molinkd.peer.election.leadership import Leadership
+from molinkd.peer.election.replica_file import ReplicaFile
 from molinkd.peer.home import Home
 from molinkd.peer.launch import AnyEvent, NotServed, Transferring, Trouble
-from molinkd.peer.leadership import Leadership
-from molinkd.peer.library import Holding, Library
-from molinkd.peer.membership import Membership
+from molinkd.peer.membership.membership import Membership
 from molinkd.peer.node import Node
-from molinkd.peer.replica_file import ReplicaFile
 from molinkd.peer.resources import Resources
 from molinkd.peer.service import Service
 from molinkd.peer.settings import Settings

@@ -10,7 +10,7 @@ import pytest
 from molink.checkpoint.manifest import root_of
 from molink.errors import ModelNotFound, NotAuthorized, RequestError
 from molink.facts.identity import peer_id
-from molink.swarm.address_book import AddressBook
+from molink.swarm.membership.address_book import AddressBook
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage, Done
@@ -38,9 +38,9 @@ from molink.wire.messages.requests import (
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Server
-from molinkd.peer.library import Holding, Library
+from molinkd.peer.artifacts.library import Holding, Library
+from molinkd.peer.artifacts.sources import PeerSource, Sources
 from molinkd.peer.service import AboutLeader, Service, UserCommands
-from molinkd.peer.sources import PeerSource, Sources
 from tests.support.models import write_tensors
 from tests.support.net import Net
 

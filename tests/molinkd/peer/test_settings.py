@@ -9,7 +9,7 @@ import pytest
 
 from molink.errors import UsageError
 from molink.facts.settings import PipelineSettings
-from molinkd.peer.devices import device_settings
+from molinkd.peer.agent.devices import device_settings
 from molinkd.peer.home import Home
 from molinkd.peer.settings import (
     NAMES,

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from molink.head.head import Head
-from molink.head.intake import PART_TIMEOUT
-from molink.head.limits import HeadLimits
-from molink.head.prefix import ROOT
-from molink.head.request import Emission
 from molink.routing.report import CacheReport, unpack_report
 from molink.routing.spans import span_digests
+from molink.scheduler.head import Head
+from molink.scheduler.intake import PART_TIMEOUT
+from molink.scheduler.limits import HeadLimits
+from molink.scheduler.prefix import ROOT
+from molink.scheduler.request import Emission
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import MAX_GRAMMAR, Beat, Sampling

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.head.head import Head
-from molink.head.limits import HeadLimits
-from molink.head.request import HeadRequest
 from molink.ring.work import Segment
+from molink.scheduler.head import Head
+from molink.scheduler.limits import HeadLimits
+from molink.scheduler.request import HeadRequest
 from molink.stage.stage import Stage
 from molink.wire.messages.data import Admit, Release, Sampling, Table
 from molink.wire.messages.serving import Token

@@ -12,14 +12,14 @@ from molink.checkpoint.rope import RopeConfig
 from molink.facts.profile import UNKNOWN
 from molink.facts.ringtimes import LinkFacts
 from molink.facts.settings import PipelineSettings
-from molink.head.job import Job
-from molink.head.policies import create
-from molink.head.policies.fcfs import Fcfs
-from molink.head.policies.lengths import LEAST, AnswerLengths
-from molink.head.request import HeadRequest
 from molink.link.estimate.remembered import LinkMemory
 from molink.link.recording import replay
 from molink.ring.hosted import NO_ROOM, HostRoom
+from molink.scheduler.job import Job
+from molink.scheduler.policies import create
+from molink.scheduler.policies.fcfs import Fcfs
+from molink.scheduler.policies.lengths import LEAST, AnswerLengths
+from molink.scheduler.request import HeadRequest
 from molink.wire.messages.data import Choice, Frame, Lane, LinkHello, Sampled, Sampling, Tombstone
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.load import StageLoad

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from molink.checkpoint.source import demo_model
 from molink.stage.sampling.sampler import SampleRow, sample
-from molink.swarm.generation import GenerationRequest
+from molink.swarm.frontend.generation import GenerationRequest
 from molink.text.grammar import check_grammar, grammar_of
 from molink.text.matcher import Grammars
 from molink.text.tokenizer import Tokenizer

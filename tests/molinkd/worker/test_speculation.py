@@ -11,11 +11,11 @@ import torch
 from molink.checkpoint.folder import ModelFolder
 from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS, DraftModelFacts, DraftOrder, Guesses
 from molink.facts.profile import Profile
-from molink.head.limits import HeadLimits
-from molink.head.request import HeadRequest
-from molink.head.speculation.base import Foretold
-from molink.head.speculation.lookup import PromptLookup
 from molink.ring.work import Segment, StepDone
+from molink.scheduler.limits import HeadLimits
+from molink.scheduler.request import HeadRequest
+from molink.scheduler.speculation.base import Foretold
+from molink.scheduler.speculation.lookup import PromptLookup
 from molink.sim.agenda import Agenda
 from molink.stage.stage import Stage
 from molink.wire.messages.data import Sampling

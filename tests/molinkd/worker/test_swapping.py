@@ -11,10 +11,10 @@ import torch
 
 from molink.checkpoint.folder import ModelFolder
 from molink.facts.preemption import PreemptionMode
-from molink.head.limits import HeadLimits
-from molink.head.request import HeadRequest
 from molink.ring.hosted import HostRoom
 from molink.ring.work import BlockCopy, Segment, StepDone
+from molink.scheduler.limits import HeadLimits
+from molink.scheduler.request import HeadRequest
 from molink.sim.agenda import Agenda
 from molink.stage.stage import Stage
 from molink.wire.messages.data import Admit, Sampling

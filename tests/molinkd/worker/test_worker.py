@@ -18,8 +18,8 @@ from molink.errors import MolinkError
 from molink.facts.identity import peer_id
 from molink.facts.profile import Profile
 from molink.facts.settings import PipelineSettings
-from molink.head.policies.lengths import AnswerLengths
 from molink.ring.hosted import NO_ROOM, HostRoom
+from molink.scheduler.policies.lengths import AnswerLengths
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.pipe import (
     Formed,

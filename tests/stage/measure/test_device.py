@@ -27,7 +27,7 @@ def test_it_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_daemon_understands_it() -> None:
     import msgspec
 
-    from molinkd.peer.device_probe import DeviceProbe
+    from molinkd.peer.agent.device_probe import DeviceProbe
 
     body = json.dumps(probe.probe("cpu", 1 << 20)).encode()
     assert msgspec.json.decode(body, type=DeviceProbe).kind == "cpu"

@@ -4,7 +4,7 @@ import re
 
 from molink.facts.kernels import INSTEAD, SPARE
 from molinkd.cli.doctor.facts import DeviceFacts, Finding
-from molinkd.peer.self_test import AboutTorch, Gpu, KernelResult
+from molinkd.peer.agent.self_test import AboutTorch, Gpu, KernelResult
 
 _DRIVERS = "https://www.nvidia.com/drivers"
 #: On the CPU.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from molinkd.peer.self_test import SelfTest
+from molinkd.peer.agent.self_test import SelfTest
 
 Level = Literal["ok", "warning", "problem"]
 #: What ``--fix`` can do: nothing that takes rights, opens anything, or loses what is needed.

@@ -27,12 +27,12 @@ from molinkd.cli.doctor.facts import (
 )
 from molinkd.cli.doctor.gather_network import network_facts
 from molinkd.cli.local_daemon import Found
-from molinkd.peer.device_probe import worker_threads
+from molinkd.peer.agent.device_probe import worker_threads
+from molinkd.peer.agent.self_test import SelfTest, remember, self_test
+from molinkd.peer.artifacts.models_here import models_here
 from molinkd.peer.home import Home
-from molinkd.peer.models_here import models_here
 from molinkd.peer.platform import child_options
 from molinkd.peer.remembered import read_options
-from molinkd.peer.self_test import SelfTest, remember, self_test
 from molinkd.peer.settings import Settings, load_settings
 
 #: Of another program that is asked something.

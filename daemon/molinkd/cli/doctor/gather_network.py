@@ -13,8 +13,8 @@ import psutil
 
 from molink.errors import MolinkError
 from molinkd.cli.doctor.facts import NetworkFacts, PortFact
-from molinkd.peer.addresses import advertised, multicast_addresses
-from molinkd.peer.discovery import look_around
+from molinkd.peer.membership.addresses import advertised, multicast_addresses
+from molinkd.peer.membership.discovery import look_around
 from molinkd.peer.platform import child_options
 from molinkd.peer.settings import Settings
 

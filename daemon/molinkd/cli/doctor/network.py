@@ -2,9 +2,9 @@
 
 import ipaddress
 
-from molink.swarm.reach import opening
+from molink.swarm.controller.reach import opening
 from molinkd.cli.doctor.facts import Finding, NetworkFacts, PortFact, SwarmFacts
-from molinkd.peer.addresses import is_loopback
+from molinkd.peer.membership.addresses import is_loopback
 from molinkd.peer.settings import PORTS_TRIED
 
 #: Of mDNS.

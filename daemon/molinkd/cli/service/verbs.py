@@ -16,7 +16,7 @@ from molinkd.cli.service.task_scheduler import TaskSchedulerService
 from molinkd.cli.starting import start
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.peer.home import Home
-from molinkd.peer.membership import Membership, read_membership
+from molinkd.peer.membership.membership import Membership, read_membership
 from molinkd.peer.runfile import read_run_file
 
 service_app = typer.Typer(help="Keep molink running on this PC, from each start on.")

@@ -16,7 +16,7 @@ from textual.widgets import Input, Static
 
 from molink.errors import MolinkError
 from molink.plaintext import plain
-from molink.swarm.told_status import Status
+from molink.swarm.controller.told_status import Status
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.requests import DrainRequest, JudgeReply, JudgeRequest, Rebalance
 from molinkd.cli.top.feed import StatusFeed

@@ -5,7 +5,7 @@ from pathlib import Path
 import zmq.asyncio
 
 from molink.errors import MolinkError, Unavailable
-from molink.swarm.told_status import Status, read_status
+from molink.swarm.controller.told_status import Status, read_status
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.requests import StatusRequest

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from molink.swarm.told_status import read_status
+from molink.swarm.controller.told_status import read_status
 from molink.wire.messages.requests import StatusRequest
 from molink.wire.sockets.loop import EventLoop
 from molinkd.cli import local_daemon

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from molink.plaintext import plain
-from molink.swarm.told_status import (
+from molink.swarm.controller.told_status import (
     HeadStatus,
     Link,
     Peer,

@@ -12,7 +12,7 @@ from molinkd.cli.doctor.facts import (
     PlaceFacts,
     SwarmFacts,
 )
-from molinkd.peer.self_test import AboutTorch, Gpu, KernelResult, SelfTest
+from molinkd.peer.agent.self_test import AboutTorch, Gpu, KernelResult, SelfTest
 
 FINE = (
     KernelResult(kernel="torch", dtype="f16", state="ok", error=1e-4, tolerance=2e-3),

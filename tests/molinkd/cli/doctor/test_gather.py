@@ -12,8 +12,8 @@ from molink.checkpoint.source import demo_model
 from molinkd.cli.doctor import gather, gather_network
 from molinkd.cli.doctor.facts import Card
 from molinkd.cli.doctor.gather import read_card, read_swarm
+from molinkd.peer.agent.self_test import KernelResult, SelfTest
 from molinkd.peer.home import Home
-from molinkd.peer.self_test import KernelResult, SelfTest
 from molinkd.peer.settings import Settings
 
 LINUX = """\

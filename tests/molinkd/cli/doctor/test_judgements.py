@@ -8,7 +8,7 @@ from molinkd.cli.doctor.device import judge_device
 from molinkd.cli.doctor.facts import Card, Finding, PeerFact, PortFact
 from molinkd.cli.doctor.network import judge_network
 from molinkd.cli.doctor.place import judge_place
-from molinkd.peer.self_test import AboutTorch, Gpu, KernelResult
+from molinkd.peer.agent.self_test import AboutTorch, Gpu, KernelResult
 from tests.molinkd.cli.doctor.situations import (
     CPU_BUILD,
     CUDA_BUILD,

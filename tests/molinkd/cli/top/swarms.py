@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from molink.swarm.told_status import Status, read_status
+from molink.swarm.controller.told_status import Status, read_status
 
 GB = 10**9
 

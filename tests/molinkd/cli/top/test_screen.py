@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from molink.errors import MolinkError, RequestError, Unavailable
-from molink.swarm.told_status import Status
+from molink.swarm.controller.told_status import Status
 from molink.wire.messages.control import ControlMessage, Done
 from molink.wire.messages.requests import DrainRequest, JudgeReply, JudgeRequest, Rebalance
 from molinkd.cli.top.app import TopApp

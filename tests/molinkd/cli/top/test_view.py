@@ -6,7 +6,7 @@ import pytest
 from rich.cells import cell_len
 
 from molink.errors import WireError
-from molink.swarm.told_status import read_status
+from molink.swarm.controller.told_status import read_status
 from molinkd.cli.top.lines import NARROWEST, ORDERS, body_lines, frame, head_lines
 from molinkd.cli.top.view import View, make_view
 from molinkd.cli.units import bandwidth, long_time, seconds, size

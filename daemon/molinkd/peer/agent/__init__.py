@@ -1,0 +1,1 @@
+"""The stage agent: workers, devices and their preparation."""

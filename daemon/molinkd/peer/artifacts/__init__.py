@@ -1,0 +1,1 @@
+"""Model files: stores, sources, transfers and replication."""

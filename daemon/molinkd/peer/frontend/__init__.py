@@ -1,0 +1,1 @@
+"""The endpoint's backend: models served, requests and token streams."""

@@ -1,0 +1,1 @@
+"""Joining, discovery, sessions and relayed routes."""

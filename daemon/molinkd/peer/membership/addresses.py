@@ -1,0 +1,95 @@
+"""Under which addresses other PCs can reach this one."""
+
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable, Sequence
+
+import psutil
+
+from molink.swarm.membership.nearby import can_be_dialled
+
+MAX_ADDRESSES = 8
+LOOPBACK = "127.0.0.1"
+_HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9])?\.?")
+#: What looks like an address, and is none.
+_NUMBERS = re.compile(r"[0-9.]+")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this PC can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether binding to ``host`` means every interface."""
+    return host in ("0.0.0.0", "::", "*", "")
+
+
+def is_reachable_name(text: str) -> bool:
+    """Whether another PC could dial ``text``: an address, or a host's name; without a port."""
+    try:
+        return not ipaddress.ip_address(text).is_unspecified
+    except ValueError:
+        return _HOST_NAME.fullmatch(text) is not None and not _NUMBERS.fullmatch(text)
+
+
+def from_here(host: str) -> str:
+    """The address under which this PC itself reaches sockets that are bound to ``host``."""
+    return LOOPBACK if is_wildcard(host) else host
+
+
+def advertised(host: str, explicit: Sequence[str] = ()) -> tuple[str, ...]:
+    """Addresses to tell to others, best first, for sockets that are bound to ``host``."""
+    if explicit:
+        return tuple(explicit)[:MAX_ADDRESSES]
+    if not is_wildcard(host):
+        return (host,)
+    return rank(_interface_addresses(), _outgoing_address())
+
+
+def multicast_addresses(host: str) -> tuple[str, ...]:
+    """This PC's own addresses in the networks that sockets bound to ``host`` belong to.
+
+    None where only this PC can reach them.
+    """
+    found = _interface_addresses() if is_wildcard(host) else [host]
+    return tuple(dict.fromkeys(one for one in found if can_be_dialled(one)))
+
+
+def rank(found: Iterable[str], outgoing: str | None) -> tuple[str, ...]:
+    """The address of the default route first, loopback only if there is no other."""
+    usable: list[str] = [outgoing] if outgoing else []
+    for text in found:
+        address = ipaddress.ip_address(text)
+        if address.is_loopback or address.is_link_local or text in usable:
+            continue
+        usable.append(text)
+    return tuple(usable[:MAX_ADDRESSES]) or (LOOPBACK,)
+
+
+def _interface_addresses() -> list[str]:
+    states = psutil.net_if_stats()
+    return [
+        entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        if name not in states or states[name].isup
+        for entry in entries
+        if entry.family == socket.AF_INET
+    ]
+
+
+def _outgoing_address() -> str | None:
+    """The local address that the default route uses; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        address = str(probe.getsockname()[0])
+    return None if is_loopback(address) or address == "0.0.0.0" else address

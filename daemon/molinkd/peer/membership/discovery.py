@@ -1,0 +1,270 @@
+"""Announcing a swarm on the local network, and looking for those that are announced (zeroconf).
+
+zeroconf runs in threads of its own, with its own event loop, so that what others send there doesn't
+hold up the daemon; it bounds what it remembers. Nothing announced is secret, nothing heard is
+believed: :mod:`molink.swarm.membership.nearby` says what may be shown.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from molink.errors import Unavailable
+from molink.swarm.membership.nearby import (
+    MAX_SWARMS,
+    SERVICE,
+    Nearby,
+    can_be_dialled,
+    instance_name,
+    read_announcement,
+)
+from molinkd.peer.election.coordinator_child import Announcement
+from molinkd.peer.membership.addresses import advertised, multicast_addresses
+from molinkd.peer.settings import Settings
+
+if TYPE_CHECKING:
+    from zeroconf import ServiceStateChange, Zeroconf
+
+log = logging.getLogger(__name__)
+
+#: How often it is looked what there is to announce: who leads, and this PC's addresses, change.
+POLL_S = 2.0
+#: How long swarms are looked for, and how long after the first was found, in seconds.
+LOOK_S, MORE_S = 6.0, 1.5
+#: How long a swarm is looked for of which a member is missing, and the longest pause until that is
+#: done again, in seconds.
+MISSED_S, SELDOM_S = 3.0, 60.0
+#: Addresses that are asked because of what was heard.
+_MAX_HEARD = 8
+#: How long one announcement is waited for that names no details, in milliseconds.
+_DETAILS_MS = 800
+#: Announcements that are looked at: a hostile PC can make any number.
+_MAX_SEEN = 64
+
+#: What is announced, and from which of this PC's addresses.
+_Told = tuple[Nearby, tuple[str, ...]]
+
+
+class Announcer:
+    """Announces the swarm that is led from this PC, for as long as it is."""
+
+    def __init__(self, settings: Settings, coordinator: Callable[[], Announcement | None]) -> None:
+        """``coordinator()`` is that which runs here."""
+        self._settings, self._coordinator = settings, coordinator
+        self._zeroconf: Zeroconf | None = None
+        self._told: _Told | None = None
+        self._task: asyncio.Task[None] | None = None
+        #: Held while a thread announces something, or ends it.
+        self._telling = threading.Lock()
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin; does nothing where only this PC could hear it, or nobody is to."""
+        if self._settings.discovery and multicast_addresses(self._settings.host):
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="molink-announce")
+
+    async def close(self) -> None:
+        """Say that it is over."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._closed = True
+            await asyncio.to_thread(self._tell, None)
+
+    async def _run(self) -> None:
+        while True:
+            wanted = self._wanted()
+            if wanted != self._told:
+                await asyncio.to_thread(self._tell, wanted)
+            await asyncio.sleep(POLL_S)
+
+    def _wanted(self) -> _Told | None:
+        found, settings = self._coordinator(), self._settings
+        interfaces = multicast_addresses(settings.host)
+        if found is None or not found.porch or not interfaces:
+            return None
+        told = advertised(settings.host, settings.advertise)
+        addresses = tuple(one for one in told if can_be_dialled(one))
+        nearby = Nearby(found.swarm, found.name, found.public_key, addresses, found.porch)
+        return (nearby, interfaces) if addresses else None
+
+    def _tell(self, wanted: _Told | None) -> None:
+        """Announce that in the place of what was; in a thread."""
+        from zeroconf import Error
+
+        with self._telling:
+            if self._closed and wanted is not None:
+                return
+            before, self._zeroconf, self._told = self._zeroconf, None, wanted
+            try:
+                if before is not None:
+                    before.close()
+                if wanted is not None:
+                    self._zeroconf = _announce(*wanted)
+            except (OSError, Error) as error:
+                log.warning("the swarm can't be announced on the local network: %r", error)
+
+
+class Missed(Protocol):
+    """What a :class:`Lookout` looks for."""
+
+    @property
+    def swarm(self) -> str: ...
+    @property
+    def missing(self) -> bool:
+        """Whether a member isn't found where it was."""
+        ...
+
+    def heard_at(self, addresses: tuple[str, ...]) -> None:
+        """The swarm announces itself there, or somebody says so."""
+        ...
+
+
+class Lookout:
+    """Looks on the local network for a swarm whose members aren't at their addresses any more.
+
+    A new router gives all PCs others. What is heard is only where to ask: members have keys.
+    """
+
+    def __init__(self, settings: Settings, missed: Missed) -> None:
+        self._settings, self._missed = settings, missed
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin; does nothing where only this PC could be heard, or nobody is to be looked for."""
+        if self._settings.discovery and multicast_addresses(self._settings.host):
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="molink-lookout")
+
+    async def close(self) -> None:
+        """Look no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        pause = POLL_S
+        while True:
+            await asyncio.sleep(pause)
+            if not self._missed.missing:
+                pause = POLL_S
+                continue
+            self._missed.heard_at(await asyncio.to_thread(self._look))
+            pause = min(2 * pause, SELDOM_S)
+
+    def _look(self) -> tuple[str, ...]:
+        try:
+            found = look_around(self._settings.host, MISSED_S)
+        except Unavailable as error:
+            log.info("%s", error)
+            return ()
+        here = {*multicast_addresses(self._settings.host)}
+        addresses = (
+            one for near in found if near.swarm == self._missed.swarm for one in near.addresses
+        )
+        return tuple(one for one in dict.fromkeys(addresses) if one not in here)[:_MAX_HEARD]
+
+
+def _announce(nearby: Nearby, interfaces: Sequence[str]) -> "Zeroconf":
+    from zeroconf import ServiceInfo
+
+    name = instance_name(nearby.swarm)
+    families = {True: socket.AF_INET6, False: socket.AF_INET}
+    info = ServiceInfo(
+        SERVICE,
+        name,
+        port=nearby.port,
+        properties=nearby.properties,
+        addresses=[socket.inet_pton(families[":" in one], one) for one in nearby.addresses],
+        server=f"{name.partition('.')[0]}.local.",
+    )
+    zeroconf = _open(interfaces)
+    try:
+        # Where another PC has this name already, ours gets a number.
+        zeroconf.register_service(info, allow_name_change=True)
+    except BaseException:
+        zeroconf.close()
+        raise
+    log.info("the swarm is announced on the networks of %s", ", ".join(interfaces))
+    return zeroconf
+
+
+def look_around(host: str, seconds: float = LOOK_S, more: float = MORE_S) -> list[Nearby]:
+    """Swarms that announce themselves where ``host`` can be reached; blocks for so long at most.
+
+    Raises:
+        Unavailable: this PC can't take part in multicast.
+    """
+    from zeroconf import Error
+
+    interfaces = multicast_addresses(host)
+    try:
+        return _Look(interfaces).run(seconds, more) if interfaces else []
+    except (OSError, Error) as error:
+        raise Unavailable(
+            f"can't look for swarms on this network: {error!r}. Name the first PC instead, as in "
+            "`molink join 192.168.1.7`, or join by a token"
+        ) from None
+
+
+class _Look:
+    """One look around."""
+
+    def __init__(self, interfaces: Sequence[str]) -> None:
+        self._interfaces = interfaces
+        self._seen: dict[str, None] = {}
+        self._found: dict[tuple[str, str], Nearby] = {}
+        self._news = threading.Event()
+
+    def run(self, seconds: float, more: float) -> list[Nearby]:
+        from zeroconf import ServiceBrowser
+
+        zeroconf = _open(self._interfaces)
+        until = time.monotonic() + seconds
+        try:
+            browser = ServiceBrowser(zeroconf, SERVICE, handlers=[self._noticed])
+            done = 0
+            while (left := until - time.monotonic()) > 0:
+                self._news.wait(min(left, 0.5))
+                self._news.clear()
+                for name in list(self._seen)[done:]:
+                    done += 1
+                    if self._take(zeroconf, name) and len(self._found) == 1:
+                        until = min(until, time.monotonic() + more)
+            browser.cancel()
+        finally:
+            zeroconf.close()
+        return list(self._found.values())[:MAX_SWARMS]
+
+    def _noticed(
+        self, zeroconf: "Zeroconf", service_type: str, name: str, state_change: "ServiceStateChange"
+    ) -> None:
+        """Called by zeroconf, in its thread, with exactly these names."""
+        del zeroconf, service_type, state_change
+        if len(self._seen) < _MAX_SEEN:
+            self._seen[name] = None
+            self._news.set()
+
+    def _take(self, zeroconf: "Zeroconf", name: str) -> bool:
+        from zeroconf import IPVersion, ServiceInfo
+
+        with contextlib.suppress(Exception):  # a stranger's bytes, read by another's code
+            info = ServiceInfo(SERVICE, name)
+            if info.request(zeroconf, _DETAILS_MS):
+                addresses = info.parsed_addresses(IPVersion.V4Only)
+                nearby = read_announcement(info.properties, addresses, info.port)
+                if nearby is not None and len(self._found) < MAX_SWARMS:
+                    self._found[nearby.swarm, nearby.public_key] = nearby
+                    return True
+        return False
+
+
+def _open(interfaces: Sequence[str]) -> "Zeroconf":
+    from zeroconf import IPVersion, Zeroconf
+
+    usable = [one for one in interfaces if ":" not in one]
+    return Zeroconf(interfaces=usable, ip_version=IPVersion.V4Only)

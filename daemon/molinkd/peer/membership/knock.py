@@ -1,0 +1,213 @@
+"""Asking a swarm to be let in, without a token: this PC's side of the porch."""
+
+import asyncio
+import contextlib
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import molink
+from molink.errors import (
+    KnockRefused,
+    KnockUnanswered,
+    ShutOut,
+    Unavailable,
+    UsageError,
+    VersionMismatch,
+    WireError,
+)
+from molink.facts.identity import peer_id
+from molink.swarm.membership.hygiene import clean_name
+from molink.swarm.membership.knocks import WAIT_S, Knocker
+from molink.swarm.membership.nearby import PORCH_PORT, Nearby, is_swarm_id
+from molink.swarm.membership.versions import Spoken, mismatch, ours
+from molink.wire.messages.base import Message
+from molink.wire.messages.porch import (
+    LENGTH_BYTES,
+    MAX_FRAME,
+    Challenge,
+    Verdict,
+    decode_frame,
+    encode_frame,
+    frame_length,
+)
+from molink.wire.sockets.curve import KeyPair, is_public_key
+from molinkd.peer.membership.membership import Membership
+
+#: Seconds for a connection to one address, and for an answer to what a program says.
+_CONNECT_S, _ANSWER_S = 4.0, 10.0
+#: The swarm ends a knock by itself; this PC waits a little longer, in seconds.
+_WAIT_S = WAIT_S + 15.0
+_MAX_ADDRESSES = 8
+_HOST_PORT = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,58}:[0-9]{1,5}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What a person has to compare: the swarm, by its own word, and the code."""
+
+    swarm: str
+    name: str
+    code: str
+
+
+async def knock(
+    nearby: Nearby,
+    keys: KeyPair,
+    name: str,
+    show: Callable[[Code], None],
+    patience: float = _WAIT_S,
+    *,
+    join: str = "`molink join`",
+) -> Membership:
+    """Knock, have the code shown, and wait until a person at the swarm has let this PC in.
+
+    What it returns is the swarm's own word: it holds if the person saw the same code there.
+    ``join`` is what a person types to try again.
+
+    Raises:
+        Unavailable: nobody answers there, or the swarm is full.
+        KnockRefused: a person, or the swarm, refused.
+        KnockUnanswered: nobody has approved it in time.
+        ShutOut: this PC was revoked.
+        UsageError: another PC has this one's key.
+        VersionMismatch: this PC's molink and the swarm's don't understand each other.
+        WireError: what answers is no swarm, or not the one that was announced.
+    """
+    reader, writer, address = await _connect(nearby)
+    try:
+        knocker = Knocker(keys.public, name, molink.__version__, secrets.token_bytes(32))
+        challenge = await _exchange(reader, writer, knocker.asked, join)
+        if not _is_as_announced(challenge, nearby):
+            raise WireError(
+                f"what answers at {address} is not the swarm that was announced: another program "
+                "or PC pretends to be it. Join by a token (`molink invite` prints one)"
+            )
+        reveal, code = knocker.answer(challenge)
+        writer.write(encode_frame(reveal))
+        show(Code(challenge.swarm, clean_name(challenge.name, challenge.swarm), code))
+        verdict = await _verdict(reader, patience, join)
+        _check(verdict, peer_id(keys.public), join)
+        return _membership(challenge, verdict, address)
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def _connect(
+    nearby: Nearby,
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+    failure = ""
+    for address in nearby.addresses:
+        opening = asyncio.open_connection(address, nearby.port, limit=2 * MAX_FRAME)
+        try:
+            return *(await asyncio.wait_for(opening, _CONNECT_S)), address
+        except TimeoutError:
+            failure = "it doesn't answer"
+        except (OSError, UnicodeError) as error:
+            failure = str(error)
+    where = " or ".join(nearby.addresses)
+    raise Unavailable(
+        f"can't reach the swarm at {where} port {nearby.port}: {failure}. Does `molink up` run "
+        "there, with `discovery` on, and does its firewall let TCP ports 5466 to 5479 in?"
+    )
+
+
+async def _exchange(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: Message, join: str
+) -> Challenge:
+    writer.write(encode_frame(message))
+    try:
+        answer: Challenge | Verdict = await asyncio.wait_for(
+            _read(reader, Challenge | Verdict), _ANSWER_S
+        )
+    except (OSError, asyncio.IncompleteReadError, TimeoutError):
+        raise Unavailable(
+            "the swarm has ended the connection: too many ask it at this moment, or no swarm is "
+            "there. Try again in a minute, or join by a token"
+        ) from None
+    except WireError as error:
+        raise WireError(
+            f"what answers there is no swarm's door ({error}): that is port {PORCH_PORT}, unless "
+            "`porch_port` is set on the PC that runs the swarm"
+        ) from None
+    if isinstance(answer, Verdict):
+        _check(answer, "", join)
+        raise WireError("the swarm lets this PC in before it has asked anything")
+    return answer
+
+
+async def _verdict(reader: asyncio.StreamReader, patience: float, join: str) -> Verdict:
+    try:
+        verdict: Verdict = await asyncio.wait_for(_read(reader, Verdict), patience)
+    except TimeoutError:
+        return Verdict(outcome="expired")
+    except (OSError, asyncio.IncompleteReadError):
+        raise Unavailable(
+            f"the connection to the swarm was lost before somebody approved: run {join} again"
+        ) from None
+    return verdict
+
+
+async def _read(reader: asyncio.StreamReader, types: Any) -> Any:
+    length = frame_length(await reader.readexactly(LENGTH_BYTES))
+    return decode_frame(await reader.readexactly(length), types)
+
+
+def _is_as_announced(challenge: Challenge, nearby: Nearby) -> bool:
+    return (
+        is_swarm_id(challenge.swarm)
+        and is_public_key(challenge.public_key)
+        and nearby.swarm in ("", challenge.swarm)
+        and nearby.public_key in ("", challenge.public_key)
+    )
+
+
+def _check(verdict: Verdict, me: str, join: str) -> None:
+    """Raise what a verdict means, unless it is that this PC is let in."""
+    match verdict.outcome:
+        case "admitted":
+            return
+        case "refused":
+            raise KnockRefused("the swarm refused this PC")
+        case "expired":
+            raise KnockUnanswered(
+                f"nobody has approved this PC in time: run {join} again, and `molink approve` on "
+                "a PC of the swarm while this one waits"
+            )
+        case "busy":
+            raise Unavailable("too many PCs ask the swarm at this moment: try again in a minute")
+        case "full":
+            raise Unavailable(
+                "the swarm has as many PCs as it may have: `molink revoke` one there, or start it "
+                "with a higher `max_peers`"
+            )
+        case "revoked":
+            raise ShutOut(
+                f"this PC was shut out of the swarm. `molink un-revoke {me}` on the PC that runs "
+                "it lets it in again"
+            )
+        case "version":
+            raise VersionMismatch(mismatch(ours(), Spoken(verdict.version, verdict.protocol)))
+        case "twin":
+            raise UsageError(
+                "a PC with this one's key is in the swarm, and runs: this state folder is a copy "
+                "of that PC's, or that PC is this one. Delete peer.key in the state folder here to "
+                f"get an identity of its own, then run {join} again"
+            )
+
+
+def _membership(challenge: Challenge, verdict: Verdict, address: str) -> Membership:
+    """The swarm; its coordinator is first looked for where it was knocked."""
+    host = f"[{address}]" if ":" in address else address
+    first = (f"{host}:{verdict.port}",) if verdict.port else ()
+    others = filter(_HOST_PORT.match, verdict.addresses)
+    addresses = tuple(dict.fromkeys((*first, *others)))[:_MAX_ADDRESSES]
+    if not addresses:
+        raise WireError("the swarm doesn't say where it is to be found")
+    return Membership(
+        swarm=challenge.swarm, coordinator_key=challenge.public_key, addresses=addresses
+    )

@@ -1,0 +1,273 @@
+"""Tries whether other members' ports can be reached from here, and how far away they are.
+
+Before anything depends on it: placement goes by it.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq.asyncio
+
+from molink.errors import MolinkError, NotAuthorized
+from molink.swarm.running_time import STANDSTILL
+from molink.wire.messages.codec import Codec, control_codec
+from molink.wire.messages.instructions import Member
+from molink.wire.sockets.client import Client
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.endpoints import endpoints
+from molinkd.peer.membership.detours import Detours
+
+#: How long a try may take, in seconds: a handshake takes five round trips.
+PATIENCE_S = 3.0
+#: Until a member that could not be reached is tried again, in seconds.
+RETRY_S = 5.0
+#: Until the way to a member that was reached is measured again, in seconds.
+MEASURE_S = 600.0
+#: The same of a way over a relay, which may be gone.
+DETOUR_S = 30.0
+#: So many members are tried at once: when a swarm starts, each PC tries all others.
+_AT_ONCE = 4
+#: Where there are more than so many, whoever has answered is followed by a pause, in which others
+#: get on: so many times as long as the answer took, which is longer where PCs are busy; and how
+#: long at most, in seconds.
+_MANY = 8
+_PAUSE, _MOST_PAUSE_S = 9, 3.0
+#: Another latency is told if it differs by this part and by so many seconds.
+_NEWS, _NEWS_S = 0.2, 0.001
+#: A round trip is the least of so many: what comes on top is the PCs' own. One so short is enough:
+#: a shorter one would be no news.
+_TRIPS, _ENOUGH_S = 5, 2 * _NEWS_S
+
+
+async def can_connect(
+    context: zmq.asyncio.Context,
+    keys: KeyPair,
+    codec: Codec[Any],
+    server_key: str,
+    targets: Sequence[str],
+) -> bool:
+    """Whether the holder of ``server_key`` answers at any of ``targets`` (``tcp://host:port``).
+
+    One that doesn't know this PC yet has answered too. A try during which this process stood still
+    says nothing, and is made again.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        began = loop.time()
+        if await _try(context, keys, codec, server_key, targets):
+            return True
+        if loop.time() - began <= PATIENCE_S + STANDSTILL:
+            return False
+
+
+async def _try(
+    context: zmq.asyncio.Context,
+    keys: KeyPair,
+    codec: Codec[Any],
+    server_key: str,
+    targets: Sequence[str],
+) -> bool:
+    tries = [
+        asyncio.ensure_future(_answers(context, keys, codec, server_key, target))
+        for target in targets
+    ]
+    try:
+        for done in asyncio.as_completed(tries):
+            if await done:
+                return True
+        return False
+    finally:
+        for one in tries:
+            one.cancel()
+        await asyncio.gather(*tries, return_exceptions=True)
+
+
+async def _answers(
+    context: zmq.asyncio.Context, keys: KeyPair, codec: Codec[Any], server_key: str, target: str
+) -> bool:
+    client: Client[Any] = Client(context, keys, codec, server_key, [target])
+    try:
+        client.start()
+        await client.wait_connected(PATIENCE_S)
+    except NotAuthorized:
+        return True
+    except MolinkError:
+        return False
+    finally:
+        await client.close()
+    return True
+
+
+async def latency(hosts: Sequence[str], port: int) -> float | None:
+    """Seconds of the one way to the nearest of ``hosts``: half of what it takes to connect to it.
+
+    TCP's handshake is one round trip, and the other PC's daemon has no part in it. ``None``: none
+    could be connected to.
+    """
+    trips: list[float] = []
+    for host in hosts:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                trips += await _trips(host, port)
+    return min(trips) / 2 if trips else None
+
+
+async def _trips(host: str, port: int) -> list[float]:
+    """Seconds of connecting to ``host``, a few times.
+
+    Raises:
+        OSError: it can't be found, or refuses.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, kind, _, _, address = found[0]
+    trips: list[float] = []
+    for _ in range(_TRIPS):
+        with socket.socket(family, kind) as one:
+            one.setblocking(False)
+            began = loop.time()
+            await loop.sock_connect(one, address)
+            trips.append(loop.time() - began)
+        if trips[-1] < _ENOUGH_S:
+            break
+    return trips
+
+
+class Prober:
+    """Tries every member's control port until it answers, and again if its addresses change.
+
+    The way to those who answered is measured now and then.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        keys: KeyPair,
+        tell: Callable[[str, bool, float | None, bool], None],
+        detours: Detours | None = None,
+    ) -> None:
+        """``tell`` is called with a peer, whether it was reached, and its latency in seconds.
+
+        And whether that was by one of the ``detours``. After each try, and when the latency is
+        news; it is ``None`` until it is known.
+        """
+        self._context = context
+        self._keys = keys
+        self._tell = tell
+        self._detours = detours
+        self._codec = control_codec()
+        #: Where each member listens, as it was tried.
+        self._targets: dict[str, tuple[str, ...]] = {}
+        self._reached: dict[str, tuple[bool, float | None, bool]] = {}
+        self._members: dict[str, Member] = {}
+        self._tries: dict[str, asyncio.Task[None]] = {}
+        #: All that have not ended, those that were given up too.
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+
+    def member(self, member: Member) -> None:
+        """A member is there, or listens elsewhere."""
+        targets = tuple(endpoints(member.addresses, member.control_port))
+        if not targets or self._targets.get(member.peer) == targets:
+            return
+        self.forget(member.peer)
+        self._targets[member.peer] = targets
+        self._members[member.peer] = member
+        task = asyncio.get_running_loop().create_task(self._try(member, targets))
+        self._tries[member.peer] = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def forget(self, peer: str) -> None:
+        """It is no member any more."""
+        self._targets.pop(peer, None)
+        self._members.pop(peer, None)
+        self._reached.pop(peer, None)
+        task = self._tries.pop(peer, None)
+        if task is not None:
+            task.cancel()
+
+    def again(self, peer: str) -> None:
+        """There is another way to it than before."""
+        member = self._members.get(peer)
+        if member is not None:
+            self.forget(peer)
+            self.member(member)
+
+    def repeat(self) -> None:
+        """Tell all again, to who may have missed it."""
+        for peer, (reached, away, relayed) in self._reached.items():
+            self._tell(peer, reached, away, relayed)
+
+    async def close(self) -> None:
+        """Try no more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _try(self, member: Member, targets: Sequence[str]) -> None:
+        while True:
+            async with self._turns:
+                began = self._now()
+                reached, relayed = await self._reach(member, targets)
+                took = self._now() - began
+                self._say(member.peer, reached, None, relayed)
+                if reached:
+                    await asyncio.sleep(pause_after(took, len(self._members)))
+            if reached:
+                await self._measure(member, relayed)
+            else:
+                await asyncio.sleep(RETRY_S)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _reach(self, member: Member, targets: Sequence[str]) -> tuple[bool, bool]:
+        """Whether it can be reached, and whether only by a detour."""
+        context, keys, codec, key = self._context, self._keys, self._codec, member.public_key
+        if await can_connect(context, keys, codec, key, targets):
+            return True, False
+        detours = self._detours
+        around = "" if detours is None else detours.endpoint(member.peer, member.control_port)
+        if not around:
+            return False, False
+        return await can_connect(context, keys, codec, key, [around]), True
+
+    async def _measure(self, member: Member, relayed: bool) -> None:
+        """Tell how far away it is, until a detour leads there no more."""
+        told: float | None = None
+        while True:
+            if relayed:
+                assert self._detours is not None
+                away = await self._detours.latency(member.peer)
+                if away is None:
+                    return
+            else:
+                async with self._turns:
+                    away = await latency(member.addresses, member.control_port)
+            if away is not None and _is_news(away, told):
+                told = away
+                self._say(member.peer, True, away, relayed)
+            await asyncio.sleep(DETOUR_S if relayed else MEASURE_S)
+
+    def away(self, peer: str) -> float | None:
+        """How far away a member is, in seconds of the one way; ``None`` where that isn't known."""
+        return self._reached.get(peer, (False, None, False))[1]
+
+    def _say(self, peer: str, reached: bool, away: float | None, relayed: bool) -> None:
+        self._reached[peer] = reached, away, relayed
+        self._tell(peer, reached, away, relayed)
+
+
+def pause_after(took: float, members: int) -> float:
+    """Seconds to leave to others after a try that ``took`` so long, where so many are tried."""
+    return min(_PAUSE * took, _MOST_PAUSE_S) if members > _MANY else 0.0
+
+
+def _is_news(away: float, told: float | None) -> bool:
+    if told is None:
+        return True
+    return abs(away - told) > max(_NEWS_S, _NEWS * max(away, told))

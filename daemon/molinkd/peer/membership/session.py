@@ -1,0 +1,221 @@
+"""The connection to the coordinator: a report first and then two each second, announcements back.
+
+It reconnects for ever. What the coordinator has to know is in every report, so nothing is lost for
+good when the connection breaks.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+import zmq.asyncio
+
+from molink.errors import MessageTooLarge, MolinkError
+from molink.swarm.membership.versions import Spoken, mismatch, ours
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control import ControlMessage
+from molink.wire.messages.instructions import StillThere, Welcome
+from molink.wire.messages.leading import Noted
+from molink.wire.messages.reports import Goodbye, PeerReport
+from molink.wire.sockets.client import Client, ClientEvents
+from molink.wire.sockets.curve import KeyPair
+from molinkd.peer.membership.membership import Membership
+
+log = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 0.5
+#: Refused handshakes in a row of which a person is told: one that starts or ends may refuse a few.
+LASTING = 4
+#: For how long the coordinator may take note of our end, in seconds.
+GOODBYE_S = 0.5
+
+
+class CoordinatorSession:
+    """One peer's side of the control plane."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        keys: KeyPair,
+        membership: Membership,
+        report: Callable[[], PeerReport],
+        on_message: Callable[[ControlMessage, memoryview | None], None],
+        on_welcome: Callable[[], None],
+        on_refused: Callable[[str], None],
+        on_noted: Callable[[int, str], bool] = lambda _term, _leader: True,
+        on_cut: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_refused(reason)`` is told once when the coordinator goes on refusing this peer.
+
+        ``on_noted(term, leader)`` hears that it lives, and says whether to obey it; ``on_cut`` that
+        the connection is lost.
+        """
+        self._context, self._keys = context, keys
+        self._report = report
+        self._on_message = on_message
+        self._on_welcome = on_welcome
+        self._on_refused = on_refused
+        self._on_noted = on_noted
+        self._on_cut = on_cut
+        self._client = self._connection(membership)
+        self._left: set[asyncio.Task[None]] = set()
+        self._beat: asyncio.Task[None] | None = None
+        self._last_refusal = ""
+        #: Handshakes that were refused since the last that was not.
+        self._refusals = 0
+        self._ending = False
+        #: Whether the coordinator has answered the first report of this connection.
+        self.welcome = False
+        #: Whether the coordinator at the other end is the one to obey.
+        self._obeys = False
+        #: Why it isn't understood here; empty if it is.
+        self._unlike = ""
+        #: Whether it has begun a session on this connection when it was not.
+        self._unheeded = False
+
+    def _connection(self, membership: Membership) -> Client[ControlMessage]:
+        self._target = (membership.coordinator_key, membership.endpoints)
+        return Client(
+            self._context,
+            self._keys,
+            control_codec(),
+            membership.coordinator_key,
+            membership.endpoints,
+            name="the swarm's coordinator",
+            events=ClientEvents(
+                on_message=self._take,
+                on_connect=self._connected,
+                on_disconnect=self._disconnected,
+                on_refused=self._refused,
+            ),
+        )
+
+    def follow(self, membership: Membership) -> None:
+        """Connect to where the coordinator is now."""
+        if (membership.coordinator_key, membership.endpoints) == self._target:
+            return
+        before, self._client = self._client, self._connection(membership)
+        self.welcome, self._refusals, self._last_refusal = False, 0, ""
+        if self._beat is None:
+            return  # not begun yet
+        leaving = asyncio.get_running_loop().create_task(before.close())
+        self._left.add(leaving)
+        leaving.add_done_callback(self._left.discard)
+        self._client.start()
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._client.start()
+        self._beat = asyncio.get_running_loop().create_task(self._beats(), name="molink-reports")
+
+    async def goodbye(self) -> None:
+        """Report no more, and tell the coordinator so if it can be told."""
+        self._ending = True
+        if not self.welcome:
+            return
+        try:
+            await self._client.request(Goodbye(ref=0), timeout=GOODBYE_S)
+        except MolinkError as error:
+            log.info("no goodbye to the coordinator: %s", error)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        if self._beat is not None:
+            self._beat.cancel()
+            await asyncio.gather(self._beat, return_exceptions=True)
+        await self._client.close()
+        await asyncio.gather(*self._left)
+
+    @property
+    def failure(self) -> str:
+        """Why there is no connection, for a person; empty if there is one."""
+        if self._client.connected:
+            return self._unlike
+        return self._last_refusal or "the coordinator doesn't answer"
+
+    def tell(self, message: ControlMessage, payload: bytes | None = None) -> None:
+        """Send, if there is a session; else the next session's first reports tell it."""
+        if not self.welcome or self._ending:
+            return
+        try:
+            self._client.send(message, payload)
+        except MolinkError as error:
+            log.info("not told to the coordinator: %s", error)
+
+    async def request(self, message: ControlMessage, timeout: float = 10.0) -> ControlMessage:
+        """Ask the coordinator; what it refuses is raised as the error that it names."""
+        return (await self.request_payload(message, timeout))[0]
+
+    async def request_payload(
+        self, message: ControlMessage, timeout: float = 10.0, payload: bytes | None = None
+    ) -> tuple[ControlMessage, bytes]:
+        """As :meth:`request`, with payloads."""
+        reply, answer = await self._client.request(message, payload, timeout=timeout)
+        return reply, b"" if answer is None else bytes(answer)
+
+    def _connected(self) -> None:
+        self._last_refusal = ""
+        self._refusals = 0
+        self._obeys = self._unheeded = False
+        self.report_now()
+
+    def _disconnected(self) -> None:
+        self.welcome = False
+        log.warning("the connection to the coordinator is lost; trying again")
+        self._on_cut()
+
+    def _refused(self, reason: str) -> None:
+        if reason != self._last_refusal:
+            log.warning("%s", reason)
+            self._last_refusal = reason
+        self._refusals += 1
+        if self._refusals == LASTING:
+            self._on_refused(reason)
+
+    def _take(self, message: ControlMessage, payload: memoryview | None) -> None:
+        match message:
+            case Noted(term=term, leader=leader):
+                self._compare(Spoken(message.version, message.protocol))
+                self._obeys = self._on_noted(term, leader) and not self._unlike
+                if self._obeys and self._unheeded:
+                    # It leads after all, in a higher term by now; what it said before is lost.
+                    self._unheeded = False
+                    self._client.redial()
+            case StillThere():
+                pass
+            case Welcome() if self._obeys:
+                self.welcome = True
+                self._on_welcome()
+            case Welcome():
+                self._unheeded = True
+            case _ if self.welcome:
+                self._on_message(message, payload)
+            case _:
+                log.debug("a %s before the welcome", type(message).__name__)
+
+    def _compare(self, coordinator: Spoken) -> None:
+        """Whether to understand what follows; a person is told once if not."""
+        unlike = mismatch(ours(), coordinator)
+        if unlike and unlike != self._unlike:
+            log.warning("%s", unlike)
+            self._on_refused(unlike)
+        self._unlike = unlike
+
+    def report_now(self) -> None:
+        """Report at once: something has changed."""
+        if self._ending or not self._client.connected:
+            return
+        report = self._report()
+        try:
+            try:
+                self._client.send(report)
+            except MessageTooLarge:
+                self._client.send(msgspec.structs.replace(report, load=None))
+        except MolinkError as error:
+            log.debug("no report: %s", error)
+
+    async def _beats(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            self.report_now()

@@ -1,0 +1,38 @@
+"""Scheduling policies by name."""
+
+from collections.abc import Callable
+
+from molink.errors import UsageError
+from molink.scheduler.policies.base import SchedulingPolicy
+from molink.scheduler.policies.cached_share import CachedShare
+from molink.scheduler.policies.fcfs import Fcfs
+from molink.scheduler.policies.fixed_priority import FixedPriority
+from molink.scheduler.policies.gittins import Gittins
+from molink.scheduler.policies.mlfq import Mlfq
+from molink.scheduler.policies.skip_join_mlfq import SkipJoinMlfq
+from molink.scheduler.policies.srpt import Srpt
+
+_POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
+    "fcfs": Fcfs,
+    "skip-join-mlfq": SkipJoinMlfq,
+    "gittins": Gittins,
+    "mlfq": Mlfq,
+    "fixed-priority": FixedPriority,
+    "cached-share": CachedShare,
+}
+#: They know how long answers will be, which only simulations do.
+_ORACLES: dict[str, Callable[[], SchedulingPolicy]] = {"srpt": Srpt}
+#: Names of those that can serve.
+SCHEDULING_POLICIES = tuple(_POLICIES)
+
+
+def create_scheduling_policy(name: str) -> SchedulingPolicy:
+    """A fresh policy; those of simulations too.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    known = _POLICIES | _ORACLES
+    if name not in known:
+        raise UsageError(f"no scheduling policy {name!r}: choose one of {', '.join(known)}")
+    return known[name]()

@@ -1,0 +1,177 @@
+"""A multi-level feedback queue that knows nothing of prompts: FastServe's strawman (§4.1)."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from molink.facts.ringtimes import RingTimes
+from molink.scheduler.job import Job
+from molink.scheduler.policies.ranked import Rank, Ranked
+
+#: Each queue has twice the quantum of the one before it; the last one's is never consumed.
+LEVELS = 16
+#: Seconds of waiting after which a job is promoted, at least (the paper's alpha).
+ALPHA = 0.3
+#: And quanta of its queue that it waits for, at least.
+PATIENCE = 16
+#: A job gives way when its queue's quantum is so many times what it takes to compute it anew, or to
+#: copy it to host memory and back.
+WORTH = 8
+#: Seconds that an iteration takes where neither profiles nor a first iteration have told.
+UNKNOWN_S = 0.05
+
+
+@dataclass(slots=True)
+class QueuePosition:
+    """Where a job is in the queues."""
+
+    #: As which of all jobs it came.
+    number: int
+    level: int
+    #: When it came to that level.
+    since: float
+    #: The level whose quantum it consumes: another one while it is promoted.
+    home: int
+    #: When it last had no rows in flight; ``None`` while it has.
+    rests_since: float | None
+    #: Seconds with rows in flight since it came to its level, and until when they are counted.
+    spent: float = 0.0
+    counted_until: float = 0.0
+
+
+class Mlfq(Ranked):
+    """Who has run for a shorter time goes first.
+
+    A job joins the first queue. When it has run for that queue's quantum (with rows in flight,
+    however many), it is demoted to the next one, at its end. The first quantum is the ring's
+    shortest iteration; each further one is doubled. Jobs in flight keep their place.
+
+    *Promotion.* A job that waits for ``alpha`` seconds, or for :data:`PATIENCE` quanta of its queue
+    if these are longer, goes to the end of the first queue, and consumes the quantum of its own one
+    there. The paper promotes after ``alpha``, for one quantum of the first queue. Where many wait
+    all are promoted then, and nobody goes first; and a job that has to be computed anew would be so
+    for one token. Here nobody waits for many times longer than it has run until it is in the first
+    queue, and there only for those who came there before it: none of them stays for longer than its
+    quantum and an iteration.
+    """
+
+    def __init__(self, alpha: float = ALPHA) -> None:
+        super().__init__()
+        self._alpha = alpha
+        self._places: dict[Job, QueuePosition] = {}
+        self._arrivals = 0
+        #: Seconds of the first queue's quantum: the ring's shortest iteration.
+        self._shortest = UNKNOWN_S
+        #: The shortest that was heard of.
+        self._heard: float | None = None
+
+    # --- queues ----------------------------------------------------------------------------------
+
+    def joins(self, job: Job) -> int:
+        """The queue of a new job."""
+        return 0
+
+    def falls(self, job: Job, level: int) -> int:
+        """The queue below ``level`` that a job is demoted to."""
+        return level + 1
+
+    def quantum(self, level: int) -> float:
+        """Seconds that a job may run for in a queue."""
+        return float(self._shortest * (1 << level))
+
+    def level_of(self, seconds: float) -> int:
+        """The first queue with a quantum of ``seconds``."""
+        levels = range(LEVELS - 1)
+        return next((level for level in levels if self.quantum(level) >= seconds), LEVELS - 1)
+
+    def _promoted_at(self, place: QueuePosition) -> float | None:
+        """When it would go to the first queue if it rested until then; ``None``: it runs."""
+        if place.rests_since is None:
+            return None
+        return place.rests_since + max(self._alpha, PATIENCE * self.quantum(place.home))
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def set_times(self, times: RingTimes) -> None:
+        """Quanta follow the shortest iteration."""
+        super().set_times(times)
+        predicted = times.turn_s(1)
+        if predicted > 0:
+            self._shortest = predicted
+
+    def arrived(self, job: Job, now: float) -> None:
+        """It joins its queue."""
+        level = min(self.joins(job), LEVELS - 1)
+        self._places[job] = QueuePosition(self._arrivals, level, now, level, now)
+        self._arrivals += 1
+
+    def issued(self, job: Job, now: float) -> None:
+        """It runs; if it has waited for too long until now, in the first queue."""
+        place = self._places[job]
+        promoted_at = self._promoted_at(place)
+        if promoted_at is None:
+            return
+        if place.level > 0 and now >= promoted_at:
+            place.level, place.since, place.spent = 0, promoted_at, 0.0
+        place.rests_since, place.counted_until = None, now
+
+    def ran(self, job: Job, seconds: float, now: float) -> None:
+        """It has consumed some of its quantum; perhaps all of it."""
+        self._hear(seconds)
+        place = self._places[job]
+        place.spent += now - place.counted_until
+        place.counted_until = now
+        if not job.awaited:
+            place.rests_since = now
+        if place.spent >= self.quantum(place.home):
+            place.level = place.home = min(self.falls(job, place.home), LEVELS - 1)
+            place.since, place.spent = now, 0.0
+
+    def _hear(self, seconds: float) -> None:
+        """Where profiles say nothing, the shortest iteration is known by those there were."""
+        if self.times.turn_s(1) <= 0:
+            self._heard = seconds if self._heard is None else min(seconds, self._heard)
+            self._shortest = self._heard
+
+    def over(self, job: Job, now: float) -> None:
+        """Its place is free."""
+        del self._places[job]
+
+    def queues(self) -> Sequence[int]:
+        """How many jobs are in each queue."""
+        levels = Counter(place.level for place in self._places.values())
+        return [levels[level] for level in range(LEVELS)]
+
+    # --- questions -------------------------------------------------------------------------------
+
+    def may_give_way(self, job: Job) -> bool:
+        """Whether it has run for much longer than it takes until it is where it was."""
+        seconds = self.restoring(job)
+        if seconds is None:
+            seconds = self.times.prompt_s(job.computed)
+        return self.quantum(self._places[job].home) >= WORTH * seconds
+
+    def next_turns(self, jobs: Collection[Job], batch: int, now: float) -> Mapping[Job, float]:
+        """When those before it have been demoted to its queue, or it is promoted (§4.2)."""
+        levels = Counter(place.level for place in self._places.values())
+        before, ahead, quanta = [0.0] * LEVELS, 0, 0.0
+        # Each job ahead consumes the quanta of all queues from its own to this one.
+        for level in range(1, LEVELS):
+            ahead += levels[level - 1]
+            quanta += ahead * self.quantum(level - 1)
+            before[level] = quanta / max(1, batch)
+        turns = {}
+        for job in jobs:
+            place = self._places[job]
+            promoted_at = self._promoted_at(place)
+            waits = before[place.level]
+            turns[job] = waits if promoted_at is None else min(waits, max(0.0, promoted_at - now))
+        return turns
+
+    def rank(self, job: Job, now: float) -> Rank:
+        """By queue; within one, who came there first."""
+        place = self._places[job]
+        promoted_at = self._promoted_at(place)
+        if promoted_at is not None and place.level > 0 and now >= promoted_at and not job.stalled:
+            return 0, promoted_at, place.number
+        return place.level, place.since, place.number

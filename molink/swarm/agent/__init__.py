@@ -1,0 +1,1 @@
+"""What a peer decides about its own stages."""

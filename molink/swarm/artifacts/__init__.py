@@ -1,0 +1,1 @@
+"""Fetching and replicating model files."""

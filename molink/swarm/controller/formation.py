@@ -1,0 +1,177 @@
+"""One epoch of a pipeline, from its placement until it breaks."""
+
+from typing import Literal
+
+from molink.errors import InvariantError
+from molink.facts.model import ModelFacts
+from molink.swarm.artifacts.transfer import STALL, Transfer, fetched_bytes, stage_bytes
+from molink.swarm.controller.records import PipelineRecord
+from molink.wire.messages.reports import (
+    PeerReport,
+    StageFailed,
+    StageLoaded,
+    StageReady,
+    WorkerState,
+)
+
+#: ``adopting``: committed before this coordinator started, its peers haven't all reported yet.
+FormationState = Literal["adopting", "loading", "linking", "ready"]
+
+#: From the files being there to the weights being loaded, in seconds beside those of its bytes.
+LOAD_TIMEOUT = 120.0
+#: The slowest loading that is waited for, in bytes per second: that of an old disk.
+LOAD_RATE = 16 << 20
+#: From ``Form`` to the ring being there.
+LINK_TIMEOUT = 60.0
+#: How long the peers of a running pipeline have to report to a restarted coordinator.
+ADOPT_TIMEOUT = 8.0
+#: Reports may lag behind: a worker that is missing in them for this long is gone.
+MISSING_TIMEOUT = 3.0
+
+
+class Formation:
+    """Which stages have loaded and are ready, and who is late. Never goes back a state."""
+
+    def __init__(
+        self, record: PipelineRecord, state: FormationState, now: float, facts: ModelFacts
+    ) -> None:
+        """``facts`` are those of the model."""
+        self.record = record
+        #: Peers in ring order.
+        self.peers = tuple(stage.peer for stage in record.stages)
+        self.state: FormationState = state
+        #: Stages that have loaded in this epoch.
+        self.loaded: dict[int, StageLoaded] = {}
+        #: Stages that stand in the ring of this epoch; all of them in state ``ready``.
+        self.ready: set[int] = set()
+        wait = ADOPT_TIMEOUT if state == "adopting" else STALL
+        self._deadlines = [now + wait] * len(record.stages)
+        self._bytes = [stage_bytes(facts, stage.layers) for stage in record.stages]
+        self._transfers = [
+            Transfer(fetched_bytes(facts, stage.layers), now) for stage in record.stages
+        ]
+        self._loading: set[int] = set()
+        self._missing: dict[int, float] = {}
+
+    # --- who ---------------------------------------------------------------------------------
+
+    def stage_of(self, peer: str) -> int | None:
+        """The stage that a peer runs."""
+        return self.peers.index(peer) if peer in self.peers else None
+
+    def concerns(self, peer: str, message: StageLoaded | StageReady | StageFailed) -> bool:
+        """Whether a message is of this epoch and from the peer that runs that stage."""
+        return (
+            message.pipeline == self.record.id
+            and message.epoch == self.record.epoch
+            and message.stage == self.stage_of(peer)
+        )
+
+    @property
+    def forming(self) -> bool:
+        """Whether stages are loading, or about to take their places."""
+        return self.state in ("loading", "linking")
+
+    # --- what happens ------------------------------------------------------------------------
+
+    def linking(self, record: PipelineRecord, now: float) -> None:
+        """All have loaded and are told to form the ring."""
+        self.record, self.state = record, "linking"
+        self._deadlines = [now + LINK_TIMEOUT] * len(record.stages)
+
+    def observe(self, peer: str, report: PeerReport, now: float) -> str | None:
+        """Compare a report with what this epoch asks of the peer; why it fails, if it does."""
+        stage = self.stage_of(peer)
+        if stage is None:
+            return None
+        worker = self._worker(stage, report)
+        if worker is None:
+            return self._absent(stage, now)
+        self._missing.pop(stage, None)
+        if worker.state == "failed":
+            return "its worker has failed"
+        if worker.state == "ready" and self.state != "loading":
+            self.ready.add(stage)
+        self._progress(stage, worker, now)
+        return None
+
+    def overdue(self, now: float) -> tuple[int, str] | None:
+        """The first stage that is late, and what it is late with."""
+        done = self.loaded if self.state == "loading" else self.ready
+        for stage, deadline in enumerate(self._deadlines):
+            if stage not in done and now >= deadline:
+                slow = "loading" if stage in self._loading else "fetching"
+                what = {
+                    "adopting": "did not report its stage",
+                    "loading": f"made too little progress with {slow} its stage",
+                    "linking": "did not take its place in the ring",
+                }.get(self.state, "")
+                return stage, what
+        return None
+
+    def _worker(self, stage: int, report: PeerReport) -> WorkerState | None:
+        """The worker of this epoch's stage in a report."""
+        for worker in report.workers:
+            if (worker.pipeline, worker.stage, worker.layers, worker.epoch) == (
+                self.record.id,
+                stage,
+                self.record.stages[stage].layers,
+                self.record.epoch,
+            ):
+                return worker
+        return None
+
+    def _absent(self, stage: int, now: float) -> str | None:
+        """A report lacks the worker: at once a failure only where none is on its way."""
+        if self.state == "adopting":
+            return "it no longer runs the layers that it had before this coordinator started"
+        since = self._missing.setdefault(stage, now)
+        if self.state == "ready" and now - since >= MISSING_TIMEOUT:
+            return "its worker is gone"
+        return None
+
+    def unaware(self, stage: int, now: float) -> bool:
+        """Whether reports have lacked an assignment so long that it must have got lost."""
+        since = self._missing.get(stage)
+        if self.state != "loading" or since is None or now - since < MISSING_TIMEOUT:
+            return False
+        self._missing[stage] = now
+        return True
+
+    def _progress(self, stage: int, worker: WorkerState, now: float) -> None:
+        if self.state != "loading" or stage in self._loading:
+            return
+        if worker.state == "fetching":
+            self._transfers[stage].observe(worker.done, now)
+            self._deadlines[stage] = self._transfers[stage].deadline
+        elif worker.state == "loading":
+            self._loading.add(stage)
+            self._deadlines[stage] = now + LOAD_TIMEOUT + self._bytes[stage] / LOAD_RATE
+
+    # --- invariants --------------------------------------------------------------------------
+
+    @property
+    def all_loaded(self) -> bool:
+        """Whether every stage has its weights."""
+        return len(self.loaded) == len(self.record.stages)
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every stage stands in the ring."""
+        return len(self.ready) == len(self.record.stages)
+
+    def validate(self) -> None:
+        """Check the invariants.
+
+        Raises:
+            InvariantError: one doesn't hold.
+        """
+        stages = set(range(len(self.record.stages)))
+        if not (set(self.loaded) <= stages and self.ready <= stages):
+            raise InvariantError(f"epoch {self.record.epoch} has stages that it hasn't")
+        if self.state == "ready" and not self.all_ready:
+            raise InvariantError(f"epoch {self.record.epoch} is ready without all of its stages")
+        if self.state in ("linking", "ready") and not self.record.formed:
+            raise InvariantError(f"epoch {self.record.epoch} was formed but not committed so")
+        if len(set(self.peers)) != len(self.peers):
+            raise InvariantError(f"epoch {self.record.epoch} has a peer twice")

@@ -1,0 +1,89 @@
+"""Which PCs have a model's files, by their own reports; and which layers' files nobody has."""
+
+from collections.abc import Collection
+
+from molink.facts.model import LayerRange, ModelFacts
+from molink.swarm.artifacts.copying import ranges
+from molink.swarm.controller.registry import Registry
+from molink.wire.messages.instructions import MAX_HOLDERS
+from molink.wire.messages.reports import ModelParts, PeerReport
+
+
+def part_holders(facts: ModelFacts, registry: Registry) -> tuple[str, ...]:
+    """Peers that have some of a model's files, in the order of joining.
+
+    If there are more than can be named, those that together have as many layers as they can.
+    """
+    if not facts.root:
+        return ()
+    found = {
+        peer: _layers(parts)
+        for peer in registry.members
+        if peer in registry.sessions
+        and (parts := _parts(registry.sessions[peer].report, facts)) is not None
+    }
+    if len(found) <= MAX_HOLDERS:
+        return tuple(found)
+    chosen = set[str]()
+    covered = set[int]()
+    while len(chosen) < MAX_HOLDERS:
+        rest = (peer for peer in found if peer not in chosen)
+        best = max(rest, key=lambda peer: (len(found[peer] - covered), len(found[peer])))
+        chosen.add(best)
+        covered |= found[best]
+    return tuple(peer for peer in found if peer in chosen)
+
+
+def whole_holders(facts: ModelFacts, registry: Registry, *, only_model: bool) -> list[str]:
+    """Peers that have all files; what ``copied`` says is of the only model there is."""
+    return [
+        peer
+        for peer, session in registry.sessions.items()
+        if facts.name in session.report.models or (only_model and session.report.copied == 100)
+    ]
+
+
+def missing(
+    facts: ModelFacts, reports: Collection[PeerReport], *, only_model: bool
+) -> tuple[LayerRange, ...]:
+    """Layers whose files are on no PC that reports.
+
+    A stage that has loaded has its layers' files, but of which model is known of the only one. Of
+    another that nobody has parts of nothing is said: it may have come with molink.
+    """
+    here = set[int]()
+    known = only_model
+    for report in reports:
+        if facts.name in report.models:
+            return ()
+        parts = _parts(report, facts)
+        known |= parts is not None
+        here |= _layers(parts)
+        for worker in report.workers if only_model else ():
+            if worker.state not in ("fetching", "failed"):
+                here.update(range(*worker.layers))
+    return ranges(set(range(facts.layers)) - here) if known else ()
+
+
+def where_to_get(facts: ModelFacts, layers: Collection[LayerRange]) -> str:
+    """Layers that nobody has, and what mends that; for a person."""
+    if facts.files_bytes:
+        return f"layers {range_text(layers)} yet: the hub has them ({facts.hub.partition('@')[0]})"
+    return (
+        f"layers {range_text(layers)}. Start a PC that has them, or bring {facts.name} again "
+        "(`molink run`)"
+    )
+
+
+def range_text(layers: Collection[LayerRange]) -> str:
+    """As ``2:4, 7:8``."""
+    return ", ".join(f"{first}:{last}" for first, last in layers)
+
+
+def _parts(report: PeerReport, facts: ModelFacts) -> ModelParts | None:
+    return next((one for one in report.parts if one.root == facts.root), None)
+
+
+def _layers(parts: ModelParts | None) -> set[int]:
+    held = () if parts is None else parts.layers
+    return {layer for first, last in held for layer in range(first, min(last, 4096))}

@@ -1,0 +1,84 @@
+"""A placement that waits for its files, so that what serves goes on meanwhile.
+
+Peers whose new layers aren't all among those that they run now are asked to get the files; the
+epoch begins once all have them. Progress is read from their reports, so nothing that is lost on
+the way needs more than to be said again.
+"""
+
+from molink.facts.model import LayerRange, ModelFacts
+from molink.swarm.artifacts.transfer import Transfer, fetched_bytes
+from molink.swarm.controller.records import PipelineRecord, StageRecord
+from molink.wire.messages.reports import Prefetched
+
+#: A report that shows no sign of the wish for this long, in seconds: it must have got lost.
+UNAWARE = 3.0
+#: After a transfer that failed, what serves is left alone for this long, in seconds.
+RETRY = 60.0
+
+
+class Move:
+    """From the stages of ``old`` to ``stages``; ``number`` tells it from other moves."""
+
+    def __init__(
+        self,
+        number: int,
+        old: PipelineRecord,
+        stages: tuple[StageRecord, ...],
+        now: float,
+        facts: ModelFacts,
+    ) -> None:
+        self.number = number
+        self.stages = stages
+        held = {stage.peer: stage.layers for stage in old.stages}
+        self._asked: dict[str, float] = {
+            stage.peer: now
+            for stage in stages
+            if stage.peer not in held or not _within(stage.layers, held[stage.peer])
+        }
+        self._transfers = {
+            peer: Transfer(fetched_bytes(facts, self.layers(peer)), now) for peer in self._asked
+        }
+
+    @property
+    def peers(self) -> frozenset[str]:
+        """All that get a stage."""
+        return frozenset(stage.peer for stage in self.stages)
+
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """Peers that don't have their files yet."""
+        return tuple(self._asked)
+
+    def layers(self, peer: str) -> LayerRange:
+        """The layers that ``peer`` gets."""
+        return next(stage.layers for stage in self.stages if stage.peer == peer)
+
+    def observe(self, peer: str, said: Prefetched | None, now: float) -> str | None:
+        """Take what a report says; why the transfer failed, if it did."""
+        if peer not in self._asked or said is None or said.number != self.number:
+            return None
+        if said.state == "failed":
+            return said.reason or "it gave no reason"
+        if said.state == "done":
+            del self._asked[peer]
+        else:
+            self._transfers[peer].observe(said.done, now)
+        return None
+
+    def overdue(self, now: float) -> str | None:
+        """The first peer whose files come too slowly."""
+        late = (peer for peer in self._asked if now >= self._transfers[peer].deadline)
+        return next(late, None)
+
+    def unaware(self, peer: str, said: Prefetched | None, now: float) -> bool:
+        """Whether ``peer`` has to be asked again."""
+        if peer not in self._asked or (said is not None and said.number == self.number):
+            return False
+        if now - self._asked[peer] < UNAWARE:
+            return False
+        self._asked[peer] = now
+        return True
+
+
+def _within(inner: LayerRange, outer: LayerRange) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]

@@ -1,0 +1,396 @@
+"""What ``molink status --json`` shows, built from the fleet's view."""
+
+import json
+import math
+import types
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from molink.facts.device import Device
+from molink.facts.ringtimes import HANDLING_S, TOKEN_BYTES, LinkFacts, RingTimes
+from molink.swarm.controller import epochs
+from molink.swarm.controller.fleet import Fleet
+from molink.swarm.controller.formation import Formation
+from molink.swarm.controller.holdings import missing, where_to_get, whole_holders
+from molink.swarm.controller.outlook import outlook
+from molink.swarm.controller.reconciler import Reconciler
+from molink.swarm.controller.records import Desired, MemberRecord, StageRecord
+from molink.swarm.controller.registry import PeerSession
+from molink.swarm.membership.versions import Spoken, ours
+from molink.swarm.placement.first_token import first_token_s
+from molink.swarm.placement.placement import row_bytes
+from molink.swarm.throughput import eta
+from molink.wire.messages.reports import PeerReport, TransferState, WorkerState
+
+#: Bound of the reply's payload, in bytes.
+MAX_BYTES = 192 * 1024
+#: An outlook is worked out at most once in so many seconds: nothing else is done meanwhile.
+OUTLOOK = 5.0
+#: Tokens of the prompt whose first token is foretold.
+PROMPT = 512
+#: Transitions that are shown: what fits a screen.
+_STORY = 20
+#: Pairs of peers that can't connect which are shown.
+_PAIRS = 64
+
+
+def build_status(
+    fleet: Fleet,
+    swarm: str,
+    addresses: Sequence[str],
+    pid: int,
+    blocked: Collection[str] = (),
+    refused: Mapping[str, Spoken] = types.MappingProxyType({}),
+) -> dict[str, Any]:
+    """The status of swarm ``swarm`` whose coordinator ``pid`` listens at ``addresses``.
+
+    ``blocked`` are members that were cut off because they misbehaved, ``refused`` those that speak
+    otherwise than the coordinator.
+    """
+    registry = fleet.registry
+    served = [one for one in fleet.models if not one.stopped]
+    first = served[0] if served else None
+    peers = [
+        _peer(member, registry.sessions.get(peer)) | {"reason": fleet.left_out(peer)}
+        for peer, member in registry.members.items()
+    ]
+    joined = {peer: at for at, peer in enumerate(registry.members)}
+    peers.sort(key=lambda one: joined[registry.pc(one["id"])])  # a PC's devices after it
+    for peer in peers:
+        if peer["id"] in refused:
+            spoken = refused[peer["id"]]
+            reason = f"refused: it runs {spoken}, and the swarm {ours()}"
+            peer |= {"state": "refused", "version": spoken.version, "reason": reason}
+    return {
+        "swarm": swarm,
+        "coordinator": {
+            "addresses": list(addresses),
+            "state": "running",
+            "pid": pid,
+            "version": ours().version,
+        },
+        "model": first.facts.name if first is not None else None,
+        "quantize": first.mode if first is not None else "none",
+        "objective": first.objective if first is not None else "latency",
+        "models": [_model(fleet, desired) for desired in fleet.models],
+        "peers": [peer | {"state": "blocked"} if peer["id"] in blocked else peer for peer in peers],
+        "pipelines": [_pipeline(one) for one in fleet.deployments],
+        "files": "; ".join(filter(None, (_files(fleet, desired) for desired in served))),
+        "trouble": fleet.reason,
+        "unreachable": [list(pair) for pair in fleet.commons.reach.pairs[:_PAIRS]],
+        "story": list(fleet.story[-_STORY:]),
+        "clock": round(fleet.clock, 1),
+    }
+
+
+def _model(fleet: Fleet, desired: Desired) -> dict[str, Any]:
+    """What is wanted of a model, and how many of its pipelines are ready."""
+    mine = [one for one in fleet.deployments if one.key[0] == desired.facts.name]
+    return {
+        "name": desired.facts.name,
+        "quantize": desired.mode,
+        "dtype": desired.dtype,
+        "objective": desired.objective,
+        "min_stages": desired.min_stages,
+        "replicas": desired.replicas,
+        "ready": sum(one.ready for one in mine),
+        "applied": desired.applied,
+        "stopped": desired.stopped,
+    }
+
+
+class RareOutlook:
+    """What a PC more would bring; whoever asks again soon is told the same again."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._last: dict[str, Any] = {}
+        self._until = -math.inf
+
+    def at(self, now: float) -> dict[str, Any]:
+        """By pipeline, as it is now, in seconds, or was a moment ago."""
+        if now >= self._until:
+            found = {
+                one.pipeline: build_outlook(one, self._fleet.clock) | _first_token(one)
+                for one in self._fleet.deployments
+            }
+            self._last, self._until = found, now + OUTLOOK
+        return self._last
+
+
+def build_outlook(reconciler: Reconciler, now: float) -> dict[str, Any]:
+    """What a PC more would bring; empty where no ring serves, or one that was made by hand."""
+    registry, planner, formation = reconciler.registry, reconciler.planner, reconciler.formation
+    if formation is None or not reconciler.ready:
+        return {}
+    devices = {
+        peer: device_text(session.report.device) for peer, session in registry.sessions.items()
+    }
+    candidates = planner.candidates(registry, formation, now)
+    serving = epochs.layout(formation.record.stages)
+    return outlook(planner, reconciler.desired, candidates, devices, serving)
+
+
+def _first_token(reconciler: Reconciler) -> dict[str, Any]:
+    """When a request alone would have its first token; empty where no ring serves."""
+    formation, desired = reconciler.formation, reconciler.desired
+    if formation is None or not reconciler.ready:
+        return {}
+    stages, links = formation.record.stages, []
+    for stage, after in zip(stages, stages[1:] + stages[:1], strict=True):
+        latency, rate = reconciler.planner.links.between(stage.peer, after.peer)
+        links.append(LinkFacts(latency + HANDLING_S, rate))
+    times = RingTimes(
+        [stage.profile for stage in stages],
+        links if len(stages) > 1 else (),
+        row_bytes(desired.facts, desired.dtype),
+    )
+    sessions = reconciler.registry.sessions
+    paces = [_pace(sessions.get(stage.peer), formation.record.id) for stage in stages]
+    return {"prompt": PROMPT, "first_token_s": first_token_s(times, PROMPT, paces)}
+
+
+def encode_status(status: dict[str, Any]) -> bytes:
+    """As UTF-8 of at most :data:`MAX_BYTES`; what is too much is left out and ``truncated``.
+
+    How busy stages are goes first: peers are looked for here by their names.
+    """
+    text = json.dumps(status).encode("utf-8")
+    if len(text) > MAX_BYTES:
+        status = {**status, "peers": [_idle(peer) for peer in status["peers"]], "truncated": True}
+        text = json.dumps(status).encode("utf-8")
+    while len(text) > MAX_BYTES:
+        status = {
+            **status,
+            "story": [],
+            "peers": status["peers"][: len(status["peers"]) // 2],
+            "truncated": True,
+        }
+        text = json.dumps(status).encode("utf-8")
+    return text
+
+
+def _idle(peer: dict[str, Any]) -> dict[str, Any]:
+    """A peer without its load."""
+    workers = [{**worker, "load": None} for worker in peer.get("workers", ())]
+    return {**peer, "workers": workers}
+
+
+def _peer(member: MemberRecord, session: PeerSession | None) -> dict[str, Any]:
+    told = member.announced
+    shown: dict[str, Any] = {
+        "id": member.peer,
+        "name": member.name,
+        "address": told.addresses[0] if told is not None and told.addresses else "",
+        "endpoint": "",
+        "state": "away",
+        "pc": told.pc if told is not None else "",
+        "device": "",
+        "daemon_pid": 0,
+        "workers": [],
+        "transfers": [],
+    }
+    if session is not None:
+        shown |= show_report(session.report)
+    return shown
+
+
+def show_report(report: PeerReport) -> dict[str, Any]:
+    """What a peer that is there says of itself."""
+    return {
+        "endpoint": report.endpoint,
+        "pc": report.pc,
+        "state": "here",
+        "device": device_text(report.device),
+        "daemon_pid": report.daemon_pid,
+        "version": report.version,
+        "stage": report.stage,
+        "paused": report.paused,
+        "memory": report.device.memory,
+        "copied": report.copied,
+        "held": {one.root[:16]: [list(layers) for layers in one.layers] for one in report.parts},
+        "transfers": [_transfer(one) for one in report.transfers],
+        "workers": [
+            {
+                "pid": worker.pid,
+                "pipeline": worker.pipeline,
+                "stage": worker.stage,
+                "layers": list(worker.layers),
+                "state": worker.state,
+                "fetching": _bytes(worker, "fetching"),
+                "loading": _loading(worker),
+                "load": _stage_load(report, worker),
+            }
+            for worker in report.workers
+        ],
+    }
+
+
+def _bytes(worker: WorkerState, state: str) -> dict[str, Any] | None:
+    """How far a worker is that is in that state; ``None`` if it isn't, or hasn't told."""
+    told = worker.state == state and worker.total
+    return {"done": worker.done, "total": worker.total} if told else None
+
+
+def _loading(worker: WorkerState) -> dict[str, Any] | None:
+    """As :func:`_bytes`, with bytes/s, and the seconds that are left."""
+    found = _bytes(worker, "loading")
+    if found is None:
+        return None
+    seconds = eta(worker.total - worker.done, worker.rate)
+    return found | {"rate": worker.rate, "eta_s": None if seconds is None else round(seconds, 1)}
+
+
+def _stage_load(report: PeerReport, worker: WorkerState) -> dict[str, Any] | None:
+    """How busy a stage and its link are; ``None`` if nothing was told."""
+    told = () if report.load is None else report.load.stages
+    name = worker.pipeline, worker.stage
+    load = next((one for one in told if (one.pipeline, one.stage) == name), None)
+    if load is None:
+        return None
+    return {
+        "busy": load.busy,
+        "bubbles": load.bubbles,
+        "requests": load.requests,
+        "weights": load.weights,
+        "kv": load.kv,
+        "link": {
+            "latency_s": load.latency_us / 1e6,
+            "rate": load.rate,
+            "decode": {"queued": load.queued[0], "in_flight": load.in_flight[0]},
+            "bulk": {"queued": load.queued[1], "in_flight": load.in_flight[1]},
+        },
+    }
+
+
+def show_head(report: PeerReport, pipeline: str) -> dict[str, Any] | None:
+    """What a peer says of the head of ``pipeline`` that runs there; ``None`` if nothing."""
+    told = () if report.load is None else report.load.heads
+    head = next((one for one in told if one.pipeline == pipeline), None)
+    if head is None:
+        return None
+    return {
+        "running": head.running,
+        "waiting": head.waiting,
+        "blocks": head.blocks,
+        "used": head.used,
+        "micro_batches": head.micro_batches,
+        "swapped": head.swapped,
+        "host_blocks": head.host_blocks,
+        "host_used": head.host_used,
+        "swap_fallbacks": head.fallbacks,
+        "cached": head.cached,
+        "queues": list(head.queues),
+        "requests": [
+            {
+                "peer": one.owner,
+                "state": one.state,
+                "prompt": one.prompt,
+                "computed": one.computed,
+                "generated": one.generated,
+                "tokens_per_s": one.pace / 1000,
+                "age_s": one.age,
+                "turn_s": one.turn_ms / 1000,
+            }
+            for one in head.requests
+        ],
+    }
+
+
+def _transfer(one: TransferState) -> dict[str, Any]:
+    seconds = eta(one.total - one.done, one.rate)
+    return {
+        "model": one.model,
+        "bytes": one.done,
+        "total": one.total,
+        "rate": one.rate,
+        "eta_s": None if seconds is None else round(seconds, 1),
+        "from": one.source,
+        "copy": one.copy,
+    }
+
+
+def _files(fleet: Fleet, desired: Desired) -> str:
+    """Whose loss would be that of the model, for a person; empty if nobody's."""
+    registry, facts, only_model = fleet.registry, desired.facts, len(fleet.models) == 1
+    if len({registry.pc(peer) for peer in registry.sessions}) < 2:
+        return ""
+    holders = whole_holders(facts, registry, only_model=only_model)
+    if len(holders) > 1:
+        return ""
+    if holders:
+        return f"Only {registry.name(holders[0])} has all files of {facts.name} so far"
+    nobody = f"No PC that is here has all files of {facts.name}"
+    reports = [one.report for one in registry.sessions.values()]
+    lacking = missing(facts, reports, only_model=only_model)
+    if lacking:
+        return f"{nobody}, and none has those of {where_to_get(facts, lacking)}"
+    return f"{nobody}; together they have all layers" if only_model else nobody
+
+
+def _pipeline(reconciler: Reconciler) -> dict[str, Any]:
+    formation = reconciler.formation
+    return {
+        "id": reconciler.pipeline,
+        "model": reconciler.desired.facts.name,
+        "replica": reconciler.replica,
+        "epoch": reconciler.epoch,
+        "ready": reconciler.ready,
+        "micro_batches": _micro_batches(formation),
+        "stages": [] if formation is None else _stages(reconciler, formation),
+        "blocks": formation.record.blocks if formation is not None else 0,
+        "state": formation.state if formation is not None else "waiting",
+        "reason": reconciler.reason,
+        "phases": reconciler.phases.shown(),
+        "head": None if formation is None else _head(reconciler, formation),
+    }
+
+
+def _head(reconciler: Reconciler, formation: Formation) -> dict[str, Any] | None:
+    """Only the peer of the first stage is believed."""
+    session = reconciler.registry.sessions.get(formation.peers[0])
+    return None if session is None else show_head(session.report, formation.record.id)
+
+
+def _micro_batches(formation: Formation | None) -> int:
+    """Those that the owner wants, or as many as the head has at least."""
+    if formation is None:
+        return 0
+    return formation.record.micro_batches or len(formation.record.stages)
+
+
+def _stages(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]]:
+    stages, links = formation.record.stages, reconciler.planner.links
+
+    def shown(stage: StageRecord, after: StageRecord) -> dict[str, Any]:
+        session = reconciler.registry.sessions.get(stage.peer)
+        return {
+            "peer": stage.peer,
+            "layers": list(stage.layers),
+            "device": device_text(session.report.device) if session is not None else "",
+            "decode_s": stage.profile.decode_s(1) * _pace(session, formation.record.id),
+            "link_s": link_s(stage, after) if after is not stage else 0.0,
+            "link_measured": links.known(stage.peer, after.peer),
+        }
+
+    def link_s(stage: StageRecord, after: StageRecord) -> float:
+        """Seconds until a row, or its token, is at the next stage."""
+        latency, rate = links.between(stage.peer, after.peer)
+        row = row_bytes(reconciler.desired.facts, reconciler.desired.dtype)
+        return latency + HANDLING_S + (TOKEN_BYTES if after is stages[0] else row) / rate
+
+    return [
+        shown(stage, after) for stage, after in zip(stages, stages[1:] + stages[:1], strict=True)
+    ]
+
+
+def _pace(session: PeerSession | None, pipeline: str) -> float:
+    """How many times as long as its profile says a peer's stage takes, as far as it has told."""
+    workers = () if session is None else session.report.workers
+    return next((one.pace for one in workers if one.pipeline == pipeline and one.pace > 0), 1.0)
+
+
+def device_text(device: Device) -> str:
+    """A device in a few words."""
+    index = f" {device.index}" if device.kind == "cuda" else ""
+    return f"{device.kind}{index}: {device.name}"

@@ -1,0 +1,1 @@
+"""Leader election among peers, and the replicated coordinator state."""

@@ -1,0 +1,1 @@
+"""A client's request as the daemon that received it owns it."""

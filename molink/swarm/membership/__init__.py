@@ -1,0 +1,1 @@
+"""Who may join: pairing, invitations, tokens, versions and banned peers."""

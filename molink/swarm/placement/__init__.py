@@ -1,0 +1,1 @@
+"""Which peer runs which layers: rings, links, partition and allocation."""

@@ -1,0 +1,114 @@
+"""Measuring the device in another process, and what stages may use of it."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from molink.errors import WorkerError
+from molinkd.peer.agent.device_probe import DeviceProbe, budget, measure_device, worker_threads
+from molinkd.peer.platform import cores
+from molinkd.peer.settings import Settings, Share
+from tests.support.net import until
+
+RESULT = {
+    "kind": "cpu",
+    "index": 0,
+    "name": "a CPU",
+    "total": 16_000,
+    "free": 8_000,
+    "read_rate": 1e9,
+    "bf16": False,
+    "threads": 1,
+    "torch": "2",
+}
+PROBE = DeviceProbe(**RESULT)
+
+
+def command(tmp_path: Path, result: object = RESULT) -> tuple[str, ...]:
+    """A stand-in for the probe that notes each run."""
+    runs = tmp_path / "runs"
+    code = f"open({str(runs)!r}, 'a').write('x'); print({json.dumps(result)!r})"
+    return (sys.executable, "-c", code)
+
+
+async def test_it_is_measured_once(tmp_path: Path) -> None:
+    cache = tmp_path / "device.json"
+    settings = Settings(name="n")
+    first = await measure_device(settings, cache, command(tmp_path))
+    again = await measure_device(settings, cache, command(tmp_path))
+    assert first == again
+    assert (first.device.memory, first.device.read_rate, first.name) == (8_000, 1e9, "cpu")
+    assert (tmp_path / "runs").read_text(encoding="utf-8") == "x"
+    await measure_device(Settings(name="n", threads=3), cache, command(tmp_path))
+    assert (tmp_path / "runs").read_text(encoding="utf-8") == "xx"
+
+
+async def test_a_damaged_cache_is_measured_again(tmp_path: Path) -> None:
+    cache = tmp_path / "device.json"
+    cache.write_text("nonsense", encoding="utf-8")
+    await measure_device(Settings(name="n"), cache, command(tmp_path))
+    assert (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("raise RuntimeError('no such device')", "no such device"),
+        ("print('hello')", "unreadable"),
+        ("pass", "unreadable"),
+    ],
+)
+async def test_failures_say_why(tmp_path: Path, code: str, text: str) -> None:
+    with pytest.raises(WorkerError, match=text):
+        await measure_device(
+            Settings(name="n"), tmp_path / "device.json", (sys.executable, "-c", code)
+        )
+
+
+async def test_a_cancelled_measurement_ends_its_process(tmp_path: Path) -> None:
+    mark = tmp_path / "started"
+    code = f"open({str(mark)!r}, 'w').close(); import time; time.sleep(3600)"
+    task = asyncio.create_task(
+        measure_device(Settings(name="n"), tmp_path / "d.json", (sys.executable, "-c", code))
+    )
+    await until(mark.exists)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+
+
+def test_budgets() -> None:
+    assert budget(Settings(name="n"), PROBE) == 8_000
+    assert budget(Settings(name="n", stages_here=2), PROBE) == 4_000
+    assert budget(Settings(name="n", memory=100), PROBE) == 100
+    assert budget(Settings(name="n", memory=10**9), PROBE) == 16_000
+    assert budget(Settings(name="n", memory=Share(25.0)), PROBE) == 4_000
+    assert budget(Settings(name="n", memory=Share(100.0)), PROBE) == 16_000
+
+
+def test_a_gpu_leaves_room_for_its_context_and_for_others() -> None:
+    gib = 1 << 30
+    gpu = DeviceProbe(**RESULT | {"kind": "cuda", "total": 10 * gib, "free": 10 * gib})
+    assert budget(Settings(name="n"), gpu) == 8 * gib
+    busy = DeviceProbe(**RESULT | {"kind": "cuda", "total": 10 * gib, "free": 3 * gib})
+    assert budget(Settings(name="n"), busy) == 2 * gib
+    full = DeviceProbe(**RESULT | {"kind": "cuda", "total": 10 * gib, "free": 0})
+    assert budget(Settings(name="n"), full) == 0
+    # What the user says holds whatever others use now, but the context is always there.
+    assert budget(Settings(name="n", memory=Share(80.0)), busy) == 8 * gib
+    assert budget(Settings(name="n", memory=12 * gib), busy) == 9 * gib
+
+
+async def test_free_memory_of_a_gpu_is_measured_each_time(tmp_path: Path) -> None:
+    for _ in range(2):
+        gpu = command(tmp_path, RESULT | {"kind": "cuda"})
+        await measure_device(Settings(name="n"), tmp_path / "device.json", gpu)
+    assert (tmp_path / "runs").read_text(encoding="utf-8") == "xx"
+
+
+def test_threads() -> None:
+    assert worker_threads(Settings(name="n", threads=5)) == 5
+    assert worker_threads(Settings(name="n", stages_here=64)) == max(1, cores() // 64)

@@ -1,0 +1,148 @@
+"""Tensors that no PC near this one has come from the hub, and the hub isn't believed either."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from molink.checkpoint.folder import ModelFolder
+from molink.errors import BrokenModel, Unavailable
+from molink.swarm.artifacts.supply import Supply
+from molinkd.peer.artifacts.hub_source import HubSource
+from molinkd.peer.artifacts.library import Library
+from molinkd.peer.artifacts.store import Store
+from tests.support.fake_hub import COMMIT, REPOSITORY, FakeHub, in_place
+from tests.support.models import write_plain_model
+from tests.support.sources import LibrarySource, connect_to
+
+PLACE = f"{REPOSITORY}@{COMMIT}"
+TENSOR = "model.layers.1.mlp.up_proj.weight"
+#: What is read of a file before its tensors.
+HEAD = 3000
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with in_place(write_plain_model(tmp_path / "model"), tmp_path / "cache", monkeypatch) as made:
+        yield made
+
+
+class Peer(LibrarySource):
+    """Has all of the model; ``read_parts`` has what was read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(Library())
+        self.root = self.library.add("m", folder).manifest.root
+        self.read_parts: set[str] = set()
+
+    async def read(self, root: str, part: str, index: int) -> bytes:
+        self.read_parts.add(part)
+        return await super().read(root, part, index)
+
+
+class Case:
+    """A PC that joins, one PC with the files, and the hub."""
+
+    def __init__(self, tmp_path: Path, *, near: bool, use_hub: bool = True) -> None:
+        self.folder = tmp_path / "model"
+        self.peer = Peer(self.folder)
+        self.connected: list[str] = []
+        self.liars: dict[str, str] = {}
+        (tmp_path / "store").mkdir()
+        self.store = Store(
+            tmp_path / "store",
+            "me",
+            Library(),
+            connect_to({"a": self.peer, PLACE: HubSource(PLACE)}, self.connected),
+            Library(),
+            self.liars.__setitem__,
+            near=lambda _: near,
+            hub=use_hub,
+        )
+
+    async def stage(self, *, paced: bool = False) -> None:
+        supply = Supply(("a",), hub=PLACE)
+        root = self.peer.root
+        folder = await self.store.stage("m", root, (1, 3), supply, paced=paced)
+        here, there = ModelFolder.open(folder, (1, 3)), ModelFolder.open(self.folder)
+        for name in here.stage_tensors(1, 3):
+            assert _bytes(here, folder, name) == _bytes(there, self.folder, name)
+
+
+def _bytes(opened: ModelFolder, folder: Path, name: str) -> bytes:
+    span = opened.tensors[name]
+    return (folder / span.file).read_bytes()[span.offset :][: span.nbytes]
+
+
+@pytest.mark.parametrize("paced", [False, True])
+async def test_a_pc_that_is_near_goes_before_the_hub(
+    tmp_path: Path, hub: FakeHub, paced: bool
+) -> None:
+    case = Case(tmp_path, near=True)
+    await case.stage(paced=paced)
+    assert case.connected == ["a"]
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize("paced", [False, True])
+async def test_the_hub_goes_before_pcs_that_are_far_away(
+    tmp_path: Path, hub: FakeHub, paced: bool
+) -> None:
+    case = Case(tmp_path, near=False)
+    await case.stage(paced=paced)
+    assert hub.asked
+    # What only a peer has comes from there: the hashes, and the files beside the weights.
+    assert all("tokenizer" in part or "config" in part for part in case.peer.read_parts)
+    # Ranges of tensors that the stage needs, and no whole file.
+    assert all(asked.rpartition("-")[2] for _, asked in hub.asked)
+
+
+async def test_a_setting_does_without_the_hub(tmp_path: Path, hub: FakeHub) -> None:
+    case = Case(tmp_path, near=False, use_hub=False)
+    await case.stage()
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize("how", ["down", "gated", "no ranges"])
+async def test_where_the_hub_gives_nothing_peers_do(tmp_path: Path, hub: FakeHub, how: str) -> None:
+    hub.status = 503 if how == "down" else 0
+    hub.gated, hub.ranges = how == "gated", how != "no ranges"
+    case = Case(tmp_path, near=False)
+    await case.stage()
+    assert TENSOR in case.peer.read_parts
+    assert case.liars == {}
+
+
+async def test_other_bytes_of_the_hub_are_no_weights(tmp_path: Path, hub: FakeHub) -> None:
+    hub.altered, hub.honest = True, HEAD
+    case = Case(tmp_path, near=False)
+    await case.stage()
+    assert list(case.liars) == ["hub"]
+    assert TENSOR in case.peer.read_parts
+
+
+async def test_where_the_hub_sends_us_nobody_gets_its_token(
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 20)
+    source = HubSource(PLACE)
+    whole = await source.read("root", TENSOR, 0)
+    assert set(hub.said) == {"Bearer hf_" + "x" * 20}
+    hub.said.clear()
+    hub.elsewhere = hub.url.replace("127.0.0.1", "localhost")
+    for _ in range(3):
+        assert await source.read("root", TENSOR, 0) == whole
+    assert set(hub.said) == {""}
+    hub.expired, hub.elsewhere = hub.elsewhere, ""
+    assert await source.read("root", TENSOR, 0) == whole
+
+
+async def test_what_the_hub_sends_is_bounded(tmp_path: Path, hub: FakeHub) -> None:
+    source = HubSource(PLACE)
+    whole = await source.read("root", TENSOR, 0)
+    assert await source.read_slice("root", TENSOR, 0, 7, 20) == whole[7:27]
+    with pytest.raises(BrokenModel, match="has no tensor other"):
+        await source.read("root", "other", 0)
+    hub.ranges = False
+    with pytest.raises(Unavailable, match="gives no part of"):
+        await source.read("root", TENSOR, 0)

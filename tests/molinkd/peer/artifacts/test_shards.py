@@ -1,0 +1,595 @@
+"""Of a model in shards on the hub each PC gets the shards of its layers, and believes nobody."""
+
+import asyncio
+import hashlib
+import json
+import os
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from molink.checkpoint import hub as hub_module
+from molink.checkpoint import hub_parts, manifest
+from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.manifest import Shard
+from molink.errors import BrokenModel, FilesMissing, ModelError, Unavailable
+from molink.facts.model import ModelFacts
+from molink.swarm.artifacts import fetch_plan
+from molink.swarm.artifacts.supply import HUB, Supply
+from molinkd.peer.artifacts import library as library_module
+from molinkd.peer.artifacts import shard_draft, shard_fetch
+from molinkd.peer.artifacts import suppliers as suppliers_module
+from molinkd.peer.artifacts.copier import Copier
+from molinkd.peer.artifacts.founder import Founder
+from molinkd.peer.artifacts.hub_source import HubSource
+from molinkd.peer.artifacts.library import Library
+from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.shard_draft import ShardDraft
+from molinkd.peer.artifacts.shelf import Shelf
+from molinkd.peer.artifacts.store import Store
+from molinkd.peer.artifacts.suppliers import Source
+from molinkd.peer.home import Home
+from molinkd.peer.launch import Launch
+from molinkd.peer.settings import Settings
+from tests.support import sources
+from tests.support.fake_hub import COMMIT, REPOSITORY, FakeHub, in_place
+from tests.support.models import write_plain_model
+from tests.support.shards import shard_name, write_shards
+from tests.support.sources import LibrarySource
+
+PLACE = f"{REPOSITORY}@{COMMIT}"
+#: Bytes of a chunk here.
+CHUNK = 1024
+#: Shards of the model: its ends and four layers.
+SHARDS = [shard_name(number, 5) for number in range(5)]
+ENDS = SHARDS[0]
+#: Is one, if of a single word.
+TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    chunked = (manifest, fetch_plan, hub_parts, library_module, suppliers_module, sources)
+    for module in chunked:
+        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(fetch_plan, "RUN_CHUNKS", 2)
+    monkeypatch.setattr(shard_draft, "_NOTE_EVERY", 2)
+    monkeypatch.setattr(shard_fetch, "PAUSES_S", (0.0, 0.0))
+    plain = write_plain_model(tmp_path / "model")
+    (plain / "tokenizer.json").write_text(TOKENIZER, encoding="utf-8")
+    model = write_shards(plain)
+    with in_place(model, tmp_path / "cache", monkeypatch) as made:
+        yield made
+
+
+class CountingHub(HubSource):
+    """The hub; ``sent`` has the bytes that one PC took from it, by file."""
+
+    def __init__(self, sent: Counter[str]) -> None:
+        super().__init__(PLACE)
+        self._sent = sent
+
+    async def read_slice(self, root: str, part: str, index: int, begin: int, length: int) -> bytes:
+        data = await super().read_slice(root, part, index, begin, length)
+        self._sent[part] += len(data)
+        return data
+
+
+class Pc(LibrarySource):
+    """A PC with a store, from which others read."""
+
+    def __init__(self, root: Path, peers: Mapping[str, Source] | None = None) -> None:
+        super().__init__(Library())
+        (root / "models").mkdir(parents=True, exist_ok=True)
+        self.home = Home(root)
+        self.peers = dict(peers or {})
+        self.from_hub = Counter[str]()
+        #: Pieces that others read here.
+        self.given = Counter[str]()
+        self.liars: dict[str, str] = {}
+        self.store = Store(
+            self.home.models,
+            "me",
+            self.library,
+            self._connect,
+            Library(),
+            self.liars.__setitem__,
+            hub=True,
+        )
+        self.shelf = Shelf(self.home.models, self.library, lambda: None)
+
+    @asynccontextmanager
+    async def _connect(self, peer: str) -> AsyncIterator[Source]:
+        if peer == PLACE:
+            yield CountingHub(self.from_hub)
+        elif peer in self.peers:
+            yield self.peers[peer]
+        else:
+            raise Unavailable(f"{peer} is not there")
+
+    async def read(self, root: str, part: str, index: int) -> bytes:
+        data = await super().read(root, part, index)
+        self.given[part] += len(data)
+        return data
+
+    async def bring(self, model: str = REPOSITORY, **settings: Any) -> ModelFacts:
+        """What ``molink up --model`` does about the model."""
+        founder = self.founder(model, **settings)
+        await founder.find_model()
+        await founder.hash_model()
+        assert founder.facts is not None
+        return founder.facts
+
+    def founder(self, model: str = REPOSITORY, **settings: Any) -> Founder:
+        home = self.home.create()
+        launch = Launch(
+            home=str(home.root),
+            settings=Settings(name="n", **settings),
+            role="up",
+            model=model,
+            token=None,
+        )
+        return Founder(launch, home, home.keys(), self.library, lambda _: None)
+
+    async def stage(
+        self,
+        facts: ModelFacts,
+        layers: tuple[int, int],
+        *peers: str,
+        use_hub: bool = True,
+        progress: Progress | None = None,
+    ) -> ModelFolder:
+        supply = Supply((), peers, PLACE if use_hub else "")
+        folder = await self.store.stage(facts.name, facts.root, layers, supply, progress)
+        await self.shelf.look()
+        return ModelFolder.open(folder, layers)
+
+
+def same(opened: ModelFolder, hub: FakeHub, layers: tuple[int, int]) -> None:
+    """The tensors of a stage are those on the hub, and the files too."""
+    there = ModelFolder.open(hub.folder)
+    names = opened.stage_tensors(*layers)
+    assert names == there.stage_tensors(*layers)
+    for name in {opened.tensors[name].file for name in names}:
+        assert (opened.path / name).read_bytes() == (hub.folder / name).read_bytes()
+
+
+def sizes(hub: FakeHub, *names: str) -> dict[str, int]:
+    return {name: (hub.folder / name).stat().st_size for name in names}
+
+
+# --- bringing ---
+
+
+async def test_the_bringer_has_a_root_before_any_weights(tmp_path: Path, hub: FakeHub) -> None:
+    pc = Pc(tmp_path / "a")
+    facts = await pc.bring()
+    assert facts.hub == PLACE
+    assert facts.files_bytes == sum(sizes(hub, *SHARDS).values())
+    whole = facts.files_bytes
+    read = sum(int(to) - int(begin) + 1 for _, said in hub.asked for begin, to in [ends(said)])
+    assert 0 < read < whole / 4  # heads alone
+    held = pc.library.held(facts.root).manifest
+    assert {name: shard.nbytes for name, shard in held.shards.items()} == sizes(hub, *SHARDS)
+    for name, shard in held.shards.items():
+        assert shard.sha256 == hashlib.sha256((hub.folder / name).read_bytes()).digest()
+    # Placement goes by the same facts as that of the whole folder.
+    there = ModelFolder.open(hub.folder).facts("some-model")
+    for field in ("layers", "layer_bytes", "first_bytes", "last_bytes", "context", "narrow"):
+        assert getattr(facts, field) == getattr(there, field)
+
+
+async def test_heads_are_asked_for_again(
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "PAUSES_S", (0.0, 0.0))
+    hub.cuts = [3, 0]
+    facts = await Pc(tmp_path / "a").bring()
+    assert hub.cuts == []
+    assert facts.files_bytes
+    hub.cuts = [0] * 100
+    with pytest.raises(Unavailable, match="Try again later"):
+        await Pc(tmp_path / "b").bring()
+
+
+def ends(said: str) -> tuple[str, str]:
+    begin, _, last = said.removeprefix("bytes=").partition("-")
+    return begin, last
+
+
+async def test_its_stage_gets_its_shards_alone(tmp_path: Path, hub: FakeHub) -> None:
+    pc = Pc(tmp_path / "a")
+    facts, progress = await pc.bring(), Progress()
+    same(await pc.stage(facts, (1, 3), progress=progress), hub, (1, 3))
+    assert pc.from_hub == sizes(hub, SHARDS[2], SHARDS[3])
+    assert progress.done == progress.total == pc.from_hub.total()
+    assert progress.source == HUB
+    (told,) = pc.shelf.parts()
+    assert (told.root, told.layers) == (facts.root, ((1, 3),))
+    # Nor does it come again, in this run or the next.
+    await pc.stage(facts, (1, 3))
+    await Pc(tmp_path / "a").stage(facts, (1, 3))
+    assert pc.from_hub == sizes(hub, SHARDS[2], SHARDS[3])
+
+
+async def test_it_is_brought_again_without_the_hub(tmp_path: Path, hub: FakeHub) -> None:
+    facts = await Pc(tmp_path / "a").bring()
+    hub.status = 503
+    assert await Pc(tmp_path / "a").bring() == facts
+    (kept,) = (tmp_path / "a" / "models").iterdir()
+    (kept / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(Unavailable):
+        await Pc(tmp_path / "a").bring()
+    hub.status = 0
+    assert await Pc(tmp_path / "a").bring() == facts
+    assert (kept / "tokenizer.json").read_text(encoding="utf-8") == TOKENIZER
+
+
+async def test_two_that_bring_it_agree(tmp_path: Path, hub: FakeHub) -> None:
+    assert await Pc(tmp_path / "a").bring() == await Pc(tmp_path / "b").bring()
+
+
+# --- a swarm ---
+
+
+async def test_three_pcs_share_it(tmp_path: Path, hub: FakeHub) -> None:
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    b, c = Pc(tmp_path / "b", {"a": a}), Pc(tmp_path / "c", {"a": a})
+    parts = {a: (0, 2), b: (2, 3), c: (3, 4)}
+    for pc, layers in parts.items():
+        same(await pc.stage(facts, layers, *pc.peers), hub, layers)
+    assert a.from_hub == sizes(hub, ENDS, *SHARDS[1:3])
+    assert b.from_hub == sizes(hub, SHARDS[3])
+    # The ends of the model are in one shard: the last stage has it from the first.
+    assert c.from_hub == sizes(hub, SHARDS[4])
+    assert a.given[ENDS] == sizes(hub, ENDS)[ENDS]
+    assert b.given.total() == 0
+
+
+async def test_without_the_hub_peers_do(tmp_path: Path, hub: FakeHub) -> None:
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    await a.stage(facts, (0, 4))
+    b = Pc(tmp_path / "b", {"a": a})
+    hub.status = 503
+    same(await b.stage(facts, (1, 3), "a"), hub, (1, 3))
+    with pytest.raises(FilesMissing, match=r"no PC that is here has model-00001.*hub_files"):
+        await Pc(tmp_path / "c", {"b": b}).stage(facts, (0, 4), "b", use_hub=False)
+    with pytest.raises(Unavailable, match="hub: the hub at"):
+        await Pc(tmp_path / "d", {"b": b}).stage(facts, (0, 4), "b")
+
+
+async def test_a_copy_has_all_shards(tmp_path: Path, hub: FakeHub) -> None:
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    await a.stage(facts, (0, 4))
+    b = Pc(tmp_path / "b", {"a": a})
+    whole = asyncio.Event()
+    model = facts.name, facts.root
+    copier = Copier(b.store, b.library, model, lambda: (0, 0), whole.set, lambda: True)
+    copier.look(Supply((), ("a",), PLACE), serving=True)
+    await whole.wait()
+    assert copier.percent == 100
+    await asyncio.gather(copier.end(), return_exceptions=True)
+    assert b.from_hub.total() == 0  # nobody waits for copies, and a line may be paid by volume
+    same(await b.stage(facts, (0, 4), use_hub=False), hub, (0, 4))
+    assert left(b) == []
+
+
+# --- what breaks off ---
+
+
+def left(pc: Pc) -> list[str]:
+    """Drafts."""
+    return sorted(path.name for path in pc.home.models.rglob(".model*"))
+
+
+def cut_off(pc: Pc, after: int) -> None:
+    """From now on the hub gives that PC so many pieces, and then nothing."""
+
+    class Cut(CountingHub):
+        async def read_slice(self, *asked: Any) -> bytes:
+            nonlocal after
+            after -= 1
+            if after < 0:
+                raise Unavailable("the hub gives nothing: 429")
+            return await super().read_slice(*asked)
+
+    @asynccontextmanager
+    async def connect(peer: str) -> AsyncIterator[Source]:
+        yield Cut(pc.from_hub) if peer == PLACE else pc.peers[peer]
+
+    pc.store._connect = connect
+
+
+async def test_what_has_come_of_a_shard_is_kept(tmp_path: Path, hub: FakeHub) -> None:
+    pc = Pc(tmp_path / "a")
+    facts = await pc.bring()
+    cut_off(pc, 3)
+    with pytest.raises(Unavailable, match="429"):
+        await pc.stage(facts, (1, 2))
+    came = pc.from_hub.total()
+    assert came == 3 * 2 * CHUNK
+    # The daemon starts again; what somebody else has done to the disk is noticed in the end.
+    again, progress = Pc(tmp_path / "a"), Progress()
+    same(await again.stage(facts, (1, 2), progress=progress), hub, (1, 2))
+    size = sizes(hub, SHARDS[2])[SHARDS[2]]
+    assert again.from_hub.total() == size - came
+    assert (progress.done, progress.total, progress.kept) == (size, size, came)
+    assert left(again) == []
+
+
+async def test_a_line_that_breaks_again_and_again(tmp_path: Path, hub: FakeHub) -> None:
+    pc = Pc(tmp_path / "a")
+    facts = await pc.bring()
+    broken = 0
+
+    class Flaky(CountingHub):
+        async def read_slice(self, *asked: Any) -> bytes:
+            nonlocal broken
+            broken += 1
+            if broken % 3:
+                raise Unavailable("429")
+            return await super().read_slice(*asked)
+
+    @asynccontextmanager
+    async def connect(_: str) -> AsyncIterator[Source]:
+        yield Flaky(pc.from_hub)
+
+    pc.store._connect = connect
+    same(await pc.stage(facts, (1, 2)), hub, (1, 2))
+    assert pc.from_hub == sizes(hub, SHARDS[2])
+    assert broken > 6
+
+
+async def test_a_draft_that_was_altered_costs_a_second_try(tmp_path: Path, hub: FakeHub) -> None:
+    pc = Pc(tmp_path / "a")
+    facts = await pc.bring()
+    cut_off(pc, 3)
+    with pytest.raises(Unavailable):
+        await pc.stage(facts, (1, 2))
+    (draft,) = pc.home.models.rglob(".*.shard")
+    draft.write_bytes(bytes(len(draft.read_bytes())))
+    again = Pc(tmp_path / "a")
+    same(await again.stage(facts, (1, 2)), hub, (1, 2))
+    assert again.liars == {}
+
+
+def test_a_crash_loses_few_pieces(tmp_path: Path, hub: FakeHub) -> None:
+    data = bytes(range(256)) * 33
+    shard = Shard("m.safetensors", len(data), hashlib.sha256(data).digest())
+    pieces = list(fetch_plan.cut(shard))
+    assert [piece.length for piece in pieces] == [2 * CHUNK] * 4 + [256]
+
+    def write(draft: ShardDraft, *numbers: int) -> None:
+        for number in numbers:
+            piece = pieces[number]
+            draft.write(piece, data[piece.target :][: piece.length], "a")
+
+    before = ShardDraft(tmp_path / shard.name, shard)
+    write(before, 4, 1, 3)
+    after = ShardDraft(tmp_path / shard.name, shard)  # nothing was closed
+    assert [piece.index // 2 for piece in after.missing()] == [0, 2, 3]
+    before.close()
+    after = ShardDraft(tmp_path / shard.name, shard)
+    assert [piece.index // 2 for piece in after.missing()] == [0, 2]
+    write(after, 2)
+    assert after.hash_next() == 0
+    assert not after.whole
+    write(after, 0)
+    while after.hash_next():
+        pass
+    assert after.right
+    after.finish()
+    assert (tmp_path / shard.name).read_bytes() == data
+    write(after, 0)  # too late
+    assert [path.name for path in tmp_path.glob(".m.*")] == []
+    # What is noted and isn't there doesn't count.
+    before = ShardDraft(tmp_path / "other", shard)
+    write(before, 0, 1, 2)
+    before.close()
+    os.truncate(tmp_path / ".other.shard", 2 * CHUNK)
+    assert len(ShardDraft(tmp_path / "other", shard).missing()) == 4
+
+
+async def test_a_shard_that_is_altered_here_comes_again(tmp_path: Path, hub: FakeHub) -> None:
+    pc = Pc(tmp_path / "a")
+    facts = await pc.bring()
+    opened = await pc.stage(facts, (1, 2))
+    path = opened.path / SHARDS[2]
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    progress = Progress()
+    again = Pc(tmp_path / "a")
+    same(await again.stage(facts, (1, 2), progress=progress), hub, (1, 2))
+    assert progress.done == progress.total
+
+
+async def test_a_shard_that_is_altered_here_is_given_to_nobody(
+    tmp_path: Path, hub: FakeHub
+) -> None:
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    path = (await a.stage(facts, (0, 4))).path / SHARDS[2]
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    b = Pc(tmp_path / "b", {"a": a})
+    same(await b.stage(facts, (1, 2), "a"), hub, (1, 2))  # it has changed since
+    assert (b.from_hub, b.liars) == (sizes(hub, SHARDS[2]), {})
+    again = Pc(tmp_path / "a")
+    await again.shelf.look()
+    assert again.shelf.parts()[0].layers == ((0, 1), (2, 4))
+    same(await again.stage(facts, (0, 4)), hub, (0, 4))
+    assert again.shelf.parts()[0].layers == ((0, 4),)
+    # One that was touched is looked at again, and is right.
+    os.utime(path)
+    await again.shelf.look()
+    third = Pc(tmp_path / "a")
+    await third.shelf.look()
+    assert third.shelf.parts()[0].layers == ((0, 1), (2, 4))
+    await third.stage(facts, (1, 2), use_hub=False)
+    assert third.shelf.parts()[0].layers == ((0, 4),)
+
+
+async def test_the_disk_is_looked_at_before(
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pc = Pc(tmp_path / "a")
+    facts = await pc.bring()
+    monkeypatch.setattr("molink.checkpoint.room.RESERVE_BYTES", 1 << 62)
+    with pytest.raises(ModelError, match="free"):
+        await pc.stage(facts, (0, 4))
+    assert pc.from_hub.total() == 0
+    assert await Pc(tmp_path / "a").bring() == facts  # what was brought is still here
+
+
+# --- who sends something else ---
+
+
+class Liar(Pc):
+    """Sends other bytes of shards."""
+
+    async def read(self, root: str, part: str, index: int) -> bytes:
+        data = await super().read(root, part, index)
+        return data[:-1] + bytes([data[-1] ^ 1]) if part in SHARDS else data
+
+
+async def have_all(pc: Pc, facts: ModelFacts) -> Pc:
+    await pc.stage(facts, (0, 4), *pc.peers)
+    pc.given.clear()
+    return pc
+
+
+@pytest.mark.parametrize("use_hub", [True, False])
+async def test_a_liar_among_peers_is_found(tmp_path: Path, hub: FakeHub, use_hub: bool) -> None:
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    await have_all(a, facts)
+    liar = await have_all(Liar(tmp_path / "l", {"a": a}), facts)
+    b = Pc(tmp_path / "b", {"l": liar, "a": a})
+    same(await b.stage(facts, (1, 2), "l", "a", use_hub=use_hub), hub, (1, 2))
+    assert liar.given[SHARDS[2]] > 0
+    assert a.given[SHARDS[2]] > 0  # both had sent some of it
+    assert list(b.liars) == ["l"]
+    assert SHARDS[2] in b.liars["l"]
+    assert b.from_hub == (sizes(hub, SHARDS[2]) if use_hub else {})
+    assert left(b) == []
+    # It isn't asked again.
+    liar.given.clear()
+    same(await b.stage(facts, (2, 3), "l", "a", use_hub=use_hub), hub, (2, 3))
+    assert liar.given.total() == 0
+
+
+async def test_a_liar_alone_gives_nothing(tmp_path: Path, hub: FakeHub) -> None:
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    liar = await have_all(Liar(tmp_path / "l", {"a": a}), facts)
+    b = Pc(tmp_path / "b", {"l": liar})
+    with pytest.raises(Unavailable, match=r"nobody gives model-00003.* as the hub says"):
+        await b.stage(facts, (1, 2), "l", use_hub=False)
+    assert list(b.liars) == ["l"]
+    assert left(b) == []
+    assert not list(b.home.models.rglob("*.safetensors"))
+
+
+async def test_the_hub_is_not_believed_either(tmp_path: Path, hub: FakeHub) -> None:
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    await have_all(a, facts)
+    hub.altered = True
+    b = Pc(tmp_path / "b")
+    b.peers["a"] = a
+    b.store._near = lambda _: False  # so the hub is asked first
+    same(await b.stage(facts, (1, 2), "a"), hub, (1, 2))
+    assert list(b.liars) == [HUB]
+
+
+async def test_pieces_of_another_length_are_none(tmp_path: Path, hub: FakeHub) -> None:
+    class Shortener(Pc):
+        async def read(self, root: str, part: str, index: int) -> bytes:
+            data = await super().read(root, part, index)
+            return data + data if part in SHARDS else data
+
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    wrong = await have_all(Shortener(tmp_path / "s", {"a": a}), facts)
+    b = Pc(tmp_path / "b", {"s": wrong, "a": a})
+    same(await b.stage(facts, (1, 2), "s"), hub, (1, 2))
+    assert b.from_hub == sizes(hub, SHARDS[2])
+
+
+@pytest.mark.parametrize("paced", [False, True])
+async def test_a_paced_stage(tmp_path: Path, hub: FakeHub, paced: bool) -> None:
+    a = Pc(tmp_path / "a")
+    facts = await a.bring()
+    await have_all(a, facts)
+    b = Pc(tmp_path / "b", {"a": a})
+    for layers, peers in (((1, 2), ("a",)), ((2, 3), ())):
+        supply = Supply((), ("a", *peers), PLACE)
+        folder = await b.store.stage(facts.name, facts.root, layers, supply, paced=paced)
+        same(ModelFolder.open(folder, layers), hub, layers)
+
+
+# --- what comes whole, as before ---
+
+
+async def test_one_file_comes_whole(tmp_path: Path, hub: FakeHub) -> None:
+    write_shards(hub.folder, only=True)
+    await comes_whole(tmp_path, hub)
+
+
+async def comes_whole(tmp_path: Path, hub: FakeHub) -> None:
+    pc = Pc(tmp_path / "a")
+    facts = await pc.bring()
+    assert facts.files_bytes == 0
+    held = pc.library.find(facts.root)
+    assert held is not None
+    assert held.manifest.tensors
+
+
+async def test_a_file_without_a_hash_comes_with_the_others(
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = FakeHub.described
+
+    def without(self: FakeHub, path: Path) -> dict[str, object]:
+        found = described(self, path)
+        return {k: v for k, v in found.items() if k != "lfs" or path.name != ENDS}
+
+    monkeypatch.setattr(FakeHub, "described", without)
+    await comes_whole(tmp_path, hub)
+
+
+async def test_a_tensor_in_two_files(tmp_path: Path, hub: FakeHub) -> None:
+    (hub.folder / "twice.safetensors").write_bytes((hub.folder / SHARDS[1]).read_bytes())
+    await comes_whole(tmp_path, hub)
+
+
+async def test_a_setting_does_without(tmp_path: Path, hub: FakeHub) -> None:
+    assert (await Pc(tmp_path / "a").bring(hub_files=False)).files_bytes == 0
+
+
+async def test_what_is_whole_in_the_cache_stays_there(tmp_path: Path, hub: FakeHub) -> None:
+    hub_module.pull(REPOSITORY, Progress(), threading.Event())
+    await comes_whole(tmp_path, hub)
+
+
+# --- what is refused before anything is fetched ---
+
+
+async def test_tensors_of_another_model(tmp_path: Path, hub: FakeHub) -> None:
+    config = json.loads((hub.folder / "config.json").read_text(encoding="utf-8"))
+    text = json.dumps({**config, "num_hidden_layers": 3})
+    (hub.folder / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(BrokenModel, match="has no place in a model of this"):
+        await Pc(tmp_path / "a").bring()
+
+
+async def test_a_shard_is_missing_on_the_hub(tmp_path: Path, hub: FakeHub) -> None:
+    (hub.folder / SHARDS[2]).unlink()
+    with pytest.raises(BrokenModel, match=r"layers\.1\."):
+        await Pc(tmp_path / "a").bring()

@@ -1,0 +1,51 @@
+"""What is told of the files that come to a PC."""
+
+import asyncio
+from contextlib import ExitStack
+
+from molink.wire.messages.reports import MAX_TRANSFERS
+from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Transfers
+
+
+def test_what_is_shown() -> None:
+    times = [0.0]
+    transfers = Transfers(lambda: times[0])
+    copy, stage, waiting = Progress(total=100), Progress(), Progress(total=5)
+    with (
+        transfers.under_way("m", copy, copy=True),
+        transfers.under_way("m", stage),
+        transfers.under_way("m", waiting),
+    ):
+        waiting.ahead = stage
+        assert [one.copy for one in transfers.shown()] == [True]
+        stage.total = 50
+        stage.keep(20)  # what lay here is no speed
+        stage.add(10)
+        stage.comes_from("peer")
+        times[0] = 2.0
+        first, second = transfers.shown()
+        assert (first.done, first.total, first.rate, first.source) == (30, 50, 5, "peer")
+        assert second.copy
+        stage.add(20)
+        assert transfers.shown() == (second,)
+    assert transfers.shown() == ()
+
+
+def test_there_are_never_more_than_a_report_has_room_for() -> None:
+    transfers, progress = Transfers(), Progress(total=1)
+    with ExitStack() as stack:
+        for _ in range(9):
+            stack.enter_context(transfers.under_way("m", progress))
+        assert len(transfers.shown()) == MAX_TRANSFERS
+
+
+async def test_it_is_told_while_there_are_any() -> None:
+    transfers, told = Transfers(), asyncio.Queue[int]()
+    watching = asyncio.create_task(transfers.watch(lambda: told.put_nowait(len(transfers.shown()))))
+    with transfers.under_way("m", Progress(total=1)):
+        assert await told.get() == 1
+    while await told.get():
+        pass
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)

@@ -1,0 +1,252 @@
+"""The connection to the coordinator, with one of the test's own making."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from molink import __version__
+from molink.errors import PortInUse, RequestError
+from molink.facts.device import Device
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control import Done
+from molink.wire.messages.instructions import Member, Welcome
+from molink.wire.messages.leading import Noted
+from molink.wire.messages.load import MAX_REQUESTS, HeadLoad, Load, RequestNow
+from molink.wire.messages.reports import Goodbye, PeerReport, StageReady
+from molink.wire.messages.requests import Invite, InviteRequest
+from molink.wire.protocol import PROTOCOL
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.server import Sender, Server
+from molinkd.peer.membership.membership import Membership
+from molinkd.peer.membership.membership import session as session_module
+from molinkd.peer.membership.session import CoordinatorSession
+from tests.support.net import Net
+
+REPORT = PeerReport(
+    name="pc",
+    version="0",
+    addresses=("127.0.0.1",),
+    control_port=1,
+    endpoint="",
+    daemon_pid=1,
+    stage="auto",
+    device=Device(kind="cpu", name="x", memory=1),
+    models=(),
+)
+READY = StageReady(pipeline="p1", epoch=1, stage=0)
+
+
+class FakeCoordinator:
+    """Welcomes whoever reports; remembers what comes."""
+
+    def __init__(self, net: Net) -> None:
+        self.got: list[object] = []
+        self.identity, self.term, self.protocol = b"", 0, PROTOCOL
+        self.server = net.server(control_codec(), self._handle)
+
+    def _handle(self, sender: Sender, message: Any, _payload: memoryview | None) -> None:
+        self.got.append(message)
+        if isinstance(message, PeerReport) and sender.identity != self.identity:
+            self.identity = sender.identity
+            noted = Noted(term=self.term, leader="first", version="2", protocol=self.protocol)
+            self.server.send(sender.identity, noted)
+            self.server.send(sender.identity, Welcome(swarm="s", peer=sender.user_id))
+        elif isinstance(message, Goodbye):
+            self.server.send(sender.identity, Done(ref=message.ref))
+        elif isinstance(message, InviteRequest):
+            if message.ttl < 0:
+                raise RequestError("a negative time", "ttl")
+            self.server.send(sender.identity, Invite(ref=message.ref, token="t"))
+
+
+def make_session(
+    net: Net, keys: KeyPair, port: int, heard: list[object], term: int = 0
+) -> CoordinatorSession:
+    """A session that obeys no coordinator of a term before ``term``."""
+    membership = Membership(
+        swarm="s", coordinator_key=net.keys.public, addresses=(f"127.0.0.1:{port}",)
+    )
+    return CoordinatorSession(
+        net.context,
+        keys,
+        membership,
+        lambda: REPORT,
+        lambda message, _: heard.append(message),
+        lambda: heard.append("welcome"),
+        heard.append,
+        lambda said, _: said >= term,
+        lambda: heard.append("cut"),
+    )
+
+
+async def test_a_report_comes_first_and_then_again_and_again(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.02)
+    coordinator, heard = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, heard)
+    session.tell(READY)
+    assert session.failure
+    session.start()
+    await net.until(lambda: len(coordinator.got) >= 3)
+    assert coordinator.got[:3] == [REPORT, REPORT, REPORT]
+    await net.until(lambda: heard == ["welcome"])
+    assert session.failure == ""
+    session.tell(READY)
+    await net.until(lambda: READY in coordinator.got)
+    await session.close()
+
+
+async def test_a_coordinator_that_speaks_otherwise_is_heard_but_not_obeyed(net: Net) -> None:
+    coordinator, heard = FakeCoordinator(net), []
+    coordinator.protocol = PROTOCOL + 1
+    session = make_session(net, net.member(), coordinator.server.port, heard)
+    session.start()
+    await net.until(lambda: heard)
+    for part in (
+        f"molink {__version__} (protocol {PROTOCOL})",
+        f"the swarm molink 2 (protocol {PROTOCOL + 1})",
+    ):
+        assert part in heard[0]
+    coordinator.server.send(
+        coordinator.identity, Noted(term=0, leader="first", protocol=PROTOCOL + 1)
+    )
+    await net.until(lambda: "of an unknown version" in session.failure)
+    assert not session.welcome
+    assert "welcome" not in heard
+    # It was updated in turn.
+    coordinator.identity, coordinator.protocol = b"", PROTOCOL
+    await net.until(lambda: session.welcome)
+    assert session.failure == ""
+    await session.close()
+
+
+async def test_a_report_that_is_too_long_goes_without_its_load(net: Net) -> None:
+    """What only people look at never keeps a peer from being there."""
+    coordinator, heard = FakeCoordinator(net), []
+    long = msgspec.structs.replace(REPORT, models=("m" * 250,) * 14)
+    requests = (RequestNow("o" * 32, "decode", 1),) * MAX_REQUESTS
+    load = Load((), (HeadLoad("p1", requests=requests),))
+    session = make_session(net, net.member(), coordinator.server.port, heard)
+    session._report = lambda: msgspec.structs.replace(long, load=load)
+    session.start()
+    await net.until(lambda: len(coordinator.got) >= 1)
+    assert coordinator.got[0] == long
+    await session.close()
+
+
+async def test_announcements_and_requests(net: Net) -> None:
+    coordinator, heard = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, heard)
+    session.start()
+    await net.until(lambda: session.welcome)
+    member = Member(peer="p", name="n", public_key=net.keys.public, addresses=(), control_port=0)
+    coordinator.server.send(coordinator.identity, member)
+    await net.until(lambda: heard == ["welcome", member])
+    reply = await session.request(InviteRequest(ref=0))
+    assert isinstance(reply, Invite)
+    with pytest.raises(RequestError, match="negative"):
+        await session.request(InviteRequest(ref=0, ttl=-1.0))
+    await session.close()
+
+
+async def test_goodbye_is_the_last_word(net: Net) -> None:
+    coordinator, heard = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, heard)
+    session.start()
+    await net.until(lambda: session.welcome)
+    await session.goodbye()
+    assert isinstance(coordinator.got[-1], Goodbye)
+    said = len(coordinator.got)
+    session.report_now()
+    session.tell(READY)
+    await session.request(InviteRequest(ref=0))
+    assert not {type(one) for one in coordinator.got[said:]} & {PeerReport, StageReady}
+    await session.close()
+
+
+async def test_who_was_not_obeyed_and_then_leads_in_a_higher_term_begins_anew(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.02)
+    coordinator, heard = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, heard, term=2)
+    session.start()
+    await net.until(lambda: len(coordinator.got) >= 3)
+    assert not session.welcome
+    first, coordinator.term = coordinator.identity, 2
+    coordinator.server.send(first, Noted(term=2, leader="first", protocol=PROTOCOL))
+    await net.until(lambda: session.welcome)
+    assert coordinator.identity != first
+    await session.close()
+
+
+async def test_it_comes_back(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.05)
+    coordinator, heard = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, heard)
+    session.start()
+    await net.until(lambda: session.welcome)
+    port = coordinator.server.port
+    await coordinator.server.close()
+    await net.until(lambda: not session.welcome)
+    assert session.failure
+    again = FakeCoordinator.__new__(FakeCoordinator)
+    again.got, again.identity, again.term, again.protocol = [], b"", 0, PROTOCOL
+    again.server = Server(net.context, net.keys, control_codec(), net.gatekeeper, again._handle)
+    await _bind(net, again.server, port)
+    await net.until(lambda: heard == ["welcome", "cut", "welcome"])
+    await session.close()
+    await again.server.close()
+
+
+async def _bind(net: Net, server: Server, port: int) -> None:
+    def bound() -> bool:
+        try:
+            server.bind("127.0.0.1", (port, port + 1))
+        except PortInUse:
+            return False
+        return True
+
+    await net.until(bound)
+
+
+async def test_a_stranger_is_told_so(net: Net) -> None:
+    coordinator, heard = FakeCoordinator(net), []
+    session = make_session(net, KeyPair.generate(), coordinator.server.port, heard)
+    for number in range(session_module.LASTING):
+        assert heard == []
+        session._refused(f"{number}")
+    session._refused("more")
+    assert heard == ["3"], "once, when it lasts"
+    session.start()
+    await net.until(lambda: "doesn't know this PC" in session.failure)
+    await session.close()
+
+
+async def test_a_coordinator_of_an_earlier_term_is_not_obeyed(net: Net) -> None:
+    coordinator, heard = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, heard, term=5)
+    session.start()
+    await net.until(lambda: len(coordinator.got) >= 2)
+    assert (heard, session.welcome) == ([], False)
+    await session.close()
+
+
+async def test_it_follows_the_coordinator_to_another_place(net: Net) -> None:
+    first, second, heard = FakeCoordinator(net), FakeCoordinator(net), []
+    session = make_session(net, net.member(), first.server.port, heard)
+    session.start()
+    await net.until(lambda: session.welcome)
+    place = Membership(
+        swarm="s",
+        coordinator_key=net.keys.public,
+        addresses=(f"127.0.0.1:{second.server.port}",),
+    )
+    session.follow(place)
+    await net.until(lambda: session.welcome)
+    assert REPORT in second.got
+    session.follow(place)  # there it is already
+    assert session.welcome
+    await session.close()

@@ -1,0 +1,105 @@
+"""Priority groups by cached share: in proportion, and nobody starves."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molink.scheduler.job import Job
+from molink.scheduler.policies.cached_share import GROUPS, CachedShare
+from molink.scheduler.request import HeadRequest
+from molink.wire.messages.data import Sampling
+
+
+class Queue:
+    """Jobs that wait, admitted one by one."""
+
+    def __init__(self) -> None:
+        self.policy = CachedShare()
+        self.waiting: list[Job] = []
+        self.count = 0
+
+    def arrive(self, cached: int, owner: str = "d") -> Job:
+        """``cached`` of its 100 tokens are."""
+        job = Job.of(HeadRequest(owner, str(self.count), (1,) * 100, 100, 9, Sampling()))
+        job.uncached = 100 - cached
+        self.count += 1
+        self.waiting.append(job)
+        self.policy.arrived(job, 0.0)
+        return job
+
+    def admit(self) -> Job:
+        job = self.policy.next_admitted(self.waiting, [], 0.0)
+        assert job is not None
+        assert self.policy.next_admitted(self.waiting, [], 0.0) is job  # asking changes nothing
+        self.waiting.remove(job)
+        self.policy.issued(job, 0.0)
+        self.policy.issued(job, 0.0)
+        return job
+
+    def end(self, job: Job) -> None:
+        self.policy.over(job, 0.0)
+
+
+def test_groups_are_served_in_proportion() -> None:
+    queue = Queue()
+    for _ in range(400):
+        for cached in (63, 5):  # groups 6 and 0
+            queue.arrive(cached)
+    served = Counter(queue.admit().uncached for _ in range(400))
+    assert served == {37: 350, 95: 50}
+
+
+def test_within_a_group_who_came_first() -> None:
+    queue = Queue()
+    first = queue.arrive(61)
+    queue.arrive(69)
+    assert queue.admit() is first
+
+
+def test_who_was_preempted_goes_first() -> None:
+    queue = Queue()
+    job = queue.arrive(0)
+    queue.admit()
+    queue.arrive(99)
+    queue.waiting.insert(0, job)
+    assert queue.admit() is job
+
+
+def test_a_group_that_was_empty_has_saved_nothing_up() -> None:
+    queue = Queue()
+    for _ in range(300):
+        queue.arrive(99)
+    for _ in range(200):
+        queue.admit()
+    late = [queue.arrive(0) for _ in range(20)]
+    served = [queue.admit() for _ in range(22)]
+    assert sum(job in late for job in served) == 2
+
+
+def test_what_is_over_is_forgotten() -> None:
+    queue = Queue()
+    jobs = [queue.arrive(50), queue.arrive(0)]
+    queue.end(queue.admit())
+    queue.end(jobs[1])
+    assert not queue.policy._groups
+    assert not queue.policy._admitted
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=40), st.integers(0, 100))
+def test_nobody_starves(before: list[int], cached: int) -> None:
+    """However many keep coming into whatever groups."""
+    queue = Queue()
+    for each in before:
+        queue.arrive(each)
+    mine = queue.arrive(cached)
+    group = min(GROUPS - 1, GROUPS * cached // 100)
+    ahead = sum(min(GROUPS - 1, GROUPS * each // 100) == group for each in before)
+    # While it waits, group g is admitted from at most g + 1 times for each of its own, and once.
+    most = sum((other + 1) / (group + 1) * (ahead + 1) + 1 for other in range(GROUPS))
+    for _ in range(int(most) + 1):
+        for other in (99, 85, 0, 35):
+            queue.arrive(other)
+        if queue.admit() is mine:
+            return
+    raise AssertionError(f"not within {most} admissions")

@@ -1,0 +1,106 @@
+"""Three jobs on a server of one place, as in FastServe's worked example (§4.1), by every policy.
+
+The prompts of a, b and c take 5, 1 and 2 seconds, each further token one; all want two tokens and
+come at once, in this order. The quanta of the queues are 1, 2, 4 and 8 seconds. An iteration that
+has begun goes on to its end.
+"""
+
+import pytest
+
+from molink.facts.profile import Profile
+from molink.facts.ringtimes import RingTimes
+from molink.scheduler.job import Job
+from molink.scheduler.policies.base import SchedulingPolicy
+from molink.scheduler.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
+from molink.scheduler.policies.gittins import Gittins
+from molink.scheduler.policies.lengths import LEAST, AnswerLengths
+from molink.scheduler.prefix import Match
+from molink.scheduler.request import HeadRequest
+from molink.wire.messages.data import Sampling
+
+SECOND_PER_ROW = Profile(decode=((1, 1.0),), prefill=((1, 1.0), (8, 8.0)))
+PROMPTS = {"a": 5, "b": 1, "c": 2}
+ANSWER = 2
+
+#: What runs from when to when.
+FCFS = [("a", 0, 5), ("a", 5, 6), ("b", 6, 7), ("b", 7, 8), ("c", 8, 10), ("c", 10, 11)]
+# All begin in queue 1 and come to queue 2 after their prompts, a first.
+MLFQ = [("a", 0, 5), ("b", 5, 6), ("c", 6, 8), ("a", 8, 9), ("b", 9, 10), ("c", 10, 11)]
+# a joins queue 4, b queue 1, c queue 2. b comes to queue 2 at 1, behind c; c to queue 3 at 3.
+SKIP_JOIN = [("b", 0, 1), ("c", 1, 3), ("b", 3, 4), ("c", 4, 5), ("a", 5, 10), ("a", 10, 11)]
+# a stays in queue 4, b in queue 1, c in queue 2.
+FIXED = [("b", 0, 1), ("b", 1, 2), ("c", 2, 4), ("c", 4, 5), ("a", 5, 10), ("a", 10, 11)]
+# 6, 2 and 3 seconds are left of them.
+SRPT = FIXED
+# Answers are known to have two tokens at most, and taken to be that long: as if they were known.
+LIMITED = FIXED
+# Of unknown answers one token is expected, then as many again, each for one over all of them: 5, 1
+# and 2 seconds for a token at first; for three tokens two more seconds each, once there is one.
+UNKNOWN = [("b", 0, 1), ("c", 1, 3), ("a", 3, 8), ("a", 8, 9), ("b", 9, 10), ("c", 10, 11)]
+# Where answers are known to have two tokens, 6, 2 and 3 seconds for them, then one.
+KNOWN = FIXED
+
+
+def schedule(policy: SchedulingPolicy, most: int = ANSWER) -> list[tuple[str, float, float]]:
+    """What runs when if clients let answers take ``most`` tokens."""
+    now = 0.0
+    policy.set_times(RingTimes((SECOND_PER_ROW,), (), 0))
+    jobs = []
+    for number, (key, tokens) in enumerate(PROMPTS.items()):
+        prompt = tuple(range(tokens))
+        job = Job.of(HeadRequest("d", key, prompt, tokens, most, Sampling()))
+        job.uncached = tokens
+        policy.arrived(job, now)
+        job.begin(number, [], Match())
+        jobs.append(job)
+    bars = []
+    while jobs:
+        job = policy.running_order(jobs, now)[0]
+        policy.issued(job, now)
+        seconds = float(len(job.tokens) - job.issued)
+        job.issued, job.state = len(job.tokens), "decode"
+        bars.append((job.request.key, now, now + seconds))
+        now += seconds
+        policy.ran(job, seconds, now)
+        job.tokens.append(0)
+        if job.generated == ANSWER:
+            policy.over(job, now)
+            jobs.remove(job)
+    return bars
+
+
+SCHEDULES = {
+    "fcfs": (FCFS, 25 / 3),
+    "cached-share": (FCFS, 25 / 3),  # nothing is cached
+    "gittins": (LIMITED, 18 / 3),
+    "mlfq": (MLFQ, 30 / 3),
+    "skip-join-mlfq": (SKIP_JOIN, 20 / 3),
+    "fixed-priority": (FIXED, 18 / 3),
+    "srpt": (SRPT, 18 / 3),
+}
+
+
+def test_no_policy_is_without_one() -> None:
+    assert SCHEDULES.keys() >= set(SCHEDULING_POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "bars", "mean"), [(name, *found) for name, found in SCHEDULES.items()]
+)
+def test_the_schedule(name: str, bars: list[tuple[str, float, float]], mean: float) -> None:
+    assert schedule(create_scheduling_policy(name)) == bars
+    ends = {key: end for key, _, end in bars}
+    assert sum(ends.values()) / len(ends) == mean
+
+
+def test_the_schedule_where_answers_are_known() -> None:
+    lengths = AnswerLengths()
+    for _ in range(LEAST):
+        lengths.add(2, ANSWER)
+    policy = Gittins()
+    policy.set_answers(lengths)
+    assert schedule(policy, 16) == KNOWN
+
+
+def test_the_schedule_where_nothing_is_known_of_answers() -> None:
+    assert schedule(Gittins(), 16) == UNKNOWN

@@ -1,0 +1,296 @@
+"""A whole head: who gives way to those that wait, and that it is worth it."""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+
+import pytest
+
+from molink.facts.preemption import PreemptionMode
+from molink.facts.profile import Profile
+from molink.scheduler.batch import Batch
+from molink.scheduler.blocks import BlockAllocator, Returning
+from molink.scheduler.head import Head
+from molink.scheduler.job import Job
+from molink.scheduler.limits import HeadLimits
+from molink.scheduler.policies.create import create_scheduling_policy
+from molink.scheduler.request import HeadRequest
+from molink.wire.messages.data import Sampling
+from molink.wire.messages.serving import Token
+from tests.support.go_round import go_round
+
+TURN_S = 0.01
+STAGE = Profile(decode=((1, TURN_S), (64, TURN_S)), prefill=((16, TURN_S), (64, 4 * TURN_S)))
+
+
+class Served:
+    """A head of one stage, one micro-batch at a time unless it is told otherwise."""
+
+    def __init__(
+        self,
+        policy: str,
+        running: int,
+        blocks: int = 400,
+        cache: bool = False,
+        micro_batches: int = 1,
+        mode: PreemptionMode = "recompute",
+    ) -> None:
+        limits = HeadLimits(
+            blocks,
+            16,
+            micro_batches,
+            64,
+            running,
+            prefix_cache=cache,
+            profiles=(STAGE,),
+            stages=1,
+            preemption_mode=mode,
+        )
+        self.head = Head(limits, 1, create_scheduling_policy(policy))
+        self.now = 0.0
+        self.count = 0
+        self.ended: set[str] = set()
+
+    def submit(
+        self,
+        key: str,
+        prompt: Sequence[int],
+        answer: int,
+        client: str = "",
+        priority: int = 0,
+        window: int = 1 << 16,
+    ) -> Job:
+        request = HeadRequest(
+            "d",
+            key,
+            tuple(prompt),
+            len(prompt),
+            answer,
+            Sampling(),
+            window=window,
+            client=client,
+            priority=priority,
+        )
+        self.head.submit(request, self.now)
+        job = self.head._roster.find("d", key)
+        assert job is not None
+        return job
+
+    def crowd(self, client: str = "", priority: int = 0) -> None:
+        """Four short ones wait."""
+        while self.head._roster.waiting < 4:
+            self.count += 1
+            self.submit(f"s{self.count}", tuple(range(8)), 8, client, priority)
+
+    def turn(self) -> None:
+        batch = self.head.next(self.now)
+        self.now += TURN_S
+        for emission in go_round(self.head, batch, self.now):
+            assert isinstance(emission.message, Token)
+            if emission.message.finish is not None:
+                self.ended.add(emission.message.key)
+
+    @property
+    def preemptions(self) -> float:
+        return self.head.stats()[0]["head_preemptions_total"]
+
+
+@pytest.mark.parametrize(("policy", "several"), [("skip-join-mlfq", False), ("gittins", True)])
+def test_several_may_give_way_at_once(policy: str, several: bool) -> None:
+    """Four have run for long when four short ones come."""
+    served = Served(policy, running=4)
+    for number in range(4):
+        served.submit(f"long{number}", tuple(range(8 * number, 8 * number + 8)), 4000)
+    while served.preemptions == 0:
+        for _ in range(50):
+            served.turn()
+        served.crowd()
+        served.turn()
+    assert (served.preemptions > 1) == several
+
+
+@pytest.mark.parametrize("policy", ["skip-join-mlfq", "gittins"])
+def test_nobody_gives_way_who_would_be_back_at_once_by_his_share(policy: str) -> None:
+    """One client has short ones without end, another one asks for one that is long."""
+    served = Served(policy, running=2)
+    for _ in range(200):
+        served.crowd("greedy")
+        served.turn()
+    served.submit("long", tuple(range(400)), 60, "modest")
+    before = len(served.ended)
+    for _ in range(1000):
+        served.crowd("greedy")
+        served.turn()
+    assert "long" in served.ended
+    assert len(served.ended) - before > 100
+
+
+def test_nobody_gives_way_who_would_be_back_at_once_by_priority() -> None:
+    served = Served("gittins", running=1)
+    served.submit("urgent", tuple(range(400)), 60)
+    for _ in range(70):
+        if "urgent" not in served.ended:
+            served.turn()
+            served.crowd(priority=1)
+    assert "urgent" in served.ended
+    assert served.preemptions == 0
+
+
+@pytest.mark.parametrize("policy", ["skip-join-mlfq", "gittins"])
+def test_blocks_that_one_who_waits_finds_cached_are_no_room_for_others(policy: str) -> None:
+    """Of 40 blocks 20 are cached, and found; nearly all others are those of one that runs."""
+    served = Served(policy, running=4, blocks=40, cache=True)
+    prefix = tuple(range(20 * 16))
+    served.submit("first", (*prefix, 1), 1)
+    for _ in range(9):
+        served.turn()
+    served.submit("old", tuple(range(1000, 1010)), 400)
+    for _ in range(280):
+        served.turn()
+    served.submit("new", (*prefix, *range(500, 500 + 4 * 16)), 4)
+    for _ in range(20):
+        served.turn()
+    assert "new" in served.ended
+    assert served.preemptions == 1
+
+
+def outlived(served: Served, key: str, blocks: int, priority: int = 0) -> None:
+    """A request that has had far more tokens than its prompt: it has so many ``blocks``."""
+    job = served.submit(key, range(8), 500, "", priority)
+    while len(job.blocks) < blocks:
+        served.turn()
+
+
+@pytest.mark.parametrize(("blocks", "gives_way"), [(32, False), (20, True)])
+def test_nobody_gives_way_where_that_makes_too_little_room(blocks: int, gives_way: bool) -> None:
+    """What the one that waits lacks beside an old one's blocks, a more urgent one has."""
+    served = Served("gittins", running=4, blocks=40)
+    outlived(served, "old", 8, priority=1)
+    outlived(served, "urgent", 12)
+    held = {job.request.key: len(job.blocks) for job in served.head._roster}
+    assert 40 - sum(held.values()) < 20 < 40 - held["urgent"] < 32
+    served.submit("new", tuple(range(16 * blocks - 1)), 1, priority=1)
+    served.turn()
+    assert served.preemptions == gives_way
+
+
+def test_room_of_who_is_in_flight_counts_and_is_made_when_he_is_back() -> None:
+    """One is in flight and one at rest when a third one comes that needs what both have."""
+    served = Served("gittins", running=4, blocks=40, micro_batches=2)
+    outlived(served, "a", 10)
+    outlived(served, "b", 10)
+    head = served.head
+    flying = head.next(served.now)
+    assert flying is not None
+    assert len(flying.volumes[0].header.rows) == 1
+    served.submit("new", range(32 * 16), 1)
+    head.next(served.now)
+    assert (served.preemptions, head._roster.admitted) == (1, 1)
+    go_round(head, flying, served.now)
+    head.next(served.now)
+    assert (served.preemptions, head._roster.admitted) == (2, 0)
+
+
+@pytest.mark.parametrize(("reserved", "give_way"), [(0, 0), (15, 1), (39, 2)])
+def test_who_comes_back_leaves_the_reserve_alone_unless_nobody_else_runs(
+    reserved: int, give_way: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served("gittins", running=4, blocks=40, mode="reactive-swap")
+    served.head.set_host_room(100, 1e-9)
+    outlived(served, "a", 6)
+    outlived(served, "b", 6)
+    new = served.submit("new", range(16 * 10), 40)
+    while new.state != "decode":
+        served.turn()
+    monkeypatch.setattr(served.head._swapping, "reserved", lambda now: reserved)
+    served.head._batcher._preempt(new)
+    for _ in range(4):
+        served.turn()
+    assert new.state == "decode"
+    assert served.preemptions == 1 + give_way
+
+
+def test_blocks_that_two_hold_are_room_once_both_give_way() -> None:
+    blocks = BlockAllocator(8)
+    shared, own = blocks.allocate(3), blocks.allocate(2)
+    blocks.share(shared)
+    found = Returning(blocks)
+    assert (found.add([*shared, *own]), found.add(shared), found.count) == (2, 3, 5)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq", "gittins"])
+@pytest.mark.parametrize("blocks", [10, 24])
+def test_of_those_who_take_nothing_as_many_give_way_as_are_needed(policy: str, blocks: int) -> None:
+    """Two who take nothing, but are not abandoned yet, hold everything."""
+    served = Served(policy, running=4, blocks=40)
+    holders = [served.submit(key, range(16 * 17), 200, key, window=4) for key in "ab"]
+    while not all(job.stalled for job in holders):
+        served.turn()
+    served.submit("new", range(16 * blocks), 4, "c")
+    for _ in range(40):
+        served.turn()
+    assert "new" in served.ended
+    assert served.preemptions == (1 if blocks == 10 else 2)
+
+
+def test_blocks_that_one_who_waits_shares_are_no_room_if_their_holder_gives_way() -> None:
+    """An urgent one has 26 of 64 blocks and ends late; the old one shares 20 with the new one."""
+    served = Served("gittins", running=8, blocks=64, cache=True)
+    prefix = range(1000, 1000 + 20 * 16)
+    urgent = served.submit("urgent", range(16 * 25), 600, priority=-1)
+    while urgent.state != "decode":
+        served.turn()
+    old = served.submit("old", (*prefix, 1, 2, 3), 300)
+    for _ in range(60):
+        served.turn()
+    assert old.state == "decode"
+    served.submit("new", (*prefix, *range(5000, 5000 + 16 * 17)), 4)
+    served.turn()
+    assert served.preemptions == 0
+
+
+def test_who_has_just_been_admitted_does_not_give_way_before_a_row_of_his() -> None:
+    served = Served("gittins", running=4, blocks=40, mode="proactive-swap")
+    served.head.set_host_room(100, 1e-9)
+    outlived(served, "old", 16)
+    roster = served.head._roster
+    old = roster.find("d", "old")
+    assert old is not None
+    served.head._batcher._preempt(old)
+    while old.state == "waiting":
+        served.turn()
+    assert old.fresh
+    needy = served.submit("new", range(16 * 30), 1)
+    assert list(roster.victims(needy, served.now)) == []
+    while old.fresh:
+        served.turn()
+    assert list(roster.victims(needy, served.now)) == [old]
+
+
+@pytest.mark.parametrize(("seed", "clients"), [(4, 1), (8, 3), (6, 3)])
+def test_who_comes_back_from_host_memory_is_not_who_gives_way_next(seed: int, clients: int) -> None:
+    """Requests of several priorities, more than there is memory for, all come to an end."""
+    rng, way = random.Random(seed), deque[Batch]()
+    served = Served("gittins", 12, blocks=60, micro_batches=2, mode="proactive-swap")
+    head, count, tokens = served.head, 0, -1.0
+    head.set_host_room(200, 1e-5)
+    while count < 120 or len(head._roster):
+        if count < 120 and rng.random() < 0.06 and head._roster.waiting < 20:
+            size = rng.choice((0, 128)) + log_normal(rng, 3.8, 1.2, 500)
+            prompt = [rng.randrange(10, 999) for _ in range(size)]
+            answer, priority = log_normal(rng, 3.3, 1.0, 300), rng.choice((0, 0, 1))
+            served.submit(f"r{count}", prompt, answer, f"c{count % clients}", priority)
+            count += 1
+        batch = head.next(served.now)
+        served.now += TURN_S
+        if batch is not None:
+            way.append(batch)
+        if len(way) == 2 or (batch is None and way):
+            go_round(head, way.popleft(), served.now)
+        if round(served.now / TURN_S) % 400 == 0:
+            before, tokens = tokens, head.stats()[0]["head_tokens_total"]
+            assert tokens > before
+
+
+def log_normal(rng: random.Random, mean: float, spread: float, most: int) -> int:
+    return min(most, max(1, round(rng.lognormvariate(mean, spread))))

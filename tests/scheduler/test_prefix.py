@@ -1,0 +1,122 @@
+"""The prefix tree, against sequences kept one by one."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.errors import InvariantError
+from molink.scheduler.prefix import ROOT, Match, PrefixTree
+
+SIZE = 4
+
+
+def add(tree: PrefixTree, tokens: list[int], first_block: int) -> int:
+    """Insert ``tokens`` with blocks from ``first_block`` on where the tree lacks them."""
+    at = ROOT
+    for number, first in enumerate(range(0, len(tokens), SIZE)):
+        key = tuple(tokens[first : first + SIZE])
+        there = tree.child(at, key)
+        if there is None:
+            tree.add(at, key, first_block + number)
+        at = first_block + number if there is None else there
+    return at
+
+
+def test_full_blocks_are_shared_and_a_part_of_the_next() -> None:
+    tree = PrefixTree(SIZE)
+    assert [*tree.path(add(tree, [*range(10)], 100))] == [102, 101, 100]
+    assert tree.match([*range(10), 77]) == Match(101, (100, 101), 102, 10)
+    assert tree.match([*range(9)]) == Match(101, (100, 101), 102, 9)
+    assert tree.match([*range(8)]) == Match(101, (100, 101), -1, 8)
+    assert tree.match([*range(7), 77, 78]) == Match(100, (100,), 101, 7)
+    assert tree.match([77]) == tree.match([]) == Match()
+
+
+def test_the_block_with_most_in_common_is_copied_from() -> None:
+    tree = PrefixTree(SIZE)
+    for block, key in enumerate([(1, 2, 3, 4), (1, 2, 3, 7), (1, 2, 5, 6), (1, 9), (2, 2)]):
+        tree.add(ROOT, key, block)
+    tree.validate()
+    assert tree.match([1, 2, 3, 7]).blocks == (1,)
+    assert (tree.match([1, 2, 5, 9]).source, tree.match([1, 2, 5, 9]).tokens) == (2, 3)
+    assert tree.match([1, 9, 9, 9]).tokens == 2
+    assert tree.match([1, 8, 3, 4]).tokens == 1
+    assert tree.match([3]).source == -1
+
+
+def test_longer_and_shorter_siblings() -> None:
+    tree = PrefixTree(SIZE)
+    tree.add(ROOT, (1, 2), 0)
+    assert tree.longer(ROOT, (1,))
+    assert tree.longer(ROOT, (1, 2))
+    assert not tree.longer(ROOT, (1, 2, 3))
+    assert tree.shorter(ROOT, (1, 2, 3)) == 0
+    assert tree.shorter(ROOT, (1, 2)) is None
+    assert tree.shorter(ROOT, (1, 3, 3)) is None
+
+
+def test_what_is_below() -> None:
+    tree = PrefixTree(SIZE)
+    add(tree, [*range(10)], 0)
+    add(tree, [*range(6)], 10)
+    add(tree, [9], 20)
+    assert tree.below(0) == [0, 11, 1, 2]
+    assert {tree.parent(block) for block in (0, 20)} == {ROOT}
+
+
+def test_what_the_tree_can_never_hold_is_refused() -> None:
+    tree = PrefixTree(SIZE)
+    tree.add(ROOT, (1, 2, 3, 4), 0)
+    tree.add(0, (5,), 1)
+    for parent, key, block in [
+        (1, (6,), 2),
+        (0, (5,), 2),
+        (0, (6,), 1),
+        (0, (), 2),
+        (0, (1, 2, 3, 4, 5), 2),
+    ]:
+        with pytest.raises(InvariantError):
+            tree.add(parent, key, block)
+    with pytest.raises(InvariantError):
+        tree.remove(0)
+    tree.remove(1)
+    tree.remove(0)
+    assert len(tree) == 0
+    tree.validate()
+
+
+def common(one: list[int], other: list[int]) -> int:
+    length = 0
+    while length < min(len(one), len(other)) and one[length] == other[length]:
+        length += 1
+    return length
+
+
+@given(
+    sequences=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), max_size=12),
+    tokens=st.lists(st.integers(0, 2), max_size=14),
+    data=st.data(),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_match_is_the_longest_beginning_that_is_there(
+    sequences: list[list[int]], tokens: list[int], data: st.DataObject
+) -> None:
+    tree = PrefixTree(SIZE)
+    there: dict[int, list[int]] = {}
+    for number, sequence in enumerate(sequences):
+        end = add(tree, sequence, 10 * number)
+        for depth, block in enumerate([*tree.path(end)][::-1], 1):
+            there[block] = sequence[: depth * SIZE]
+        if data.draw(st.booleans()) and tree.below(end) == [end]:
+            tree.remove(end)
+            del there[end]
+        tree.validate()
+        assert there.keys() == set(tree)
+    found = tree.match(tokens)
+    assert found.tokens == max((common(each, tokens) for each in there.values()), default=0)
+    assert len(found.blocks) == found.tokens // SIZE
+    for number, block in enumerate(found.blocks, 1):
+        assert there[block] == tokens[: number * SIZE]
+    assert (found.source >= 0) == (found.tokens % SIZE > 0)
+    if found.source >= 0:
+        assert there[found.source][: found.tokens] == tokens[: found.tokens]

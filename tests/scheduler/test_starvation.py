@@ -1,0 +1,120 @@
+"""A whole head whose memory is short: a long request ends, though others come without end."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
+from molink.facts.profile import Profile
+from molink.scheduler.head import Head
+from molink.scheduler.limits import HeadLimits
+from molink.scheduler.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
+from molink.scheduler.request import HeadRequest
+from molink.wire.messages.data import Sampling
+from molink.wire.messages.serving import Token
+from tests.support.go_round import go_round
+
+#: Seconds of an iteration.
+TURN_S = 0.01
+STAGE = Profile(decode=((1, TURN_S), (8, TURN_S)), prefill=((16, TURN_S), (64, 4 * TURN_S)))
+BLOCK_SIZE = 4
+#: Of the short ones, so many wait at any time.
+CROWD = 6
+#: Iterations after which a long request has to have ended; it would do so in less than a tenth of
+#: them if it were alone.
+TURNS = 1500
+#: Those with short prompts go first for good.
+STARVING = "fixed-priority"
+
+
+class Crowded:
+    """A head, one long request, and a client that always has short ones waiting."""
+
+    def __init__(self, policy: str, mode: PreemptionMode, blocks: int, host: int) -> None:
+        limits = HeadLimits(
+            blocks,
+            BLOCK_SIZE,
+            2,
+            chunk_tokens=16,
+            max_running=4,
+            max_waiting=2 * CROWD,
+            profiles=(STAGE,),
+            preemption_mode=mode,
+        )
+        self.head = Head(limits, 1, create_scheduling_policy(policy))
+        self.head.set_host_room(host, TURN_S / 100)
+        self.now = 0.0
+        self.count = 0
+        #: Tokens that each request has, and those that it is to have.
+        self.got: dict[str, int] = {}
+        self.wanted: dict[str, int] = {}
+
+    def submit(self, key: str, prompt: tuple[int, ...], answer: int) -> None:
+        request = HeadRequest("d", key, prompt, len(prompt), answer, Sampling(), (), 1 << 16)
+        self.got[key], self.wanted[key] = 0, answer
+        assert self.head.submit(request, self.now) == []
+
+    def crowd(self, tokens: int, answer: int, alike: bool) -> None:
+        while self.head._roster.waiting < CROWD:
+            self.count += 1
+            first = 1 if alike else self.count
+            self.submit(f"s{self.count}", (first, *range(tokens - 1)), answer)
+
+    def turn(self) -> None:
+        batch = self.head.next(self.now)
+        self.now += TURN_S
+        for emission in go_round(self.head, batch, self.now):
+            assert isinstance(emission.message, Token)
+            key = emission.message.key
+            self.got[key] += 1
+            assert (emission.message.finish is None) == (self.got[key] < self.wanted[key])
+
+    def serve(self, long: tuple[int, int], short: tuple[int, int], alike: bool) -> int:
+        """Tokens that the long one has got in :data:`TURNS` iterations."""
+        self.crowd(*short, alike)
+        self.submit("long", tuple(range(100, 100 + long[0])), long[1])
+        for number in range(TURNS):
+            if self.got["long"] == self.wanted["long"]:
+                break
+            self.crowd(*short, alike)
+            self.turn()
+            if number % 50 == 0:
+                self.head.validate()
+        return self.got["long"]
+
+
+@given(
+    policy=st.sampled_from([name for name in SCHEDULING_POLICIES if name != STARVING]),
+    mode=st.sampled_from(PREEMPTION_MODES),
+    blocks=st.integers(16, 40),
+    host=st.sampled_from([0, 8, 64]),
+    prompt=st.integers(1, 48),
+    answer=st.integers(1, 12),
+    short=st.tuples(st.integers(2, 16), st.integers(1, 8)),
+    alike=st.booleans(),
+)
+@settings(max_examples=25)
+def test_no_policy_starves_a_long_request(
+    policy: str,
+    mode: PreemptionMode,
+    blocks: int,
+    host: int,
+    prompt: int,
+    answer: int,
+    short: tuple[int, int],
+    alike: bool,
+) -> None:
+    crowded = Crowded(policy, mode, blocks, host)
+    assert crowded.serve((prompt, answer), short, alike) == answer
+    for _, key in crowded.head.live:
+        crowded.head.cancel("d", key, crowded.now)
+    while crowded.head.live:
+        crowded.turn()
+    crowded.turn()
+    crowded.head.validate()
+    _, gauges = crowded.head.stats()
+    assert gauges["head_blocks_used"] == gauges["head_host_blocks_used"] == 0
+
+
+def test_where_prompts_have_priorities_for_good_a_long_one_may_starve() -> None:
+    """So the test above would see it."""
+    assert Crowded(STARVING, "recompute", 16, 0).serve((40, 4), (4, 4), alike=False) == 0

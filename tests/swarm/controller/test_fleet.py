@@ -1,0 +1,421 @@
+"""Several models, and several pipelines of one, over the same peers."""
+
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
+
+import msgspec
+import pytest
+
+from molink.swarm.controller.events import (
+    Departed,
+    MemberRemoved,
+    Rebalanced,
+    Reported,
+    TermRaised,
+    Tried,
+)
+from molink.swarm.controller.fleet import Fleet
+from molink.swarm.controller.records import Desired, PipelineRecord
+from molink.swarm.controller.shares import PRESSING
+from molink.swarm.terms import next_term
+from molink.wire.messages.instructions import Assign, Form, Route, RouteGone, Unassign
+from tests.support.swarm import FACTS, GB, Kit, Paper
+
+
+def wish(name: str, **changes: Any) -> Desired:
+    return Desired(msgspec.structs.replace(FACTS, name=name), "a", **changes)
+
+
+def settle(paper: Paper, peers: str, seconds: float = 2.0) -> list[Any]:
+    """Let what is asked for happen; what was told."""
+    told = []
+    for _ in range(round(seconds / 0.5)):
+        paper.wait(0.5, *peers)
+        told += paper.obey()
+    return told
+
+
+def peers_of(paper: Paper, model: str, replica: int = 0) -> str:
+    formation = paper.deployment(model, replica).formation
+    return "".join(sorted(formation.peers)) if formation is not None else ""
+
+
+def start(kit: Kit, peers: str, *models: Desired, **changes: Any) -> Paper:
+    paper = kit.Paper(*peers)
+    for name in peers:
+        paper.report(name, **changes)
+    paper.serve_all(*models)
+    settle(paper, peers)
+    return paper
+
+
+@pytest.fixture
+def both(kit: Kit) -> Paper:
+    """``x`` and ``y`` on a peer each; the third one is a spare of one of them."""
+    paper = start(kit, "abc", wish("x"), wish("y"))
+    assert all(one.ready for one in paper.fleet.deployments)
+    paper.take()
+    return paper
+
+
+def test_two_models_are_served_by_peers_of_their_own(kit: Kit) -> None:
+    paper = kit.Paper("a", "b")
+    for name in "ab":
+        paper.report(name)
+    paper.serve_all(wish("x"), wish("y"))
+    told = settle(paper, "ab")
+    assert {peers_of(paper, "x"), peers_of(paper, "y")} == {"a", "b"}
+    routes = [m for p, m in told if p == "a" and isinstance(m, Route) and m.ready]
+    assert {(one.model, one.pipeline) for one in routes} == {("x", "p1"), ("y", "p2")}
+    assert len({one.epoch for one in paper.committed}) == 2
+    assert paper.fleet.reason == ""
+
+
+def test_a_loss_of_one_model_is_none_of_the_other(both: Paper) -> None:
+    x, y = both.deployment("x"), both.deployment("y")
+    lost = peers_of(both, "x")
+    rest = "".join(name for name in "abc" if name not in lost)
+    epoch = y.formation.record.epoch
+    both.do(Departed(lost[0]))
+    told = settle(both, rest)
+    assert not [m for _, m in told if getattr(m, "pipeline", "") == y.pipeline]
+    assert y.formation.record.epoch == epoch
+    assert x.ready
+    assert not set(peers_of(both, "x")) & set(lost)
+
+
+def test_what_two_pipelines_tell_is_not_mixed_up(both: Paper) -> None:
+    """An epoch of one that begins before, and ends after, one of the other."""
+    x, y = both.deployment("x"), both.deployment("y")
+    for one in (x, y):
+        both.failed(one.formation.peers[0], 0, one.formation.record.epoch, one.pipeline)
+    both.wait(1, *"abc")
+    orders = {m.model: (p, m) for p, m in both.take() if isinstance(m, Assign)}
+    assert orders["x"][1].epoch != orders["y"][1].epoch
+    for name in ("y", "x"):  # and in the other order
+        peer, order = orders[name]
+        both.loaded(order, peer)
+        told = {p: m for p, m in both.take() if isinstance(m, Form)}
+        assert list(told) == [peer]
+        both.ready(peer, 0, order.epoch, order.pipeline)
+    assert x.ready
+    assert y.ready
+
+
+def test_one_that_has_too_little_waits_and_the_others_do_not(kit: Kit) -> None:
+    huge = msgspec.structs.replace(FACTS, name="huge", layers=600)
+    paper = start(kit, "abc", Desired(huge, "a"), wish("x"))
+    assert paper.deployment("x").ready
+    assert len(peers_of(paper, "x")) == 1
+    assert "huge needs" in paper.deployment("huge").reason
+    assert paper.fleet.reason.startswith("huge: huge needs")
+
+
+def test_a_second_model_takes_a_peer_of_the_first_only_after_a_while(kit: Kit) -> None:
+    paper = start(kit, "ab", wish("x", min_stages=2))
+    assert peers_of(paper, "x") == "ab"
+    first = paper.deployment("x").formation.record
+    paper.serve_all(wish("x", min_stages=2), wish("y"))
+    settle(paper, "ab", PRESSING / 2)
+    assert paper.deployment("x").formation.record == first
+    assert paper.deployment("y").formation is None
+    told = settle(paper, "ab", PRESSING + 5)
+    assert {peers_of(paper, "x"), peers_of(paper, "y")} == {"a", "b"}
+    # It was drained first: the new pipeline of the one was ready before the old one ended.
+    mine = [m for p, m in told if p == "a" and isinstance(m, Route | RouteGone)]
+    gone = mine.index(RouteGone(pipeline=first.id))
+    assert any(isinstance(m, Route) and m.model == "x" and m.ready for m in mine[:gone])
+    freed = peers_of(paper, "y")
+    orders = [m for p, m in told if p == freed and isinstance(m, Assign | Unassign)]
+    ended = orders.index(Unassign(pipeline=first.id))
+    assert [m.model for m in orders[ended:] if isinstance(m, Assign)] == ["y"]
+    assert all(m.model == "x" for m in orders[:ended] if isinstance(m, Assign))
+
+
+def test_a_model_that_is_not_named_any_more_is_stopped(both: Paper) -> None:
+    x, y = both.deployment("x"), both.deployment("y")
+    kept = x.formation.record
+    both.serve_all(wish("x"))
+    told = both.take()
+    assert ("a", RouteGone(pipeline=y.pipeline)) in told
+    assert {m.pipeline for _, m in told if isinstance(m, Unassign)} == {y.pipeline}
+    settle(both, "abc")
+    assert x.formation.record == kept
+    assert len(both.fleet.deployments) == 1
+
+
+def test_a_stopped_model_comes_back_with_what_was_wanted_of_it(kit: Kit) -> None:
+    x, y = wish("x", applied=True), wish("y", replicas=2, pins=(("c", "auto"), ("b", "auto")))
+    y = replace(y, applied=True)
+    paper = start(kit, "abc", x, y)
+    kept = paper.deployment("x").formation.record
+    assert {peers_of(paper, "y"), peers_of(paper, "y", 1)} == {"b", "c"}
+    paper.serve_all(x, replace(y, stopped=True))
+    gone = {m.pipeline for p, m in paper.take() if p == "a" and isinstance(m, RouteGone)}
+    assert len(gone) == 2
+    settle(paper, "abc")
+    assert [one.key for one in paper.fleet.deployments] == [("x", 0)]
+    assert paper.fleet.reason == ""
+    paper.serve_all(replace(x, stopped=True), replace(y, stopped=True))
+    assert "molink run MODEL" in paper.fleet.reason
+    paper.serve_all(x, y)
+    settle(paper, "abc")
+    assert {peers_of(paper, "y"), peers_of(paper, "y", 1)} == {"b", "c"}
+    assert paper.deployment("x").formation.record.stages == kept.stages
+
+
+def test_replicas_of_a_second_model_come_and_go(kit: Kit) -> None:
+    paper = start(kit, "abcd", wish("x"), wish("y", replicas=2))
+    assert all(one.ready for one in paper.fleet.deployments)
+    records = {one.key: one.formation.record for one in paper.fleet.deployments}
+    used = [peer for one in paper.fleet.deployments for peer in one.formation.peers]
+    assert len(set(used)) == len(used) == 3
+    for replicas, ready in ((1, 1), (2, 2), (3, 3), (4, 3), (1, 1)):
+        paper.serve_all(wish("x"), wish("y", replicas=replicas))
+        settle(paper, "abcd", PRESSING + 2)
+        of_y = [one for one in paper.fleet.deployments if one.key[0] == "y"]
+        assert (len(of_y), sum(one.ready for one in of_y)) == (replicas, ready)
+        assert ("y #4: " in paper.fleet.reason) == (replicas == 4)
+        for key in (("x", 0), ("y", 0)):
+            assert paper.deployment(*key).formation.record == records[key]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_near_peers_are_together(kit: Kit, late: bool) -> None:
+    """``a`` and ``c`` are in one house, ``b`` and ``d`` in another; a PC more is known of late."""
+    paper = kit.Paper(*"abcd")
+    for name in "abcd":
+        paper.report(name, memory=5 * GB)
+
+    def measure() -> None:
+        for one, other in product("abcd", "abcd"):
+            if one != other:
+                near = {one, other} in ({"a", "c"}, {"b", "d"})
+                paper.do(Tried(one, other, ok=True, latency=0.001 if near else 2.0, rate=None))
+
+    if not late:
+        measure()
+    paper.serve_all(wish("x"), wish("y"))
+    if late:
+        assert any("peers are shared out" in line for line in paper.fleet.story)
+        measure()
+    settle(paper, "abcd", 3.0)
+    assert {peers_of(paper, "x"), peers_of(paper, "y")} == {"ac", "bd"}
+    assert all(one.ready for one in paper.fleet.deployments)
+
+
+def test_what_nobody_asked_for_is_stopped(both: Paper, kit: Kit) -> None:
+    """Drift: a stage of a pipeline that there isn't, or on a peer that is for another model."""
+    x, y = both.deployment("x"), both.deployment("y")
+    both.report("c", kit.worker("ready", 9, 0, (0, 6), pipeline="p9"))
+    assert ("c", Unassign(pipeline="p9")) in both.take()
+    (at,) = peers_of(both, "y")
+    shown = [
+        kit.worker("ready", one.formation.record.epoch, 0, (0, 6), pipeline=one.pipeline)
+        for one in (x, y)
+    ]
+    both.report(at, *shown)
+    assert [m for p, m in both.take() if p == at] == [Unassign(pipeline=x.pipeline)]
+
+
+def test_replicas_come_and_go(kit: Kit) -> None:
+    paper = start(kit, "abc", wish("x"))
+    first = paper.deployment("x").formation.record
+    paper.serve_all(wish("x", replicas=2))
+    told = settle(paper, "abc")
+    assert paper.deployment("x").formation.record == first
+    second = paper.deployment("x", 1)
+    assert second.ready
+    assert second.formation.record.replica == 1
+    assert not set(peers_of(paper, "x", 1)) & set(peers_of(paper, "x"))
+    # Each route names the other, so that a peer which has been away keeps both.
+    beside = {m.pipeline: m.beside for p, m in told if p == "a" and isinstance(m, Route)}
+    assert beside == {first.id: (second.pipeline,), second.pipeline: (first.id,)}
+    paper.serve_all(wish("x"))
+    told = paper.take()
+    assert ("b", RouteGone(pipeline=second.pipeline)) in told
+    settle(paper, "abc")
+    assert paper.deployment("x").formation.record == first
+    assert len(paper.fleet.deployments) == 1
+
+
+def test_the_devices_of_a_pc_are_lost_together(kit: Kit) -> None:
+    """The power of one PC goes: what is left is placed once, not once for each device."""
+    paper = kit.Paper("a", "b", "c", "d", min_peers=4)
+    for name in "abcd":
+        paper.report(name)
+    paper.serve()
+    settle(paper, "abcd")
+    beside = msgspec.structs.replace(paper.fleet.registry.sessions["d"].report, pc="c")
+    paper.do(Reported("d", beside))
+    assert len(paper.reconciler.formation.peers) == 4
+    assert paper.fleet.registry.pc("d") == "c"
+    # The last report of one device came half a second after that of the other.
+    paper.wait(0.5, *"abd")
+    paper.take()
+    epoch = paper.reconciler.epoch
+    paper.wait(4.0, *"ab")
+    told = paper.take()
+    assert not paper.fleet.registry.live("d")
+    assert {m.epoch for _, m in told if isinstance(m, Assign)} == {epoch + 1}
+    assert set(paper.reconciler.formation.peers) == {"a", "b"}
+    # One that still reports is not lost with the other: only that one's daemon has ended.
+    paper.report("c", fresh=True)
+    paper.report("d", fresh=True, pc="c")
+    paper.wait(4.0, *"abd")
+    assert paper.fleet.registry.live("d")
+    assert not paper.fleet.registry.live("c")
+
+
+def test_all_is_placed_anew_on_demand(kit: Kit) -> None:
+    """What serves is hardly worse than another ring; a person may want the other one."""
+    paper = start(kit, "ab", wish("x"))
+    (at,) = peers_of(paper, "x")
+    other = "b" if at == "a" else "a"
+    report = paper.fleet.registry.sessions[other].report
+    device = msgspec.structs.replace(report.device, name="a faster one", read_rate=10.5e9)
+    paper.do(Reported(other, msgspec.structs.replace(report, device=device)))
+    paper.wait(70.0, *"ab")
+    assert peers_of(paper, "x") == at
+    paper.do(Rebalanced())
+    assert paper.deployment("x").ready  # and goes on until the other ring stands
+    paper.prefetched(other, 1)
+    settle(paper, "ab", 5.0)
+    assert paper.deployment("x").ready
+    assert peers_of(paper, "x") == other
+
+
+def test_a_replica_too_many_waits_for_peers(kit: Kit) -> None:
+    paper = start(kit, "a", wish("x", replicas=2))
+    assert paper.deployment("x").ready
+    assert paper.deployment("x", 1).formation is None
+    assert "x #2:" in paper.fleet.reason
+    paper.join("b")
+    settle(paper, "ab")
+    assert peers_of(paper, "x", 1) == "b"
+
+
+OTHER_FILES = msgspec.structs.replace(FACTS, name="x", root="0f" * 32 + ":9")
+
+
+def test_another_version_of_a_model_comes_one_replica_after_the_other(kit: Kit) -> None:
+    paper = start(kit, "ab", wish("x", replicas=2))
+    one, two = paper.fleet.deployments
+    paper.serve_all(Desired(OTHER_FILES, "a", replicas=2))
+    for _ in range(8):
+        assert one.ready or two.ready
+        settle(paper, "ab", 0.5)
+    assert one.ready
+    assert two.ready
+    assert {each.desired.facts.root for each in (one, two)} == {OTHER_FILES.root}
+
+
+def test_a_version_that_does_not_start_ends_only_one_replica(kit: Kit) -> None:
+    """Crash-loop: it is tried again with growing pauses; the other replica goes on as it is."""
+    paper = start(kit, "ab", wish("x", replicas=2))
+    one, two = paper.fleet.deployments
+    kept = two.formation.record
+    (at,) = peers_of(paper, "x")
+    paper.serve_all(Desired(OTHER_FILES, "a", replicas=2))
+    tries = []
+    for _ in range(4 * 60):
+        paper.wait(0.25, "a", "b")
+        for peer, message in paper.take():
+            if isinstance(message, Assign):
+                assert (peer, message.root) == (at, OTHER_FILES.root)
+                tries.append(paper.now)
+                paper.failed(peer, message.stage, message.epoch, message.pipeline)
+    assert two.formation.record == kept
+    assert two.ready
+    pauses = [later - earlier for earlier, later in pairwise(tries)]
+    assert pauses == sorted(pauses)
+    assert len(tries) < 10
+    assert not one.ready
+    # What is wanted is as before again: it is served as before.
+    paper.serve_all(wish("x", replicas=2))
+    settle(paper, "ab", 70)
+    assert one.ready
+    assert two.formation.record == kept
+
+
+def test_pinned_layers_are_where_they_are_said_to_be(kit: Kit) -> None:
+    paper = start(kit, "abc", wish("x", pins=(("b", "4:6"), ("c", "0:4"))), wish("y"))
+    record = paper.deployment("x").formation.record
+    assert [(stage.peer, stage.layers) for stage in record.stages] == [("c", (0, 4)), ("b", (4, 6))]
+    assert peers_of(paper, "y") == "a"
+    paper.serve_all(wish("x", pins=(("b", "2:6"), ("c", "0:2"))), wish("y"))
+    settle(paper, "abc")
+    record = paper.deployment("x").formation.record
+    assert [(stage.peer, stage.layers) for stage in record.stages] == [("c", (0, 2)), ("b", (2, 6))]
+
+
+def test_a_restarted_coordinator_adopts_all_pipelines(both: Paper, kit: Kit) -> None:
+    records = [one.formation.record for one in both.fleet.deployments]
+    again = kit.Paper(*"abc", now=both.now)
+    again.fleet = Fleet(
+        "s1", again.members, again.now, models=both.fleet.models, pipelines=records, last=(2, 2)
+    )
+    reports = {name: both.fleet.registry.sessions[name].report for name in "abc"}
+    for name, report in reports.items():
+        again.do(Reported(name, report, fresh=True))
+    again.wait(3, *"abc")
+    assert [one.formation.record for one in again.fleet.deployments] == records
+    assert all(one.ready for one in again.fleet.deployments)
+    assert not [m for _, m in again.take() if isinstance(m, Assign | Form | Unassign)]
+
+
+def test_a_higher_term_is_that_of_all(both: Paper) -> None:
+    term = next_term(0, "a")
+    before = [one.formation.record for one in both.fleet.deployments]
+    both.do(TermRaised(term))
+    settle(both, "abc")
+    assert [one.formation.record for one in both.fleet.deployments] == before
+    both.do(MemberRemoved(peers_of(both, "x")[0], "left"))
+    settle(both, "".join(both.fleet.registry.sessions))
+    assert both.deployment("x").epoch >> 16 == term
+
+
+def test_a_peer_without_memory_is_for_nobody(kit: Kit) -> None:
+    paper = kit.Paper("a", "b", "c")
+    paper.report("a", memory=GB // 2)
+    for name in "bc":
+        paper.report(name)
+    paper.serve_all(wish("x"), wish("y"))
+    settle(paper, "abc")
+    assert {peers_of(paper, "x"), peers_of(paper, "y")} == {"b", "c"}
+
+
+def test_one_pipeline_at_a_time_is_committed_for_each(both: Paper) -> None:
+    newest: dict[tuple[str, int], PipelineRecord] = {
+        (one.model, one.replica): one for one in both.committed
+    }
+    assert [newest[one.key] for one in both.fleet.deployments] == [
+        one.formation.record for one in both.fleet.deployments
+    ]
+
+
+def test_a_peer_hears_again_of_a_pipeline_that_is_no_more(both: Paper) -> None:
+    """It had no session when that ended, or its coordinator was another one."""
+    own = {one.pipeline for one in both.fleet.deployments}
+    routes = tuple((pipeline, 1, True) for pipeline in ("p0", *sorted(own)))
+    both.take()
+    told: list[Any] = []
+    for _ in range(4):
+        both.report("c", routes=routes)
+        told += both.take()
+    assert [m for p, m in told if isinstance(m, RouteGone)] == [RouteGone(pipeline="p0")]
+    assert {p for p, m in told if isinstance(m, RouteGone)} == {"c"}
+
+
+def test_who_adopts_ends_no_pipeline_by_hearsay(kit: Kit) -> None:
+    paper = start(kit, "ab", wish("x", min_stages=2))
+    record = paper.deployment("x").formation.record
+    again = kit.Paper(
+        "a", "b", "c", desired=wish("x", min_stages=2), pipeline=record, last=(record.epoch, 1)
+    )
+    assert again.deployment("x").adopting
+    for _ in range(8):
+        again.report("c", routes=(("p0", 1, True),))
+    assert again.deployment("x").adopting
+    assert not [m for _, m in again.take() if isinstance(m, RouteGone)]

@@ -1,0 +1,264 @@
+"""Random swarms: whatever happens in whatever order, the reconciler keeps its promises."""
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.swarm.controller.events import (
+    Commit,
+    Disconnected,
+    MemberRemoved,
+    Reported,
+    Reserve,
+    SendMessage,
+    Tick,
+    Tried,
+)
+from molink.swarm.controller.records import PipelineRecord
+from molink.wire.messages.instructions import Assign, Form, Prefetch, Route
+from molink.wire.messages.reports import Prefetched
+from tests.support.swarm import Kit
+
+NAMES = "abcde"
+
+names = st.sampled_from(NAMES)
+steps = st.one_of(
+    st.tuples(st.just("join"), names, st.sampled_from(["auto", "auto", "none", "0:2", "4:9"])),
+    st.tuples(st.just("obey"), names, st.booleans()),
+    st.tuples(st.just("wait"), st.sets(names), st.sampled_from([0.25, 1.25, 3.0, 6.0, 70.0])),
+    st.tuples(st.just("work"), st.sets(names, min_size=3), st.integers(1, 12)),
+    st.tuples(st.just("work"), st.just(set(NAMES)), st.just(12)),
+    st.tuples(st.just("fail"), names, st.booleans()),
+    st.tuples(st.just("replay"), names, st.integers(0, 30)),
+    st.tuples(st.just("reconnect"), names, st.integers(1, 2)),
+    st.tuples(st.just("leave"), names, st.none()),
+    st.tuples(st.just("cut"), names, names),
+    st.tuples(st.just("serve"), st.sampled_from(["auto", "f32"]), st.integers(1, 3)),
+    st.tuples(st.just("restart"), st.none(), st.none()),
+)
+
+
+class World:
+    """Peers that carry out some of their instructions, some late, some again."""
+
+    def __init__(self, kit: Kit) -> None:
+        self.kit = kit
+        self.paper = kit.Paper()
+        self.inbox = {name: [] for name in NAMES}
+        self.history = []
+        self.workers = {name: {} for name in NAMES}
+        self.stages = dict.fromkeys(NAMES, "auto")
+        self.prefetched = dict.fromkeys(NAMES)
+        self.pids = dict.fromkeys(NAMES, 1)
+        self.desired = self.record = self.kept = None
+        self.epoch = 0
+        self.last = (0, 0)
+
+    def step(self, kind: str, who: set[str] | str | None, what: bool | float | str | None) -> None:
+        getattr(self, kind)(who, what)
+        self.deliver()
+
+    def report(self, name: str, fresh: bool = False) -> None:
+        self.paper.do(
+            Reported(
+                name,
+                self.kit.report(
+                    name,
+                    *self.workers[name].values(),
+                    stage=self.stages[name],
+                    pid=self.pids[name],
+                    prefetched=self.prefetched[name],
+                ),
+                fresh,
+            )
+        )
+
+    def join(self, name: str, stage: str) -> None:
+        self.stages[name] = stage
+        self.paper.join(name, stage=stage)
+        self.report(name)
+
+    def wait(self, alive: set[str], seconds: float) -> None:
+        for _ in range(round(seconds / 0.25)):
+            self.paper.now += 0.25
+            for name in sorted(alive & set(self.paper.fleet.registry.sessions)):
+                self.report(name)
+            self.paper.do(Tick())
+
+    def obey(self, name: str, report: bool) -> None:
+        if not self.inbox[name]:
+            return
+        message = self.inbox[name].pop(0)
+        if isinstance(message, Prefetch):
+            self.prefetched[name] = Prefetched(number=message.number, state="done")
+            self.report(name)
+        elif isinstance(message, Assign):
+            shown = (message.epoch, message.stage, message.layers, message.pipeline)
+            self.workers[name][message.pipeline] = self.kit.worker("loaded", *shown)
+            self.act(("loaded", message, name))
+        elif isinstance(message, Form):
+            stage = next(i for i, a in enumerate(message.ring) if a.peer == name)
+            old = self.workers[name].get(message.pipeline)
+            if old is not None and old.epoch == message.epoch:
+                shown = (message.epoch, stage, old.layers, message.pipeline)
+                self.workers[name][message.pipeline] = self.kit.worker("ready", *shown)
+            self.act(("ready", name, stage, message.epoch, message.pipeline))
+        if report and name in self.paper.fleet.registry.sessions:
+            self.report(name)
+
+    def work(self, busy: set[str], rounds: int) -> None:
+        """Some peers do what they are told, for a while."""
+        for _ in range(rounds):
+            self.deliver()
+            self.wait(busy, 0.5)
+            self.deliver()
+            for name in sorted(busy):
+                self.obey(name, True)
+
+    def act(self, call: tuple[Any, ...]) -> None:
+        self.history.append(call)
+        getattr(self.paper, call[0])(*call[1:])
+
+    def fail(self, name: str, next_lost: bool) -> None:
+        if not self.paper.fleet.deployments:
+            return
+        formation = self.paper.reconciler.formation
+        stage = formation.stage_of(name) if formation is not None else None
+        if stage is not None:
+            record = formation.record
+            self.paper.failed(name, stage, record.epoch, record.id, next_lost=next_lost)
+
+    def replay(self, _name: str, index: int) -> None:
+        if self.history:
+            self.act(self.history[index % len(self.history)])
+
+    def reconnect(self, name: str, pid: int) -> None:
+        if self.pids[name] != pid:
+            self.pids[name], self.workers[name] = pid, {}
+            self.prefetched[name] = None
+        if name in self.paper.fleet.registry.members:
+            self.report(name, fresh=True)
+
+    def cut(self, name: str, other: str) -> None:
+        """One can't connect to another, or has lost the coordinator if that is itself."""
+        if name == other:
+            self.paper.do(Disconnected(name))
+        else:
+            self.paper.do(Tried(name, other, ok=False))
+
+    def leave(self, name: str, _: None) -> None:
+        self.paper.do(MemberRemoved(name, "left"))
+        self.workers[name] = {}
+
+    def serve(self, dtype: str, min_peers: int) -> None:
+        old = self.desired
+        self.paper.serve(dtype=dtype, min_peers=min_peers)
+        self.desired = self.paper.reconciler.desired
+        if old is None or old.dtype != dtype:
+            self.kept = None  # as the state does
+
+    def restart(self, *_: None) -> None:
+        """The state has what was committed; nobody else notices."""
+        self.deliver()
+        old = self.paper
+        self.paper = self.kit.Paper(
+            *old.fleet.registry.members,
+            now=old.now,
+            desired=self.desired,
+            pipeline=self.kept,
+            last=self.last,
+        )
+
+    def deliver(self) -> None:
+        """What was decided reaches peers; and it was right to decide it."""
+        decisions, self.paper.decisions = self.paper.decisions, []
+        for decision in decisions:
+            if isinstance(decision, Commit):
+                self.committed(decision.pipeline)
+            elif isinstance(decision, Reserve):
+                self.reserved(decision.pipeline, decision.epoch)
+            elif isinstance(decision, SendMessage):
+                self.sent(decision.peer, decision.message)
+
+    def committed(self, record: PipelineRecord) -> None:
+        assert record.epoch >= self.epoch
+        assert record.epoch > self.epoch or record.formed
+        first = [stage.layers[0] for stage in record.stages]
+        last = [stage.layers[1] for stage in record.stages]
+        assert first == [0, *last[:-1]]
+        assert last[-1] == self.kit.facts.layers
+        self.reserved(record.id, record.epoch)
+        self.record = self.kept = record
+
+    def reserved(self, pipeline: str, epoch: int) -> None:
+        assert epoch >= self.epoch
+        self.epoch = epoch
+        self.last = (max(self.last[0], int(pipeline[1:])), epoch)
+
+    def sent(self, peer: str, message: Any) -> None:
+        if isinstance(message, Assign | Form):
+            assert message.epoch == self.epoch
+            beside = message.pipeline != self.record.id
+            assert beside or message.epoch == self.record.epoch
+            assert beside or isinstance(message, Assign) or self.record.formed
+            self.inbox[peer].append(message)
+        elif isinstance(message, Prefetch):
+            self.inbox[peer].append(message)
+        elif isinstance(message, Route) and message.ready:
+            assert (message.pipeline, message.epoch) == (self.record.id, self.record.epoch)
+            assert self.record.formed
+            assert message.head.peer == self.record.stages[0].peer
+
+    def check(self) -> None:
+        reconciler = self.paper.reconciler
+        assert bool(reconciler.reason) or reconciler.ready
+        assert reconciler.move is None or reconciler.ready
+        if reconciler.ready:
+            record = reconciler.formation.record
+            said = {
+                call[1:] for call in self.history if call[0] == "ready" and call[3] == record.epoch
+            }
+            for stage, placed in enumerate(record.stages):
+                assert (placed.peer, stage, record.epoch, record.id) in said
+                assert self.paper.fleet.registry.live(placed.peer)
+
+
+@given(st.lists(steps, min_size=5, max_size=40))
+@settings(max_examples=120, deadline=None)
+def test_promises_are_kept(kit: Kit, plan: list[Any]) -> None:
+    world = World(kit)
+    for name in "abc":
+        world.step("join", name, "auto")
+    world.step("serve", "auto", 2)
+    for step in plan:
+        members = set(world.paper.fleet.registry.members)
+        world.step(*step)
+        gone = members - set(world.paper.fleet.registry.members)
+        world.inbox.update({name: [] for name in gone})
+        world.check()
+
+
+@given(st.lists(steps, max_size=25))
+@settings(max_examples=60, deadline=None)
+def test_it_always_recovers(kit: Kit, plan: list[Any]) -> None:
+    """Whatever happened: once peers are there and behave, the model is served."""
+    world = World(kit)
+    for step in plan:
+        world.step(*step)
+    world.serve("auto", 2)
+    for name in "ab":
+        world.join(name, "auto")
+    for name in "cde":
+        world.leave(name, None)
+    for by, to in ("ab", "ba"):
+        world.paper.do(Tried(by, to, ok=True))
+    for _ in range(400):
+        if world.paper.reconciler.ready:
+            return
+        world.wait({"a", "b"}, 0.5)
+        world.deliver()
+        for name in "ab":
+            world.obey(name, True)
+            world.deliver()
+    raise AssertionError(world.paper.fleet.story)

@@ -1,0 +1,231 @@
+"""Who passes on what two PCs say that can't reach each other: decided without a network."""
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.swarm.controller.events import SendMessage, Tried
+from molink.swarm.controller.relays import (
+    MAX_OF_PEER,
+    MAX_RELAYS,
+    Attempted,
+    Decision,
+    Live,
+    Offered,
+    Opened,
+    Relays,
+)
+from molink.wire.messages.relaying import CloseRelay, Detour, OpenRelay, RelayOpen
+
+
+class Swarm:
+    """PCs that report, and what the relays decide."""
+
+    def __init__(self, *names: str) -> None:
+        numbers = itertools.count(1)
+        self.relays = Relays(lambda: next(numbers).to_bytes(6, "big") + bytes(32))
+        for name in names:
+            self.offer(name)
+
+    def offer(self, name: str, relays: bool = True) -> list[Decision]:
+        return self.relays.handle(Offered(name, (f"{name}.lan",), relays))
+
+    def tried(
+        self, by: str, to: str, ok: bool, latency: float | None = None, relayed: bool = False
+    ) -> list[Decision]:
+        found = self.relays.handle(Attempted(Tried(by, to, ok, latency), relayed))
+        self.relays.validate()
+        return found
+
+    def opened(self, peer: str, id: int, port: int = 5479) -> list[Decision]:
+        return self.relays.handle(Opened(peer, RelayOpen(id=id, port=port)))
+
+
+def apart(latency: float = 0.01) -> tuple[Swarm, list[Decision]]:
+    """``a`` and ``b`` can't reach each other, and both reach ``hub``."""
+    swarm = Swarm("a", "b", "hub")
+    for one in "ab":
+        swarm.tried(one, "hub", True, latency)
+    return swarm, swarm.tried("a", "b", False)
+
+
+def test_one_that_both_have_reached_is_asked_then_the_ends_are_told() -> None:
+    swarm, decisions = apart()
+    secret = bytes(32)
+    assert decisions == [SendMessage("hub", OpenRelay(id=1, secret=secret))]
+    assert swarm.relays.ways == {("a", "b"): "hub"}
+    told = {"id": 1, "secret": secret, "addresses": ("hub.lan",), "port": 5479}
+    assert swarm.opened("hub", 1) == [
+        SendMessage("b", Detour(peer="a", role="waits", **told)),
+        SendMessage("a", Detour(peer="b", role="dials", **told)),
+    ]
+    # Said twice, or by somebody else, it changes nothing.
+    assert swarm.opened("hub", 1) == swarm.opened("b", 1) == swarm.opened("hub", 9) == []
+    assert swarm.tried("a", "b", False) == []
+
+
+def test_who_can_be_dialled_back_is_the_relay_itself() -> None:
+    swarm = Swarm("a", "b", "hub")
+    for one in "ab":
+        swarm.tried(one, "hub", True, 0.0001)
+    swarm.tried("b", "a", True, 0.5)
+    (told,) = swarm.tried("a", "b", False)
+    assert isinstance(told, SendMessage)
+    assert told.peer == "a"
+
+
+def test_the_nearest_of_several() -> None:
+    swarm = Swarm("a", "b", "far", "near", "unreached")
+    for one, away in (("far", 0.05), ("near", 0.01)):
+        swarm.tried("a", one, True, away)
+        swarm.tried("b", one, True, away)
+    swarm.tried("a", "unreached", True, 0.001)
+    swarm.tried("a", "b", False)
+    assert swarm.relays.ways == {("a", "b"): "near"}
+
+
+def test_nobody_who_does_not_want_to() -> None:
+    swarm = Swarm("a", "b")
+    swarm.offer("hub", relays=False)
+    for one in "ab":
+        swarm.tried(one, "hub", True)
+    assert swarm.tried("a", "b", False) == []
+    assert swarm.offer("hub") != []
+
+
+def test_a_relay_whose_pc_is_drained_ends_and_another_takes_its_place() -> None:
+    swarm, _ = apart()
+    swarm.opened("hub", 1)
+    swarm.offer("second")
+    for one in "ab":
+        swarm.tried(one, "second", True, 0.1)
+    decisions = swarm.offer("hub", relays=False)
+    close = CloseRelay(id=1)
+    assert decisions[:4] == [
+        SendMessage("a", close),
+        SendMessage("b", close),
+        SendMessage("hub", close),
+        Tried("a", "b", ok=False),
+    ]
+    assert swarm.relays.ways == {("a", "b"): "second"}
+
+
+def test_a_relay_that_is_gone() -> None:
+    swarm, _ = apart()
+    decisions = swarm.relays.handle(Live({"a", "b"}))
+    assert decisions == [
+        SendMessage("a", CloseRelay(id=1)),
+        SendMessage("b", CloseRelay(id=1)),
+        Tried("a", "b", ok=False),
+    ]
+    assert swarm.relays.ways == {}
+    swarm.relays.validate()
+
+
+def test_an_end_that_is_gone_or_can_be_reached_again() -> None:
+    swarm, _ = apart()
+    assert swarm.relays.handle(Live({"a", "hub"})) == [
+        SendMessage("a", CloseRelay(id=1)),
+        SendMessage("hub", CloseRelay(id=1)),
+    ]
+    swarm, _ = apart()
+    decisions = swarm.tried("a", "b", True)
+    assert {one.peer for one in decisions if isinstance(one, SendMessage)} == {"a", "b", "hub"}
+    assert not any(isinstance(one, Tried) for one in decisions)
+    assert swarm.relays.ways == {}
+
+
+def test_a_relay_that_does_not_get_through_is_not_asked_again() -> None:
+    swarm, _ = apart()
+    swarm.opened("hub", 1)
+    assert swarm.tried("a", "b", False, relayed=True) == []
+    assert swarm.tried("a", "b", True, 0.02, relayed=True) == []
+    assert swarm.tried("a", "b", False, relayed=True) == []
+    decisions = swarm.tried("a", "b", False, relayed=True)
+    assert SendMessage("hub", CloseRelay(id=1)) in decisions
+    assert swarm.relays.ways == {}
+    # Once it has been away, it may be.
+    swarm.relays.handle(Live({"a", "b"}))
+    swarm.offer("hub")
+    swarm.tried("a", "hub", True)
+    swarm.tried("b", "hub", True)
+    assert swarm.relays.ways == {("a", "b"): "hub"}
+
+
+def test_a_pc_that_has_no_port_for_it() -> None:
+    swarm, _ = apart()
+    assert SendMessage("hub", CloseRelay(id=1)) in swarm.opened("hub", 1, port=0)
+    assert swarm.relays.ways == {}
+
+
+def test_a_way_over_a_relay_is_no_way_of_its_own() -> None:
+    """Or the next relay would be one that can't be reached either."""
+    swarm, _ = apart()
+    swarm.tried("a", "b", True, 0.02, relayed=True)
+    assert swarm.relays.ways == {("a", "b"): "hub"}
+    swarm.offer("c")
+    swarm.tried("c", "b", True)
+    swarm.tried("a", "c", False)
+    assert ("a", "c") not in swarm.relays.ways
+
+
+def test_there_are_not_too_many() -> None:
+    names = [f"p{number:02}" for number in range(20)]
+    swarm = Swarm(*names, "hub")
+    for one in names:
+        swarm.tried(one, "hub", True)
+    for by in names:
+        for to in names:
+            if by != to:
+                swarm.tried(by, to, False)
+    assert len(swarm.relays.ways) == MAX_OF_PEER
+    for number in range(9):
+        swarm.offer(f"hub{number}")
+        for one in names:
+            swarm.tried(one, f"hub{number}", True)
+    assert len(swarm.relays.ways) == MAX_RELAYS
+
+
+def test_what_strangers_say_counts_for_nothing() -> None:
+    swarm = Swarm("a")
+    assert swarm.tried("a", "nobody", False) == swarm.tried("nobody", "a", False) == []
+
+
+_NAMES = st.sampled_from("abcde")
+_EVENTS = st.one_of(
+    st.tuples(st.just("offer"), _NAMES, st.booleans()),
+    st.tuples(st.just("try"), _NAMES, _NAMES, st.booleans(), st.booleans()),
+    st.tuples(st.just("live"), st.sets(_NAMES)),
+    st.tuples(st.just("open"), _NAMES, st.integers(1, 20), st.sampled_from([0, 5479])),
+)
+
+
+@settings(max_examples=200)
+@given(st.lists(_EVENTS, max_size=40))
+def test_whatever_happens(events: list[tuple]) -> None:
+    """Bounds hold, and who was told of a relay, and is there, is told of its end."""
+    swarm = Swarm()
+    open_at: dict[tuple[str, int], bool] = {}
+    present: set[str] = set()
+    for event in events:
+        match event:
+            case ("offer", name, relays):
+                present.add(name)
+                out = swarm.offer(name, relays)
+            case ("try", by, to, ok, relayed):
+                out = [] if by == to else swarm.tried(by, to, ok, relayed=relayed)
+            case ("live", names):
+                present &= names
+                out = swarm.relays.handle(Live(names))
+            case ("open", name, id, port):
+                out = swarm.opened(name, id, port)
+        swarm.relays.validate()
+        for decision in out:
+            if isinstance(decision, SendMessage):
+                assert decision.peer in present
+                known = (decision.peer, decision.message.id)
+                open_at[known] = not isinstance(decision.message, CloseRelay)
+    running = len(swarm.relays.ways)
+    there = {id for (name, id), is_open in open_at.items() if is_open and name in present}
+    assert len(there) <= running

@@ -1,0 +1,482 @@
+import itertools
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.facts.footprint import Footprint, StageSetup
+from molink.facts.memory_plan import MARGIN_PART, plan_memory
+from molink.facts.model import ModelFacts
+from molink.swarm.placement.links import Links
+from molink.swarm.placement.partition import Gap, Runner, StageCosts, share_out
+from molink.swarm.placement.placement import (
+    MAX_STAGES,
+    Aim,
+    Candidate,
+    Placement,
+    Unplaceable,
+    misfit,
+    parse_range,
+    placement,
+)
+
+GB = 10**9
+#: Part of a peer's memory that its plan leaves alone.
+MARGIN = 1 / MARGIN_PART
+
+
+def facts(
+    layers: int = 8,
+    layer: int = GB,
+    first: int = GB // 2,
+    last: int = GB // 2,
+    kv: int = 0,
+    context: int = 4096,
+    **more: int | str,
+) -> ModelFacts:
+    """A model whose rows take nothing, unless ``more`` says otherwise."""
+    return ModelFacts(
+        name="m",
+        layers=layers,
+        layer_bytes=layer,
+        first_bytes=first,
+        last_bytes=last,
+        kv_bytes=kv,
+        context=context,
+        **more,
+    )
+
+
+def peer(
+    name: str,
+    memory: int = 100 * GB,
+    rate: float = 10e9,
+    stage: str = "auto",
+    bf16: bool = True,
+    cuda: bool = False,
+) -> Candidate:
+    return Candidate(name, name, memory, rate, stage, bf16, cuda, step=0.0)
+
+
+def place(model: ModelFacts, peers: list[Candidate], *args: str, **more: str) -> Placement:
+    """A placement on as many peers as can be, by their slowest stage."""
+    aim = Aim("throughput", MAX_STAGES)
+    return placement.place(model, peers, *args, aim=aim, **more)
+
+
+def memory_for(nbytes: float) -> int:
+    """A memory that has room for ``nbytes`` of weights, and for what a step takes beside."""
+    return int((nbytes + 10_000_000) / (1 - MARGIN))
+
+
+def layers_of(placement: Placement) -> dict[str, tuple[int, int]]:
+    assert isinstance(placement, Placement), placement
+    return {stage.peer: stage.layers for stage in placement.stages}
+
+
+def test_equal_peers_share_equally_in_order_of_joining() -> None:
+    placed = place(facts(layers=9, last=0), [peer("a"), peer("b"), peer("c")])
+    assert layers_of(placed) == {"a": (0, 3), "b": (3, 6), "c": (6, 9)}
+
+
+def test_the_output_head_counts_as_work_of_the_last_stage() -> None:
+    placed = place(facts(layers=9, last=3 * GB), [peer("a"), peer("b"), peer("c")])
+    assert layers_of(placed) == {"a": (0, 4), "b": (4, 8), "c": (8, 9)}
+    assert placed.slowest == pytest.approx(0.4)
+    assert placed.total == pytest.approx(1.2)
+
+
+def test_a_faster_peer_takes_more() -> None:
+    placed = place(facts(layers=9, last=0), [peer("a", rate=20e9), peer("b")])
+    assert layers_of(placed) == {"a": (0, 6), "b": (6, 9)}
+
+
+def test_unmeasured_peers_count_as_average() -> None:
+    placed = place(facts(layers=8, last=0), [peer("a", rate=0.0), peer("b", rate=3e9)])
+    assert layers_of(placed) == {"a": (0, 4), "b": (4, 8)}
+
+
+def test_memory_limits_a_fast_peer_and_its_order() -> None:
+    small = peer("fast", memory=memory_for(3 * GB), rate=100e9)
+    placed = place(facts(layers=8), [small, peer("a"), peer("b")])
+    # At an end of the model it would hold two layers, between the others three.
+    assert layers_of(placed) == {"a": (0, 3), "fast": (3, 6), "b": (6, 8)}
+
+
+def test_room_for_kv_is_kept() -> None:
+    one = facts(layers=4, first=0, last=0, kv=GB // 2048, context=2048)
+    needs = Footprint.of(one, StageSetup()).needs(4, opens=True, closes=True)
+    assert needs > 4 * (GB + GB // 2048 * 2048)
+    memory = int(needs / (1 - MARGIN)) + 9
+    assert isinstance(place(one, [peer("a", memory=memory)]), Placement)
+    assert isinstance(place(one, [peer("a", memory=memory - GB)]), Unplaceable)
+
+
+def test_a_wider_dtype_needs_more() -> None:
+    memory = memory_for(10 * GB)
+    assert isinstance(place(facts(), [peer("a", memory=memory)]), Placement)
+    assert isinstance(place(facts(), [peer("a", memory=memory)], "bf16"), Placement)
+    assert isinstance(place(facts(), [peer("a", memory=memory)], "f32"), Unplaceable)
+
+
+def test_a_cpu_without_bf16_takes_fewer_layers() -> None:
+    wide = peer("wide", memory=memory_for(10 * GB), bf16=False)
+    found = place(facts(), [wide])
+    assert isinstance(found, Unplaceable)
+    assert "computes in f32" in found.reason
+    assert isinstance(place(facts(), [wide], "bf16"), Placement)
+    # Equal rates: it reads twice the bytes for each layer.
+    placed = place(facts(layers=9, last=0), [peer("wide", bf16=False), peer("a")])
+    assert layers_of(placed) == {"wide": (0, 3), "a": (3, 9)}
+
+
+def test_a_draft_model_takes_room_of_the_first_stage_only() -> None:
+    model, memory = facts(layers=8, first=0, last=0), memory_for(5 * GB)
+    peers = [replace(peer(name, memory), draft=2 * GB) for name in "ab"]
+    assert layers_of(place(model, peers)) == {"a": (0, 3), "b": (3, 8)}
+    without = [replace(one, draft=0) for one in peers]
+    assert layers_of(place(model, without)) == {"a": (0, 4), "b": (4, 8)}
+    # A PC more, rather than no draft model.
+    assert len(layers_of(placement.place(model, [*peers, peer("c", memory)]))) == 2
+    tight = [replace(one, draft=3 * GB) for one in (*peers, peer("c", memory))]
+    assert len(layers_of(placement.place(model, tight))) == 3
+    # By hand too.
+    named = [replace(peer("a", memory, stage="0:4"), draft=GB), peer("b", memory)]
+    assert layers_of(place(model, named)) == {"a": (0, 4), "b": (4, 8)}
+
+
+def test_a_draft_model_for_which_there_is_no_room_keeps_nothing_from_being_placed() -> None:
+    model, memory = facts(layers=8, first=0, last=0), memory_for(5 * GB)
+    peers = [replace(peer(name, memory), draft=3 * GB) for name in "ab"]
+    assert layers_of(place(model, peers)) == {"a": (0, 4), "b": (4, 8)}
+    named = [replace(peer("a", memory, stage="0:5"), draft=GB), peer("b", memory)]
+    assert layers_of(place(model, named)) == {"a": (0, 5), "b": (5, 8)}
+    found = place(facts(layers=20), peers)
+    assert isinstance(found, Unplaceable)
+    assert "needs" in found.reason
+
+
+def test_explicit_ranges_are_respected_and_gaps_filled() -> None:
+    placed = place(
+        facts(layers=8, last=0),
+        [peer("a"), peer("b", stage="2:5"), peer("c"), peer("watcher", stage="none")],
+    )
+    assert layers_of(placed) == {"a": (0, 2), "b": (2, 5), "c": (5, 8)}
+
+
+def test_peers_without_room_for_a_layer_are_spares() -> None:
+    placed = place(facts(), [peer("tiny", memory=GB // 2), peer("a")])
+    assert layers_of(placed) == {"a": (0, 8)}
+    assert placed.spares == ("tiny",)
+
+
+def test_more_peers_than_layers() -> None:
+    placed = place(facts(layers=2), [peer("slow", rate=1e9), peer("a"), peer("b")])
+    assert layers_of(placed) == {"a": (0, 1), "b": (1, 2)}
+    assert placed.spares == ("slow",)
+
+
+def test_a_ring_has_a_bounded_number_of_stages() -> None:
+    placed = place(facts(layers=40), [peer(f"p{i:02}") for i in range(MAX_STAGES + 3)])
+    assert len(placed.stages) == MAX_STAGES
+    assert len(placed.spares) == 3
+
+
+def test_peers_that_fit_nowhere_beside_the_others_are_left_out() -> None:
+    # Both ends are too much for `b`, and with two peers one of them is at each end.
+    placed = place(facts(layers=4, first=5 * GB, last=5 * GB), [peer("a"), peer("b", 4 * GB)])
+    assert layers_of(placed) == {"a": (0, 4)}
+    assert placed.spares == ("b",)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "reason"),
+    [
+        ([], "no peer offers to run layers"),
+        ([peer("a", stage="none")], "no peer offers to run layers"),
+        (
+            [peer("a", 56 * GB // 10), peer("b", 4 * GB)],
+            "m needs 9.0 GB and the swarm offers 9.1 GB on 2 peers, but no split fits",
+        ),
+        (
+            [peer("a", 5 * GB)],
+            "m needs 9.0 GB, the swarm offers 4.8 GB on 1 peer: room for 4 of 8 layers; add a peer",
+        ),
+        (
+            [peer("a", stage="0:5"), peer("b", stage="4:8")],
+            r"the layers of a \(--stage 0:5\) and of b \(--stage 4:8\) overlap",
+        ),
+        ([peer("a", stage="0:5")], "no peer runs layers 5:8: 0 peers with --stage auto"),
+        ([peer("a", stage="2:9")], "names layers that m doesn't have: it has 8"),
+        (
+            [peer("a", stage="0:8", memory=2 * GB)],
+            r"a \(--stage 0:8\): layers 0:8 of m need at least 9.1 GB \(9.0 GB weights .* budget "
+            "is 2.0 GB: 1 layer would fit",
+        ),
+        (
+            [peer("a", stage="0:4"), peer("b", memory=2 * GB)],
+            "the rest of m needs 4.5 GB, the swarm offers 1.9 GB on 1 peer",
+        ),
+    ],
+)
+def test_the_reason_says_what_is_missing(candidates: list[Candidate], reason: str) -> None:
+    found = place(facts(), candidates)
+    assert isinstance(found, Unplaceable)
+    assert re.search(reason, found.reason), found.reason
+
+
+#: Its projections, nine tenths of a layer, shrink to a half and to a quarter.
+SHRINKS = {
+    "projection_bytes": GB * 9 // 10,
+    "int8_bytes": GB * 9 // 20,
+    "nf4_bytes": GB * 9 // 40,
+}
+
+
+def test_quantized_layers_take_less_and_are_read_sooner() -> None:
+    model = facts(**SHRINKS)
+    peers = [peer("a", memory=memory_for(4 * GB))]
+    assert isinstance(place(model, peers), Unplaceable)
+    assert isinstance(place(model, peers, quantize="int8"), Unplaceable)
+    placed = place(model, peers, quantize="nf4")
+    assert layers_of(placed) == {"a": (0, 8)}
+    # 8 × (0.1 + 0.225) GB and the output head.
+    assert placed.slowest == pytest.approx((8 * 0.325 + 0.5) / 10)
+
+
+def test_widening_leaves_quantized_projections_as_they_are() -> None:
+    model = facts(layers=9, first=0, last=0, **SHRINKS)
+    wide = [peer("wide", bf16=False), peer("a")]
+    # 0.2 + 0.225 GB for each layer there, 0.1 + 0.225 GB here.
+    assert layers_of(place(model, wide, quantize="nf4")) == {"wide": (0, 4), "a": (4, 9)}
+    tight = [peer("wide", memory=memory_for(9 * 0.425 * GB + 30_000_000), bf16=False)]
+    assert isinstance(place(model, tight, quantize="nf4"), Placement)
+
+
+def test_files_that_are_quantized_already_need_no_option() -> None:
+    peers = [peer("a", memory=memory_for(4 * GB))]
+    assert isinstance(place(facts(**SHRINKS, quantized="nf4"), peers), Placement)
+
+
+def test_the_reason_names_the_gentlest_quantization_that_helps() -> None:
+    model = facts(**SHRINKS)
+    for memory, stage, hint in [
+        (6 * GB, "auto", r"serve it with --quantize int8$"),
+        (4 * GB, "auto", r"serve it with --quantize nf4$"),
+        (GB, "auto", r"serve a smaller model$"),
+        (6 * GB, "0:8", r"5 layers would fit, or --quantize int8$"),
+        (4 * GB, "0:8", r"3 layers would fit, or --quantize nf4$"),
+        (GB // 4, "0:8", r"not one layer would fit$"),
+    ]:
+        found = place(model, [peer("a", memory=memory_for(memory), stage=stage)])
+        assert isinstance(found, Unplaceable)
+        assert re.search(hint, found.reason), found.reason
+    found = place(facts(), [peer("a", memory=4 * GB)])  # nothing is known of its projections
+    assert "--quantize" not in found.reason
+
+
+def test_a_gpu_keeps_room_for_graphs() -> None:
+    memory = memory_for(9 * GB)
+    assert isinstance(place(facts(), [peer("a", memory=memory)]), Placement)
+    gpu = place(facts(), [peer("a", memory=memory, cuda=True, stage="0:8")])
+    assert isinstance(gpu, Unplaceable)
+    assert "41.9 MB CUDA graphs" in gpu.reason
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0:4", (0, 4)), ("auto", None), ("none", None), ("4", None), ("-1:4", None), ("a:b", None)],
+)
+def test_parse_range(text: str, expected: tuple[int, int] | None) -> None:
+    assert parse_range(text) == expected
+
+
+def brute_force(gap: Gap, runners: list[Runner]) -> tuple[float, float] | None:
+    """The best (slowest, total) over every order and every composition."""
+    best = None
+    n = len(runners)
+    for order in itertools.permutations(runners):
+        for cuts in itertools.combinations(range(1, gap.layers), n - 1):
+            counts = [b - a for a, b in itertools.pairwise((0, *cuts, gap.layers))]
+            times = []
+            for i, (runner, count) in enumerate(zip(order, counts, strict=True)):
+                opens, closes = gap.opens and i == 0, gap.closes and i == n - 1
+                if runner.costs.memory(count, opens=opens, closes=closes) > runner.memory:
+                    break
+                times.append(runner.costs.seconds(count, runner.rate, closes=closes))
+            else:
+                cost = (max(times), sum(times))
+                best = cost if best is None else min(best, cost)
+    return best
+
+
+costs = st.builds(
+    StageCosts,
+    layer_weights=st.integers(0, 6),
+    layer_room=st.integers(0, 2),
+    first=st.integers(0, 8),
+    last=st.integers(0, 8),
+    stage=st.integers(0, 2),
+    logits=st.integers(0, 2),
+)
+runners = st.lists(
+    st.builds(
+        Runner, st.just("p"), st.integers(0, 40), st.sampled_from([1.0, 2.0, 4.0, 8.0]), costs
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(runners, st.integers(1, 7), st.booleans(), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_no_split_is_better(runners: list[Runner], layers: int, opens: bool, closes: bool) -> None:
+    gap = Gap(0, layers, opens, closes)
+    found = share_out([gap], runners)
+    expected = brute_force(gap, runners)
+    assert (found and (found[0].slowest, found[0].total)) == expected  # powers of two: exact
+
+
+stages = st.one_of(
+    st.just("auto"),
+    st.just("none"),
+    st.tuples(st.integers(0, 6), st.integers(1, 4)).map(lambda t: f"{t[0]}:{t[0] + t[1]}"),
+)
+swarms = st.lists(
+    st.tuples(
+        st.integers(0, 30),
+        st.sampled_from([0.0, 1.0, 3.0, 7.5, 1e-320, math.inf, math.nan]),
+        stages,
+        st.booleans(),
+        st.booleans(),
+    ),
+    max_size=6,
+)
+models = st.builds(
+    facts,
+    st.integers(1, 10),
+    layer=st.integers(0, 6 << 20),
+    first=st.integers(0, 8 << 20),
+    last=st.integers(0, 8 << 20),
+    kv=st.integers(0, 512),
+    context=st.sampled_from([1, 100, 4096]),
+    projection_bytes=st.just(0),
+    row_elements=st.integers(0, 100),
+    vocabulary=st.integers(0, 1000),
+)
+
+
+@given(swarms, models, st.sampled_from(["auto", "f32", "bf16"]))
+@settings(max_examples=300, deadline=None)
+def test_a_placement_covers_the_model_within_memory(
+    swarm: list[tuple[int, float, str, bool, bool]], model: ModelFacts, dtype: str
+) -> None:
+    candidates = [peer(str(i), memory << 20, *values) for i, (memory, *values) in enumerate(swarm)]
+    placed = place(model, candidates, dtype)
+    assert placed == place(model, candidates, dtype)
+    if isinstance(placed, Unplaceable):
+        assert placed.reason
+        return
+    by_name = {candidate.peer: candidate for candidate in candidates}
+    at = 0
+    for stage in placed.stages:
+        first, last = stage.layers
+        assert first == at < last
+        at = last
+        candidate = by_name.pop(stage.peer)
+        assert candidate.stage in ("auto", f"{first}:{last}")
+        kind = "cuda" if candidate.cuda else "cpu"
+        target = StageSetup(kind=kind, bf16=candidate.bf16, dtype=dtype)
+        # What is placed there fits the plan that the peer's daemon makes of its own.
+        plan = plan_memory(model, stage.layers, target, candidate.memory)
+        assert plan.total <= candidate.memory
+    assert at == model.layers
+    left = [c for c in by_name.values() if c.stage == "auto"]
+    assert sorted(placed.spares) == sorted(c.peer for c in left)
+    assert all(misfit(c.stage, model) for c in by_name.values() if ":" in c.stage)
+
+
+@given(models, st.integers(0, 12), st.booleans(), st.booleans(), st.sampled_from(["cpu", "cuda"]))
+def test_costs_are_those_of_the_footprint(
+    model: ModelFacts, layers: int, opens: bool, closes: bool, kind: str
+) -> None:
+    need = Footprint.of(model, StageSetup(kind=kind))
+    expected = need.needs(layers, opens=opens, closes=closes)
+    assert StageCosts.of(need).memory(layers, opens=opens, closes=closes) == expected
+
+
+# --- over links ----------------------------------------------------------------------------------
+
+
+def over(latency: float, *names: str) -> Links:
+    """Links of that latency between all, in seconds."""
+    links = Links()
+    for by, to in itertools.permutations(names, 2):
+        links.measured(by, to, latency, None)
+    return links
+
+
+def ring(placed: Placement | Unplaceable) -> list[str]:
+    assert isinstance(placed, Placement), placed
+    return [stage.peer for stage in placed.stages]
+
+
+def test_one_that_holds_the_model_is_enough() -> None:
+    placed = placement.place(facts(), [peer("a"), peer("b", rate=20e9), peer("c")])
+    assert ring(placed) == ["b"]
+    assert placed.spares == ("a", "c")
+    assert placed.turn == placed.cost == pytest.approx(8.5 / 20)
+    wanted = placement.place(facts(), [peer("a"), peer("b"), peer("c")], aim=Aim("latency", 2))
+    assert ring(wanted) == ["a", "b"]
+
+
+def test_many_streams_are_worth_more_stages() -> None:
+    peers = [peer("a"), peer("b"), peer("c")]
+    assert len(ring(placement.place(facts(), peers, aim=Aim("throughput")))) == 3
+    far = placement.place(facts(), peers, aim=Aim("throughput"), links=over(30.0, *"abc"))
+    assert len(ring(far)) == 1
+
+
+def test_room_for_a_conversation_is_worth_a_hop() -> None:
+    # 8.5 GB of weights, and 1 GB for each 1000 tokens.
+    model = facts(kv=GB // 8000, context=32768)
+    for memory, stages in ((20, 1), (14, 2)):
+        peers = [peer("a", memory_for(memory * GB)), peer("b", memory_for(memory * GB))]
+        found = placement.place(model, peers, links=over(0.03, *"ab"))
+        assert len(ring(found)) == stages
+        assert found.tokens == 8192
+    alone = placement.place(model, [peer("a", memory_for(14 * GB))])
+    assert alone.tokens == 2048
+    # What serves with less is left for it.
+    serving = [("a", (0, 8))]
+    assert ring(placement.place(model, peers, serving=serving)) != ["a"]
+
+
+def test_what_serves_stays_where_another_ring_is_hardly_better() -> None:
+    peers = [peer("a"), peer("b", rate=10.9e9), peer("c", rate=12e9)]
+    assert ring(placement.place(facts(), peers[:2], serving=[("a", (0, 8))])) == ["a"]
+    assert ring(placement.place(facts(), peers, serving=[("a", (0, 8))])) == ["c"]
+    # Too few stages, one that is not there, or layers that it has no room for.
+    pair = placement.place(facts(), peers, aim=Aim("latency", 2), serving=[("a", (0, 8))])
+    assert len(ring(pair)) == 2
+    assert ring(placement.place(facts(), peers[:2], serving=[("z", (0, 8))])) == ["b"]
+    small = [peer("a", memory_for(3 * GB)), peer("b")]
+    assert ring(placement.place(facts(), small, serving=[("a", (0, 8))])) == ["b"]
+
+
+def test_closed_ports_are_named_where_memory_would_do() -> None:
+    closed = frozenset("ab")
+    peers = [
+        replace(peer(name, memory_for(5 * GB)), blocked=closed - {name}) for name in ("a", "b")
+    ]
+    found = placement.place(facts(), peers)
+    assert isinstance(found, Unplaceable)
+    assert "no ring of peers that can connect to each other has room for it" in found.reason
+
+
+def test_named_layers_are_decided_by_hand() -> None:
+    peers = [peer("a", stage="0:2"), peer("b"), peer("c", rate=1e9)]
+    assert sorted(ring(placement.place(facts(), peers, links=over(5.0, *"abc")))) == ["a", "b", "c"]
