@@ -18,12 +18,12 @@
     ├── DeadlineExceeded         nothing of an answer came in the time that it had (HTTP 504)
     ├── Unavailable              no pipeline can serve now (HTTP 503)
     │   ├── FilesMissing         files of a model that no PC which is there has
-    │   └── KnockUnanswered      nobody has let this PC into a swarm in time (exit code 11)
+    │   └── PairingUnanswered      nobody has let this PC into a swarm in time (exit code 11)
     ├── WireError                bytes that are no valid message
     │   └── MessageTooLarge      a header or payload over its bound
     ├── NotAuthorized            a peer that may not do this (exit code 7)
-    │   ├── ShutOut              this PC was revoked (exit code 9)
-    │   └── KnockRefused         a swarm, or this PC's user, has refused (exit code 10)
+    │   ├── PeerBanned              this PC was revoked (exit code 9)
+    │   └── PairingRefused         a swarm, or this PC's user, has refused (exit code 10)
     ├── VersionMismatch          this PC and the swarm speak differently (exit code 13)
     ├── StateError               a state folder that can't be used; names the file
     │   └── DamagedState         its file is damaged
@@ -128,7 +128,7 @@ class FilesMissing(Unavailable):
     """No PC that is there has some files of a model; names the layers."""
 
 
-class KnockUnanswered(Unavailable):
+class PairingUnanswered(Unavailable):
     """This PC asked to be let into a swarm, and nobody approved it in time."""
 
     exit_code = 11
@@ -148,13 +148,13 @@ class NotAuthorized(MolinkError):
     exit_code = 7
 
 
-class ShutOut(NotAuthorized):
+class PeerBanned(NotAuthorized):
     """This PC was a member of the swarm, and was revoked."""
 
     exit_code = 9
 
 
-class KnockRefused(NotAuthorized):
+class PairingRefused(NotAuthorized):
     """This PC asked to be let into a swarm, and was refused."""
 
     exit_code = 10

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 #: Windows refuses to replace or delete what somebody (a virus scanner, say) reads at the moment.
-_REFUSES = sys.platform == "win32"
+_FORBIDDEN = sys.platform == "win32"
 _PAUSE_S = 0.05
 #: Names that Windows keeps for devices, whatever follows their first dot.
 _DEVICES = frozenset(
@@ -17,7 +17,7 @@ _DEVICES = frozenset(
 T = TypeVar("T")
 
 
-def patiently(act: Callable[[], T], seconds: float = 2.0) -> T:
+def retry_while_busy(act: Callable[[], T], seconds: float = 2.0) -> T:
     """``act()``; on Windows again for up to ``seconds`` while that is not permitted.
 
     Raises:
@@ -28,12 +28,12 @@ def patiently(act: Callable[[], T], seconds: float = 2.0) -> T:
         try:
             return act()
         except PermissionError:
-            if not _REFUSES or time.monotonic() >= deadline:
+            if not _FORBIDDEN or time.monotonic() >= deadline:
                 raise
             time.sleep(_PAUSE_S)
 
 
-def plain_name(text: str, otherwise: str) -> str:
+def make_plain_name(text: str, otherwise: str) -> str:
     """``text`` as (the first part of) a file name that any file system takes."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:64].strip("._") or otherwise
     return f"_{plain}" if plain.partition(".")[0].lower() in _DEVICES else plain

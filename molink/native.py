@@ -7,7 +7,7 @@ from molink.errors import MolinkError
 
 
 @contextmanager
-def failing_as(failure: Callable[[str], MolinkError]) -> Iterator[None]:
+def raise_as(failure: Callable[[str], MolinkError]) -> Iterator[None]:
     """Turn what the library raises within into ``failure``, made from a reason.
 
     It raises bare ``Exception``, and its panics (Rust's failed assertions) are a ``BaseException``

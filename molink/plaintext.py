@@ -10,9 +10,9 @@ import re
 import unicodedata
 
 #: Control characters, line and paragraph separators, marks of direction, halves of characters.
-_OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_ALLOWED_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 #: Characters of a text from elsewhere that a screen shows.
-_LONGEST = 400
+_MAX_LENGTH = 400
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -23,12 +23,12 @@ def printable(text: str, keep: str = "") -> str:
         found = match[0]
         return found if found in keep else found.encode("unicode_escape").decode("ascii")
 
-    return _OBEYED.sub(written_out, text)
+    return _ALLOWED_CONTROLS.sub(written_out, text)
 
 
-def plain(text: str) -> str:
+def sanitize_text(text: str) -> str:
     """The beginning of a text of somebody else, without anything that is obeyed or not seen."""
-    return printable("".join(c for c in text[:_LONGEST] if unicodedata.category(c) != "Cf"))
+    return printable("".join(c for c in text[:_MAX_LENGTH] if unicodedata.category(c) != "Cf"))
 
 
 class LogFormatter(logging.Formatter):

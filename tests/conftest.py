@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from molink.wire.sockets.loop import EventLoop
-from molinkd.imports import lasting_imports
+from molinkd.imports import permanent_imports
 from tests.support.models import MakeModel
 from tests.support.net import Net
 
@@ -107,7 +107,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Sche
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported for the tests stays: it is no garbage, and looking for some takes long."""
-    with lasting_imports():
+    with permanent_imports():
         return (yield)
 
 

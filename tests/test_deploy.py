@@ -5,8 +5,8 @@ import re
 import kubernetes_validate
 import pytest
 
-from molinkd.api.guard import OPEN_PATHS
-from molinkd.peer.settings import NAMES, Settings, build, from_environment
+from molinkd.api.guard import PUBLIC_PATHS
+from molinkd.peer.settings import SETTING_NAMES, Settings, apply_layer, read_environment
 from tests.support import manifests
 from tests.support.manifests import ROOT, Manifest, container, environment, find, workloads
 
@@ -46,9 +46,9 @@ def test_selectors_find_what_they_name(built: list[Manifest]) -> None:
 def test_settings_are_molinks_own(built: list[Manifest]) -> None:
     for one in workloads(built):
         given = environment(one, SECRETS, "pod-0")
-        known = {f"MOLINK_{name.upper()}" for name in NAMES} | OTHERS
+        known = {f"MOLINK_{name.upper()}" for name in SETTING_NAMES} | OTHERS
         assert given.keys() <= known
-        settings = build(from_environment(given), Settings(name="x"), "the manifest")
+        settings = apply_layer(read_environment(given), Settings(name="x"), "the manifest")
         assert settings.name == "pod-0"
         assert settings.api_key == "k"
         assert not settings.discovery
@@ -58,7 +58,7 @@ def test_ports_and_probes_are_the_endpoints(built: list[Manifest]) -> None:
     defaults = Settings(name="x")
     for one in workloads(built):
         ports = {port["name"]: port["containerPort"] for port in container(one)["ports"]}
-        assert ports["endpoint"] == defaults.endpoint_port
+        assert ports["endpoint"] == defaults.api_port
         assert ports["coordinator"] == defaults.coordinator_port
         assert ports["control"] == defaults.control_port
         assert ports.get("worker", defaults.worker_ports[0]) == defaults.worker_ports[0]
@@ -69,7 +69,7 @@ def test_ports_and_probes_are_the_endpoints(built: list[Manifest]) -> None:
         ):
             asked = container(one)[f"{kind}Probe"]["httpGet"]
             assert (asked["path"], asked["port"]) == (path, "endpoint")
-            assert path in OPEN_PATHS, "a probe has no API key"
+            assert path in PUBLIC_PATHS, "a probe has no API key"
 
 
 def test_a_pod_is_found_before_it_can_serve(built: list[Manifest]) -> None:
@@ -132,7 +132,7 @@ def test_the_dockerfile() -> None:
     assert {f"!{source}" for source in copied} == {line for line in let_in if line[0] == "!"}
     last = dict(steps)
     assert last["ENTRYPOINT"] == '["molink"]'
-    assert f"http://127.0.0.1:{Settings(name='x').endpoint_port}/health" in last["HEALTHCHECK"]
+    assert f"http://127.0.0.1:{Settings(name='x').api_port}/health" in last["HEALTHCHECK"]
     assert f"MOLINK_HOME={last['VOLUME']}/" in last["ENV"]
     installer = (ROOT / "install.sh").read_text(encoding="utf-8")
     torch = re.search(r"^TORCH=(\S+)$", installer, re.MULTILINE)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from molinkd.cli.swarm_file import ModelSection, SwarmFile, read_swarm_file
-from molinkd.peer.settings import NAMES
+from molinkd.peer.settings import SETTING_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -60,7 +60,7 @@ def test_a_wrong_name_is_found(tmp_path: Path) -> None:
 def test_every_setting_is_described() -> None:
     text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
-    assert sorted(rows) == sorted(NAMES)
+    assert sorted(rows) == sorted(SETTING_NAMES)
 
 
 def test_the_swarm_file_is_described(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 import pytest
 
 from molink import files
-from molink.files import patiently, plain_name
+from molink.files import retry_while_busy, make_plain_name
 
 
 class Locked:
@@ -19,13 +19,13 @@ class Locked:
 
 def test_patience_is_for_windows_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(files, "_REFUSES", False)
+    monkeypatch.setattr(files, "_FORBIDDEN", False)
     with pytest.raises(PermissionError):
-        patiently(Locked(1))
-    monkeypatch.setattr(files, "_REFUSES", True)
-    assert patiently(Locked(3)) == "done"
+        retry_while_busy(Locked(1))
+    monkeypatch.setattr(files, "_FORBIDDEN", True)
+    assert retry_while_busy(Locked(3)) == "done"
     with pytest.raises(PermissionError):
-        patiently(Locked(1), 0.0)
+        retry_while_busy(Locked(1), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -41,4 +41,4 @@ def test_patience_is_for_windows_and_ends(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_plain_names(text: str, plain: str) -> None:
-    assert plain_name(text, "otherwise") == plain
+    assert make_plain_name(text, "otherwise") == plain

@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from molink.errors import MolinkError
-from molink.stage.attention.base import Attention, AttentionShape, BackendName
-from molink.stage.attention.compiled import CompiledAttention, attend_shape
+from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
+from molink.stage.attention.compiled import CompiledAttention, kernel_shape
 from molink.stage.attention.create import create_attention
 from molink.stage.batch import SequenceRows
 from molink.stage.kernels.arithmetic import Float32
-from molink.stage.kernels.attend import Attend
+from molink.stage.kernels.attend import AttentionKernel
 from molink.stage.pool import KVPool
 from molink.stage.torch_dtypes import TORCH_DTYPES
 
@@ -78,16 +78,16 @@ class Case:
         where = (block_size, self.dtype, self.device)
         return self.over_pages(name, create_attention(name, self.shape, *where), block_size)
 
-    def over_pages(self, name: str, backend: Attention, block_size: int) -> Result:
+    def over_pages(self, name: str, backend: AttentionBackend, block_size: int) -> Result:
         """A backend over a pool that is twice as large, with the blocks shuffled or in order."""
         each = -(-self.context // block_size)
         blocks = 2 * each * self.batch
         pool = KVPool(self.shape, 1, blocks, block_size, self.dtype, self.device)
-        pool.clear(range(blocks))
+        pool.zero_blocks(range(blocks))
         order = list(range(blocks)) if self.consecutive else torch.randperm(blocks).tolist()
         tables = [order[i * each : (i + 1) * each] for i in range(self.batch)]
         rows = [SequenceRows(self.context - self.rows, self.rows, table) for table in tables]
-        layer = backend.prepare(rows, block_size, self.dtype, self.device)
+        layer = backend.prepare_layers(rows, block_size, self.dtype, self.device)
         heads = self.heads()
         times = 3 if name == "gather" and not self.consecutive else 1
         return self._result(name, lambda: layer(0, heads, pool), times)
@@ -127,7 +127,7 @@ def measure(
     found = []
     narrow = None
     if device.type == "cpu" and dtype is torch.float32:
-        code = Attend(attend_shape(shape, 16), Float32(), features=_AVX2)
+        code = AttentionKernel(kernel_shape(shape, 16), Float32(), features=_AVX2)
         narrow = CompiledAttention(shape, code)
     for context in _CONTEXTS:
         for batch in _BATCHES:

@@ -30,9 +30,9 @@ from molink.facts.memory_plan import plan_memory
 from molink.facts.model import BLOCK_SIZE, Quantize
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.sampling.penalties import SampleRow
-from molink.stage.sampling.sampler import sample
+from molink.stage.sampling.sampler import sample_tokens
 from molink.stage.stage import Stage
-from molink.wire.messages.data import Sampling
+from molink.wire.messages.data import SamplingParams
 
 #: Rows of a decode step, and the tokens before each.
 _STEPS = ((1, 128), (1, 2000), (4, 128), (8, 128), (8, 1000), (16, 128), (32, 500), (64, 128))
@@ -40,10 +40,10 @@ _BLOCKS = 64 * 1024 // BLOCK_SIZE
 _BUDGET = 12 * 10**9
 _FIRST, _REPEATS = 5, 20
 _SAMPLINGS = {
-    "greedy": Sampling(temperature=0.0),
-    "any token": Sampling(temperature=1.0, seed=1),
-    "top_p": Sampling(temperature=0.8, top_p=0.9, seed=1),
-    "top_p and logprobs": Sampling(temperature=0.8, top_p=0.9, seed=1, logprobs=5),
+    "greedy": SamplingParams(temperature=0.0),
+    "any token": SamplingParams(temperature=1.0, seed=1),
+    "top_p": SamplingParams(temperature=0.8, top_p=0.9, seed=1),
+    "top_p and logprobs": SamplingParams(temperature=0.8, top_p=0.9, seed=1, logprobs=5),
 }
 #: Logits fall with the logarithm of a token's rank, as in trained models.
 _STEEPNESS, _VOCABULARY = 2.0, 151_936
@@ -59,7 +59,7 @@ class Card:
     def load(self, quantize: Quantize) -> Stage:
         """The whole model as one stage."""
         layers = self.folder.config.layers
-        return Stage.load(self.folder, (0, layers), str(self.device), quantize=quantize)
+        return Stage.load_layers(self.folder, (0, layers), str(self.device), quantize=quantize)
 
     def seconds(self, work: Callable[[], object]) -> float:
         """How long something takes, its end on the device included."""
@@ -101,8 +101,8 @@ def measure_steps(card: Card, quantize: Quantize) -> list[dict[str, Any]]:
     """Decode steps of several sizes."""
     found, tables, vocabulary = [], Tables(_BLOCKS), card.folder.config.vocab_size
     with_graphs, without = card.load(quantize), card.load(quantize)
-    with_graphs.allocate(_BLOCKS, BLOCK_SIZE)
-    without.allocate(_BLOCKS, BLOCK_SIZE)
+    with_graphs.allocate_kv_pool(_BLOCKS, BLOCK_SIZE)
+    without.allocate_kv_pool(_BLOCKS, BLOCK_SIZE)
     without._graphs = None
     for rows, context in _STEPS:
         batch = tables.decode(rows, context, vocabulary)
@@ -112,7 +112,7 @@ def measure_steps(card: Card, quantize: Quantize) -> list[dict[str, Any]]:
 
         before, positions = with_graphs.graph_bytes, context + 1
         step(with_graphs)
-        captured = card.seconds(partial(with_graphs.capture, rows, positions))
+        captured = card.seconds(partial(with_graphs.capture_graph, rows, positions))
         step(without)
         found.append(
             {
@@ -138,7 +138,7 @@ def measure_waits(card: Card) -> list[dict[str, Any]]:
             rows = [SampleRow(sampling, position) for position in range(count)]
 
             def draw(rows: list[SampleRow] = rows, logits: Tensor = logits) -> object:
-                return sample(logits, rows)
+                return sample_tokens(logits, rows)
 
             draw()
             waits, taken = _waits(draw), card.milliseconds(draw)
@@ -161,21 +161,21 @@ def _waits(work: Callable[[], object]) -> int:
 def measure_memory(card: Card, quantize: Quantize) -> dict[str, Any]:
     """A budget shared out as a daemon does, and what is taken of it."""
     torch.cuda.empty_cache()
-    folder, chunk, decodes = card.folder, StepLimits().chunk, StepLimits().decodes
+    folder, chunk, decodes = card.folder, StepLimits().max_chunk_rows, StepLimits().max_decode_rows
     layers = (0, folder.config.layers)
     setup = StageSetup("cuda", True, "auto", quantize)
-    plan = plan_memory(folder.facts("bench"), layers, setup, _BUDGET)
+    plan = plan_memory(folder.placement_facts("bench"), layers, setup, _BUDGET)
     before = torch.cuda.memory_allocated(card.device)
     stage = card.load(quantize)
     weights = torch.cuda.memory_allocated(card.device) - before
     blocks = plan.kv // stage.block_bytes(BLOCK_SIZE)
-    stage.allocate(blocks, BLOCK_SIZE)
+    stage.allocate_kv_pool(blocks, BLOCK_SIZE)
     tables, config = Tables(blocks), folder.config
     for _ in range(_FIRST):
         stage.forward(tables.decode(decodes, 128, config.vocab_size))
     # A prompt's last chunk beside as many streams as there may be, which fill the pool.
-    prompt = tables.rows(config.context - chunk, chunk, 0)
-    each = min(config.context, blocks * BLOCK_SIZE // decodes) - BLOCK_SIZE
+    prompt = tables.rows(config.max_model_len - chunk, chunk, 0)
+    each = min(config.max_model_len, blocks * BLOCK_SIZE // decodes) - BLOCK_SIZE
     streams = tables.decode(decodes, each, config.vocab_size).sequences
     tokens = _tokens(chunk + decodes, config.vocab_size)
     wanted = range(chunk - 1, chunk + decodes)

@@ -52,7 +52,7 @@ async def _measure(
     count = options.warmup + options.requests
     plan = plan_sizes(options.input_tokens, options.output_tokens, float("inf"), count, seed=0)
     async with BenchClient(BenchTarget(url), clock) as client:
-        await client.prepare()
+        await client.calibrate_prompts()
         for part in (plan[: options.warmup], plan[options.warmup :]):
             before = {process: _times(process) for process in processes}
             run = await run_plan(part, client.send, concurrency=options.concurrency, clock=clock)

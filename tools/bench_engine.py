@@ -36,8 +36,8 @@ from typing import Any
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import Uncounted
-from molink.checkpoint.unpacking import SUFFIX, unpacked
+from molink.checkpoint.source import NullCounter
+from molink.checkpoint.unpacking import GGUF_SUFFIX, import_gguf
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.kernels import compiler
 from molink.stage.measure.peaks import peak_read_rate
@@ -96,15 +96,15 @@ def main() -> int:
 def _measured(options: argparse.Namespace, made: Path) -> dict[str, Any]:
     """All figures; ``made`` is a folder in which a GGUF file may be laid out."""
     model: Path = options.model
-    is_file = model.suffix == SUFFIX
+    is_file = model.suffix == GGUF_SUFFIX
     folder = ModelFolder.open(
-        unpacked(model, made, Uncounted(), threading.Event()) if is_file else model
+        import_gguf(model, made, NullCounter(), threading.Event()) if is_file else model
     )
     avoid = tuple(filter(None, options.avoid.split(",")))
     dtype = "f32" if options.avx2 else options.dtype
-    stage = Stage.load(folder, (0, folder.config.layers), dtype=dtype, avoid=avoid)
+    stage = Stage.load_layers(folder, (0, folder.config.layers), dtype=dtype, disabled_kernels=avoid)
     longest = max(options.long, default=0) + LONG_DECODE + 1
-    stage.allocate(max(BATCH * 128, -(-longest // BLOCK)), BLOCK)
+    stage.allocate_kv_pool(max(BATCH * 128, -(-longest // BLOCK)), BLOCK)
     decode(stage, 1, 0, 8)  # warm
     result: dict[str, Any] = {"model": model.name, "threads": options.threads}
     result |= {"dtype": stage.dtype, "weight_bytes": stage.weight_bytes}

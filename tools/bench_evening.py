@@ -86,11 +86,11 @@ def slices(answered: Answered, begin: float, length: float, count: int) -> list[
     asked, failed = [0] * count, [0] * count
     seen = [("", 0)] * count
     for sample in answered.samples:
-        asked[part(sample.sent)] += 1
-        failed[part(sample.sent)] += sample.error is not None
+        asked[part(sample.sent_at)] += 1
+        failed[part(sample.sent_at)] += sample.error is not None
         if sample.error is None:
-            firsts[part(sample.sent)].append(sample.ttft)
-            for before, after in pairwise(sample.texts):
+            firsts[part(sample.sent_at)].append(sample.ttft)
+            for before, after in pairwise(sample.piece_times):
                 gaps[part(after)].append(after - before)
     for look in answered.looks:
         ring = " ".join(f"{name}:{last - first}" for name, first, last in look.ring)

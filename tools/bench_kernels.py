@@ -22,7 +22,7 @@ from torch import Tensor
 from molink.stage.kernels.arithmetic import WidenedBf16, WidenedF16
 from molink.stage.kernels.create import create_matmul
 from molink.stage.kernels.matmul import MatMul
-from molink.stage.linear import Linear, PackedLinear, can_pack
+from molink.stage.linear import PlainLinear, PackedLinear, can_pack
 
 _ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256)
 _WEIGHTS, _ROUNDS = 12, 5
@@ -44,7 +44,7 @@ class Result:
 
 def compiled(multiply: MatMul, weights: list[Tensor]) -> Product:
     """By our own code."""
-    packed = [multiply.pack(weight) for weight in weights]
+    packed = [multiply.pack_weight(weight) for weight in weights]
     bias = torch.zeros(len(weights[0]))
     return lambda index, rows: multiply(packed[index], rows, bias)
 
@@ -52,7 +52,7 @@ def compiled(multiply: MatMul, weights: list[Tensor]) -> Product:
 def torches(weights: list[Tensor], dtype: torch.dtype) -> Product:
     """The best that torch has."""
     packs = can_pack(dtype, torch.device("cpu"))
-    kind = PackedLinear.pack if packs else Linear
+    kind = PackedLinear.pack_weight if packs else PlainLinear
     made = [kind(weight.to(dtype), None) for weight in weights]
     return lambda index, rows: made[index](rows)
 

@@ -30,7 +30,7 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.layout import layer_tensors
 from molink.facts.model import Quantize
-from molink.gguf.blocks import PACKED, packed_name, packed_shape
+from molink.gguf.blocks import PACKED_TYPES, packed_name, packed_shape
 from molink.stage.loading.weights import WeightReader
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype
@@ -41,7 +41,7 @@ SHAPE, LAYERS, STAGE = Shape(4096, 32, 32, 11008), 32, (8, 16)
 CASES: tuple[tuple[str, Quantize], ...] = (("bf16", "none"), ("bf16", "int8"), ("q4_0", "none"))
 #: Numbers that are repeated: random ones of a stage would take longer than all else.
 _RANDOM = 1 << 22
-_Q4_0 = PACKED["q4_0"]
+_Q4_0 = PACKED_TYPES["q4_0"]
 _SAMPLED_S = 0.002
 
 
@@ -95,7 +95,7 @@ def write_folder(folder: Path, weights: str, layers: tuple[int, int]) -> None:
     (folder / "config.json").write_text(json.dumps(model_config(LAYERS, SHAPE)), encoding="utf-8")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text("{}", encoding="utf-8")
-    config = ModelConfig.load(folder, "bf16")
+    config = ModelConfig.load_folder(folder, "bf16")
     header: dict[str, Any] = {}
     offset, rng = 0, np.random.default_rng(0)
     numbers = torch.from_numpy(rng.standard_normal(_RANDOM, np.float32) / 64).bfloat16()
@@ -148,10 +148,10 @@ def measure(path: Path, layers: tuple[int, int], quantize: Quantize) -> dict[str
     stored = sum(folder.tensors[name].nbytes for name in folder.stage_tensors(*layers))
     dtype = TORCH_DTYPES[choose_dtype("auto", folder.config.dtype, torch.device("cpu"))]
     with torch.inference_mode(), WeightReader(folder, dtype, torch.device("cpu"), quantize) as one:
-        one._projections.product_of("q4_0")  # compiled once in a process
+        one._projections.find_block_product("q4_0")  # compiled once in a process
     with Memory() as memory:
         before, begin = _read_bytes(), time.perf_counter()
-        stage = Stage.load(folder, layers, "cpu", quantize=quantize)
+        stage = Stage.load_layers(folder, layers, "cpu", quantize=quantize)
         seconds = time.perf_counter() - begin
     return {
         "seconds": round(seconds, 2),

@@ -71,7 +71,7 @@ async def _round(url: str, options: argparse.Namespace, index: int) -> dict[str,
         asked = await complete(session, url, prompt, 1)
         stop.set()
         samples = await asyncio.gather(*streams)
-    begin, end = asked.sent, asked.first
+    begin, end = asked.sent_at, asked.first_at
     before = _gaps(samples, begin - ALONE_S / 2, begin)
     during = _gaps(samples, begin, end)
     alone, beside = percentile(before, 99), percentile(during, 99)
@@ -85,7 +85,7 @@ async def _round(url: str, options: argparse.Namespace, index: int) -> dict[str,
 
 def _gaps(samples: list[Sample], begin: float, end: float) -> list[float]:
     """Gaps between tokens that overlap ``begin … end``, sorted."""
-    pairs = [pair for sample in samples for pair in pairwise(sample.texts)]
+    pairs = [pair for sample in samples for pair in pairwise(sample.piece_times)]
     return sorted(later - earlier for earlier, later in pairs if later > begin and earlier < end)
 
 

@@ -20,8 +20,8 @@ from statistics import median
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import Uncounted
-from molink.checkpoint.unpacking import SUFFIX, unpacked
+from molink.checkpoint.source import NullCounter
+from molink.checkpoint.unpacking import GGUF_SUFFIX, import_gguf
 from molink.stage.kernels import compiler
 from molink.stage.stage import Stage
 from molinkd.peer.platform import huge_pages
@@ -56,15 +56,15 @@ def main() -> int:
 
 def _measure(model: Path, made: Path, options: argparse.Namespace) -> None:
     """Print the figures of one model; ``made`` is a folder for what a GGUF file becomes."""
-    if model.suffix == SUFFIX:
-        folder = ModelFolder.open(unpacked(model, made, Uncounted(), threading.Event()))
+    if model.suffix == GGUF_SUFFIX:
+        folder = ModelFolder.open(import_gguf(model, made, NullCounter(), threading.Event()))
     else:
         folder = ModelFolder.open(model)
     sides = []
     for avoid in ((), ("gguf-blocks",)):
         dtype = "f32" if options.avx2 else "auto"
-        sides.append(Stage.load(folder, (0, folder.config.layers), dtype=dtype, avoid=avoid))
-        sides[-1].allocate(max(128, -(-max(options.prompts) // BLOCK)), BLOCK)
+        sides.append(Stage.load_layers(folder, (0, folder.config.layers), dtype=dtype, disabled_kernels=avoid))
+        sides[-1].allocate_kv_pool(max(128, -(-max(options.prompts) // BLOCK)), BLOCK)
     rates: dict[str, tuple[list[float], list[float]]] = {}
     for _ in range(1 + options.rounds):
         for number, stage in enumerate(sides):

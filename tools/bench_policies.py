@@ -10,19 +10,19 @@ import statistics
 import time
 
 from molink.link.policies.base import (
-    Acknowledged,
-    DecodeFinished,
-    DecodeStarted,
-    LanePolicy,
-    LinkEstimate,
-    Produced,
-    SendRows,
-    Sent,
+    MessageAcknowledgedEvent,
+    DecodeFinishedEvent,
+    DecodeStartedEvent,
+    ChannelPolicy,
+    LinkEstimatedEvent,
+    RowsProducedEvent,
+    SendRowsAction,
+    MessageSentEvent,
 )
 from molink.link.policies.create import POLICIES, create_policy
-from molink.wire.messages.data import Lane
+from molink.wire.messages.data import Channel
 
-BOTH = (Lane.DECODE, Lane.BULK)
+BOTH = (Channel.DECODE, Channel.BULK)
 ROW = 8192
 RATE = 12.5e6
 ROUNDS = 5000
@@ -49,7 +49,7 @@ def main() -> None:
 def measure(name: str, volumes: int) -> dict[str, object]:
     """Medians over many decisions, with ``volumes`` queued."""
     policy = create_policy(name)
-    policy.handle(LinkEstimate(0.06, 0.06, RATE), 0.0)
+    policy.handle(LinkEstimatedEvent(0.06, 0.06, RATE), 0.0)
     for volume in range(volumes):
         policy.handle(produced(volume), 0.0)
     decides, rounds, sends = [], [], 0
@@ -58,12 +58,12 @@ def measure(name: str, volumes: int) -> dict[str, object]:
         begun = time.perf_counter()
         events(policy, volumes + index, now)
         asked = time.perf_counter()
-        decision = policy.decide(now, BOTH)
+        decision = policy.choose_action(now, BOTH)
         decided = time.perf_counter()
-        if isinstance(decision, SendRows):
+        if isinstance(decision, SendRowsAction):
             sends += 1
-            policy.handle(Sent(Lane.BULK, ROW), now)
-            policy.handle(Acknowledged(Lane.BULK, ROW, 0.06), now)
+            policy.handle(MessageSentEvent(Channel.BULK, ROW), now)
+            policy.handle(MessageAcknowledgedEvent(Channel.BULK, ROW, 0.06), now)
         rounds.append(time.perf_counter() - begun)
         decides.append(decided - asked)
     return {
@@ -76,17 +76,17 @@ def measure(name: str, volumes: int) -> dict[str, object]:
     }
 
 
-def produced(volume: int) -> Produced:
+def produced(volume: int) -> RowsProducedEvent:
     """Decode and prefill volumes by turns."""
     if volume % 2:
-        return Produced(volume, Lane.DECODE, 8, ROW)
-    return Produced(volume, Lane.BULK, 512, ROW)
+        return RowsProducedEvent(volume, Channel.DECODE, 8, ROW)
+    return RowsProducedEvent(volume, Channel.BULK, 512, ROW)
 
 
-def events(policy: LanePolicy, volume: int, now: float) -> None:
+def events(policy: ChannelPolicy, volume: int, now: float) -> None:
     """What happens before a decision: a decode step, and a volume of it."""
-    policy.handle(DecodeStarted(8, 0.02), now - 0.02)
-    policy.handle(DecodeFinished(8, 0.1), now)
+    policy.handle(DecodeStartedEvent(8, 0.02), now - 0.02)
+    policy.handle(DecodeFinishedEvent(8, 0.1), now)
     policy.handle(produced(volume), now)
 
 

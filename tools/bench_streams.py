@@ -32,13 +32,13 @@ from pathlib import Path
 from typing import Any
 
 from molink.bench.report import percentile
-from molink.checkpoint.source import demo_model
-from molink.swarm.frontend.generation import GeneratedToken, GenerationRequest
-from molinkd.api.backend import Figures, ServedModel
+from molink.checkpoint.source import find_demo_model
+from molink.swarm.frontend.generation import GeneratedToken, Request
+from molinkd.api.backend import MetricValues, ServedModel
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from molinkd.api.prompt_reader import PromptProcesses
-from molinkd.peer.feed import Feed
+from molinkd.api.prompt_reader import PromptWorkers
+from molinkd.peer.feed import TokenQueue
 from molinkd.peer.platform import child_options
 from tools.serving.process import molink_swarm
 
@@ -57,9 +57,9 @@ class Scripted:
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
-        self._model = ServedModel("scripted", demo_model().path, 4096, 1700000000)
+        self._model = ServedModel("scripted", find_demo_model().path, 4096, 1700000000)
         self._lock = threading.Lock()
-        self._live: dict[Feed, deque[GeneratedToken]] = {}
+        self._live: dict[TokenQueue, deque[GeneratedToken]] = {}
         threading.Thread(target=self._make, name="ring", daemon=True).start()
 
     def models(self) -> Sequence[ServedModel]:
@@ -70,13 +70,13 @@ class Scripted:
         """Always."""
         return True
 
-    def metrics(self) -> Figures:
+    def metrics(self) -> MetricValues:
         """None."""
-        return Figures()
+        return MetricValues()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[GeneratedToken, None]:
         """Different tokens, the last with its reason."""
-        feed, first, count = Feed(), len(request.prompt), request.max_tokens
+        feed, first, count = TokenQueue(), len(request.prompt), request.max_tokens
         tokens = deque(
             GeneratedToken(
                 first + at, 300 + at % 1500, float("nan"), (), "length" if at + 1 == count else None
@@ -87,10 +87,10 @@ class Scripted:
             self._live[feed] = tokens
         try:
             while True:
-                for item in await feed.take():
+                for item in await feed.get_all():
                     assert isinstance(item, GeneratedToken)
                     yield item
-                    if item.finish is not None:
+                    if item.finish_reason is not None:
                         return
         finally:
             with self._lock:
@@ -110,7 +110,7 @@ class Scripted:
 
 def serve_scripted(rate: float) -> None:
     """Until its standard input ends."""
-    server = EndpointServer(Scripted(rate), ApiSettings(), PromptProcesses(child_options()))
+    server = EndpointServer(Scripted(rate), ApiSettings(), PromptWorkers(child_options()))
     print(f"http://127.0.0.1:{server.start(0)}", flush=True)
     sys.stdin.read()
     server.stop()

@@ -28,14 +28,14 @@ from molink.link.receiver import LinkReceiver
 from molink.link.sender import LinkSender
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import Rows, Volume
-from molink.wire.messages.serving import Cancel, Prompt
+from molink.wire.messages.data import RequestSlice, Volume
+from molink.wire.messages.serving import Cancel, PromptFragment
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.loop import EventLoop
 from molink.wire.sockets.server import Server
-from molink.wire.sockets.zap import Gatekeeper
-from molinkd.worker.dial import Dialer
+from molink.wire.sockets.zap import ZapAuthenticator
+from molinkd.worker.dial import StageConnector
 
 SMALL, LARGE, HIDDEN = 4096, 192 * 1024, 1024
 PIPELINE = "bench"
@@ -49,21 +49,21 @@ def serve(pipe: Any, server_secret: str, client_public: str) -> None:
 
 async def _serve(pipe: Any, keys: KeyPair, client_public: str) -> None:
     context = zmq.asyncio.Context()
-    gatekeeper = Gatekeeper(context)
+    gatekeeper = ZapAuthenticator(context)
     gatekeeper.start()
-    user = gatekeeper.allow(client_public)
+    user = gatekeeper.allow_peer(client_public)
     done = asyncio.Event()
 
     def handle(sender: Any, message: Any, payload: memoryview | None) -> None:
         if isinstance(message, Cancel) and message.key == "stop":
             done.set()
-        elif isinstance(message, Prompt | Cancel) and message.key != "flow":
+        elif isinstance(message, PromptFragment | Cancel) and message.key != "flow":
             server.send(sender.identity, Cancel("ack"))
         else:
-            incoming.handle(sender, message, payload)
+            incoming.handle_message(sender, message, payload)
 
     server = Server(context, keys, data_codec(), gatekeeper, handle)
-    idle = StageProgress(0, 0, busy=True)
+    idle = StageProgress(0, 0, has_requests=True)
     receiver = LinkReceiver(1, HIDDEN, "bf16")
     events = InLinkEvents(lambda: idle, lambda _: None)
     loop = asyncio.get_running_loop()
@@ -99,7 +99,7 @@ class Bench:
 
     async def latency(self) -> dict[str, float]:
         """Half of there and back, in ms."""
-        message = Prompt("k", 0, Payload("u8", (SMALL,)))
+        message = PromptFragment("k", 0, Payload("u8", (SMALL,)))
         data, taken = bytes(SMALL), []
         stop = time.perf_counter() + self.seconds
         while (start := time.perf_counter()) < stop:
@@ -110,14 +110,14 @@ class Bench:
 
     async def throughput(self) -> dict[str, float]:
         """Bytes/s of large frames, until the last has been answered for."""
-        message = Prompt("flow", 0, Payload("u8", (LARGE,)))
+        message = PromptFragment("flow", 0, Payload("u8", (LARGE,)))
         data, sent = bytes(LARGE), 0
         start, busy = time.perf_counter(), time.thread_time()
         while time.perf_counter() - start < self.seconds:
             self.drained.clear()
             self.client.send(message, data)
             sent += 1
-            if self.client.congested:
+            if self.client.is_congested:
                 await self.drained.wait()
             else:
                 await asyncio.sleep(0)
@@ -127,11 +127,11 @@ class Bench:
 
     async def link(self) -> dict[str, float]:
         """Bytes/s of prefill volumes through a link, acknowledged."""
-        idle = StageProgress(0, 0, busy=True)
-        dialer = Dialer(self.context, self.keys, self.server_key, [self.address])
+        idle = StageProgress(0, 0, has_requests=True)
+        dialer = StageConnector(self.context, self.keys, self.server_key, [self.address])
         link = OutLink(
             asyncio.get_running_loop(),
-            dialer.connect,
+            dialer.open_connection,
             LinkSender(1, create_policy("fifo")),
             LinkName(PIPELINE, 0),
             OutLinkEvents(lambda: idle, print),
@@ -143,7 +143,7 @@ class Bench:
         while time.perf_counter() - start < self.seconds:
             if link.stats.queued_bytes < 4 * len(data):
                 payload = Payload("bf16", (rows, HIDDEN))
-                link.volume(Volume(tick, True, (Rows(1, 0, rows, 0),), payload), data)
+                link.send_volume(Volume(tick, True, (RequestSlice(1, 0, rows, 0),), payload), data)
                 tick += 1
             await asyncio.sleep(0)
         while link.stats.unacknowledged_bytes:  # noqa: ASYNC110  a counter, not an event

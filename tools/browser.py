@@ -25,7 +25,7 @@ def find_driver() -> str | None:
 
 
 class Browser:
-    """One window. What it does not find within :data:`PATIENCE_S` is a :class:`TimeoutError`."""
+    """One window. What it does not find within :data:`TIMEOUT_S` is a :class:`TimeoutError`."""
 
     def __init__(self, driver: str, width: int, height: int, scale: float = 1.0) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:

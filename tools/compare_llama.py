@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import Uncounted
-from molink.checkpoint.unpacking import unpacked
+from molink.checkpoint.source import NullCounter
+from molink.checkpoint.unpacking import import_gguf
 from molink.stage.stage import Stage
 from molink.text.tokenizer import Tokenizer
 from tools.greedy import greedy, whole_model
@@ -182,7 +182,7 @@ def answers(
 
 def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All figures."""
-    model = ModelFolder.open(unpacked(options.file, folder, Uncounted(), threading.Event()))
+    model = ModelFolder.open(import_gguf(options.file, folder, NullCounter(), threading.Event()))
     tokenizer = Tokenizer.open(model.path)
     room = max(options.tokens, options.prompt + options.answer)
     stages = {dtype: whole_model(model, room, dtype, options.quantize) for dtype in options.dtype}

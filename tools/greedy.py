@@ -20,8 +20,8 @@ def whole_model(
     folder: ModelFolder, room: int, dtype: DTypeChoice, quantize: Quantize = "none"
 ) -> Stage:
     """All layers of a model in one stage, with room for the KV of ``room`` tokens."""
-    stage = Stage.load(folder, (0, folder.config.layers), "cpu", dtype, quantize=quantize)
-    stage.allocate(-(-room // _BLOCK), _BLOCK)
+    stage = Stage.load_layers(folder, (0, folder.config.layers), "cpu", dtype, quantize=quantize)
+    stage.allocate_kv_pool(-(-room // _BLOCK), _BLOCK)
     return stage
 
 

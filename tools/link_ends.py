@@ -18,18 +18,18 @@ from molink.link.ends import LinkName
 from molink.link.heartbeat import StageProgress
 from molink.link.incoming import InLink, InLinkEvents
 from molink.link.outgoing import OutLink, OutLinkEvents
-from molink.link.policies.base import DecodeFinished, DecodeStarted
+from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent
 from molink.link.policies.create import create_policy
 from molink.link.receiver import Arrival, LinkReceiver
 from molink.link.sender import LinkSender
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import Rows, Volume
+from molink.wire.messages.data import RequestSlice, Volume
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.loop import EventLoop
-from molink.wire.sockets.server import Sender, Server
-from molink.wire.sockets.zap import Gatekeeper
-from molinkd.worker.dial import Dialer
+from molink.wire.sockets.server import MessageSender, Server
+from molink.wire.sockets.zap import ZapAuthenticator
+from molinkd.worker.dial import StageConnector
 
 LINK, HIDDEN = LinkName("bench", 0), 4096
 ROW = HIDDEN * 2
@@ -47,21 +47,21 @@ def _data(tick: int, rows: int) -> bytes:
 async def receive(config: dict[str, Any]) -> dict[str, Any]:
     """Take volumes until stdin ends; when each one came, as ``[tick, seconds, bytes]``."""
     context = zmq.asyncio.Context()
-    gatekeeper = Gatekeeper(context)
+    gatekeeper = ZapAuthenticator(context)
     gatekeeper.start()
-    user = gatekeeper.allow(config["client_public"])
+    user = gatekeeper.allow_peer(config["client_public"])
     arrivals: list[tuple[int, float, int]] = []
     wrong: list[int] = []
 
     def arrived(arrival: Arrival) -> None:
         body, data = arrival.body, arrival.payload
         if isinstance(body, Volume) and data is not None:
-            arrivals.append((body.tick, time.monotonic(), len(data)))
-            if config.get("verify") and data != _data(body.tick, len(data) // ROW):
-                wrong.append(body.tick)
+            arrivals.append((body.seq, time.monotonic(), len(data)))
+            if config.get("verify") and data != _data(body.seq, len(data) // ROW):
+                wrong.append(body.seq)
 
-    def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
-        incoming.handle(sender, message, payload)
+    def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
+        incoming.handle_message(sender, message, payload)
 
     server = Server(
         context,
@@ -91,7 +91,7 @@ async def receive(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _progress() -> StageProgress:
-    return StageProgress(0, 0, busy=True)
+    return StageProgress(0, 0, has_requests=True)
 
 
 class Sending:
@@ -102,7 +102,7 @@ class Sending:
         self._random = random.Random(config["seed"])
         self._context = zmq.asyncio.Context()
         self._dead: str | None = None
-        self._dialer = Dialer(
+        self._dialer = StageConnector(
             self._context,
             KeyPair.from_secret(config["client_secret"]),
             config["server_public"],
@@ -110,7 +110,7 @@ class Sending:
         )
         self.link = OutLink(
             asyncio.get_running_loop(),
-            self._dialer.connect,
+            self._dialer.open_connection,
             LinkSender(1, create_policy(config["policy"])),
             LINK,
             OutLinkEvents(_progress, self._died),
@@ -127,10 +127,10 @@ class Sending:
         self._tick += 1
         data = _data(self._tick, rows)
         header = Volume(
-            self._tick, prefill, (Rows(1, 0, rows, 0),), Payload("bf16", (rows, HIDDEN))
+            self._tick, prefill, (RequestSlice(1, 0, rows, 0),), Payload("bf16", (rows, HIDDEN))
         )
         self.handed.append((self._tick, time.monotonic(), prefill))
-        self.link.volume(header, data)
+        self.link.send_volume(header, data)
         return self._tick
 
     async def decode(self, stop: asyncio.Event) -> None:
@@ -138,9 +138,9 @@ class Sending:
         while not stop.is_set():
             gap = self._random.uniform(*GAP)
             guess = gap * self._random.uniform(0.9, 1.1)
-            self.link.handle(DecodeFinished(DECODE_ROWS, guess))
+            self.link.handle_event(DecodeFinishedEvent(DECODE_ROWS, guess))
             await asyncio.sleep(gap)
-            self.link.handle(DecodeStarted(DECODE_ROWS, 0.0))
+            self.link.handle_event(DecodeStartedEvent(DECODE_ROWS, 0.0))
             self.volume(DECODE_ROWS, prefill=False)
 
     async def arrived(self) -> None:

@@ -130,8 +130,8 @@ def low_bit_tensors(tensors: dict[str, Tensor], config: dict[str, object]) -> di
             continue
         rows, width = tensor.shape
         spread = (2**scheme.bits - 1) / 12**0.5
-        for part, stored in scheme.stored(name, (rows, width), {}).items():
-            if part == scheme.zero_points(name):
+        for part, stored in scheme.required_tensors(name, (rows, width), {}).items():
+            if part == scheme.zero_points_name(name):
                 code = 2 ** (scheme.bits - 1) - (scheme.layout == "gptq")
                 word = sum(code << place for place in range(0, 32, scheme.bits))
                 made[part] = torch.full(stored.shape, word, dtype=torch.int64).to(torch.int32)

@@ -29,7 +29,7 @@ def write(source: Path, path: Path) -> None:
     config = ModelFolder.open(source).config
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_block_count(config.layers)
-    writer.add_context_length(config.context)
+    writer.add_context_length(config.max_model_len)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.heads)

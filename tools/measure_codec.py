@@ -16,7 +16,7 @@ import msgspec
 
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage
-from molink.wire.messages.data import Frame, Lane, Rows, Volume
+from molink.wire.messages.data import Frame, Channel, RequestSlice, Volume
 
 ROWS = 64
 LOOPS = 2000
@@ -115,11 +115,11 @@ def microseconds(work: Callable[[], object]) -> float:
 def main() -> None:
     msgpack = importlib.import_module("msgpack")
     rows = tuple(
-        Rows(request=i, start=900 + i, count=1, after=70_000 + i, blocks=(), sample=True)
+        RequestSlice(request=i, start=900 + i, count=1, after_seq=70_000 + i, blocks=(), sample=True)
         for i in range(ROWS)
     )
     payload = Payload("bf16", (ROWS, 4096))
-    frame = Frame(3, Lane.DECODE, 123_456, Volume(70_100, False, rows, payload))
+    frame = Frame(3, Channel.DECODE, 123_456, Volume(70_100, False, rows, payload))
     encoder = msgspec.msgpack.Encoder()
     decoder = msgspec.msgpack.Decoder(DataMessage)
     header = encoder.encode(frame)

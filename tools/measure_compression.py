@@ -35,7 +35,7 @@ from torch import Tensor
 from molink.checkpoint.folder import ModelFolder
 from molink.facts.dtypes import DTYPE_SIZES, WEIGHT_DTYPES, DType
 from molink.link.packing.compression import RowCodec, entropy_coder
-from molink.link.packing.planes import Planes
+from molink.link.packing.planes import BytePlanes
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES
@@ -103,8 +103,8 @@ def load_stages(folder: ModelFolder, dtype: Any, stages: int, longest: int) -> l
     """The model in ``stages`` stages with room for ``longest`` tokens."""
     made = []
     for layers in split(folder.config.layers, stages):
-        made.append(Stage.load(folder, layers, "cpu", dtype))
-        made[-1].allocate(-(-longest // _BLOCK), _BLOCK)
+        made.append(Stage.load_layers(folder, layers, "cpu", dtype))
+        made[-1].allocate_kv_pool(-(-longest // _BLOCK), _BLOCK)
     return made
 
 
@@ -167,12 +167,12 @@ def speed(
     """Figures of messages of the same size."""
     codec, plain = RowCodec(), sum(map(len, parts))
     header = Payload(dtype, (len(parts[0]) // hidden // DTYPE_SIZES[dtype], hidden))
-    packed = [codec.pack(header, part, coding) for part in parts]
+    packed = [codec.pack_rows(header, part, coding) for part in parts]
     if coding is Coding.LOSSLESS:
         same = zip(packed, parts, strict=True)
-        assert all(bytes(codec.unpack(*each)[1]) == part for each, part in same)
-    pack = best_seconds(lambda: [codec.pack(header, part, coding) for part in parts], repeat)
-    unpack = best_seconds(lambda: [codec.unpack(*each) for each in packed], repeat)
+        assert all(bytes(codec.unpack_rows(*each)[1]) == part for each, part in same)
+    pack = best_seconds(lambda: [codec.pack_rows(header, part, coding) for part in parts], repeat)
+    unpack = best_seconds(lambda: [codec.unpack_rows(*each) for each in packed], repeat)
     return Speed(
         model,
         dtype,
@@ -187,9 +187,9 @@ def speed(
 def tried(model: str, data: bytes, hidden: int, repeat: int) -> Iterator[Tried]:
     """Ways to compress the exponents of bf16 rows; the other bytes stay as they are."""
     parts = messages(data, 2 * hidden, _SIZES[-1])
-    plain, planes = sum(map(len, parts)), Planes(MAX_PAYLOAD)
-    tops = [bytes(planes.split(memoryview(part), 2)[0]) for part in parts]
-    others = [bytes(planes.split(memoryview(part), 2)[1]) for part in parts]
+    plain, planes = sum(map(len, parts)), BytePlanes(MAX_PAYLOAD)
+    tops = [bytes(planes.split_planes(memoryview(part), 2)[0]) for part in parts]
+    others = [bytes(planes.split_planes(memoryview(part), 2)[1]) for part in parts]
 
     def row(way: str, compress: Callable[[bytes], bytes], given: list[bytes], rest: int) -> Tried:
         size = sum(len(compress(each)) for each in given) + rest
@@ -222,7 +222,7 @@ def int8_hop(dtype: Any, hidden: int) -> Callable[[Tensor], Tensor]:
 
     def message(rows: Tensor) -> Tensor:
         header = Payload(dtype, (len(rows), hidden))
-        _, back = codec.unpack(*codec.pack(header, raw(rows, dtype), Coding.INT8))
+        _, back = codec.unpack_rows(*codec.pack_rows(header, raw(rows, dtype), Coding.INT8))
         flat = torch.frombuffer(bytearray(back), dtype=TORCH_DTYPES[dtype])
         return flat.view(len(rows), hidden)
 

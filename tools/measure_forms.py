@@ -31,17 +31,17 @@ from typing import Any, get_args
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import Uncounted
-from molink.checkpoint.unpacking import unpacked
+from molink.checkpoint.source import NullCounter
+from molink.checkpoint.unpacking import import_gguf
 from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
-from molink.sim.simulate import simulate_all
+from molink.sim.simulate import simulate_scenarios
 from molink.sim.texts import KnownText, rows_of
 from molink.sim.workload import Workload
 from molink.stage.stage import Stage
-from molink.text.grammar import Layout, grammar_of
-from molink.text.matcher import Constraint, Grammars
+from molink.text.grammar import JsonLayout, build_grammar
+from molink.text.matcher import GrammarMatcher, GrammarCompiler
 from molink.text.tokenizer import Tokenizer
 from tools.greedy import next_logits, whole_model
 
@@ -107,7 +107,7 @@ class Filled:
     """
 
     kind: str
-    layout: Layout
+    layout: JsonLayout
     prompt: list[int]
     tokens: list[int]
     runs: list[int]
@@ -177,15 +177,15 @@ def question(text: str, named: bool) -> str:
 def fill_all(path: Path, count: int, dtype: Any) -> Iterator[Filled]:
     """The model's answers; every second prompt names the keys."""
     folder, tokenizer = ModelFolder.open(path), Tokenizer.open(path)
-    assert tokenizer.template is not None
-    grammars = Grammars(path, folder.config.vocab_size)
+    assert tokenizer.chat_template is not None
+    grammars = GrammarCompiler(path, folder.config.vocab_size)
     stage = whole_model(folder, 1024 + _MOST_TOKENS, dtype)
-    for seed, layout in product(range(count), get_args(Layout)):
+    for seed, layout in product(range(count), get_args(JsonLayout)):
         text, form = letter(seed)
         named = seed % 2 == 1
         messages = [{"role": "user", "content": question(text, named)}]
-        prompt = tokenizer.encode(tokenizer.template.render(messages), special=False)
-        constraint = grammars.begin(grammar_of("json_schema", json.dumps(FORM), layout))
+        prompt = tokenizer.encode(tokenizer.chat_template.render_prompt(messages), special=False)
+        constraint = grammars.start_matcher(build_grammar("json_schema", json.dumps(FORM), layout))
         tokens, runs = fill(stage, prompt, constraint, tokenizer.eos_ids)
         found = json.loads(tokenizer.decode(tokens))
         expected = dict(leaves(form))
@@ -195,15 +195,15 @@ def fill_all(path: Path, count: int, dtype: Any) -> Iterator[Filled]:
 
 
 def fill(
-    stage: Stage, prompt: Sequence[int], constraint: Constraint, ends: Sequence[int]
+    stage: Stage, prompt: Sequence[int], constraint: GrammarMatcher, ends: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """Tokens of a greedy answer, and how many were forced from each on."""
     known, start, tokens, runs = list(prompt), 0, list[int](), list[int]()
     while not (tokens and tokens[-1] in ends):
         if len(tokens) > _MOST_TOKENS:
             raise SystemExit("an answer doesn't end")
-        forced = constraint.forced(_MOST_TOKENS) if tokens else []
-        (*masks, last) = constraint.allowed(forced)
+        forced = constraint.forced_tokens(_MOST_TOKENS) if tokens else []
+        (*masks, last) = constraint.compute_masks(forced)
         pairs = zip(masks, forced, strict=True)
         if any(int.from_bytes(mask, "little") != 1 << token for mask, token in pairs):
             raise SystemExit(f"not forced: {forced}")
@@ -219,7 +219,7 @@ def fill(
             known.append(chosen)
             new.append(chosen)
             runs.append(0)
-        constraint.add(new)
+        constraint.add_tokens(new)
         tokens += new
     return tokens, runs
 
@@ -251,9 +251,9 @@ def figures(answers: Sequence[Filled]) -> Iterator[dict[str, Any]]:
         }
 
 
-def grouped(answers: Sequence[Filled]) -> dict[tuple[str, Layout], list[Filled]]:
+def grouped(answers: Sequence[Filled]) -> dict[tuple[str, JsonLayout], list[Filled]]:
     """Those of the same kind and layout together."""
-    found: dict[tuple[str, Layout], list[Filled]] = {}
+    found: dict[tuple[str, JsonLayout], list[Filled]] = {}
     for one in answers:
         found.setdefault((one.kind, one.layout), []).append(one)
     return found
@@ -266,17 +266,17 @@ def replay(answers: Sequence[Filled], options: argparse.Namespace) -> Iterator[d
     rows, scenarios = [], []
     for (kind, layout), mine in grouped(answers).items():
         texts = tuple(one.text for one in mine)
-        plain = tuple(replace(text, runs=()) for text in texts)
+        plain = tuple(replace(text, forced_runs=()) for text in texts)
         alone = options.streams == 1
         count = len(texts) if alone else options.streams
         rate = 1 / _APART if alone else 1000.0
         for sent, drafts in ((plain, 0), (plain, AUTO_DRAFTS), (texts, AUTO_DRAFTS)):
             sent = tuple(sent[index % len(sent)] for index in range(count))
-            workload = Workload(rate, count / rate, rows=rows_of(sent), arrivals="trace")
+            workload = Workload(rate, count / rate, trace_rows=rows_of(sent), arrivals="trace")
             scenario = Scenario(workload, options.stages, device, options.shape, link, texts=sent)
-            scenarios.append(replace(scenario, draft_tokens=drafts))
+            scenarios.append(replace(scenario, num_speculative_tokens=drafts))
         rows.append({"kind": kind, "layout": layout, "streams": options.streams})
-    outcomes = iter(simulate_all(scenarios, 1))
+    outcomes = iter(simulate_scenarios(scenarios, 1))
     for row, named in product(rows, ("no drafts", "lookup", "forced")):
         report = next(outcomes).report
         if report.failed or report.latency_s.mean is None:
@@ -311,7 +311,7 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory() as room:
             if path.is_file():
-                path = unpacked(path, Path(room), Uncounted(), threading.Event())
+                path = import_gguf(path, Path(room), NullCounter(), threading.Event())
             answers = list(fill_all(path, options.letters, options.dtype))
     if options.json:
         print(json.dumps({"answers": [asdict(one) for one in answers]}))

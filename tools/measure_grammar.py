@@ -27,11 +27,11 @@ import molink.text.matcher
 from molink.checkpoint.config import ModelConfig
 from molink.errors import RequestError
 from molink.facts.drafts import MAX_DRAFTS
-from molink.stage.sampling.sampler import SampleRow, sample
-from molink.text.grammar import GrammarKind, check_grammar, grammar_of
-from molink.text.matcher import Constraint, Grammars
+from molink.stage.sampling.sampler import SampleRow, sample_tokens
+from molink.text.grammar import GrammarKind, check_grammar, build_grammar
+from molink.text.matcher import GrammarMatcher, GrammarCompiler
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import Sampling
+from molink.wire.messages.data import SamplingParams
 
 SCHEMA = {
     "type": "object",
@@ -67,34 +67,34 @@ def main() -> None:
         check_hostile()
         return
     torch.set_num_threads(1)
-    molink.text.matcher.WAIT_S = 60.0
+    molink.text.matcher.COMPILE_TIMEOUT_S = 60.0
     tokenizer = Tokenizer.open(options.folder)
-    vocabulary = ModelConfig.load(options.folder).vocab_size
-    grammar = grammar_of("json_schema", json.dumps(SCHEMA), "line")
+    vocabulary = ModelConfig.load_folder(options.folder).vocab_size
+    grammar = build_grammar("json_schema", json.dumps(SCHEMA), "line")
     print(f"vocabulary: {vocabulary}; streams: {options.streams}")
     timed("check of the schema at the endpoint", lambda: check_grammar(grammar))
-    grammars = Grammars(options.folder, vocabulary)
-    timed("first grammar, the vocabulary included", lambda: ready(grammars.begin(grammar)))
-    other = grammar_of("json_schema", json.dumps({**SCHEMA, "description": "another"}), "line")
-    timed("another grammar", lambda: ready(grammars.begin(other)))
-    timed("the same one again", lambda: ready(grammars.begin(grammar)))
+    grammars = GrammarCompiler(options.folder, vocabulary)
+    timed("first grammar, the vocabulary included", lambda: ready(grammars.start_matcher(grammar)))
+    other = build_grammar("json_schema", json.dumps({**SCHEMA, "description": "another"}), "line")
+    timed("another grammar", lambda: ready(grammars.start_matcher(other)))
+    timed("the same one again", lambda: ready(grammars.start_matcher(grammar)))
     streams = [Stream(grammars, grammar, seed) for seed in range(options.streams)]
     plain, masks, drawing, forced = [], [], [], []
     for step in range(options.steps):
         logits = torch.randn(len(streams), vocabulary) * 3
         free = [SampleRow(each.sampling, step) for each in streams]
         began = time.thread_time()
-        sample(logits, free)
+        sample_tokens(logits, free)
         plain.append(time.thread_time() - began)
         began = time.thread_time()
-        allowed = [each.constraint.allowed()[0] for each in streams]
+        allowed = [each.constraint.compute_masks()[0] for each in streams]
         masks.append(time.thread_time() - began)
         rows = [
             SampleRow(each.sampling, step, None, a)
             for each, a in zip(streams, allowed, strict=True)
         ]
         began = time.thread_time()
-        drawn = sample(logits, rows)
+        drawn = sample_tokens(logits, rows)
         drawing.append(time.thread_time() - began)
         after = 0.0
         for index, token in enumerate(drawn):
@@ -103,8 +103,8 @@ def main() -> None:
                 streams[index] = Stream(grammars, grammar, streams[index].sampling.seed + 1000)
                 continue
             began = time.thread_time()
-            streams[index].constraint.add([token.token])
-            streams[index].constraint.forced(MAX_DRAFTS)
+            streams[index].constraint.add_tokens([token.token])
+            streams[index].constraint.forced_tokens(MAX_DRAFTS)
             after += time.thread_time() - began
         forced.append(after)
     show("sampling without a grammar", plain)
@@ -113,8 +113,8 @@ def main() -> None:
     show("what is forced", forced)
     said = tokenizer.encode(json.dumps(ANSWER), special=False)
     for layout in ("line", "free"):
-        held = grammars.begin(grammar_of("json_schema", json.dumps(SCHEMA), layout))
-        only = [int.from_bytes(mask, "little").bit_count() == 1 for mask in held.allowed(said)]
+        held = grammars.start_matcher(build_grammar("json_schema", json.dumps(SCHEMA), layout))
+        only = [int.from_bytes(mask, "little").bit_count() == 1 for mask in held.compute_masks(said)]
         print(
             f"{layout}: of an example's {len(only)} tokens {sum(only)} are forced, its end included"
         )
@@ -142,7 +142,7 @@ def check_hostile() -> None:
     limits = molink.text.grammar
     own = limits.LEXER_FUEL, limits.MAX_ITEMS, limits.MAX_STATES
     for kind, source in hostile():
-        text, found = grammar_of(kind, source), []
+        text, found = build_grammar(kind, source), []
         for bounds in (own, (1_000_000, 50_000, 250_000)):
             limits.LEXER_FUEL, limits.MAX_ITEMS, limits.MAX_STATES = bounds
             check_grammar.cache_clear()
@@ -158,15 +158,15 @@ def check_hostile() -> None:
 class Stream:
     """An answer under way."""
 
-    def __init__(self, grammars: Grammars, grammar: bytes, seed: int) -> None:
-        self.constraint = grammars.begin(grammar)
+    def __init__(self, grammars: GrammarCompiler, grammar: bytes, seed: int) -> None:
+        self.constraint = grammars.start_matcher(grammar)
         ready(self.constraint)
-        self.sampling = Sampling(temperature=0.7, seed=seed)
+        self.sampling = SamplingParams(temperature=0.7, seed=seed)
 
 
-def ready(constraint: Constraint) -> None:
+def ready(constraint: GrammarMatcher) -> None:
     """Wait until it is compiled."""
-    constraint.allowed()
+    constraint.compute_masks()
 
 
 def timed(what: str, work: Callable[[], None]) -> None:

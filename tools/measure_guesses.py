@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.facts.drafts import DraftAsk, DraftOrder
-from molink.scheduler.speculation.asking import MOST_GUESSED
+from molink.facts.drafts import DraftRequest, DraftBatch
+from molink.scheduler.speculation.asking import MAX_MODEL_DRAFTS
 from molink.sim.texts import KnownText
 from molink.stage.stage import Stage
-from molinkd.worker.drafter import Drafter
+from molinkd.worker.drafter import DraftProposer
 from tools.simulate_drafts import ANSWERS, known_texts
 
 _BLOCK = 16
@@ -36,7 +36,7 @@ _BLOCK = 16
 Guessed = tuple[int, Sequence[int]]
 
 
-def guess(drafter: Drafter, texts: Sequence[KnownText]) -> list[list[Guessed]]:
+def guess(drafter: DraftProposer, texts: Sequence[KnownText]) -> list[list[Guessed]]:
     """For each text and each token of its answer, what is guessed from there on."""
     found: list[list[Guessed]] = [[] for _ in texts]
     for at in range(max(len(text.answer) for text in texts)):
@@ -45,13 +45,13 @@ def guess(drafter: Drafter, texts: Sequence[KnownText]) -> list[list[Guessed]]:
             if at < len(text.answer):
                 new = text.answer[at - 1 : at] if at else text.prompt
                 known = len(text.prompt) + at - 1 if at else 0
-                asks.append(DraftAsk(number, known, new, MOST_GUESSED))
-        for guessed in drafter.answer(DraftOrder(asks)):
+                asks.append(DraftRequest(number, known, new, MAX_MODEL_DRAFTS))
+        for guessed in drafter.propose_drafts(DraftBatch(asks)):
             rest = texts[guessed.request].answer[at:]
             pairs = enumerate(zip(guessed.tokens, rest, strict=False))
             length = min(len(guessed.tokens), len(rest))
             right = next((index for index, (one, other) in pairs if one != other), length)
-            chances = [round(100 * chance) for chance in guessed.chances]
+            chances = [round(100 * chance) for chance in guessed.probabilities]
             found[guessed.request].append((right, chances))
     return found
 
@@ -94,11 +94,11 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     folder = ModelFolder.open(options.draft)
-    stage = Stage.load(folder, (0, folder.config.layers), "cpu", options.dtype)
+    stage = Stage.load_layers(folder, (0, folder.config.layers), "cpu", options.dtype)
     answers = []
     for kind, texts in known_texts(options.answers, loops=False).items():
-        tokens = sum(len(text.prompt) + len(text.answer) + MOST_GUESSED + _BLOCK for text in texts)
-        drafter = Drafter(stage, tokens // _BLOCK, _BLOCK, folder.config.vocab_size)
+        tokens = sum(len(text.prompt) + len(text.answer) + MAX_MODEL_DRAFTS + _BLOCK for text in texts)
+        drafter = DraftProposer(stage, tokens // _BLOCK, _BLOCK, folder.config.vocab_size)
         found = guess(drafter, texts)
         answers += [{"kind": kind, "guesses": guesses} for guesses in found]
     print(json.dumps({"figures": list(table(answers)), "answers": answers}))

@@ -34,10 +34,10 @@ from typing import Any
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import Uncounted
-from molink.checkpoint.unpacking import unpacked
+from molink.checkpoint.source import NullCounter
+from molink.checkpoint.unpacking import import_gguf
 from molink.gguf import blocks, formats, header, parts
-from molink.scheduler.speculation.lookup import LONGEST, PromptLookup
+from molink.scheduler.speculation.lookup import MAX_NGRAM, PromptLookup
 from molink.text.tokenizer import Tokenizer
 from tools.greedy import greedy, whole_model
 from tools.simulate_drafts import until_loop
@@ -92,12 +92,12 @@ def prompts() -> Iterator[tuple[str, str]]:
     functions = [
         blocks.find_packed,
         blocks.packed_shape,
-        formats.pieces,
+        formats.locate_pair,
         formats.stays,
         header.read_gguf,
         parts.model_name,
-        parts.part_names,
-        parts.parts_of,
+        parts.split_names,
+        parts.find_splits,
     ]
     for index, function in enumerate(functions):
         code = inspect.getsource(function)
@@ -126,9 +126,9 @@ def _passages(path: Path, count: int) -> list[str]:
 def ask(path: Path, count: int, dtype: Any) -> list[Answer]:
     """The model's answers to all prompts, of up to ``count`` tokens."""
     folder, tokenizer = ModelFolder.open(path), Tokenizer.open(path)
-    assert tokenizer.template is not None
+    assert tokenizer.chat_template is not None
     asked = [
-        (kind, tokenizer.encode(tokenizer.template.render(messages), special=False))
+        (kind, tokenizer.encode(tokenizer.chat_template.render_prompt(messages), special=False))
         for kind, text in prompts()
         for messages in ([{"role": "user", "content": text}],)
     ]
@@ -149,7 +149,7 @@ def play(answer: Answer, k: int, longest: int, shortest: int) -> Tally:
     written, passes, with_draft, drafted, accepted = 1, 0, 0, 0, 0
     while written < len(answer.tokens):
         context = answer.prompt + answer.tokens[:written]
-        foretold = lookup.draft(context, min(k, len(answer.tokens) - written))
+        foretold = lookup.propose_drafts(context, min(k, len(answer.tokens) - written))
         guess = foretold.tokens if foretold.evidence >= shortest else ()
         right = 0
         while right < len(guess) and guess[right] == answer.tokens[written + right]:
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--most", type=int, default=8, help="tokens of a draft")
-    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens that are looked for")
+    parser.add_argument("--longest", type=int, default=MAX_NGRAM, help="tokens that are looked for")
     parser.add_argument("--shortest", type=int, default=2)
     parser.add_argument("--no-loops", action="store_true", help="count up to the first loop only")
     parser.add_argument("--json", action="store_true", help="print the answers too")
@@ -207,7 +207,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as room:
             path = options.model
             if path.is_file():
-                path = unpacked(path, Path(room), Uncounted(), threading.Event())
+                path = import_gguf(path, Path(room), NullCounter(), threading.Event())
             answers = ask(path, options.answer, options.dtype)
     counted = [
         replace(one, tokens=list(until_loop(one.tokens))) if options.no_loops else one

@@ -77,8 +77,8 @@ def measure(folder: ModelFolder, texts: Sequence[Any], masks: Sequence[Any]) -> 
     longest = max(map(len, texts))
     exact: Tensor | None = None
     for mode, (dtype, quantize) in MODES.items():
-        stage = Stage.load(folder, (0, folder.config.layers), "cpu", dtype, quantize=quantize)
-        stage.allocate(-(-longest // _BLOCK), _BLOCK)
+        stage = Stage.load_layers(folder, (0, folder.config.layers), "cpu", dtype, quantize=quantize)
+        stage.allocate_kv_pool(-(-longest // _BLOCK), _BLOCK)
         found = torch.cat(list(log_probabilities(stage, texts)))
         exact = found if exact is None else exact
         scores = found.gather(1, wanted[:, None])[:, 0]
@@ -95,7 +95,7 @@ def measure(folder: ModelFolder, texts: Sequence[Any], masks: Sequence[Any]) -> 
 def _layer_bytes(folder: ModelFolder, dtype: DTypeChoice, quantize: Quantize) -> int:
     """Bytes of a layer in the middle: of a stage without the ends of the model."""
     middle = folder.config.layers // 2
-    stage = Stage.load(folder, (middle, middle + 1), "cpu", dtype, quantize=quantize)
+    stage = Stage.load_layers(folder, (middle, middle + 1), "cpu", dtype, quantize=quantize)
     return stage.weight_bytes
 
 

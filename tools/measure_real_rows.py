@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import Uncounted
-from molink.checkpoint.unpacking import unpacked
+from molink.checkpoint.source import NullCounter
+from molink.checkpoint.unpacking import import_gguf
 from molink.link.packing.compression import RowCodec
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
@@ -46,10 +46,10 @@ class CutModel:
     def __init__(self, folder: ModelFolder, cuts: Sequence[int], room: int) -> None:
         self.cuts = cuts
         ends = [0, *cuts, folder.config.layers]
-        self._stages = [Stage.load(folder, part, "cpu", _DTYPE) for part in pairwise(ends)]
+        self._stages = [Stage.load_layers(folder, part, "cpu", _DTYPE) for part in pairwise(ends)]
         self._blocks = range(-(-room // _BLOCK))
         for stage in self._stages:
-            stage.allocate(len(self._blocks), _BLOCK)
+            stage.allocate_kv_pool(len(self._blocks), _BLOCK)
 
     def step(self, tokens: Sequence[int], start: int) -> tuple[int, list[Tensor]]:
         """The likeliest token after ``tokens`` (from ``start`` on), and the rows at each cut."""
@@ -90,7 +90,7 @@ def ratio(codec: RowCodec, messages: Sequence[Tensor]) -> float:
     for rows in messages:
         data = raw(rows, _DTYPE)
         header = Payload(_DTYPE, (rows.shape[0], rows.shape[1]))
-        head, _ = codec.pack(header, data, Coding.LOSSLESS)
+        head, _ = codec.pack_rows(header, data, Coding.LOSSLESS)
         plain, packed = plain + len(data), packed + head.wire_bytes
     return plain / packed
 
@@ -139,7 +139,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as room:
         path = options.model
         if path.is_file():
-            path = unpacked(path, Path(room), Uncounted(), threading.Event())
+            path = import_gguf(path, Path(room), NullCounter(), threading.Event())
         folder, tokenizer = ModelFolder.open(path), Tokenizer.open(path)
         ids = [tokenizer.encode(one.read_text(encoding="utf-8")) for one in options.texts]
         texts = [one[: options.prompt] for one in ids if len(one) >= options.prompt]

@@ -30,8 +30,8 @@ import aiohttp
 import psutil
 
 from molink.errors import MolinkError
-from molink.swarm.agent.recovery import PHASES
-from molinkd.cli.local_daemon import Found, fetch_status, find_daemon
+from molink.swarm.agent.recovery import RECOVERY_PHASES
+from molinkd.cli.local_daemon import RunningDaemon, fetch_status, find_daemon
 from molinkd.peer.home import Home
 
 _QUESTION = [{"role": "user", "content": "What is molink?"}]
@@ -117,7 +117,7 @@ async def _run(home: Home, options: argparse.Namespace) -> list[dict[str, Any]]:
             (pid, endpoint) = [
                 (peer["daemon_pid"], peer["endpoint"])
                 for peer in status["peers"]
-                if peer["workers"] and peer["endpoint"] != found.note.endpoint
+                if peer["workers"] and peer["endpoint"] != found.run_file.endpoint
             ][-1]
             others = [each for each in found.endpoints if each != endpoint]
             faults.append(
@@ -210,7 +210,7 @@ async def _phases(
     figures = [await _metrics(session, endpoint) for endpoint in endpoints]
     noticed = [each["molink_recovery_noticed_timestamp_seconds"] - killed_at for each in figures]
     phases = {"noticed": min((each for each in noticed if each > 0), default=0.0)}
-    for phase in PHASES:
+    for phase in RECOVERY_PHASES:
         phases[phase] = max(each[f"molink_recovery_last_{phase}_seconds"] for each in figures)
     return {phase: round(seconds, 3) for phase, seconds in phases.items()}
 
@@ -222,7 +222,7 @@ async def _metrics(session: aiohttp.ClientSession, endpoint: str) -> dict[str, f
     return {name.partition("{")[0]: float(value) for name, value in pairs}
 
 
-async def _settled(found: Found, session: aiohttp.ClientSession) -> dict[str, Any]:
+async def _settled(found: RunningDaemon, session: aiohttp.ClientSession) -> dict[str, Any]:
     """The swarm's status once it serves, each stage is reported, and each spare is ready."""
     status: dict[str, Any] = {}
 

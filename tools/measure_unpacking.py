@@ -68,7 +68,7 @@ def _load(opened: ModelFolder, *avoid: str) -> tuple[float, int]:
     """Seconds (once kernels are compiled) and bytes of a stage."""
     avoided = ("compiled-linear", "packed-linear", *avoid)
     begin = time.perf_counter()
-    stage = Stage.load(opened, (1, 2), dtype="bf16", avoid=avoided)
+    stage = Stage.load_layers(opened, (1, 2), dtype="bf16", disabled_kernels=avoided)
     return time.perf_counter() - begin, stage.weight_bytes
 
 
@@ -76,17 +76,17 @@ def _write(folder: Path, section: dict[str, Any]) -> None:
     config = {**_CONFIG, "quantization_config": section} if section else _CONFIG
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
-    parsed, tensors = ModelConfig.load(folder), dict[str, torch.Tensor]()
+    parsed, tensors = ModelConfig.load_folder(folder), dict[str, torch.Tensor]()
     for name, shape in stage_tensors(parsed, 1, 2).items():
         scheme = parsed.low_bit
         if scheme is None or not can_be_low_bit(name, shape):
             tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
             continue
-        for part, stored in scheme.stored(name, (shape[0], shape[1]), {}).items():
+        for part, stored in scheme.required_tensors(name, (shape[0], shape[1]), {}).items():
             dtype = _TYPES.get(stored.dtypes[0], torch.float16)
             tensors[part] = torch.ones(stored.shape, dtype=dtype)
-            if part == scheme.order(name):
-                tensors[part] = torch.randperm(shape[1]).int() // scheme.block[1]
+            if part == scheme.order_name(name):
+                tensors[part] = torch.randperm(shape[1]).int() // scheme.scale_block[1]
     save_file(tensors, folder / "model.safetensors")
 
 

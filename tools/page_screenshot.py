@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1100)
     parser.add_argument("--height", type=int, default=760)
     options = parser.parse_args()
-    endpoint = local_daemon.need_daemon(None).endpoints[0]
+    endpoint = local_daemon.require_daemon(None).endpoints[0]
     browser = Browser(options.driver, options.width, options.height, scale=1.5)
     try:
         browser.open(endpoint)

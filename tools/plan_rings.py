@@ -16,9 +16,9 @@ import msgspec
 
 from molink.bench.planned import PlannedRequest
 from molink.sim.profiles import LinkProfile
-from molink.sim.swarm_plan import Described, SwarmPlan, plan_swarm
-from molink.swarm.placement.placement import Aim
-from molinkd.peer.agent.link_rates import LOOK_S
+from molink.sim.swarm_plan import ModelDescription, SwarmPlan, plan_swarm
+from molink.swarm.placement.placement import PlacementGoal
+from molinkd.peer.agent.link_rates import POLL_INTERVAL_S
 from tools.emulation.drive import Driven, Spec
 from tools.emulation.model import Emulation
 from tools.emulation.ring import Host, RingSettings
@@ -74,10 +74,10 @@ def described(
         RigError: a process of it failed.
     """
     planned = plan_swarm(
-        Described.named(model),
+        ModelDescription.from_profile(model),
         devices,
         LinkProfile(link.mbps, link.delay_ms),
-        Aim(stages=len(devices)),
+        PlacementGoal(min_stages=len(devices)),
         streams=1,
         prompt_tokens=asked.prompt_tokens,
         output_tokens=asked.output_tokens,
@@ -151,7 +151,7 @@ def _measured(rig: Rig, link: Link, home: Path, url: str, asked: Asked) -> Run:
     command = [sys.executable, "-m", "tools.plan_client", url]
     # The links' senders learn of their rates, and tell them to the coordinator.
     _said(rig, home, [*command, "2", str(_MANY), "8"])
-    time.sleep(LOOK_S + _WARMUP_S)
+    time.sleep(POLL_INTERVAL_S + _WARMUP_S)
     measured = _said(rig, home, [*command, str(asked.requests), *sizes])
     plan = _said(rig, home, [sys.executable, "-m", "molinkd", "plan", "--live", "--json"])
     return Run(plan["turn_s"], tuple(measured))

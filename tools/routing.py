@@ -36,12 +36,12 @@ from typing import Any
 
 from molink.bench.planned import PlannedRequest
 from molink.bench.report import percentile
-from molink.bench.trace import PART_TOKENS, TraceRow, read_trace
+from molink.bench.trace import HASH_BLOCK_TOKENS, TraceRow, read_trace
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 from molink.routing.create import create_router
-from molink.routing.e2 import E2
+from molink.routing.e2 import E2Router
 from molink.routing.report import CacheReport
-from molink.routing.spans import SPAN, span_digests
+from molink.routing.spans import SPAN_TOKENS, span_digests
 from molink.sim.fleet import FleetOutcome, FleetScenario, simulate_fleet
 from molink.sim.profiles import LinkProfile, ModelProfile
 from molink.sim.scenario import Scenario
@@ -73,7 +73,7 @@ Rows = tuple[TraceRow, ...]
 
 def family(row: TraceRow | PlannedRequest) -> int:
     """What a request shares with those that it should be served with: a tool, a conversation."""
-    return (*row.parts, 0, 0)[1]
+    return (*row.hash_ids, 0, 0)[1]
 
 
 def conversation(rows: Sequence[TraceRow], seed: int) -> Rows:
@@ -92,7 +92,7 @@ def tools(rows: Sequence[TraceRow], seed: int, requests: int = COUNTS["tools"]) 
         first = 1000 * (tool + 1)
         ids = (*range(first, first + parts[tool]), 10_000_000 + index)
         question = rng.randrange(32, 256)
-        tokens = PART_TOKENS * parts[tool] + question
+        tokens = HASH_BLOCK_TOKENS * parts[tool] + question
         found.append(TraceRow(float(index), tokens, rng.randrange(16, 160), ids))
     return tuple(found)
 
@@ -102,7 +102,7 @@ def alone(rows: Sequence[TraceRow], seed: int) -> Rows:
     chosen = random.Random(f"alone {seed}").sample(rows, COUNTS["alone"])
     return tuple(
         replace(
-            row, at=float(index), parts=tuple(range(1000 * index, 1000 * index + len(row.parts)))
+            row, arrival_s=float(index), hash_ids=tuple(range(1000 * index, 1000 * index + len(row.hash_ids)))
         )
         for index, row in enumerate(chosen)
     )
@@ -123,22 +123,22 @@ class Oracle(Router):
         self._rows = rows
         seen, work = set[tuple[int, ...]](), Counter[int]()
         for row in rows:
-            new = sum(row.parts[: end + 1] not in seen for end in range(len(row.parts)))
-            seen.update(row.parts[: end + 1] for end in range(len(row.parts)))
-            work[family(row)] += PART_TOKENS * new + per_answer * row.output_tokens
+            new = sum(row.hash_ids[: end + 1] not in seen for end in range(len(row.hash_ids)))
+            seen.update(row.hash_ids[: end + 1] for end in range(len(row.hash_ids)))
+            work[family(row)] += HASH_BLOCK_TOKENS * new + per_answer * row.output_tokens
         loads = [0.0] * PIPELINES
         self._places: dict[int, int] = {}
         for each, tokens in work.most_common():
             place = self._places[each] = loads.index(min(loads))
             loads[place] += tokens
 
-    def choose(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose_pipeline(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         """The one that its family is at."""
         row = self._rows[int(prompt.key) % len(self._rows)]  # a trace may begin again
         return up[self._places[family(row)]]
 
 
-class Watched(E2):
+class Watched(E2Router):
     """Notes how long those wait whose prompts are new to the pipeline."""
 
     def __init__(self, since: float) -> None:
@@ -147,17 +147,17 @@ class Watched(E2):
         self._asked: dict[str, tuple[float, int]] = {}
         self.waits: list[float] = []
 
-    def choose(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose_pipeline(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         """As E2 does."""
-        self._asked[prompt.key] = now, prompt.tokens
-        return super().choose(prompt, up, now)
+        self._asked[prompt.key] = now, prompt.num_tokens
+        return super().choose_pipeline(prompt, up, now)
 
-    def began(self, key: str, cached: int, now: float) -> None:
+    def on_first_token(self, key: str, cached: int, now: float) -> None:
         """Its first token has come."""
         at, tokens = self._asked[key]
         if at >= self._since and cached < NEW * tokens:
             self.waits.append(now - at)
-        super().began(key, cached, now)
+        super().on_first_token(key, cached, now)
 
 
 # --- latency -------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def run(
         rate,
         (1 - WARM_UP) * seconds,
         WARM_UP * seconds,
-        rows=rows,
+        trace_rows=rows,
         arrivals=arrivals,  # type: ignore[arg-type]
         seed=seed,
         max_prompt=MAX_PROMPT,
@@ -196,14 +196,14 @@ def run(
 def figures(outcome: FleetOutcome) -> dict[str, float]:
     """Seconds."""
     report = outcome.report
-    if outcome.lost or report.latency_s.mean is None:
-        raise SystemExit(f"{outcome.lost} requests failed: {report.first_error}")
+    if outcome.num_lost or report.latency_s.mean is None:
+        raise SystemExit(f"{outcome.num_lost} requests failed: {report.first_error}")
     named = (("latency", report.latency_s), ("ttft", report.ttft_s))
     return {
         f"{name}_{which}_s": getattr(summary, which)
         for name, summary in named
         for which in ("mean", "p50", "p99")
-    } | {"cached_share": outcome.cached, "busy": fmean(outcome.busy)}
+    } | {"cached_share": outcome.cached_share, "busy": fmean(outcome.busy_shares)}
 
 
 def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -285,26 +285,26 @@ def speed(options: argparse.Namespace) -> dict[str, float]:
     rows = tools((), 1)
     up = [PipelineLoad(str(number)) for number in range(PIPELINES)]
     tracemalloc.start()
-    router, now = E2(), 0.0
+    router, now = E2Router(), 0.0
     rng = random.Random(1)
     for load in up:
         room = options.tree_tokens // PIPELINES
-        digests = tuple(rng.getrandbits(64) for _ in range(room // SPAN))
-        router.reported(load.name, CacheReport(1, True, digests, (), room), now)
+        digests = tuple(rng.getrandbits(64) for _ in range(room // SPAN_TOKENS))
+        router.on_cache_report(load.name, CacheReport(1, True, digests, (), room), now)
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     prompts = []
     for row in rows:
-        tokens = [part for part in row.parts for _ in range(PART_TOKENS)][: row.input_tokens]
+        tokens = [part for part in row.hash_ids for _ in range(HASH_BLOCK_TOKENS)][: row.input_tokens]
         prompts.append(tuple(tokens))
     began = time.process_time()
     for index, tokens in enumerate(prompts):
         now += 0.01
         prompt = RoutedPrompt(str(index), len(tokens), span_digests(tokens))
-        load = router.choose(prompt, up, now)
-        router.began(prompt.key, 0, now)
-        router.over(prompt.key, 100, now)
-        load.sent += 1
+        load = router.choose_pipeline(prompt, up, now)
+        router.on_first_token(prompt.key, 0, now)
+        router.on_request_end(prompt.key, 100, now)
+        load.total_sent += 1
     seconds = time.process_time() - began
     router.validate()
     tokens_in_all = sum(router.cached_tokens(load.name) for load in up)

@@ -39,7 +39,7 @@ from molink.facts.drafts import AUTO_DRAFTS
 from molink.scheduler.speculation.lookup import PromptLookup
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
-from molink.sim.simulate import Outcome, simulate_all
+from molink.sim.simulate import SimulationOutcome, simulate_scenarios
 from molink.sim.texts import KnownText, rows_of
 from molink.sim.workload import Workload
 
@@ -92,7 +92,7 @@ def with_guesses(
             chance = 0.0 if kind == _WRONG else right
             mine = [[_by_chance(rng, chance) for _ in text.answer] for text in some]
         found[kind] = [
-            replace(text, guesses=tuple(_guesses(text, guesses)))
+            replace(text, model_drafts=tuple(_guesses(text, guesses)))
             for text, guesses in zip(some, mine, strict=True)
         ]
     return found
@@ -125,7 +125,7 @@ def wrong_text(seed: int, prompt: int = 200, answer: int = 128, alphabet: int = 
     tokens = [rng.randrange(alphabet) for _ in range(prompt)]
     lookup = PromptLookup()
     while len(tokens) < prompt + answer:
-        drafts = lookup.draft(tokens, 1).tokens
+        drafts = lookup.propose_drafts(tokens, 1).tokens
         tokens.append(rng.choice([token for token in range(alphabet) if token not in drafts]))
     return KnownText(tuple(tokens[:prompt]), tuple(tokens[prompt:]))
 
@@ -163,13 +163,13 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         link = LinkProfile(bandwidth_mbps=float(bandwidth), latency_ms=float(latency))
         count, rate = (_ALONE, 1 / _APART) if streams == 1 else (streams, _TOGETHER)
         sent = tuple(islice(cycle(texts[kind]), count))
-        workload = Workload(rate, count / rate, rows=rows_of(sent), arrivals="trace")
+        workload = Workload(rate, count / rate, trace_rows=rows_of(sent), arrivals="trace")
         plain = Scenario(workload, options.stages, device, options.model, link, texts=sent)
-        plain = replace(plain, foresight=options.foresight)
+        plain = replace(plain, oracle_drafts=options.foresight)
         for drafts in options.drafts:
-            drafting = replace(plain, draft_tokens=drafts)
+            drafting = replace(plain, num_speculative_tokens=drafts)
             if drafts == AUTO_DRAFTS and options.plain:
-                yield Case(ring, kind, streams, drafts, False, replace(drafting, ahead=0))
+                yield Case(ring, kind, streams, drafts, False, replace(drafting, lookahead_volumes=0))
             yield Case(ring, kind, streams, drafts, True, drafting)
             if drafts == AUTO_DRAFTS and options.draft_model:
                 asking = replace(drafting, draft_model=options.draft_model)
@@ -179,8 +179,8 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 def figures(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each case."""
     planned = list(cases(options))
-    outcomes = simulate_all([case.scenario for case in planned], options.processes)
-    without: Outcome | None = None
+    outcomes = simulate_scenarios([case.scenario for case in planned], options.processes)
+    without: SimulationOutcome | None = None
     for case, outcome in zip(planned, outcomes, strict=True):
         without = outcome if case.drafts == 0 else without
         assert without is not None, "the first is the one without drafts"

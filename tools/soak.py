@@ -120,7 +120,7 @@ async def _soak(
             await stack.enter_async_context(BenchClient(BenchTarget(url), clock)) for url in urls
         ]
         for client in clients:
-            await client.prepare()
+            await client.calibrate_prompts()
 
         async def send(request: PlannedRequest) -> Sample:
             return await clients[request.index % len(clients)].send(request)

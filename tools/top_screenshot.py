@@ -16,15 +16,15 @@ from molinkd.cli.top.feed import StatusFeed
 async def picture(size: tuple[int, int]) -> str:
     """The screen as SVG."""
     feed = StatusFeed(None)
-    app = TopApp(feed.ask, feed.tell)
+    app = TopApp(feed.fetch_status, feed.send_request)
     try:
         async with app.run_test(size=size) as pilot:
-            await app.look()
+            await app.refresh_status()
             await pilot.pause()
             text = app.export_screenshot(title="molink top")
     finally:
         await feed.close()
-        feed.end()
+        feed.destroy_context()
     # A picture loads nothing from elsewhere.
     text = re.sub(r"@font-face \{.*?\}\s*", "", text, flags=re.DOTALL)
     return text.replace("Fira Code", "monospace").replace("<svg ", '<svg xml:space="preserve" ', 1)

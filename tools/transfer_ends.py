@@ -24,21 +24,21 @@ import zmq.asyncio
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.layout import stage_tensors
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.swarm.membership.address_book import AddressBook
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.instructions import Member, Route
-from molink.wire.messages.pipe import MemberKey
+from molink.wire.messages.instructions import PeerInfo, Route
+from molink.wire.messages.pipe import PeerKey
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.loop import EventLoop
 from molink.wire.sockets.server import Server
-from molink.wire.sockets.zap import Gatekeeper
-from molinkd.peer.artifacts.copier import Copier
-from molinkd.peer.artifacts.library import Library
+from molink.wire.sockets.zap import ZapAuthenticator
+from molinkd.peer.artifacts.copier import ModelReplicator
+from molinkd.peer.artifacts.library import ModelRepository
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.sources import Sources
-from molinkd.peer.artifacts.store import Store
-from molinkd.peer.service import Service
+from molinkd.peer.artifacts.sources import PeerConnector
+from molinkd.peer.artifacts.store import ModelStore
+from molinkd.peer.service import ControlService
 from tools.emulation.drive import Spec
 from tools.emulation.load import load_on, run_load
 from tools.emulation.ring import ring_of
@@ -63,7 +63,7 @@ def write_model(folder: Path, config: Mapping[str, object] = _CONFIG) -> None:
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     header: dict[str, object] = {}
     end = 0
-    loaded = ModelConfig.load(folder)
+    loaded = ModelConfig.load_folder(folder)
     for name, shape in stage_tensors(loaded, 0, loaded.layers).items():
         begin, size = end, 2
         for extent in shape:
@@ -88,15 +88,15 @@ async def _line() -> str:
 async def source(config: dict[str, Any]) -> None:
     """The PC that has the files, until stdin ends."""
     context, keys = zmq.asyncio.Context(), KeyPair.generate()
-    gatekeeper = Gatekeeper(context)
+    gatekeeper = ZapAuthenticator(context)
     gatekeeper.start()
-    gatekeeper.allow(config["fetcher"])
-    library = Library()
-    root = library.add("m", Path(config["folder"])).manifest.root
+    gatekeeper.allow_peer(config["fetcher"])
+    library = ModelRepository()
+    root = library.add_model("m", Path(config["folder"])).manifest.root
     nobody: Any = None
-    service = Service("me", library, nobody, nobody)
+    service = ControlService("me", library, nobody, nobody)
     server: Any = Server(
-        context, keys, control_codec(), gatekeeper, service.handle, permits=service.permits
+        context, keys, control_codec(), gatekeeper, service.handle_message, permits=service.is_permitted
     )
     service.send = server.send
     _say({"port": server.bind(config["address"], (0, 1)), "key": keys.public, "root": root})
@@ -105,12 +105,12 @@ async def source(config: dict[str, Any]) -> None:
 
 
 @asynccontextmanager
-async def _store(config: dict[str, Any], folder: Path) -> AsyncIterator[tuple[Store, str]]:
+async def _store(config: dict[str, Any], folder: Path) -> AsyncIterator[tuple[ModelStore, str]]:
     context, keys = zmq.asyncio.Context(), KeyPair.from_secret(config["secret"])
-    book = AddressBook(MemberKey(peer=peer_id(keys.public), public_key=keys.public))
-    holder = peer_id(config["key"])
-    book.add(
-        Member(
+    book = AddressBook(PeerKey(peer=derive_peer_id(keys.public), public_key=keys.public))
+    holder = derive_peer_id(config["key"])
+    book.add_peer(
+        PeerInfo(
             peer=holder,
             name="source",
             public_key=config["key"],
@@ -118,8 +118,8 @@ async def _store(config: dict[str, Any], folder: Path) -> AsyncIterator[tuple[St
             control_port=config["port"],
         )
     )
-    connect = Sources(context, keys, book).connect
-    yield Store(folder, "me", Library(), connect, Library(), lambda *_: None), holder
+    connect = PeerConnector(context, keys, book).connect_peer
+    yield ModelStore(folder, "me", ModelRepository(), connect, ModelRepository(), lambda *_: None), holder
 
 
 async def _fetch(config: dict[str, Any], folder: Path) -> None:
@@ -131,23 +131,23 @@ async def _fetch(config: dict[str, Any], folder: Path) -> None:
             try:
                 await _once(config, store, holder)
             finally:
-                config["bytes"] += store.received
+                config["bytes"] += store.bytes_received
 
 
-async def _once(config: dict[str, Any], store: Store, holder: str) -> None:
+async def _once(config: dict[str, Any], store: ModelStore, holder: str) -> None:
     model, root, layers = "m", config["root"], (0, LAYERS)
     if config["kind"] == "copy":
         whole = asyncio.Event()
-        copier = Copier(store, Library(), lambda: (0, 0), whole.set, wanted=True)
+        copier = ModelReplicator(store, ModelRepository(), lambda: (0, 0), whole.set, wanted=True)
         route = Route(
             pipeline="p1",
             epoch=1,
             model=model,
             root=root,
             sources=(holder,),
-            ready=True,
-            head=None,
-            context=1,
+            is_ready=True,
+            scheduler=None,
+            max_model_len=1,
         )
         copier.serve(route)
         try:
@@ -155,9 +155,9 @@ async def _once(config: dict[str, Any], store: Store, holder: str) -> None:
         finally:
             await copier.close()
     elif config["kind"] == "prefetch":
-        await store.stage(model, root, layers, [holder], Progress(), paced=True)
+        await store.fetch_stage(model, root, layers, [holder], Progress(), rate_limited=True)
     else:
-        await store.stage(model, root, layers, [holder])
+        await store.fetch_stage(model, root, layers, [holder])
 
 
 async def fetch(config: dict[str, Any]) -> None:

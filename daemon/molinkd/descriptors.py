@@ -4,7 +4,7 @@ import contextlib
 import sys
 
 #: Enough for any swarm. Some systems allow a thousand million, which other programs then walk over.
-_ENOUGH = 1 << 16
+_WANTED_DESCRIPTORS = 1 << 16
 #: What macOS means when it says infinity.
 _OPEN_MAX = 10240
 
@@ -20,7 +20,7 @@ def raise_descriptor_limit() -> None:
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        maximum = _ENOUGH if hard == resource.RLIM_INFINITY else min(_ENOUGH, hard)
+        maximum = _WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_WANTED_DESCRIPTORS, hard)
         if soft == resource.RLIM_INFINITY:
             return
         for wanted in (min(maximum, _OPEN_MAX), maximum):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def lasting_imports() -> Iterator[None]:
+def permanent_imports() -> Iterator[None]:
     """Import without looking for garbage, and never look at what was imported: it stays."""
     was_enabled = gc.isenabled()
     gc.disable()

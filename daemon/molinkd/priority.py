@@ -11,7 +11,7 @@ _NICE = 2
 _WINDOWS_LOWEST = -2
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Have the calling thread (on Linux those that it starts too) run when others leave time.
 
     Not every user may undo it, so it is for a thread that ends, and not for the main one. Where a

@@ -8,21 +8,21 @@ from typing import Any
 
 #: Bytes that are read at once. asyncio holds as many again until the other side takes them: who
 #: reads slowly slows down who sends, and nothing piles up here.
-CHUNK = 1 << 16
+CHUNK_BYTES = 1 << 16
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 #: Waits as long as so many bytes may take.
-Pace = Callable[[int], Awaitable[None]]
+RateLimit = Callable[[int], Awaitable[None]]
 
 
-async def _at_once(_: int) -> None:
+async def _unlimited(_: int) -> None:
     pass
 
 
-async def splice(one: Stream, other: Stream, pace: Pace = _at_once) -> None:
+async def splice_streams(one: Stream, other: Stream, rate_limit: RateLimit = _unlimited) -> None:
     """Pass bytes on in both directions until either side ends; then both are closed."""
     ways = [
-        asyncio.ensure_future(_pass(reader, writer, pace))
+        asyncio.ensure_future(_copy_stream(reader, writer, rate_limit))
         for reader, writer in ((one[0], other[1]), (other[0], one[1]))
     ]
     try:
@@ -36,15 +36,15 @@ async def splice(one: Stream, other: Stream, pace: Pace = _at_once) -> None:
         await asyncio.gather(*ways, return_exceptions=True)
 
 
-async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pace: Pace) -> None:
+async def _copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rate_limit: RateLimit) -> None:
     with contextlib.suppress(OSError):
-        while data := await reader.read(CHUNK):
-            await pace(len(data))
+        while data := await reader.read(CHUNK_BYTES):
+            await rate_limit(len(data))
             writer.write(data)
             await writer.drain()
 
 
-async def stream_of(connection: socket.socket) -> Stream:
+async def open_stream(connection: socket.socket) -> Stream:
     """A connected socket as a stream, whose owner it is.
 
     Raises:
@@ -53,13 +53,13 @@ async def stream_of(connection: socket.socket) -> Stream:
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     try:
-        return await asyncio.open_connection(sock=connection, limit=CHUNK)
+        return await asyncio.open_connection(sock=connection, limit=CHUNK_BYTES)
     except OSError:
         connection.close()
         raise
 
 
-def listen(host: str, first: int, tried: int, queue: int) -> socket.socket:
+def listen_on_free_port(host: str, first: int, tried: int, queue: int) -> socket.socket:
     """Listen on ``first``, or on the first free of ``tried`` ports downwards; 0: on any.
 
     Raises:

@@ -8,7 +8,7 @@ from molink.bench.sample import Sample
 from molink.errors import Unavailable
 
 #: A line of an event stream longer than this, in bytes, is not an answer.
-MAX_LINE = 1 << 20
+MAX_LINE_BYTES = 1 << 20
 
 
 class _Delta(msgspec.Struct, frozen=True):
@@ -48,45 +48,45 @@ class _ServerEvent(msgspec.Struct, frozen=True):
 class AnswerStream:
     """Reads the server-sent events of one streamed answer (chat or plain completion)."""
 
-    def __init__(self, sent: float) -> None:
-        self._sent = sent
-        self._rest = b""
-        self._texts: list[float] = []
-        self._finished: float | None = None
+    def __init__(self, sent_at: float) -> None:
+        self._sent_at = sent_at
+        self._buffer = b""
+        self._piece_times: list[float] = []
+        self._finished_at: float | None = None
         self._usage: ReportedUsage | None = None
         self._decoder = msgspec.json.Decoder(_ServerEvent)
 
-    def feed(self, data: bytes, now: float) -> None:
+    def feed_data(self, data: bytes, now: float) -> None:
         """Take bytes that arrived at ``now``.
 
         Raises:
             Unavailable: the server reports an error, or sends something that is no answer.
         """
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_LINE:
-            raise Unavailable(f"the server sent a line of more than {MAX_LINE} bytes")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > MAX_LINE_BYTES:
+            raise Unavailable(f"the server sent a line of more than {MAX_LINE_BYTES} bytes")
         for line in lines:
             if line.startswith(b"data:"):
-                self._event(line.removeprefix(b"data:").strip(), now)
+                self._read_event(line.removeprefix(b"data:").strip(), now)
 
-    def result(self) -> Sample:
+    def to_sample(self) -> Sample:
         """What was measured, once the stream has ended.
 
         Raises:
             Unavailable: the answer broke off.
         """
-        if self._finished is None:
+        if self._finished_at is None:
             raise Unavailable("the stream ended before the answer did")
         tokens = self._usage.completion_tokens if self._usage else None
         return Sample(
-            sent=self._sent,
-            texts=tuple(self._texts),
-            finished=self._finished,
+            sent_at=self._sent_at,
+            piece_times=tuple(self._piece_times),
+            finished_at=self._finished_at,
             input_tokens=self._usage.prompt_tokens if self._usage else 0,
-            output_tokens=len(self._texts) if tokens is None else tokens,
+            output_tokens=len(self._piece_times) if tokens is None else tokens,
         )
 
-    def _event(self, data: bytes, now: float) -> None:
+    def _read_event(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
             return
         try:
@@ -99,9 +99,9 @@ class AnswerStream:
             self._usage = event.usage
         for choice in event.choices:
             if choice.has_output:
-                self._texts.append(now)
+                self._piece_times.append(now)
             if choice.finish_reason:
-                self._finished = now
+                self._finished_at = now
 
 
 def error_message(error: object) -> str:

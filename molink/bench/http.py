@@ -14,11 +14,11 @@ from molink.bench.prompts import LONG_PROBE, SHORT_PROBE, Calibration, make_prom
 from molink.bench.sample import Sample
 from molink.errors import MolinkError, Unavailable, UsageError
 
-Api = Literal["chat", "completions"]
+BenchRoute = Literal["chat", "completions"]
 
 #: Seconds to connect, and seconds without a byte after which a request counts as failed.
-CONNECT_TIMEOUT = 10.0
-SILENCE_TIMEOUT = 600.0
+CONNECT_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class BenchTarget:
     """Where and how to ask. ``url`` is the server's root or its ``/v1``."""
 
     url: str
-    api: Api = "chat"
+    api: BenchRoute = "chat"
     model: str | None = None
     api_key: str | None = None
     ignore_eos: bool = True
 
-    def address(self, path: str) -> str:
+    def route_url(self, path: str) -> str:
         """The URL of a route below ``/v1``."""
         root = self.url.rstrip("/").removesuffix("/v1")
         return f"{root}/v1/{path}"
@@ -52,26 +52,26 @@ class _Answer(msgspec.Struct, frozen=True):
 class BenchClient:
     """One connection pool to one endpoint; an async context manager.
 
-    ``calibration`` is how prompts are sized; :meth:`prepare` learns it from the server.
+    ``calibration`` is how prompts are sized; :meth:`calibrate_prompts` learns it from the server.
     """
 
-    def __init__(self, endpoint: BenchTarget, clock: Clock, seed: int = 0) -> None:
-        self._endpoint = endpoint
+    def __init__(self, target: BenchTarget, clock: Clock, seed: int = 0) -> None:
+        self._target = target
         self._clock = clock
         self._seed = seed
         self._session: aiohttp.ClientSession | None = None
-        self.model = endpoint.model or ""
+        self.model = target.model or ""
         self.calibration = Calibration()
 
     async def __aenter__(self) -> Self:
         headers = {"Accept": "text/event-stream, application/json"}
-        if self._endpoint.api_key:
-            headers["Authorization"] = f"Bearer {self._endpoint.api_key}"
+        if self._target.api_key:
+            headers["Authorization"] = f"Bearer {self._target.api_key}"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             headers=headers,
             timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=CONNECT_TIMEOUT, sock_read=SILENCE_TIMEOUT
+                total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S
             ),
         )
         return self
@@ -82,9 +82,9 @@ class BenchClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._open.close()
+        await self._open_session.close()
 
-    async def prepare(self) -> bool:
+    async def calibrate_prompts(self) -> bool:
         """Pick the model unless one was named, and learn how long words are in tokens.
 
         Returns whether the server counts tokens (``usage``); without that, sizes are guesses.
@@ -95,8 +95,8 @@ class BenchClient:
         """
         if not self.model:
             self.model = await self._first_model()
-        short = await self._probe(SHORT_PROBE)
-        long = await self._probe(LONG_PROBE)
+        short = await self._count_probe_tokens(SHORT_PROBE)
+        long = await self._count_probe_tokens(LONG_PROBE)
         if not short or not long:
             return False
         self.calibration = Calibration.from_probes(short, long)
@@ -104,56 +104,56 @@ class BenchClient:
 
     async def send(self, request: PlannedRequest) -> Sample:
         """Send one request and follow its answer; failures are told in the sample."""
-        words = self.calibration.words(request.input_tokens)
+        words = self.calibration.words_for_tokens(request.input_tokens)
         prompt = make_prompt(words, hash((self._seed, request.index)))
-        body = self._body(prompt, request.output_tokens)
+        body = self._request_body(prompt, request.output_tokens)
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        sent = self._clock.now()
+        sent_at = self._clock.now()
         try:
-            return await self._follow(body, sent)
+            return await self._stream_answer(body, sent_at)
         except (MolinkError, aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = str(error) or type(error).__name__
-            return Sample(sent=sent, finished=self._clock.now(), error=reason)
+            return Sample(sent_at=sent_at, finished_at=self._clock.now(), error=reason)
 
-    async def _follow(self, body: dict[str, Any], sent: float) -> Sample:
-        async with self._open.post(self._route, json=body) as response:
+    async def _stream_answer(self, body: dict[str, Any], sent_at: float) -> Sample:
+        async with self._open_session.post(self._completions_url, json=body) as response:
             if response.status != 200:
-                raise Unavailable(await _refusal(response))
-            stream = AnswerStream(sent)
+                raise Unavailable(await _describe_refusal(response))
+            stream = AnswerStream(sent_at)
             async for data in response.content.iter_any():
-                stream.feed(data, self._clock.now())
-            return stream.result()
+                stream.feed_data(data, self._clock.now())
+            return stream.to_sample()
 
     async def _first_model(self) -> str:
-        data = await self._fetch("GET", self._endpoint.address("models"))
+        data = await self._fetch("GET", self._target.route_url("models"))
         try:
             models = msgspec.json.decode(data, type=_ModelList).data
         except msgspec.MsgspecError as error:
             raise UsageError(
-                f"{self._endpoint.address('models')} is no OpenAI-style endpoint: {error}"
+                f"{self._target.route_url('models')} is no OpenAI-style endpoint: {error}"
             ) from error
         if not models:
-            raise Unavailable(f"{self._endpoint.url} serves no model yet")
+            raise Unavailable(f"{self._target.url} serves no model yet")
         return models[0].id
 
-    async def _probe(self, words: int) -> int:
-        body = self._body(make_prompt(words, seed=words), 1)
-        data = await self._fetch("POST", self._route, body)
+    async def _count_probe_tokens(self, words: int) -> int:
+        body = self._request_body(make_prompt(words, seed=words), 1)
+        data = await self._fetch("POST", self._completions_url, body)
         try:
             usage = msgspec.json.decode(data, type=_Answer).usage
         except msgspec.MsgspecError as error:
-            raise UsageError(f"{self._route} sent no OpenAI-style answer: {error}") from error
+            raise UsageError(f"{self._completions_url} sent no OpenAI-style answer: {error}") from error
         return usage.prompt_tokens if usage else 0
 
     async def _fetch(self, method: str, url: str, body: dict[str, Any] | None = None) -> bytes:
         try:
-            async with self._open.request(method, url, json=body) as response:
+            async with self._open_session.request(method, url, json=body) as response:
                 if response.status == 200:
                     return await response.read()
-                refusal = await _refusal(response)
+                refusal = await _describe_refusal(response)
                 status = response.status
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
-            raise UsageError(f"--url {self._endpoint.url} is no http:// or https:// URL") from error
+            raise UsageError(f"--url {self._target.url} is no http:// or https:// URL") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise Unavailable(
@@ -165,29 +165,29 @@ class BenchClient:
             raise Unavailable(f"{url} answers {refusal}")
         raise UsageError(f"{url} answers {refusal}")
 
-    def _body(self, prompt: str, output_tokens: int) -> dict[str, Any]:
+    def _request_body(self, prompt: str, output_tokens: int) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "max_tokens": output_tokens, "temperature": 0}
-        if self._endpoint.api == "chat":
+        if self._target.api == "chat":
             body["messages"] = [{"role": "user", "content": prompt}]
         else:
             body["prompt"] = prompt
-        if self._endpoint.ignore_eos:
+        if self._target.ignore_eos:
             body["ignore_eos"] = True
         return body
 
     @property
-    def _route(self) -> str:
-        return self._endpoint.address(
-            "chat/completions" if self._endpoint.api == "chat" else "completions"
+    def _completions_url(self) -> str:
+        return self._target.route_url(
+            "chat/completions" if self._target.api == "chat" else "completions"
         )
 
     @property
-    def _open(self) -> aiohttp.ClientSession:
+    def _open_session(self) -> aiohttp.ClientSession:
         assert self._session is not None, "used outside its context"
         return self._session
 
 
-async def _refusal(response: aiohttp.ClientResponse) -> str:
+async def _describe_refusal(response: aiohttp.ClientResponse) -> str:
     """``HTTP 400: what the server says``, its body read to a bound."""
     body = await response.content.read(4096)
     try:

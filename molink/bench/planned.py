@@ -11,21 +11,21 @@ from molink.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request: due ``at`` seconds after the start; sizes in tokens, ``parts`` as a trace's.
+    """One request: due ``arrival_s`` seconds after the start; sizes in tokens, ``hash_ids`` as a trace's.
 
     A simulated client lets the answer take ``max_tokens``, so that nobody knows before that it will
     end after ``output_tokens``; 0: it says how long it will be.
     """
 
     index: int
-    at: float
+    arrival_s: float
     input_tokens: int
     output_tokens: int
-    parts: tuple[int, ...] = ()
+    hash_ids: tuple[int, ...] = ()
     max_tokens: int = 0
 
     @property
-    def last(self) -> int:
+    def last_position(self) -> int:
         """The position of the last token."""
         return self.input_tokens + self.output_tokens - 1
 
@@ -73,7 +73,7 @@ def plan_trace(
     """
     chosen = rows[:count]
     times = (
-        [row.at - chosen[0].at for row in chosen]
+        [row.arrival_s - chosen[0].arrival_s for row in chosen]
         if rate is None
         else poisson_arrivals(rate, len(chosen), seed)
     )

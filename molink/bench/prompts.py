@@ -7,7 +7,7 @@ length give the tokens per word and what the chat template adds.
 import random
 from dataclasses import dataclass
 
-_TEXT = (
+_WORD_LIST = (
     "time year people way day man thing woman life child world school state family student group "
     "country problem hand part place case week company system program question work government "
     "number night point home water room mother area money story fact month lot right study book "
@@ -17,7 +17,7 @@ _TEXT = (
     "reason research girl guy moment air teacher force education"
 )
 #: Words that any English tokenizer knows, one token each in most.
-WORDS = tuple(_TEXT.split())
+WORDS = tuple(_WORD_LIST.split())
 
 #: Words in the two probes.
 SHORT_PROBE = 8
@@ -39,7 +39,7 @@ class Calibration:
             return cls()
         return cls(slope, max(0.0, short_tokens - slope * SHORT_PROBE))
 
-    def words(self, tokens: int) -> int:
+    def words_for_tokens(self, tokens: int) -> int:
         """How many words make a prompt of about ``tokens`` tokens; at least one."""
         return max(1, round((tokens - self.overhead) / self.tokens_per_word))
 

@@ -18,7 +18,7 @@ class Summary:
     p99: float | None
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> "Summary":
+    def from_values(cls, values: Iterable[float]) -> "Summary":
         """Mean and percentiles of ``values``."""
         ordered = sorted(values)
         if not ordered:
@@ -78,10 +78,10 @@ def summarize(
         duration_s=duration,
         requests_per_s=len(done) / duration if duration > 0 else 0.0,
         output_tokens_per_s=output_tokens / duration if duration > 0 else 0.0,
-        ttft_s=Summary.of(sample.ttft for sample in done),
-        tpot_s=Summary.of(sample.tpot for sample in done if sample.tpot is not None),
-        itl_s=Summary.of(gap for sample in done for gap in sample.itl),
-        latency_s=Summary.of(sample.latency for sample in done),
+        ttft_s=Summary.from_values(sample.ttft for sample in done),
+        tpot_s=Summary.from_values(sample.tpot for sample in done if sample.tpot is not None),
+        itl_s=Summary.from_values(gap for sample in done for gap in sample.itl),
+        latency_s=Summary.from_values(sample.latency for sample in done),
         input_tokens=sum(sample.input_tokens for sample in done),
         output_tokens=output_tokens,
         interrupted=interrupted,
@@ -98,7 +98,7 @@ _ROWS: tuple[tuple[str, Callable[[Report], Summary]], ...] = (
 )
 
 
-def table(report: Report) -> Table:
+def report_table(report: Report) -> Table:
     """The report for a person: milliseconds per measure, throughput below."""
     view = Table(
         caption=(

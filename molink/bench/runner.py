@@ -50,7 +50,7 @@ async def run_plan(
     try:
         async with asyncio.TaskGroup() as group:
             for request in plan:
-                await clock.sleep_until(started + request.at)
+                await clock.sleep_until(started + request.arrival_s)
                 await slots.acquire()
                 group.create_task(one(request))
     except asyncio.CancelledError:

@@ -21,23 +21,23 @@ from molink.errors import UsageError
 
 AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 #: Tokens of a prompt's part, as Mooncake has it; the last one may have fewer.
-PART_TOKENS = 512
-MAX_PARTS = 2**15
+HASH_BLOCK_TOKENS = 512
+MAX_HASH_IDS = 2**15
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One request of a trace: ``at`` in seconds after the trace's first; sizes in tokens.
+    """One request of a trace: ``arrival_s`` in seconds after the trace's first; sizes in tokens.
 
-    ``parts`` has an id for each part of :data:`PART_TOKENS` tokens of the prompt, if it is known
+    ``hash_ids`` has an id for each part of :data:`HASH_BLOCK_TOKENS` tokens of the prompt, if it is known
     what it shares with others.
     """
 
-    at: float
+    arrival_s: float
     input_tokens: int
     output_tokens: int
-    parts: tuple[int, ...] = ()
+    hash_ids: tuple[int, ...] = ()
 
 
 class _AzureRow(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class _MooncakeRow(msgspec.Struct, frozen=True):
     input_length: Tokens
     output_length: Tokens
     hash_ids: Annotated[
-        tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=MAX_PARTS)
+        tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=MAX_HASH_IDS)
     ] = ()
 
 
@@ -70,14 +70,14 @@ def read_trace(path: Path) -> list[TraceRow]:
         raise UsageError(f"can't read the trace {path}: {why}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"can't read the trace {path}: it is not text") from error
-    parse = _mooncake if lines and lines[0].lstrip().startswith("{") else _azure
-    rows = sorted(parse(path, lines), key=lambda row: row.at)
+    parse = _parse_mooncake if lines and lines[0].lstrip().startswith("{") else _parse_azure
+    rows = sorted(parse(path, lines), key=lambda row: row.arrival_s)
     if not rows:
         raise UsageError(f"the trace {path} has no requests")
-    return [TraceRow(r.at - rows[0].at, r.input_tokens, r.output_tokens, r.parts) for r in rows]
+    return [TraceRow(r.arrival_s - rows[0].arrival_s, r.input_tokens, r.output_tokens, r.hash_ids) for r in rows]
 
 
-def _azure(path: Path, lines: list[str]) -> Iterator[TraceRow]:
+def _parse_azure(path: Path, lines: list[str]) -> Iterator[TraceRow]:
     for number, fields in enumerate(csv.reader(lines), start=1):
         if number == 1:
             if fields != AZURE_HEADER:
@@ -102,7 +102,7 @@ def _azure(path: Path, lines: list[str]) -> Iterator[TraceRow]:
         yield TraceRow(seconds, row.context, row.generated)
 
 
-def _mooncake(path: Path, lines: list[str]) -> Iterator[TraceRow]:
+def _parse_mooncake(path: Path, lines: list[str]) -> Iterator[TraceRow]:
     decoder = msgspec.json.Decoder(_MooncakeRow)
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -6,14 +6,14 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, cast
 
-from molink.checkpoint.families import ARCHITECTURES, DEFAULTS, Family, parse_traits
-from molink.checkpoint.fields import Fields, read_json
-from molink.checkpoint.low_bit import LowBit
+from molink.checkpoint.families import ARCHITECTURES, CONFIG_DEFAULTS, Family, parse_traits
+from molink.checkpoint.fields import ConfigFields, read_json
+from molink.checkpoint.low_bit import LowBitScheme
 from molink.checkpoint.low_bit_config import parse_low_bit
-from molink.checkpoint.multimodal import TEXT_MODELS, text_config
+from molink.checkpoint.multimodal import TEXT_MODELS, extract_text_config
 from molink.checkpoint.prequantized import parse_quantized
-from molink.checkpoint.rope import MAX_CONTEXT
-from molink.checkpoint.traits import Traits
+from molink.checkpoint.rope import MAX_MODEL_LEN
+from molink.checkpoint.traits import FamilyTraits
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.facts.dtypes import WeightDType
 from molink.facts.model import Quantize
@@ -29,12 +29,12 @@ _MAX_VOCABULARY = 2**21
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig(Traits):
+class ModelConfig(FamilyTraits):
     """A decoder: the traits of its family, its size, and what belongs to no layer.
 
-    ``context`` is the longest sequence in tokens (prompt and answer). ``eos_ids`` ends an answer;
+    ``max_model_len`` is the longest sequence in tokens (prompt and answer). ``eos_ids`` ends an answer;
     those of ``generation_config.json`` are included. ``quantized`` is how the checkpoint is stored
-    where a stage keeps it so, ``low_bit`` where it unpacks it. ``sees``: it is the text model of
+    where a stage keeps it so, ``low_bit`` where it unpacks it. ``has_vision``: it is the text model of
     one that takes images too. ``notes`` are for people: what of the model can't be had here.
     """
 
@@ -44,16 +44,16 @@ class ModelConfig(Traits):
     layers: int
     intermediate_size: int
     norm_eps: float
-    context: int
+    max_model_len: int
     dtype: WeightDType
     eos_ids: tuple[int, ...]
     quantized: Quantize = "none"
-    sees: bool = False
-    low_bit: LowBit | None = None
+    has_vision: bool = False
+    low_bit: LowBitScheme | None = None
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def load(cls, folder: Path, fallback_dtype: WeightDType = "f32") -> "ModelConfig":
+    def load_folder(cls, folder: Path, fallback_dtype: WeightDType = "f32") -> "ModelConfig":
         """Read ``config.json`` and, if there, ``generation_config.json``.
 
         ``fallback_dtype`` is for a config that doesn't state the weights' type.
@@ -66,59 +66,59 @@ class ModelConfig(Traits):
         config = read_json(path)
         generation = folder / "generation_config.json"
         extra = read_json(generation) if generation.is_file() else {}
-        stops = Fields(extra, str(generation)).integers("eos_token_id")
-        return _parse(config, str(path), stops, fallback_dtype)
+        stops = ConfigFields(extra, str(generation)).get_integers("eos_token_id")
+        return _build_config(config, str(path), stops, fallback_dtype)
 
     @classmethod
-    def parse(cls, config: Mapping[str, Any], where: str) -> "ModelConfig":
-        """What a ``config.json`` with this content would say; raises as :meth:`load`."""
-        return _parse(config, where, (), "f32")
+    def parse_config(cls, config: Mapping[str, Any], where: str) -> "ModelConfig":
+        """What a ``config.json`` with this content would say; raises as :meth:`load_folder`."""
+        return _build_config(config, where, (), "f32")
 
 
-def _parse(
+def _build_config(
     raw: Mapping[str, Any], where: str, stops: tuple[int, ...], fallback: WeightDType
 ) -> ModelConfig:
-    inner = text_config(raw, where)
+    inner = extract_text_config(raw, where)
     raw = raw if inner is None else inner
-    family = _family(raw, where)
-    fields = Fields({**DEFAULTS.get(family, {}), **raw}, where)
-    hidden = fields.integer("hidden_size", maximum=_MAX_HIDDEN)
-    layers = fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
-    positions = fields.integer("max_position_embeddings", 2048, MAX_CONTEXT)
-    eps = fields.number("rms_norm_eps", 1e-6)
+    family = _find_family(raw, where)
+    fields = ConfigFields({**CONFIG_DEFAULTS.get(family, {}), **raw}, where)
+    hidden = fields.get_integer("hidden_size", maximum=_MAX_HIDDEN)
+    layers = fields.get_integer("num_hidden_layers", maximum=_MAX_LAYERS)
+    positions = fields.get_integer("max_position_embeddings", 2048, MAX_MODEL_LEN)
+    eps = fields.get_number("rms_norm_eps", 1e-6)
     if eps < 0:
         raise BrokenModel(f"{where}: rms_norm_eps {eps} has to be positive")
     traits = parse_traits(family, fields, layers)
-    context, notes = _context(fields, max(positions, traits.rope.reach))
+    context, notes = _parse_max_len(fields, max(positions, traits.rope.scaled_context))
     return ModelConfig(
         family=family,
-        vocab_size=fields.integer("vocab_size", maximum=_MAX_VOCABULARY),
+        vocab_size=fields.get_integer("vocab_size", maximum=_MAX_VOCABULARY),
         hidden_size=hidden,
         layers=layers,
-        intermediate_size=fields.integer("intermediate_size", maximum=_MAX_INTERMEDIATE),
+        intermediate_size=fields.get_integer("intermediate_size", maximum=_MAX_INTERMEDIATE),
         norm_eps=eps,
-        context=context,
-        dtype=_dtype(fields, fallback),
-        eos_ids=tuple(dict.fromkeys(fields.integers("eos_token_id") + stops)),
+        max_model_len=context,
+        dtype=_parse_dtype(fields, fallback),
+        eos_ids=tuple(dict.fromkeys(fields.get_integers("eos_token_id") + stops)),
         quantized=parse_quantized(raw, where),
-        sees=inner is not None,
+        has_vision=inner is not None,
         low_bit=parse_low_bit(raw, where),
         notes=notes,
         **{field.name: getattr(traits, field.name) for field in dataclass_fields(traits)},
     )
 
 
-def _context(fields: Fields, context: int) -> tuple[int, tuple[str, ...]]:
+def _parse_max_len(fields: ConfigFields, context: int) -> tuple[int, tuple[str, ...]]:
     """What of the context can be served, and what is to be said of that.
 
     Dual chunk attention (arXiv 2402.17463; Qwen2.5-1M) is full attention up to the length that the
     model was trained with, and reads what is beyond in chunks of that.
     """
-    dual = fields.object("dual_chunk_attention_config")
+    dual = fields.get_object("dual_chunk_attention_config")
     if not dual:
         return context, ()
-    inner = Fields(dual, f"{fields.where}: dual_chunk_attention_config")
-    trained = inner.integer("original_max_position_embeddings", maximum=MAX_CONTEXT)
+    inner = ConfigFields(dual, f"{fields.where}: dual_chunk_attention_config")
+    trained = inner.get_integer("original_max_position_embeddings", maximum=MAX_MODEL_LEN)
     if trained >= context:
         return context, ()
     return trained, (
@@ -127,7 +127,7 @@ def _context(fields: Fields, context: int) -> tuple[int, tuple[str, ...]]:
     )
 
 
-def _family(raw: Mapping[str, Any], where: str) -> Family:
+def _find_family(raw: Mapping[str, Any], where: str) -> Family:
     named = raw.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
     if name is None:
@@ -143,8 +143,8 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     return ARCHITECTURES[name]
 
 
-def _dtype(fields: Fields, fallback: WeightDType) -> WeightDType:
-    name = fields.text("dtype", fields.text("torch_dtype", ""))
+def _parse_dtype(fields: ConfigFields, fallback: WeightDType) -> WeightDType:
+    name = fields.get_string("dtype", fields.get_string("torch_dtype", ""))
     if not name:
         return fallback
     if name not in _DTYPES:

@@ -25,9 +25,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from molink.checkpoint import family_traits
-from molink.checkpoint.fields import Fields
+from molink.checkpoint.fields import ConfigFields
 from molink.checkpoint.rope import check_rope
-from molink.checkpoint.traits import Traits
+from molink.checkpoint.traits import FamilyTraits
 from molink.errors import BrokenModel
 
 Family = Literal[
@@ -70,14 +70,14 @@ ARCHITECTURES: dict[str, Family] = {
     "Glm4ForCausalLM": "glm4",
     "GptOssForCausalLM": "gpt_oss",
 }
-_GLM = {
+_GLM_DEFAULTS = {
     "head_dim": 128,
     "rms_norm_eps": 1.5625e-7,
     "partial_rotary_factor": 0.5,
     "eos_token_id": [151329, 151336, 151338],
 }
 #: What a config means by saying nothing, where that isn't the same for all families.
-DEFAULTS: dict[Family, dict[str, Any]] = {
+CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5},
     "qwen2_moe": {
@@ -86,8 +86,8 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     },
-    "glm": _GLM,
-    "glm4": _GLM,
+    "glm": _GLM_DEFAULTS,
+    "glm4": _GLM_DEFAULTS,
     "gpt_oss": {
         "head_dim": 64,
         "rms_norm_eps": 1e-5,
@@ -110,7 +110,7 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
         "max_position_embeddings": 131_072,
     },
 }
-_FAMILIES: dict[Family, Callable[[Fields, int], Traits]] = {
+_FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "llama": family_traits.llama,
     "granite": family_traits.granite,
     "smollm3": family_traits.smollm3,
@@ -132,7 +132,7 @@ _FAMILIES: dict[Family, Callable[[Fields, int], Traits]] = {
 _MAX_HEAD_DIM = 1024
 
 
-def parse_traits(family: Family, fields: Fields, layers: int) -> Traits:
+def parse_traits(family: Family, fields: ConfigFields, layers: int) -> FamilyTraits:
     """Read what a config of ``family`` says of its ``layers`` layers.
 
     Raises:
@@ -141,13 +141,13 @@ def parse_traits(family: Family, fields: Fields, layers: int) -> Traits:
     """
     traits = _FAMILIES[family](fields, layers)
     _check_heads(traits, fields.where)
-    for rope in (traits.rope, traits.local_rope):
+    for rope in (traits.rope, traits.sliding_rope):
         if rope is not None:
             check_rope(rope, traits.head_dim, fields.where)
     return traits
 
 
-def _check_heads(traits: Traits, where: str) -> None:
+def _check_heads(traits: FamilyTraits, where: str) -> None:
     if traits.heads % traits.kv_heads:
         raise BrokenModel(
             f"{where}: num_attention_heads {traits.heads} is no multiple of "

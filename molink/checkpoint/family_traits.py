@@ -7,21 +7,21 @@ for a field that is missing, of the wrong type or impossible; both name it.
 
 from dataclasses import replace
 
-from molink.checkpoint.experts import MAX_INNER, gpt_oss_experts, mixtral_experts, qwen_experts
-from molink.checkpoint.fields import Fields
+from molink.checkpoint.experts import MAX_EXPERT_SIZE, gpt_oss_experts, mixtral_experts, qwen_experts
+from molink.checkpoint.fields import ConfigFields
 from molink.checkpoint.rope import (
     RopeConfig,
-    RopeHabits,
+    RopeDefaults,
     RopeKind,
     parse_rope,
     parse_two_ropes,
 )
-from molink.checkpoint.traits import SWIGLU_ALPHA, Activation, LayerNorms, Traits
+from molink.checkpoint.traits import SWIGLU_ALPHA, Activation, LayerNorms, FamilyTraits
 from molink.checkpoint.windows import (
     refuse_windows,
-    same_window,
-    windows_of_kinds,
-    windows_of_upper_layers,
+    parse_uniform_windows,
+    parse_typed_windows,
+    parse_upper_windows,
 )
 from molink.errors import BrokenModel, UnsupportedModel
 
@@ -30,53 +30,53 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-_SANDWICH = LayerNorms(
+_SANDWICH_NORMS = LayerNorms(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
-_NORMS_AFTER = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_POST_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GLM4_NORMS = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 _MAX_HEADS = 4096
 
 
-def _base(
-    fields: Fields,
+def _base_traits(
+    fields: ConfigFields,
     layers: int,
     *,
     head_dim: int | None = None,
     activation: Activation | None = None,
     rope: RopeConfig | None = None,
-) -> Traits:
+) -> FamilyTraits:
     """What all families have. Without ``head_dim`` its default is the heads' share of a row."""
-    heads = fields.integer("num_attention_heads", maximum=_MAX_HEADS)
-    share = max(1, fields.integer("hidden_size") // heads)
-    head_dim = fields.integer("head_dim", head_dim or share)
-    return Traits(
+    heads = fields.get_integer("num_attention_heads", maximum=_MAX_HEADS)
+    share = max(1, fields.get_integer("hidden_size") // heads)
+    head_dim = fields.get_integer("head_dim", head_dim or share)
+    return FamilyTraits(
         heads=heads,
-        kv_heads=fields.integer("num_key_value_heads", heads),
+        kv_heads=fields.get_integer("num_key_value_heads", heads),
         head_dim=head_dim,
         attention_scale=head_dim**-0.5,
         windows=(0,) * layers,
         rope=rope or parse_rope(fields),
         activation=activation or _activation(fields, "hidden_act", "silu"),
-        tied=fields.boolean("tie_word_embeddings", False),
+        tied_embeddings=fields.get_boolean("tie_word_embeddings", False),
     )
 
 
-def llama(fields: Fields, layers: int) -> Traits:
+def llama(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Llama 2 and 3.x."""
     refuse_windows(fields)
-    biased = fields.boolean("attention_bias", False)
+    biased = fields.get_boolean("attention_bias", False)
     return replace(
-        _base(fields, layers),
+        _base_traits(fields, layers),
         attention_bias=biased,
         output_bias=biased,
-        mlp_bias=fields.boolean("mlp_bias", False),
+        mlp_bias=fields.get_boolean("mlp_bias", False),
     )
 
 
-def granite(fields: Fields, layers: int) -> Traits:
+def granite(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Llama with factors. Logits are divided, all else is multiplied."""
     return replace(
         llama(fields, layers),
@@ -87,115 +87,115 @@ def granite(fields: Fields, layers: int) -> Traits:
     )
 
 
-def smollm3(fields: Fields, layers: int) -> Traits:
+def smollm3(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Llama with a rope in some layers only: those for which ``no_rope_layers`` is 1."""
-    interval = fields.integer("no_rope_layer_interval", 4)
-    rotated = fields.integers("no_rope_layers") or tuple(
+    interval = fields.get_integer("no_rope_layer_interval", 4)
+    rotated = fields.get_integers("no_rope_layers") or tuple(
         int((layer + 1) % interval != 0) for layer in range(layers)
     )
     if len(rotated) < layers:
         raise BrokenModel(
             f"{fields.where}: no_rope_layers has {len(rotated)} entries for {layers} layers"
         )
-    rope = parse_rope(fields, RopeHabits(theta=2e6))
+    rope = parse_rope(fields, RopeDefaults(theta=2e6))
     return replace(
         llama(fields, layers),
         rope=rope,
-        unrotated=frozenset(layer for layer in range(layers) if not rotated[layer]),
-        tied=fields.boolean("tie_word_embeddings", True),
+        unrotated_layers=frozenset(layer for layer in range(layers) if not rotated[layer]),
+        tied_embeddings=fields.get_boolean("tie_word_embeddings", True),
     )
 
 
-def olmo2(fields: Fields, layers: int) -> Traits:
+def olmo2(fields: ConfigFields, layers: int) -> FamilyTraits:
     """OLMo 2: norms after attention and MLP only."""
     refuse_windows(fields)
-    return _olmo(fields, layers, parse_rope(fields))
+    return _olmo_traits(fields, layers, parse_rope(fields))
 
 
-def olmo3(fields: Fields, layers: int) -> Traits:
+def olmo3(fields: ConfigFields, layers: int) -> FamilyTraits:
     """As OLMo 2 with windows; scaling of the rope is for layers without one."""
-    habits = RopeHabits(theta=fields.number("rope_theta", 500_000.0))
+    habits = RopeDefaults(theta=fields.get_number("rope_theta", 500_000.0))
     rope, local_rope = parse_two_ropes(fields, habits, habits)
     return replace(
-        _olmo(fields, layers, rope),
-        windows=windows_of_kinds(fields, layers, full_every=4),
-        local_rope=local_rope,
+        _olmo_traits(fields, layers, rope),
+        windows=parse_typed_windows(fields, layers, full_every=4),
+        sliding_rope=local_rope,
     )
 
 
-def _olmo(fields: Fields, layers: int, rope: RopeConfig) -> Traits:
-    biased = fields.boolean("attention_bias", False)
+def _olmo_traits(fields: ConfigFields, layers: int, rope: RopeConfig) -> FamilyTraits:
+    biased = fields.get_boolean("attention_bias", False)
     return replace(
-        _base(fields, layers, rope=rope),
+        _base_traits(fields, layers, rope=rope),
         attention_bias=biased,
         output_bias=biased,
         qk_norm="all heads",
-        norms=_NORMS_AFTER,
+        norms=_POST_NORMS,
     )
 
 
-def mistral(fields: Fields, layers: int) -> Traits:
+def mistral(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Mistral: a window."""
-    return replace(_base(fields, layers), windows=same_window(fields, layers, 4096))
+    return replace(_base_traits(fields, layers), windows=parse_uniform_windows(fields, layers, 4096))
 
 
-def qwen2(fields: Fields, layers: int) -> Traits:
+def qwen2(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Qwen2 and 2.5: biases, windows in upper layers."""
-    windows = windows_of_upper_layers(fields, layers)
-    return replace(_base(fields, layers), windows=windows, attention_bias=True)
+    windows = parse_upper_windows(fields, layers)
+    return replace(_base_traits(fields, layers), windows=windows, attention_bias=True)
 
 
-def qwen3(fields: Fields, layers: int) -> Traits:
+def qwen3(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Qwen3: norms of queries and keys."""
-    biased = fields.boolean("attention_bias", False)
+    biased = fields.get_boolean("attention_bias", False)
     return replace(
-        _base(fields, layers, head_dim=128),
-        windows=windows_of_upper_layers(fields, layers),
+        _base_traits(fields, layers, head_dim=128),
+        windows=parse_upper_windows(fields, layers),
         attention_bias=biased,
         output_bias=biased,
         qk_norm="each head",
     )
 
 
-def phi3(fields: Fields, layers: int) -> Traits:
+def phi3(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Phi-3 to Phi-4-mini: merged projections, a partial rope, LongRoPE."""
     aliases: dict[str, RopeKind] = {"su": "longrope", "yarn": "longrope"}
-    habits = RopeHabits(aliases=aliases, partial=True, original_context=4096)
+    habits = RopeDefaults(aliases=aliases, allows_partial=True, original_context=4096)
     return replace(
-        _base(fields, layers, rope=parse_rope(fields, habits)),
-        windows=same_window(fields, layers, None),
+        _base_traits(fields, layers, rope=parse_rope(fields, habits)),
+        windows=parse_uniform_windows(fields, layers, None),
         merged_qkv=True,
         merged_gate_up=True,
     )
 
 
-def mixtral(fields: Fields, layers: int) -> Traits:
+def mixtral(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Mixtral: experts."""
     return replace(
-        _base(fields, layers, rope=parse_rope(fields, RopeHabits(theta=1e6))),
-        windows=same_window(fields, layers, None),
+        _base_traits(fields, layers, rope=parse_rope(fields, RopeDefaults(theta=1e6))),
+        windows=parse_uniform_windows(fields, layers, None),
         experts=mixtral_experts(fields, layers),
     )
 
 
-def qwen2_moe(fields: Fields, layers: int) -> Traits:
+def qwen2_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Qwen2-MoE: experts, one of them for all rows."""
     refuse_windows(fields)
-    shared = fields.integer("shared_expert_intermediate_size", maximum=MAX_INNER)
+    shared = fields.get_integer("shared_expert_intermediate_size", maximum=MAX_EXPERT_SIZE)
     return replace(
-        _base(fields, layers),
-        attention_bias=fields.boolean("qkv_bias", True),
-        experts=replace(qwen_experts(fields, layers), shared_size=shared),
+        _base_traits(fields, layers),
+        attention_bias=fields.get_boolean("qkv_bias", True),
+        experts=replace(qwen_experts(fields, layers), shared_intermediate_size=shared),
     )
 
 
-def qwen3_moe(fields: Fields, layers: int) -> Traits:
+def qwen3_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Qwen3-MoE: experts."""
-    biased = fields.boolean("attention_bias", False)
-    sliding = fields.boolean("use_sliding_window", False)
+    biased = fields.get_boolean("attention_bias", False)
+    sliding = fields.get_boolean("use_sliding_window", False)
     return replace(
-        _base(fields, layers),
-        windows=same_window(fields, layers, 4096) if sliding else (0,) * layers,
+        _base_traits(fields, layers),
+        windows=parse_uniform_windows(fields, layers, 4096) if sliding else (0,) * layers,
         attention_bias=biased,
         output_bias=biased,
         qk_norm="each head",
@@ -203,18 +203,18 @@ def qwen3_moe(fields: Fields, layers: int) -> Traits:
     )
 
 
-def gpt_oss(fields: Fields, layers: int) -> Traits:
+def gpt_oss(fields: ConfigFields, layers: int) -> FamilyTraits:
     """gpt-oss: sinks, windows in every other layer, biases everywhere."""
     _activation(fields, "hidden_act", "silu")
-    biased = fields.boolean("attention_bias", True)
-    alpha = fields.number("swiglu_alpha", SWIGLU_ALPHA)
+    biased = fields.get_boolean("attention_bias", True)
+    alpha = fields.get_number("swiglu_alpha", SWIGLU_ALPHA)
     if alpha != SWIGLU_ALPHA:
         raise UnsupportedModel(
             f"{fields.where}: swiglu_alpha {alpha} is not supported ({SWIGLU_ALPHA} is)"
         )
     return replace(
-        _base(fields, layers, activation="clamped_swiglu"),
-        windows=windows_of_kinds(fields, layers, full_every=2),
+        _base_traits(fields, layers, activation="clamped_swiglu"),
+        windows=parse_typed_windows(fields, layers, full_every=2),
         sinks=True,
         activation_limit=_factor(fields, "swiglu_limit", 7.0),
         attention_bias=biased,
@@ -223,82 +223,82 @@ def gpt_oss(fields: Fields, layers: int) -> Traits:
     )
 
 
-def glm(fields: Fields, layers: int) -> Traits:
+def glm(fields: ConfigFields, layers: int) -> FamilyTraits:
     """GLM-4 of 2024: half of each head is rotated, in neighbouring pairs."""
     refuse_windows(fields)
     return replace(
-        _base(fields, layers, rope=parse_rope(fields, RopeHabits(partial=True))),
-        interleaved=True,
-        attention_bias=fields.boolean("attention_bias", True),
+        _base_traits(fields, layers, rope=parse_rope(fields, RopeDefaults(allows_partial=True))),
+        interleaved_rope=True,
+        attention_bias=fields.get_boolean("attention_bias", True),
         merged_gate_up=True,
     )
 
 
-def glm4(fields: Fields, layers: int) -> Traits:
+def glm4(fields: ConfigFields, layers: int) -> FamilyTraits:
     """GLM-4 of 2025: as the one before, with norms after attention and MLP too."""
     return replace(glm(fields, layers), norms=_GLM4_NORMS)
 
 
-def gemma2(fields: Fields, layers: int) -> Traits:
+def gemma2(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Gemma 2: bounded scores and logits."""
     return replace(
-        _gemma(fields, layers, parse_rope(fields)),
-        windows=windows_of_kinds(fields, layers, full_every=2),
+        _gemma_traits(fields, layers, parse_rope(fields)),
+        windows=parse_typed_windows(fields, layers, full_every=2),
         attention_softcap=_softcap(fields, "attn_logit_softcapping", 50.0),
         final_softcap=_softcap(fields, "final_logit_softcapping", 30.0),
     )
 
 
-def gemma3(fields: Fields, layers: int) -> Traits:
+def gemma3(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Text of Gemma 3. As in transformers, ``attn_logit_softcapping`` does nothing."""
-    rope, local_rope = parse_two_ropes(fields, RopeHabits(theta=1e6), RopeHabits())
-    pattern = fields.integer("sliding_window_pattern", 6)
+    rope, local_rope = parse_two_ropes(fields, RopeDefaults(theta=1e6), RopeDefaults())
+    pattern = fields.get_integer("sliding_window_pattern", 6)
     return replace(
-        _gemma(fields, layers, rope),
-        windows=windows_of_kinds(fields, layers, full_every=pattern),
-        local_rope=local_rope,
+        _gemma_traits(fields, layers, rope),
+        windows=parse_typed_windows(fields, layers, full_every=pattern),
+        sliding_rope=local_rope,
         final_softcap=_softcap(fields, "final_logit_softcapping", None),
         qk_norm="each head",
     )
 
 
-def _gemma(fields: Fields, layers: int, rope: RopeConfig) -> Traits:
-    if fields.boolean("use_bidirectional_attention", False):
+def _gemma_traits(fields: ConfigFields, layers: int, rope: RopeConfig) -> FamilyTraits:
+    if fields.get_boolean("use_bidirectional_attention", False):
         raise UnsupportedModel(f"{fields.where}: use_bidirectional_attention is not supported")
-    scalar = fields.number("query_pre_attn_scalar", 256)
+    scalar = fields.get_number("query_pre_attn_scalar", 256)
     if scalar <= 0:
         raise BrokenModel(f"{fields.where}: query_pre_attn_scalar has to be positive, not {scalar}")
     activation = _activation(fields, "hidden_activation", "gelu_pytorch_tanh")
-    biased = fields.boolean("attention_bias", False)
+    biased = fields.get_boolean("attention_bias", False)
     return replace(
-        _base(fields, layers, head_dim=256, activation=activation, rope=rope),
+        _base_traits(fields, layers, head_dim=256, activation=activation, rope=rope),
         attention_scale=scalar**-0.5,
-        embedding_scale=fields.integer("hidden_size") ** 0.5,
+        embedding_scale=fields.get_integer("hidden_size") ** 0.5,
         attention_bias=biased,
         output_bias=biased,
-        norms=_SANDWICH,
+        norms=_SANDWICH_NORMS,
         norm_offset=1.0,
-        tied=fields.boolean("tie_word_embeddings", True),
+        tied_embeddings=fields.get_boolean("tie_word_embeddings", True),
     )
 
 
-def _activation(fields: Fields, name: str, default: str) -> Activation:
-    named = fields.text(name, default)
+def _activation(fields: ConfigFields, name: str, default: str) -> Activation:
+    named = fields.get_string(name, default)
     if named not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         raise UnsupportedModel(f"{fields.where}: {name} {named!r} is not supported (only {known})")
     return _ACTIVATIONS[named]
 
 
-def _factor(fields: Fields, name: str, default: float = 1.0) -> float:
-    factor = fields.number(name, default)
+def _factor(fields: ConfigFields, name: str, default: float = 1.0) -> float:
+    factor = fields.get_number(name, default)
     if factor <= 0:
         raise BrokenModel(f"{fields.where}: {name} has to be positive, not {factor}")
     return factor
 
 
-def _softcap(fields: Fields, name: str, default: float | None) -> float:
-    bound = fields.optional_number(name, default)
+def _softcap(fields: ConfigFields, name: str, default: float | None) -> float:
+    bound = fields.get_optional_number(name, default)
     if bound is not None and bound <= 0:
         raise BrokenModel(f"{fields.where}: {name} has to be positive or null, not {bound}")
     return bound or 0.0

@@ -58,7 +58,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-class Fields:
+class ConfigFields:
     """A JSON object whose values are checked when they are asked for.
 
     Absent and ``null`` are the same, as in Hugging Face's configs; without a default either is an
@@ -71,7 +71,7 @@ class Fields:
         self._raw = raw
         self.where = where
 
-    def _value(self, name: str, default: object) -> Any:
+    def _get_value(self, name: str, default: object) -> Any:
         value = self._raw.get(name)
         if value is None:
             value = default
@@ -79,85 +79,85 @@ class Fields:
             raise BrokenModel(f"{self.where}: {name} is missing")
         return value
 
-    def _wrong(self, name: str, wanted: str, value: object) -> BrokenModel:
+    def _wrong_value(self, name: str, wanted: str, value: object) -> BrokenModel:
         return BrokenModel(f"{self.where}: {name} has to be {wanted}, not {repr(value)[:80]}")
 
-    def integer(self, name: str, default: int | None = None, maximum: int = 2**31 - 1) -> int:
+    def get_integer(self, name: str, default: int | None = None, maximum: int = 2**31 - 1) -> int:
         """A positive integer up to ``maximum``."""
-        value = self._value(name, default)
+        value = self._get_value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self._wrong(name, "a positive integer", value)
+            raise self._wrong_value(name, "a positive integer", value)
         if value > maximum:
-            raise self._wrong(name, f"at most {maximum}", value)
+            raise self._wrong_value(name, f"at most {maximum}", value)
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def get_number(self, name: str, default: float | None = None) -> float:
         """A finite number."""
-        value = self._value(name, default)
+        value = self._get_value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(name, "a number", value)
+            raise self._wrong_value(name, "a number", value)
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
         if not math.isfinite(number):
-            raise self._wrong(name, "a finite number", value)
+            raise self._wrong_value(name, "a finite number", value)
         return number
 
-    def optional_number(self, name: str, default: float | None = None) -> float | None:
+    def get_optional_number(self, name: str, default: float | None = None) -> float | None:
         """A finite number, or ``None`` for ``null``; ``default`` only if absent."""
         if name not in self._raw:
             return default
-        return None if self._raw[name] is None else self.number(name)
+        return None if self._raw[name] is None else self.get_number(name)
 
-    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+    def get_optional_integer(self, name: str, default: int | None = None) -> int | None:
         """A positive integer, or ``None`` for ``null``; ``default`` only if absent."""
         if name not in self._raw:
             return default
-        return None if self._raw[name] is None else self.integer(name)
+        return None if self._raw[name] is None else self.get_integer(name)
 
-    def numbers(self, name: str) -> tuple[float, ...]:
+    def get_numbers(self, name: str) -> tuple[float, ...]:
         """A list of finite numbers, not empty."""
-        listed = self._value(name, None)
+        listed = self._get_value(name, None)
         if not isinstance(listed, list) or not listed:
-            raise self._wrong(name, "a list of numbers", listed)
-        return tuple(Fields({name: item}, self.where).number(name) for item in listed)
+            raise self._wrong_value(name, "a list of numbers", listed)
+        return tuple(ConfigFields({name: item}, self.where).get_number(name) for item in listed)
 
-    def object(self, name: str) -> dict[str, Any]:
+    def get_object(self, name: str) -> dict[str, Any]:
         """A JSON object, empty if absent."""
         value = self._raw.get(name)
         if value is not None and not isinstance(value, dict):
-            raise self._wrong(name, "an object", value)
+            raise self._wrong_value(name, "an object", value)
         return value or {}
 
-    def texts(self, name: str) -> tuple[str, ...] | None:
+    def get_strings(self, name: str) -> tuple[str, ...] | None:
         """A list of strings, or ``None`` where there is none."""
         listed = self._raw.get(name)
         if listed is None:
             return None
         if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
-            raise self._wrong(name, "a list of strings", listed)
+            raise self._wrong_value(name, "a list of strings", listed)
         return tuple(listed)
 
-    def boolean(self, name: str, default: bool) -> bool:
+    def get_boolean(self, name: str, default: bool) -> bool:
         """``true`` or ``false``."""
-        value = self._value(name, default)
+        value = self._get_value(name, default)
         if not isinstance(value, bool):
-            raise self._wrong(name, "true or false", value)
+            raise self._wrong_value(name, "true or false", value)
         return value
 
-    def text(self, name: str, default: str | None = None) -> str:
+    def get_string(self, name: str, default: str | None = None) -> str:
         """A string."""
-        value = self._value(name, default)
+        value = self._get_value(name, default)
         if not isinstance(value, str):
-            raise self._wrong(name, "a string", value)
+            raise self._wrong_value(name, "a string", value)
         return value
 
-    def integers(self, name: str) -> tuple[int, ...]:
+    def get_integers(self, name: str) -> tuple[int, ...]:
         """An integer or a list of them, none if absent."""
         value = self._raw.get(name)
         values = value if isinstance(value, list) else [] if value is None else [value]
         for item in values:
             if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < 2**31:
-                raise self._wrong(name, "an id or a list of ids", value)
+                raise self._wrong_value(name, "an id or a list of ids", value)
         return tuple(values)

@@ -8,14 +8,14 @@ from typing import Any
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.fields import read_json
 from molink.checkpoint.header import TensorSpan, read_header
-from molink.checkpoint.layout import Shapes, stage_tensors
-from molink.checkpoint.lookalikes import no_weights, refuse_lookalike, refuse_other_tensors
-from molink.checkpoint.low_bit_contents import ReadTensor, check_contents
-from molink.checkpoint.multimodal import text_tensors
+from molink.checkpoint.layout import TensorShapes, stage_tensors
+from molink.checkpoint.lookalikes import explain_missing_weights, refuse_foreign_folder, refuse_foreign_tensors
+from molink.checkpoint.low_bit_contents import ReadTensor, check_low_bit_contents
+from molink.checkpoint.multimodal import extract_text_tensors
 from molink.checkpoint.placement_facts import model_facts
-from molink.checkpoint.prequantized import stored_tensors
-from molink.checkpoint.stored import Stored
-from molink.checkpoint.strays import refuse_strays
+from molink.checkpoint.prequantized import required_tensors
+from molink.checkpoint.stored import TensorRequirement
+from molink.checkpoint.strays import refuse_unknown_tensors
 from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
 from molink.facts.dtypes import WeightDType
 from molink.facts.model import ModelFacts
@@ -61,14 +61,14 @@ class ModelFolder:
         """
         if not path.is_dir():
             raise ModelNotFound(f"{path} is no model folder")
-        refuse_lookalike(path)
+        refuse_foreign_folder(path)
         _check_metadata(path)
-        folder, shapes = cls._checked(path, scan_tensors(path), layers)
-        check_contents(path, folder.config.low_bit, shapes, folder.tensors)
+        folder, shapes = cls._check_folder(path, scan_tensors(path), layers)
+        check_low_bit_contents(path, folder.config.low_bit, shapes, folder.tensors)
         return folder
 
     @classmethod
-    def of_heads(
+    def open_remote(
         cls, path: Path, tensors: Mapping[str, TensorSpan], read: ReadTensor | None = None
     ) -> "ModelFolder":
         """Check that a model whose weights lie elsewhere can be served; raises as :meth:`open`.
@@ -76,36 +76,36 @@ class ModelFolder:
         ``path`` has all but them, ``tensors`` is what the heads of their files say, by the names of
         a text model. ``read`` reads a tensor; without, none is looked into.
         """
-        refuse_lookalike(path, {span.file for span in tensors.values()})
+        refuse_foreign_folder(path, {span.file for span in tensors.values()})
         _check_metadata(path)
-        folder, shapes = cls._checked(path, dict(tensors), None)
+        folder, shapes = cls._check_folder(path, dict(tensors), None)
         if read is not None:
-            check_contents(path, folder.config.low_bit, shapes, folder.tensors, read)
+            check_low_bit_contents(path, folder.config.low_bit, shapes, folder.tensors, read)
         return folder
 
     @classmethod
-    def _checked(
+    def _check_folder(
         cls, path: Path, tensors: dict[str, TensorSpan], layers: tuple[int, int] | None
-    ) -> "tuple[ModelFolder, Shapes]":
+    ) -> "tuple[ModelFolder, TensorShapes]":
         """With the shapes of the tensors that are wanted."""
-        refuse_other_tensors(path, tensors)
-        config = ModelConfig.load(path, _stored_dtype(tensors))
+        refuse_foreign_tensors(path, tensors)
+        config = ModelConfig.load_folder(path, _find_dtype(tensors))
         first, last = (0, config.layers) if layers is None else layers
         if not 0 <= first < last <= config.layers:
             raise UsageError(f"{path} has layers 0:{config.layers}; {first}:{last} is no part")
         shapes = stage_tensors(config, first, last)
-        wanted = stored_tensors(shapes, config.quantized, tensors, config.low_bit)
+        wanted = required_tensors(shapes, config.quantized, tensors, config.low_bit)
         _check_tensors(path, tensors, wanted)
-        refuse_strays(path, config, tensors)
+        refuse_unknown_tensors(path, config, tensors)
         return cls(path, config, tensors), shapes
 
     def stage_tensors(self, first: int, last: int) -> list[str]:
         """Names of the tensors that a stage of layers ``first:last`` loads."""
         shapes = stage_tensors(self.config, first, last)
         config = self.config
-        return list(stored_tensors(shapes, config.quantized, self.tensors, config.low_bit))
+        return list(required_tensors(shapes, config.quantized, self.tensors, config.low_bit))
 
-    def facts(self, name: str) -> ModelFacts:
+    def placement_facts(self, name: str) -> ModelFacts:
         """What placement has to know; sizes are those of the stored weights."""
         return model_facts(self.config, name, self.tensors)
 
@@ -125,11 +125,11 @@ def scan_tensors(path: Path) -> dict[str, TensorSpan]:
     """
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise no_weights(path)
-    preferred = weight_map(path)
+        raise explain_missing_weights(path)
+    preferred = read_weight_map(path)
     tensors: dict[str, TensorSpan] = {}
     for file in files:
-        for name, span in text_tensors(read_header(file), str(file)).items():
+        for name, span in extract_text_tensors(read_header(file), str(file)).items():
             known = tensors.get(name)
             if known is None or preferred.get(name) == span.file:
                 tensors[name] = span
@@ -138,7 +138,7 @@ def scan_tensors(path: Path) -> dict[str, TensorSpan]:
     return tensors
 
 
-def weight_map(path: Path) -> dict[str, str]:
+def read_weight_map(path: Path) -> dict[str, str]:
     """Tensor → file, as the index of a sharded folder has it; empty without an index.
 
     Tensors as in :func:`scan_tensors`.
@@ -148,10 +148,10 @@ def weight_map(path: Path) -> dict[str, str]:
     found: Any = read_json(path / INDEX_FILE).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise BrokenModel(f"{path / INDEX_FILE}: weight_map is no object of file names")
-    return text_tensors(found, str(path / INDEX_FILE))
+    return extract_text_tensors(found, str(path / INDEX_FILE))
 
 
-def _stored_dtype(tensors: dict[str, TensorSpan]) -> WeightDType:
+def _find_dtype(tensors: dict[str, TensorSpan]) -> WeightDType:
     for name, span in tensors.items():
         # Scales are often of another type.
         if span.dtype in _WEIGHT_DTYPES and name.endswith(".weight"):
@@ -160,14 +160,14 @@ def _stored_dtype(tensors: dict[str, TensorSpan]) -> WeightDType:
 
 
 def _check_tensors(
-    path: Path, tensors: dict[str, TensorSpan], wanted: Mapping[str, Stored]
+    path: Path, tensors: dict[str, TensorSpan], wanted: Mapping[str, TensorRequirement]
 ) -> None:
     missing = [name for name in wanted if name not in tensors]
     if missing:
-        raise _missing(path, missing)
+        raise _missing_tensors(path, missing)
     for name, stored in wanted.items():
         span = tensors[name]
-        if not stored.fits(span.shape):
+        if not stored.accepts_shape(span.shape):
             raise BrokenModel(
                 f"{path / span.file}: tensor {name} has shape {list(span.shape)}, "
                 f"but config.json demands {list(stored.shape)}"
@@ -179,10 +179,10 @@ def _check_tensors(
             )
 
 
-def _missing(path: Path, names: Iterable[str]) -> BrokenModel:
+def _missing_tensors(path: Path, names: Iterable[str]) -> BrokenModel:
     first, *others = names
     more = f" and {len(others)} more" if others else ""
-    shard = weight_map(path).get(first)
+    shard = read_weight_map(path).get(first)
     if shard is None:
         return BrokenModel(f"{path}: tensor {first}{more} is in none of its safetensors files")
     reason = "lacks it" if (path / shard).is_file() else "is missing"

@@ -29,10 +29,10 @@ _MAX_DIMENSIONS = 8
 _MAX_NAME = 512
 #: Bytes of what is said of one tensor.
 _MAX_ENTRY = 1024
-_LENGTH = struct.Struct("<Q")
+_LENGTH_BYTES = struct.Struct("<Q")
 
 
-class TensorKind(Protocol):
+class TensorSpec(Protocol):
     """What is said of a tensor, wherever it lies. ``dtype`` is safetensors' own name (``BF16``)."""
 
     @property
@@ -66,7 +66,7 @@ def read_header(path: Path) -> dict[str, TensorSpan]:
         refuse_irregular(path)
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = header_length(file.read(_LENGTH.size), size, path)
+            length = header_length(file.read(_LENGTH_BYTES.size), size, path)
             raw = file.read(length)
     except OSError as error:
         raise BrokenModel(f"{path}: can't be read: {error.strerror or error}") from error
@@ -88,8 +88,8 @@ def parse_header(path: PurePath, raw: bytes, size: int) -> dict[str, TensorSpan]
     for name in header:
         if len(name) > _MAX_NAME or not name.isprintable():
             raise BrokenModel(f"{path}: a tensor has the name {name[:80]!r}")
-    base = _LENGTH.size + len(raw)
-    spans = {name: _span(path, name, entry, base, size) for name, entry in header.items()}
+    base = _LENGTH_BYTES.size + len(raw)
+    spans = {name: _parse_span(path, name, entry, base, size) for name, entry in header.items()}
     _refuse_overlap(path, spans)
     return spans
 
@@ -100,19 +100,19 @@ def header_length(prefix: bytes, size: int, path: PurePath) -> int:
     Raises:
         BrokenModel: it is no such file.
     """
-    if len(prefix) < _LENGTH.size:
+    if len(prefix) < _LENGTH_BYTES.size:
         raise BrokenModel(f"{path}: truncated: {size} bytes are no safetensors file")
-    (length,) = _LENGTH.unpack(prefix)
+    (length,) = _LENGTH_BYTES.unpack(prefix)
     if length > MAX_HEADER_BYTES:
         raise BrokenModel(
             f"{path}: no safetensors file: header of {length} bytes (at most {MAX_HEADER_BYTES})"
         )
-    if _LENGTH.size + length > size:
+    if _LENGTH_BYTES.size + length > size:
         raise BrokenModel(f"{path}: truncated within its header ({size} bytes)")
     return int(length)
 
 
-def _span(path: PurePath, name: str, said: msgspec.Raw, base: int, size: int) -> TensorSpan:
+def _parse_span(path: PurePath, name: str, said: msgspec.Raw, base: int, size: int) -> TensorSpan:
     where = f"{path}: tensor {name}"
     raw = bytes(said)
     if len(raw) > _MAX_ENTRY:
@@ -126,7 +126,7 @@ def _span(path: PurePath, name: str, said: msgspec.Raw, base: int, size: int) ->
     dtype = entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise BrokenModel(f"{where}: unknown dtype {dtype!r}")
-    shape, offsets = _extents(entry, "shape", where), _extents(entry, "data_offsets", where)
+    shape, offsets = _parse_extents(entry, "shape", where), _parse_extents(entry, "data_offsets", where)
     if len(offsets) != 2:
         raise BrokenModel(f"{where}: data_offsets {offsets} are no pair")
     begin, end = offsets
@@ -142,7 +142,7 @@ def _span(path: PurePath, name: str, said: msgspec.Raw, base: int, size: int) ->
     return TensorSpan(path.name, dtype, shape, base + begin, end - begin, name)
 
 
-def _extents(entry: dict[str, Any], field: str, where: str) -> tuple[int, ...]:
+def _parse_extents(entry: dict[str, Any], field: str, where: str) -> tuple[int, ...]:
     value = entry.get(field)
     if isinstance(value, list) and len(value) <= _MAX_DIMENSIONS and all(map(_is_extent, value)):
         return tuple(value)

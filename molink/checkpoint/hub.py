@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Protocol
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.folder import weight_map
+from molink.checkpoint.folder import read_weight_map
 from molink.checkpoint.hub_errors import (
     first_line,
-    in_words,
+    translate_hub_errors,
     is_refusal,
     network_errors,
-    refuse_ended,
+    raise_if_stopped,
 )
 from molink.checkpoint.layout import stage_tensors
-from molink.checkpoint.room import check_room
+from molink.checkpoint.room import check_free_space
 from molink.checkpoint.stacked import stack_names
 from molink.errors import (
     BrokenModel,
@@ -33,31 +33,31 @@ from molink.errors import (
     Unavailable,
 )
 from molink.facts.model import LayerRange
-from molink.files import patiently
-from molink.gguf.parts import first_files
+from molink.files import retry_while_busy
+from molink.gguf.parts import find_first_splits
 
 #: What is fetched: weights and metadata, no pickles.
-PATTERNS = ("*.safetensors", "*.json", "*.jinja")
+FILE_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 #: The same weights again, in the layout of the model's authors.
-DUPLICATES = ("original/*", "consolidated*", "*/*.safetensors")
+DUPLICATE_PATTERNS = ("original/*", "consolidated*", "*/*.safetensors")
 #: How files end of which only a part has come.
-DRAFT = ".molink"
+PARTIAL_SUFFIX = ".molink"
 #: A file is asked for so often without one more byte, after pauses of so many seconds.
-PAUSES_S = (1.0, 2.0, 4.0, 8.0)
+RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0)
 #: Seconds until a silent line is given up.
-_SILENCE_S = 30.0
+_READ_TIMEOUT_S = 30.0
 
 
-class Counter(Protocol):
+class ByteCounter(Protocol):
     """Is told how far it is, in bytes."""
 
     total: int
 
-    def add(self, nbytes: int) -> None:
+    def add_bytes(self, nbytes: int) -> None:
         """So many more have come."""
         ...
 
-    def keep(self, nbytes: int) -> None:
+    def add_existing(self, nbytes: int) -> None:
         """So many lie here already."""
         ...
 
@@ -72,7 +72,7 @@ class HubFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Repository:
+class HubRepository:
     """A model on the hub, as it is at one commit, and the folder that it has in the cache."""
 
     id: str
@@ -81,29 +81,29 @@ class Repository:
     cache: Path
 
     @property
-    def weights(self) -> tuple[HubFile, ...]:
+    def weight_files(self) -> tuple[HubFile, ...]:
         """The files that are fetched here."""
         return tuple(file for file in self.files if file.sha256)
 
-    def blob(self, file: HubFile) -> Path:
+    def blob_path(self, file: HubFile) -> Path:
         """Where the cache keeps a large file."""
         return self.cache / "blobs" / file.sha256
 
-    def draft(self, file: HubFile) -> Path:
+    def partial_path(self, file: HubFile) -> Path:
         """What has come of it so far."""
-        return self.blob(file).with_suffix(DRAFT)
+        return self.blob_path(file).with_suffix(PARTIAL_SUFFIX)
 
-    def places(self, file: HubFile) -> tuple[Path, Path]:
+    def candidate_paths(self, file: HubFile) -> tuple[Path, Path]:
         """Where a large file may lie whole: by its name, and as a blob."""
-        return self.cache / "snapshots" / self.commit / file.name, self.blob(file)
+        return self.cache / "snapshots" / self.commit / file.name, self.blob_path(file)
 
-    def here(self, file: HubFile) -> int:
+    def count_cached_bytes(self, file: HubFile) -> int:
         """Bytes of it that need not be fetched."""
-        sizes = map(_size, (*self.places(file), self.draft(file)))
+        sizes = map(_file_size, (*self.candidate_paths(file), self.partial_path(file)))
         return max(size for size in (0, *sizes) if size <= file.nbytes)
 
 
-def cached(repository: str) -> Path | None:
+def find_cached(repository: str) -> Path | None:
     """The folder of a model that lies whole in the cache; ``None`` if it doesn't."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -111,8 +111,8 @@ def cached(repository: str) -> Path | None:
     try:
         found = snapshot_download(
             repository,
-            allow_patterns=[*PATTERNS],
-            ignore_patterns=[*DUPLICATES],
+            allow_patterns=[*FILE_PATTERNS],
+            ignore_patterns=[*DUPLICATE_PATTERNS],
             local_files_only=True,
             cache_dir=constants.HF_HUB_CACHE,
         )
@@ -121,7 +121,7 @@ def cached(repository: str) -> Path | None:
     return Path(found) if has_weights(Path(found)) else None
 
 
-def cached_file(repository: str, files: Sequence[str]) -> Path | None:
+def find_cached_file(repository: str, files: Sequence[str]) -> Path | None:
     """The first of some files of a repository, if they all lie in the cache."""
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -130,7 +130,7 @@ def cached_file(repository: str, files: Sequence[str]) -> Path | None:
     return Path(str(found[0])) if all(isinstance(one, str) for one in found) else None
 
 
-def only_gguf(repository: str) -> str | None:
+def find_only_gguf(repository: str) -> str | None:
     """The GGUF file (its first part) of a repository that has one model in such, no safetensors.
 
     Raises:
@@ -140,7 +140,7 @@ def only_gguf(repository: str) -> str | None:
     from huggingface_hub import HfApi, constants
 
     try:
-        with in_words(repository):
+        with translate_hub_errors(repository):
             info = HfApi(endpoint=constants.ENDPOINT).model_info(repository)
             names = [one.rfilename for one in info.siblings or ()]
     except Unavailable:
@@ -149,7 +149,7 @@ def only_gguf(repository: str) -> str | None:
             raise
     if any(fnmatch(name, "*.safetensors") for name in names):
         return None
-    found = first_files(name for name in names if fnmatch(name, "*.gguf"))
+    found = find_first_splits(name for name in names if fnmatch(name, "*.gguf"))
     return found[0] if len(found) == 1 else None
 
 
@@ -165,12 +165,12 @@ def _cached_names(repository: str) -> list[str]:
 def has_weights(folder: Path) -> bool:
     """Whether all shards are there; the cache may hold a part of a repository."""
     present = {file.name for file in folder.glob("*.safetensors")}
-    return bool(present) and present >= set(weight_map(folder).values())
+    return bool(present) and present >= set(read_weight_map(folder).values())
 
 
-def pull(
+def pull_model(
     repository: str,
-    counter: Counter,
+    counter: ByteCounter,
     stop: threading.Event,
     layers: LayerRange | None = None,
 ) -> Path:
@@ -187,46 +187,46 @@ def pull(
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
-    with in_words(repository):
-        found = look_up(repository)
-        small = {file.name for file in found.files} - {file.name for file in found.weights}
-        folder = _lay_out(found, small)
-        weights = found.weights if layers is None else _holding(found, folder, layers)
-        return fetch(found, weights, counter, stop)
+    with translate_hub_errors(repository):
+        found = query_repository(repository)
+        small = {file.name for file in found.files} - {file.name for file in found.weight_files}
+        folder = _link_snapshot(found, small)
+        weights = found.weight_files if layers is None else _files_of_layers(found, folder, layers)
+        return fetch_files(found, weights, counter, stop)
 
 
-def fetch(
-    found: Repository, large: Sequence[HubFile], counter: Counter, stop: threading.Event
+def fetch_files(
+    found: HubRepository, large: Sequence[HubFile], counter: ByteCounter, stop: threading.Event
 ) -> Path:
     """Have the ``large`` files and all small ones in the cache; returns their folder.
 
-    Raises as :func:`pull`, and what the hub's library does.
+    Raises as :func:`pull_model`, and what the hub's library does.
     """
-    check_disk(found, large)
+    check_disk_space(found, large)
     counter.total = sum(file.nbytes for file in large)
     for file in large:
-        _have(found, file, counter, stop)
-    small = {file.name for file in found.files} - {file.name for file in found.weights}
-    return _lay_out(found, small | {file.name for file in large})
+        _ensure_file(found, file, counter, stop)
+    small = {file.name for file in found.files} - {file.name for file in found.weight_files}
+    return _link_snapshot(found, small | {file.name for file in large})
 
 
 def pull_file(
-    repository: str, files: Sequence[str], counter: Counter, stop: threading.Event
+    repository: str, files: Sequence[str], counter: ByteCounter, stop: threading.Event
 ) -> Path:
-    """Have some files of a repository in the cache; returns the first. Raises as :func:`pull`."""
+    """Have some files of a repository in the cache; returns the first. Raises as :func:`pull_model`."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    with in_words(repository):
+    with translate_hub_errors(repository):
         disable_progress_bars()
-        found = look_up(repository, files=files)
-        check_disk(found, found.weights)
-        counter.total = sum(one.nbytes for one in found.weights)
-        for one in found.weights:
-            _have(found, one, counter, stop)
-        return _lay_out(found, {*files}) / files[0]
+        found = query_repository(repository, files=files)
+        check_disk_space(found, found.weight_files)
+        counter.total = sum(one.nbytes for one in found.weight_files)
+        for one in found.weight_files:
+            _ensure_file(found, one, counter, stop)
+        return _link_snapshot(found, {*files}) / files[0]
 
 
-def look_up(repository: str, commit: str | None = None, files: Sequence[str] = ()) -> Repository:
+def query_repository(repository: str, commit: str | None = None, files: Sequence[str] = ()) -> HubRepository:
     """Ask the hub what a model, or some ``files`` of it, are. Raises what its library does."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
@@ -237,59 +237,59 @@ def look_up(repository: str, commit: str | None = None, files: Sequence[str] = (
     found = tuple(
         HubFile(one.rfilename, one.size or 0, one.lfs.sha256 if one.lfs is not None else "")
         for one in info.siblings or ()
-        if (one.rfilename in files if files else _wanted(one.rfilename))
+        if (one.rfilename in files if files else _is_wanted(one.rfilename))
     )
     wanted = files or ("*.safetensors",)
     missing = [name for name in wanted if not any(fnmatch(one.name, name) for one in found)]
     if missing:
         ggufs = [one.rfilename for one in info.siblings or () if fnmatch(one.rfilename, "*.gguf")]
-        raise BrokenModel(_lack(repository, missing[0] if files else "", ggufs))
+        raise BrokenModel(_missing_file_error(repository, missing[0] if files else "", ggufs))
     cache = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
-    return Repository(repository, str(info.sha), found, cache)
+    return HubRepository(repository, str(info.sha), found, cache)
 
 
-def _lack(repository: str, file: str, ggufs: list[str]) -> str:
-    named = ", ".join(f"{repository}/{name}" for name in first_files(ggufs)[:8])
+def _missing_file_error(repository: str, file: str, ggufs: list[str]) -> str:
+    named = ", ".join(f"{repository}/{name}" for name in find_first_splits(ggufs)[:8])
     hint = f". Name one of its GGUF files: {named}" if named else ""
     return f"{repository} on the hub has no {file or '*.safetensors, which molink reads'}{hint}"
 
 
-def check_disk(found: Repository, files: Sequence[HubFile]) -> None:
+def check_disk_space(found: HubRepository, files: Sequence[HubFile]) -> None:
     """Whether there is room for what is missing of ``files``.
 
     Raises:
         ModelError: there isn't; says how much there is, how much it takes, and what to do.
     """
-    missing = sum(file.nbytes - found.here(file) for file in files)
+    missing = sum(file.nbytes - found.count_cached_bytes(file) for file in files)
     hint = ", or set HF_HOME to a folder on another disk"
-    check_room(found.cache.parent, missing, found.id, hint)
+    check_free_space(found.cache.parent, missing, found.id, hint)
 
 
-def _wanted(name: str) -> bool:
-    return any(fnmatch(name, one) for one in PATTERNS) and not any(
-        fnmatch(name, one) for one in DUPLICATES
+def _is_wanted(name: str) -> bool:
+    return any(fnmatch(name, one) for one in FILE_PATTERNS) and not any(
+        fnmatch(name, one) for one in DUPLICATE_PATTERNS
     )
 
 
-def _holding(found: Repository, folder: Path, layers: LayerRange) -> tuple[HubFile, ...]:
+def _files_of_layers(found: HubRepository, folder: Path, layers: LayerRange) -> tuple[HubFile, ...]:
     """The files of weights that hold the tensors of a stage."""
-    config = ModelConfig.load(folder)
+    config = ModelConfig.load_folder(folder)
     first, last = layers
     if not 0 <= first < last <= config.layers:
         raise ModelError(f"{found.id} has layers 0:{config.layers}; {first}:{last} is no part")
     tensors = stage_tensors(config, first, last)
     modules = [name.removesuffix("weight") for name in tensors]
-    shards = weight_map(folder)
+    shards = read_weight_map(folder)
     if not shards:
-        return found.weights
+        return found.weight_files
     modules += {stack for name in tensors for stack in stack_names(name, shards)}
     needed = {
         file for name, file in shards.items() if any(name.startswith(module) for module in modules)
     }
-    return tuple(file for file in found.weights if file.name in needed)
+    return tuple(file for file in found.weight_files if file.name in needed)
 
 
-def _lay_out(found: Repository, names: set[str]) -> Path:
+def _link_snapshot(found: HubRepository, names: set[str]) -> Path:
     """Have ``names`` in the snapshot's folder: small ones are fetched, large ones are there."""
     from huggingface_hub import constants, snapshot_download
 
@@ -303,83 +303,83 @@ def _lay_out(found: Repository, names: set[str]) -> Path:
             endpoint=constants.ENDPOINT,
         )
     )
-    for file in found.weights:  # where there are no links, the library has made a copy
-        laid_out, blob = folder / file.name, found.blob(file)
+    for file in found.weight_files:  # where there are no links, the library has made a copy
+        laid_out, blob = folder / file.name, found.blob_path(file)
         if file.name in names and not laid_out.is_symlink() and laid_out.is_file():
-            patiently(partial(blob.unlink, missing_ok=True))
+            retry_while_busy(partial(blob.unlink, missing_ok=True))
     return folder
 
 
 # --- one file --------------------------------------------------------------------------------
 
 
-def _have(found: Repository, file: HubFile, counter: Counter, stop: threading.Event) -> None:
+def _ensure_file(found: HubRepository, file: HubFile, counter: ByteCounter, stop: threading.Event) -> None:
     """Have a file of weights in the cache, whole and right."""
     from huggingface_hub.utils._fixes import WeakFileLock
 
-    blob, draft = found.blob(file), found.draft(file)
+    blob, partial_path = found.blob_path(file), found.partial_path(file)
     blob.parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(draft.with_suffix(".lock")):
-        counter.keep(found.here(file))
-        if found.here(file) == file.nbytes and not draft.is_file():
+    with WeakFileLock(partial_path.with_suffix(".lock")):
+        counter.add_existing(found.count_cached_bytes(file))
+        if found.count_cached_bytes(file) == file.nbytes and not partial_path.is_file():
             return
-        _take_back(found, file)
-        _fetch(found, file, counter, stop)
-        with draft.open("rb") as stream:
+        _reopen_partial(found, file)
+        _fetch_file(found, file, counter, stop)
+        with partial_path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if digest != file.sha256:
-            patiently(draft.unlink)
+            retry_while_busy(partial_path.unlink)
             raise BrokenModel(
                 f"{file.name} of {found.id} is not what the hub says it is (SHA-256 {digest[:16]}… "
                 f"instead of {file.sha256[:16]}…). It was deleted: pull it again"
             )
-        patiently(lambda: draft.replace(blob))
+        retry_while_busy(lambda: partial_path.replace(blob))
 
 
-def _take_back(found: Repository, file: HubFile) -> None:
+def _reopen_partial(found: HubRepository, file: HubFile) -> None:
     """What counts as whole and isn't, by its size, is a draft again if more of it is there."""
-    draft = found.draft(file)
-    for path in (one.resolve() for one in found.places(file) if one.is_file()):
-        if _size(draft) < _size(path) < file.nbytes:
-            patiently(partial(path.replace, draft))
-        elif _size(path) != file.nbytes:
-            patiently(partial(path.unlink, missing_ok=True))
+    partial_path = found.partial_path(file)
+    for path in (one.resolve() for one in found.candidate_paths(file) if one.is_file()):
+        if _file_size(partial_path) < _file_size(path) < file.nbytes:
+            retry_while_busy(partial(path.replace, partial_path))
+        elif _file_size(path) != file.nbytes:
+            retry_while_busy(partial(path.unlink, missing_ok=True))
 
 
-def _fetch(found: Repository, file: HubFile, counter: Counter, stop: threading.Event) -> None:
+def _fetch_file(found: HubRepository, file: HubFile, counter: ByteCounter, stop: threading.Event) -> None:
     """Fetch what is missing of a file, again and again while that brings anything."""
-    draft = found.draft(file)
+    partial_path = found.partial_path(file)
     fruitless = 0
-    while (before := _size(draft)) < file.nbytes:
+    while (before := _file_size(partial_path)) < file.nbytes:
         reason = "it sent too little"
         try:
-            _fetch_some(found, file, draft, before, counter, stop)
+            _fetch_range(found, file, partial_path, before, counter, stop)
         except network_errors() as error:
             if is_refusal(error):
                 raise
             reason = first_line(error)
-        here = _size(draft)
+        here = _file_size(partial_path)
         fruitless = 0 if here > before else fruitless + 1
-        if fruitless > len(PAUSES_S):
+        if fruitless > len(RETRY_DELAYS_S):
             raise Unavailable(
                 f"the hub broke off at {here / 1e6:.0f} of {file.nbytes / 1e6:.0f} MB of "
                 f"{file.name}: {reason}. What has come is kept: run it again to go on from there"
             )
         if here < file.nbytes:
-            stop.wait(PAUSES_S[max(0, fruitless - 1)])
-            refuse_ended(found.id, stop)
+            stop.wait(RETRY_DELAYS_S[max(0, fruitless - 1)])
+            raise_if_stopped(found.id, stop)
 
 
-def _size(draft: Path) -> int:
-    return draft.stat().st_size if draft.is_file() else 0
+def _file_size(partial_path: Path) -> int:
+    return partial_path.stat().st_size if partial_path.is_file() else 0
 
 
-def _fetch_some(
-    found: Repository,
+def _fetch_range(
+    found: HubRepository,
     file: HubFile,
-    draft: Path,
+    partial_path: Path,
     begin: int,
-    counter: Counter,
+    counter: ByteCounter,
     stop: threading.Event,
 ) -> None:
     """One request for a file from byte ``begin`` on. Raises what the hub's library does."""
@@ -388,16 +388,16 @@ def _fetch_some(
 
     url = hf_hub_url(found.id, file.name, revision=found.commit, endpoint=constants.ENDPOINT)
     headers = {**build_hf_headers(), "Accept-Encoding": "identity", "Range": f"bytes={begin}-"}
-    with get_session().stream("GET", url, headers=headers, timeout=_SILENCE_S) as response:
+    with get_session().stream("GET", url, headers=headers, timeout=_READ_TIMEOUT_S) as response:
         hf_raise_for_status(response)
-        with draft.open("r+b" if draft.is_file() else "wb") as out:
+        with partial_path.open("r+b" if partial_path.is_file() else "wb") as out:
             if response.status_code != 206:  # all of it comes
-                counter.keep(-begin)
+                counter.add_existing(-begin)
                 begin = 0
             out.truncate(begin)
             out.seek(begin)
             for piece in response.iter_bytes():
-                refuse_ended(found.id, stop)
+                raise_if_stopped(found.id, stop)
                 out.write(piece[: file.nbytes - begin])
                 begin += len(piece)
-                counter.add(len(piece))
+                counter.add_bytes(len(piece))

@@ -23,14 +23,14 @@ def is_refusal(error: Exception) -> bool:
     return 400 <= status < 500 and status not in (408, 429)
 
 
-def refuse_ended(repository: str, stop: Event) -> None:
+def raise_if_stopped(repository: str, stop: Event) -> None:
     """Raise ``Unavailable`` if ``stop`` was set."""
     if stop.is_set():
         raise Unavailable(f"fetching {repository} was ended; what has come is kept")
 
 
 @contextmanager
-def in_words(repository: str) -> Iterator[None]:
+def translate_hub_errors(repository: str) -> Iterator[None]:
     """What the hub's library raises, as errors of ours."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (

@@ -15,13 +15,13 @@ from pathlib import Path
 from molink.checkpoint import hub
 from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.header import TensorSpan
-from molink.checkpoint.hub_errors import in_words, is_refusal, network_errors, refuse_ended
-from molink.checkpoint.hub_parts import HubParts
-from molink.checkpoint.manifest import DIGEST_BYTES, SHARD_SUFFIX, Manifest, Part, Shard
+from molink.checkpoint.hub_errors import translate_hub_errors, is_refusal, network_errors, raise_if_stopped
+from molink.checkpoint.hub_parts import HubReader
+from molink.checkpoint.manifest import DIGEST_BYTES, SHARD_SUFFIX, Manifest, HashedEntry, ShardEntry
 from molink.files import is_plain
 
 #: Heads that are read at once.
-_AT_ONCE = 8
+_MAX_CONCURRENT_READS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,30 +34,30 @@ class HubModel:
 
     folder: Path
     place: str
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardEntry, ...]
     tensors: dict[str, TensorSpan] = field(repr=False)
 
-    def open(self) -> ModelFolder:
+    def open_folder(self) -> ModelFolder:
         """Check that it can be served: what has to be looked into for that is read from the hub.
 
-        Raises as :meth:`ModelFolder.open`, and:
+        Raises as :meth:`ModelFolder.open_folder`, and:
             Unavailable: the hub can't be reached.
         """
-        parts = HubParts.of(self.place)
+        reader = HubReader.open_place(self.place)
 
         def read(span: TensorSpan) -> bytes:
-            with in_words(parts.repository):
-                return parts.read_range(span.file, span.offset, span.nbytes)
+            with translate_hub_errors(reader.repository):
+                return reader.read_range(span.file, span.offset, span.nbytes)
 
-        return ModelFolder.of_heads(self.folder, self.tensors, read)
+        return ModelFolder.open_remote(self.folder, self.tensors, read)
 
-    def manifest(self, files: Sequence[Part]) -> Manifest:
+    def build_manifest(self, files: Sequence[HashedEntry]) -> Manifest:
         """What it consists of, with ``files`` beside its weights."""
         tensors = {name: (span.file, span) for name, span in self.tensors.items()}
-        return Manifest.of_shards(files, self.place, self.shards, tensors)
+        return Manifest.build_sharded(files, self.place, self.shards, tensors)
 
 
-def find_shards(repository: str, counter: hub.Counter, stop: threading.Event) -> HubModel | None:
+def find_shards(repository: str, counter: hub.ByteCounter, stop: threading.Event) -> HubModel | None:
     """The model of a repository without its shards; ``None`` where it has to be fetched whole.
 
     That is so where there is only one file of weights, where the hub names no SHA-256 of one, where
@@ -68,50 +68,50 @@ def find_shards(repository: str, counter: hub.Counter, stop: threading.Event) ->
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
-    with in_words(repository):
-        found = hub.look_up(repository)
+    with translate_hub_errors(repository):
+        found = hub.query_repository(repository)
         files = [file for file in found.files if file.name.endswith(SHARD_SUFFIX)]
-        shards = [shard for file in files if (shard := _shard(file)) is not None]
+        shards = [shard for file in files if (shard := _make_shard(file)) is not None]
         if len(shards) < 2 or len(shards) < len(files):
             return None
-        tensors = _tensors(HubParts(repository, found.commit), files, stop)
+        tensors = _merge_tensors(HubReader(repository, found.commit), files, stop)
         if tensors is None:
             return None
-        others = [file for file in found.weights if file not in files]
-        folder = hub.fetch(found, others, counter, stop)
+        others = [file for file in found.weight_files if file not in files]
+        folder = hub.fetch_files(found, others, counter, stop)
     return HubModel(folder, f"{repository}@{found.commit}", tuple(shards), tensors)
 
 
-def _shard(file: hub.HubFile) -> Shard | None:
+def _make_shard(file: hub.HubFile) -> ShardEntry | None:
     try:
         digest = bytes.fromhex(file.sha256)
     except ValueError:
         return None
     fits = len(digest) == DIGEST_BYTES and is_plain(file.name) and file.nbytes > 0
-    return Shard(file.name, file.nbytes, digest) if fits else None
+    return ShardEntry(file.name, file.nbytes, digest) if fits else None
 
 
-def _tensors(
-    parts: HubParts, files: Sequence[hub.HubFile], stop: threading.Event
+def _merge_tensors(
+    reader: HubReader, files: Sequence[hub.HubFile], stop: threading.Event
 ) -> dict[str, TensorSpan] | None:
     """All tensors of these files; ``None`` if one is in two of them."""
     found: dict[str, TensorSpan] = {}
-    with ThreadPoolExecutor(_AT_ONCE, "heads") as pool:
-        for head in pool.map(lambda file: _head(parts, file, stop), files):
+    with ThreadPoolExecutor(_MAX_CONCURRENT_READS, "heads") as pool:
+        for head in pool.map(lambda file: _read_header(reader, file, stop), files):
             if not found.keys().isdisjoint(head):
                 return None
             found |= head
     return found
 
 
-def _head(parts: HubParts, file: hub.HubFile, stop: threading.Event) -> dict[str, TensorSpan]:
+def _read_header(reader: HubReader, file: hub.HubFile, stop: threading.Event) -> dict[str, TensorSpan]:
     """The tensors of a file; asked for again where the line is the reason that they don't come."""
-    for pause in hub.PAUSES_S:
-        refuse_ended(parts.repository, stop)
+    for pause in hub.RETRY_DELAYS_S:
+        raise_if_stopped(reader.repository, stop)
         try:
-            return parts.head(file)
+            return reader.read_header(file)
         except network_errors() as error:
             if is_refusal(error):
                 raise
             stop.wait(pause)
-    return parts.head(file)
+    return reader.read_header(file)

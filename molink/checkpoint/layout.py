@@ -1,28 +1,28 @@
 """Names and shapes of the tensors that a decoder has, and which of them a stage needs."""
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.experts import Experts
+from molink.checkpoint.experts import ExpertsConfig
 
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-OUTPUT_HEAD = "lm_head.weight"
+EMBEDDING_NAME = "model.embed_tokens.weight"
+FINAL_NORM_NAME = "model.norm.weight"
+OUTPUT_HEAD_NAME = "lm_head.weight"
 #: Of a layer.
-SINKS = "self_attn.sinks"
+SINKS_NAME = "self_attn.sinks"
 
-Shapes = dict[str, tuple[int, ...]]
+TensorShapes = dict[str, tuple[int, ...]]
 #: Name of a projection (without ``.weight``) → its shape ``[out, in]``, and whether it has a bias.
 _Projections = dict[str, tuple[tuple[int, int], bool]]
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
+def layer_tensors(config: ModelConfig, layer: int) -> TensorShapes:
     """Tensors of one decoder layer with their shapes (``[out, in]`` for projections)."""
     prefix = f"model.layers.{layer}."
-    shapes = {f"{prefix}{name}.weight": shape for name, shape in _norms(config).items()}
+    shapes = {f"{prefix}{name}.weight": shape for name, shape in _norm_tensors(config).items()}
     if config.sinks:
-        shapes[f"{prefix}{SINKS}"] = (config.heads,)
-    experts = config.experts_of(layer)
-    mlp = _mlp(config) if experts is None else _experts(experts, config.hidden_size)
-    for name, (shape, biased) in (_attention(config) | mlp).items():
+        shapes[f"{prefix}{SINKS_NAME}"] = (config.heads,)
+    experts = config.layer_experts(layer)
+    mlp = _mlp_tensors(config) if experts is None else _expert_tensors(experts, config.hidden_size)
+    for name, (shape, biased) in (_attention_tensors(config) | mlp).items():
         shapes[f"{prefix}{name}.weight"] = shape
         if biased:
             shapes[f"{prefix}{name}.bias"] = shape[:1]
@@ -41,8 +41,8 @@ def mlp_projections(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"mlp.{name}_proj" for name in names)
 
 
-def _norms(config: ModelConfig) -> Shapes:
-    shapes: Shapes = dict.fromkeys(config.norms.names, (config.hidden_size,))
+def _norm_tensors(config: ModelConfig) -> TensorShapes:
+    shapes: TensorShapes = dict.fromkeys(config.norms.present_names, (config.hidden_size,))
     if config.qk_norm != "none":
         whole = config.qk_norm == "all heads"
         for name, heads in (("q", config.heads), ("k", config.kv_heads)):
@@ -50,7 +50,7 @@ def _norms(config: ModelConfig) -> Shapes:
     return shapes
 
 
-def _attention(config: ModelConfig) -> _Projections:
+def _attention_tensors(config: ModelConfig) -> _Projections:
     hidden, biased = config.hidden_size, config.attention_bias
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     rows = (queries + 2 * keys,) if config.merged_qkv else (queries, keys, keys)
@@ -61,7 +61,7 @@ def _attention(config: ModelConfig) -> _Projections:
     return made | {"self_attn.o_proj": ((hidden, queries), config.output_bias)}
 
 
-def _mlp(config: ModelConfig) -> _Projections:
+def _mlp_tensors(config: ModelConfig) -> _Projections:
     hidden, inner, biased = config.hidden_size, config.intermediate_size, config.mlp_bias
     names = mlp_projections(config)
     rows = 2 * inner // len(names)
@@ -69,37 +69,37 @@ def _mlp(config: ModelConfig) -> _Projections:
     return made | {"mlp.down_proj": ((hidden, inner), biased)}
 
 
-def _experts(experts: Experts, hidden: int) -> _Projections:
-    made: _Projections = {experts.router: ((experts.count, hidden), experts.biased)}
-    every = [(experts.projections(index), experts.inner_size) for index in range(experts.count)]
-    if experts.shared_size:
-        made[experts.shared_gate] = (1, hidden), False
-        every.append((experts.shared_projections, experts.shared_size))
+def _expert_tensors(experts: ExpertsConfig, hidden: int) -> _Projections:
+    made: _Projections = {experts.router_name: ((experts.num_experts, hidden), experts.has_bias)}
+    every = [(experts.expert_projections(index), experts.intermediate_size) for index in range(experts.num_experts)]
+    if experts.shared_intermediate_size:
+        made[experts.shared_gate_name] = (1, hidden), False
+        every.append((experts.shared_projections, experts.shared_intermediate_size))
     for (both, down), inner in every:
         rows = 2 * inner // len(both)
-        made |= dict.fromkeys(both, ((rows, hidden), experts.biased))
-        made[down] = (hidden, inner), experts.biased
+        made |= dict.fromkeys(both, ((rows, hidden), experts.has_bias))
+        made[down] = (hidden, inner), experts.has_bias
     return made
 
 
-def first_tensors(config: ModelConfig) -> Shapes:
+def first_stage_tensors(config: ModelConfig) -> TensorShapes:
     """What the first stage needs beside its layers."""
-    return {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    return {EMBEDDING_NAME: (config.vocab_size, config.hidden_size)}
 
 
-def last_tensors(config: ModelConfig) -> Shapes:
+def last_stage_tensors(config: ModelConfig) -> TensorShapes:
     """What the last stage needs beside its layers; the embedding again if tied."""
-    head = EMBEDDING if config.tied else OUTPUT_HEAD
-    return {FINAL_NORM: (config.hidden_size,), head: (config.vocab_size, config.hidden_size)}
+    head = EMBEDDING_NAME if config.tied_embeddings else OUTPUT_HEAD_NAME
+    return {FINAL_NORM_NAME: (config.hidden_size,), head: (config.vocab_size, config.hidden_size)}
 
 
-def stage_tensors(config: ModelConfig, first: int, last: int) -> Shapes:
+def stage_tensors(config: ModelConfig, first: int, last: int) -> TensorShapes:
     """Tensors of layers ``first … last - 1``, with what the ends of the model add."""
-    shapes: Shapes = {}
+    shapes: TensorShapes = {}
     if first == 0:
-        shapes |= first_tensors(config)
+        shapes |= first_stage_tensors(config)
     for layer in range(first, last):
         shapes |= layer_tensors(config, layer)
     if last == config.layers:
-        shapes |= last_tensors(config)
+        shapes |= last_stage_tensors(config)
     return shapes

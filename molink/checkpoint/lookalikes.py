@@ -11,23 +11,23 @@ from molink.errors import BrokenModel, ModelError, UnsupportedModel
 #: What a file begins with whose content git-lfs has not fetched, and how long such a file is.
 _POINTER, _POINTER_BYTES = b"version https://git-lfs", 1024
 #: What to take where weights are stored in a way that molink doesn't read.
-ORIGINALS = "take the model's bf16 or fp16 files, and --quantize if they are too large"
-_QUANTIZED = {
+UNQUANTIZED_HINT = "take the model's bf16 or fp16 files, and --quantize if they are too large"
+_QUANTIZED_SUFFIXES = {
     ".qweight": "4-bit weights of GPTQ or AWQ",
     ".weight_packed": "weights of compressed-tensors",
     ".weight_scale": "the scales of fp8 or int8 weights",
     ".weight_scale_inv": "the scales of fp8 weights",
     ".scales": "the scales of MLX's (Apple's) weights",
 }
-_VALUE_HEADS = ("v_head.", "value_head.")
+_VALUE_HEAD_NAMES = ("v_head.", "value_head.")
 #: What the authors' own layouts have in place of a config.json.
-_AUTHORS = ("params.json", "consolidated.safetensors", "consolidated.00.pth")
-_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".npz", ".onnx")
+_ORIGINAL_CONFIGS = ("params.json", "consolidated.safetensors", "consolidated.00.pth")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".npz", ".onnx")
 #: Tokenizers in files that molink doesn't read.
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 
 
-def refuse_lookalike(folder: Path, elsewhere: Collection[str] = ()) -> None:
+def refuse_foreign_folder(folder: Path, elsewhere: Collection[str] = ()) -> None:
     """Refuse a folder whose files tell that it is none of a model, or not whole.
 
     ``elsewhere``: names of files of weights that belong to it and aren't in it.
@@ -41,12 +41,12 @@ def refuse_lookalike(folder: Path, elsewhere: Collection[str] = ()) -> None:
     for name in names:
         if name.endswith((".json", ".safetensors")):
             _refuse_pointer(folder / name)
-    weights = [name for name in (*names, *elsewhere) if name.endswith(_WEIGHTS)]
+    weights = [name for name in (*names, *elsewhere) if name.endswith(_WEIGHT_SUFFIXES)]
     adapts = "adapter_config.json" in names
     if adapts and not any(name for name in weights if not name.startswith("adapter_model.")):
-        raise UnsupportedModel(_adapter(folder))
+        raise UnsupportedModel(_explain_adapter(folder))
     if "config.json" not in names:
-        raise _no_config(folder, names, weights)
+        raise _explain_missing_config(folder, names, weights)
     if "config.json" in names and "tokenizer.json" not in names:
         other = next((name for name in _OTHER_TOKENIZERS if name in names), None)
         if other is not None:
@@ -61,17 +61,17 @@ def refuse_lookalike(folder: Path, elsewhere: Collection[str] = ()) -> None:
             raise UnsupportedModel(
                 f"{folder / 'quantize_config.json'} is of AutoGPTQ's old layout: put its content "
                 'into config.json as "quantization_config", with "quant_method": "gptq", or '
-                f"{ORIGINALS}"
+                f"{UNQUANTIZED_HINT}"
             )
 
 
-def no_weights(folder: Path) -> BrokenModel:
+def explain_missing_weights(folder: Path) -> BrokenModel:
     """What is said of a folder without safetensors; names other weights that it has."""
     names = sorted(path.name for path in folder.iterdir())
-    other = next((name for name in names if name.endswith(_WEIGHTS[1:])), None)
+    other = next((name for name in names if name.endswith(_WEIGHT_SUFFIXES[1:])), None)
     if other is None:
         return BrokenModel(f"{folder} has no weights: no *.safetensors file; fetch it as a whole")
-    hint = ORIGINALS.partition(",")[0] + ", as safetensors"
+    hint = UNQUANTIZED_HINT.partition(",")[0] + ", as safetensors"
     if other.endswith(".bin"):
         hint = (
             'have transformers write safetensors, python -c "from transformers import '
@@ -84,7 +84,7 @@ def no_weights(folder: Path) -> BrokenModel:
     )
 
 
-def refuse_other_tensors(path: Path, tensors: Mapping[str, TensorSpan]) -> None:
+def refuse_foreign_tensors(path: Path, tensors: Mapping[str, TensorSpan]) -> None:
     """Refuse tensors that are known to be no model's, or of weights that the config doesn't name.
 
     Raises:
@@ -94,15 +94,15 @@ def refuse_other_tensors(path: Path, tensors: Mapping[str, TensorSpan]) -> None:
     config = path / "config.json"
     named = parse_low_bit(read_json(config), str(config)) is not None
     for name in sorted(tensors):
-        ends = () if named else _QUANTIZED.items()
+        ends = () if named else _QUANTIZED_SUFFIXES.items()
         made = next((made for end, made in ends if name.endswith(end)), None)
         where = f"{path / tensors[name].file}: tensor {name}"
         if made is not None:
             raise UnsupportedModel(
                 f"{where} belongs to {made}, but config.json has no quantization_config that "
-                f"molink reads: {ORIGINALS}"
+                f"molink reads: {UNQUANTIZED_HINT}"
             )
-        if name.startswith(_VALUE_HEADS):
+        if name.startswith(_VALUE_HEAD_NAMES):
             raise UnsupportedModel(
                 f"{where} is a value head, as training leaves one behind: save the model without "
                 "it (trl: model.pretrained_model.save_pretrained)"
@@ -122,8 +122,8 @@ def _refuse_pointer(file: Path) -> None:
         )
 
 
-def _no_config(folder: Path, names: list[str], weights: list[str]) -> ModelError:
-    authors = next((name for name in _AUTHORS if name in names), None)
+def _explain_missing_config(folder: Path, names: list[str], weights: list[str]) -> ModelError:
+    authors = next((name for name in _ORIGINAL_CONFIGS if name in names), None)
     tokenizer = next((name for name in _OTHER_TOKENIZERS if name in names), None)
     wanted = "config.json, tokenizer.json and *.safetensors"
     if authors is not None:
@@ -140,7 +140,7 @@ def _no_config(folder: Path, names: list[str], weights: list[str]) -> ModelError
     )
 
 
-def _adapter(folder: Path) -> str:
+def _explain_adapter(folder: Path) -> str:
     base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
     of = f" of {base[:200]}" if isinstance(base, str) and base else ""
     return (

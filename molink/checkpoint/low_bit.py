@@ -11,9 +11,9 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from molink.checkpoint.header import TensorKind
+from molink.checkpoint.header import TensorSpec
 from molink.checkpoint.quantization import is_quantizable
-from molink.checkpoint.stored import FLOATS, Stored
+from molink.checkpoint.stored import FLOAT_DTYPES, TensorRequirement
 
 #: Where the numbers and zero points of a weight lie.
 #:
@@ -26,107 +26,107 @@ from molink.checkpoint.stored import FLOATS, Stored
 #: ``[out, groups]``, ``weight_zero_point`` ``[out / n, groups]``.
 #: ``plain``: ``weight`` of 8 bits ``[out, in]``, ``weight_scale`` or ``weight_scale_inv`` (which is
 #: no inverse) with an element for each block.
-Layout = Literal["gptq", "gptq_v2", "awq", "packed", "plain"]
+LowBitLayout = Literal["gptq", "gptq_v2", "awq", "packed", "plain"]
 
 #: Types of 8-bit numbers that are stored as they are.
-EIGHT_BITS = {"float": "F8_E4M3", "int": "I8"}
+EIGHT_BIT_DTYPES = {"float": "F8_E4M3", "int": "I8"}
 _WORD_BITS = 32
-_WEIGHT = ".weight"
+_WEIGHT_SUFFIX = ".weight"
 _PLAIN_SCALES = ("weight_scale", "weight_scale_inv")
 #: Beside weights, and of no use here: rows aren't rounded to 8 bits, and the config has the shape.
-_UNUSED = ("input_scale", "activation_scale", "weight_shape", "g_idx", "weight_g_idx")
+_UNUSED_SUFFIXES = ("input_scale", "activation_scale", "weight_shape", "g_idx", "weight_g_idx")
 
 
 @dataclass(frozen=True, slots=True)
-class LowBit:
+class LowBitScheme:
     """How a checkpoint's projections are stored.
 
-    ``block`` are the rows and columns of ``[out, in]`` that share a scale, 0 = all. ``zeros``:
-    there are zero points; without, it is the middle of what the bits can be. ``ordered``: a tensor
+    ``scale_block`` are the rows and columns of ``[out, in]`` that share a scale, 0 = all. ``has_zero_points``:
+    there are zero points; without, it is the middle of what the bits can be. ``has_column_order``: a tensor
     ``g_idx`` (int32 ``[in]``) names the group of each column ("act-order"), else they follow each
-    other. ``kind`` is the type of ``plain`` numbers.
+    other. ``number_kind`` is the type of ``plain`` numbers.
     """
 
-    layout: Layout
+    layout: LowBitLayout
     bits: int
-    block: tuple[int, int]
-    zeros: bool = True
-    ordered: bool = False
-    kind: Literal["int", "float"] = "int"
+    scale_block: tuple[int, int]
+    has_zero_points: bool = True
+    has_column_order: bool = False
+    number_kind: Literal["int", "float"] = "int"
 
-    def holds(self, name: str, found: Mapping[str, TensorKind]) -> bool:
+    def is_stored(self, name: str, found: Mapping[str, TensorSpec]) -> bool:
         """Whether the weight ``name`` is stored so; else it is in full, or not there at all."""
-        span = found.get(self.numbers(name))
-        return span is not None and (self.layout != "plain" or span.dtype not in FLOATS)
+        span = found.get(self.numbers_name(name))
+        return span is not None and (self.layout != "plain" or span.dtype not in FLOAT_DTYPES)
 
-    def numbers(self, name: str) -> str:
+    def numbers_name(self, name: str) -> str:
         """What the tensor with the numbers of the weight ``name`` is called."""
-        return self._beside(name, {"plain": "weight", "packed": "weight_packed"}, "qweight")
+        return self._companion_name(name, {"plain": "weight", "packed": "weight_packed"}, "qweight")
 
-    def zero_points(self, name: str) -> str:
+    def zero_points_name(self, name: str) -> str:
         """What the tensor with its zero points is called."""
-        return self._beside(name, {"packed": "weight_zero_point"}, "qzeros")
+        return self._companion_name(name, {"packed": "weight_zero_point"}, "qzeros")
 
-    def scales(self, name: str, found: Container[str]) -> str:
+    def scales_name(self, name: str, found: Container[str]) -> str:
         """What the tensor with its scales is called."""
         if self.layout != "plain":
-            return self._beside(name, {"packed": "weight_scale"}, "scales")
-        names = [_beside(name, end) for end in _PLAIN_SCALES]
+            return self._companion_name(name, {"packed": "weight_scale"}, "scales")
+        names = [_sibling_name(name, end) for end in _PLAIN_SCALES]
         return next((one for one in names if one in found), names[0])
 
-    def order(self, name: str) -> str:
+    def order_name(self, name: str) -> str:
         """What the tensor is called that names the group of each column."""
-        return self._beside(name, {"packed": "weight_g_idx"}, "g_idx")
+        return self._companion_name(name, {"packed": "weight_g_idx"}, "g_idx")
 
-    def groups(self, width: int) -> int:
+    def count_groups(self, width: int) -> int:
         """How many scales a row of ``width`` columns has."""
-        return -(-width // (self.block[1] or width))
+        return -(-width // (self.scale_block[1] or width))
 
-    def stored(
-        self, name: str, shape: tuple[int, int], found: Mapping[str, TensorKind]
-    ) -> dict[str, Stored]:
+    def required_tensors(
+        self, name: str, shape: tuple[int, int], found: Mapping[str, TensorSpec]
+    ) -> dict[str, TensorRequirement]:
         """What has to be stored for a weight ``name`` of ``shape``, if it is stored so."""
         rows, width = shape
-        groups = self.groups(width)
-        scales = self.scales(name, found)
+        groups = self.count_groups(width)
+        scales = self.scales_name(name, found)
         if self.layout == "plain":
-            kinds = (EIGHT_BITS[self.kind],)
+            kinds = (EIGHT_BIT_DTYPES[self.number_kind],)
             wanted = self._plain_scales(shape, found.get(scales))
-            return {name: Stored(kinds, shape), scales: Stored(FLOATS, wanted)}
+            return {name: TensorRequirement(kinds, shape), scales: TensorRequirement(FLOAT_DTYPES, wanted)}
         words = {
-            "awq": (width, self._words(rows)),
-            "packed": (rows, self._words(width)),
-        }.get(self.layout, (self._words(width), rows))
+            "awq": (width, self._count_words(rows)),
+            "packed": (rows, self._count_words(width)),
+        }.get(self.layout, (self._count_words(width), rows))
         by_row = self.layout == "packed"
         tensors = {
-            self.numbers(name): Stored(("I32",), words),
-            scales: Stored(FLOATS, (rows, groups) if by_row else (groups, rows)),
+            self.numbers_name(name): TensorRequirement(("I32",), words),
+            scales: TensorRequirement(FLOAT_DTYPES, (rows, groups) if by_row else (groups, rows)),
         }
-        if self.zeros:
-            packed = self._words(rows)
+        if self.has_zero_points:
+            packed = self._count_words(rows)
             shape = (packed, groups) if by_row else (groups, packed)
-            tensors[self.zero_points(name)] = Stored(("I32",), shape)
-        if self.ordered and groups > 1:
-            tensors[self.order(name)] = Stored(("I32",), (width,))
+            tensors[self.zero_points_name(name)] = TensorRequirement(("I32",), shape)
+        if self.has_column_order and groups > 1:
+            tensors[self.order_name(name)] = TensorRequirement(("I32",), (width,))
         return tensors
 
-    def unused(self, name: str) -> tuple[str, ...]:
+    def unused_names(self, name: str) -> tuple[str, ...]:
         """Names of tensors that may be beside the weight ``name``, and are not read."""
         # Older versions of AutoGPTQ gave every projection a bias.
         biases = ("bias",) if self.layout in ("gptq", "gptq_v2") else ()
-        return tuple(_beside(name, end) for end in (*_UNUSED, *biases))
+        return tuple(_sibling_name(name, end) for end in (*_UNUSED_SUFFIXES, *biases))
 
-    def _plain_scales(self, shape: tuple[int, int], span: TensorKind | None) -> tuple[int, ...]:
-        if self.block == (0, 0):
+    def _plain_scales(self, shape: tuple[int, int], span: TensorSpec | None) -> tuple[int, ...]:
+        if self.scale_block == (0, 0):
             return () if span is not None and span.shape == () else (1,)
-        rows = -(-shape[0] // (self.block[0] or shape[0]))
-        return rows, self.groups(shape[1])
+        rows = -(-shape[0] // (self.scale_block[0] or shape[0]))
+        return rows, self.count_groups(shape[1])
 
-    def _words(self, numbers: int) -> int:
+    def _count_words(self, numbers: int) -> int:
         return -(-numbers * self.bits // _WORD_BITS)
 
-    def _beside(self, name: str, ends: Mapping[str, str], other: str) -> str:
-        return _beside(name, ends.get(self.layout, other))
+    def _companion_name(self, name: str, ends: Mapping[str, str], other: str) -> str:
+        return _sibling_name(name, ends.get(self.layout, other))
 
 
 def can_be_low_bit(name: str, shape: tuple[int, ...]) -> bool:
@@ -134,5 +134,5 @@ def can_be_low_bit(name: str, shape: tuple[int, ...]) -> bool:
     return is_quantizable(name, shape)
 
 
-def _beside(name: str, end: str) -> str:
-    return f"{name.removesuffix(_WEIGHT)}.{end}"
+def _sibling_name(name: str, end: str) -> str:
+    return f"{name.removesuffix(_WEIGHT_SUFFIX)}.{end}"

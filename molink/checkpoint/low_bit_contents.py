@@ -8,18 +8,18 @@ from functools import partial
 from pathlib import Path
 
 from molink.checkpoint.header import TensorSpan
-from molink.checkpoint.layout import Shapes
-from molink.checkpoint.low_bit import LowBit, can_be_low_bit
+from molink.checkpoint.layout import TensorShapes
+from molink.checkpoint.low_bit import LowBitScheme, can_be_low_bit
 from molink.errors import BrokenModel, UnsupportedModel
 
 #: Reads the bytes of a tensor, perhaps from afar; fewer only where its file ends.
 ReadTensor = Callable[[TensorSpan], bytes]
 
 
-def check_contents(
+def check_low_bit_contents(
     path: Path,
-    scheme: LowBit | None,
-    shapes: Shapes,
+    scheme: LowBitScheme | None,
+    shapes: TensorShapes,
     tensors: Mapping[str, TensorSpan],
     read: ReadTensor | None = None,
 ) -> None:
@@ -35,9 +35,9 @@ def check_contents(
     """
     if scheme is None:
         return
-    read = read or partial(_read, path)
+    read = read or partial(_read_local, path)
     for name, shape in shapes.items():
-        if can_be_low_bit(name, shape) and scheme.holds(name, tensors):
+        if can_be_low_bit(name, shape) and scheme.is_stored(name, tensors):
             _check_order(path, scheme, name, shape[1], tensors, read)
             bias = f"{name.removesuffix('weight')}bias"
             if bias in tensors and bias not in shapes:
@@ -46,17 +46,17 @@ def check_contents(
 
 def _check_order(
     path: Path,
-    scheme: LowBit,
+    scheme: LowBitScheme,
     name: str,
     width: int,
     tensors: Mapping[str, TensorSpan],
     read: ReadTensor,
 ) -> None:
-    order, groups, columns = scheme.order(name), scheme.groups(width), scheme.block[1] or width
-    if not scheme.ordered or groups == 1:
+    order, groups, columns = scheme.order_name(name), scheme.count_groups(width), scheme.scale_block[1] or width
+    if not scheme.has_column_order or groups == 1:
         return
     span = tensors[order]
-    found = array("i", _bytes(path, span, order, read))
+    found = array("i", _read_tensor(path, span, order, read))
     if sys.byteorder == "big":
         found.byteswap()
     if not 0 <= min(found) <= max(found) < groups:
@@ -73,13 +73,13 @@ def _check_order(
 
 
 def _check_zero(path: Path, span: TensorSpan, name: str, read: ReadTensor) -> None:
-    if any(_bytes(path, span, name, read)):
+    if any(_read_tensor(path, span, name, read)):
         raise UnsupportedModel(
             f"{path / span.file}: tensor {name} is a bias that a model of this config.json hasn't"
         )
 
 
-def _bytes(path: Path, span: TensorSpan, name: str, read: ReadTensor) -> bytes:
+def _read_tensor(path: Path, span: TensorSpan, name: str, read: ReadTensor) -> bytes:
     try:
         found = read(span)
     except OSError as error:
@@ -89,7 +89,7 @@ def _bytes(path: Path, span: TensorSpan, name: str, read: ReadTensor) -> bytes:
     return found
 
 
-def _read(path: Path, span: TensorSpan) -> bytes:
+def _read_local(path: Path, span: TensorSpan) -> bytes:
     with (path / span.file).open("rb") as file:
         file.seek(span.offset)
         return file.read(span.nbytes)

@@ -20,9 +20,9 @@ from typing import Annotated, BinaryIO, Literal
 
 import msgspec
 
-from molink.checkpoint.header import DTYPE_BYTES, TensorKind
+from molink.checkpoint.header import DTYPE_BYTES, TensorSpec
 from molink.errors import AlteredModel, BrokenModel, WireError
-from molink.facts.model import HubPlace
+from molink.facts.model import HubRevision
 from molink.facts.scalars import Count, Index
 from molink.files import is_plain
 
@@ -31,41 +31,41 @@ CHUNK_BYTES = 192 * 1024
 DIGEST_BYTES = hashlib.sha256().digest_size
 #: Bytes that a manifest may have: those of a model of 400 GB.
 MAX_MANIFEST_BYTES = 64 << 20
-_MAX_PARTS = 1 << 18
+_MAX_ENTRIES = 1 << 18
 _MAX_SHARDS = 4096
 #: How the names of shards end.
 SHARD_SUFFIX = ".safetensors"
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
+EntryName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+TensorShape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
 
 
-class Unit(msgspec.Struct, frozen=True, array_like=True):
+class ManifestEntry(msgspec.Struct, frozen=True, array_like=True):
     """What can be had from others, chunk by chunk."""
 
-    name: Name
+    name: EntryName
     nbytes: Count
 
     @property
-    def chunks(self) -> int:
+    def chunk_count(self) -> int:
         """How many chunks it has."""
-        return chunk_count(self.nbytes)
+        return count_chunks(self.nbytes)
 
-    def length(self, index: int) -> int:
+    def chunk_length(self, index: int) -> int:
         """Bytes of a chunk."""
         return min(CHUNK_BYTES, self.nbytes - index * CHUNK_BYTES)
 
-    def check(self, index: int, data: bytes) -> None:
+    def verify_chunk(self, index: int, data: bytes) -> None:
         """Whether ``data`` can be that chunk.
 
         Raises:
             WireError: it is of another length.
         """
-        if len(data) != self.length(index):
+        if len(data) != self.chunk_length(index):
             raise WireError(f"chunk {index + 1} of {self.name} came as {len(data)} bytes")
 
 
-class Shard(Unit, frozen=True, array_like=True):
+class ShardEntry(ManifestEntry, frozen=True, array_like=True):
     """A file of weights on the hub, as a whole, with the SHA-256 that the hub names."""
 
     sha256: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
@@ -74,10 +74,10 @@ class Shard(Unit, frozen=True, array_like=True):
 class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of shard number ``shard``."""
 
-    name: Name
+    name: EntryName
     shard: Index
     dtype: str
-    shape: Shape
+    shape: TensorShape
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +85,7 @@ class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
         return prod(self.shape) * DTYPE_BYTES.get(self.dtype, -1)
 
 
-class Part(Unit, frozen=True, array_like=True):
+class HashedEntry(ManifestEntry, frozen=True, array_like=True):
     """A metadata file (``dtype`` is empty) or a tensor: its size and its chunks' digests in a row.
 
     ``dtype`` is safetensors' own name (``BF16``).
@@ -93,44 +93,44 @@ class Part(Unit, frozen=True, array_like=True):
 
     digests: bytes
     dtype: str = ""
-    shape: Shape = ()
+    shape: TensorShape = ()
 
-    def digest(self, index: int) -> bytes:
+    def chunk_digest(self, index: int) -> bytes:
         """The SHA-256 of a chunk."""
         return self.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
-    def check(self, index: int, data: bytes) -> None:
+    def verify_chunk(self, index: int, data: bytes) -> None:
         """Whether ``data`` is that chunk.
 
         Raises:
             AlteredModel: it isn't.
         """
-        if hashlib.sha256(data).digest() != self.digest(index):
+        if hashlib.sha256(data).digest() != self.chunk_digest(index):
             raise AlteredModel(
-                f"chunk {index + 1} of {self.chunks} of {self.name} is not what the model's owner "
+                f"chunk {index + 1} of {self.chunk_count} of {self.name} is not what the model's owner "
                 "has there"
             )
 
 
-_Files = Annotated[tuple[Part, ...], msgspec.Meta(max_length=64)]
+_Files = Annotated[tuple[HashedEntry, ...], msgspec.Meta(max_length=64)]
 
 
 class _Version(msgspec.Struct, frozen=True, array_like=True):
     version: int
 
 
-class _Hashed(msgspec.Struct, frozen=True, array_like=True):
+class _HashedContent(msgspec.Struct, frozen=True, array_like=True):
     version: Literal[1]
     files: _Files
-    tensors: Annotated[tuple[Part, ...], msgspec.Meta(max_length=_MAX_PARTS)]
+    tensors: Annotated[tuple[HashedEntry, ...], msgspec.Meta(max_length=_MAX_ENTRIES)]
 
 
-class _Sharded(msgspec.Struct, frozen=True, array_like=True):
+class _ShardedContent(msgspec.Struct, frozen=True, array_like=True):
     version: Literal[2]
     files: _Files
-    hub: Annotated[HubPlace, msgspec.Meta(min_length=1)]
-    shards: Annotated[tuple[Shard, ...], msgspec.Meta(min_length=1, max_length=_MAX_SHARDS)]
-    tensors: Annotated[tuple[PlacedTensor, ...], msgspec.Meta(max_length=_MAX_PARTS)]
+    hub: Annotated[HubRevision, msgspec.Meta(min_length=1)]
+    shards: Annotated[tuple[ShardEntry, ...], msgspec.Meta(min_length=1, max_length=_MAX_SHARDS)]
+    tensors: Annotated[tuple[PlacedTensor, ...], msgspec.Meta(max_length=_MAX_ENTRIES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,33 +143,33 @@ class Manifest:
 
     raw: bytes = field(repr=False)
     root: str
-    files: dict[str, Part] = field(repr=False)
-    tensors: dict[str, Part] = field(repr=False)
-    shards: dict[str, Shard] = field(default_factory=dict, repr=False)
+    files: dict[str, HashedEntry] = field(repr=False)
+    tensors: dict[str, HashedEntry] = field(repr=False)
+    shards: dict[str, ShardEntry] = field(default_factory=dict, repr=False)
     placed: dict[str, PlacedTensor] = field(default_factory=dict, repr=False)
     hub: str = ""
 
     @classmethod
-    def of(cls, files: Iterable[Part], tensors: Iterable[Part]) -> "Manifest":
+    def build_hashed(cls, files: Iterable[HashedEntry], tensors: Iterable[HashedEntry]) -> "Manifest":
         """Make the manifest of a model.
 
         Raises:
             BrokenModel: a name is there twice, or the model is larger than a manifest may say.
         """
-        return cls._made(_Hashed(1, _in_order(files), _in_order(tensors)))
+        return cls._encode_content(_HashedContent(1, _sort_entries(files), _sort_entries(tensors)))
 
     @classmethod
-    def of_shards(
+    def build_sharded(
         cls,
-        files: Iterable[Part],
+        files: Iterable[HashedEntry],
         hub: str,
-        shards: Iterable[Shard],
-        tensors: Mapping[str, tuple[str, TensorKind]],
+        shards: Iterable[ShardEntry],
+        tensors: Mapping[str, tuple[str, TensorSpec]],
     ) -> "Manifest":
         """Make that of a model whose shards stay on the hub; of each tensor its shard and kind.
 
         Raises:
-            BrokenModel: as :meth:`of` and :meth:`open`.
+            BrokenModel: as :meth:`build_hashed` and :meth:`open`.
         """
         ordered = tuple(sorted(shards, key=lambda shard: shard.name))
         numbers = {shard.name: number for number, shard in enumerate(ordered)}
@@ -177,14 +177,14 @@ class Manifest:
             PlacedTensor(name, numbers[shard], kind.dtype, kind.shape)
             for name, (shard, kind) in sorted(tensors.items())
         )
-        return cls._made(_Sharded(2, _in_order(files), hub, ordered, placed))
+        return cls._encode_content(_ShardedContent(2, _sort_entries(files), hub, ordered, placed))
 
     @classmethod
-    def _made(cls, content: _Hashed | _Sharded) -> "Manifest":
+    def _encode_content(cls, content: _HashedContent | _ShardedContent) -> "Manifest":
         raw = msgspec.msgpack.encode(content)
         if len(raw) > MAX_MANIFEST_BYTES:
             raise BrokenModel(f"a model whose hashes take {len(raw)} bytes is too large to be sent")
-        return cls.open(raw, root_of(raw))
+        return cls.open(raw, manifest_root(raw))
 
     @classmethod
     def open(cls, raw: bytes, root: str) -> "Manifest":
@@ -194,7 +194,7 @@ class Manifest:
             AlteredModel: it isn't the one with that root.
             BrokenModel: it is, but its maker made it wrong, or a newer molink made it.
         """
-        if root_of(raw) != root:
+        if manifest_root(raw) != root:
             raise AlteredModel("its list of hashes is not the one that the model's owner made")
         try:
             version = msgspec.msgpack.decode(raw, type=_Version).version
@@ -204,34 +204,34 @@ class Manifest:
                     "1 and 2: update molink on this PC"
                 )
             if version == 2:
-                return cls._of_shards(raw, root, msgspec.msgpack.decode(raw, type=_Sharded))
-            content = msgspec.msgpack.decode(raw, type=_Hashed)
+                return cls._decode_sharded(raw, root, msgspec.msgpack.decode(raw, type=_ShardedContent))
+            content = msgspec.msgpack.decode(raw, type=_HashedContent)
         except msgspec.MsgspecError as error:
             raise BrokenModel(f"the model's list of hashes can't be read: {error}") from error
-        for part in (*content.files, *content.tensors):
-            _check_part(part)
-        found = cls(raw, root, _by_name(content.files), _by_name(content.tensors))
-        _refuse_twins(found, content)
+        for entry in (*content.files, *content.tensors):
+            _check_entry(entry)
+        found = cls(raw, root, _index_entries(content.files), _index_entries(content.tensors))
+        _refuse_duplicates(found, content)
         return found
 
     @classmethod
-    def _of_shards(cls, raw: bytes, root: str, content: _Sharded) -> "Manifest":
-        for part in content.files:
-            _check_part(part)
+    def _decode_sharded(cls, raw: bytes, root: str, content: _ShardedContent) -> "Manifest":
+        for entry in content.files:
+            _check_entry(entry)
         _check_shards(content)
         shards = {shard.name: shard for shard in content.shards}
         placed = {tensor.name: tensor for tensor in content.tensors}
-        found = cls(raw, root, _by_name(content.files), {}, shards, placed, content.hub)
-        _refuse_twins(found, content)
+        found = cls(raw, root, _index_entries(content.files), {}, shards, placed, content.hub)
+        _refuse_duplicates(found, content)
         return found
 
     @property
-    def kinds(self) -> Mapping[str, TensorKind]:
+    def tensor_specs(self) -> Mapping[str, TensorSpec]:
         """What all tensors are."""
         return self.placed or self.tensors
 
     @property
-    def units(self) -> dict[str, Unit]:
+    def entries(self) -> dict[str, ManifestEntry]:
         """All that can be had from others: files first."""
         return {**self.files, **self.tensors, **self.shards}
 
@@ -240,7 +240,7 @@ class Manifest:
         """What all tensors take."""
         return sum(one.nbytes for one in (self.placed or self.tensors).values())
 
-    def shards_of(self, tensors: Iterable[str]) -> list[Shard]:
+    def find_shards(self, tensors: Iterable[str]) -> list[ShardEntry]:
         """Where tensors of a model in shards lie; each shard once, in the manifest's order."""
         numbers = {self.placed[name].shard for name in tensors}
         return [shard for number, shard in enumerate(self.shards.values()) if number in numbers]
@@ -248,51 +248,51 @@ class Manifest:
     @property
     def extra_bytes(self) -> int:
         """What is fetched beside weights."""
-        return len(self.raw) + sum(part.nbytes for part in self.files.values())
+        return len(self.raw) + sum(entry.nbytes for entry in self.files.values())
 
-    def marks(self, held: Collection[str]) -> bytes:
+    def encode_bitfield(self, held: Collection[str]) -> bytes:
         """Which parts somebody has: a bit for each, files first, in the manifest's order."""
-        names = (*self.units,)
+        names = (*self.entries,)
         marks = bytearray(-(-len(names) // 8))
         for index, name in enumerate(names):
             if name in held:
                 marks[index // 8] |= 1 << index % 8
         return bytes(marks)
 
-    def marked(self, marks: bytes) -> frozenset[str]:
-        """The parts that :meth:`marks` says somebody has.
+    def decode_bitfield(self, marks: bytes) -> frozenset[str]:
+        """The parts that :meth:`encode_bitfield` says somebody has.
 
         Raises:
             WireError: it is no such list of this model.
         """
-        names = (*self.units,)
+        names = (*self.entries,)
         if len(marks) != -(-len(names) // 8):
             raise WireError(f"{len(marks)} bytes of marks are none of {len(names)} parts")
         return frozenset(
             name for index, name in enumerate(names) if marks[index // 8] >> index % 8 & 1
         )
 
-    def part(self, name: str) -> Unit | None:
+    def find_entry(self, name: str) -> ManifestEntry | None:
         """The file, tensor or shard of that name."""
         return self.files.get(name) or self.tensors.get(name) or self.shards.get(name)
 
 
-def root_of(raw: bytes) -> str:
+def manifest_root(raw: bytes) -> str:
     """The root of a manifest with these bytes."""
     return f"{hashlib.sha256(raw).hexdigest()}:{len(raw)}"
 
 
-def manifest_bytes(root: str) -> int:
+def manifest_size(root: str) -> int:
     """How long the manifest with that root is."""
     return int(root.rpartition(":")[2])
 
 
-def chunk_count(nbytes: int) -> int:
+def count_chunks(nbytes: int) -> int:
     """How many chunks a part of ``nbytes`` has."""
     return -(-nbytes // CHUNK_BYTES)
 
 
-def chunk_digests(file: BinaryIO, offset: int, nbytes: int) -> Iterator[bytes]:
+def hash_chunks(file: BinaryIO, offset: int, nbytes: int) -> Iterator[bytes]:
     """The digests of ``nbytes`` bytes at ``offset``, chunk by chunk; of a part's start only.
 
     Raises:
@@ -306,29 +306,29 @@ def chunk_digests(file: BinaryIO, offset: int, nbytes: int) -> Iterator[bytes]:
         yield hashlib.sha256(data).digest()
 
 
-def _in_order(parts: Iterable[Part]) -> tuple[Part, ...]:
-    return tuple(sorted(parts, key=lambda part: part.name))
+def _sort_entries(entries: Iterable[HashedEntry]) -> tuple[HashedEntry, ...]:
+    return tuple(sorted(entries, key=lambda entry: entry.name))
 
 
-def _check_part(part: Part) -> None:
-    size = prod(part.shape) * DTYPE_BYTES.get(part.dtype, -1) if part.dtype else part.nbytes
-    if part.nbytes != size or len(part.digests) != DIGEST_BYTES * part.chunks:
-        raise BrokenModel(f"the model's list of hashes contradicts itself at {part.name[:80]}")
+def _check_entry(entry: HashedEntry) -> None:
+    size = prod(entry.shape) * DTYPE_BYTES.get(entry.dtype, -1) if entry.dtype else entry.nbytes
+    if entry.nbytes != size or len(entry.digests) != DIGEST_BYTES * entry.chunk_count:
+        raise BrokenModel(f"the model's list of hashes contradicts itself at {entry.name[:80]}")
 
 
-def _by_name(parts: Iterable[Part]) -> dict[str, Part]:
-    return {part.name: part for part in parts}
+def _index_entries(entries: Iterable[HashedEntry]) -> dict[str, HashedEntry]:
+    return {entry.name: entry for entry in entries}
 
 
-def _refuse_twins(found: Manifest, content: _Hashed | _Sharded) -> None:
+def _refuse_duplicates(found: Manifest, content: _HashedContent | _ShardedContent) -> None:
     tensors = found.placed or found.tensors
-    shards = content.shards if isinstance(content, _Sharded) else ()
+    shards = content.shards if isinstance(content, _ShardedContent) else ()
     said = len(content.files) + len(content.tensors) + len(shards)
     if len({*found.files, *tensors, *found.shards}) != said:
         raise BrokenModel("the model has two parts of one name")
 
 
-def _check_shards(content: _Sharded) -> None:
+def _check_shards(content: _ShardedContent) -> None:
     """Shards become files here, next to those of ``files``: on any file system."""
     names = {name.lower() for name in (shard.name for shard in content.shards)}
     if len(names) != len(content.shards):

@@ -1,6 +1,6 @@
 """Folders of models that see images too: molink serves their text model, as one without eyes.
 
-Their ``config.json`` has the text model's fields in ``text_config``. Their tensors have names of
+Their ``config.json`` has the text model's fields in ``extract_text_config``. Their tensors have names of
 their own, which come in two spellings: those of the text model begin with ``language_model.``, or
 from transformers 4.52 on with ``model.language_model.``; all others belong to what sees.
 """
@@ -8,7 +8,7 @@ from transformers 4.52 on with ``model.language_model.``; all others belong to w
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from molink.checkpoint.fields import Fields
+from molink.checkpoint.fields import ConfigFields
 from molink.errors import BrokenModel
 
 #: ``architectures`` of such models → ``model_type`` of their text model, where they don't say.
@@ -17,14 +17,14 @@ TEXT_MODELS = {
     "Mistral3ForConditionalGeneration": "mistral",
 }
 #: What stands beside ``text_config`` and is about the text model, or about all of the model.
-_OUTER = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
+_OUTER_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
 #: How names in a file begin → how the text model's own names do.
-_TEXT = {
+_TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-_SIGHT = tuple(
+_VISION_PREFIXES = tuple(
     f"{outer}{part}."
     for outer in ("", "model.")
     for part in ("vision_tower", "vision_model", "multi_modal_projector")
@@ -33,25 +33,25 @@ _SIGHT = tuple(
 T = TypeVar("T")
 
 
-def text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
+def extract_text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
     """What the config of the text model alone would be; ``None`` where ``raw`` is no other one's.
 
     Raises:
-        BrokenModel: there is no ``text_config``, though there should be.
+        BrokenModel: there is no ``extract_text_config``, though there should be.
     """
     named = raw.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
     family = TEXT_MODELS.get(name) if isinstance(name, str) else None
     if family is None:
         return None
-    inner = Fields(raw, where).object("text_config")
+    inner = ConfigFields(raw, where).get_object("text_config")
     if not inner:
         raise BrokenModel(f"{where}: text_config is missing")
-    outer = {key: raw[key] for key in _OUTER if raw.get(key) is not None}
+    outer = {key: raw[key] for key in _OUTER_FIELDS if raw.get(key) is not None}
     return {"model_type": family, **inner, **outer, "architectures": None}
 
 
-def text_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
+def extract_text_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
     """Tensors by the names of a text model; of other models these are the names they have.
 
     What belongs to images is left out.
@@ -61,7 +61,7 @@ def text_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
     """
     named: dict[str, T] = {}
     for name, tensor in found.items():
-        if name.startswith(_SIGHT):
+        if name.startswith(_VISION_PREFIXES):
             continue
         ours = _text_name(name)
         if ours in named:
@@ -71,7 +71,7 @@ def text_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
 
 
 def _text_name(name: str) -> str:
-    for begin, ours in _TEXT.items():
+    for begin, ours in _TEXT_PREFIXES.items():
         if name.startswith(begin):
             return ours + name.removeprefix(begin)
     return name

@@ -4,27 +4,27 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.header import TensorKind
+from molink.checkpoint.header import TensorSpec
 from molink.checkpoint.layout import (
-    EMBEDDING,
-    OUTPUT_HEAD,
-    Shapes,
-    first_tensors,
-    last_tensors,
+    EMBEDDING_NAME,
+    OUTPUT_HEAD_NAME,
+    TensorShapes,
+    first_stage_tensors,
+    last_stage_tensors,
     layer_tensors,
 )
 from molink.checkpoint.quantization import can_hold, is_quantizable, quantized_bytes
-from molink.checkpoint.resident import resident_format
+from molink.checkpoint.resident import find_resident_format
 from molink.checkpoint.stacked import find_stack
 from molink.facts.dtypes import DTYPE_SIZES
-from molink.facts.kept import OUTPUTS, narrow_dtype
-from molink.facts.model import KeptBlocks, ModelFacts, NarrowWeights, Quantize
+from molink.facts.kept import OUTPUT_MULTIPLE, narrow_dtype
+from molink.facts.model import BlockWeights, ModelFacts, NarrowWeights, Quantize
 from molink.gguf.blocks import find_packed
 from molink.gguf.formats import resident_bytes
 
 
 def model_facts(
-    config: ModelConfig, name: str, tensors: Mapping[str, TensorKind] | None = None
+    config: ModelConfig, name: str, tensors: Mapping[str, TensorSpec] | None = None
 ) -> ModelFacts:
     """The facts of a model called ``name``; of layers that differ, those of the largest.
 
@@ -32,56 +32,56 @@ def model_facts(
     """
     size = DTYPE_SIZES[config.dtype]
     layers = [layer_tensors(config, layer) for layer in range(config.layers)]
-    projections = [_projections(shapes) for shapes in layers]
-    inner = max(_inner(config, shapes) for shapes in projections)
+    projections = [_quantizable_weights(shapes) for shapes in layers]
+    inner = max(_mlp_width(config, shapes) for shapes in projections)
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return ModelFacts(
         name=name,
         layers=config.layers,
-        layer_bytes=max(_elements(shapes) for shapes in layers) * size,
-        first_bytes=_elements(first_tensors(config)) * size,
-        last_bytes=_elements(last_tensors(config)) * size,
+        layer_bytes=max(_count_elements(shapes) for shapes in layers) * size,
+        first_bytes=_count_elements(first_stage_tensors(config)) * size,
+        last_bytes=_count_elements(last_stage_tensors(config)) * size,
         kv_bytes=2 * keys * size,
-        context=config.context,
+        max_model_len=config.max_model_len,
         element_bytes=size,
-        projection_bytes=max(_elements(shapes) for shapes in projections) * size,
-        blocks=_kept_blocks(config, layers, tensors or {}),
-        narrow=_narrow(config, projections, tensors or {}),
-        int8_bytes=max(_quantized(shapes, "int8") for shapes in projections),
-        nf4_bytes=max(_quantized(shapes, "nf4") for shapes in projections),
+        projection_bytes=max(_count_elements(shapes) for shapes in projections) * size,
+        block_weights=_count_block_bytes(config, layers, tensors or {}),
+        narrow=_narrow_weights(config, projections, tensors or {}),
+        int8_bytes=max(_quantized_bytes(shapes, "int8") for shapes in projections),
+        nf4_bytes=max(_quantized_bytes(shapes, "nf4") for shapes in projections),
         widest=config.hidden_size * max(2 * inner, queries + 2 * keys),
         row_elements=_row_elements(config, inner),
         hidden=config.hidden_size,
         score_heads=config.heads if config.attention_softcap or config.sinks else 0,
         vocabulary=config.vocab_size,
-        tied=config.tied,
+        tied=config.tied_embeddings,
         quantized=config.quantized,
     )
 
 
-def _narrow(
-    config: ModelConfig, layers: Sequence[Shapes], tensors: Mapping[str, TensorKind]
+def _narrow_weights(
+    config: ModelConfig, layers: Sequence[TensorShapes], tensors: Mapping[str, TensorSpec]
 ) -> NarrowWeights | None:
     """What of projections may stay in 16 bits; nothing where they are stored in different types."""
-    dtype = narrow_dtype({_stored(name, config, tensors) for shapes in layers for name in shapes})
+    dtype = narrow_dtype({_stored_dtype(name, config, tensors) for shapes in layers for name in shapes})
     if dtype is None or config.quantized != "none":
         return None
-    head: Shapes = {
+    head: TensorShapes = {
         name: shape
-        for name, shape in last_tensors(config).items()
-        if len(shape) == 2 and narrow_dtype({_stored(name, config, tensors)}) == dtype
+        for name, shape in last_stage_tensors(config).items()
+        if len(shape) == 2 and narrow_dtype({_stored_dtype(name, config, tensors)}) == dtype
     }
 
-    def nbytes(shapes: Shapes) -> int:
-        whole = {name: shape for name, shape in shapes.items() if shape[0] % OUTPUTS == 0}
-        return _elements(whole) * DTYPE_SIZES[config.dtype]
+    def nbytes(shapes: TensorShapes) -> int:
+        whole = {name: shape for name, shape in shapes.items() if shape[0] % OUTPUT_MULTIPLE == 0}
+        return _count_elements(whole) * DTYPE_SIZES[config.dtype]
 
     return NarrowWeights(dtype=dtype, layer=max(map(nbytes, layers)), last=nbytes(head))
 
 
-def _stored(name: str, config: ModelConfig, tensors: Mapping[str, TensorKind]) -> str:
+def _stored_dtype(name: str, config: ModelConfig, tensors: Mapping[str, TensorSpec]) -> str:
     """The type of a weight in its file, where that is known: ``U8`` if it has few bits."""
-    of_layer = name not in (EMBEDDING, OUTPUT_HEAD)
+    of_layer = name not in (EMBEDDING_NAME, OUTPUT_HEAD_NAME)
     if find_packed(name, tensors) or (of_layer and config.low_bit is not None):
         return "U8"
     place = find_stack(name, tensors)
@@ -89,26 +89,26 @@ def _stored(name: str, config: ModelConfig, tensors: Mapping[str, TensorKind]) -
     return config.dtype.upper() if found is None else found.dtype
 
 
-def _kept_blocks(
-    config: ModelConfig, layers: Sequence[Shapes], tensors: Mapping[str, TensorKind]
-) -> KeptBlocks | None:
+def _count_block_bytes(
+    config: ModelConfig, layers: Sequence[TensorShapes], tensors: Mapping[str, TensorSpec]
+) -> BlockWeights | None:
     found = [
-        _kept(shapes, config, tensors)
-        for shapes in (*layers, first_tensors(config), last_tensors(config))
+        _split_bytes(shapes, config, tensors)
+        for shapes in (*layers, first_stage_tensors(config), last_stage_tensors(config))
     ]
     if not any(kept for kept, _ in found):
         return None
-    return KeptBlocks(layer=max(found[:-2], key=sum), first=found[-2], last=found[-1])
+    return BlockWeights(layer=max(found[:-2], key=sum), first=found[-2], last=found[-1])
 
 
-def _kept(
-    shapes: Shapes, config: ModelConfig, tensors: Mapping[str, TensorKind]
+def _split_bytes(
+    shapes: TensorShapes, config: ModelConfig, tensors: Mapping[str, TensorSpec]
 ) -> tuple[int, int]:
     """Bytes of what stays in few bits, and of the rest: also of tensors that aren't there."""
     kept = rest = 0
     for name, shape in shapes.items():
-        form = resident_format(name, shape, tensors, config.low_bit)
-        table = name in (EMBEDDING, OUTPUT_HEAD)
+        form = find_resident_format(name, shape, tensors, config.low_bit)
+        table = name in (EMBEDDING_NAME, OUTPUT_HEAD_NAME)
         if form is not None and (table or is_quantizable(name, shape)):
             kept += resident_bytes(form, shape)
         else:
@@ -116,16 +116,16 @@ def _kept(
     return kept, rest
 
 
-def _projections(shapes: Shapes) -> Shapes:
+def _quantizable_weights(shapes: TensorShapes) -> TensorShapes:
     """The weights of one layer that can be quantized."""
     return {name: shape for name, shape in shapes.items() if is_quantizable(name, shape)}
 
 
-def _elements(shapes: Shapes) -> int:
+def _count_elements(shapes: TensorShapes) -> int:
     return sum(prod(shape) for shape in shapes.values())
 
 
-def _quantized(shapes: Shapes, mode: Quantize) -> int:
+def _quantized_bytes(shapes: TensorShapes, mode: Quantize) -> int:
     """Bytes of projections in a mode; those that it can't hold stay, as f32 at most."""
     return sum(
         quantized_bytes(shape, mode if can_hold(mode, [shape]) else "none", DTYPE_SIZES["f32"])
@@ -133,7 +133,7 @@ def _quantized(shapes: Shapes, mode: Quantize) -> int:
     )
 
 
-def _inner(config: ModelConfig, projections: Shapes) -> int:
+def _mlp_width(config: ModelConfig, projections: TensorShapes) -> int:
     """Width of the MLP, or of one expert: what its last projection takes back to ``hidden``."""
     hidden = config.hidden_size
     return max(
@@ -151,6 +151,6 @@ def _row_elements(config: ModelConfig, inner: int) -> int:
     (turned), the attended rows and their merged copy.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    given = 0 if config.experts is None else config.experts.chosen * config.hidden_size
+    given = 0 if config.experts is None else config.experts.top_k * config.hidden_size
     widest = max(3 * inner + given, 2 * (queries + 2 * keys) + 2 * queries)
     return 4 * config.hidden_size + 4 * config.head_dim + widest

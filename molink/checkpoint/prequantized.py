@@ -17,22 +17,22 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from molink.checkpoint.fields import Fields
-from molink.checkpoint.header import TensorKind
-from molink.checkpoint.low_bit import LowBit, can_be_low_bit
+from molink.checkpoint.fields import ConfigFields
+from molink.checkpoint.header import TensorSpec
+from molink.checkpoint.low_bit import LowBitScheme, can_be_low_bit
 from molink.checkpoint.low_bit_config import LOW_BIT_METHODS
 from molink.checkpoint.quantization import NF4_BLOCK, can_hold, is_quantizable
-from molink.checkpoint.stacked import StackPlace, find_stack
-from molink.checkpoint.stored import FLOATS, MAX_STATE_BYTES, Stored
+from molink.checkpoint.stacked import StackedExpert, find_stack
+from molink.checkpoint.stored import FLOAT_DTYPES, MAX_STATE_BYTES, TensorRequirement
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.facts.model import Quantize
-from molink.gguf.blocks import Kind, find_packed, packed_name, packed_shape
+from molink.gguf.blocks import GgmlType, find_packed, packed_name, packed_shape
 
 #: Scales that share one of the second quantization.
 NESTED_BLOCK = 256
 #: Suffix of its name.
-STATE = "quant_state.bitsandbytes__nf4"
-_METHOD = "bitsandbytes"
+QUANT_STATE_SUFFIX = "quant_state.bitsandbytes__nf4"
+_QUANT_METHOD = "bitsandbytes"
 
 
 def parse_quantized(raw: Mapping[str, Any], where: str) -> Quantize:
@@ -42,16 +42,16 @@ def parse_quantized(raw: Mapping[str, Any], where: str) -> Quantize:
         UnsupportedModel: in a way that isn't implemented; named.
         BrokenModel: a field that is impossible; named.
     """
-    section = Fields(raw, where).object("quantization_config")
+    section = ConfigFields(raw, where).get_object("quantization_config")
     if not section:
         return "none"
-    fields = Fields(section, f"{where}: quantization_config")
-    eight, four = (fields.boolean(f"load_in_{bits}bit", False) for bits in (8, 4))
-    method = fields.text("quant_method", _METHOD if eight or four else "unnamed").lower()
+    fields = ConfigFields(section, f"{where}: quantization_config")
+    eight, four = (fields.get_boolean(f"load_in_{bits}bit", False) for bits in (8, 4))
+    method = fields.get_string("quant_method", _QUANT_METHOD if eight or four else "unnamed").lower()
     if method == "mxfp4" or method in LOW_BIT_METHODS:
         return "none"
-    if method != _METHOD:
-        known = ", ".join((_METHOD, *LOW_BIT_METHODS))
+    if method != _QUANT_METHOD:
+        known = ", ".join((_QUANT_METHOD, *LOW_BIT_METHODS))
         raise UnsupportedModel(
             f"{fields.where}: weights quantized by {method!r} are not supported (only by {known}); "
             "take the model's bf16 or fp16 files and --quantize"
@@ -62,18 +62,18 @@ def parse_quantized(raw: Mapping[str, Any], where: str) -> Quantize:
         return "int8"
     for name, only in (("bnb_4bit_quant_type", "nf4"), ("bnb_4bit_quant_storage", "uint8")):
         # bitsandbytes' own default type is fp4.
-        value = fields.text(name, "fp4" if name == "bnb_4bit_quant_type" else only)
+        value = fields.get_string(name, "fp4" if name == "bnb_4bit_quant_type" else only)
         if value != only:
             raise UnsupportedModel(f"{fields.where}: {name} {value!r} is not supported ({only} is)")
     return "nf4"
 
 
-def stored_tensors(
+def required_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     quantized: Quantize,
-    found: Mapping[str, TensorKind],
-    low_bit: LowBit | None = None,
-) -> dict[str, Stored]:
+    found: Mapping[str, TensorSpec],
+    low_bit: LowBitScheme | None = None,
+) -> dict[str, TensorRequirement]:
     """What has to be stored for tensors of these shapes, if the checkpoint is ``quantized`` so.
 
     ``found`` decides which of the projections are quantized (or ``low_bit``), and whether scales
@@ -83,62 +83,62 @@ def stored_tensors(
         UnsupportedModel: an nf4 weight that doesn't consist of whole blocks; named.
         BrokenModel: a weight in blocks of GGUF that can't be; named.
     """
-    wanted: dict[str, Stored] = {}
+    wanted: dict[str, TensorRequirement] = {}
     for name, shape in shapes.items():
         packed = find_packed(name, found) if quantized == "none" else None
         if packed is not None:
-            wanted[packed_name(name, packed)] = _blocks(name, shape, packed)
+            wanted[packed_name(name, packed)] = _block_tensors(name, shape, packed)
             continue
         place = find_stack(name, found)
         if place is not None:
             # That of the last expert is that of all.
-            wanted |= _stack(name, shape, place)
+            wanted |= _stack_tensors(name, shape, place)
             continue
-        if low_bit is not None and can_be_low_bit(name, shape) and low_bit.holds(name, found):
-            wanted |= low_bit.stored(name, (shape[0], shape[1]), found)
+        if low_bit is not None and can_be_low_bit(name, shape) and low_bit.is_stored(name, found):
+            wanted |= low_bit.required_tensors(name, (shape[0], shape[1]), found)
             continue
         span = found.get(name)
-        left_out = span is None or span.dtype in FLOATS
+        left_out = span is None or span.dtype in FLOAT_DTYPES
         if quantized == "none" or left_out or not is_quantizable(name, shape):
-            wanted[name] = Stored(FLOATS, shape)
+            wanted[name] = TensorRequirement(FLOAT_DTYPES, shape)
         elif quantized == "int8":
-            wanted |= _int8(name, shape, found)
+            wanted |= _int8_tensors(name, shape, found)
         else:
-            wanted |= _nf4(name, shape, found)
+            wanted |= _nf4_tensors(name, shape, found)
     return wanted
 
 
-def companions(name: str) -> tuple[str, ...]:
+def companion_names(name: str) -> tuple[str, ...]:
     """Names of all tensors that may be stored beside a quantized weight ``name``."""
     module = name.removesuffix("weight")
-    nested = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
+    nested = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", QUANT_STATE_SUFFIX)
     return (f"{module}SCB", f"{module}weight_format", *(f"{name}.{part}" for part in nested))
 
 
-def _blocks(name: str, shape: tuple[int, ...], kind: Kind) -> Stored:
+def _block_tensors(name: str, shape: tuple[int, ...], kind: GgmlType) -> TensorRequirement:
     found = packed_shape(kind, shape)
     if found is None:
         raise BrokenModel(f"tensor {name}: shape {list(shape)} is none of blocks of {kind.name}")
-    return Stored(("U8",), found)
+    return TensorRequirement(("U8",), found)
 
 
-def _stack(name: str, shape: tuple[int, ...], place: StackPlace) -> dict[str, Stored]:
-    found = place.stored(shape)
+def _stack_tensors(name: str, shape: tuple[int, ...], place: StackedExpert) -> dict[str, TensorRequirement]:
+    found = place.stack_shapes(shape)
     if not found:
         raise BrokenModel(f"tensor {name}: shape {list(shape)} is none of whole blocks of MXFP4")
-    dtypes = ("U8",) if place.is_mxfp4 else FLOATS
-    return {stack: Stored(dtypes, full) for stack, full in found.items()}
+    dtypes = ("U8",) if place.is_mxfp4 else FLOAT_DTYPES
+    return {stack: TensorRequirement(dtypes, full) for stack, full in found.items()}
 
 
-def _int8(name: str, shape: tuple[int, ...], found: Mapping[str, TensorKind]) -> dict[str, Stored]:
-    scales, layout, *_ = companions(name)
-    wanted = {name: Stored(("I8",), shape), scales: Stored(("F32",), shape[:1])}
+def _int8_tensors(name: str, shape: tuple[int, ...], found: Mapping[str, TensorSpec]) -> dict[str, TensorRequirement]:
+    scales, layout, *_ = companion_names(name)
+    wanted = {name: TensorRequirement(("I8",), shape), scales: TensorRequirement(("F32",), shape[:1])}
     if layout in found:
-        wanted[layout] = Stored(("U8",), ())
+        wanted[layout] = TensorRequirement(("U8",), ())
     return wanted
 
 
-def _nf4(name: str, shape: tuple[int, ...], found: Mapping[str, TensorKind]) -> dict[str, Stored]:
+def _nf4_tensors(name: str, shape: tuple[int, ...], found: Mapping[str, TensorSpec]) -> dict[str, TensorRequirement]:
     if not can_hold("nf4", [shape]):
         raise UnsupportedModel(
             f"tensor {name}: nf4 weights of shape {list(shape)} are not supported (their number "
@@ -148,18 +148,18 @@ def _nf4(name: str, shape: tuple[int, ...], found: Mapping[str, TensorKind]) -> 
     span = found.get(f"{name}.absmax")
     nested = span is not None and span.dtype == "U8"
     wanted = {
-        name: Stored(("U8",), (blocks * NF4_BLOCK // 2, 1)),
-        f"{name}.absmax": Stored(("U8",) if nested else ("F32",), (blocks,)),
-        f"{name}.quant_map": Stored(("F32",), (16,)),
-        f"{name}.{STATE}": Stored(("U8",), (-1,)),
+        name: TensorRequirement(("U8",), (blocks * NF4_BLOCK // 2, 1)),
+        f"{name}.absmax": TensorRequirement(("U8",) if nested else ("F32",), (blocks,)),
+        f"{name}.quant_map": TensorRequirement(("F32",), (16,)),
+        f"{name}.{QUANT_STATE_SUFFIX}": TensorRequirement(("U8",), (-1,)),
     }
     if nested:
-        wanted[f"{name}.nested_absmax"] = Stored(("F32",), (-(-blocks // NESTED_BLOCK),))
-        wanted[f"{name}.nested_quant_map"] = Stored(("F32",), (256,))
+        wanted[f"{name}.nested_absmax"] = TensorRequirement(("F32",), (-(-blocks // NESTED_BLOCK),))
+        wanted[f"{name}.nested_quant_map"] = TensorRequirement(("F32",), (256,))
     return wanted
 
 
-def parse_state(raw: bytes, shape: tuple[int, ...], where: str) -> float:
+def parse_quant_state(raw: bytes, shape: tuple[int, ...], where: str) -> float:
     """The offset of doubly quantized scales (0 without) in the JSON object of an nf4 weight.
 
     Raises:
@@ -172,11 +172,11 @@ def parse_state(raw: bytes, shape: tuple[int, ...], where: str) -> float:
         raise BrokenModel(f"{where}: its quantization state is no JSON: {error}") from error
     if not isinstance(state, dict):
         raise BrokenModel(f"{where}: its quantization state is no JSON object")
-    fields = Fields(state, where)
+    fields = ConfigFields(state, where)
     found = (
-        fields.text("quant_type"),
-        fields.integer("blocksize"),
-        fields.integer("nested_blocksize", NESTED_BLOCK),
+        fields.get_string("quant_type"),
+        fields.get_integer("blocksize"),
+        fields.get_integer("nested_blocksize", NESTED_BLOCK),
     )
     if found != ("nf4", NF4_BLOCK, NESTED_BLOCK):
         raise UnsupportedModel(
@@ -188,4 +188,4 @@ def parse_state(raw: bytes, shape: tuple[int, ...], where: str) -> float:
             f"{where}: its shape {str(state.get('shape'))[:80]} isn't {list(shape)}, which "
             "config.json demands"
         )
-    return fields.number("nested_offset", 0.0)
+    return fields.get_number("nested_offset", 0.0)

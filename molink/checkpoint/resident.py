@@ -2,45 +2,45 @@
 
 from collections.abc import Mapping
 
-from molink.checkpoint.header import TensorKind
-from molink.checkpoint.low_bit import LowBit, can_be_low_bit
+from molink.checkpoint.header import TensorSpec
+from molink.checkpoint.low_bit import LowBitScheme, can_be_low_bit
 from molink.facts.kept import NarrowDType
 from molink.gguf.blocks import find_packed
-from molink.gguf.formats import FORMATS, ROWS, BlockFormat
+from molink.gguf.formats import BLOCK_FORMATS, ROW_MULTIPLE, BlockFormat
 
 #: Codes that share a scale in memory, at most and at least: a longer group has it several times.
-_GROUPS = (128, 64, 32)
+_GROUP_SIZES = (128, 64, 32)
 
 
-def resident_format(
-    name: str, shape: tuple[int, ...], tensors: Mapping[str, TensorKind], low_bit: LowBit | None
+def find_resident_format(
+    name: str, shape: tuple[int, ...], tensors: Mapping[str, TensorSpec], low_bit: LowBitScheme | None
 ) -> BlockFormat | None:
     """In what the weight ``name`` of ``shape`` stays; ``None`` if it becomes numbers as it is read.
 
     ``tensors`` are those that there are, by name.
     """
-    if len(shape) != 2 or shape[0] % ROWS:
+    if len(shape) != 2 or shape[0] % ROW_MULTIPLE:
         return None
     kind = find_packed(name, tensors)
     if kind is not None:
-        return FORMATS.get(kind.name)
-    if low_bit is None or not can_be_low_bit(name, shape) or not low_bit.holds(name, tensors):
+        return BLOCK_FORMATS.get(kind.name)
+    if low_bit is None or not can_be_low_bit(name, shape) or not low_bit.is_stored(name, tensors):
         return None
     return _low_bit_format(low_bit, name, shape[1], tensors)
 
 
 def _low_bit_format(
-    scheme: LowBit, name: str, width: int, tensors: Mapping[str, TensorKind]
+    scheme: LowBitScheme, name: str, width: int, tensors: Mapping[str, TensorSpec]
 ) -> BlockFormat | None:
     """Whole numbers of 4 or 8 bits whose scales have 16 bits, in whole groups."""
-    columns = scheme.block[1] or width
-    group = next((one for one in _GROUPS if columns % one == 0), 0)
-    scales = tensors.get(scheme.scales(name, tensors))
-    if scheme.kind != "int" or scheme.bits not in (4, 8) or not group or width % columns:
+    columns = scheme.scale_block[1] or width
+    group = next((one for one in _GROUP_SIZES if columns % one == 0), 0)
+    scales = tensors.get(scheme.scales_name(name, tensors))
+    if scheme.number_kind != "int" or scheme.bits not in (4, 8) or not group or width % columns:
         return None
     if scales is None or scales.dtype not in ("F16", "BF16"):
         return None
     # Codes of 8 bits are signed, those of 4 aren't.
     offset = 8 if scheme.bits == 4 else 0
     numbers: NarrowDType = "f16" if scales.dtype == "F16" else "bf16"
-    return BlockFormat(scheme.bits, offset, group, group, shifts=scheme.zeros, numbers=numbers)
+    return BlockFormat(scheme.bits, offset, group, group, has_shifts=scheme.has_zero_points, number_dtype=numbers)

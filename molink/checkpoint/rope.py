@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
-from molink.checkpoint.fields import Fields
+from molink.checkpoint.fields import ConfigFields
 from molink.errors import BrokenModel, UnsupportedModel
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 DEFAULT_THETA = 10_000.0
 #: A longer context, in tokens, is a damaged config (also bounds what is allocated).
-MAX_CONTEXT = 2**24
+MAX_MODEL_LEN = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class RopeConfig:
     """How positions turn into rotation angles; fields beyond ``factor`` belong to some kinds only.
 
     ``original_context`` (tokens) is the length that the model was trained with before scaling: for
-    ``dynamic`` always ``max_position_embeddings``, as in transformers. ``partial`` is the part of a
+    ``dynamic`` always ``max_position_embeddings``, as in transformers. ``partial_rotary_factor`` is the part of a
     head that is rotated, its first dimensions.
     """
 
@@ -46,14 +46,14 @@ class RopeConfig:
     # longrope: divisors of the frequencies within the original context, and in longer ones
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-    partial: float = 1.0
+    partial_rotary_factor: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many dimensions of a head are rotated."""
-        return int(head_dim * self.partial)
+        return int(head_dim * self.partial_rotary_factor)
 
     @property
-    def reach(self) -> int:
+    def scaled_context(self) -> int:
         """Tokens that the scaling makes addressable beyond ``max_position_embeddings``, or 0.
 
         A ``linear`` or ``llama3`` config already states the scaled length there.
@@ -62,109 +62,109 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RopeHabits:
+class RopeDefaults:
     """What a family takes for granted where its config is silent.
 
-    ``aliases`` are further names of kinds. With ``partial`` a head may be rotated in part.
+    ``aliases`` are further names of kinds. With ``allows_partial`` a head may be rotated in part.
     ``original_context`` is what ``original_max_position_embeddings`` is when absent; it then is no
     field of the rope settings either, but one beside them.
     """
 
     theta: float = DEFAULT_THETA
     aliases: Mapping[str, RopeKind] = field(default_factory=dict)
-    partial: bool = False
+    allows_partial: bool = False
     original_context: int | None = None
 
 
-def parse_rope(config: Fields, habits: RopeHabits | None = None) -> RopeConfig:
+def parse_rope(config: ConfigFields, habits: RopeDefaults | None = None) -> RopeConfig:
     """Read the rotary settings of a config.
 
     Raises:
         UnsupportedModel: a kind of scaling, or a partial rotation, that isn't implemented.
         BrokenModel: a field that is missing, of the wrong type or impossible.
     """
-    found = config.object("rope_parameters") or config.object("rope_scaling")
-    return _parse(found, config, habits or RopeHabits())
+    found = config.get_object("rope_parameters") or config.get_object("rope_scaling")
+    return _parse_scaling(found, config, habits or RopeDefaults())
 
 
 def parse_two_ropes(
-    config: Fields, full: RopeHabits, local: RopeHabits
+    config: ConfigFields, full: RopeDefaults, local: RopeDefaults
 ) -> tuple[RopeConfig, RopeConfig]:
     """Read those of layers without and with a window, of a family in which they differ.
 
     Raises:
         UnsupportedModel, BrokenModel: as :func:`parse_rope`.
     """
-    found = config.object("rope_parameters")
-    both = Fields(found, f"{config.where}: rope_parameters")
-    full_found, local_found = both.object("full_attention"), both.object("sliding_attention")
+    found = config.get_object("rope_parameters")
+    both = ConfigFields(found, f"{config.where}: rope_parameters")
+    full_found, local_found = both.get_object("full_attention"), both.get_object("sliding_attention")
     if not full_found and not local_found:
-        full_found = found or config.object("rope_scaling")
-    theta = config.number("rope_local_base_freq", local.theta)
+        full_found = found or config.get_object("rope_scaling")
+    theta = config.get_number("rope_local_base_freq", local.theta)
     return (
-        _parse(full_found, config, full),
-        _parse(local_found or {"rope_theta": theta}, config, local),
+        _parse_scaling(full_found, config, full),
+        _parse_scaling(local_found or {"rope_theta": theta}, config, local),
     )
 
 
-def _parse(found: Mapping[str, Any], outer: Fields, habits: RopeHabits) -> RopeConfig:
+def _parse_scaling(found: Mapping[str, Any], outer: ConfigFields, habits: RopeDefaults) -> RopeConfig:
     where = outer.where
-    fields = Fields(found, f"{where}: rope settings")
-    named = fields.text("rope_type", fields.text("type", "default"))
+    fields = ConfigFields(found, f"{where}: rope settings")
+    named = fields.get_string("rope_type", fields.get_string("type", "default"))
     kind = habits.aliases.get(named, named)
     if kind not in get_args(RopeKind):
         known = ", ".join(get_args(RopeKind))
         raise UnsupportedModel(f"{where}: rope scaling {kind!r} is not supported (only {known})")
-    partial = fields.number("partial_rotary_factor", outer.number("partial_rotary_factor", 1.0))
+    partial = fields.get_number("partial_rotary_factor", outer.get_number("partial_rotary_factor", 1.0))
     if not 0 < partial <= 1:
         raise BrokenModel(f"{where}: partial_rotary_factor {partial} is not in 0 … 1")
-    if partial != 1.0 and not habits.partial:
+    if partial != 1.0 and not habits.allows_partial:
         raise UnsupportedModel(f"{where}: partial_rotary_factor {partial} is not supported")
-    theta = fields.number("rope_theta", outer.number("rope_theta", habits.theta))
+    theta = fields.get_number("rope_theta", outer.get_number("rope_theta", habits.theta))
     if theta <= 1.0:
         raise BrokenModel(f"{where}: rope_theta has to be above 1, not {theta}")
     if kind == "default":
-        return RopeConfig(theta=theta, partial=partial)
-    plain = RopeConfig(theta, cast(RopeKind, kind), partial=partial)
-    positions = outer.integer("max_position_embeddings", 2048, MAX_CONTEXT)
+        return RopeConfig(theta=theta, partial_rotary_factor=partial)
+    plain = RopeConfig(theta, cast(RopeKind, kind), partial_rotary_factor=partial)
+    positions = outer.get_integer("max_position_embeddings", 2048, MAX_MODEL_LEN)
     original = _original_context(kind, positions, fields, outer, habits)
     if kind == "longrope":
-        return _longrope(plain, positions, original, fields)
-    return _scaled(plain, positions, original, fields)
+        return _parse_longrope(plain, positions, original, fields)
+    return _scale_rope(plain, positions, original, fields)
 
 
 def _original_context(
-    kind: str, positions: int, fields: Fields, outer: Fields, habits: RopeHabits
+    kind: str, positions: int, fields: ConfigFields, outer: ConfigFields, habits: RopeDefaults
 ) -> int:
     if kind == "dynamic":
         return positions
     name, inner = "original_max_position_embeddings", habits.original_context
     if inner is None:
-        inner = fields.integer(name, positions, MAX_CONTEXT)
-    return outer.integer(name, inner, MAX_CONTEXT)
+        inner = fields.get_integer(name, positions, MAX_MODEL_LEN)
+    return outer.get_integer(name, inner, MAX_MODEL_LEN)
 
 
-def _scaled(plain: RopeConfig, positions: int, original: int, fields: Fields) -> RopeConfig:
+def _scale_rope(plain: RopeConfig, positions: int, original: int, fields: ConfigFields) -> RopeConfig:
     # A yarn config without a factor means the ratio of the two lengths.
     implied = positions / original if plain.kind == "yarn" else None
     rope = replace(
         plain,
-        factor=fields.number("factor", implied),
+        factor=fields.get_number("factor", implied),
         original_context=original,
-        low_freq_factor=fields.number("low_freq_factor", 1.0),
-        high_freq_factor=fields.number("high_freq_factor", 4.0),
-        attention_factor=fields.optional_number("attention_factor"),
-        beta_fast=fields.number("beta_fast", 32.0) or 32.0,
-        beta_slow=fields.number("beta_slow", 1.0) or 1.0,
-        mscale=fields.number("mscale", 0.0),
-        mscale_all_dim=fields.number("mscale_all_dim", 0.0),
-        truncate=fields.boolean("truncate", True),
+        low_freq_factor=fields.get_number("low_freq_factor", 1.0),
+        high_freq_factor=fields.get_number("high_freq_factor", 4.0),
+        attention_factor=fields.get_optional_number("attention_factor"),
+        beta_fast=fields.get_number("beta_fast", 32.0) or 32.0,
+        beta_slow=fields.get_number("beta_slow", 1.0) or 1.0,
+        mscale=fields.get_number("mscale", 0.0),
+        mscale_all_dim=fields.get_number("mscale_all_dim", 0.0),
+        truncate=fields.get_boolean("truncate", True),
     )
     if rope.factor < 1.0:
         raise BrokenModel(f"{fields.where}: factor has to be at least 1, not {rope.factor}")
-    if original * rope.factor > MAX_CONTEXT:
+    if original * rope.factor > MAX_MODEL_LEN:
         raise BrokenModel(
-            f"{fields.where}: factor {rope.factor} makes a context of over {MAX_CONTEXT} tokens"
+            f"{fields.where}: factor {rope.factor} makes a context of over {MAX_MODEL_LEN} tokens"
         )
     if min(rope.beta_fast, rope.beta_slow) <= 0:
         raise BrokenModel(f"{fields.where}: beta_fast and beta_slow have to be positive")
@@ -176,15 +176,15 @@ def _scaled(plain: RopeConfig, positions: int, original: int, fields: Fields) ->
     return rope
 
 
-def _longrope(plain: RopeConfig, positions: int, original: int, fields: Fields) -> RopeConfig:
+def _parse_longrope(plain: RopeConfig, positions: int, original: int, fields: ConfigFields) -> RopeConfig:
     """LongRoPE (arXiv 2402.13753): the divisors are listed, the factor only scales attention."""
     rope = replace(
         plain,
-        factor=fields.number("factor", positions / original),
+        factor=fields.get_number("factor", positions / original),
         original_context=original,
-        attention_factor=fields.optional_number("attention_factor"),
-        short_factor=fields.numbers("short_factor"),
-        long_factor=fields.numbers("long_factor"),
+        attention_factor=fields.get_optional_number("attention_factor"),
+        short_factor=fields.get_numbers("short_factor"),
+        long_factor=fields.get_numbers("long_factor"),
     )
     for name, listed in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
         if min(listed) <= 0:
@@ -203,7 +203,7 @@ def check_rope(rope: RopeConfig, head_dim: int, where: str) -> None:
     rotary = rope.rotary_dim(head_dim)
     if rotary < 2 or rotary % 2:
         raise BrokenModel(
-            f"{where}: partial_rotary_factor {rope.partial} rotates {rotary} of {head_dim} "
+            f"{where}: partial_rotary_factor {rope.partial_rotary_factor} rotates {rotary} of {head_dim} "
             "dimensions; their number has to be even"
         )
     if rope.kind == "dynamic" and rotary == 2:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 #: Weights that share a scale.
 MXFP4_BLOCK = 32
-_EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
+_EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
-class StackPlace:
+class StackedExpert:
     """An expert's tensor is number ``index`` of the tensors ``names``: two for MXFP4."""
 
     index: int
@@ -28,7 +28,7 @@ class StackPlace:
         """Whether it is blocks, and their scales."""
         return len(self.names) == 2
 
-    def stored(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    def stack_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Shapes of the stacks that end with this expert, whose own tensor has ``shape``.
 
         Empty where it can't be stored so.
@@ -42,9 +42,9 @@ class StackPlace:
         return {self.names[0]: (count, *reversed(shape))}
 
 
-def find_stack(name: str, found: Container[str]) -> StackPlace | None:
+def find_stack(name: str, found: Container[str]) -> StackedExpert | None:
     """Where an expert's tensor ``name`` lies, if it is in a stack of those that are ``found``."""
-    match = _EXPERT.fullmatch(name) if ".experts." in name and name not in found else None
+    match = _EXPERT_PATTERN.fullmatch(name) if ".experts." in name and name not in found else None
     if match is None:
         return None
     prefix, index, projection, kind = match.groups()
@@ -54,7 +54,7 @@ def find_stack(name: str, found: Container[str]) -> StackPlace | None:
     else:
         spellings = ((f"{stack}_blocks", f"{stack}_scales"), (stack,))
     chosen = next((names for names in spellings if names[0] in found), None)
-    return None if chosen is None else StackPlace(int(index), chosen)
+    return None if chosen is None else StackedExpert(int(index), chosen)
 
 
 def stack_names(name: str, found: Container[str]) -> tuple[str, ...]:

@@ -9,21 +9,21 @@ from pathlib import Path
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.header import TensorSpan
-from molink.checkpoint.layout import OUTPUT_HEAD, Shapes, stage_tensors
+from molink.checkpoint.layout import OUTPUT_HEAD_NAME, TensorShapes, stage_tensors
 from molink.checkpoint.low_bit import can_be_low_bit
-from molink.checkpoint.prequantized import companions, stored_tensors
+from molink.checkpoint.prequantized import companion_names, required_tensors
 from molink.checkpoint.quantization import is_quantizable
 from molink.checkpoint.stacked import find_stack
 from molink.errors import BrokenModel
 from molink.gguf.blocks import packed_names
 
 #: Tensors of a decoder have names that begin so; in files of other kinds anything may be.
-_OURS = ("model.", "lm_head.")
+_MODEL_PREFIXES = ("model.", "lm_head.")
 #: What old checkpoints hold beside weights: constants that follow from the config.
-_CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_CONSTANT_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
-def refuse_strays(path: Path, config: ModelConfig, tensors: Mapping[str, TensorSpan]) -> None:
+def refuse_unknown_tensors(path: Path, config: ModelConfig, tensors: Mapping[str, TensorSpan]) -> None:
     """Check that a folder has no tensors that its config knows nothing of.
 
     Files that hold none of the model's tensors (an adapter, weights in another naming) are left
@@ -32,14 +32,14 @@ def refuse_strays(path: Path, config: ModelConfig, tensors: Mapping[str, TensorS
     Raises:
         BrokenModel: there are such tensors; the first is named.
     """
-    known = _known(config, stage_tensors(config, 0, config.layers), tensors)
+    known = _expected_names(config, stage_tensors(config, 0, config.layers), tensors)
     files = {span.file for name, span in tensors.items() if name in known}
     strays = [
         name
         for name, span in tensors.items()
         if name not in known
-        and (name.startswith(_OURS) or span.file in files)
-        and not name.endswith(_CONSTANTS)
+        and (name.startswith(_MODEL_PREFIXES) or span.file in files)
+        and not name.endswith(_CONSTANT_SUFFIXES)
     ]
     if strays:
         first = min(strays)
@@ -50,14 +50,14 @@ def refuse_strays(path: Path, config: ModelConfig, tensors: Mapping[str, TensorS
         )
 
 
-def _known(config: ModelConfig, shapes: Shapes, tensors: Mapping[str, TensorSpan]) -> set[str]:
-    known = {*shapes, OUTPUT_HEAD} if config.tied else {*shapes}
+def _expected_names(config: ModelConfig, shapes: TensorShapes, tensors: Mapping[str, TensorSpan]) -> set[str]:
+    known = {*shapes, OUTPUT_HEAD_NAME} if config.tied_embeddings else {*shapes}
     scheme = config.low_bit
     if scheme is not None:
-        held = [n for n, s in shapes.items() if can_be_low_bit(n, s) and scheme.holds(n, tensors)]
+        held = [n for n, s in shapes.items() if can_be_low_bit(n, s) and scheme.is_stored(n, tensors)]
         known -= {*held}
-        known.update(stored_tensors(shapes, "none", tensors, scheme))
-        known.update(unused for name in held for unused in scheme.unused(name))
+        known.update(required_tensors(shapes, "none", tensors, scheme))
+        known.update(unused for name in held for unused in scheme.unused_names(name))
     elif config.quantized == "none":
         for name in (*known,):
             place = find_stack(name, tensors)
@@ -65,5 +65,5 @@ def _known(config: ModelConfig, shapes: Shapes, tensors: Mapping[str, TensorSpan
     else:
         for name, shape in shapes.items():
             if is_quantizable(name, shape):
-                known.update(companions(name))
+                known.update(companion_names(name))
     return known

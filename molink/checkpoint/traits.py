@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from molink.checkpoint.experts import Experts
+from molink.checkpoint.experts import ExpertsConfig
 from molink.checkpoint.rope import RopeConfig
 
 #: How steep the sigmoid of ``clamped_swiglu`` is.
@@ -25,21 +25,21 @@ class LayerNorms:
     after_mlp: str | None = None
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def present_names(self) -> tuple[str, ...]:
         """Those that there are."""
         every = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
         return tuple(name for name in every if name is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
+class FamilyTraits:
     """The facts that families differ in.
 
     Attention: ``attention_bias`` is about the q, k and v projections, ``output_bias`` about o;
     ``attention_scale`` is the factor of q·k. ``windows`` has an entry for each layer: how many
-    positions a row attends to, its own included, 0 = all before it. ``local_rope`` is the rope of
-    layers with a window, where they have one of their own; those in ``unrotated`` have none. With
-    ``interleaved`` the two dimensions that are turned together are neighbours, else half of what is
+    positions a row attends to, its own included, 0 = all before it. ``sliding_rope`` is the rope of
+    layers with a window, where they have one of their own; those in ``unrotated_layers`` have none. With
+    ``interleaved_rope`` the two dimensions that are turned together are neighbours, else half of what is
     rotated lies between them. With ``sinks`` each query head has a score that takes its share of
     the weights, and gives nothing. ``attention_softcap`` and ``final_softcap`` bound scores and
     logits to ``cap * tanh(x / cap)``; 0 = unbounded.
@@ -49,7 +49,7 @@ class Traits:
     ``merged_qkv`` and ``merged_gate_up``: the checkpoint has them in one tensor. ``experts`` stand
     for the MLP in some or all layers.
 
-    Embeddings are multiplied by ``embedding_scale``, logits by ``logit_scale``; ``tied``: the
+    Embeddings are multiplied by ``embedding_scale``, logits by ``logit_scale``; ``tied_embeddings``: the
     embedding is the output head too.
     """
 
@@ -59,9 +59,9 @@ class Traits:
     attention_scale: float
     windows: tuple[int, ...]
     rope: RopeConfig
-    local_rope: RopeConfig | None = None
-    unrotated: frozenset[int] = frozenset()
-    interleaved: bool = False
+    sliding_rope: RopeConfig | None = None
+    unrotated_layers: frozenset[int] = frozenset()
+    interleaved_rope: bool = False
     sinks: bool = False
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
@@ -78,8 +78,8 @@ class Traits:
     norm_offset: float = 0.0
     merged_qkv: bool = False
     merged_gate_up: bool = False
-    tied: bool = False
-    experts: Experts | None = None
+    tied_embeddings: bool = False
+    experts: ExpertsConfig | None = None
 
     @property
     def groups(self) -> int:
@@ -87,15 +87,15 @@ class Traits:
         return self.heads // self.kv_heads
 
     @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        """The ropes that its layers use; see :meth:`rope_of`."""
-        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+    def rope_configs(self) -> tuple[RopeConfig, ...]:
+        """The ropes that its layers use; see :meth:`rope_index`."""
+        return (self.rope,) if self.sliding_rope is None else (self.rope, self.sliding_rope)
 
-    def rope_of(self, layer: int) -> int | None:
-        """Which of ``ropes`` a layer uses; ``None`` where positions turn nothing."""
-        if layer in self.unrotated:
+    def rope_index(self, layer: int) -> int | None:
+        """Which of ``rope_configs`` a layer uses; ``None`` where positions turn nothing."""
+        if layer in self.unrotated_layers:
             return None
-        return int(self.local_rope is not None and self.windows[layer] > 0)
+        return int(self.sliding_rope is not None and self.windows[layer] > 0)
 
     @property
     def keys_depend_on_length(self) -> bool:
@@ -103,7 +103,7 @@ class Traits:
 
         So with ``dynamic`` scaling, which rotates them for the length that the request had reached.
         """
-        return any(rope.kind == "dynamic" for rope in self.ropes)
+        return any(rope.kind == "dynamic" for rope in self.rope_configs)
 
     @property
     def short_context(self) -> int:
@@ -114,12 +114,12 @@ class Traits:
         return min(
             (
                 rope.original_context
-                for rope in self.ropes
+                for rope in self.rope_configs
                 if rope.kind == "longrope" and rope.short_factor != rope.long_factor
             ),
             default=0,
         )
 
-    def experts_of(self, layer: int) -> Experts | None:
+    def layer_experts(self, layer: int) -> ExpertsConfig | None:
         """The experts of a layer; ``None`` where it has a plain MLP."""
-        return None if self.experts is None or layer in self.experts.dense else self.experts
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts

@@ -17,29 +17,29 @@ from typing import Any
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.header import MAX_HEADER_BYTES
-from molink.checkpoint.hub import Counter
+from molink.checkpoint.hub import ByteCounter
 from molink.checkpoint.layout import stage_tensors
-from molink.checkpoint.prequantized import stored_tensors
-from molink.checkpoint.room import OTHER_HOME, check_room
+from molink.checkpoint.prequantized import required_tensors
+from molink.checkpoint.room import OTHER_HOME_HINT, check_free_space
 from molink.errors import BrokenModel, ModelError, Unavailable
-from molink.files import patiently, plain_name
-from molink.gguf.architecture import config_of, vocabulary_of
+from molink.files import retry_while_busy, make_plain_name
+from molink.gguf.architecture import build_config, read_vocab_size
 from molink.gguf.header import GgufFile, GgufTensor
-from molink.gguf.parts import first_files, model_name, parts_of, read_parts
-from molink.gguf.sampling import sampling_of
-from molink.gguf.tensors import TensorPiece, pieces
-from molink.gguf.tokens import TokenizerFiles, tokenizer_files
+from molink.gguf.parts import find_first_splits, model_name, find_splits, read_split_gguf
+from molink.gguf.sampling import read_sampling_defaults
+from molink.gguf.tensors import MappedTensor, map_tensors
+from molink.gguf.tokens import TokenizerFiles, build_tokenizer_files
 
 #: How such files' names end.
-SUFFIX = ".gguf"
+GGUF_SUFFIX = ".gguf"
 #: Changes with what is made of a file, so that an older molink's folder isn't taken.
-_LAYOUT = 3
+_LAYOUT_VERSION = 3
 #: Bytes that are written at once.
-_STEP = 1 << 22
+_WRITE_BYTES = 1 << 22
 _ALIGNMENT = 8
 
 
-def gguf_in(folder: Path) -> Path | None:
+def find_gguf(folder: Path) -> Path | None:
     """The one GGUF file of a folder that has no safetensors; ``None`` if it is another folder.
 
     Of a model in several it is the first.
@@ -49,23 +49,23 @@ def gguf_in(folder: Path) -> Path | None:
     """
     if any(folder.glob("*.safetensors")):
         return None
-    here = {path.name: path for path in folder.glob(f"*{SUFFIX}")}
-    found = first_files(here)
+    here = {path.name: path for path in folder.glob(f"*{GGUF_SUFFIX}")}
+    found = find_first_splits(here)
     if len(found) > 1:
         names = ", ".join(found[:4])
         raise ModelError(f"{folder} has {len(found)} GGUF files ({names}): name one of them")
     return folder / found[0] if found else None
 
 
-def gguf_model(path: Path) -> tuple[ModelConfig, dict[str, TensorPiece]]:
-    """Config and tensors of a GGUF file, without its tokenizer; raises as :func:`unpacked`."""
-    file = read_parts(path)
-    config = config_of(file, lambda tensor: _numbers(file, tensor), ())
-    pieces = {piece.name: piece for piece in _checked(file, config)}
-    return ModelConfig.parse(config, str(path)), pieces
+def read_gguf_model(path: Path) -> tuple[ModelConfig, dict[str, MappedTensor]]:
+    """Config and tensors of a GGUF file, without its tokenizer; raises as :func:`import_gguf`."""
+    file = read_split_gguf(path)
+    config = build_config(file, lambda tensor: _read_numbers(file, tensor), ())
+    pieces = {piece.name: piece for piece in _check_tensors(file, config)}
+    return ModelConfig.parse_config(config, str(path)), pieces
 
 
-def unpacked(path: Path, into: Path, counter: Counter, stop: threading.Event) -> Path:
+def import_gguf(path: Path, into: Path, counter: ByteCounter, stop: threading.Event) -> Path:
     """The folder below ``into`` that holds the model of a GGUF file; made if it isn't there.
 
     Of a model in several files ``path`` is any of them.
@@ -76,13 +76,13 @@ def unpacked(path: Path, into: Path, counter: Counter, stop: threading.Event) ->
         ModelError: there is no room, or the folder can't be written.
         Unavailable: ``stop`` was set meanwhile.
     """
-    target = into / f"{plain_name(model_name(path.name), 'model')}-{_key(parts_of(path))}"
+    target = into / f"{make_plain_name(model_name(path.name), 'model')}-{_files_key(find_splits(path))}"
     if target.is_dir():
         return target
     draft = into / f".{target.name}.part"
     try:
-        _write(path, draft, counter, stop)
-        patiently(lambda: draft.rename(target))
+        _write_folder(path, draft, counter, stop)
+        retry_while_busy(lambda: draft.rename(target))
     except OSError as error:
         raise ModelError(f"{path} can't be unpacked into {target}: {error}") from error
     finally:
@@ -90,9 +90,9 @@ def unpacked(path: Path, into: Path, counter: Counter, stop: threading.Event) ->
     return target
 
 
-def _key(parts: Sequence[Path]) -> str:
+def _files_key(parts: Sequence[Path]) -> str:
     """Another one whenever one of the files is another one."""
-    about = [str(_LAYOUT)]
+    about = [str(_LAYOUT_VERSION)]
     for path in parts:
         try:
             found = path.stat()
@@ -102,46 +102,46 @@ def _key(parts: Sequence[Path]) -> str:
     return hashlib.sha256(" ".join(about).encode()).hexdigest()[:16]
 
 
-def _write(path: Path, draft: Path, counter: Counter, stop: threading.Event) -> None:
-    file = read_parts(path)
-    tokens = tokenizer_files(file.metadata, vocabulary_of(file))
-    config = config_of(file, lambda tensor: _numbers(file, tensor), tokens.ends)
-    sampling = sampling_of(file.metadata)
-    found = _checked(file, config)
+def _write_folder(path: Path, draft: Path, counter: ByteCounter, stop: threading.Event) -> None:
+    file = read_split_gguf(path)
+    tokens = build_tokenizer_files(file.metadata, read_vocab_size(file))
+    config = build_config(file, lambda tensor: _read_numbers(file, tensor), tokens.eos_ids)
+    sampling = read_sampling_defaults(file.metadata)
+    found = _check_tensors(file, config)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     _write_metadata(draft, config, tokens, sampling)
     total = sum(piece.nbytes for piece in found)
-    check_room(draft.parent, total, path.name, OTHER_HOME)
+    check_free_space(draft.parent, total, path.name, OTHER_HOME_HINT)
     counter.total += total
     with (draft / "model.safetensors").open("wb") as target, ExitStack() as opened:
-        data = [opened.enter_context(_mapped(part)) for part in file.parts]
-        target.write(_header(found))
+        data = [opened.enter_context(_map_file(part)) for part in file.split_paths]
+        target.write(_build_header(found))
         for piece in found:
-            for part in _bytes_of(piece, data[piece.part]):
+            for part in _read_bytes(piece, data[piece.split]):
                 if stop.is_set():
                     raise Unavailable(f"{path.name} was not unpacked to the end")
                 target.write(part)
-                counter.add(len(part))
+                counter.add_bytes(len(part))
 
 
 @contextmanager
-def _mapped(path: Path) -> Iterator[mmap.mmap]:
+def _map_file(path: Path) -> Iterator[mmap.mmap]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         yield data
 
 
-def _checked(file: GgufFile, config: dict[str, Any]) -> list[TensorPiece]:
+def _check_tensors(file: GgufFile, config: dict[str, Any]) -> list[MappedTensor]:
     """The model's tensors; each fits the metadata, none is missing."""
-    parsed = ModelConfig.parse(config, str(file.path))
-    found = {piece.name: piece for piece in pieces(file, config)}
+    parsed = ModelConfig.parse_config(config, str(file.path))
+    found = {piece.name: piece for piece in map_tensors(file, config)}
     shapes = stage_tensors(parsed, 0, parsed.layers)
-    wanted = stored_tensors(shapes, "none", found)
+    wanted = required_tensors(shapes, "none", found)
     for name, stored in wanted.items():
         piece = found.get(name)
         if piece is None:
             raise BrokenModel(f"{file.path}: the tensor for {name} is missing")
-        if not stored.fits(piece.shape) or piece.dtype not in stored.dtypes:
+        if not stored.accepts_shape(piece.shape) or piece.dtype not in stored.dtypes:
             raise BrokenModel(
                 f"{file.path}: the tensor for {name} is {piece.dtype} {list(piece.shape)}, but its "
                 f"metadata demand {list(stored.shape)} in {' or '.join(stored.dtypes)}"
@@ -155,8 +155,8 @@ def _checked(file: GgufFile, config: dict[str, Any]) -> list[TensorPiece]:
     return list(found.values())
 
 
-def _numbers(file: GgufFile, tensor: GgufTensor) -> list[float]:
-    with file.parts[tensor.part].open("rb") as source:
+def _read_numbers(file: GgufFile, tensor: GgufTensor) -> list[float]:
+    with file.split_paths[tensor.split].open("rb") as source:
         source.seek(tensor.offset)
         return [number for (number,) in struct.iter_unpack("<f", source.read(tensor.nbytes))]
 
@@ -167,14 +167,14 @@ def _write_metadata(
     (draft / "tokenizer.json").write_text(tokens.tokenizer, encoding="utf-8")
     contents = {
         "config.json": config,
-        "generation_config.json": {"eos_token_id": list(tokens.ends), **sampling},
+        "generation_config.json": {"eos_token_id": list(tokens.eos_ids), **sampling},
         "tokenizer_config.json": tokens.config,
     }
     for name, content in contents.items():
         (draft / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def _header(found: list[TensorPiece]) -> bytes:
+def _build_header(found: list[MappedTensor]) -> bytes:
     entries: dict[str, Any] = {}
     end = 0
     for piece in found:
@@ -192,19 +192,19 @@ def _header(found: list[TensorPiece]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _bytes_of(piece: TensorPiece, data: mmap.mmap) -> Iterator[bytes]:
+def _read_bytes(piece: MappedTensor, data: mmap.mmap) -> Iterator[bytes]:
     # Late: a daemon needs it for nothing else.
     import numpy as np
 
     end = piece.offset + piece.nbytes
-    if piece.less:
+    if piece.subtract:
         norm = np.frombuffer(data[piece.offset : end], "<f4")
-        yield (norm - np.float32(piece.less)).astype("<f4").tobytes()
-    elif piece.heads:
+        yield (norm - np.float32(piece.subtract)).astype("<f4").tobytes()
+    elif piece.permuted_heads:
         # Row 2i of a head is the i-th of its first half, row 2i + 1 of its second.
         rows = np.frombuffer(data[piece.offset : end], np.uint8).reshape(piece.shape[0], -1)
-        pairs = rows.reshape(piece.heads, -1, 2, rows.shape[1])
+        pairs = rows.reshape(piece.permuted_heads, -1, 2, rows.shape[1])
         yield pairs.swapaxes(1, 2).tobytes()
     else:
-        for begin in range(piece.offset, end, _STEP):
-            yield data[begin : min(begin + _STEP, end)]
+        for begin in range(piece.offset, end, _WRITE_BYTES):
+            yield data[begin : min(begin + _WRITE_BYTES, end)]

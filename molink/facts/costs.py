@@ -16,29 +16,29 @@ _SHORT, _LONG = 1024, 8192
 _FEW, _MANY = 1, 32
 
 
-class Costs(msgspec.Struct, frozen=True, array_like=True):
+class RequestCosts(msgspec.Struct, frozen=True, array_like=True):
     """Seconds that requests keep a pipeline's slowest stage.
 
-    Each prefill row takes ``token`` and, for each token before it, ``pair`` (attention, which
-    counts with prompts of ten thousands of tokens). Each token of an answer takes ``answer``: what
+    Each prefill row takes ``token_s`` and, for each token before it, ``pair_s`` (attention, which
+    counts with prompts of ten thousands of tokens). Each token of an answer takes ``answer_s``: what
     a further row adds to a decode step that there would be anyway.
 
     Raises (on making or decoding one):
         ValueError: a time is not a number.
     """
 
-    token: Seconds
-    pair: Seconds = 0.0
-    answer: Seconds = 0.0
+    token_s: Seconds
+    pair_s: Seconds = 0.0
+    answer_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        if not all(0 <= seconds <= MAX_SECONDS for seconds in (self.token, self.pair, self.answer)):
-            raise ValueError(f"{self.token}, {self.pair}, {self.answer} are no seconds")
+        if not all(0 <= seconds <= MAX_SECONDS for seconds in (self.token_s, self.pair_s, self.answer_s)):
+            raise ValueError(f"{self.token_s}, {self.pair_s}, {self.answer_s} are no seconds")
 
     @classmethod
-    def of(cls, times: RingTimes) -> "Costs | None":
+    def from_times(cls, times: RingTimes) -> "RequestCosts | None":
         """Those of a ring; ``None`` if its stages have not been measured."""
-        if not times.profiles or not all(profile.known for profile in times.profiles):
+        if not times.profiles or not all(profile.is_known for profile in times.profiles):
             return None
         none = times.prompt_s(0)
         short, long = (times.prompt_s(rows) - none for rows in (_SHORT, _LONG))
@@ -52,8 +52,8 @@ class Costs(msgspec.Struct, frozen=True, array_like=True):
 
     def prefill_s(self, rows: int, before: int = 0) -> float:
         """Seconds of ``rows`` prompt tokens after ``before`` others."""
-        return rows * (self.token + self.pair * (before + rows / 2))
+        return rows * (self.token_s + self.pair_s * (before + rows / 2))
 
 
 #: Of a pipeline that has told nothing yet: only how requests compare matters then.
-UNKNOWN = Costs(token=1e-3, answer=1e-3)
+UNKNOWN_COSTS = RequestCosts(token_s=1e-3, answer_s=1e-3)

@@ -23,10 +23,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether it computes in bf16; if not, a CPU computes 16-bit models in f32.
     bf16: bool = True
     #: Weights that stay what they are where it computes in f32.
-    narrow: Annotated[tuple[NarrowDType, ...], msgspec.Meta(max_length=2)] = ()
+    narrow_dtypes: Annotated[tuple[NarrowDType, ...], msgspec.Meta(max_length=2)] = ()
     #: Whether it multiplies by weights of few bits: these take no more room than in their files.
-    blocks: bool = False
+    has_block_kernels: bool = False
     #: What its attention wants the positions of a KV block to be a multiple of.
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     #: Bytes that a draft model takes of ``memory`` while the first stage is there.
-    draft: Count = 0
+    can_draft: Count = 0

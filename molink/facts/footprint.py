@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from molink.facts.dtypes import DTYPE_SIZES
-from molink.facts.kept import NarrowDType, kept_dtype
+from molink.facts.kept import NarrowDType, weight_dtype
 from molink.facts.model import BLOCK_SIZE, ModelFacts, NarrowWeights, Quantize
 from molink.facts.profile import MAX_CHUNK_ROWS
 
@@ -25,15 +25,15 @@ _SCORE_BYTES = 4 + 4
 #: An int8 product of a row and a weight: its int32 sum, scaled in steps.
 _PRODUCT_BYTES = 16
 #: Decode rows are padded to the longest of a bucket: at most this many times what they hold.
-_PADDED = 2
+_PADDING_FACTOR = 2
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Rows that one step has at most: ``chunk`` of a prompt, and ``decodes`` streams' next ones."""
+    """Rows that one step has at most: ``max_chunk_rows`` of a prompt, and ``max_decode_rows`` streams' next ones."""
 
-    chunk: int = MAX_CHUNK_ROWS
-    decodes: int = 64
+    max_chunk_rows: int = MAX_CHUNK_ROWS
+    max_decode_rows: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class StageSetup:
     bf16: bool = True
     dtype: str = "auto"
     quantize: Quantize = "none"
-    load: StepLimits = StepLimits()
+    step_limits: StepLimits = StepLimits()
     #: Whether it multiplies by weights of few bits.
-    blocks: bool = False
+    has_block_kernels: bool = False
     #: Weights that stay what they are where it computes in f32.
-    narrow: tuple[NarrowDType, ...] = ()
+    narrow_dtypes: tuple[NarrowDType, ...] = ()
 
     def element_bytes(self, facts: ModelFacts) -> int:
         """Size of an element that it computes with; a CPU without bf16 widens 16-bit models."""
@@ -58,14 +58,14 @@ class StageSetup:
             return max(facts.element_bytes, DTYPE_SIZES["f32"])
         return facts.element_bytes
 
-    def kept_bytes(self, facts: ModelFacts) -> int:
+    def weight_element_bytes(self, facts: ModelFacts) -> int:
         """Size of an element of the weights that are ``facts.narrow``."""
         element = self.element_bytes(facts)
         if facts.narrow is None or self.kind != "cpu" or element != DTYPE_SIZES["f32"]:
             return element
-        return DTYPE_SIZES[kept_dtype(facts.narrow.dtype, "f32", self.narrow.__contains__)]
+        return DTYPE_SIZES[weight_dtype(facts.narrow.dtype, "f32", self.narrow_dtypes.__contains__)]
 
-    def mode(self, facts: ModelFacts) -> Quantize:
+    def quantize_mode(self, facts: ModelFacts) -> Quantize:
         """How projections are kept: as the files have them, if these are quantized."""
         return facts.quantized if facts.quantized != "none" else self.quantize
 
@@ -78,41 +78,41 @@ class Footprint:
     """Bytes that the parts of a model take on one target."""
 
     #: Weights of one layer.
-    layer: int
+    layer_bytes: int
     #: Weights that the first and the last stage hold beside, and what they share.
-    first: int
-    last: int
-    shared: int
+    first_bytes: int
+    last_bytes: int
+    shared_bytes: int
     #: Keys and values of one token in one layer.
-    token: int
-    context: int
+    token_bytes: int
+    max_model_len: int
     #: What the rows of a step take at most, in any stage.
-    step: int
+    step_bytes: int
     #: What the logits of a step take, in the last stage.
-    logits: int
+    logits_bytes: int
     #: What attention copies for each token of the pool (one layer's keys and values, and masks;
     #: capped scores).
-    copies: int
+    attention_copy_bytes: int
     #: What the mask of a prefill chunk (and its capped scores) takes for each token of its request.
-    mask: int
+    mask_bytes: int
     #: CUDA graphs of one layer, and what of them no layer has for itself.
-    layer_graphs: int = 0
-    graphs: int = 0
+    layer_graph_bytes: int = 0
+    graph_bytes: int = 0
 
     @classmethod
-    def of(cls, facts: ModelFacts, target: StageSetup) -> "Footprint":
+    def of_stage(cls, facts: ModelFacts, target: StageSetup) -> "Footprint":
         """That of a model on a target."""
-        element, mode, load = target.element_bytes(facts), target.mode(facts), target.load
+        element, mode, load = target.element_bytes(facts), target.quantize_mode(facts), target.step_limits
 
         def scaled(stored: int) -> int:
             return -(-stored * element // facts.element_bytes)
 
         unpacked, stays = 0, facts.narrow or _ALL_WIDE
         # What staying in 16 bits saves, of each byte that is stored.
-        saved = (element - target.kept_bytes(facts)) // facts.element_bytes
+        saved = (element - target.weight_element_bytes(facts)) // facts.element_bytes
         layer = scaled(facts.layer_bytes) - saved * stays.layer
         first, last = scaled(facts.first_bytes), scaled(facts.last_bytes) - saved * stays.last
-        kept = facts.blocks if target.blocks and target.kind == "cpu" else None
+        kept = facts.block_weights if target.has_block_kernels and target.kind == "cpu" else None
         if kept is not None:
             layer, first, last = (
                 whole + scaled(rest) for whole, rest in (kept.layer, kept.first, kept.last)
@@ -128,50 +128,50 @@ class Footprint:
         scores = facts.score_heads * _SCORE_BYTES
         cuda, token = target.kind == "cuda", scaled(facts.kv_bytes)
         return cls(
-            layer=layer,
-            first=first,
-            last=last,
-            shared=first if facts.tied else 0,
-            token=token,
-            context=facts.context,
-            step=(load.chunk + load.decodes) * row + unpacked,
-            logits=(load.decodes + 1) * facts.vocabulary * (element + _LOGIT_BYTES),
-            copies=_PADDED * (token + element + scores),
-            mask=load.chunk * (element + 1 + scores),
-            layer_graphs=GRAPH_BYTES * cuda,
-            graphs=(GRAPH_POOL_BYTES + load.decodes * row) * cuda,
+            layer_bytes=layer,
+            first_bytes=first,
+            last_bytes=last,
+            shared_bytes=first if facts.tied else 0,
+            token_bytes=token,
+            max_model_len=facts.max_model_len,
+            step_bytes=(load.max_chunk_rows + load.max_decode_rows) * row + unpacked,
+            logits_bytes=(load.max_decode_rows + 1) * facts.vocabulary * (element + _LOGIT_BYTES),
+            attention_copy_bytes=_PADDING_FACTOR * (token + element + scores),
+            mask_bytes=load.max_chunk_rows * (element + 1 + scores),
+            layer_graph_bytes=GRAPH_BYTES * cuda,
+            graph_bytes=(GRAPH_POOL_BYTES + load.max_decode_rows * row) * cuda,
         )
 
     @property
     def min_tokens(self) -> int:
         """Tokens for which a stage must have KV blocks."""
-        return -(-min(self.context, MIN_TOKENS) // BLOCK_SIZE) * BLOCK_SIZE
+        return -(-min(self.max_model_len, MIN_TOKENS) // BLOCK_SIZE) * BLOCK_SIZE
 
-    def weights(self, layers: int, *, opens: bool, closes: bool) -> int:
+    def weight_bytes(self, layers: int, *, opens: bool, closes: bool) -> int:
         """Of a stage that holds ``layers`` layers and the ends that it touches."""
-        ends = self.first * opens + self.last * closes - self.shared * (opens and closes)
-        return layers * self.layer + ends
+        ends = self.first_bytes * opens + self.last_bytes * closes - self.shared_bytes * (opens and closes)
+        return layers * self.layer_bytes + ends
 
-    def activations(self, tokens: int, *, closes: bool) -> int:
+    def activation_bytes(self, tokens: int, *, closes: bool) -> int:
         """What a step takes beside, while up to ``tokens`` tokens are in the pool."""
-        attention = tokens * self.copies + min(tokens, self.context) * self.mask
-        return self.step + self.logits * closes + attention
+        attention = tokens * self.attention_copy_bytes + min(tokens, self.max_model_len) * self.mask_bytes
+        return self.step_bytes + self.logits_bytes * closes + attention
 
-    def cuda_graphs(self, layers: int) -> int:
+    def cuda_graph_bytes(self, layers: int) -> int:
         """Of ``layers`` layers; nothing on a CPU."""
-        return self.graphs + layers * self.layer_graphs
+        return self.graph_bytes + layers * self.layer_graph_bytes
 
-    def needs(self, layers: int, *, opens: bool, closes: bool) -> int:
+    def min_bytes(self, layers: int, *, opens: bool, closes: bool) -> int:
         """Least bytes with which a stage of ``layers`` layers works, without the margin."""
         return (
-            self.weights(layers, opens=opens, closes=closes)
-            + self.activations(self.min_tokens, closes=closes)
-            + self.cuda_graphs(layers)
-            + layers * self.min_tokens * self.token
+            self.weight_bytes(layers, opens=opens, closes=closes)
+            + self.activation_bytes(self.min_tokens, closes=closes)
+            + self.cuda_graph_bytes(layers)
+            + layers * self.min_tokens * self.token_bytes
         )
 
-    def capacity(self, room: int, *, opens: bool, closes: bool) -> int:
+    def max_layers(self, room: int, *, opens: bool, closes: bool) -> int:
         """Most layers that fit ``room`` bytes; negative if not even the rest does."""
-        free = room - self.needs(0, opens=opens, closes=closes)
-        layer = self.layer + self.layer_graphs + self.min_tokens * self.token
+        free = room - self.min_bytes(0, opens=opens, closes=closes)
+        layer = self.layer_bytes + self.layer_graph_bytes + self.min_tokens * self.token_bytes
         return free // layer if layer else (1 << 30 if free >= 0 else -1)

@@ -11,7 +11,7 @@ from molink.facts.dtypes import WeightDType
 #: What weights of 16 bits may stay.
 NarrowDType = Literal["bf16", "f16"]
 #: Multiples of so many outputs are kept so by every CPU; of others a plan doesn't rely on it.
-OUTPUTS = 32
+OUTPUT_MULTIPLE = 32
 #: Stored bytes that become numbers as they are read: less exact than bf16.
 _FEW_BITS = "U8"
 
@@ -28,7 +28,7 @@ def narrow_dtype(stored: Collection[str]) -> NarrowDType | None:
     return "bf16" if kinds and kinds <= {"BF16", _FEW_BITS} else None
 
 
-def kept_dtype(
+def weight_dtype(
     narrow: NarrowDType | None, computed: WeightDType, holds: Callable[[NarrowDType], bool]
 ) -> WeightDType:
     """The type in memory; ``holds`` says of which the device has a product for its rows."""

@@ -21,7 +21,7 @@ KernelName = Literal[
 ]
 
 #: What computes in the place of one that is avoided. The others have no substitute.
-INSTEAD: dict[str, str] = {
+FALLBACKS: dict[str, str] = {
     "compiled-linear": "torch's own product",
     "packed-linear": "torch's own product",
     "gguf-blocks": "weights that become bf16 as they are loaded",
@@ -36,7 +36,7 @@ INSTEAD: dict[str, str] = {
 }
 
 #: Kernels that are only needed where one of these is wrong.
-SPARE: dict[str, tuple[str, ...]] = {
+USED_ONLY_FOR: dict[str, tuple[str, ...]] = {
     "plain-attention": ("gather-attention",),
     "unpacked": ("int8", "nf4"),
 }

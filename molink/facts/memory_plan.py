@@ -6,15 +6,15 @@ from molink.errors import UsageError
 from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
 
-#: 1 / MARGIN_PART of the budget is left for fragmentation and for what libraries take.
-MARGIN_PART = 20
+#: 1 / MARGIN_SHARE of the budget is left for fragmentation and for what libraries take.
+MARGIN_SHARE = 20
 #: What makes a layer smaller, gentlest first.
 MODES: tuple[Quantize, ...] = ("none", "int8", "nf4")
 
 
-def usable(budget: int) -> int:
+def usable_bytes(budget: int) -> int:
     """Bytes of a budget without the margin."""
-    return budget - budget // MARGIN_PART
+    return budget - budget // MARGIN_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class MemoryPlan:
             (self.margin, "margin"),
             (self.kv, "KV"),
         )
-        return " + ".join(f"{size(nbytes)} {what}" for nbytes, what in parts if nbytes)
+        return " + ".join(f"{format_size(nbytes)} {what}" for nbytes, what in parts if nbytes)
 
 
 def plan_memory(
@@ -71,13 +71,13 @@ def plan_memory(
     Raises:
         UsageError: it isn't enough; with the numbers, and what would fit.
     """
-    need = Footprint.of(facts, target)
+    need = Footprint.of_stage(facts, target)
     smallest = _plan(facts, layers, need, budget, need.min_tokens)
     if smallest.total > budget:
-        raise UsageError(refusal(facts, layers, target, budget))
+        raise UsageError(explain_refusal(facts, layers, target, budget))
     first, last = layers
     free = budget - _plan(facts, layers, need, budget, 0).total
-    max_blocks = -(-need.context * requests // block_size)
+    max_blocks = -(-need.max_model_len * requests // block_size)
     blocks = min(max_blocks, _blocks(need, last - first, free, block_size))
     return _plan(facts, layers, need, budget, blocks * block_size)
 
@@ -90,37 +90,37 @@ def _plan(
     count, opens, closes = last - first, first == 0, last == facts.layers
     return MemoryPlan(
         budget=budget,
-        weights=need.weights(count, opens=opens, closes=closes),
-        activations=need.activations(tokens, closes=closes),
-        graphs=need.cuda_graphs(count),
-        margin=budget - usable(budget),
-        kv=tokens * count * need.token,
+        weights=need.weight_bytes(count, opens=opens, closes=closes),
+        activations=need.activation_bytes(tokens, closes=closes),
+        graphs=need.cuda_graph_bytes(count),
+        margin=budget - usable_bytes(budget),
+        kv=tokens * count * need.token_bytes,
     )
 
 
 def _blocks(footprint: Footprint, layers: int, free: int, size: int) -> int:
-    """Most KV blocks of ``size`` tokens that fit ``free`` bytes with attention's copies of them."""
-    token = layers * footprint.token + footprint.copies
+    """Most KV blocks of ``format_size`` tokens that fit ``free`` bytes with attention's copies of them."""
+    token = layers * footprint.token_bytes + footprint.attention_copy_bytes
     # Beyond one request's context its mask grows no more.
-    many = (free - footprint.context * footprint.mask) // max(1, size * token)
-    if many * size >= footprint.context:
+    many = (free - footprint.max_model_len * footprint.mask_bytes) // max(1, size * token)
+    if many * size >= footprint.max_model_len:
         return many
-    return free // max(1, size * (token + footprint.mask))
+    return free // max(1, size * (token + footprint.mask_bytes))
 
 
-def refusal(facts: ModelFacts, layers: LayerRange, target: StageSetup, budget: int) -> str:
+def explain_refusal(facts: ModelFacts, layers: LayerRange, target: StageSetup, budget: int) -> str:
     """Why layers ``first:last`` don't fit ``budget`` bytes, and what would; for a person."""
     first, last = layers
-    need = Footprint.of(facts, target)
+    need = Footprint.of_stage(facts, target)
     smallest = _plan(facts, layers, need, budget, need.min_tokens)
-    room = need.capacity(usable(budget), opens=first == 0, closes=False)
+    room = need.max_layers(usable_bytes(budget), opens=first == 0, closes=False)
     fits = max(0, min(last - first - 1, room))
     layers_fit = f"{fits or 'not one'} layer{'s' if fits > 1 else ''} would fit"
     smaller = smaller_mode(facts, layers, target, budget)
     better = f", or --quantize {smaller}" if smaller else ""
     return (
-        f"layers {first}:{last} of {facts.name} need at least {size(smallest.total)} "
-        f"({smallest}), the budget is {size(budget)}: {layers_fit}{better}"
+        f"layers {first}:{last} of {facts.name} need at least {format_size(smallest.total)} "
+        f"({smallest}), the budget is {format_size(budget)}: {layers_fit}{better}"
     )
 
 
@@ -130,9 +130,9 @@ def smaller_mode(
     """The gentlest quantization with which layers ``first:last`` would fit, if any."""
     first, last = layers
     for mode in smaller_modes(facts, target):
-        need = Footprint.of(facts, replace(target, quantize=mode))
-        needs = need.needs(last - first, opens=first == 0, closes=last == facts.layers)
-        if needs <= usable(budget):
+        need = Footprint.of_stage(facts, replace(target, quantize=mode))
+        needs = need.min_bytes(last - first, opens=first == 0, closes=last == facts.layers)
+        if needs <= usable_bytes(budget):
             return mode
     return None
 
@@ -144,7 +144,7 @@ def smaller_modes(facts: ModelFacts, target: StageSetup) -> tuple[Quantize, ...]
     return MODES[MODES.index(target.quantize) + 1 :]
 
 
-def size(count: int) -> str:
+def format_size(count: int) -> str:
     """Bytes for a person: ``14.2 GB``."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= factor:

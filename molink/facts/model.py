@@ -12,7 +12,7 @@ LayerRange = tuple[Index, Index]
 #: Which bytes a model consists of (:mod:`molink.checkpoint.manifest`); empty: that isn't known.
 Root = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64}:[0-9]{1,8})?$")]
 #: A model of the Hugging Face hub at a commit, ``OWNER/NAME@COMMIT``; empty: it isn't from there.
-HubPlace = Annotated[
+HubRevision = Annotated[
     str,
     msgspec.Meta(
         pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}@[0-9a-f]{40})?$"
@@ -26,7 +26,7 @@ Objective = Literal["latency", "throughput"]
 BLOCK_SIZE = 16
 
 
-class KeptBlocks(msgspec.Struct, frozen=True, kw_only=True):
+class BlockWeights(msgspec.Struct, frozen=True, kw_only=True):
     """What weights of few bits take on a CPU that multiplies by these, in bytes.
 
     Of each part, what stays so, and then what doesn't (in the model's own dtype): of the largest
@@ -64,14 +64,14 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     last_bytes: Count
     #: KV cache of one token in one layer.
     kv_bytes: Count
-    context: Count
+    max_model_len: Count
     element_bytes: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
     #: Of ``layer_bytes``, those of the projections; and what these take as int8 and as nf4.
     projection_bytes: Count = 0
     int8_bytes: Count = 0
     nf4_bytes: Count = 0
     #: Where there are such weights.
-    blocks: KeptBlocks | None = None
+    block_weights: BlockWeights | None = None
     narrow: NarrowWeights | None = None
     #: Elements of the largest merged projection of a layer.
     widest: Count = 0
@@ -88,7 +88,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     #: Named by the PC that brings the model: others believe no bytes but these.
     root: Root = ""
     #: Where others may have it from too: ``OWNER/NAME@COMMIT`` of the Hugging Face hub.
-    hub: HubPlace = ""
+    hub: HubRevision = ""
     #: What is fetched beside weights: tokenizer, config, the list of hashes.
     extra_bytes: Count = 0
     #: Of a model whose shards are fetched as they are: those of all shards.

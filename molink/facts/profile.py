@@ -1,6 +1,6 @@
 """How long a stage's forward passes take, as it measured them: ``T_d(x)`` and ``T_p(x)``.
 
-The papers' profile of a device (MoLink, Algorithm 1 and its just-in-time chunks; SARATHI's choice
+The papers' profile of a device (MoLinkPolicy, Algorithm 1 and its just-in-time chunks; SARATHI's choice
 of a chunk size). A stage measures its own after loading; everybody else computes with it.
 """
 
@@ -54,11 +54,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{seconds} s for each token of context is no measurement")
 
     @property
-    def known(self) -> bool:
+    def is_known(self) -> bool:
         """Whether it holds both kinds of times."""
         return bool(self.decode and self.prefill)
 
-    def scaled(self, factor: float, prefill: float | None = None) -> "Profile":
+    def scale_by(self, factor: float, prefill: float | None = None) -> "Profile":
         """Of a stage of the same kind that takes ``factor`` times as long.
 
         Its prefill steps take ``prefill`` times as long, if that is another factor.
@@ -129,7 +129,7 @@ def _at(points: Sequence[tuple[int, float]], rows: int) -> float:
 
 
 #: Of a stage that has told nothing.
-UNKNOWN = Profile()
+UNKNOWN_PROFILE = Profile()
 
 
 def smallest_near_best(sizes: Sequence[int], costs: Sequence[float], factor: float) -> int:

@@ -38,11 +38,11 @@ class RingTimes:
     _transfers: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     def compute_s(self, tokens: int, context: float = 0) -> float:
-        """``T_o`` of the MoLink paper (§4): all stages' steps of ``tokens`` decode rows."""
+        """``T_o`` of the MoLinkPolicy paper (§4): all stages' steps of ``tokens`` decode rows."""
         return sum([profile.decode_s(tokens, context) for profile in self.profiles])
 
     def transfer_s(self, tokens: int) -> float:
-        """``T_m`` of the MoLink paper (§4): all links' latencies and transfers."""
+        """``T_m`` of the MoLinkPolicy paper (§4): all links' latencies and transfers."""
         known = self._transfers.get(tokens)
         if known is None:
             known = sum(self.link_s(index, tokens) for index in range(len(self.links)))
@@ -59,7 +59,7 @@ class RingTimes:
         each = TOKEN_BYTES if index == len(self.links) - 1 else self.row_bytes
         return each * tokens / rate if rate else 0.0
 
-    def turn_s(self, tokens: int, context: float = 0) -> float:
+    def round_trip_s(self, tokens: int, context: float = 0) -> float:
         """Seconds of a whole turn that waits for nothing: the floor of the time per token."""
         return self.compute_s(tokens, context) + self.transfer_s(tokens)
 
@@ -79,7 +79,7 @@ class RingTimes:
         ]
         links = [(self.send_s(i, rows), self.send_s(i, 1)) for i in range(len(self.links))]
         slowest, first = max([*stages, *links], default=(0.0, 0.0))
-        return max(0.0, self.turn_s(1) - first) + slowest
+        return max(0.0, self.round_trip_s(1) - first) + slowest
 
 
 def _chunked_s(profile: Profile, rows: int) -> float:

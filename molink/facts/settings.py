@@ -24,16 +24,16 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     #: Bytes of host memory that a stage may use for that, where it isn't computed anew.
     swap_space: Annotated[int, msgspec.Meta(ge=0)] = SWAP_SPACE
     #: Requests that hold KV blocks at a time, and those that may queue.
-    max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
-    max_waiting: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256
+    max_num_seqs: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
+    max_queue_len: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256
     #: Seconds that a request may wait to be admitted, if it doesn't say; 0 = as long as it takes.
     max_queue_time: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0
     #: Rows of a prefill chunk; 0 = as the measured profiles of the stages suggest.
-    chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
+    max_num_batched_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
     #: Whether prefill chunks also go without decode rows, while no stream waits for them.
-    unpaired_prefill: bool = True
+    prefill_only_batches: bool = True
     #: Tokens of each request that are guessed ahead and verified in one pass; -1 = as many as pay.
-    draft_tokens: Annotated[int, msgspec.Meta(ge=AUTO_DRAFTS, le=MAX_DRAFTS)] = AUTO_DRAFTS
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=AUTO_DRAFTS, le=MAX_DRAFTS)] = AUTO_DRAFTS
     #: Whether the KV of requests that are over is kept for others that begin alike.
     prefix_cache: bool = True
     #: How links between stages share their bandwidth (``molink.link.policies.create``).

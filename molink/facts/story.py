@@ -13,11 +13,11 @@ class Story:
     def __init__(self, length: int = 128) -> None:
         self._entries: deque[tuple[float, str, tuple[object, ...]]] = deque(maxlen=length)
 
-    def add(self, now: float, what: str, *facts: object) -> None:
+    def add_entry(self, now: float, what: str, *facts: object) -> None:
         """Note that ``what`` happened at ``now`` (seconds)."""
         self._entries.append((now, what, facts))
 
-    def lines(self) -> tuple[str, ...]:
+    def format_lines(self) -> tuple[str, ...]:
         """The story as text, a line per transition."""
         return tuple(
             f"{now:.6f} {what} {' '.join(map(str, facts))}".rstrip()

@@ -10,165 +10,165 @@ from molink.gguf.header import GgufFile, GgufTensor
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
     f"{name}.weight" for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")
 )
-_EMBEDDING = "token_embd.weight"
+_EMBEDDING_NAME = "token_embd.weight"
 _MAX_FACTORS = 4096
 _MAX_LAYERS = 4096
 #: Of layers without a window and with one.
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 #: Reads a small tensor of numbers.
-Read = Callable[[GgufTensor], list[float]]
+ReadTensor = Callable[[GgufTensor], list[float]]
 
 
-def config_of(file: GgufFile, read: Read, ends: tuple[int, ...]) -> dict[str, Any]:
+def build_config(file: GgufFile, read: ReadTensor, ends: tuple[int, ...]) -> dict[str, Any]:
     """The config of the model in ``file``; ``ends`` are the ids that end an answer.
 
     Raises:
         UnsupportedModel: an architecture or a feature that isn't implemented; named.
         BrokenModel: metadata that is missing or impossible; named.
     """
-    named = file.metadata.text("general.architecture")
+    named = file.metadata.get_string("general.architecture")
     maker = _ARCHITECTURES.get(named)
     if maker is None:
         known = ", ".join(sorted(_ARCHITECTURES))
         raise UnsupportedModel(
             f"{file.path}: GGUF architecture {named[:80]!r} is not supported; these are: {known}"
         )
-    if file.metadata.text("general.type", "model") != "model":
-        kind = file.metadata.text("general.type")
+    if file.metadata.get_string("general.type", "model") != "model":
+        kind = file.metadata.get_string("general.type")
         raise UnsupportedModel(f"{file.path} holds no model but {kind[:80]!r} (general.type)")
-    about = _About(file, named, read)
-    return {**_base(about), **maker(about), "eos_token_id": list(ends)}
+    about = _ArchMetadata(file, named, read)
+    return {**_base_config(about), **maker(about), "eos_token_id": list(ends)}
 
 
-def vocabulary_of(file: GgufFile) -> int:
+def read_vocab_size(file: GgufFile) -> int:
     """Rows of the embedding.
 
     Raises:
         BrokenModel: it has none.
     """
-    tensor = file.tensors.get(_EMBEDDING)
+    tensor = file.tensors.get(_EMBEDDING_NAME)
     if tensor is None or len(tensor.shape) != 2:
-        raise BrokenModel(f"{file.path}: there is no tensor {_EMBEDDING} with rows and columns")
+        raise BrokenModel(f"{file.path}: there is no tensor {_EMBEDDING_NAME} with rows and columns")
     return tensor.shape[0]
 
 
-class _About:
+class _ArchMetadata:
     """Metadata below the architecture's own name."""
 
-    def __init__(self, file: GgufFile, name: str, read: Read) -> None:
+    def __init__(self, file: GgufFile, name: str, read: ReadTensor) -> None:
         self.file, self.metadata, self.read = file, file.metadata, read
         self._name = name
-        self.layers = file.metadata.integer(self.key("block_count"), maximum=_MAX_LAYERS)
+        self.layers = file.metadata.get_integer(self.full_key("block_count"), maximum=_MAX_LAYERS)
 
-    def key(self, key: str) -> str:
+    def full_key(self, key: str) -> str:
         return f"{self._name}.{key}"
 
-    def has(self, key: str) -> bool:
-        return self.key(key) in self.metadata
+    def has_key(self, key: str) -> bool:
+        return self.full_key(key) in self.metadata
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        return self.metadata.integer(self.key(key), default)
+    def get_integer(self, key: str, default: int | None = None) -> int:
+        return self.metadata.get_integer(self.full_key(key), default)
 
-    def number(self, key: str, default: float | None = None) -> float:
-        return self.metadata.number(self.key(key), default)
+    def get_number(self, key: str, default: float | None = None) -> float:
+        return self.metadata.get_number(self.full_key(key), default)
 
-    def uniform(self, key: str, layers: int) -> int:
+    def get_uniform(self, key: str, layers: int) -> int:
         """A number that is the same for all layers."""
-        found = set(self.metadata.integers(self.key(key), layers))
+        found = set(self.metadata.get_integers(self.full_key(key), layers))
         if len(found) != 1 or 0 in found:
             raise UnsupportedModel(
-                f"{self.metadata.where}: {self.key(key)} differs between layers, which is not "
+                f"{self.metadata.where}: {self.full_key(key)} differs between layers, which is not "
                 "supported"
             )
         return found.pop()
 
-    def factors(self, name: str) -> list[float]:
+    def read_factors(self, name: str) -> list[float]:
         """The numbers of a small tensor."""
         tensor = self.file.tensors[name]
-        if len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS or tensor.kind.name != "f32":
+        if len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS or tensor.ggml_type.name != "f32":
             raise BrokenModel(f"{self.file.path}: tensor {name} is no short list of f32 numbers")
         return self.read(tensor)
 
 
-def _base(about: _About) -> dict[str, Any]:
+def _base_config(about: _ArchMetadata) -> dict[str, Any]:
     layers = about.layers
-    hidden = about.integer("embedding_length")
-    heads = about.uniform("attention.head_count", layers)
-    head_dim = about.integer("attention.key_length", max(1, hidden // heads))
-    rotary = about.integer("rope.dimension_count", head_dim)
-    if rotary > head_dim or (hidden % heads and not about.has("attention.key_length")):
+    hidden = about.get_integer("embedding_length")
+    heads = about.get_uniform("attention.head_count", layers)
+    head_dim = about.get_integer("attention.key_length", max(1, hidden // heads))
+    rotary = about.get_integer("rope.dimension_count", head_dim)
+    if rotary > head_dim or (hidden % heads and not about.has_key("attention.key_length")):
         raise BrokenModel(
-            f"{about.metadata.where}: {about.key('embedding_length')} {hidden} and "
-            f"{about.key('rope.dimension_count')} {rotary} contradict "
-            f"{about.key('attention.head_count')} {heads}"
+            f"{about.metadata.where}: {about.full_key('embedding_length')} {hidden} and "
+            f"{about.full_key('rope.dimension_count')} {rotary} contradict "
+            f"{about.full_key('attention.head_count')} {heads}"
         )
-    if about.integer("attention.value_length", head_dim) != head_dim:
+    if about.get_integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(
-            f"{about.metadata.where}: {about.key('attention.value_length')} is not the length of "
+            f"{about.metadata.where}: {about.full_key('attention.value_length')} is not the length of "
             "keys, which is not supported"
         )
     key_heads = "attention.head_count_kv"
-    context = about.integer("context_length")
+    context = about.get_integer("context_length")
     return {
-        "vocab_size": vocabulary_of(about.file),
+        "vocab_size": read_vocab_size(about.file),
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": about.uniform(key_heads, layers) if about.has(key_heads) else heads,
+        "num_key_value_heads": about.get_uniform(key_heads, layers) if about.has_key(key_heads) else heads,
         "head_dim": head_dim,
-        "intermediate_size": about.uniform("feed_forward_length", layers),
-        "rms_norm_eps": about.number("attention.layer_norm_rms_epsilon"),
+        "intermediate_size": about.get_uniform("feed_forward_length", layers),
+        "rms_norm_eps": about.get_number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": context,
         "tie_word_embeddings": "output.weight" not in about.file.tensors,
-        "torch_dtype": _dtype(about.file.tensors),
+        "torch_dtype": _find_dtype(about.file.tensors),
         "partial_rotary_factor": rotary / head_dim,
-        **_rope(about, context),
+        **_rope_config(about, context),
     }
 
 
-def _dtype(tensors: Mapping[str, GgufTensor]) -> str:
+def _find_dtype(tensors: Mapping[str, GgufTensor]) -> str:
     """What most weights are; those in blocks are computed with as bf16."""
-    kinds = [tensor.kind.name for tensor in tensors.values() if len(tensor.shape) > 1]
+    kinds = [tensor.ggml_type.name for tensor in tensors.values() if len(tensor.shape) > 1]
     plain: Final = {"f32": "float32", "f16": "float16"}
     return plain.get(max(sorted(set(kinds)), key=kinds.count), "bfloat16")
 
 
-def _rope(about: _About, context: int) -> dict[str, Any]:
-    made: dict[str, Any] = {"rope_theta": about.number("rope.freq_base", 10_000.0)}
-    original = about.integer("rope.scaling.original_context_length", context)
+def _rope_config(about: _ArchMetadata, context: int) -> dict[str, Any]:
+    made: dict[str, Any] = {"rope_theta": about.get_number("rope.freq_base", 10_000.0)}
+    original = about.get_integer("rope.scaling.original_context_length", context)
     scaling: dict[str, Any] = {"rope_type": "longrope"}
     if ROPE_LONG in about.file.tensors and ROPE_SHORT in about.file.tensors:
         # Phi: LongRoPE.
-        scaling["short_factor"] = about.factors(ROPE_SHORT)
-        scaling["long_factor"] = about.factors(ROPE_LONG)
-        if about.has("rope.scaling.attn_factor"):
-            scaling["attention_factor"] = about.number("rope.scaling.attn_factor")
+        scaling["short_factor"] = about.read_factors(ROPE_SHORT)
+        scaling["long_factor"] = about.read_factors(ROPE_LONG)
+        if about.has_key("rope.scaling.attn_factor"):
+            scaling["attention_factor"] = about.get_number("rope.scaling.attn_factor")
         return {**made, "rope_scaling": scaling, "original_max_position_embeddings": original}
     if ROPE_FREQS in about.file.tensors:
         # Llama 3: its own divisors, the same for texts of any length.
-        scaling["short_factor"] = scaling["long_factor"] = about.factors(ROPE_FREQS)
+        scaling["short_factor"] = scaling["long_factor"] = about.read_factors(ROPE_FREQS)
         scaling |= {"factor": 1.0, "attention_factor": 1.0}
         return {**made, "rope_scaling": scaling}
-    kind = about.metadata.text(about.key("rope.scaling.type"), "none")
+    kind = about.metadata.get_string(about.full_key("rope.scaling.type"), "none")
     if kind == "none":
         return made
     if kind not in ("linear", "yarn"):
         raise UnsupportedModel(
-            f"{about.metadata.where}: {about.key('rope.scaling.type')} {kind[:80]!r} is not "
+            f"{about.metadata.where}: {about.full_key('rope.scaling.type')} {kind[:80]!r} is not "
             "supported here (only linear and yarn)"
         )
-    scaling = {"rope_type": kind, "factor": about.number("rope.scaling.factor")}
+    scaling = {"rope_type": kind, "factor": about.get_number("rope.scaling.factor")}
     if kind == "yarn":
-        scaling |= {"original_max_position_embeddings": original, **_yarn(about)}
+        scaling |= {"original_max_position_embeddings": original, **_yarn_config(about)}
     return {**made, "rope_scaling": scaling}
 
 
-def _yarn(about: _About) -> dict[str, Any]:
+def _yarn_config(about: _ArchMetadata) -> dict[str, Any]:
     """What is told of YaRN where it isn't as usual."""
-    extrapolated = about.number("rope.scaling.yarn_ext_factor", 1.0)
+    extrapolated = about.get_number("rope.scaling.yarn_ext_factor", 1.0)
     if extrapolated != 1.0:
         raise UnsupportedModel(
-            f"{about.metadata.where}: {about.key('rope.scaling.yarn_ext_factor')} {extrapolated} "
+            f"{about.metadata.where}: {about.full_key('rope.scaling.yarn_ext_factor')} {extrapolated} "
             "is not supported (only 1)"
         )
     names = {
@@ -178,144 +178,144 @@ def _yarn(about: _About) -> dict[str, Any]:
         "log_multiplier": "mscale_all_dim",
     }
     found: dict[str, Any] = {
-        ours: about.number(f"rope.scaling.yarn_{theirs}")
+        ours: about.get_number(f"rope.scaling.yarn_{theirs}")
         for theirs, ours in names.items()
-        if about.has(f"rope.scaling.yarn_{theirs}")
+        if about.has_key(f"rope.scaling.yarn_{theirs}")
     }
     return {**found, "mscale": 1.0} if "mscale_all_dim" in found else found
 
 
-def _llama(about: _About) -> dict[str, Any]:
+def _llama_config(about: _ArchMetadata) -> dict[str, Any]:
     biased = {"attention_bias": "blk.0.attn_q.bias" in about.file.tensors}
-    if not about.has("expert_count"):
+    if not about.has_key("expert_count"):
         return {"architectures": ["LlamaForCausalLM"], **biased}
     return {
         "architectures": ["MixtralForCausalLM"],
-        "num_local_experts": about.integer("expert_count"),
-        "num_experts_per_tok": about.integer("expert_used_count"),
+        "num_local_experts": about.get_integer("expert_count"),
+        "num_experts_per_tok": about.get_integer("expert_used_count"),
         "sliding_window": None,
     }
 
 
-def _mistral3(about: _About) -> dict[str, Any]:
+def _mistral3_config(about: _ArchMetadata) -> dict[str, Any]:
     """Mistral Small 3.1 and 3.2, of which older files say that they are ``llama``."""
     key = "attention.temperature_scale"
-    if about.has(key):
+    if about.has_key(key):
         raise UnsupportedModel(
-            f"{about.metadata.where}: {about.key(key)} (Ministral 3) is not supported"
+            f"{about.metadata.where}: {about.full_key(key)} (Ministral 3) is not supported"
         )
-    return _llama(about)
+    return _llama_config(about)
 
 
-def _granite(about: _About) -> dict[str, Any]:
-    heads = about.uniform("attention.head_count", about.layers)
-    head_dim = about.integer("attention.key_length", about.integer("embedding_length") // heads)
+def _granite_config(about: _ArchMetadata) -> dict[str, Any]:
+    heads = about.get_uniform("attention.head_count", about.layers)
+    head_dim = about.get_integer("attention.key_length", about.get_integer("embedding_length") // heads)
     return {
         "architectures": ["GraniteForCausalLM"],
         "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
-        "attention_multiplier": about.number("attention.scale", head_dim**-0.5),
-        "embedding_multiplier": about.number("embedding_scale", 1.0),
-        "residual_multiplier": about.number("residual_scale", 1.0),
-        "logits_scaling": about.number("logit_scale", 1.0),
+        "attention_multiplier": about.get_number("attention.scale", head_dim**-0.5),
+        "embedding_multiplier": about.get_number("embedding_scale", 1.0),
+        "residual_multiplier": about.get_number("residual_scale", 1.0),
+        "logits_scaling": about.get_number("logit_scale", 1.0),
     }
 
 
-def _olmo2(about: _About) -> dict[str, Any]:
+def _olmo2_config(about: _ArchMetadata) -> dict[str, Any]:
     """OLMo 2, and OLMo 3, which has windows."""
-    if not about.has("attention.sliding_window"):
+    if not about.has_key("attention.sliding_window"):
         return {"architectures": ["Olmo2ForCausalLM"]}
     made = {
         "architectures": ["Olmo3ForCausalLM"],
-        "sliding_window": about.integer("attention.sliding_window"),
+        "sliding_window": about.get_integer("attention.sliding_window"),
     }
     key = "attention.sliding_window_pattern"
-    if not about.has(key):
+    if not about.has_key(key):
         return made  # all layers but every fourth
-    windowed = about.metadata.integers(about.key(key), about.layers)
+    windowed = about.metadata.get_integers(about.full_key(key), about.layers)
     if not set(windowed) <= {0, 1}:
         raise BrokenModel(
-            f"{about.metadata.where}: metadata {about.key(key)} doesn't tell each layer's window"
+            f"{about.metadata.where}: metadata {about.full_key(key)} doesn't tell each layer's window"
         )
     return {**made, "layer_types": [_LAYER_TYPES[each] for each in windowed]}
 
 
-def _glm4(about: _About) -> dict[str, Any]:
+def _glm4_config(about: _ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["Glm4ForCausalLM"],
         "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
     }
 
 
-def _named(architecture: str) -> Callable[[_About], dict[str, Any]]:
+def _plain_config(architecture: str) -> Callable[[_ArchMetadata], dict[str, Any]]:
     return lambda about: {"architectures": [architecture]}
 
 
-def _qwen2_moe(about: _About) -> dict[str, Any]:
+def _qwen2_moe_config(about: _ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["Qwen2MoeForCausalLM"],
-        "num_experts": about.integer("expert_count"),
-        "num_experts_per_tok": about.integer("expert_used_count"),
-        "moe_intermediate_size": about.integer("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": about.integer("expert_shared_feed_forward_length"),
+        "num_experts": about.get_integer("expert_count"),
+        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        "moe_intermediate_size": about.get_integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": about.get_integer("expert_shared_feed_forward_length"),
         "norm_topk_prob": False,
         "qkv_bias": "blk.0.attn_q.bias" in about.file.tensors,
     }
 
 
-def _qwen3_moe(about: _About) -> dict[str, Any]:
+def _qwen3_moe_config(about: _ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": about.integer("expert_count"),
-        "num_experts_per_tok": about.integer("expert_used_count"),
-        "moe_intermediate_size": about.integer("expert_feed_forward_length"),
+        "num_experts": about.get_integer("expert_count"),
+        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        "moe_intermediate_size": about.get_integer("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
 
 
-def _phi3(about: _About) -> dict[str, Any]:
-    window = about.metadata.index(about.key("attention.sliding_window"))
+def _phi3_config(about: _ArchMetadata) -> dict[str, Any]:
+    window = about.metadata.get_index(about.full_key("attention.sliding_window"))
     return {"architectures": ["Phi3ForCausalLM"], "sliding_window": window or None}
 
 
-def _gemma2(about: _About) -> dict[str, Any]:
+def _gemma2_config(about: _ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["Gemma2ForCausalLM"],
-        "query_pre_attn_scalar": _scalar(about, largest=46),
-        "sliding_window": about.integer("attention.sliding_window", 4096),
-        "attn_logit_softcapping": about.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": about.number("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _attention_scalar(about, largest=46),
+        "sliding_window": about.get_integer("attention.sliding_window", 4096),
+        "attn_logit_softcapping": about.get_number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": about.get_number("final_logit_softcapping", 30.0),
     }
 
 
-def _gemma3(about: _About) -> dict[str, Any]:
+def _gemma3_config(about: _ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["Gemma3ForCausalLM"],
-        "query_pre_attn_scalar": _scalar(about, largest=62),
-        "sliding_window": about.integer("attention.sliding_window"),
-        "rope_local_base_freq": about.number("rope.freq_base_swa", 10_000.0),
+        "query_pre_attn_scalar": _attention_scalar(about, largest=62),
+        "sliding_window": about.get_integer("attention.sliding_window"),
+        "rope_local_base_freq": about.get_number("rope.freq_base_swa", 10_000.0),
     }
 
 
-def _scalar(about: _About, largest: int) -> int:
+def _attention_scalar(about: _ArchMetadata, largest: int) -> int:
     """What scores are divided by, squared; the models of 27B are told by their layers alone."""
-    heads = about.uniform("attention.head_count", about.layers)
-    share = about.integer("embedding_length") // heads
+    heads = about.get_uniform("attention.head_count", about.layers)
+    share = about.get_integer("embedding_length") // heads
     is_largest = about.layers == largest
-    return share if is_largest else about.integer("attention.key_length", share)
+    return share if is_largest else about.get_integer("attention.key_length", share)
 
 
-_ARCHITECTURES: dict[str, Callable[[_About], dict[str, Any]]] = {
-    "llama": _llama,
-    "mistral3": _mistral3,
-    "granite": _granite,
-    "smollm3": _named("SmolLM3ForCausalLM"),
-    "olmo2": _olmo2,
-    "glm4": _glm4,
-    "qwen2moe": _qwen2_moe,
-    "qwen2": _named("Qwen2ForCausalLM"),
-    "qwen3": _named("Qwen3ForCausalLM"),
-    "qwen3moe": _qwen3_moe,
-    "phi3": _phi3,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
+_ARCHITECTURES: dict[str, Callable[[_ArchMetadata], dict[str, Any]]] = {
+    "llama": _llama_config,
+    "mistral3": _mistral3_config,
+    "granite": _granite_config,
+    "smollm3": _plain_config("SmolLM3ForCausalLM"),
+    "olmo2": _olmo2_config,
+    "glm4": _glm4_config,
+    "qwen2moe": _qwen2_moe_config,
+    "qwen2": _plain_config("Qwen2ForCausalLM"),
+    "qwen3": _plain_config("Qwen3ForCausalLM"),
+    "qwen3moe": _qwen3_moe_config,
+    "phi3": _phi3_config,
+    "gemma2": _gemma2_config,
+    "gemma3": _gemma3_config,
 }

@@ -19,9 +19,9 @@ from molink.facts.kept import NarrowDType
 
 #: Rows of a weight that lie together where a CPU multiplies by blocks: their number has to be a
 #: multiple of it. CPUs with shorter registers take half as many.
-ROWS = 32
+ROW_MULTIPLE = 32
 #: Bits of half a word.
-HALF = 16
+HALF_BITS = 16
 _HALF_BYTES = 2
 
 
@@ -29,85 +29,85 @@ _HALF_BYTES = 2
 class BlockFormat:
     """Of a kind: ``bits`` of a code, weights of a ``group`` and of a ``block``.
 
-    Codes of 8 bits are signed. ``adds``: something is added. ``nested``: groups have whole numbers
-    of one byte, signed where nothing is added. ``shifts``: codes are shifted, by whole numbers.
-    ``numbers`` of 16 bits are of that type.
+    Codes of 8 bits are signed. ``has_minimum``: something is added. ``has_nested_scales``: groups have whole numbers
+    of one byte, signed where nothing is added. ``has_shifts``: codes are shifted, by whole numbers.
+    ``number_dtype`` of 16 bits are of that type.
     """
 
     bits: int
     offset: int
     group: int
     block: int
-    adds: bool = False
-    nested: bool = False
-    shifts: bool = False
-    numbers: NarrowDType = "f16"
+    has_minimum: bool = False
+    has_nested_scales: bool = False
+    has_shifts: bool = False
+    number_dtype: NarrowDType = "f16"
 
     @property
-    def each(self) -> int:
+    def numbers_per_group(self) -> int:
         """Numbers that a group has, or a block where groups have whole ones: a scale first."""
-        return 1 + self.adds + self.shifts
+        return 1 + self.has_minimum + self.has_shifts
 
     @property
-    def word(self) -> int:
+    def word_bytes(self) -> int:
         """Bytes of a word of codes."""
         return 2 if self.bits == 8 else 4
 
     @property
-    def words(self) -> int:
+    def words_per_group(self) -> int:
         """Words of a group."""
-        return self.group * self.bits // (8 * self.word)
+        return self.group * self.bits // (8 * self.word_bytes)
 
     @property
-    def groups(self) -> int:
+    def groups_per_block(self) -> int:
         """Groups of a block."""
         return self.block // self.group
 
     @property
     def number_bytes(self) -> int:
         """Bytes of a group's own numbers: of 16 bits, or whole ones."""
-        return (1 if self.nested else _HALF_BYTES) * self.each
+        return (1 if self.has_nested_scales else _HALF_BYTES) * self.numbers_per_group
 
     @property
     def group_bytes(self) -> int:
         """Bytes of a group in memory."""
-        return self.number_bytes + self.words * self.word
+        return self.number_bytes + self.words_per_group * self.word_bytes
 
     @property
-    def block_bytes(self) -> int:
+    def block_number_bytes(self) -> int:
         """Bytes of a block's numbers of 16 bits, where groups have whole ones."""
-        return _HALF_BYTES * self.each * self.nested
+        return _HALF_BYTES * self.numbers_per_group * self.has_nested_scales
 
     @property
     def nbytes(self) -> int:
         """Bytes of a block in memory."""
-        return self.block_bytes + self.groups * self.group_bytes
+        return self.block_number_bytes + self.groups_per_block * self.group_bytes
 
 
 #: Of kinds of GGUF blocks, by name. All others become numbers as they are loaded.
-FORMATS = {
+BLOCK_FORMATS = {
     "q4_0": BlockFormat(4, 8, 32, 32),
-    "q4_1": BlockFormat(4, 0, 32, 32, adds=True),
+    "q4_1": BlockFormat(4, 0, 32, 32, has_minimum=True),
     "q5_0": BlockFormat(5, 16, 32, 32),
-    "q5_1": BlockFormat(5, 0, 32, 32, adds=True),
+    "q5_1": BlockFormat(5, 0, 32, 32, has_minimum=True),
     "q8_0": BlockFormat(8, 0, 32, 32),
-    "q4_k": BlockFormat(4, 0, 32, 256, adds=True, nested=True),
-    "q5_k": BlockFormat(5, 0, 32, 256, adds=True, nested=True),
-    "q6_k": BlockFormat(6, 32, 16, 256, nested=True),
+    "q4_k": BlockFormat(4, 0, 32, 256, has_minimum=True, has_nested_scales=True),
+    "q5_k": BlockFormat(5, 0, 32, 256, has_minimum=True, has_nested_scales=True),
+    "q6_k": BlockFormat(6, 32, 16, 256, has_nested_scales=True),
 }
 
 
 class BitRange(NamedTuple):
-    """``bits`` bits of a code from ``to`` on: bits ``at`` on of half of a group's ``word``."""
+    """``bits`` bits of a code from ``target_bit`` on: bits ``source_bit`` on of half of a group's ``word``."""
 
     word: int
-    at: int
+    source_bit: int
     bits: int
-    to: int
+    target_bit: int
 
 
 @cache
-def pieces(bits: int, index: int) -> tuple[BitRange, ...]:
+def locate_pair(bits: int, index: int) -> tuple[BitRange, ...]:
     """Where pair ``index`` of a group's codes lies.
 
     A *word* of 32 bits has in its lower half codes at even depths, in its upper half the others, so

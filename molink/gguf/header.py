@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from molink.errors import BrokenModel, UnsupportedModel
-from molink.gguf.blocks import BY_NUMBER, Kind
-from molink.gguf.metadata import Metadata, Value
+from molink.gguf.blocks import TYPES_BY_NUMBER, GgmlType
+from molink.gguf.metadata import GgufMetadata, MetadataValue
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -26,12 +26,12 @@ _MAX_KEYS = 1 << 14
 #: Tensors of a model.
 MAX_TENSORS = 1 << 18
 #: Entries of a list: of the longest known, the merges of a vocabulary, there are half a million.
-_MAX_LISTED = 1 << 22
+_MAX_LIST_ENTRIES = 1 << 22
 _MAX_NAME = 256
 _MAX_DIMENSIONS = 4
 _MAX_ALIGNMENT = 1 << 16
 #: Struct codes of numbers, by the type's number.
-_NUMBERS: Final = {
+_NUMBER_CODES: Final = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _STRING, _LIST = 8, 9
@@ -41,15 +41,15 @@ _STRING, _LIST = 8, 9
 class GgufTensor:
     """A tensor: ``nbytes`` bytes at ``offset`` of the file. ``shape`` has the rows first.
 
-    ``part`` says in which one, of a model in several files.
+    ``split`` says in which one, of a model in several files.
     """
 
     name: str
-    kind: Kind
+    ggml_type: GgmlType
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-    part: int = 0
+    split: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class GgufFile:
     """A GGUF file that was looked at, or all of a model's; ``path`` is the first of these."""
 
     path: Path
-    metadata: Metadata
+    metadata: GgufMetadata
     tensors: dict[str, GgufTensor]
-    parts: tuple[Path, ...]
+    split_paths: tuple[Path, ...]
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -77,39 +77,39 @@ def read_gguf(path: Path) -> GgufFile:
             if size < 24:
                 raise BrokenModel(f"{path}: truncated: {size} bytes are no GGUF file")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _read(path, data, size)
+                return _parse_gguf(path, data, size)
     except OSError as error:
         raise BrokenModel(f"{path}: can't be read: {error.strerror or error}") from error
 
 
-def _read(path: Path, data: mmap.mmap, size: int) -> GgufFile:
-    read = _Reader(path, data, min(size, MAX_HEADER_BYTES), size)
+def _parse_gguf(path: Path, data: mmap.mmap, size: int) -> GgufFile:
+    read = _HeaderReader(path, data, min(size, MAX_HEADER_BYTES), size)
     _check_version(path, read)
-    tensors, keys = read.count("tensors", MAX_TENSORS), read.count("metadata keys", _MAX_KEYS)
-    values: dict[str, Value] = {}
+    tensors, keys = read.read_count("tensors", MAX_TENSORS), read.read_count("metadata keys", _MAX_KEYS)
+    values: dict[str, MetadataValue] = {}
     for _ in range(keys):
         read.where = "its metadata"
-        name = read.text(_MAX_NAME)
+        name = read.read_string(_MAX_NAME)
         read.where = f"metadata {name!r}"
         if name in values:
             raise BrokenModel(f"{path}: {read.where} is there twice")
-        values[name] = read.value()
-    metadata = Metadata(values, str(path))
-    found = [_tensor(read) for _ in range(tensors)]
-    alignment = metadata.integer("general.alignment", 32, _MAX_ALIGNMENT)
+        values[name] = read.read_value()
+    metadata = GgufMetadata(values, str(path))
+    found = [_read_tensor(read) for _ in range(tensors)]
+    alignment = metadata.get_integer("general.alignment", 32, _MAX_ALIGNMENT)
     if alignment & (alignment - 1):
         raise BrokenModel(f"{path}: general.alignment {alignment} is no power of two")
     base = -(-read.at // alignment) * alignment
-    return GgufFile(path, metadata, _placed(path, found, base, alignment, size), (path,))
+    return GgufFile(path, metadata, _place_tensors(path, found, base, alignment, size), (path,))
 
 
-def _check_version(path: Path, read: "_Reader") -> None:
-    magic = read.take(4)
+def _check_version(path: Path, read: "_HeaderReader") -> None:
+    magic = read.read_bytes(4)
     if magic == b"vers":
         raise BrokenModel(f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull`")
     if magic != _MAGIC:
         raise BrokenModel(f"{path} is no GGUF file: it doesn't begin with 'GGUF'")
-    (version,) = read.numbers("I")
+    (version,) = read.read_numbers("I")
     if version in _VERSIONS:
         return
     if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
@@ -117,7 +117,7 @@ def _check_version(path: Path, read: "_Reader") -> None:
     raise UnsupportedModel(f"{path}: GGUF version {version} is not supported (2 and 3 are)")
 
 
-class _Reader:
+class _HeaderReader:
     """Reads a header from its start; ``where`` is what is being read, for errors."""
 
     def __init__(self, path: Path, data: mmap.mmap, end: int, size: int) -> None:
@@ -125,74 +125,74 @@ class _Reader:
         self.at = 0
         self.where = "its header"
 
-    def take(self, nbytes: int) -> bytes:
+    def read_bytes(self, nbytes: int) -> bytes:
         """The next bytes."""
         begin = self._advance(nbytes)
         return self._data[begin : self.at]
 
-    def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
+    def read_numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
         """The next numbers of a struct code."""
         form = f"<{count}{code}"
         return struct.unpack_from(form, self._data, self._advance(struct.calcsize(form)))
 
-    def count(self, what: str, maximum: int) -> int:
+    def read_count(self, what: str, maximum: int) -> int:
         """How many of something follow."""
-        (count,) = self.numbers("Q")
+        (count,) = self.read_numbers("Q")
         if count > maximum:
             raise BrokenModel(f"{self._path}: says that it has {count} {what} (at most {maximum})")
         return int(count)
 
-    def text(self, maximum: int = MAX_HEADER_BYTES) -> str:
+    def read_string(self, maximum: int = MAX_HEADER_BYTES) -> str:
         """A string of at most so many bytes."""
-        (length,) = self.numbers("Q")
+        (length,) = self.read_numbers("Q")
         if length > maximum:
             raise BrokenModel(
                 f"{self._path}: {self.where}: a text of {length} bytes (at most {maximum})"
             )
         try:
-            return self.take(length).decode("utf-8")
+            return self.read_bytes(length).decode("utf-8")
         except UnicodeDecodeError as error:
             raise BrokenModel(f"{self._path}: {self.where}: a text is no UTF-8: {error}") from None
 
-    def value(self) -> Value:
+    def read_value(self) -> MetadataValue:
         """A value with its type before it."""
-        (number,) = self.numbers("I")
+        (number,) = self.read_numbers("I")
         if number != _LIST:
-            return self._scalar(number)
-        (inner,) = self.numbers("I")
-        (length,) = self.numbers("Q")
-        if length > _MAX_LISTED:
+            return self._read_scalar(number)
+        (inner,) = self.read_numbers("I")
+        (length,) = self.read_numbers("Q")
+        if length > _MAX_LIST_ENTRIES:
             raise BrokenModel(
-                f"{self._path}: {self.where}: a list of {length} entries (at most {_MAX_LISTED})"
+                f"{self._path}: {self.where}: a list of {length} entries (at most {_MAX_LIST_ENTRIES})"
             )
         if inner == _STRING:
-            self._refuse_beyond(8 * length)
-            return [self.text() for _ in range(length)]
+            self._check_end(8 * length)
+            return [self.read_string() for _ in range(length)]
         # As many bytes here as in the file; truth values are numbers in it.
-        numbers: array[Any] = array(self._code(inner).replace("?", "B"))
-        numbers.frombytes(self.take(length * numbers.itemsize))
+        numbers: array[Any] = array(self._number_code(inner).replace("?", "B"))
+        numbers.frombytes(self.read_bytes(length * numbers.itemsize))
         if sys.byteorder == "big":
             numbers.byteswap()
         return numbers
 
-    def _scalar(self, number: int) -> Value:
+    def _read_scalar(self, number: int) -> MetadataValue:
         if number == _STRING:
-            return self.text()
-        value: Value = self.numbers(self._code(number))[0]
+            return self.read_string()
+        value: MetadataValue = self.read_numbers(self._number_code(number))[0]
         return value
 
-    def _code(self, number: int) -> str:
-        if number not in _NUMBERS:
+    def _number_code(self, number: int) -> str:
+        if number not in _NUMBER_CODES:
             kind = "lists in lists" if number == _LIST else f"type {number}"
             raise BrokenModel(f"{self._path}: {self.where}: {kind} is nothing that molink reads")
-        return _NUMBERS[number]
+        return _NUMBER_CODES[number]
 
     def _advance(self, nbytes: int) -> int:
-        self._refuse_beyond(nbytes)
+        self._check_end(nbytes)
         begin, self.at = self.at, self.at + nbytes
         return begin
 
-    def _refuse_beyond(self, nbytes: int) -> None:
+    def _check_end(self, nbytes: int) -> None:
         if nbytes <= self._end - self.at:
             return
         if self._end < self._size:
@@ -203,25 +203,25 @@ class _Reader:
         )
 
 
-def _tensor(read: _Reader) -> GgufTensor:
+def _read_tensor(read: _HeaderReader) -> GgufTensor:
     """One entry of the list; its offset still counts from where the tensors begin."""
     read.where = "its list of tensors"
-    name = read.text(_MAX_NAME)
+    name = read.read_string(_MAX_NAME)
     if not name.isprintable():
         raise BrokenModel(f"{read._path}: a tensor has the name {name!r}")
     read.where = f"tensor {name}"
     where = f"{read._path}: {read.where}"
-    (dimensions,) = read.numbers("I")
+    (dimensions,) = read.read_numbers("I")
     if not 0 < dimensions <= _MAX_DIMENSIONS:
         raise BrokenModel(f"{where}: {dimensions} dimensions (at most {_MAX_DIMENSIONS})")
-    shape = tuple(reversed(read.numbers("Q", dimensions)))
-    (number,) = read.numbers("I")
-    (offset,) = read.numbers("Q")
-    kind = BY_NUMBER.get(number)
+    shape = tuple(reversed(read.read_numbers("Q", dimensions)))
+    (number,) = read.read_numbers("I")
+    (offset,) = read.read_numbers("Q")
+    kind = TYPES_BY_NUMBER.get(number)
     if kind is None:
-        known = ", ".join(each.name.upper() for each in BY_NUMBER.values())
+        known = ", ".join(each.name.upper() for each in TYPES_BY_NUMBER.values())
         raise UnsupportedModel(
-            f"{where}: its element type {_kind_name(number)} is not supported; take a file whose "
+            f"{where}: its element type {_type_name(number)} is not supported; take a file whose "
             f"weights are {known}"
         )
     row = kind.row_bytes(shape[-1])
@@ -230,7 +230,7 @@ def _tensor(read: _Reader) -> GgufTensor:
     return GgufTensor(name, kind, shape, offset, prod(shape[:-1]) * row)
 
 
-def _kind_name(number: int) -> str:
+def _type_name(number: int) -> str:
     from gguf import GGMLQuantizationType
 
     try:
@@ -239,7 +239,7 @@ def _kind_name(number: int) -> str:
         return str(number)
 
 
-def _placed(
+def _place_tensors(
     path: Path, found: list[GgufTensor], base: int, alignment: int, size: int
 ) -> dict[str, GgufTensor]:
     placed: dict[str, GgufTensor] = {}
@@ -260,6 +260,6 @@ def _placed(
             raise BrokenModel(f"{path}: tensors {before} and {tensor.name} overlap")
         end, before = offset + tensor.nbytes, tensor.name
         placed[tensor.name] = GgufTensor(
-            tensor.name, tensor.kind, tensor.shape, offset, tensor.nbytes
+            tensor.name, tensor.ggml_type, tensor.shape, offset, tensor.nbytes
         )
     return placed

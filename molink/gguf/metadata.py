@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 from molink.errors import BrokenModel
 
 #: Numbers in a list take as many bytes as in the file.
-Value: TypeAlias = "bool | int | float | str | list[str] | array[Any]"
+MetadataValue: TypeAlias = "bool | int | float | str | list[str] | array[Any]"
 
 
-class Metadata:
+class GgufMetadata:
     """Values by key, checked when they are asked for.
 
     Without a default an absent key is an error. Every method raises :class:`BrokenModel` and names
@@ -20,95 +20,95 @@ class Metadata:
 
     __slots__ = ("_values", "where")
 
-    def __init__(self, values: Mapping[str, Value], where: str) -> None:
+    def __init__(self, values: Mapping[str, MetadataValue], where: str) -> None:
         self._values = values
         self.where = where
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
-    def other_than(self, other: "Metadata", besides: str) -> str | None:
+    def find_difference(self, other: "GgufMetadata", besides: str) -> str | None:
         """A key that both have with different values; ``besides`` is not looked at."""
         keys = (self._values.keys() & other._values.keys()) - {besides}
         return next((k for k in sorted(keys) if self._values[k] != other._values[k]), None)
 
-    def integer(self, key: str, default: int | None = None, maximum: int = 2**31 - 1) -> int:
+    def get_integer(self, key: str, default: int | None = None, maximum: int = 2**31 - 1) -> int:
         """A positive integer up to ``maximum``."""
-        value = self._get(key, default)
+        value = self._get_value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= maximum:
-            raise self._wrong(key, f"a number from 1 to {maximum}", value)
+            raise self._wrong_value(key, f"a number from 1 to {maximum}", value)
         return value
 
-    def index(self, key: str) -> int | None:
+    def get_index(self, key: str) -> int | None:
         """A number of a token, if it is there."""
         value = self._values.get(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(key, "the number of a token", value)
+            raise self._wrong_value(key, "the number of a token", value)
         return value
 
-    def integers(self, key: str, count: int) -> list[int]:
+    def get_integers(self, key: str, count: int) -> list[int]:
         """One positive integer for each of ``count`` layers, or one for all."""
         value = self._values.get(key)
         if not isinstance(value, array):
-            return [self.integer(key)] * count
+            return [self.get_integer(key)] * count
         fine = all(isinstance(each, int) and 0 <= each < 2**31 for each in value)
         if len(value) != count or not fine:
-            raise self._wrong(key, f"a list of {count} numbers", value)
+            raise self._wrong_value(key, f"a list of {count} numbers", value)
         return [int(each) for each in value]
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def get_number(self, key: str, default: float | None = None) -> float:
         """A finite number."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value):
-            raise self._wrong(key, "a finite number", value)
+        value = self._get_value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _check_finite(value):
+            raise self._wrong_value(key, "a finite number", value)
         return float(value)
 
-    def boolean(self, key: str, default: bool) -> bool:
+    def get_boolean(self, key: str, default: bool) -> bool:
         """True or false."""
-        value = self._get(key, default)
+        value = self._get_value(key, default)
         if not isinstance(value, bool):
-            raise self._wrong(key, "true or false", value)
+            raise self._wrong_value(key, "true or false", value)
         return value
 
-    def text(self, key: str, default: str | None = None) -> str:
+    def get_string(self, key: str, default: str | None = None) -> str:
         """A string."""
-        value = self._get(key, default)
+        value = self._get_value(key, default)
         if not isinstance(value, str):
-            raise self._wrong(key, "a text", value)
+            raise self._wrong_value(key, "a text", value)
         return value
 
-    def texts(self, key: str) -> list[str]:
+    def get_strings(self, key: str) -> list[str]:
         """A list of strings."""
-        value = self._get(key, None)
+        value = self._get_value(key, None)
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise self._wrong(key, "a list of texts", value)
+            raise self._wrong_value(key, "a list of texts", value)
         return [str(each) for each in value]
 
-    def numbers(self, key: str, count: int) -> list[float]:
+    def get_numbers(self, key: str, count: int) -> list[float]:
         """A list of so many finite numbers."""
-        value = self._get(key, None)
+        value = self._get_value(key, None)
         if (
             not isinstance(value, array)
             or len(value) != count
-            or not all(_finite(each) for each in value)
+            or not all(_check_finite(each) for each in value)
         ):
-            raise self._wrong(key, f"a list of {count} finite numbers", value)
+            raise self._wrong_value(key, f"a list of {count} finite numbers", value)
         return [float(each) for each in value]
 
-    def _get(self, key: str, default: "Value | None") -> Value:
+    def _get_value(self, key: str, default: "MetadataValue | None") -> MetadataValue:
         value = self._values.get(key, default)
         if value is None:
             raise BrokenModel(f"{self.where}: metadata {key} is missing")
         return value
 
-    def _wrong(self, key: str, wanted: str, value: object) -> BrokenModel:
+    def _wrong_value(self, key: str, wanted: str, value: object) -> BrokenModel:
         found = repr(value)[:80]
         if isinstance(value, list | array):
             found = f"a list of {len(value)} entries"
         return BrokenModel(f"{self.where}: metadata {key} has to be {wanted}, not {found}")
 
 
-def _finite(value: float) -> bool:
+def _check_finite(value: float) -> bool:
     return math.isfinite(value)

@@ -1,6 +1,6 @@
 """How the authors of a GGUF file want their model sampled: ``general.sampling.*``."""
 
-from molink.gguf.metadata import Metadata
+from molink.gguf.metadata import GgufMetadata
 from molink.wire.messages.data import (
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
@@ -9,7 +9,7 @@ from molink.wire.messages.data import (
 
 #: Names of a ``generation_config.json``: the key of the file, and what the value is bounded to.
 #: What llama.cpp takes for "off" (a top_k of -1, say) is so within these bounds too.
-_NUMBERS = {
+_SAMPLING_KEYS = {
     "temperature": ("general.sampling.temp", 0.0, MAX_TEMPERATURE),
     "top_p": ("general.sampling.top_p", 0.0, 1.0),
     "top_k": ("general.sampling.top_k", 0, 2**31 - 1),
@@ -22,15 +22,15 @@ _NUMBERS = {
 }
 
 
-def sampling_of(metadata: Metadata) -> dict[str, float]:
+def read_sampling_defaults(metadata: GgufMetadata) -> dict[str, float]:
     """What the file says, by the names of a ``generation_config.json``; mostly nothing.
 
     Raises:
         BrokenModel: a value is no finite number; its key is named.
     """
     found: dict[str, float] = {}
-    for name, (key, least, most) in _NUMBERS.items():
+    for name, (key, least, most) in _SAMPLING_KEYS.items():
         if key in metadata:
-            value = min(max(metadata.number(key), least), most)
+            value = min(max(metadata.get_number(key), least), most)
             found[name] = int(value) if name == "top_k" else value
     return found

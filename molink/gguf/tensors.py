@@ -15,8 +15,8 @@ from molink.gguf.architecture import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from molink.gguf.blocks import packed_name, packed_shape
 from molink.gguf.header import GgufFile, GgufTensor
 
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)")
-_WHOLE = {
+_LAYER_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)")
+_MODEL_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
@@ -24,8 +24,8 @@ _WHOLE = {
 #: Constants, which follow from the metadata, or are read with it.
 _CONSTANTS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 #: Families whose pairs of rotated rows are stored as neighbours.
-_TURNED = ("Llama", "Mixtral", "Granite", "SmolLM3")
-_CONSTANT_OF_LAYER = "attn_rot_embd"
+_PERMUTED_FAMILIES = ("Llama", "Mixtral", "Granite", "SmolLM3")
+_LAYER_CONSTANTS = "attn_rot_embd"
 _MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -68,12 +68,12 @@ _MIXTRAL_EXPERTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPiece:
-    """A tensor as molink stores it: ``nbytes`` bytes at ``offset`` of a GGUF file, ``part``.
+class MappedTensor:
+    """A tensor as molink stores it: ``nbytes`` bytes at ``offset`` of a GGUF file, ``split``.
 
     ``dtype`` is safetensors' own name; of weights in blocks it is ``U8``, and ``name`` tells the
-    kind of them. With ``heads`` the rows have to be put into the order of halves, head by head.
-    ``less`` is taken from each number.
+    kind of them. With ``permuted_heads`` the rows have to be put into the order of halves, head by head.
+    ``subtract`` is taken from each number.
     """
 
     name: str
@@ -81,13 +81,13 @@ class TensorPiece:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-    heads: int = 0
-    less: float = 0.0
-    part: int = 0
+    permuted_heads: int = 0
+    subtract: float = 0.0
+    split: int = 0
 
 
-def pieces(file: GgufFile, config: dict[str, Any]) -> Iterator[TensorPiece]:
-    """The tensors of the model in ``file`` that :func:`~molink.gguf.architecture.config_of` tells.
+def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor]:
+    """The tensors of the model in ``file`` that :func:`~molink.gguf.architecture.build_config` tells.
 
     Raises:
         BrokenModel: a tensor that such a model doesn't have; named.
@@ -98,20 +98,20 @@ def pieces(file: GgufFile, config: dict[str, Any]) -> Iterator[TensorPiece]:
         where = f"{file.path}: tensor {tensor.name}"
         if tensor.name in _CONSTANTS:
             continue
-        if tensor.name in _WHOLE:
-            yield _piece(_WHOLE[tensor.name], tensor, where, less=_less(family, tensor.name))
+        if tensor.name in _MODEL_TENSORS:
+            yield _make_tensor(_MODEL_TENSORS[tensor.name], tensor, where, less=_norm_offset(family, tensor.name))
             continue
-        match = _LAYER.fullmatch(tensor.name)
+        match = _LAYER_PATTERN.fullmatch(tensor.name)
         module, _, kind = match[2].rpartition(".") if match else ("", "", "")
         if match is None or kind not in ("weight", "bias"):
             raise BrokenModel(f"{where} is none that molink knows in a {family} model")
-        if module != _CONSTANT_OF_LAYER:
-            yield from _of_layer(tensor, f"model.layers.{match[1]}.", module, kind, family, config)
+        if module != _LAYER_CONSTANTS:
+            yield from _map_layer_tensor(tensor, f"model.layers.{match[1]}.", module, kind, family, config)
 
 
-def _of_layer(
+def _map_layer_tensor(
     tensor: GgufTensor, prefix: str, module: str, kind: str, family: str, config: dict[str, Any]
-) -> Iterator[TensorPiece]:
+) -> Iterator[MappedTensor]:
     where = f"tensor {tensor.name}"
     experts = _MIXTRAL_EXPERTS if family == "Mixtral" else _EXPERTS
     if module in experts and kind == "weight":
@@ -124,38 +124,38 @@ def _of_layer(
         for index in range(count):
             begin = tensor.offset + index * nbytes
             one = replace(tensor, shape=tuple(shape), offset=begin, nbytes=nbytes)
-            yield _piece(f"{prefix}{experts[module].format(index)}.weight", one, where)
+            yield _make_tensor(f"{prefix}{experts[module].format(index)}.weight", one, where)
         return
-    ours = _modules(family).get(module)
+    ours = _find_modules(family).get(module)
     if ours is None:
         raise BrokenModel(f"{where} is none that molink knows in a {family} model")
     heads = 0
     if ours == "mlp.shared_expert_gate" and len(tensor.shape) == 1:
         # Which of its two spellings a converter writes depends on its age.
         tensor = replace(tensor, shape=(1, *tensor.shape))
-    if family in _TURNED and module in ("attn_q", "attn_k"):
+    if family in _PERMUTED_FAMILIES and module in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if module == "attn_q" else "num_key_value_heads"]
         if tensor.shape[0] % (2 * heads):
             raise BrokenModel(f"{where}: {tensor.shape[0]} rows are none of {heads} heads")
-    less = _less(family, module)
-    yield _piece(f"{prefix}{ours}.{kind}", tensor, where, heads=heads, less=less)
+    less = _norm_offset(family, module)
+    yield _make_tensor(f"{prefix}{ours}.{kind}", tensor, where, heads=heads, less=less)
 
 
-def _modules(family: str) -> dict[str, str]:
+def _find_modules(family: str) -> dict[str, str]:
     if family.startswith("Gemma") or family in ("Olmo2", "Olmo3"):
         return _GEMMA_MODULES
     others = {"Phi3": _PHI_MODULES, "Mixtral": _MIXTRAL_MODULES, "Glm4": _GLM4_MODULES}
     return others.get(family, _MODULES)
 
 
-def _less(family: str, name: str) -> float:
+def _norm_offset(family: str, name: str) -> float:
     return float(family.startswith("Gemma") and name.removesuffix(".weight").endswith("norm"))
 
 
-def _piece(
+def _make_tensor(
     name: str, tensor: GgufTensor, where: str, *, heads: int = 0, less: float = 0.0
-) -> TensorPiece:
-    kind, shape, dtype = tensor.kind, tensor.shape, tensor.kind.plain
+) -> MappedTensor:
+    kind, shape, dtype = tensor.ggml_type, tensor.shape, tensor.ggml_type.safetensors_dtype
     if less and kind.name != "f32":
         raise UnsupportedModel(f"{where}: norms are read as f32 only, not as {kind.name}")
     if not dtype:
@@ -165,4 +165,4 @@ def _piece(
                 f"{where}: {kind.name} with shape {list(shape)} is not supported"
             )
         name, shape, dtype = packed_name(name, kind), packed, "U8"
-    return TensorPiece(name, dtype, shape, tensor.offset, tensor.nbytes, heads, less, tensor.part)
+    return MappedTensor(name, dtype, shape, tensor.offset, tensor.nbytes, heads, less, tensor.split)

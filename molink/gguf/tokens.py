@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from molink.errors import BrokenModel, UnsupportedModel
-from molink.gguf.metadata import Metadata
-from molink.native import failing_as
+from molink.gguf.metadata import GgufMetadata
+from molink.native import raise_as
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -51,7 +51,7 @@ _GPT4O = (
 _DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 #: How a text is cut into words before merges: each expression cuts what the one before left.
-_CUTS: dict[str, tuple[str, ...]] = {
+_SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
     **dict.fromkeys(
         ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "a.x-4.0", "mellum"), (_GPT2,)
@@ -73,11 +73,11 @@ _CUTS: dict[str, tuple[str, ...]] = {
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
 }
 #: A text begins with a BOS there, where a file doesn't say.
-_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken")
+_BOS_TOKENIZERS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken")
 #: A word that is a token as it stands is not cut by merges there.
-_WHOLE_WORDS = (*_WITH_BOS, "glm4")
+_WHOLE_WORD_TOKENIZERS = (*_BOS_TOKENIZERS, "glm4")
 #: Tokens that end an answer whatever the metadata say.
-_ENDS = frozenset(
+_END_TOKENS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
     | {"<|eom_id|>", "<EOT>", "<｜end▁of▁sentence｜>"}
 )
@@ -89,37 +89,37 @@ class TokenizerFiles:
 
     tokenizer: str
     config: dict[str, Any]
-    ends: tuple[int, ...]
+    eos_ids: tuple[int, ...]
 
 
-def tokenizer_files(metadata: Metadata, vocabulary: int) -> TokenizerFiles:
+def build_tokenizer_files(metadata: GgufMetadata, vocabulary: int) -> TokenizerFiles:
     """The tokenizer of a model with an embedding of ``vocabulary`` rows.
 
     Raises:
         UnsupportedModel: a kind of tokenizer that isn't implemented; named.
         BrokenModel: it contradicts itself or the embedding; the key is named.
     """
-    tokens = _tokens(metadata, vocabulary)
-    kinds = _kinds(metadata, tokens)
-    model = metadata.text("tokenizer.ggml.model")
+    tokens = _read_tokens(metadata, vocabulary)
+    kinds = _read_token_types(metadata, tokens)
+    model = metadata.get_string("tokenizer.ggml.model")
     where = metadata.where
-    with failing_as(lambda reason: BrokenModel(f"{where}: its tokenizer can't be made: {reason}")):
+    with raise_as(lambda reason: BrokenModel(f"{where}: its tokenizer can't be made: {reason}")):
         if model == "gpt2":
-            made = _byte_level(metadata, tokens)
+            made = _byte_level_model(metadata, tokens)
         elif model == "llama":
-            made = _sentence_piece(metadata, tokens, kinds)
+            made = _sentence_piece_model(metadata, tokens, kinds)
         else:
             raise UnsupportedModel(
                 f"{where}: tokenizer.ggml.model {model!r} is not supported (gpt2 and llama are)"
             )
-        made.add_tokens(_added(metadata, tokens, kinds))
+        made.add_tokens(_find_added_tokens(metadata, tokens, kinds))
         source = made.to_str()
-    return TokenizerFiles(source, _config(metadata, tokens, model), _ends(metadata, tokens))
+    return TokenizerFiles(source, _build_config(metadata, tokens, model), _find_eos_ids(metadata, tokens))
 
 
-def _tokens(metadata: Metadata, vocabulary: int) -> list[str]:
+def _read_tokens(metadata: GgufMetadata, vocabulary: int) -> list[str]:
     key = "tokenizer.ggml.tokens"
-    tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(metadata.texts(key))]
+    tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(metadata.get_strings(key))]
     if not 0 < len(tokens) <= min(vocabulary, _MAX_TOKENS):
         raise BrokenModel(
             f"{metadata.where}: metadata {key} has {len(tokens)} tokens, but the embedding "
@@ -135,35 +135,35 @@ def _tokens(metadata: Metadata, vocabulary: int) -> list[str]:
     return tokens
 
 
-def _kinds(metadata: Metadata, tokens: Sequence[str]) -> list[int]:
+def _read_token_types(metadata: GgufMetadata, tokens: Sequence[str]) -> list[int]:
     """The types of tokens. What usually ends an answer is no text, whatever a file says of it."""
     key, count = "tokenizer.ggml.token_type", len(tokens)
-    found = metadata.numbers(key, count) if key in metadata else [_NORMAL] * count
+    found = metadata.get_numbers(key, count) if key in metadata else [_NORMAL] * count
     return [
-        _CONTROL if text in _ENDS else int(kind) for text, kind in zip(tokens, found, strict=True)
+        _CONTROL if text in _END_TOKENS else int(kind) for text, kind in zip(tokens, found, strict=True)
     ]
 
 
-def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> "Tokenizer":
+def _byte_level_model(metadata: GgufMetadata, tokens: Sequence[str]) -> "Tokenizer":
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    named = metadata.text("tokenizer.ggml.pre", "default")
-    if named not in _CUTS:
+    named = metadata.get_string("tokenizer.ggml.pre", "default")
+    if named not in _SPLIT_PATTERNS:
         raise UnsupportedModel(
             f"{metadata.where}: tokenizer.ggml.pre {named!r} is not supported (only "
-            f"{', '.join(sorted(_CUTS))})"
+            f"{', '.join(sorted(_SPLIT_PATTERNS))})"
         )
-    merges = [_halves(metadata, line) for line in metadata.texts("tokenizer.ggml.merges")]
+    merges = [_split_merge(metadata, line) for line in metadata.get_strings("tokenizer.ggml.merges")]
     vocabulary = {text: index for index, text in enumerate(tokens)}
-    made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=named in _WHOLE_WORDS))
-    cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in _CUTS[named]]
+    made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=named in _WHOLE_WORD_TOKENIZERS))
+    cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in _SPLIT_PATTERNS[named]]
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
     made.decoder = decoders.ByteLevel()
     return made
 
 
-def _halves(metadata: Metadata, line: str) -> tuple[str, str]:
+def _split_merge(metadata: GgufMetadata, line: str) -> tuple[str, str]:
     cut = line.find(" ", 1)
     if cut < 0:
         raise BrokenModel(
@@ -172,23 +172,23 @@ def _halves(metadata: Metadata, line: str) -> tuple[str, str]:
     return line[:cut], line[cut + 1 :]
 
 
-def _sentence_piece(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int]) -> "Tokenizer":
+def _sentence_piece_model(metadata: GgufMetadata, tokens: Sequence[str], kinds: Sequence[int]) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    unknown = metadata.index("tokenizer.ggml.unknown_token_id") or 0
+    unknown = metadata.get_index("tokenizer.ggml.unknown_token_id") or 0
     if unknown >= len(tokens):
-        raise _no_token(metadata, "unknown", unknown)
-    scores = metadata.numbers("tokenizer.ggml.scores", len(tokens))
+        raise _missing_token_error(metadata, "unknown", unknown)
+    scores = metadata.get_numbers("tokenizer.ggml.scores", len(tokens))
     texts = _with_bytes_as_characters(tokens, kinds)
     model = models.BPE(
         {text: index for index, text in enumerate(texts)},
-        _merges(metadata, texts, kinds, scores),
+        _build_merges(metadata, texts, kinds, scores),
         unk_token=texts[unknown],
         fuse_unk=True,
         byte_fallback=True,
     )
     made = Tokenizer(model)
-    prefixed = metadata.boolean("tokenizer.ggml.add_space_prefix", True)
+    prefixed = metadata.get_boolean("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", _SPACE)
     steps = [normalizers.Prepend(_SPACE), spaces] if prefixed else [spaces]
     made.normalizer = normalizers.Sequence(steps)
@@ -210,8 +210,8 @@ def _with_bytes_as_characters(tokens: Sequence[str], kinds: Sequence[int]) -> li
     return found
 
 
-def _merges(
-    metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
+def _build_merges(
+    metadata: GgufMetadata, tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """Merges that do what SentencePiece does with scores: the best one that a text allows first."""
     pieces = {
@@ -238,11 +238,11 @@ def _merges(
     return [(left, right) for _, left, right in found]
 
 
-def _added(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int]) -> "list[AddedToken]":
+def _find_added_tokens(metadata: GgufMetadata, tokens: Sequence[str], kinds: Sequence[int]) -> "list[AddedToken]":
     """Tokens that are looked for in a text before it is cut into words."""
     from tokenizers import AddedToken
 
-    name = metadata.text("general.name", "").lower()
+    name = metadata.get_string("general.name", "").lower()
     strips = "phi-3" in name or "phi3" in name
     plain = ("<unk>", "<s>", "<|endoftext|>")
     return [
@@ -257,23 +257,23 @@ def _added(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int]) -> "
     ]
 
 
-def _config(metadata: Metadata, tokens: Sequence[str], model: str) -> dict[str, Any]:
-    named = metadata.text("tokenizer.ggml.pre", "default")
-    adds = model == "llama" or named in _WITH_BOS
+def _build_config(metadata: GgufMetadata, tokens: Sequence[str], model: str) -> dict[str, Any]:
+    named = metadata.get_string("tokenizer.ggml.pre", "default")
+    adds = model == "llama" or named in _BOS_TOKENIZERS
     config: dict[str, Any] = {
-        "add_bos_token": metadata.boolean("tokenizer.ggml.add_bos_token", adds)
+        "add_bos_token": metadata.get_boolean("tokenizer.ggml.add_bos_token", adds)
     }
     for key, ours in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
-        index = metadata.index(f"tokenizer.ggml.{key}_token_id")
+        index = metadata.get_index(f"tokenizer.ggml.{key}_token_id")
         if index is None:
             continue
         if index >= len(tokens):
-            raise _no_token(metadata, key, index)
+            raise _missing_token_error(metadata, key, index)
         config[f"{ours}_token"] = tokens[index]
     if "tokenizer.chat_template" in metadata:
-        config["chat_template"] = metadata.text("tokenizer.chat_template")
+        config["chat_template"] = metadata.get_string("tokenizer.chat_template")
     if "tokenizer.chat_template.tool_use" in metadata:
-        tool_use = metadata.text("tokenizer.chat_template.tool_use")
+        tool_use = metadata.get_string("tokenizer.chat_template.tool_use")
         config["chat_template"] = [
             {"name": "default", "template": config.get("chat_template")},
             {"name": "tool_use", "template": tool_use},
@@ -283,14 +283,14 @@ def _config(metadata: Metadata, tokens: Sequence[str], model: str) -> dict[str, 
     return config
 
 
-def _ends(metadata: Metadata, tokens: Sequence[str]) -> tuple[int, ...]:
-    named = [metadata.index(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    usual = [index for index, text in enumerate(tokens) if text in _ENDS]
+def _find_eos_ids(metadata: GgufMetadata, tokens: Sequence[str]) -> tuple[int, ...]:
+    named = [metadata.get_index(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    usual = [index for index, text in enumerate(tokens) if text in _END_TOKENS]
     found = dict.fromkeys([*(index for index in named if index is not None), *usual])
     return tuple(index for index in found if index < len(tokens))
 
 
-def _no_token(metadata: Metadata, key: str, index: int) -> BrokenModel:
+def _missing_token_error(metadata: GgufMetadata, key: str, index: int) -> BrokenModel:
     return BrokenModel(
         f"{metadata.where}: metadata tokenizer.ggml.{key}_token_id is {index}, but there is no "
         "such token"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from molink.wire.messages.codec import Buffer, DataMessage
-from molink.wire.messages.data import Lane, LinkHello
+from molink.wire.messages.data import Channel, LinkHello
 
 
 class Timer(Protocol):
@@ -35,11 +35,11 @@ class Timers(Protocol):
         ...
 
 
-class Channel(Protocol):
+class OutConnection(Protocol):
     """A connection to the next stage; :class:`molink.wire.sockets.client.Client` is one."""
 
     @property
-    def congested(self) -> bool:
+    def is_congested(self) -> bool:
         """Whether messages wait for the socket."""
 
     def start(self) -> None:
@@ -48,12 +48,12 @@ class Channel(Protocol):
     def send(self, message: DataMessage, payload: Buffer | None = None) -> None:
         """Send; raises :class:`molink.errors.MolinkError` if that can't be."""
 
-    def redial(self) -> None:
+    def reconnect_now(self) -> None:
         """Give up the connection for a new one."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChannelEvents:
+class OutConnectionEvents:
     """What a channel calls its link with."""
 
     on_message: Callable[[DataMessage, memoryview | None], None]
@@ -62,32 +62,32 @@ class ChannelEvents:
     #: A channel that was ``congested`` no longer is.
     on_drained: Callable[[], None]
     #: Nobody listens any more where the next stage did: its process has ended. Told with why.
-    on_gone: Callable[[str], None]
+    on_lost: Callable[[str], None]
 
 
 #: Makes the connection of a lane.
-Connect = Callable[[Lane, ChannelEvents], Channel]
+Connect = Callable[[Channel, OutConnectionEvents], OutConnection]
 
 
-class Connection(Protocol):
-    """Where a message came from; :class:`molink.wire.sockets.server.Sender` is one."""
+class InConnection(Protocol):
+    """Where a message came from; :class:`molink.wire.sockets.server.MessageSender` is one."""
 
     @property
     def identity(self) -> bytes:
         """The connection to answer on; :mod:`molink.wire.routing` says which of two is later."""
 
     @property
-    def user_id(self) -> str:
+    def peer_id(self) -> str:
         """The peer that it is authorised as."""
 
 
-class Answering(Protocol):
+class LinkServer(Protocol):
     """The part of :class:`molink.wire.sockets.server.Server` that a link needs."""
 
     def send(self, identity: bytes, message: DataMessage, payload: Buffer | None = None) -> bool:
         """Answer on a connection."""
 
-    def offend(self, user_id: str, reason: str) -> None:
+    def report_misbehaviour(self, peer_id: str, reason: str) -> None:
         """Count a misdeed."""
 
 
@@ -98,6 +98,6 @@ class LinkName:
     pipeline: str
     from_stage: int
 
-    def hello(self, epoch: int, lane: Lane) -> LinkHello:
+    def make_hello(self, epoch: int, channel: Channel) -> LinkHello:
         """What its connections begin with."""
-        return LinkHello(self.pipeline, epoch, self.from_stage, lane)
+        return LinkHello(self.pipeline, epoch, self.from_stage, channel)

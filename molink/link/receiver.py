@@ -12,7 +12,7 @@ import msgspec
 
 from molink.errors import InvariantError, WireError
 from molink.facts.dtypes import DType
-from molink.link.assembly import Assembly
+from molink.link.assembly import VolumeAssembly
 from molink.link.window import header_fits
 from molink.wire.messages.base import Coding
 from molink.wire.messages.data import (
@@ -21,15 +21,15 @@ from molink.wire.messages.data import (
     Frame,
     Grammar,
     History,
-    Lane,
-    Probe,
+    Channel,
+    Padding,
     Release,
-    RingBody,
+    RingMessage,
     SwapIn,
     SwapOut,
-    Table,
+    BlockTable,
     Volume,
-    VolumePart,
+    VolumeFragment,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 #: What the head has made, and a stage sends on as it is.
-_FROM_HEAD = Admit | Grammar | History | Table | SwapOut | SwapIn | Release
+_FORWARDED = Admit | Grammar | History | BlockTable | SwapOut | SwapIn | Release
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -45,14 +45,14 @@ class Arrival(msgspec.Struct, frozen=True):
 
     A volume is reported once, when all its ``rows`` have come; with cut-through, one of prefill
     rows is reported when the first have. Then ``payload`` has room for all that ``body.payload``
-    describes, and further rows are written into it: each :class:`VolumePart`, without a payload,
+    describes, and further rows are written into it: each :class:`VolumeFragment`, without a payload,
     tells how many rows there are by now, in all.
 
     ``payload`` belongs to who is told: but for rows that are still to come, it may be changed and
     kept.
     """
 
-    body: RingBody
+    body: RingMessage
     payload: bytearray | None
     rows: int = 0
 
@@ -66,7 +66,7 @@ class ReceiverLimits:
     #: The longest that an acknowledgement waits for more frames.
     ack_delay: float = 0.005
     #: Volumes under assembly.
-    assembly: int = 256 << 20
+    assembly_bytes: int = 256 << 20
 
 
 @dataclass(slots=True)
@@ -83,8 +83,8 @@ class ReceiverCounters:
 
 
 @dataclass(slots=True)
-class _InLane:
-    next: int = 0
+class _ReceiveChannel:
+    next_frame: int = 0
     unacknowledged: int = 0
     ack_at: float | None = None
 
@@ -107,63 +107,63 @@ class LinkReceiver:
         self.epoch = epoch
         self._cut_through = cut_through
         self._limits = limits or ReceiverLimits()
-        self._lanes = {lane: _InLane() for lane in Lane}
-        self._assembly = Assembly(hidden, dtype, self._limits.assembly)
+        self._channels = {channel: _ReceiveChannel() for channel in Channel}
+        self._assembly = VolumeAssembly(hidden, dtype, self._limits.assembly_bytes)
         self._codec: RowCodec | None = None
         self._story: deque[str] = deque(maxlen=64)
         self.counters = ReceiverCounters()
         #: Why the last frame that made no sense was dropped.
-        self.fault = ""
+        self.last_fault = ""
 
-    def frame(self, frame: Frame, payload: memoryview | None, now: float) -> list[Arrival]:
+    def on_frame(self, frame: Frame, payload: memoryview | None, now: float) -> list[Arrival]:
         """A frame has come: what is complete by it.
 
         Frames of another epoch, those that have come before, and those that come too early are
         dropped: the sender sends them again.
         """
-        lane = self._lanes[frame.lane]
+        channel = self._channels[frame.channel]
         if frame.epoch != self.epoch:
             self.counters.old_epochs += 1
             return []
-        if frame.seq != lane.next:
-            self._out_of_order(frame, lane, now)
+        if frame.frame_number != channel.next_frame:
+            self._on_unexpected_frame(frame, channel, now)
             return []
-        lane.next += 1
-        lane.unacknowledged += 1
-        self._ack_by(lane, now + self._limits.ack_delay)
-        if frame.lane is Lane.BULK or lane.unacknowledged >= self._limits.ack_every:
-            lane.ack_at = now
+        channel.next_frame += 1
+        channel.unacknowledged += 1
+        self._ack_by(channel, now + self._limits.ack_delay)
+        if frame.channel is Channel.BULK or channel.unacknowledged >= self._limits.ack_every:
+            channel.ack_at = now
         self.counters.frames += 1
         self.counters.nbytes += 0 if payload is None else payload.nbytes
         try:
-            return self._arrive(frame.body, payload)
+            return self._deliver(frame.body, payload)
         except WireError as error:
             self.counters.garbage += 1
-            self.fault = str(error)
-            self._note(now, f"{frame.lane.name} {frame.seq}: {error}")
+            self.last_fault = str(error)
+            self._log_transition(now, f"{frame.channel.name} {frame.frame_number}: {error}")
             return []
 
-    def _arrive(self, body: RingBody, payload: memoryview | None) -> list[Arrival]:
-        if isinstance(body, Probe):
+    def _deliver(self, body: RingMessage, payload: memoryview | None) -> list[Arrival]:
+        if isinstance(body, Padding):
             return []
-        if isinstance(body, _FROM_HEAD) and not header_fits(body):
+        if isinstance(body, _FORWARDED) and not header_fits(body):
             raise WireError(f"a {type(body).__name__} that can't be passed on")
-        if not isinstance(body, Volume | VolumePart):
+        if not isinstance(body, Volume | VolumeFragment):
             return [Arrival(body, None if payload is None else bytearray(payload))]
         if payload is None:
-            raise WireError(f"volume {body.tick} without rows")
+            raise WireError(f"volume {body.seq} without rows")
         if body.payload.coding is not Coding.PLAIN:
             body, payload = self._unpack(body, payload)
         if isinstance(body, Volume):
             self._check_header(body)
-            there = self._assembly.begin(body, payload)
+            there = self._assembly.start_volume(body, payload)
         else:
-            there = self._assembly.add(body, payload)
+            there = self._assembly.add_fragment(body, payload)
         whole = there.rows == there.total
         self.counters.volumes += whole
         if not (self._cut_through and there.header.prefill):
             return [Arrival(there.header, there.data, there.rows)] if whole else []
-        if isinstance(body, VolumePart):
+        if isinstance(body, VolumeFragment):
             return [Arrival(body, None, there.rows)]
         return [Arrival(there.header, there.data, there.rows)]
 
@@ -173,59 +173,59 @@ class LinkReceiver:
         shape = (volume.count, volume.payload.shape[-1])
         whole = msgspec.structs.replace(volume.payload, shape=shape)
         if not header_fits(msgspec.structs.replace(volume, payload=whole)):
-            raise WireError(f"volume {volume.tick} has a header that can't be passed on")
+            raise WireError(f"volume {volume.seq} has a header that can't be passed on")
 
     def _unpack(
-        self, body: Volume | VolumePart, payload: memoryview
-    ) -> tuple[Volume | VolumePart, memoryview]:
+        self, body: Volume | VolumeFragment, payload: memoryview
+    ) -> tuple[Volume | VolumeFragment, memoryview]:
         """A message of packed rows as if it had come plain."""
         if self._codec is None:
             # Late: numpy is for those alone who are sent packed rows.
             from molink.link.packing.compression import RowCodec
 
             self._codec = RowCodec()
-        header, rows = self._codec.unpack(body.payload, payload)
+        header, rows = self._codec.unpack_rows(body.payload, payload)
         return msgspec.structs.replace(body, payload=header), rows
 
-    def _out_of_order(self, frame: Frame, lane: _InLane, now: float) -> None:
-        if frame.seq < lane.next:
+    def _on_unexpected_frame(self, frame: Frame, channel: _ReceiveChannel, now: float) -> None:
+        if frame.frame_number < channel.next_frame:
             self.counters.duplicates += 1
-            self._ack_by(lane, now + self._limits.ack_delay)
+            self._ack_by(channel, now + self._limits.ack_delay)
         else:
             self.counters.gaps += 1
-            self._note(now, f"{frame.lane.name} {frame.seq} came, {lane.next} was due")
+            self._log_transition(now, f"{frame.channel.name} {frame.frame_number} came, {channel.next_frame} was due")
 
     # --- acknowledgements --------------------------------------------------------------------
 
-    def acks(self, now: float) -> list[Ack]:
+    def due_acks(self, now: float) -> list[Ack]:
         """The acknowledgements that are due."""
         due = []
-        for name, lane in self._lanes.items():
-            if lane.ack_at is not None and lane.ack_at <= now:
-                due.append(self.ack(name))
+        for name, channel in self._channels.items():
+            if channel.ack_at is not None and channel.ack_at <= now:
+                due.append(self.make_ack(name))
         return due
 
-    def ack(self, name: Lane) -> Ack:
+    def make_ack(self, name: Channel) -> Ack:
         """What has arrived on a lane; nothing is left to acknowledge there by then."""
-        lane = self._lanes[name]
-        lane.unacknowledged = 0
-        lane.ack_at = None
-        return Ack(self.epoch, name, lane.next)
+        channel = self._channels[name]
+        channel.unacknowledged = 0
+        channel.ack_at = None
+        return Ack(self.epoch, name, channel.next_frame)
 
     @property
     def wake_at(self) -> float | None:
         """When the next acknowledgement is due."""
-        due = [lane.ack_at for lane in self._lanes.values() if lane.ack_at is not None]
+        due = [channel.ack_at for channel in self._channels.values() if channel.ack_at is not None]
         return min(due, default=None)
 
     @staticmethod
-    def _ack_by(lane: _InLane, at: float) -> None:
-        lane.ack_at = at if lane.ack_at is None else min(lane.ack_at, at)
+    def _ack_by(channel: _ReceiveChannel, at: float) -> None:
+        channel.ack_at = at if channel.ack_at is None else min(channel.ack_at, at)
 
     # --- state -------------------------------------------------------------------------------
 
     @property
-    def unfinished(self) -> int:
+    def num_unfinished(self) -> int:
         """How many volumes lack rows."""
         return len(self._assembly)
 
@@ -240,11 +240,11 @@ class LinkReceiver:
         Raises:
             InvariantError: one doesn't hold.
         """
-        if not self._assembly.valid():
+        if not self._assembly.is_valid():
             raise InvariantError("sizes of volumes under assembly disagree", self._story)
-        for name, lane in self._lanes.items():
-            if lane.unacknowledged and lane.ack_at is None:
+        for name, channel in self._channels.items():
+            if channel.unacknowledged and channel.ack_at is None:
                 raise InvariantError(f"{name.name} is never acknowledged", self._story)
 
-    def _note(self, now: float, what: str) -> None:
+    def _log_transition(self, now: float, what: str) -> None:
         self._story.append(f"{now:.3f} {what}")

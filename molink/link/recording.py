@@ -13,9 +13,9 @@ from typing import Annotated, Any, get_args
 import msgspec
 
 from molink.errors import UsageError
-from molink.link.policies.base import Decision, Event, LanePolicy, SendRows, Wait
+from molink.link.policies.base import LinkAction, LinkEvent, ChannelPolicy, SendRowsAction, WaitAction
 from molink.link.policies.create import create_policy
-from molink.wire.messages.data import Lane
+from molink.wire.messages.data import Channel
 
 VERSION = 1
 #: Bytes of a recording; it ends there and can be replayed up to there.
@@ -23,53 +23,53 @@ MAX_BYTES = 256 << 20
 #: Characters of one line; the longest that is written has about 200.
 MAX_LINE = 4096
 
-_EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
+_EVENTS: dict[str, type[LinkEvent]] = {kind.__name__: kind for kind in get_args(LinkEvent)}
 
 _Whole = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
-class _Opened(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _HeaderRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: Annotated[str, msgspec.Meta(max_length=64)]
     version: _Whole
 
 
-class _Happened(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _EventRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at: float
     event: str
     of: dict[str, Any]
 
 
-class _Decided(
+class _ActionRecord(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
     at: float
-    ready: Annotated[tuple[Lane, ...], msgspec.Meta(max_length=8)]
+    ready: Annotated[tuple[Channel, ...], msgspec.Meta(max_length=8)]
     send: tuple[_Whole, _Whole] | None = None
     wait: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ReplayDifference:
     """A decision that came out otherwise when line ``line`` was replayed."""
 
     line: int
     at: float
-    recorded: Decision
-    replayed: Decision
+    recorded: LinkAction
+    replayed: LinkAction
 
 
-class RecordedPolicy:
+class RecordingPolicy:
     """A policy that notes everything it is told and decides, and else is the one it wraps."""
 
     def __init__(
-        self, policy: LanePolicy, write: Callable[[bytes], object], maximum: int = MAX_BYTES
+        self, policy: ChannelPolicy, write: Callable[[bytes], object], maximum: int = MAX_BYTES
     ) -> None:
         """``write`` takes whole lines, ``maximum`` bytes of them at most."""
         self._policy = policy
         self._write = write
-        self._left = maximum
+        self._bytes_left = maximum
         self._encoder = msgspec.json.Encoder()
-        self._line(_Opened(policy.name, VERSION))
+        self._write_line(_HeaderRecord(policy.name, VERSION))
 
     @property
     def name(self) -> str:
@@ -77,90 +77,90 @@ class RecordedPolicy:
         return self._policy.name
 
     @property
-    def one_lane(self) -> bool:
+    def single_channel(self) -> bool:
         """As the policy."""
-        return self._policy.one_lane
+        return self._policy.single_channel
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether the recording has ended because it is long enough."""
-        return self._left <= 0
+        return self._bytes_left <= 0
 
-    def handle(self, event: Event, now: float) -> None:
+    def handle(self, event: LinkEvent, now: float) -> None:
         """Note it and pass it on."""
-        if not self.full:
+        if not self.is_full:
             fields = msgspec.to_builtins(event)
-            self._line(_Happened(now, type(event).__name__, fields))
+            self._write_line(_EventRecord(now, type(event).__name__, fields))
         self._policy.handle(event, now)
 
-    def decide(self, now: float, ready: Collection[Lane]) -> Decision:
+    def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
         """Ask the policy and note the answer."""
-        lanes = tuple(ready)
-        decision = self._policy.decide(now, ready)
-        if isinstance(decision, SendRows):
-            self._line(_Decided(at=now, ready=lanes, send=(decision.volume, decision.rows)))
+        channels = tuple(ready)
+        decision = self._policy.choose_action(now, ready)
+        if isinstance(decision, SendRowsAction):
+            self._write_line(_ActionRecord(at=now, ready=channels, send=(decision.volume, decision.rows)))
         else:
-            self._line(_Decided(at=now, ready=lanes, wait=decision.until))
+            self._write_line(_ActionRecord(at=now, ready=channels, wait=decision.until))
         return decision
 
-    def _line(self, record: _Opened | _Happened | _Decided) -> None:
-        if self.full:
+    def _write_line(self, record: _HeaderRecord | _EventRecord | _ActionRecord) -> None:
+        if self.is_full:
             return
         line = self._encoder.encode(record) + b"\n"
-        if len(line) > self._left:
-            self._left = 0
+        if len(line) > self._bytes_left:
+            self._bytes_left = 0
             return
-        self._left -= len(line)
+        self._bytes_left -= len(line)
         self._write(line)
 
 
-def replay(
-    lines: Iterable[bytes | str], create: Callable[[str], LanePolicy] = create_policy
-) -> list[Difference]:
+def replay_recording(
+    lines: Iterable[bytes | str], create: Callable[[str], ChannelPolicy] = create_policy
+) -> list[ReplayDifference]:
     """Tell a fresh policy of the same name the same, and compare what it decides.
 
     Raises:
         UsageError: a line is no line of a recording; says which.
     """
-    differences: list[Difference] = []
-    policy: LanePolicy | None = None
+    differences: list[ReplayDifference] = []
+    policy: ChannelPolicy | None = None
     number = 0
     for number, line in enumerate(lines, start=1):
         try:
-            record = _read(line, first=policy is None)
-            if isinstance(record, _Opened):
+            record = _parse_line(line, first=policy is None)
+            if isinstance(record, _HeaderRecord):
                 policy = create(record.policy)
                 continue
             assert policy is not None
-            if isinstance(record, _Happened):
-                policy.handle(_event(record), record.at)
+            if isinstance(record, _EventRecord):
+                policy.handle(_decode_event(record), record.at)
                 continue
         except (msgspec.MsgspecError, UsageError, ValueError) as error:
             raise UsageError(f"line {number} of the recording: {error}") from None
-        recorded = Wait(record.wait) if record.send is None else SendRows(*record.send)
-        replayed = policy.decide(record.at, list(record.ready))
+        recorded = WaitAction(record.wait) if record.send is None else SendRowsAction(*record.send)
+        replayed = policy.choose_action(record.at, list(record.ready))
         if replayed != recorded:
-            differences.append(Difference(number, record.at, recorded, replayed))
+            differences.append(ReplayDifference(number, record.at, recorded, replayed))
     if policy is None:
         raise UsageError("the recording is empty")
     return differences
 
 
-def _read(line: bytes | str, first: bool) -> _Opened | _Happened | _Decided:
+def _parse_line(line: bytes | str, first: bool) -> _HeaderRecord | _EventRecord | _ActionRecord:
     if len(line) > MAX_LINE:
         raise UsageError(f"{len(line)} characters are more than {MAX_LINE}")
     if first:
-        opened = msgspec.json.decode(line, type=_Opened)
+        opened = msgspec.json.decode(line, type=_HeaderRecord)
         if opened.version != VERSION:
             raise UsageError(f"version {opened.version}, where this molink reads {VERSION}")
         return opened
     raw = msgspec.json.decode(line, type=dict[str, Any])
     if "event" in raw:
-        return msgspec.convert(raw, _Happened)
-    return msgspec.convert(raw, _Decided)
+        return msgspec.convert(raw, _EventRecord)
+    return msgspec.convert(raw, _ActionRecord)
 
 
-def _event(record: _Happened) -> Event:
+def _decode_event(record: _EventRecord) -> LinkEvent:
     kind = _EVENTS.get(record.event)
     if kind is None:
         raise UsageError(f"there is no event {record.event!r}")

@@ -34,7 +34,7 @@ class LinkStats:
         return sum(self.in_flight)
 
     @property
-    def counts(self) -> dict[str, float]:
+    def counters(self) -> dict[str, float]:
         """What happened so far, as ``/metrics`` names it."""
         return {
             "link_sent_frames_total": float(self.sent_frames),

@@ -8,17 +8,17 @@ from molink.errors import MessageTooLarge, WireError
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import MAX_PAYLOAD, Buffer
-from molink.wire.messages.data import Lane, Volume, VolumePart
+from molink.wire.messages.data import Channel, Volume, VolumeFragment
 
 
 class UnsentVolume:
     """The rows of one volume that have not been sent yet.
 
-    ``total`` rows are to come, ``given`` have been handed over and ``sent`` of these have left.
+    ``total_rows`` rows are to come, ``queued_rows`` have been handed over and ``sent_rows`` of these have left.
     They stay in the buffers in which they came: nothing is copied, so no message has rows of two.
     """
 
-    def __init__(self, header: Volume, lane: Lane) -> None:
+    def __init__(self, header: Volume, channel: Channel) -> None:
         """``header.payload`` describes all rows, ``[total, hidden]``.
 
         Raises:
@@ -26,29 +26,29 @@ class UnsentVolume:
             MessageTooLarge: one row is over the bound of a message.
         """
         self.header = header
-        self.lane = lane
-        self.total = header.count
+        self.channel = channel
+        self.total_rows = header.count
         shape = header.payload.shape
-        if len(shape) != 2 or shape[0] != self.total or shape[1] < 1:
-            raise WireError(f"volume {header.tick}: {list(shape)} are not {self.total} rows")
+        if len(shape) != 2 or shape[0] != self.total_rows or shape[1] < 1:
+            raise WireError(f"volume {header.seq}: {list(shape)} are not {self.total_rows} rows")
         self.row_bytes = shape[1] * DTYPE_SIZES[header.payload.dtype]
         if self.row_bytes > MAX_PAYLOAD:
             raise MessageTooLarge(f"a row of {self.row_bytes} bytes is over {MAX_PAYLOAD}")
-        self.given = 0
-        self.sent = 0
+        self.queued_rows = 0
+        self.sent_rows = 0
         self._buffers: deque[memoryview] = deque()
 
     @property
-    def available(self) -> int:
+    def available_rows(self) -> int:
         """Rows that could be sent now."""
-        return self.given - self.sent
+        return self.queued_rows - self.sent_rows
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows that could be sent now."""
-        return self.available * self.row_bytes
+        return self.available_rows * self.row_bytes
 
-    def add(self, rows: Buffer) -> int:
+    def add_rows(self, rows: Buffer) -> int:
         """Take the next rows and say how many they are.
 
         Raises:
@@ -56,16 +56,16 @@ class UnsentVolume:
         """
         view = memoryview(rows).cast("B")
         count, rest = divmod(view.nbytes, self.row_bytes)
-        left = self.total - self.given
+        left = self.total_rows - self.queued_rows
         if rest or not 1 <= count <= left:
             raise WireError(
-                f"volume {self.header.tick}: {view.nbytes} bytes are not 1 to {left} rows"
+                f"volume {self.header.seq}: {view.nbytes} bytes are not 1 to {left} rows"
             )
         self._buffers.append(view)
-        self.given += count
+        self.queued_rows += count
         return count
 
-    def cut(self, rows: int, maximum: int) -> tuple[Volume | VolumePart, memoryview, int]:
+    def cut_fragment(self, rows: int, maximum: int) -> tuple[Volume | VolumeFragment, memoryview, int]:
         """The next message: at most ``rows`` rows in at most ``maximum`` bytes (but a row).
 
         Returns:
@@ -78,17 +78,17 @@ class UnsentVolume:
             self._buffers[0] = rest
         else:
             self._buffers.popleft()
-        header, first = self.header, self.sent
+        header, first = self.header, self.sent_rows
         payload = Payload(header.payload.dtype, (rows, header.payload.shape[1]))
-        self.sent += rows
+        self.sent_rows += rows
         if first == 0:
             return msgspec.structs.replace(header, payload=payload), data, rows
-        return VolumePart(header.tick, first, payload), data, rows
+        return VolumeFragment(header.seq, first, payload), data, rows
 
-    def valid(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether sizes agree."""
         return (
-            0 <= self.sent <= self.given <= self.total
+            0 <= self.sent_rows <= self.queued_rows <= self.total_rows
             and sum(view.nbytes for view in self._buffers) == self.nbytes
-            and self.sent < self.total
+            and self.sent_rows < self.total_rows
         )

@@ -5,23 +5,23 @@ from collections import deque
 import msgspec
 
 from molink.wire.messages.codec import MAX_HEADER, Buffer
-from molink.wire.messages.data import Ack, Frame, Lane, RingBody
+from molink.wire.messages.data import Ack, Frame, Channel, RingMessage
 
 #: What a message is counted as beside its payload, in bytes.
 HEADER_COST = 128
 #: What a header may grow by when the size of its packed rows is put in.
-_CODED = 4
+_CODING_COST = 4
 
 
-def size_of(payload: Buffer | None) -> int:
+def message_size(payload: Buffer | None) -> int:
     """What a message with ``payload`` costs in memory, in bytes."""
     return HEADER_COST + (0 if payload is None else memoryview(payload).nbytes)
 
 
-def header_fits(body: RingBody) -> bool:
+def header_fits(body: RingMessage) -> bool:
     """Whether the header of ``body`` is within its bound whatever the frame's numbers are."""
-    widest = Frame(2**53, Lane.BULK, 2**53, body)
-    return len(msgspec.msgpack.encode(widest)) <= MAX_HEADER - _CODED
+    widest = Frame(2**53, Channel.BULK, 2**53, body)
+    return len(msgspec.msgpack.encode(widest)) <= MAX_HEADER - _CODING_COST
 
 
 class Packet(msgspec.Struct, frozen=True):
@@ -33,97 +33,97 @@ class Packet(msgspec.Struct, frozen=True):
     nbytes: int
 
     @property
-    def lane(self) -> Lane:
+    def channel(self) -> Channel:
         """The lane that it goes on."""
-        return self.frame.lane
+        return self.frame.channel
 
 
 class SendWindow:
     """Frames of one (epoch, lane), from their numbering to their acknowledgement."""
 
-    def __init__(self, epoch: int, lane: Lane) -> None:
-        self.lane = lane
+    def __init__(self, epoch: int, channel: Channel) -> None:
+        self.channel = channel
         self._epoch = epoch
         #: Frames not acknowledged yet: numbers ``base … next - 1``, without gaps.
-        self._kept: deque[tuple[Packet, float]] = deque()
+        self._unacknowledged: deque[tuple[Packet, float]] = deque()
         #: How many of them, oldest first, have been sent on this connection, and how many not.
-        self._sent = 0
-        self.unsent = 0
+        self._num_sent = 0
+        self.num_unsent = 0
         #: The number above which a frame has never been sent on any connection.
-        self._fresh = 0
-        self.base = 0
-        self.next = 0
+        self._first_unsent = 0
+        self.oldest_frame = 0
+        self.next_frame = 0
         #: Bytes not acknowledged yet.
         self.nbytes = 0
-        self.connected = False
-        self.resent = 0
+        self.is_connected = False
+        self.num_resent = 0
         #: When the lane last got on: an acknowledgement, or something sent into an empty lane.
         self.progress_at = 0.0
 
-    def append(self, body: RingBody, payload: Buffer | None, now: float) -> None:
+    def append_frame(self, body: RingMessage, payload: Buffer | None, now: float) -> None:
         """Number a message and keep it until it is acknowledged."""
-        frame = Frame(self._epoch, self.lane, self.next, body)
-        packet = Packet(frame, payload, size_of(payload))
-        self._kept.append((packet, now))
-        self.next += 1
-        self.unsent += 1
+        frame = Frame(self._epoch, self.channel, self.next_frame, body)
+        packet = Packet(frame, payload, message_size(payload))
+        self._unacknowledged.append((packet, now))
+        self.next_frame += 1
+        self.num_unsent += 1
         self.nbytes += packet.nbytes
 
     @property
-    def pending(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether something is to be sent on this connection (again)."""
-        return self.connected and self.unsent > 0
+        return self.is_connected and self.num_unsent > 0
 
     @property
-    def unacknowledged(self) -> int:
+    def num_unacknowledged(self) -> int:
         """How many frames were sent on this connection and not acknowledged."""
-        return self._sent
+        return self._num_sent
 
-    def take(self, now: float) -> Packet:
+    def next_packet(self, now: float) -> Packet:
         """The next frame to send."""
-        if self._sent == 0:
+        if self._num_sent == 0:
             self.progress_at = now
-        packet, _ = self._kept[self._sent]
-        self._kept[self._sent] = (packet, now)
-        self._sent += 1
-        self.unsent -= 1
-        seq = packet.frame.seq
-        if seq < self._fresh:
-            self.resent += 1
+        packet, _ = self._unacknowledged[self._num_sent]
+        self._unacknowledged[self._num_sent] = (packet, now)
+        self._num_sent += 1
+        self.num_unsent -= 1
+        number = packet.frame.frame_number
+        if number < self._first_unsent:
+            self.num_resent += 1
         else:
-            self._fresh = seq + 1
+            self._first_unsent = number + 1
         return packet
 
-    def acknowledge(self, ack: Ack, now: float) -> tuple[int, float] | None:
+    def apply_ack(self, ack: Ack, now: float) -> tuple[int, float] | None:
         """Let go of what has arrived.
 
         Returns:
             How many bytes that was and the seconds since the newest of it was sent;
             ``None`` if the acknowledgement says nothing new, or what can't be.
         """
-        if not self.base < ack.next <= self._fresh:
+        if not self.oldest_frame < ack.next_frame <= self._first_unsent:
             return None
         freed, sent_at = 0, now
-        while self.base < ack.next:
-            packet, sent_at = self._kept.popleft()
+        while self.oldest_frame < ack.next_frame:
+            packet, sent_at = self._unacknowledged.popleft()
             freed += packet.nbytes
-            self.base += 1
-            self._sent = max(0, self._sent - 1)
+            self.oldest_frame += 1
+            self._num_sent = max(0, self._num_sent - 1)
         self.nbytes -= freed
-        self.unsent = len(self._kept) - self._sent
+        self.num_unsent = len(self._unacknowledged) - self._num_sent
         self.progress_at = now
         return freed, now - sent_at
 
-    def rewind(self) -> None:
+    def rewind_unacknowledged(self) -> None:
         """Send everything that was not acknowledged again."""
-        self._sent, self.unsent = 0, len(self._kept)
+        self._num_sent, self.num_unsent = 0, len(self._unacknowledged)
 
-    def valid(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether numbers and sizes agree."""
-        numbers = [packet.frame.seq for packet, _ in self._kept]
+        numbers = [packet.frame.frame_number for packet, _ in self._unacknowledged]
         return (
-            numbers == list(range(self.base, self.next))
-            and self.nbytes == sum(packet.nbytes for packet, _ in self._kept)
-            and 0 <= self._sent <= len(self._kept)
-            and self.unsent == len(self._kept) - self._sent
+            numbers == list(range(self.oldest_frame, self.next_frame))
+            and self.nbytes == sum(packet.nbytes for packet, _ in self._unacknowledged)
+            and 0 <= self._num_sent <= len(self._unacknowledged)
+            and self.num_unsent == len(self._unacknowledged) - self._num_sent
         )

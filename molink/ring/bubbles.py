@@ -4,7 +4,7 @@
 WINDOW_S = 5.0
 
 
-class Bubbles:
+class BubbleMeter:
     """Seconds in which requests lived at this stage and nothing was computed.
 
     What pipelines are measured by: the share of time in which a stage waits for the others, for the
@@ -16,12 +16,12 @@ class Bubbles:
         self.seconds = 0.0
         self._since = now
         self._live = self._computing = False
-        self._began = now
+        self._window_start = now
         #: Of this window: bubbles, time in which requests lived, and time in which a step ran.
         self._bubble = self._lived = self._busy = 0.0
         self._share = self._busy_share = 0.0
 
-    def note(self, now: float, *, live: bool, computing: bool) -> None:
+    def update_state(self, now: float, *, live: bool, computing: bool) -> None:
         """From ``now`` on requests live here, or none do, and a step runs, or none does."""
         passed = now - self._since if now > self._since else 0.0
         if self._computing:
@@ -32,17 +32,17 @@ class Bubbles:
                 self._bubble += passed
                 self.seconds += passed
         self._since, self._live, self._computing = now, live, computing
-        if now - self._began >= WINDOW_S:
+        if now - self._window_start >= WINDOW_S:
             self._share = self._bubble / self._lived if self._lived > 0 else 0.0
-            self._busy_share = self._busy / (now - self._began)
-            self._began, self._bubble, self._lived, self._busy = now, 0.0, 0.0, 0.0
+            self._busy_share = self._busy / (now - self._window_start)
+            self._window_start, self._bubble, self._lived, self._busy = now, 0.0, 0.0, 0.0
 
     @property
-    def share(self) -> float:
+    def bubble_share(self) -> float:
         """Bubbles' share of the time in which requests lived, in the last window; 0 if none did."""
         return self._share
 
     @property
-    def busy(self) -> float:
+    def busy_share(self) -> float:
         """The share of the last window in which a step ran."""
         return self._busy_share

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from molink.ring.stage import Executing, StageRequests, StageShape
-from molink.ring.work import Control, ControlBody, block_copy, block_ids
+from molink.ring.stage import StepExecutor, StageRequests, StageShape
+from molink.ring.work import CompletedControl, ControlMessage, parse_block_copy, parse_block_ids
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import (
     Admit,
@@ -12,12 +12,12 @@ from molink.wire.messages.data import (
     Release,
     SwapIn,
     SwapOut,
-    Table,
+    BlockTable,
     Tombstone,
 )
 
 #: Sends a control on, with its payload.
-PassOn = Callable[[ControlBody, Buffer | None], None]
+ForwardControl = Callable[[ControlMessage, Buffer | None], None]
 
 
 class ControlApplier:
@@ -27,55 +27,55 @@ class ControlApplier:
         self,
         shape: StageShape,
         requests: StageRequests,
-        executor: Executing,
-        over: Callable[[int], None],
-        pass_on: PassOn,
+        executor: StepExecutor,
+        on_released: Callable[[int], None],
+        forward: ForwardControl,
     ) -> None:
-        """``over`` is told which request is forgotten."""
+        """``on_released`` is told which request is forgotten."""
         self._shape = shape
         self._requests = requests
         self._executor = executor
-        self._over = over
-        self._pass_on = pass_on
+        self._on_released = on_released
+        self._forward = forward
 
-    def apply(self, controls: Sequence[Control]) -> None:
+    def apply_controls(self, controls: Sequence[CompletedControl]) -> None:
         """Do what they say here, and pass them on."""
         for control in controls:
             body = control.body
             match body:
                 case Admit():
-                    self._requests.admit(body)
+                    self._requests.admit_request(body)
                     if not self._shape.is_last:
-                        self._pass_on(body, None)
+                        self._forward(body, None)
                 case Grammar() | History():
-                    self._for_tail(body, control.data)
-                case Table():
-                    self._requests.table(body.request, block_ids(body, control.data))
-                    self._before_tail(body, control.data)
+                    self._apply_or_forward(body, control.data)
+                case BlockTable():
+                    self._requests.append_blocks(body.request, parse_block_ids(body, control.data))
+                    self._forward_blocks(body, control.data)
                 case SwapOut() | SwapIn():
-                    copy = block_copy(body, control.data)
+                    copy = parse_block_copy(body, control.data)
                     if copy is not None:
-                        self._executor.swap(copy)
-                    self._before_tail(body, control.data)
+                        self._executor.submit_copy(copy)
+                    self._forward_blocks(body, control.data)
                 case Release():
-                    self._requests.release(body.request)
-                    self._over(body.request)
-                    self._pass_on(body, None)
+                    self._requests.release_request(body.request)
+                    self._on_released(body.request)
+                    self._forward(body, None)
                 case Tombstone():
-                    self._pass_on(body, None)
+                    self._forward(body, None)
 
-    def _for_tail(self, body: Grammar | History, data: object) -> None:
+    def _apply_or_forward(self, body: Grammar | History, data: object) -> None:
         """A grammar, or tokens (``i32``) for that or for penalties: passed on before the tail."""
         if not isinstance(data, bytes | bytearray | memoryview):
             return
         if not self._shape.is_last:
-            self._pass_on(body, data)
+            self._forward(body, data)
         elif isinstance(body, Grammar):
-            self._requests.grammar(body.request, bytes(data))
+            self._requests.set_grammar(body.request, bytes(data))
         else:
-            self._requests.history(body.request, body.first, memoryview(data).cast("B").cast("i"))
+            self._requests.add_history(body.request, body.first, memoryview(data).cast("B").cast("i"))
 
-    def _before_tail(self, body: Table | SwapOut | SwapIn, data: object) -> None:
+    def _forward_blocks(self, body: BlockTable | SwapOut | SwapIn, data: object) -> None:
         """Blocks (``i32``), which every stage has to know."""
         if not self._shape.is_last and isinstance(data, bytes | bytearray | memoryview):
-            self._pass_on(body, data)
+            self._forward(body, data)

@@ -2,66 +2,66 @@
 
 from collections.abc import Sequence
 
-from molink.facts.pace import Pace
+from molink.facts.pace import Slowdown
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.ring.hosted import HostRoom, HostRound
-from molink.ring.linkround import LinkRound
-from molink.ring.pace import PaceRound
+from molink.ring.hosted import HostMemory, HostMemoryReports
+from molink.ring.linkround import LinkReports
+from molink.ring.pace import SlowdownReports
 from molink.ring.stage import StageShape
-from molink.wire.messages.rounds import HostReport, LinkReport, PaceReport
+from molink.wire.messages.rounds import HostMemoryReport, LinkReport, SlowdownReport
 
 
-class RingKnowledge:
+class RingMeasurements:
     """Each stage tells the others of its link, pace and host memory, once round the ring."""
 
     def __init__(self, shape: StageShape, profiles: Sequence[Profile]) -> None:
         """``profiles`` are those of all stages as they were loaded; none where nothing is known."""
         self._row_bytes = shape.row_bytes
         self._profiles = tuple(profiles)
-        self._links = LinkRound(shape.index, shape.stages)
-        self._paces = PaceRound(shape.index, shape.stages)
-        self._hosts = HostRound(shape.index, shape.stages)
+        self._links = LinkReports(shape.index, shape.stages)
+        self._slowdowns = SlowdownReports(shape.index, shape.stages)
+        self._hosts = HostMemoryReports(shape.index, shape.stages)
 
     def is_settled(self, facts: LinkFacts) -> bool:
         """Whether nothing is to be told of a link that is as ``facts`` say."""
         return facts == self._links.settled
 
-    def link_measured(self, facts: LinkFacts, now: float) -> LinkReport | None:
+    def on_link_measured(self, facts: LinkFacts, now: float) -> LinkReport | None:
         """This stage has measured its link: what to tell the next one, if anything now."""
-        return self._links.measured(facts, now)
+        return self._links.make_report(facts, now)
 
-    def pace_measured(self, pace: Pace) -> PaceReport:
+    def on_slowdown_measured(self, slowdown: Slowdown) -> SlowdownReport:
         """This stage has another pace: what to tell the next one."""
-        return self._paces.measured(pace)
+        return self._slowdowns.make_report(slowdown)
 
-    def host_measured(self, room: HostRoom) -> HostReport:
+    def on_host_measured(self, memory: HostMemory) -> HostMemoryReport:
         """This stage has so much host memory: what to tell the next one."""
-        return self._hosts.measured(room)
+        return self._hosts.make_report(memory)
 
-    def arrived(self, report: LinkReport | PaceReport | HostReport) -> bool:
+    def accept_report(self, report: LinkReport | SlowdownReport | HostMemoryReport) -> bool:
         """The previous stage passes a report on; ``False`` if it makes no sense here."""
         match report:
             case LinkReport():
-                return self._links.arrived(report)
-            case PaceReport():
-                return self._paces.arrived(report)
-            case HostReport():
-                return self._hosts.arrived(report)
+                return self._links.accept_report(report)
+            case SlowdownReport():
+                return self._slowdowns.accept_report(report)
+            case HostMemoryReport():
+                return self._hosts.accept_report(report)
 
-    def goes_on(self, report: LinkReport | PaceReport | HostReport, now: float) -> bool:
+    def should_forward(self, report: LinkReport | SlowdownReport | HostMemoryReport, now: float) -> bool:
         """Whether the next stage has not seen it yet, and it is not one of a flood."""
-        rounds = {LinkReport: self._links, PaceReport: self._paces, HostReport: self._hosts}
-        return rounds[type(report)].goes_on(report.stage, now)
+        rounds = {LinkReport: self._links, SlowdownReport: self._slowdowns, HostMemoryReport: self._hosts}
+        return rounds[type(report)].should_forward(report.stage, now)
 
     @property
-    def host_room(self) -> HostRoom:
+    def host_memory(self) -> HostMemory:
         """Host memory that all stages have."""
-        return self._hosts.room
+        return self._hosts.common_memory
 
     @property
     def times(self) -> RingTimes:
         """Times of the ring, as far as they are known."""
-        known = zip(self._profiles, self._paces.paces, strict=False)
-        profiles = tuple(pace.of(profile) for profile, pace in known)
+        known = zip(self._profiles, self._slowdowns.slowdowns, strict=False)
+        profiles = tuple(slowdown.apply_to(profile) for profile, slowdown in known)
         return RingTimes(profiles, self._links.links, self._row_bytes)

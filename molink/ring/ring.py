@@ -7,43 +7,43 @@ import msgspec
 
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts
-from molink.link.heartbeat import StageProgress, patience_for
-from molink.link.policies.base import DecodeFinished, DecodeStarted
-from molink.ring.bubbles import Bubbles
+from molink.link.heartbeat import StageProgress, timeout_for
+from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent
+from molink.ring.bubbles import BubbleMeter
 from molink.ring.controls import ControlApplier
-from molink.ring.ends import Collector, Front
-from molink.ring.hosted import NO_ROOM, HostRoom
-from molink.ring.knowledge import RingKnowledge
-from molink.ring.known import BoardLimits
-from molink.ring.pace import PaceMeter
-from molink.ring.pieces import Cutting, WholeVolumes
+from molink.ring.ends import SampleCollector, SchedulerBridge
+from molink.ring.hosted import NO_HOST_MEMORY, HostMemory
+from molink.ring.knowledge import RingMeasurements
+from molink.ring.known import ScoreboardLimits
+from molink.ring.pace import SlowdownMeter
+from molink.ring.pieces import SubChunkPolicy, WholeVolumePolicy
 from molink.ring.scoreboard import Scoreboard
-from molink.ring.stage import Executing, NextStage, StageRequests, StageShape
-from molink.ring.steps import StepLog, StepTimes
-from molink.ring.turn import TurnClock
-from molink.ring.unbroken import Unbroken
+from molink.ring.stage import StepExecutor, NextStage, StageRequests, StageShape
+from molink.ring.steps import StepLog, StepTimePredictor
+from molink.ring.turn import RoundTripClock
+from molink.ring.unbroken import ErrorGuard
 from molink.ring.work import (
-    ControlBody,
-    Segment,
-    SegmentResult,
-    StepDone,
-    Work,
+    ControlMessage,
+    StepInput,
+    StepOutput,
+    StepResult,
+    Step,
 )
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import (
     Release,
-    RingBody,
-    Sampled,
+    RingMessage,
+    SamplerOutput,
     Tombstone,
     TopLogprobs,
     Volume,
-    VolumePart,
+    VolumeFragment,
 )
-from molink.wire.messages.rounds import HostReport, LinkReport, PaceReport
+from molink.wire.messages.rounds import HostMemoryReport, LinkReport, SlowdownReport
 
 #: What the scoreboard of a later stage puts in order, parts of volumes aside.
-_FOR_THE_BOARD = ControlBody | Volume
+_SCOREBOARD_MESSAGES = ControlMessage | Volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +51,16 @@ class RingConfig:
     """What a stage is and how it works.
 
     ``profile`` is how long its steps have been measured to take, ``profiles`` are those of all
-    stages. ``cutting`` decides in which pieces prefill rows are computed and sent on, perhaps while
-    more are coming. ``host`` is its host memory for KV.
+    stages. ``sub_chunk_policy`` decides in which pieces prefill rows are computed and sent on, perhaps while
+    more are coming. ``host_memory`` is its host memory for KV.
     """
 
     shape: StageShape
     profile: Profile
     profiles: tuple[Profile, ...] = ()
-    limits: BoardLimits = field(default_factory=BoardLimits)
-    cutting: Cutting = field(default_factory=WholeVolumes)
-    host: HostRoom = NO_ROOM
+    limits: ScoreboardLimits = field(default_factory=ScoreboardLimits)
+    sub_chunk_policy: SubChunkPolicy = field(default_factory=WholeVolumePolicy)
+    host_memory: HostMemory = NO_HOST_MEMORY
 
 
 class Ring:
@@ -68,7 +68,7 @@ class Ring:
 
     It has no clock, threads or sockets of its own: ``clock`` is in seconds, every method is called
     on one thread, and ``executor`` keeps at most one step and reports on that thread, so a
-    simulation can run it in virtual time. ``pump`` is called after every event and does whatever
+    simulation can run it in virtual time. ``run_pending`` is called after every event and does whatever
     can be done now.
     """
 
@@ -76,12 +76,12 @@ class Ring:
         self,
         config: RingConfig,
         requests: StageRequests,
-        executor: Executing,
-        front: Front | None,
+        executor: StepExecutor,
+        bridge: SchedulerBridge | None,
         clock: Callable[[], float],
         on_broken: Callable[[str], None],
     ) -> None:
-        """``front`` is the head's end, at stage 0.
+        """``bridge`` is the head's end, at stage 0.
 
         ``on_broken`` is told, once, why this stage can't go on: an error of our own after which
         ticks would be missing, or steps that fail one after another.
@@ -89,282 +89,282 @@ class Ring:
         self._shape = shape = config.shape
         self._clock = clock
         self._executor = executor
-        self._front = front
-        self._next: NextStage | None = None
+        self._bridge = bridge
+        self._next_stage: NextStage | None = None
         self._requests = requests
         self._computing = False
         self._closed = False
-        self.scoreboard = Scoreboard(config.limits, config.cutting)
+        self.scoreboard = Scoreboard(config.limits, config.sub_chunk_policy)
         #: What the step that runs is made of, by tick.
-        self._running: dict[int, Segment] = {}
-        self._collector = Collector()
+        self._running: dict[int, StepInput] = {}
+        self._samples = SampleCollector()
         #: How busy it is.
-        self.bubbles = Bubbles(clock())
-        self.steps = StepLog()
-        self._strays = 0
-        self._known = RingKnowledge(shape, config.profiles)
+        self.bubbles = BubbleMeter(clock())
+        self.step_log = StepLog()
+        self._num_strays = 0
+        self._measurements = RingMeasurements(shape, config.profiles)
         self._on_broken = on_broken
-        self._unbroken = Unbroken(self._break)
-        self._times = StepTimes(config.profile)
-        self._meter = PaceMeter(config.profile)
-        self._turns = TurnClock(self._known.times)
-        self._host = config.host
-        self._controls = ControlApplier(shape, requests, executor, self._turns.over, self._pass_on)
+        self._error_guard = ErrorGuard(self._fail)
+        self._predictor = StepTimePredictor(config.profile)
+        self._slowdown_meter = SlowdownMeter(config.profile)
+        self._round_trips = RoundTripClock(self._measurements.times)
+        self._host_memory = config.host_memory
+        self._controls = ControlApplier(shape, requests, executor, self._round_trips.on_request_finished, self._forward)
         #: How long the step that runs should take at most, in seconds; 0 between steps.
-        self.predicted = 0.0
+        self.predicted_s = 0.0
         #: When that step began.
-        self._began = 0.0
+        self._step_began_at = 0.0
 
-    def open(self, following: NextStage | None) -> None:
-        """Begin; with nothing ``following`` (an ``OutLink``) this stage is the whole ring."""
-        self._next = following
-        if self._host.blocks:
-            self._pass_on(self._known.host_measured(self._host))
-            self._times_known()
-        self.pump()
+    def open(self, next_stage: NextStage | None) -> None:
+        """Begin; with nothing ``next_stage`` (an ``OutLink``) this stage is the whole ring."""
+        self._next_stage = next_stage
+        if self._host_memory.blocks:
+            self._forward(self._measurements.on_host_measured(self._host_memory))
+            self._update_times()
+        self.run_pending()
 
     def close(self) -> None:
         """The epoch is over: what is still computing is ignored."""
         self._closed = True
-        if self._front is not None:
-            self._front.desk.close()
+        if self._bridge is not None:
+            self._bridge.receiver.close()
 
     # --- events ----------------------------------------------------------------------------------
 
-    def arrive(
-        self, body: RingBody, data: bytearray | memoryview | None, rows: int | None = None
+    def on_message(
+        self, body: RingMessage, data: bytearray | memoryview | None, rows: int | None = None
     ) -> None:
         """A message came from the previous stage, as :class:`molink.link.receiver.Arrival` says.
 
         Of a volume the first ``rows`` rows are in ``data``, which has room for all, or all of them
-        (``None``). Further rows are announced by a :class:`VolumePart` without data: ``rows`` are
+        (``None``). Further rows are announced by a :class:`VolumeFragment` without data: ``rows`` are
         there then, in all.
         """
-        with self._unbroken:
-            self._arrive(body, data, rows)
-            self._pump()
+        with self._error_guard:
+            self._on_message(body, data, rows)
+            self._run_pending()
 
-    def pump(self) -> None:
+    def run_pending(self) -> None:
         """Do what can be done: ask the head, forward controls, start a step."""
-        with self._unbroken:
-            self._pump()
+        with self._error_guard:
+            self._run_pending()
 
-    def _break(self, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         if not self._closed:
             self.close()
             self._on_broken(reason)
 
-    def _arrive(
-        self, body: RingBody, data: bytearray | memoryview | None, rows: int | None
+    def _on_message(
+        self, body: RingMessage, data: bytearray | memoryview | None, rows: int | None
     ) -> None:
         now = self._clock()
         match body:
-            case VolumePart() if self._front is None and rows is not None:
-                self.scoreboard.extend(body.tick, rows, now)
-            case _ if self._front is None and isinstance(body, _FOR_THE_BOARD):
-                self.scoreboard.arrive(body, data, now, rows)
-            case Sampled() | TopLogprobs() | Release() | Tombstone():
-                self._came_round(body, now)
-            case LinkReport() | PaceReport() | HostReport() if self._known.arrived(body):
-                if self._known.goes_on(body, now):
-                    self._pass_on(body)
-                self._times_known()
+            case VolumeFragment() if self._bridge is None and rows is not None:
+                self.scoreboard.extend_volume(body.seq, rows, now)
+            case _ if self._bridge is None and isinstance(body, _SCOREBOARD_MESSAGES):
+                self.scoreboard.on_message(body, data, now, rows)
+            case SamplerOutput() | TopLogprobs() | Release() | Tombstone():
+                self._on_last_stage_message(body, now)
+            case LinkReport() | SlowdownReport() | HostMemoryReport() if self._measurements.accept_report(body):
+                if self._measurements.should_forward(body, now):
+                    self._forward(body)
+                self._update_times()
             case _:
-                self._strays += 1
+                self._num_strays += 1
 
-    def _pump(self) -> None:
+    def _run_pending(self) -> None:
         if self._closed:
             return
         now = self._clock()
-        if self._front is not None and not self._computing:
-            while self._front.feed(self.scoreboard, now):
-                self._controls.apply(self.scoreboard.complete((), now))
-            self._front.ask(self.pump)
-        if controls := self.scoreboard.complete((), now):
-            self._controls.apply(controls)
-        waits = self._computing or (self._next is not None and self._next.full)
-        work = None if waits else self._take(now)
-        if work is not None:
-            self._start_step(work, now)
+        if self._bridge is not None and not self._computing:
+            while self._bridge.feed_batch(self.scoreboard, now):
+                self._controls.apply_controls(self.scoreboard.complete_volumes((), now))
+            self._bridge.request_drafts(self.run_pending)
+        if controls := self.scoreboard.complete_volumes((), now):
+            self._controls.apply_controls(controls)
+        is_waiting = self._computing or (self._next_stage is not None and self._next_stage.is_full)
+        step = None if is_waiting else self._next_step(now)
+        if step is not None:
+            self._start_step(step, now)
         else:
-            self._note(now)
+            self._update_bubbles(now)
 
-    def _take(self, now: float) -> Work | None:
+    def _next_step(self, now: float) -> Step | None:
         """What may run now. What never can goes on as a tombstone; others may wait for that."""
         while True:
-            work = self.scoreboard.take(now)
-            dropped = self.scoreboard.complete((), now)
+            step = self.scoreboard.next_step(now)
+            dropped = self.scoreboard.complete_volumes((), now)
             if not dropped:
-                return work
-            self._controls.apply(dropped)
-            if work is not None:
-                return work
+                return step
+            self._controls.apply_controls(dropped)
+            if step is not None:
+                return step
 
-    def _start_step(self, work: Work, now: float) -> None:
-        segments = work.segments
-        self._running = {segment.volume.tick: segment for segment in segments}
+    def _start_step(self, step: Step, now: float) -> None:
+        step_inputs = step.inputs
+        self._running = {step_input.volume.seq: step_input for step_input in step_inputs}
         self._computing = True
-        self._note(now)
-        volumes = [segment.volume for segment in segments]
-        expected = self._times.begin(volumes)
-        self._meter.begin(volumes)
-        self.predicted, self._began = expected.maximum, now
-        if work.decode is not None and self._next is not None:
-            self._next.handle(DecodeStarted(work.decode.volume.count, expected.likely))
+        self._update_bubbles(now)
+        volumes = [step_input.volume for step_input in step_inputs]
+        expected = self._predictor.begin_step(volumes)
+        self._slowdown_meter.begin_step(volumes)
+        self.predicted_s, self._step_began_at = expected.max_s, now
+        if step.decode is not None and self._next_stage is not None:
+            self._next_stage.handle_event(DecodeStartedEvent(step.decode.volume.count, expected.expected_s))
         # On the compute thread, by molinkd.worker.step.
-        self._executor.submit(segments, self._step_done)
+        self._executor.submit_step(step_inputs, self._on_step_result)
 
-    def _came_round(self, body: Sampled | TopLogprobs | Release | Tombstone, now: float) -> None:
-        if self._front is not None:
-            self._front.came_round(body, now)
+    def _on_last_stage_message(self, body: SamplerOutput | TopLogprobs | Release | Tombstone, now: float) -> None:
+        if self._bridge is not None:
+            self._bridge.on_last_stage_message(body, now)
 
     # --- links and paces -------------------------------------------------------------------------
 
-    def link_measured(self, facts: LinkFacts, now: float) -> None:
+    def on_link_measured(self, facts: LinkFacts, now: float) -> None:
         """What this stage's link to the next one is like; the others are told."""
-        if self._known.is_settled(facts):
+        if self._measurements.is_settled(facts):
             return  # as with most beats
-        with self._unbroken:
-            report = self._known.link_measured(facts, now)
+        with self._error_guard:
+            report = self._measurements.on_link_measured(facts, now)
             if report is not None and not self._closed:
-                self._pass_on(report)
-                self._times_known()
+                self._forward(report)
+                self._update_times()
 
     @property
     def links(self) -> tuple[LinkFacts, ...]:
         """All links of the ring as far as they are known, each stage's to the next one."""
-        return tuple(self._known.times.links)
+        return tuple(self._measurements.times.links)
 
-    def _times_known(self) -> None:
-        times = self._turns.times = self._known.times
-        if self._front is not None:
-            self._front.head.set_times(times)
-            room = self._known.host_room
-            self._front.head.set_host_room(room.blocks, room.block_s)
+    def _update_times(self) -> None:
+        times = self._round_trips.times = self._measurements.times
+        if self._bridge is not None:
+            self._bridge.scheduler.set_times(times)
+            memory = self._measurements.host_memory
+            self._bridge.scheduler.set_host_memory(memory.blocks, memory.block_s)
 
     # --- to the next stage -----------------------------------------------------------------------
 
-    def _pass_on(
+    def _forward(
         self,
-        body: ControlBody | LinkReport | PaceReport | HostReport,
+        body: ControlMessage | LinkReport | SlowdownReport | HostMemoryReport,
         payload: Buffer | None = None,
     ) -> None:
-        if self._next is not None:
-            self._next.control(body, payload)
+        if self._next_stage is not None:
+            self._next_stage.send_control(body, payload)
         elif isinstance(body, Release | Tombstone):
-            self._came_round(body, self._clock())
+            self._on_last_stage_message(body, self._clock())
 
     # --- from the executor -----------------------------------------------------------------------
 
-    def _step_done(self, done: StepDone) -> None:
-        with self._unbroken:
-            self._take_results(done)
-            self._pump()
+    def _on_step_result(self, done: StepResult) -> None:
+        with self._error_guard:
+            self._apply_results(done)
+            self._run_pending()
 
-    def _take_results(self, done: StepDone) -> None:
+    def _apply_results(self, done: StepResult) -> None:
         if self._closed:
             return
         now = self._clock()
         self._computing = False
-        self.predicted = 0.0
-        self._note(now)
-        self.steps.add(done)
-        self._times.end(done.seconds)
-        if done.error is None and self._meter.end(done.seconds, now):
-            self._pass_on(self._known.pace_measured(self._meter.pace))
-            self._times_known()
-        patience = self.steps.patience
-        if patience.exhausted or (done.error and not done.results):
-            self._break(f"{patience.failures} steps failed one after another: {done.error}")
+        self.predicted_s = 0.0
+        self._update_bubbles(now)
+        self.step_log.add_step(done)
+        self._predictor.end_step(done.seconds)
+        if done.error is None and self._slowdown_meter.end_step(done.seconds, now):
+            self._forward(self._measurements.on_slowdown_measured(self._slowdown_meter.slowdown))
+            self._update_times()
+        failures = self.step_log.failures
+        if failures.is_exhausted or (done.error and not done.outputs):
+            self._fail(f"{failures.failures} steps failed one after another: {done.error}")
             return
         # One by one: what waits for the decode rows need not wait for the prefill beside them.
-        for result in done.results:
-            self._send(result, now)
-            self._controls.apply(self.scoreboard.complete([result.volume.tick], now))
-        self._tell_of_decode(done.results, now)
+        for result in done.outputs:
+            self._send_output(result, now)
+            self._controls.apply_controls(self.scoreboard.complete_volumes([result.volume.seq], now))
+        self._report_decode_finished(done.outputs, now)
 
-    def _tell_of_decode(self, results: Sequence[SegmentResult], now: float) -> None:
+    def _report_decode_finished(self, results: Sequence[StepOutput], now: float) -> None:
         """A decode step is over; its rows are on their way, so nothing can slip in before them."""
         for result in results:
-            if not result.volume.prefill and self._next is not None:
-                after = self._turns.finished(result.volume, now)
-                self._next.handle(DecodeFinished(result.volume.count, after))
+            if not result.volume.prefill and self._next_stage is not None:
+                after = self._round_trips.on_decode_finished(result.volume, now)
+                self._next_stage.handle_event(DecodeFinishedEvent(result.volume.count, after))
 
-    def _send(self, result: SegmentResult, now: float) -> None:
-        segment = self._running[result.volume.tick]
+    def _send_output(self, result: StepOutput, now: float) -> None:
+        step_input = self._running[result.volume.seq]
         if result.sampled is not None:
-            for body in self._collector.add(result.sampled, result, last=segment.last):
-                if self._next is not None:
-                    self._next.control(body)
+            for body in self._samples.add_output(result.sampled, result, last=step_input.is_last):
+                if self._next_stage is not None:
+                    self._next_stage.send_control(body)
                 else:
-                    self._came_round(body, now)
-        elif self._next is not None and result.rows is not None:
-            self._send_rows(self._next, segment, result.rows)
+                    self._on_last_stage_message(body, now)
+        elif self._next_stage is not None and result.rows is not None:
+            self._send_rows(self._next_stage, step_input, result.rows)
 
-    def _send_rows(self, following: NextStage, segment: Segment, rows: Buffer) -> None:
+    def _send_rows(self, next_stage: NextStage, step_input: StepInput, rows: Buffer) -> None:
         """The first segment of a volume brings the header of all of its rows."""
-        header = segment.header
-        if segment.first:
-            following.more(header.tick, rows)
+        header = step_input.full_volume
+        if step_input.first_row:
+            next_stage.send_more_rows(header.seq, rows)
             return
-        payload = Payload(self._shape.dtype, (header.count, self._shape.hidden))
-        following.volume(msgspec.structs.replace(header, payload=payload), rows)
+        payload = Payload(self._shape.wire_dtype, (header.count, self._shape.hidden))
+        next_stage.send_volume(msgspec.structs.replace(header, payload=payload), rows)
 
     # --- reports ---------------------------------------------------------------------------------
 
     @property
-    def strays(self) -> int:
+    def num_strays(self) -> int:
         """Messages that make no sense at this place of the ring, and tokens that don't exist."""
-        return self._strays + (self._front.strays if self._front is not None else 0)
+        return self._num_strays + (self._bridge.num_invalid_ids if self._bridge is not None else 0)
 
     @property
-    def live(self) -> int:
+    def num_requests(self) -> int:
         """How many requests this stage knows."""
         return len(self._requests)
 
     @property
-    def stuck(self) -> bool:
+    def is_stuck(self) -> bool:
         """Whether the step that runs takes as long as a dead stage's would."""
-        return self._computing and self._clock() - self._began >= patience_for(self.predicted)
+        return self._computing and self._clock() - self._step_began_at >= timeout_for(self.predicted_s)
 
     @property
     def progress(self) -> StageProgress:
         """What the neighbours are told; work that a full link holds back is not waited for."""
-        queued = self.scoreboard.queued
-        if queued and not self._computing and self._next is not None and self._next.full:
+        queued = self.scoreboard.num_queued
+        if queued and not self._computing and self._next_stage is not None and self._next_stage.is_full:
             queued = 0
         return StageProgress(
-            completed=self.scoreboard.last_completed,
-            queued=queued,
-            busy=len(self._requests) > 0,
-            predicted=self.predicted,
+            completed_seq=self.scoreboard.last_completed_seq,
+            num_queued=queued,
+            has_requests=len(self._requests) > 0,
+            predicted_s=self.predicted_s,
         )
 
-    def stats(self) -> tuple[dict[str, float], dict[str, float]]:
+    def collect_stats(self) -> tuple[dict[str, float], dict[str, float]]:
         """Counters and gauges of this epoch, by name."""
-        self._note(self._clock())
+        self._update_bubbles(self._clock())
         counters = {
-            "stage_steps_total": self.steps.steps,
-            "stage_rows_total": self.steps.rows,
-            "stage_compute_seconds_total": self.steps.seconds,
+            "stage_steps_total": self.step_log.num_steps,
+            "stage_rows_total": self.step_log.num_rows,
+            "stage_compute_seconds_total": self.step_log.seconds,
             "stage_bubble_seconds_total": self.bubbles.seconds,
-            "stage_failed_steps_total": self.steps.failed,
-            "stage_strays_total": self.strays,
-            "stage_dropped_groups_total": self.scoreboard.counts["dropped_groups"],
-            "stage_refused_total": self.scoreboard.refused,
+            "stage_failed_steps_total": self.step_log.num_failed,
+            "stage_strays_total": self.num_strays,
+            "stage_dropped_groups_total": self.scoreboard.counters["dropped_groups"],
+            "stage_refused_total": self.scoreboard.num_refused,
         }
         gauges = {
-            "stage_requests": self.live,
-            "stage_bubble_share": round(self.bubbles.share, 4),
-            "stage_busy_share": round(self.bubbles.busy, 4),
-            "stage_queued_volumes": self.scoreboard.queued,
-            "stage_completed_tick": self.scoreboard.last_completed,
-            "stage_decode_pace": round(self._meter.decode, 3),
+            "stage_requests": self.num_requests,
+            "stage_bubble_share": round(self.bubbles.bubble_share, 4),
+            "stage_busy_share": round(self.bubbles.busy_share, 4),
+            "stage_queued_volumes": self.scoreboard.num_queued,
+            "stage_completed_tick": self.scoreboard.last_completed_seq,
+            "stage_decode_pace": round(self._slowdown_meter.decode_slowdown, 3),
         }
         return (
             {name: float(value) for name, value in counters.items()},
             {name: float(value) for name, value in gauges.items()},
         )
 
-    def _note(self, now: float) -> None:
-        self.bubbles.note(now, live=len(self._requests) > 0, computing=self._computing)
+    def _update_bubbles(self, now: float) -> None:
+        self.bubbles.update_state(now, live=len(self._requests) > 0, computing=self._computing)

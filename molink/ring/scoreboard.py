@@ -3,7 +3,7 @@
 One per stage and epoch, sans-IO. Messages of the two lanes arrive in any interleaving, each lane in
 its order; ticks say what has to come before what. At one stage a tick is *complete*
 
-- of an ``Admit``, ``Grammar``, ``History``, ``Table``, ``SwapOut`` or ``SwapIn``: when it arrives
+- of an ``Admit``, ``Grammar``, ``History``, ``BlockTable``, ``SwapOut`` or ``SwapIn``: when it arrives
   (they share a lane, so in the order of issue; what a swap copies is copied in this order, before
   any step that is taken later);
 - of a ``Volume``: when all of its rows have run, or at once when none is left to run;
@@ -45,8 +45,8 @@ before itself, the same request twice, or drafts that can't be sampled or report
 ``after`` is complete but whose request was never admitted or has earlier rows that are not
 complete, or whose block table does not hold them or is no honest one, or that copy from no honest
 block; for an ``Admit`` of an id that is not new; for
-a ``History`` or ``Table`` of a request that is not live, or that is not the next ids of it, no
-blocks, or late; for whatever exceeds the ``BoardLimits``, which keep the
+a ``History`` or ``BlockTable`` of a request that is not live, or that is not the next ids of it, no
+blocks, or late; for whatever exceeds the ``ScoreboardLimits``, which keep the
 memory of this stage bounded. A tick that was seen already, or is absurdly far ahead, is ignored;
 so are further rows of a volume that never came, or has had as many. A ``Release`` of a request that
 is not live completes like any other, and such a request can't be admitted later; ticks in it that
@@ -65,13 +65,13 @@ from collections.abc import Iterator, Sequence
 
 from molink.errors import InvariantError
 from molink.facts.story import Story
-from molink.ring.hosted import HostLedger, are_distinct
-from molink.ring.known import BoardLimits, KnownRequests, has_honest_drafts
-from molink.ring.pieces import Cutting, WholeVolumes
-from molink.ring.ticks import Releases, TickSet
-from molink.ring.volumes import Volumes
+from molink.ring.hosted import HostBlockLedger, are_distinct
+from molink.ring.known import ScoreboardLimits, TrackedRequests, has_honest_drafts
+from molink.ring.pieces import SubChunkPolicy, WholeVolumePolicy
+from molink.ring.ticks import PendingReleases, SeqSet
+from molink.ring.volumes import VolumeQueue
 from molink.ring.waiting import WaitingVolume
-from molink.ring.work import Control, ControlBody, Segment, Work, block_copy, block_ids
+from molink.ring.work import CompletedControl, ControlMessage, StepInput, Step, parse_block_copy, parse_block_ids
 from molink.wire.messages.data import (
     Admit,
     Grammar,
@@ -79,129 +79,129 @@ from molink.wire.messages.data import (
     Release,
     SwapIn,
     SwapOut,
-    Table,
+    BlockTable,
     Tombstone,
     Volume,
 )
 
 #: A tick further than this above the watermark is no honest message; the head keeps to half of it.
-MAX_SPAN = 1 << 16
+MAX_SEQ_SPAN = 1 << 16
 #: What is counted and no misbehaviour: of cancelled requests, and resent messages.
-_HONEST = ("dropped_groups", "buried_volumes", "duplicates")
+_HARMLESS = ("dropped_groups", "buried_volumes", "duplicates")
 #: Volumes that may wait; the head has at most 128 in flight.
-MAX_WAITING = 1024
+MAX_WAITING_VOLUMES = 1024
 
 
 class Scoreboard:
     """Orders one stage's work during one epoch; see the module for the rules."""
 
-    def __init__(self, limits: BoardLimits | None = None, cutting: Cutting | None = None) -> None:
-        """``cutting`` decides on pieces of prefill volumes; without it volumes run whole."""
-        self._limits = limits or BoardLimits()
-        self.counts: Counter[str] = Counter()
+    def __init__(self, limits: ScoreboardLimits | None = None, sub_chunk_policy: SubChunkPolicy | None = None) -> None:
+        """``sub_chunk_policy`` decides on pieces of prefill volumes; without it volumes run whole."""
+        self._limits = limits or ScoreboardLimits()
+        self.counters: Counter[str] = Counter()
         #: Progress of the compute thread: rises with every piece that has run. After the last piece
         #: of a volume it is its tick at least.
-        self.last_completed = 0
-        self._complete = TickSet()
-        self._known = KnownRequests(self._limits, self._complete)
-        self._hosted = HostLedger(self._limits.host_blocks)
-        self._volumes = Volumes(self._complete, cutting or WholeVolumes())
-        self._releases = Releases(self._complete)
-        self._outbox: list[Control] = []
+        self.last_completed_seq = 0
+        self._complete = SeqSet()
+        self._requests = TrackedRequests(self._limits, self._complete)
+        self._host_blocks = HostBlockLedger(self._limits.host_blocks)
+        self._volumes = VolumeQueue(self._complete, sub_chunk_policy or WholeVolumePolicy())
+        self._releases = PendingReleases(self._complete)
+        self._completed: list[CompletedControl] = []
         self._story = Story()
 
-    def arrive(
-        self, body: ControlBody | Volume, data: object, now: float, rows: int | None = None
+    def on_message(
+        self, body: ControlMessage | Volume, data: object, now: float, rows: int | None = None
     ) -> None:
         """A message is here; ``data`` is kept with it and handed out again.
 
         ``rows`` is how many rows of a volume have arrived, ``None`` if all; ``data`` has room for
         all of them. Call ``complete((), now)`` afterwards: controls may have been completed by it.
         """
-        if not self._is_new(body.tick, now):
+        if not self._is_new(body.seq, now):
             return
-        self._story.add(now, "arrive", type(body).__name__, body.tick)
+        self._story.add_entry(now, "arrive", type(body).__name__, body.seq)
         match body:
             case Volume():
-                self._arrive_volume(body, data, rows, now)
+                self._on_volume(body, data, rows, now)
             case Release():
-                self._arrive_release(body, now)
+                self._on_release(body, now)
             case Admit():
-                self._arrive_admit(body, now)
+                self._on_admit(body, now)
             case Grammar():
-                self._arrive_grammar(body, data, now)
+                self._on_grammar(body, data, now)
             case History():
-                self._arrive_history(body, data, now)
-            case Table():
-                self._arrive_table(body, data, now)
+                self._on_history(body, data, now)
+            case BlockTable():
+                self._on_block_table(body, data, now)
             case SwapOut():
-                self._arrive_swap_out(body, data, now)
+                self._on_swap_out(body, data, now)
             case SwapIn():
-                self._arrive_swap_in(body, data, now)
+                self._on_swap_in(body, data, now)
             case Tombstone():
-                self._finish(body, None)
-        self._settle(now)
+                self._complete_control(body, None)
+        self._complete_releases(now)
 
-    def extend(self, tick: int, rows: int, now: float) -> None:
+    def extend_volume(self, seq: int, rows: int, now: float) -> None:
         """More rows of a volume are in its ``data``: the first ``rows`` now."""
-        waiting = self._volumes.get(tick)
-        if waiting is not None and waiting.arrived < rows <= waiting.total:
-            waiting.extend(rows, now)
-            self._story.add(now, "extend", tick, rows)
-        elif waiting is not None or tick not in self._complete:
-            self._count("bad_parts", tick, now)
+        waiting = self._volumes.get_volume(seq)
+        if waiting is not None and waiting.num_arrived < rows <= waiting.num_rows:
+            waiting.extend_rows(rows, now)
+            self._story.add_entry(now, "extend", seq, rows)
+        elif waiting is not None or seq not in self._complete:
+            self._count_event("bad_parts", seq, now)
 
-    def take(self, now: float) -> Work | None:
+    def next_step(self, now: float) -> Step | None:
         """What may run now, lowest ticks first; ``None`` if nothing.
 
-        Calling it again before ``complete`` is allowed and gives further work.
+        Calling it again before ``complete_volumes`` is allowed and gives further work.
         """
         if not self._volumes:
             return None
-        decode = self._next(now, prefill=False)
-        riding = 0 if decode is None else decode.volume.count
-        prefill = self._next(now, prefill=True, riding=riding)
-        self._settle(now)
+        decode = self._next_input(now, prefill=False)
+        piggybacked = 0 if decode is None else decode.volume.count
+        prefill = self._next_input(now, prefill=True, piggybacked=piggybacked)
+        self._complete_releases(now)
         if decode is None and prefill is None:
             return None
-        work = Work(decode, prefill)
-        self._story.add(now, "take", *work.ticks)
+        work = Step(decode, prefill)
+        self._story.add_entry(now, "take", *work.seqs)
         return work
 
-    def complete(self, ticks: Sequence[int], now: float) -> list[Control]:
+    def complete_volumes(self, seqs: Sequence[int], now: float) -> list[CompletedControl]:
         """What was taken of volumes ``ticks`` has run; returns the controls to be forwarded now.
 
         Raises:
             InvariantError: nothing was taken of one of them.
         """
-        for tick in ticks:
-            self._ran(tick, now)
-        if ticks:
-            self._settle(now)
-        if not self._outbox:
+        for seq in seqs:
+            self._complete_sub_chunk(seq, now)
+        if seqs:
+            self._complete_releases(now)
+        if not self._completed:
             return []
-        outbox, self._outbox = self._outbox, []
+        outbox, self._completed = self._completed, []
         return outbox
 
     @property
-    def queued(self) -> int:
+    def num_queued(self) -> int:
         """Volumes that wait for the compute thread or are in it, not for anything else."""
-        return self._volumes.queued
+        return self._volumes.num_queued
 
     @property
-    def only_rests(self) -> bool:
+    def has_only_remainders(self) -> bool:
         """Whether all that waits for the compute thread are rests of volumes that have begun."""
-        return self._volumes.only_rests
+        return self._volumes.has_only_remainders
 
     @property
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         """Volumes that have come, at least in part, and were not taken whole, ready or not."""
-        return self._volumes.waiting
+        return self._volumes.num_waiting
 
     @property
-    def refused(self) -> int:
+    def num_refused(self) -> int:
         """Messages of other stages that made no sense, or were too many."""
-        return self.counts.total() - sum(self.counts[what] for what in _HONEST)
+        return self.counters.total() - sum(self.counters[what] for what in _HARMLESS)
 
     def validate(self) -> None:
         """Check all invariants.
@@ -209,212 +209,212 @@ class Scoreboard:
         Raises:
             InvariantError: one is broken; carries the last transitions.
         """
-        for problem in self._problems():
-            raise InvariantError(problem, self._story.lines())
+        for problem in self._find_problems():
+            raise InvariantError(problem, self._story.format_lines())
 
     # --- arrivals ------------------------------------------------------------------------------
 
-    def _is_new(self, tick: int, now: float) -> bool:
-        if tick in self._complete or tick in self._volumes or tick in self._releases:
-            self._count("duplicates", tick, now)
+    def _is_new(self, seq: int, now: float) -> bool:
+        if seq in self._complete or seq in self._volumes or seq in self._releases:
+            self._count_event("duplicates", seq, now)
             return False
-        if tick > self._complete.watermark + MAX_SPAN:
-            self._count("far_ticks", tick, now)
+        if seq > self._complete.watermark + MAX_SEQ_SPAN:
+            self._count_event("far_ticks", seq, now)
             return False
         return True
 
-    def _arrive_volume(self, volume: Volume, data: object, rows: int | None, now: float) -> None:
-        waiting = WaitingVolume.of(volume, data, rows, now)
-        requests = {group.request for group in volume.rows}
+    def _on_volume(self, volume: Volume, data: object, rows: int | None, now: float) -> None:
+        waiting = WaitingVolume.of_volume(volume, data, rows, now)
+        requests = {group.request for group in volume.slices}
         if (
-            len(requests) < len(volume.rows)
-            or any(group.after >= volume.tick for group in volume.rows)
+            len(requests) < len(volume.slices)
+            or any(group.after_seq >= volume.seq for group in volume.slices)
             or not has_honest_drafts(volume)
-            or not 1 <= waiting.arrived <= waiting.total
+            or not 1 <= waiting.num_arrived <= waiting.num_rows
         ):
-            self._refuse(volume.tick, "bad_volumes", now)
+            self._refuse(volume.seq, "bad_volumes", now)
             return
         room = self._limits.waiting_bytes - self._volumes.nbytes
-        if len(self._volumes) >= MAX_WAITING or waiting.nbytes > room:
-            self._refuse(volume.tick, "floods", now)
+        if len(self._volumes) >= MAX_WAITING_VOLUMES or waiting.nbytes > room:
+            self._refuse(volume.seq, "floods", now)
         else:
-            self._volumes.add(waiting)
-            self._drop_gone(waiting)
+            self._volumes.add_volume(waiting)
+            self._drop_released(waiting)
 
-    def _arrive_admit(self, admit: Admit, now: float) -> None:
-        if not self._known.is_new(admit.request):
-            self._refuse(admit.tick, "stale_admits", now)
-        elif len(self._known) + len(self._releases) >= self._limits.requests:
-            self._refuse(admit.tick, "floods", now)
+    def _on_admit(self, admit: Admit, now: float) -> None:
+        if not self._requests.is_new(admit.request):
+            self._refuse(admit.seq, "stale_admits", now)
+        elif len(self._requests) + len(self._releases) >= self._limits.max_requests:
+            self._refuse(admit.seq, "floods", now)
         else:
-            self._known.admit(admit.request)
-            self._finish(admit, None)
+            self._requests.admit_request(admit.request)
+            self._complete_control(admit, None)
 
-    def _arrive_grammar(self, grammar: Grammar, data: object, now: float) -> None:
-        known = self._known.get(grammar.request)
+    def _on_grammar(self, grammar: Grammar, data: object, now: float) -> None:
+        known = self._requests.get_request(grammar.request)
         if known is None:
-            self._refuse(grammar.tick, "stray_grammars", now)
+            self._refuse(grammar.seq, "stray_grammars", now)
         elif known.add_grammar(grammar):
-            self._finish(grammar, data)
+            self._complete_control(grammar, data)
         else:
-            self._refuse(grammar.tick, "bad_grammars", now)
+            self._refuse(grammar.seq, "bad_grammars", now)
 
-    def _arrive_history(self, history: History, data: object, now: float) -> None:
-        known = self._known.get(history.request)
+    def _on_history(self, history: History, data: object, now: float) -> None:
+        known = self._requests.get_request(history.request)
         if known is None:
-            self._refuse(history.tick, "stray_histories", now)
+            self._refuse(history.seq, "stray_histories", now)
         elif known.add_ids(history, self._limits):
-            self._finish(history, data)
+            self._complete_control(history, data)
         else:
-            self._refuse(history.tick, "bad_histories", now)
+            self._refuse(history.seq, "bad_histories", now)
 
-    def _arrive_table(self, table: Table, data: object, now: float) -> None:
-        known = self._known.get(table.request)
+    def _on_block_table(self, table: BlockTable, data: object, now: float) -> None:
+        known = self._requests.get_request(table.request)
         if known is None:
-            self._refuse(table.tick, "stray_tables", now)
-        elif known.add_blocks(block_ids(table, data), self._limits):
-            self._finish(table, data)
+            self._refuse(table.seq, "stray_tables", now)
+        elif known.add_blocks(parse_block_ids(table, data), self._limits):
+            self._complete_control(table, data)
         else:
-            self._refuse(table.tick, "bad_tables", now)
+            self._refuse(table.seq, "bad_tables", now)
 
-    def _arrive_swap_out(self, order: SwapOut, data: object, now: float) -> None:
-        known, copy = self._known.get(order.request), block_copy(order, data)
+    def _on_swap_out(self, swap: SwapOut, data: object, now: float) -> None:
+        known, copy = self._requests.get_request(swap.request), parse_block_copy(swap, data)
         if (
             known is None
             or copy is None
-            or known.last not in self._complete
-            or len(copy.blocks) > known.blocks
+            or known.last_seq not in self._complete
+            or len(copy.blocks) > known.num_blocks
             or not are_distinct(copy.blocks, self._limits.blocks)
-            or not self._hosted.fill(order.tick, copy.hosts)
+            or not self._host_blocks.fill_blocks(swap.seq, copy.host_blocks)
         ):
-            self._refuse(order.tick, "bad_swaps", now)
+            self._refuse(swap.seq, "bad_swaps", now)
         else:
-            self._finish(order, data)
+            self._complete_control(swap, data)
 
-    def _arrive_swap_in(self, order: SwapIn, data: object, now: float) -> None:
-        known, copy = self._known.get(order.request), block_copy(order, data)
+    def _on_swap_in(self, swap: SwapIn, data: object, now: float) -> None:
+        known, copy = self._requests.get_request(swap.request), parse_block_copy(swap, data)
         if (
             known is not None
             and copy is not None
-            and not known.last
-            and len(copy.blocks) <= known.blocks
+            and not known.last_seq
+            and len(copy.blocks) <= known.num_blocks
             and are_distinct(copy.blocks, self._limits.blocks)
-            and self._hosted.empty(order.filled, copy.hosts)
+            and self._host_blocks.drain_blocks(swap.swap_out_seq, copy.host_blocks)
         ):
-            self._finish(order, data)
+            self._complete_control(swap, data)
             return
         if known is not None:
             known.is_broken = True
-        self._refuse(order.tick, "bad_swaps", now)
+        self._refuse(swap.seq, "bad_swaps", now)
 
-    def _arrive_release(self, release: Release, now: float) -> None:
-        named = {release.after, *release.also}
-        earlier = {tick for tick in named if tick < release.tick}
+    def _on_release(self, release: Release, now: float) -> None:
+        named = {release.after_seq, *release.pending_seqs}
+        earlier = {seq for seq in named if seq < release.seq}
         if len(earlier) < len(named):
-            self._count("bad_releases", release.tick, now)
-        if self._known.get(release.request) is None:
-            self._count("stray_releases", release.tick, now)
-        if len(self._releases) >= self._limits.requests:
-            self._refuse(release.tick, "floods", now)
+            self._count_event("bad_releases", release.seq, now)
+        if self._requests.get_request(release.request) is None:
+            self._count_event("stray_releases", release.seq, now)
+        if len(self._releases) >= self._limits.max_requests:
+            self._refuse(release.seq, "floods", now)
             return
-        self._known.release(release.request)
-        earlier |= self._volumes.begun_for(release.request)
-        self._releases.add(release, earlier)
+        self._requests.release_request(release.request)
+        earlier |= self._volumes.started_seqs(release.request)
+        self._releases.add_release(release, earlier)
         for waiting in self._volumes:
-            self._drop_gone(waiting)
+            self._drop_released(waiting)
 
     # --- completion ----------------------------------------------------------------------------
 
-    def _finish(self, body: ControlBody, data: object) -> None:
+    def _complete_control(self, body: ControlMessage, data: object) -> None:
         """A control is complete and goes on."""
-        self._complete.add(body.tick)
-        self._outbox.append(Control(body, data))
+        self._complete.add_seq(body.seq)
+        self._completed.append(CompletedControl(body, data))
 
-    def _refuse(self, tick: int, what: str, now: float) -> None:
+    def _refuse(self, seq: int, what: str, now: float) -> None:
         """A message that makes no sense completes without effect, here and further on."""
-        self._count(what, tick, now)
-        self._finish(Tombstone(tick), None)
+        self._count_event(what, seq, now)
+        self._complete_control(Tombstone(seq), None)
 
-    def _settle(self, now: float) -> None:
+    def _complete_releases(self, now: float) -> None:
         """Complete the releases that wait for nothing any more."""
         if not self._releases:
             return
-        for release in self._releases.ripe():
-            self._finish(release, None)
-            self._story.add(now, "forget", release.request)
+        for release in self._releases.pop_complete():
+            self._complete_control(release, None)
+            self._story.add_entry(now, "forget", release.request)
 
     # --- running -------------------------------------------------------------------------------
 
-    def _next(self, now: float, *, prefill: bool, riding: int = 0) -> Segment | None:
+    def _next_input(self, now: float, *, prefill: bool, piggybacked: int = 0) -> StepInput | None:
         """The next piece of that kind, beside ``riding`` decode rows."""
         for waiting in self._volumes:
             if waiting.volume.prefill is not prefill:
                 continue
-            if not waiting.is_begun and self._volumes.is_ready(waiting):
-                self._drop_unfit(waiting, now)
-            count = self._volumes.piece(waiting, riding)
+            if not waiting.is_started and self._volumes.is_ready(waiting):
+                self._drop_invalid(waiting, now)
+            count = self._volumes.next_rows(waiting, piggybacked)
             if count:
-                return self._run(waiting, count)
+                return self._take_rows(waiting, count)
         return None
 
-    def _run(self, waiting: WaitingVolume, count: int) -> Segment:
-        if not waiting.is_begun:
-            for rows in waiting.groups:
-                self._known.begin(rows, waiting.volume.tick)
-        return self._volumes.take(waiting, count)
+    def _take_rows(self, waiting: WaitingVolume, count: int) -> StepInput:
+        if not waiting.is_started:
+            for rows in waiting.slices:
+                self._requests.start_rows(rows, waiting.volume.seq)
+        return self._volumes.take_rows(waiting, count)
 
-    def _ran(self, tick: int, now: float) -> None:
-        waiting = self._volumes.get(tick)
-        if waiting is None or not waiting.running:
-            raise InvariantError(f"tick {tick} completed but not taken", self._story.lines())
-        self.last_completed += 1
-        if self._volumes.ran(waiting):
-            self._complete.add(tick)
-            self.last_completed = max(tick, self.last_completed)
-        self._story.add(now, "complete", tick, waiting.taken)
+    def _complete_sub_chunk(self, seq: int, now: float) -> None:
+        waiting = self._volumes.get_volume(seq)
+        if waiting is None or not waiting.is_running:
+            raise InvariantError(f"tick {seq} completed but not taken", self._story.format_lines())
+        self.last_completed_seq += 1
+        if self._volumes.complete_sub_chunk(waiting):
+            self._complete.add_seq(seq)
+            self.last_completed_seq = max(seq, self.last_completed_seq)
+        self._story.add_entry(now, "complete", seq, waiting.num_taken)
 
     # --- dropping ------------------------------------------------------------------------------
 
-    def _drop_gone(self, waiting: WaitingVolume) -> None:
-        if not waiting.is_begun:
-            rows = waiting.volume.rows
-            kept = [index for index in waiting.kept if not self._known.is_over(rows[index].request)]
-            self._keep(waiting, kept, "dropped_groups")
+    def _drop_released(self, waiting: WaitingVolume) -> None:
+        if not waiting.is_started:
+            rows = waiting.volume.slices
+            kept_indices = [index for index in waiting.slice_indices if not self._requests.is_finished(rows[index].request)]
+            self._keep_slices(waiting, kept_indices, "dropped_groups")
 
-    def _drop_unfit(self, waiting: WaitingVolume, now: float) -> None:
+    def _drop_invalid(self, waiting: WaitingVolume, now: float) -> None:
         """Drop rows of requests that were never admitted, and those that can't be computed."""
-        rows = waiting.volume.rows
-        kept = [index for index in waiting.kept if self._known.can_run(rows[index])]
-        if len(kept) < len(waiting.kept):
-            self._story.add(now, "unfit", waiting.volume.tick)
-        self._keep(waiting, kept, "unfit_groups")
+        rows = waiting.volume.slices
+        kept_indices = [index for index in waiting.slice_indices if self._requests.can_run(rows[index])]
+        if len(kept_indices) < len(waiting.slice_indices):
+            self._story.add_entry(now, "unfit", waiting.volume.seq)
+        self._keep_slices(waiting, kept_indices, "unfit_groups")
 
-    def _keep(self, waiting: WaitingVolume, kept: list[int], what: str) -> None:
+    def _keep_slices(self, waiting: WaitingVolume, kept_indices: list[int], what: str) -> None:
         """Drop all but ``kept``; bury the volume if nothing remains."""
-        dropped = len(waiting.kept) - len(kept)
+        dropped = len(waiting.slice_indices) - len(kept_indices)
         if not dropped:
             return
-        self.counts[what] += dropped
-        waiting.keep(kept)
-        if not kept:
-            self._volumes.bury(waiting)
-            self.counts["buried_volumes"] += 1
-            self._finish(Tombstone(waiting.volume.tick), None)
+        self.counters[what] += dropped
+        waiting.keep_slices(kept_indices)
+        if not kept_indices:
+            self._volumes.drop_volume(waiting)
+            self.counters["buried_volumes"] += 1
+            self._complete_control(Tombstone(waiting.volume.seq), None)
 
-    def _count(self, what: str, tick: int, now: float) -> None:
-        self.counts[what] += 1
-        self._story.add(now, what, tick)
+    def _count_event(self, what: str, seq: int, now: float) -> None:
+        self.counters[what] += 1
+        self._story.add_entry(now, what, seq)
 
-    def _problems(self) -> Iterator[str]:
-        yield from self._volumes.problems()
-        yield from self._releases.problems()
-        yield from self._known.problems()
+    def _find_problems(self) -> Iterator[str]:
+        yield from self._volumes.find_problems()
+        yield from self._releases.find_problems()
+        yield from self._requests.find_problems()
         for waiting in self._volumes:
-            tick = waiting.volume.tick
-            if tick in self._releases:
-                yield f"tick {tick} is in two places"
-            gone = any(self._known.is_over(rows.request) for rows in waiting.groups)
-            if gone and not waiting.is_begun:
-                yield f"volume {tick} keeps rows of requests that are over"
-        if len(self._complete) > MAX_SPAN:
+            seq = waiting.volume.seq
+            if seq in self._releases:
+                yield f"tick {seq} is in two places"
+            gone = any(self._requests.is_finished(rows.request) for rows in waiting.slices)
+            if gone and not waiting.is_started:
+                yield f"volume {seq} keeps rows of requests that are over"
+        if len(self._complete) > MAX_SEQ_SPAN:
             yield "ticks far above the watermark are remembered"

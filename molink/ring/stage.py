@@ -4,17 +4,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from molink.facts.drafts import DraftOrder, Guesses
+from molink.facts.drafts import DraftBatch, DraftResults
 from molink.facts.dtypes import DTYPE_SIZES, DType
-from molink.link.policies.base import Event
-from molink.ring.work import BlockCopy, Segment, StepDone
+from molink.link.policies.base import LinkEvent
+from molink.ring.work import BlockCopy, StepInput, StepResult
 from molink.wire.messages.codec import Buffer
-from molink.wire.messages.data import Admit, RingBody, Volume
+from molink.wire.messages.data import Admit, RingMessage, Volume
 
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """What the order of work depends on in a stage; ``dtype`` is that of rows on their way.
+    """What the order of work depends on in a stage; ``wire_dtype`` is that of rows on their way.
 
     It is stage ``index`` of ``stages``; rows have ``hidden`` elements and token ids are below
     ``vocabulary``.
@@ -24,7 +24,7 @@ class StageShape:
     stages: int
     hidden: int
     vocabulary: int
-    dtype: DType
+    wire_dtype: DType
 
     @property
     def is_first(self) -> bool:
@@ -39,45 +39,45 @@ class StageShape:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row on its way."""
-        return self.hidden * DTYPE_SIZES[self.dtype]
+        return self.hidden * DTYPE_SIZES[self.wire_dtype]
 
 
 class StageRequests(Protocol):
     """What a stage knows of each request; the worker has ``RequestTable``."""
 
-    def admit(self, message: Admit) -> None:
+    def admit_request(self, message: Admit) -> None:
         """A request begins."""
 
-    def history(self, request: int, first: int, ids: memoryview) -> None:
+    def add_history(self, request: int, first: int, ids: memoryview) -> None:
         """Learn tokens (``i32``) from position ``first`` on; parts come in order."""
 
-    def grammar(self, request: int, text: bytes) -> None:
+    def set_grammar(self, request: int, text: bytes) -> None:
         """Learn what the answer is held to, before any of it."""
 
-    def table(self, request: int, blocks: Sequence[int]) -> None:
+    def append_blocks(self, request: int, blocks: Sequence[int]) -> None:
         """Learn blocks that its table begins with."""
 
-    def release(self, request: int) -> None:
+    def release_request(self, request: int) -> None:
         """A request is over."""
 
     def __len__(self) -> int:
         """How many live."""
 
 
-class Executing(Protocol):
-    """Runs steps, one at a time; :class:`molinkd.worker.executor.Executor` does on a thread."""
+class StepExecutor(Protocol):
+    """Runs steps, one at a time; :class:`molinkd.worker.executor.StageExecutor` does on a thread."""
 
-    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+    def submit_step(self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
         """Begin a step; ``done`` is called where the ring lives (on its event loop)."""
 
-    def swap(self, copy: BlockCopy) -> None:
+    def submit_copy(self, copy: BlockCopy) -> None:
         """Copy blocks after the step that runs and before the next that needs what is copied."""
 
 
-class Guesser(Protocol):
-    """A small model beside the head; :class:`molinkd.worker.drafter.DraftThread` asks one."""
+class DraftRunner(Protocol):
+    """A small model beside the head; :class:`molinkd.worker.drafter.DraftModelThread` asks one."""
 
-    def ask(self, order: DraftOrder, done: Callable[[Guesses], None]) -> None:
+    def request_drafts(self, order: DraftBatch, done: Callable[[DraftResults], None]) -> None:
         """Do what the head wants, after what it wanted before.
 
         ``done`` is called later, where the ring lives.
@@ -90,23 +90,23 @@ class NextStage(Protocol):
     :class:`molink.link.outgoing.OutLink` is one.
     """
 
-    def control(self, body: RingBody, payload: Buffer | None = None) -> None:
+    def send_control(self, body: RingMessage, payload: Buffer | None = None) -> None:
         """Send a control message on the decode lane."""
         ...
 
-    def volume(self, header: Volume, rows: Buffer) -> None:
+    def send_volume(self, header: Volume, rows: Buffer) -> None:
         """Send a volume whose rows ``header.payload`` describes: all of them, or the first ones."""
         ...
 
-    def more(self, tick: int, rows: Buffer) -> None:
+    def send_more_rows(self, seq: int, rows: Buffer) -> None:
         """Send the next rows of a volume that was begun with its first ones."""
         ...
 
-    def handle(self, event: Event) -> None:
+    def handle_event(self, event: LinkEvent) -> None:
         """Tell the transmission policy what the executor does."""
         ...
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether so much is unsent that this stage had better wait."""
         ...

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from molink.facts.profile import Profile
-from molink.ring.work import StepDone
+from molink.ring.work import StepResult
 from molink.wire.messages.data import Volume
 
 #: A step may take this many times what the profile and the past say before it counts as late.
@@ -15,17 +15,17 @@ SMOOTHING = 0.1
 #: Steps that may fail one after another: a device in a bad state fails them all.
 MAX_FAILED_STEPS = 5
 #: Steps that ran out of memory, each larger than any that worked, count this much less.
-LARGE_STEPS = 4
+LARGE_STEP_WEIGHT = 4
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """Seconds of a step: ``likely``, and ``maximum``, which it should not exceed."""
+    """Seconds of a step: ``expected_s``, and ``max_s``, which it should not exceed."""
 
-    likely: float
-    maximum: float
+    expected_s: float
+    max_s: float
 
 
-class StepTimes:
+class StepTimePredictor:
     """Predicts steps by a stage's profile, corrected by how long those before have taken.
 
     An under-estimate is dangerous: a stage that is busy for longer than five times ``maximum``
@@ -36,20 +36,20 @@ class StepTimes:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._pace = 1.0
-        self._expected = 0.0
+        self._slowdown = 1.0
+        self._expected_s = 0.0
 
-    def begin(self, volumes: Iterable[Volume]) -> StepTime:
+    def begin_step(self, volumes: Iterable[Volume]) -> StepTime:
         """A step with these volumes begins."""
-        self._expected = sum(self._volume_s(volume) for volume in volumes)
-        likely = self._pace * self._expected
-        return StepTime(likely, SLACK * max(1.0, self._pace) * self._expected)
+        self._expected_s = sum(self._volume_s(volume) for volume in volumes)
+        likely = self._slowdown * self._expected_s
+        return StepTime(likely, SLACK * max(1.0, self._slowdown) * self._expected_s)
 
-    def end(self, seconds: float) -> None:
+    def end_step(self, seconds: float) -> None:
         """It has ended."""
-        if self._expected > 0:
-            seen = seconds / self._expected
-            self._pace += SMOOTHING * (seen - self._pace)
+        if self._expected_s > 0:
+            seen = seconds / self._expected_s
+            self._slowdown += SMOOTHING * (seen - self._slowdown)
 
     def _volume_s(self, volume: Volume) -> float:
         """Seconds of a volume's rows in a pass of their own, after as many tokens as they have.
@@ -70,26 +70,26 @@ class StepSize(msgspec.Struct, frozen=True):
     positions: int = 0
 
     @classmethod
-    def of(cls, volumes: Iterable[Volume]) -> "StepSize":
+    def of_volumes(cls, volumes: Iterable[Volume]) -> "StepSize":
         """That of the volumes of one step."""
         rows = positions = 0
         for volume in volumes:
             rows += volume.count
-            positions += sum(group.start + group.count for group in volume.rows)
+            positions += sum(group.start + group.count for group in volume.slices)
         return cls(rows, positions)
 
     def exceeds(self, other: "StepSize") -> bool:
         """Whether it asks for more of anything."""
         return self.rows > other.rows or self.positions > other.positions
 
-    def merged(self, other: "StepSize") -> "StepSize":
+    def merge_with(self, other: "StepSize") -> "StepSize":
         """The larger of each."""
         if not other.exceeds(self):
             return self
         return StepSize(max(self.rows, other.rows), max(self.positions, other.positions))
 
 
-class Patience:
+class FailureTracker:
     """Failures since the last step that worked.
 
     Running out of memory may be the fault of one large batch, whose requests have failed with it:
@@ -100,43 +100,43 @@ class Patience:
         #: Steps that failed one after another.
         self.failures = 0
         self._strain = 0
-        self._worked = StepSize()
+        self._largest_succeeded = StepSize()
 
     @property
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether the device has to be taken for broken."""
-        return self._strain >= MAX_FAILED_STEPS * LARGE_STEPS
+        return self._strain >= MAX_FAILED_STEPS * LARGE_STEP_WEIGHT
 
-    def worked(self, size: StepSize) -> None:
+    def on_step_succeeded(self, size: StepSize) -> None:
         """A step has worked."""
         self.failures = self._strain = 0
-        self._worked = self._worked.merged(size)
+        self._largest_succeeded = self._largest_succeeded.merge_with(size)
 
-    def failed(self, size: StepSize, *, out_of_memory: bool) -> None:
+    def on_step_failed(self, size: StepSize, *, out_of_memory: bool) -> None:
         """A step has failed."""
         self.failures += 1
-        large = out_of_memory and size.exceeds(self._worked)
-        self._strain += 1 if large else LARGE_STEPS
+        large = out_of_memory and size.exceeds(self._largest_succeeded)
+        self._strain += 1 if large else LARGE_STEP_WEIGHT
 
 
 class StepLog:
     """Counts steps, and those that failed."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.num_steps = 0
         self.seconds = 0.0
-        self.rows = 0
-        self.failed = 0
-        self.patience = Patience()
+        self.num_rows = 0
+        self.num_failed = 0
+        self.failures = FailureTracker()
 
-    def add(self, done: StepDone) -> None:
+    def add_step(self, done: StepResult) -> None:
         """One has ended."""
-        self.steps += 1
+        self.num_steps += 1
         self.seconds += done.seconds
-        self.failed += done.error is not None
-        size = StepSize.of([result.volume for result in done.results])
-        self.rows += size.rows
+        self.num_failed += done.error is not None
+        size = StepSize.of_volumes([result.volume for result in done.outputs])
+        self.num_rows += size.rows
         if done.error is None:
-            self.patience.worked(size)
+            self.failures.on_step_succeeded(size)
         else:
-            self.patience.failed(size, out_of_memory=done.out_of_memory)
+            self.failures.on_step_failed(size, out_of_memory=done.out_of_memory)

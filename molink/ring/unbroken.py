@@ -7,7 +7,7 @@ from types import TracebackType
 log = logging.getLogger(__name__)
 
 
-class Unbroken:
+class ErrorGuard:
     """A context in which an error would leave a tick undone for ever: the stage ends with it.
 
     It may be entered again and again, several times a step: a generator would cost more than much

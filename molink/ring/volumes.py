@@ -2,122 +2,122 @@
 
 from collections.abc import Iterator
 
-from molink.ring.pieces import Cutting
-from molink.ring.ticks import TickSet
+from molink.ring.pieces import SubChunkPolicy
+from molink.ring.ticks import SeqSet
 from molink.ring.waiting import WaitingVolume
-from molink.ring.work import Segment
+from molink.ring.work import StepInput
 
 
-class Volumes:
+class VolumeQueue:
     """By tick, from a volume's first rows on until it has run or is buried."""
 
-    def __init__(self, complete: TickSet, cutting: Cutting) -> None:
+    def __init__(self, complete: SeqSet, sub_chunk_policy: SubChunkPolicy) -> None:
         """``complete`` are the stage's ticks, which somebody else adds to."""
         self._complete = complete
-        self._cutting = cutting
+        self._sub_chunk_policy = sub_chunk_policy
         self._volumes: dict[int, WaitingVolume] = {}
         #: Bytes of rows of those that were not taken whole.
         self.nbytes = 0
 
-    def __contains__(self, tick: int) -> bool:
-        return tick in self._volumes
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._volumes
 
     def __iter__(self) -> Iterator[WaitingVolume]:
         """Lowest ticks first; they may be removed meanwhile."""
         if len(self._volumes) < 2:
             return iter(tuple(self._volumes.values()))
-        return (self._volumes[tick] for tick in sorted(self._volumes))
+        return (self._volumes[seq] for seq in sorted(self._volumes))
 
     def __len__(self) -> int:
         return len(self._volumes)
 
-    def get(self, tick: int) -> WaitingVolume | None:
+    def get_volume(self, seq: int) -> WaitingVolume | None:
         """That of a tick."""
-        return self._volumes.get(tick)
+        return self._volumes.get(seq)
 
-    def add(self, waiting: WaitingVolume) -> None:
+    def add_volume(self, waiting: WaitingVolume) -> None:
         """One has come."""
-        self._volumes[waiting.volume.tick] = waiting
+        self._volumes[waiting.volume.seq] = waiting
         self.nbytes += waiting.nbytes
 
-    def bury(self, waiting: WaitingVolume) -> None:
+    def drop_volume(self, waiting: WaitingVolume) -> None:
         """None of its rows will run, and none has."""
-        del self._volumes[waiting.volume.tick]
+        del self._volumes[waiting.volume.seq]
         self.nbytes -= waiting.nbytes
 
-    def take(self, waiting: WaitingVolume, count: int) -> Segment:
+    def take_rows(self, waiting: WaitingVolume, count: int) -> StepInput:
         """Hand out its next ``count`` rows."""
-        segment = waiting.take(count)
-        if waiting.is_over:
+        step_input = waiting.take_rows(count)
+        if waiting.is_taken:
             self.nbytes -= waiting.nbytes
-        return segment
+        return step_input
 
-    def ran(self, waiting: WaitingVolume) -> bool:
+    def complete_sub_chunk(self, waiting: WaitingVolume) -> bool:
         """What was taken of it has run; whether that was its last piece. If so, it is gone."""
-        waiting.running = False
-        if waiting.is_over:
-            del self._volumes[waiting.volume.tick]
-        return waiting.is_over
+        waiting.is_running = False
+        if waiting.is_taken:
+            del self._volumes[waiting.volume.seq]
+        return waiting.is_taken
 
     # --- questions -----------------------------------------------------------------------------
 
-    def piece(self, waiting: WaitingVolume, riding: int = 0) -> int:
+    def next_rows(self, waiting: WaitingVolume, piggybacked: int = 0) -> int:
         """Rows of its next piece beside ``riding`` decode rows; 0 if it can't run now."""
-        if waiting.running or not self.is_ready(waiting):
+        if waiting.is_running or not self.is_ready(waiting):
             return 0
-        here = waiting.here
-        if not here:
+        available = waiting.num_available
+        if not available:
             return 0
-        coming = waiting.remaining - waiting.taken - here
+        pending = waiting.num_remaining - waiting.num_taken - available
         if waiting.volume.prefill:
-            return self._cutting.rows(here, coming, riding, waiting.pace)
-        return 0 if coming else here
+            return self._sub_chunk_policy.next_rows(available, pending, piggybacked, waiting.row_rate)
+        return 0 if pending else available
 
     def is_ready(self, waiting: WaitingVolume) -> bool:
         """Whether all is complete that its remaining rows come after."""
-        if not waiting.ready:
-            waiting.ready = all(rows.after in self._complete for rows in waiting.groups)
-        return waiting.ready
+        if not waiting.is_ready:
+            waiting.is_ready = all(request_slice.after_seq in self._complete for request_slice in waiting.slices)
+        return waiting.is_ready
 
-    def begun_for(self, request: int) -> set[int]:
+    def started_seqs(self, request: int) -> set[int]:
         """Ticks of those that have begun and have rows of ``request``."""
         return {
-            tick
-            for tick, waiting in self._volumes.items()
-            if waiting.is_begun and any(rows.request == request for rows in waiting.groups)
+            seq
+            for seq, waiting in self._volumes.items()
+            if waiting.is_started and any(request_slice.request == request for request_slice in waiting.slices)
         }
 
     @property
-    def queued(self) -> int:
+    def num_queued(self) -> int:
         """Those that run, or could."""
         if not self._volumes:
             return 0
-        return sum(1 for each in self._volumes.values() if each.running or self.piece(each))
+        return sum(1 for each in self._volumes.values() if each.is_running or self.next_rows(each))
 
     @property
-    def only_rests(self) -> bool:
+    def has_only_remainders(self) -> bool:
         """Whether all that could run have begun."""
-        return all(each.is_begun for each in self._volumes.values() if self.piece(each))
+        return all(each.is_started for each in self._volumes.values() if self.next_rows(each))
 
     @property
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         """Those that were not taken whole."""
-        return sum(1 for each in self._volumes.values() if not each.is_over)
+        return sum(1 for each in self._volumes.values() if not each.is_taken)
 
-    def problems(self) -> Iterator[str]:
+    def find_problems(self) -> Iterator[str]:
         """What must not be."""
-        left = [waiting for waiting in self._volumes.values() if not waiting.is_over]
+        left = [waiting for waiting in self._volumes.values() if not waiting.is_taken]
         if self.nbytes != sum(waiting.nbytes for waiting in left):
             yield f"{self.nbytes} bytes wait, say the counters"
-        for tick, waiting in self._volumes.items():
-            if tick in self._complete:
-                yield f"volume {tick} is complete but still waited for"
-            if waiting.here < 0 or not 1 <= waiting.arrived <= waiting.total:
-                yield f"{waiting.taken} rows of volume {tick} were taken, of {waiting.arrived}"
-            if not waiting.kept:
-                yield f"volume {tick} has no rows left"
-            ready = all(rows.after in self._complete for rows in waiting.groups)
-            if (waiting.is_begun or waiting.ready) and not ready:
-                yield f"volume {tick} has begun too early"
-            if waiting.running != waiting.is_begun and (waiting.running or waiting.is_over):
-                yield f"volume {tick} has run but is not complete, or runs without rows"
+        for seq, waiting in self._volumes.items():
+            if seq in self._complete:
+                yield f"volume {seq} is complete but still waited for"
+            if waiting.num_available < 0 or not 1 <= waiting.num_arrived <= waiting.num_rows:
+                yield f"{waiting.num_taken} rows of volume {seq} were taken, of {waiting.num_arrived}"
+            if not waiting.slice_indices:
+                yield f"volume {seq} has no rows left"
+            ready = all(request_slice.after_seq in self._complete for request_slice in waiting.slices)
+            if (waiting.is_started or waiting.is_ready) and not ready:
+                yield f"volume {seq} has begun too early"
+            if waiting.is_running != waiting.is_started and (waiting.is_running or waiting.is_taken):
+                yield f"volume {seq} has run but is not complete, or runs without rows"

@@ -6,8 +6,8 @@ from typing import cast
 
 import msgspec
 
-from molink.ring.work import Segment
-from molink.wire.messages.data import Rows, Volume
+from molink.ring.work import StepInput
+from molink.wire.messages.data import RequestSlice, Volume
 
 
 @dataclass(slots=True)
@@ -24,126 +24,126 @@ class WaitingVolume:
     #: (``nbytes`` is then 0).
     data: object
     nbytes: int
-    arrived: int
+    num_arrived: int
     #: Indices of its groups that remain.
-    kept: list[int]
+    slice_indices: list[int]
     #: The groups that remain.
-    groups: tuple[Rows, ...]
+    slices: tuple[RequestSlice, ...]
     #: Rows that it came with, or will have, and those of the groups that remain.
-    total: int
-    remaining: int
+    num_rows: int
+    num_remaining: int
     #: Whether all is known to be complete that its remaining rows come after.
-    ready: bool = False
+    is_ready: bool = False
     #: Remaining rows that have been handed out; those before the running piece have run.
-    taken: int = 0
+    num_taken: int = 0
     #: Whether a piece of it runs.
-    running: bool = False
+    is_running: bool = False
     #: Rows a second that have arrived after the first ones; 0 if that can't be told yet.
-    pace: float = 0.0
+    row_rate: float = 0.0
     _first: tuple[int, float] = (0, 0.0)
 
     @classmethod
-    def of(cls, volume: Volume, data: object, arrived: int | None, now: float) -> "WaitingVolume":
-        """One that has come at ``now`` with its first ``arrived`` rows; ``None``: with all."""
+    def of_volume(cls, volume: Volume, data: object, arrived: int | None, now: float) -> "WaitingVolume":
+        """One that has come at ``now`` with its first ``num_arrived`` rows; ``None``: with all."""
         total = volume.count
         rows = total if arrived is None else arrived
-        kept = list(range(len(volume.rows)))
+        kept = list(range(len(volume.slices)))
         nbytes = len(data) if isinstance(data, bytes | bytearray | memoryview) else 0
-        return cls(volume, data, nbytes, rows, kept, volume.rows, total, total, _first=(rows, now))
+        return cls(volume, data, nbytes, rows, kept, volume.slices, total, total, _first=(rows, now))
 
     @property
-    def is_begun(self) -> bool:
+    def is_started(self) -> bool:
         """Whether any row of it was taken."""
-        return self.taken > 0
+        return self.num_taken > 0
 
     @property
-    def is_over(self) -> bool:
+    def is_taken(self) -> bool:
         """Whether all rows were taken."""
-        return self.taken >= self.remaining
+        return self.num_taken >= self.num_remaining
 
     @property
-    def here(self) -> int:
+    def num_available(self) -> int:
         """Remaining rows that have arrived and were not taken."""
-        if self.arrived == self.total:
-            return self.remaining - self.taken
+        if self.num_arrived == self.num_rows:
+            return self.num_remaining - self.num_taken
         arrived = sum(
-            min(group.count, max(0, self.arrived - first)) for first, group in self._placed()
+            min(request_slice.count, max(0, self.num_arrived - first)) for first, request_slice in self._slices_with_offset()
         )
-        return arrived - self.taken
+        return arrived - self.num_taken
 
-    def extend(self, arrived: int, now: float) -> None:
+    def extend_rows(self, arrived: int, now: float) -> None:
         """More rows have arrived: so many have, in all."""
-        self.arrived = arrived
+        self.num_arrived = arrived
         count, began = self._first
-        self.pace = (arrived - count) / (now - began) if now > began else 0.0
+        self.row_rate = (arrived - count) / (now - began) if now > began else 0.0
 
-    def keep(self, groups: list[int]) -> None:
+    def keep_slices(self, slices: list[int]) -> None:
         """Drop all groups but these (indices); none of it was taken yet."""
-        self.kept = groups
-        self.groups = tuple(self.volume.rows[index] for index in groups)
-        self.remaining = sum(group.count for group in self.groups)
+        self.slice_indices = slices
+        self.slices = tuple(self.volume.slices[index] for index in slices)
+        self.num_remaining = sum(request_slice.count for request_slice in self.slices)
 
-    def take(self, count: int) -> Segment:
+    def take_rows(self, count: int) -> StepInput:
         """Hand out the next ``count`` remaining rows, which must be here."""
-        begin, end = self.taken, self.taken + count
-        self.taken, self.running = end, True
-        if count == self.total:
-            return Segment(self.volume, self.data)
-        groups, ranges, position = list[Rows](), list[range](), 0
-        for first, group in self._placed():
-            low, high = max(begin, position), min(end, position + group.count)
+        begin, end = self.num_taken, self.num_taken + count
+        self.num_taken, self.is_running = end, True
+        if count == self.num_rows:
+            return StepInput(self.volume, self.data)
+        slices, ranges, position = list[RequestSlice](), list[range](), 0
+        for first, request_slice in self._slices_with_offset():
+            low, high = max(begin, position), min(end, position + request_slice.count)
             if low < high:
-                groups.append(clip(group, low - position, high - low))
+                slices.append(clip_slice(request_slice, low - position, high - low))
                 offset = first - position
                 ranges.append(range(low + offset, high + offset))
-            position += group.count
-        whole = self._whole()
-        piece = msgspec.structs.replace(whole, rows=tuple(groups)) if count < position else whole
+            position += request_slice.count
+        whole = self._remaining_volume()
+        sub_chunk = msgspec.structs.replace(whole, slices=tuple(slices)) if count < position else whole
         low, high = ranges[0].start, ranges[-1].stop
         kept = None
         if high - low > count:
             kept = tuple(row - low for rows in ranges for row in rows)
-        return Segment(piece, self._rows(low, high), kept, whole, begin, end == position)
+        return StepInput(sub_chunk, self._slice_data(low, high), kept, whole, begin, end == position)
 
-    def _placed(self) -> Iterator[tuple[int, Rows]]:
+    def _slices_with_offset(self) -> Iterator[tuple[int, RequestSlice]]:
         """The groups that remain, each with the index of its first row among those that arrive."""
-        first, left = 0, iter([*self.kept, -1])
+        first, left = 0, iter([*self.slice_indices, -1])
         wanted = next(left)
-        for index, group in enumerate(self.volume.rows):
+        for index, request_slice in enumerate(self.volume.slices):
             if index == wanted:
-                yield first, group
+                yield first, request_slice
                 wanted = next(left)
-            first += group.count
+            first += request_slice.count
 
-    def _whole(self) -> Volume:
-        if len(self.kept) == len(self.volume.rows):
+    def _remaining_volume(self) -> Volume:
+        if len(self.slice_indices) == len(self.volume.slices):
             return self.volume
-        return msgspec.structs.replace(self.volume, rows=self.groups)
+        return msgspec.structs.replace(self.volume, slices=self.slices)
 
-    def _rows(self, low: int, high: int) -> object:
+    def _slice_data(self, low: int, high: int) -> object:
         """Rows ``low`` to ``high`` of the data, without a copy if it is bytes."""
-        if high - low == self.total:
+        if high - low == self.num_rows:
             return self.data
         if isinstance(self.data, bytes | bytearray | memoryview):
-            each = len(self.data) // self.total
+            each = len(self.data) // self.num_rows
             return memoryview(self.data)[low * each : high * each]
         return cast(Sequence[object], self.data)[low:high]
 
 
-def clip(group: Rows, first: int, count: int) -> Rows:
+def clip_slice(request_slice: RequestSlice, first: int, count: int) -> RequestSlice:
     """``count`` of a group's rows from its ``first`` on.
 
     What is done once for a group, extending the block table and copying a block, is done with its
     first row; sampling with its last.
     """
-    if count == group.count:
-        return group
+    if count == request_slice.count:
+        return request_slice
     return msgspec.structs.replace(
-        group,
-        start=group.start + first,
+        request_slice,
+        start=request_slice.start + first,
         count=count,
-        blocks=() if first else group.blocks,
-        sample=group.sample and first + count == group.count,
-        source=-1 if first else group.source,
+        blocks=() if first else request_slice.blocks,
+        sample=request_slice.sample and first + count == request_slice.count,
+        copy_from_block=-1 if first else request_slice.copy_from_block,
         drafts=(),
     )

@@ -12,25 +12,25 @@ from typing import Protocol
 from molink.routing.report import CacheReport
 
 #: A request, and a pipeline, as the one who asks calls them.
-Key = str
-Name = str
+RequestKey = str
+PipelineName = str
 
 
 @dataclass(slots=True)
 class PipelineLoad:
-    """A pipeline that takes requests: it serves ``requests``, and was ``sent`` so many in all."""
+    """A pipeline that takes requests: it serves ``num_requests``, and was ``total_sent`` so many in all."""
 
-    name: Name
-    requests: int = 0
-    sent: int = 0
+    name: PipelineName
+    num_requests: int = 0
+    total_sent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """A request to be placed: its number of ``tokens``, and the digests of its whole ``spans``."""
+    """A request to be placed: its number of ``num_tokens``, and the digests of its whole ``spans``."""
 
-    key: Key
-    tokens: int
+    key: RequestKey
+    num_tokens: int
     spans: Sequence[int] = ()
 
 
@@ -40,27 +40,27 @@ class Router(Protocol):
     #: Whether it reads the spans of a prompt: without, nobody needs to make them.
     reads_spans: bool = False
 
-    def choose(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose_pipeline(self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         """One of ``up``: the pipelines that take requests now, in their order, at least one."""
         ...
 
     @property
-    def counts(self) -> Mapping[str, int]:
+    def decision_counts(self) -> Mapping[str, int]:
         """How often what was decided, by name."""
         return {}
 
-    def began(self, key: Key, cached: int, now: float) -> None:
+    def on_first_token(self, key: RequestKey, cached: int, now: float) -> None:
         """The first token of a request has come; ``cached`` prompt tokens were in the cache."""
         return
 
-    def over(self, key: Key, generated: int, now: float) -> None:
+    def on_request_end(self, key: RequestKey, generated: int, now: float) -> None:
         """A request is over, or was lost, with so many tokens."""
         return
 
-    def reported(self, name: Name, report: CacheReport, now: float) -> None:
+    def on_cache_report(self, name: PipelineName, report: CacheReport, now: float) -> None:
         """What a pipeline's head says of its cache."""
         return
 
-    def gone(self, name: Name) -> None:
+    def on_pipeline_removed(self, name: PipelineName) -> None:
         """A pipeline has ended, and its cache with it."""
         return

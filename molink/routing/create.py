@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 from molink.errors import UsageError
 from molink.routing.base import Router
-from molink.routing.e2 import E2
-from molink.routing.least_loaded import LeastLoaded
-from molink.routing.round_robin import RoundRobin
+from molink.routing.e2 import E2Router
+from molink.routing.least_loaded import LeastLoadedRouter
+from molink.routing.round_robin import RoundRobinRouter
 
 _ROUTERS: dict[str, Callable[[], Router]] = {
-    "round-robin": RoundRobin,
-    "least-loaded": LeastLoaded,
-    "e2": E2,
+    "round-robin": RoundRobinRouter,
+    "least-loaded": LeastLoadedRouter,
+    "e2": E2Router,
 }
 #: Names that :func:`create_router` knows.
 ROUTERS = tuple(_ROUTERS)

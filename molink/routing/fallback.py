@@ -3,57 +3,57 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from molink.routing.base import Key, Name, PipelineLoad, RoutedPrompt, Router
-from molink.routing.least_loaded import LeastLoaded
+from molink.routing.base import RequestKey, PipelineName, PipelineLoad, RoutedPrompt, Router
+from molink.routing.least_loaded import LeastLoadedRouter
 from molink.routing.report import CacheReport
 
 log = logging.getLogger(__name__)
 
 
-class WithFallback(Router):
+class FallbackRouter(Router):
     """Does as ``router`` does until it fails; from then on requests go to who has the fewest.
 
-    What was wrong is logged once, with where it happened; ``lost`` in :attr:`counts` is 1 then.
+    What was wrong is logged once, with where it happened; ``lost`` in :attr:`decision_counts` is 1 then.
     """
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._lost = 0
+        self._num_failures = 0
         self.reads_spans = router.reads_spans
 
     @property
-    def counts(self) -> Mapping[str, int]:
+    def decision_counts(self) -> Mapping[str, int]:
         """As of the one that is asked."""
-        return {**self._router.counts, "lost": self._lost}
+        return {**self._router.decision_counts, "lost": self._num_failures}
 
-    def choose(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose_pipeline(self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         """One of ``up`` in any case."""
         try:
-            chosen = self._router.choose(prompt, up, now)
-            if any(chosen is load for load in up):
+            chosen = self._router.choose_pipeline(prompt, pipelines, now)
+            if any(chosen is load for load in pipelines):
                 return chosen
             raise LookupError(f"{chosen.name} is none of those that take requests")
         except Exception as error:  # whatever is wrong with it, requests are to be served
             self._fall_back(error)
-            return self._router.choose(prompt, up, now)
+            return self._router.choose_pipeline(prompt, pipelines, now)
 
-    def began(self, key: Key, cached: int, now: float) -> None:
+    def on_first_token(self, key: RequestKey, cached: int, now: float) -> None:
         """As :class:`Router` says."""
-        self._tell(lambda router: router.began(key, cached, now))
+        self._notify_router(lambda router: router.on_first_token(key, cached, now))
 
-    def over(self, key: Key, generated: int, now: float) -> None:
+    def on_request_end(self, key: RequestKey, generated: int, now: float) -> None:
         """As :class:`Router` says."""
-        self._tell(lambda router: router.over(key, generated, now))
+        self._notify_router(lambda router: router.on_request_end(key, generated, now))
 
-    def reported(self, name: Name, report: CacheReport, now: float) -> None:
+    def on_cache_report(self, name: PipelineName, report: CacheReport, now: float) -> None:
         """As :class:`Router` says."""
-        self._tell(lambda router: router.reported(name, report, now))
+        self._notify_router(lambda router: router.on_cache_report(name, report, now))
 
-    def gone(self, name: Name) -> None:
+    def on_pipeline_removed(self, name: PipelineName) -> None:
         """As :class:`Router` says."""
-        self._tell(lambda router: router.gone(name))
+        self._notify_router(lambda router: router.on_pipeline_removed(name))
 
-    def _tell(self, tell: Callable[[Router], None]) -> None:
+    def _notify_router(self, tell: Callable[[Router], None]) -> None:
         try:
             tell(self._router)
         except Exception as error:  # whatever is wrong with it, requests are to be served
@@ -61,5 +61,5 @@ class WithFallback(Router):
 
     def _fall_back(self, error: Exception) -> None:
         log.error("the router failed, requests go to who has the fewest now", exc_info=error)
-        self._router, self._lost = LeastLoaded(), 1
+        self._router, self._num_failures = LeastLoadedRouter(), 1
         self.reads_spans = self._router.reads_spans

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 
 
-class LeastLoaded(Router):
+class LeastLoadedRouter(Router):
     """Goes by the number of requests alone, whatever their size."""
 
-    def choose(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose_pipeline(self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         """Of several with as few the one that was sent the fewest."""
-        return min(up, key=lambda load: (load.requests, load.sent))
+        return min(pipelines, key=lambda load: (load.num_requests, load.total_sent))

@@ -5,9 +5,9 @@ from array import array
 from dataclasses import dataclass
 
 from molink.errors import WireError
-from molink.facts.costs import Costs
+from molink.facts.costs import RequestCosts
 from molink.routing.spans import DIGEST_BYTES
-from molink.wire.messages.serving import CacheNews
+from molink.wire.messages.serving import CacheUpdate
 
 #: Digests of a report: of 256 k tokens. It goes with the first token of an answer, 8 bytes each: at
 #: 20 Mbps that token waits for 13 ms behind the longest one.
@@ -18,42 +18,42 @@ MAX_DIGESTS = 4096
 class CacheReport:
     """Spans that came into a cache and that left it since an earlier report.
 
-    ``version`` is what the next report is to follow. If it is ``whole``, what is not in ``added``
+    ``version`` is what the next report is to follow. If it is ``is_full``, what is not in ``added_spans``
     is not in the cache. Where there are more than :data:`MAX_DIGESTS`, it is not whole. The cache
-    has room for ``room`` tokens (0: unknown).
+    has room for ``capacity`` tokens (0: unknown).
     """
 
     version: int
-    whole: bool
-    added: tuple[int, ...] = ()
-    evicted: tuple[int, ...] = ()
-    room: int = 0
-    costs: Costs | None = None
+    is_full: bool
+    added_spans: tuple[int, ...] = ()
+    evicted_spans: tuple[int, ...] = ()
+    capacity: int = 0
+    costs: RequestCosts | None = None
 
 
-def pack_report(report: CacheReport) -> tuple[CacheNews, bytes]:
+def pack_report(report: CacheReport) -> tuple[CacheUpdate, bytes]:
     """A report as a message's part and its payload."""
-    news = CacheNews(report.version, report.whole, len(report.added), report.room, report.costs)
-    return news, _swapped(array("Q", (*report.added, *report.evicted))).tobytes()
+    news = CacheUpdate(report.version, report.is_full, len(report.added_spans), report.capacity, report.costs)
+    return news, _to_little_endian(array("Q", (*report.added_spans, *report.evicted_spans))).tobytes()
 
 
-def unpack_report(news: CacheNews, payload: memoryview) -> CacheReport:
+def unpack_report(news: CacheUpdate, payload: memoryview) -> CacheReport:
     """What :func:`pack_report` has packed.
 
     Raises:
         WireError: it says what can't be.
     """
     count, rest = divmod(payload.nbytes, DIGEST_BYTES)
-    if rest or count > MAX_DIGESTS or news.added > count:
-        raise WireError(f"{payload.nbytes} bytes are no report with {news.added} new digests")
+    if rest or count > MAX_DIGESTS or news.num_added > count:
+        raise WireError(f"{payload.nbytes} bytes are no report with {news.num_added} new digests")
     digests = array("Q")
     digests.frombytes(payload)
-    spans = tuple(_swapped(digests))
-    added, evicted = spans[: news.added], spans[news.added :]
-    return CacheReport(news.version, news.whole, added, evicted, news.room, news.costs)
+    spans = tuple(_to_little_endian(digests))
+    added, evicted = spans[: news.num_added], spans[news.num_added :]
+    return CacheReport(news.version, news.is_full, added, evicted, news.capacity, news.costs)
 
 
-def _swapped(digests: "array[int]") -> "array[int]":
+def _to_little_endian(digests: "array[int]") -> "array[int]":
     """To or from little-endian."""
     if sys.byteorder == "big":
         digests.byteswap()

@@ -2,23 +2,23 @@
 
 from collections.abc import Sequence
 
-from molink.routing.base import Name, PipelineLoad, RoutedPrompt, Router
+from molink.routing.base import PipelineName, PipelineLoad, RoutedPrompt, Router
 
 
-class RoundRobin(Router):
+class RoundRobinRouter(Router):
     """Who has waited longest is next; who is not there is passed over."""
 
     def __init__(self) -> None:
-        self._turns: dict[Name, int] = {}
-        self._turn = 0
+        self._last_chosen: dict[PipelineName, int] = {}
+        self._num_chosen = 0
 
-    def choose(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose_pipeline(self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         """The one whose turn was longest ago."""
-        chosen = min(up, key=lambda load: self._turns.get(load.name, 0))
-        self._turn += 1
-        self._turns[chosen.name] = self._turn
+        chosen = min(pipelines, key=lambda load: self._last_chosen.get(load.name, 0))
+        self._num_chosen += 1
+        self._last_chosen[chosen.name] = self._num_chosen
         return chosen
 
-    def gone(self, name: Name) -> None:
+    def on_pipeline_removed(self, name: PipelineName) -> None:
         """Its turn is forgotten."""
-        self._turns.pop(name, None)
+        self._last_chosen.pop(name, None)

@@ -7,13 +7,13 @@ from hashlib import blake2b
 
 #: Tokens of a span: prompts are compared by as many whole spans as they have. It is no multiple of
 #: a pipeline's block size: these differ, and a prompt has to have the same digests everywhere.
-SPAN = 64
+SPAN_TOKENS = 64
 #: Bytes of a digest, and what the first span of every prompt follows.
 DIGEST_BYTES = 8
-START = bytes(DIGEST_BYTES)
+ROOT_DIGEST = bytes(DIGEST_BYTES)
 
 
-def span_digests(tokens: Sequence[int], after: bytes = START) -> tuple[int, ...]:
+def span_digests(tokens: Sequence[int], after: bytes = ROOT_DIGEST) -> tuple[int, ...]:
     """A digest for each whole span of ``tokens``: of that span and of all before it.
 
     ``after`` is the digest of what comes before ``tokens`` (little-endian).
@@ -21,7 +21,7 @@ def span_digests(tokens: Sequence[int], after: bytes = START) -> tuple[int, ...]
     ids = array("i", tokens)
     if sys.byteorder == "big":
         ids.byteswap()
-    data, size = ids.tobytes(), SPAN * ids.itemsize
+    data, size = ids.tobytes(), SPAN_TOKENS * ids.itemsize
     found, digest = [], after
     for end in range(size, len(data) + 1, size):
         digest = blake2b(data[end - size : end], digest_size=DIGEST_BYTES, salt=digest).digest()

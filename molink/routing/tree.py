@@ -4,8 +4,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from molink.errors import InvariantError
-from molink.routing.base import Name
-from molink.routing.spans import SPAN
+from molink.routing.base import PipelineName
+from molink.routing.spans import SPAN_TOKENS
 
 #: Spans of a pipeline whose room is unknown, and of all together: 8 M tokens.
 DEFAULT_SPANS = 8192
@@ -18,24 +18,24 @@ class SpanUse:
     Requests are counted in the present half of a window and in the one before.
     """
 
-    __slots__ = ("_before", "_count", "_half", "at")
+    __slots__ = ("_before", "_count", "_half", "used_at")
 
     def __init__(self) -> None:
-        self.at = float("-inf")
+        self.used_at = float("-inf")
         self._half = self._count = self._before = 0
 
-    def add(self, now: float, half_s: float) -> None:
+    def add_request(self, now: float, half_s: float) -> None:
         """One more request."""
-        self._turn(int(now / half_s))
+        self._advance_half(int(now / half_s))
         self._count += 1
-        self.at = now
+        self.used_at = now
 
-    def requests(self, now: float, half_s: float) -> int:
+    def count_requests(self, now: float, half_s: float) -> int:
         """In the last one to two halves of ``half_s`` seconds."""
-        self._turn(int(now / half_s))
+        self._advance_half(int(now / half_s))
         return self._count + self._before
 
-    def _turn(self, half: int) -> None:
+    def _advance_half(self, half: int) -> None:
         if half != self._half:
             self._before = self._count if half == self._half + 1 else 0
             self._half, self._count = half, 0
@@ -53,18 +53,18 @@ class SpanTree:
 
     def __init__(self, half_s: float, maximum: int = MAX_SPANS) -> None:
         self._half_s = half_s
-        self._maximum = maximum
-        self._nodes: dict[Name, OrderedDict[int, SpanUse]] = {}
-        self._rooms: dict[Name, int] = {}
+        self._max_spans = maximum
+        self._nodes: dict[PipelineName, OrderedDict[int, SpanUse]] = {}
+        self._capacities: dict[PipelineName, int] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._nodes.values()))
 
-    def count(self, name: Name) -> int:
+    def count_spans(self, name: PipelineName) -> int:
         """Nodes of a pipeline."""
         return len(self._nodes.get(name, ()))
 
-    def match(self, name: Name, spans: Sequence[int]) -> int:
+    def match_prefix(self, name: PipelineName, spans: Sequence[int]) -> int:
         """How many of the first spans a pipeline has."""
         nodes = self._nodes.get(name)
         if nodes is None:
@@ -74,22 +74,22 @@ class SpanTree:
                 return index
         return len(spans)
 
-    def use(self, name: Name, spans: Sequence[int], now: float) -> None:
+    def use_spans(self, name: PipelineName, spans: Sequence[int], now: float) -> None:
         """A request with these was sent there: soon they will be cached."""
         nodes, half_s = self._nodes.setdefault(name, OrderedDict()), self._half_s
-        for digest in reversed(spans[: self._room(name)]):
+        for digest in reversed(spans[: self._capacity_of(name)]):
             use = nodes.get(digest)
             if use is None:
                 use = nodes[digest] = SpanUse()
             else:
                 nodes.move_to_end(digest)
-            use.add(now, half_s)
+            use.add_request(now, half_s)
         self._shrink(name)
 
-    def add(self, name: Name, spans: Iterable[int]) -> None:
+    def add_spans(self, name: PipelineName, spans: Iterable[int]) -> None:
         """They are cached there; where they are new, they are the first to be forgotten."""
         nodes = self._nodes.setdefault(name, OrderedDict())
-        room = min(self._room(name), len(nodes) + self._maximum - len(self))
+        room = min(self._capacity_of(name), len(nodes) + self._max_spans - len(self))
         for digest in spans:
             if len(nodes) >= room:
                 return
@@ -97,40 +97,40 @@ class SpanTree:
                 nodes[digest] = SpanUse()
                 nodes.move_to_end(digest, last=False)
 
-    def remove(self, name: Name, spans: Iterable[int]) -> None:
+    def remove_spans(self, name: PipelineName, spans: Iterable[int]) -> None:
         """They are not cached there."""
-        nodes = self._of(name)
+        nodes = self._nodes_of(name)
         for digest in spans:
             nodes.pop(digest, None)
 
-    def keep(self, name: Name, spans: frozenset[int], since: float) -> None:
+    def retain_spans(self, name: PipelineName, spans: frozenset[int], since: float) -> None:
         """Nothing else is cached there but what was used ``since`` then."""
-        nodes = self._of(name)
-        for digest in [d for d, use in nodes.items() if d not in spans and use.at < since]:
+        nodes = self._nodes_of(name)
+        for digest in [d for d, use in nodes.items() if d not in spans and use.used_at < since]:
             del nodes[digest]
 
-    def forget(self, name: Name) -> None:
+    def drop_pipeline(self, name: PipelineName) -> None:
         """The pipeline is gone."""
         self._nodes.pop(name, None)
-        self._rooms.pop(name, None)
+        self._capacities.pop(name, None)
 
-    def set_room(self, name: Name, tokens: int) -> None:
+    def set_capacity(self, name: PipelineName, tokens: int) -> None:
         """A pipeline's cache has room for so many tokens."""
-        self._rooms[name] = max(1, tokens // SPAN)
+        self._capacities[name] = max(1, tokens // SPAN_TOKENS)
         self._shrink(name)
 
-    def requests(self, name: Name, digest: int, now: float) -> int:
+    def count_requests(self, name: PipelineName, digest: int, now: float) -> int:
         """How many requests used a node there in the window."""
-        use = self._of(name).get(digest)
-        return 0 if use is None else use.requests(now, self._half_s)
+        use = self._nodes_of(name).get(digest)
+        return 0 if use is None else use.count_requests(now, self._half_s)
 
-    def evicted_by(self, name: Name, spans: int, now: float, most: int = 64) -> float:
+    def estimate_evictions(self, name: PipelineName, spans: int, now: float, most: int = 64) -> float:
         """Spans that would be forgotten there for so many new ones, and that are used in common.
 
         Those count that several requests used in the window. It looks at the first ``most``.
         """
-        nodes = self._of(name)
-        lacking = len(nodes) + spans - self._room(name)
+        nodes = self._nodes_of(name)
+        lacking = len(nodes) + spans - self._capacity_of(name)
         if lacking <= 0:
             return 0.0
         seen = common = 0
@@ -138,7 +138,7 @@ class SpanTree:
             if seen == min(most, lacking):
                 break
             seen += 1
-            common += use.requests(now, self._half_s) > 1
+            common += use.count_requests(now, self._half_s) > 1
         return common * lacking / seen if seen else 0.0
 
     def validate(self) -> None:
@@ -148,22 +148,22 @@ class SpanTree:
             InvariantError: there are more nodes than there may be.
         """
         for name, nodes in self._nodes.items():
-            if len(nodes) > self._room(name):
+            if len(nodes) > self._capacity_of(name):
                 raise InvariantError(f"{len(nodes)} spans of {name}, more than it has room for")
-        if len(self) > self._maximum:
-            raise InvariantError(f"{len(self)} spans, more than {self._maximum}")
+        if len(self) > self._max_spans:
+            raise InvariantError(f"{len(self)} spans, more than {self._max_spans}")
 
-    def _of(self, name: Name) -> OrderedDict[int, SpanUse]:
+    def _nodes_of(self, name: PipelineName) -> OrderedDict[int, SpanUse]:
         """The nodes of a pipeline; to be added to only if it is known."""
         return self._nodes.get(name, OrderedDict())
 
-    def _room(self, name: Name) -> int:
-        return min(self._rooms.get(name, DEFAULT_SPANS), self._maximum)
+    def _capacity_of(self, name: PipelineName) -> int:
+        return min(self._capacities.get(name, DEFAULT_SPANS), self._max_spans)
 
-    def _shrink(self, name: Name) -> None:
+    def _shrink(self, name: PipelineName) -> None:
         """Forget what was unused longest: there, then wherever there is most."""
-        nodes, room = self._of(name), self._room(name)
+        nodes, room = self._nodes_of(name), self._capacity_of(name)
         while len(nodes) > room:
             nodes.popitem(last=False)
-        while len(self) > self._maximum:
+        while len(self) > self._max_spans:
             max(self._nodes.values(), key=len).popitem(last=False)

@@ -5,21 +5,21 @@ from collections import Counter
 from collections.abc import Iterable
 
 from molink.errors import ContextTooLong, Overloaded, RequestError
-from molink.scheduler.job import Job
-from molink.scheduler.limits import HeadLimits
-from molink.scheduler.request import HeadRequest
+from molink.scheduler.job import RequestState
+from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.request import SchedulerRequest
 
 #: Bounds of ``Retry-After``, in seconds.
 RETRY_MIN, RETRY_MAX = 1.0, 60.0
 
 
-class Admission:
+class AdmissionController:
     """Refuses what can never be served, and what can't be queued now."""
 
-    def __init__(self, limits: HeadLimits) -> None:
-        self._limits = limits
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
 
-    def check(self, request: HeadRequest) -> None:
+    def check_request(self, request: SchedulerRequest) -> None:
         """Pass, or say why it can never be served.
 
         Raises:
@@ -31,12 +31,12 @@ class Admission:
 
     def is_full(self, waiting: int, running: int) -> bool:
         """Whether no more can be queued; ``waiting`` and ``running`` count the jobs there are."""
-        limits = self._limits
+        config = self._config
         # Requests that only wait for the next micro-batch do not fill the queue.
-        return waiting >= limits.max_waiting + max(0, limits.max_running - running)
+        return waiting >= config.max_queue_len + max(0, config.max_num_seqs - running)
 
     @staticmethod
-    def displaced_by(request: HeadRequest, waiting: Iterable[Job], now: float) -> Job | None:
+    def choose_displaced(request: SchedulerRequest, waiting: Iterable[RequestState], now: float) -> RequestState | None:
         """Which of those that wait gives his place in the full queue to a new one, if any.
 
         One that its client has abandoned; else, if another owner holds at least two places more
@@ -45,80 +45,80 @@ class Admission:
         the owners who want in come to have equal shares, as do the clients of each, and one who is
         alone has them all.
         """
-        jobs, owner = list(waiting), request.owner
-        abandoned = next((job for job in jobs if job.abandoned(now)), None)
+        requests, peer = list(waiting), request.peer
+        abandoned = next((state for state in requests if state.is_abandoned(now)), None)
         if abandoned is not None:
             return abandoned
-        held = Counter(job.request.owner for job in jobs)
-        greedy = max(held, key=held.__getitem__, default=owner)
-        theirs = owner if held[greedy] < held[owner] + 2 else greedy
-        clients = Counter(job.request.client for job in jobs if job.request.owner == theirs)
+        held = Counter(state.request.peer for state in requests)
+        greedy = max(held, key=held.__getitem__, default=peer)
+        theirs = peer if held[greedy] < held[peer] + 2 else greedy
+        clients = Counter(state.request.client for state in requests if state.request.peer == theirs)
         most = max(clients, key=clients.__getitem__, default=request.client)
-        if theirs == owner and clients[most] < clients[request.client] + 2:
+        if theirs == peer and clients[most] < clients[request.client] + 2:
             return None
-        jobs = [job for job in reversed(jobs) if job.request.whose == (theirs, most)]
-        stalled = next((job for job in jobs if job.stalled), None)
-        return stalled or max(jobs, key=lambda job: job.turn)
+        requests = [state for state in reversed(requests) if state.request.client_key == (theirs, most)]
+        stalled = next((state for state in requests if state.is_stalled), None)
+        return stalled or max(requests, key=lambda state: state.queue_key)
 
-    def overloaded(self, waiting: int, running: int, place_in: float | None) -> Overloaded:
+    def overloaded_error(self, waiting: int, running: int, place_in: float | None) -> Overloaded:
         """The error for a request that finds no place; there should be one in so many seconds."""
         return Overloaded(
             f"{running} requests are running and {waiting} waiting; try again later",
             _retry_after(place_in),
         )
 
-    def max_queue_s(self, request: HeadRequest) -> float:
+    def max_queue_s(self, request: SchedulerRequest) -> float:
         """Seconds that a request may wait to be admitted."""
-        return request.max_queue_s or self._limits.max_queue_s or math.inf
+        return request.max_queue_s or self._config.max_queue_s or math.inf
 
-    def is_bounded(self, request: HeadRequest) -> bool:
+    def has_wait_bound(self, request: SchedulerRequest) -> bool:
         """Whether it can come to be late."""
         return bool(request.deadline_s) or self.max_queue_s(request) < math.inf
 
-    def check_wait(self, job: Job, wait: float | None) -> None:
+    def check_wait(self, state: RequestState, wait: float | None) -> None:
         """Pass a new request that will be admitted in ``wait`` seconds, as far as that is known.
 
         Raises:
             Overloaded: that is more than it may wait, or no token of it could come in time.
             RequestError: its prompt alone takes longer than it has.
         """
-        most = self.max_queue_s(job.request)
+        most = self.max_queue_s(state.request)
         if wait is not None and wait > most:
             raise Overloaded(
                 f"its turn would come in about {wait:.0f} s; it may wait for {most:g} s"
                 " (`max_queue_time`)",
                 _retry_after(wait - most),
             )
-        self._check_deadline(job, wait)
+        self._check_deadline(state, wait)
 
-    def is_late(self, job: Job, now: float) -> bool:
+    def is_late(self, state: RequestState, now: float) -> bool:
         """Whether a waiting job must not be admitted any more; one that gave way always may."""
-        if job.admissions:
+        if state.num_admissions:
             return False
-        hopeless = job.request.deadline_s > 0 and not job.resumed and now >= job.start_by
-        return hopeless or now - job.since >= self.max_queue_s(job.request)
+        hopeless = state.request.deadline_s > 0 and not state.is_resubmitted and now >= state.start_by
+        return hopeless or now - state.arrived_at >= self.max_queue_s(state.request)
 
-    def waited_in_vain(self, job: Job, wait: float | None, now: float) -> Overloaded:
+    def late_error(self, state: RequestState, wait: float | None, now: float) -> Overloaded:
         """The error for a job that is late; a new one would wait for ``wait``."""
-        request = job.request
+        request = state.request
         most = self.max_queue_s(request)
-        if now - job.since < most:
+        if now - state.arrived_at < most:
             return Overloaded(
                 f"its turn has not come in time for an answer within {request.deadline_s:.1f} s"
                 " (`timeout`)",
-                _retry_after(None if wait is None else wait - (job.start_by - job.since)),
+                _retry_after(None if wait is None else wait - (state.start_by - state.arrived_at)),
             )
         return Overloaded(
             f"its turn has not come within {most:g} s (`max_queue_time`)",
             _retry_after(None if wait is None else wait - most),
         )
 
-    def _check_deadline(self, job: Job, wait: float | None) -> None:
+    def _check_deadline(self, state: RequestState, wait: float | None) -> None:
         """Whose answer has begun passes: there is something to be had of it whenever it ends."""
-        most = job.request.deadline_s
-        if not most or job.resumed:
+        most = state.request.deadline_s
+        if not most or state.is_resubmitted:
             return
-        spare = job.start_by - job.since
+        spare = state.start_by - state.arrived_at
         if spare < 0:
             raise RequestError(
                 f"the prompt alone takes {most - spare:.1f} s or more here; its answer has to end"
@@ -132,7 +132,7 @@ class Admission:
                 _retry_after(wait - spare),
             )
 
-    def _check_fields(self, request: HeadRequest) -> None:
+    def _check_fields(self, request: SchedulerRequest) -> None:
         if not request.tokens:
             raise RequestError("the prompt is empty", "prompt")
         if not 1 <= request.prompt_tokens <= len(request.tokens):
@@ -142,25 +142,25 @@ class Admission:
             )
         if request.max_tokens < 1:
             raise RequestError(f"max_tokens is {request.max_tokens}, not 1 or more", "max_tokens")
-        if request.window < 1:
-            raise RequestError(f"window is {request.window}, not 1 or more", "window")
+        if request.credit_window < 1:
+            raise RequestError(f"window is {request.credit_window}, not 1 or more", "window")
 
-    def _check_fits(self, request: HeadRequest) -> None:
-        limits, tokens = self._limits, len(request.tokens)
-        if tokens + request.max_tokens <= limits.longest:
+    def _check_fits(self, request: SchedulerRequest) -> None:
+        config, tokens = self._config, len(request.tokens)
+        if tokens + request.max_tokens <= config.max_request_tokens:
             return
-        if limits.longest < limits.max_context:
-            bound = f"the pipeline's KV cache of {limits.blocks * limits.block_size} tokens"
+        if config.max_request_tokens < config.max_model_len:
+            bound = f"the pipeline's KV cache of {config.num_blocks * config.block_size} tokens"
         else:
-            bound = f"the context of {limits.max_context}"
-        answer = limits.longest - tokens
+            bound = f"the context of {config.max_model_len}"
+        answer = config.max_request_tokens - tokens
         if answer > 0:
             advice = f"max_tokens may be up to {answer} with this prompt"
         else:
             advice = "with this prompt nothing can be generated"
         raise ContextTooLong(
             f"{tokens} tokens and up to {request.max_tokens} more exceed {bound}; at most"
-            f" {limits.longest} tokens fit, prompt and answer together: {advice}",
+            f" {config.max_request_tokens} tokens fit, prompt and answer together: {advice}",
             "max_tokens" if answer > 0 else "prompt",
         )
 

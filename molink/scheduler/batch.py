@@ -4,34 +4,34 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from molink.scheduler.job import Job
+from molink.scheduler.job import RequestState
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
-    MAX_GROUPS,
+    MAX_SLICES,
     Admit,
     Grammar,
     History,
     Release,
-    Rows,
+    RequestSlice,
     SwapIn,
     SwapOut,
-    Table,
+    BlockTable,
     Volume,
 )
 
 #: Bytes of a 4 KiB header that row groups may take; the rest is the frame around them.
-_GROUP_BYTES_MAX = 4000
+_SLICE_BYTES_MAX = 4000
 #: Most bytes of a group without block ids: array, request, start, count, after, array, sample,
 #: no block to copy from, array. A block id takes ``_ID_BYTES`` at most, and so does a draft.
-_GROUP_BYTES = 1 + 5 + 5 + 5 + 9 + 3 + 1 + 1 + 1
+_SLICE_BYTES = 1 + 5 + 5 + 5 + 9 + 3 + 1 + 1 + 1
 _ID_BYTES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class HeadControl:
+class ControlWithPayload:
     """A control message; with its payload: ``ids`` or ``text``."""
 
-    body: Admit | Grammar | History | Table | SwapIn | SwapOut | Release
+    body: Admit | Grammar | History | BlockTable | SwapIn | SwapOut | Release
     ids: Sequence[int] | None = None
     text: bytes | None = None
 
@@ -42,7 +42,7 @@ class HeadControl:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadVolume:
+class VolumeWithTokens:
     """A volume and the token ids of its rows, in order."""
 
     header: Volume
@@ -50,22 +50,22 @@ class HeadVolume:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class MicroBatch:
     """One micro-batch in the order of its ticks: controls, then at most one volume of each kind."""
 
-    control: tuple[HeadControl, ...]
-    volumes: tuple[HeadVolume, ...]
+    controls: tuple[ControlWithPayload, ...]
+    volumes: tuple[VolumeWithTokens, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    job: Job
+class _PendingSlice:
+    state: RequestState
     start: int
     count: int
     blocks: tuple[int, ...]
     sample: bool
-    released: int
-    source: int
+    released_seq: int
+    copy_source: int
     drafts: tuple[int, ...] = ()
 
 
@@ -74,104 +74,104 @@ class VolumeBuilder:
 
     def __init__(self, *, prefill: bool) -> None:
         self.prefill = prefill
-        self._groups: list[_Group] = []
+        self._slices: list[_PendingSlice] = []
         self._bytes = 0
         #: Tokens that may be sampled, if each group is.
-        self._samples = 0
+        self._num_samples = 0
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._slices)
 
-    def __contains__(self, job: Job) -> bool:
-        return any(group.job is job for group in self._groups)
+    def __contains__(self, state: RequestState) -> bool:
+        return any(pending_slice.state is state for pending_slice in self._slices)
 
     @property
-    def jobs(self) -> list[Job]:
+    def requests(self) -> list[RequestState]:
         """Those of its groups."""
-        return [group.job for group in self._groups]
+        return [pending_slice.state for pending_slice in self._slices]
 
     @property
-    def room(self) -> int:
+    def block_room(self) -> int:
         """Block ids that one more group may bring along; below 1 the volume is full.
 
         The id of a block to copy from always fits beside them.
         """
-        if self._samples >= MAX_GROUPS:
+        if self._num_samples >= MAX_SLICES:
             return 0
-        return (_GROUP_BYTES_MAX - self._bytes - _GROUP_BYTES) // _ID_BYTES - 1
+        return (_SLICE_BYTES_MAX - self._bytes - _SLICE_BYTES) // _ID_BYTES - 1
 
     @property
     def draft_room(self) -> int:
         """Drafts, with a block each, that its groups may still be given."""
-        left = (_GROUP_BYTES_MAX - self._bytes) // (2 * _ID_BYTES)
-        return max(0, min(MAX_GROUPS - self._samples, left))
+        left = (_SLICE_BYTES_MAX - self._bytes) // (2 * _ID_BYTES)
+        return max(0, min(MAX_SLICES - self._num_samples, left))
 
-    def add(self, job: Job, count: int, blocks: Sequence[int], released: int) -> None:
+    def add_rows(self, state: RequestState, count: int, blocks: Sequence[int], released: int) -> None:
         """Issue the next ``count`` rows of ``job``, which bring ``blocks`` to its block table.
 
         ``released`` is the latest tick that released one of them.
         """
-        end = job.issued + count
-        sample = end == len(job.tokens)
-        source = job.source if job.issued == job.reused else -1
-        group = _Group(job, job.issued, count, tuple(blocks), sample, released, source)
-        self._groups.append(group)
-        self._bytes += _GROUP_BYTES + _ID_BYTES * (len(blocks) + (source >= 0))
-        self._samples += 1
-        job.issued = end
-        job.announced += len(blocks)
+        end = state.num_issued + count
+        sample = end == len(state.tokens)
+        source = state.copy_source if state.num_issued == state.num_reused else -1
+        pending_slice = _PendingSlice(state, state.num_issued, count, tuple(blocks), sample, released, source)
+        self._slices.append(pending_slice)
+        self._bytes += _SLICE_BYTES + _ID_BYTES * (len(blocks) + (source >= 0))
+        self._num_samples += 1
+        state.num_issued = end
+        state.num_announced_blocks += len(blocks)
 
     def add_drafts(
-        self, job: Job, drafts: Sequence[int], blocks: Sequence[int], released: int
+        self, state: RequestState, drafts: Sequence[int], blocks: Sequence[int], released: int
     ) -> None:
-        """Let ``drafts`` follow the rows of ``job``, which bring ``blocks`` beside their own."""
-        for index, group in enumerate(self._groups):
-            if group.job is job:
-                self._groups[index] = replace(
-                    group,
-                    blocks=(*group.blocks, *blocks),
-                    released=max(group.released, released),
+        """Let ``drafts`` follow the rows of ``state``, which bring ``blocks`` beside their own."""
+        for index, pending_slice in enumerate(self._slices):
+            if pending_slice.state is state:
+                self._slices[index] = replace(
+                    pending_slice,
+                    blocks=(*pending_slice.blocks, *blocks),
+                    released_seq=max(pending_slice.released_seq, released),
                     drafts=tuple(drafts),
                 )
         self._bytes += _ID_BYTES * (len(drafts) + len(blocks))
-        self._samples += len(drafts)
-        job.announced += len(blocks)
+        self._num_samples += len(drafts)
+        state.num_announced_blocks += len(blocks)
 
-    def add_ahead(
-        self, job: Job, drafts: Sequence[int], blocks: Sequence[int], released: int
+    def add_lookahead_drafts(
+        self, state: RequestState, drafts: Sequence[int], blocks: Sequence[int], released: int
     ) -> None:
         """Let rows of nothing but ``drafts`` go on from those of ``job`` in flight."""
-        start = len(job.tokens) + len(job.path)
-        group = _Group(job, start, 0, tuple(blocks), True, released, -1, tuple(drafts))
-        self._groups.append(group)
-        self._bytes += _GROUP_BYTES + _ID_BYTES * (len(drafts) + len(blocks))
-        self._samples += len(drafts)
-        job.announced += len(blocks)
+        start = len(state.tokens) + len(state.draft_path)
+        pending_slice = _PendingSlice(state, start, 0, tuple(blocks), True, released, -1, tuple(drafts))
+        self._slices.append(pending_slice)
+        self._bytes += _SLICE_BYTES + _ID_BYTES * (len(drafts) + len(blocks))
+        self._num_samples += len(drafts)
+        state.num_announced_blocks += len(blocks)
 
-    def build(self, tick: int) -> HeadVolume:
+    def build_volume(self, seq: int) -> VolumeWithTokens:
         """The volume as ``tick``; its jobs have it in flight from now on."""
-        rows, tokens = [], list[int]()
-        for group in self._groups:
-            job = group.job
-            end = group.start + group.count
-            after = max(job.last, group.released)
-            rows.append(
-                Rows(
-                    job.id,
-                    group.start,
-                    group.count + len(group.drafts),
+        slices, tokens = [], list[int]()
+        for pending_slice in self._slices:
+            state = pending_slice.state
+            end = pending_slice.start + pending_slice.count
+            after = max(state.last_seq, pending_slice.released_seq)
+            slices.append(
+                RequestSlice(
+                    state.id,
+                    pending_slice.start,
+                    pending_slice.count + len(pending_slice.drafts),
                     after,
-                    group.blocks,
-                    group.sample,
-                    group.source,
-                    group.drafts,
+                    pending_slice.blocks,
+                    pending_slice.sample,
+                    pending_slice.copy_source,
+                    pending_slice.drafts,
                 )
             )
-            tokens += job.tokens[group.start : end]
-            tokens += group.drafts
-            job.last = tick
-            job.flight[tick] = group.start
-            job.awaited.append(tick)
-            job.path += group.drafts
+            tokens += state.tokens[pending_slice.start : end]
+            tokens += pending_slice.drafts
+            state.last_seq = seq
+            state.in_flight[seq] = pending_slice.start
+            state.awaited_seqs.append(seq)
+            state.draft_path += pending_slice.drafts
         payload = Payload("i32", (len(tokens),))
-        return HeadVolume(Volume(tick, self.prefill, tuple(rows), payload), tokens)
+        return VolumeWithTokens(Volume(seq, self.prefill, tuple(slices), payload), tokens)

@@ -5,20 +5,20 @@ from collections.abc import Sequence
 from itertools import islice
 
 from molink.facts.ringtimes import RingTimes
-from molink.scheduler.batch import Batch, HeadVolume, VolumeBuilder
-from molink.scheduler.cache import BlockCache
+from molink.scheduler.batch import MicroBatch, VolumeWithTokens, VolumeBuilder
+from molink.scheduler.cache import KVCacheManager
 from molink.scheduler.chunk import ChunkSize
 from molink.scheduler.controls import ControlIssuer
 from molink.scheduler.host import HostCopy
-from molink.scheduler.job import Job
-from molink.scheduler.ledger import Ledger
-from molink.scheduler.limits import HeadLimits
-from molink.scheduler.microbatches import MicroBatches
-from molink.scheduler.prefix import Match
-from molink.scheduler.roster import Roster
+from molink.scheduler.job import RequestState
+from molink.scheduler.ledger import InFlightTracker
+from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.microbatches import MicroBatchCount
+from molink.scheduler.prefix import PrefixMatch
+from molink.scheduler.roster import RequestQueues
 from molink.scheduler.speculation.costs import RingLoad
 from molink.scheduler.speculation.speculation import Speculation
-from molink.scheduler.swapping import Swapping
+from molink.scheduler.swapping import SwapManager
 
 
 class Batcher:
@@ -36,220 +36,220 @@ class Batcher:
 
     def __init__(
         self,
-        limits: HeadLimits,
-        roster: Roster,
-        cache: BlockCache,
-        ledger: Ledger,
+        config: SchedulerConfig,
+        queues: RequestQueues,
+        cache: KVCacheManager,
+        in_flight: InFlightTracker,
         speculation: Speculation,
-        swapping: Swapping,
+        swap: SwapManager,
     ) -> None:
-        self._limits = limits
+        self._config = config
         self._speculation = speculation
-        self._roster = roster
+        self._queues = queues
         self._cache = cache
-        self._ledger = ledger
-        self._swapping = swapping
-        self._controls = ControlIssuer(cache, ledger)
+        self._in_flight = in_flight
+        self._swap = swap
+        self._controls = ControlIssuer(cache, in_flight)
         #: How many micro-batches are in flight.
-        self.micro_batches = MicroBatches(
-            limits.micro_batches,
-            limits.stages,
-            limits.profiles,
-            limits.row_bytes,
-            may_unpair=limits.unpaired,
+        self.micro_batches = MicroBatchCount(
+            config.micro_batches,
+            config.num_stages,
+            config.profiles,
+            config.row_bytes,
+            allows_prefill_only=config.prefill_only_batches,
         )
-        self._chunk = ChunkSize(limits.chunk_tokens, limits.profiles, self.micro_batches.count)
+        self._chunk_size = ChunkSize(config.max_num_batched_tokens, config.profiles, self.micro_batches.count)
         #: Prefill volumes in flight that went without decode rows.
-        self._alone: set[int] = set()
+        self._prefill_only_seqs: set[int] = set()
         #: Jobs admitted for the micro-batch that is being composed, and what they come back from.
-        self._admitted: list[tuple[Job, HostCopy | None]] = []
+        self._newly_admitted: list[tuple[RequestState, HostCopy | None]] = []
         #: Jobs that lacked a block when decode rows were last composed.
-        self._starved: list[Job] = []
-        self.preemptions = 0
-        self.prompt_tokens = 0
-        self.prefill_rows = 0
+        self._starved: list[RequestState] = []
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_prefill_rows = 0
 
     def set_times(self, times: RingTimes) -> None:
         """Stages have measured themselves, or their links, anew."""
         self.micro_batches.set_times(times)
-        self._chunk.set_profiles(times.profiles)
+        self._chunk_size.set_profiles(times.profiles)
         self._speculation.set_times(times)
-        self._roster.set_times(times)
-        self._swapping.set_times(times)
+        self._queues.set_times(times)
+        self._swap.set_times(times)
 
-    def compose(self, now: float, *, prefill: bool = True) -> Batch | None:
+    def compose_batch(self, now: float, *, prefill: bool = True) -> MicroBatch | None:
         """The next micro-batch, or ``None`` if there is nothing to send."""
         decode, chunk = VolumeBuilder(prefill=False), VolumeBuilder(prefill=True)
-        self._admitted = []
-        self._roster.ask_anew()
-        if not self._ledger.wide:
+        self._newly_admitted = []
+        self._queues.clear_next_waiting()
+        if not self._in_flight.is_window_full:
             if prefill:
-                self._make_place(now)
-            for job in self._swapping.giving_way(now):
-                self._preempt(job)
-            running = self._roster.decoding(now)
+                self._preempt_for_waiting(now)
+            for state in self._swap.proactive_candidates(now):
+                self._preempt(state)
+            running = self._queues.decode_order(now)
             streams = len(running)
-            context = sum(len(job.tokens) for job in running) // max(1, streams)
-            count = self.micro_batches.update(streams, context)
-            self._chunk.set_micro_batches(count)
-            if self._ledger.volumes(prefill=False) < count:
-                self._consult(running, streams, context)
-                self._add_decode(decode, running, now)
+            context = sum(len(state.tokens) for state in running) // max(1, streams)
+            count = self.micro_batches.update_count(streams, context)
+            self._chunk_size.set_micro_batches(count)
+            if self._in_flight.count_volumes(prefill=False) < count:
+                self._ask_draft_model(running, streams, context)
+                self._add_decode_rows(decode, running, now)
                 self._add_drafts(decode, streams, context)
             if prefill:
-                rows = self._prefill_rows(streams, context, now, beside=len(decode) > 0)
+                rows = self._next_prefill_rows(streams, context, now, piggyback=len(decode) > 0)
                 self._add_prefill(chunk, rows, now)
-            back = self._bring_back(now)
-            if not self._swapping.returns_early and self._ledger.volumes(prefill=False) < count:
-                for job in back:
-                    if job.state == "decode" and decode.room >= 1:
-                        self._add_rows(decode, job, 1, now)
+            back = self._admit_swapped(now)
+            if not self._swap.resumes_early and self._in_flight.count_volumes(prefill=False) < count:
+                for state in back:
+                    if state.phase == "decode" and decode.block_room >= 1:
+                        self._add_rows(decode, state, 1, now)
             if not len(decode) and not len(chunk):
-                self._add_ahead(decode, streams, context)
+                self._add_lookahead(decode, streams, context)
         control = [
             each
-            for leaving in self._roster.take_leaving()
-            for each in self._controls.release(leaving)
+            for pending in self._queues.pop_pending_releases()
+            for each in self._controls.issue_release(pending)
         ]
-        for job, copy in self._admitted:
-            control += self._controls.admission(job, copy)
-            self._swapping.forget(job)
-        volumes = tuple(self._issue(each, now) for each in (decode, chunk) if len(each))
+        for state, copy in self._newly_admitted:
+            control += self._controls.issue_admission(state, copy)
+            self._swap.free_copy(state)
+        volumes = tuple(self._issue_volume(each, now) for each in (decode, chunk) if len(each))
         if len(chunk) and not len(decode):
-            self._alone.add(self._ledger.last)
-        return Batch(tuple(control), volumes) if control or volumes else None
+            self._prefill_only_seqs.add(self._in_flight.last_seq)
+        return MicroBatch(tuple(control), volumes) if control or volumes else None
 
-    def _issue(self, builder: VolumeBuilder, now: float) -> HeadVolume:
-        volume = builder.build(self._ledger.issue())
-        self._ledger.sent(volume.header, now)
+    def _issue_volume(self, builder: VolumeBuilder, now: float) -> VolumeWithTokens:
+        volume = builder.build_volume(self._in_flight.issue_seq())
+        self._in_flight.record_volume(volume.header, now)
         return volume
 
     # --- decode --------------------------------------------------------------------------------
 
-    def _quota(self, streams: int) -> int:
+    def _decode_quota(self, streams: int) -> int:
         """Decode rows of a volume, where so many streams are spread over all."""
         return max(1, math.ceil(streams / self.micro_batches.count))
 
-    def _consult(self, running: Sequence[Job], streams: int, context: int) -> None:
+    def _ask_draft_model(self, running: Sequence[RequestState], streams: int, context: int) -> None:
         """Ask the draft model of those that may be in the next volume; some wait for it."""
-        asking = self._speculation.asking
-        if asking.is_on:
+        asking = self._speculation.draft_queue
+        if asking.has_model:
             ready = (
-                job
-                for job in running
-                if job.state == "decode" and not job.awaited and not asking.waits(job)
+                state
+                for state in running
+                if state.phase == "decode" and not state.awaited_seqs and not asking.is_waiting(state)
             )
-            jobs = list(islice(ready, self._quota(streams)))
-            self._speculation.consult(jobs, self._load(len(jobs), streams, context))
+            requests = list(islice(ready, self._decode_quota(streams)))
+            self._speculation.ask_draft_model(requests, self._ring_load(len(requests), streams, context))
 
-    def _add_decode(self, builder: VolumeBuilder, running: Sequence[Job], now: float) -> None:
-        quota, asking = self._quota(len(running)), self._speculation.asking
+    def _add_decode_rows(self, builder: VolumeBuilder, running: Sequence[RequestState], now: float) -> None:
+        quota, asking = self._decode_quota(len(running)), self._speculation.draft_queue
         self._starved = []
-        for job in running:
-            if len(builder) == quota or builder.room < 1:
+        for state in running:
+            if len(builder) == quota or builder.block_room < 1:
                 return
-            if job.awaited or job.state != "decode":  # or it was preempted for one before it
+            if state.awaited_seqs or state.phase != "decode":  # or it was preempted for one before it
                 continue
-            if asking.waits(job):
+            if asking.is_waiting(state):
                 continue
-            grown = self._grow(job)
+            grown = self._grow_blocks(state)
             if grown is None:
-                self._starved.append(job)
-                self._make_room(job, now)
+                self._starved.append(state)
+                self._preempt_for_starved(state, now)
             else:
-                self._add_rows(builder, job, 1, now)
+                self._add_rows(builder, state, 1, now)
 
     def _add_drafts(self, builder: VolumeBuilder, streams: int, context: int) -> None:
         """Let drafts follow the decode rows, as far as there are blocks for them."""
-        load, flying = self._load(len(builder), streams, context), self._ledger.decode_rows
-        for job, drafts in self._speculation.drafts(builder.jobs, load, builder.draft_room, flying):
-            drafts, blocks = self._housed(job, drafts)
+        load, flying = self._ring_load(len(builder), streams, context), self._in_flight.decode_volume_rows
+        for state, drafts in self._speculation.choose_drafts(builder.requests, load, builder.draft_room, flying):
+            drafts, blocks = self._allocate_drafts(state, drafts)
             if drafts:
-                released = self._cache.blocks.released_at(blocks)
-                builder.add_drafts(job, drafts, blocks, released)
+                released = self._cache.allocator.latest_release(blocks)
+                builder.add_drafts(state, drafts, blocks, released)
 
-    def _add_ahead(self, builder: VolumeBuilder, streams: int, context: int) -> None:
+    def _add_lookahead(self, builder: VolumeBuilder, streams: int, context: int) -> None:
         """A volume of nothing but drafts, where there is nothing else to do."""
-        if self._ledger.ahead >= self._limits.ahead or self._roster.waiting:
+        if self._in_flight.num_lookahead >= self._config.lookahead_volumes or self._queues.num_waiting:
             return
-        load = self._load(math.ceil(streams / self.micro_batches.count), streams, context)
-        if load.prefilling:
+        load = self._ring_load(math.ceil(streams / self.micro_batches.count), streams, context)
+        if load.has_prefill:
             return
-        jobs, flying = self._roster.under_way(), self._ledger.decode_rows
-        for job, drafts in self._speculation.ahead(jobs, load, flying, builder.draft_room):
-            drafts, blocks = self._housed(job, drafts)
+        requests, flying = self._queues.decodes_in_flight(), self._in_flight.decode_volume_rows
+        for state, drafts in self._speculation.choose_lookahead(requests, load, flying, builder.draft_room):
+            drafts, blocks = self._allocate_drafts(state, drafts)
             if drafts:
-                builder.add_ahead(job, drafts, blocks, self._cache.blocks.released_at(blocks))
+                builder.add_lookahead_drafts(state, drafts, blocks, self._cache.allocator.latest_release(blocks))
 
-    def _load(self, riding: int, streams: int, context: int) -> RingLoad:
+    def _ring_load(self, piggybacked: int, streams: int, context: int) -> RingLoad:
         """``riding`` decode rows are in a volume."""
-        flying = min(self.micro_batches.count, math.ceil(streams / riding)) if riding else 0
-        prefilling = self._ledger.volumes(prefill=True) > 0 or self._roster.has_prompts
-        return RingLoad(riding, flying, context, prefilling)
+        flying = min(self.micro_batches.count, math.ceil(streams / piggybacked)) if piggybacked else 0
+        has_prefill = self._in_flight.count_volumes(prefill=True) > 0 or self._queues.has_prefills
+        return RingLoad(piggybacked, flying, context, has_prefill)
 
-    def _housed(self, job: Job, drafts: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    def _allocate_drafts(self, state: RequestState, drafts: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         """Those of the next ``drafts`` for which there are blocks, and those to be announced."""
-        before = len(job.tokens) + len(job.path)
-        if self._starved or self._grow(job, len(job.path) + len(drafts)) is None:
-            drafts = drafts[: max(0, len(job.blocks) * self._limits.block_size - before)]
-        upto = self._limits.blocks_for(before + len(drafts))
-        return drafts, job.blocks[job.announced : max(upto, job.announced)]
+        before = len(state.tokens) + len(state.draft_path)
+        if self._starved or self._grow_blocks(state, len(state.draft_path) + len(drafts)) is None:
+            drafts = drafts[: max(0, len(state.blocks) * self._config.block_size - before)]
+        upto = self._config.blocks_for(before + len(drafts))
+        return drafts, state.blocks[state.num_announced_blocks : max(upto, state.num_announced_blocks)]
 
-    def _grow(self, job: Job, drafts: int = 0) -> int | None:
+    def _grow_blocks(self, state: RequestState, drafts: int = 0) -> int | None:
         """See to it that the job's last token, and what may follow it, have blocks.
 
         How many it got, ``None`` if there are too few.
         """
-        lacking = self._limits.blocks_for(len(job.tokens) + drafts) - len(job.blocks)
+        lacking = self._config.blocks_for(len(state.tokens) + drafts) - len(state.blocks)
         if lacking <= 0:
             return 0
-        blocks = self._cache.allocate(lacking)
+        blocks = self._cache.allocate_blocks(lacking)
         if blocks is None:
             return None
-        job.blocks += blocks
+        state.blocks += blocks
         return lacking
 
-    def _make_room(self, job: Job, now: float) -> None:
+    def _preempt_for_starved(self, state: RequestState, now: float) -> None:
         """Preempt until as many blocks as there are starved jobs are on their way back."""
-        victims = self._roster.victims(job, now)
-        while self._coming < len(self._still_starved()):
-            victim = next(victims, None)
-            if victim is None or not self._roster.rests(victim):
+        candidates = self._queues.preemption_candidates(state, now)
+        while self._num_releasing < len(self._live_starved()):
+            candidate = next(candidates, None)
+            if candidate is None or not self._queues.is_idle(candidate):
                 return
-            self._preempt(victim)
+            self._preempt(candidate)
 
-    def _preempt(self, job: Job) -> None:
-        self._swapping.keep(job)
-        self._roster.preempt(job)
-        self.preemptions += 1
+    def _preempt(self, state: RequestState) -> None:
+        self._swap.swap_out(state)
+        self._queues.preempt_request(state)
+        self.num_preemptions += 1
 
     @property
-    def _coming(self) -> int:
+    def _num_releasing(self) -> int:
         """Blocks on their way back."""
-        return self._cache.coming(self._roster.leaving).count
+        return self._cache.collect_releasing(self._queues.pending_releases).count
 
-    def _still_starved(self) -> list[Job]:
-        return [job for job in self._starved if self._roster.of_id(job.id) is job]
+    def _live_starved(self) -> list[RequestState]:
+        return [state for state in self._starved if self._queues.get_by_id(state.id) is state]
 
     # --- prefill -------------------------------------------------------------------------------
 
     def _add_prefill(self, builder: VolumeBuilder, left: int, now: float) -> None:
         """Add up to ``left`` prefill rows; a job that waits is admitted when it is its turn."""
-        starved = self._still_starved()
-        closed, seen = bool(starved), set[Job]()
-        while left > 0 and builder.room >= 1:
-            prompts = self._roster.prompts(now, closed=closed)
-            job = next((job for job in prompts if job not in seen), None)
-            if job is None:
+        starved = self._live_starved()
+        closed, seen = bool(starved), set[RequestState]()
+        while left > 0 and builder.block_room >= 1:
+            prompts = self._queues.prefill_order(now, closed=closed)
+            state = next((state for state in prompts if state not in seen), None)
+            if state is None:
                 return
-            if job.state == "waiting":
-                closed = job.copy is not None or not self._admit(job, now)
-            if job.state != "waiting":
-                seen.add(job)
-                if not any(self._roster.gives_way(job, needy, now) for needy in starved):
-                    left -= self._add_chunk(builder, job, left, now)
+            if state.phase == "waiting":
+                closed = state.host_copy is not None or not self._admit(state, now)
+            if state.phase != "waiting":
+                seen.add(state)
+                if not any(self._queues.can_be_preempted(state, preemptor, now) for preemptor in starved):
+                    left -= self._add_chunk(builder, state, left, now)
 
-    def _prefill_rows(self, streams: int, context: int, now: float, *, beside: bool) -> int:
+    def _next_prefill_rows(self, streams: int, context: int, now: float, *, piggyback: bool) -> int:
         """Rows of the next prefill volume, 0 if there is to be none.
 
         ``streams`` decode, of ``context`` tokens each on average.
@@ -259,132 +259,132 @@ class Batcher:
         a decode volume would meet a stage busy with a chunk, then run alone itself, and pay for
         reading the weights twice. They do where none would: :mod:`molink.scheduler.depth`.
         """
-        jobs = self._roster.prompts(now, closed=self._roster.has_prompts)
-        if not jobs:
+        requests = self._queues.prefill_order(now, closed=self._queues.has_prefills)
+        if not requests:
             return 0
-        admitted = self._roster.has_prompts
-        left = sum(len(job.tokens) - (job.issued if admitted else 0) for job in jobs)
-        self._alone = {tick for tick in self._alone if self._ledger.flies(tick)}
-        maximum, flying = self.micro_batches.count, self._ledger.volumes(prefill=True)
-        apart = self._ledger.volumes(prefill=False) + len(self._alone) < maximum
-        paired = flying < maximum and (beside or apart)
-        if not paired and not self.micro_batches.may_unpair:
+        admitted = self._queues.has_prefills
+        left = sum(len(state.tokens) - (state.num_issued if admitted else 0) for state in requests)
+        self._prefill_only_seqs = {seq for seq in self._prefill_only_seqs if self._in_flight.has_volume(seq)}
+        maximum, flying = self.micro_batches.count, self._in_flight.count_volumes(prefill=True)
+        apart = self._in_flight.count_volumes(prefill=False) + len(self._prefill_only_seqs) < maximum
+        paired = flying < maximum and (piggyback or apart)
+        if not paired and not self.micro_batches.allows_prefill_only:
             return 0
-        before = jobs[0].issued if admitted else 0
-        queued, prompts = self._roster.waiting_tokens, self._roster.waiting
+        before = requests[0].num_issued if admitted else 0
+        queued, prompts = self._queues.num_waiting_tokens, self._queues.num_waiting
         if admitted:
-            queued, prompts = queued + left, prompts + len(jobs)
-        rows = self._chunk.rows(streams, left, before, context, queued, prompts)
-        if not self._limits.chunk_tokens:
-            rows = min(rows, self.micro_batches.rows_ahead or rows)
+            queued, prompts = queued + left, prompts + len(requests)
+        rows = self._chunk_size.choose_rows(streams, left, before, context, queued, prompts)
+        if not self._config.max_num_batched_tokens:
+            rows = min(rows, self.micro_batches.link_chunk_rows or rows)
         if paired:
             return rows
-        room = self._ledger.prefill_rows + rows <= self._limits.unpaired_rows
-        unpaired = self.micro_batches.unpaired(rows, before, streams, context)
-        awaited = self._ledger.awaited_since
+        room = self._in_flight.num_prefill_rows + rows <= self._config.max_prefill_only_rows
+        unpaired = self.micro_batches.prefill_only_window(rows, before, streams, context)
+        awaited = self._in_flight.oldest_awaited_at
         clear = awaited is None or now - awaited <= unpaired.window_s
-        return rows if room and clear and flying < unpaired.depth else 0
+        return rows if room and clear and flying < unpaired.max_volumes else 0
 
-    def _add_chunk(self, builder: VolumeBuilder, job: Job, maximum: int, now: float) -> int:
+    def _add_chunk(self, builder: VolumeBuilder, state: RequestState, maximum: int, now: float) -> int:
         """Add up to ``maximum`` prefill rows of a job; how many it got."""
-        in_header = (job.announced + builder.room) * self._limits.block_size - job.issued
-        count = min(maximum, len(job.tokens) - job.issued, in_header)
-        self._add_rows(builder, job, count, now)
-        self.prefill_rows += count
+        in_header = (state.num_announced_blocks + builder.block_room) * self._config.block_size - state.num_issued
+        count = min(maximum, len(state.tokens) - state.num_issued, in_header)
+        self._add_rows(builder, state, count, now)
+        self.num_prefill_rows += count
         return count
 
-    def _make_place(self, now: float) -> None:
+    def _preempt_for_waiting(self, now: float) -> None:
         """Preempt for those to be admitted next, as far as they lack only that and nothing comes.
 
         Where prompts of others go before them, they have to wait in any case. This is before jobs
         at rest go into a volume.
         """
-        if not self._roster.waiting or self._still_starved():
+        if not self._queues.num_waiting or self._live_starved():
             return
-        first = next(iter(self._roster.prompts(now)), None)
-        if first is None or first.state != "waiting":
+        first = next(iter(self._queues.prefill_order(now)), None)
+        if first is None or first.phase != "waiting":
             return
-        limits, running = self._limits, self._roster.admitted
-        coming = self._cache.coming(self._roster.leaving)
-        if self._roster.places_at_once == 1 and coming.count and running < limits.max_running:
+        config, running = self._config, self._queues.num_running
+        coming = self._cache.collect_releasing(self._queues.pending_releases)
+        if self._queues.max_preemptors == 1 and coming.count and running < config.max_num_seqs:
             return
-        blocks, found = self._cache.available + coming.count, set[int]()
-        for job in self._roster.next_ones(now):
-            cached = self._cache.find(job).blocks
-            lacks = limits.blocks_for(min(len(job.tokens) + 1, job.kv_end)) - len(cached)
+        blocks, found = self._cache.num_available + coming.count, set[int]()
+        for state in self._queues.next_preemptors(now):
+            cached = self._cache.find_prefix(state).blocks
+            lacks = config.blocks_for(min(len(state.tokens) + 1, state.kv_end)) - len(cached)
             # What is cached can be allocated, but not to who holds it then.
-            lacks += self._cache.blocks.settled_among(set(cached) - found)
+            lacks += self._cache.allocator.count_settled(set(cached) - found)
             found.update(cached)
-            reserved = self._swapping.reserved(now) if job.copy is not None else 0
-            giving, victims = list[Job](), self._roster.victims(job, now)
+            reserved = self._swap.reserved_blocks(now) if state.host_copy is not None else 0
+            giving, candidates = list[RequestState](), self._queues.preemption_candidates(state, now)
             while running and (
-                running >= limits.max_running or lacks + limits.growth(running) + reserved > blocks
+                running >= config.max_num_seqs or lacks + config.growth_blocks(running) + reserved > blocks
             ):
-                victim = next(victims, None)
-                if victim is None:
+                candidate = next(candidates, None)
+                if candidate is None:
                     return
-                blocks += coming.add(block for block in victim.blocks if block not in found)
+                blocks += coming.add_blocks(block for block in candidate.blocks if block not in found)
                 running -= 1
-                giving.append(victim)
-            resting = [victim for victim in giving if self._roster.rests(victim)]
-            for victim in resting:
-                self._preempt(victim)
+                giving.append(candidate)
+            resting = [candidate for candidate in giving if self._queues.is_idle(candidate)]
+            for candidate in resting:
+                self._preempt(candidate)
             if len(resting) < len(giving):  # the rest of the room comes with their rows
                 return
             blocks, running = blocks - lacks, running + 1
 
-    def _bring_back(self, now: float) -> list[Job]:
+    def _admit_swapped(self, now: float) -> list[RequestState]:
         """Admit jobs that are kept in host memory, as far as it is their turn and there is room."""
-        back: list[Job] = []
-        while not self._still_starved():
-            job = self._roster.first_swapped(now)
-            if job is None or not self._admit(job, now):
+        back: list[RequestState] = []
+        while not self._live_starved():
+            state = self._queues.next_swapped(now)
+            if state is None or not self._admit(state, now):
                 break
-            back.append(job)
+            back.append(state)
         return back
 
-    def _admit(self, job: Job, now: float) -> bool:
+    def _admit(self, state: RequestState, now: float) -> bool:
         """Admit a job that waits, if there is room for it."""
-        found = self._admissible(job, now)
+        found = self._find_admissible(state, now)
         if found is None:
             return False
-        blocks = self._cache.take(found, self._limits.blocks_for(len(job.tokens)))
+        blocks = self._cache.allocate_table(found, self._config.blocks_for(len(state.tokens)))
         if blocks is None:
             return False
-        copy, restored = job.copy, 0
-        if copy is not None and copy.tokens > found.tokens:
+        copy, restored = state.host_copy, 0
+        if copy is not None and copy.num_tokens > found.num_tokens:
             restored = len(copy.blocks) - len(found.blocks)
-            self._swapping.ins += 1
-        self._roster.admit(job, blocks, found, restored)
-        self._admitted.append((job, copy if restored else None))
-        if job.admissions == 1:
-            self.prompt_tokens += job.request.prompt_tokens
-            self._cache.count(job)
+            self._swap.num_swap_ins += 1
+        self._queues.admit_request(state, blocks, found, restored)
+        self._newly_admitted.append((state, copy if restored else None))
+        if state.num_admissions == 1:
+            self.num_prompt_tokens += state.request.prompt_tokens
+            self._cache.count_lookup(state)
         return True
 
-    def _admissible(self, job: Job, now: float) -> Match | None:
+    def _find_admissible(self, state: RequestState, now: float) -> PrefixMatch | None:
         """What of the prefix cache the job may use if it is admitted now; ``None`` if it can't be.
 
         Holding a block only to copy from it must not be what keeps a job out.
         """
-        running = self._roster.admitted
-        if running >= self._limits.max_running:
+        running = self._queues.num_running
+        if running >= self._config.max_num_seqs:
             return None
-        need = self._limits.blocks_for(min(len(job.tokens) + 1, job.kv_end))
-        need += self._limits.growth(running)
-        found = self._cache.find(job)
-        if job.copy is not None:
-            need += self._swapping.reserved(now) if running else 0
-            if job.copy.tokens > found.tokens:
-                found = self._cache.whole(found)
-        if not self._cache.affords(found, need):
-            found = self._cache.whole(found)
-        return found if self._cache.affords(found, need) else None
+        need = self._config.blocks_for(min(len(state.tokens) + 1, state.kv_end))
+        need += self._config.growth_blocks(running)
+        found = self._cache.find_prefix(state)
+        if state.host_copy is not None:
+            need += self._swap.reserved_blocks(now) if running else 0
+            if state.host_copy.num_tokens > found.num_tokens:
+                found = self._cache.keep_full_blocks(found)
+        if not self._cache.can_allocate(found, need):
+            found = self._cache.keep_full_blocks(found)
+        return found if self._cache.can_allocate(found, need) else None
 
     # --- into messages -------------------------------------------------------------------------
 
-    def _add_rows(self, builder: VolumeBuilder, job: Job, count: int, now: float) -> None:
-        upto = self._limits.blocks_for(job.issued + count)
-        blocks = job.blocks[job.announced : max(upto, job.announced)]
-        builder.add(job, count, blocks, self._cache.blocks.released_at(blocks))
-        self._roster.issued(job, now)
+    def _add_rows(self, builder: VolumeBuilder, state: RequestState, count: int, now: float) -> None:
+        upto = self._config.blocks_for(state.num_issued + count)
+        blocks = state.blocks[state.num_announced_blocks : max(upto, state.num_announced_blocks)]
+        builder.add_rows(state, count, blocks, self._cache.allocator.latest_release(blocks))
+        self._queues.on_issued(state, now)

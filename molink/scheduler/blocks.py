@@ -28,44 +28,44 @@ class BlockAllocator:
         self._free = list(range(blocks - 1, -1, -1))
         self._references = [0] * blocks
         #: Tick of the release that last let go of each block.
-        self._released = [0] * blocks
+        self._release_seqs = [0] * blocks
         #: Releases of each block that have not gone round.
         self._outstanding = [0] * blocks
         #: The blocks of each release that has not gone round.
         self._pending: dict[int, Sequence[int]] = {}
         #: Whether the prefix cache has the block.
-        self._kept = bytearray(blocks)
+        self._in_tree = bytearray(blocks)
         #: Cached blocks, the one whose last reference went first is first.
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self._settled = 0
-        self._retired = 0
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._num_settled = 0
+        self._num_retired = 0
 
     @property
-    def free(self) -> int:
+    def num_free(self) -> int:
         """Blocks that can be allocated now."""
         return len(self._free)
 
     @property
-    def cached(self) -> Iterable[int]:
+    def cached_blocks(self) -> Iterable[int]:
         """The cached blocks, the one to be forgotten first is first."""
-        return self._idle
+        return self._cached
 
     @property
-    def settled(self) -> int:
+    def num_settled(self) -> int:
         """Cached blocks that would be free at once."""
-        return self._settled
+        return self._num_settled
 
     @property
-    def releasing(self) -> int:
+    def num_releasing(self) -> int:
         """Blocks, cached or retired, that can be used when their releases have gone round."""
-        return self._retired + len(self._idle) - self._settled
+        return self._num_retired + len(self._cached) - self._num_settled
 
     @property
-    def held(self) -> int:
+    def num_held(self) -> int:
         """Blocks with at least one reference."""
-        return self.total - self.free - self._retired - len(self._idle)
+        return self.total - self.num_free - self._num_retired - len(self._cached)
 
-    def allocate(self, count: int) -> list[int] | None:
+    def allocate_blocks(self, count: int) -> list[int] | None:
         """``count`` blocks with one reference each, or ``None`` if there are not that many."""
         if count > len(self._free):
             return None
@@ -76,7 +76,7 @@ class BlockAllocator:
             self._references[block] = 1
         return blocks
 
-    def share(self, blocks: Iterable[int]) -> None:
+    def share_blocks(self, blocks: Iterable[int]) -> None:
         """Add a reference to each of ``blocks``, which must be held or cached.
 
         Raises:
@@ -84,22 +84,22 @@ class BlockAllocator:
         """
         for block in blocks:
             if not self._references[block]:
-                if not self._kept[block]:
+                if not self._in_tree[block]:
                     raise InvariantError(f"can't share block {block}: nobody holds it")
-                del self._idle[block]
-                self._settled -= not self._outstanding[block]
+                del self._cached[block]
+                self._num_settled -= not self._outstanding[block]
             self._references[block] += 1
 
-    def unshare(self, block: int) -> None:
+    def unshare_block(self, block: int) -> None:
         """Drop a reference that no stage uses any more: no release has to go round for it.
 
         Raises:
             InvariantError: the block is not held.
         """
         self._check_held((block,), "let go of")
-        self._drop(block)
+        self._drop_reference(block)
 
-    def retire(self, tick: int, blocks: Sequence[int]) -> None:
+    def release_blocks(self, seq: int, blocks: Sequence[int]) -> None:
         """Drop one reference to each of ``blocks``, as of the release ``tick``.
 
         Raises:
@@ -107,85 +107,85 @@ class BlockAllocator:
         """
         self._check_held(blocks, "release")
         if len(set(blocks)) != len(blocks):
-            raise InvariantError(f"release {tick} names a block twice")
-        self._pending[tick] = blocks
+            raise InvariantError(f"release {seq} names a block twice")
+        self._pending[seq] = blocks
         for block in blocks:
-            self._released[block] = tick
+            self._release_seqs[block] = seq
             self._outstanding[block] += 1
-            self._drop(block)
+            self._drop_reference(block)
 
-    def reclaim(self, tick: int) -> int:
+    def reclaim_released(self, seq: int) -> int:
         """The release ``tick`` has gone round; returns how many blocks can be used thereby."""
-        before = len(self._free) + self._settled
-        for block in reversed(self._pending.pop(tick, ())):
+        before = len(self._free) + self._num_settled
+        for block in reversed(self._pending.pop(seq, ())):
             self._outstanding[block] -= 1
             if self._outstanding[block] or self._references[block]:
                 continue
-            if self._kept[block]:
-                self._settled += 1
+            if self._in_tree[block]:
+                self._num_settled += 1
             else:
-                self._retired -= 1
+                self._num_retired -= 1
                 self._free.append(block)
-        return len(self._free) + self._settled - before
+        return len(self._free) + self._num_settled - before
 
     # --- the prefix cache --------------------------------------------------------------------
 
-    def keep(self, block: int) -> None:
+    def mark_cached(self, block: int) -> None:
         """The prefix cache has a held block from now on.
 
         Raises:
             InvariantError: it is not held, or is there already.
         """
         self._check_held((block,), "keep")
-        if self._kept[block]:
+        if self._in_tree[block]:
             raise InvariantError(f"block {block} is kept already")
-        self._kept[block] = True
+        self._in_tree[block] = True
 
-    def touch(self, blocks: Iterable[int]) -> None:
+    def touch_blocks(self, blocks: Iterable[int]) -> None:
         """These cached blocks, as far as they are cached, are the last to be forgotten."""
         for block in blocks:
-            if block in self._idle:
-                self._idle.move_to_end(block)
+            if block in self._cached:
+                self._cached.move_to_end(block)
 
-    def forget(self, block: int) -> None:
+    def evict_block(self, block: int) -> None:
         """The prefix cache no longer has a cached block: it is free, or will be.
 
         Raises:
             InvariantError: it is not cached.
         """
-        if block not in self._idle:
+        if block not in self._cached:
             raise InvariantError(f"can't forget block {block}: it is not cached")
-        del self._idle[block]
-        self._kept[block] = False
+        del self._cached[block]
+        self._in_tree[block] = False
         if self._outstanding[block]:
-            self._retired += 1
+            self._num_retired += 1
         else:
-            self._settled -= 1
+            self._num_settled -= 1
             self._free.append(block)
 
     def is_cached(self, block: int) -> bool:
         """Whether only the prefix cache has ``block``."""
-        return block in self._idle
+        return block in self._cached
 
-    def settled_among(self, blocks: Iterable[int]) -> int:
+    def count_settled(self, blocks: Iterable[int]) -> int:
         """How many of ``blocks`` are cached and settled."""
-        idle, outstanding = self._idle, self._outstanding
+        idle, outstanding = self._cached, self._outstanding
         return sum(1 for block in blocks if block in idle and not outstanding[block])
 
     # --- reports -----------------------------------------------------------------------------
 
-    def released_at(self, blocks: Iterable[int]) -> int:
+    def latest_release(self, blocks: Iterable[int]) -> int:
         """The latest tick that released one of ``blocks``; 0 if none ever was."""
-        return max((self._released[block] for block in blocks), default=0)
+        return max((self._release_seqs[block] for block in blocks), default=0)
 
-    def references(self, block: int) -> int:
+    def reference_count(self, block: int) -> int:
         """How many block tables hold ``block`` and rows in flight copy from it."""
         return self._references[block]
 
     def validate(self, references: Mapping[int, int], kept: Iterable[int]) -> None:
         """Every block is in exactly one of the four states, held by whom it should be.
 
-        ``references`` counts the tables and copies there are of each block, ``kept`` are those of
+        ``reference_count`` counts the tables and copies there are of each block, ``kept`` are those of
         the prefix cache.
 
         Raises:
@@ -194,30 +194,30 @@ class BlockAllocator:
         held = {block: count for block, count in enumerate(self._references) if count}
         if held != {block: count for block, count in references.items() if count}:
             raise InvariantError("references to blocks are not those of tables and copies")
-        if sorted(kept) != [block for block in range(self.total) if self._kept[block]]:
+        if sorted(kept) != [block for block in range(self.total) if self._in_tree[block]]:
             raise InvariantError("the prefix cache does not have the blocks that are kept for it")
         outstanding = Counter(block for blocks in self._pending.values() for block in blocks)
         if any(count != outstanding[block] for block, count in enumerate(self._outstanding)):
             raise InvariantError("releases of a block that have not gone round are miscounted")
-        cached = {block for block in range(self.total) if self._kept[block] and block not in held}
-        retired = {block for block in outstanding if not self._kept[block] and block not in held}
-        if cached != self._idle.keys() or len(retired) != self._retired:
+        cached = {block for block in range(self.total) if self._in_tree[block] and block not in held}
+        retired = {block for block in outstanding if not self._in_tree[block] and block not in held}
+        if cached != self._cached.keys() or len(retired) != self._num_retired:
             raise InvariantError("a block is cached or retired, but not counted as such")
-        if sum(1 for block in cached if not outstanding[block]) != self._settled:
+        if sum(1 for block in cached if not outstanding[block]) != self._num_settled:
             raise InvariantError("settled blocks are miscounted")
         states = [*self._free, *held, *cached, *retired]
         if sorted(states) != list(range(self.total)):
             raise InvariantError("a block is in no state, or in two")
 
-    def _drop(self, block: int) -> None:
+    def _drop_reference(self, block: int) -> None:
         self._references[block] -= 1
         if self._references[block]:
             return
-        if self._kept[block]:
-            self._idle[block] = None
-            self._settled += not self._outstanding[block]
+        if self._in_tree[block]:
+            self._cached[block] = None
+            self._num_settled += not self._outstanding[block]
         elif self._outstanding[block]:
-            self._retired += 1
+            self._num_retired += 1
         else:
             self._free.append(block)
 
@@ -227,19 +227,19 @@ class BlockAllocator:
                 raise InvariantError(f"can't {act} block {block}: nobody holds it")
 
 
-class Returning:
+class ReleasingBlocks:
     """Counts blocks that can be used once all releases are round: those that nobody else holds."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self._allocator = allocator
         self._holds = Counter[int]()
-        self.count = allocator.releasing
+        self.count = allocator.num_releasing
 
-    def add(self, blocks: Iterable[int]) -> int:
+    def add_blocks(self, blocks: Iterable[int]) -> int:
         """Somebody is to let go of these as well; how many blocks more that makes."""
         more = 0
         for block in blocks:
             self._holds[block] += 1
-            more += self._holds[block] == self._allocator.references(block)
+            more += self._holds[block] == self._allocator.reference_count(block)
         self.count += more
         return more

@@ -19,29 +19,29 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Unpaired:
+class PrefillOnlyWindow:
     """Of chunks that go unpaired: up to how many prefill volumes, and when.
 
-    Up to ``depth`` may be in flight, unpaired or not; 0 if nothing is known of the stages. A chunk
+    Up to ``max_volumes`` may be in flight, unpaired or not; 0 if nothing is known of the stages. A chunk
     may go while the oldest volume that streams wait for has been under way for ``window_s`` seconds
     at most; never if that is negative.
     """
 
-    depth: int
+    max_volumes: int
     window_s: float
 
 
 #: Seconds for which the slowest link is busy with the prompts' rows in flight, about. A prompt that
 #: goes before the rest of another one waits for these. And rows of a chunk that are not too many on
 #: any link.
-AHEAD_S = 0.75
-LEAST_AHEAD = 64
+MAX_LINK_BACKLOG_S = 0.75
+MIN_LINK_ROWS = 64
 
 #: None goes unpaired.
-NONE = Unpaired(0, 0.0)
+NO_WINDOW = PrefillOnlyWindow(0, 0.0)
 
 
-def unpaired(times: RingTimes, rows: int, before: int, riding: int, context: float = 0) -> Unpaired:
+def prefill_only_window(times: RingTimes, rows: int, before: int, piggybacked: int, context: float = 0) -> PrefillOnlyWindow:
     """What holds for chunks of ``rows`` rows after ``before`` tokens of their prompt.
 
     ``riding`` decode rows are in a micro-batch, after ``context`` tokens on average.
@@ -55,15 +55,15 @@ def unpaired(times: RingTimes, rows: int, before: int, riding: int, context: flo
     sends = [times.send_s(index, rows) for index in range(len(times.links))]
     slowest = max([*chunks, *sends], default=0.0)
     if not slowest:
-        return NONE
-    turn = sum(chunks) + times.transfer_s(rows)
-    depth = min(math.ceil(turn / slowest - _ROUNDING), MAX_MICRO_BATCHES)
-    steps = [profile.decode_s(riding, context) for profile in times.profiles]
+        return NO_WINDOW
+    round_trip = sum(chunks) + times.transfer_s(rows)
+    depth = min(math.ceil(round_trip / slowest - _ROUNDING), MAX_MICRO_BATCHES)
+    steps = [profile.decode_s(piggybacked, context) for profile in times.profiles]
     ahead = [sum(chunks[: stage + 1]) - sum(steps[:stage]) for stage in range(len(chunks))]
-    return Unpaired(depth, times.turn_s(riding, context) - max(ahead))
+    return PrefillOnlyWindow(depth, times.round_trip_s(piggybacked, context) - max(ahead))
 
 
-def rows_ahead(times: RingTimes, volumes: int) -> int | None:
+def link_chunk_rows(times: RingTimes, volumes: int) -> int | None:
     """Rows of a chunk of which ``volumes`` are in flight; ``None``: no link bounds them."""
     slowest = max((times.send_s(index, 1) for index in range(len(times.links))), default=0.0)
-    return max(LEAST_AHEAD, int(AHEAD_S / (volumes * slowest))) if slowest else None
+    return max(MIN_LINK_ROWS, int(MAX_LINK_BACKLOG_S / (volumes * slowest))) if slowest else None

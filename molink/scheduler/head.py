@@ -3,95 +3,95 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from molink.errors import InvariantError, MolinkError, Overloaded, RequestError
-from molink.facts.costs import Costs
-from molink.facts.drafts import DraftOrder, Guesses
+from molink.facts.costs import RequestCosts
+from molink.facts.drafts import DraftBatch, DraftResults
 from molink.facts.ringtimes import RingTimes
 from molink.facts.story import Story
 from molink.routing.report import CacheReport
-from molink.scheduler.admission import Admission
-from molink.scheduler.batch import Batch
+from molink.scheduler.admission import AdmissionController
+from molink.scheduler.batch import MicroBatch
 from molink.scheduler.batcher import Batcher
-from molink.scheduler.cache import BlockCache
-from molink.scheduler.invariants import audit
-from molink.scheduler.job import Job
-from molink.scheduler.ledger import Ledger
-from molink.scheduler.limits import HeadLimits
+from molink.scheduler.cache import KVCacheManager
+from molink.scheduler.invariants import check_invariants
+from molink.scheduler.job import RequestState
+from molink.scheduler.ledger import InFlightTracker
+from molink.scheduler.limits import SchedulerConfig
 from molink.scheduler.policies.base import SchedulingPolicy
 from molink.scheduler.policies.fcfs import Fcfs
-from molink.scheduler.request import Emission, HeadRequest
-from molink.scheduler.roster import Roster
+from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.roster import RequestQueues
 from molink.scheduler.speculation.base import DraftSource
 from molink.scheduler.speculation.lookup import PromptLookup
-from molink.scheduler.speculation.path import are_due, compare, go_on
+from molink.scheduler.speculation.path import are_expected, compare_drafts, advance_path
 from molink.scheduler.speculation.speculation import Speculation
-from molink.scheduler.stats import HeadStats
-from molink.scheduler.swapping import Swapping
-from molink.scheduler.waits import Waits
-from molink.wire.messages.data import Admit, Choice, Rows, Sampled, TopLogprobs
-from molink.wire.messages.load import HeadLoad
-from molink.wire.messages.serving import FinishReason, Rejected, Token
+from molink.scheduler.stats import SchedulerStats
+from molink.scheduler.swapping import SwapManager
+from molink.scheduler.waits import WaitEstimator
+from molink.wire.messages.data import Admit, SampledId, RequestSlice, SamplerOutput, TopLogprobs
+from molink.wire.messages.load import SchedulerLoad
+from molink.wire.messages.serving import FinishReason, Rejected, OutputToken
 
 #: Why the last stage has no token for a request, as far as is known here.
-_NO_TOKEN = (
+_NO_TOKEN_REASON = (
     "a stage could not compute this request (its logits were unusable, or its grammar is too"
     " complex: that PC's log says which)"
 )
 
 #: Alternatives that came with sampled tokens, by (request id, position).
-Tops = Mapping[tuple[int, int], TopLogprobs]
+TopLogprobsByToken = Mapping[tuple[int, int], TopLogprobs]
 
 
-class Head:
+class Scheduler:
     """Schedules the requests of one pipeline during one epoch. Sans-IO; a new epoch, a new head.
 
-    ``next`` is to be called whenever stage 0 can take a micro-batch and after every event while it
+    ``next_batch`` is to be called whenever stage 0 can take a micro-batch and after every event while it
     is idle; what it returns goes to stage 0's scoreboard in order. What comes out of the tail goes
-    to ``sampled``, ``tombstone`` and ``released``. ``now`` is in seconds of any monotonic clock.
+    to ``on_sampled``, ``on_tombstone`` and ``on_released``. ``now`` is in seconds of any monotonic clock.
     Whose turn it is ``policy`` decides (first come, first served if none is given); ``source``
     makes what guesses the tokens of a request.
     """
 
     def __init__(
         self,
-        limits: HeadLimits,
+        config: SchedulerConfig,
         epoch: int,
         policy: SchedulingPolicy | None = None,
-        source: Callable[[], DraftSource] = PromptLookup,
+        create_draft_source: Callable[[], DraftSource] = PromptLookup,
     ) -> None:
-        self.limits = limits
+        self.config = config
         self.epoch = epoch
-        self._cache = BlockCache(limits)
+        self._cache = KVCacheManager(config)
         policy = policy if policy is not None else Fcfs()
-        policy.set_room(limits.blocks * limits.block_size, limits.max_running)
-        self._roster = Roster(policy)
-        self._times = RingTimes(limits.profiles, (), limits.row_bytes)
-        self._roster.set_times(self._times)
-        self._ledger = Ledger()
-        self._speculation = Speculation(limits, source)
-        self._swapping = Swapping(limits, self._roster, self._cache)
+        policy.set_capacity(config.num_blocks * config.block_size, config.max_num_seqs)
+        self._queues = RequestQueues(policy)
+        self._ring_times = RingTimes(config.profiles, (), config.row_bytes)
+        self._queues.set_times(self._ring_times)
+        self._in_flight = InFlightTracker()
+        self._speculation = Speculation(config, create_draft_source)
+        self._swap = SwapManager(config, self._queues, self._cache)
         self._batcher = Batcher(
-            limits, self._roster, self._cache, self._ledger, self._speculation, self._swapping
+            config, self._queues, self._cache, self._in_flight, self._speculation, self._swap
         )
-        self._admission = Admission(limits)
-        self._waits = Waits(limits, self._roster)
-        self._story = Story()
-        self._stats = HeadStats(
-            self._roster,
+        self._admission = AdmissionController(config)
+        self._wait_estimator = WaitEstimator(config, self._queues)
+        self._transitions = Story()
+        self._stats = SchedulerStats(
+            self._queues,
             self._cache,
-            self._ledger,
+            self._in_flight,
             self._batcher,
             self._speculation,
-            self._swapping,
+            self._swap,
         )
         self._counts = self._stats.counts
 
     # --- from daemons --------------------------------------------------------------------------
 
-    def submit(self, request: HeadRequest, now: float) -> list[Emission]:
+    def submit_request(self, request: SchedulerRequest, now: float) -> list[Emission]:
         """Take a request into the queue; returns what is to be told of one that made place for it.
 
         A full queue has a place for an owner who holds fewer than another; see
-        :meth:`Admission.displaced_by`.
+        :meth:`AdmissionController.choose_displaced`.
 
         Raises:
             RequestError: a field is out of range, or the owner's key is in use.
@@ -99,188 +99,188 @@ class Head:
             Overloaded: the queue is full, and this client has its share of it; or its turn would
                 come later than it can wait for. Carries ``retry_after``.
         """
-        if self._roster.find(request.owner, request.key) is not None:
+        if self._queues.find_request(request.peer, request.key) is not None:
             raise RequestError(f"a request {request.key!r} of this daemon is already being served")
-        self._admission.check(request)
-        self._waits.observe(now)
-        job = self._new_job(request, now)
-        self._check_wait(job)
-        emissions = self._make_place(request, now)
-        self._roster.enqueue(job, now)
-        self._swapping.arrived(job, now)
+        self._admission.check_request(request)
+        self._wait_estimator.observe_served(now)
+        state = self._new_state(request, now)
+        self._check_wait(state)
+        emissions = self._displace_waiting(request, now)
+        self._queues.enqueue_request(state, now)
+        self._swap.on_arrived(state, now)
         self._counts["requests"] += 1
-        self._story.add(now, "submit", request.owner, request.key, len(request.tokens))
+        self._transitions.add_entry(now, "submit", request.peer, request.key, len(request.tokens))
         return emissions
 
-    def expire(self, now: float) -> list[Emission]:
+    def expire_requests(self, now: float) -> list[Emission]:
         """Refuse those that have waited to be admitted for as long as they may; to be called often.
 
         That is for ``max_queue_s`` seconds, or until no token can come before the deadline. Who was
         admitted once and gave way goes on waiting.
         """
-        self._waits.observe(now)
-        late = [job for job in self._roster.queued if self._admission.is_late(job, now)]
+        self._wait_estimator.observe_served(now)
+        late = [state for state in self._queues.waiting_requests if self._admission.is_late(state, now)]
         turns: dict[tuple[str, str], float | None] = {}
         emissions = []
-        for job in late:
+        for state in late:
             self._counts["expired"] += 1
-            self._remove(job, "expired", now)
-            client = job.request.whose
+            self._remove_request(state, "expired", now)
+            client = state.request.client_key
             if client not in turns:
-                turns[client] = self._waits.turn_of(self._new_job(job.request, now))
-            error = self._admission.waited_in_vain(job, turns[client], now)
-            emissions.append(self._overloaded(job, error))
+                turns[client] = self._wait_estimator.estimate_wait(self._new_state(state.request, now))
+            error = self._admission.late_error(state, turns[client], now)
+            emissions.append(self._reject_overloaded(state, error))
         return emissions
 
-    def cancel(self, owner: str, key: str, now: float) -> None:
+    def cancel_request(self, peer: str, key: str, now: float) -> None:
         """Stop a request; one that is over already is no error."""
-        job = self._roster.find(owner, key)
-        if job is not None:
-            self._cancel(job, now)
+        state = self._queues.find_request(peer, key)
+        if state is not None:
+            self._cancel_state(state, now)
 
-    def cancel_owner(self, owner: str, now: float) -> None:
+    def cancel_peer(self, peer: str, now: float) -> None:
         """Stop all requests of a daemon that has gone."""
-        for job in self._roster.owned_by(owner):
-            self._cancel(job, now)
+        for state in self._queues.requests_of_peer(peer):
+            self._cancel_state(state, now)
 
-    def credit(self, owner: str, key: str, position: int) -> None:
+    def grant_credit(self, peer: str, key: str, position: int) -> None:
         """The client has taken all tokens below ``position``; the latest such word counts."""
-        job = self._roster.find(owner, key)
-        if job is not None:
-            job.credited = max(job.credited, min(position, len(job.tokens)))
+        state = self._queues.find_request(peer, key)
+        if state is not None:
+            state.num_credited = max(state.num_credited, min(position, len(state.tokens)))
 
     # --- to and from the stages ----------------------------------------------------------------
 
-    def next(self, now: float, *, prefill: bool = True) -> Batch | None:
+    def next_batch(self, now: float, *, prefill: bool = True) -> MicroBatch | None:
         """The next micro-batch for stage 0: at most one decode and one prefill volume.
 
         Releases of requests that were cancelled or have ended since the last call are always in it,
         however many volumes are in flight. Without ``prefill`` there is no such volume in it:
         stage 0 has one of which it has run a part.
         """
-        batch = self._batcher.compose(now, prefill=prefill)
-        self._waits.observe(now)
+        batch = self._batcher.compose_batch(now, prefill=prefill)
+        self._wait_estimator.observe_served(now)
         if batch is None:
             return None
-        for control in batch.control:
-            self._story.add(now, "issue", control.body)
+        for control in batch.controls:
+            self._transitions.add_entry(now, "issue", control.body)
             if isinstance(control.body, Admit):
-                self._admitted(control.body.request, now)
+                self._count_admission(control.body.request, now)
         for volume in batch.volumes:
             header = volume.header
-            self._story.add(now, "issue", header.tick, header.prefill, len(header.rows))
+            self._transitions.add_entry(now, "issue", header.seq, header.prefill, len(header.slices))
         self._counts["volumes"] += len(batch.volumes)
         self._counts["iterations"] += bool(batch.volumes)
         return batch
 
-    def sampled(self, message: Sampled, tops: Tops, now: float) -> list[Emission]:
+    def on_sampled(self, message: SamplerOutput, tops: TopLogprobsByToken, now: float) -> list[Emission]:
         """A volume has gone round; returns what its requests' daemons are to be told.
 
         A request that is neither in ``choices`` nor in ``failed`` although its rows were to be
         sampled counts as failed: nothing waits for a token that will not come. So does one with
         tokens for which there were no rows.
         """
-        rows_back, seconds = self._back(message.tick, now)
-        choices: dict[int, list[Choice]] = {}
-        for choice in message.choices:
+        slices, seconds = self._pop_volume(message.seq, now)
+        choices: dict[int, list[SampledId]] = {}
+        for choice in message.sampled:
             choices.setdefault(choice.request, []).append(choice)
         failed = set(message.failed)
         forced = {each.request: each.tokens for each in message.forced}
         emissions = []
-        for rows in rows_back:
-            job = self._roster.of_id(rows.request)
-            if job is None:
+        for request_slice in slices:
+            state = self._queues.get_by_id(request_slice.request)
+            if state is None:
                 continue
-            was_awaited = self._came_back(job, rows, message.tick)
+            was_awaited = self._settle_rows(state, request_slice, message.seq)
             if was_awaited:
-                self._roster.ran(job, seconds, now)
-            if rows.source >= 0:
-                self._cache.copied(job)
-            found = choices.get(rows.request, [])
-            if rows.request in failed:
-                emissions.append(self._fail(job, _NO_TOKEN, now))
-            elif rows.sample and was_awaited:
-                emissions += self._take_all(job, rows, found, tops, now)
-                if rows.request in forced and job.state != "gone":
-                    self._speculation.offered(job, forced[rows.request])
+                self._queues.on_rows_returned(state, seconds, now)
+            if request_slice.copy_from_block >= 0:
+                self._cache.release_copy_source(state)
+            found = choices.get(request_slice.request, [])
+            if request_slice.request in failed:
+                emissions.append(self._fail_request(state, _NO_TOKEN_REASON, now))
+            elif request_slice.sample and was_awaited:
+                emissions += self._accept_choices(state, request_slice, found, tops, now)
+                if request_slice.request in forced and state.phase != "gone":
+                    self._speculation.on_forced(state, forced[request_slice.request])
             elif found:
-                emissions.append(self._fail(job, "the last stage went on from wrong drafts", now))
-        self._waits.observe(now)
+                emissions.append(self._fail_request(state, "the last stage went on from wrong drafts", now))
+        self._wait_estimator.observe_served(now)
         return emissions
 
-    def tombstone(self, tick: int, now: float) -> list[Emission]:
+    def on_tombstone(self, seq: int, now: float) -> list[Emission]:
         """A volume has gone round with all of its rows dropped.
 
         Its requests should be over; one that is not has been dropped by mistake and has failed.
         """
         emissions = []
-        rows_back, _ = self._back(tick, now)
-        for rows in rows_back:
-            job = self._roster.of_id(rows.request)
-            if job is not None:
-                emissions.append(self._fail(job, "a stage dropped rows of this request", now))
+        slices, _ = self._pop_volume(seq, now)
+        for request_slice in slices:
+            state = self._queues.get_by_id(request_slice.request)
+            if state is not None:
+                emissions.append(self._fail_request(state, "a stage dropped rows of this request", now))
         return emissions
 
-    def released(self, tick: int, now: float) -> None:
+    def on_released(self, seq: int, now: float) -> None:
         """A release has gone round: its blocks can be used again."""
-        if not self._ledger.went_round(tick):
-            self._stray("release", tick, now)
+        if not self._in_flight.pop_release(seq):
+            self._count_stray("release", seq, now)
             return
-        freed = self._cache.blocks.reclaim(tick)
-        self._story.add(now, "released", tick, freed)
+        freed = self._cache.allocator.reclaim_released(seq)
+        self._transitions.add_entry(now, "released", seq, freed)
 
     def set_times(self, times: RingTimes) -> None:
         """What stages have measured of themselves and of their links to the next.
 
         Of those of which nothing was known before only their links count.
         """
-        self._times = times
+        self._ring_times = times
         self._batcher.set_times(times)
 
-    def draft_order(self) -> DraftOrder | None:
-        """What the draft model is to do now, if anything; to be asked after :meth:`next`."""
-        return self._speculation.asking.take()
+    def pop_draft_batch(self) -> DraftBatch | None:
+        """What the draft model is to do now, if anything; to be asked after :meth:`next_batch`."""
+        return self._speculation.draft_queue.pop_batch()
 
-    def guessed(self, found: Guesses) -> None:
+    def on_draft_results(self, found: DraftResults) -> None:
         """The draft model's answer to the oldest order that it hasn't answered."""
-        self._speculation.asking.answered(found)
+        self._speculation.draft_queue.on_results(found)
 
-    def set_host_room(self, blocks: int, block_s: float) -> None:
+    def set_host_memory(self, blocks: int, block_s: float) -> None:
         """Every stage has host memory for so many KV blocks, of which each takes so long one way.
 
         The first word counts.
         """
-        self._swapping.open(blocks, block_s)
+        self._swap.set_host_blocks(blocks, block_s)
 
     # --- reports -------------------------------------------------------------------------------
 
     @property
-    def live(self) -> list[tuple[str, str]]:
+    def live_requests(self) -> list[tuple[str, str]]:
         """Owner and key of every request, to be told when the epoch ends."""
-        return [(job.request.owner, job.request.key) for job in self._roster]
+        return [(state.request.peer, state.request.key) for state in self._queues]
 
     @property
-    def strays(self) -> int:
+    def num_strays(self) -> int:
         """How many messages there were about ticks not in flight: stages that misbehave."""
         return int(self._counts["strays"])
 
-    def stats(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Counters of this epoch and gauges, by name; see :class:`HeadStats`."""
-        return self._stats.counters(), self._stats.gauges()
+    def collect_stats(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Counters of this epoch and gauges, by name; see :class:`SchedulerStats`."""
+        return self._stats.read_counters(), self._stats.read_gauges()
 
-    def load(self, pipeline: str, now: float) -> HeadLoad:
+    def report_load(self, pipeline: str, now: float) -> SchedulerLoad:
         """What others are told of it, under the name of its pipeline."""
-        return self._stats.load(pipeline, now)
+        return self._stats.report_load(pipeline, now)
 
     def cache_report(self, version: int) -> CacheReport:
         """What those who route are told: what has changed in the cache since ``version``.
 
         That is of an earlier report of this epoch; -1: there was none.
         """
-        log, limits = self._cache.span_log, self.limits
-        whole, added, evicted = log.since(version)
-        room = limits.blocks * limits.block_size
-        return CacheReport(log.version, whole, added, evicted, room, Costs.of(self._times))
+        log, config = self._cache.span_log, self.config
+        whole, added, evicted = log.changes_since(version)
+        room = config.num_blocks * config.block_size
+        return CacheReport(log.version, whole, added, evicted, room, RequestCosts.from_times(self._ring_times))
 
     def validate(self) -> None:
         """Check all invariants.
@@ -289,115 +289,115 @@ class Head:
             InvariantError: one is broken; carries the last transitions.
         """
         try:
-            audit(self.limits, self._roster, self._cache, self._ledger)
-            self._swapping.validate()
+            check_invariants(self.config, self._queues, self._cache, self._in_flight)
+            self._swap.validate()
         except InvariantError as error:
-            raise InvariantError(str(error), self._story.lines()) from error
+            raise InvariantError(str(error), self._transitions.format_lines()) from error
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _make_place(self, request: HeadRequest, now: float) -> list[Emission]:
-        waiting, running = self._roster.waiting, self._roster.admitted
+    def _displace_waiting(self, request: SchedulerRequest, now: float) -> list[Emission]:
+        waiting, running = self._queues.num_waiting, self._queues.num_running
         if not self._admission.is_full(waiting, running):
             return []
-        error = self._admission.overloaded(waiting, running, self._waits.next_place())
-        job = self._admission.displaced_by(request, self._roster.queued, now)
-        if job is None:
+        error = self._admission.overloaded_error(waiting, running, self._wait_estimator.estimate_next_slot())
+        state = self._admission.choose_displaced(request, self._queues.waiting_requests, now)
+        if state is None:
             self._counts["refused"] += 1
             raise error
         self._counts["displaced"] += 1
-        self._story.add(now, "displace", job.request.owner, job.request.key, job.admissions)
-        self._roster.remove(job, now)
-        self._forget(job)
-        return [self._overloaded(job, error)]
+        self._transitions.add_entry(now, "displace", state.request.peer, state.request.key, state.num_admissions)
+        self._queues.remove_request(state, now)
+        self._free_resources(state)
+        return [self._reject_overloaded(state, error)]
 
-    def _new_job(self, request: HeadRequest, now: float) -> Job:
+    def _new_state(self, request: SchedulerRequest, now: float) -> RequestState:
         """A job that is not in the queue yet."""
-        job = Job.of(request, now)
-        costs = Costs.of(self._times) if request.deadline_s else None
-        job.expect(self._cache.find(job).tokens, costs)
-        return job
+        state = RequestState.from_request(request, now)
+        costs = RequestCosts.from_times(self._ring_times) if request.deadline_s else None
+        state.set_expected_prefill(self._cache.find_prefix(state).num_tokens, costs)
+        return state
 
-    def _check_wait(self, job: Job) -> None:
-        if not self._admission.is_bounded(job.request):
+    def _check_wait(self, state: RequestState) -> None:
+        if not self._admission.has_wait_bound(state.request):
             return
         try:
-            self._admission.check_wait(job, self._waits.turn_of(job))
+            self._admission.check_wait(state, self._wait_estimator.estimate_wait(state))
         except MolinkError:
             self._counts["late"] += 1
             raise
 
-    def _overloaded(self, job: Job, error: Overloaded) -> Emission:
-        request = job.request
+    def _reject_overloaded(self, state: RequestState, error: Overloaded) -> Emission:
+        request = state.request
         rejected = Rejected(self.epoch, request.key, "overloaded", str(error), error.retry_after)
-        return Emission(request.owner, rejected)
+        return Emission(request.peer, rejected)
 
-    def _admitted(self, request_id: int, now: float) -> None:
-        job = self._roster.of_id(request_id)
-        if job is not None and job.admissions == 1:
+    def _count_admission(self, request_id: int, now: float) -> None:
+        state = self._queues.get_by_id(request_id)
+        if state is not None and state.num_admissions == 1:
             self._counts["admitted"] += 1
-            self._counts["queue_seconds"] += now - job.since
+            self._counts["queue_seconds"] += now - state.arrived_at
 
-    def _back(self, tick: int, now: float) -> tuple[tuple[Rows, ...], float]:
+    def _pop_volume(self, seq: int, now: float) -> tuple[tuple[RequestSlice, ...], float]:
         """The rows of a volume that has gone round, and the seconds that it took."""
-        returned = self._ledger.returned(tick)
+        returned = self._in_flight.pop_volume(seq)
         if returned is None:
-            self._stray("volume", tick, now)
+            self._count_stray("volume", seq, now)
             return (), 0.0
-        rows, issued_at = returned
-        self._story.add(now, "back", tick, len(rows))
-        return rows, now - issued_at
+        request_slice, issued_at = returned
+        self._transitions.add_entry(now, "back", seq, len(request_slice))
+        return request_slice, now - issued_at
 
-    def _came_back(self, job: Job, rows: Rows, tick: int) -> bool:
+    def _settle_rows(self, state: RequestState, request_slice: RequestSlice, seq: int) -> bool:
         """Whether tokens may come with these rows."""
-        self._speculation.drafted += len(rows.drafts)
-        del job.flight[tick]
-        if tick not in job.awaited:
+        self._speculation.num_drafted += len(request_slice.drafts)
+        del state.in_flight[seq]
+        if seq not in state.awaited_seqs:
             return False
-        job.awaited.remove(tick)
+        state.awaited_seqs.remove(seq)
         return True
 
-    def _take_all(
-        self, job: Job, rows: Rows, choices: Sequence[Choice], tops: Tops, now: float
+    def _accept_choices(
+        self, state: RequestState, request_slice: RequestSlice, choices: Sequence[SampledId], tops: TopLogprobsByToken, now: float
     ) -> list[Emission]:
         """The tokens of a live request, up to its end."""
-        if not are_due(choices, len(job.tokens), rows.checked):
-            return [self._fail(job, "the last stage did not sample its token", now)]
-        compared, right = compare(job, choices)
+        if not are_expected(choices, len(state.tokens), request_slice.verified_drafts):
+            return [self._fail_request(state, "the last stage did not sample its token", now)]
+        compared, right = compare_drafts(state, choices)
         if compared:
-            self._speculation.verified(job, compared, right)
+            self._speculation.on_verified(state, compared, right)
         emissions = []
         for choice in choices:
-            emissions.append(self._take(job, choice, tops, now))
-            if job.state == "gone":
+            emissions.append(self._accept_token(state, choice, tops, now))
+            if state.phase == "gone":
                 return emissions
-        go_on(job, len(choices), right)
-        if not job.awaited:
-            self._roster.came_back(job)
-            if job.stalled:
-                job.stalled_at = now
+        advance_path(state, len(choices), right)
+        if not state.awaited_seqs:
+            self._queues.mark_decode_ready(state)
+            if state.is_stalled:
+                state.stalled_at = now
         return emissions
 
-    def _take(self, job: Job, choice: Choice, tops: Tops, now: float) -> Emission:
+    def _accept_token(self, state: RequestState, choice: SampledId, tops: TopLogprobsByToken, now: float) -> Emission:
         """A token of a live request: keep it and pass it on."""
         self._counts["tokens"] += 1
-        if not job.offered:
-            self._cache.offer(job)
-        job.issued = len(job.tokens)  # the one before was a row, if only as a draft
-        job.tokens.append(choice.token)
-        self._roster.sampled(job)
-        if job.generated == 1:
-            job.first_at = now
-        finish = self._finish(job)
+        if not state.has_cached_blocks:
+            self._cache.cache_full_blocks(state)
+        state.num_issued = len(state.tokens)  # the one before was a row, if only as a draft
+        state.tokens.append(choice.token)
+        self._queues.on_token(state)
+        if state.num_generated == 1:
+            state.first_token_at = now
+        finish = self._finish_reason(state)
         if finish is not None:
             self._counts["finished"] += 1
-            self._waits.ended(job)
-            self._roster.answered(job)
-            self._remove(job, finish, now)
+            self._wait_estimator.on_finished(state)
+            self._queues.on_answered(state)
+            self._remove_request(state, finish, now)
         top = tops.get((choice.request, choice.position))
         pairs = tuple(zip(top.tokens, top.logprobs, strict=False)) if top is not None else ()
-        request = job.request
-        token = Token(
+        request = state.request
+        token = OutputToken(
             self.epoch,
             request.key,
             choice.position,
@@ -405,40 +405,40 @@ class Head:
             choice.logprob,
             pairs,
             finish,
-            job.cached if job.generated == 1 else 0,
+            state.num_cached if state.num_generated == 1 else 0,
         )
-        return Emission(request.owner, token)
+        return Emission(request.peer, token)
 
-    def _finish(self, job: Job) -> FinishReason | None:
-        if job.tokens[-1] in job.request.stop_ids:
+    def _finish_reason(self, state: RequestState) -> FinishReason | None:
+        if state.tokens[-1] in state.request.stop_ids:
             return "stop"
-        spent = job.generated >= job.request.max_tokens
-        return "length" if spent or len(job.tokens) >= self.limits.max_context else None
+        spent = state.num_generated >= state.request.max_tokens
+        return "length" if spent or len(state.tokens) >= self.config.max_model_len else None
 
-    def _cancel(self, job: Job, now: float) -> None:
+    def _cancel_state(self, state: RequestState, now: float) -> None:
         self._counts["cancelled"] += 1
-        trip = self._ledger.cancelled() if job.state != "waiting" else None
-        self._story.add(now, "cancel", job.request.owner, job.request.key, job.state, job.id)
-        self._roster.remove(job, now, trip)
-        self._forget(job)
-        self._waits.observe(now)
+        counter = self._in_flight.start_cancel() if state.phase != "waiting" else None
+        self._transitions.add_entry(now, "cancel", state.request.peer, state.request.key, state.phase, state.id)
+        self._queues.remove_request(state, now, counter)
+        self._free_resources(state)
+        self._wait_estimator.observe_served(now)
 
-    def _fail(self, job: Job, reason: str, now: float) -> Emission:
+    def _fail_request(self, state: RequestState, reason: str, now: float) -> Emission:
         self._counts["failed"] += 1
-        job.sound = False
-        self._remove(job, "failed", now)
-        request = job.request
-        return Emission(request.owner, Rejected(self.epoch, request.key, "failed", reason))
+        state.has_valid_kv = False
+        self._remove_request(state, "failed", now)
+        request = state.request
+        return Emission(request.peer, Rejected(self.epoch, request.key, "failed", reason))
 
-    def _remove(self, job: Job, why: str, now: float) -> None:
-        self._story.add(now, why, job.request.owner, job.request.key, job.id, len(job.tokens))
-        self._roster.remove(job, now)
-        self._forget(job)
+    def _remove_request(self, state: RequestState, why: str, now: float) -> None:
+        self._transitions.add_entry(now, why, state.request.peer, state.request.key, state.id, len(state.tokens))
+        self._queues.remove_request(state, now)
+        self._free_resources(state)
 
-    def _forget(self, job: Job) -> None:
-        self._swapping.forget(job)
-        self._speculation.asking.over(job)
+    def _free_resources(self, state: RequestState) -> None:
+        self._swap.free_copy(state)
+        self._speculation.draft_queue.drop_request(state)
 
-    def _stray(self, kind: str, tick: int, now: float) -> None:
+    def _count_stray(self, kind: str, seq: int, now: float) -> None:
         self._counts["strays"] += 1
-        self._story.add(now, "stray", kind, tick)
+        self._transitions.add_entry(now, "stray", kind, seq)

@@ -1,32 +1,32 @@
-"""Requests on their way in: a ``Submit`` and the ``Prompt`` parts that follow it."""
+"""Requests on their way in: a ``Submit`` and the ``PromptFragment`` parts that follow it."""
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from molink.errors import ContextTooLong, Overloaded, RequestError
-from molink.scheduler.request import HeadRequest
-from molink.wire.messages.data import MAX_GRAMMAR
-from molink.wire.messages.serving import Prompt, Submit
+from molink.scheduler.request import SchedulerRequest
+from molink.wire.messages.data import MAX_GRAMMAR_BYTES
+from molink.wire.messages.serving import PromptFragment, Submit
 
 #: Submissions of one daemon that may be incomplete at once, and the contexts that their ids may
 #: fill together. A daemon sends one request after another, so it rarely has two.
-MAX_OPEN_PER_OWNER = 64
-MAX_OPEN_CONTEXTS = 4
+MAX_INCOMPLETE_PER_PEER = 64
+MAX_INCOMPLETE_CONTEXTS = 4
 #: Seconds that an incomplete request waits for its next part.
-PART_TIMEOUT = 30.0
+PART_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True)
-class _Open:
+class _IncompleteRequest:
     submit: Submit
     grammar: bytes
     #: When its last part came.
-    at: float
+    updated_at: float
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
 
 
-class Intake:
+class PromptAssembler:
     """Assembles requests from their parts, within bounds. Sans-IO.
 
     Memory is bounded: a request beyond ``max_context``, or beyond what a daemon may have
@@ -35,13 +35,13 @@ class Intake:
     in. ``now`` is in seconds of any monotonic clock.
     """
 
-    def __init__(self, max_context: int, vocabulary: int) -> None:
-        self._max_context = max_context
+    def __init__(self, max_model_len: int, vocabulary: int) -> None:
+        self._max_model_len = max_model_len
         self._vocabulary = vocabulary
         #: By owner and key.
-        self._open: dict[str, dict[str, _Open]] = {}
+        self._incomplete: dict[str, dict[str, _IncompleteRequest]] = {}
 
-    def submit(self, owner: str, message: Submit, now: float, grammar: bytes = b"") -> None:
+    def begin_request(self, peer: str, message: Submit, now: float, grammar: bytes = b"") -> None:
         """Begin a request of the daemon ``owner``; a repeated key begins anew.
 
         ``grammar`` is what came as its payload.
@@ -51,59 +51,59 @@ class Intake:
             ContextTooLong: it fills the context.
             Overloaded: too much of this daemon is incomplete.
         """
-        if message.prompt_tokens > message.tokens:
+        if message.prompt_tokens > message.num_tokens:
             raise RequestError(
-                f"{message.prompt_tokens} prompt tokens in a request of {message.tokens}", "prompt"
+                f"{message.prompt_tokens} prompt tokens in a request of {message.num_tokens}", "prompt"
             )
-        if len(grammar) > MAX_GRAMMAR:
-            raise RequestError(f"a grammar of {len(grammar)} bytes; at most {MAX_GRAMMAR}")
-        if message.tokens >= self._max_context:
+        if len(grammar) > MAX_GRAMMAR_BYTES:
+            raise RequestError(f"a grammar of {len(grammar)} bytes; at most {MAX_GRAMMAR_BYTES}")
+        if message.num_tokens >= self._max_model_len:
             raise ContextTooLong(
-                f"a prompt of {message.tokens} tokens leaves nothing of the {self._max_context}"
+                f"a prompt of {message.num_tokens} tokens leaves nothing of the {self._max_model_len}"
                 " that fit, prompt and answer together",
                 "prompt",
             )
-        self.cancel(owner, message.key)
-        others = self._open.setdefault(owner, {})
-        ids = message.tokens + sum(entry.submit.tokens for entry in others.values())
-        if len(others) >= MAX_OPEN_PER_OWNER or ids > MAX_OPEN_CONTEXTS * self._max_context:
+        self.cancel_request(peer, message.key)
+        others = self._incomplete.setdefault(peer, {})
+        ids = message.num_tokens + sum(entry.submit.num_tokens for entry in others.values())
+        if len(others) >= MAX_INCOMPLETE_PER_PEER or ids > MAX_INCOMPLETE_CONTEXTS * self._max_model_len:
             raise Overloaded(f"{len(others)} requests of this daemon are incomplete already")
-        others[message.key] = _Open(message, grammar, now)
+        others[message.key] = _IncompleteRequest(message, grammar, now)
 
-    def prompt(
-        self, owner: str, message: Prompt, ids: Sequence[int], now: float
-    ) -> HeadRequest | None:
+    def add_fragment(
+        self, peer: str, message: PromptFragment, ids: Sequence[int], now: float
+    ) -> SchedulerRequest | None:
         """Add ids; returns the request when it is whole. Parts of unknown requests are dropped.
 
         Raises:
             RequestError: the parts don't fit together; the request is forgotten.
         """
-        entry = self._open.get(owner, {}).get(message.key)
+        entry = self._incomplete.get(peer, {}).get(message.key)
         if entry is None:
             return None
         submit = entry.submit
-        if message.first != len(entry.tokens) or message.first + len(ids) > submit.tokens:
-            self.cancel(owner, message.key)
+        if message.first != len(entry.tokens) or message.first + len(ids) > submit.num_tokens:
+            self.cancel_request(peer, message.key)
             raise RequestError(
                 f"prompt part at {message.first} does not follow {len(entry.tokens)}"
             )
         if not all(0 <= token < self._vocabulary for token in ids):
-            self.cancel(owner, message.key)
+            self.cancel_request(peer, message.key)
             raise RequestError(f"a token id is not below {self._vocabulary}", "prompt")
         entry.tokens.extend(ids)
-        entry.at = now
-        if len(entry.tokens) < submit.tokens:
+        entry.updated_at = now
+        if len(entry.tokens) < submit.num_tokens:
             return None
-        self.cancel(owner, message.key)
-        return HeadRequest(
-            owner=owner,
+        self.cancel_request(peer, message.key)
+        return SchedulerRequest(
+            peer=peer,
             key=submit.key,
             tokens=tuple(entry.tokens),
             prompt_tokens=submit.prompt_tokens,
             max_tokens=submit.max_tokens,
             sampling=submit.sampling,
-            stop_ids=submit.stop_ids,
-            window=submit.window,
+            stop_ids=submit.stop_token_ids,
+            credit_window=submit.credit_window,
             grammar=entry.grammar,
             client=submit.client,
             priority=submit.priority,
@@ -111,22 +111,22 @@ class Intake:
             deadline_s=submit.deadline_s,
         )
 
-    def cancel(self, owner: str, key: str) -> None:
+    def cancel_request(self, peer: str, key: str) -> None:
         """Forget an incomplete request."""
-        self._open.get(owner, {}).pop(key, None)
+        self._incomplete.get(peer, {}).pop(key, None)
 
-    def cancel_owner(self, owner: str) -> None:
+    def cancel_peer(self, peer: str) -> None:
         """Forget all of a daemon's incomplete requests."""
-        self._open.pop(owner, None)
+        self._incomplete.pop(peer, None)
 
-    def expire(self, now: float) -> list[tuple[str, str]]:
+    def expire_requests(self, now: float) -> list[tuple[str, str]]:
         """Forget requests whose next part does not come; returns their owners and keys."""
         late = [
-            (owner, key)
-            for owner, entries in self._open.items()
+            (peer, key)
+            for peer, entries in self._incomplete.items()
             for key, entry in entries.items()
-            if now - entry.at > PART_TIMEOUT
+            if now - entry.updated_at > PART_TIMEOUT_S
         ]
-        for owner, key in late:
-            self.cancel(owner, key)
+        for peer, key in late:
+            self.cancel_request(peer, key)
         return late

@@ -1,39 +1,39 @@
 """Invariants that span the parts of a head."""
 
 from molink.errors import InvariantError
-from molink.scheduler.cache import BlockCache
-from molink.scheduler.job import Job
-from molink.scheduler.ledger import Ledger
-from molink.scheduler.limits import HeadLimits
+from molink.scheduler.cache import KVCacheManager
+from molink.scheduler.job import RequestState
+from molink.scheduler.ledger import InFlightTracker
+from molink.scheduler.limits import SchedulerConfig
 from molink.scheduler.prefix import ROOT
-from molink.scheduler.roster import Roster
+from molink.scheduler.roster import RequestQueues
 
 
-def audit(limits: HeadLimits, roster: Roster, cache: BlockCache, ledger: Ledger) -> None:
+def check_invariants(config: SchedulerConfig, queues: RequestQueues, cache: KVCacheManager, in_flight: InFlightTracker) -> None:
     """Check blocks, rows in flight and emission windows of all jobs.
 
     Raises:
         InvariantError: something does not agree with the rest.
     """
-    ledger.validate()
-    roster.validate()
-    cache.validate(roster, roster.leaving)
-    for job in roster:
-        if len(job.tokens) - job.credited > job.request.window:
-            raise InvariantError(f"request {job.id} is ahead of its window")
-        if job.state == "waiting":
-            if job.blocks or job.flight or job.source >= 0 or job.node != ROOT:
-                raise InvariantError(f"job {job.request.key} waits with blocks or rows")
+    in_flight.validate()
+    queues.validate()
+    cache.validate(queues, queues.pending_releases)
+    for state in queues:
+        if len(state.tokens) - state.num_credited > state.request.credit_window:
+            raise InvariantError(f"request {state.id} is ahead of its window")
+        if state.phase == "waiting":
+            if state.blocks or state.in_flight or state.copy_source >= 0 or state.tree_node != ROOT:
+                raise InvariantError(f"job {state.request.key} waits with blocks or rows")
         else:
-            _audit_admitted(job, limits, ledger)
+            _check_admitted(state, config, in_flight)
 
 
-def _audit_admitted(job: Job, limits: HeadLimits, ledger: Ledger) -> None:
-    if len(job.blocks) < limits.blocks_for(job.issued):
-        raise InvariantError(f"request {job.id} has rows issued beyond its blocks")
-    if job.flight.keys() != ledger.flying(job.id):
-        raise InvariantError(f"request {job.id} does not know its rows in flight")
-    if job.source >= 0 and job.computed > job.reused:
-        raise InvariantError(f"request {job.id} still holds a block that it has copied from")
-    if not job.depth * limits.block_size <= max(job.reused, job.computed):
-        raise InvariantError(f"request {job.id} shares blocks that are not computed")
+def _check_admitted(state: RequestState, config: SchedulerConfig, in_flight: InFlightTracker) -> None:
+    if len(state.blocks) < config.blocks_for(state.num_issued):
+        raise InvariantError(f"request {state.id} has rows issued beyond its blocks")
+    if state.in_flight.keys() != in_flight.seqs_of_request(state.id):
+        raise InvariantError(f"request {state.id} does not know its rows in flight")
+    if state.copy_source >= 0 and state.num_computed > state.num_reused:
+        raise InvariantError(f"request {state.id} still holds a block that it has copied from")
+    if not state.tree_depth * config.block_size <= max(state.num_reused, state.num_computed):
+        raise InvariantError(f"request {state.id} shares blocks that are not computed")

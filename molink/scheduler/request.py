@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass
 
-from molink.wire.messages.data import Sampling
-from molink.wire.messages.serving import Rejected, Token
+from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.serving import Rejected, OutputToken
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRequest:
+class SchedulerRequest:
     """A request as a daemon submits it.
 
-    ``owner`` is the daemon and ``key`` its own id of the request. ``tokens`` are the prompt and, if
+    ``peer`` is the daemon and ``key`` its own id of the request. ``tokens`` are the prompt and, if
     the request is resubmitted, what was generated in an earlier epoch; the first ``prompt_tokens``
-    of them are the prompt. ``max_tokens`` counts tokens still to be generated. ``window`` is how
+    of them are the prompt. ``max_tokens`` counts tokens still to be generated. ``credit_window`` is how
     many emitted tokens may be uncredited before decoding pauses. ``grammar`` is the text
     of what the answer is held to, if it is; only the tail reads it. ``client`` is the daemon's name
     for whose request it is; requests of one client with less ``priority`` go first. It is
@@ -20,14 +20,14 @@ class HeadRequest:
     is to end within ``deadline_s`` seconds, when its daemon cancels it; 0: it may take any time.
     """
 
-    owner: str
+    peer: str
     key: str
     tokens: tuple[int, ...]
     prompt_tokens: int
     max_tokens: int
-    sampling: Sampling
+    sampling: SamplingParams
     stop_ids: tuple[int, ...] = ()
-    window: int = 256
+    credit_window: int = 256
     grammar: bytes = b""
     client: str = ""
     priority: int = 0
@@ -35,14 +35,14 @@ class HeadRequest:
     deadline_s: float = 0.0
 
     @property
-    def whose(self) -> tuple[str, str]:
+    def client_key(self) -> tuple[str, str]:
         """Owner and client: a client is its daemon's word, so it counts within that only."""
-        return self.owner, self.client
+        return self.peer, self.client
 
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """A message for the daemon ``owner``."""
+    """A message for the daemon ``peer``."""
 
-    owner: str
-    message: Token | Rejected
+    peer: str
+    message: OutputToken | Rejected

@@ -3,28 +3,28 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from molink.scheduler.job import Job
-from molink.wire.messages.load import MAX_OWNER, RequestNow
+from molink.scheduler.job import RequestState
+from molink.wire.messages.load import MAX_PEER_ID, RequestLoad
 
 #: Longest time until a turn that people are told of.
-MAX_TURN_MS = 3_600_000
+MAX_SCHEDULED_MS = 3_600_000
 
 
-def shown(job: Job, turns: Mapping[Job, float], now: float) -> RequestNow:
+def report_request(job: RequestState, turns: Mapping[RequestState, float], now: float) -> RequestLoad:
     """Until its first token a request is in prefill for people, though all its rows are issued."""
-    assert job.state != "gone", "a job that is over is in no roster"
-    state: Literal["waiting", "swapped", "prefill", "decode"]
-    state = "prefill" if job.state == "decode" and not job.generated else job.state
+    assert job.phase != "gone", "a job that is over is in no roster"
+    phase: Literal["waiting", "swapped", "prefill", "decode"]
+    phase = "prefill" if job.phase == "decode" and not job.num_generated else job.phase
     if job in turns:
-        state = "swapped"
-    taken, prompt = now - job.first_at, job.request.prompt_tokens
-    return RequestNow(
-        job.request.owner[:MAX_OWNER],
-        state,
+        phase = "swapped"
+    taken, prompt = now - job.first_token_at, job.request.prompt_tokens
+    return RequestLoad(
+        job.request.peer[:MAX_PEER_ID],
+        phase,
         prompt,
-        0 if job.state == "waiting" else job.computed,
+        0 if job.phase == "waiting" else job.num_computed,
         len(job.tokens) - prompt,
-        round(1000 * (job.generated - 1) / taken) if job.generated > 1 and taken > 0 else 0,
-        max(0, int(now - job.since)),
-        min(MAX_TURN_MS, round(1000 * turns.get(job, 0.0))),
+        round(1000 * (job.num_generated - 1) / taken) if job.num_generated > 1 and taken > 0 else 0,
+        max(0, int(now - job.arrived_at)),
+        min(MAX_SCHEDULED_MS, round(1000 * turns.get(job, 0.0))),
     )

@@ -4,8 +4,8 @@ from collections import Counter, deque
 from itertools import islice
 
 from molink.routing.report import MAX_DIGESTS
-from molink.routing.spans import DIGEST_BYTES, SPAN, START, span_digests
-from molink.scheduler.prefix import OTHER_ROOT, ROOT, Key
+from molink.routing.spans import DIGEST_BYTES, SPAN_TOKENS, ROOT_DIGEST, span_digests
+from molink.scheduler.prefix import OTHER_ROOT, ROOT, BlockTokens
 
 #: Changes that are remembered: who asks less often gets what came last.
 MAX_CHANGES = MAX_DIGESTS
@@ -21,14 +21,14 @@ class SpanLog:
     def __init__(self) -> None:
         #: Of each full block: the digest of its last whole span, the tokens after that, and the
         #: spans that end in it.
-        self._blocks: dict[int, tuple[bytes, Key, tuple[int, ...]]] = {ROOT: (START, (), ())}
+        self._blocks: dict[int, tuple[bytes, BlockTokens, tuple[int, ...]]] = {ROOT: (ROOT_DIGEST, (), ())}
         #: How many blocks each span ends in: with long blocks, several that differ behind it.
-        self._spans: Counter[int] = Counter()
-        self._changed: deque[int] = deque(maxlen=MAX_CHANGES)
+        self._span_counts: Counter[int] = Counter()
+        self._changed_spans: deque[int] = deque(maxlen=MAX_CHANGES)
         #: Changes so far.
         self.version = 0
 
-    def added(self, block: int, parent: int, key: Key) -> None:
+    def add_block(self, block: int, parent: int, key: BlockTokens) -> None:
         """A full block is cached, below another one or the root."""
         if parent == OTHER_ROOT or parent not in self._blocks:
             return
@@ -37,35 +37,35 @@ class SpanLog:
         spans = span_digests(rest, digest)
         if spans:
             digest = spans[-1].to_bytes(DIGEST_BYTES, "little")
-            rest = rest[len(spans) * SPAN :]
+            rest = rest[len(spans) * SPAN_TOKENS :]
         self._blocks[block] = digest, rest, spans
         for span in spans:
-            self._spans[span] += 1
-            if self._spans[span] == 1:
-                self._note(span)
+            self._span_counts[span] += 1
+            if self._span_counts[span] == 1:
+                self._record_change(span)
 
-    def removed(self, block: int) -> None:
+    def remove_block(self, block: int) -> None:
         """A block is cached no longer; one that wasn't full never was here."""
-        _, _, spans = self._blocks.pop(block, (START, (), ()))
+        _, _, spans = self._blocks.pop(block, (ROOT_DIGEST, (), ()))
         for span in spans:
-            self._spans[span] -= 1
-            if not self._spans[span]:
-                del self._spans[span]
-                self._note(span)
+            self._span_counts[span] -= 1
+            if not self._span_counts[span]:
+                del self._span_counts[span]
+                self._record_change(span)
 
-    def since(self, version: int) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
+    def changes_since(self, version: int) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
         """What came and what left since then.
 
         Where that isn't known, what came last; ``True`` if that is all that there is.
         """
         missed = self.version - version
-        if not 0 <= missed <= len(self._changed) or version < 0:
-            newest = tuple(islice(reversed(self._spans), MAX_DIGESTS))
-            return len(self._spans) <= MAX_DIGESTS, newest[::-1], ()
-        changed = dict.fromkeys(list(self._changed)[len(self._changed) - missed :])
-        added = tuple(span for span in changed if span in self._spans)
-        return False, added, tuple(span for span in changed if span not in self._spans)
+        if not 0 <= missed <= len(self._changed_spans) or version < 0:
+            newest = tuple(islice(reversed(self._span_counts), MAX_DIGESTS))
+            return len(self._span_counts) <= MAX_DIGESTS, newest[::-1], ()
+        changed = dict.fromkeys(list(self._changed_spans)[len(self._changed_spans) - missed :])
+        added = tuple(span for span in changed if span in self._span_counts)
+        return False, added, tuple(span for span in changed if span not in self._span_counts)
 
-    def _note(self, span: int) -> None:
-        self._changed.append(span)
+    def _record_change(self, span: int) -> None:
+        self._changed_spans.append(span)
         self.version += 1

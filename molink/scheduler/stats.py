@@ -3,16 +3,16 @@
 from itertools import islice
 
 from molink.scheduler.batcher import Batcher
-from molink.scheduler.cache import BlockCache
-from molink.scheduler.ledger import Ledger
-from molink.scheduler.roster import Roster
-from molink.scheduler.shown import shown
+from molink.scheduler.cache import KVCacheManager
+from molink.scheduler.ledger import InFlightTracker
+from molink.scheduler.roster import RequestQueues
+from molink.scheduler.shown import report_request
 from molink.scheduler.speculation.speculation import Speculation
-from molink.scheduler.swapping import Swapping
-from molink.wire.messages.load import MAX_QUEUES, MAX_REQUESTS, HeadLoad
+from molink.scheduler.swapping import SwapManager
+from molink.wire.messages.load import MAX_QUEUES, MAX_REQUESTS, SchedulerLoad
 
 #: What the head itself counts.
-COUNTS = (
+COUNTER_NAMES = (
     "requests",
     "admitted",
     "queue_seconds",
@@ -30,97 +30,97 @@ COUNTS = (
 )
 
 
-class HeadStats:
+class SchedulerStats:
     """The figures of one head: :attr:`counts`, which it keeps itself, and those of its parts."""
 
     def __init__(
         self,
-        roster: Roster,
-        cache: BlockCache,
-        ledger: Ledger,
+        queues: RequestQueues,
+        cache: KVCacheManager,
+        in_flight: InFlightTracker,
         batcher: Batcher,
         speculation: Speculation,
-        swapping: Swapping,
+        swap: SwapManager,
     ) -> None:
-        self._roster, self._cache, self._ledger = roster, cache, ledger
-        self._batcher, self._speculation, self._swapping = batcher, speculation, swapping
+        self._queues, self._cache, self._in_flight = queues, cache, in_flight
+        self._batcher, self._speculation, self._swap = batcher, speculation, swap
         #: By the names in :data:`COUNTS`.
-        self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
+        self.counts: dict[str, float] = dict.fromkeys(COUNTER_NAMES, 0)
         #: When others were told last: seconds until the first job came back from host memory.
-        self._first_turn_s = 0.0
+        self._first_swapped_s = 0.0
 
-    def counters(self) -> dict[str, float]:
+    def read_counters(self) -> dict[str, float]:
         """What has been counted in this epoch, by name."""
-        batcher, cache, swapping = self._batcher, self._cache, self._swapping
+        batcher, cache, swap = self._batcher, self._cache, self._swap
         counters = {f"head_{name}_total": float(count) for name, count in self.counts.items()}
-        counters["head_prompt_tokens_total"] = float(batcher.prompt_tokens)
-        counters["head_prefill_rows_total"] = float(batcher.prefill_rows)
-        counters["head_preemptions_total"] = float(batcher.preemptions)
-        counters["head_swaps_out_total"] = float(swapping.outs)
-        counters["head_swaps_in_total"] = float(swapping.ins)
-        counters["head_swap_fallbacks_total"] = float(swapping.fallbacks)
-        counters["head_draft_tokens_total"] = float(self._speculation.drafted)
-        counters["head_draft_tokens_accepted_total"] = float(self._speculation.accepted)
-        asking = self._speculation.asking
-        counters["head_guessed_tokens_total"] = float(asking.guessed)
-        counters["head_guess_seconds_total"] = asking.seconds
-        counters["head_prefix_hit_tokens_total"] = float(cache.hit_tokens)
-        counters["head_prefix_lookup_tokens_total"] = float(cache.lookup_tokens)
-        counters["head_prefix_evictions_total"] = float(cache.evictions)
+        counters["head_prompt_tokens_total"] = float(batcher.num_prompt_tokens)
+        counters["head_prefill_rows_total"] = float(batcher.num_prefill_rows)
+        counters["head_preemptions_total"] = float(batcher.num_preemptions)
+        counters["head_swaps_out_total"] = float(swap.num_swap_outs)
+        counters["head_swaps_in_total"] = float(swap.num_swap_ins)
+        counters["head_swap_fallbacks_total"] = float(swap.num_fallbacks)
+        counters["head_draft_tokens_total"] = float(self._speculation.num_drafted)
+        counters["head_draft_tokens_accepted_total"] = float(self._speculation.num_accepted)
+        asking = self._speculation.draft_queue
+        counters["head_guessed_tokens_total"] = float(asking.num_drafted)
+        counters["head_guess_seconds_total"] = asking.draft_seconds
+        counters["head_prefix_hit_tokens_total"] = float(cache.num_hit_tokens)
+        counters["head_prefix_lookup_tokens_total"] = float(cache.num_lookup_tokens)
+        counters["head_prefix_evictions_total"] = float(cache.num_evictions)
         return counters
 
-    def gauges(self) -> dict[str, float]:
+    def read_gauges(self) -> dict[str, float]:
         """How it is now, by name.
 
         ``head_cancel_iterations_*`` is how many iterations of the ring began between a cancel of an
         admitted request and the moment when its blocks could be used again, the first one included.
         Blocks are ``used``, ``free``, or ``cached`` only and so as good as free.
         """
-        cache, ledger, roster, host = self._cache, self._ledger, self._roster, self._swapping.host
-        blocks = cache.blocks
+        cache, in_flight, queues, host = self._cache, self._in_flight, self._queues, self._swap.host_blocks
+        blocks = cache.allocator
         gauges = {
             "head_blocks": blocks.total,
-            "head_blocks_used": blocks.total - cache.available,
-            "head_blocks_releasing": blocks.releasing,
-            "head_blocks_free": blocks.free,
-            "head_blocks_cached": blocks.settled,
+            "head_blocks_used": blocks.total - cache.num_available,
+            "head_blocks_releasing": blocks.num_releasing,
+            "head_blocks_free": blocks.num_free,
+            "head_blocks_cached": blocks.num_settled,
             "head_prefix_hit_rate": round(cache.hit_rate, 4),
             "head_host_blocks": host.total,
-            "head_host_blocks_used": host.held,
-            "head_swapped": roster.swapped_count,
+            "head_host_blocks_used": host.num_held,
+            "head_swapped": queues.num_swapped,
             "head_micro_batches": self._batcher.micro_batches.count,
-            "head_running": roster.admitted,
-            "head_waiting": roster.waiting,
-            "head_clients": roster.shares.clients,
-            "head_decode_in_flight": ledger.volumes(prefill=False) + ledger.ahead,
-            "head_prefill_in_flight": ledger.volumes(prefill=True),
-            "head_prefill_rows_in_flight": ledger.prefill_rows,
-            "head_cancel_iterations_last": ledger.cancel_iterations_last,
-            "head_cancel_iterations_max": ledger.cancel_iterations_max,
-            "head_swapped_turn_seconds": self._first_turn_s,
-            **{f"head_queue_{level}": jobs for level, jobs in enumerate(roster.queues, 1)},
+            "head_running": queues.num_running,
+            "head_waiting": queues.num_waiting,
+            "head_clients": queues.fair_shares.num_clients,
+            "head_decode_in_flight": in_flight.count_volumes(prefill=False) + in_flight.num_lookahead,
+            "head_prefill_in_flight": in_flight.count_volumes(prefill=True),
+            "head_prefill_rows_in_flight": in_flight.num_prefill_rows,
+            "head_cancel_iterations_last": in_flight.cancel_iterations_last,
+            "head_cancel_iterations_max": in_flight.cancel_iterations_max,
+            "head_swapped_turn_seconds": self._first_swapped_s,
+            **{f"head_queue_{level}": requests for level, requests in enumerate(queues.queue_lengths, 1)},
         }
         return {name: float(value) for name, value in gauges.items()}
 
-    def load(self, pipeline: str, now: float) -> HeadLoad:
+    def report_load(self, pipeline: str, now: float) -> SchedulerLoad:
         """What others are told of it, under the name of its pipeline."""
-        blocks, turns = self._cache.blocks, self._roster.swapped(now)
-        self._first_turn_s = min(turns.values(), default=0.0)
-        queues = list(self._roster.queues[:MAX_QUEUES])
+        blocks, turns = self._cache.allocator, self._queues.estimate_swapped(now)
+        self._first_swapped_s = min(turns.values(), default=0.0)
+        queues = list(self._queues.queue_lengths[:MAX_QUEUES])
         while queues and not queues[-1]:
             queues.pop()
-        return HeadLoad(
+        return SchedulerLoad(
             pipeline,
-            self._roster.admitted,
-            self._roster.waiting,
+            self._queues.num_running,
+            self._queues.num_waiting,
             blocks.total,
-            blocks.total - self._cache.available,
+            blocks.total - self._cache.num_available,
             self._batcher.micro_batches.count,
-            tuple(shown(job, turns, now) for job in islice(self._roster, MAX_REQUESTS)),
+            tuple(report_request(state, turns, now) for state in islice(self._queues, MAX_REQUESTS)),
             len(turns),
-            self._swapping.host.total,
-            self._swapping.host.held,
+            self._swap.host_blocks.total,
+            self._swap.host_blocks.num_held,
             min(100, round(100 * self._cache.hit_rate)),
             tuple(queues),
-            self._swapping.fallbacks,
+            self._swap.num_fallbacks,
         )

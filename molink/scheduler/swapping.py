@@ -5,26 +5,26 @@ from collections.abc import Iterator
 
 from molink.errors import InvariantError
 from molink.facts.ringtimes import RingTimes
-from molink.scheduler.cache import BlockCache
-from molink.scheduler.host import HostBlocks, HostCopy
-from molink.scheduler.job import Job
-from molink.scheduler.limits import HeadLimits
-from molink.scheduler.roster import Roster
-from molink.wire.messages.data import MAX_SWAP
+from molink.scheduler.cache import KVCacheManager
+from molink.scheduler.host import HostBlockAllocator, HostCopy
+from molink.scheduler.job import RequestState
+from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.roster import RequestQueues
+from molink.wire.messages.data import MAX_SWAP_BLOCKS
 
 #: Blocks are reserved for what should arrive in so many turns of the ring: blocks that are given up
 #: can be used after one. With more of them first tokens come sooner, but too many go that have to
 #: come back.
-RESERVED_TURNS = 1
+RESERVED_ROUND_TRIPS = 1
 #: They are no more than this share of all blocks.
-MAX_RESERVED = 0.2
+MAX_RESERVED_SHARE = 0.2
 #: Arrivals that the recent rate goes by.
-_ARRIVALS = 32
+_MAX_ARRIVALS = 32
 #: Seconds of a turn where nothing is known of the stages.
-_UNKNOWN_S = 0.05
+_DEFAULT_ROUND_TRIP_S = 0.05
 
 
-class Swapping:
+class SwapManager:
     """Keeps what is preempted in host memory, if the mode is not ``recompute`` and there is room.
 
     In mode ``proactive-swap`` some blocks are reserved for requests that should arrive soon, by the
@@ -32,117 +32,117 @@ class Swapping:
     lacks a block; a job in host memory comes back when more are free than are reserved.
     """
 
-    def __init__(self, limits: HeadLimits, roster: Roster, cache: BlockCache) -> None:
-        self._mode = limits.preemption_mode
-        self._limits = limits
-        self._roster = roster
+    def __init__(self, config: SchedulerConfig, queues: RequestQueues, cache: KVCacheManager) -> None:
+        self._mode = config.preemption_mode
+        self._config = config
+        self._queues = queues
         self._cache = cache
-        self._times = RingTimes(limits.profiles, (), limits.row_bytes)
+        self._ring_times = RingTimes(config.profiles, (), config.row_bytes)
         #: When the last requests arrived, and blocks that each asked for.
-        self._arrivals: deque[tuple[float, int]] = deque(maxlen=_ARRIVALS)
+        self._arrivals: deque[tuple[float, int]] = deque(maxlen=_MAX_ARRIVALS)
         #: Seconds in which the slowest stage copies a block.
         self._block_s = 0.0
-        self.host = HostBlocks()
+        self.host_blocks = HostBlockAllocator()
         #: Requests that went to host memory and came back, and those that there was no room for.
-        self.outs = self.ins = self.fallbacks = 0
+        self.num_swap_outs = self.num_swap_ins = self.num_fallbacks = 0
 
-    def open(self, blocks: int, block_s: float) -> None:
+    def set_host_blocks(self, blocks: int, block_s: float) -> None:
         """All stages have host memory for so many blocks, each of which takes ``block_s``."""
-        if self._mode == "recompute" or self.host.total or not blocks:
+        if self._mode == "recompute" or self.host_blocks.total or not blocks:
             return
-        self.host.open(blocks)
+        self.host_blocks.set_total(blocks)
         self._block_s = block_s
-        self._roster.set_restoring(self._copied_s)
+        self._queues.set_restore_cost(self._restore_s)
 
     def set_times(self, times: RingTimes) -> None:
         """Stages have measured themselves, or their links, anew."""
-        self._times = times
+        self._ring_times = times
 
     # --- to host memory --------------------------------------------------------------------------
 
-    def keep(self, job: Job) -> None:
+    def swap_out(self, state: RequestState) -> None:
         """``job`` is about to be preempted: have its KV copied to host memory, if that is well."""
-        if self._mode == "recompute" or not job.sound or job.source >= 0 or not job.computed:
+        if self._mode == "recompute" or not state.has_valid_kv or state.copy_source >= 0 or not state.num_computed:
             return
-        if not self._is_worth_it(job.computed):
+        if not self._is_worthwhile(state.num_computed):
             return
-        held = self.host.allocate(self._limits.blocks_for(job.computed))
+        held = self.host_blocks.allocate_blocks(self._config.blocks_for(state.num_computed))
         if held is None:
-            self.fallbacks += 1
+            self.num_fallbacks += 1
             return
-        self.outs += 1
-        job.copy = HostCopy(held, job.computed)
+        self.num_swap_outs += 1
+        state.host_copy = HostCopy(held, state.num_computed)
 
-    def forget(self, job: Job) -> None:
+    def free_copy(self, state: RequestState) -> None:
         """The copy of ``job``, if there is one, is not needed any more."""
-        if job.copy is not None:
-            self.host.free(job.copy.blocks)
-            job.copy = None
+        if state.host_copy is not None:
+            self.host_blocks.free_blocks(state.host_copy.blocks)
+            state.host_copy = None
 
-    def giving_way(self, now: float) -> Iterator[Job]:
+    def proactive_candidates(self, now: float) -> Iterator[RequestState]:
         """Jobs to be preempted before others lack blocks, the one whose turn comes last first."""
-        if not self._is_ahead:
+        if not self._is_proactive:
             return
-        reserved = self.reserved(now)
+        reserved = self.reserved_blocks(now)
         if not reserved:
             return
-        lacking = reserved + self._limits.growth(self._roster.admitted) - self._cache.available
-        coming = self._cache.coming(self._roster.leaving)
+        lacking = reserved + self._config.growth_blocks(self._queues.num_running) - self._cache.num_available
+        coming = self._cache.collect_releasing(self._queues.pending_releases)
         lacking -= coming.count
-        for job in self._roster.farthest(now):
+        for state in self._queues.latest_scheduled(now):
             if lacking <= 0:
                 return
-            lacking -= coming.add(job.blocks)
-            if self._roster.rests(job) and not job.fresh:  # the others when their rows are back
-                yield job
+            lacking -= coming.add_blocks(state.blocks)
+            if self._queues.is_idle(state) and not state.is_fresh:  # the others when their rows are back
+                yield state
 
     # --- and back --------------------------------------------------------------------------------
 
     @property
-    def returns_early(self) -> bool:
+    def resumes_early(self) -> bool:
         """Whether jobs come back before their turn: their rows go in a later micro-batch."""
-        return self._is_ahead
+        return self._is_proactive
 
-    def reserved(self, now: float) -> int:
+    def reserved_blocks(self, now: float) -> int:
         """Blocks that are to be free for requests that should arrive soon."""
-        if not self._is_ahead or not self._arrivals:
+        if not self._is_proactive or not self._arrivals:
             return 0
         seconds = now - self._arrivals[0][0]
         if seconds <= 0:
             return 0
         rate = sum(blocks for _, blocks in self._arrivals) / seconds
-        soon = rate * RESERVED_TURNS * (self._times.turn_s(1) or _UNKNOWN_S)
-        return int(min(soon, MAX_RESERVED * self._limits.blocks))
+        soon = rate * RESERVED_ROUND_TRIPS * (self._ring_times.round_trip_s(1) or _DEFAULT_ROUND_TRIP_S)
+        return int(min(soon, MAX_RESERVED_SHARE * self._config.num_blocks))
 
-    def arrived(self, job: Job, now: float) -> None:
+    def on_arrived(self, state: RequestState, now: float) -> None:
         """A request has arrived."""
-        self._arrivals.append((now, self._limits.blocks_for(job.uncached + 1)))
+        self._arrivals.append((now, self._config.blocks_for(state.num_uncached + 1)))
 
     # --- inside ----------------------------------------------------------------------------------
 
     @property
-    def _is_ahead(self) -> bool:
-        return self._mode == "proactive-swap" and self.host.total > 0
+    def _is_proactive(self) -> bool:
+        return self._mode == "proactive-swap" and self.host_blocks.total > 0
 
-    def _copying_s(self, tokens: int) -> float:
+    def _copy_s(self, tokens: int) -> float:
         """Seconds that the blocks of so many tokens take, there and back."""
-        return 2 * self._limits.blocks_for(tokens) * self._block_s
+        return 2 * self._config.blocks_for(tokens) * self._block_s
 
-    def _is_worth_it(self, tokens: int) -> bool:
+    def _is_worthwhile(self, tokens: int) -> bool:
         """Whether so many tokens can be copied at once, and sooner than computed anew."""
-        anew_s = self._times.prompt_s(tokens)
-        fits = self._limits.blocks_for(tokens) <= MAX_SWAP
-        return fits and not 0 < anew_s < self._copying_s(tokens)
+        anew_s = self._ring_times.prompt_s(tokens)
+        fits = self._config.blocks_for(tokens) <= MAX_SWAP_BLOCKS
+        return fits and not 0 < anew_s < self._copy_s(tokens)
 
-    def _copied_s(self, job: Job) -> float | None:
+    def _restore_s(self, state: RequestState) -> float | None:
         """Seconds that a copy of ``job`` takes, if it has one or, most likely, would have."""
-        if job.copy is not None:
-            return self._copying_s(job.copy.tokens)
-        tokens = job.computed
-        room = self._limits.blocks_for(tokens) <= self.host.left
-        if job.state == "waiting" or not room or not self._is_worth_it(tokens):
+        if state.host_copy is not None:
+            return self._copy_s(state.host_copy.num_tokens)
+        tokens = state.num_computed
+        room = self._config.blocks_for(tokens) <= self.host_blocks.num_free
+        if state.phase == "waiting" or not room or not self._is_worthwhile(tokens):
             return None
-        return self._copying_s(tokens)
+        return self._copy_s(tokens)
 
     def validate(self) -> None:
         """Each host block belongs to one job that waits, or to none.
@@ -150,11 +150,11 @@ class Swapping:
         Raises:
             InvariantError: one doesn't.
         """
-        jobs = [job for job in self._roster if job.copy is not None]
-        if any(job.state != "waiting" for job in jobs):
+        requests = [state for state in self._queues if state.host_copy is not None]
+        if any(state.phase != "waiting" for state in requests):
             raise InvariantError("a job that has blocks has a copy of them in host memory, too")
-        copies = [job.copy for job in jobs if job.copy is not None]
+        copies = [state.host_copy for state in requests if state.host_copy is not None]
         for copy in copies:
-            if len(copy.blocks) != self._limits.blocks_for(copy.tokens) or not copy.filled:
-                raise InvariantError(f"a copy of {copy.tokens} tokens in {len(copy.blocks)} blocks")
-        self.host.validate(copies)
+            if len(copy.blocks) != self._config.blocks_for(copy.num_tokens) or not copy.filled_seq:
+                raise InvariantError(f"a copy of {copy.num_tokens} tokens in {len(copy.blocks)} blocks")
+        self.host_blocks.validate(copies)

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterable
 
-from molink.scheduler.job import Job
-from molink.scheduler.limits import HeadLimits
-from molink.scheduler.roster import Roster
+from molink.scheduler.job import RequestState
+from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.roster import RequestQueues
 from molink.scheduler.shares import W_INPUT, W_OUTPUT
 
 #: Seconds of serving after which what was measured counts e times less, and before which a rate is
@@ -23,7 +23,7 @@ class ServingRate:
         #: At the last look: when it was, how many there had been, and whether there was more to do.
         self._at, self._total, self._busy = 0.0, 0, False
 
-    def observe(self, total: int, now: float, *, busy: bool) -> None:
+    def observe_total(self, total: int, now: float, *, busy: bool) -> None:
         """By now there have been ``total``; ``busy`` is whether there is more to do from now on."""
         if self._busy and now > self._at:
             kept = math.exp((self._at - now) / MEMORY_S)
@@ -39,59 +39,59 @@ class ServingRate:
         return self._count / self._seconds if known else None
 
 
-class Waits:
+class WaitEstimator:
     """Foretells waits of one head. An answer is taken to be as long as others were of late.
 
     What waits takes as long as as many units (:mod:`molink.scheduler.shares`) of late, be they of
     prompts or of answers; and those who come later are not foreseen.
     """
 
-    def __init__(self, limits: HeadLimits, roster: Roster) -> None:
-        self._limits = limits
-        self._roster = roster
-        self._units, self._tokens = ServingRate(), ServingRate()
+    def __init__(self, config: SchedulerConfig, queues: RequestQueues) -> None:
+        self._config = config
+        self._queues = queues
+        self._unit_rate, self._token_rate = ServingRate(), ServingRate()
         #: Tokens of an answer, on average.
-        self._answer: float | None = None
+        self._mean_answer: float | None = None
 
-    def observe(self, now: float) -> None:
+    def observe_served(self, now: float) -> None:
         """Something was served, or begins or ceases to be."""
-        shares, busy = self._roster.shares, self._roster.admitted > 0
-        self._units.observe(shares.total, now, busy=busy)
-        self._tokens.observe(shares.generated, now, busy=busy)
+        shares, busy = self._queues.fair_shares, self._queues.num_running > 0
+        self._unit_rate.observe_total(shares.total_units, now, busy=busy)
+        self._token_rate.observe_total(shares.generated_tokens, now, busy=busy)
 
-    def ended(self, job: Job) -> None:
+    def on_finished(self, state: RequestState) -> None:
         """An answer has come to its end."""
-        before = job.generated if self._answer is None else self._answer
-        self._answer = before + _SMOOTHING * (job.generated - before)
+        before = state.num_generated if self._mean_answer is None else self._mean_answer
+        self._mean_answer = before + _SMOOTHING * (state.num_generated - before)
 
-    def next_place(self) -> float | None:
+    def estimate_next_slot(self) -> float | None:
         """Seconds until the next request should end, if the rate is known."""
-        rate = self._tokens.rate
+        rate = self._token_rate.rate
         if rate is None:
             return None
-        jobs = list(self._roster.running)
-        return min(map(self._more, jobs), default=0.0) * len(jobs) / rate
+        requests = list(self._queues.running_requests)
+        return min(map(self._remaining_tokens, requests), default=0.0) * len(requests) / rate
 
-    def turn_of(self, job: Job) -> float | None:
+    def estimate_wait(self, state: RequestState) -> float | None:
         """Seconds until a new request should be admitted, if that is known."""
-        roster = self._roster
-        if not roster.waiting and roster.admitted < self._limits.max_running:
+        queues = self._queues
+        if not queues.num_waiting and queues.num_running < self._config.max_num_seqs:
             return 0.0
-        rate, first = self._units.rate, self.next_place()
+        rate, first = self._unit_rate.rate, self.estimate_next_slot()
         if rate is None or first is None:
             return None
-        return first + roster.shares.ahead(job, self._backlog(roster.queued)) / rate
+        return first + queues.fair_shares.units_before(state, self._backlog_units(queues.waiting_requests)) / rate
 
-    def _backlog(self, jobs: Iterable[Job]) -> Iterable[tuple[Job, float]]:
-        for job in jobs:
-            prompt = job.uncached if not job.admissions else 0
-            yield job, W_INPUT * prompt + W_OUTPUT * self._more(job)
+    def _backlog_units(self, requests: Iterable[RequestState]) -> Iterable[tuple[RequestState, float]]:
+        for state in requests:
+            prompt = state.num_uncached if not state.num_admissions else 0
+            yield state, W_INPUT * prompt + W_OUTPUT * self._remaining_tokens(state)
 
-    def _more(self, job: Job) -> float:
+    def _remaining_tokens(self, state: RequestState) -> float:
         """Tokens that a request will still get."""
-        most = job.request.max_tokens - job.generated
-        if self._answer is None:
+        most = state.request.max_tokens - state.num_generated
+        if self._mean_answer is None:
             return most
         # Whoever is beyond the average has as much before it again.
-        left = self._answer - job.generated
-        return min(most, left if left >= 1 else self._answer)
+        left = self._mean_answer - state.num_generated
+        return min(most, left if left >= 1 else self._mean_answer)

@@ -7,28 +7,28 @@ from itertools import count
 from math import inf
 from typing import Any
 
-Action = Callable[..., None]
+Callback = Callable[..., None]
 
 
-class Appointment:
+class ScheduledCallback:
     """An action that can be called off."""
 
-    __slots__ = ("_action",)
+    __slots__ = ("_callback",)
 
     def __init__(self, action: Callable[[], object]) -> None:
-        self._action: Callable[[], object] | None = action
+        self._callback: Callable[[], object] | None = action
 
     def cancel(self) -> None:
         """Don't run it."""
-        self._action = None
+        self._callback = None
 
     def run(self) -> None:
         """Run it, unless it was called off."""
-        if self._action is not None:
-            self._action()
+        if self._callback is not None:
+            self._callback()
 
 
-class Agenda:
+class EventQueue:
     """Runs actions in order of their time; those of the same time in the order of their entry.
 
     It is the :class:`molink.link.ends.Timers` of what lives in virtual time.
@@ -38,17 +38,17 @@ class Agenda:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._later: list[tuple[float, int, Action, tuple[Any, ...]]] = []
-        self._soon: deque[tuple[Action, tuple[Any, ...]]] = deque()
+        self._later: list[tuple[float, int, Callback, tuple[Any, ...]]] = []
+        self._soon: deque[tuple[Callback, tuple[Any, ...]]] = deque()
         self._numbers = count()
         self._stopped = False
 
-    def at(self, time: float, action: Action, *arguments: Any) -> None:
+    def schedule_at(self, time: float, action: Callback, *arguments: Any) -> None:
         """Run ``action(*arguments)`` at ``time``; now, if that is over."""
         at = time if time > self.now else self.now
         heappush(self._later, (at, next(self._numbers), action, arguments))
 
-    def soon(self, action: Action, *arguments: Any) -> None:
+    def schedule_soon(self, action: Callback, *arguments: Any) -> None:
         """Run it as soon as what runs now has ended, before time goes on."""
         self._soon.append((action, arguments))
 
@@ -56,16 +56,16 @@ class Agenda:
         """Seconds, as :attr:`now`."""
         return self.now
 
-    def call_at(self, when: float, callback: Callable[[], object], /) -> Appointment:
-        """As :meth:`at`, for what may be called off."""
-        appointment = Appointment(callback)
-        self.at(when, appointment.run)
+    def call_at(self, when: float, callback: Callable[[], object], /) -> ScheduledCallback:
+        """As :meth:`schedule_at`, for what may be called off."""
+        appointment = ScheduledCallback(callback)
+        self.schedule_at(when, appointment.run)
         return appointment
 
-    def call_soon(self, callback: Callable[[], object], /) -> Appointment:
-        """As :meth:`soon`, for what may be called off."""
-        appointment = Appointment(callback)
-        self.soon(appointment.run)
+    def call_soon(self, callback: Callable[[], object], /) -> ScheduledCallback:
+        """As :meth:`schedule_soon`, for what may be called off."""
+        appointment = ScheduledCallback(callback)
+        self.schedule_soon(appointment.run)
         return appointment
 
     def stop(self) -> None:
@@ -78,13 +78,13 @@ class Agenda:
         return self._stopped
 
     @property
-    def next_at(self) -> float:
+    def next_event_at(self) -> float:
         """When something is due next; infinity if nothing is."""
         if self._soon:
             return self.now
         return self._later[0][0] if self._later else inf
 
-    def step(self) -> bool:
+    def run_next(self) -> bool:
         """Run the next action, however late it is; ``False`` if there is none."""
         if self._soon:
             action, arguments = self._soon.popleft()
@@ -107,7 +107,7 @@ class Agenda:
             self.now, _, action, arguments = heappop(later)
             action(*arguments)
 
-    def advance(self, to: float) -> None:
+    def advance_to(self, to: float) -> None:
         """As :meth:`run`; then it is ``to``, whatever was due last."""
         self.run(to)
         if not self._stopped:

@@ -7,31 +7,31 @@ from typing import Protocol
 from molink.bench.planned import PlannedRequest
 from molink.bench.sample import Sample
 from molink.errors import InvariantError, MolinkError
-from molink.scheduler.head import Head
-from molink.scheduler.request import Emission, HeadRequest
-from molink.sim.agenda import Agenda
-from molink.sim.texts import END, KnownText, tokens_of
-from molink.wire.messages.data import Sampling
-from molink.wire.messages.serving import Token
+from molink.scheduler.head import Scheduler
+from molink.scheduler.request import Emission, SchedulerRequest
+from molink.sim.agenda import EventQueue
+from molink.sim.texts import END_TOKEN, KnownText, tokens_of
+from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.serving import OutputToken
 
 #: Uncredited tokens: clients that take everything at once never make a stream wait.
-_WINDOW = 1 << 24
-_OWNER = "clients"
+_CREDIT_WINDOW = 1 << 24
+_PEER = "clients"
 
 
 class ServingRing(Protocol):
     """What takes requests: a ring."""
 
     @property
-    def head(self) -> Head:
+    def scheduler(self) -> Scheduler:
         """Where they are submitted."""
 
-    def pump(self) -> None:
+    def issue_batches(self) -> None:
         """The head has a new one."""
 
 
 #: Who is to serve a request now; ``None``: nobody is there, somebody will ask again.
-Choose = Callable[[PlannedRequest], ServingRing | None]
+ChooseRing = Callable[[PlannedRequest], ServingRing | None]
 
 
 class Clients:
@@ -43,164 +43,164 @@ class Clients:
 
     def __init__(
         self,
-        agenda: Agenda,
+        event_queue: EventQueue,
         plan: Iterable[PlannedRequest],
-        choose: Choose,
+        choose: ChooseRing,
         texts: Sequence[KnownText] = (),
     ) -> None:
-        self._agenda = agenda
-        self._choose = choose
+        self._event_queue = event_queue
+        self._choose_ring = choose
         self._texts = texts
         self._plan = {str(request.index): request for request in plan}
         self._times: dict[str, array[float]] = {key: array("d") for key in self._plan}
         self._errors: dict[str, str] = {}
         #: Who serves those that live; nobody those that wait.
-        self._served: dict[str, ServingRing | None] = {}
-        self.left = len(self._plan)
+        self._serving: dict[str, ServingRing | None] = {}
+        self.num_unfinished = len(self._plan)
         #: When something last came of a request, or the first one of several was sent.
-        self.heard_at = 0.0
+        self.last_event_at = 0.0
         self._live_since = 0.0
         #: Seconds in which any request was being served.
         self.live_s = 0.0
         #: Told of each request that is over: who served it, its key, tokens of the answer, when.
-        self.on_over: Callable[[ServingRing | None, str, int, float], None] | None = None
+        self.on_finished: Callable[[ServingRing | None, str, int, float], None] | None = None
         #: Told of a request's first token, of how many prompt tokens were cached, and when.
-        self.on_first: Callable[[str, int, float], None] | None = None
+        self.on_first_token: Callable[[str, int, float], None] | None = None
 
     def start(self) -> None:
         """Have every request sent when it is due."""
         for key, request in self._plan.items():
-            self._agenda.at(request.at, self._begin, key)
+            self._event_queue.schedule_at(request.arrival_s, self._send_request, key)
 
-    def _begin(self, key: str) -> None:
-        now = self._agenda.now
-        if not self._served:
-            self._live_since = self.heard_at = now
-        self._served[key] = None
-        self._submit(key)
+    def _send_request(self, key: str) -> None:
+        now = self._event_queue.now
+        if not self._serving:
+            self._live_since = self.last_event_at = now
+        self._serving[key] = None
+        self._submit_request(key)
 
-    def _submit(self, key: str) -> None:
+    def _submit_request(self, key: str) -> None:
         """Send the prompt, and what there is of the answer; the rest is to come."""
-        planned, now = self._plan[key], self._agenda.now
-        serving = self._served[key] = self._choose(planned)
+        planned, now = self._plan[key], self._event_queue.now
+        serving = self._serving[key] = self._choose_ring(planned)
         if serving is None:
             return
         there = len(self._times[key])
         count = planned.input_tokens
-        request = HeadRequest(
-            _OWNER,
+        request = SchedulerRequest(
+            _PEER,
             key,
-            self._ids(planned, count + there),
+            self._token_ids(planned, count + there),
             count,
             (planned.max_tokens or planned.output_tokens) - there,
             # What a stage samples, it knows by the seed.
-            Sampling(temperature=0.0, seed=planned.index if self._texts else planned.last),
-            () if self._texts else (END,),
-            window=_WINDOW,
+            SamplingParams(temperature=0.0, seed=planned.index if self._texts else planned.last_position),
+            () if self._texts else (END_TOKEN,),
+            credit_window=_CREDIT_WINDOW,
         )
         try:
-            emissions = serving.head.submit(request, now)
+            emissions = serving.scheduler.submit_request(request, now)
         except MolinkError as error:
-            self._over(key, now, str(error))
+            self._finish_request(key, now, str(error))
         else:
-            self.deliver(emissions, now)
-            serving.pump()
+            self.deliver_emissions(emissions, now)
+            serving.issue_batches()
 
-    def _ids(self, planned: PlannedRequest, count: int) -> tuple[int, ...]:
+    def _token_ids(self, planned: PlannedRequest, count: int) -> tuple[int, ...]:
         """The first ``count`` tokens of prompt and answer."""
         if not self._texts:
             return tokens_of(planned, count)
         text = self._texts[planned.index % len(self._texts)]
         return (*text.prompt, *text.answer)[:count]
 
-    def prompt(self, planned: PlannedRequest) -> tuple[int, ...]:
+    def prompt_tokens(self, planned: PlannedRequest) -> tuple[int, ...]:
         """The tokens of a prompt."""
-        return self._ids(planned, planned.input_tokens)
+        return self._token_ids(planned, planned.input_tokens)
 
-    def forsake(self, serving: ServingRing) -> list[str]:
+    def detach_ring(self, serving: ServingRing) -> list[str]:
         """It is gone: those that it served wait, and can be sent again; returns their keys."""
-        lost = [key for key, other in self._served.items() if other is serving]
+        lost = [key for key, other in self._serving.items() if other is serving]
         for key in lost:
-            self._served[key] = None
+            self._serving[key] = None
         return lost
 
-    def resend(self, keys: Iterable[str]) -> None:
+    def resend_requests(self, keys: Iterable[str]) -> None:
         """Send those again that wait."""
         for key in keys:
-            if key in self._served and self._served[key] is None:
-                self._submit(key)
+            if key in self._serving and self._serving[key] is None:
+                self._submit_request(key)
 
     @property
-    def waiting(self) -> list[str]:
+    def waiting_keys(self) -> list[str]:
         """Keys of those that nobody serves."""
-        return [key for key, serving in self._served.items() if serving is None]
+        return [key for key, serving in self._serving.items() if serving is None]
 
     @property
-    def waiting_s(self) -> float:
+    def silence_s(self) -> float:
         """Seconds for which requests have been served without anything coming of it."""
-        return self._agenda.now - self.heard_at if self._served else 0.0
+        return self._event_queue.now - self.last_event_at if self._serving else 0.0
 
     # --- the heads' front desk -------------------------------------------------------------------
 
-    def deliver(self, emissions: Iterable[Emission], now: float) -> None:
+    def deliver_emissions(self, emissions: Iterable[Emission], now: float) -> None:
         """Take tokens and refusals.
 
         Raises:
             InvariantError: a token came twice, another one came, or one is missing before it.
         """
-        self.heard_at = now
+        self.last_event_at = now
         for emission in emissions:
             message = emission.message
-            if isinstance(message, Token):
+            if isinstance(message, OutputToken):
                 times = self._times[message.key]
                 if message.position != self._plan[message.key].input_tokens + len(times):
                     raise InvariantError(f"request {message.key}: position {message.position}")
-                if self._texts and message.token != self._due(message):
+                if self._texts and message.token != self._expected_token(message):
                     raise InvariantError(f"request {message.key}: another token came")
                 times.append(now)
-                if self.on_first is not None and len(times) == 1:
-                    self.on_first(message.key, message.cached, now)
-                if message.finish is not None:
-                    self._over(message.key, now)
+                if self.on_first_token is not None and len(times) == 1:
+                    self.on_first_token(message.key, message.cached_tokens, now)
+                if message.finish_reason is not None:
+                    self._finish_request(message.key, now)
             else:
-                self._over(message.key, now, message.message)
+                self._finish_request(message.key, now, message.message)
 
-    def _due(self, message: Token) -> int:
+    def _expected_token(self, message: OutputToken) -> int:
         text = self._texts[self._plan[message.key].index % len(self._texts)]
-        return text.token(message.position)
+        return text.token_at(message.position)
 
     def close(self) -> None:
         """A ring has ended: nothing more comes of it."""
 
-    def _over(self, key: str, now: float, error: str | None = None) -> None:
-        self.left -= 1
-        serving = self._served.pop(key)
-        if not self._served:
+    def _finish_request(self, key: str, now: float, error: str | None = None) -> None:
+        self.num_unfinished -= 1
+        serving = self._serving.pop(key)
+        if not self._serving:
             self.live_s += now - self._live_since
         if error is not None:
             self._errors[key] = error
-        if self.on_over is not None:
-            self.on_over(serving, key, len(self._times[key]), now)
-        if self.left == 0:
-            self._agenda.stop()
+        if self.on_finished is not None:
+            self.on_finished(serving, key, len(self._times[key]), now)
+        if self.num_unfinished == 0:
+            self._event_queue.stop()
 
     # --- what was measured -----------------------------------------------------------------------
 
-    def samples(self, since: float) -> list[Sample]:
+    def collect_samples(self, since: float) -> list[Sample]:
         """What the requests that were due at ``since`` or later measured."""
         return [
-            self._sample(key, request) for key, request in self._plan.items() if request.at >= since
+            self._make_sample(key, request) for key, request in self._plan.items() if request.arrival_s >= since
         ]
 
-    def _sample(self, key: str, request: PlannedRequest) -> Sample:
+    def _make_sample(self, key: str, request: PlannedRequest) -> Sample:
         times = tuple(self._times[key])
         error = self._errors.get(key)
         if error is None and len(times) != request.output_tokens:
             error = f"{len(times)} of {request.output_tokens} tokens when the simulation ended"
         return Sample(
-            request.at,
+            request.arrival_s,
             times,
-            times[-1] if times else request.at,
+            times[-1] if times else request.arrival_s,
             request.input_tokens,
             len(times),
             error,

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from molink.facts.drafts import DraftAsk, DraftOrder, Guess, Guesses
-from molink.sim.agenda import Agenda
-from molink.sim.pc import Pc
+from molink.facts.drafts import DraftRequest, DraftBatch, DraftTokens, DraftResults
+from molink.sim.agenda import EventQueue
+from molink.sim.pc import SimPc
 from molink.sim.roofline import Roofline, StepRows
 from molink.sim.texts import KnownText
 
@@ -16,54 +16,54 @@ class SimDrafter:
     """
 
     def __init__(
-        self, agenda: Agenda, roofline: Roofline, pc: Pc, texts: Sequence[KnownText]
+        self, event_queue: EventQueue, roofline: Roofline, pc: SimPc, texts: Sequence[KnownText]
     ) -> None:
-        self._agenda = agenda
+        self._event_queue = event_queue
         self._roofline = roofline
         self._pc = pc
         self._texts = texts
         #: What it was told of each request.
         self._tokens: dict[int, list[int]] = {}
 
-    def ask(self, order: DraftOrder, done: Callable[[Guesses], None]) -> None:
-        """As :class:`molink.ring.stage.Guesser` says."""
-        for number in order.over:
+    def request_drafts(self, batch: DraftBatch, done: Callable[[DraftResults], None]) -> None:
+        """As :class:`molink.ring.stage.DraftRunner` says."""
+        for number in batch.finished:
             self._tokens.pop(number, None)
-        guesses = [self._guess(ask) for ask in order.asks]
-        seconds = self._seconds(order.asks, guesses)
-        wait = self._pc.begin(seconds, self._agenda.now)
-        self._agenda.at(self._agenda.now + wait, done, Guesses(guesses, seconds * self._pc.slowed))
+        drafts = [self._draft_tokens(request) for request in batch.requests]
+        seconds = self._order_s(batch.requests, drafts)
+        wait = self._pc.reserve_device(seconds, self._event_queue.now)
+        self._event_queue.schedule_at(self._event_queue.now + wait, done, DraftResults(drafts, seconds * self._pc.slowdown))
 
-    def _guess(self, ask: DraftAsk) -> Guess:
-        known = self._tokens.setdefault(ask.request, [])
-        known[ask.known :] = ask.tokens
-        text = next((text for text in self._texts if text.begins_with(known)), None)
-        if not ask.wanted or text is None:
-            return Guess(ask.request)
-        tokens, chances = text.guessed(len(known))
-        upto, chance = 0, 1.0
-        while upto < min(ask.wanted, len(tokens)) and chance >= ask.least:
-            chance *= chances[upto]
+    def _draft_tokens(self, request: DraftRequest) -> DraftTokens:
+        known = self._tokens.setdefault(request.request, [])
+        known[request.position :] = request.tokens
+        text = next((text for text in self._texts if text.has_prefix(known)), None)
+        if not request.max_drafts or text is None:
+            return DraftTokens(request.request)
+        tokens, probabilities = text.model_drafts_at(len(known))
+        upto, probability = 0, 1.0
+        while upto < min(request.max_drafts, len(tokens)) and probability >= request.min_probability:
+            probability *= probabilities[upto]
             upto += 1
-        return Guess(ask.request, tokens[:upto], chances[:upto])
+        return DraftTokens(request.request, tokens[:upto], probabilities[:upto])
 
-    def _seconds(self, asks: Sequence[DraftAsk], guesses: Sequence[Guess]) -> float:
+    def _order_s(self, requests: Sequence[DraftRequest], drafts: Sequence[DraftTokens]) -> float:
         """A pass over what is new, and one more for each guess after the first."""
-        if not asks:
+        if not requests:
             return 0.0
-        new, before = sum(len(ask.tokens) for ask in asks), sum(ask.known for ask in asks)
-        few = new <= 2 * len(asks)
+        new, before = sum(len(request.tokens) for request in requests), sum(request.position for request in requests)
+        few = new <= 2 * len(requests)
         first = StepRows(
             decode=new if few else 0,
             decode_context=before if few else 0,
             prefill=0 if few else new,
-            prefill_context=0 if few else new * before // len(asks),
-            sampled=sum(ask.wanted > 0 for ask in asks),
+            prefill_context=0 if few else new * before // len(requests),
+            sampled=sum(request.max_drafts > 0 for request in requests),
         )
         seconds = self._roofline.step_s(first)
-        for guessed in range(1, max(len(guess.tokens) for guess in guesses)):
-            active = [a for a, g in zip(asks, guesses, strict=True) if len(g.tokens) > guessed]
-            context = sum(ask.known for ask in active)
+        for guessed in range(1, max(len(guess.tokens) for guess in drafts)):
+            active = [a for a, g in zip(requests, drafts, strict=True) if len(g.tokens) > guessed]
+            context = sum(request.position for request in active)
             rows = StepRows(decode=len(active), decode_context=context, sampled=len(active))
             seconds += self._roofline.step_s(rows)
         return seconds

@@ -9,26 +9,26 @@ from molink.errors import UsageError
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 from molink.routing.create import create_router
 from molink.routing.spans import span_digests
-from molink.scheduler.head import Head
-from molink.sim.agenda import Agenda
+from molink.scheduler.head import Scheduler
+from molink.sim.agenda import EventQueue
 from molink.sim.clients import Clients, ServingRing
-from molink.sim.fleet_time import FleetTime, regions
-from molink.sim.pc import Pc
+from molink.sim.fleet_time import FleetEventQueue, assign_regions
+from molink.sim.pc import SimPc
 from molink.sim.scenario import Scenario
-from molink.sim.simulate import GRACE, no_collector
-from molink.sim.slot import Blueprints, Epoch, Slot
+from molink.sim.simulate import GRACE_S, disable_gc
+from molink.sim.slot import RingTemplates, RingEpoch, FleetPipeline
 from molink.sim.uplink import Uplink
 
 #: Pipelines of one simulation: a bound against a slip of the pen.
 MAX_PIPELINES = 10_000
-_HOUR = 3600.0
+_HOUR_S = 3600.0
 #: A PC that leaves stays away for at least so many seconds.
-_LEAST_AWAY = 5.0
+_MIN_AWAY_S = 5.0
 #: What follows are seconds, as measured (``docs/reliability.md``). Requests that were lost are sent
 #: again after so many: that long it takes to notice that the connection has ended.
-NOTICED = 0.5
+LOSS_NOTICE_S = 0.5
 #: A PC that returns can hold a stage after so many.
-JOINED = 4.7
+REJOIN_S = 4.7
 #: A router hears of caches as often.
 REPORT_S = 1.0
 
@@ -38,9 +38,9 @@ class FleetScenario:
     """``pipelines`` rings as ``ring`` has it, whose workload is that of all of them together.
 
     There are ``peers`` PCs (0: as many as stages). Where there are fewer, PCs hold stages of
-    several pipelines; where there are more, pipelines have spares. So many as ``homes`` share an
-    uplink, those of one home mostly in different pipelines. A PC leaves ``churn`` times an hour on
-    average, without a word, and is away for ``away`` seconds on average.
+    several pipelines; where there are more, pipelines have spares. So many as ``peers_per_uplink`` share an
+    uplink, those of one home mostly in different pipelines. A PC leaves ``departures_per_hour`` times an hour on
+    average, without a word, and is away for ``away_s`` seconds on average.
 
     Raises:
         UsageError: a number is out of range, or there is no such router.
@@ -49,19 +49,19 @@ class FleetScenario:
     ring: Scenario
     pipelines: int
     peers: int = 0
-    homes: int = 1
+    peers_per_uplink: int = 1
     router: str = "least-loaded"
-    churn: float = 0.0
-    away: float = 600.0
+    departures_per_hour: float = 0.0
+    away_s: float = 600.0
 
     def __post_init__(self) -> None:
         stages = self.ring.stages
         bounds: dict[str, tuple[float, float, float]] = {
             "--pipelines": (self.pipelines, 1, MAX_PIPELINES),
             "--peers": (self.pc_count, stages, MAX_PIPELINES * stages),
-            "--peers-per-uplink": (self.homes, 1, self.pc_count),
-            "--churn": (self.churn, 0, 60),
-            "--away": (self.away, _LEAST_AWAY, 24 * _HOUR),
+            "--peers-per-uplink": (self.peers_per_uplink, 1, self.pc_count),
+            "--churn": (self.departures_per_hour, 0, 60),
+            "--away": (self.away_s, _MIN_AWAY_S, 24 * _HOUR_S),
         }
         for option, (value, minimum, maximum) in bounds.items():
             if not minimum <= value <= maximum:
@@ -81,7 +81,7 @@ class FleetScenario:
         return -(-self.pipelines * self.ring.stages // self.pc_count)
 
     @property
-    def members(self) -> list[list[int]]:
+    def pipeline_pcs(self) -> list[list[int]]:
         """The PCs of each pipeline, spares last."""
         stages, count = self.ring.stages, self.pc_count
         found = [
@@ -106,23 +106,23 @@ class PipelineFigures:
 class FleetOutcome:
     """What a simulation of a fleet found.
 
-    ``lost`` requests have not had all of their tokens; ``resubmitted`` counts how often one was
-    sent again because its ring had ended, ``left`` how often a PC left, ``broken`` how often a ring
-    could not go on though all of its PCs were there. ``busy`` is the share of the time in which
+    ``num_lost`` requests have not had all of their tokens; ``num_resubmitted`` counts how often one was
+    sent again because its ring had ended, ``num_departures`` how often a PC left, ``num_broken`` how often a ring
+    could not go on though all of its PCs were there. ``busy_shares`` is the share of the time in which
     each PC computed. ``virtual_s`` is how long it took.
     """
 
     fleet: FleetScenario
     report: Report
     pipelines: tuple[PipelineFigures, ...]
-    busy: tuple[float, ...]
-    lost: int
-    resubmitted: int
-    left: int
-    broken: int
+    busy_shares: tuple[float, ...]
+    num_lost: int
+    num_resubmitted: int
+    num_departures: int
+    num_broken: int
     virtual_s: float
     #: Share of the prompts' tokens that prefix caches had, the warm-up's included.
-    cached: float = 0.0
+    cached_share: float = 0.0
 
     def as_json(self) -> dict[str, object]:
         """Plain values to be dumped: those of the report, and the simulation's own."""
@@ -138,18 +138,18 @@ class FleetOutcome:
             "congestion": ring.link.congestion,
             "switches": ring.switches,
             "peers": fleet.pc_count,
-            "peers_per_uplink": fleet.homes,
+            "peers_per_uplink": fleet.peers_per_uplink,
             "router": fleet.router,
-            "churn": fleet.churn,
-            "away_s": fleet.away,
+            "churn": fleet.departures_per_hour,
+            "away_s": fleet.away_s,
             "pipelines": [asdict(each) for each in self.pipelines],
-            "busy": list(self.busy),
-            "lost": self.lost,
-            "resubmitted": self.resubmitted,
-            "left": self.left,
-            "broken": self.broken,
+            "busy": list(self.busy_shares),
+            "lost": self.num_lost,
+            "resubmitted": self.num_resubmitted,
+            "left": self.num_departures,
+            "broken": self.num_broken,
             "virtual_s": self.virtual_s,
-            "cached_share": self.cached,
+            "cached_share": self.cached_share,
         }
 
 
@@ -162,149 +162,149 @@ def simulate_fleet(fleet: FleetScenario, router: Router | None = None) -> FleetO
         UsageError: it makes no sense: a model too large for the devices, say.
     """
     workload = fleet.ring.workload
-    run = _Run(fleet, router if router is not None else create_router(fleet.router))
-    with no_collector():
-        run.run(2 * (workload.warmup + workload.duration) + GRACE)
-    samples = run.clients.samples(workload.warmup)
-    plan = workload.plan()
-    now = run.agenda.now
+    run = _FleetSimulation(fleet, router if router is not None else create_router(fleet.router))
+    with disable_gc():
+        run.run(2 * (workload.warmup + workload.duration) + GRACE_S)
+    samples = run.clients.collect_samples(workload.warmup)
+    plan = workload.plan_requests()
+    now = run.event_queue.now
     return FleetOutcome(
         fleet,
         summarize(samples, now - workload.warmup, policy=fleet.ring.policy),
-        tuple(PipelineFigures(slot.load.sent, slot.formed, slot.lost) for slot in run.slots),
+        tuple(PipelineFigures(slot.load.total_sent, slot.num_formed, slot.num_lost) for slot in run.pipelines),
         tuple(pc.busy_s / now for pc in run.pcs),
         sum(sample.error is not None for sample in samples),
-        run.resubmitted,
-        run.left,
-        run.broken,
+        run.num_resubmitted,
+        run.num_departures,
+        run.num_broken,
         now,
-        run.cached / sum(request.input_tokens for request in plan),
+        run.cached_tokens / sum(request.input_tokens for request in plan),
     )
 
 
-class _Run:
+class _FleetSimulation:
     """Everything of one simulation. It is the surroundings of its slots."""
 
     def __init__(self, fleet: FleetScenario, router: Router) -> None:
         ring, count = fleet.ring, fleet.pc_count
-        uplinks = [Uplink(ring.link.rate, ring.link.queue) for _ in range(-(-count // fleet.homes))]
-        self.pcs = [Pc(uplinks[index % len(uplinks)]) for index in range(count)]
-        members = [[self.pcs[index] for index in each] for each in fleet.members]
-        where = regions(members)
-        self.time = FleetTime(where)
-        self.agenda = self.time.common
-        self.later = self.time.later
-        self.clients = Clients(self.agenda, ring.workload.plan(), self._choose)
-        self.clients.on_over = self._over
-        self.clients.on_first = self._first
-        self.resubmitted = self.left = self.broken = 0
+        uplinks = [Uplink(ring.link.rate, ring.link.queue) for _ in range(-(-count // fleet.peers_per_uplink))]
+        self.pcs = [SimPc(uplinks[index % len(uplinks)]) for index in range(count)]
+        members = [[self.pcs[index] for index in each] for each in fleet.pipeline_pcs]
+        where = assign_regions(members)
+        self.events = FleetEventQueue(where)
+        self.event_queue = self.events.common
+        self.schedule_later = self.events.schedule_later
+        self.clients = Clients(self.event_queue, ring.workload.plan_requests(), self._choose_ring)
+        self.clients.on_finished = self._on_finished
+        self.clients.on_first_token = self._on_first_token
+        self.num_resubmitted = self.num_departures = self.num_broken = 0
         self._fleet = fleet
         self.router = router
         #: Prompt tokens that caches had, of the requests that have begun.
-        self.cached = 0
+        self.cached_tokens = 0
         #: Heads report to a router that reads spans: the rings that there were, and what they said.
-        self._shares = fleet.ring.workload.shares and self.router.reads_spans
-        self._versions: dict[str, tuple[Epoch, int]] = {}
-        blueprints = Blueprints(ring, fleet.tenants)
-        self.slots = [
-            Slot(PipelineLoad(str(number)), pcs, blueprints, self, self.time.of(where[number]))
+        self._shares = fleet.ring.workload.has_shared_prefixes and self.router.reads_spans
+        self._versions: dict[str, tuple[RingEpoch, int]] = {}
+        templates = RingTemplates(ring, fleet.tenants)
+        self.pipelines = [
+            FleetPipeline(PipelineLoad(str(number)), pcs, templates, self, self.events.region_queue(where[number]))
             for number, pcs in enumerate(members)
         ]
         #: Those that take requests.
-        self._up: list[PipelineLoad] = []
+        self._available: list[PipelineLoad] = []
         #: By name.
-        self._named = {slot.load.name: slot for slot in self.slots}
-        self._chance = random.Random(f"churn {ring.workload.seed}")
+        self._by_name = {slot.load.name: slot for slot in self.pipelines}
+        self._random = random.Random(f"churn {ring.workload.seed}")
 
     def run(self, until: float) -> None:
         """Serve the workload to its end, or until that time."""
-        for slot in self.slots:
-            slot.form()
+        for slot in self.pipelines:
+            slot.form_ring()
         self.clients.start()
-        if self._fleet.churn:
+        if self._fleet.departures_per_hour:
             for pc in self.pcs:
-                self._stay(pc)
+                self._schedule_departure(pc)
         if self.router.reads_spans:
-            self._report()
-        self.time.run(until)
+            self._report_caches()
+        self.events.run(until)
 
     # --- PCs that come and go --------------------------------------------------------------------
 
-    def _stay(self, pc: Pc) -> None:
-        stays = self._chance.expovariate(self._fleet.churn / _HOUR)
-        self.agenda.at(self.agenda.now + stays, self._leave, pc)
+    def _schedule_departure(self, pc: SimPc) -> None:
+        stays = self._random.expovariate(self._fleet.departures_per_hour / _HOUR_S)
+        self.event_queue.schedule_at(self.event_queue.now + stays, self._on_departure, pc)
 
-    def _leave(self, pc: Pc) -> None:
-        self.left += 1
-        pc.there = False
-        for slot in self.slots:
-            slot.gone(pc)
-        longer = self._chance.expovariate(1.0) * (self._fleet.away - _LEAST_AWAY)
-        self.agenda.at(self.agenda.now + _LEAST_AWAY + longer + JOINED, self._return, pc)
+    def _on_departure(self, pc: SimPc) -> None:
+        self.num_departures += 1
+        pc.is_present = False
+        for slot in self.pipelines:
+            slot.on_pc_left(pc)
+        longer = self._random.expovariate(1.0) * (self._fleet.away_s - _MIN_AWAY_S)
+        self.event_queue.schedule_at(self.event_queue.now + _MIN_AWAY_S + longer + REJOIN_S, self._on_return, pc)
 
-    def _return(self, pc: Pc) -> None:
-        pc.there = True
-        for slot in self.slots:
-            slot.form()
-        self._stay(pc)
+    def _on_return(self, pc: SimPc) -> None:
+        pc.is_present = True
+        for slot in self.pipelines:
+            slot.form_ring()
+        self._schedule_departure(pc)
 
     # --- what pipelines ask, and tell ------------------------------------------------------------
 
-    def desk(self, head: Head) -> Clients:
+    def create_receiver(self, scheduler: Scheduler) -> Clients:
         """The front desk of every head."""
         return self.clients
 
-    def ended(self, epoch: Epoch, agenda: Agenda) -> None:
+    def on_ring_ended(self, epoch: RingEpoch, event_queue: EventQueue) -> None:
         """Its requests are sent again, once that is noticed."""
-        keys = self.clients.forsake(epoch)
-        epoch.over(len(keys))
-        self.resubmitted += len(keys)
-        self.later(agenda, NOTICED, self.clients.resend, keys)
+        keys = self.clients.detach_ring(epoch)
+        epoch.remove_requests(len(keys))
+        self.num_resubmitted += len(keys)
+        self.schedule_later(event_queue, LOSS_NOTICE_S, self.clients.resend_requests, keys)
 
-    def broke(self) -> None:
+    def on_ring_broken(self) -> None:
         """A ring can't go on though all of its PCs are there."""
-        self.broken += 1
+        self.num_broken += 1
 
-    def changed(self) -> None:
+    def on_pipelines_changed(self) -> None:
         """Other pipelines take requests than before; what waited for one is sent."""
-        waited = not self._up
-        self._up = [slot.load for slot in self.slots if slot.epoch is not None]
-        if waited and self._up:
-            self.clients.resend(self.clients.waiting)
+        waited = not self._available
+        self._available = [slot.load for slot in self.pipelines if slot.epoch is not None]
+        if waited and self._available:
+            self.clients.resend_requests(self.clients.waiting_keys)
 
     # --- requests --------------------------------------------------------------------------------
 
-    def _choose(self, request: PlannedRequest) -> ServingRing | None:
-        if not self._up:
+    def _choose_ring(self, request: PlannedRequest) -> ServingRing | None:
+        if not self._available:
             return None
-        spans = span_digests(self.clients.prompt(request)) if self._shares else ()
+        spans = span_digests(self.clients.prompt_tokens(request)) if self._shares else ()
         prompt = RoutedPrompt(str(request.index), request.input_tokens, spans)
-        slot = self._named[self.router.choose(prompt, self._up, self.agenda.now).name]
+        slot = self._by_name[self.router.choose_pipeline(prompt, self._available, self.event_queue.now).name]
         assert slot.epoch is not None
-        slot.epoch.begun()
+        slot.epoch.add_request()
         return slot.epoch
 
-    def _first(self, key: str, cached: int, now: float) -> None:
-        self.cached += cached
-        self.time.tell(now, self.router.began, key, cached, now)
+    def _on_first_token(self, key: str, cached: int, now: float) -> None:
+        self.cached_tokens += cached
+        self.events.schedule_common(now, self.router.on_first_token, key, cached, now)
 
-    def _over(self, serving: ServingRing | None, key: str, generated: int, now: float) -> None:
-        self.time.tell(now, self.router.over, key, generated, now)
-        if isinstance(serving, Epoch):
-            serving.over()
-            self._named[serving.load.name].rest(serving)
+    def _on_finished(self, serving: ServingRing | None, key: str, generated: int, now: float) -> None:
+        self.events.schedule_common(now, self.router.on_request_end, key, generated, now)
+        if isinstance(serving, RingEpoch):
+            serving.remove_requests()
+            self._by_name[serving.load.name].close_if_idle(serving)
 
-    def _report(self) -> None:
+    def _report_caches(self) -> None:
         """Every head says what has changed in its cache, as daemons ask it."""
-        for slot in self.slots:
+        for slot in self.pipelines:
             name, epoch = slot.load.name, slot.epoch
             known, version = self._versions.get(name, (None, -1))
             if known is not None and epoch is not known:
-                self.router.gone(name)
+                self.router.on_pipeline_removed(name)
                 version = -1
                 del self._versions[name]
             if epoch is not None:
-                report = epoch.head.cache_report(version)
-                self.router.reported(name, report, self.agenda.now)
+                report = epoch.scheduler.cache_report(version)
+                self.router.on_cache_report(name, report, self.event_queue.now)
                 self._versions[name] = epoch, report.version
-        self.agenda.at(self.agenda.now + REPORT_S, self._report)
+        self.event_queue.schedule_at(self.event_queue.now + REPORT_S, self._report_caches)

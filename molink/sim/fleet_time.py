@@ -9,15 +9,15 @@ the state of a few pipelines at a time is what the processor's caches have to ho
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from molink.sim.agenda import Action, Agenda
-from molink.sim.pc import Pc
+from molink.sim.agenda import Callback, EventQueue
+from molink.sim.pc import SimPc
 from molink.sim.uplink import Uplink
 
 #: Seconds that regions go on at most without a look at what concerns all.
-_LONGEST = 1.0
+_MAX_STEP_S = 1.0
 
 
-def regions(pipelines: Iterable[Sequence[Pc]]) -> list[int]:
+def assign_regions(pipelines: Iterable[Sequence[SimPc]]) -> list[int]:
     """The region of each pipeline, from its PCs: those that share an uplink are in the same one."""
     parents: list[int] = []
     owners: dict[Uplink, int] = {}
@@ -34,43 +34,43 @@ def regions(pipelines: Iterable[Sequence[Pc]]) -> list[int]:
     return [first(number) for number in range(len(parents))]
 
 
-class FleetTime:
+class FleetEventQueue:
     """An agenda for what concerns all, and one for each region."""
 
     def __init__(self, regions: Iterable[int]) -> None:
-        self.common = Agenda()
-        self._regions = {number: Agenda() for number in sorted(set(regions))}
+        self.common = EventQueue()
+        self._regions = {number: EventQueue() for number in sorted(set(regions))}
         #: What regions have told, and when.
-        self._told: list[tuple[float, Action, tuple[Any, ...]]] = []
+        self._pending: list[tuple[float, Callback, tuple[Any, ...]]] = []
         self._horizon = 0.0
 
-    def of(self, region: int) -> Agenda:
+    def region_queue(self, region: int) -> EventQueue:
         """What happens in a region."""
         return self._regions[region]
 
-    def tell(self, time: float, action: Action, *arguments: Any) -> None:
+    def schedule_common(self, time: float, action: Callback, *arguments: Any) -> None:
         """Run it before anything that concerns all and is later than ``time``, in that order."""
-        self._told.append((time, action, arguments))
+        self._pending.append((time, action, arguments))
 
-    def later(self, region: Agenda, seconds: float, action: Action, *arguments: Any) -> None:
+    def schedule_later(self, region: EventQueue, seconds: float, action: Callback, *arguments: Any) -> None:
         """Run what concerns all, so many seconds after what happens now (in that region).
 
         Not before the others, which may have gone on up to a second further.
         """
         at = max(self.common.now, region.now) + seconds
-        self.common.at(max(at, self._horizon), action, *arguments)
+        self.common.schedule_at(max(at, self._horizon), action, *arguments)
 
     def run(self, until: float) -> None:
         """Go on until somebody stops the common agenda, or until that time."""
-        common, told = self.common, self._told
+        common, told = self.common, self._pending
         while not common.is_stopped and common.now < until:
-            self._horizon = min(common.next_at, common.now + _LONGEST, until)
+            self._horizon = min(common.next_event_at, common.now + _MAX_STEP_S, until)
             for region in self._regions.values():
-                region.advance(self._horizon)
+                region.advance_to(self._horizon)
             for _, action, arguments in sorted(told, key=lambda one: one[0]):
                 action(*arguments)
             if common.is_stopped and told:
                 common.now = max(time for time, _, _ in told)
                 return
             told.clear()
-            common.advance(self._horizon)
+            common.advance_to(self._horizon)

@@ -8,15 +8,15 @@ from molink.bench.report import Report, summarize
 from molink.errors import UsageError
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.scheduler.microbatches import Prospect, best_of, prospects
+from molink.scheduler.microbatches import MicroBatchEstimate, choose_best, estimate_counts
 from molink.sim.blueprint import DTYPE
-from molink.sim.pipeline import Pipeline
+from molink.sim.pipeline import SimPipeline
 from molink.sim.scenario import Scenario
 
 #: When the request is sent: links have been tried out by then.
-_START = 5.0
+_START_S = 5.0
 #: Virtual seconds after which a request that is served alone counts as stuck.
-_LONGEST = 36_000.0
+_MAX_DURATION_S = 36_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class RingForecast:
     layers: tuple[tuple[int, int], ...]
     floor_s: float
     streams: int
-    curve: tuple[Prospect, ...]
+    curve: tuple[MicroBatchEstimate, ...]
     micro_batches: int
     prompt_tokens: int
     ttft_s: float
@@ -56,12 +56,12 @@ def plan_ring(
     if streams < 1:
         raise UsageError(f"--streams has to be 1 or more, not {streams}")
     times = ring_times(scenario)
-    curve = prospects(times, streams)
-    best = best_of(curve)
-    report = _alone(scenario, prompt_tokens, output_tokens)
+    curve = estimate_counts(times, streams)
+    best = choose_best(curve)
+    report = _serve_alone(scenario, prompt_tokens, output_tokens)
     return RingForecast(
-        layers=_ranges(scenario.split),
-        floor_s=times.turn_s(1),
+        layers=_layer_ranges(scenario.layer_split),
+        floor_s=times.round_trip_s(1),
         streams=streams,
         curve=tuple(curve),
         micro_batches=best.count,
@@ -75,22 +75,22 @@ def plan_ring(
 def ring_times(scenario: Scenario) -> RingTimes:
     """Times of the ring of ``scenario``, by the rooflines of its devices."""
     model, count = scenario.model_profile, scenario.stages
-    profiles = [one.profile() for one in scenario.rooflines]
+    profiles = [one.make_profile() for one in scenario.rooflines]
     links = [scenario.link_from(index) for index in range(count)]
     facts = tuple(LinkFacts(link.latency + link.handling, link.rate) for link in links)
-    row_bytes = model.hidden * scenario.tensors * DTYPE_SIZES[DTYPE]
+    row_bytes = model.hidden * scenario.tensors_per_row * DTYPE_SIZES[DTYPE]
     return RingTimes(profiles, facts if count > 1 else (), row_bytes)
 
 
-def _alone(scenario: Scenario, prompt_tokens: int, output_tokens: int) -> Report:
-    pipeline = Pipeline(scenario, [PlannedRequest(0, _START, prompt_tokens, output_tokens)])
-    pipeline.run(_LONGEST)
-    samples = pipeline.clients.samples(0.0)
+def _serve_alone(scenario: Scenario, prompt_tokens: int, output_tokens: int) -> Report:
+    pipeline = SimPipeline(scenario, [PlannedRequest(0, _START_S, prompt_tokens, output_tokens)])
+    pipeline.run(_MAX_DURATION_S)
+    samples = pipeline.clients.collect_samples(0.0)
     if samples[0].error is not None:
         raise UsageError(f"a prompt of {prompt_tokens} tokens can't be served: {samples[0].error}")
     return summarize(samples, samples[0].latency, policy=scenario.policy)
 
 
-def _ranges(layers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def _layer_ranges(layers: Sequence[int]) -> tuple[tuple[int, int], ...]:
     ends = [sum(layers[: index + 1]) for index in range(len(layers))]
     return tuple((end - count, end) for end, count in zip(ends, layers, strict=True))

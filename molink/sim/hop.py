@@ -11,18 +11,18 @@ from functools import partial
 import msgspec
 
 from molink.errors import InvariantError
-from molink.link.ends import Channel, ChannelEvents
+from molink.link.ends import OutConnection, OutConnectionEvents
 from molink.link.incoming import InLink
-from molink.link.window import size_of
-from molink.sim.agenda import Agenda
-from molink.sim.medium import Medium, OnTransfer
+from molink.link.window import message_size
+from molink.sim.agenda import EventQueue
+from molink.sim.medium import LinkModel, OnTransfer
 from molink.sim.packing import packing_s
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.codec import Buffer, DataMessage
-from molink.wire.messages.data import Frame, Lane, Volume, VolumePart
+from molink.wire.messages.data import Frame, Channel, Volume, VolumeFragment
 
 #: Bytes of a beat or a hello.
-_SMALL = 64
+_CONTROL_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class SimSender:
     """Where a message came from, as a link's end is told; the connection is named by its lane."""
 
     identity: bytes
-    user_id: str = ""
+    peer_id: str = ""
 
 
-_SENDERS = {lane: SimSender(bytes([lane])) for lane in Lane}
-_LANES = {sender.identity: lane for lane, sender in _SENDERS.items()}
+_SENDERS = {lane: SimSender(bytes([lane])) for lane in Channel}
+_CHANNELS = {sender.identity: lane for lane, sender in _SENDERS.items()}
 
 
 class Hop:
@@ -46,42 +46,42 @@ class Hop:
     """
 
     def __init__(
-        self, stage: int, agenda: Agenda, medium: Medium, handling: float, zeros: memoryview
+        self, stage: int, event_queue: EventQueue, link_model: LinkModel, handling: float, zeros: memoryview
     ) -> None:
-        self.medium = medium
+        self.link_model = link_model
         self.on_transfer: OnTransfer | None = None
         #: The end at the next stage.
         self.incoming: InLink | None = None
         self._stage = stage
-        self._agenda = agenda
+        self._event_queue = event_queue
         self._handling = handling
         self._zeros = zeros
-        self._events: dict[Lane, ChannelEvents] = {}
+        self._events: dict[Channel, OutConnectionEvents] = {}
         #: When the next stage has the last frame that was sent.
         self._handed_at = 0.0
 
-    def connect(self, lane: Lane, events: ChannelEvents) -> Channel:
+    def open_channel(self, channel: Channel, events: OutConnectionEvents) -> OutConnection:
         """The channel of a lane; it is there as soon as it is started."""
-        self._events[lane] = events
-        return _SimChannel(self._agenda, self.medium, lane, events, partial(self._leave, lane))
+        self._events[channel] = events
+        return _SimChannel(self._event_queue, self.link_model, channel, events, partial(self._transmit_message, channel))
 
     # --- to the next stage -----------------------------------------------------------------------
 
-    def _leave(self, lane: Lane, message: DataMessage, payload: Buffer | None) -> None:
-        now = self._agenda.now
+    def _transmit_message(self, channel: Channel, message: DataMessage, payload: Buffer | None) -> None:
+        now = self._event_queue.now
         if not isinstance(message, Frame):
-            self.medium.send(lane, _SMALL, now, partial(self._passed, lane, message))
+            self.link_model.send_message(channel, _CONTROL_BYTES, now, partial(self._on_passed, channel, message))
             return
         packing = _packing_s(message)
-        passed = partial(self._frame_passed, message, payload, packing)
-        self.medium.send(lane, size_of(payload), now + packing, passed)
+        passed = partial(self._on_frame_passed, message, payload, packing)
+        self.link_model.send_message(channel, message_size(payload), now + packing, passed)
 
-    def _passed(
-        self, lane: Lane, message: DataMessage, begin: float, end: float, arrival: float
+    def _on_passed(
+        self, channel: Channel, message: DataMessage, begin: float, end: float, arrival: float
     ) -> None:
-        self._agenda.at(arrival + self._handling, self._arrive, lane, message, None)
+        self._event_queue.schedule_at(arrival + self._handling, self._on_arrival, channel, message, None)
 
-    def _frame_passed(
+    def _on_frame_passed(
         self,
         frame: Frame,
         payload: Buffer | None,
@@ -94,32 +94,32 @@ class Hop:
             self.on_transfer(self._stage, _is_prefill(frame), begin, end)
         data = None if payload is None else memoryview(payload)
         if packing:
-            frame, data = self._unpacked(frame)
+            frame, data = self._unpack_frame(frame)
         # The next stage unpacks one message after another, and takes none out of turn.
         self._handed_at = max(self._handed_at, arrival + self._handling) + packing
-        self._agenda.at(self._handed_at, self._arrive, frame.lane, frame, data)
+        self._event_queue.schedule_at(self._handed_at, self._on_arrival, frame.channel, frame, data)
 
-    def _unpacked(self, frame: Frame) -> tuple[Frame, memoryview]:
+    def _unpack_frame(self, frame: Frame) -> tuple[Frame, memoryview]:
         body = frame.body
-        assert isinstance(body, Volume | VolumePart)
+        assert isinstance(body, Volume | VolumeFragment)
         plain = Payload(body.payload.dtype, body.payload.shape)
         body = msgspec.structs.replace(body, payload=plain)
         return msgspec.structs.replace(frame, body=body), self._zeros[: plain.nbytes]
 
-    def _arrive(self, lane: Lane, message: DataMessage, data: memoryview | None) -> None:
+    def _on_arrival(self, channel: Channel, message: DataMessage, data: memoryview | None) -> None:
         assert self.incoming is not None
-        self.incoming.handle(_SENDERS[lane], message, data)
+        self.incoming.handle_message(_SENDERS[channel], message, data)
 
     # --- back: what the next stage has in place of a server --------------------------------------
 
     def send(self, identity: bytes, message: DataMessage, payload: Buffer | None = None) -> bool:
         """Answer on a connection."""
-        events = self._events[_LANES[identity]]
-        at = self._agenda.now + self.medium.reply_s
-        self._agenda.at(at, events.on_message, message, None)
+        events = self._events[_CHANNELS[identity]]
+        at = self._event_queue.now + self.link_model.reply_s
+        self._event_queue.schedule_at(at, events.on_message, message, None)
         return True
 
-    def offend(self, user_id: str, reason: str) -> None:
+    def report_misbehaviour(self, peer_id: str, reason: str) -> None:
         """Nobody misbehaves here.
 
         Raises:
@@ -133,46 +133,46 @@ class _SimChannel:
 
     def __init__(
         self,
-        agenda: Agenda,
-        medium: Medium,
-        lane: Lane,
-        events: ChannelEvents,
+        event_queue: EventQueue,
+        link_model: LinkModel,
+        channel: Channel,
+        events: OutConnectionEvents,
         leave: Callable[[DataMessage, Buffer | None], None],
     ) -> None:
-        self._agenda = agenda
-        self._medium = medium
-        self._lane = lane
+        self._event_queue = event_queue
+        self._link_model = link_model
+        self._channel = channel
         self._events = events
-        self._leave = leave
+        self._transmit = leave
         #: Whether the lane can't take more; somebody is told when it can.
-        self.congested = False
+        self.is_congested = False
 
     def start(self) -> None:
         """Be connected."""
-        self._agenda.soon(self._events.on_connect)
+        self._event_queue.schedule_soon(self._events.on_connect)
 
     def send(self, message: DataMessage, payload: Buffer | None = None) -> None:
         """Let it leave."""
-        self._leave(message, payload)
-        if not self.congested and not self._medium.is_ready(self._lane, self._agenda.now):
-            self.congested = True
-            self._medium.when_ready(self._lane, self._drained)
+        self._transmit(message, payload)
+        if not self.is_congested and not self._link_model.is_ready(self._channel, self._event_queue.now):
+            self.is_congested = True
+            self._link_model.call_when_ready(self._channel, self._on_drained)
 
-    def _drained(self) -> None:
-        self.congested = not self._medium.is_ready(self._lane, self._agenda.now)
-        if self.congested:
-            self._medium.when_ready(self._lane, self._drained)
+    def _on_drained(self) -> None:
+        self.is_congested = not self._link_model.is_ready(self._channel, self._event_queue.now)
+        if self.is_congested:
+            self._link_model.call_when_ready(self._channel, self._on_drained)
         else:
             self._events.on_drained()
 
-    def redial(self) -> None:
+    def reconnect_now(self) -> None:
         """A new connection would be as good as this one."""
 
 
 def _packing_s(frame: Frame) -> float:
     """Seconds to pack the rows of a message, and to unpack them; 0 if they travel plain."""
     body = frame.body
-    if isinstance(body, Volume | VolumePart) and body.payload.coding is not Coding.PLAIN:
+    if isinstance(body, Volume | VolumeFragment) and body.payload.coding is not Coding.PLAIN:
         return packing_s(body.payload.nbytes)
     return 0.0
 
@@ -180,4 +180,4 @@ def _packing_s(frame: Frame) -> float:
 def _is_prefill(frame: Frame) -> bool:
     """Whether a message has prefill rows; decode volumes hardly ever have parts."""
     body = frame.body
-    return body.prefill if isinstance(body, Volume) else isinstance(body, VolumePart)
+    return body.prefill if isinstance(body, Volume) else isinstance(body, VolumeFragment)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from molink.link.packing.compressor import Compressor, Packed
+from molink.link.packing.compressor import Compressor, PackedSample
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.codec import Buffer
 
@@ -22,20 +22,20 @@ class SimPacker:
         self._ratio = ratio
         self._clock = clock
 
-    def measured(self, rate: float | None) -> None:
+    def set_rate(self, rate: float | None) -> None:
         """The link carries ``rate`` bytes/s, if that is known."""
-        self._compressor.measured(rate)
+        self._compressor.set_rate(rate)
 
-    def pack(self, bulk: bool, payload: Payload, data: memoryview) -> tuple[Payload, Buffer]:
+    def pack_rows(self, bulk: bool, payload: Payload, data: memoryview) -> tuple[Payload, Buffer]:
         """Rows of a volume for the wire: fewer of the same bytes."""
-        choice = self._compressor.choose(bulk, self._clock())
+        choice = self._compressor.choose_coding(bulk, self._clock())
         plain = payload.nbytes
         coded = int(plain / self._ratio)
         if choice.coding is Coding.PLAIN or coded >= plain:
             return payload, data
-        if choice.sample:  # all others would measure the same
+        if choice.is_sample:  # all others would measure the same
             seconds = packing_s(plain)
-            self._compressor.packed(bulk, Packed(plain, coded, seconds, seconds))
+            self._compressor.on_packed(bulk, PackedSample(plain, coded, seconds, seconds))
         return Payload(payload.dtype, payload.shape, choice.coding, coded), data[:coded]
 
 

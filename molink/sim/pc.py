@@ -3,25 +3,25 @@
 from molink.sim.uplink import Uplink
 
 
-class Pc:
+class SimPc:
     """A PC; several stages may be on it, and several PCs behind one ``uplink``."""
 
     def __init__(self, uplink: Uplink) -> None:
         self.uplink = uplink
         #: Whether it takes part.
-        self.there = True
+        self.is_present = True
         #: How many times as long as its device says a step takes: one that is hot, or shared.
-        self.slowed = 1.0
+        self.slowdown = 1.0
         #: Seconds in which it has computed.
         self.busy_s = 0.0
         self._free_at = 0.0
 
-    def begin(self, seconds: float, now: float) -> float:
+    def reserve_device(self, seconds: float, now: float) -> float:
         """The device is to compute for ``seconds`` if it is cool.
 
         Returns the seconds until it has: after what other stages have begun.
         """
-        seconds *= self.slowed
+        seconds *= self.slowdown
         wait = self._free_at - now if self._free_at > now else 0.0
         self.busy_s += seconds
         seconds += wait

@@ -21,10 +21,10 @@ _LEGEND: tuple[tuple[str, str], ...] = (
 _LEFT, _WIDTH, _ROW, _GAP, _TOP = 90, 1100, 18, 6, 44
 _TITLE = 26
 #: Bars closer to each other than this, in pixels, are drawn as one.
-_NEAR = 0.2
+_MERGE_GAP = 0.2
 
 
-def draw(panels: Sequence[tuple[str, Timeline]], stages: int) -> str:
+def draw_timelines(panels: Sequence[tuple[str, Timeline]], stages: int) -> str:
     """The SVG text: a panel for each titled timeline, with a row for each stage and its link."""
     rows = 2 * stages
     panel_height = _TITLE + rows * (_ROW + _GAP) + 24
@@ -73,7 +73,7 @@ def _bars(bars: Sequence[Bar], timeline: Timeline, top: int) -> list[str]:
     for bar in bars:
         begin = (max(bar.begin, timeline.begin) - timeline.begin) * scale
         end = (min(bar.end, timeline.end) - timeline.begin) * scale
-        if joined and joined[-1][2] == bar.kind and begin - joined[-1][1] < _NEAR:
+        if joined and joined[-1][2] == bar.kind and begin - joined[-1][1] < _MERGE_GAP:
             joined[-1] = (joined[-1][0], end, bar.kind)
         else:
             joined.append((begin, end, bar.kind))

@@ -3,101 +3,101 @@
 from collections.abc import Sequence
 
 from molink.bench.planned import PlannedRequest
-from molink.sim.agenda import Agenda
-from molink.sim.blueprint import Blueprint
+from molink.sim.agenda import EventQueue
+from molink.sim.blueprint import RingTemplate
 from molink.sim.clients import Clients
-from molink.sim.pc import Pc
+from molink.sim.pc import SimPc
 from molink.sim.ring import SimRing
 from molink.sim.scenario import Scenario
 from molink.sim.timeline import Timeline
 from molink.sim.uplink import Uplink
 
 #: A ring that serves requests and has no token for so many seconds has lost something.
-_STUCK = 600.0
+_STUCK_S = 600.0
 #: How often the KV blocks in use are counted, in virtual seconds.
-_COUNT_EVERY = 1.0
+_COUNT_INTERVAL_S = 1.0
 
 
-class Pipeline:
+class SimPipeline:
     """Builds the ring of ``scenario`` and serves ``plan``."""
 
     def __init__(self, scenario: Scenario, plan: Sequence[PlannedRequest]) -> None:
-        self.agenda = Agenda()
+        self.event_queue = EventQueue()
         #: Why a stage can't go on; empty while all can.
-        self.trouble = ""
+        self.failure = ""
         #: The largest share of the KV blocks that was in use.
         self.kv_peak = 0.0
-        self._blueprint = Blueprint.of(scenario)
+        self._template = RingTemplate.from_scenario(scenario)
         links = [scenario.link_from(stage) for stage in range(scenario.stages)]
-        self._pcs = [Pc(Uplink(link.rate, link.queue)) for link in links]
-        self.clients = Clients(self.agenda, plan, lambda _: self._ring, scenario.texts)
+        self._pcs = [SimPc(Uplink(link.rate, link.queue)) for link in links]
+        self.clients = Clients(self.event_queue, plan, lambda _: self._ring, scenario.texts)
         self._ring = SimRing(
-            self.agenda, self._blueprint, self._pcs, lambda _: self.clients, self._broken
+            self.event_queue, self._template, self._pcs, lambda _: self.clients, self._on_broken
         )
 
     def run(self, until: float) -> None:
         """Serve the plan to its end, or until that time."""
         self._ring.start()
         self.clients.start()
-        self._look()
-        self._count()
-        self.agenda.run(until)
+        self._check_progress()
+        self._sample_kv_usage()
+        self.event_queue.run(until)
 
-    def watch(self, timeline: Timeline) -> None:
+    def record_timeline(self, timeline: Timeline) -> None:
         """Tell ``timeline`` who computes and who sends."""
-        self._ring.watch(timeline)
+        self._ring.record_timeline(timeline)
 
-    def slow(self, stage: int, factor: float, at: float) -> None:
+    def slow_stage(self, stage: int, factor: float, at: float) -> None:
         """From ``at`` on the steps of a stage take ``factor`` times as long as its device's do."""
-        self.agenda.at(at, setattr, self._pcs[stage], "slowed", factor)
+        self.event_queue.schedule_at(at, setattr, self._pcs[stage], "slowed", factor)
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         """Whether the ring gets on."""
-        if self.clients.waiting_s > _STUCK:
-            self._stop(f"no token for {_STUCK:g} s")
-        self.agenda.at(self.agenda.now + _STUCK, self._look)
+        if self.clients.silence_s > _STUCK_S:
+            self._stop_failed(f"no token for {_STUCK_S:g} s")
+        self.event_queue.schedule_at(self.event_queue.now + _STUCK_S, self._check_progress)
 
-    def _count(self) -> None:
-        _, gauges = self._ring.stats()
+    def _sample_kv_usage(self) -> None:
+        _, gauges = self._ring.stage_stats()
         self.kv_peak = max(self.kv_peak, gauges["head_blocks_used"] / gauges["head_blocks"])
-        self.agenda.at(self.agenda.now + _COUNT_EVERY, self._count)
+        self.event_queue.schedule_at(self.event_queue.now + _COUNT_INTERVAL_S, self._sample_kv_usage)
 
-    def _stop(self, trouble: str) -> None:
-        self.trouble = self.trouble or trouble
-        self.agenda.stop()
+    def _stop_failed(self, failure: str) -> None:
+        self.failure = self.failure or failure
+        self.event_queue.stop()
 
-    def _broken(self, stage: int, reason: str) -> None:
-        self._stop(f"stage {stage}: {reason}")
+    def _on_broken(self, stage: int, reason: str) -> None:
+        self._stop_failed(f"stage {stage}: {reason}")
 
     # --- figures ---------------------------------------------------------------------------------
 
     @property
     def floor_s(self) -> float:
         """Seconds of a turn of the ring that waits for nothing, with a single row."""
-        return self._blueprint.floor_s
+        return self._template.floor_s
 
     @property
     def max_micro_batches(self) -> int:
         """``K`` at the end."""
-        return int(self._ring.stats()[1]["head_micro_batches"])
+        return int(self._ring.stage_stats()[1]["head_micro_batches"])
 
     @property
-    def preemptions(self) -> int:
+    def num_preemptions(self) -> int:
         """How often a request gave its KV blocks up for another."""
-        return int(self._ring.stats()[0]["head_preemptions_total"])
+        return int(self._ring.stage_stats()[0]["head_preemptions_total"])
 
     @property
-    def swaps(self) -> tuple[int, int, int]:
+    def swap_counts(self) -> tuple[int, int, int]:
         """Requests that went to host memory, came back, and that there was no room for."""
-        counters, _ = self._ring.stats()
+        counters, _ = self._ring.stage_stats()
         names = ("swaps_out", "swaps_in", "swap_fallbacks")
         outs, ins, fallbacks = (int(counters[f"head_{name}_total"]) for name in names)
         return outs, ins, fallbacks
 
     @property
-    def prefill_rows(self) -> int:
+    def num_prefill_rows(self) -> int:
         """Rows of prompts that were computed, and of what was lost when requests gave way."""
-        return int(self._ring.stats()[0]["head_prefill_rows_total"])
+        return int(self._ring.stage_stats()[0]["head_prefill_rows_total"])
 
     @property
     def waited_s(self) -> list[float]:
@@ -105,9 +105,9 @@ class Pipeline:
         return self._ring.waited_s
 
     @property
-    def drafts(self) -> tuple[int, int]:
+    def draft_counts(self) -> tuple[int, int]:
         """Tokens that were drafted, and those of them that were right."""
-        counters, _ = self._ring.stats()
+        counters, _ = self._ring.stage_stats()
         accepted = counters["head_draft_tokens_accepted_total"]
         return int(counters["head_draft_tokens_total"]), int(accepted)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from molink.errors import UsageError
-from molink.sim.congestion.base import CONGESTION
+from molink.sim.congestion.base import CONGESTION_CONTROLS
 
 #: A megabit per second, in bytes per second.
 MBPS = 1e6 / 8
@@ -96,8 +96,8 @@ class LinkProfile:
 
     def __post_init__(self) -> None:
         _check(self, "the link")
-        if self.congestion not in CONGESTION:
-            choices = ", ".join(CONGESTION)
+        if self.congestion not in CONGESTION_CONTROLS:
+            choices = ", ".join(CONGESTION_CONTROLS)
             raise UsageError(f"the link: congestion is one of {choices}, not {self.congestion}")
 
     @property
@@ -121,7 +121,7 @@ class LinkProfile:
         return int(self.queue_kb * 1000)
 
 
-Kind = Literal["devices", "models", "links"]
+ProfileKind = Literal["devices", "models", "links"]
 _Profile = TypeVar("_Profile", DeviceProfile, ModelProfile, LinkProfile)
 
 #: Keys whose value may be 0.
@@ -135,7 +135,7 @@ _MAY_BE_ZERO = {
 }
 #: Keys that are shares of 1.
 _SHARES = {"memory_efficiency", "compute_efficiency", "efficiency"}
-_MAXIMUM = 1e9
+_MAX_VALUE = 1e9
 
 
 def load_device(name: str) -> DeviceProfile:
@@ -157,14 +157,14 @@ def load_link(name: str) -> LinkProfile:
     return _load(LinkProfile, "links", name)
 
 
-def known(kind: Kind) -> list[str]:
+def list_profiles(kind: ProfileKind) -> list[str]:
     """Names of the profiles that come with molink."""
     folder = resources.files("molink.configs") / kind
     names = (entry.name for entry in folder.iterdir())
     return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
 
 
-def _load(shape: type[_Profile], kind: Kind, name: str) -> _Profile:
+def _load(shape: type[_Profile], kind: ProfileKind, name: str) -> _Profile:
     where = name
     if name.endswith(".toml"):
         try:
@@ -176,8 +176,8 @@ def _load(shape: type[_Profile], kind: Kind, name: str) -> _Profile:
             raise UsageError(f"can't read the profile {name}: it is not text") from error
         name = Path(name).stem
     else:
-        if name not in known(kind):
-            choices = ", ".join(known(kind))
+        if name not in list_profiles(kind):
+            choices = ", ".join(list_profiles(kind))
             raise UsageError(f"there is no profile {name!r} among the {kind}: {choices}")
         file = resources.files("molink.configs") / kind / f"{name}.toml"
         where, text = f"{name}.toml", file.read_text(encoding="utf-8")
@@ -220,7 +220,7 @@ def _check(profile: DeviceProfile | ModelProfile | LinkProfile, where: str) -> N
         if isinstance(value, str | bool):
             continue
         minimum = 0.0 if each.name in _MAY_BE_ZERO else math.ulp(0.0)
-        maximum = 1.0 if each.name in _SHARES else _MAXIMUM
+        maximum = 1.0 if each.name in _SHARES else _MAX_VALUE
         if not minimum <= value <= maximum:
             bound = "0 or more" if each.name in _MAY_BE_ZERO else "above 0"
             top = f" and at most {maximum:g}" if maximum == 1.0 or value > maximum else ""

@@ -4,18 +4,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from molink.facts.ringtimes import LinkFacts
-from molink.ring.build import LinkSurroundings, Seat, Surroundings, build_ring
-from molink.ring.ends import FrontDesk
-from molink.scheduler.head import Head
-from molink.sim.agenda import Agenda
-from molink.sim.blueprint import Blueprint
+from molink.ring.build import LinkEnvironment, RingStage, StageEnvironment, build_ring
+from molink.ring.ends import EmissionReceiver
+from molink.scheduler.head import Scheduler
+from molink.sim.agenda import EventQueue
+from molink.sim.blueprint import RingTemplate
 from molink.sim.congestion.create import create_controller
 from molink.sim.drafter import SimDrafter
 from molink.sim.hop import Hop
-from molink.sim.medium import IdealMedium, Medium, TcpMedium
+from molink.sim.medium import IdealLink, LinkModel, TcpLink
 from molink.sim.packing import SimPacker
-from molink.sim.pc import Pc
-from molink.sim.stages import NoRequests, SimExecutor
+from molink.sim.pc import SimPc
+from molink.sim.stages import SimStageRequests, SimExecutor
 from molink.sim.texts import token_of
 from molink.sim.timeline import Timeline
 
@@ -24,136 +24,136 @@ OnBroken = Callable[[int, str], None]
 
 
 class SimRing:
-    """A ring of ``blueprint`` over ``pcs``, one for each stage, in virtual time.
+    """A ring of ``template`` over ``pcs``, one for each stage, in virtual time.
 
     ``desk`` makes the front desk of its head. Rings may share PCs, and PCs their uplinks.
     """
 
     def __init__(
         self,
-        agenda: Agenda,
-        blueprint: Blueprint,
-        pcs: Sequence[Pc],
-        desk: Callable[[Head], FrontDesk],
+        event_queue: EventQueue,
+        template: RingTemplate,
+        pcs: Sequence[SimPc],
+        create_receiver: Callable[[Scheduler], EmissionReceiver],
         on_broken: OnBroken,
         epoch: int = 1,
     ) -> None:
         self.pcs = tuple(pcs)
-        self.blueprint = blueprint
-        self._agenda = agenda
-        self._desk = desk
+        self.template = template
+        self._event_queue = event_queue
+        self._create_receiver = create_receiver
         self._on_broken = on_broken
         self._epoch = epoch
         count = len(pcs)
         self._hops = [self._make_hop(index) for index in range(count)] if count > 1 else []
         self._executors: list[SimExecutor] = []
-        self._seats = [self._make_seat(index) for index in range(count)]
+        self._stages = [self._make_stage(index) for index in range(count)]
         for index, hop in enumerate(self._hops):
-            hop.incoming = self._seats[(index + 1) % count].incoming
+            hop.incoming = self._stages[(index + 1) % count].incoming
 
     def start(self) -> None:
         """Connect and begin."""
-        for seat in self._seats:
-            seat.start()
+        for stage in self._stages:
+            stage.start()
 
     def close(self) -> None:
         """It is over; what is still under way comes to nothing."""
-        for seat in self._seats:
-            seat.close()
+        for stage in self._stages:
+            stage.close()
 
-    def pump(self) -> None:
+    def issue_batches(self) -> None:
         """The head has something new."""
-        self._seats[0].ring.pump()
+        self._stages[0].ring.run_pending()
 
-    def watch(self, timeline: Timeline) -> None:
+    def record_timeline(self, timeline: Timeline) -> None:
         """Tell ``timeline`` who computes and who sends."""
         for index, executor in enumerate(self._executors):
-            executor.on_step = partial(timeline.step, index)
+            executor.on_step = partial(timeline.add_step, index)
         for hop in self._hops:
-            hop.on_transfer = timeline.transfer
+            hop.on_transfer = timeline.add_transfer
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _make_seat(self, index: int) -> Seat:
-        blueprint, agenda = self.blueprint, self._agenda
-        roofline, pc = blueprint.stages[index], self.pcs[index]
-        requests, texts = NoRequests(), blueprint.scenario.texts
+    def _make_stage(self, index: int) -> RingStage:
+        template, event_queue = self.template, self._event_queue
+        roofline, pc = template.stages[index], self.pcs[index]
+        requests, texts = SimStageRequests(), template.scenario.texts
 
         def token(request: int, position: int) -> int:
-            seed = requests.seed(request)
-            return texts[seed % len(texts)].token(position) if texts else token_of(seed, position)
+            seed = requests.seed_of(request)
+            return texts[seed % len(texts)].token_at(position) if texts else token_of(seed, position)
 
         def forced(request: int, position: int) -> Sequence[int]:
-            return texts[requests.seed(request) % len(texts)].forced(position) if texts else ()
+            return texts[requests.seed_of(request) % len(texts)].forced_at(position) if texts else ()
 
-        shape = blueprint.shape(index)
+        shape = template.stage_shape(index)
         executor = SimExecutor(
-            agenda,
+            event_queue,
             shape,
             roofline,
-            blueprint.zeros,
+            template.zeros,
             pc,
             requests,
             token,
             forced,
-            blueprint.host(index).block_s,
+            template.host_memory(index).block_s,
         )
         self._executors.append(executor)
         broken = partial(self._on_broken, index)
         link = self._make_link(index) if self._hops else None
-        guesses = blueprint.scenario.draft_roofline if index == 0 else None
-        drafter = None if guesses is None else SimDrafter(agenda, guesses, pc, texts)
-        around = Surroundings(agenda, requests, executor, self._desk, broken, link, drafter)
-        return build_ring(blueprint.plan(index, self._epoch), around)
+        guesses = template.scenario.draft_roofline if index == 0 else None
+        drafter = None if guesses is None else SimDrafter(event_queue, guesses, pc, texts)
+        environment = StageEnvironment(event_queue, requests, executor, self._create_receiver, broken, link, drafter)
+        return build_ring(template.stage_plan(index, self._epoch), environment)
 
-    def _make_link(self, index: int) -> LinkSurroundings:
-        scenario = self.blueprint.scenario
+    def _make_link(self, index: int) -> LinkEnvironment:
+        scenario = self.template.scenario
         packs = scenario.compression == "lossless"
-        return LinkSurroundings(
-            self._hops[index].connect,
+        return LinkEnvironment(
+            self._hops[index].open_channel,
             self._hops[index - 1],
             partial(self._on_broken, index),
-            SimPacker(scenario.compression_ratio, self._agenda.time) if packs else None,
+            SimPacker(scenario.compression_ratio, self._event_queue.time) if packs else None,
             keep_warm=scenario.link_from(index).congestion == "cubic",
         )
 
-    def _make_medium(self, index: int) -> Medium:
+    def _make_link_model(self, index: int) -> LinkModel:
         """The way from stage ``index`` to the next."""
-        agenda, link = self._agenda, self.blueprint.scenario.link_from(index)
+        event_queue, link = self._event_queue, self.template.scenario.link_from(index)
         uplink = self.pcs[index].uplink
         if link.congestion == "none":
-            return IdealMedium(agenda, uplink, link.latency, link.queue)
-        return TcpMedium(
-            agenda,
+            return IdealLink(event_queue, uplink, link.latency, link.queue)
+        return TcpLink(
+            event_queue,
             uplink,
             self.pcs[(index + 1) % len(self.pcs)].uplink,
             link.latency,
             link.queue,
-            lambda lane: create_controller(link.congestion, 2 * link.latency, lane),
+            lambda channel: create_controller(link.congestion, 2 * link.latency, channel),
         )
 
     def _make_hop(self, index: int) -> Hop:
-        blueprint = self.blueprint
-        handling = blueprint.scenario.link_from(index).handling
-        return Hop(index, self._agenda, self._make_medium(index), handling, blueprint.zeros)
+        template = self.template
+        handling = template.scenario.link_from(index).handling
+        return Hop(index, self._event_queue, self._make_link_model(index), handling, template.zeros)
 
     # --- figures ---------------------------------------------------------------------------------
 
     @property
-    def head(self) -> Head:
+    def scheduler(self) -> Scheduler:
         """The head, at stage 0."""
-        head = self._seats[0].head
-        assert head is not None
-        return head
+        scheduler = self._stages[0].scheduler
+        assert scheduler is not None
+        return scheduler
 
     @property
     def links(self) -> tuple[LinkFacts, ...]:
         """Each stage's link to the next one, as far as the first stage knows them."""
-        return self._seats[0].ring.links
+        return self._stages[0].ring.links
 
-    def stats(self, stage: int = 0) -> tuple[dict[str, float], dict[str, float]]:
+    def stage_stats(self, stage: int = 0) -> tuple[dict[str, float], dict[str, float]]:
         """Counters and gauges of a stage."""
-        return self._seats[stage].stats()
+        return self._stages[stage].collect_stats()
 
     @property
     def waited_s(self) -> list[float]:
@@ -163,4 +163,4 @@ class SimRing:
     @property
     def transferred_s(self) -> list[float]:
         """Seconds in which each link transferred."""
-        return [hop.medium.busy_s for hop in self._hops]
+        return [hop.link_model.busy_s for hop in self._hops]

@@ -69,7 +69,7 @@ class Roofline:
         seconds += self._decode_token_s * rows.decode_context
         return seconds + self._prefill_token_s * rows.prefill_context
 
-    def profile(self) -> Profile:
+    def make_profile(self) -> Profile:
         """``T_d`` and ``T_p`` as the stage would measure them."""
         return Profile(
             decode=tuple((rows, self._decode_s(rows)) for rows in _DECODE_ROWS),
@@ -108,12 +108,12 @@ def split_layers(layers: int, stages: int) -> list[int]:
     return [layers // stages + (index < layers % stages) for index in range(stages)]
 
 
-def rooflines(device: DeviceProfile, model: ModelProfile, stages: int) -> Sequence[Roofline]:
+def equal_rooflines(device: DeviceProfile, model: ModelProfile, stages: int) -> Sequence[Roofline]:
     """The stages of a ring of equal devices."""
-    return unequal_rooflines([device] * stages, model, split_layers(model.layers, stages))
+    return stage_rooflines([device] * stages, model, split_layers(model.layers, stages))
 
 
-def unequal_rooflines(
+def stage_rooflines(
     devices: Sequence[DeviceProfile], model: ModelProfile, layers: Sequence[int]
 ) -> Sequence[Roofline]:
     """The stages of a ring, by the device of each and its layers."""

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from molink.errors import UsageError
-from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD, MAX_DRAFTS
+from molink.facts.drafts import AUTO_DRAFTS, MAX_LOOKAHEAD, MAX_DRAFTS
 from molink.facts.preemption import PreemptionMode
 from molink.scheduler.policies.create import create_scheduling_policy
 from molink.sim.profiles import DeviceProfile, LinkProfile, ModelProfile, load_device, load_model
-from molink.sim.roofline import Roofline, split_layers, unequal_rooflines
+from molink.sim.roofline import Roofline, split_layers, stage_rooflines
 from molink.sim.texts import KnownText
 from molink.sim.workload import Workload
 from molink.wire.messages.data import MAX_MICRO_BATCHES
@@ -27,21 +27,21 @@ class Scenario:
     The baseline of every comparison is ``policy="fifo"`` or ``"concurrent"`` with
     ``cut_through=False``, ``compression="none"``, ``micro_batches=stages``, ``unpaired=False`` and
     ``chunk_tokens=workload.max_prompt`` (a prompt is one volume, stored and forwarded); see
-    :meth:`baseline`.
+    :meth:`make_baseline`.
 
-    ``micro_batches`` 0 leaves ``K`` to the head, ``chunk_tokens`` 0 the rows of a prefill volume.
-    ``tensors`` per row and hop is 2 where hidden and residual travel apart (vLLM 0.7).
+    ``micro_batches`` 0 leaves ``K`` to the head, ``max_num_batched_tokens`` 0 the rows of a prefill volume.
+    ``tensors_per_row`` per row and hop is 2 where hidden and residual travel apart (vLLM 0.7).
     ``compression_ratio`` is what lossless compression shrinks rows to ``1 / ratio`` (bf16: 1.43 to
-    1.47 were measured). ``max_running`` requests hold KV blocks at a time. ``policy`` is that of
-    the links, ``scheduling_policy`` that of the head. ``unpaired`` lets prefill chunks go
+    1.47 were measured). ``max_num_seqs`` requests hold KV blocks at a time. ``policy`` is that of
+    the links, ``scheduling_policy`` that of the head. ``prefill_only_batches`` lets prefill chunks go
     without decode rows as long as nobody who decodes waits for them
     (:mod:`molink.scheduler.depth`). ``devices`` and ``layers`` are those of each stage, if they
     differ or aren't shared out evenly. ``links`` are those from each stage to the next, if they
     differ. ``shape`` is the model's, if it has no profile of that name. With ``texts``, request
     ``i`` is the ``i``-th of them, from the first again after the last, and the workload's sizes
     have to be theirs. Without, prompts and answers have no content, and there can't be
-    ``draft_tokens`` (of a request in a pass; 0: none, -1: as many as pay; up to ``ahead`` passes go
-    on from those). With ``foresight`` nothing is drafted beyond the first wrong draft. What becomes
+    ``num_speculative_tokens`` (of a request in a pass; 0: none, -1: as many as pay; up to ``lookahead_volumes`` passes go
+    on from those). With ``oracle_drafts`` nothing is drafted beyond the first wrong draft. What becomes
     of the KV of who is preempted says ``preemption_mode``; each stage has ``swap_gb`` (GB) of host
     memory for it. With ``free_copies``, copies from and to it take no time: more can't be had of
     any mode. A ``draft_model`` beside the first stage takes its time by its shape, and guesses what
@@ -60,20 +60,20 @@ class Scenario:
     cut_through: bool = True
     compression: Compression = "lossless"
     micro_batches: int = 0
-    tensors: int = 1
-    chunk_tokens: int = 0
-    max_running: int = 256
+    tensors_per_row: int = 1
+    max_num_batched_tokens: int = 0
+    max_num_seqs: int = 256
     compression_ratio: float = 1.45
     scheduling_policy: str = "fcfs"
-    unpaired: bool = True
+    prefill_only_batches: bool = True
     devices: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
     links: tuple[LinkProfile, ...] = ()
     shape: ModelProfile | None = None
     texts: tuple[KnownText, ...] = ()
-    draft_tokens: int = 0
-    ahead: int = MAX_AHEAD
-    foresight: bool = False
+    num_speculative_tokens: int = 0
+    lookahead_volumes: int = MAX_LOOKAHEAD
+    oracle_drafts: bool = False
     draft_model: str = ""
     preemption_mode: PreemptionMode = "recompute"
     swap_gb: float = 32.0
@@ -83,15 +83,15 @@ class Scenario:
         bounds: dict[str, tuple[float, float, float]] = {
             "--stages": (self.stages, 1, MAX_STAGES),
             "--micro-batches": (self.micro_batches, 0, MAX_MICRO_BATCHES),
-            "--tensors": (self.tensors, 1, 2),
-            "--chunk-tokens": (self.chunk_tokens, 0, 1 << 16),
-            "--max-running": (self.max_running, 1, 1024),
+            "--tensors": (self.tensors_per_row, 1, 2),
+            "--chunk-tokens": (self.max_num_batched_tokens, 0, 1 << 16),
+            "--max-running": (self.max_num_seqs, 1, 1024),
             "draft_tokens": (
-                self.draft_tokens,
+                self.num_speculative_tokens,
                 AUTO_DRAFTS if self.texts else 0,
                 MAX_DRAFTS if self.texts else 0,
             ),
-            "ahead": (self.ahead, 0, MAX_AHEAD),
+            "ahead": (self.lookahead_volumes, 0, MAX_LOOKAHEAD),
             "swap_gb": (self.swap_gb, 0, 1 << 16),
             "--compression-ratio": (self.compression_ratio, 1, 100),
         }
@@ -110,7 +110,7 @@ class Scenario:
             )
 
     @classmethod
-    def baseline(
+    def make_baseline(
         cls,
         workload: Workload,
         policy: str = "fifo",
@@ -130,8 +130,8 @@ class Scenario:
             cut_through=False,
             compression="none",
             micro_batches=stages,
-            chunk_tokens=workload.max_prompt,
-            unpaired=False,
+            max_num_batched_tokens=workload.max_prompt,
+            prefill_only_batches=False,
         )
 
     @property
@@ -146,14 +146,14 @@ class Scenario:
         return self.links[index] if self.links else self.link
 
     @property
-    def split(self) -> tuple[int, ...]:
+    def layer_split(self) -> tuple[int, ...]:
         """The layers of each stage."""
         return self.layers or tuple(split_layers(self.model_profile.layers, self.stages))
 
     @property
     def rooflines(self) -> Sequence[Roofline]:
         """The stages."""
-        return unequal_rooflines(self.device_profiles, self.model_profile, self.split)
+        return stage_rooflines(self.device_profiles, self.model_profile, self.layer_split)
 
     @property
     def draft_roofline(self) -> Roofline | None:
@@ -176,9 +176,9 @@ class Scenario:
             "scheduling_policy": self.scheduling_policy,
             "preemption_mode": self.preemption_mode,
             "cut_through": self.cut_through,
-            "unpaired": self.unpaired,
+            "unpaired": self.prefill_only_batches,
             "compression": self.compression,
             "micro_batches": self.micro_batches or "auto",
-            "tensors": self.tensors,
-            "chunk_tokens": self.chunk_tokens or "auto",
+            "tensors": self.tensors_per_row,
+            "chunk_tokens": self.max_num_batched_tokens or "auto",
         }

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 from molink.bench.report import Report, summarize
 from molink.errors import InvariantError
-from molink.sim.pipeline import Pipeline
+from molink.sim.pipeline import SimPipeline
 from molink.sim.scenario import Scenario
 from molink.sim.timeline import Timeline
 
 #: Virtual seconds for the last requests to end after the last has arrived, at least; then as long
 #: again as the run itself.
-GRACE = 3600.0
+GRACE_S = 3600.0
 #: Windows can wait for no more processes at once.
 _MAX_PROCESSES = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationOutcome:
     """What a simulation found.
 
     ``floor_s`` is the least time per token that the ring allows: all stages' steps of one row, all
@@ -70,7 +70,7 @@ class Outcome:
         }
 
 
-def simulate(scenario: Scenario, timeline: Timeline | None = None) -> Outcome:
+def simulate_scenario(scenario: Scenario, timeline: Timeline | None = None) -> SimulationOutcome:
     """Run ``scenario`` to its end; the same scenario always has the same outcome.
 
     All requests that arrive in time are served to their last token, however late. ``timeline``
@@ -81,19 +81,19 @@ def simulate(scenario: Scenario, timeline: Timeline | None = None) -> Outcome:
         InvariantError: a stage broke, or something was lost.
     """
     workload = scenario.workload
-    pipeline = Pipeline(scenario, workload.plan())
+    pipeline = SimPipeline(scenario, workload.plan_requests())
     if timeline is not None:
-        pipeline.watch(timeline)
+        pipeline.record_timeline(timeline)
     end = workload.warmup + workload.duration
-    with no_collector():
-        pipeline.run(2 * end + GRACE)
-    if pipeline.trouble:
-        raise InvariantError(f"the ring can't go on: {pipeline.trouble}")
-    samples = pipeline.clients.samples(workload.warmup)
-    last = max((sample.finished for sample in samples), default=end)
-    first = min((sample.sent for sample in samples), default=workload.warmup)
+    with disable_gc():
+        pipeline.run(2 * end + GRACE_S)
+    if pipeline.failure:
+        raise InvariantError(f"the ring can't go on: {pipeline.failure}")
+    samples = pipeline.clients.collect_samples(workload.warmup)
+    last = max((sample.finished_at for sample in samples), default=end)
+    first = min((sample.sent_at for sample in samples), default=workload.warmup)
     live = pipeline.clients.live_s
-    return Outcome(
+    return SimulationOutcome(
         scenario,
         summarize(samples, last - first, policy=scenario.policy),
         pipeline.floor_s,
@@ -101,14 +101,14 @@ def simulate(scenario: Scenario, timeline: Timeline | None = None) -> Outcome:
         tuple(1 - busy / live if live else 0.0 for busy in pipeline.computed_s),
         tuple(busy / live if live else 0.0 for busy in pipeline.transferred_s),
         pipeline.kv_peak,
-        pipeline.preemptions,
-        *pipeline.drafts,
+        pipeline.num_preemptions,
+        *pipeline.draft_counts,
         tuple(sample.tpot for sample in samples if sample.tpot is not None),
     )
 
 
 @contextmanager
-def no_collector() -> Iterator[None]:
+def disable_gc() -> Iterator[None]:
     """Millions of short-lived tuples and hardly a cycle: the garbage collector stands still."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -119,11 +119,11 @@ def no_collector() -> Iterator[None]:
             gc.enable()
 
 
-def simulate_all(scenarios: Sequence[Scenario], processes: int | None = None) -> list[Outcome]:
+def simulate_scenarios(scenarios: Sequence[Scenario], processes: int | None = None) -> list[SimulationOutcome]:
     """Run them on ``processes`` processes (``None``: as many as CPUs); outcomes in their order."""
     processes = min(processes or os.cpu_count() or 1, len(scenarios), _MAX_PROCESSES)
     if processes < 2:
-        return [simulate(scenario) for scenario in scenarios]
+        return [simulate_scenario(scenario) for scenario in scenarios]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        return list(pool.map(simulate, scenarios))
+        return list(pool.map(simulate_scenario, scenarios))

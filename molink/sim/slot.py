@@ -6,92 +6,92 @@ from functools import partial
 from typing import Protocol
 
 from molink.errors import UsageError
-from molink.ring.ends import FrontDesk
+from molink.ring.ends import EmissionReceiver
 from molink.routing.base import PipelineLoad
-from molink.scheduler.head import Head
-from molink.sim.agenda import Action, Agenda
-from molink.sim.blueprint import Blueprint
-from molink.sim.pc import Pc
+from molink.scheduler.head import Scheduler
+from molink.sim.agenda import Callback, EventQueue
+from molink.sim.blueprint import RingTemplate
+from molink.sim.pc import SimPc
 from molink.sim.ring import SimRing
 from molink.sim.scenario import Scenario
 
 #: Seconds from the loss of a PC until the ring of those that are left takes requests: as measured
 #: (``docs/reliability.md``, kill -9 of another PC, median).
-RECOVERY = 1.12
+RECOVERY_S = 1.12
 
 
-class Blueprints:
+class RingTemplates:
     """Of one scenario, by the number of stages; ``tenants`` stages share a PC's memory."""
 
     def __init__(self, scenario: Scenario, tenants: int) -> None:
-        """Raises as :meth:`Blueprint.of`: all stages together have to do."""
+        """Raises as :meth:`RingTemplate.for_stages`: all stages together have to do."""
         self.scenario = scenario
         self._tenants = tenants
-        self._known: dict[int, Blueprint | None] = {
+        self._templates: dict[int, RingTemplate | None] = {
             0: None,
-            scenario.stages: Blueprint.of(scenario, tenants),
+            scenario.stages: RingTemplate.from_scenario(scenario, tenants),
         }
 
-    def of(self, stages: int) -> Blueprint | None:
+    def for_stages(self, stages: int) -> RingTemplate | None:
         """That of so many stages; ``None`` if they can't hold the model."""
-        if stages not in self._known:
+        if stages not in self._templates:
             try:
-                found = Blueprint.of(replace(self.scenario, stages=stages), self._tenants)
+                found = RingTemplate.from_scenario(replace(self.scenario, stages=stages), self._tenants)
             except UsageError:
                 found = None
-            self._known[stages] = found
-        return self._known[stages]
+            self._templates[stages] = found
+        return self._templates[stages]
 
 
 @dataclass(eq=False, slots=True)
-class Epoch:
-    """A ring of a pipeline from its forming to its end; ``live`` requests are served there."""
+class RingEpoch:
+    """A ring of a pipeline from its forming to its end; ``num_live`` requests are served there."""
 
     load: PipelineLoad
     ring: SimRing
-    live: int = 0
+    num_live: int = 0
 
     @property
-    def head(self) -> Head:
+    def scheduler(self) -> Scheduler:
         """The ring's."""
-        return self.ring.head
+        return self.ring.scheduler
 
-    def pump(self) -> None:
+    def issue_batches(self) -> None:
         """The head has something new."""
-        self.ring.pump()
+        self.ring.issue_batches()
 
-    def begun(self) -> None:
+    def add_request(self) -> None:
         """It has one request more."""
-        self.live += 1
-        self.load.requests += 1
-        self.load.sent += 1
+        self.num_live += 1
+        self.load.num_requests += 1
+        self.load.total_sent += 1
 
-    def over(self, count: int = 1) -> None:
+    def remove_requests(self, count: int = 1) -> None:
         """It has ``count`` less."""
-        self.live -= count
-        self.load.requests -= count
+        self.num_live -= count
+        self.load.num_requests -= count
 
 
-class Neighbours(Protocol):
+class FleetContext(Protocol):
     """What a pipeline asks of those around it, and tells them."""
 
-    def desk(self, head: Head) -> FrontDesk:
+    def create_receiver(self, scheduler: Scheduler) -> EmissionReceiver:
         """The front desk of a head."""
 
-    def ended(self, epoch: Epoch, agenda: Agenda) -> None:
+    def on_ring_ended(self, epoch: RingEpoch, event_queue: EventQueue) -> None:
         """A ring is gone, and what it served with it."""
 
-    def later(self, region: Agenda, seconds: float, action: Action, /) -> None:
+    def schedule_later(self, region: EventQueue, seconds: float, action: Callback, /) -> None:
         """Have something happen that concerns all, so many seconds after what happens now."""
 
-    def broke(self) -> None:
+    def on_ring_broken(self) -> None:
         """A ring can't go on though all of its PCs are there."""
 
-    def changed(self) -> None:
+    def on_pipelines_changed(self) -> None:
         """A pipeline takes requests now, or doesn't any more."""
 
 
-class Slot:
+class FleetPipeline:
     """Keeps one pipeline going over those of its ``pcs`` that are there, in their order.
 
     It has as many stages as the scenario, or as there are PCs if the model fits into these. What a
@@ -101,81 +101,81 @@ class Slot:
     def __init__(
         self,
         load: PipelineLoad,
-        pcs: Sequence[Pc],
-        blueprints: Blueprints,
-        around: Neighbours,
-        agenda: Agenda,
+        pcs: Sequence[SimPc],
+        templates: RingTemplates,
+        fleet: FleetContext,
+        event_queue: EventQueue,
     ) -> None:
-        """``agenda`` has what happens in its rings."""
+        """``event_queue`` has what happens in its rings."""
         self.load = load
         #: Rings that there were, and those that were lost.
-        self.formed = self.lost = 0
+        self.num_formed = self.num_lost = 0
         #: Takes requests; ``None`` while none can.
-        self.epoch: Epoch | None = None
+        self.epoch: RingEpoch | None = None
         self._pcs = pcs
-        self._blueprints = blueprints
-        self._around = around
-        self._agenda = agenda
+        self._templates = templates
+        self._fleet = fleet
+        self._event_queue = event_queue
         #: Rings that take no more requests.
-        self._retiring: list[Epoch] = []
+        self._retiring: list[RingEpoch] = []
         #: Only the last of the appointments to form it counts.
-        self._due = 0
+        self._reform_number = 0
 
-    def form(self) -> None:
+    def form_ring(self) -> None:
         """Have the ring of those who are there, unless there is one of so many stages."""
-        most = self._blueprints.scenario.stages
-        there = [pc for pc in self._pcs if pc.there][:most]
-        blueprint = self._blueprints.of(len(there))
+        most = self._templates.scenario.stages
+        there = [pc for pc in self._pcs if pc.is_present][:most]
+        template = self._templates.for_stages(len(there))
         old = self.epoch
-        if blueprint is None or (old is not None and len(old.ring.pcs) >= len(there)):
+        if template is None or (old is not None and len(old.ring.pcs) >= len(there)):
             return
-        self.formed += 1
-        around = self._around
-        ring = SimRing(self._agenda, blueprint, there, around.desk, self._broken, self.formed)
-        self.epoch = Epoch(self.load, ring)
+        self.num_formed += 1
+        fleet = self._fleet
+        ring = SimRing(self._event_queue, template, there, fleet.create_receiver, self._on_broken, self.num_formed)
+        self.epoch = RingEpoch(self.load, ring)
         ring.start()
         if old is not None:
-            self._retire(old)
-        around.changed()
+            self._retire_ring(old)
+        fleet.on_pipelines_changed()
 
-    def gone(self, pc: Pc) -> None:
+    def on_pc_left(self, pc: SimPc) -> None:
         """A PC is not there any more."""
         for epoch in [self.epoch, *self._retiring]:
             if epoch is not None and pc in epoch.ring.pcs:
-                self._lose(epoch)
+                self._lose_ring(epoch)
 
-    def rest(self, epoch: Epoch) -> None:
+    def close_if_idle(self, epoch: RingEpoch) -> None:
         """A request that a ring served is over."""
-        if epoch.live == 0 and epoch in self._retiring:
+        if epoch.num_live == 0 and epoch in self._retiring:
             self._retiring.remove(epoch)
-            self._agenda.soon(epoch.ring.close)
+            self._event_queue.schedule_soon(epoch.ring.close)
 
-    def _retire(self, epoch: Epoch) -> None:
+    def _retire_ring(self, epoch: RingEpoch) -> None:
         self._retiring.append(epoch)
-        self.rest(epoch)
+        self.close_if_idle(epoch)
 
-    def _broken(self, stage: int, reason: str) -> None:
+    def _on_broken(self, stage: int, reason: str) -> None:
         """A stage can't go on; it says so in the midst of what it does."""
-        self._around.broke()
+        self._fleet.on_ring_broken()
         for epoch in [self.epoch, *self._retiring]:
             if epoch is not None:
-                self._agenda.soon(self._lose, epoch)
+                self._event_queue.schedule_soon(self._lose_ring, epoch)
 
-    def _lose(self, epoch: Epoch) -> None:
+    def _lose_ring(self, epoch: RingEpoch) -> None:
         if epoch in self._retiring:
             self._retiring.remove(epoch)
         elif epoch is self.epoch:
             self.epoch = None
-            self.lost += 1
-            self._due += 1
-            again = partial(self._form_again, self._due)
-            self._around.later(self._agenda, RECOVERY, again)
-            self._around.changed()
+            self.num_lost += 1
+            self._reform_number += 1
+            again = partial(self._reform_ring, self._reform_number)
+            self._fleet.schedule_later(self._event_queue, RECOVERY_S, again)
+            self._fleet.on_pipelines_changed()
         else:
             return
         epoch.ring.close()
-        self._around.ended(epoch, self._agenda)
+        self._fleet.on_ring_ended(epoch, self._event_queue)
 
-    def _form_again(self, due: int) -> None:
-        if due == self._due:
-            self.form()
+    def _reform_ring(self, due: int) -> None:
+        if due == self._reform_number:
+            self.form_ring()

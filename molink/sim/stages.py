@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from molink.facts.drafts import MAX_DRAFTS
 from molink.ring.stage import StageShape
-from molink.ring.work import BlockCopy, Segment, SegmentResult, StepDone
-from molink.sim.agenda import Agenda
-from molink.sim.pc import Pc
+from molink.ring.work import BlockCopy, StepInput, StepOutput, StepResult
+from molink.sim.agenda import EventQueue
+from molink.sim.pc import SimPc
 from molink.sim.roofline import Roofline, StepRows
-from molink.wire.messages.data import Admit, Choice, Forced, Rows, Sampled, Volume
+from molink.wire.messages.data import Admit, SampledId, ForcedTokens, RequestSlice, SamplerOutput, Volume
 
 #: Told of every step: begin, seconds, decode rows, prefill rows.
 OnStep = Callable[[float, float, int, int], None]
@@ -18,36 +18,36 @@ TokenAt = Callable[[int, int], int]
 ForcedAt = Callable[[int, int], Sequence[int]]
 
 
-class NoRequests:
+class SimStageRequests:
     """Which requests live at a stage: nothing else is needed where nothing is computed."""
 
     def __init__(self) -> None:
         #: With the seed of each.
         self._live: dict[int, int] = {}
         #: Position and token of each that were sampled last.
-        self.last: dict[int, tuple[int, int]] = {}
+        self.last_sampled: dict[int, tuple[int, int]] = {}
 
-    def admit(self, message: Admit) -> None:
+    def admit_request(self, message: Admit) -> None:
         """A request begins."""
-        self._live[message.request] = message.sampling.seed
+        self._live[message.request] = message.sampling_params.seed
 
-    def seed(self, request: int) -> int:
+    def seed_of(self, request: int) -> int:
         """That of a request that lives."""
         return self._live[request]
 
-    def history(self, request: int, first: int, ids: memoryview) -> None:
+    def add_history(self, request: int, first: int, ids: memoryview) -> None:
         """Not kept."""
 
-    def grammar(self, request: int, text: bytes) -> None:
+    def set_grammar(self, request: int, text: bytes) -> None:
         """Not kept."""
 
-    def table(self, request: int, blocks: Sequence[int]) -> None:
+    def append_blocks(self, request: int, blocks: Sequence[int]) -> None:
         """Not kept."""
 
-    def release(self, request: int) -> None:
+    def release_request(self, request: int) -> None:
         """A request is over."""
         self._live.pop(request, None)
-        self.last.pop(request, None)
+        self.last_sampled.pop(request, None)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -57,15 +57,15 @@ def step_rows(volumes: Iterable[Volume], is_last: bool) -> StepRows:
     """What a step over ``volumes`` computes; only the last stage samples."""
     decode = decode_context = prefill = prefill_context = sampled = 0
     for volume in volumes:
-        for rows in volume.rows:
-            count = rows.count
+        for request_slice in volume.slices:
+            count = request_slice.count
             if volume.prefill:
                 prefill += count
-                prefill_context += count * rows.start + count * (count + 1) // 2
+                prefill_context += count * request_slice.start + count * (count + 1) // 2
             else:
                 decode += count
-                decode_context += count * rows.start
-            sampled += (1 + len(rows.checked)) * (rows.sample and is_last)
+                decode_context += count * request_slice.start
+            sampled += (1 + len(request_slice.verified_drafts)) * (request_slice.sample and is_last)
     return StepRows(decode, decode_context, prefill, prefill_context, sampled)
 
 
@@ -81,96 +81,96 @@ class SimExecutor:
 
     def __init__(
         self,
-        agenda: Agenda,
+        event_queue: EventQueue,
         stage: StageShape,
         roofline: Roofline,
         zeros: memoryview,
-        pc: Pc,
-        requests: NoRequests,
+        pc: SimPc,
+        requests: SimStageRequests,
         token: TokenAt = lambda request, position: 0,
         forced: ForcedAt = lambda request, position: (),
         block_s: float = 0.0,
     ) -> None:
-        self._agenda = agenda
+        self._event_queue = event_queue
         self._is_last = stage.is_last
         self._row_bytes = stage.row_bytes
         self._roofline = roofline
         self._zeros = zeros
         self._pc = pc
         self._requests = requests
-        self._token = token
-        self._forced = forced
+        self._token_at = token
+        self._forced_at = forced
         self._block_s = block_s
         #: When the step that runs ends, and when all copies that were begun do.
         self._step_end = self._copies_end = 0.0
         #: When a request's blocks are back, and when blocks that have been given up are copied.
-        self._back_at: dict[int, float] = {}
-        self._out_at: dict[int, float] = {}
+        self._swap_in_ends: dict[int, float] = {}
+        self._swap_out_ends: dict[int, float] = {}
         #: Seconds that steps have waited for copies.
         self.waited_s = 0.0
         self.on_step: OnStep | None = None
 
-    def swap(self, copy: BlockCopy) -> None:
+    def submit_copy(self, copy: BlockCopy) -> None:
         """Begin to copy when the step that runs is over, and copies before are."""
-        begin = max(self._agenda.now, self._step_end, self._copies_end)
+        begin = max(self._event_queue.now, self._step_end, self._copies_end)
         self._copies_end = end = begin + self._block_s * len(copy.blocks)
-        if copy.out:
-            self._out_at.update(dict.fromkeys(copy.blocks, end))
+        if copy.is_swap_out:
+            self._swap_out_ends.update(dict.fromkeys(copy.blocks, end))
         else:
-            self._back_at[copy.request] = end
+            self._swap_in_ends[copy.request] = end
 
-    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+    def submit_step(self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
         """Begin a step."""
-        size = step_rows([segment.volume for segment in segments], self._is_last)
-        now = self._agenda.now
-        wait = self._wait_s(segments, now)
+        size = step_rows([step_input.volume for step_input in step_inputs], self._is_last)
+        now = self._event_queue.now
+        wait = self._wait_s(step_inputs, now)
         self.waited_s += wait
-        seconds = wait + self._pc.begin(self._roofline.step_s(size), now + wait)
+        seconds = wait + self._pc.reserve_device(self._roofline.step_s(size), now + wait)
         self._step_end = now + seconds
         if self.on_step is not None:
             self.on_step(now, seconds, size.decode, size.prefill)
-        self._agenda.at(now + seconds, self._end, segments, done, seconds)
+        self._event_queue.schedule_at(now + seconds, self._end_step, step_inputs, done, seconds)
 
-    def _wait_s(self, segments: Sequence[Segment], now: float) -> float:
+    def _wait_s(self, step_inputs: Sequence[StepInput], now: float) -> float:
         """Seconds until all blocks of a step are copied."""
         if self._copies_end <= now:
-            self._back_at.clear()
-            self._out_at.clear()
+            self._swap_in_ends.clear()
+            self._swap_out_ends.clear()
             return 0.0
-        groups = [rows for segment in segments for rows in segment.volume.rows]
-        ends = [self._back_at.get(rows.request, now) for rows in groups]
-        ends += [self._out_at.get(block, now) for rows in groups for block in rows.blocks]
+        slices = [request_slice for step_input in step_inputs for request_slice in step_input.volume.slices]
+        ends = [self._swap_in_ends.get(request_slice.request, now) for request_slice in slices]
+        ends += [self._swap_out_ends.get(block, now) for request_slice in slices for block in request_slice.blocks]
         return max(0.0, max(ends, default=now) - now)
 
-    def _end(
-        self, segments: Sequence[Segment], done: Callable[[StepDone], None], seconds: float
+    def _end_step(
+        self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None], seconds: float
     ) -> None:
-        done(StepDone([self._result(segment) for segment in segments], seconds, None))
+        done(StepResult([self._make_result(step_input) for step_input in step_inputs], seconds, None))
 
-    def _result(self, segment: Segment) -> SegmentResult:
-        volume = segment.volume
+    def _make_result(self, step_input: StepInput) -> StepOutput:
+        volume = step_input.volume
         if not self._is_last:
-            return SegmentResult(volume, self._zeros[: volume.count * self._row_bytes], None)
-        choices = [choice for rows in volume.rows if rows.sample for choice in self._sample(rows)]
-        forced = tuple(self._follow(choices))
-        return SegmentResult(volume, None, Sampled(volume.tick, tuple(choices), (), forced))
+            return StepOutput(volume, self._zeros[: volume.count * self._row_bytes], None)
+        choices = [choice for request_slice in volume.slices if request_slice.sample for choice in self._sample_tokens(request_slice)]
+        forced = tuple(self._forced_tokens(choices))
+        return StepOutput(volume, None, SamplerOutput(volume.seq, tuple(choices), (), forced))
 
-    def _sample(self, rows: Rows) -> Iterator[Choice]:
+    def _sample_tokens(self, request_slice: RequestSlice) -> Iterator[SampledId]:
         """A token after the last row; with drafts, up to the first that is another one."""
-        last = self._requests.last
-        if not rows.follows(*last.get(rows.request, (-1, -1))):
+        last = self._requests.last_sampled
+        if not request_slice.continues_from(*last.get(request_slice.request, (-1, -1))):
             return
-        first = rows.start + rows.count - len(rows.checked)
-        for position, draft in enumerate((*rows.checked, None), first):
-            token = self._token(rows.request, position)
-            last[rows.request] = position, token
-            yield Choice(rows.request, position, token)
+        first = request_slice.start + request_slice.count - len(request_slice.verified_drafts)
+        for position, draft in enumerate((*request_slice.verified_drafts, None), first):
+            token = self._token_at(request_slice.request, position)
+            last[request_slice.request] = position, token
+            yield SampledId(request_slice.request, position, token)
             if token != draft:
                 return
 
-    def _follow(self, choices: Sequence[Choice]) -> Iterator[Forced]:
+    def _forced_tokens(self, choices: Sequence[SampledId]) -> Iterator[ForcedTokens]:
         """What has to follow the last choice of each request."""
         for request, position in {each.request: each.position for each in choices}.items():
-            tokens = self._forced(request, position + 1)[:MAX_DRAFTS]
+            tokens = self._forced_at(request, position + 1)[:MAX_DRAFTS]
             if tokens:
-                yield Forced(request, tuple(tokens))
+                yield ForcedTokens(request, tuple(tokens))

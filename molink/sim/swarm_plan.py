@@ -10,36 +10,36 @@ from typing import get_args
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import scan_tensors
-from molink.checkpoint.lookalikes import refuse_lookalike
+from molink.checkpoint.lookalikes import refuse_foreign_folder
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.quantization import quantized_bytes
-from molink.checkpoint.source import local_model, local_name
-from molink.checkpoint.unpacking import SUFFIX, gguf_in, gguf_model
+from molink.checkpoint.source import find_local_model, name_local_model
+from molink.checkpoint.unpacking import GGUF_SUFFIX, find_gguf, read_gguf_model
 from molink.errors import UsageError
-from molink.facts.memory_plan import MARGIN_PART
+from molink.facts.memory_plan import MARGIN_SHARE
 from molink.facts.model import ModelFacts, Objective, Quantize
 from molink.facts.ringtimes import HANDLING_S, RingTimes
-from molink.sim.blueprint import CONTEXT
+from molink.sim.blueprint import MAX_MODEL_LEN
 from molink.sim.forecast import RingForecast, plan_ring, ring_times
 from molink.sim.profiles import LinkProfile, ModelProfile, load_device, load_model
 from molink.sim.roofline import memory_for_stages
 from molink.sim.scenario import Scenario
 from molink.sim.workload import Workload
-from molink.swarm.controller.outlook import RingProspect, prospect
+from molink.swarm.controller.outlook import RingEstimate, estimate_ring
 from molink.swarm.placement.links import LOCAL_LATENCY, LOCAL_RATE, Links
 from molink.swarm.placement.placement import (
-    ROWS,
-    Aim,
+    MICRO_BATCH_ROWS,
+    PlacementGoal,
     Candidate,
     Placement,
     Unplaceable,
-    place,
+    place_model,
 )
-from molink.swarm.placement.rings import FLIGHTS
+from molink.swarm.placement.rings import MICRO_BATCHES_PER_STAGE
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class ModelDescription:
     """A model by its shape, and by what placement has to know of it."""
 
     name: str
@@ -47,7 +47,7 @@ class Described:
     facts: ModelFacts
 
     @classmethod
-    def named(cls, name: str) -> "Described":
+    def from_profile(cls, name: str) -> "ModelDescription":
         """The profile of that name, or of that ``.toml`` file.
 
         Raises:
@@ -64,7 +64,7 @@ class Described:
             first_bytes=ends,
             last_bytes=ends,
             kv_bytes=shape.kv_bytes,
-            context=CONTEXT,
+            max_model_len=MAX_MODEL_LEN,
             projection_bytes=int(shape.layer_parameters * weight),
             int8_bytes=quantized_bytes(merged, "int8", 0),
             nf4_bytes=quantized_bytes(merged, "nf4", 0),
@@ -76,7 +76,7 @@ class Described:
         return cls(shape.name, shape, facts)
 
     @classmethod
-    def of_folder(cls, folder: Path) -> "Described":
+    def from_folder(cls, folder: Path) -> "ModelDescription":
         """The model of a folder, or of a GGUF file (or part).
 
         A folder's ``config.json`` is enough; where its weights are there, they say how they stay.
@@ -84,17 +84,17 @@ class Described:
         Raises:
             ModelError: it isn't there, is broken, or is of a model that can't be served.
         """
-        found = local_model(str(folder)) or folder
-        file = gguf_in(found) if found.is_dir() else found if found.is_file() else None
-        if file is not None and file.suffix.lower() == SUFFIX:
-            config, tensors = gguf_model(file)
-            facts = model_facts(config, local_name(found), tensors)
+        found = find_local_model(str(folder)) or folder
+        file = find_gguf(found) if found.is_dir() else found if found.is_file() else None
+        if file is not None and file.suffix.lower() == GGUF_SUFFIX:
+            config, tensors = read_gguf_model(file)
+            facts = model_facts(config, name_local_model(found), tensors)
         else:
             if found.is_dir():
-                refuse_lookalike(found)
-            config = ModelConfig.load(found, "bf16")
+                refuse_foreign_folder(found)
+            config = ModelConfig.load_folder(found, "bf16")
             weights = scan_tensors(found) if any(found.glob("*.safetensors")) else {}
-            facts = model_facts(config, local_name(found), weights)
+            facts = model_facts(config, name_local_model(found), weights)
         shape = ModelProfile(
             name=facts.name,
             source=str(folder),
@@ -108,7 +108,7 @@ class Described:
         )
         # As many bytes as the folder's tensors have, whatever its layers are made of.
         weight = facts.layer_bytes / shape.layer_parameters
-        kept = facts.blocks
+        kept = facts.block_weights
         if kept is not None:
             shape = replace(
                 shape,
@@ -145,8 +145,8 @@ class SwarmPlan:
     stages: tuple[PlannedStage, ...]
     spares: tuple[str, ...]
     bottleneck: str
-    now: RingProspect
-    more: tuple[RingProspect, ...]
+    now: RingEstimate
+    more: tuple[RingEstimate, ...]
     forecast: RingForecast
 
     def as_json(self) -> dict[str, object]:
@@ -156,10 +156,10 @@ class SwarmPlan:
 
 
 def plan_swarm(
-    model: Described,
+    model: ModelDescription,
     devices: Sequence[str],
     link: LinkProfile,
-    aim: Aim,
+    aim: PlacementGoal,
     *,
     streams: int,
     prompt_tokens: int,
@@ -172,7 +172,7 @@ def plan_swarm(
     Raises:
         UsageError: there is no such device, the model doesn't fit, or a number is out of range.
     """
-    placed = _place(model, devices, link, aim)
+    placed = _place_model(model, devices, link, aim)
     if isinstance(placed, Unplaceable):
         raise UsageError(placed.reason)
     peers = {one.peer: one for one in _peers(devices)}
@@ -194,30 +194,30 @@ def plan_swarm(
         shape=model.shape,
     )
     forecast = plan_ring(scenario, streams, prompt_tokens, output_tokens)
-    stages = _stages(scenario, forecast)
+    stages = _planned_stages(scenario, forecast)
     return SwarmPlan(
         model=model.name,
         objective=aim.objective,
         stages=stages,
-        spares=tuple(names[peer] for peer in placed.spares),
-        bottleneck=_bottleneck(stages, aim.objective, ring_times(scenario)),
-        now=prospect("", placed, aim.objective),
-        more=tuple(_more(model, devices, link, aim)),
+        spares=tuple(names[peer] for peer in placed.spare_peers),
+        bottleneck=_describe_bottleneck(stages, aim.objective, ring_times(scenario)),
+        now=estimate_ring("", placed, aim.objective),
+        more=tuple(_prospects(model, devices, link, aim)),
         forecast=forecast,
     )
 
 
-def least_quantized(model: Described, devices: Sequence[str]) -> Quantize | None:
+def least_quantized(model: ModelDescription, devices: Sequence[str]) -> Quantize | None:
     """What makes the weights just small enough for ``devices``; ``None`` if nothing does."""
     mode: Quantize
     for mode in get_args(Quantize):
-        if isinstance(_place(model, devices, LinkProfile(), Aim(), mode), Placement):
+        if isinstance(_place_model(model, devices, LinkProfile(), PlacementGoal(), mode), Placement):
             return mode
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Peer:
+class _DescribedDevice:
     """A device of a described PC."""
 
     peer: str
@@ -225,47 +225,47 @@ class _Peer:
     pc: str
 
 
-def _peers(pcs: Sequence[str]) -> list[_Peer]:
+def _peers(pcs: Sequence[str]) -> list[_DescribedDevice]:
     return [
-        _Peer(f"pc{index}/{number}" if number else f"pc{index}", device.strip(), f"pc{index}")
+        _DescribedDevice(f"pc{index}/{number}" if number else f"pc{index}", device.strip(), f"pc{index}")
         for index, devices in enumerate(pcs)
         for number, device in enumerate(devices.split("+"))
     ]
 
 
-def _place(
-    model: Described,
+def _place_model(
+    model: ModelDescription,
     devices: Sequence[str],
     link: LinkProfile,
-    aim: Aim,
+    aim: PlacementGoal,
     quantize: Quantize = "none",
 ) -> Placement | Unplaceable:
     peers = _peers(devices)
     links = Links()
     for by in peers:
-        links.located(by.peer, by.pc if by.peer != by.pc else "")
+        links.set_primary_peer(by.peer, by.pc if by.peer != by.pc else "")
         for to in peers:
             if by.pc != to.pc:
-                links.measured(by.peer, to.peer, link.latency, link.rate)
-    candidates = [candidate(one.peer, one.device) for one in peers]
-    return place(model.facts, candidates, quantize=quantize, aim=aim, links=links)
+                links.record_measurement(by.peer, to.peer, link.latency, link.rate)
+    candidates = [make_candidate(one.peer, one.device) for one in peers]
+    return place_model(model.facts, candidates, quantize=quantize, goal=aim, links=links)
 
 
-def candidate(peer: str, device: str) -> Candidate:
+def make_candidate(peer: str, device: str) -> Candidate:
     """A PC with that device, as its daemon would report it."""
     profile = load_device(device)
     return Candidate(
         peer,
         f"{device} ({peer})",
         # The margin is in the profile's share already.
-        memory=max(0, int(memory_for_stages(profile) * MARGIN_PART / (MARGIN_PART - 1))),
+        memory=max(0, int(memory_for_stages(profile) * MARGIN_SHARE / (MARGIN_SHARE - 1))),
         read_rate=profile.memory_gbs * 1e9 * profile.memory_efficiency,
-        step=profile.step_ms / 1000,
+        step_overhead=profile.step_ms / 1000,
         blocks=profile.blocks,
     )
 
 
-def _stages(scenario: Scenario, forecast: RingForecast) -> tuple[PlannedStage, ...]:
+def _planned_stages(scenario: Scenario, forecast: RingForecast) -> tuple[PlannedStage, ...]:
     times = ring_times(scenario)
     return tuple(
         PlannedStage(
@@ -282,16 +282,16 @@ def _stages(scenario: Scenario, forecast: RingForecast) -> tuple[PlannedStage, .
     )
 
 
-def _bottleneck(stages: Sequence[PlannedStage], objective: Objective, times: RingTimes) -> str:
+def _describe_bottleneck(stages: Sequence[PlannedStage], objective: Objective, times: RingTimes) -> str:
     """What would have to be quicker, for a person."""
     links, steps = sum(one.link_s for one in stages), sum(one.step_s for one in stages)
     slowest = max(range(len(stages)), key=lambda index: stages[index].step_s)
     stage = f"stage {slowest} ({stages[slowest].device})"
     if objective == "throughput":
-        rows = ROWS[objective]
+        rows = MICRO_BATCH_ROWS[objective]
         sends = max([times.send_s(index, rows) for index in range(len(times.links))], default=0.0)
         step = times.profiles[slowest].decode_s(rows)
-        if max(sends, step) * FLIGHTS * len(stages) > links + steps:
+        if max(sends, step) * MICRO_BATCHES_PER_STAGE * len(stages) > links + steps:
             name, busy = (stage, step) if step > sends else ("the rate of the links", sends)
             return f"{name}: {1e3 * busy:.1f} ms for each micro-batch of {rows} rows"
     share = f"{100 * max(links, steps) / (links + steps):.0f} % of the time per token"
@@ -300,11 +300,11 @@ def _bottleneck(stages: Sequence[PlannedStage], objective: Objective, times: Rin
     return f"computing, most of it in {stage}: {share}"
 
 
-def _more(
-    model: Described, devices: Sequence[str], link: LinkProfile, aim: Aim
-) -> Iterator[RingProspect]:
+def _prospects(
+    model: ModelDescription, devices: Sequence[str], link: LinkProfile, aim: PlacementGoal
+) -> Iterator[RingEstimate]:
     """What a PC more of each device would bring; nothing where a ring can have no more PCs."""
     for device in dict.fromkeys(devices):
-        placed = _place(model, [*devices, device], link, aim)
+        placed = _place_model(model, [*devices, device], link, aim)
         if isinstance(placed, Placement):
-            yield prospect(device, placed, aim.objective)
+            yield estimate_ring(device, placed, aim.objective)

@@ -5,41 +5,41 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-from molink.sim.agenda import Agenda
-from molink.sim.congestion.base import MIN_TIMEOUT, SEGMENT, Controller, SegmentsAcked
-from molink.sim.congestion.bbr import burst_of
+from molink.sim.agenda import EventQueue
+from molink.sim.congestion.base import MIN_TIMEOUT, SEGMENT_BYTES, CongestionController, SegmentsAcked
+from molink.sim.congestion.bbr import burst_bytes
 from molink.sim.uplink import Uplink
 
 #: Bytes that leave and are acknowledged together: two segments (RFC 1122, section 4.2.3.2).
-_PAIR = 2 * SEGMENT
+_PAIR_BYTES = 2 * SEGMENT_BYTES
 
 #: Told of a message that has arrived: when its first byte left, its last one passed the uplink, and
 #: all of it was there.
-Passed = Callable[[float, float, float], None]
+OnPassed = Callable[[float, float, float], None]
 
 
 @dataclass(slots=True)
-class _Pair:
+class _SegmentPair:
     """Bytes of the stream that travel together, and what was so when they left (last)."""
 
-    begin: int
+    offset: int
     nbytes: int
     sent_at: float = 0.0
     passed_at: float = 0.0
-    arrived: bool = False
-    acknowledged: bool = False
+    has_arrived: bool = False
+    is_acked: bool = False
     # For the delivery rate.
     delivered: int = 0
     delivered_at: float = 0.0
     first_sent_at: float = 0.0
-    app_limited: bool = False
+    is_app_limited: bool = False
 
 
 @dataclass(slots=True)
 class _TcpMessage:
     begin: int
     end: int
-    passed: Passed
+    passed: OnPassed
     sent_at: float = 0.0
 
 
@@ -49,21 +49,21 @@ class TcpConnection:
     Acknowledgements are selective (RFC 2018) and nothing is reordered on the way, so what left
     before something that has arrived is lost if it hasn't (RFC 8985). If everything in flight was
     dropped, the last of it is sent again after two round trips (a tail loss probe), then all of it.
-    ``reply_s`` tells the seconds that an acknowledgement takes from here; ``on_room`` is called
+    ``reply_s`` tells the seconds that an acknowledgement takes from here; ``on_writable`` is called
     whenever bytes have left.
     """
 
     def __init__(
         self,
-        agenda: Agenda,
+        event_queue: EventQueue,
         uplink: Uplink,
         latency: float,
-        controller: Controller,
+        controller: CongestionController,
         reply_s: Callable[[], float],
         on_room: Callable[[], None],
     ) -> None:
         self.controller = controller
-        self._agenda, self._uplink, self._latency = agenda, uplink, latency
+        self._event_queue, self._uplink, self._latency = event_queue, uplink, latency
         self._reply_s, self._on_room = reply_s, on_room
         #: Bytes written and never sent, and where in the stream they begin.
         self.unsent = 0
@@ -73,21 +73,21 @@ class TcpConnection:
         self._messages: deque[_TcpMessage] = deque()
         #: What was sent, in the order of the stream: from the first that has not arrived on, and
         #: from the first that was not acknowledged on.
-        self._awaited: deque[_Pair] = deque()
-        self._open: deque[_Pair] = deque()
+        self._awaited: deque[_SegmentPair] = deque()
+        self._open: deque[_SegmentPair] = deque()
         #: In the order in which they left (last): neither acknowledged nor known to be lost.
-        self._flight: deque[_Pair] = deque()
+        self._flight: deque[_SegmentPair] = deque()
         self._in_flight = 0
         #: Those of the flight that were not dropped.
-        self._coming = 0
-        self._lost: deque[_Pair] = deque()
+        self._num_undropped = 0
+        self._lost: deque[_SegmentPair] = deque()
         #: Recovery ends when everything before it has arrived; ``None`` outside of one.
         self._recovery_end: int | None = None
         #: When the last acknowledgement that is on its way will be here.
         self._reply_at = 0.0
-        self._smoothed = 2 * latency
+        self._smoothed_round_trip = 2 * latency
         self._sent_at = 0.0
-        self._probing = False
+        self._is_probing = False
         # Pacing.
         self._paced_at = 0.0
         self._wakes_at = inf
@@ -96,18 +96,18 @@ class TcpConnection:
         self._delivered_at = self._first_sent_at = 0.0
         self._app_limited_until = 0
 
-    def write(self, nbytes: int, passed: Passed) -> None:
+    def write_message(self, nbytes: int, passed: OnPassed) -> None:
         """Append a message to the stream."""
-        now = self._agenda.now
+        now = self._event_queue.now
         if not self.unsent and not self._lost and self._in_flight < self.controller.window:
             self._app_limited_until = self.delivered + self._in_flight or 1
             if not self._in_flight:
-                self.controller.starts(now, now - self._sent_at)
+                self.controller.on_restart(now, now - self._sent_at)
                 self._first_sent_at = self._delivered_at = now
         begin = self._next + self.unsent
         self._waiting.append(_TcpMessage(begin, begin + nbytes, passed))
         self.unsent += nbytes
-        self._send()
+        self._send_pending()
 
     @property
     def in_flight(self) -> int:
@@ -116,65 +116,65 @@ class TcpConnection:
 
     # --- sending ---------------------------------------------------------------------------------
 
-    def _send(self) -> None:
+    def _send_pending(self) -> None:
         """Let leave what may: what is lost first."""
-        now, controller = self._agenda.now, self.controller
+        now, controller = self._event_queue.now, self.controller
         limited = False
         before = self.unsent
-        burst = burst_of(controller.pacing) if controller.pacing < inf else 0
+        burst = burst_bytes(controller.pacing_rate) if controller.pacing_rate < inf else 0
         while self._lost or self.unsent:
-            if controller.pacing < inf and (self._paced_at > now or burst <= 0):
+            if controller.pacing_rate < inf and (self._paced_at > now or burst <= 0):
                 self._wake_at(self._paced_at)
                 break
-            pair = self._take(int(controller.window) - self._in_flight)
+            pair = self._next_segments(int(controller.window) - self._in_flight)
             if pair is None:
                 limited = True
                 break
-            self._leave(pair, now)
+            self._transmit_segments(pair, now)
             burst -= pair.nbytes
-        controller.sent(now, self._in_flight, limited)
-        self._watch()
+        controller.on_sent(now, self._in_flight, limited)
+        self._arm_timer()
         if self.unsent < before:
             self._on_room()
 
-    def _take(self, room: int) -> _Pair | None:
+    def _next_segments(self, room: int) -> _SegmentPair | None:
         """What leaves next, if the window has room for it."""
         if self._lost:
             if room < self._lost[0].nbytes and self._in_flight:
                 return None
             return self._lost.popleft()
-        if room < min(self.unsent, SEGMENT):
+        if room < min(self.unsent, SEGMENT_BYTES):
             return None
-        nbytes = min(self.unsent, _PAIR if room >= _PAIR else SEGMENT)
-        pair = _Pair(self._next, nbytes)
+        nbytes = min(self.unsent, _PAIR_BYTES if room >= _PAIR_BYTES else SEGMENT_BYTES)
+        pair = _SegmentPair(self._next, nbytes)
         self.unsent -= nbytes
         self._next += nbytes
         self._awaited.append(pair)
         self._open.append(pair)
         while self._waiting and self._waiting[0].begin < self._next:
             message = self._waiting.popleft()
-            message.sent_at = self._agenda.now
+            message.sent_at = self._event_queue.now
             self._messages.append(message)
         return pair
 
-    def _leave(self, pair: _Pair, now: float) -> None:
+    def _transmit_segments(self, pair: _SegmentPair, now: float) -> None:
         pair.sent_at = self._sent_at = now
         pair.delivered, pair.delivered_at = self.delivered, self._delivered_at
         pair.first_sent_at = self._first_sent_at
-        pair.app_limited = self._app_limited_until > 0
+        pair.is_app_limited = self._app_limited_until > 0
         self._flight.append(pair)
         self._in_flight += pair.nbytes
-        if self.controller.pacing < inf:
-            self._pace(pair.nbytes, now)
-        passes = self._uplink.put(pair.nbytes, now)
+        if self.controller.pacing_rate < inf:
+            self._advance_pacing(pair.nbytes, now)
+        passes = self._uplink.enqueue_or_drop(pair.nbytes, now)
         if passes is not None:
-            self._coming += 1
+            self._num_undropped += 1
             pair.passed_at = passes
-            self._agenda.at(passes + self._latency, self._arrive, pair)
+            self._event_queue.schedule_at(passes + self._latency, self._on_arrival, pair)
 
-    def _pace(self, nbytes: int, now: float) -> None:
+    def _advance_pacing(self, nbytes: int, now: float) -> None:
         """When the next may leave: half as long after the first of a burst (Linux)."""
-        gap = nbytes / self.controller.pacing
+        gap = nbytes / self.controller.pacing_rate
         if (late := now - self._paced_at) > 0:
             gap -= min(gap / 2, late)
             self._paced_at = now
@@ -183,77 +183,77 @@ class TcpConnection:
     def _wake_at(self, at: float) -> None:
         if at < self._wakes_at:
             self._wakes_at = at
-            self._agenda.at(at, self._wake, at)
+            self._event_queue.schedule_at(at, self._wake, at)
 
     def _wake(self, at: float) -> None:
         if at == self._wakes_at:
             self._wakes_at = inf
-            self._send()
+            self._send_pending()
 
     # --- at the other end ------------------------------------------------------------------------
 
-    def _arrive(self, pair: _Pair) -> None:
-        pair.arrived = True
-        awaited, messages, now = self._awaited, self._messages, self._agenda.now
-        while awaited and awaited[0].arrived:
+    def _on_arrival(self, pair: _SegmentPair) -> None:
+        pair.has_arrived = True
+        awaited, messages, now = self._awaited, self._messages, self._event_queue.now
+        while awaited and awaited[0].has_arrived:
             awaited.popleft()
-        there = awaited[0].begin if awaited else self._next
+        there = awaited[0].offset if awaited else self._next
         while messages and messages[0].end <= there:
             message = messages.popleft()
             message.passed(message.sent_at, pair.passed_at, now)
         # Those that wait in one queue come at the same time, but for the rounding of sums.
         self._reply_at = max(self._reply_at, now + self._reply_s())
-        self._agenda.at(self._reply_at, self._acknowledged, pair)
+        self._event_queue.schedule_at(self._reply_at, self._on_acked, pair)
 
     # --- acknowledgements and losses -------------------------------------------------------------
 
-    def _acknowledged(self, pair: _Pair) -> None:
-        flight, now = self._flight, self._agenda.now
+    def _on_acked(self, pair: _SegmentPair) -> None:
+        flight, now = self._flight, self._event_queue.now
         lost = 0
         while flight[0] is not pair:
-            lost += self._lose(flight.popleft())
+            lost += self._mark_lost(flight.popleft())
         flight.popleft()
-        pair.acknowledged = True
-        while self._open and self._open[0].acknowledged:
+        pair.is_acked = True
+        while self._open and self._open[0].is_acked:
             self._open.popleft()
-        self._coming -= 1
+        self._num_undropped -= 1
         self._in_flight -= pair.nbytes
         self.delivered += pair.nbytes
         self._delivered_at = now
         round_trip = round(now - pair.sent_at, 6)  # clocks count microseconds
-        self._smoothed += (round_trip - self._smoothed) / 8
-        what = SegmentsAcked(
+        self._smoothed_round_trip += (round_trip - self._smoothed_round_trip) / 8
+        acked = SegmentsAcked(
             now,
             pair.nbytes,
             round_trip,
             self.delivered,
             pair.delivered,
-            self._rate(pair),
-            pair.app_limited,
+            self._delivery_rate(pair),
+            pair.is_app_limited,
             self._in_flight,
             lost,
         )
         if self.delivered > self._app_limited_until:
             self._app_limited_until = 0
-        oldest = self._open[0].begin if self._open else self._next
+        oldest = self._open[0].offset if self._open else self._next
         if self._recovery_end is not None and oldest >= self._recovery_end:
             self._recovery_end = None
-            self.controller.recovered(now)
+            self.controller.on_recovered(now)
         # If only the last was lost, its probe alone says so (RFC 8985, section 7.4).
-        if (lost or self._probing) and self._recovery_end is None:
+        if (lost or self._is_probing) and self._recovery_end is None:
             self._recovery_end = self._next
-            self.controller.lost(now, self._in_flight)
-        self._probing = False
-        self.controller.acknowledged(what)
-        self._send()
+            self.controller.on_loss(now, self._in_flight)
+        self._is_probing = False
+        self.controller.on_acked(acked)
+        self._send_pending()
 
-    def _lose(self, pair: _Pair) -> int:
+    def _mark_lost(self, pair: _SegmentPair) -> int:
         """It is known to be lost; how many bytes that are."""
         self._in_flight -= pair.nbytes
         self._lost.append(pair)
         return pair.nbytes
 
-    def _rate(self, pair: _Pair) -> float:
+    def _delivery_rate(self, pair: _SegmentPair) -> float:
         """The delivery rate (draft-cheng-iccrg-delivery-rate-estimation-00, section 3.3)."""
         sent = pair.sent_at - pair.first_sent_at
         acknowledged = self._delivered_at - pair.delivered_at
@@ -264,25 +264,25 @@ class TcpConnection:
             return 0.0
         return (self.delivered - pair.delivered) / took
 
-    def _watch(self) -> None:
+    def _arm_timer(self) -> None:
         """If no acknowledgement can come, try again after a while."""
-        if self._flight and not self._coming:
-            wait = self._smoothed + MIN_TIMEOUT if self._probing else 2 * self._smoothed
-            self._agenda.at(self._sent_at + wait, self._stalled, self._sent_at)
+        if self._flight and not self._num_undropped:
+            wait = self._smoothed_round_trip + MIN_TIMEOUT if self._is_probing else 2 * self._smoothed_round_trip
+            self._event_queue.schedule_at(self._sent_at + wait, self._on_stall, self._sent_at)
 
-    def _stalled(self, since: float) -> None:
-        if self._coming or not self._flight or since != self._sent_at:
+    def _on_stall(self, since: float) -> None:
+        if self._num_undropped or not self._flight or since != self._sent_at:
             return
-        now = self._agenda.now
-        if not self._probing:
-            self._probing = True
+        now = self._event_queue.now
+        if not self._is_probing:
+            self._is_probing = True
             pair = self._flight.pop()
             self._in_flight -= pair.nbytes
-            self._leave(pair, now)
-            self._watch()
+            self._transmit_segments(pair, now)
+            self._arm_timer()
             return
         while self._flight:
-            self._lose(self._flight.popleft())
+            self._mark_lost(self._flight.popleft())
         self._recovery_end = None
-        self.controller.timed_out(now)
-        self._send()
+        self.controller.on_timeout(now)
+        self._send_pending()

@@ -4,29 +4,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from molink.bench.planned import PlannedRequest
-from molink.bench.trace import PART_TOKENS, TraceRow
-from molink.scheduler.speculation.base import Foretold
+from molink.bench.trace import HASH_BLOCK_TOKENS, TraceRow
+from molink.scheduler.speculation.base import DraftProposal
 from molink.scheduler.speculation.lookup import PromptLookup
 
 #: The token that ends an answer without content; its others are 0.
-END = 1
+END_TOKEN = 1
 
 
 @dataclass(frozen=True, slots=True)
 class KnownText:
     """Tokens of a prompt and of its answer.
 
-    ``runs`` has, for each token of the answer, how many from it on a grammar forces; ``()``: it is
-    held to none. ``guesses`` has, for each, what a draft model guesses from it on, and the chances
+    ``forced_runs`` has, for each token of the answer, how many from it on a grammar forces; ``()``: it is
+    held to none. ``model_drafts`` has, for each, what a draft model guesses from it on, and the chances
     of that.
     """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
-    runs: tuple[int, ...] = ()
-    guesses: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...] = ()
+    forced_runs: tuple[int, ...] = ()
+    model_drafts: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...] = ()
 
-    def begins_with(self, tokens: Sequence[int]) -> bool:
+    def has_prefix(self, tokens: Sequence[int]) -> bool:
         """Whether these are its first ones."""
         prompt = len(self.prompt)
         known = tuple(tokens)
@@ -34,42 +34,42 @@ class KnownText:
             known[prompt:] == self.answer[: max(0, len(known) - prompt)]
         )
 
-    def guessed(self, position: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    def model_drafts_at(self, position: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """What a draft model guesses from a position on."""
         at = position - len(self.prompt)
-        return self.guesses[at] if 0 <= at < len(self.guesses) else ((), ())
+        return self.model_drafts[at] if 0 <= at < len(self.model_drafts) else ((), ())
 
-    def token(self, position: int) -> int:
+    def token_at(self, position: int) -> int:
         """The one at a position of both; what comes after them is 0."""
         at = position - len(self.prompt)
         if at < 0:
             return self.prompt[position]
         return self.answer[at] if at < len(self.answer) else 0
 
-    def forced(self, position: int) -> tuple[int, ...]:
+    def forced_at(self, position: int) -> tuple[int, ...]:
         """Those that a grammar forces from a position on."""
         at = position - len(self.prompt)
-        return self.answer[at : at + self.runs[at]] if 0 <= at < len(self.runs) else ()
+        return self.answer[at : at + self.forced_runs[at]] if 0 <= at < len(self.forced_runs) else ()
 
 
-class Foresight:
+class OracleLookup:
     """Prompt lookup that stops with the first wrong draft: as if all beyond it were cancelled."""
 
     def __init__(self, texts: Sequence[KnownText]) -> None:
         self._lookup = PromptLookup()
         self._texts = texts
 
-    def draft(self, tokens: Sequence[int], count: int) -> Foretold:
+    def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
         """As :class:`molink.scheduler.speculation.base.DraftSource` says."""
-        drafts, evidence = self._lookup.draft(tokens, count)
+        drafts, evidence = self._lookup.propose_drafts(tokens, count)
         known = tuple(tokens)
         for text in self._texts:
             whole = text.prompt + text.answer
             if whole[: len(known)] == known:
                 pairs = enumerate(zip(drafts, whole[len(known) :], strict=False), 1)
                 end = next((at for at, (draft, right) in pairs if draft != right), len(drafts))
-                return Foretold(drafts[:end], evidence)
-        return Foretold(drafts, evidence)
+                return DraftProposal(drafts[:end], evidence)
+        return DraftProposal(drafts, evidence)
 
 
 def tokens_of(planned: PlannedRequest, count: int) -> tuple[int, ...]:
@@ -78,14 +78,14 @@ def tokens_of(planned: PlannedRequest, count: int) -> tuple[int, ...]:
     A part of the prompt is its id, over and over; what comes after the parts is 0.
     """
     tokens: list[int] = []
-    for part in planned.parts:
-        tokens += [part + 1] * min(PART_TOKENS, planned.input_tokens - len(tokens))
+    for part in planned.hash_ids:
+        tokens += [part + 1] * min(HASH_BLOCK_TOKENS, planned.input_tokens - len(tokens))
     return tuple(tokens[:count]) + (0,) * (count - len(tokens))
 
 
 def token_of(last: int, position: int) -> int:
     """The token at ``position`` of an answer without content that ends at ``last``."""
-    return END if position == last else 0
+    return END_TOKEN if position == last else 0
 
 
 def rows_of(texts: Sequence[KnownText]) -> tuple[TraceRow, ...]:

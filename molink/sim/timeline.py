@@ -26,16 +26,16 @@ class Timeline:
     stages: dict[int, list[Bar]] = field(default_factory=dict)
     links: dict[int, list[Bar]] = field(default_factory=dict)
 
-    def step(self, stage: int, at: float, seconds: float, decode: int, prefill: int) -> None:
+    def add_step(self, stage: int, at: float, seconds: float, decode: int, prefill: int) -> None:
         """A stage computes."""
         kind: BarKind = "fused" if decode and prefill else "decode" if decode else "prefill"
-        self._add(self.stages, stage, Bar(at, at + seconds, kind))
+        self._add_bar(self.stages, stage, Bar(at, at + seconds, kind))
 
-    def transfer(self, stage: int, prefill: bool, begin: float, end: float) -> None:
+    def add_transfer(self, stage: int, prefill: bool, begin: float, end: float) -> None:
         """A message passes the bottleneck of the link behind a stage."""
         kind: BarKind = "prefill sent" if prefill else "decode sent"
-        self._add(self.links, stage, Bar(begin, end, kind))
+        self._add_bar(self.links, stage, Bar(begin, end, kind))
 
-    def _add(self, rows: dict[int, list[Bar]], row: int, bar: Bar) -> None:
+    def _add_bar(self, rows: dict[int, list[Bar]], row: int, bar: Bar) -> None:
         if bar.end > self.begin and bar.begin < self.end:
             rows.setdefault(row, []).append(bar)

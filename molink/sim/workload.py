@@ -22,7 +22,7 @@ MAX_REQUESTS = 1_000_000
 class Workload:
     """Requests for ``warmup + duration`` seconds, at ``rate`` requests/s on average.
 
-    Those that arrive during ``warmup`` are served but not counted. With ``rows`` of a trace, the
+    Those that arrive during ``warmup`` are served but not counted. With ``trace_rows`` of a trace, the
     ones with at most ``max_prompt`` and ``max_output`` tokens are taken in the trace's order, from
     the beginning again when it ends; without, every request has ``input_tokens`` and
     ``output_tokens``. ``seed`` is that of Poisson arrivals.
@@ -34,7 +34,7 @@ class Workload:
     rate: float
     duration: float
     warmup: float = 0.0
-    rows: tuple[TraceRow, ...] = ()
+    trace_rows: tuple[TraceRow, ...] = ()
     arrivals: Arrivals = "poisson"
     seed: int = 0
     input_tokens: int = 512
@@ -43,50 +43,50 @@ class Workload:
     max_output: int = 1024
 
     def __post_init__(self) -> None:
-        _check("--rate", self.rate, above=0)
-        _check("--duration", self.duration, above=0)
-        _check("--warmup", self.warmup, minimum=0)
+        _check_bounds("--rate", self.rate, above=0)
+        _check_bounds("--duration", self.duration, above=0)
+        _check_bounds("--warmup", self.warmup, minimum=0)
         for option, tokens in (
             ("--input-tokens", self.input_tokens),
             ("--output-tokens", self.output_tokens),
             ("--max-prompt", self.max_prompt),
             ("--max-output", self.max_output),
         ):
-            _check(option, tokens, minimum=1)
+            _check_bounds(option, tokens, minimum=1)
         if self.arrivals not in ("poisson", "trace"):
             raise UsageError(f"--arrivals is poisson or trace, not {self.arrivals}")
         if self.rate * (self.warmup + self.duration) > MAX_REQUESTS:
             raise UsageError(f"that is over {MAX_REQUESTS} requests: lower --rate or --duration")
 
     @property
-    def shares(self) -> bool:
+    def has_shared_prefixes(self) -> bool:
         """Whether it is known which prompts begin alike."""
-        return any(row.parts for row in self.rows)
+        return any(row.hash_ids for row in self.trace_rows)
 
-    def plan(self) -> list[PlannedRequest]:
+    def plan_requests(self) -> list[PlannedRequest]:
         """The requests in order of arrival; ``at`` counts from the start of the warm-up.
 
         Raises:
             UsageError: the trace has no request of such a size, or none that arrives in time.
         """
-        sizes = self._sizes()
+        sizes = self._select_sizes()
         end = self.warmup + self.duration
         planned = []
-        for index, (at, size) in enumerate(zip(self._times(sizes), _again(sizes), strict=False)):
+        for index, (at, size) in enumerate(zip(self._arrival_times(sizes), _repeat_sizes(sizes), strict=False)):
             if at >= end:
                 break
-            request = PlannedRequest(index, at, size.input_tokens, size.output_tokens, size.parts)
+            request = PlannedRequest(index, at, size.input_tokens, size.output_tokens, size.hash_ids)
             planned.append(request)
-        if not any(request.at >= self.warmup for request in planned):
+        if not any(request.arrival_s >= self.warmup for request in planned):
             raise UsageError(f"no request arrives in {self.duration:g} s: raise --duration")
         return planned
 
-    def _sizes(self) -> Sequence[TraceRow]:
-        if not self.rows:
+    def _select_sizes(self) -> Sequence[TraceRow]:
+        if not self.trace_rows:
             return [TraceRow(0.0, self.input_tokens, self.output_tokens)]
         fitting = [
             row
-            for row in self.rows
+            for row in self.trace_rows
             if row.input_tokens <= self.max_prompt and row.output_tokens <= self.max_output
         ]
         if not fitting:
@@ -94,20 +94,20 @@ class Workload:
             raise UsageError(f"no request of the trace has at most {bounds}")
         return fitting
 
-    def _times(self, sizes: Sequence[TraceRow]) -> Iterator[float]:
-        if self.arrivals == "trace" and self.rows:
-            return self._stretched(sizes)
-        return self._poisson()
+    def _arrival_times(self, sizes: Sequence[TraceRow]) -> Iterator[float]:
+        if self.arrivals == "trace" and self.trace_rows:
+            return self._stretched_times(sizes)
+        return self._poisson_times()
 
-    def _poisson(self) -> Iterator[float]:
+    def _poisson_times(self) -> Iterator[float]:
         source = random.Random(self.seed)
         at = 0.0
         while True:
             at += source.expovariate(self.rate)
             yield at
 
-    def _stretched(self, sizes: Sequence[TraceRow]) -> Iterator[float]:
-        first, span = sizes[0].at, sizes[-1].at - sizes[0].at
+    def _stretched_times(self, sizes: Sequence[TraceRow]) -> Iterator[float]:
+        first, span = sizes[0].arrival_s, sizes[-1].arrival_s - sizes[0].arrival_s
         if span <= 0:
             raise UsageError("the trace's requests all arrive at once: use --arrivals poisson")
         # With the gap that follows the last one, n requests take n / rate seconds.
@@ -115,15 +115,15 @@ class Workload:
         scale = turn * (1 - 1 / len(sizes)) / span
         for number in count():
             for row in sizes:
-                yield number * turn + (row.at - first) * scale
+                yield number * turn + (row.arrival_s - first) * scale
 
 
-def _again(sizes: Sequence[TraceRow]) -> Iterator[TraceRow]:
+def _repeat_sizes(sizes: Sequence[TraceRow]) -> Iterator[TraceRow]:
     while True:
         yield from sizes
 
 
-def _check(option: str, value: float, *, above: float = -math.inf, minimum: float = 0) -> None:
+def _check_bounds(option: str, value: float, *, above: float = -math.inf, minimum: float = 0) -> None:
     if not (math.isfinite(value) and value > above and value >= minimum):
         bound = f"above {above:g}" if above > -math.inf else f"at least {minimum:g}"
         raise UsageError(f"{option} has to be a number {bound}, not {value:g}")

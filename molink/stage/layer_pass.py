@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molink.stage.attention.base import Attention
+from molink.stage.attention.base import AttentionBackend
 from molink.stage.batch import SequenceRows
 from molink.stage.decoder.block import ForwardContext
 from molink.stage.decoder.decoder import Decoder
@@ -17,7 +17,7 @@ from molink.stage.to_device import upload_integers
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedRows:
+class LocatedRows:
     """Rows ``[T, hidden]`` of ``sequences`` on the device; their positions and slots on the host.
 
     See :meth:`~molink.stage.pool.KVPool.locate`.
@@ -35,17 +35,17 @@ class LayerPass:
 
     decoder: Decoder
     pool: KVPool
-    attention: Attention
+    attention: AttentionBackend
     ropes: tuple[Rope, ...]
     dtype: torch.dtype
 
-    def run(self, step: PlacedRows) -> Tensor:
+    def run_step(self, step: LocatedRows) -> Tensor:
         """Rows ``[T, hidden]`` after all layers."""
         count, device = len(step.rows), step.rows.device
         both = upload_integers(step.positions + step.slots, device)
-        angles = tuple(rope.angles(both[:count], step.sequences) for rope in self.ropes)
+        angles = tuple(rope.compute_angles(both[:count], step.sequences) for rope in self.ropes)
         size = self.pool.block_size
-        attention = self.attention.prepare(step.sequences, size, self.dtype, device)
-        return self.decoder.run(
+        attention = self.attention.prepare_layers(step.sequences, size, self.dtype, device)
+        return self.decoder.run_layers(
             step.rows, ForwardContext(self.pool, both[count:], angles, attention)
         )

@@ -3,7 +3,7 @@
 import torch
 
 #: How other errors than torch's own begin or say that memory has run out.
-_WORDS = (
+_OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",  # the CPU allocator
     "not enough memory",  # the same on Windows
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -30,9 +30,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory, of a device or of the PC, has run out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _OUT_OF_MEMORY_TEXTS)
 
 
-def release_cached() -> None:
+def empty_device_cache() -> None:
     """Give back what torch keeps for later: in pieces it may be of no use to the next step."""
     torch.cuda.empty_cache()  # which does nothing where no GPU is in use

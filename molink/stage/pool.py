@@ -39,7 +39,7 @@ class KVPool:
 
     A *slot* is a position in the pool: ``block * block_size + offset``. A request's block table
     maps its positions to slots, and every layer uses the same one. Behind the ``blocks`` there may
-    be a ``spare`` one that no request ever has: it holds zeros, or what padding rows leave there.
+    be a ``padding_block`` one that no request ever has: it holds zeros, or what padding rows leave there.
 
     In memory a position has all its heads side by side, as kernels want them that read pages in
     place. On a CPU each head has a region of its own, but in fp16, in which nothing reads pages in
@@ -55,7 +55,7 @@ class KVPool:
         "blocks",
         "head_dim",
         "kv_heads",
-        "spare",
+        "padding_block",
     )
 
     def __init__(
@@ -69,12 +69,12 @@ class KVPool:
         spare: bool = False,
     ) -> None:
         self.blocks, self.block_size = blocks, block_size
-        self.spare = blocks if spare else None
+        self.padding_block = blocks if spare else None
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
         self._heads_first = device.type == "cpu" and dtype != torch.float16
         heads, count, row = self.kv_heads, blocks + spare, block_size * self.head_dim
         # Not zeroed: a CPU then has memory only for blocks that were in use (see `clear`).
-        memory = _memory(2 * layers * count * heads * row, dtype, device)
+        memory = _allocate_memory(2 * layers * count * heads * row, dtype, device)
         if self._heads_first:
             split = memory.view(layers, 2, heads, count, block_size, self.head_dim)
             self._storage = split.permute(0, 1, 3, 4, 2, 5)
@@ -85,13 +85,13 @@ class KVPool:
         #: Of each layer ``[2, slots, kv_heads, head_dim]``, a view like all of these.
         self._slots = self._storage.view(layers, 2, -1, heads, self.head_dim).unbind(0)
         if spare:
-            self.clear((blocks,))
+            self.zero_blocks((blocks,))
 
-    def write(self, layer: int, slots: Tensor, rows: Tensor) -> None:
+    def write_rows(self, layer: int, slots: Tensor, rows: Tensor) -> None:
         """Store rows ``[T, 2, kv_heads, head_dim]`` (keys, values) at ``slots`` (int64 ``[T]``)."""
         self._slots[layer].index_copy_(1, slots, rows.transpose(0, 1))
 
-    def read(
+    def read_blocks(
         self, layer: int, blocks: Tensor | slice, sequences: int, scratch: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of whole blocks, the same number for each of ``sequences``.
@@ -114,7 +114,7 @@ class KVPool:
             shaped = rows.view(2, sequences, -1, self.kv_heads, self.head_dim).transpose(2, 3)
         return shaped[0], shaped[1]
 
-    def copy(self, source: int, target: int, positions: int) -> None:
+    def copy_block(self, source: int, target: int, positions: int) -> None:
         """Make ``target`` begin as ``source`` does, in all layers; beyond ``positions`` it is zero.
 
         What follows in ``source`` is another request's, and perhaps being written.
@@ -122,16 +122,16 @@ class KVPool:
         self._storage[:, :, target, :positions] = self._storage[:, :, source, :positions]
         self._storage[:, :, target, positions:] = 0
 
-    def block(self, block: int) -> Tensor:
+    def block_view(self, block: int) -> Tensor:
         """Keys and values of a block, ``[layers, 2, block_size, kv_heads, head_dim]``, a view."""
         return self._storage[:, :, block]
 
-    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+    def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """All keys and all values, ``[blocks, block_size, kv_heads, head_dim]`` each."""
         keys, values = self._storage[layer]
         return keys, values
 
-    def clear(self, block_ids: Sequence[int]) -> None:
+    def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero blocks in all layers.
 
         Attention reads whole blocks and masks what lies beyond a sequence's end; a weight of 0
@@ -140,7 +140,7 @@ class KVPool:
         for block in block_ids:
             self._storage[:, :, block].zero_()
 
-    def locate(
+    def locate_rows(
         self, sequences: Sequence[SequenceRows]
     ) -> "tuple[array[int], array[int], list[int]]":
         """Position and slot of each row, and the blocks that are begun here but not filled.
@@ -168,7 +168,7 @@ class KVPool:
         return positions, slots, fresh
 
 
-def _memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _allocate_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """``size`` elements of a pool, of a CPU in small pages whatever torch asks for otherwise.
 
     Each head of each layer has a region of its own, so the first row that lies in new pages of 2 MB

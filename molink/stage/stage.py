@@ -14,7 +14,7 @@ from molink.facts.dtypes import DTypeChoice, WeightDType
 from molink.facts.footprint import GRAPH_BYTES, GRAPH_POOL_BYTES
 from molink.facts.model import LayerRange, Quantize
 from molink.stage.attention.base import (
-    Attention,
+    AttentionBackend,
     AttentionShape,
     BackendName,
 )
@@ -24,17 +24,17 @@ from molink.stage.decoder.decoder import Decoder, HeldWeights, load_decoder
 from molink.stage.decoder.operators import create_operators
 from molink.stage.decoder.rotary import Rope
 from molink.stage.graphs.buckets import GraphPlan
-from molink.stage.graphs.capture import CudaCaptures
+from molink.stage.graphs.capture import CudaGraphCapturer
 from molink.stage.graphs.decode_graphs import DecodeGraphs
-from molink.stage.host_pool import HostPool
-from molink.stage.layer_pass import LayerPass, PlacedRows
+from molink.stage.host_pool import HostKVPool
+from molink.stage.layer_pass import LayerPass, LocatedRows
 from molink.stage.loading.weights import WeightReader
 from molink.stage.pool import KVPool, block_bytes
-from molink.stage.to_device import upload
+from molink.stage.to_device import upload_tensor
 from molink.stage.torch_dtypes import (
     TORCH_DTYPES,
     choose_dtype,
-    choose_travel,
+    choose_wire_dtype,
     residual_dtype,
 )
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 class Stage:
     """Computes the rows of micro-batches. Not thread-safe: one caller at a time.
 
-    ``dtype`` is what it computes in, ``travel_dtype`` what rows should travel in, ``avoid`` the
+    ``dtype`` is what it computes in, ``wire_dtype`` what rows should travel in, ``disabled_kernels`` the
     kernels that it doesn't use.
     """
 
@@ -55,34 +55,34 @@ class Stage:
         decoder: Decoder,
         device: torch.device,
         dtype: WeightDType,
-        travel_dtype: WeightDType,
+        wire_dtype: WeightDType,
         backend: BackendName = "auto",
-        avoid: Collection[str] = (),
+        disabled_kernels: Collection[str] = (),
     ) -> None:
-        """Kernels to ``avoid`` are named as in :mod:`molink.facts.kernels`."""
+        """Kernels to ``disabled_kernels`` are named as in :mod:`molink.facts.kernels`."""
         self.config, self.layers, self.device = config, layers, device
-        self.dtype, self.travel_dtype = dtype, travel_dtype
+        self.dtype, self.wire_dtype = dtype, wire_dtype
         self._decoder = decoder
         self._dtype = TORCH_DTYPES[dtype]
-        self._travel = TORCH_DTYPES[travel_dtype]
-        self._residual = residual_dtype(self._dtype)
-        self._backend: BackendName = backend
-        self.avoid = avoid
+        self._wire_dtype = TORCH_DTYPES[wire_dtype]
+        self._residual_dtype = residual_dtype(self._dtype)
+        self._backend_name: BackendName = backend
+        self.disabled_kernels = disabled_kernels
         #: By block size: not every backend takes every one.
-        self._attentions: dict[int, Attention] = {}
+        self._attentions: dict[int, AttentionBackend] = {}
         with torch.inference_mode():
             self._ropes = tuple(
-                Rope(rope, config.head_dim, self._dtype, device, config.interleaved)
-                for rope in config.ropes
+                Rope(rope, config.head_dim, self._dtype, device, config.interleaved_rope)
+                for rope in config.rope_configs
             )
         self._pool: KVPool | None = None
-        self._pass: LayerPass | None = None
+        self._layer_pass: LayerPass | None = None
         self._graphs: DecodeGraphs | None = None
-        self._host: HostPool | None = None
+        self._host_pool: HostKVPool | None = None
 
     @classmethod
     @torch.inference_mode()
-    def load(
+    def load_layers(
         cls,
         folder: ModelFolder,
         layers: tuple[int, int],
@@ -90,13 +90,13 @@ class Stage:
         dtype: DTypeChoice = "auto",
         quantize: Quantize = "none",
         held: HeldWeights | None = None,
-        avoid: Collection[str] = (),
+        disabled_kernels: Collection[str] = (),
         on_layer: Callable[[int], None] = lambda _: None,
     ) -> "Stage":
         """Load layers ``first:last`` of a checked folder onto ``cpu`` or ``cuda:N``.
 
         Their projections are quantized as they are read, or stay as a quantized checkpoint has
-        them. What is ``held`` was loaded so already. Kernels to ``avoid`` are named as in
+        them. What is ``held`` was loaded so already. Kernels to ``disabled_kernels`` are named as in
         :mod:`molink.facts.kernels`. ``on_layer`` is told how many layers there are by then.
 
         Raises:
@@ -106,13 +106,13 @@ class Stage:
         """
         place, config = find_device(device), folder.config
         computed = choose_dtype(dtype, config.dtype, place)
-        operators = create_operators(config, TORCH_DTYPES[computed], place, avoid)
-        with WeightReader(folder, TORCH_DTYPES[computed], place, quantize, avoid) as reader:
+        operators = create_operators(config, TORCH_DTYPES[computed], place, disabled_kernels)
+        with WeightReader(folder, TORCH_DTYPES[computed], place, quantize, disabled_kernels) as reader:
             decoder = load_decoder(
                 reader, config, operators, layers, held or HeldWeights(), on_layer
             )
-        travel = choose_travel(dtype, config.dtype)
-        return cls(config, layers, decoder, place, computed, travel, avoid=avoid)
+        travel = choose_wire_dtype(dtype, config.dtype)
+        return cls(config, layers, decoder, place, computed, travel, disabled_kernels=disabled_kernels)
 
     @property
     def is_first(self) -> bool:
@@ -153,51 +153,51 @@ class Stage:
         """Bytes of one KV block over this stage's layers."""
         return block_bytes(self.config, len(self._decoder.blocks), block_size, self._dtype)
 
-    def allocate(self, blocks: int, block_size: int) -> None:
+    def allocate_kv_pool(self, blocks: int, block_size: int) -> None:
         """Make a fresh pool; an earlier one is dropped first."""
-        self.free()
-        self._pool = self._make_pool(blocks, block_size)
+        self.free_kv_pool()
+        self._pool = self._create_pool(blocks, block_size)
         # Both try things out, for which there is time now.
-        attention = self._attention(block_size)
-        self._pass = LayerPass(self._decoder, self._pool, attention, self._ropes, self._dtype)
-        self._graphs = self._make_graphs(self._pass)
+        attention = self._attention_backend(block_size)
+        self._layer_pass = LayerPass(self._decoder, self._pool, attention, self._ropes, self._dtype)
+        self._graphs = self._create_graphs(self._layer_pass)
 
     @torch.inference_mode()
     def forward(self, batch: StageInput) -> Tensor:
         """Compute a micro-batch; its keys and values stay in the pool.
 
         Returns:
-            Rows ``[T, hidden_size]`` in ``travel_dtype``, or at the last stage float32 logits
+            Rows ``[T, hidden_size]`` in ``wire_dtype``, or at the last stage float32 logits
             ``[len(logit_rows), vocab_size]``. It is an inference tensor: change it in place only
             under ``torch.inference_mode()``.
 
         Raises:
             InvariantError: the batch doesn't fit its rows, blocks or the pool.
         """
-        if self._pass is None:
+        if self._layer_pass is None:
             raise InvariantError("a stage was asked to compute before it had a KV pool")
-        self._take_device()
-        if self._host is not None:
-            self._host.wait(sequence.blocks for sequence in batch.sequences)
-        return self._run(batch, self._pass)
+        self._set_device()
+        if self._host_pool is not None:
+            self._host_pool.wait_for_copies(sequence.blocks for sequence in batch.sequences)
+        return self._run_batch(batch, self._layer_pass)
 
     @torch.inference_mode()
-    def capture_wanted(self) -> bool:
+    def capture_next_graph(self) -> bool:
         """Make one CUDA graph that steps to come would use; whether one was tried.
 
         For a time at which nobody waits: it takes some hundredths of a second.
         """
         if self._graphs is None:
             return False
-        self._take_device()
-        return self._graphs.make_wanted()
+        self._set_device()
+        return self._graphs.capture_next()
 
     @torch.inference_mode()
-    def capture(self, rows: int, positions: int) -> None:
+    def capture_graph(self, rows: int, positions: int) -> None:
         """Make the CUDA graph of decode steps of ``rows`` rows, up to so many positions."""
         if self._graphs is not None:
-            self._take_device()
-            self._graphs.make(rows, positions)
+            self._set_device()
+            self._graphs.capture_shape(rows, positions)
 
     @torch.inference_mode()
     def copy_block(self, source: int, table: Sequence[int], start: int) -> None:
@@ -205,12 +205,12 @@ class Stage:
         if self._pool is None:
             raise InvariantError("a stage was asked to copy before it had a KV pool")
         size = self._pool.block_size
-        if self._host is not None:
-            self._host.wait((table,))
-        self._pool.copy(source, table[start // size], start % size)
+        if self._host_pool is not None:
+            self._host_pool.wait_for_copies((table,))
+        self._pool.copy_block(source, table[start // size], start % size)
 
     @torch.inference_mode()
-    def open_host(self, nbytes: int, stages_here: int = 1) -> tuple[int, float]:
+    def open_host_pool(self, nbytes: int, stages_per_host: int = 1) -> tuple[int, float]:
         """Take up to ``nbytes`` of host memory for KV blocks; once there is a pool.
 
         No more than half of what is free now, which so many stages of this PC share.
@@ -221,92 +221,92 @@ class Stage:
         """
         if self._pool is None:
             raise InvariantError("a stage was asked for host memory before it had a KV pool")
-        free = psutil.virtual_memory().available // (2 * stages_here)
+        free = psutil.virtual_memory().available // (2 * stages_per_host)
         blocks = min(nbytes, free) // self.block_bytes(self._pool.block_size)
         if blocks < 1:
             return 0, 0.0
-        self._take_device()
+        self._set_device()
         try:
-            self._host = HostPool(self._pool, blocks, self.device)
-            return blocks, self._host.block_s()
+            self._host_pool = HostKVPool(self._pool, blocks, self.device)
+            return blocks, self._host_pool.measure_block_s()
         except RuntimeError as error:  # WSL has a bound for what is pinned, say
             log.warning("no host memory for %d KV blocks (%s): none is used", blocks, error)
-            self._host = None
+            self._host_pool = None
             return 0, 0.0
 
     @torch.inference_mode()
-    def swap(self, *, out: bool, blocks: Sequence[int], hosts: Sequence[int]) -> None:
+    def swap_blocks(self, *, out: bool, blocks: Sequence[int], hosts: Sequence[int]) -> None:
         """Copy KV blocks ``out`` to host memory, or in from there.
 
         Raises:
             InvariantError: there is no such host memory, or it doesn't hold them.
         """
-        if self._host is None:
+        if self._host_pool is None:
             raise InvariantError("a stage without host memory was asked to swap")
-        self._take_device()
+        self._set_device()
         if out:
-            self._host.copy_out(blocks, hosts)
+            self._host_pool.copy_out(blocks, hosts)
         else:
-            self._host.copy_in(blocks, hosts)
+            self._host_pool.copy_in(blocks, hosts)
 
-    def free(self) -> None:
+    def free_kv_pool(self) -> None:
         """Give back the memory of the pool."""
-        self._pool = self._pass = self._graphs = self._host = None
+        self._pool = self._layer_pass = self._graphs = self._host_pool = None
 
-    def hand_over(self, wanted: LayerRange) -> HeldWeights:
+    def release_weights(self, wanted: LayerRange) -> HeldWeights:
         """What another stage, of layers ``wanted``, can take over; all else is given back.
 
         This stage is of no use afterwards.
         """
-        self.free()
-        held = HeldWeights.of(self._decoder, self.layers, wanted)
+        self.free_kv_pool()
+        held = HeldWeights.from_decoder(self._decoder, self.layers, wanted)
         self._decoder = Decoder(self.config, None, (), None, None)
         self._attentions.clear()
         return held
 
     @torch.inference_mode()
-    def _make_pool(self, blocks: int, block_size: int) -> KVPool:
+    def _create_pool(self, blocks: int, block_size: int) -> KVPool:
         layers = len(self._decoder.blocks)
         spare = self._may_have_graphs
         return KVPool(self.config, layers, blocks, block_size, self._dtype, self.device, spare)
 
     @property
     def _may_have_graphs(self) -> bool:
-        allowed = self._decoder.capturable and "graphs" not in self.avoid
+        allowed = self._decoder.capturable and "graphs" not in self.disabled_kernels
         return self.device.type == "cuda" and allowed
 
-    def _take_device(self) -> None:
+    def _set_device(self) -> None:
         if self.device.type == "cuda":
             # Of this thread: what names no device (pinned memory, say) else goes by the first GPU.
             torch.cuda.set_device(self.device)
 
     @torch.inference_mode()
-    def _make_graphs(self, layers: LayerPass) -> DecodeGraphs | None:
+    def _create_graphs(self, layers: LayerPass) -> DecodeGraphs | None:
         """Graphs for decode steps on a pool, if they are faster here."""
         pool = layers.pool
-        if pool.spare is None:
+        if pool.padding_block is None:
             return None
         budget = GRAPH_POOL_BYTES + GRAPH_BYTES * len(self._decoder.blocks)
         plan = GraphPlan(pool.block_size, budget)
-        graphs = DecodeGraphs(layers, self.device, plan, CudaCaptures(self.device))
-        return graphs if graphs.try_one() else None
+        graphs = DecodeGraphs(layers, self.device, plan, CudaGraphCapturer(self.device))
+        return graphs if graphs.check_speedup() else None
 
-    def _attention(self, block_size: int) -> Attention:
+    def _attention_backend(self, block_size: int) -> AttentionBackend:
         """The backend for a pool of such blocks."""
         if block_size not in self._attentions:
-            shape = AttentionShape.of(self.config, self.layers)
+            shape = AttentionShape.from_config(self.config, self.layers)
             self._attentions[block_size] = create_attention(
-                self._backend, shape, block_size, self._dtype, self.device, self.avoid
+                self._backend_name, shape, block_size, self._dtype, self.device, self.disabled_kernels
             )
         return self._attentions[block_size]
 
-    def _run(self, batch: StageInput, layers: LayerPass) -> Tensor:
-        rows = self._through(self._enter(batch), batch.sequences, layers)
+    def _run_batch(self, batch: StageInput, layers: LayerPass) -> Tensor:
+        rows = self._run_layers(self._embed_batch(batch), batch.sequences, layers)
         if self.is_last:
-            return self._decoder.logits(rows, batch.logit_rows)
-        return rows.to(self._travel)
+            return self._decoder.compute_logits(rows, batch.logit_rows)
+        return rows.to(self._wire_dtype)
 
-    def _enter(self, batch: StageInput) -> Tensor:
+    def _embed_batch(self, batch: StageInput) -> Tensor:
         if self.is_first:
             if batch.tokens is None:
                 raise InvariantError("the first stage was given no tokens")
@@ -314,23 +314,23 @@ class Stage:
             minimum, greatest = batch.tokens.aminmax()
             if minimum < 0 or greatest >= self.config.vocab_size:
                 raise InvariantError(f"a token id is not in 0:{self.config.vocab_size}")
-            rows = self._decoder.embed(upload(batch.tokens, self.device))
-            return rows.to(self._residual)
+            rows = self._decoder.embed_tokens(upload_tensor(batch.tokens, self.device))
+            return rows.to(self._residual_dtype)
         if batch.hidden is None:
             raise InvariantError(f"stage {self.layers} was given no hidden rows")
-        return upload(batch.hidden, self.device).to(self._residual)
+        return upload_tensor(batch.hidden, self.device).to(self._residual_dtype)
 
-    def _through(
+    def _run_layers(
         self, rows: Tensor, sequences: Sequence[SequenceRows], layers: LayerPass
     ) -> Tensor:
         """Rows ``[T, hidden]`` through all layers, as one CUDA graph where that is faster."""
-        positions, slots, fresh = layers.pool.locate(sequences)
+        positions, slots, fresh = layers.pool.locate_rows(sequences)
         if len(positions) != len(rows):
             raise InvariantError(f"a batch has {len(rows)} rows, its sequences {len(positions)}")
-        layers.pool.clear(fresh)
-        step = PlacedRows(rows, positions, slots, sequences)
-        done = None if self._graphs is None else self._graphs.run(step)
-        return layers.run(step) if done is None else done
+        layers.pool.zero_blocks(fresh)
+        step = LocatedRows(rows, positions, slots, sequences)
+        done = None if self._graphs is None else self._graphs.replay_step(step)
+        return layers.run_step(step) if done is None else done
 
 
 def find_device(name: str) -> torch.device:

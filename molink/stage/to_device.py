@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _TRIED, _TOGETHER = (1, 7, 4096, 1 << 18), 16
 
 
-def upload(tensor: Tensor, device: torch.device) -> Tensor:
+def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``; the same one if it is there."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -31,23 +31,23 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def take_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+def gather_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     """Rows of a tensor, in ascending order; copied only if they have gaps."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return tensor[rows[0] : rows[-1] + 1]
     return tensor.index_select(0, upload_integers(rows, tensor.device))
 
 
-def download(parts: Sequence[Tensor]) -> list[bytearray]:
+def download_rows(parts: Sequence[Tensor]) -> list[bytearray]:
     """The bytes of rows ``[n, hidden]``, in memory of their own; waits once, for all of them.
 
     A row that doesn't come begins with NaN, so that its request fails: pinned memory still has the
     rows of an earlier step, those of another request.
     """
-    return [_bytes(part) for part in fetch(parts)]
+    return [_copy_bytes(part) for part in download_tensors(parts)]
 
 
-def fetch(parts: Sequence[Tensor]) -> list[Tensor]:
+def download_tensors(parts: Sequence[Tensor]) -> list[Tensor]:
     """Tensors ``[n, m]`` in memory of the host; waits once, for all of them.
 
     A row that doesn't come begins with NaN, or with -1 if it has whole numbers.
@@ -56,10 +56,10 @@ def fetch(parts: Sequence[Tensor]) -> list[Tensor]:
         return list(parts)
     if not all(has_pinned(part.device) for part in parts):
         return [part.cpu() for part in parts]
-    return _staged(parts)
+    return _copy_pinned(parts)
 
 
-def _staged(parts: Sequence[Tensor]) -> list[Tensor]:
+def _copy_pinned(parts: Sequence[Tensor]) -> list[Tensor]:
     """The same rows in pinned memory."""
     staged = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
     for pinned, part in zip(staged, parts, strict=True):
@@ -70,14 +70,14 @@ def _staged(parts: Sequence[Tensor]) -> list[Tensor]:
     return staged
 
 
-def _bytes(tensor: Tensor) -> bytearray:
+def _copy_bytes(tensor: Tensor) -> bytearray:
     data = bytearray(tensor.nbytes)
     if data:
         torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
     return data
 
 
-def refill(target: Tensor, values: Tensor) -> None:
+def upload_into(target: Tensor, values: Tensor) -> None:
     """Copy ``values`` (on the host) into ``target`` (on a device, of the same shape)."""
     if target.device.type == "cpu" or not has_pinned(target.device):
         target.copy_(values)
@@ -90,7 +90,7 @@ def upload_integers(numbers: "Sequence[int] | array[int]", device: torch.device)
     packed = numbers if isinstance(numbers, array) else array("q", numbers)
     if not packed:
         return torch.empty(0, dtype=torch.int64, device=device)
-    return upload(torch.frombuffer(packed, dtype=torch.int64), device)
+    return upload_tensor(torch.frombuffer(packed, dtype=torch.int64), device)
 
 
 @cache
@@ -120,7 +120,7 @@ def pinned_error(device: torch.device) -> float:
             target.copy_(one.pin_memory(), non_blocking=True)
             copies.append(target.clone())
         rows = [one.view(1, -1).double() for one in (*there, *copies)]
-        for found, expected in zip(_staged(rows), (*sent, *sent), strict=True):
+        for found, expected in zip(_copy_pinned(rows), (*sent, *sent), strict=True):
             difference = float((found - expected).abs().max())
             worst = max(worst, difference if difference == difference else float("inf"))
     return worst

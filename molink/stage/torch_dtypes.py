@@ -24,8 +24,8 @@ def choose_dtype(wanted: DTypeChoice, stored: WeightDType, device: torch.device)
     if wanted != "auto":
         return wanted
     if device.type != "cpu":
-        return "f16" if stored == "bf16" and not has_bf16(device) else stored
-    return "bf16" if stored != "f32" and has_bf16(device) else "f32"
+        return "f16" if stored == "bf16" and not supports_bf16(device) else stored
+    return "bf16" if stored != "f32" and supports_bf16(device) else "f32"
 
 
 def residual_dtype(computed: torch.dtype) -> torch.dtype:
@@ -33,19 +33,19 @@ def residual_dtype(computed: torch.dtype) -> torch.dtype:
     return torch.float32 if computed == torch.float16 else computed
 
 
-def choose_travel(wanted: DTypeChoice, stored: WeightDType) -> WeightDType:
+def choose_wire_dtype(wanted: DTypeChoice, stored: WeightDType) -> WeightDType:
     """What rows travel in: the same at every stage of a pipeline, whatever each computes in."""
     return stored if wanted == "auto" else wanted
 
 
-def has_bf16(device: torch.device) -> bool:
+def supports_bf16(device: torch.device) -> bool:
     """Whether a device multiplies bf16 natively."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
-    return cpu_has_bf16()
+    return cpu_supports_bf16()
 
 
-def cpu_has_bf16() -> bool:
+def cpu_supports_bf16() -> bool:
     """Whether this CPU multiplies bf16 natively (AVX512-BF16 or AMX)."""
     # Absent from older versions of torch: then nothing is known, and fp32 always works.
     known: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)

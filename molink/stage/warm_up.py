@@ -28,7 +28,7 @@ def warm_up(
     inner = [layer for layer in range(*layers) if 0 < layer < folder.config.layers - 1]
     if not inner:
         return
-    stage = Stage.load(folder, (inner[0], inner[0] + 1), "cpu", dtype, quantize)
+    stage = Stage.load_layers(folder, (inner[0], inner[0] + 1), "cpu", dtype, quantize)
     with StagePasses(stage, stage.block_bytes(block_size), block_size) as passes:
-        passes.prefill(min(_PROMPT_ROWS, folder.config.context), 0)
-        passes.decode(1, 1)
+        passes.run_prefill(min(_PROMPT_ROWS, folder.config.max_model_len), 0)
+        passes.run_decode(1, 1)

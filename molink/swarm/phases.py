@@ -11,28 +11,28 @@ from typing import Literal
 Phase = Literal["decided", "loaded", "formed"]
 
 
-class Phases:
+class PhaseTimes:
     """The last change, from its being noticed until the ring stands."""
 
     def __init__(self) -> None:
         self._reason = ""
-        self._noticed: float | None = None
-        self._reached: dict[Phase, float] = {}
+        self._noticed_at: float | None = None
+        self._reached_at: dict[Phase, float] = {}
 
-    def begin(self, reason: str, now: float) -> None:
+    def begin_change(self, reason: str, now: float) -> None:
         """Something is noticed. A change that has not come to its end begins anew, but goes on."""
-        if self._noticed is None or "formed" in self._reached:
-            self._reason, self._noticed = reason, now
-        self._reached = {}
+        if self._noticed_at is None or "formed" in self._reached_at:
+            self._reason, self._noticed_at = reason, now
+        self._reached_at = {}
 
-    def reach(self, phase: Phase, now: float) -> None:
+    def record_phase(self, phase: Phase, now: float) -> None:
         """A phase has ended."""
-        self._reached.setdefault(phase, now)
+        self._reached_at.setdefault(phase, now)
 
-    def shown(self) -> dict[str, str | float]:
+    def to_status(self) -> dict[str, str | float]:
         """What ``molink status --json`` shows: seconds since it was noticed."""
-        if self._noticed is None:
+        if self._noticed_at is None:
             return {}
-        began = self._noticed
-        seconds = {phase: round(at - began, 3) for phase, at in self._reached.items()}
+        began = self._noticed_at
+        seconds = {phase: round(at - began, 3) for phase, at in self._reached_at.items()}
         return {"reason": self._reason} | seconds

@@ -7,7 +7,7 @@ silence, or itself by how long it has waited, counts only the time in which it c
 
 #: A longer step between two looks at the clock, in seconds, is a standstill; so there is to be a
 #: look several times a second.
-STANDSTILL = 1.0
+MAX_STEP = 1.0
 
 
 class RunningTime:
@@ -16,12 +16,12 @@ class RunningTime:
     def __init__(self, now: float) -> None:
         self._last = now
         #: Seconds that didn't count so far.
-        self.lost = 0.0
+        self.skipped_s = 0.0
 
-    def at(self, now: float) -> float:
+    def counted_time(self, now: float) -> float:
         """What counts of ``now``. It never goes back, and stays as it was over a standstill."""
         step = now - self._last
-        if step > STANDSTILL:
-            self.lost += step
+        if step > MAX_STEP:
+            self.skipped_s += step
         self._last = now
-        return now - self.lost
+        return now - self.skipped_s

@@ -7,15 +7,15 @@ are 1, 2, 3 …; 21 bits are left for rounds in a number that JSON can carry.
 
 import zlib
 
-_SHARE = 16
-_OWN = (1 << _SHARE) - 1
+_ROUND_SHIFT = 16
+_LEADER_MASK = (1 << _ROUND_SHIFT) - 1
 #: Rounds end here: a message can't carry an epoch of a later one.
 MAX_ROUND = (1 << 21) - 1
 
 
 def next_term(above: int, leader: str) -> int:
     """The term of ``leader`` in the round after that of ``above``."""
-    return (round_of(above) + 1) << _SHARE | zlib.crc32(leader.encode()) & _OWN
+    return (round_of(above) + 1) << _ROUND_SHIFT | zlib.crc32(leader.encode()) & _LEADER_MASK
 
 
 def first_term(asked: int, held: int, leader: str) -> int:
@@ -26,26 +26,26 @@ def first_term(asked: int, held: int, leader: str) -> int:
     """
     if held <= asked:
         return asked
-    own = not leader or held & _OWN == zlib.crc32(leader.encode()) & _OWN
+    own = not leader or held & _LEADER_MASK == zlib.crc32(leader.encode()) & _LEADER_MASK
     return held if own else next_term(held, leader)
 
 
 def round_of(term: int) -> int:
     """How many changes of the leader a term is away from the swarm's beginning."""
-    return term >> _SHARE
+    return term >> _ROUND_SHIFT
 
 
 def term_of(epoch: int) -> int:
     """The term in which an epoch was made."""
-    return epoch >> _SHARE
+    return epoch >> _ROUND_SHIFT
 
 
 def epoch_text(epoch: int) -> str:
     """An epoch for a person: ``3``; ``2.3`` for the third after the second change of leader."""
-    changes, number = round_of(term_of(epoch)), epoch & _OWN
+    changes, number = round_of(term_of(epoch)), epoch & _LEADER_MASK
     return f"{changes}.{number + 1}" if changes else str(epoch)
 
 
 def next_epoch(last: int, term: int) -> int:
     """The epoch after ``last``, in ``term``."""
-    return max(last + 1, term << _SHARE)
+    return max(last + 1, term << _ROUND_SHIFT)

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2.utils import Namespace
 
 #: Characters (and list elements) that one rendering may produce, intermediate ones included.
-MAX_PRODUCED = 48 * 2**20
+MAX_PRODUCED_CHARACTERS = 48 * 2**20
 #: CPU time in seconds that one rendering may take.
 MAX_CPU_S = 2.0
 #: Largest number that a template may pass to a function or a filter: widths, counts, ranges.
@@ -20,10 +20,10 @@ MAX_DEPTH = 32
 #: Widest field of a format, given what ``_WIDTH`` refuses.
 _MAX_WIDTH = 1000
 #: Characters of a value that is no string, or around an element (its indent), about.
-_ELEMENT = 32
+_ELEMENT_CHARACTERS = 32
 
 #: A number of four digits, a nested replacement field, or a ``*`` width.
-_WIDTH = re.compile(r"\d{4}|\{[^{}]*:[^{}]*\{|%[-#0 +]*\*|\.\*")
+_REFUSED_WIDTH = re.compile(r"\d{4}|\{[^{}]*:[^{}]*\{|%[-#0 +]*\*|\.\*")
 _attributes = attrgetter("_Namespace__attrs")
 
 
@@ -31,17 +31,17 @@ class TemplateTooCostly(Exception):
     """A template went beyond its budget; never leaves :mod:`molink.text`."""
 
 
-class Budget:
+class TemplateBudget:
     """Counts what one rendering produces, and its thread's CPU time.
 
     The clock is the thread's own, so a busy machine makes no innocent template fail.
     """
 
-    def __init__(self, produced: int = MAX_PRODUCED, cpu_s: float = MAX_CPU_S) -> None:
+    def __init__(self, produced: int = MAX_PRODUCED_CHARACTERS, cpu_s: float = MAX_CPU_S) -> None:
         self._left = produced
         self._deadline = time.thread_time() + cpu_s
 
-    def spend(self, amount: int) -> None:
+    def charge_amount(self, amount: int) -> None:
         """Account for ``amount`` characters or elements that are about to exist.
 
         Raises:
@@ -53,17 +53,17 @@ class Budget:
         if time.thread_time() > self._deadline:
             raise TemplateTooCostly("it takes too long")
 
-    def spend_on_copy(self, *values: object) -> None:
+    def charge_copy(self, *values: object) -> None:
         """Account for shallow copies of ``values``."""
-        self.spend(sum(map(size_of, values)))
+        self.charge_amount(sum(map(size_of, values)))
 
-    def spend_on_text(self, *values: object, times: int = 1) -> None:
+    def charge_text(self, *values: object, times: int = 1) -> None:
         """Account for ``values`` written out as text, ``times`` over.
 
         Comparing and hashing cost the same. A value that holds another twice counts it twice:
         forty levels of that fit in no time, though they need next to no memory.
         """
-        self.spend(times * sum(text_size(value, self._left) for value in values))
+        self.charge_amount(times * sum(text_size(value, self._left) for value in values))
 
     def check_arguments(self, values: Iterable[Any]) -> None:
         """Refuse numbers that could only serve to blow something up."""
@@ -71,36 +71,36 @@ class Budget:
             if isinstance(value, int) and abs(value) > MAX_ARGUMENT:
                 raise TemplateTooCostly(f"it passes the number {value} to a function")
 
-    def format(self, directives: str, values: Iterable[Any]) -> None:
+    def charge_format(self, directives: str, values: Iterable[Any]) -> None:
         """Account for ``directives`` filled with ``values``; refuses huge or computed widths."""
-        if _WIDTH.search(directives):
+        if _REFUSED_WIDTH.search(directives):
             raise TemplateTooCostly("it formats with a huge or computed width")
         values = tuple(values)
         self.check_arguments(values)
         times = directives.count("{") + directives.count("%")
-        self.spend(len(directives) + times * _MAX_WIDTH)
-        self.spend_on_text(*values, times=times)
+        self.charge_amount(len(directives) + times * _MAX_WIDTH)
+        self.charge_text(*values, times=times)
 
-    def binary(self, operator: str, left: Any, right: Any) -> None:
+    def charge_operator(self, operator: str, left: Any, right: Any) -> None:
         """Account for ``left operator right`` before it is computed."""
         if isinstance(left, int) and isinstance(right, int):
-            self._integers(operator, left, right)
+            self._charge_integers(operator, left, right)
         elif operator == "*":
             sequence, times = (right, left) if isinstance(left, int) else (left, right)
             if isinstance(times, int):
-                self.spend(size_of(sequence) * max(times, 0))
+                self.charge_amount(size_of(sequence) * max(times, 0))
         elif operator == "%" and isinstance(left, str):
-            self.format(left, right if isinstance(right, tuple) else (right,))
+            self.charge_format(left, right if isinstance(right, tuple) else (right,))
         elif operator == "+":
-            self.spend_on_copy(left, right)
+            self.charge_copy(left, right)
         else:
-            self.spend_on_text(left, right)
+            self.charge_text(left, right)
 
-    def _integers(self, operator: str, left: int, right: int) -> None:
+    def _charge_integers(self, operator: str, left: int, right: int) -> None:
         bits = left.bit_length() * (max(right, 1) if operator == "**" else 1) + right.bit_length()
         if bits > MAX_INTEGER_BITS:
             raise TemplateTooCostly("it computes a huge number")
-        self.spend(0)
+        self.charge_amount(0)
 
 
 def size_of(value: object) -> int:
@@ -112,19 +112,19 @@ def text_size(value: object, max_size: int) -> int:
     """Characters of ``value`` written out, about; stops counting beyond ``max_size``.
 
     Raises:
-        TemplateTooCostly: it is nested beyond ``MAX_DEPTH``.
+        TemplateTooCostly: it is nested beyond ``MAX_SCHEMA_DEPTH``.
     """
     if isinstance(value, str):
         return len(value)
-    total, level = _ELEMENT, [value]
+    total, level = _ELEMENT_CHARACTERS, [value]
     for _ in range(MAX_DEPTH):
         inner: list[object] = []
         for item in level:
             if isinstance(item, str):
                 total += len(item)
                 continue
-            parts = _parts(item)
-            total += _ELEMENT * len(parts)
+            parts = _elements_of(item)
+            total += _ELEMENT_CHARACTERS * len(parts)
             if total > max_size:
                 return total
             inner.extend(parts)
@@ -134,7 +134,7 @@ def text_size(value: object, max_size: int) -> int:
     raise TemplateTooCostly(f"its values are nested deeper than {MAX_DEPTH} levels")
 
 
-def _parts(value: object) -> Collection[object]:
+def _elements_of(value: object) -> Collection[object]:
     """What ``value`` consists of, if it is one of the containers that a template can have."""
     if isinstance(value, list | tuple):
         return value

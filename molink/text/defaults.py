@@ -27,7 +27,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     eos_token_id: TokenIds = None
 
     @classmethod
-    def load(cls, folder: Path) -> "GenerationDefaults":
+    def load_folder(cls, folder: Path) -> "GenerationDefaults":
         """Read the folder's ``generation_config.json``; defaults if there is none.
 
         Raises:
@@ -42,7 +42,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
             raise BrokenModel(f"{path}: {error}; fetch the file again") from error
 
 
-def as_ids(value: TokenIds) -> tuple[int, ...]:
+def parse_token_ids(value: TokenIds) -> tuple[int, ...]:
     """The ids of a field that holds one, several or none."""
     if value is None:
         return ()

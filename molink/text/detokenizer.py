@@ -6,8 +6,8 @@ from typing import Protocol
 import tokenizers
 
 from molink.errors import BrokenModel
-from molink.native import failing_as
-from molink.text.token_pieces import Pieces
+from molink.native import raise_as
+from molink.text.token_pieces import TokenPieces
 
 #: Tokens that a character may be spread over before its bytes count as invalid.
 MAX_HELD_TOKENS = 8
@@ -16,11 +16,11 @@ MAX_HELD_TOKENS = 8
 class Detokenizer(Protocol):
     """Turns the tokens of one answer into text as they come."""
 
-    def add(self, token: int) -> str:
+    def add_token(self, token: int) -> str:
         """The text that ``token`` completes; empty while a character is incomplete."""
         ...
 
-    def flush(self) -> str:
+    def flush_text(self) -> str:
         """What an incomplete character leaves (U+FFFD), when no more tokens follow."""
         ...
 
@@ -35,30 +35,30 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, pieces: Pieces, skip: frozenset[int] = frozenset(), *, continues: bool = False
+        self, pieces: TokenPieces, skip: frozenset[int] = frozenset(), *, continues: bool = False
     ) -> None:
         self._pieces = pieces
-        self._skip = skip
+        self._skipped_ids = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._first = not continues and bool(pieces.drop_in_first)
+        self._is_first = not continues and bool(pieces.drop_in_first)
         self._strip_left = 0 if continues else pieces.strip_count
 
-    def add(self, token: int) -> str:
+    def add_token(self, token: int) -> str:
         """The text that ``token`` completes."""
-        if token in self._skip:
+        if token in self._skipped_ids:
             return ""
-        if self._first:
-            self._first = False
-            return self._utf8.decode(self._pieces.get_first(token))
-        text = self._utf8.decode(self._pieces.get(token))
-        return self._strip(text) if self._strip_left and text else text
+        if self._is_first:
+            self._is_first = False
+            return self._utf8.decode(self._pieces.get_first_bytes(token))
+        text = self._utf8.decode(self._pieces.get_bytes(token))
+        return self._strip_leading(text) if self._strip_left and text else text
 
-    def flush(self) -> str:
+    def flush_text(self) -> str:
         """U+FFFD if a character is incomplete, else nothing."""
         text = self._utf8.decode(b"", final=True)
-        return self._strip(text) if self._strip_left else text
+        return self._strip_leading(text) if self._strip_left else text
 
-    def _strip(self, text: str) -> str:
+    def _strip_leading(self, text: str) -> str:
         while self._strip_left and text.startswith(self._pieces.strip):
             text = text[len(self._pieces.strip) :]
             self._strip_left -= 1
@@ -76,25 +76,25 @@ class WindowDetokenizer:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, skip: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip
+        self._skipped_ids = skip
         self._window: list[int] = []
         self._emitted = 0
 
-    def add(self, token: int) -> str:
+    def add_token(self, token: int) -> str:
         """The text that ``token`` completes."""
-        if token in self._skip:
+        if token in self._skipped_ids:
             return ""
         self._window.append(token)
         held = len(self._window) - self._emitted
-        return self._emit(force=held > MAX_HELD_TOKENS)
+        return self._emit_text(force=held > MAX_HELD_TOKENS)
 
-    def flush(self) -> str:
+    def flush_text(self) -> str:
         """The text of tokens that were held back."""
-        return self._emit(force=True)
+        return self._emit_text(force=True)
 
-    def _emit(self, *, force: bool) -> str:
-        before = self._decode(self._window[: self._emitted])
-        after = self._decode(self._window)
+    def _emit_text(self, *, force: bool) -> str:
+        before = self._decode_tokens(self._window[: self._emitted])
+        after = self._decode_tokens(self._window)
         if not force and after.endswith("\ufffd"):
             return ""
         if len(after) <= len(before):
@@ -105,6 +105,6 @@ class WindowDetokenizer:
         self._emitted = len(self._window)
         return after[len(before) :]
 
-    def _decode(self, tokens: list[int]) -> str:
-        with failing_as(BrokenModel):
+    def _decode_tokens(self, tokens: list[int]) -> str:
+        with raise_as(BrokenModel):
             return self._tokenizer.decode(tokens, skip_special_tokens=False)

@@ -10,8 +10,8 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from molink.errors import RequestError
-from molink.native import failing_as
-from molink.wire.messages.data import MAX_GRAMMAR
+from molink.native import raise_as
+from molink.wire.messages.data import MAX_GRAMMAR_BYTES
 
 if TYPE_CHECKING:
     import llguidance
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
 #: How JSON is laid out: on one line as most programs write it, without any white space, or as the
 #: model likes.
-Layout = Literal["line", "compact", "free"]
+JsonLayout = Literal["line", "compact", "free"]
 
 #: What a compilation and a step may take: half a second and tens of megabytes at worst. The
 #: library's own limits leave a regular expression 1.5 s and 200 MB.
@@ -27,7 +27,7 @@ LEXER_FUEL, MAX_ITEMS, MAX_STATES = 200_000, 20_000, 20_000
 #: White space between JSON's tokens: none, a space, or a new line and its indentation. Without a
 #: bound a model could write white space for ever.
 _WHITE_SPACE = r"( ?|\n {0,40})"
-_LAYOUTS: dict[Layout, dict[str, Any]] = {
+_LAYOUT_OPTIONS: dict[JsonLayout, dict[str, Any]] = {
     "line": {
         "whitespace_pattern": None,
         "whitespace_flexible": False,
@@ -42,15 +42,15 @@ _LAYOUTS: dict[Layout, dict[str, Any]] = {
     },
     "free": {"whitespace_pattern": _WHITE_SPACE},
 }
-_END = 256
+_END_TOKEN = 256
 #: Bytes of an answer that a check goes through; white space, as bits, only where it has to be.
-_TRIED = 64
+_TRIED_BYTES = 64
 _SPACES = sum(1 << byte for byte in b" \t\r\n")
-#: Checked grammars that are remembered, of up to :data:`MAX_GRAMMAR` bytes each.
-_REMEMBERED = 32
+#: Checked grammars that are remembered, of up to :data:`MAX_GRAMMAR_BYTES` bytes each.
+_MAX_CACHED_GRAMMARS = 32
 
 
-def grammar_of(kind: GrammarKind, source: str | Sequence[str], layout: Layout = "free") -> bytes:
+def build_grammar(kind: GrammarKind, source: str | Sequence[str], layout: JsonLayout = "free") -> bytes:
     """The grammar of a JSON schema (JSON), a regular expression, texts to choose from, or Lark.
 
     A grammar may be in GBNF too. ``layout`` is that of answers to a JSON schema.
@@ -62,27 +62,27 @@ def grammar_of(kind: GrammarKind, source: str | Sequence[str], layout: Layout = 
 
     if not source and kind == "choice":
         raise RequestError("there is nothing to choose from")
-    if len(source) > MAX_GRAMMAR:
-        raise RequestError(f"it is {len(source)} long; at most {MAX_GRAMMAR}")
+    if len(source) > MAX_GRAMMAR_BYTES:
+        raise RequestError(f"it is {len(source)} long; at most {MAX_GRAMMAR_BYTES}")
 
     def refused(reason: str) -> RequestError:
         return RequestError(_first_line(reason))
 
-    with failing_as(refused):
+    with raise_as(refused):
         if kind == "json_schema":
             assert isinstance(source, str)
-            options: Any = _LAYOUTS[layout]
+            options: Any = _LAYOUT_OPTIONS[layout]
             text = llguidance.LLMatcher.grammar_from_json_schema(source, overrides=options)
         else:
             # Its type says that choices are a text, too; it takes a list as well.
             text = llguidance.grammar_from(kind, source)  # type: ignore[arg-type]
     grammar = text.encode("utf-8", "replace")
-    if len(grammar) > MAX_GRAMMAR:
-        raise RequestError(f"its grammar has {len(grammar)} bytes; at most {MAX_GRAMMAR}")
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        raise RequestError(f"its grammar has {len(grammar)} bytes; at most {MAX_GRAMMAR_BYTES}")
     return grammar
 
 
-@lru_cache(_REMEMBERED)
+@lru_cache(_MAX_CACHED_GRAMMARS)
 def check_grammar(grammar: bytes) -> None:
     """Compile ``grammar`` for a vocabulary of bytes, and see that an answer can begin.
 
@@ -92,14 +92,14 @@ def check_grammar(grammar: bytes) -> None:
     Raises:
         RequestError: it is invalid, too complex, has what isn't supported, or allows no answer.
     """
-    matcher = compile_grammar(_bytewise(), grammar)
-    for _ in range(_TRIED):
+    matcher = compile_grammar(_create_byte_tokenizer(), grammar)
+    for _ in range(_TRIED_BYTES):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         mask = mask & ~_SPACES or mask  # which would hide what comes behind it
         if mask:
             matcher.consume_token((mask & -mask).bit_length() - 1)
         if matcher.is_error():
-            raise RequestError(_reason(matcher.get_error()))
+            raise RequestError(_explain_error(matcher.get_error()))
         if matcher.is_stopped():
             return
 
@@ -112,9 +112,9 @@ def compile_grammar(tokenizer: "llguidance.LLTokenizer", grammar: bytes) -> "llg
     """
     import llguidance
 
-    if len(grammar) > MAX_GRAMMAR:
-        raise RequestError(f"a grammar of {len(grammar)} bytes; at most {MAX_GRAMMAR}")
-    with failing_as(RequestError):
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        raise RequestError(f"a grammar of {len(grammar)} bytes; at most {MAX_GRAMMAR_BYTES}")
+    with raise_as(RequestError):
         limits = llguidance.LLParserLimits(
             initial_lexer_fuel=LEXER_FUEL,
             step_max_items=MAX_ITEMS,
@@ -124,11 +124,11 @@ def compile_grammar(tokenizer: "llguidance.LLTokenizer", grammar: bytes) -> "llg
         text = grammar.decode("utf-8", "replace")
         matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
-            raise RequestError(_reason(matcher.get_error()))
+            raise RequestError(_explain_error(matcher.get_error()))
         return matcher
 
 
-def make_tokenizer(
+def create_grammar_tokenizer(
     tokens: Sequence[bytes],
     end_ids: Sequence[int],
     special_ids: Sequence[int],
@@ -158,13 +158,13 @@ def make_tokenizer(
 
 
 @cache
-def _bytewise() -> "llguidance.LLTokenizer":
+def _create_byte_tokenizer() -> "llguidance.LLTokenizer":
     """A token for each byte, and one for the end."""
-    tokens = [*(bytes([byte]) for byte in range(_END)), b"<end>"]
-    return make_tokenizer(tokens, [_END], [_END], lambda text: list(text.encode()))
+    tokens = [*(bytes([byte]) for byte in range(_END_TOKEN)), b"<end>"]
+    return create_grammar_tokenizer(tokens, [_END_TOKEN], [_END_TOKEN], lambda text: list(text.encode()))
 
 
-def _reason(error: str) -> str:
+def _explain_error(error: str) -> str:
     """What of the library's error tells a client something."""
     if "NoExtensionBias" in error:
         return "no answer at all can be so"

@@ -14,11 +14,11 @@ import msgspec
 from molink.errors import BrokenModel
 
 #: Growth beyond this is no tokenizer; the most by which a public one's steps could add up is 1296.
-MAX_GROWTH = 4096
+MAX_TEXT_GROWTH = 4096
 #: Longest prefix or suffix of subwords: each character of a word may get one.
 _MAX_AFFIX = 64
 #: Characters that each kind of step makes of one, at most.
-_GROWTH = {
+_STEP_GROWTH = {
     "BertNormalizer": 12,
     "ByteLevel": 4,
     "Lowercase": 3,
@@ -30,67 +30,67 @@ _GROWTH = {
 }
 
 
-class _Model(msgspec.Struct):
+class _SubwordModel(msgspec.Struct):
     continuing_subword_prefix: str | None = None
     end_of_word_suffix: str | None = None
 
 
-class _Steps(msgspec.Struct):
+class _TokenizerSteps(msgspec.Struct):
     """The parts of ``tokenizer.json`` that change a text."""
 
     normalizer: Any = None
     pre_tokenizer: Any = None
     decoder: Any = None
-    model: _Model | None = None
+    model: _SubwordModel | None = None
 
 
-def growth_of(source: bytes, where: str) -> int:
+def max_text_growth(source: bytes, where: str) -> int:
     """Characters that one character of a text may become, at most, by the ``source`` of ``where``.
 
     Raises:
         BrokenModel: it grows texts without measure, or is no ``tokenizer.json`` at all.
     """
     try:
-        steps = msgspec.json.decode(source, type=_Steps)
-        growth = _product(steps.normalizer) * _product(steps.pre_tokenizer)
-        worst = max(growth, _product(steps.decoder))
+        steps = msgspec.json.decode(source, type=_TokenizerSteps)
+        growth = _multiply_growth(steps.normalizer) * _multiply_growth(steps.pre_tokenizer)
+        worst = max(growth, _multiply_growth(steps.decoder))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BrokenModel(f"{where}: {error}; fetch the file again") from error
-    affixes = steps.model or _Model()
+    affixes = steps.model or _SubwordModel()
     for affix in (affixes.continuing_subword_prefix, affixes.end_of_word_suffix):
         if len(affix or "") > _MAX_AFFIX:
             raise BrokenModel(f"{where}: an affix of subwords is longer than {_MAX_AFFIX}")
-    if worst > MAX_GROWTH:
-        raise BrokenModel(f"{where}: its steps make a text over {MAX_GROWTH} times as long")
+    if worst > MAX_TEXT_GROWTH:
+        raise BrokenModel(f"{where}: its steps make a text over {MAX_TEXT_GROWTH} times as long")
     return growth
 
 
-def _product(part: Any) -> int:
+def _multiply_growth(part: Any) -> int:
     product = 1
-    for step in _flattened(part):
-        product = min(product * _growth(step), 2 * MAX_GROWTH)
+    for step in _flatten_steps(part):
+        product = min(product * _step_growth(step), 2 * MAX_TEXT_GROWTH)
     return product
 
 
-def _flattened(part: Any) -> Iterator[dict[str, Any]]:
+def _flatten_steps(part: Any) -> Iterator[dict[str, Any]]:
     if part is None:
         return
     for name in ("normalizers", "pretokenizers", "decoders"):
         if part["type"] == "Sequence" and name in part:
             for inner in part[name]:
-                yield from _flattened(inner)
+                yield from _flatten_steps(inner)
             return
     yield part
 
 
-def _growth(step: dict[str, Any]) -> int:
+def _step_growth(step: dict[str, Any]) -> int:
     kind = step["type"]
     if kind == "Prepend":
         return 1 + len(step["prepend"])
     if kind == "Precompiled":
-        return _longest_of_map(step["precompiled_charsmap"])
+        return _longest_replacement(step["precompiled_charsmap"])
     if kind != "Replace":
-        return _GROWTH.get(kind, 1)
+        return _STEP_GROWTH.get(kind, 1)
     pattern, content = step["pattern"], step["content"]
     if "String" not in pattern:
         return 1 + len(content)
@@ -99,7 +99,7 @@ def _growth(step: dict[str, Any]) -> int:
     return max(1, -(-len(content) // len(pattern["String"])))
 
 
-def _longest_of_map(encoded: str) -> int:
+def _longest_replacement(encoded: str) -> int:
     """The longest replacement of SentencePiece's map: a trie's size, the trie, texts ended by 0."""
     try:
         raw = base64.b64decode(encoded)

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2.nodes as nodes
 
 
-def account(tree: nodes.Template) -> int:
+def add_accounting(tree: nodes.Template) -> int:
     """Rewrite ``tree``, before it is compiled.
 
     Loops call ``iterate``, operands of comparisons and keys of objects ``readable``, ``a ~ b``
@@ -22,15 +22,15 @@ def account(tree: nodes.Template) -> int:
     called += [macro.body for macro in tree.find_all(nodes.Macro)]
     called += [block.body for block in tree.find_all(nodes.CallBlock)]
     called += [block.body for block in tree.find_all(nodes.Block)]
-    call_weight = sum(map(_weight, called))
+    call_weight = sum(map(_loop_weight, called))
     for loop in loops:
-        weight = nodes.Const(_weight(loop.body))
-        loop.iter = _call("iterate", [loop.iter, weight], loop.lineno)
-    _rewrite(tree)
+        weight = nodes.Const(_loop_weight(loop.body))
+        loop.iter = _environment_call("iterate", [loop.iter, weight], loop.lineno)
+    _rewrite_node(tree)
     return call_weight
 
 
-def _weight(body: Iterable[nodes.Node]) -> int:
+def _loop_weight(body: Iterable[nodes.Node]) -> int:
     """What one run through ``body`` costs, without the rounds of its inner loops."""
     total = 0
     for node in body:
@@ -42,32 +42,32 @@ def _weight(body: Iterable[nodes.Node]) -> int:
     return total
 
 
-def _call(name: str, arguments: list[Any], line: int) -> nodes.Call:
+def _environment_call(name: str, arguments: list[Any], line: int) -> nodes.Call:
     """A call of a method of the environment, which no assignment in a template can shadow."""
     return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None, lineno=line)
 
 
-def _rewrite(node: nodes.Node) -> None:
+def _rewrite_node(node: nodes.Node) -> None:
     """Turn what the budget has to know of, in ``node``, into calls that account for it."""
     for name, value in node.iter_fields():
         if isinstance(value, list):
-            setattr(node, name, [_rewritten(item) for item in value])
+            setattr(node, name, [_rewrite_value(item) for item in value])
         else:
-            setattr(node, name, _rewritten(value))
+            setattr(node, name, _rewrite_value(value))
     if isinstance(node, nodes.Compare | nodes.Operand):
-        node.expr = _readable(node.expr)
+        node.expr = _readable_call(node.expr)
     elif isinstance(node, nodes.Pair):
-        node.key = _readable(node.key)
+        node.key = _readable_call(node.key)
 
 
-def _rewritten(value: Any) -> Any:
+def _rewrite_value(value: Any) -> Any:
     if not isinstance(value, nodes.Node):
         return value
-    _rewrite(value)
+    _rewrite_node(value)
     if isinstance(value, nodes.Concat):
-        return _call("concatenate", value.nodes, value.lineno)
+        return _environment_call("concatenate", value.nodes, value.lineno)
     return value
 
 
-def _readable(node: nodes.Expr) -> nodes.Expr:
-    return node if isinstance(node, nodes.Const) else _call("readable", [node], node.lineno)
+def _readable_call(node: nodes.Expr) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const) else _environment_call("readable", [node], node.lineno)

@@ -19,8 +19,8 @@ from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from molink.text.budget import Budget, TemplateTooCostly, size_of
-from molink.text.rewriting import account
+from molink.text.budget import TemplateBudget, TemplateTooCostly, size_of
+from molink.text.rewriting import add_accounting
 
 _METHOD_NAMES = """
 capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal isdigit
@@ -48,20 +48,20 @@ _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
     (tuple, frozenset({"count", "index"})),
 )
 #: What has attributes of its own instead.
-_OPEN = (LoopContext, Namespace, TemplateReference)
+_OPEN_TYPES = (LoopContext, Namespace, TemplateReference)
 #: Filters that pick from a sequence.
-_PICKING = frozenset(_PICKING_NAMES.split())
+_PICKING_FILTERS = frozenset(_PICKING_NAMES.split())
 #: Filters that read all of their input, to write it out or to compare it.
-_READING = frozenset(_READING_NAMES.split())
+_READING_FILTERS = frozenset(_READING_NAMES.split())
 #: Tests that look at a value's type or identity only.
 _FREE_TESTS = frozenset(_FREE_TEST_NAMES.split())
-_REMAINDERS = frozenset({"divisibleby", "even", "odd"})
+_REMAINDER_OPERATORS = frozenset({"divisibleby", "even", "odd"})
 _MAX_INDENT = 64
 #: Entries of an object made by ``dict()``: keys can be made to collide, which costs their square.
 _MAX_ENTRIES = 1024
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """``{% generation %}``, with which templates mark answers for training: its body as it is."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class wants a set
@@ -94,16 +94,16 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             optimized=False,
             finalize=_charge_output,
-            extensions=[loopcontrols, _Generation],
+            extensions=[loopcontrols, _GenerationTag],
         )
-        self.budget = Budget()
+        self.budget = TemplateBudget()
         #: What a call of any macro, block or recursive loop of the template costs at most, inner
         #: loops not counted.
         self._call_weight = 0
         self.filters = {
-            name: self._metered(name, _OWN_FILTERS.get(name, function))
+            name: self._metered_filter(name, _OWN_FILTERS.get(name, function))
             for name, function in self.filters.items()
-            if name in _PICKING | _READING
+            if name in _PICKING_FILTERS | _READING_FILTERS
         }
         tests: Mapping[str, Any] = self.tests
         self.tests = {
@@ -121,7 +121,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
     def compile_bounded(self, source: str) -> jinja2.Template:
         """Compile ``source`` with every loop, comparison and concatenation accounted for."""
         tree = self.parse(source)
-        self._call_weight = account(tree)
+        self._call_weight = add_accounting(tree)
         tree.set_environment(self)
         return self.from_string(tree)
 
@@ -130,11 +130,11 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         for kind, names in _METHODS:
             if isinstance(obj, kind):
                 return attr in names
-        return isinstance(obj, _OPEN) and super().is_safe_attribute(obj, attr, value)
+        return isinstance(obj, _OPEN_TYPES) and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """``left operator right`` within the budget."""
-        self.budget.binary(operator, left, right)
+        self.budget.charge_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -145,7 +145,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         directives = str(value.__self__)
 
         def bounded(*args: Any, **kwargs: Any) -> str:
-            self.budget.format(directives, (*args, *kwargs.values()))
+            self.budget.charge_format(directives, (*args, *kwargs.values()))
             return wrapped(*args, **kwargs)
 
         return bounded
@@ -153,26 +153,26 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
     def getitem(self, obj: Any, argument: Any) -> Any:
         """``obj[argument]``; a slice is a copy, anything else is hashed or named in an error."""
         if isinstance(argument, slice):
-            self.budget.spend_on_copy(obj)
+            self.budget.charge_copy(obj)
         else:
-            self.budget.spend_on_text(argument)
+            self.budget.charge_text(argument)
         return super().getitem(obj, argument)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call ``obj``, a macro, a global or a method, within the budget."""
         owner = getattr(obj, "__self__", None)
         if isinstance(obj, Macro | BlockReference):
-            self.budget.spend(self._call_weight)
+            self.budget.charge_amount(self._call_weight)
         elif isinstance(obj, LoopContext) and args:
             args = (self.iterate(args[0], self._call_weight), *args[1:])
         elif owner is not self:
-            args = tuple(map(_listed, args))
+            args = tuple(map(_as_list, args))
             self.budget.check_arguments((*args, *kwargs.values()))
-            self.budget.spend_on_text(*args, *kwargs.values())
+            self.budget.charge_text(*args, *kwargs.values())
             if isinstance(owner, list | tuple):
-                self.budget.spend_on_text(owner)
+                self.budget.charge_text(owner)
             else:
-                self.budget.spend_on_copy(owner)
+                self.budget.charge_copy(owner)
             if isinstance(owner, str):
                 self._charge_method(owner, getattr(obj, "__name__", ""), args)
         return super().call(context, obj, *args, **kwargs)
@@ -180,36 +180,36 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
     def iterate(self, values: Iterable[Any], weight: int) -> Iterator[Any]:
         """``values``, each round of the loop accounted for; templates can't name this."""
         for value in values:
-            self.budget.spend(weight)
+            self.budget.charge_amount(weight)
             yield value
 
     def readable(self, value: Any) -> Any:
         """``value``, about to be compared or hashed; templates can't name this."""
-        value = _listed(value)
-        self.budget.spend_on_text(value)
+        value = _as_list(value)
+        self.budget.charge_text(value)
         return value
 
     def concatenate(self, *parts: Any) -> str:
         """``a ~ b``; templates can't name this."""
-        self.budget.spend_on_text(*parts)
+        self.budget.charge_text(*parts)
         return "".join(map(str, parts))
 
     def _charge_method(self, owner: str, name: str, args: tuple[Any, ...]) -> None:
         if name == "join" and args:
-            self.budget.spend(len(owner) * len(args[0]))
+            self.budget.charge_amount(len(owner) * len(args[0]))
         elif name == "replace" and len(args) >= 2:
-            self.budget.spend(_growth(owner, str(args[0]), str(args[1])))
+            self.budget.charge_amount(_replacement_growth(owner, str(args[0]), str(args[1])))
 
-    def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _metered_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A filter that accounts for its input and its output."""
         skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @functools.wraps(function)
         def metered(*args: Any, **kwargs: Any) -> Any:
-            args = tuple(map(_listed, args))
+            args = tuple(map(_as_list, args))
             self._charge_filter(name, args[skipped:], kwargs)
             result = function(*args, **kwargs)
-            self.budget.spend_on_copy(result)
+            self.budget.charge_copy(result)
             return result
 
         return metered
@@ -219,10 +219,10 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
 
         @functools.wraps(test)
         def metered(*args: Any) -> Any:
-            args = tuple(map(_listed, args))
-            self.budget.spend_on_text(*args)
-            if name in _REMAINDERS:
-                self.budget.binary("%", args[0], args[1] if len(args) > 1 else 2)
+            args = tuple(map(_as_list, args))
+            self.budget.charge_text(*args)
+            if name in _REMAINDER_OPERATORS:
+                self.budget.charge_operator("%", args[0], args[1] if len(args) > 1 else 2)
             return test(*args)
 
         return metered
@@ -230,21 +230,21 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
     def _charge_filter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         value, others = args[0], (*args[1:], *kwargs.values())
         self.budget.check_arguments(others)
-        if name in _PICKING:
-            self.budget.spend_on_copy(value)
+        if name in _PICKING_FILTERS:
+            self.budget.charge_copy(value)
         else:
-            self.budget.spend_on_text(value)
-        self.budget.spend_on_text(*others)
+            self.budget.charge_text(value)
+        self.budget.charge_text(*others)
         if name == "format":
-            self.budget.format(str(value), others)
+            self.budget.charge_format(str(value), others)
         elif name in ("indent", "tojson"):
-            width = max((4, *map(_width, others)))
+            width = max((4, *map(_option_width, others)))
             if width > _MAX_INDENT:
                 raise TemplateTooCostly(f"it indents by {width}")
-            self.budget.spend_on_text(value, times=width)
+            self.budget.charge_text(value, times=width)
 
     def _strftime_now(self, form: str) -> str:
-        self.budget.format(form, ())
+        self.budget.charge_format(form, ())
         return datetime.now().strftime(form[:256])
 
 
@@ -252,7 +252,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
 def _charge_output(context: Context, value: Any) -> Any:
     environment = context.environment
     assert isinstance(environment, SandboxEnvironment)
-    environment.budget.spend_on_text(value)
+    environment.budget.charge_text(value)
     return value
 
 
@@ -281,8 +281,8 @@ def _join(
     parts = list(value)
     if attribute is not None:
         parts = [environment.getitem(part, attribute) for part in parts]
-    environment.budget.spend_on_text(*parts)
-    environment.budget.spend(len(d) * len(parts))
+    environment.budget.charge_text(*parts)
+    environment.budget.charge_amount(len(d) * len(parts))
     return d.join(map(str, parts))
 
 
@@ -292,7 +292,7 @@ def _replace(
 ) -> str:
     """``replace`` that knows its size before it exists."""
     text, old, new = str(value), str(old), str(new)
-    environment.budget.spend(_growth(text, old, new))
+    environment.budget.charge_amount(_replacement_growth(text, old, new))
     return text.replace(old, new, -1 if count is None else count)
 
 
@@ -303,7 +303,7 @@ _OWN_FILTERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     """An iterator as a list, so that what it yields can be accounted for."""
     return list(value) if isinstance(value, Iterator) else value
 
@@ -330,12 +330,12 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _width(option: object) -> int:
+def _option_width(option: object) -> int:
     """How wide an option of a filter is: spaces to indent by, a text, or several."""
     if isinstance(option, tuple | list):
-        return sum(map(_width, option))
+        return sum(map(_option_width, option))
     return option if isinstance(option, int) else len(str(option))
 
 
-def _growth(text: str, old: str, new: str) -> int:
+def _replacement_growth(text: str, old: str, new: str) -> int:
     return text.count(old) * len(new)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 
-class StopStrings:
+class StopStringFinder:
     """Cuts a stream of text at the first stop string.
 
     Text is emitted as soon as no stop string can begin in it. Which string ends the text doesn't
@@ -22,7 +22,7 @@ class StopStrings:
         #: The stop string that was found, else ``None``; nothing is emitted after it.
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
+    def push_text(self, text: str) -> str:
         """The text that can be emitted now that ``text`` follows."""
         if not self._stops:
             return text
@@ -32,7 +32,7 @@ class StopStrings:
             return text
         buffer = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
-            self._advance(char)
+            self._advance_states(char)
             if self.matched is not None:
                 self._held = ""
                 return buffer[: end - len(self.matched)]
@@ -40,13 +40,13 @@ class StopStrings:
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]
 
-    def flush(self) -> str:
+    def flush_text(self) -> str:
         """What was held back, when no more text follows."""
         held, self._held = self._held, ""
         self._states = [0] * len(self._stops)
         return held
 
-    def _advance(self, char: str) -> None:
+    def _advance_states(self, char: str) -> None:
         for index, stop in enumerate(self._stops):
             state = self._states[index]
             while state and stop[state] != char:

@@ -12,17 +12,17 @@ import msgspec
 
 from molink.checkpoint.fields import read_bytes
 from molink.errors import BrokenModel, RequestError
-from molink.text.budget import MAX_CPU_S, MAX_PRODUCED, Budget, TemplateTooCostly
-from molink.text.calls.history import CallStyle, find_style
+from molink.text.budget import MAX_CPU_S, MAX_PRODUCED_CHARACTERS, TemplateBudget, TemplateTooCostly
+from molink.text.calls.history import ToolCallStyle, detect_call_style
 from molink.text.sandbox import SandboxEnvironment
 
 #: Longest source of a template in characters; the longest of public models is about 30 000.
-MAX_SOURCE = 256 * 1024
-_TOOLS = re.compile(r"\btools\b")
+MAX_SOURCE_CHARACTERS = 256 * 1024
+_TOOLS_PATTERN = re.compile(r"\btools\b")
 
 
 class ChatTemplate:
-    """A compiled chat template; ``render`` may be called from several threads.
+    """A compiled chat template; ``render_prompt`` may be called from several threads.
 
     ``special`` holds the special tokens that templates name (``bos_token``, ``eos_token``, …),
     ``where`` is the file, for messages; ``cpu_s`` and ``produced`` are the CPU time and the
@@ -36,10 +36,10 @@ class ChatTemplate:
         where: str,
         *,
         cpu_s: float = MAX_CPU_S,
-        produced: int = MAX_PRODUCED,
+        produced: int = MAX_PRODUCED_CHARACTERS,
     ) -> None:
-        if len(source) > MAX_SOURCE:
-            raise BrokenModel(f"{where}: the chat template is longer than {MAX_SOURCE} characters")
+        if len(source) > MAX_SOURCE_CHARACTERS:
+            raise BrokenModel(f"{where}: the chat template is longer than {MAX_SOURCE_CHARACTERS} characters")
         self.source = source
         self._special = dict(special)
         self._limits = (produced, cpu_s)
@@ -47,18 +47,18 @@ class ChatTemplate:
         self._environment = SandboxEnvironment()
         #: Whether the template knows the role ``developer``; to others it is ``system``.
         self.knows_developer = "developer" in source
-        self.takes_tools = _TOOLS.search(source) is not None
+        self.takes_tools = _TOOLS_PATTERN.search(source) is not None
         try:
             self._template = self._environment.compile_bounded(source)
         except Exception as error:  # Jinja, or Python's own compiler, which raises anything
             raise BrokenModel(f"{where}: the chat template is not valid: {error}") from error
 
     @cached_property
-    def call_style(self) -> CallStyle:
+    def call_style(self) -> ToolCallStyle:
         """How the template wants the calls of earlier answers."""
-        return find_style(self.source, lambda messages, tools: self.render(messages, tools=tools))
+        return detect_call_style(self.source, lambda messages, tools: self.render_prompt(messages, tools=tools))
 
-    def render(
+    def render_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any] | None = None,
@@ -81,7 +81,7 @@ class ChatTemplate:
             "tools": list(tools) if tools else None,
         }
         with self._lock:
-            self._environment.budget = Budget(*self._limits)
+            self._environment.budget = TemplateBudget(*self._limits)
             try:
                 return self._template.render(variables)
             except TemplateTooCostly as error:
@@ -96,20 +96,20 @@ class ChatTemplate:
 
 
 @dataclass(frozen=True, slots=True)
-class Templates:
+class ChatTemplates:
     """A model's chat templates: that for requests with tools may be one of its own."""
 
     default: ChatTemplate | None = None
     tool_use: ChatTemplate | None = None
 
-    def choose(self, *, tools: bool) -> ChatTemplate | None:
+    def select_template(self, *, tools: bool) -> ChatTemplate | None:
         """The template for a request, with tools or without."""
         return self.tool_use if tools and self.tool_use is not None else self.default
 
 
-def load_templates(
+def load_chat_templates(
     folder: Path, config: Mapping[str, Any], special: Mapping[str, Any]
-) -> Templates:
+) -> ChatTemplates:
     """The folder's chat templates: ``chat_template.jinja``, or those in its tokenizer config.
 
     A config may hold several under names: ``default`` and ``tool_use`` count. Without any, a model
@@ -121,21 +121,21 @@ def load_templates(
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
-            return Templates(ChatTemplate(read_bytes(path).decode("utf-8"), special, str(path)))
+            return ChatTemplates(ChatTemplate(read_bytes(path).decode("utf-8"), special, str(path)))
         except UnicodeDecodeError as error:
             raise BrokenModel(f"{path}: {error}; fetch the file again") from error
     where = str(folder / "tokenizer_config.json")
     source = config.get("chat_template")
     if source is None:
-        source, where = _legacy_file(folder / "chat_template.json"), str(folder)
-    named = _named(source, where) if isinstance(source, list) else {"default": source}
-    return Templates(
-        _compiled(named.get("default"), special, where),
-        _compiled(named.get("tool_use"), special, where),
+        source, where = _read_legacy_file(folder / "chat_template.json"), str(folder)
+    named = _named_templates(source, where) if isinstance(source, list) else {"default": source}
+    return ChatTemplates(
+        _compile_template(named.get("default"), special, where),
+        _compile_template(named.get("tool_use"), special, where),
     )
 
 
-def _compiled(source: Any, special: Mapping[str, Any], where: str) -> ChatTemplate | None:
+def _compile_template(source: Any, special: Mapping[str, Any], where: str) -> ChatTemplate | None:
     if source is None:
         return None
     if not isinstance(source, str):
@@ -143,14 +143,14 @@ def _compiled(source: Any, special: Mapping[str, Any], where: str) -> ChatTempla
     return ChatTemplate(source, special, where)
 
 
-def _named(entries: list[Any], where: str) -> dict[str, Any]:
+def _named_templates(entries: list[Any], where: str) -> dict[str, Any]:
     try:
         return {entry["name"]: entry["template"] for entry in entries}
     except (TypeError, KeyError):
         raise BrokenModel(f"{where}: chat_template is a list without names") from None
 
 
-def _legacy_file(path: Path) -> Any:
+def _read_legacy_file(path: Path) -> Any:
     if not path.is_file():
         return None
     try:

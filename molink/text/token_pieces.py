@@ -20,7 +20,7 @@ Transform = Callable[[str], str | bytes]
 
 
 @dataclass(slots=True)
-class Pieces:
+class TokenPieces:
     """The bytes of every token of one tokenizer; filled as ids are first seen.
 
     ``strip`` is a character of which up to ``strip_count`` are taken off the beginning of a text;
@@ -32,30 +32,30 @@ class Pieces:
     strip: str = ""
     strip_count: int = 0
     drop_in_first: str = ""
-    _known: dict[int, bytes] = field(default_factory=dict)
+    _cache: dict[int, bytes] = field(default_factory=dict)
 
-    def get(self, token: int) -> bytes:
+    def get_bytes(self, token: int) -> bytes:
         """Bytes of ``token`` in the middle of a text; none for an id that doesn't exist."""
-        known = self._known.get(token)
+        known = self._cache.get(token)
         if known is None:
-            known = self._known[token] = self._bytes(self.vocabulary.id_to_token(token))
+            known = self._cache[token] = self._compute_bytes(self.vocabulary.id_to_token(token))
         return known
 
-    def get_first(self, token: int) -> bytes:
+    def get_first_bytes(self, token: int) -> bytes:
         """Bytes of ``token`` at the beginning of a text."""
         if not self.drop_in_first:
-            return self.get(token)
+            return self.get_bytes(token)
         text = self.vocabulary.id_to_token(token)
-        return self._bytes(text.replace(self.drop_in_first, "") if text else text)
+        return self._compute_bytes(text.replace(self.drop_in_first, "") if text else text)
 
-    def _bytes(self, token: str | None) -> bytes:
+    def _compute_bytes(self, token: str | None) -> bytes:
         if token is None:
             return b""
         piece = self.transform(token)
         return piece if isinstance(piece, bytes) else piece.encode("utf-8", "replace")
 
 
-def create_pieces(tokenizer: tokenizers.Tokenizer) -> Pieces | None:
+def create_token_pieces(tokenizer: tokenizers.Tokenizer) -> TokenPieces | None:
     """Pieces of ``tokenizer``, or ``None`` if its decoder is none of the kinds we know."""
     decoder = json.loads(tokenizer.to_str()).get("decoder")
     if decoder is None:
@@ -63,17 +63,17 @@ def create_pieces(tokenizer: tokenizers.Tokenizer) -> Pieces | None:
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return Pieces(tokenizer, _byte_level(_byte_level_table()))
+        return TokenPieces(tokenizer, _byte_level_pieces(_byte_level_table()))
     if kinds == ["Metaspace"]:
         mark = steps[0]["replacement"]
         drop = "" if steps[0].get("prepend_scheme", "always") == "never" else mark
-        return Pieces(tokenizer, lambda token: token.replace(mark, " "), drop_in_first=drop)
-    return _sentencepiece(tokenizer, steps, kinds)
+        return TokenPieces(tokenizer, lambda token: token.replace(mark, " "), drop_in_first=drop)
+    return _sentencepiece_pieces(tokenizer, steps, kinds)
 
 
-def _sentencepiece(
+def _sentencepiece_pieces(
     tokenizer: tokenizers.Tokenizer, steps: Sequence[Mapping[str, Any]], kinds: Sequence[str]
-) -> Pieces | None:
+) -> TokenPieces | None:
     """The chain that Llama, Mistral and Gemma use: ``Replace, ByteFallback, Fuse[, Strip]``."""
     if kinds not in (
         ["Replace", "ByteFallback", "Fuse"],
@@ -83,16 +83,16 @@ def _sentencepiece(
     pattern = steps[0]["pattern"].get("String")
     if not pattern:
         return None
-    transform = _byte_fallback(pattern, steps[0]["content"])
+    transform = _byte_fallback_transform(pattern, steps[0]["content"])
     if len(steps) == 3:
-        return Pieces(tokenizer, transform)
+        return TokenPieces(tokenizer, transform)
     strip = steps[3]
     if strip["stop"]:
         return None
-    return Pieces(tokenizer, transform, strip=strip["content"], strip_count=strip["start"])
+    return TokenPieces(tokenizer, transform, strip=strip["content"], strip_count=strip["start"])
 
 
-def _byte_fallback(pattern: str, content: str) -> Transform:
+def _byte_fallback_transform(pattern: str, content: str) -> Transform:
     def transform(token: str) -> str | bytes:
         token = token.replace(pattern, content)
         byte = _BYTE_TOKEN.fullmatch(token)
@@ -101,7 +101,7 @@ def _byte_fallback(pattern: str, content: str) -> Transform:
     return transform
 
 
-def _byte_level(table: Mapping[str, int]) -> Transform:
+def _byte_level_pieces(table: Mapping[str, int]) -> Transform:
     def transform(token: str) -> str | bytes:
         try:
             return bytes(table[char] for char in token)

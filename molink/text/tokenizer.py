@@ -9,17 +9,17 @@ import tokenizers
 
 from molink.checkpoint.fields import read_bytes
 from molink.errors import BrokenModel, ContextTooLong, RequestError
-from molink.native import failing_as
-from molink.text.defaults import GenerationDefaults, TokenIds, as_ids
+from molink.native import raise_as
+from molink.text.defaults import GenerationDefaults, TokenIds, parse_token_ids
 from molink.text.detokenizer import Detokenizer, IncrementalDetokenizer, WindowDetokenizer
-from molink.text.growth import growth_of
-from molink.text.template import Templates, load_templates
-from molink.text.token_pieces import create_pieces
+from molink.text.growth import max_text_growth
+from molink.text.template import ChatTemplates, load_chat_templates
+from molink.text.token_pieces import create_token_pieces
 
 #: Longest text in characters, and longest one after the tokenizer's own replacements.
-MAX_CHARACTERS = 8 * 2**20
-MAX_GROWN = 16 * 2**20
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+MAX_TEXT_CHARACTERS = 8 * 2**20
+MAX_GROWN_CHARACTERS = 16 * 2**20
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
 T = TypeVar("T")
@@ -42,8 +42,8 @@ class Tokenizer:
 
     Safe to use from several threads. Attributes: ``vocab_size`` (ids a prompt may hold),
     ``bos_id``, ``eos_ids`` (each ends an answer), ``special_ids``, ``defaults`` (sampling
-    parameters for requests that give none), ``templates`` and the default one of them, ``template``
-    (``None`` for a base model), ``added`` (texts of tokens that are kept whole).
+    parameters for requests that give none), ``chat_templates`` and the default one of them, ``chat_template``
+    (``None`` for a base model), ``added_tokens`` (texts of tokens that are kept whole).
     """
 
     def __init__(
@@ -51,25 +51,25 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         config: dict[str, Any],
         defaults: GenerationDefaults,
-        templates: Templates,
+        templates: ChatTemplates,
         vocab_size: int = 0,
-        longest: int = MAX_CHARACTERS,
+        longest: int = MAX_TEXT_CHARACTERS,
     ) -> None:
         self._backend = backend
-        self._longest = longest
-        self._pieces = create_pieces(backend)
+        self._max_token_characters = longest
+        self._pieces = create_token_pieces(backend)
         added = backend.get_added_tokens_decoder()
-        self.added = frozenset(token.content for token in added.values())
+        self.added_tokens = frozenset(token.content for token in added.values())
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.vocab_size = vocab_size or backend.get_vocab_size()
         self.defaults = defaults
-        self.templates = templates
-        self.template = templates.default
+        self.chat_templates = templates
+        self.chat_template = templates.default
         self._add_bos: bool | None = config.get("add_bos_token")
-        self.bos_id = self._id_of(config.get("bos_token"))
-        eos = self._id_of(config.get("eos_token"))
+        self.bos_id = self._find_config_id(config.get("bos_token"))
+        eos = self._find_config_id(config.get("eos_token"))
         own = () if eos is None else (eos,)
-        self.eos_ids = tuple(dict.fromkeys((*own, *as_ids(defaults.eos_token_id))))
+        self.eos_ids = tuple(dict.fromkeys((*own, *parse_token_ids(defaults.eos_token_id))))
 
     @classmethod
     def open(cls, folder: Path) -> "Tokenizer":
@@ -82,16 +82,16 @@ class Tokenizer:
         if not path.is_file():
             raise BrokenModel(f"{path} is missing; only models with a tokenizer.json can be served")
         source = read_bytes(path)
-        longest = min(MAX_CHARACTERS, MAX_GROWN // growth_of(source, str(path)))
+        longest = min(MAX_TEXT_CHARACTERS, MAX_GROWN_CHARACTERS // max_text_growth(source, str(path)))
         config = _read_object(folder / "tokenizer_config.json")
-        model = _read(folder / "config.json", _TokenizerModel) or _TokenizerModel()
-        special = _special_texts(_read_object(folder / "special_tokens_map.json"))
-        special.update(_special_texts(config))
-        defaults = GenerationDefaults.load(folder)
+        model = _read_struct(folder / "config.json", _TokenizerModel) or _TokenizerModel()
+        special = _special_token_texts(_read_object(folder / "special_tokens_map.json"))
+        special.update(_special_token_texts(config))
+        defaults = GenerationDefaults.load_folder(folder)
         if defaults.eos_token_id is None and "eos_token" not in config:
             defaults = msgspec.structs.replace(defaults, eos_token_id=model.eos_token_id)
-        templates = load_templates(folder, config, special)
-        with failing_as(lambda reason: BrokenModel(f"{path}: {reason}; fetch the file again")):
+        templates = load_chat_templates(folder, config, special)
+        with raise_as(lambda reason: BrokenModel(f"{path}: {reason}; fetch the file again")):
             backend = tokenizers.Tokenizer.from_buffer(source)
             backend.no_padding()
             backend.no_truncation()
@@ -99,7 +99,7 @@ class Tokenizer:
             inner = model.text_config or _TextModel()
             size = model.vocab_size or inner.vocab_size or 0
             made = cls(backend, config, defaults, templates, size, longest)
-        named = special.get("eos_token") or as_ids(defaults.eos_token_id)
+        named = special.get("eos_token") or parse_token_ids(defaults.eos_token_id)
         if named and not any(0 <= one < made.vocab_size for one in made.eos_ids):
             raise BrokenModel(
                 f"{folder}: what ends an answer (eos_token, eos_token_id: {str(named)[:80]}) is no "
@@ -117,11 +117,11 @@ class Tokenizer:
             ContextTooLong: the text is too long to even look at it.
             RequestError: the tokenizer can't take it (it is no valid Unicode, for instance).
         """
-        if len(text) > self._longest:
+        if len(text) > self._max_token_characters:
             raise ContextTooLong(
-                f"the text has {len(text)} characters; this model's tokenizer takes {self._longest}"
+                f"the text has {len(text)} characters; this model's tokenizer takes {self._max_token_characters}"
             )
-        with failing_as(lambda reason: RequestError(f"the text can't be tokenized: {reason}")):
+        with raise_as(lambda reason: RequestError(f"the text can't be tokenized: {reason}")):
             # encode() would hold the GIL all the while, encode_batch() doesn't.
             ids: list[int] = self._backend.encode_batch([text], add_special_tokens=special)[0].ids
         if not special or self.bos_id is None or self._add_bos is None:
@@ -135,21 +135,21 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of ``ids``."""
-        with failing_as(BrokenModel):
+        with raise_as(BrokenModel):
             return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_bytes(self, token: int) -> bytes:
         """What one token contributes; may be part of a character."""
         if self._pieces is not None:
-            return self._pieces.get(token)
+            return self._pieces.get_bytes(token)
         return self.decode([token], skip_special=False).encode("utf-8")
 
-    def special_tokens(self, texts: Iterable[str]) -> dict[str, int]:
+    def find_special_ids(self, texts: Iterable[str]) -> dict[str, int]:
         """Ids of those of ``texts`` that are special tokens."""
         ids = {text: self._backend.token_to_id(text) for text in texts}
         return {text: token for text, token in ids.items() if token in self.special_ids}
 
-    def detokenizer(
+    def create_detokenizer(
         self,
         *,
         skip_special: bool = True,
@@ -160,31 +160,31 @@ class Tokenizer:
 
         ``keep`` are special tokens that are not skipped.
         """
-        kept = self.special_tokens(keep).values()
+        kept = self.find_special_ids(keep).values()
         skip = self.special_ids.difference(kept) if skip_special else frozenset()
         if self._pieces is None:
             return WindowDetokenizer(self._backend, skip)
         return IncrementalDetokenizer(self._pieces, skip, continues=continues)
 
     @property
-    def vocabulary(self) -> dict[int, str]:
+    def token_texts(self) -> dict[int, str]:
         """The text of each token, as its files write it, those that were added too."""
         return {index: text for text, index in self._backend.get_vocab().items()}
 
-    def id_of(self, text: str) -> int | None:
+    def find_token_id(self, text: str) -> int | None:
         """The id of the token that is ``text``; ``None`` if there is none."""
-        return self._id_of(text)
+        return self._find_config_id(text)
 
-    def _id_of(self, token: Any) -> int | None:
+    def _find_config_id(self, token: Any) -> int | None:
         text = token.get("content") if isinstance(token, dict) else token
         return self._backend.token_to_id(text) if isinstance(text, str) else None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    return _read(path, dict[str, Any]) or {}
+    return _read_struct(path, dict[str, Any]) or {}
 
 
-def _read(path: Path, kind: type[T]) -> T | None:
+def _read_struct(path: Path, kind: type[T]) -> T | None:
     if not path.is_file():
         return None
     try:
@@ -193,10 +193,10 @@ def _read(path: Path, kind: type[T]) -> T | None:
         raise BrokenModel(f"{path}: {error}; fetch the file again") from error
 
 
-def _special_texts(config: dict[str, Any]) -> dict[str, str]:
+def _special_token_texts(config: dict[str, Any]) -> dict[str, str]:
     """``bos_token`` and its like, which configs write as a text or as an object."""
     found = {}
-    for name in _SPECIAL_NAMES:
+    for name in _SPECIAL_TOKEN_NAMES:
         token = config.get(name)
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):

@@ -3,7 +3,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from molink.bench.answer_stream import MAX_LINE, AnswerStream
+from molink.bench.answer_stream import MAX_LINE_BYTES, AnswerStream
 from molink.bench.sample import Sample
 from molink.errors import Unavailable
 
@@ -27,8 +27,8 @@ def sse(data: object) -> bytes:
 def read(script: Iterable[tuple[float, bytes]], sent: float = 10.0) -> Sample:
     stream = AnswerStream(sent)
     for now, data in script:
-        stream.feed(data, now)
-    return stream.result()
+        stream.feed_data(data, now)
+    return stream.to_sample()
 
 
 ANSWER = (
@@ -62,16 +62,16 @@ def test_events_may_be_cut_anywhere(cut: int) -> None:
     whole = b"".join(data for _, data in ANSWER)
     pieces = [whole[at : at + cut] for at in range(0, len(whole), cut)]
     sample = read((11.0, piece) for piece in pieces)
-    assert (sample.output_tokens, len(sample.texts)) == (6, 3)
+    assert (sample.output_tokens, len(sample.piece_times)) == (6, 3)
 
 
 def test_plain_completions_and_other_fields() -> None:
     stream = AnswerStream(0.0)
-    stream.feed(b": keep-alive\r\nevent: x\r\n\r\n", 0.5)
-    stream.feed(sse({"choices": [{"text": "a", "finish_reason": None, "more": 1}]}), 1.0)
-    stream.feed(sse({"choices": [{"text": "b", "finish_reason": "length"}]}), 2.0)
-    sample = stream.result()
-    assert (sample.texts, sample.finished) == ((1.0, 2.0), 2.0)
+    stream.feed_data(b": keep-alive\r\nevent: x\r\n\r\n", 0.5)
+    stream.feed_data(sse({"choices": [{"text": "a", "finish_reason": None, "more": 1}]}), 1.0)
+    stream.feed_data(sse({"choices": [{"text": "b", "finish_reason": "length"}]}), 2.0)
+    sample = stream.to_sample()
+    assert (sample.piece_times, sample.finished_at) == ((1.0, 2.0), 2.0)
 
 
 def test_an_answer_without_text_has_a_ttft() -> None:
@@ -86,16 +86,16 @@ def test_an_answer_without_text_has_a_ttft() -> None:
         (sse({"error": "plain"}), "plain"),
         (b"data: {\n\n", "no answer"),
         (sse({"choices": 3}), "no answer"),
-        (b"x" * (MAX_LINE + 1), "a line of more than"),
+        (b"x" * (MAX_LINE_BYTES + 1), "a line of more than"),
     ],
 )
 def test_what_is_no_answer_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(Unavailable, match=message):
-        AnswerStream(0.0).feed(data, 1.0)
+        AnswerStream(0.0).feed_data(data, 1.0)
 
 
 def test_an_answer_that_breaks_off_is_refused() -> None:
     stream = AnswerStream(0.0)
-    stream.feed(sse(event("a")), 1.0)
+    stream.feed_data(sse(event("a")), 1.0)
     with pytest.raises(Unavailable, match="ended before"):
-        stream.result()
+        stream.to_sample()

@@ -9,7 +9,7 @@ from molink.bench.prompts import Calibration, make_prompt
 from molink.errors import Unavailable, UsageError
 from tests.support.fake_openai import FakeOpenAI
 
-REQUEST = PlannedRequest(index=0, at=0.0, input_tokens=51, output_tokens=4)
+REQUEST = PlannedRequest(index=0, arrival_s=0.0, input_tokens=51, output_tokens=4)
 
 
 def client(url: str, **options: bool | str) -> BenchClient:
@@ -19,13 +19,13 @@ def client(url: str, **options: bool | str) -> BenchClient:
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 async def test_a_measured_answer(fake: FakeOpenAI, url: str, suffix: str) -> None:
     async with client(url + suffix, api_key="secret") as bench:
-        assert await bench.prepare()
+        assert await bench.calibrate_prompts()
         assert bench.model == "toy"
         sample = await bench.send(REQUEST)
     assert sample.error is None
     # The template and the words of the fake's tokenizer are known from the probes.
-    assert (sample.input_tokens, sample.output_tokens, len(sample.texts)) == (51, 4, 4)
-    assert sample.sent <= sample.first <= sample.finished
+    assert (sample.input_tokens, sample.output_tokens, len(sample.piece_times)) == (51, 4, 4)
+    assert sample.sent_at <= sample.first_at <= sample.finished_at
     body = fake.bodies[-1]
     assert body["ignore_eos"] is True
     assert body["stream_options"] == {"include_usage": True}
@@ -34,7 +34,7 @@ async def test_a_measured_answer(fake: FakeOpenAI, url: str, suffix: str) -> Non
 
 async def test_plain_completions_without_ignore_eos(fake: FakeOpenAI, url: str) -> None:
     async with client(url, api="completions", ignore_eos=False, model="other") as bench:
-        await bench.prepare()
+        await bench.calibrate_prompts()
         sample = await bench.send(REQUEST)
     assert (sample.input_tokens, sample.output_tokens) == (52, 4)
     assert "prompt" in fake.bodies[-1]
@@ -44,7 +44,7 @@ async def test_plain_completions_without_ignore_eos(fake: FakeOpenAI, url: str) 
 async def test_a_server_without_usage(fake: FakeOpenAI, url: str) -> None:
     fake.with_usage = False
     async with client(url) as bench:
-        assert not await bench.prepare()
+        assert not await bench.calibrate_prompts()
         sample = await bench.send(REQUEST)
     assert sample.output_tokens == 4
 
@@ -74,7 +74,7 @@ async def test_nothing_listens() -> None:
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
         async with client(address) as bench:
             with pytest.raises(Unavailable, match=r"can't reach http.*is --url right"):
-                await bench.prepare()
+                await bench.calibrate_prompts()
             assert (await bench.send(REQUEST)).error
 
 
@@ -82,34 +82,34 @@ async def test_nothing_listens() -> None:
 async def test_a_url_that_is_none(address: str) -> None:
     async with client(address) as bench:
         with pytest.raises(UsageError, match="--url"):
-            await bench.prepare()
+            await bench.calibrate_prompts()
 
 
 async def test_no_such_route(url: str) -> None:
     async with client(f"{url}/elsewhere") as bench:
         with pytest.raises(UsageError, match="HTTP 404"):
-            await bench.prepare()
+            await bench.calibrate_prompts()
 
 
 async def test_no_model_yet(fake: FakeOpenAI, url: str) -> None:
     fake.models = []
     async with client(url) as bench:
         with pytest.raises(Unavailable, match="serves no model"):
-            await bench.prepare()
+            await bench.calibrate_prompts()
 
 
 async def test_a_refused_parameter_is_told_before_the_run(fake: FakeOpenAI, url: str) -> None:
     fake.reject_ignore_eos = True
     async with client(url) as bench:
         with pytest.raises(UsageError, match="unknown field ignore_eos"):
-            await bench.prepare()
+            await bench.calibrate_prompts()
 
 
 def test_calibration() -> None:
     learnt = Calibration.from_probes(short_tokens=8 * 3 + 20, long_tokens=72 * 3 + 20)
     assert learnt == Calibration(3.0, 20.0)
-    assert learnt.words(320) == 100
-    assert learnt.words(1) == 1
+    assert learnt.words_for_tokens(320) == 100
+    assert learnt.words_for_tokens(1) == 1
     # A server that counts nonsense is not believed.
     assert Calibration.from_probes(50, 50) == Calibration()
 

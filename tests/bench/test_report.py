@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from molink.bench.report import Summary, percentile, summarize, table
+from molink.bench.report import Summary, percentile, summarize, report_table
 from molink.bench.sample import Sample
 
 
@@ -17,7 +17,7 @@ def test_percentiles_are_linear_between_neighbours() -> None:
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50))
 def test_percentiles_rise_and_stay_in_range(values: list[float]) -> None:
-    summary = Summary.of(values)
+    summary = Summary.from_values(values)
     assert summary.p50 is not None
     assert summary.p90 is not None
     assert summary.p99 is not None
@@ -26,9 +26,9 @@ def test_percentiles_rise_and_stay_in_range(values: list[float]) -> None:
 
 def test_the_shape_of_the_result() -> None:
     samples = [
-        Sample(sent=0.0, texts=(1.0, 2.0, 4.0), finished=4.0, input_tokens=9, output_tokens=3),
-        Sample(sent=1.0, texts=(2.0,), finished=2.0, input_tokens=9, output_tokens=1),
-        Sample(sent=1.0, finished=9.0, error="HTTP 429: full"),
+        Sample(sent_at=0.0, piece_times=(1.0, 2.0, 4.0), finished_at=4.0, input_tokens=9, output_tokens=3),
+        Sample(sent_at=1.0, piece_times=(2.0,), finished_at=2.0, input_tokens=9, output_tokens=1),
+        Sample(sent_at=1.0, finished_at=9.0, error="HTTP 429: full"),
     ]
     result = summarize(samples, 4.0, policy="fifo").as_json()
     same = {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0}
@@ -56,5 +56,5 @@ def test_nothing_measured_is_null_and_a_dash() -> None:
     assert (report.requests_per_s, report.output_tokens_per_s) == (0.0, 0.0)
     console = Console(width=100)
     with console.capture() as captured:
-        console.print(table(report))
+        console.print(report_table(report))
     assert "–" in captured.get()

@@ -110,7 +110,7 @@ async def test_an_interrupted_run_keeps_what_it_measured() -> None:
     second_done = asyncio.Event()
 
     def count(sample: Sample) -> None:
-        if sample.sent > 100.0:
+        if sample.sent_at > 100.0:
             second_done.set()
 
     running = asyncio.create_task(

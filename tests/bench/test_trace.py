@@ -38,7 +38,7 @@ def test_azure(write: Callable[..., Any]) -> None:
 
 def test_azure_with_time_zones(write: Callable[..., Any]) -> None:
     text = AZURE.replace("5900,", "590+00:00,")
-    assert [row.at for row in read_trace(write(text))] == [0.0, 0.5, 60.0]
+    assert [row.arrival_s for row in read_trace(write(text))] == [0.0, 0.5, 60.0]
 
 
 def test_mooncake(write: Callable[..., Any]) -> None:
@@ -50,7 +50,7 @@ def test_mooncake(write: Callable[..., Any]) -> None:
 
 def test_rows_are_put_in_order(write: Callable[..., Any]) -> None:
     first, second = MOONCAKE.splitlines()
-    assert [row.at for row in read_trace(write(f"{second}\n{first}\n"))] == [0.0, 3.0]
+    assert [row.arrival_s for row in read_trace(write(f"{second}\n{first}\n"))] == [0.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_plan_from_a_trace() -> None:
         (6, 2),
         (7, 3),
     ]
-    assert 0 < at_rate[2].at < 1
+    assert 0 < at_rate[2].arrival_s < 1
 
 
 def test_a_plan_of_one_size() -> None:

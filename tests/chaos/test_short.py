@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from molinkd.peer.home import Home
-from tests.support.processes import recall, remember
+from tests.support.processes import restore_measurements, save_measurements
 from tools.chaos.drill import drill
 from tools.chaos.faults import Fault
 from tools.chaos.report import markdown
@@ -23,10 +23,10 @@ async def test_streams_outlive_any_process_and_any_pc(tmp_path: Path) -> None:
     # Stages as fast as they can be leave little to what has to recover.
     paced = Swarm(tmp_path, 3, module="tests.support.paced")
     for pc in paced.pcs:
-        recall(Home(pc.home))
+        restore_measurements(Home(pc.home))
     async with paced as swarm, Load(swarm, 16, tokens=60) as load:
         verdict = await drill(swarm, load, faults, whole_s=0.0)
-    remember(Home(paced.founder.home))
+    save_measurements(Home(paced.founder.home))
     verdict.troubles += swarm.left_behind
     assert verdict.good, markdown(verdict)
     assert [result.fault.kind for result in verdict.results if result.pauses] == KINDS

@@ -30,13 +30,13 @@ def load(
     if generation is not None:
         text = json.dumps(generation)
         (tmp_path / "generation_config.json").write_text(text, encoding="utf-8")
-    return ModelConfig.load(tmp_path)
+    return ModelConfig.load_folder(tmp_path)
 
 
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     config = load(tmp_path)
     assert (config.family, config.kv_heads, config.head_dim, config.groups) == ("llama", 4, 16, 1)
-    assert (config.norm_eps, config.tied, config.context) == (1e-6, False, 4096)
+    assert (config.norm_eps, config.tied_embeddings, config.max_model_len) == (1e-6, False, 4096)
     assert (config.attention_bias, config.output_bias, config.mlp_bias) == (False, False, False)
     assert (config.rope.kind, config.rope.theta) == ("default", 10000.0)
     assert (config.dtype, config.eos_ids, config.qk_norm) == ("f32", (), "none")
@@ -91,7 +91,7 @@ def test_context_with_scaling_in_both_spellings(
     old = load(tmp_path, rope_scaling=scaling, rope_theta=5e5)
     new = load(tmp_path, rope_parameters=scaling | {"rope_theta": 5e5})
     assert old == new
-    assert old.context == context
+    assert old.max_model_len == context
     assert (old.rope.theta, old.rope.factor) == (5e5, scaling["factor"])
 
 
@@ -167,7 +167,7 @@ def test_impossible_fields_are_named(tmp_path: Path, fields: dict[str, Any], mes
 def test_a_config_that_is_no_object(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(BrokenModel, match=r"config\.json"):
-        ModelConfig.load(tmp_path)
+        ModelConfig.load_folder(tmp_path)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
@@ -179,7 +179,7 @@ def test_a_config_that_is_no_file(tmp_path: Path, kind: str) -> None:
     else:
         path.symlink_to("/dev/zero")
     with pytest.raises(BrokenModel, match=r"config\.json is no regular file"):
-        ModelConfig.load(tmp_path)
+        ModelConfig.load_folder(tmp_path)
 
 
 def test_a_config_that_is_longer_than_it_says(
@@ -188,19 +188,19 @@ def test_a_config_that_is_longer_than_it_says(
     monkeypatch.setattr(fields, "MAX_JSON_BYTES", 100)
     (tmp_path / "config.json").write_text(" " * 200, encoding="utf-8")
     with pytest.raises(BrokenModel, match="longer than 100 bytes"):
-        ModelConfig.load(tmp_path)
+        ModelConfig.load_folder(tmp_path)
 
 
 def test_dual_chunk_attention_is_done_without(tmp_path: Path) -> None:
     dual = {"chunk_size": 128, "local_size": 8, "original_max_position_embeddings": 128}
     fields = {"max_position_embeddings": 1010, "dual_chunk_attention_config": dual}
     found = load(tmp_path, **fields)
-    assert found.context == 128
+    assert found.max_model_len == 128
     assert (
         "dual_chunk_attention_config is not supported: the context is 128 tokens"
         in (found.notes[0])
     )
     found = load(tmp_path, **{**fields, "max_position_embeddings": 100})
-    assert (found.context, found.notes) == (100, ())
+    assert (found.max_model_len, found.notes) == (100, ())
     with pytest.raises(BrokenModel, match=r"dual_chunk.*original_max_position_embeddings"):
         load(tmp_path, **{**fields, "dual_chunk_attention_config": {"chunk_size": 128}})

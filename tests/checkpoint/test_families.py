@@ -44,7 +44,7 @@ def load(tmp_path: Path) -> Callable[..., Any]:
         raw = SIZES | {"architectures": [NAMES[family]]} | fields
         raw = {name: value for name, value in raw.items() if value is not ...}
         (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-        return ModelConfig.load(tmp_path)
+        return ModelConfig.load_folder(tmp_path)
 
     return make
 

@@ -43,10 +43,10 @@ def test_a_sharded_folder(folder: Path) -> None:
 
 def test_facts_add_up(folder: Path) -> None:
     opened = ModelFolder.open(folder)
-    facts = opened.facts("tiny")
+    facts = opened.placement_facts("tiny")
     total = facts.first_bytes + 3 * facts.layer_bytes + facts.last_bytes
     assert total == sum(span.nbytes for span in opened.tensors.values())
-    assert (facts.name, facts.layers, facts.context, facts.element_bytes) == ("tiny", 3, 512, 4)
+    assert (facts.name, facts.layers, facts.max_model_len, facts.element_bytes) == ("tiny", 3, 512, 4)
     assert facts.kv_bytes == 2 * 2 * 16 * 4
 
 
@@ -55,7 +55,7 @@ def test_a_tied_model_counts_its_embedding_at_both_ends(
 ) -> None:
     folder = make_model(tmp_path, "qwen2", 0, tie_word_embeddings=True, dtype="bfloat16")
     opened = ModelFolder.open(folder)
-    facts = opened.facts("tied")
+    facts = opened.placement_facts("tied")
     assert facts.last_bytes == facts.first_bytes + 64 * 2
     assert "model.embed_tokens.weight" in opened.stage_tensors(2, 3)
     assert opened.config.dtype == "bf16"

@@ -11,35 +11,35 @@ import pytest
 
 from molink.checkpoint import hub, source
 from molink.checkpoint.folder import ModelFolder, scan_tensors
-from molink.checkpoint.room import RESERVE_BYTES
+from molink.checkpoint.room import DISK_RESERVE_BYTES
 from molink.checkpoint.source import find_model
 from molink.errors import BrokenModel, GatedModel, ModelError, ModelNotFound, Unavailable
 from tests.support.fake_hub import COMMIT, REPOSITORY, FakeHub, in_place
 from tests.support.models import write_plain_model
-from tests.support.seized import seize_once
+from tests.support.seized import lock_once
 
 
 class Count:
     def __init__(self) -> None:
         self.total = self.added = self.kept = 0
 
-    def add(self, nbytes: int) -> None:
+    def add_bytes(self, nbytes: int) -> None:
         self.added += nbytes
 
-    def keep(self, nbytes: int) -> None:
+    def add_existing(self, nbytes: int) -> None:
         self.kept += nbytes
 
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    monkeypatch.setattr(hub, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(hub, "RETRY_DELAYS_S", (0.0, 0.0))
     with in_place(write_plain_model(tmp_path / "model"), tmp_path / "cache", monkeypatch) as made:
         yield made
 
 
 def pull(layers: tuple[int, int] | None = None) -> tuple[Path, Count]:
     count = Count()
-    return hub.pull(REPOSITORY, count, threading.Event(), layers), count
+    return hub.pull_model(REPOSITORY, count, threading.Event(), layers), count
 
 
 def weights(served: FakeHub) -> list[Path]:
@@ -47,7 +47,7 @@ def weights(served: FakeHub) -> list[Path]:
 
 
 def test_a_model_is_pulled_into_the_cache_and_found_there(served: FakeHub) -> None:
-    assert hub.cached(REPOSITORY) is None
+    assert hub.find_cached(REPOSITORY) is None
     folder, count = pull()
     assert folder.name == COMMIT
     ModelFolder.open(folder)
@@ -174,7 +174,7 @@ def test_other_bytes_are_deleted_once_no_scanner_reads_them(
     served: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.altered = True
-    seized = seize_once(monkeypatch, "unlink", hub.DRAFT)
+    seized = lock_once(monkeypatch, "unlink", hub.PARTIAL_SUFFIX)
     with pytest.raises(BrokenModel, match="It was deleted"):
         pull()
     assert [path.exists() for path in seized] == [False]
@@ -188,7 +188,7 @@ def test_only_the_shards_of_a_stage(served: FakeHub) -> None:
     here = {path.name for path in folder.glob("*.safetensors")}
     assert 0 < len(here) < len(weights(served))
     ModelFolder.open(folder, (0, 1))
-    assert hub.cached(REPOSITORY) is None
+    assert hub.find_cached(REPOSITORY) is None
     with pytest.raises(ModelError, match=r"has layers 0:\d+; 3:99 is no part"):
         pull((3, 99))
     ModelFolder.open(find_model(REPOSITORY, unpack_into=served.folder).path)
@@ -196,7 +196,7 @@ def test_only_the_shards_of_a_stage(served: FakeHub) -> None:
 
 def test_errors_say_what_to_do(served: FakeHub) -> None:
     with pytest.raises(ModelNotFound, match=r"no model 'owner/other' at http.*HF_TOKEN") as none:
-        hub.pull("owner/other", Count(), threading.Event())
+        hub.pull_model("owner/other", Count(), threading.Event())
     assert none.value.exit_code == 5
     served.gated = True
     with pytest.raises(GatedModel, match=r"is gated.*Accept their terms at http.*HF_TOKEN") as gate:
@@ -221,7 +221,7 @@ def test_a_hub_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_full_disk_is_said_before(served: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12, RESERVE_BYTES))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12, DISK_RESERVE_BYTES))
     with pytest.raises(ModelError, match=r"needs .* GB more on the disk of .*0\.3 GB .*HF_HOME"):
         pull()
     assert served.asked == []
@@ -231,4 +231,4 @@ def test_it_can_be_ended(served: FakeHub) -> None:
     stop = threading.Event()
     stop.set()
     with pytest.raises(Unavailable, match="was ended; what has come is kept"):
-        hub.pull(REPOSITORY, Count(), stop)
+        hub.pull_model(REPOSITORY, Count(), stop)

@@ -8,7 +8,7 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.families import ARCHITECTURES
 from molink.checkpoint.header import read_header
 from molink.checkpoint.layout import layer_tensors, stage_tensors
-from molink.checkpoint.prequantized import stored_tensors
+from molink.checkpoint.prequantized import required_tensors
 from tests.support.models import MakeModel
 
 
@@ -17,16 +17,16 @@ def test_names_and_shapes_are_those_of_a_checkpoint(
     make_model: MakeModel, tmp_path: Path, family: str
 ) -> None:
     folder = make_model(tmp_path, family)
-    config = ModelConfig.load(folder)
+    config = ModelConfig.load_folder(folder)
     found = read_header(folder / "model.safetensors")
-    wanted = stored_tensors(stage_tensors(config, 0, config.layers), "none", found)
+    wanted = required_tensors(stage_tensors(config, 0, config.layers), "none", found)
     stored = {name: span.shape for name, span in found.items()}
     assert {name: one.shape for name, one in wanted.items()} == stored
 
 
 def test_layers_with_and_without_experts(make_model: MakeModel, tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen3_moe", mlp_only_layers=[1])
-    config = ModelConfig.load(folder)
+    config = ModelConfig.load_folder(folder)
     assert "model.layers.1.mlp.gate_proj.weight" in layer_tensors(config, 1)
     tensors = layer_tensors(config, 2)
     assert tensors["model.layers.2.mlp.gate.weight"] == (8, 64)

@@ -12,7 +12,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.low_bit import LowBit
+from molink.checkpoint.low_bit import LowBitScheme
 from molink.checkpoint.low_bit_config import parse_low_bit
 from molink.errors import BrokenModel, MolinkError, UnsupportedModel
 from tests.support.low_bit_models import write_low_bit
@@ -50,7 +50,7 @@ Q = "model.layers.0.self_attn.q_proj"
 DOWN = "model.layers.2.mlp.down_proj"
 
 
-def parse(**section: Any) -> LowBit | None:
+def parse(**section: Any) -> LowBitScheme | None:
     return parse_low_bit({"quantization_config": section}, "config.json")
 
 
@@ -59,21 +59,21 @@ def parse(**section: Any) -> LowBit | None:
     [
         ({}, None),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, None),
-        (GPTQ, LowBit("gptq", 4, (1, 32), ordered=True)),
-        ({**GPTQ, "desc_act": False, "group_size": -1}, LowBit("gptq", 4, (1, 0))),
+        (GPTQ, LowBitScheme("gptq", 4, (1, 32), has_column_order=True)),
+        ({**GPTQ, "desc_act": False, "group_size": -1}, LowBitScheme("gptq", 4, (1, 0))),
         (
             {**GPTQ, "checkpoint_format": None, "format": "gptq_v2", "bits": 8},
-            LowBit("gptq_v2", 8, (1, 32), ordered=True),
+            LowBitScheme("gptq_v2", 8, (1, 32), has_column_order=True),
         ),
-        ({**GPTQ, "dynamic": {"-:.*down.*": {}}}, LowBit("gptq", 4, (1, 32), ordered=True)),
-        (AWQ, LowBit("awq", 4, (1, 32))),
-        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, LowBit("awq", 4, (1, 64))),
-        (FP8, LowBit("plain", 8, (32, 32), zeros=False, kind="float")),
-        ({"quant_method": "fp8"}, LowBit("plain", 8, (0, 0), zeros=False, kind="float")),
-        (PACKED, LowBit("packed", 4, (1, 32), ordered=True)),
+        ({**GPTQ, "dynamic": {"-:.*down.*": {}}}, LowBitScheme("gptq", 4, (1, 32), has_column_order=True)),
+        (AWQ, LowBitScheme("awq", 4, (1, 32))),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, LowBitScheme("awq", 4, (1, 64))),
+        (FP8, LowBitScheme("plain", 8, (32, 32), has_zero_points=False, number_kind="float")),
+        ({"quant_method": "fp8"}, LowBitScheme("plain", 8, (0, 0), has_zero_points=False, number_kind="float")),
+        (PACKED, LowBitScheme("packed", 4, (1, 32), has_column_order=True)),
     ],
 )
-def test_configs(section: dict[str, Any], found: LowBit | None) -> None:
+def test_configs(section: dict[str, Any], found: LowBitScheme | None) -> None:
     assert parse(**section) == found
 
 
@@ -197,10 +197,10 @@ def test_a_folder_with_both_configs_of_gptq(stored: Callable[[dict[str, Any]], P
 def test_without_a_product_by_codes_memory_is_that_of_the_unpacked_weights(
     stored: Callable[[dict[str, Any]], Path], tmp_path: Path
 ) -> None:
-    facts = ModelFolder.open(stored(AWQ)).facts("m")
-    exact = ModelFolder.open(tmp_path / "exact").facts("m")  # in float32
-    assert msgspec.structs.replace(facts, narrow=None, blocks=None) == exact
-    assert facts.blocks is not None
+    facts = ModelFolder.open(stored(AWQ)).placement_facts("m")
+    exact = ModelFolder.open(tmp_path / "exact").placement_facts("m")  # in float32
+    assert msgspec.structs.replace(facts, narrow=None, block_weights=None) == exact
+    assert facts.block_weights is not None
     assert facts.narrow is not None
     assert facts.narrow.dtype == "bf16"
     assert facts.quantized == "none"

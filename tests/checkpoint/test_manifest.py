@@ -5,7 +5,7 @@ import hashlib
 import msgspec
 import pytest
 
-from molink.checkpoint.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, Part, root_of
+from molink.checkpoint.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, HashedEntry, manifest_root
 from molink.errors import AlteredModel, BrokenModel
 
 DATA = bytes(range(256)) * 1000
@@ -16,42 +16,42 @@ def digests(data: bytes) -> bytes:
     return b"".join(hashlib.sha256(chunk).digest() for chunk in chunks)
 
 
-FILE = Part("config.json", 2, digests(b"{}"))
-TENSOR = Part("t", len(DATA), digests(DATA), "U8", (256, 1000))
+FILE = HashedEntry("config.json", 2, digests(b"{}"))
+TENSOR = HashedEntry("t", len(DATA), digests(DATA), "U8", (256, 1000))
 
 
 def test_the_root_is_that_of_the_content() -> None:
-    other = Part("s", 4, digests(b"abcd"), "F32", (1,))
-    manifest = Manifest.of([FILE], [TENSOR, other])
-    assert Manifest.of([FILE], [other, TENSOR]) == manifest
+    other = HashedEntry("s", 4, digests(b"abcd"), "F32", (1,))
+    manifest = Manifest.build_hashed([FILE], [TENSOR, other])
+    assert Manifest.build_hashed([FILE], [other, TENSOR]) == manifest
     assert Manifest.open(manifest.raw, manifest.root) == manifest
     changed = msgspec.structs.replace(other, digests=digests(b"abce"))
     roots = {
         manifest.root,
-        Manifest.of([FILE], [TENSOR, changed]).root,
-        Manifest.of([FILE], [TENSOR]).root,
-        Manifest.of([], [TENSOR, other]).root,
-        Manifest.of([FILE], [TENSOR, msgspec.structs.replace(other, dtype="I32")]).root,
+        Manifest.build_hashed([FILE], [TENSOR, changed]).root,
+        Manifest.build_hashed([FILE], [TENSOR]).root,
+        Manifest.build_hashed([], [TENSOR, other]).root,
+        Manifest.build_hashed([FILE], [TENSOR, msgspec.structs.replace(other, dtype="I32")]).root,
     }
     assert len(roots) == 5
-    assert manifest.part("t") == TENSOR
-    assert manifest.part("config.json") == FILE
-    assert manifest.part("x") is None
+    assert manifest.find_entry("t") == TENSOR
+    assert manifest.find_entry("config.json") == FILE
+    assert manifest.find_entry("x") is None
 
 
 def test_chunks() -> None:
-    assert TENSOR.chunks == 2
-    assert [TENSOR.length(index) for index in range(2)] == [CHUNK_BYTES, len(DATA) - CHUNK_BYTES]
-    TENSOR.check(0, DATA[:CHUNK_BYTES])
-    TENSOR.check(1, DATA[CHUNK_BYTES:])
+    assert TENSOR.chunk_count == 2
+    assert [TENSOR.chunk_length(index) for index in range(2)] == [CHUNK_BYTES, len(DATA) - CHUNK_BYTES]
+    TENSOR.verify_chunk(0, DATA[:CHUNK_BYTES])
+    TENSOR.verify_chunk(1, DATA[CHUNK_BYTES:])
     for index, data in ((1, DATA[:CHUNK_BYTES]), (0, DATA[: CHUNK_BYTES - 1]), (0, b"")):
         with pytest.raises(AlteredModel, match=f"chunk {index + 1} of 2 of t is not"):
-            TENSOR.check(index, data)
-    assert Part("empty", 0, b"").chunks == 0
+            TENSOR.verify_chunk(index, data)
+    assert HashedEntry("empty", 0, b"").chunk_count == 0
 
 
 def test_another_manifest_is_refused() -> None:
-    manifest = Manifest.of([FILE], [TENSOR])
+    manifest = Manifest.build_hashed([FILE], [TENSOR])
     for raw in (b"", manifest.raw[:-1], manifest.raw + b"x"):
         with pytest.raises(AlteredModel, match="owner"):
             Manifest.open(raw, manifest.root)
@@ -68,14 +68,14 @@ def test_another_manifest_is_refused() -> None:
         msgspec.structs.replace(FILE, nbytes=2**50),
     ],
 )
-def test_what_contradicts_itself_is_refused(part: Part) -> None:
+def test_what_contradicts_itself_is_refused(part: HashedEntry) -> None:
     with pytest.raises(BrokenModel, match="contradicts itself"):
-        Manifest.of([], [part])
+        Manifest.build_hashed([], [part])
 
 
 def test_two_parts_of_one_name() -> None:
     with pytest.raises(BrokenModel, match="one name"):
-        Manifest.of([FILE], [FILE])
+        Manifest.build_hashed([FILE], [FILE])
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_two_parts_of_one_name() -> None:
 def test_nonsense_under_its_own_root(content: object) -> None:
     raw = msgspec.msgpack.encode(content)
     with pytest.raises(BrokenModel, match="can't be read"):
-        Manifest.open(raw, root_of(raw))
+        Manifest.open(raw, manifest_root(raw))

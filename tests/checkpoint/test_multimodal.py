@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load, load_file, save_file
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.folder import INDEX_FILE, ModelFolder, weight_map
-from molink.checkpoint.multimodal import text_tensors
+from molink.checkpoint.folder import INDEX_FILE, ModelFolder, read_weight_map
+from molink.checkpoint.multimodal import extract_text_tensors
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.swarm.artifacts.fetch_plan import group_tensors, plan_group
 from molink.text.tokenizer import Tokenizer
-from molinkd.peer.artifacts.library import Library
+from molinkd.peer.artifacts.library import ModelRepository
 from tests.support.models import MakeModel
 
 #: As google/gemma-3-4b-it says it: much of it is silent.
@@ -43,12 +43,12 @@ def seeing(make_model: MakeModel, tmp_path: Path) -> Path:
 
 
 def test_a_config_of_the_hub() -> None:
-    config = ModelConfig.parse(GEMMA3_4B, "config.json")
-    assert (config.family, config.sees, config.layers) == ("gemma3_text", True, 34)
+    config = ModelConfig.parse_config(GEMMA3_4B, "config.json")
+    assert (config.family, config.has_vision, config.layers) == ("gemma3_text", True, 34)
     assert (config.heads, config.kv_heads, config.head_dim) == (8, 4, 256)
-    assert (config.vocab_size, config.context, config.tied) == (262208, 131072, True)
+    assert (config.vocab_size, config.max_model_len, config.tied_embeddings) == (262208, 131072, True)
     assert (config.dtype, config.eos_ids) == ("bf16", (1, 106))
-    assert [rope.factor for rope in config.ropes] == [8.0, 1.0]
+    assert [rope.factor for rope in config.rope_configs] == [8.0, 1.0]
     assert config.windows[:6] == (1024,) * 5 + (0,)
 
 
@@ -67,7 +67,7 @@ def test_a_config_of_the_hub() -> None:
 )
 def test_what_is_refused(change: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        ModelConfig.parse(GEMMA3_4B | change, "config.json")
+        ModelConfig.parse_config(GEMMA3_4B | change, "config.json")
 
 
 def test_both_spellings_and_only_the_text_model(seeing: Path) -> None:
@@ -90,13 +90,13 @@ def test_an_index_is_read_by_the_same_names(seeing: Path) -> None:
     names = load_file(seeing / "model.safetensors")
     mapped = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (seeing / INDEX_FILE).write_text(json.dumps(mapped), encoding="utf-8")
-    assert weight_map(seeing).keys() == ModelFolder.open(seeing).tensors.keys()
+    assert read_weight_map(seeing).keys() == ModelFolder.open(seeing).tensors.keys()
 
 
 def test_two_spellings_at_once_are_refused() -> None:
     names = ("model.norm.weight", "language_model.model.norm.weight")
     with pytest.raises(BrokenModel, match=r"f: tensor model\.norm\.weight is there under two"):
-        text_tensors(dict.fromkeys(names, 0), "f")
+        extract_text_tensors(dict.fromkeys(names, 0), "f")
 
 
 def test_a_tensor_without_a_place_is_still_named(seeing: Path) -> None:
@@ -107,8 +107,8 @@ def test_a_tensor_without_a_place_is_still_named(seeing: Path) -> None:
 
 
 def test_others_are_sent_the_text_model_only(seeing: Path, tmp_path: Path) -> None:
-    holding = Library().add("m", seeing)
-    config = ModelConfig.load(seeing)
+    holding = ModelRepository().add_model("m", seeing)
+    config = ModelConfig.load_folder(seeing)
     copy = tmp_path / "copy"
     copy.mkdir()
     for name in holding.manifest.files:
@@ -116,7 +116,7 @@ def test_others_are_sent_the_text_model_only(seeing: Path, tmp_path: Path) -> No
     fetched = 0
     for group, shapes in group_tensors(config, 0, 3).items():
         plan = plan_group(group, shapes, holding.manifest.tensors)
-        pieces = [holding.read(piece.part.name, piece.index) for piece in plan.pieces()]
+        pieces = [holding.read_chunk(piece.part.name, piece.index) for piece in plan.chunk_runs()]
         (copy / plan.file).write_bytes(plan.header + b"".join(pieces))
         fetched += len(plan.parts)
     assert fetched == len(holding.manifest.tensors)

@@ -8,7 +8,7 @@ import torch
 
 from molink.checkpoint.folder import ModelFolder
 from molink.facts.footprint import Footprint, StageSetup
-from molink.stage.measure.device import kept_narrow
+from molink.stage.measure.device import narrow_weight_dtypes
 from molink.stage.stage import Stage
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -37,19 +37,19 @@ def test_planned_weights_are_loaded_weights(
     torch.set_num_threads(1)
     made = make_model(tmp_path, name.split()[0], dtype=dtype, **FAMILIES[name])
     folder = ModelFolder.open(made)
-    facts = folder.facts("m")
+    facts = folder.placement_facts("m")
     for wanted in ("bf16", "f32"):
-        need = Footprint.of(facts, StageSetup(dtype=wanted, narrow=kept_narrow(CPU)))
+        need = Footprint.of_stage(facts, StageSetup(dtype=wanted, narrow_dtypes=narrow_weight_dtypes(CPU)))
         for first, last in ((0, 3), (0, 1), (1, 2), (2, 3)):
-            stage = Stage.load(folder, (first, last), "cpu", wanted)
-            planned = need.weights(last - first, opens=first == 0, closes=last == 3)
+            stage = Stage.load_layers(folder, (first, last), "cpu", wanted)
+            planned = need.weight_bytes(last - first, opens=first == 0, closes=last == 3)
             # Norms may be kept in f32, and Qwen3's once for each head: that is for the margin.
             # Weights stored in bf16 may stay so, with a bias in f32 for each output.
             narrow = wanted == "f32" and dtype == "bfloat16"
             # Planned wide is what alone has no multiple of 32 outputs, though merged it may stay.
             least, most = (0.85, 1.1) if narrow else (1.0, 1.05)
             assert least * planned <= stage.weight_bytes <= most * planned
-            assert stage.block_bytes(16) == (last - first) * 16 * need.token
+            assert stage.block_bytes(16) == (last - first) * 16 * need.token_bytes
             if name not in NORMED and wanted == "f32" and not narrow:
                 assert stage.weight_bytes == planned
 
@@ -62,15 +62,15 @@ def test_planned_quantized_weights_are_loaded_weights(
     torch.set_num_threads(1)
     folder = ModelFolder.open(make_model(tmp_path, family, dtype="bfloat16", hidden_size=128))
     for wanted in ("bf16", "f32"):
-        need = Footprint.of(folder.facts("m"), StageSetup(dtype=wanted, quantize=mode))
-        stage = Stage.load(folder, (0, 2), "cpu", wanted, quantize=mode)
-        planned = need.weights(2, opens=True, closes=False)
+        need = Footprint.of_stage(folder.placement_facts("m"), StageSetup(dtype=wanted, quantize=mode))
+        stage = Stage.load_layers(folder, (0, 2), "cpu", wanted, quantize=mode)
+        planned = need.weight_bytes(2, opens=True, closes=False)
         # A CPU's kernel for nf4 takes its scales in bf16.
         assert 0.95 * planned <= stage.weight_bytes <= 1.05 * planned
 
 
 def test_projections_are_counted_as_quantized(make_model: Any, tmp_path: Path) -> None:
-    facts = ModelFolder.open(make_model(tmp_path, "qwen2", dtype="bfloat16")).facts("m")
+    facts = ModelFolder.open(make_model(tmp_path, "qwen2", dtype="bfloat16")).placement_facts("m")
     shapes = [(64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)]
     elements = sum(rows * columns for rows, columns in shapes)
     assert facts.projection_bytes == 2 * elements
@@ -83,7 +83,7 @@ def test_projections_are_counted_as_quantized(make_model: Any, tmp_path: Path) -
 
 
 def test_a_shared_expert_is_quantized_and_its_gate_is_not(make_model: Any, tmp_path: Path) -> None:
-    facts = ModelFolder.open(make_model(tmp_path, "qwen2_moe", dtype="bfloat16")).facts("m")
+    facts = ModelFolder.open(make_model(tmp_path, "qwen2_moe", dtype="bfloat16")).placement_facts("m")
     attention = 2 * 64 * 64 + 2 * 32 * 64
     experts = 6 * 3 * 32 * 64 + 3 * 64 * 64
     assert facts.projection_bytes == 2 * (attention + experts)
@@ -92,7 +92,7 @@ def test_a_shared_expert_is_quantized_and_its_gate_is_not(make_model: Any, tmp_p
 
 
 def test_experts_in_a_stack_are_counted_each(make_model: Any, tmp_path: Path) -> None:
-    facts = ModelFolder.open(make_model(tmp_path, "gpt_oss", dtype="bfloat16")).facts("m")
+    facts = ModelFolder.open(make_model(tmp_path, "gpt_oss", dtype="bfloat16")).placement_facts("m")
     attention, expert = 2 * 64 * 64 + 2 * 32 * 64, 3 * 32 * 64
     assert facts.projection_bytes == 2 * (attention + 6 * expert)
     biases = 64 + 2 * 32 + 64 + 6 + 6 * (2 * 32 + 64)
@@ -103,7 +103,7 @@ def test_experts_in_a_stack_are_counted_each(make_model: Any, tmp_path: Path) ->
 
 
 def test_a_router_is_no_projection_and_experts_are(make_model: Any, tmp_path: Path) -> None:
-    facts = ModelFolder.open(make_model(tmp_path, "mixtral", dtype="bfloat16")).facts("m")
+    facts = ModelFolder.open(make_model(tmp_path, "mixtral", dtype="bfloat16")).placement_facts("m")
     attention = 2 * 64 * 64 + 2 * 32 * 64
     assert facts.projection_bytes == 2 * (attention + 6 * 3 * 48 * 64)
     assert facts.layer_bytes == facts.projection_bytes + 2 * (6 * 64 + 2 * 64)
@@ -115,18 +115,18 @@ def test_a_pc_that_computes_in_f32_counts_what_stays_in_16_bits(
 ) -> None:
     """An AVX2 PC: nothing but projections and the head stays."""
     made = make_model(tmp_path, "llama", dtype="bfloat16", vocab_size=300)
-    facts = ModelFolder.open(made).facts("m")
+    facts = ModelFolder.open(made).placement_facts("m")
     assert facts.narrow is not None
     assert (facts.narrow.dtype, facts.narrow.layer) == ("bf16", facts.projection_bytes)
     assert facts.narrow.last == 0  # 300 outputs are no multiple of what every CPU takes at once
     wide, narrow = (
-        Footprint.of(facts, StageSetup(bf16=False, narrow=kept)) for kept in (("f16",), ("bf16",))
+        Footprint.of_stage(facts, StageSetup(bf16=False, narrow_dtypes=kept)) for kept in (("f16",), ("bf16",))
     )
-    assert wide == Footprint.of(facts, StageSetup(bf16=False))
-    assert (wide.first, wide.last, wide.token) == (narrow.first, narrow.last, narrow.token)
-    assert wide.layer - narrow.layer == facts.projection_bytes
-    on_card = StageSetup("cuda", bf16=False, dtype="f32", narrow=("bf16",))
-    assert Footprint.of(facts, on_card).layer == wide.layer
+    assert wide == Footprint.of_stage(facts, StageSetup(bf16=False))
+    assert (wide.first_bytes, wide.last_bytes, wide.token_bytes) == (narrow.first_bytes, narrow.last_bytes, narrow.token_bytes)
+    assert wide.layer_bytes - narrow.layer_bytes == facts.projection_bytes
+    on_card = StageSetup("cuda", bf16=False, dtype="f32", narrow_dtypes=("bf16",))
+    assert Footprint.of_stage(facts, on_card).layer_bytes == wide.layer_bytes
 
 
 def test_weights_of_several_types_are_counted_wide(make_model: Any, tmp_path: Path) -> None:
@@ -137,4 +137,4 @@ def test_weights_of_several_types_are_counted_wide(make_model: Any, tmp_path: Pa
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     name = "model.layers.1.mlp.down_proj.weight"
     save_file(tensors | {name: tensors[name].float()}, file, {"format": "pt"})
-    assert ModelFolder.open(made).facts("m").narrow is None
+    assert ModelFolder.open(made).placement_facts("m").narrow is None

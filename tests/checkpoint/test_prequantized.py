@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from molink.checkpoint.header import TensorSpan
 from molink.checkpoint.prequantized import (
-    STATE,
-    companions,
+    QUANT_STATE_SUFFIX,
+    companion_names,
     parse_quantized,
-    parse_state,
-    stored_tensors,
+    parse_quant_state,
+    required_tensors,
 )
-from molink.checkpoint.stored import FLOATS, MAX_STATE_BYTES, Stored
+from molink.checkpoint.stored import FLOAT_DTYPES, MAX_STATE_BYTES, TensorRequirement
 from molink.errors import BrokenModel, MolinkError, UnsupportedModel
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
@@ -74,51 +74,51 @@ def test_a_section_that_is_no_object() -> None:
 
 def test_plain_weights() -> None:
     shapes = {NAME: SHAPE, "model.norm.weight": (512,)}
-    plain = {name: Stored(FLOATS, shape) for name, shape in shapes.items()}
-    assert stored_tensors(shapes, "none", {NAME: span("U8")}) == plain
-    assert stored_tensors(shapes, "nf4", {NAME: span("BF16")}) == plain
-    assert stored_tensors(shapes, "int8", {}) == plain
+    plain = {name: TensorRequirement(FLOAT_DTYPES, shape) for name, shape in shapes.items()}
+    assert required_tensors(shapes, "none", {NAME: span("U8")}) == plain
+    assert required_tensors(shapes, "nf4", {NAME: span("BF16")}) == plain
+    assert required_tensors(shapes, "int8", {}) == plain
 
 
 def test_int8_weights() -> None:
-    scales, layout, *_ = companions(NAME)
-    wanted = {NAME: Stored(("I8",), SHAPE), scales: Stored(("F32",), (64,))}
-    assert stored_tensors({NAME: SHAPE}, "int8", {NAME: span("I8")}) == wanted
+    scales, layout, *_ = companion_names(NAME)
+    wanted = {NAME: TensorRequirement(("I8",), SHAPE), scales: TensorRequirement(("F32",), (64,))}
+    assert required_tensors({NAME: SHAPE}, "int8", {NAME: span("I8")}) == wanted
     found = {NAME: span("I8"), layout: span("U8", ())}
-    assert stored_tensors({NAME: SHAPE}, "int8", found) == wanted | {layout: Stored(("U8",), ())}
+    assert required_tensors({NAME: SHAPE}, "int8", found) == wanted | {layout: TensorRequirement(("U8",), ())}
     assert scales == "model.layers.0.self_attn.q_proj.SCB"
 
 
 def test_nf4_weights() -> None:
     wanted = {
-        NAME: Stored(("U8",), (64 * 512 // 2, 1)),
-        f"{NAME}.absmax": Stored(("F32",), (512,)),
-        f"{NAME}.quant_map": Stored(("F32",), (16,)),
-        f"{NAME}.{STATE}": Stored(("U8",), (-1,)),
+        NAME: TensorRequirement(("U8",), (64 * 512 // 2, 1)),
+        f"{NAME}.absmax": TensorRequirement(("F32",), (512,)),
+        f"{NAME}.quant_map": TensorRequirement(("F32",), (16,)),
+        f"{NAME}.{QUANT_STATE_SUFFIX}": TensorRequirement(("U8",), (-1,)),
     }
-    assert stored_tensors({NAME: SHAPE}, "nf4", {NAME: span("U8")}) == wanted
+    assert required_tensors({NAME: SHAPE}, "nf4", {NAME: span("U8")}) == wanted
     found = {NAME: span("U8"), f"{NAME}.absmax": span("U8")}
-    assert stored_tensors({NAME: SHAPE}, "nf4", found) == wanted | {
-        f"{NAME}.absmax": Stored(("U8",), (512,)),
-        f"{NAME}.nested_absmax": Stored(("F32",), (2,)),
-        f"{NAME}.nested_quant_map": Stored(("F32",), (256,)),
+    assert required_tensors({NAME: SHAPE}, "nf4", found) == wanted | {
+        f"{NAME}.absmax": TensorRequirement(("U8",), (512,)),
+        f"{NAME}.nested_absmax": TensorRequirement(("F32",), (2,)),
+        f"{NAME}.nested_quant_map": TensorRequirement(("F32",), (256,)),
     }
-    assert {NAME, *companions(NAME)} > set(stored_tensors({NAME: SHAPE}, "nf4", found))
+    assert {NAME, *companion_names(NAME)} > set(required_tensors({NAME: SHAPE}, "nf4", found))
 
 
 def test_blocks_that_are_not_whole() -> None:
     with pytest.raises(UnsupportedModel, match=r"q_proj.*\[3, 5\]"):
-        stored_tensors({NAME: (3, 5)}, "nf4", {NAME: span("U8")})
+        required_tensors({NAME: (3, 5)}, "nf4", {NAME: span("U8")})
 
 
 def test_what_the_state_may_take_is_bounded() -> None:
-    stored = Stored(("U8",), (-1,))
-    assert stored.fits((1,))
-    assert stored.fits((MAX_STATE_BYTES,))
-    assert not stored.fits((MAX_STATE_BYTES + 1,))
-    assert not stored.fits((0,))
-    assert not stored.fits(())
-    assert not stored.fits((1, 1))
+    stored = TensorRequirement(("U8",), (-1,))
+    assert stored.accepts_shape((1,))
+    assert stored.accepts_shape((MAX_STATE_BYTES,))
+    assert not stored.accepts_shape((MAX_STATE_BYTES + 1,))
+    assert not stored.accepts_shape((0,))
+    assert not stored.accepts_shape(())
+    assert not stored.accepts_shape((1, 1))
 
 
 def state(**changes: object) -> bytes:
@@ -127,9 +127,9 @@ def state(**changes: object) -> bytes:
 
 
 def test_states() -> None:
-    assert parse_state(state(), SHAPE, "t") == 0
+    assert parse_quant_state(state(), SHAPE, "t") == 0
     nested = state(nested_blocksize=256, nested_dtype="float32", nested_offset=0.0625)
-    assert parse_state(nested, SHAPE, "t") == 0.0625
+    assert parse_quant_state(nested, SHAPE, "t") == 0.0625
 
 
 values = st.recursive(
@@ -143,15 +143,15 @@ known = st.sampled_from(["quant_type", "blocksize", "shape", "nested_blocksize",
 @given(st.binary(max_size=64) | st.dictionaries(known, values).map(lambda some: state(**some)))
 def test_any_state_is_a_number_or_refused(raw: bytes) -> None:
     with suppress(MolinkError):
-        assert abs(parse_state(raw, SHAPE, "t")) < math.inf
+        assert abs(parse_quant_state(raw, SHAPE, "t")) < math.inf
 
 
 def test_blocks_of_gguf_are_bounded_by_the_config() -> None:
     name = f"{NAME}.q4_k"
     found = {name: span("U8", (64, 2 * 144))}
-    assert stored_tensors({NAME: SHAPE}, "none", found) == {name: Stored(("U8",), (64, 2 * 144))}
+    assert required_tensors({NAME: SHAPE}, "none", found) == {name: TensorRequirement(("U8",), (64, 2 * 144))}
     with pytest.raises(BrokenModel, match="none of blocks of q4_k"):
-        stored_tensors({NAME: (64, 500)}, "none", found)
+        required_tensors({NAME: (64, 500)}, "none", found)
     # A kind that isn't known is as if there were nothing.
     odd = {f"{NAME}.q9_k": span("U8")}
-    assert stored_tensors({NAME: SHAPE}, "none", odd) == {NAME: Stored(FLOATS, SHAPE)}
+    assert required_tensors({NAME: SHAPE}, "none", odd) == {NAME: TensorRequirement(FLOAT_DTYPES, SHAPE)}

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.checkpoint.header import DTYPE_BYTES, TensorSpan
-from molink.checkpoint.manifest import Manifest, Part, Shard, root_of
+from molink.checkpoint.manifest import Manifest, HashedEntry, ShardEntry, manifest_root
 from molink.errors import BrokenModel, WireError
 
 PLACE = f"owner/name@{'0' * 40}"
-CONFIG = Part("config.json", 2, hashlib.sha256(b"{}").digest())
+CONFIG = HashedEntry("config.json", 2, hashlib.sha256(b"{}").digest())
 SHA = bytes(range(32))
-ONE, TWO = Shard("model-1.safetensors", 100, SHA), Shard("model-2.safetensors", 50, SHA[::-1])
+ONE, TWO = ShardEntry("model-1.safetensors", 100, SHA), ShardEntry("model-2.safetensors", 50, SHA[::-1])
 
 
 def span(shard: str, dtype: str = "F32", *shape: int) -> tuple[str, TensorSpan]:
@@ -24,7 +24,7 @@ def span(shard: str, dtype: str = "F32", *shape: int) -> tuple[str, TensorSpan]:
 
 
 @st.composite
-def models(draw: st.DrawFn) -> tuple[list[Shard], dict[str, tuple[str, TensorSpan]]]:
+def models(draw: st.DrawFn) -> tuple[list[ShardEntry], dict[str, tuple[str, TensorSpan]]]:
     """Shards with tensors in them, in any order."""
     count = draw(st.integers(1, 5))
     names = [f"model-{number}.safetensors" for number in range(count)]
@@ -39,7 +39,7 @@ def models(draw: st.DrawFn) -> tuple[list[Shard], dict[str, tuple[str, TensorSpa
         name: sum(s.nbytes for shard, s in tensors.values() if shard == name) for name in names
     }
     shards = [
-        Shard(
+        ShardEntry(
             name, sizes[name] + draw(st.integers(1, 100)), draw(st.binary(min_size=32, max_size=32))
         )
         for name in names
@@ -50,14 +50,14 @@ def models(draw: st.DrawFn) -> tuple[list[Shard], dict[str, tuple[str, TensorSpa
 @settings(max_examples=40, deadline=None)
 @given(models())
 def test_it_is_read_as_it_was_made(
-    model: tuple[list[Shard], dict[str, tuple[str, TensorSpan]]],
+    model: tuple[list[ShardEntry], dict[str, tuple[str, TensorSpan]]],
 ) -> None:
     shards, tensors = model
     if CONFIG.name in tensors or not {shard.name for shard in shards}.isdisjoint(tensors):
         return
-    made = Manifest.of_shards([CONFIG], PLACE, shards, tensors)
+    made = Manifest.build_sharded([CONFIG], PLACE, shards, tensors)
     assert (
-        Manifest.of_shards([CONFIG], PLACE, shards[::-1], dict(reversed(tensors.items()))) == made
+        Manifest.build_sharded([CONFIG], PLACE, shards[::-1], dict(reversed(tensors.items()))) == made
     )
     found = Manifest.open(made.raw, made.root)
     assert found == made
@@ -67,9 +67,9 @@ def test_it_is_read_as_it_was_made(
         name: (one.dtype, one.shape, one.nbytes) for name, (_, one) in tensors.items()
     }
     for name, (shard, _) in tensors.items():
-        assert [one.name for one in found.shards_of([name])] == [shard]
+        assert [one.name for one in found.find_shards([name])] == [shard]
     held = [shard.name for shard in shards[::2]]
-    assert found.marked(found.marks(held)) == frozenset(held)
+    assert found.decode_bitfield(found.encode_bitfield(held)) == frozenset(held)
 
 
 def content(**changed: Any) -> list[Any]:
@@ -86,7 +86,7 @@ def content(**changed: Any) -> list[Any]:
 
 def opened(made: object) -> Manifest:
     raw = msgspec.msgpack.encode(made)
-    return Manifest.open(raw, root_of(raw))
+    return Manifest.open(raw, manifest_root(raw))
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,6 @@ def test_nonsense_is_refused(made: object) -> None:
 
 
 def test_a_chunk_of_a_shard_is_known_by_its_length_alone() -> None:
-    ONE.check(0, bytes(100))
+    ONE.verify_chunk(0, bytes(100))
     with pytest.raises(WireError, match=r"chunk 1 of model-1\.safetensors came as 99 bytes"):
-        ONE.check(0, bytes(99))
+        ONE.verify_chunk(0, bytes(99))

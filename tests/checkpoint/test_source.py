@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from molink.checkpoint import source
-from molink.checkpoint.source import DEMO_MODEL, ModelSource, find_model
+from molink.checkpoint.source import DEMO_MODEL_NAME, ModelSource, find_model
 from molink.errors import ModelNotFound
 
 
@@ -19,9 +19,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [None, DEMO_MODEL])
+@pytest.mark.parametrize("name", [None, DEMO_MODEL_NAME])
 def test_the_bundled_model_is_the_default(package: Path, tmp_path: Path, name: str | None) -> None:
-    assert find_model(name, unpack_into=tmp_path) == ModelSource(DEMO_MODEL, package)
+    assert find_model(name, unpack_into=tmp_path) == ModelSource(DEMO_MODEL_NAME, package)
 
 
 def test_a_package_without_the_bundled_model(package: Path) -> None:

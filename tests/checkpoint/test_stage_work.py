@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.stage_work import StageWork
+from molink.checkpoint.stage_work import StageCost
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 64, 96, 4, 2, 16, 320
 ATTENTION = HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS)
@@ -15,8 +15,8 @@ MLP = 3 * HIDDEN * INNER
 TABLE = VOCABULARY * HIDDEN
 
 
-def work(folder: Path, layers: tuple[int, int], weight_bytes: int) -> StageWork:
-    return StageWork(ModelFolder.open(folder).config, layers, "f32", weight_bytes)
+def work(folder: Path, layers: tuple[int, int], weight_bytes: int) -> StageCost:
+    return StageCost(ModelFolder.open(folder).config, layers, "f32", weight_bytes)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_only_chosen_experts_count(make_model: Any, tmp_path: Path) -> None:
     folder = make_model(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=1)
     made = work(folder, (1, 2), 0)
     assert made.config.experts is not None
-    expert, router = 3 * HIDDEN * made.config.experts.inner_size, 4 * HIDDEN
+    expert, router = 3 * HIDDEN * made.config.experts.intermediate_size, 4 * HIDDEN
     made = replace(made, weight_bytes=4 * (ATTENTION + router + 4 * expert))
     met = ATTENTION + router + expert
     assert made.prefill_flops(1) == 2 * (met + 2 * HEADS * HEAD_DIM)

@@ -85,4 +85,4 @@ def test_something_foreign_among_the_models_own_tensors(folder: Path) -> None:
 def test_the_output_head_of_a_tied_model_is_let_be(make_model: MakeModel, tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen2", 0, tie_word_embeddings=True)
     add(folder, "more.safetensors", "lm_head.weight")
-    assert ModelFolder.open(folder).config.tied
+    assert ModelFolder.open(folder).config.tied_embeddings

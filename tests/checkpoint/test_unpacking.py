@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.rope import RopeConfig
-from molink.checkpoint.source import ModelSource, Uncounted, find_model
-from molink.checkpoint.unpacking import gguf_model, unpacked
+from molink.checkpoint.source import ModelSource, NullCounter, find_model
+from molink.checkpoint.unpacking import read_gguf_model, import_gguf
 from molink.errors import BrokenModel, ModelError, Unavailable, UnsupportedModel
 from molink.text.tokenizer import Tokenizer
 from tests.support.gguf_models import Kind, write_gguf
@@ -31,7 +31,7 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def unpack(path: Path, into: Path) -> Path:
-    return unpacked(path, into, Uncounted(), threading.Event())
+    return import_gguf(path, into, NullCounter(), threading.Event())
 
 
 def test_a_folder_as_large_as_the_file(folder: Path, whole: Path, tmp_path: Path) -> None:
@@ -76,9 +76,9 @@ def test_the_tokenizer_and_the_template_are_those_of_the_file(
     assert ours.eos_ids == (258, 256)  # what usually ends an answer is added
     assert ours.special_ids == theirs.special_ids
     messages = [{"role": "user", "content": "hi"}]
-    assert ours.template is not None
-    assert theirs.template is not None
-    assert ours.template.render(messages) == theirs.template.render(messages)
+    assert ours.chat_template is not None
+    assert theirs.chat_template is not None
+    assert ours.chat_template.render_prompt(messages) == theirs.chat_template.render_prompt(messages)
 
 
 def test_it_is_made_once_and_anew_for_another_file(
@@ -98,7 +98,7 @@ def test_an_unpacking_that_is_stopped_leaves_nothing(whole: Path, tmp_path: Path
     stop = threading.Event()
     stop.set()
     with pytest.raises(Unavailable):
-        unpacked(whole, tmp_path, Uncounted(), stop)
+        import_gguf(whole, tmp_path, NullCounter(), stop)
     assert not [*tmp_path.iterdir()]
 
 
@@ -261,6 +261,6 @@ def test_mistral_small_is_a_llama_but_ministral_is_none(
 
 def test_config_and_tensors_alone_are_those_of_the_folder(whole: Path, tmp_path: Path) -> None:
     before = ModelFolder.open(unpack(whole, tmp_path)).config
-    config, tensors = gguf_model(whole)
+    config, tensors = read_gguf_model(whole)
     assert replace(config, eos_ids=before.eos_ids) == before
     assert tensors.keys() == ModelFolder.open(unpack(whole, tmp_path)).tensors.keys()

@@ -4,42 +4,42 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from molink.swarm.controller.audit import audit
+from molink.swarm.controller.audit import audit_fleet
 from molink.swarm.controller.events import (
-    Announce,
-    Commit,
-    Departed,
-    Disconnected,
-    Event,
-    MemberAdded,
-    MemberRemoved,
-    Reported,
-    Reserve,
-    SendMessage,
-    StageSaid,
-    TermRaised,
-    Tick,
-    Tried,
+    AnnouncePeerAction,
+    CommitPipelineAction,
+    PeerStoppedEvent,
+    PeerDisconnectedEvent,
+    ControllerEvent,
+    MemberAddedEvent,
+    MemberRemovedEvent,
+    PeerReportedEvent,
+    ReserveEpochAction,
+    SendMessageAction,
+    StageReportedEvent,
+    TermRaisedEvent,
+    TimePassedEvent,
+    ConnectionTriedEvent,
 )
 from molink.swarm.controller.fleet import Fleet
-from molink.swarm.controller.records import Desired, MemberRecord, PipelineRecord
+from molink.swarm.controller.records import DesiredModel, MemberRecord, PipelineRecord
 from molink.swarm.election.replica import (
     Replica,
-    Replication,
+    ReplicaSync,
     Version,
     decode_replica,
-    merge,
+    merge_replicas,
     next_lineage,
 )
-from molink.swarm.membership.twins import Twins
+from molink.swarm.membership.twins import DuplicatePeers
 from molink.swarm.terms import first_term
 from molink.wire.messages.base import Payload
-from molink.wire.messages.instructions import StillThere
-from molink.wire.messages.leading import Noted, SendState, SharedState
+from molink.wire.messages.instructions import KeepAlive
+from molink.wire.messages.leading import LeaderHeartbeat, StateRequest, StateReplica
 from molink.wire.messages.reports import (
     Goodbye,
     PeerReport,
-    Reached,
+    ReachReport,
     StageFailed,
     StageLoaded,
     StageReady,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from tests.dst.world import World
 
 PORT = 5466
-TICK = 0.5
+STEP_INTERVAL = 0.5
 #: From the end of a connection until somebody looks whose it was, in seconds.
 _CLOSING = 0.1
 
@@ -65,7 +65,7 @@ class Disk:
     """What has been committed, as :mod:`molinkd.coordinator.state` keeps it."""
 
     members: dict[str, MemberRecord] = field(default_factory=dict)
-    models: tuple[Desired, ...] = ()
+    models: tuple[DesiredModel, ...] = ()
     pipelines: dict[tuple[str, int], PipelineRecord] = field(default_factory=dict)
     last: tuple[int, int] = (0, 0)
     version: Version = (0, 1)
@@ -76,7 +76,7 @@ class Disk:
         """What a copy holds."""
         members = {one.peer: one for one in found.members}
         pipelines = {(one.model, one.replica): one for one in found.pipelines}
-        return cls(members, found.models, pipelines, found.last, found.version, found.lineage)
+        return cls(members, found.models, pipelines, found.last_numbers, found.version, found.lineage)
 
     def replica(self) -> Replica:
         """A copy."""
@@ -92,7 +92,7 @@ class Disk:
             invitations=(),
             desired=self.models[0],
             pipeline=pipelines[0] if pipelines else None,
-            last=self.last,
+            last_numbers=self.last,
             more_models=self.models[1:],
             more_pipelines=pipelines[1:],
         )
@@ -146,28 +146,28 @@ class Coordinator(Process):
             pipelines=disk.pipelines.values(),
             last=disk.last,
             term=self.term,
-            lost=lost,
+            lost_peer=lost,
         )
-        self._replication = Replication()
+        self._replication = ReplicaSync()
         self._shared: tuple[Version, bytes] = ((-1, -1), b"")
         self._connections: dict[str, bytes] = {}
-        self._twins = Twins()
+        self._twins = DuplicatePeers()
         #: What has come and is not read, and since when there is any.
         self._unread: deque[tuple[Sender, Any, Any]] = deque()
         self._unread_since = 0.0
         #: How late it is read, and until when.
         self._late, self._late_until = 0.0, 0.0
-        self.listener = Listener(world.network, self, PORT, self.key, self._take, self._admits)
-        self.listener.on_disconnect = self._knock_soon
+        self.listener = Listener(world.network, self, PORT, self.key, self._on_message, self._admits)
+        self.listener.on_disconnect = self._probe_soon
         self.on_death.append(lambda: world.network.died(self))
-        self.later(TICK, self._tick)
+        self.later(STEP_INTERVAL, self._step)
 
     def raise_term(self, term: int) -> None:
         """Go on in a higher term."""
         self.disk.begin_term(term)
         self.term = term
         self.world.monitor.leads(self._leader, term)
-        self._happened(TermRaised(term))
+        self._on_event(TermRaisedEvent(term))
 
     def _admits(self, user: str) -> bool:
         member = self.disk.members.get(user)
@@ -179,8 +179,8 @@ class Coordinator(Process):
         """A peer leaves, or is shut out."""
         member = self.disk.members[peer]
         self.disk.put(replace(member, standing="left" if why == "left" else "revoked"))
-        self._forget(peer)
-        self._happened(MemberRemoved(peer, why))
+        self._drop_peer(peer)
+        self._on_event(MemberRemovedEvent(peer, why))
         self.listener.expel(peer)
 
     # --- messages --------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Coordinator(Process):
         """Do all in time but read: others want the CPU too."""
         self._late, self._late_until = late, self.time() + seconds
 
-    def _take(self, sender: Sender, message: Any, payload: Any) -> None:
+    def _on_message(self, sender: Sender, message: Any, payload: Any) -> None:
         """Something has come; it is read once what came before it is."""
         if not self._unread:
             if self.time() >= self._late_until:
@@ -201,90 +201,90 @@ class Coordinator(Process):
 
     def _read(self) -> None:
         sender, message, payload = self._unread.popleft()
-        if self._admits(sender.user_id):
+        if self._admits(sender.peer_id):
             self._handle(sender, message, payload)
 
-    def _tick(self) -> None:
-        self._happened(Tick(self.time() - self._unread_since if self._unread else 0.0))
-        self.later(TICK, self._tick)
+    def _step(self) -> None:
+        self._on_event(TimePassedEvent(self.time() - self._unread_since if self._unread else 0.0))
+        self.later(STEP_INTERVAL, self._step)
 
-    def _knock_soon(self) -> None:
-        self.later(_CLOSING, self._knock)
+    def _probe_soon(self) -> None:
+        self.later(_CLOSING, self._probe_leaders)
 
-    def _knock(self) -> None:
+    def _probe_leaders(self) -> None:
         for peer, identity in list(self._connections.items()):
-            if not self.listener.send(identity, StillThere()):
-                self._forget(peer)
-                self._happened(Disconnected(peer))
+            if not self.listener.send(identity, KeepAlive()):
+                self._drop_peer(peer)
+                self._on_event(PeerDisconnectedEvent(peer))
 
     def _handle(self, sender: Sender, message: Any, payload: Any) -> None:
-        peer = sender.user_id
+        peer = sender.peer_id
         match message:
             case PeerReport():
                 # No PC has a copy of another's state folder.
-                assert not self._twins.heard(peer, sender.identity, self.time())
+                assert not self._twins.observe_connection(peer, sender.identity, self.time())
                 fresh = self._connections.get(peer) != sender.identity
                 self._connections[peer] = sender.identity
                 if fresh:
-                    self._replication.forget(peer)
-                self._tell(peer, Noted(term=self.term, leader=self._leader))
-                self._happened(Reported(peer, message, fresh))
+                    self._replication.drop_peer(peer)
+                self._send(peer, LeaderHeartbeat(term=self.term, leader=self._leader))
+                self._on_event(PeerReportedEvent(peer, message, fresh))
                 self._share(peer, message.replica)
-            case SharedState():
+            case StateReplica():
                 self._merge(peer, decode_replica(payload))
-            case Reached():
-                self._happened(Tried(peer, message.peer, message.ok, message.latency, message.rate))
+            case ReachReport():
+                self._on_event(ConnectionTriedEvent(peer, message.peer, message.is_reachable, message.latency, message.rate))
             case StageLoaded() | StageReady() | StageFailed():
-                self._happened(StageSaid(peer, message))
+                self._on_event(StageReportedEvent(peer, message))
             case Goodbye():
-                self._forget(peer)
-                self._happened(Departed(peer))
+                self._drop_peer(peer)
+                self._on_event(PeerStoppedEvent(peer))
 
-    def _forget(self, peer: str) -> None:
+    def _drop_peer(self, peer: str) -> None:
         self._connections.pop(peer, None)
-        self._twins.forget(peer)
+        self._twins.drop_peer(peer)
 
-    def _tell(self, peer: str, message: Any, payload: Any = None) -> None:
+    def _send(self, peer: str, message: Any, payload: Any = None) -> None:
         identity = self._connections.get(peer)
         if identity is not None:
             self.listener.send(identity, message, payload)
 
     def _share(self, peer: str, held: Version) -> None:
         ours = self.disk.version
-        due = self._replication.due(peer, held, ours, self.disk.lineage, self.time())
+        due = self._replication.plan_sync(peer, held, ours, self.disk.lineage, self.time())
         if due == "ask":
-            self._tell(peer, SendState())
+            self._send(peer, StateRequest())
         elif due == "send":
             if self._shared[0] != ours:
                 self._shared = ours, self.disk.replica().encode()
             data = self._shared[1]
-            self._tell(peer, SharedState(payload=Payload("u8", (len(data),))), data)
+            self._send(peer, StateReplica(payload=Payload("u8", (len(data),))), data)
 
     def _merge(self, peer: str, theirs: Replica) -> None:
         """What a peer knows of the time in which another one led its part."""
-        by_owner = self.disk.members[peer].owner
-        for member in merge(self.disk.replica(), theirs, by_owner=by_owner):
+        by_owner = self.disk.members[peer].is_owner
+        for member in merge_replicas(self.disk.replica(), theirs, by_owner=by_owner):
             self.disk.put(member)
             if member.standing == "member":
-                self._happened(MemberAdded(member))
+                self._on_event(MemberAddedEvent(member))
             else:
                 self._connections.pop(member.peer, None)
-                self._happened(MemberRemoved(member.peer, "was revoked in another part"))
+                self._on_event(MemberRemovedEvent(member.peer, "was revoked in another part"))
                 self.listener.expel(member.peer)
         self.disk.touch()
 
-    def _happened(self, event: Event) -> None:
+    def _on_event(self, event: ControllerEvent) -> None:
         for decision in self.fleet.handle(event, self.time()):
             match decision:
-                case Commit(record):
+                case CommitPipelineAction(record):
                     self.disk.commit(record)
                     self.world.monitor.committed(self, record)
-                case Reserve(pipeline, epoch):
+                case ReserveEpochAction(pipeline, epoch):
                     self.disk.reserve(pipeline, epoch)
-                case Announce(member):
+                case AnnouncePeerAction(member):
                     known = self.disk.members[member.peer]
                     self.disk.put(replace(known, announced=member, name=member.name))
-                case SendMessage(peer, message):
-                    self._tell(peer, message)
-        if not isinstance(event, Reported):
-            audit(self.fleet)
+                case SendMessageAction(peer, message):
+                    self._send(peer, message)
+        if not isinstance(event, PeerReportedEvent):
+            audit_fleet(self.fleet)

@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 from molink.errors import MolinkError
 from molink.facts.device import Device
-from molink.sim.agenda import Appointment
+from molink.sim.agenda import ScheduledCallback
 from molink.swarm.agent.keeper import (
-    Decision,
-    Fetch,
-    Keeper,
-    StartWorker,
-    StopWorker,
-    TellCoordinator,
-    TellWorker,
-    tells_more,
+    AgentAction,
+    FetchFilesAction,
+    StageAgent,
+    StartWorkerAction,
+    StopWorkerAction,
+    SendToCoordinatorAction,
+    SendToWorkerAction,
+    is_reportable,
 )
 from molink.swarm.election.replica import Replica
-from molink.swarm.frontend.generation import GeneratedToken, GenerationRequest
+from molink.swarm.frontend.generation import GeneratedToken, Request
 from molink.swarm.frontend.stream import (
-    Act,
-    Emit,
-    Fail,
-    HeadEpoch,
-    SendSubmit,
-    SendToHead,
-    Stream,
+    StreamAction,
+    EmitTokenAction,
+    FailStreamAction,
+    PipelineEpoch,
+    SubmitAction,
+    SendToSchedulerAction,
+    RequestStream,
     StreamLimits,
 )
 from molink.swarm.membership.address_book import AddressBook
@@ -37,20 +37,20 @@ from molink.swarm.running_time import RunningTime
 from molink.wire.messages.base import Payload
 from molink.wire.messages.instructions import (
     Assign,
-    Form,
-    Member,
-    MemberGone,
+    FormPipeline,
+    PeerInfo,
+    PeerRemoved,
     Prefetch,
     Route,
-    RouteGone,
+    RouteRemoved,
     StageProfile,
     Unassign,
 )
-from molink.wire.messages.leading import SendState, SharedState
-from molink.wire.messages.pipe import MemberKey, Start
-from molink.wire.messages.reports import PeerReport, Prefetched, Reached, StageFailed
-from molink.wire.messages.serving import Prompt, Rejected, Token, Tokens
-from tests.dst.connections import Heads, Session
+from molink.wire.messages.leading import StateRequest, StateReplica
+from molink.wire.messages.pipe import PeerKey, LoadStage
+from molink.wire.messages.reports import PeerReport, PrefetchState, ReachReport, StageFailed
+from molink.wire.messages.serving import PromptFragment, Rejected, OutputToken, OutputTokens
+from tests.dst.connections import SchedulerConnections, Session
 from tests.dst.coordinator import Disk
 from tests.dst.leadership import CONTROL, Leadership, Membership
 from tests.dst.process import Failure, Pc, Process
@@ -67,7 +67,7 @@ WATCH = 1.0
 #: Seconds that another peer has to let a connection in, and until it is tried again.
 PATIENCE, PROBE_AGAIN = 3.0, 5.0
 #: One-way delays that a connection takes.
-_TRY = 5.0
+_RETRY_INTERVAL = 5.0
 
 
 @dataclass
@@ -92,11 +92,11 @@ class Peer:
 class Active:
     """A request that is under way."""
 
-    stream: Stream
-    on_token: Callable[[GeneratedToken, Token], None]
+    stream: RequestStream
+    on_token: Callable[[GeneratedToken, OutputToken], None]
     on_error: Callable[[MolinkError], None]
-    target: HeadEpoch | None = None
-    timer: Appointment | None = None
+    target: PipelineEpoch | None = None
+    timer: ScheduledCallback | None = None
 
 
 class Daemon(Process):
@@ -108,21 +108,21 @@ class Daemon(Process):
         self.peer = peer
         self.pid = world.network.next_number()
         self._rng = Random(world.seed * 6007 + self.pid)
-        self.book = AddressBook(MemberKey(peer=peer.id, public_key=peer.key))
-        self.book.on_member = self._member_came
-        self.book.on_gone = self._members_changed
-        self.keeper = Keeper()
+        self.book = AddressBook(PeerKey(peer=peer.id, public_key=peer.key))
+        self.book.on_peer_changed = self._on_member
+        self.book.on_peer_removed = self._members_changed
+        self.keeper = StageAgent()
         self.workers: dict[int, Worker] = {}
         self._fetches: dict[int, None] = {}
-        self.prefetched: Prefetched | None = None
-        self.heads = Heads(self)
+        self.prefetched: PrefetchState | None = None
+        self.heads = SchedulerConnections(self)
         self.active: dict[str, Active] = {}
         self._running = RunningTime(self.time())
         self._keys = 0
-        self._sweep: Appointment | None = None
+        self._sweep: ScheduledCallback | None = None
         #: Newest epoch that was assigned, by pipeline.
         self._epochs: dict[str, int] = {}
-        self._forming: dict[str, Form] = {}
+        self._forming: dict[str, FormPipeline] = {}
         self._reached: dict[str, bool] = {}
         self.session = Session(self)
         self.leadership = Leadership(self)
@@ -148,78 +148,78 @@ class Daemon(Process):
             version="1",
             addresses=(peer.pc.name,),
             control_port=CONTROL,
-            endpoint="",
+            api_address="",
             daemon_pid=self.pid,
             stage=peer.stage,
             device=peer.device,
             models=tuple(self.world.models),
-            workers=self.keeper.states({}, {}),
-            prefetched=self.prefetched,
+            workers=self.keeper.worker_states({}, {}),
+            prefetch=self.prefetched,
             replica=peer.replica.version,
-            routes=self.heads.known,
+            routes=self.heads.known_routes,
         )
 
-    def welcomed(self) -> None:
+    def on_welcome(self) -> None:
         """The coordinator knows us."""
-        self.book.welcomed()
-        self.heads.welcomed()
+        self.book.mark_unconfirmed()
+        self.heads.on_welcome()
         for known, ok in self._reached.items():
-            self.session.tell(self._tried(known, ok))
+            self.session.send_if_welcome(self._on_probe(known, ok))
         if self._sweep is not None:
             self._sweep.cancel()
-        self._sweep = self.call_at(self.time() + SWEEP, self.book.sweep)
-        self._carry_out([*self.keeper.repeat()])
+        self._sweep = self.call_at(self.time() + SWEEP, self.book.drop_unconfirmed)
+        self._carry_out([*self.keeper.resend_reports()])
 
-    def told(self, message: Any, payload: Any) -> None:
+    def on_instruction(self, message: Any, payload: Any) -> None:
         """The coordinator says something."""
         match message:
-            case SharedState() | SendState():
+            case StateReplica() | StateRequest():
                 self._share(payload)
-            case Member():
-                if not self.book.add(message):
+            case PeerInfo():
+                if not self.book.add_peer(message):
                     raise Failure(f"{self} takes {message} for false")
-            case MemberGone():
-                self.book.remove(message.peer)
+            case PeerRemoved():
+                self.book.remove_peer(message.peer)
             case Prefetch():
                 self._prefetch(message)
             case Assign():
                 self.prefetched = None
-                self._carry_out(self.keeper.assign(message))
+                self._carry_out(self.keeper.assign_stage(message))
                 self._check_epochs()
             case StageProfile():
-                self.keeper.profile(message)
-            case Form():
+                self.keeper.record_profile(message)
+            case FormPipeline():
                 self._form_soon(message)
             case Unassign():
                 self._forming.pop(message.pipeline, None)
                 self._epochs.pop(message.pipeline, None)
-                self._carry_out(self.keeper.unassign(message.pipeline))
+                self._carry_out(self.keeper.unassign_pipeline(message.pipeline))
             case Route():
-                self.heads.update(message)
-            case RouteGone():
-                self.heads.remove(message.pipeline)
+                self.heads.update_route(message)
+            case RouteRemoved():
+                self.heads.remove_route(message.pipeline)
 
     def _share(self, payload: Any) -> None:
         if payload is None:
             data = self.peer.replica.encode()
-            self.session.tell(SharedState(payload=Payload("u8", (len(data),))), data)
+            self.session.send_if_welcome(StateReplica(payload=Payload("u8", (len(data),))), data)
         else:
-            self.leadership.shared(payload)
+            self.leadership.on_replica(payload)
             self._remember_members()
 
     def _remember_members(self) -> None:
         for member in self.peer.replica.members:
-            known = self.book.get(member.peer) is not None
+            known = self.book.get_peer(member.peer) is not None
             if member.standing == "member" and member.announced is not None and not known:
-                self.book.add(member.announced)
+                self.book.add_peer(member.announced)
 
-    def _form_soon(self, order: Form) -> None:
+    def _form_soon(self, order: FormPipeline) -> None:
         """Form the ring once the next stage can be reached."""
         if self._forming.get(order.pipeline) != order:
             self._forming[order.pipeline] = order
-            self.later(_TRY * self.world.network.latency, self._form, order, False)
+            self.later(_RETRY_INTERVAL * self.world.network.latency, self._form, order, False)
 
-    def _form(self, order: Form, again: bool) -> None:
+    def _form(self, order: FormPipeline, again: bool) -> None:
         if self._forming.get(order.pipeline) is not order:
             return
         places = [stage for stage, one in enumerate(order.ring) if one.peer == self.peer.id]
@@ -227,12 +227,12 @@ class Daemon(Process):
         network = self.world.network
         if len(order.ring) == 1 or network.reaches(self, self.world.where(after)):
             del self._forming[order.pipeline]
-            self._carry_out(self.keeper.form(order))
+            self._carry_out(self.keeper.form_ring(order))
         elif not again:
             self.later(PATIENCE, self._form, order, True)
         else:
             del self._forming[order.pipeline]
-            self.session.tell(
+            self.session.send_if_welcome(
                 StageFailed(
                     pipeline=order.pipeline,
                     epoch=order.epoch,
@@ -242,28 +242,28 @@ class Daemon(Process):
                 )
             )
 
-    def _probe(self, member: Member) -> None:
+    def _probe(self, member: PeerInfo) -> None:
         """Try a member's control port until it answers."""
-        known = self.book.get(member.peer)
+        known = self.book.get_peer(member.peer)
         if known is None or known != member or not member.addresses:
             return
         ok = self.world.network.reaches(self, (member.addresses[0], CONTROL))
         self._reached[member.peer] = ok
-        self.session.tell(self._tried(member.peer, ok))
+        self.session.send_if_welcome(self._on_probe(member.peer, ok))
         if not ok:
             self.later(PROBE_AGAIN, self._probe, member)
 
-    def _tried(self, peer: str, ok: bool) -> Reached:
+    def _on_probe(self, peer: str, ok: bool) -> ReachReport:
         """Some are said to be farther away than others: placement goes by it."""
         far = 1 + (self.pc.number + 3 * self.world.pc_of(peer).number) % 4
-        return Reached(peer=peer, ok=ok, latency=far * self.world.network.latency if ok else None)
+        return ReachReport(peer=peer, is_reachable=ok, latency=far * self.world.network.latency if ok else None)
 
-    def _member_came(self, member: Member) -> None:
+    def _on_member(self, member: PeerInfo) -> None:
         self._members_changed(member)
-        self.later(_TRY * self.world.network.latency, self._probe, member)
+        self.later(_RETRY_INTERVAL * self.world.network.latency, self._probe, member)
 
     def _check_epochs(self) -> None:
-        for state in self.keeper.states({}, {}):
+        for state in self.keeper.worker_states({}, {}):
             if state.epoch < self._epochs.get(state.pipeline, 0):
                 raise Failure(f"{self} went back to epoch {state.epoch}")
             self._epochs[state.pipeline] = state.epoch
@@ -271,41 +271,41 @@ class Daemon(Process):
     def _prefetch(self, message: Prefetch) -> None:
         before = self.prefetched
         if before is None or before.number != message.number:
-            self.prefetched = Prefetched(number=message.number, state="fetching")
-            self.later(self._rng.uniform(0.1, 1.0), self._fetched_ahead, message.number)
+            self.prefetched = PrefetchState(number=message.number, state="fetching")
+            self.later(self._rng.uniform(0.1, 1.0), self._on_prefetched, message.number)
         self.session.report()
 
-    def _fetched_ahead(self, number: int) -> None:
+    def _on_prefetched(self, number: int) -> None:
         if self.prefetched is not None and self.prefetched.number == number:
-            self.prefetched = Prefetched(number=number, state="done")
+            self.prefetched = PrefetchState(number=number, state="done")
             self.session.report()
 
     # --- stages ----------------------------------------------------------------------------------
 
-    def _carry_out(self, decisions: list[Decision]) -> None:
+    def _carry_out(self, decisions: list[AgentAction]) -> None:
         for decision in decisions:
             match decision:
-                case Fetch(generation, assign):
+                case FetchFilesAction(generation, assign):
                     self._fetches[generation] = None
                     seconds = self._rng.uniform(0.05, 0.3)
-                    self.later(seconds, self._fetched, generation, assign)
-                case StartWorker(generation, start):
+                    self.later(seconds, self._on_fetched, generation, assign)
+                case StartWorkerAction(generation, start):
                     self._start(generation, start)
-                case TellWorker(generation, message):
-                    self._tell(generation, message)
-                case StopWorker(generation, kill):
+                case SendToWorkerAction(generation, message):
+                    self._order_worker(generation, message)
+                case StopWorkerAction(generation, kill):
                     self._stop(generation, kill=kill)
-                case TellCoordinator(message):
-                    self.session.tell(message)
+                case SendToCoordinatorAction(message):
+                    self.session.send_if_welcome(message)
         self.keeper.validate()
-        if any(tells_more(decision) for decision in decisions):
+        if any(is_reportable(decision) for decision in decisions):
             self.session.report()
 
-    def _fetched(self, generation: int, assign: Assign) -> None:
+    def _on_fetched(self, generation: int, assign: Assign) -> None:
         if generation not in self._fetches:
             return
         del self._fetches[generation]
-        start = Start(
+        start = LoadStage(
             pipeline=assign.pipeline,
             stage=assign.stage,
             stages=assign.stages,
@@ -320,22 +320,22 @@ class Daemon(Process):
             ports=(5468, 5480),
             kv_bytes=1,
             block_size=assign.block_size,
-            max_context=self.world.context,
+            max_model_len=self.world.context,
         )
-        self._carry_out(self.keeper.fetched(generation, start))
+        self._carry_out(self.keeper.on_files_fetched(generation, start))
 
-    def _start(self, generation: int, start: Start) -> None:
+    def _start(self, generation: int, start: LoadStage) -> None:
         def say(number: int, message: Any) -> None:
-            self.later(0.001, self._worker_said, number, message)
+            self.later(0.001, self._on_worker_message, number, message)
 
         worker = Worker(self.world, self.pc, self.peer.id, generation, start, say)
         self.workers[generation] = worker
         worker.on_death.append(lambda: self.world.network.died(worker))
-        worker.on_death.append(lambda: self.later(0.01, self._worker_exited, generation))
-        self._tell(generation, self.book.keys())
-        self.keeper.started(generation, 1 + generation)
+        worker.on_death.append(lambda: self.later(0.01, self._on_worker_exit, generation))
+        self._order_worker(generation, self.book.peer_keys())
+        self.keeper.on_worker_started(generation, 1 + generation)
 
-    def _tell(self, generation: int, message: Any) -> None:
+    def _order_worker(self, generation: int, message: Any) -> None:
         worker = self.workers.get(generation)
         if worker is not None:
             worker.later(0.001, worker.order, message)
@@ -349,47 +349,47 @@ class Daemon(Process):
             self.later(0.02 if kill else GRACE, worker.die)
 
     def _watch(self) -> None:
-        self._carry_out(self.keeper.watch(self.time()))
+        self._carry_out(self.keeper.check_liveness(self.time()))
         self.later(WATCH, self._watch)
 
-    def _worker_said(self, generation: int, message: Any) -> None:
+    def _on_worker_message(self, generation: int, message: Any) -> None:
         if generation in self.workers:
-            self._carry_out(self.keeper.worker_said(generation, message))
+            self._carry_out(self.keeper.on_worker_message(generation, message))
 
-    def _worker_exited(self, generation: int) -> None:
+    def _on_worker_exit(self, generation: int) -> None:
         if self.workers.pop(generation, None) is not None:
-            self._carry_out(self.keeper.failed(generation, "the worker was killed"))
+            self._carry_out(self.keeper.on_failure(generation, "the worker was killed"))
 
     def _members_changed(self, _: object) -> None:
         for generation in self.workers:
-            self._tell(generation, self.book.keys())
+            self._order_worker(generation, self.book.peer_keys())
 
     def running(self) -> float:
         """Seconds in which this daemon ran; looked at with each tick."""
-        return self._running.at(self.time())
+        return self._running.counted_time(self.time())
 
     # --- requests, as molinkd.peer.frontend.streams has them ---
 
     def ask(
         self,
-        request: GenerationRequest,
+        request: Request,
         limits: StreamLimits,
-        on_token: Callable[[GeneratedToken, Token], None],
+        on_token: Callable[[GeneratedToken, OutputToken], None],
         on_error: Callable[[MolinkError], None],
     ) -> str:
         """A client asks; returns the request's key."""
         self._keys += 1
         key = f"{self.pid}-{self._keys}"
-        stream = Stream(key, request, limits, self.running())
+        stream = RequestStream(key, request, limits, self.running())
         active = self.active[key] = Active(stream, on_token, on_error)
         self._choose(active)
         return key
 
-    def taken(self, key: str, count: int) -> None:
+    def on_consumed(self, key: str, count: int) -> None:
         """The client has taken so many more."""
         active = self.active.get(key)
         if active is not None:
-            self._act(active, active.stream.taken(count))
+            self._act(active, active.stream.on_tokens_consumed(count))
 
     def close(self, key: str) -> None:
         """The client is gone, or has all."""
@@ -397,23 +397,23 @@ class Daemon(Process):
         if active is not None:
             self._act(active, active.stream.cancel())
 
-    def heads_changed(self) -> None:
+    def on_routes_changed(self) -> None:
         """Targets may be others."""
         for active in list(self.active.values()):
             self._choose(active)
 
-    def head_said(self, pipeline: str, message: Any) -> None:
+    def on_scheduler_message(self, pipeline: str, message: Any) -> None:
         """A head answers."""
-        if isinstance(message, Tokens):
+        if isinstance(message, OutputTokens):
             for token in message.tokens:
                 active = self._served_by(pipeline, token.key)
                 if active is not None:
-                    self._act(active, active.stream.token(token, self.running()), token)
+                    self._act(active, active.stream.on_token(token, self.running()), token)
         elif isinstance(message, Rejected):
             active = self._served_by(pipeline, message.key)
             if active is not None:
                 self.world.monitor.rejected(message)
-                self._act(active, active.stream.rejected(message, self.running()))
+                self._act(active, active.stream.on_rejected(message, self.running()))
 
     def _served_by(self, pipeline: str, key: str) -> Active | None:
         active = self.active.get(key.rpartition(".")[0])
@@ -427,42 +427,42 @@ class Daemon(Process):
         if active.target not in targets:
             active.target = targets[0] if targets else None
         now = self.running()
-        active.stream.forming(self.heads.forming(model), now)
-        self._act(active, active.stream.head(active.target, now))
+        active.stream.on_formation_progress(self.heads.forming(model), now)
+        self._act(active, active.stream.set_target(active.target, now))
 
     def _wake(self, active: Active) -> None:
         self._act(active, active.stream.wake(self.running()))
 
-    def _act(self, active: Active, acts: list[Act], token: Token | None = None) -> None:
+    def _act(self, active: Active, acts: list[StreamAction], token: OutputToken | None = None) -> None:
         for act in acts:
             match act:
-                case Emit(generated):
+                case EmitTokenAction(generated):
                     assert token is not None
                     active.on_token(generated, token)
-                case Fail(error):
+                case FailStreamAction(error):
                     active.on_error(error)
-                case SendToHead(target, message):
+                case SendToSchedulerAction(target, message):
                     self._mention(target, message)
-                case SendSubmit():
+                case SubmitAction():
                     self._submit(active, act)
         active.stream.validate()
         if active.timer is not None:
             active.timer.cancel()
             active.timer = None
-        when = active.stream.next_wake
+        when = active.stream.next_wake_at
         if when is not None:
-            active.timer = self.call_at(when + self._running.lost, lambda: self._wake(active))
+            active.timer = self.call_at(when + self._running.skipped_s, lambda: self._wake(active))
 
-    def _submit(self, active: Active, act: SendSubmit) -> None:
-        ids = array("i", act.ids)
-        prompt = Prompt(act.submit.key, 0, Payload("i32", (len(ids),)))
+    def _submit(self, active: Active, act: SubmitAction) -> None:
+        ids = array("i", act.token_ids)
+        prompt = PromptFragment(act.submit.key, 0, Payload("i32", (len(ids),)))
         try:
             self.heads.send(act.target, act.submit, act.grammar)
             self.heads.send(act.target, prompt, ids)
         except MolinkError as error:
             refused = Rejected(act.target.epoch, act.submit.key, "epoch", str(error))
-            self.call_soon(lambda: self.head_said(act.target.pipeline, refused))
+            self.call_soon(lambda: self.on_scheduler_message(act.target.pipeline, refused))
 
-    def _mention(self, target: HeadEpoch, message: Any) -> None:
+    def _mention(self, target: PipelineEpoch, message: Any) -> None:
         with contextlib.suppress(MolinkError):
             self.heads.send(target, message)

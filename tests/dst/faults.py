@@ -53,7 +53,7 @@ class Faults:
         for action in [*drawn, *([self._read_late] * 2 if late else ())]:
             at = rng.uniform(*BEGIN)
             self.until = max(self.until, at)
-            world.agenda.at(at, action)
+            world.agenda.schedule_at(at, action)
 
     # --- helpers ---------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class Faults:
         at = self._world.agenda.now + seconds
         self.until = max(self.until, at)
         self.long |= may_cost and seconds > LONG
-        self._world.agenda.at(at, undo)
+        self._world.agenda.schedule_at(at, undo)
 
     def _pcs(self) -> list[Pc]:
         return [pc for pc in self._world.pcs if pc.up]

@@ -6,22 +6,22 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from molink.swarm.election.leading import (
-    Answered,
-    Ask,
-    ConnectionLost,
-    Event,
-    Follow,
-    Heard,
-    Known,
-    Lead,
-    Led,
-    Raise,
-    Silent,
-    StepDown,
-    TimePassed,
+    PeerAnsweredEvent,
+    QueryLeaderAction,
+    ConnectionLostEvent,
+    ElectionEvent,
+    FollowLeaderAction,
+    CoordinatorHeardEvent,
+    MembershipChangedEvent,
+    StartCoordinatorAction,
+    CoordinatorStartedEvent,
+    RaiseTermAction,
+    PeerTimedOutEvent,
+    StepDownAction,
+    ElectionTimePassedEvent,
 )
 from molink.swarm.election.replica import decode_replica
-from molink.swarm.election.succession import Succession
+from molink.swarm.election.succession import LeaderElection
 from molink.wire.messages.leading import LeaderView
 from tests.dst.coordinator import Coordinator, Disk
 from tests.dst.network import Listener
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: Where daemons listen for each other.
 CONTROL = 5467
-TICK = 0.5
+STEP_INTERVAL = 0.5
 #: Seconds that a peer has to answer, and that a coordinator has to end.
 ANSWER, GRACE = 1.0, 5.0
 #: Seconds until a coordinator goes on in a higher term: it writes that down, and disks are slow.
@@ -57,14 +57,14 @@ class Leadership:
         self._peer = peer = daemon.peer
         self._rng = Random(daemon.world.seed * 7001 + daemon.pid)
         self.coordinator: Coordinator | None = None
-        self._deeds: deque[Lead | StepDown] = deque()
+        self._deeds: deque[StartCoordinatorAction | StepDownAction] = deque()
         self._busy = False
         self._raised = 0
         #: Numbers what was last decided about the process here.
         self._deed = 0
-        known = Known(peer.replica.order or (peer.id,), peer.replica.version)
+        known = MembershipChangedEvent(peer.replica.order or (peer.id,), peer.replica.version)
         member = peer.membership
-        self.succession = Succession(
+        self.succession = LeaderElection(
             peer.id,
             daemon.time(),
             known=known,
@@ -76,12 +76,12 @@ class Leadership:
 
     def start(self) -> None:
         """Look for the leader."""
-        self._tick()
+        self._step()
 
-    def _tick(self) -> None:
+    def _step(self) -> None:
         self._daemon.running()
-        self._happened(TimePassed())
-        self._daemon.later(TICK, self._tick)
+        self._on_event(ElectionTimePassedEvent())
+        self._daemon.later(STEP_INTERVAL, self._step)
 
     def orphan(self) -> None:
         """The daemon is dead: its coordinator reads the end of its pipe."""
@@ -90,48 +90,48 @@ class Leadership:
 
     # --- what happens ------------------------------------------------------------------------
 
-    def noted(self, term: int, leader: str) -> bool:
+    def on_heartbeat(self, term: int, leader: str) -> bool:
         """The coordinator has spoken; whether it is one to follow."""
-        self._happened(Heard(term, leader))
+        self._on_event(CoordinatorHeardEvent(term, leader))
         if term < self.succession.term:
             return False
         self._remember(term=self.succession.term, leader=self.succession.leader)
         return True
 
-    def cut(self) -> None:
+    def on_disconnected(self) -> None:
         """The connection to the coordinator is lost."""
-        self._happened(ConnectionLost())
+        self._on_event(ConnectionLostEvent())
 
-    def shared(self, data: Any) -> None:
+    def on_replica(self, data: Any) -> None:
         """The coordinator shares its state."""
         self._peer.replica = found = decode_replica(data)
-        self._happened(Known(found.order, found.version))
+        self._on_event(MembershipChangedEvent(found.order, found.version))
 
     def admits(self, user: str) -> bool:
         """Whether a peer may ask."""
         return user in self._daemon.book.peers
 
-    def _happened(self, event: Event) -> None:
+    def _on_event(self, event: ElectionEvent) -> None:
         role, daemon = self.succession.role, self._daemon
         for decision in self.succession.handle(event, daemon.time()):
             match decision:
-                case Ask(peer):
+                case QueryLeaderAction(peer):
                     self._ask(peer)
-                case Follow():
+                case FollowLeaderAction():
                     self._remember(
                         term=decision.term,
                         leader=decision.leader,
                         key=decision.coordinator_key,
                         address=decision.addresses[0],
                     )
-                    daemon.session.follow()
-                case Raise(term):
+                    daemon.session.follow_coordinator()
+                case RaiseTermAction(term):
                     self._raised = term
                     if self.coordinator is not None:
                         seconds = self._rng.choice(RAISING)
                         self.coordinator.later(seconds, self.coordinator.raise_term, term)
                     self._remember(term=term)
-                case Lead() | StepDown():
+                case StartCoordinatorAction() | StepDownAction():
                     self._deeds.append(decision)
                     self._act()
         if self.succession.role != role:
@@ -146,33 +146,33 @@ class Leadership:
         """One question over a connection of its own, which is given up after a while."""
         daemon, network = self._daemon, self._daemon.world.network
         pc = daemon.world.pc_of(peer)
-        view = self.succession.view(daemon.time())
+        view = self.succession.build_view(daemon.time())
         open_ = [True]
 
-        def end(event: Event) -> None:
+        def end(event: ElectionEvent) -> None:
             if open_:
                 open_.clear()
-                self._happened(event)
+                self._on_event(event)
 
         def arrive() -> None:
             other = daemon.world.daemons.get(pc)
             if not open_ or other is None or not network.reaches(daemon, (pc.name, CONTROL)):
                 if pc.up and other is None and not network.broken(daemon.pc, pc):
-                    daemon.later(network.latency, end, Silent(peer))
+                    daemon.later(network.latency, end, PeerTimedOutEvent(peer))
                 return
             if other.leadership.admits(self._peer.id):
                 other.run(answer, other)
 
         def answer(other: "Daemon") -> None:
-            other.leadership._happened(Answered(self._peer.id, view))
-            said: LeaderView = other.leadership.succession.view(other.time())
+            other.leadership._on_event(PeerAnsweredEvent(self._peer.id, view))
+            said: LeaderView = other.leadership.succession.build_view(other.time())
             if not network.broken(pc, daemon.pc):
                 delay = network.delay(pc, daemon.pc, self._rng)
-                daemon.later(delay, end, Answered(peer, said))
+                daemon.later(delay, end, PeerAnsweredEvent(peer, said))
 
         delay = 5.0 * network.delay(daemon.pc, pc, self._rng)
-        network.agenda.at(network.agenda.now + delay, arrive)
-        daemon.later(ANSWER, end, Silent(peer))
+        network.agenda.schedule_at(network.agenda.now + delay, arrive)
+        daemon.later(ANSWER, end, PeerTimedOutEvent(peer))
 
     # --- leading -----------------------------------------------------------------------------
 
@@ -190,20 +190,20 @@ class Leadership:
         before.later(0.05, before.die)
         self._daemon.later(GRACE if before.frozen else 0.1, self._ended, deed, before)
 
-    def _ended(self, deed: Lead | StepDown, before: Coordinator | None = None) -> None:
+    def _ended(self, deed: StartCoordinatorAction | StepDownAction, before: Coordinator | None = None) -> None:
         if before is not None:
             before.die()
-        if isinstance(deed, Lead):
+        if isinstance(deed, StartCoordinatorAction):
             seconds = self._rng.uniform(0.2, 0.8)
             self._daemon.later(seconds, self._led, deed)
         else:
             self._busy = False
             self._act()
 
-    def _led(self, deed: Lead) -> None:
-        coordinator = self._start(deed.term, deed.lost)
+    def _led(self, deed: StartCoordinatorAction) -> None:
+        coordinator = self._start(deed.term, deed.lost_leader)
         self._busy = False
-        self._happened(Led(coordinator.term, coordinator.key, (self._daemon.pc.name,)))
+        self._on_event(CoordinatorStartedEvent(coordinator.term, coordinator.key, (self._daemon.pc.name,)))
         self._act()
 
     def _start(self, term: int, lost: str) -> Coordinator:
@@ -214,10 +214,10 @@ class Leadership:
         coordinator = Coordinator(daemon.world, daemon.pc, peer.id, peer.disk, term, lost)
         self.coordinator = coordinator
         deed = self._deed
-        coordinator.on_death.append(lambda: daemon.later(0.3, self._again, term, deed))
+        coordinator.on_death.append(lambda: daemon.later(0.3, self._retry_raise, term, deed))
         return coordinator
 
-    def _again(self, term: int, deed: int) -> None:
+    def _retry_raise(self, term: int, deed: int) -> None:
         """It has ended though nobody asked it to."""
         if deed == self._deed and not self._busy and self.coordinator is not None:
             self._start(max(term, self._raised), "")

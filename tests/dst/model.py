@@ -9,8 +9,8 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
-from molink.ring.work import Segment, SegmentResult, StepDone
-from molink.wire.messages.data import Admit, Choice, Rows, Sampled, Sampling
+from molink.ring.work import StepInput, StepOutput, StepResult
+from molink.wire.messages.data import Admit, SampledId, RequestSlice, SamplerOutput, SamplingParams
 from tests.dst.process import Process
 
 VOCABULARY = 5000
@@ -26,14 +26,14 @@ def layer_value(layer: int, kv: Sequence[int]) -> int:
     return hash((layer, *kv)) & _MASK
 
 
-def draw(value: int, sampling: Sampling, position: int, history: Sequence[int] | None) -> int:
+def draw(value: int, sampling: SamplingParams, position: int, history: Sequence[int] | None) -> int:
     """The token at ``position``."""
     seen = hash(tuple(history)) if history is not None else 0
     return (hash((value, sampling.seed, position, seen)) & _MASK) % VOCABULARY
 
 
 def reference(
-    layers: int, prompt: Sequence[int], count: int, stop: Sequence[int], sampling: Sampling
+    layers: int, prompt: Sequence[int], count: int, stop: Sequence[int], sampling: SamplingParams
 ) -> list[int]:
     """The answer."""
     kv: list[list[int]] = [[] for _ in range(layers)]
@@ -59,7 +59,7 @@ class State:
 
     __slots__ = ("blocks", "history", "last", "sampling")
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: SamplingParams) -> None:
         self.sampling = sampling
         self.blocks: list[int] = []
         self.history: list[int] = []
@@ -73,7 +73,7 @@ class Requests:
         self._states: dict[int, State] = {}
 
     def admit(self, message: Admit) -> None:
-        self._states[message.request] = State(message.sampling)
+        self._states[message.request] = State(message.sampling_params)
 
     def history(self, request: int, first: int, ids: memoryview) -> None:
         assert first == len(self._states[request].history)
@@ -113,34 +113,34 @@ class Executor:
         #: Steps take so much longer.
         self.slow = 1.0
 
-    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+    def submit(self, segments: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
         seconds = self._rng.uniform(0.03, 0.15) * self.slow
         self._process.later(seconds, self._end, segments, done, seconds)
 
     def _end(
-        self, segments: Sequence[Segment], done: Callable[[StepDone], None], seconds: float
+        self, segments: Sequence[StepInput], done: Callable[[StepResult], None], seconds: float
     ) -> None:
-        groups = [rows for segment in segments for rows in segment.volume.rows]
+        groups = [rows for segment in segments for rows in segment.volume.slices]
         for rows in groups:
             self._requests[rows.request].blocks.extend(rows.blocks)
         for rows in groups:
-            if rows.source >= 0:
+            if rows.copy_from_block >= 0:
                 self._copy(rows)
-        done(StepDone([self._run(segment) for segment in segments], seconds, None))
+        done(StepResult([self._run(segment) for segment in segments], seconds, None))
 
-    def _copy(self, rows: Rows) -> None:
+    def _copy(self, rows: RequestSlice) -> None:
         """The positions before the first row in its block come from another block."""
         count = rows.start % BLOCK
-        there = rows.source * BLOCK
+        there = rows.copy_from_block * BLOCK
         here = self._requests[rows.request].blocks[rows.start // BLOCK] * BLOCK
         for kv in self._kv.values():
             kv[here : here + count] = kv[there : there + count]
 
-    def _run(self, segment: Segment) -> SegmentResult:
+    def _run(self, segment: StepInput) -> StepOutput:
         values = self._input(segment)
         volume, out, at = segment.volume, array("Q"), 0
         choices = []
-        for rows in volume.rows:
+        for rows in volume.slices:
             part = values[at : at + rows.count]
             at += rows.count
             state = self._requests[rows.request]
@@ -150,31 +150,31 @@ class Executor:
             if rows.sample and self._last:
                 choices += self._sample(rows, part)
         if self._last:
-            return SegmentResult(volume, None, Sampled(volume.tick, tuple(choices)))
-        return SegmentResult(volume, memoryview(out.tobytes()), None)
+            return StepOutput(volume, None, SamplerOutput(volume.seq, tuple(choices)))
+        return StepOutput(volume, memoryview(out.tobytes()), None)
 
-    def _sample(self, rows: Rows, values: Sequence[int]) -> Iterator[Choice]:
+    def _sample(self, rows: RequestSlice, values: Sequence[int]) -> Iterator[SampledId]:
         """A token after the last row; with drafts, up to the first that is another one."""
         state = self._requests[rows.request]
-        if not rows.follows(*state.last):
+        if not rows.continues_from(*state.last):
             return
         history = state.history if state.sampling.needs_history else None
-        before = rows.count - len(rows.checked)
-        for at, draft in enumerate((*rows.checked, None), before):
+        before = rows.count - len(rows.verified_drafts)
+        for at, draft in enumerate((*rows.verified_drafts, None), before):
             token = draw(values[at - 1], state.sampling, rows.start + at, history)
             if history is not None:
                 history.append(token)
             state.last = rows.start + at, token
-            yield Choice(rows.request, rows.start + at, token)
+            yield SampledId(rows.request, rows.start + at, token)
             if token != draft:
                 return
 
-    def _input(self, segment: Segment) -> Sequence[int]:
+    def _input(self, segment: StepInput) -> Sequence[int]:
         data = segment.data
         values = list(data) if self._first else memoryview(data).cast("B").cast("Q").tolist()
-        if segment.kept is None:
+        if segment.row_indices is None:
             return values
-        return [values[index] for index in segment.kept]
+        return [values[index] for index in segment.row_indices]
 
     def _layer(
         self, layer: int, values: Sequence[int], start: int, blocks: Sequence[int]

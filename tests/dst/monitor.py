@@ -8,7 +8,7 @@ from molink.wire.messages.data import Frame, LinkHello
 from molink.wire.messages.serving import Rejected, Submit
 from tests.dst.network import Sender
 from tests.dst.process import Failure, Process
-from tests.dst.worker import Place, Worker
+from tests.dst.worker import StageEpoch, Worker
 
 if TYPE_CHECKING:
     from tests.dst.daemon import Daemon
@@ -50,7 +50,7 @@ class Monitor:
 
     # --- epochs ----------------------------------------------------------------------------------
 
-    def place_begins(self, worker: Worker, epoch: int) -> None:
+    def on_epoch_started(self, worker: Worker, epoch: int) -> None:
         """A worker takes its place in a ring."""
         self._world.note(f"{worker} stage {worker.start.stage} in epoch {epoch}")
         if epoch <= self._epochs.get(worker, 0):
@@ -58,22 +58,22 @@ class Monitor:
         self._epochs[worker] = epoch
 
     def stale(
-        self, worker: Worker, place: Place, sender: Sender, message: Frame | LinkHello, payload: Any
+        self, worker: Worker, place: StageEpoch, sender: Sender, message: Frame | LinkHello, payload: Any
     ) -> None:
         """A link of another epoch speaks: nothing may come of it."""
         incoming = place.seat.incoming
         self.counts["stale"] += 1
         if incoming is None:
             return
-        before = incoming.counts["link_received_frames_total"]
+        before = incoming.counters["link_received_frames_total"]
         data = None if payload is None else memoryview(payload).cast("B")
-        incoming.handle(sender, message, data)
-        taken = incoming.counts["link_received_frames_total"] > before
-        bound = isinstance(message, LinkHello) and sender.identity in incoming._lanes
+        incoming.handle_message(sender, message, data)
+        taken = incoming.counters["link_received_frames_total"] > before
+        bound = isinstance(message, LinkHello) and sender.identity in incoming._channels
         if taken or bound:
             raise Failure(f"{worker} in epoch {place.epoch} takes {message}")
 
-    def submitted(self, worker: Worker, place: Place, message: Submit) -> None:
+    def submitted(self, worker: Worker, place: StageEpoch, message: Submit) -> None:
         """A request has come to a head: in its own epoch, or it is refused."""
         if message.epoch == place.epoch:
             return
@@ -87,54 +87,54 @@ class Monitor:
         stages: dict[tuple[str, int], set[int]] = {}
         counts: dict[tuple[str, int], int] = {}
         for worker in self._world.workers():
-            if worker.place is not None:
-                which = worker.start.pipeline, worker.place.epoch
+            if worker.epoch_state is not None:
+                which = worker.start.pipeline, worker.epoch_state.epoch
                 stages.setdefault(which, set()).add(worker.start.stage)
-                counts[which] = worker.place.stages
+                counts[which] = worker.epoch_state.stages
         return [which for which, found in stages.items() if len(found) == counts[which]]
 
     # --- places ----------------------------------------------------------------------------------
 
-    def place_ends(self, worker: Worker, place: Place) -> None:
+    def on_epoch_ended(self, worker: Worker, place: StageEpoch) -> None:
         """Whatever happened on the way, nobody was dishonest."""
-        self.check_place(worker, place)
-        counts = place.seat.incoming.counts if place.seat.incoming is not None else {}
+        self.check_epoch(worker, place)
+        counts = place.seat.incoming.counters if place.seat.incoming is not None else {}
         for name in ("duplicates", "gaps", "unbound", "strangers"):
             self.counts[name] += int(counts.get(f"link_received_{name}_total", 0))
         if place.seat.outgoing is not None:
             self.counts["resent"] += place.seat.outgoing.stats.resent
-        if place.seat.head is not None:
-            self.counts["preemptions"] += int(place.seat.head.stats()[0]["head_preemptions_total"])
+        if place.seat.scheduler is not None:
+            self.counts["preemptions"] += int(place.seat.scheduler.collect_stats()[0]["head_preemptions_total"])
 
-    def check_place(self, worker: Worker, place: Place) -> None:
+    def check_epoch(self, worker: Worker, place: StageEpoch) -> None:
         """Invariants of a ring's stage."""
-        ring, head, incoming = place.seat.ring, place.seat.head, place.seat.incoming
+        ring, head, incoming = place.seat.ring, place.seat.scheduler, place.seat.incoming
         ring.scoreboard.validate()
-        if ring.scoreboard.refused or ring.strays:
-            raise Failure(f"{worker} refused {ring.scoreboard.counts}, {ring.strays} strays")
+        if ring.scoreboard.num_refused or ring.num_strays:
+            raise Failure(f"{worker} refused {ring.scoreboard.counters}, {ring.num_strays} strays")
         if head is not None:
             head.validate()
-            if head.strays:
-                raise Failure(f"the head on {worker} met {head.strays} strays")
+            if head.num_strays:
+                raise Failure(f"the head on {worker} met {head.num_strays} strays")
         if incoming is not None:
             incoming._receiver.validate()
             if incoming._receiver.counters.garbage:
-                raise Failure(f"{worker} was sent {incoming._receiver.fault}")
+                raise Failure(f"{worker} was sent {incoming._receiver.last_fault}")
         if place.seat.outgoing is not None:
             place.seat.outgoing._sender.validate()
 
-    def unsettled(self, worker: Worker, place: Place) -> str:
+    def unsettled(self, worker: Worker, place: StageEpoch) -> str:
         """What a stage still has, though all requests are over; empty if nothing."""
-        ring, head = place.seat.ring, place.seat.head
-        if ring.progress.busy or len(place.requests):
+        ring, head = place.seat.ring, place.seat.scheduler
+        if ring.progress.has_requests or len(place.requests):
             return f"{worker} has {len(place.requests)} requests"
-        if ring.scoreboard.waiting or ring.scoreboard.queued or len(ring._collector):
+        if ring.scoreboard.num_waiting or ring.scoreboard.num_queued or len(ring._samples):
             return f"{worker} has work"
         if head is not None:
-            gauges = head.stats()[1]
+            gauges = head.collect_stats()[1]
             used, leaving = gauges["head_blocks_used"], gauges["head_blocks_releasing"]
-            if head.live or used or leaving:
-                return f"the head on {worker} has {head.live}, {used} blocks, {leaving} leave"
+            if head.live_requests or used or leaving:
+                return f"the head on {worker} has {head.live_requests}, {used} blocks, {leaving} leave"
         if place.desk is not None and len(place.desk):
             return f"the desk on {worker} has {len(place.desk)} requests"
         return ""

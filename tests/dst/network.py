@@ -15,8 +15,8 @@ from random import Random
 from typing import Any
 
 from molink.errors import Unavailable
-from molink.link.ends import ChannelEvents
-from molink.sim.agenda import Agenda
+from molink.link.ends import OutConnectionEvents
+from molink.sim.agenda import EventQueue
 from tests.dst.process import Failure, Pc, Process
 
 #: Seconds of a handshake, in one-way delays; and between two tries of a client.
@@ -31,7 +31,7 @@ class Sender:
     """Whom a message came from, as a server is told."""
 
     identity: bytes
-    user_id: str
+    peer_id: str
 
 
 def nothing(*_: object) -> None:
@@ -41,7 +41,7 @@ def nothing(*_: object) -> None:
 class Network:
     """Who reaches whom, and how fast. Directions count one by one."""
 
-    def __init__(self, agenda: Agenda, seed: int, rng: Random) -> None:
+    def __init__(self, agenda: EventQueue, seed: int, rng: Random) -> None:
         self.agenda = agenda
         self.seed = seed
         self.rng = rng
@@ -74,7 +74,7 @@ class Network:
         """Let nothing through in these directions any more."""
         for source, target in pairs:
             self._cuts[source.name, target.name] += 1
-        self._look()
+        self._check_wires()
 
     def heal(self, pairs: list[tuple[Pc, Pc]]) -> None:
         """As before :meth:`cut`."""
@@ -101,7 +101,7 @@ class Network:
         slow = self._slow.get((source.name, target.name), 1.0) if self._slow else 1.0
         return self.latency * slow * (1.0 + 2.0 * rng.random() ** 3)
 
-    def _look(self) -> None:
+    def _check_wires(self) -> None:
         """Connections on broken paths will be given up, if these stay so."""
         for wire in list(self.wires.values()):
             wire.watch()
@@ -110,7 +110,7 @@ class Network:
 
     def pc_down(self) -> None:
         """A PC is off: nobody hears a word of it."""
-        self._look()
+        self._check_wires()
 
     def died(self, process: Process) -> None:
         """Its kernel says so to whom it can reach."""
@@ -172,7 +172,7 @@ class _Flow:
 
     def send(self, message: Any, payload: Any) -> None:
         self.recent.append((message, payload))
-        self._agenda.at(self._next(), self._arrive, message, payload)
+        self._agenda.schedule_at(self._next(), self._arrive, message, payload)
 
     def _next(self) -> float:
         at = self._agenda.now + self._network.delay(self._source, self._target, self._rng)
@@ -182,7 +182,7 @@ class _Flow:
 
     def after_all(self, action: Callable[..., None], *arguments: Any) -> None:
         """Do it once all that is under way has come."""
-        self._agenda.at(self._next(), action, *arguments)
+        self._agenda.schedule_at(self._next(), action, *arguments)
 
     def _arrive(self, message: Any, payload: Any) -> None:
         if not self.open:
@@ -196,7 +196,7 @@ class _Flow:
     def healed(self) -> None:
         """The sender's TCP tries again, some time."""
         if self._held:
-            self._agenda.at(self._agenda.now + 2.0 * self._rng.random(), self._flush)
+            self._agenda.schedule_at(self._agenda.now + 2.0 * self._rng.random(), self._flush)
 
     def _flush(self) -> None:
         if not self.open or self._network.blocked(self._source, self._target):
@@ -219,8 +219,8 @@ class Wire:
         here, there = client.process, server.process
         sender = Sender(self.identity, client.user)
         ended = self.nobody_there
-        self.up = _Flow(network, here.pc, there, partial(server.take, sender), rng, ended)
-        self.down = _Flow(network, there.pc, here, client.take, rng, ended)
+        self.up = _Flow(network, here.pc, there, partial(server.receive_message, sender), rng, ended)
+        self.down = _Flow(network, there.pc, here, client.receive_message, rng, ended)
         self._watched = False
         network.wires[self.identity] = self
         server.wires[self.identity] = self
@@ -243,7 +243,7 @@ class Wire:
         if not self._watched and self._is_broken():
             self._watched = True
             network = self._network
-            network.agenda.at(network.agenda.now + network.dead_after, self._watched_for_long)
+            network.agenda.schedule_at(network.agenda.now + network.dead_after, self._watched_for_long)
 
     def _is_broken(self) -> bool:
         return self._network.broken(self.client.process.pc, self.server.process.pc)
@@ -279,7 +279,7 @@ class Wire:
         if not self._is_broken():
             self.up.after_all(self._server_hears)
         else:
-            self._network.agenda.at(
+            self._network.agenda.schedule_at(
                 self._network.agenda.now + self._network.dead_after, self._server_hears
             )
 
@@ -307,7 +307,7 @@ class Wire:
     def process_froze(self, process: Process) -> None:
         if process in (self.client.process, self.server.process):
             agenda = self._network.agenda
-            agenda.at(agenda.now + self._network.dead_after, self._frozen_for_long, process)
+            agenda.schedule_at(agenda.now + self._network.dead_after, self._frozen_for_long, process)
 
     def _frozen_for_long(self, process: Process) -> None:
         if process.frozen and self.identity in self._network.wires:
@@ -318,7 +318,7 @@ class Wire:
 
     def _tell_server(self, seconds: float) -> None:
         agenda = self._network.agenda
-        agenda.at(agenda.now + seconds, self._server_hears)
+        agenda.schedule_at(agenda.now + seconds, self._server_hears)
 
     def _server_hears(self) -> None:
         """The server can't answer on it any more."""
@@ -351,9 +351,9 @@ class Listener:
         self.on_disconnect: Callable[[], None] = nothing
         network.listeners[process.pc.name, port] = self
 
-    def take(self, sender: Sender, message: Any, payload: Any) -> None:
+    def receive_message(self, sender: Sender, message: Any, payload: Any) -> None:
         """A message came."""
-        if self.admits(sender.user_id):
+        if self.admits(sender.peer_id):
             self._handler(sender, message, payload)
 
     def send(self, identity: bytes, message: Any, payload: Any = None) -> bool:
@@ -364,7 +364,7 @@ class Listener:
         wire.down.send(message, payload)
         return True
 
-    def offend(self, user_id: str, reason: str) -> None:
+    def report_misbehaviour(self, user_id: str, reason: str) -> None:
         """Nobody misbehaves here.
 
         Raises:
@@ -388,7 +388,7 @@ class Listener:
 class Dial:
     """What :class:`molink.wire.sockets.client.Client` is to its owner: it reconnects for ever."""
 
-    congested = False
+    is_congested = False
 
     def __init__(
         self,
@@ -397,7 +397,7 @@ class Dial:
         user: str,
         target: Callable[[], tuple[str, int]],
         key: str,
-        events: ChannelEvents,
+        events: OutConnectionEvents,
         *,
         echoes: str = "",
     ) -> None:
@@ -442,7 +442,7 @@ class Dial:
             for old in again:
                 self.wire.up.send(*old)
 
-    def redial(self) -> None:
+    def reconnect_now(self) -> None:
         """Give up the connection for a new one."""
         self.process.call_soon(self._redial)
 
@@ -458,7 +458,7 @@ class Dial:
             self.wire.given_up()
             self.wire = None
 
-    def take(self, message: Any, payload: Any) -> None:
+    def receive_message(self, message: Any, payload: Any) -> None:
         """A message came."""
         if not self._closed:
             self._events.on_message(message, payload)
@@ -497,7 +497,7 @@ class Dial:
         if not reached:
             if server is None and self._met and not network.broken(here, network.pcs[name]):
                 self._met = False
-                self._events.on_gone("nobody listens there any more")
+                self._events.on_lost("nobody listens there any more")
             self._try_in(network.rng.uniform(*_RETRY))
             return
         assert server is not None

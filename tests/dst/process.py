@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from molink.sim.agenda import Agenda, Appointment
+from molink.sim.agenda import EventQueue, ScheduledCallback
 
 
 class Failure(AssertionError):
@@ -14,7 +14,7 @@ class Failure(AssertionError):
 class Pc:
     """A computer: its processes, its clock, and the ports that they listen on."""
 
-    def __init__(self, agenda: Agenda, name: str, number: int) -> None:
+    def __init__(self, agenda: EventQueue, name: str, number: int) -> None:
         self.agenda = agenda
         self.name = name
         self.number = number
@@ -54,21 +54,21 @@ class Process:
         """Seconds of this PC's monotonic clock."""
         return self._agenda.now + self.pc.offset
 
-    def call_at(self, when: float, callback: Callable[[], object], /) -> Appointment:
+    def call_at(self, when: float, callback: Callable[[], object], /) -> ScheduledCallback:
         """As :class:`molink.link.ends.Timers` says."""
-        appointment = Appointment(callback)
-        self._agenda.at(when - self.pc.offset, self.run, appointment.run)
+        appointment = ScheduledCallback(callback)
+        self._agenda.schedule_at(when - self.pc.offset, self.run, appointment.run)
         return appointment
 
-    def call_soon(self, callback: Callable[[], object], /) -> Appointment:
+    def call_soon(self, callback: Callable[[], object], /) -> ScheduledCallback:
         """As :class:`molink.link.ends.Timers` says."""
-        appointment = Appointment(callback)
-        self._agenda.soon(self.run, appointment.run)
+        appointment = ScheduledCallback(callback)
+        self._agenda.schedule_soon(self.run, appointment.run)
         return appointment
 
     def later(self, seconds: float, action: Callable[..., object], *arguments: Any) -> None:
         """Do it then."""
-        self._agenda.at(self._agenda.now + seconds, self.run, action, *arguments)
+        self._agenda.schedule_at(self._agenda.now + seconds, self.run, action, *arguments)
 
     def run(self, action: Callable[..., object], *arguments: Any) -> None:
         """Something happens to this process."""

@@ -58,10 +58,10 @@ def test_nothing_is_lost_where_the_leader_reads_late() -> None:
 
 
 def test_who_is_not_read_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is placed anew because the leader is late; without `Tick.behind` it is."""
+    """Nothing is placed anew because the leader is late; without `TimePassedEvent.behind` it is."""
     alone = partial(run_all, range(12), late=True, faults=False)
     assert {outcome.counts["epochs"] for outcome in alone()} == {1}
-    monkeypatch.setattr(Registry, "heard", lambda self, behind: None)
+    monkeypatch.setattr(Registry, "set_read_lag", lambda self, behind: None)
     assert sum(outcome.counts["epochs"] > 1 for outcome in alone()) > 6
 
 

@@ -8,10 +8,10 @@ import pytest
 from molink.link.incoming import InLink
 from molink.link.receiver import LinkReceiver
 from molink.link.window import SendWindow
-from molink.ring.volumes import Volumes
-from molink.swarm.election.leading import Heard
-from molink.swarm.election.succession import Succession
-from molink.swarm.frontend.stream import Stream
+from molink.ring.volumes import VolumeQueue
+from molink.swarm.election.leading import CoordinatorHeardEvent
+from molink.swarm.election.succession import LeaderElection
+from molink.swarm.frontend.stream import RequestStream
 from molink.wire.messages.data import Frame, LinkHello
 from tests.dst.process import Failure
 from tests.dst.world import run_all
@@ -22,78 +22,78 @@ SEEDS = 200
 
 def without_epochs_of_links(patch: pytest.MonkeyPatch) -> None:
     """A stage takes what a link of any epoch says."""
-    hello, frame = InLink._hello, LinkReceiver.frame
+    hello, frame = InLink._on_hello, LinkReceiver.on_frame
 
     def any_hello(self: InLink, sender: Any, message: LinkHello) -> None:
         here = self._receiver.epoch
-        hello(self, sender, LinkHello(message.pipeline, here, message.from_stage, message.lane))
+        hello(self, sender, LinkHello(message.pipeline, here, message.from_stage, message.channel))
 
     def any_frame(self: LinkReceiver, message: Frame, payload: Any, now: float) -> Any:
-        return frame(self, Frame(self.epoch, message.lane, message.seq, message.body), payload, now)
+        return frame(self, Frame(self.epoch, message.channel, message.frame_number, message.body), payload, now)
 
-    patch.setattr(InLink, "_hello", any_hello)
-    patch.setattr(LinkReceiver, "frame", any_frame)
+    patch.setattr(InLink, "_on_hello", any_hello)
+    patch.setattr(LinkReceiver, "on_frame", any_frame)
 
 
 def without_numbers(patch: pytest.MonkeyPatch) -> None:
     """A stage takes frames as they come, whatever their numbers are."""
-    frame = LinkReceiver.frame
+    frame = LinkReceiver.on_frame
 
     def any_number(self: LinkReceiver, message: Frame, payload: Any, now: float) -> Any:
-        self._lanes[message.lane].next = message.seq
+        self._channels[message.channel].next_frame = message.frame_number
         return frame(self, message, payload, now)
 
-    patch.setattr(LinkReceiver, "frame", any_number)
+    patch.setattr(LinkReceiver, "on_frame", any_number)
 
 
 def without_resending(patch: pytest.MonkeyPatch) -> None:
     """What was lost with a connection is not sent again."""
-    patch.setattr(SendWindow, "rewind", lambda self: None)
+    patch.setattr(SendWindow, "rewind_unacknowledged", lambda self: None)
 
 
 def without_after(patch: pytest.MonkeyPatch) -> None:
     """A volume runs before what it comes after, and nobody looks."""
-    patch.setattr(Volumes, "is_ready", lambda self, waiting: True)
-    patch.setattr(Volumes, "problems", lambda self: iter(()))
+    patch.setattr(VolumeQueue, "is_ready", lambda self, waiting: True)
+    patch.setattr(VolumeQueue, "find_problems", lambda self: iter(()))
 
 
 def without_positions(patch: pytest.MonkeyPatch) -> None:
     """A daemon lets out every token that comes, at the position that is due."""
-    token = Stream.token
+    token = RequestStream.on_token
 
-    def any_position(self: Stream, message: Any, now: float) -> Any:
+    def any_position(self: RequestStream, message: Any, now: float) -> Any:
         expected = len(self._prompt) + len(self._emitted)
         values = {name: getattr(message, name) for name in message.__struct_fields__}
         return token(self, type(message)(**{**values, "position": expected}), now)
 
-    patch.setattr(Stream, "token", any_position)
+    patch.setattr(RequestStream, "on_token", any_position)
 
 
 def without_what_was_emitted(patch: pytest.MonkeyPatch) -> None:
     """A daemon asks the next head to begin from the prompt, and counts on from there."""
-    submit = Stream._submit
+    submit = RequestStream._submit
 
-    def from_the_prompt(self: Stream, target: Any, now: float) -> Any:
+    def from_the_prompt(self: RequestStream, target: Any, now: float) -> Any:
         emitted, self._emitted = self._emitted, []
         try:
             return submit(self, target, now)
         finally:
             self._emitted = emitted
 
-    patch.setattr(Stream, "_submit", from_the_prompt)
+    patch.setattr(RequestStream, "_submit", from_the_prompt)
     without_positions(patch)
 
 
 def without_terms(patch: pytest.MonkeyPatch) -> None:
     """A daemon follows whoever speaks, though the term of it is over."""
-    hears = Succession._hears
+    hears = LeaderElection._on_coordinator_heard
 
-    def any_term(self: Succession, event: Heard, now: float) -> None:
+    def any_term(self: LeaderElection, event: CoordinatorHeardEvent, now: float) -> None:
         if event.term < self.term:
             self.term = event.term
         hears(self, event, now)
 
-    patch.setattr(Succession, "_hears", any_term)
+    patch.setattr(LeaderElection, "_on_coordinator_heard", any_term)
 
 
 @pytest.mark.parametrize(

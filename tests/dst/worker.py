@@ -6,27 +6,27 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from molink.facts.profile import UNKNOWN
+from molink.facts.profile import UNKNOWN_PROFILE
 from molink.facts.ringtimes import LinkFacts
-from molink.link.ends import ChannelEvents
-from molink.ring.build import LinkSurroundings, RingPlan, Seat, Surroundings, build_ring
+from molink.link.ends import OutConnectionEvents
+from molink.ring.build import LinkEnvironment, RingPlan, RingStage, StageEnvironment, build_ring
 from molink.ring.stage import StageShape
-from molink.scheduler.head import Head
-from molink.scheduler.limits import HeadLimits
-from molink.scheduler.speculation.base import Foretold
-from molink.wire.messages.data import Frame, Lane, LinkHello
+from molink.scheduler.head import Scheduler
+from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.speculation.base import DraftProposal
+from molink.wire.messages.data import Frame, Channel, LinkHello
 from molink.wire.messages.pipe import (
-    Formed,
+    RingFormed,
     FormRing,
-    Loaded,
-    Members,
+    WorkerLoaded,
+    PeerKeys,
     NextStageLost,
     Ping,
     Pong,
-    Start,
+    LoadStage,
 )
-from molink.wire.messages.serving import Cancel, Credit, Prompt, Rejected, Submit
-from molinkd.worker.desk import Desk
+from molink.wire.messages.serving import Cancel, Credit, PromptFragment, Rejected, Submit
+from molinkd.worker.desk import RequestReceiver
 from tests.dst.model import BLOCK, HIDDEN, VOCABULARY, Executor, Requests
 from tests.dst.network import Dial, Listener, Sender
 from tests.dst.process import Failure, Pc, Process
@@ -61,37 +61,37 @@ class Guesses:
 
     world: "World"
 
-    def draft(self, tokens: Sequence[int], count: int) -> Foretold:
+    def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
         """As :class:`molink.scheduler.speculation.base.DraftSource` says."""
         for client in self.world.clients:
             text = (*client.prompt, *client.expected)
             if text[: len(tokens)] == tuple(tokens):
                 drafts = list(enumerate(text[len(tokens) :], len(tokens)))[:count]
-                return Foretold([(token + (at % 3 == 0)) % VOCABULARY for at, token in drafts])
-        return Foretold()
+                return DraftProposal([(token + (at % 3 == 0)) % VOCABULARY for at, token in drafts])
+        return DraftProposal()
 
 
 @dataclass
-class Pieces:
+class SubChunks:
     """Prefill volumes run in pieces of so many rows."""
 
     size: int
 
-    def rows(self, here: int, coming: int, riding: int, pace: float) -> int:
+    def next_rows(self, here: int, coming: int, riding: int, pace: float) -> int:
         return min(here, self.size)
 
 
 @dataclass
-class Place:
+class StageEpoch:
     """A stage's part in the ring of one epoch."""
 
     epoch: int
     stages: int
     previous: str
-    seat: Seat
+    seat: RingStage
     requests: Requests
     dials: list[Dial] = field(default_factory=list)
-    desk: Desk | None = None
+    desk: RequestReceiver | None = None
 
 
 class Worker(Process):
@@ -103,7 +103,7 @@ class Worker(Process):
         pc: Pc,
         peer: str,
         generation: int,
-        start: Start,
+        start: LoadStage,
         say: Callable[[int, Any], None],
     ) -> None:
         """``say`` takes its generation and what it says to its daemon."""
@@ -113,32 +113,32 @@ class Worker(Process):
         self.generation = generation
         self.start = start
         self.say = say
-        self.place: Place | None = None
+        self.epoch_state: StageEpoch | None = None
         self.listener: Listener | None = None
         self._members: frozenset[str] = frozenset((peer,))
-        self._orders: deque[FormRing | Start] = deque()
+        self._orders: deque[FormRing | LoadStage] = deque()
         self._busy = True
         self._rng = Random(world.seed * 7919 + world.network.next_number())
         self.later(self._rng.uniform(*world.load_s), self._loaded)
 
     # --- its daemon's orders ---------------------------------------------------------------------
 
-    def order(self, message: Members | FormRing | Start | Ping) -> None:
+    def order(self, message: PeerKeys | FormRing | LoadStage | Ping) -> None:
         """Something came on the pipe."""
         if isinstance(message, Ping):
             self.say(self.generation, Pong())
             return
-        if not isinstance(message, Members):
+        if not isinstance(message, PeerKeys):
             self._orders.append(message)
             self._obey()
             return
-        before, self._members = self._members, frozenset(one.peer for one in message.members)
+        before, self._members = self._members, frozenset(one.peer for one in message.peers)
         for gone in before - self._members:
             if self.listener is not None:
                 self.listener.expel(gone)
-            if self.place is not None and self.place.desk is not None:
-                self.place.desk.forget_owner(gone, self.time())
-                self.place.seat.ring.pump()
+            if self.epoch_state is not None and self.epoch_state.desk is not None:
+                self.epoch_state.desk.drop_peer(gone, self.time())
+                self.epoch_state.seat.ring.run_pending()
 
     def _loaded(self) -> None:
         if self.listener is None:
@@ -150,7 +150,7 @@ class Worker(Process):
             self.later(SWEEP_INTERVAL, self._sweep)
         blocks, port = self.world.mode.blocks, self.listener.port
         self._busy = False
-        self.say(self.generation, Loaded(port=port, max_blocks=blocks, weight_bytes=1))
+        self.say(self.generation, WorkerLoaded(port=port, max_blocks=blocks, weight_bytes=1))
         self._obey()
 
     def _admits(self, user: str) -> bool:
@@ -158,8 +158,8 @@ class Worker(Process):
 
     def _obey(self) -> None:
         while self._orders and not self._busy:
-            order, place = self._orders.popleft(), self.place
-            if isinstance(order, Start):
+            order, place = self._orders.popleft(), self.epoch_state
+            if isinstance(order, LoadStage):
                 self._leave()
                 self.start, self._busy = order, True
                 self.later(self._rng.uniform(*self.world.load_s), self._loaded)
@@ -168,20 +168,20 @@ class Worker(Process):
                 self._busy = True
                 self.later(0.05, self._form, order)
             elif order.epoch == place.epoch:
-                self.say(self.generation, Formed(epoch=order.epoch))
+                self.say(self.generation, RingFormed(epoch=order.epoch))
 
     def _form(self, order: FormRing) -> None:
         self._busy = False
-        self.world.monitor.place_begins(self, order.epoch)
-        self.place = self._make_place(order)
-        self.place.seat.start()
-        self.say(self.generation, Formed(epoch=order.epoch))
+        self.world.monitor.on_epoch_started(self, order.epoch)
+        self.epoch_state = self._start_epoch(order)
+        self.epoch_state.seat.start()
+        self.say(self.generation, RingFormed(epoch=order.epoch))
         self._obey()
 
     def _leave(self) -> None:
-        place, self.place = self.place, None
+        place, self.epoch_state = self.epoch_state, None
         if place is not None:
-            self.world.monitor.place_ends(self, place)
+            self.world.monitor.on_epoch_ended(self, place)
             place.seat.close()
             for dial in place.dials:
                 dial.close()
@@ -193,7 +193,7 @@ class Worker(Process):
 
     # --- a place ---------------------------------------------------------------------------------
 
-    def _make_place(self, order: FormRing) -> Place:
+    def _start_epoch(self, order: FormRing) -> StageEpoch:
         start, count = self.start, len(order.ring)
         shape = StageShape(start.stage, count, HIDDEN, VOCABULARY, "u8")
         requests = Requests()
@@ -201,33 +201,33 @@ class Worker(Process):
         executor = Executor(self, start.layers, last, order.blocks, requests, self._rng)
         previous = order.ring[start.stage - 1].peer if count > 1 else ""
         dials: list[Dial] = []
-        desks: list[Desk] = []
+        desks: list[RequestReceiver] = []
 
-        def desk(head: Head) -> Desk:
+        def desk(head: Scheduler) -> RequestReceiver:
             assert self.listener is not None
-            desks.append(Desk(head, start.pipeline, VOCABULARY, self.listener.send))
+            desks.append(RequestReceiver(head, start.pipeline, VOCABULARY, self.listener.send))
             return desks[0]
 
         link = self._link(order, dials) if count > 1 else None
-        around = Surroundings(self, requests, executor, desk, self._broken, link)
+        around = StageEnvironment(self, requests, executor, desk, self._broken, link)
         seat = build_ring(self._plan(order, shape, previous), around)
-        place = Place(order.epoch, count, previous, seat, requests, dials)
+        place = StageEpoch(order.epoch, count, previous, seat, requests, dials)
         place.desk = desks[0] if desks else None
         return place
 
     def _plan(self, order: FormRing, shape: StageShape, previous: str) -> RingPlan:
         mode = self.world.mode
-        limits = HeadLimits(
-            blocks=order.blocks,
+        limits = SchedulerConfig(
+            num_blocks=order.blocks,
             block_size=BLOCK,
             micro_batches=order.micro_batches or mode.micro_batches,
-            chunk_tokens=mode.chunk,
-            max_context=self.world.context,
-            stages=shape.stages,
+            max_num_batched_tokens=mode.chunk,
+            max_model_len=self.world.context,
+            num_stages=shape.stages,
             row_bytes=shape.row_bytes,
-            unpaired=mode.unpaired,
-            draft_tokens=mode.draft_tokens,
-            ahead=mode.ahead,
+            prefill_only_batches=mode.unpaired,
+            num_speculative_tokens=mode.draft_tokens,
+            lookahead_volumes=mode.ahead,
         )
         return RingPlan(
             order.epoch,
@@ -235,19 +235,19 @@ class Worker(Process):
             shape,
             limits,
             self.world.context,
-            UNKNOWN,
+            UNKNOWN_PROFILE,
             mode.policy,
             mode.cut_through,
             previous,
-            Pieces(mode.piece) if mode.piece else None,
-            source=lambda: Guesses(self.world),
+            SubChunks(mode.piece) if mode.piece else None,
+            create_draft_source=lambda: Guesses(self.world),
         )
 
-    def _link(self, order: FormRing, dials: list[Dial]) -> LinkSurroundings:
+    def _link(self, order: FormRing, dials: list[Dial]) -> LinkEnvironment:
         after = order.ring[(self.start.stage + 1) % len(order.ring)]
         assert self.listener is not None
 
-        def connect(lane: Lane, events: ChannelEvents) -> Dial:
+        def connect(lane: Channel, events: OutConnectionEvents) -> Dial:
             where = self.world.where(after)
             network = self.world.network
             key, twice = after.peer, "up down"
@@ -257,7 +257,7 @@ class Worker(Process):
         def dead(reason: str) -> None:
             self.say(self.generation, NextStageLost(epoch=order.epoch, reason=reason))
 
-        return LinkSurroundings(connect, self.listener, dead, known=KNOWN)
+        return LinkEnvironment(connect, self.listener, dead, remembered=KNOWN)
 
     def _broken(self, reason: str) -> None:
         raise Failure(f"{self}: {reason}")
@@ -265,7 +265,7 @@ class Worker(Process):
     # --- messages --------------------------------------------------------------------------------
 
     def _handle(self, sender: Sender, message: Any, payload: Any) -> None:
-        place = self.place
+        place = self.epoch_state
         if place is None:
             if isinstance(message, Submit):
                 assert self.listener is not None
@@ -278,17 +278,17 @@ class Worker(Process):
             return
         incoming = place.seat.incoming
         data = None if payload is None else memoryview(payload).cast("B")
-        if incoming is not None and incoming.handle(sender, message, data):
+        if incoming is not None and incoming.handle_message(sender, message, data):
             return
-        if place.desk is not None and isinstance(message, Submit | Prompt | Cancel | Credit):
-            place.desk.handle(sender, message, data, self.time())
+        if place.desk is not None and isinstance(message, Submit | PromptFragment | Cancel | Credit):
+            place.desk.handle_message(sender, message, data, self.time())
             if isinstance(message, Submit):
                 self.world.monitor.submitted(self, place, message)
-            place.seat.ring.pump()
+            place.seat.ring.run_pending()
 
     def _sweep(self) -> None:
-        place = self.place
+        place = self.epoch_state
         if place is not None and place.desk is not None:
-            place.desk.sweep(self.time())
-            place.seat.ring.pump()
+            place.desk.sweep_connections(self.time())
+            place.seat.ring.run_pending()
         self.later(SWEEP_INTERVAL, self._sweep)

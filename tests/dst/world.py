@@ -8,17 +8,17 @@ from random import Random
 from unittest.mock import patch
 
 from molink.errors import MolinkError
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.facts.model import ModelFacts
 from molink.link import heartbeat
 from molink.ring import linkround
-from molink.sim.agenda import Agenda
-from molink.swarm.controller.records import Desired, MemberRecord
-from molink.swarm.frontend.generation import GeneratedToken, GenerationRequest
+from molink.sim.agenda import EventQueue
+from molink.swarm.controller.records import DesiredModel, MemberRecord
+from molink.swarm.frontend.generation import GeneratedToken, Request
 from molink.swarm.frontend.stream import StreamLimits
-from molink.wire.messages.data import Sampling
-from molink.wire.messages.instructions import Member, StageAddress
-from molink.wire.messages.serving import Token
+from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.instructions import PeerInfo, StageAddress
+from molink.wire.messages.serving import OutputToken
 from tests.dst.coordinator import Coordinator, Disk
 from tests.dst.daemon import Daemon, Peer
 from tests.dst.faults import Faults
@@ -32,7 +32,7 @@ from tests.dst.worker import Mode, Worker
 #: Requests of a seed.
 REQUESTS = 8
 #: Seconds between two looks at everything.
-_LOOK = 1.0
+_CHECK_INTERVAL = 1.0
 #: What is said for its own sake is said less often than in the product, in seconds, for the time
 #: that a seed takes: beats while requests live, and what a link is measured to be. Patience is the
 #: same.
@@ -52,7 +52,7 @@ class Client:
     model: str
     prompt: tuple[int, ...]
     count: int
-    sampling: Sampling
+    sampling: SamplingParams
     stop: tuple[int, ...]
     window: int
     slow: bool
@@ -97,7 +97,7 @@ class World:
         """
         self.seed = seed
         self.rng = rng = Random(seed)
-        self.agenda = Agenda()
+        self.agenda = EventQueue()
         self.network = Network(self.agenda, seed, rng)
         self.monitor = Monitor(self)
         self.story: deque[str] = deque(maxlen=100_000 if verbose else 40)
@@ -126,7 +126,7 @@ class World:
             self.start_daemon(pc)
         self.clients = [self._client(number) for number in range(REQUESTS)]
         for client in self.clients:
-            self.agenda.at(client.at, self._ask, client)
+            self.agenda.schedule_at(client.at, self._ask, client)
         self.faults = Faults(self, rng, late=late, others=faults)
 
     # --- who is there ----------------------------------------------------------------------------
@@ -173,21 +173,21 @@ class World:
     def boot(self, pc: Pc) -> None:
         """Its power is back."""
         pc.up = True
-        self.agenda.at(self.agenda.now + self.rng.uniform(0.2, 1.0), self.start_daemon, pc)
+        self.agenda.schedule_at(self.agenda.now + self.rng.uniform(0.2, 1.0), self.start_daemon, pc)
 
     # --- the beginning ---------------------------------------------------------------------------
 
     def _swarm(self) -> list[Peer]:
         """All are members, and know the founder's coordinator and its state."""
         keys = {pc: (pc.name * 40)[:40] for pc in self.pcs}
-        ids = {pc: peer_id(key) for pc, key in keys.items()}
+        ids = {pc: derive_peer_id(key) for pc, key in keys.items()}
         members = {
             ids[pc]: MemberRecord(
                 ids[pc],
                 keys[pc],
                 pc.name,
-                owner=pc is self.pcs[0],
-                announced=Member(
+                is_owner=pc is self.pcs[0],
+                announced=PeerInfo(
                     peer=ids[pc],
                     name=pc.name,
                     public_key=keys[pc],
@@ -206,7 +206,7 @@ class World:
             for pc in self.pcs
         ]
 
-    def _desired(self, source: str, model: str) -> Desired:
+    def _desired(self, source: str, model: str) -> DesiredModel:
         facts = ModelFacts(
             name=model,
             layers=self.models[model],
@@ -214,10 +214,10 @@ class World:
             first_bytes=0,
             last_bytes=0,
             kv_bytes=0,
-            context=self.context,
+            max_model_len=self.context,
             element_bytes=4,
         )
-        return Desired(
+        return DesiredModel(
             facts,
             source,
             min_peers=self.min_peers,
@@ -234,7 +234,7 @@ class World:
         prompt = tuple(shared[: rng.choice((0, 4, 6, 9))] + own)
         count = rng.randrange(3, 9) + self.mode.ahead
         penalty = 1.1 if rng.random() < 0.25 else 1.0
-        sampling = Sampling(seed=rng.randrange(1 << 30), repetition_penalty=penalty)
+        sampling = SamplingParams(seed=rng.randrange(1 << 30), repetition_penalty=penalty)
         expected = reference(layers, prompt, count, (), sampling)
         stop: tuple[int, ...] = ()
         if rng.random() < 0.15:
@@ -251,29 +251,29 @@ class World:
     def _ask(self, client: Client) -> None:
         daemons = [self.daemons[pc] for pc in self.pcs if pc in self.daemons]
         if not daemons:
-            self.agenda.at(self.agenda.now + 1.0, self._ask, client)
+            self.agenda.schedule_at(self.agenda.now + 1.0, self._ask, client)
             return
         client.daemon = self.rng.choice(daemons)
-        client.daemon.run(self._asked, client)
+        client.daemon.run(self._on_ask_due, client)
 
-    def _asked(self, client: Client) -> None:
+    def _on_ask_due(self, client: Client) -> None:
         assert client.daemon is not None
-        request = GenerationRequest(
+        request = Request(
             client.model, client.prompt, client.count, client.sampling, client.stop
         )
         self.note(f"client {client.number} asks {client.daemon}")
         key = ""
 
-        def on_token(generated: GeneratedToken, token: Token) -> None:
+        def on_token(generated: GeneratedToken, token: OutputToken) -> None:
             self._token(client, key, generated, token)
 
         def on_error(error: MolinkError) -> None:
             self._ended(client, f"{type(error).__name__}: {error}")
 
-        limits = StreamLimits(window=client.window)
+        limits = StreamLimits(credit_window=client.window)
         key = client.daemon.ask(request, limits, on_token, on_error)
 
-    def _token(self, client: Client, key: str, generated: GeneratedToken, token: Token) -> None:
+    def _token(self, client: Client, key: str, generated: GeneratedToken, token: OutputToken) -> None:
         if client.end:
             raise Failure(f"client {client.number} gets more after the end")
         assert client.daemon is not None
@@ -291,14 +291,14 @@ class World:
             raise Failure(f"client {client.number} takes a token of epoch {token.epoch}")
         client.got.append(generated.token)
         whole = len(client.got) == len(client.expected)
-        if (generated.finish is not None) != whole:
+        if (generated.finish_reason is not None) != whole:
             raise Failure(f"client {client.number} ends after {len(client.got)} tokens")
         if whole:
             client.daemon.call_soon(lambda: self._finished(client, key))
         elif client.slow:
-            client.daemon.later(0.3, client.daemon.taken, key, 1)
+            client.daemon.later(0.3, client.daemon.on_consumed, key, 1)
         else:
-            client.daemon.taken(key, 1)
+            client.daemon.on_consumed(key, 1)
 
     def _finished(self, client: Client, key: str) -> None:
         self._ended(client, "whole")
@@ -324,15 +324,15 @@ class World:
         """
         with (
             patch.object(heartbeat, "BUSY_INTERVAL", _BEAT),
-            patch.object(linkround, "INTERVAL", _REPORT),
+            patch.object(linkround, "REPORT_INTERVAL", _REPORT),
             patch.object(linkround, "HASTE", _REPORT),
         ):
             return self._run()
 
     def _run(self) -> Outcome:
         time = 0.0
-        while not (self._over and time >= self.faults.until):
-            time += _LOOK
+        while not (self._is_finished and time >= self.faults.until):
+            time += _CHECK_INTERVAL
             self.agenda.run(time)
             self._check(time)
             if time > self.faults.until + _END_WITHIN:
@@ -340,14 +340,14 @@ class World:
                 raise Failure(f"requests {late} never end")
         deadline = time + _SETTLE_WITHIN
         while why := self._unsettled():
-            time += _LOOK
+            time += _CHECK_INTERVAL
             self.agenda.run(time)
             self._check(time)
             if time > deadline:
                 raise Failure(f"not well again {_SETTLE_WITHIN:g} s after the last fault: {why}")
         for worker in self.workers():
-            if worker.place is not None:
-                self.monitor.place_ends(worker, worker.place)
+            if worker.epoch_state is not None:
+                self.monitor.on_epoch_ended(worker, worker.epoch_state)
         return Outcome(
             self.seed,
             tuple(client.end for client in self.clients),
@@ -358,13 +358,13 @@ class World:
         )
 
     @property
-    def _over(self) -> bool:
+    def _is_finished(self) -> bool:
         return all(client.end for client in self.clients)
 
     def _check(self, time: float) -> None:
         for worker in self.workers():
-            if worker.place is not None:
-                self.monitor.check_place(worker, worker.place)
+            if worker.epoch_state is not None:
+                self.monitor.check_epoch(worker, worker.epoch_state)
         if time > self.faults.until + _CALM:
             pipelines = [pipeline for pipeline, _ in self.monitor.standing()]
             if len(set(pipelines)) < len(pipelines):
@@ -381,18 +381,18 @@ class World:
             formation = one.formation
             if formation is None and one.replica:
                 continue  # too few PCs are left
-            if formation is None or not one.ready:
+            if formation is None or not one.is_ready:
                 return f"no pipeline of {one.key} is ready"
-            if one.move is not None or one.next is not None or one.retiring:
+            if one.migration is not None or one.successor is not None or one.predecessor:
                 return "a pipeline is about to move"
             standing[formation.record.id] = formation.record.epoch
         if sorted(self.monitor.standing()) != sorted(standing.items()):
             return f"{self.monitor.standing()} stand"
         for worker in self.workers():
             epoch = standing.get(worker.start.pipeline)
-            if worker.place is None or worker.place.epoch != epoch:
+            if worker.epoch_state is None or worker.epoch_state.epoch != epoch:
                 return f"{worker} is none of epoch {epoch}"
-            if why := self.monitor.unsettled(worker, worker.place):
+            if why := self.monitor.unsettled(worker, worker.epoch_state):
                 return why
         return self._unknown(coordinator, standing)
 

@@ -14,9 +14,9 @@ import openai
 import pydantic
 import pytest
 
-from molink.checkpoint.source import demo_model
+from molink.checkpoint.source import find_demo_model
 from tests.support import tool_templates
-from tests.support.clients import node_script, python_program, told
+from tests.support.clients import node_script, python_program, run_json
 from tests.support.processes import Process
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -29,7 +29,7 @@ HI: Any = [{"role": "user", "content": "What is molink?"}]
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("models") / NAME
-    shutil.copytree(demo_model().path, folder)
+    shutil.copytree(find_demo_model().path, folder)
     (folder / "chat_template.jinja").write_text(tool_templates.HERMES, encoding="utf-8")
     home = tmp_path_factory.mktemp("clients")
     process = Process(home, ["demo", "--dtype", "f32", "--model", str(folder)])
@@ -84,10 +84,10 @@ def test_tools_of_official_clients(url: str) -> None:
 @pytest.mark.parametrize("script", ["langchain_client.py", "litellm_client.py"])
 def test_of_python(script: str, request: pytest.FixtureRequest) -> None:
     command = [python_program("python"), str(SCRIPTS / script)]
-    print(told(command, request.getfixturevalue("url"), NAME))
+    print(run_json(command, request.getfixturevalue("url"), NAME))
 
 
 @pytest.mark.parametrize("script", ["openai_client.mjs", "ai_client.mjs"])
 def test_of_node(script: str, request: pytest.FixtureRequest) -> None:
     command = node_script(SCRIPTS / script)
-    print(told(command, request.getfixturevalue("url"), NAME))
+    print(run_json(command, request.getfixturevalue("url"), NAME))

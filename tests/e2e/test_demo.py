@@ -138,9 +138,9 @@ def test_ask_prints_the_answer_alone(tools: type[Tools], tmp_path: Path) -> None
     assert "http" not in done.stdout
     assert "Starting" in done.stderr
     # What its two stages have measured is there for the next demo.
-    kept = Home(tmp_path).demo(1)
+    kept = Home(tmp_path).demo_home(1)
     assert kept.device.exists()
-    assert kept.proofs.exists()
+    assert kept.kernel_checks.exists()
     assert len(list(kept.profiles.glob("*.json"))) == 2
 
 

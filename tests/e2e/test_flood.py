@@ -13,7 +13,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from molink.checkpoint.source import demo_model
+from molink.checkpoint.source import find_demo_model
 from tests.support.processes import Process, Tools
 
 #: Each PC's KV pool has blocks for 2100 to 4000 tokens.
@@ -35,13 +35,13 @@ LONG = "once upon a time " * 60
 def first(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> Iterator[Process]:
     root = tmp_path_factory.mktemp("flood")
     folder = root / MODEL
-    shutil.copytree(demo_model().path, folder)
+    shutil.copytree(find_demo_model().path, folder)
     with tools.two_pcs(root, folder, OPTIONS, SETTINGS) as first:
         yield first
 
 
 class Flood:
-    """Sends the same long prompt, :data:`AT_ONCE` at a time, and hangs up on every second one."""
+    """Sends the same long prompt, :data:`MAX_CONNECTED` at a time, and hangs up on every second one."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from molink.checkpoint.source import Uncounted
-from molink.checkpoint.unpacking import unpacked
+from molink.checkpoint.source import NullCounter
+from molink.checkpoint.unpacking import import_gguf
 from tests.support.gguf_models import Kind, write_gguf
 from tests.support.models import MakeModel
 from tests.support.processes import Tools
@@ -20,5 +20,5 @@ def test_two_peers_answer_as_one_stage_does(
     """The model comes in parts."""
     folder = make_model(tmp_path / "model", "llama", 3)
     first = write_gguf(folder, tmp_path / "t.gguf", Kind.Q4_0, part=16)
-    made = unpacked(first, tmp_path / "here", Uncounted(), threading.Event())
+    made = import_gguf(first, tmp_path / "here", NullCounter(), threading.Event())
     assert answer_as_one_stage_does(tmp_path / "home", tools, first, made) == "t"

@@ -23,14 +23,14 @@ import pytest
 import molink
 from molink.swarm.membership.token import JoinToken
 from molink.wire.messages.codec import control_codec, data_codec
-from molink.wire.messages.data import Beat
+from molink.wire.messages.data import Heartbeat
 from molink.wire.messages.joining import JoinRequest
 from molink.wire.messages.requests import StatusRequest
 from molink.wire.messages.serving import Cancel
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.home import Home
-from molinkd.peer.membership.membership import Membership
+from molinkd.peer.membership.membership import MembershipRecord
 from tests.support.curve import COMMAND, GREETING, MORE, RawClient, Refused, frame
 from tests.support.processes import Process, Tools
 
@@ -63,13 +63,13 @@ class Swarm:
         status = demo.wait_ready()
         root = demo.found().home.root.parent
         self.homes = [Home(root / f"peer-{number}") for number in (1, 2, 3)]
-        member = msgspec.json.decode(self.homes[1].membership.read_bytes(), type=Membership)
+        member = msgspec.json.decode(self.homes[1].membership.read_bytes(), type=MembershipRecord)
         self.coordinator_key = member.coordinator_key
         self.pids = {"coordinator": status["coordinator"]["pid"]}
         keys = {"coordinator": self.coordinator_key}
         for peer in status["peers"]:
             number = int(peer["name"].rpartition("-")[2])
-            key = self.homes[number - 1].keys().public
+            key = self.homes[number - 1].load_keys().public
             for kind, pid in [
                 ("daemon", peer["daemon_pid"]),
                 *(("worker", worker["pid"]) for worker in peer["workers"]),
@@ -242,7 +242,7 @@ class Attacker:
             wire.send(wire.message(msgspec.msgpack.encode(body)))
         nested = b"\x91" * 4000
         wire.send(wire.message(nested))
-        beat = Beat(1 << 40, 1 << 40, 5, 1.0)
+        beat = Heartbeat(1 << 40, 1 << 40, 5, 1.0)
         wire.send(wire.message(*map(bytes, data_codec().encode(beat))))
 
     def flood(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import molink
 from molink.errors import Unavailable
-from molink.swarm.agent.pausing import DRAINED
+from molink.swarm.agent.pausing import DRAINED_REASON
 from tests.support.processes import Process, Tools
 
 STREAMS = 3
@@ -175,7 +175,7 @@ def test_streams_go_on_while_a_pc_joins(duo: Duo, tools: type[Tools]) -> None:
     assert drained.returncode == 0, drained.stderr
     assert stages(duo.up) == 1
     (second,) = [one for one in duo.up.status()["peers"] if one["name"] == "second"]
-    assert second["paused"] == DRAINED
+    assert second["paused"] == DRAINED_REASON
     # Its memory is free: no worker is there any more, nor a spare one.
     tools.wait_for(lambda: not workers(second["daemon_pid"]), duo.up)
     alone = tools.run_molink(duo.root / "up", "drain")

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from molinkd.peer.home import Home
-from tests.support.processes import START_S, Process, Tools, environment, recall
+from tests.support.processes import START_S, Process, Tools, environment, restore_measurements
 from tools.wan import VethPair, unavailable
 
 CPU = ["--threads", "1", "--device", "cpu"]
@@ -175,7 +175,7 @@ class Seated(Process):
     def __init__(self, pair: VethPair, index: int, home: Path, *arguments: str) -> None:
         home.mkdir(parents=True, exist_ok=True)
         self.home = Home(home)
-        recall(self.home)
+        restore_measurements(self.home)
         self._output = (home / "terminal.log").open("ab+")
         self._keyboard, terminal = os.openpty()
         self.process = pair.run(

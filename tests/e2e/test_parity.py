@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from molink.checkpoint.source import demo_model
+from molink.checkpoint.source import find_demo_model
 
 PROMPTS = [
     "What is molink?",
@@ -40,7 +40,7 @@ def expected() -> list[str]:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    folder = demo_model().path
+    folder = find_demo_model().path
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     answers = []

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from tests.support.models import MakeModel
-from tests.support.pcs import NAMES, Swarm
+from tests.support.pcs import NAMES, LocalSwarm
 from tests.support.processes import Tools
 
 FILE = """
@@ -21,10 +21,10 @@ FAMILIES, ROUNDS = 4, 3
 @pytest.fixture(scope="module")
 def swarm(
     tmp_path_factory: pytest.TempPathFactory, tools: type[Tools], make_model: MakeModel
-) -> Iterator[Swarm]:
+) -> Iterator[LocalSwarm]:
     root = tmp_path_factory.mktemp("routing")
     make_model(root / "beta", "qwen2", 2, max_position_embeddings=4096)
-    swarm = Swarm(root, tools, ("--model", str(root / "beta")))
+    swarm = LocalSwarm(root, tools, ("--model", str(root / "beta")))
     try:
         for name in NAMES:
             swarm.wait_led_by(name, "first", 3)
@@ -46,7 +46,7 @@ def ask(client: openai.OpenAI, family: int, question: str) -> tuple[str, int, in
 # without processes: tests/swarm/frontend/test_request_routing.py, tests/sim/test_fleet.py
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_prompts_that_begin_alike_go_to_one_pipeline(swarm: Swarm, tools: type[Tools]) -> None:
+def test_prompts_that_begin_alike_go_to_one_pipeline(swarm: LocalSwarm, tools: type[Tools]) -> None:
     file = swarm.root / "swarm.toml"
     file.write_text(FILE, encoding="utf-8")
     swarm.molink("first", "apply", str(file))

@@ -11,7 +11,7 @@ import pytest
 
 from molinkd.peer.home import Home
 from tests.support.models import MakeModel
-from tests.support.processes import Process, Tools, environment, recall
+from tests.support.processes import Process, Tools, environment, restore_measurements
 from tools.wan import Node, Rig, unavailable
 
 pytestmark = pytest.mark.skipif(
@@ -29,7 +29,7 @@ class Behind(Process):
         home.mkdir(parents=True)
         self.rig, self.index, self.home = rig, index, Home(home)
         self._statuses: subprocess.Popen[bytes] | None = None
-        recall(self.home)
+        restore_measurements(self.home)
         self._output = (home / "terminal.log").open("ab+")
         self.process = rig.run(
             index,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.support.pcs import NAMES, Swarm
+from tests.support.pcs import NAMES, LocalSwarm
 from tests.support.processes import Tools
 
 FILE = """
@@ -20,8 +20,8 @@ FAMILIES, ROUNDS = 5, 4
 
 
 @pytest.fixture(scope="module")
-def swarm(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> Iterator[Swarm]:
-    swarm = Swarm(tmp_path_factory.mktemp("routers"), tools)
+def swarm(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> Iterator[LocalSwarm]:
+    swarm = LocalSwarm(tmp_path_factory.mktemp("routers"), tools)
     try:
         for name in NAMES:
             swarm.wait_led_by(name, "first", 3)
@@ -50,7 +50,7 @@ def computed(client: openai.OpenAI, router: str) -> int:
 # without processes: tests/swarm/frontend/test_request_routing.py, tests/sim/test_fleet.py
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_e2_computes_less_than_round_robin(swarm: Swarm, tools: type[Tools]) -> None:
+def test_e2_computes_less_than_round_robin(swarm: LocalSwarm, tools: type[Tools]) -> None:
     file = swarm.root / "swarm.toml"
     file.write_text(FILE, encoding="utf-8")
     swarm.molink("first", "apply", str(file))

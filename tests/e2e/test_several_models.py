@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.support.models import MakeModel
-from tests.support.pcs import NAMES, Swarm
+from tests.support.pcs import NAMES, LocalSwarm
 from tests.support.processes import Tools
 
 FILE = """
@@ -29,7 +29,7 @@ class TwoModels:
 
     def __init__(self, root: Path, tools: type[Tools]) -> None:
         self.file = root / "swarm.toml"
-        self.swarm = Swarm(root, tools, ("--model", str(root / "alpha")))
+        self.swarm = LocalSwarm(root, tools, ("--model", str(root / "alpha")))
         self.tools = tools
         self.clients: list[openai.OpenAI] = []
 

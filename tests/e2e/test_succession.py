@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from molink.errors import ShutOut
+from molink.errors import PeerBanned
 from tests.support.models import MakeModel
-from tests.support.pcs import NAMES, Swarm
+from tests.support.pcs import NAMES, LocalSwarm
 from tests.support.processes import Tools
 
 PROMPT = [{"role": "user", "content": "Who has the layers?"}]
@@ -15,7 +15,7 @@ LAYERS = 6
 
 
 @pytest.fixture
-def swarm(tmp_path: Path, tools: type[Tools], make_model: MakeModel) -> Iterator[Swarm]:
+def swarm(tmp_path: Path, tools: type[Tools], make_model: MakeModel) -> Iterator[LocalSwarm]:
     # 28 MB: much more than may ever wait on a connection.
     folder = make_model(
         tmp_path / "brought",
@@ -25,14 +25,14 @@ def swarm(tmp_path: Path, tools: type[Tools], make_model: MakeModel) -> Iterator
         hidden_size=384,
         intermediate_size=1024,
     )
-    swarm = Swarm(tmp_path, tools, ["--model", str(folder)])
+    swarm = LocalSwarm(tmp_path, tools, ["--model", str(folder)])
     try:
         yield swarm
     finally:
         swarm.stop()
 
 
-def stream(swarm: Swarm, name: str) -> Iterator[str]:
+def stream(swarm: LocalSwarm, name: str) -> Iterator[str]:
     """Pieces of the one answer, from that PC's endpoint."""
     chunks = swarm.tools.client(swarm.running[name].found().endpoints[0]).chat.completions.create(
         model="brought",
@@ -47,13 +47,13 @@ def stream(swarm: Swarm, name: str) -> Iterator[str]:
             yield chunk.choices[0].delta.content or ""
 
 
-def copied(swarm: Swarm, name: str) -> dict[str, int]:
+def copied(swarm: LocalSwarm, name: str) -> dict[str, int]:
     """How much of the model each PC says that it has, in percent."""
     return {peer["name"]: peer.get("copied", 0) for peer in swarm.status(name).get("peers", ())}
 
 
 @pytest.mark.timeout(300)
-def test_the_founders_pc_dies_and_comes_back(swarm: Swarm, tools: type[Tools]) -> None:
+def test_the_founders_pc_dies_and_comes_back(swarm: LocalSwarm, tools: type[Tools]) -> None:
     swarm.wait_led_by("third", "first", 3)
     whole = dict.fromkeys(NAMES, 100)
     tools.wait_for(lambda: copied(swarm, "third") == whole, swarm.running["third"])
@@ -82,4 +82,4 @@ def test_the_founders_pc_dies_and_comes_back(swarm: Swarm, tools: type[Tools]) -
     assert "".join(stream(swarm, "third")) == expected
     swarm.molink("first", "revoke", "fourth")
     tools.wait_for(lambda: fourth.process.poll() is not None, swarm.running["first"])
-    assert fourth.process.returncode == ShutOut.exit_code
+    assert fourth.process.returncode == PeerBanned.exit_code

@@ -11,7 +11,7 @@ import openai
 import psutil
 import pytest
 
-from molink.checkpoint.source import demo_model
+from molink.checkpoint.source import find_demo_model
 from molink.facts.model import BLOCK_SIZE
 from tests.support.processes import Process, Tools
 
@@ -28,7 +28,7 @@ REQUESTS, ANSWER = 12, 440
 @pytest.fixture
 def first(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> Iterator[Process]:
     root = tmp_path_factory.mktemp("swapping")
-    with tools.two_pcs(root, demo_model().path, OPTIONS, SETTINGS) as first:
+    with tools.two_pcs(root, find_demo_model().path, OPTIONS, SETTINGS) as first:
         yield first
 
 

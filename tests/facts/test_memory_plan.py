@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from molink.errors import UsageError
 from molink.facts.footprint import GRAPH_BYTES, GRAPH_POOL_BYTES, Footprint, StageSetup, StepLimits
-from molink.facts.memory_plan import MemoryPlan, plan_memory, refusal, usable
+from molink.facts.memory_plan import MemoryPlan, plan_memory, explain_refusal, usable_bytes
 from molink.facts.model import ModelFacts
 
 GB, MB = 10**9, 10**6
@@ -22,7 +22,7 @@ LLAMA = ModelFacts(
     first_bytes=2 * 128256 * 4096,
     last_bytes=2 * (128256 * 4096 + 4096),
     kv_bytes=2 * 2 * 1024,
-    context=131072,
+    max_model_len=131072,
     element_bytes=2,
     projection_bytes=2 * PROJECTIONS,
     int8_bytes=PROJECTIONS + 4 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096),
@@ -39,7 +39,7 @@ TINY = ModelFacts(
     first_bytes=500,
     last_bytes=504,
     kv_bytes=8,
-    context=64,
+    max_model_len=64,
     element_bytes=2,
     projection_bytes=900,
     int8_bytes=460,
@@ -49,11 +49,11 @@ TINY = ModelFacts(
     vocabulary=50,
     tied=True,
 )
-LOAD = StepLimits(chunk=8, decodes=2)
+LOAD = StepLimits(max_chunk_rows=8, max_decode_rows=2)
 
 
 def test_a_plan_to_the_byte() -> None:
-    plan = plan_memory(TINY, (0, 4), StageSetup(load=LOAD), 40_000, requests=4)
+    plan = plan_memory(TINY, (0, 4), StageSetup(step_limits=LOAD), 40_000, requests=4)
     assert plan == MemoryPlan(
         budget=40_000,
         weights=4 * 1000 + 500 + 504 - 500,
@@ -67,21 +67,21 @@ def test_a_plan_to_the_byte() -> None:
 
 
 def test_graphs_are_planned_on_a_gpu_only() -> None:
-    gpu = plan_memory(TINY, (1, 3), StageSetup(kind="cuda", load=LOAD), GB)
+    gpu = plan_memory(TINY, (1, 3), StageSetup(kind="cuda", step_limits=LOAD), GB)
     assert gpu.graphs == GRAPH_POOL_BYTES + 2 * GRAPH_BYTES + 2 * 10 * 2
     assert gpu.weights == 2000
-    assert plan_memory(TINY, (1, 3), StageSetup(load=LOAD), GB).graphs == 0
+    assert plan_memory(TINY, (1, 3), StageSetup(step_limits=LOAD), GB).graphs == 0
 
 
 def test_quantized_projections_do_not_widen_and_are_unpacked_one_by_one() -> None:
     for mode, packed in (("int8", 460), ("nf4", 250)):
-        target = StageSetup(bf16=False, quantize=mode, load=LOAD)  # type: ignore[arg-type]
-        need = Footprint.of(TINY, target)
-        assert need.layer == 2 * 100 + packed
-        assert need.token == 16
-        assert need.step == 10 * 10 * 4 + 200 * 4
-    stored = Footprint.of(replace_facts(quantized="nf4"), StageSetup(load=LOAD))
-    assert stored == Footprint.of(TINY, StageSetup(quantize="nf4", load=LOAD))
+        target = StageSetup(bf16=False, quantize=mode, step_limits=LOAD)  # type: ignore[arg-type]
+        need = Footprint.of_stage(TINY, target)
+        assert need.layer_bytes == 2 * 100 + packed
+        assert need.token_bytes == 16
+        assert need.step_bytes == 10 * 10 * 4 + 200 * 4
+    stored = Footprint.of_stage(replace_facts(quantized="nf4"), StageSetup(step_limits=LOAD))
+    assert stored == Footprint.of_stage(TINY, StageSetup(quantize="nf4", step_limits=LOAD))
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_the_refusal_has_the_numbers_and_what_would_fit() -> None:
         "85.3 MB CUDA graphs + 500.0 MB margin + 201.3 MB KV), the budget is 10.0 GB: 18 layers "
         "would fit, or --quantize int8"
     )
-    assert refusal(LLAMA, (0, 32), gpu, 8 * GB).endswith(
+    assert explain_refusal(LLAMA, (0, 32), gpu, 8 * GB).endswith(
         "the budget is 8.0 GB: 14 layers would fit, or --quantize nf4"
     )
-    assert refusal(LLAMA, (3, 5), gpu, GB // 10).endswith("not one layer would fit")
-    assert ": 1 layer would fit, or" in refusal(TINY, (1, 3), StageSetup(load=LOAD), 6000)
+    assert explain_refusal(LLAMA, (3, 5), gpu, GB // 10).endswith("not one layer would fit")
+    assert ": 1 layer would fit, or" in explain_refusal(TINY, (1, 3), StageSetup(step_limits=LOAD), 6000)
     stored = replace_facts(quantized="nf4")
-    assert "--quantize" not in refusal(stored, (1, 3), StageSetup(load=LOAD), 5000)
+    assert "--quantize" not in explain_refusal(stored, (1, 3), StageSetup(step_limits=LOAD), 5000)
 
 
 def replace_facts(**changes: object) -> ModelFacts:
@@ -182,22 +182,22 @@ def test_any_plan(
     first = data.draw(st.integers(0, model.layers - 1))
     layers = (first, data.draw(st.integers(first + 1, model.layers)))
     count, opens, closes = layers[1] - first, first == 0, layers[1] == model.layers
-    need = Footprint.of(model, target)
-    needs = need.needs(count, opens=opens, closes=closes)
+    need = Footprint.of_stage(model, target)
+    needs = need.min_bytes(count, opens=opens, closes=closes)
     plan = planned(model, layers, target, budget)
     larger = planned(model, layers, target, budget + more)
     if plan is None:
-        assert needs > usable(budget)
-        assert need.capacity(usable(budget), opens=opens, closes=closes) < count
+        assert needs > usable_bytes(budget)
+        assert need.max_layers(usable_bytes(budget), opens=opens, closes=closes) < count
         return
-    assert needs <= usable(budget)
+    assert needs <= usable_bytes(budget)
     assert plan.total <= budget
-    assert plan.kv >= count * need.min_tokens * need.token
+    assert plan.kv >= count * need.min_tokens * need.token_bytes
     assert larger is not None
     assert larger.kv >= plan.kv, "more memory, fewer blocks"
-    assert larger.kv <= count * need.token * 16 * -(-3 * model.context // 16)
-    one_more = count * need.token * 16 + 16 * (need.copies + need.mask)
-    full = plan.kv == count * need.token * 16 * -(-3 * model.context // 16)
+    assert larger.kv <= count * need.token_bytes * 16 * -(-3 * model.max_model_len // 16)
+    one_more = count * need.token_bytes * 16 + 16 * (need.attention_copy_bytes + need.mask_bytes)
+    full = plan.kv == count * need.token_bytes * 16 * -(-3 * model.max_model_len // 16)
     assert full or plan.total + one_more > budget, "room is left unused"
 
 
@@ -210,8 +210,8 @@ def test_the_parts_of_a_split_hold_what_the_whole_holds(
     if cut == model.layers:
         return
     parts = [plan_memory(model, part, target, GB) for part in ((0, cut), (cut, model.layers))]
-    need = Footprint.of(model, target)
-    assert sum(part.weights for part in parts) == whole.weights + need.shared
+    need = Footprint.of_stage(model, target)
+    assert sum(part.weights for part in parts) == whole.weights + need.shared_bytes
     # What a step takes, every stage needs for itself; logits only the last.
     assert sum(part.activations for part in parts) <= 2 * whole.activations
     assert sum(part.kv for part in parts) == whole.kv

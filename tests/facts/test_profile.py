@@ -44,14 +44,14 @@ def test_a_longer_context_costs_more() -> None:
 
 def test_one_point_stands_for_proportion() -> None:
     profile = Profile(decode=((1, 0.5),), prefill=((16, 2.0),))
-    assert profile.known
+    assert profile.is_known
     assert profile.decode_s(3) == 1.5
     assert (profile.prefill_s(8), profile.prefill_s(32)) == (2.0, 4.0)
 
 
 def test_nothing_is_known_without_points() -> None:
-    assert not Profile().known
-    assert not Profile(decode=DECODE).known
+    assert not Profile().is_known
+    assert not Profile(decode=DECODE).is_known
     assert Profile().decode_s(4) == Profile().prefill_s(4) == 0.0
 
 

@@ -23,7 +23,7 @@ def test_where_a_link_is_slowest_it_decides() -> None:
     links = (LinkFacts(0.02, 1e5), LinkFacts(0.03, 1e5))
     times = RingTimes((STAGE, STAGE), links, 1000)  # a row takes 10 ms to the second stage
     turn = 2 * 0.005 + 0.02 + 0.03 + 0.01 + 64 / 1e5
-    assert times.turn_s(1) == pytest.approx(turn)
+    assert times.round_trip_s(1) == pytest.approx(turn)
     assert times.prompt_s(200) == pytest.approx(turn - 0.01 + 2.0)
 
 

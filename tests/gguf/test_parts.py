@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from molink.checkpoint.source import Uncounted, find_model
-from molink.checkpoint.unpacking import gguf_model, unpacked
+from molink.checkpoint.source import NullCounter, find_model
+from molink.checkpoint.unpacking import read_gguf_model, import_gguf
 from molink.errors import BrokenModel, ModelError
-from molink.gguf.parts import model_name, part_names, read_parts
+from molink.gguf.parts import model_name, split_names, read_split_gguf
 from tests.support.gguf_models import Kind, write_gguf
 from tests.support.models import MakeModel
 
@@ -35,13 +35,13 @@ def parts(written: Path, tmp_path: Path) -> list[Path]:
     """A copy of all three."""
     shutil.copytree(written.parent, tmp_path / "parts")
     found = sorted((tmp_path / "parts").glob("*.gguf"))
-    assert [path.name for path in found] == [*part_names(written.name)]
+    assert [path.name for path in found] == [*split_names(written.name)]
     assert len(found) == 3
     return found
 
 
 def unpack(path: Path, into: Path) -> Path:
-    return unpacked(path, into, Uncounted(), threading.Event())
+    return import_gguf(path, into, NullCounter(), threading.Event())
 
 
 def digest(path: Path) -> str:
@@ -54,7 +54,7 @@ def test_any_part_is_the_model(folder: Path, parts: list[Path], tmp_path: Path) 
     assert len(made) == 1
     for file in ("model.safetensors", "config.json", "tokenizer.json"):
         assert digest(made.copy().pop() / file) == digest(whole / file)
-    assert gguf_model(parts[2]) == gguf_model(parts[0])
+    assert read_gguf_model(parts[2]) == read_gguf_model(parts[0])
 
 
 def test_found_by_name(parts: list[Path], tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_a_part_of_another_model(parts: list[Path], tmp_path: Path) -> None:
 
 
 def test_a_tensor_in_two_parts(parts: list[Path], tmp_path: Path) -> None:
-    tensors = read_parts(parts[0]).tensors.values()
-    last = next(one.name for one in tensors if one.part == 2 and ".1." in one.name)
-    twice = next(one.name for one in tensors if one.part == 0 and len(one.name) == len(last))
+    tensors = read_split_gguf(parts[0]).tensors.values()
+    last = next(one.name for one in tensors if one.split == 2 and ".1." in one.name)
+    twice = next(one.name for one in tensors if one.split == 0 and len(one.name) == len(last))
     parts[2].write_bytes(parts[2].read_bytes().replace(last.encode(), twice.encode()))
     assert f"tensor {twice} is in {parts[0].name} too" in refused(parts[0], tmp_path)
 
@@ -126,7 +126,7 @@ def test_a_tensor_in_two_parts(parts: list[Path], tmp_path: Path) -> None:
 def test_a_tensor_is_missing(folder: Path, tmp_path: Path) -> None:
     """What the first part says of all is more than they have."""
     first = write_gguf(folder, tmp_path / "tiny.gguf", part=PART)
-    for name in part_names(first.name):
+    for name in split_names(first.name):
         say(first.with_name(name), 99)
     assert "split.tensors.count is 99, but its 3 parts have 21 tensors" in refused(first, tmp_path)
 
@@ -134,9 +134,9 @@ def test_a_tensor_is_missing(folder: Path, tmp_path: Path) -> None:
 def test_names() -> None:
     assert model_name("a-00002-of-00003.gguf") == "a"
     assert model_name("a.Q4_0.gguf") == "a.Q4_0"
-    assert part_names("x/a-00002-of-00002.GGUF") == (
+    assert split_names("x/a-00002-of-00002.GGUF") == (
         "x/a-00001-of-00002.GGUF",
         "x/a-00002-of-00002.GGUF",
     )
     for odd in ("a-00000-of-00003.gguf", "a-00004-of-00003.gguf", "a-1-of-3.gguf", "a.gguf"):
-        assert part_names(odd) == (odd,)
+        assert split_names(odd) == (odd,)

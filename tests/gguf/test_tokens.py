@@ -11,8 +11,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
 from molink.errors import BrokenModel
-from molink.gguf.metadata import Metadata
-from molink.gguf.tokens import TokenizerFiles, tokenizer_files
+from molink.gguf.metadata import GgufMetadata
+from molink.gguf.tokens import TokenizerFiles, build_tokenizer_files
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 TEXT = "I'M 12345 ok!!\n\n  x"
@@ -21,7 +21,7 @@ TEXT = "I'M 12345 ok!!\n\n  x"
 def made(*templates: str, **values: Any) -> tuple[TokenizerFiles, Tokenizer]:
     metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
     metadata |= {f"tokenizer.chat_template{name}": f"of{name}" for name in templates}
-    files = tokenizer_files(Metadata(metadata, "m.gguf"), 2048)
+    files = build_tokenizer_files(GgufMetadata(metadata, "m.gguf"), 2048)
     return files, Tokenizer.from_str(files.tokenizer)
 
 
@@ -74,7 +74,7 @@ def test_merges_added_tokens_and_ends() -> None:
     assert tokenizer.encode("a<|im_end|>b<extra>").ids[1::2] == [258, 259]
     assert tokenizer.decode(tokenizer.encode("wörld <extra>").ids) == "wörld <extra>"
     # What usually ends an answer does, whatever the file names.
-    assert files.ends == (0, 258)
+    assert files.eos_ids == (0, 258)
     assert files.config["add_bos_token"] is False
     assert len(tokenizer.encode("hello").ids) > 1
 
@@ -136,7 +136,7 @@ def test_scores_say_what_is_merged_first() -> None:
     ids = tokenizer.encode("é</s>").ids
     assert [tokenizer.id_to_token(index) for index in ids] == ["▁", "<0xC3>", "<0xA9>", "</s>"]
     assert tokenizer.decode(tokenizer.encode("hello é").ids) == "hello é"
-    assert (files.config["add_bos_token"], files.ends) == (True, (2,))
+    assert (files.config["add_bos_token"], files.eos_ids) == (True, (2,))
 
 
 def test_no_space_before_a_text_where_the_file_says_so() -> None:
@@ -240,7 +240,7 @@ def test_gemmas_vocabulary_cuts_as_transformers_does(written: str) -> None:
         expected = theirs.encode(text, add_special_tokens=False)
         assert ids == expected
         assert ours.decode(ids, skip_special_tokens=False) == text
-    assert files.ends == (1, 5)
+    assert files.eos_ids == (1, 5)
     assert files.config["add_bos_token"] is True
 
 

@@ -14,28 +14,28 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from molink.link.policies.base import DecodeFinished, DecodeStarted, Event, LinkEstimate
+from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent, LinkEvent, LinkEstimatedEvent
 from molink.link.policies.create import POLICIES, create_policy
 from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
-from molink.link.sender import BOTH_LANES, LinkSender, SenderLimits
+from molink.link.sender import BOTH_CHANNELS, LinkSender, SenderLimits
 from molink.link.window import Packet
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import Ack, Lane, Release, Rows, Tombstone, Volume, VolumePart
+from molink.wire.messages.data import Ack, Channel, Release, RequestSlice, Tombstone, Volume, VolumeFragment
 
 HIDDEN, DTYPE, ROW = 8, "f32", 32
-LIMITS = SenderLimits(message=3 * ROW, window=2000, total=20_000, resend_after=10.0)
+LIMITS = SenderLimits(max_message_bytes=3 * ROW, max_unacknowledged_bytes=2000, max_total_bytes=20_000, resend_after=10.0)
 SECONDS = st.sampled_from([0.001, 0.03, 0.5])
 EVENTS = st.one_of(
-    st.builds(DecodeStarted, st.integers(1, 8), SECONDS),
-    st.builds(DecodeFinished, st.integers(1, 8), st.none() | SECONDS),
-    st.builds(LinkEstimate, SECONDS, SECONDS, st.none() | st.sampled_from([1e3, 1e6, 1e9])),
+    st.builds(DecodeStartedEvent, st.integers(1, 8), SECONDS),
+    st.builds(DecodeFinishedEvent, st.integers(1, 8), st.none() | SECONDS),
+    st.builds(LinkEstimatedEvent, SECONDS, SECONDS, st.none() | st.sampled_from([1e3, 1e6, 1e9])),
 )
 
 
 def volume(tick: int, rows: int, prefill: bool) -> tuple[Volume, bytes]:
     data = np.random.default_rng(tick).bytes(rows * ROW)
-    header = Volume(tick, prefill, (Rows(1, 0, rows, 0),), Payload(DTYPE, (rows, HIDDEN)))
+    header = Volume(tick, prefill, (RequestSlice(1, 0, rows, 0),), Payload(DTYPE, (rows, HIDDEN)))
     return header, data
 
 
@@ -60,7 +60,7 @@ class Link(RuleBasedStateMachine):
         self.codec = data_codec()
         self.policy = create_policy(policy)
         self.cut_through = cut_through
-        self.wires = {lane: Wire() for lane in Lane}
+        self.wires = {channel: Wire() for channel in Channel}
         self.sender = LinkSender(self.epoch, self.policy, LIMITS)
         limits = ReceiverLimits(ack_every=3)
         self.receiver = LinkReceiver(self.epoch, HIDDEN, "f32", limits, cut_through)
@@ -72,25 +72,25 @@ class Link(RuleBasedStateMachine):
         self.rows: dict[int, int] = {}
         self.controls: list[Any] = []
         self.came: list[Any] = []
-        for lane in Lane:
-            self.connect_if_down(lane)
+        for channel in Channel:
+            self.connect_if_down(channel)
 
     # --- what the stage does
 
     @rule(rows=st.integers(1, 20), prefill=st.booleans(), first=st.integers(1, 40))
     def produce(self, rows: int, prefill: bool, first: int) -> None:
-        if self.sender.full:
+        if self.sender.is_full:
             return
         self.tick += 1
         header, data = volume(self.tick, rows, prefill)
         first = min(first, rows)
         self.volumes[self.tick] = header, data
         self.given[self.tick] = first
-        self.sender.volume(header, memoryview(data)[: first * ROW], self.now)
+        self.sender.queue_volume(header, memoryview(data)[: first * ROW], self.now)
 
     @rule(pick=st.integers(0, 1000), count=st.integers(1, 20))
     def more(self, pick: int, count: int) -> None:
-        lacking = [tick for tick, given in self.given.items() if given < self.total(tick)]
+        lacking = [seq for seq, given in self.given.items() if given < self.total(seq)]
         if lacking:
             self.hand_over(lacking[pick % len(lacking)], count)
 
@@ -98,7 +98,7 @@ class Link(RuleBasedStateMachine):
         first = self.given[tick]
         self.given[tick] = min(first + count, self.total(tick))
         rows = memoryview(self.volumes[tick][1])[first * ROW : self.given[tick] * ROW]
-        self.sender.more(tick, rows, self.now)
+        self.sender.queue_rows(tick, rows, self.now)
 
     def total(self, tick: int) -> int:
         return self.volumes[tick][0].payload.shape[0]
@@ -107,19 +107,19 @@ class Link(RuleBasedStateMachine):
     def release(self) -> None:
         self.tick += 1
         body = Release(self.tick, 1, 0)
-        self.sender.control(body)
+        self.sender.queue_control(body)
         self.controls.append(body)
 
     @rule(event=EVENTS)
-    def executor(self, event: Event) -> None:
+    def executor(self, event: LinkEvent) -> None:
         self.sender.handle(event, self.now)
 
     # --- what the shells do
 
-    @rule(ready=st.sampled_from([BOTH_LANES, (Lane.DECODE,), (Lane.BULK,), ()]))
+    @rule(ready=st.sampled_from([BOTH_CHANNELS, (Channel.DECODE,), (Channel.BULK,), ()]))
     def poll(self, ready: Any) -> None:
-        for out in self.sender.poll(self.now, ready):
-            wire = self.wires[out.lane]
+        for out in self.sender.poll_packets(self.now, ready):
+            wire = self.wires[out.channel]
             assert wire.up
             frames = self.codec.encode(out.frame, out.payload)
             assert sum(memoryview(frame).nbytes for frame in frames) < 256_000
@@ -131,16 +131,16 @@ class Link(RuleBasedStateMachine):
 
     @rule()
     def acknowledge(self) -> None:
-        for ack in self.receiver.acks(self.now):
-            if self.wires[ack.lane].up:
-                self.wires[ack.lane].acks.append(ack)
+        for ack in self.receiver.due_acks(self.now):
+            if self.wires[ack.channel].up:
+                self.wires[ack.channel].acks.append(ack)
 
     @rule()
     def exchange(self) -> None:
         """An undisturbed moment."""
-        self.poll(BOTH_LANES)
-        for lane in Lane:
-            self.deliver(lane, 100)
+        self.poll(BOTH_CHANNELS)
+        for channel in Channel:
+            self.deliver(channel, 100)
         self.now += 0.01
         self.acknowledge()
 
@@ -148,87 +148,87 @@ class Link(RuleBasedStateMachine):
 
     def arrive(self, out: Packet) -> None:
         payload = None if out.payload is None else memoryview(bytes(out.payload))
-        for arrival in self.receiver.frame(out.frame, payload, self.now):
+        for arrival in self.receiver.on_frame(out.frame, payload, self.now):
             match arrival.body:
                 case Volume():
-                    self.began(out.lane, arrival.body, arrival)
-                case VolumePart(tick=tick):
+                    self.began(out.channel, arrival.body, arrival)
+                case VolumeFragment(seq=seq):
                     assert self.cut_through
                     assert arrival.payload is None
-                    assert arrival.rows > self.rows[tick]
-                    self.rows[tick] = arrival.rows
+                    assert arrival.rows > self.rows[seq]
+                    self.rows[seq] = arrival.rows
                 case other:
-                    assert out.lane is Lane.DECODE
+                    assert out.channel is Channel.DECODE
                     self.came.append(other)
 
-    def began(self, lane: Lane, header: Volume, arrival: Arrival) -> None:
-        assert header.tick not in self.buffers
-        assert header == self.volumes[header.tick][0]
-        assert lane is (Lane.BULK if header.prefill or self.policy.one_lane else Lane.DECODE)
+    def began(self, lane: Channel, header: Volume, arrival: Arrival) -> None:
+        assert header.seq not in self.buffers
+        assert header == self.volumes[header.seq][0]
+        assert lane is (Channel.BULK if header.prefill or self.policy.single_channel else Channel.DECODE)
         assert arrival.payload is not None
         if not (self.cut_through and header.prefill):
-            assert arrival.rows == self.total(header.tick)
-        self.buffers[header.tick] = arrival.payload
-        self.rows[header.tick] = arrival.rows
+            assert arrival.rows == self.total(header.seq)
+        self.buffers[header.seq] = arrival.payload
+        self.rows[header.seq] = arrival.rows
 
-    @rule(lane=st.sampled_from(Lane), count=st.integers(1, 10))
-    def deliver(self, lane: Lane, count: int) -> None:
+    @rule(lane=st.sampled_from(Channel), count=st.integers(1, 10))
+    def deliver(self, lane: Channel, count: int) -> None:
         wire = self.wires[lane]
         for _ in range(min(count, len(wire.frames))):
             out = wire.frames.pop(0)
             wire.old.append(out)
             self.arrive(out)
         while wire.acks:
-            self.sender.ack(wire.acks.pop(0), self.now)
+            self.sender.on_ack(wire.acks.pop(0), self.now)
 
-    @rule(lane=st.sampled_from(Lane), pick=st.integers(0, 1000))
-    def replay(self, lane: Lane, pick: int) -> None:
+    @rule(lane=st.sampled_from(Channel), pick=st.integers(0, 1000))
+    def replay(self, lane: Channel, pick: int) -> None:
         wire = self.wires[lane]
         if wire.old:
             self.arrive(wire.old[pick % len(wire.old)])
 
-    @rule(lane=st.sampled_from(Lane), pick=st.integers(0, 1000))
-    def lose(self, lane: Lane, pick: int) -> None:
+    @rule(lane=st.sampled_from(Channel), pick=st.integers(0, 1000))
+    def lose(self, lane: Channel, pick: int) -> None:
         """A frame vanishes on a connection that goes on."""
         frames = self.wires[lane].frames
         if frames:
             frames.pop(pick % len(frames))
 
-    @rule(lane=st.sampled_from(Lane), tick=st.integers(1, 20))
-    def old_epoch(self, lane: Lane, tick: int) -> None:
+    @rule(lane=st.sampled_from(Channel), tick=st.integers(1, 20))
+    def old_epoch(self, lane: Channel, tick: int) -> None:
         """Control messages, volumes and parts of volumes, perhaps of ticks that are used again."""
         other = LinkSender(self.epoch - 1, create_policy("fifo"), LIMITS)
-        for each in Lane:
-            other.reconnected(each, 0.0)
-        other.control(Tombstone(tick))
-        other.volume(*volume(tick, 5, prefill=True), 0.0)
+        for each in Channel:
+            other.on_connected(each, 0.0)
+        other.queue_control(Tombstone(tick))
+        other.queue_volume(*volume(tick, 5, prefill=True), 0.0)
         before = self.receiver.counters.old_epochs
-        frames = other.poll(0.0)
+        frames = other.poll_packets(0.0)
         for out in frames:
             self.arrive(out)
         assert self.receiver.counters.old_epochs == before + len(frames) == before + 3
-        self.sender.ack(Ack(self.epoch - 1, lane, 1), self.now)
+        self.sender.on_ack(Ack(self.epoch - 1, lane, 1), self.now)
 
-    @rule(lane=st.sampled_from(Lane), keep=st.integers(0, 5))
-    def break_off(self, lane: Lane, keep: int) -> None:
+    @rule(lane=st.sampled_from(Channel), keep=st.integers(0, 5))
+    def break_off(self, lane: Channel, keep: int) -> None:
         """The connection breaks; a few of the frames under way still arrive."""
         wire = self.wires[lane]
         wire.up = False
-        self.sender.disconnected(lane, self.now)
+        self.sender.on_disconnected(lane, self.now)
         for out in wire.frames[:keep]:
             self.arrive(out)
         wire.frames.clear()
         wire.acks.clear()
 
-    @rule(lane=st.sampled_from(Lane), told=st.booleans())
-    def connect(self, lane: Lane, told: bool) -> None:
+    @rule(lane=st.sampled_from(Channel), told=st.booleans())
+    def connect(self, lane: Channel, told: bool) -> None:
         wire = self.wires[lane]
         if wire.up:
             return
         wire.up = True
         if told:
-            self.sender.ack(self.receiver.ack(lane), self.now)
-        self.sender.reconnected(lane, self.now)
+            self.sender.on_ack(self.receiver.make_ack(lane), self.now)
+        self.sender.on_connected(lane, self.now)
 
     # --- what has to hold
 
@@ -237,42 +237,42 @@ class Link(RuleBasedStateMachine):
         self.sender.validate()
         self.receiver.validate()
         assert self.receiver.counters.garbage == 0
-        assert self.sender.unacknowledged_bytes <= 2 * (LIMITS.window + 1000)
+        assert self.sender.unacknowledged_bytes <= 2 * (LIMITS.max_unacknowledged_bytes + 1000)
         assert self.came == self.controls[: len(self.came)]
-        for tick, buffer in self.buffers.items():
-            nbytes = self.rows[tick] * ROW
-            assert buffer[:nbytes] == self.volumes[tick][1][:nbytes]
-            assert len(buffer) == self.total(tick) * ROW
+        for seq, buffer in self.buffers.items():
+            nbytes = self.rows[seq] * ROW
+            assert buffer[:nbytes] == self.volumes[seq][1][:nbytes]
+            assert len(buffer) == self.total(seq) * ROW
 
     def teardown(self) -> None:
         """Once nothing breaks any more, everything has come, exactly once."""
-        for tick in self.given:
-            if self.given[tick] < self.total(tick):
-                self.hand_over(tick, 99)
+        for seq in self.given:
+            if self.given[seq] < self.total(seq):
+                self.hand_over(seq, 99)
         for _ in range(2000):
             if not self.unfinished():
                 break
-            for lane in Lane:
-                self.connect_if_down(lane)
+            for channel in Channel:
+                self.connect_if_down(channel)
             self.now += 3.0
-            self.poll(BOTH_LANES)
+            self.poll(BOTH_CHANNELS)
             self.acknowledge()
-            for lane in Lane:
-                self.deliver(lane, 100)
+            for channel in Channel:
+                self.deliver(channel, 100)
         self.valid()
         assert self.came == self.controls
-        assert self.rows == {tick: self.total(tick) for tick in self.volumes}
+        assert self.rows == {seq: self.total(seq) for seq in self.volumes}
         assert self.receiver.counters.volumes == len(self.volumes)
         assert self.sender.queued_bytes == self.receiver.unfinished_bytes == 0
-        assert not self.sender.full
+        assert not self.sender.is_full
 
     def unfinished(self) -> bool:
         return bool(self.sender.queued_bytes or self.sender.unacknowledged_bytes)
 
-    def connect_if_down(self, lane: Lane) -> None:
+    def connect_if_down(self, lane: Channel) -> None:
         if not self.wires[lane].up:
             self.wires[lane].up = True
-            self.sender.reconnected(lane, self.now)
+            self.sender.on_connected(lane, self.now)
 
 
 @pytest.mark.parametrize("cut_through", [False, True], ids=["whole", "cut-through"])
@@ -300,38 +300,38 @@ def test_rows_are_reported_in_order_as_they_arrive(
     policy: str, pieces: list[tuple[int, int]], message: int
 ) -> None:
     """Volumes with cut-through, each handed over in two pieces, over lanes that work."""
-    limits = SenderLimits(message=message * ROW)
+    limits = SenderLimits(max_message_bytes=message * ROW)
     sender = LinkSender(1, create_policy(policy), limits)
     receiver = LinkReceiver(1, HIDDEN, DTYPE, cut_through=True)
-    for lane in Lane:
-        sender.reconnected(lane, 0.0)
+    for channel in Channel:
+        sender.on_connected(channel, 0.0)
     now, seen = 0.0, dict.fromkeys(range(len(pieces)), 0)
 
     def exchange() -> None:
         nonlocal now
         for _ in range(50):
             now += 1.0
-            for out in sender.poll(now):
-                for arrival in receiver.frame(out.frame, memoryview(out.payload or b""), now):
+            for out in sender.poll_packets(now):
+                for arrival in receiver.on_frame(out.frame, memoryview(out.payload or b""), now):
                     body = arrival.body
-                    assert isinstance(body, Volume | VolumePart)
-                    assert (arrival.payload is None) is (body.tick in seen and seen[body.tick] > 0)
-                    assert 0 < arrival.rows - seen[body.tick] <= message
-                    seen[body.tick] = arrival.rows
-            for ack in receiver.acks(now):
-                sender.ack(ack, now)
+                    assert isinstance(body, Volume | VolumeFragment)
+                    assert (arrival.payload is None) is (body.seq in seen and seen[body.seq] > 0)
+                    assert 0 < arrival.rows - seen[body.seq] <= message
+                    seen[body.seq] = arrival.rows
+            for ack in receiver.due_acks(now):
+                sender.on_ack(ack, now)
 
-    whole = [volume(tick, sum(rows), prefill=True) for tick, rows in enumerate(pieces)]
+    whole = [volume(seq, sum(rows), prefill=True) for seq, rows in enumerate(pieces)]
     for (first, _), (header, data) in zip(pieces, whole, strict=True):
-        sender.volume(header, data[: first * ROW], now)
+        sender.queue_volume(header, data[: first * ROW], now)
     exchange()
     assert list(seen.values()) == [first for first, _ in pieces]
-    assert receiver.unfinished == len(pieces)
+    assert receiver.num_unfinished == len(pieces)
     for (first, _), (header, data) in zip(pieces, whole, strict=True):
-        sender.more(header.tick, data[first * ROW :], now)
+        sender.queue_rows(header.seq, data[first * ROW :], now)
     exchange()
     assert list(seen.values()) == [sum(each) for each in pieces]
-    assert receiver.unfinished == receiver.unfinished_bytes == 0
+    assert receiver.num_unfinished == receiver.unfinished_bytes == 0
 
 
 @settings(max_examples=100, deadline=None)
@@ -339,22 +339,22 @@ def test_rows_are_reported_in_order_as_they_arrive(
 def test_no_message_is_over_the_bound(rows: int, hidden: int, prefill: bool) -> None:
     rows = min(rows, 4 << 20 // (hidden * 2))
     sender = LinkSender(1, create_policy("fifo"))
-    header = Volume(1, prefill, (Rows(1, 0, rows, 0),), Payload("bf16", (rows, hidden)))
+    header = Volume(1, prefill, (RequestSlice(1, 0, rows, 0),), Payload("bf16", (rows, hidden)))
     data = np.random.default_rng(rows).bytes(rows * hidden * 2)
-    sender.volume(header, data, 0.0)
-    for lane in Lane:
-        sender.reconnected(lane, 0.0)
+    sender.queue_volume(header, data, 0.0)
+    for channel in Channel:
+        sender.on_connected(channel, 0.0)
     receiver = LinkReceiver(1, hidden, "bf16")
     codec = data_codec()
     arrivals = []
-    while batch := sender.poll(0.0):
+    while batch := sender.poll_packets(0.0):
         for out in batch:
             frames = codec.encode(out.frame, out.payload)
             assert sum(memoryview(frame).nbytes for frame in frames) <= 256_000
             message, payload = codec.decode([bytes(frame) for frame in frames])
-            arrivals += receiver.frame(message, payload, 0.0)
-        for ack in receiver.acks(1.0):
-            sender.ack(ack, 1.0)
+            arrivals += receiver.on_frame(message, payload, 0.0)
+        for ack in receiver.due_acks(1.0):
+            sender.on_ack(ack, 1.0)
     assert [(arrival.body, bytes(arrival.payload or b"")) for arrival in arrivals] == [
         (header, data)
     ]

@@ -9,17 +9,17 @@ from molink.link.ends import LinkName
 from molink.link.heartbeat import StageProgress
 from molink.link.incoming import InLink, InLinkEvents
 from molink.link.receiver import Arrival, LinkReceiver
-from molink.sim.agenda import Agenda
+from molink.sim.agenda import EventQueue
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
     Ack,
-    Beat,
+    Heartbeat,
     Frame,
-    Lane,
+    Channel,
     LinkHello,
     Release,
     Tombstone,
-    VolumePart,
+    VolumeFragment,
 )
 from molink.wire.messages.serving import Cancel
 
@@ -29,7 +29,7 @@ class Sender:
     """A connection, and the peer that it is authorised as."""
 
     identity: bytes
-    user_id: str
+    peer_id: str
 
 
 BEFORE = Sender(b"\0one", "previous")
@@ -45,7 +45,7 @@ class FakeServer:
         self.sent.append((identity, message))
         return identity not in self.gone
 
-    def offend(self, user_id: str, reason: str) -> None:
+    def report_misbehaviour(self, user_id: str, reason: str) -> None:
         self.offences.append((user_id, reason))
 
 
@@ -57,27 +57,27 @@ class Bench:
         self.arrivals: list[Arrival] = []
         self.receiver = LinkReceiver(7, 2, "f32")
         events = InLinkEvents(
-            lambda: StageProgress(completed=11, queued=2, busy=True), self.arrivals.append
+            lambda: StageProgress(completed_seq=11, num_queued=2, has_requests=True), self.arrivals.append
         )
-        self.agenda = Agenda()
+        self.agenda = EventQueue()
         name = LinkName("p", 2)
         self.link = InLink(self.agenda, self.server, self.receiver, name, "previous", events)
 
     def wait(self, seconds: float) -> None:
         """Let that much time pass."""
         until = self.agenda.now + seconds
-        self.agenda.at(until, lambda: None)
+        self.agenda.schedule_at(until, lambda: None)
         self.agenda.run(until)
 
     def hello(self, sender: Sender = BEFORE, **fields: Any) -> None:
-        values = {"pipeline": "p", "epoch": 7, "from_stage": 2, "lane": Lane.DECODE} | fields
-        assert self.link.handle(sender, LinkHello(**values), None)
+        values = {"pipeline": "p", "epoch": 7, "from_stage": 2, "lane": Channel.DECODE} | fields
+        assert self.link.handle_message(sender, LinkHello(**values), None)
 
     def frame(self, seq: int, sender: Sender = BEFORE, **fields: Any) -> None:
-        values = {"epoch": 7, "lane": Lane.DECODE, "body": Tombstone(seq)} | fields
+        values = {"epoch": 7, "lane": Channel.DECODE, "body": Tombstone(seq)} | fields
         payload = fields.pop("data", None)
         values.pop("data", None)
-        assert self.link.handle(sender, Frame(seq=seq, **values), payload)
+        assert self.link.handle_message(sender, Frame(frame_number=seq, **values), payload)
 
 
 @pytest.fixture
@@ -92,11 +92,11 @@ def test_a_hello_is_answered_with_what_has_arrived(bench: Bench) -> None:
     again = Sender(b"\0two", "previous")
     bench.hello(again)
     assert bench.server.sent == [
-        (b"\0one", Ack(7, Lane.DECODE, 0)),
-        (b"\0two", Ack(7, Lane.DECODE, 2)),
+        (b"\0one", Ack(7, Channel.DECODE, 0)),
+        (b"\0two", Ack(7, Channel.DECODE, 2)),
     ]
     bench.frame(2)
-    assert bench.link.stats.unbound == 1
+    assert bench.link.stats.unbound_messages == 1
     bench.frame(2, again)
     assert [arrival.body for arrival in bench.arrivals] == [Tombstone(n) for n in range(3)]
 
@@ -134,44 +134,44 @@ def test_only_the_previous_stage_may_send(
     sender = Sender(b"\0one", user)
     bench.hello(sender, **fields)
     bench.frame(0, sender)
-    assert bench.link.handle(sender, Beat(7, 0, 0, 0.0), None)
+    assert bench.link.handle_message(sender, Heartbeat(7, 0, 0, 0.0), None)
     assert bench.server.sent == []
     assert bench.arrivals == []
-    assert (bench.link.stats.strangers, bench.link.stats.unbound) == (1, 2)
+    assert (bench.link.stats.foreign_hellos, bench.link.stats.unbound_messages) == (1, 2)
     assert len(bench.server.offences) == offences
 
 
 def test_acknowledgements_wait_a_little(bench: Bench) -> None:
     bench.hello()
     bulk = Sender(b"\0bulk", "previous")
-    bench.hello(bulk, lane=Lane.BULK)
+    bench.hello(bulk, lane=Channel.BULK)
     bench.server.sent.clear()
     bench.frame(0)
     bench.frame(1)
     assert bench.server.sent == []
     bench.wait(0.01)
-    assert bench.server.sent == [(b"\0one", Ack(7, Lane.DECODE, 2))]
-    bench.frame(0, bulk, lane=Lane.BULK)
-    assert bench.server.sent[1:] == [(b"\0bulk", Ack(7, Lane.BULK, 1))]
+    assert bench.server.sent == [(b"\0one", Ack(7, Channel.DECODE, 2))]
+    bench.frame(0, bulk, lane=Channel.BULK)
+    assert bench.server.sent[1:] == [(b"\0bulk", Ack(7, Channel.BULK, 1))]
     for seq in range(2, 10):
         bench.frame(seq)
-    assert bench.server.sent[2:] == [(b"\0one", Ack(7, Lane.DECODE, 10))]
+    assert bench.server.sent[2:] == [(b"\0one", Ack(7, Channel.DECODE, 10))]
 
 
 def test_beats_are_answered_with_our_progress(bench: Bench) -> None:
     bench.hello()
     bench.wait(1.5)
-    beat = Beat(7, completed=4, queued=0, sent_at=123.5)
-    assert bench.link.handle(BEFORE, beat, None)
-    assert bench.server.sent[-1] == (b"\0one", Beat(7, 11, 2, sent_at=1.5, echo=123.5))
-    assert bench.link.beat == beat
+    heartbeat = Heartbeat(7, completed_seq=4, queued=0, sent_at=123.5)
+    assert bench.link.handle_message(BEFORE, heartbeat, None)
+    assert bench.server.sent[-1] == (b"\0one", Heartbeat(7, 11, 2, sent_at=1.5, echo=123.5))
+    assert bench.link.last_heartbeat == heartbeat
 
 
 def test_garbage_of_the_previous_stage_is_reported(bench: Bench) -> None:
     bench.hello()
-    part = VolumePart(1, 0, Payload("f32", (1, 2)))
+    part = VolumeFragment(1, 0, Payload("f32", (1, 2)))
     bench.frame(0, body=part, data=memoryview(bytes(8)))
-    bench.frame(0, lane=Lane.BULK)
+    bench.frame(0, lane=Channel.BULK)
     bench.frame(1, body=Release(1, 1, 0))
     assert [user for user, _ in bench.server.offences] == ["previous", "previous"]
     assert "never began" in bench.server.offences[0][1]
@@ -179,4 +179,4 @@ def test_garbage_of_the_previous_stage_is_reported(bench: Bench) -> None:
 
 
 def test_other_messages_are_for_others(bench: Bench) -> None:
-    assert not bench.link.handle(BEFORE, Cancel("k"), None)
+    assert not bench.link.handle_message(BEFORE, Cancel("k"), None)

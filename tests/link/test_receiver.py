@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import InvariantError, MessageTooLarge, WireError
-from molink.link.policies.fifo import Fifo
+from molink.link.policies.fifo import FifoPolicy
 from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.sender import LinkSender
 from molink.wire.messages.base import Payload
@@ -15,12 +15,12 @@ from molink.wire.messages.data import (
     Ack,
     Frame,
     History,
-    Lane,
-    Probe,
-    Rows,
+    Channel,
+    Padding,
+    RequestSlice,
     Tombstone,
     Volume,
-    VolumePart,
+    VolumeFragment,
 )
 
 HIDDEN, ROW = 4, 8  # bf16
@@ -35,19 +35,19 @@ def rows(count: int) -> Payload:
 
 
 def volume(tick: int, total: int, carried: Payload, prefill: bool = True) -> Volume:
-    return Volume(tick, prefill, (Rows(1, 0, total, 0),), carried)
+    return Volume(tick, prefill, (RequestSlice(1, 0, total, 0),), carried)
 
 
 class Feed:
     """Hands bodies to a receiver as the next frames of a lane."""
 
-    def __init__(self, made: LinkReceiver, lane: Lane = Lane.BULK) -> None:
+    def __init__(self, made: LinkReceiver, lane: Channel = Channel.BULK) -> None:
         self.made, self.lane, self.seq = made, lane, 0
 
     def __call__(self, body: Any, payload: bytes | None = None) -> list[Any]:
         frame = Frame(5, self.lane, self.seq, body)
         self.seq += 1
-        return self.made.frame(frame, None if payload is None else memoryview(payload), 0.0)
+        return self.made.on_frame(frame, None if payload is None else memoryview(payload), 0.0)
 
 
 def test_a_volume_in_parts() -> None:
@@ -55,8 +55,8 @@ def test_a_volume_in_parts() -> None:
     data = bytes(range(5 * ROW))
     assert feed(volume(1, 5, rows(2)), data[: 2 * ROW]) == []
     assert feed.made._assembly.nbytes == 5 * ROW
-    assert feed(VolumePart(1, 2, rows(1)), data[2 * ROW : 3 * ROW]) == []
-    (arrival,) = feed(VolumePart(1, 3, rows(2)), data[3 * ROW :])
+    assert feed(VolumeFragment(1, 2, rows(1)), data[2 * ROW : 3 * ROW]) == []
+    (arrival,) = feed(VolumeFragment(1, 3, rows(2)), data[3 * ROW :])
     assert arrival.body == volume(1, 5, rows(5))
     assert arrival.payload == data
     assert arrival.rows == 5
@@ -68,14 +68,14 @@ def test_a_volume_in_parts() -> None:
 def test_a_header_that_could_not_be_passed_on_is_no_message() -> None:
     """A frame of small numbers has room for more than the next stage's may need."""
     feed = Feed(receiver(cut_through=True))
-    groups = (Rows(1, 0, 300, 0, blocks=(70_000,) * 800), Rows(2, 0, 1, 0, blocks=(1,) * 38))
+    groups = (RequestSlice(1, 0, 300, 0, blocks=(70_000,) * 800), RequestSlice(2, 0, 1, 0, blocks=(1,) * 38))
     wide = Volume(1, True, groups, rows(1))
-    assert len(msgspec.msgpack.encode(Frame(5, Lane.BULK, 0, wide))) < MAX_HEADER
+    assert len(msgspec.msgpack.encode(Frame(5, Channel.BULK, 0, wide))) < MAX_HEADER
     with pytest.raises(MessageTooLarge):
-        LinkSender(5, Fifo()).volume(Volume(1, True, groups, rows(301)), bytes(301 * ROW), now=0.0)
+        LinkSender(5, FifoPolicy()).queue_volume(Volume(1, True, groups, rows(301)), bytes(301 * ROW), now=0.0)
     assert feed(wide, bytes(ROW)) == []
     assert feed.made.counters.garbage == 1
-    assert feed.made.unfinished == 0
+    assert feed.made.num_unfinished == 0
     feed.made.validate()
 
 
@@ -83,8 +83,8 @@ def test_parts_of_two_volumes_may_alternate() -> None:
     feed = Feed(receiver())
     feed(volume(1, 2, rows(1)), bytes(ROW))
     feed(volume(2, 2, rows(1)), b"\1" * ROW)
-    assert feed(VolumePart(1, 1, rows(1)), bytes(ROW))[0].payload == bytes(2 * ROW)
-    assert feed(VolumePart(2, 1, rows(1)), b"\1" * ROW)[0].payload == b"\1" * 2 * ROW
+    assert feed(VolumeFragment(1, 1, rows(1)), bytes(ROW))[0].payload == bytes(2 * ROW)
+    assert feed(VolumeFragment(2, 1, rows(1)), b"\1" * ROW)[0].payload == b"\1" * 2 * ROW
 
 
 def test_cut_through_reports_rows_as_they_arrive() -> None:
@@ -96,15 +96,15 @@ def test_cut_through_reports_rows_as_they_arrive() -> None:
     assert first.payload[: 2 * ROW] == data[: 2 * ROW]
     # Whoever computes with the first rows holds on to the buffer while others are written.
     with memoryview(first.payload) as held:
-        part = VolumePart(1, 2, rows(1))
+        part = VolumeFragment(1, 2, rows(1))
         assert feed(part, data[2 * ROW : 3 * ROW]) == [Arrival(part, None, 3)]
         assert held[: 3 * ROW] == data[: 3 * ROW]
-        assert (feed.made.unfinished, feed.made.unfinished_bytes) == (1, 5 * ROW)
+        assert (feed.made.num_unfinished, feed.made.unfinished_bytes) == (1, 5 * ROW)
         assert feed.made.counters.volumes == 0
-        last = VolumePart(1, 3, rows(2))
+        last = VolumeFragment(1, 3, rows(2))
         assert feed(last, data[3 * ROW :]) == [Arrival(last, None, 5)]
     assert first.payload == data
-    assert (feed.made.unfinished, feed.made.unfinished_bytes) == (0, 0)
+    assert (feed.made.num_unfinished, feed.made.unfinished_bytes) == (0, 0)
     assert feed.made.counters.volumes == 1
     feed.made.validate()
 
@@ -116,7 +116,7 @@ def test_what_cut_through_does_not_change() -> None:
     assert feed(volume(1, 3, rows(3)), data) == [Arrival(volume(1, 3, rows(3)), bytearray(data), 3)]
     whole = volume(2, 3, rows(3), prefill=False)
     assert feed(volume(2, 3, rows(1), prefill=False), data[:ROW]) == []
-    assert feed(VolumePart(2, 1, rows(2)), data[ROW:]) == [Arrival(whole, bytearray(data), 3)]
+    assert feed(VolumeFragment(2, 1, rows(2)), data[ROW:]) == [Arrival(whole, bytearray(data), 3)]
     assert feed(Tombstone(3)) == [Arrival(Tombstone(3), None)]
     assert feed.made.counters.volumes == 2
 
@@ -124,20 +124,20 @@ def test_what_cut_through_does_not_change() -> None:
 def test_volumes_that_never_end_take_no_more_than_the_bound() -> None:
     feed = Feed(receiver(cut_through=True, assembly=20 * ROW))
     handed_out = 0
-    for tick in range(100):
-        handed_out += sum(len(each.payload) for each in feed(volume(tick, 6, rows(1)), bytes(ROW)))
+    for seq in range(100):
+        handed_out += sum(len(each.payload) for each in feed(volume(seq, 6, rows(1)), bytes(ROW)))
         feed.made.validate()
     assert handed_out == feed.made.unfinished_bytes == 18 * ROW
-    assert feed.made.unfinished == 3
+    assert feed.made.num_unfinished == 3
     assert feed.made.counters.garbage == 97
-    assert "more than may be assembled" in feed.made.fault
+    assert "more than may be assembled" in feed.made.last_fault
     # What has its room goes on.
-    assert feed(VolumePart(1, 1, rows(5)), bytes(5 * ROW))[0].rows == 6
+    assert feed(VolumeFragment(1, 1, rows(5)), bytes(5 * ROW))[0].rows == 6
     assert feed(volume(200, 6, rows(1)), bytes(ROW))[0].rows == 1
 
 
 def test_payloads_can_be_changed_and_kept() -> None:
-    feed = Feed(receiver(), Lane.DECODE)
+    feed = Feed(receiver(), Channel.DECODE)
     (arrival,) = feed(History(1, 2, 0, Payload("i32", (2,))), bytes(8))
     assert isinstance(arrival.payload, bytearray)
     (arrival,) = feed(volume(1, 1, rows(1)), bytes(ROW))
@@ -156,10 +156,10 @@ def test_payloads_can_be_changed_and_kept() -> None:
         (volume(1, 1, rows(1)), bytes(7), "1 rows in 7 bytes"),
         (volume(1, 65536, rows(1)), bytes(ROW), "more than may be assembled"),
         (volume(9, 3, rows(1)), bytes(ROW), "volume 9 begins twice"),
-        (VolumePart(8, 0, rows(1)), bytes(ROW), "never began"),
-        (VolumePart(9, 0, rows(1)), bytes(ROW), "rows from 0, not 1"),
-        (VolumePart(9, 2, rows(1)), bytes(ROW), "rows from 2, not 1"),
-        (VolumePart(9, 1, rows(3)), bytes(3 * ROW), "rows from 1"),
+        (VolumeFragment(8, 0, rows(1)), bytes(ROW), "never began"),
+        (VolumeFragment(9, 0, rows(1)), bytes(ROW), "rows from 0, not 1"),
+        (VolumeFragment(9, 2, rows(1)), bytes(ROW), "rows from 2, not 1"),
+        (VolumeFragment(9, 1, rows(3)), bytes(3 * ROW), "rows from 1"),
         (volume(1, 1, rows(1)), None, "without rows"),
     ],
 )
@@ -172,9 +172,9 @@ def test_garbage_is_counted_and_the_link_goes_on(
     assert feed(body, payload) == []
     assert feed.made.counters.garbage == 1
     with pytest.raises(WireError, match=fault):
-        raise WireError(feed.made.fault)
+        raise WireError(feed.made.last_fault)
     assert feed.made._assembly.nbytes == 3 * ROW
-    assert feed(VolumePart(9, 1, rows(2)), bytes(2 * ROW))[0].body.tick == 9
+    assert feed(VolumeFragment(9, 1, rows(2)), bytes(2 * ROW))[0].body.tick == 9
     feed.made.validate()
 
 
@@ -183,38 +183,38 @@ def test_the_memory_of_all_volumes_is_bounded() -> None:
     feed(volume(1, 6, rows(1)), bytes(ROW))
     feed(volume(2, 6, rows(1)), bytes(ROW))
     assert feed.made.counters.garbage == 1
-    feed(VolumePart(1, 1, rows(5)), bytes(5 * ROW))
+    feed(VolumeFragment(1, 1, rows(5)), bytes(5 * ROW))
     feed(volume(3, 6, rows(1)), bytes(ROW))
     assert feed.made.counters.garbage == 1
 
 
 def test_acknowledgements_are_cumulative_and_in_time() -> None:
     made = receiver(ack_every=3, ack_delay=0.005)
-    decode, bulk = Feed(made, Lane.DECODE), Feed(made, Lane.BULK)
-    assert made.acks(9.0) == []
+    decode, bulk = Feed(made, Channel.DECODE), Feed(made, Channel.BULK)
+    assert made.due_acks(9.0) == []
     assert made.wake_at is None
     decode(Tombstone(1))
     decode(Tombstone(2))
-    assert made.acks(0.004) == []
+    assert made.due_acks(0.004) == []
     assert made.wake_at == 0.005
-    assert made.acks(0.005) == [Ack(5, Lane.DECODE, 2)]
-    assert made.acks(0.1) == []
-    for tick in range(3):
-        decode(Tombstone(tick))
+    assert made.due_acks(0.005) == [Ack(5, Channel.DECODE, 2)]
+    assert made.due_acks(0.1) == []
+    for seq in range(3):
+        decode(Tombstone(seq))
     bulk(Tombstone(1))
     assert made.wake_at == 0.0
-    assert made.acks(0.0) == [Ack(5, Lane.DECODE, 5), Ack(5, Lane.BULK, 1)]
+    assert made.due_acks(0.0) == [Ack(5, Channel.DECODE, 5), Ack(5, Channel.BULK, 1)]
 
 
 def test_what_has_come_before_is_acknowledged_again() -> None:
     made = receiver(ack_delay=0.005)
-    frame = Frame(5, Lane.DECODE, 0, Tombstone(1))
-    assert len(made.frame(frame, None, 0.0)) == 1
-    made.ack(Lane.DECODE)
-    assert made.frame(frame, None, 1.0) == []
-    assert made.acks(1.005) == [Ack(5, Lane.DECODE, 1)]
-    assert made.frame(Frame(5, Lane.DECODE, 3, Tombstone(1)), None, 1.0) == []
-    assert made.frame(Frame(4, Lane.DECODE, 1, Tombstone(1)), None, 1.0) == []
+    frame = Frame(5, Channel.DECODE, 0, Tombstone(1))
+    assert len(made.on_frame(frame, None, 0.0)) == 1
+    made.make_ack(Channel.DECODE)
+    assert made.on_frame(frame, None, 1.0) == []
+    assert made.due_acks(1.005) == [Ack(5, Channel.DECODE, 1)]
+    assert made.on_frame(Frame(5, Channel.DECODE, 3, Tombstone(1)), None, 1.0) == []
+    assert made.on_frame(Frame(4, Channel.DECODE, 1, Tombstone(1)), None, 1.0) == []
     counters = made.counters
     assert (counters.duplicates, counters.gaps, counters.old_epochs) == (1, 1, 1)
 
@@ -234,17 +234,17 @@ def test_no_frame_makes_it_raise(data: st.DataObject) -> None:
     small = st.integers(0, 4)
     shapes = st.lists(small, min_size=1, max_size=2).map(tuple)
     payloads = st.builds(Payload, st.sampled_from(["bf16", "u8", "f32"]), shapes)
-    groups = st.builds(Rows, small, small, st.sampled_from([1, 2, 3, 65536]), small)
+    groups = st.builds(RequestSlice, small, small, st.sampled_from([1, 2, 3, 65536]), small)
     bodies = st.one_of(
-        st.builds(VolumePart, small, small, payloads),
+        st.builds(VolumeFragment, small, small, payloads),
         st.builds(Tombstone, small),
         st.builds(Volume, small, st.booleans(), st.lists(groups, min_size=1, max_size=3), payloads),
     )
     for seq in range(data.draw(st.integers(1, 10))):
-        frame = Frame(5, data.draw(st.sampled_from(Lane)), seq, data.draw(bodies))
+        frame = Frame(5, data.draw(st.sampled_from(Channel)), seq, data.draw(bodies))
         payload = None if frame.payload is None else bytes(frame.payload.nbytes)
         message, view = codec.decode([bytes(part) for part in codec.encode(frame, payload)])
-        for arrival in made.frame(message, view, float(seq)):
+        for arrival in made.on_frame(message, view, float(seq)):
             size = 0 if arrival.payload is None else len(arrival.payload)
             assert size <= 100 * ROW
         made.validate()
@@ -253,7 +253,7 @@ def test_no_frame_makes_it_raise(data: st.DataObject) -> None:
 
 def test_a_probe_is_acknowledged_and_dropped() -> None:
     one = receiver()
-    probe = Frame(5, Lane.BULK, 0, Probe(Payload("u8", (4,))))
-    assert one.frame(probe, memoryview(b"abcd"), 0.0) == []
-    assert one.acks(0.0) == [Ack(5, Lane.BULK, 1)]
+    probe = Frame(5, Channel.BULK, 0, Padding(Payload("u8", (4,))))
+    assert one.on_frame(probe, memoryview(b"abcd"), 0.0) == []
+    assert one.due_acks(0.0) == [Ack(5, Channel.BULK, 1)]
     assert (one.counters.frames, one.counters.garbage) == (1, 0)

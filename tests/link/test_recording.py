@@ -10,37 +10,37 @@ from msgspec.structs import replace
 
 from molink.errors import UsageError
 from molink.link.policies.base import (
-    Acknowledged,
-    Decision,
-    DecodeFinished,
-    DecodeStarted,
-    Echoed,
-    Event,
-    LanePolicy,
-    LinkEstimate,
-    Produced,
-    Reconnected,
-    SendRows,
-    Sent,
-    Wait,
+    MessageAcknowledgedEvent,
+    LinkAction,
+    DecodeFinishedEvent,
+    DecodeStartedEvent,
+    HeartbeatEchoedEvent,
+    LinkEvent,
+    ChannelPolicy,
+    LinkEstimatedEvent,
+    RowsProducedEvent,
+    ChannelReconnectedEvent,
+    SendRowsAction,
+    MessageSentEvent,
+    WaitAction,
 )
 from molink.link.policies.create import POLICIES, create_policy
-from molink.link.recording import Difference, RecordedPolicy, replay
-from molink.wire.messages.data import Lane
+from molink.link.recording import ReplayDifference, RecordingPolicy, replay_recording
+from molink.wire.messages.data import Channel
 
-BOTH = [Lane.DECODE, Lane.BULK]
+BOTH = [Channel.DECODE, Channel.BULK]
 #: One of each kind, with numbers that no short decimal is.
-EVENTS: list[Event] = [
-    Produced(0, Lane.BULK, 3, 8192),
-    DecodeStarted(4, 0.1 + 0.2),
-    DecodeFinished(4, 1 / 3),
-    DecodeFinished(4),
-    Sent(Lane.BULK, 8320),
-    Acknowledged(Lane.DECODE, 128, 2 / 3),
-    LinkEstimate(0.03, 1e-9, 1e300),
-    Echoed(0.1 + 0.2),
-    LinkEstimate(0.03, 5e-324),
-    Reconnected(Lane.BULK),
+EVENTS: list[LinkEvent] = [
+    RowsProducedEvent(0, Channel.BULK, 3, 8192),
+    DecodeStartedEvent(4, 0.1 + 0.2),
+    DecodeFinishedEvent(4, 1 / 3),
+    DecodeFinishedEvent(4),
+    MessageSentEvent(Channel.BULK, 8320),
+    MessageAcknowledgedEvent(Channel.DECODE, 128, 2 / 3),
+    LinkEstimatedEvent(0.03, 1e-9, 1e300),
+    HeartbeatEchoedEvent(0.1 + 0.2),
+    LinkEstimatedEvent(0.03, 5e-324),
+    ChannelReconnectedEvent(Channel.BULK),
 ]
 
 
@@ -48,37 +48,37 @@ class Echo:
     """Decides by what it was told last, so that nothing it is told may change."""
 
     name = "echo"
-    one_lane = False
+    single_channel = False
 
     def __init__(self) -> None:
-        self.told: list[tuple[Event, float]] = []
+        self.told: list[tuple[LinkEvent, float]] = []
 
-    def handle(self, event: Event, now: float) -> None:
+    def handle(self, event: LinkEvent, now: float) -> None:
         self.told.append((event, now))
 
-    def decide(self, now: float, ready: Collection[Lane]) -> Decision:
-        return SendRows(len(self.told), 1) if Lane.BULK in ready else Wait(now + 1 / 3)
+    def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
+        return SendRowsAction(len(self.told), 1) if Channel.BULK in ready else WaitAction(now + 1 / 3)
 
 
 def test_every_kind_of_event_comes_back_exactly() -> None:
-    assert {type(event) for event in EVENTS} == set(get_args(Event))
+    assert {type(event) for event in EVENTS} == set(get_args(LinkEvent))
     lines: list[bytes] = []
     recorded, again = Echo(), Echo()
-    recorder = RecordedPolicy(recorded, lines.append)
+    recorder = RecordingPolicy(recorded, lines.append)
     for number, event in enumerate(EVENTS):
         recorder.handle(event, number / 7)
-        recorder.decide(number / 7, BOTH)
-        recorder.decide(number / 7, [Lane.DECODE])
-    assert replay(lines, lambda name: again) == []
+        recorder.choose_action(number / 7, BOTH)
+        recorder.choose_action(number / 7, [Channel.DECODE])
+    assert replay_recording(lines, lambda name: again) == []
     assert again.told == recorded.told
 
 
 def test_what_a_recording_looks_like() -> None:
     lines: list[bytes] = []
-    recorder = RecordedPolicy(create_policy("fifo"), lines.append)
-    recorder.handle(Produced(0, Lane.DECODE, 2, 16), 0.5)
-    assert recorder.decide(0.75, BOTH) == SendRows(0, 2)
-    assert recorder.decide(1.0, []) == Wait()
+    recorder = RecordingPolicy(create_policy("fifo"), lines.append)
+    recorder.handle(RowsProducedEvent(0, Channel.DECODE, 2, 16), 0.5)
+    assert recorder.choose_action(0.75, BOTH) == SendRowsAction(0, 2)
+    assert recorder.choose_action(1.0, []) == WaitAction()
     assert b"".join(lines).decode().splitlines() == [
         '{"policy":"fifo","version":1}',
         '{"at":0.5,"event":"Produced","of":{"volume":0,"lane":0,"rows":2,"row_bytes":16}}',
@@ -90,8 +90,8 @@ def test_what_a_recording_looks_like() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_recorder_is_the_policy_that_it_wraps(name: str) -> None:
     policy = create_policy(name)
-    recorder: LanePolicy = RecordedPolicy(policy, lambda _: None)
-    assert (recorder.name, recorder.one_lane) == (name, policy.one_lane)
+    recorder: ChannelPolicy = RecordingPolicy(policy, lambda _: None)
+    assert (recorder.name, recorder.single_channel) == (name, policy.single_channel)
 
 
 @settings(max_examples=30, deadline=None)
@@ -99,42 +99,42 @@ def test_a_recorder_is_the_policy_that_it_wraps(name: str) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_decides_the_same_again(name: str, data: st.DataObject) -> None:
     lines: list[bytes] = []
-    recorder = RecordedPolicy(create_policy(name), lines.append)
+    recorder = RecordingPolicy(create_policy(name), lines.append)
     now, volumes = 0.0, 0
     for _ in range(data.draw(st.integers(1, 40))):
         now += data.draw(st.floats(0, 0.1))
-        event = data.draw(st.sampled_from([*EVENTS, Produced(0, Lane.DECODE, 4, 64)]))
-        if isinstance(event, Produced):
+        event = data.draw(st.sampled_from([*EVENTS, RowsProducedEvent(0, Channel.DECODE, 4, 64)]))
+        if isinstance(event, RowsProducedEvent):
             event = replace(event, volume=volumes)
             volumes += 1
         recorder.handle(event, now)
-        decision = recorder.decide(now, data.draw(st.sampled_from([BOTH, [Lane.BULK]])))
-        if isinstance(decision, SendRows):
-            recorder.handle(Sent(Lane.BULK, 100), now)
-    assert replay(lines) == []
+        decision = recorder.choose_action(now, data.draw(st.sampled_from([BOTH, [Channel.BULK]])))
+        if isinstance(decision, SendRowsAction):
+            recorder.handle(MessageSentEvent(Channel.BULK, 100), now)
+    assert replay_recording(lines) == []
 
 
 def test_a_decision_that_comes_out_otherwise_is_told_by_its_line() -> None:
     lines: list[bytes] = []
-    recorder = RecordedPolicy(create_policy("fifo"), lines.append)
-    recorder.handle(Produced(0, Lane.BULK, 2, 16), 0.5)
-    recorder.decide(0.75, BOTH)
+    recorder = RecordingPolicy(create_policy("fifo"), lines.append)
+    recorder.handle(RowsProducedEvent(0, Channel.BULK, 2, 16), 0.5)
+    recorder.choose_action(0.75, BOTH)
     lines[2] = lines[2].replace(b"[0,2]", b"[0,1]")
-    assert replay(lines) == [Difference(3, 0.75, SendRows(0, 1), SendRows(0, 2))]
-    assert replay([*lines[:2], b'{"at":0.75,"ready":[1]}']) == [
-        Difference(3, 0.75, Wait(), SendRows(0, 2))
+    assert replay_recording(lines) == [ReplayDifference(3, 0.75, SendRowsAction(0, 1), SendRowsAction(0, 2))]
+    assert replay_recording([*lines[:2], b'{"at":0.75,"ready":[1]}']) == [
+        ReplayDifference(3, 0.75, WaitAction(), SendRowsAction(0, 2))
     ]
 
 
 def test_a_recording_ends_at_its_bound_and_can_be_replayed_up_to_there() -> None:
     lines: list[bytes] = []
-    recorder = RecordedPolicy(create_policy("fifo"), lines.append, maximum=1000)
+    recorder = RecordingPolicy(create_policy("fifo"), lines.append, maximum=1000)
     for number in range(100):
-        recorder.handle(Produced(number, Lane.BULK, 1, 16), 0.0)
-        assert recorder.decide(0.0, BOTH) == SendRows(number, 1)
-    assert recorder.full
+        recorder.handle(RowsProducedEvent(number, Channel.BULK, 1, 16), 0.0)
+        assert recorder.choose_action(0.0, BOTH) == SendRowsAction(number, 1)
+    assert recorder.is_full
     assert 900 < sum(map(len, lines)) <= 1000
-    assert replay(lines) == []
+    assert replay_recording(lines) == []
 
 
 OPENED = b'{"policy":"fifo","version":1}'
@@ -174,8 +174,8 @@ OPENED = b'{"policy":"fifo","version":1}'
 )
 def test_garbage_is_refused_by_its_line(lines: list[bytes], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
-        replay(lines)
+        replay_recording(lines)
 
 
 def test_lines_may_be_text() -> None:
-    assert replay([OPENED.decode(), '{"at":0,"ready":[1]}\n']) == []
+    assert replay_recording([OPENED.decode(), '{"at":0,"ready":[1]}\n']) == []

@@ -4,18 +4,18 @@ import pytest
 
 from molink.errors import InvariantError, MessageTooLarge, Overloaded, WireError
 from molink.link.policies.base import (
-    Acknowledged,
-    Decision,
-    Echoed,
-    Event,
-    Produced,
-    Reconnected,
-    SendRows,
-    Sent,
-    Wait,
+    MessageAcknowledgedEvent,
+    LinkAction,
+    HeartbeatEchoedEvent,
+    LinkEvent,
+    RowsProducedEvent,
+    ChannelReconnectedEvent,
+    SendRowsAction,
+    MessageSentEvent,
+    WaitAction,
 )
 from molink.link.policies.create import POLICIES, create_policy
-from molink.link.policies.fifo import Fifo
+from molink.link.policies.fifo import FifoPolicy
 from molink.link.sender import LinkSender, SenderLimits
 from molink.link.window import Packet
 from molink.wire.messages.base import Payload
@@ -24,13 +24,13 @@ from molink.wire.messages.data import (
     Admit,
     Frame,
     History,
-    Lane,
-    Probe,
-    Rows,
-    Sampling,
+    Channel,
+    Padding,
+    RequestSlice,
+    SamplingParams,
     Tombstone,
     Volume,
-    VolumePart,
+    VolumeFragment,
 )
 
 HIDDEN = 4
@@ -38,159 +38,159 @@ ROW = 16
 
 
 def volume(tick: int, rows: int, prefill: bool = True) -> tuple[Volume, bytes]:
-    header = Volume(tick, prefill, (Rows(1, 0, rows, 0),), Payload("f32", (rows, HIDDEN)))
+    header = Volume(tick, prefill, (RequestSlice(1, 0, rows, 0),), Payload("f32", (rows, HIDDEN)))
     return header, bytes(range(ROW)) * rows
 
 
 def connected(sender: LinkSender) -> LinkSender:
-    for lane in Lane:
-        sender.reconnected(lane, 0.0)
+    for channel in Channel:
+        sender.on_connected(channel, 0.0)
     return sender
 
 
-class TwoLanes(Fifo):
+class TwoLanes(FifoPolicy):
     """First come, first served, with a lane for each kind."""
 
-    one_lane = False
+    single_channel = False
 
 
 class Orders:
     """A policy that says what it was made with."""
 
     name = "orders"
-    one_lane = True
+    single_channel = True
 
-    def __init__(self, *decisions: Decision) -> None:
-        self.events: list[Event] = []
+    def __init__(self, *decisions: LinkAction) -> None:
+        self.events: list[LinkEvent] = []
         self.decisions = list(decisions)
 
-    def handle(self, event: Event, now: float) -> None:
+    def handle(self, event: LinkEvent, now: float) -> None:
         self.events.append(event)
 
-    def decide(self, now: float, ready: Collection[Lane]) -> Decision:
-        return self.decisions.pop(0) if self.decisions else Wait()
+    def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
+        return self.decisions.pop(0) if self.decisions else WaitAction()
 
 
 class Halves:
     """A policy that sends half a volume, waits a second, and sends the other half."""
 
     name = "halves"
-    one_lane = False
+    single_channel = False
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[LinkEvent] = []
         self.left: dict[int, int] = {}
         self.next_at = 0.0
 
-    def handle(self, event: Event, now: float) -> None:
+    def handle(self, event: LinkEvent, now: float) -> None:
         self.events.append(event)
-        if isinstance(event, Produced):
+        if isinstance(event, RowsProducedEvent):
             self.left[event.volume] = event.rows
 
-    def decide(self, now: float, ready: Collection[Lane]) -> Decision:
+    def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
         if not self.left or now < self.next_at:
-            return Wait(self.next_at if self.left else None)
+            return WaitAction(self.next_at if self.left else None)
         name, rows = next(iter(self.left.items()))
         self.next_at = now + 1.0
         del self.left[name]
         if rows == 10:
             self.left[name] = 5
-        return SendRows(name, 5)
+        return SendRowsAction(name, 5)
 
 
 def test_a_policy_decides_how_much_and_when() -> None:
     policy = Halves()
-    sender = connected(LinkSender(1, policy, SenderLimits(message=3 * ROW)))
-    sender.volume(*volume(7, 10), 0.0)
-    first = sender.poll(0.0)
+    sender = connected(LinkSender(1, policy, SenderLimits(max_message_bytes=3 * ROW)))
+    sender.queue_volume(*volume(7, 10), 0.0)
+    first = sender.poll_packets(0.0)
     assert [out.frame.body.payload.shape[0] for out in first] == [3, 2]  # type: ignore[union-attr]
     assert sender.wake_at == 1.0
-    assert sender.poll(0.5) == []
-    second = sender.poll(1.0)
+    assert sender.poll_packets(0.5) == []
+    second = sender.poll_packets(1.0)
     assert [type(out.frame.body) for out in [*first, *second]] == [
         Volume,
-        VolumePart,
-        VolumePart,
-        VolumePart,
+        VolumeFragment,
+        VolumeFragment,
+        VolumeFragment,
     ]
     assert [getattr(out.frame.body, "first", 0) for out in [*first, *second]] == [0, 3, 5, 8]
-    sender.ack(Ack(1, Lane.BULK, 4), 1.5)
-    assert policy.events[0] == Produced(0, Lane.BULK, 10, ROW)
-    assert policy.events[1] == Sent(Lane.BULK, 3 * ROW + 128)
-    assert policy.events[-1] == Acknowledged(Lane.BULK, 10 * ROW + 4 * 128, 0.5)
-    sender.reconnected(Lane.BULK, 2.0)
-    assert policy.events[-1] == Reconnected(Lane.BULK)
+    sender.on_ack(Ack(1, Channel.BULK, 4), 1.5)
+    assert policy.events[0] == RowsProducedEvent(0, Channel.BULK, 10, ROW)
+    assert policy.events[1] == MessageSentEvent(Channel.BULK, 3 * ROW + 128)
+    assert policy.events[-1] == MessageAcknowledgedEvent(Channel.BULK, 10 * ROW + 4 * 128, 0.5)
+    sender.on_connected(Channel.BULK, 2.0)
+    assert policy.events[-1] == ChannelReconnectedEvent(Channel.BULK)
     assert sender.wake_at is not None
 
 
 def test_control_goes_before_volumes_and_on_the_decode_lane() -> None:
     sender = connected(LinkSender(1, TwoLanes()))
-    sender.volume(*volume(1, 2, prefill=False), 0.0)
-    sender.control(Admit(2, 1, Sampling(), 3))
-    sender.control(History(3, 1, 0, Payload("i32", (2,))), bytes(8))
-    sender.volume(*volume(4, 2), 0.0)
-    frames = [out.frame for out in sender.poll(0.0)]
-    assert [(f.lane, f.seq, f.body.tick) for f in frames] == [  # type: ignore[union-attr]
-        (Lane.DECODE, 0, 2),
-        (Lane.DECODE, 1, 3),
-        (Lane.DECODE, 2, 1),
-        (Lane.BULK, 0, 4),
+    sender.queue_volume(*volume(1, 2, prefill=False), 0.0)
+    sender.queue_control(Admit(2, 1, SamplingParams(), 3))
+    sender.queue_control(History(3, 1, 0, Payload("i32", (2,))), bytes(8))
+    sender.queue_volume(*volume(4, 2), 0.0)
+    frames = [out.frame for out in sender.poll_packets(0.0)]
+    assert [(f.channel, f.frame_number, f.body.seq) for f in frames] == [  # type: ignore[union-attr]
+        (Channel.DECODE, 0, 2),
+        (Channel.DECODE, 1, 3),
+        (Channel.DECODE, 2, 1),
+        (Channel.BULK, 0, 4),
     ]
-    assert sender.poll(0.0) == []
+    assert sender.poll_packets(0.0) == []
 
 
-def ticks(sent: list[Packet]) -> list[tuple[Lane, int, int, int]]:
+def ticks(sent: list[Packet]) -> list[tuple[Channel, int, int, int]]:
     """Lane, tick, first row and number of rows of volumes' messages."""
     bodies = [out.frame.body for out in sent]
     return [
-        (out.lane, body.tick, getattr(body, "first", 0), body.payload.shape[0])
+        (out.channel, body.seq, getattr(body, "first", 0), body.payload.shape[0])
         for out, body in zip(sent, bodies, strict=True)
-        if isinstance(body, Volume | VolumePart)
+        if isinstance(body, Volume | VolumeFragment)
     ]
 
 
 def test_one_lane_for_both_kinds() -> None:
-    sender = connected(LinkSender(1, Fifo()))
-    sender.volume(*volume(1, 2), 0.0)
-    sender.control(Tombstone(2))
-    sender.volume(*volume(3, 1, prefill=False), 0.0)
-    assert [out.lane for out in sender.poll(0.0, (Lane.DECODE,))] == [Lane.DECODE]
-    assert ticks(sender.poll(0.0)) == [(Lane.BULK, 1, 0, 2), (Lane.BULK, 3, 0, 1)]
+    sender = connected(LinkSender(1, FifoPolicy()))
+    sender.queue_volume(*volume(1, 2), 0.0)
+    sender.queue_control(Tombstone(2))
+    sender.queue_volume(*volume(3, 1, prefill=False), 0.0)
+    assert [out.channel for out in sender.poll_packets(0.0, (Channel.DECODE,))] == [Channel.DECODE]
+    assert ticks(sender.poll_packets(0.0)) == [(Channel.BULK, 1, 0, 2), (Channel.BULK, 3, 0, 1)]
 
 
 def test_a_policy_with_one_lane_hears_of_both_kinds() -> None:
-    policy = Orders(SendRows(0, 1), SendRows(1, 1))
+    policy = Orders(SendRowsAction(0, 1), SendRowsAction(1, 1))
     sender = connected(LinkSender(1, policy))
-    sender.volume(*volume(1, 1, prefill=False), 0.0)
-    sender.volume(*volume(2, 1), 0.0)
-    assert policy.events == [Produced(0, Lane.DECODE, 1, ROW), Produced(1, Lane.BULK, 1, ROW)]
-    assert (sender.queued_on(Lane.DECODE), sender.queued_on(Lane.BULK)) == (0, 2 * ROW)
-    assert [lane for lane, *_ in ticks(sender.poll(0.0))] == [Lane.BULK, Lane.BULK]
-    assert sender.in_flight_on(Lane.DECODE) == 0
-    assert sender.in_flight_on(Lane.BULK) == sender.unacknowledged_bytes > 2 * ROW
+    sender.queue_volume(*volume(1, 1, prefill=False), 0.0)
+    sender.queue_volume(*volume(2, 1), 0.0)
+    assert policy.events == [RowsProducedEvent(0, Channel.DECODE, 1, ROW), RowsProducedEvent(1, Channel.BULK, 1, ROW)]
+    assert (sender.queued_on(Channel.DECODE), sender.queued_on(Channel.BULK)) == (0, 2 * ROW)
+    assert [channel for channel, *_ in ticks(sender.poll_packets(0.0))] == [Channel.BULK, Channel.BULK]
+    assert sender.in_flight_on(Channel.DECODE) == 0
+    assert sender.in_flight_on(Channel.BULK) == sender.unacknowledged_bytes > 2 * ROW
 
 
 def test_a_volume_in_pieces() -> None:
-    policy = Orders(SendRows(0, 99), SendRows(0, 1), SendRows(0, 99))
-    sender = connected(LinkSender(1, policy, SenderLimits(message=4 * ROW)))
+    policy = Orders(SendRowsAction(0, 99), SendRowsAction(0, 1), SendRowsAction(0, 99))
+    sender = connected(LinkSender(1, policy, SenderLimits(max_message_bytes=4 * ROW)))
     header, data = volume(7, 10)
-    sender.volume(header, memoryview(data)[: 2 * ROW], 0.0)
-    assert policy.events == [Produced(0, Lane.BULK, 2, ROW)]
+    sender.queue_volume(header, memoryview(data)[: 2 * ROW], 0.0)
+    assert policy.events == [RowsProducedEvent(0, Channel.BULK, 2, ROW)]
     assert sender.queued_bytes == 2 * ROW
-    first = sender.poll(0.0)
-    assert ticks(first) == [(Lane.BULK, 7, 0, 2)]
+    first = sender.poll_packets(0.0)
+    assert ticks(first) == [(Channel.BULK, 7, 0, 2)]
     assert isinstance(first[0].frame.body, Volume)
     assert sender.queued_bytes == 0
-    sender.more(7, memoryview(data)[2 * ROW : 7 * ROW], 1.0)
+    sender.queue_rows(7, memoryview(data)[2 * ROW : 7 * ROW], 1.0)
     sender.validate()
-    sender.more(7, memoryview(data)[7 * ROW :], 1.0)
-    assert policy.events[2:] == [Produced(0, Lane.BULK, 5, ROW), Produced(0, Lane.BULK, 3, ROW)]
-    second = sender.poll(2.0)
+    sender.queue_rows(7, memoryview(data)[7 * ROW :], 1.0)
+    assert policy.events[2:] == [RowsProducedEvent(0, Channel.BULK, 5, ROW), RowsProducedEvent(0, Channel.BULK, 3, ROW)]
+    second = sender.poll_packets(2.0)
     # One message for what was granted, then the others, each of one buffer.
     assert ticks(second) == [
-        (Lane.BULK, 7, 2, 1),
-        (Lane.BULK, 7, 3, 4),
-        (Lane.BULK, 7, 7, 3),
+        (Channel.BULK, 7, 2, 1),
+        (Channel.BULK, 7, 3, 4),
+        (Channel.BULK, 7, 7, 3),
     ]
     assert b"".join(bytes(out.payload or b"") for out in first + second) == data
     sender.validate()
@@ -200,92 +200,92 @@ def test_rows_that_no_volume_lacks() -> None:
     sender = LinkSender(1, create_policy("fifo"))
     header, data = volume(7, 3)
     with pytest.raises(WireError, match="volume 7, which lacks none"):
-        sender.more(7, data[:ROW], 0.0)
-    sender.volume(header, data[:ROW], 0.0)
+        sender.queue_rows(7, data[:ROW], 0.0)
+    sender.queue_volume(header, data[:ROW], 0.0)
     with pytest.raises(WireError, match="volume 7 begins again"):
-        sender.volume(header, data, 0.0)
+        sender.queue_volume(header, data, 0.0)
     for wrong in (data, data[: ROW + 1], b""):
         with pytest.raises(WireError, match="are not 1 to 2 rows"):
-            sender.more(7, wrong, 0.0)
-    sender.more(7, data[ROW:], 0.0)
+            sender.queue_rows(7, wrong, 0.0)
+    sender.queue_rows(7, data[ROW:], 0.0)
     with pytest.raises(WireError, match="lacks none"):
-        sender.more(7, data[:ROW], 0.0)
+        sender.queue_rows(7, data[:ROW], 0.0)
     assert sender.queued_bytes == 3 * ROW
-    sender.volume(header, data, 0.0)
+    sender.queue_volume(header, data, 0.0)
     sender.validate()
 
 
 def test_a_link_that_is_far_behind_takes_the_rest_of_what_it_has_begun() -> None:
-    sender = LinkSender(1, create_policy("fifo"), SenderLimits(total=10 * ROW))
-    sender.volume(volume(1, 30)[0], bytes(ROW), 0.0)
-    sender.more(1, bytes(20 * ROW), 0.0)
-    assert sender.full
+    sender = LinkSender(1, create_policy("fifo"), SenderLimits(max_total_bytes=10 * ROW))
+    sender.queue_volume(volume(1, 30)[0], bytes(ROW), 0.0)
+    sender.queue_rows(1, bytes(20 * ROW), 0.0)
+    assert sender.is_full
     with pytest.raises(Overloaded):
-        sender.volume(*volume(2, 1), 0.0)
-    sender.more(1, bytes(9 * ROW), 0.0)
+        sender.queue_volume(*volume(2, 1), 0.0)
+    sender.queue_rows(1, bytes(9 * ROW), 0.0)
     sender.validate()
 
 
-@pytest.mark.parametrize("decision", [SendRows(0, 1), SendRows(2, 1), SendRows(1, 0)])
-def test_a_policy_that_sends_what_is_not_there(decision: SendRows) -> None:
+@pytest.mark.parametrize("decision", [SendRowsAction(0, 1), SendRowsAction(2, 1), SendRowsAction(1, 0)])
+def test_a_policy_that_sends_what_is_not_there(decision: SendRowsAction) -> None:
     """Volume 0 has no rows left at the moment, 2 never was, and no rows are nothing to send."""
-    sender = connected(LinkSender(1, Orders(SendRows(0, 1), Wait(), decision)))
+    sender = connected(LinkSender(1, Orders(SendRowsAction(0, 1), WaitAction(), decision)))
     header, data = volume(7, 3)
-    sender.volume(header, data[:ROW], 0.0)
-    sender.volume(*volume(8, 1), 0.0)
-    assert len(sender.poll(0.0)) == 1
+    sender.queue_volume(header, data[:ROW], 0.0)
+    sender.queue_volume(*volume(8, 1), 0.0)
+    assert len(sender.poll_packets(0.0)) == 1
     with pytest.raises(InvariantError, match="orders sends what isn't there"):
-        sender.poll(0.0)
+        sender.poll_packets(0.0)
 
 
 def test_a_volume_in_pieces_goes_again_after_a_reconnect() -> None:
-    sender = connected(LinkSender(1, Fifo()))
+    sender = connected(LinkSender(1, FifoPolicy()))
     header, data = volume(7, 4)
-    sender.volume(header, data[: 2 * ROW], 0.0)
-    first = sender.poll(0.0)
-    sender.disconnected(Lane.BULK, 1.0)
-    sender.more(7, data[2 * ROW : 3 * ROW], 1.0)
-    assert sender.poll(1.0) == []
-    sender.reconnected(Lane.BULK, 2.0)
-    again = sender.poll(2.0)
+    sender.queue_volume(header, data[: 2 * ROW], 0.0)
+    first = sender.poll_packets(0.0)
+    sender.on_disconnected(Channel.BULK, 1.0)
+    sender.queue_rows(7, data[2 * ROW : 3 * ROW], 1.0)
+    assert sender.poll_packets(1.0) == []
+    sender.on_connected(Channel.BULK, 2.0)
+    again = sender.poll_packets(2.0)
     assert again[: len(first)] == first
-    assert ticks(again) == [(Lane.BULK, 7, 0, 2), (Lane.BULK, 7, 2, 1)]
-    sender.more(7, data[3 * ROW :], 3.0)
-    assert ticks(sender.poll(3.0)) == [(Lane.BULK, 7, 3, 1)]
+    assert ticks(again) == [(Channel.BULK, 7, 0, 2), (Channel.BULK, 7, 2, 1)]
+    sender.queue_rows(7, data[3 * ROW :], 3.0)
+    assert ticks(sender.poll_packets(3.0)) == [(Channel.BULK, 7, 3, 1)]
 
 
 def test_nothing_is_sent_before_a_connection_and_everything_again_after_the_next() -> None:
     sender = LinkSender(1, create_policy("fifo"))
-    sender.control(Tombstone(1))
-    assert sender.poll(0.0) == []
-    sender.reconnected(Lane.DECODE, 0.0)
-    first = sender.poll(0.0)
-    sender.disconnected(Lane.DECODE, 1.0)
-    sender.control(Tombstone(2))
-    assert sender.poll(1.0) == []
-    sender.reconnected(Lane.DECODE, 2.0)
-    again = sender.poll(2.0)
+    sender.queue_control(Tombstone(1))
+    assert sender.poll_packets(0.0) == []
+    sender.on_connected(Channel.DECODE, 0.0)
+    first = sender.poll_packets(0.0)
+    sender.on_disconnected(Channel.DECODE, 1.0)
+    sender.queue_control(Tombstone(2))
+    assert sender.poll_packets(1.0) == []
+    sender.on_connected(Channel.DECODE, 2.0)
+    again = sender.poll_packets(2.0)
     assert again[0] == first[0]
-    assert [out.frame.seq for out in again] == [0, 1]
-    assert sender.resent == 1
+    assert [out.frame.frame_number for out in again] == [0, 1]
+    assert sender.num_resent == 1
 
 
 def test_a_lane_that_acknowledges_nothing_is_sent_again_on_the_same_connection() -> None:
     policy = Orders()
     sender = connected(LinkSender(1, policy, SenderLimits(resend_after=10.0)))
-    sender.control(Tombstone(1))
-    first = sender.poll(5.0)
+    sender.queue_control(Tombstone(1))
+    first = sender.poll_packets(5.0)
     assert sender.wake_at == 15.0
-    assert sender.poll(14.9) == []
-    assert sender.poll(15.0) == first
+    assert sender.poll_packets(14.9) == []
+    assert sender.poll_packets(15.0) == first
     assert policy.events == [
-        Sent(Lane.DECODE, 128),
-        Reconnected(Lane.DECODE),
-        Sent(Lane.DECODE, 128),
+        MessageSentEvent(Channel.DECODE, 128),
+        ChannelReconnectedEvent(Channel.DECODE),
+        MessageSentEvent(Channel.DECODE, 128),
     ]
     assert sender.wake_at == 25.0
-    sender.ack(Ack(1, Lane.DECODE, 1), 16.0)
-    assert sender.poll(30.0) == []
+    sender.on_ack(Ack(1, Channel.DECODE, 1), 16.0)
+    assert sender.poll_packets(30.0) == []
     assert sender.wake_at is None
 
 
@@ -293,37 +293,37 @@ def test_a_lane_that_acknowledges_nothing_is_sent_again_on_the_same_connection()
 def test_what_was_lost_does_not_count_as_under_way_for_ever(policy: str) -> None:
     """A policy that bounds what is under way goes on once it has been sent again."""
     sender = connected(LinkSender(1, create_policy(policy), SenderLimits(resend_after=10.0)))
-    sender.volume(*volume(1, 2), 0.0)
-    lost = sender.poll(0.0)
-    assert sender.poll(10.0) == lost
-    sender.ack(Ack(1, Lane.BULK, len(lost)), 10.1)
-    sender.volume(*volume(2, 2), 11.0)
-    assert ticks(sender.poll(11.0)) == [(Lane.BULK, 2, 0, 2)]
+    sender.queue_volume(*volume(1, 2), 0.0)
+    lost = sender.poll_packets(0.0)
+    assert sender.poll_packets(10.0) == lost
+    sender.on_ack(Ack(1, Channel.BULK, len(lost)), 10.1)
+    sender.queue_volume(*volume(2, 2), 11.0)
+    assert ticks(sender.poll_packets(11.0)) == [(Channel.BULK, 2, 0, 2)]
 
 
 def test_the_window_and_the_batch_bound_what_is_under_way() -> None:
-    limits = SenderLimits(message=ROW, window=3 * (ROW + 128))
+    limits = SenderLimits(max_message_bytes=ROW, max_unacknowledged_bytes=3 * (ROW + 128))
     sender = connected(LinkSender(1, create_policy("fifo"), limits))
-    sender.volume(*volume(1, 10), 0.0)
-    assert len(sender.poll(0.0, maximum=2)) == 2
-    assert len(sender.poll(0.0)) == 1
-    sender.control(Tombstone(2))
-    assert [out.lane for out in sender.poll(0.0)] == [Lane.DECODE]
-    sender.ack(Ack(1, Lane.BULK, 2), 0.1)
-    assert [out.frame.seq for out in sender.poll(0.1)] == [3, 4]
+    sender.queue_volume(*volume(1, 10), 0.0)
+    assert len(sender.poll_packets(0.0, maximum=2)) == 2
+    assert len(sender.poll_packets(0.0)) == 1
+    sender.queue_control(Tombstone(2))
+    assert [out.channel for out in sender.poll_packets(0.0)] == [Channel.DECODE]
+    sender.on_ack(Ack(1, Channel.BULK, 2), 0.1)
+    assert [out.frame.frame_number for out in sender.poll_packets(0.1)] == [3, 4]
 
 
 def test_full_and_too_full() -> None:
-    sender = LinkSender(1, create_policy("fifo"), SenderLimits(total=100 * ROW))
-    sender.volume(*volume(1, 99), 0.0)
-    assert not sender.full
-    sender.volume(*volume(2, 101), 0.0)
-    assert sender.full
-    sender.volume(*volume(3, 1), 0.0)
+    sender = LinkSender(1, create_policy("fifo"), SenderLimits(max_total_bytes=100 * ROW))
+    sender.queue_volume(*volume(1, 99), 0.0)
+    assert not sender.is_full
+    sender.queue_volume(*volume(2, 101), 0.0)
+    assert sender.is_full
+    sender.queue_volume(*volume(3, 1), 0.0)
     with pytest.raises(Overloaded, match="far behind"):
-        sender.volume(*volume(4, 1), 0.0)
+        sender.queue_volume(*volume(4, 1), 0.0)
     with pytest.raises(Overloaded):
-        sender.control(Tombstone(5))
+        sender.queue_control(Tombstone(5))
     sender.validate()
 
 
@@ -332,27 +332,27 @@ def test_only_proper_volumes() -> None:
     header, data = volume(1, 3)
     for wrong in (data[:-1], b"", data + data[:ROW]):
         with pytest.raises(WireError, match=f"volume 1: {len(wrong)} bytes are not 1 to 3 rows"):
-            sender.volume(header, wrong, 0.0)
+            sender.queue_volume(header, wrong, 0.0)
     for shape in ((2, HIDDEN), (3,), (3, 0)):
-        odd = Volume(1, True, header.rows, Payload("f32", shape))
+        odd = Volume(1, True, header.slices, Payload("f32", shape))
         with pytest.raises(WireError, match="are not 3 rows"):
-            sender.volume(odd, data, 0.0)
+            sender.queue_volume(odd, data, 0.0)
     wide = Payload("u8", (1, 300_000))
     with pytest.raises(MessageTooLarge, match="row"):
-        sender.volume(Volume(1, True, (Rows(1, 0, 1, 0),), wide), bytes(300_000), 0.0)
+        sender.queue_volume(Volume(1, True, (RequestSlice(1, 0, 1, 0),), wide), bytes(300_000), 0.0)
     blocks = tuple(range(2**30, 2**30 + 1000))
     with pytest.raises(MessageTooLarge, match="header of a Volume"):
-        sender.volume(Volume(1, True, (Rows(1, 0, 3, 0, blocks),), header.payload), data, 0.0)
+        sender.queue_volume(Volume(1, True, (RequestSlice(1, 0, 3, 0, blocks),), header.payload), data, 0.0)
     assert sender.queued_bytes == 0
     sender.validate()
 
 
-@pytest.mark.parametrize("ack", [Ack(2, Lane.DECODE, 1), Ack(1, Lane.DECODE, 9), Ack(1, 1, 1)])
+@pytest.mark.parametrize("ack", [Ack(2, Channel.DECODE, 1), Ack(1, Channel.DECODE, 9), Ack(1, 1, 1)])
 def test_acknowledgements_that_can_not_be(ack: Ack) -> None:
     sender = connected(LinkSender(1, create_policy("fifo")))
-    sender.control(Tombstone(1))
-    sender.poll(0.0)
-    sender.ack(ack, 0.0)
+    sender.queue_control(Tombstone(1))
+    sender.poll_packets(0.0)
+    sender.on_ack(ack, 0.0)
     assert sender.stale_acks == 1
     assert sender.unacknowledged_bytes > 0
     sender.validate()
@@ -360,15 +360,15 @@ def test_acknowledgements_that_can_not_be(ack: Ack) -> None:
 
 def test_a_late_acknowledgement_of_what_is_sent_again() -> None:
     sender = connected(LinkSender(1, create_policy("fifo"), SenderLimits(resend_after=10.0)))
-    for tick in range(4):
-        sender.control(Tombstone(tick))
-    sender.poll(0.0)
-    sender.disconnected(Lane.DECODE, 1.0)
-    sender.reconnected(Lane.DECODE, 1.0)
-    sender.poll(1.0, maximum=1)
-    sender.ack(Ack(1, Lane.DECODE, 3), 1.0)
+    for seq in range(4):
+        sender.queue_control(Tombstone(seq))
+    sender.poll_packets(0.0)
+    sender.on_disconnected(Channel.DECODE, 1.0)
+    sender.on_connected(Channel.DECODE, 1.0)
+    sender.poll_packets(1.0, maximum=1)
+    sender.on_ack(Ack(1, Channel.DECODE, 3), 1.0)
     sender.validate()
-    assert [out.frame.seq for out in sender.poll(1.0)] == [3]
+    assert [out.frame.frame_number for out in sender.poll_packets(1.0)] == [3]
 
 
 def test_validate_tells_the_story() -> None:
@@ -380,41 +380,41 @@ def test_validate_tells_the_story() -> None:
 
 def test_a_frame_has_the_payload_of_its_body() -> None:
     header, _ = volume(1, 3)
-    assert Frame(1, Lane.BULK, 0, header).payload == header.payload
-    assert Frame(1, Lane.BULK, 0, Tombstone(1)).payload is None
+    assert Frame(1, Channel.BULK, 0, header).payload == header.payload
+    assert Frame(1, Channel.BULK, 0, Tombstone(1)).payload is None
 
 
 def test_probes_go_first_on_the_bulk_lane() -> None:
     sender = connected(LinkSender(7, create_policy("fifo")))
     header, rows = volume(1, 1)
-    sender.volume(header, rows, 0.0)
-    sender.probe(b"abcd")
-    sender.control(Tombstone(2))
+    sender.queue_volume(header, rows, 0.0)
+    sender.queue_padding(b"abcd")
+    sender.queue_control(Tombstone(2))
     sender.validate()
-    sent = sender.poll(0.0)
-    assert [(out.lane, type(out.frame.body)) for out in sent] == [
-        (Lane.DECODE, Tombstone),
-        (Lane.BULK, Probe),
-        (Lane.BULK, Volume),
+    sent = sender.poll_packets(0.0)
+    assert [(out.channel, type(out.frame.body)) for out in sent] == [
+        (Channel.DECODE, Tombstone),
+        (Channel.BULK, Padding),
+        (Channel.BULK, Volume),
     ]
     assert sent[1].payload == b"abcd"
-    sender.ack(Ack(7, Lane.BULK, 2), 0.1)
+    sender.on_ack(Ack(7, Channel.BULK, 2), 0.1)
     sender.validate()
     assert sender.queued_bytes == 0
 
 
 def test_decode_rows_pass_a_chunk_whose_lane_is_gone() -> None:
-    sender = connected(LinkSender(1, create_policy("adaptive"), SenderLimits(message=ROW)))
-    sender.volume(*volume(1, 4), now=0.0)
-    [first] = sender.poll(0.0, maximum=1)
-    assert first.lane is Lane.BULK
-    sender.disconnected(Lane.BULK, 0.1)
-    sender.volume(*volume(2, 3, prefill=False), now=0.1)
-    decode = sender.poll(0.1)
-    assert [each.lane for each in decode] == [Lane.DECODE] * 3
+    sender = connected(LinkSender(1, create_policy("adaptive"), SenderLimits(max_message_bytes=ROW)))
+    sender.queue_volume(*volume(1, 4), now=0.0)
+    [first] = sender.poll_packets(0.0, maximum=1)
+    assert first.channel is Channel.BULK
+    sender.on_disconnected(Channel.BULK, 0.1)
+    sender.queue_volume(*volume(2, 3, prefill=False), now=0.1)
+    decode = sender.poll_packets(0.1)
+    assert [each.channel for each in decode] == [Channel.DECODE] * 3
     sender.validate()
-    sender.reconnected(Lane.BULK, 0.2)
-    rest = [each.frame.seq for each in sender.poll(0.2)]
+    sender.on_connected(Channel.BULK, 0.2)
+    rest = [each.frame.frame_number for each in sender.poll_packets(0.2)]
     assert rest == [0, 1, 2, 3], "the chunk goes on"
     sender.validate()
     assert sender.queued_bytes == 0
@@ -423,8 +423,8 @@ def test_decode_rows_pass_a_chunk_whose_lane_is_gone() -> None:
 def test_a_policy_hears_of_beats_that_are_back() -> None:
     policy = Halves()
     sender = connected(LinkSender(1, policy))
-    sender.estimator.beat_left(1.0)
-    assert not sender.beat_back(0.5, 1.25)
+    sender.estimator.on_heartbeat_sent(1.0)
+    assert not sender.on_heartbeat_echoed(0.5, 1.25)
     assert policy.events == []
-    assert sender.beat_back(1.0, 1.25)
-    assert policy.events == [Echoed(0.25)]
+    assert sender.on_heartbeat_echoed(1.0, 1.25)
+    assert policy.events == [HeartbeatEchoedEvent(0.25)]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from molinkd.imports import lasting_imports
+from molinkd.imports import permanent_imports
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def collector() -> Iterator[None]:
 
 def test_nothing_is_collected_meanwhile_nor_afterwards() -> None:
     before, kept = gc.get_freeze_count(), [[number] for number in range(1000)]
-    with lasting_imports():
+    with permanent_imports():
         assert not gc.isenabled()
     assert gc.isenabled()
     assert gc.get_freeze_count() >= before + len(kept)
@@ -24,12 +24,12 @@ def test_nothing_is_collected_meanwhile_nor_afterwards() -> None:
 
 def test_who_collects_nothing_goes_on_so() -> None:
     gc.disable()
-    with lasting_imports():
+    with permanent_imports():
         pass
     assert not gc.isenabled()
 
 
 def test_an_import_that_fails() -> None:
-    with pytest.raises(ImportError), lasting_imports():
+    with pytest.raises(ImportError), permanent_imports():
         raise ImportError
     assert gc.isenabled()

@@ -14,10 +14,10 @@ import pytest
 
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.ring.work import Segment, SegmentResult, StepDone
-from molink.scheduler.limits import HeadLimits
-from molink.sim.agenda import Agenda
-from molink.wire.messages.data import MAX_MICRO_BATCHES, Choice, Sampled, Volume
+from molink.ring.work import StepInput, StepOutput, StepResult
+from molink.scheduler.limits import SchedulerConfig
+from molink.sim.agenda import EventQueue
+from molink.wire.messages.data import MAX_MICRO_BATCHES, SampledId, SamplerOutput, Volume
 from tests.support.rings import Stages, TimedLink, VirtualRing
 
 BLOCKS, BLOCK_SIZE = 1024, 16
@@ -49,25 +49,25 @@ class Executor:
     index: int
     speed: float
 
-    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
-        counts = {segment.volume.prefill: segment.volume.count for segment in segments}
+    def submit(self, segments: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
+        counts = {step_input.volume.prefill: step_input.volume.count for step_input in segments}
         decodes, rows = counts.get(False, 0), counts.get(True, 0)
         seconds = self.seconds(decodes, rows)
         self.ring.steps.append((self.index, decodes, rows, seconds))
-        results = [self._result(segment.volume) for segment in segments]
+        results = [self._result(step_input.volume) for step_input in segments]
         agenda = self.ring.agenda
-        agenda.at(agenda.now + seconds, done, StepDone(results, seconds, None))
+        agenda.schedule_at(agenda.now + seconds, done, StepResult(results, seconds, None))
 
     def seconds(self, decodes: int, rows: int) -> float:
         """Of a step."""
         return (matmul_s(decodes + rows) + attention_s(decodes)) / self.speed
 
-    def _result(self, volume: Volume) -> SegmentResult:
+    def _result(self, volume: Volume) -> StepOutput:
         if self.index + 1 < len(self.ring.rings):
-            return SegmentResult(volume, bytearray(volume.count), None)
-        wanted = [group for group in volume.rows if group.sample]
-        choices = tuple(Choice(g.request, g.start + g.count, 1, 0.0) for g in wanted)
-        return SegmentResult(volume, None, Sampled(volume.tick, choices))
+            return StepOutput(volume, bytearray(volume.count), None)
+        wanted = [group for group in volume.slices if group.sample]
+        choices = tuple(SampledId(g.request, g.start + g.count, 1, 0.0) for g in wanted)
+        return StepOutput(volume, None, SamplerOutput(volume.seq, choices))
 
 
 #: Reading the weights takes 10 ms, and a row beyond a few 1.4 ms.
@@ -93,9 +93,9 @@ class Ring(VirtualRing):
         profiles = tuple(map(profile, speeds))
         given = {"profiles": profiles, "micro_batches": len(speeds)} | limits
         given |= {"prefix_cache": False, "stages": len(speeds)}
-        many, agenda = len(speeds) > 1, Agenda()
+        many, agenda = len(speeds) > 1, EventQueue()
         super().__init__(
-            HeadLimits(BLOCKS, BLOCK_SIZE, max_context=1 << 14, **given),
+            SchedulerConfig(BLOCKS, BLOCK_SIZE, max_model_len=1 << 14, **given),
             [executor(self, index, speed) for index, speed in enumerate(speeds)],
             [TimedLink(agenda, latency, cut_through=False) for _ in speeds] if many else [],
             Stages(profiles=profiles, cut_through=False),
@@ -118,14 +118,14 @@ def long_prompt(ring: Ring) -> tuple[float, list[float], float]:
     one, and how long it took to come.
     """
     for number in range(STREAMS):
-        ring.submit(f"s{number}", 16, 4000)
+        ring.submit_request(f"s{number}", 16, 4000)
     streams = [ring.tokens[f"s{number}"] for number in range(STREAMS)]
-    ring.run(lambda: all(len(times) >= 40 for times in streams))
+    ring.run_until(lambda: all(len(times) >= 40 for times in streams))
     alone = max(times[-1] - times[-2] for times in streams)
     begin, last = ring.agenda.now, [len(times) - 1 for times in streams]
     ring.steps.clear()
-    ring.submit("long", PROMPT, 4)
-    ring.run(lambda: bool(ring.tokens["long"]))
+    ring.submit_request("long", PROMPT, 4)
+    ring.run_until(lambda: bool(ring.tokens["long"]))
     during = [gap for times, at in zip(streams, last, strict=True) for gap in gaps(times[at:])]
     return alone, during, ring.agenda.now - begin
 
@@ -171,11 +171,11 @@ def test_who_decodes_takes_a_chunk_along() -> None:
 
 def test_with_fewer_streams_than_micro_batches_prompts_have_some_of_their_own() -> None:
     ring = Ring([1.0, 1.0, 1.0], latency=0.03)
-    ring.submit("s", 16, 4000)
-    ring.run(lambda: len(ring.tokens["s"]) >= 10)
+    ring.submit_request("s", 16, 4000)
+    ring.run_until(lambda: len(ring.tokens["s"]) >= 10)
     ring.steps.clear()
-    ring.submit("long", PROMPT, 4)
-    ring.run(lambda: bool(ring.tokens["long"]))
+    ring.submit_request("long", PROMPT, 4)
+    ring.run_until(lambda: bool(ring.tokens["long"]))
     alone = [rows for stage, decodes, rows, _ in ring.steps if stage == 0 and rows and not decodes]
     beside = [rows for stage, decodes, rows, _ in ring.steps if stage == 0 and rows and decodes]
     assert alone
@@ -185,7 +185,7 @@ def test_with_fewer_streams_than_micro_batches_prompts_have_some_of_their_own() 
 def auto(latency: float) -> Ring:
     """Three stages, which decide how many volumes are in flight by links that they know."""
     ring = Ring([1.0] * 3, latency, micro_batches=0)
-    ring.head.set_times(RingTimes(ring.head.limits.profiles, [LinkFacts(latency, 1e12)] * 3, 0))
+    ring.head.set_times(RingTimes(ring.head.config.profiles, [LinkFacts(latency, 1e12)] * 3, 0))
     return ring
 
 
@@ -205,11 +205,11 @@ def beside_one_stream(unpaired: bool) -> tuple[float, float]:
     given = {"profiles": times.profiles, "micro_batches": 0, "unpaired": unpaired}
     ring = Ring([1.0] * 2, 0.03, Cpu, **given)
     ring.head.set_times(times)
-    ring.submit("s", 16, 4000)
-    ring.run(lambda: len(ring.tokens["s"]) >= 10)
+    ring.submit_request("s", 16, 4000)
+    ring.run_until(lambda: len(ring.tokens["s"]) >= 10)
     begin, at = ring.agenda.now, len(ring.tokens["s"]) - 1
-    ring.submit("long", 800, 2)
-    ring.run(lambda: bool(ring.tokens["long"]))
+    ring.submit_request("long", 800, 2)
+    ring.run_until(lambda: bool(ring.tokens["long"]))
     return max(gaps(ring.tokens["s"][at:])), ring.agenda.now - begin
 
 
@@ -222,27 +222,27 @@ def test_streams_do_not_notice_chunks_in_between() -> None:
 
 def test_chunks_in_flight_have_no_more_rows_than_a_stage_has_room_for() -> None:
     ring = auto(2.0)
-    bound = ring.head.limits.unpaired_rows
+    bound = ring.head.config.max_prefill_only_rows
     maximum = 0.0
     for number, prompt in enumerate((4000, 3000, 2000, 1000)):
-        ring.submit(f"p{number}", prompt, 2)
+        ring.submit_request(f"p{number}", prompt, 2)
 
     def over() -> bool:
         nonlocal maximum
-        maximum = max(maximum, ring.head.stats()[1]["head_prefill_rows_in_flight"])
+        maximum = max(maximum, ring.head.collect_stats()[1]["head_prefill_rows_in_flight"])
         return all(len(times) == 2 for times in ring.tokens.values())
 
-    ring.run(over)
+    ring.run_until(over)
     assert bound / 2 < maximum <= bound
 
 
 def test_chunks_that_are_back_are_forgotten() -> None:
     ring = auto(0.2)
     for number in range(6):
-        ring.submit(f"p{number}", PROMPT, 2)
-    ring.run(lambda: all(len(times) == 2 for times in ring.tokens.values()))
+        ring.submit_request(f"p{number}", PROMPT, 2)
+    ring.run_until(lambda: all(len(times) == 2 for times in ring.tokens.values()))
     assert sum(rows > 0 for stage, _, rows, _ in ring.steps if stage == 0) > MAX_MICRO_BATCHES
-    assert len(ring.head._batcher._alone) <= MAX_MICRO_BATCHES
+    assert len(ring.head._batcher._prefill_only_seqs) <= MAX_MICRO_BATCHES
 
 
 def test_where_it_is_not_they_ride_with_decode_rows() -> None:
@@ -255,8 +255,8 @@ def test_where_it_is_not_they_ride_with_decode_rows() -> None:
 
 def test_while_nobody_decodes_chunks_are_large() -> None:
     ring = Ring([1.0])
-    ring.submit("long", PROMPT, 2)
-    ring.run(lambda: bool(ring.tokens["long"]))
+    ring.submit_request("long", PROMPT, 2)
+    ring.run_until(lambda: bool(ring.tokens["long"]))
     chunks = [rows for _, _, rows, _ in ring.steps if rows]
     assert sum(chunks) == PROMPT
     assert all(rows % TILE == 0 and rows >= 512 for rows in chunks[:-1])
@@ -265,8 +265,8 @@ def test_while_nobody_decodes_chunks_are_large() -> None:
 def test_a_short_ring_of_long_prompts_is_filled_by_smaller_chunks() -> None:
     def first(**limits: int) -> float:
         ring = Ring([1.0] * 4, **limits)
-        ring.submit("long", 1024, 2)
-        ring.run(lambda: bool(ring.tokens["long"]))
+        ring.submit_request("long", 1024, 2)
+        ring.run_until(lambda: bool(ring.tokens["long"]))
         return ring.agenda.now
 
     assert first() < 0.8 * first(chunk_tokens=1024)

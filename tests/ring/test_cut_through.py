@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from molink.facts.profile import Profile
-from molink.ring.work import Segment, SegmentResult, StepDone
-from molink.scheduler.limits import HeadLimits
-from molink.sim.agenda import Agenda
-from molink.wire.messages.data import Choice, Sampled, Volume
+from molink.ring.work import StepInput, StepOutput, StepResult
+from molink.scheduler.limits import SchedulerConfig
+from molink.sim.agenda import EventQueue
+from molink.wire.messages.data import SampledId, SamplerOutput, Volume
 from tests.support.rings import Stages, TimedLink, VirtualRing
 
 BLOCKS, BLOCK_SIZE = 512, 16
@@ -39,27 +39,27 @@ PROFILE = Profile(decode=POINTS, prefill=POINTS, tile=TILE)
 class VirtualExecutor:
     """Steps take as long as the profile says; the last stage samples token 1."""
 
-    agenda: Agenda
+    agenda: EventQueue
     is_last: bool
     steps: list[tuple[int, int]] = field(default_factory=list)
 
-    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+    def submit(self, segments: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
         counts = {True: 0, False: 0}
-        for segment in segments:
-            rows = segment.volume.count
-            counts[segment.volume.prefill] += rows
-            assert len(segment.data) == rows or segment.kept is not None
+        for step_input in segments:
+            rows = step_input.volume.count
+            counts[step_input.volume.prefill] += rows
+            assert len(step_input.data) == rows or step_input.row_indices is not None
         self.steps.append((counts[False], counts[True]))
         seconds = step_s(sum(counts.values()))
-        results = [self._result(segment.volume) for segment in segments]
-        self.agenda.at(self.agenda.now + seconds, lambda: done(StepDone(results, seconds, None)))
+        results = [self._result(step_input.volume) for step_input in segments]
+        self.agenda.schedule_at(self.agenda.now + seconds, lambda: done(StepResult(results, seconds, None)))
 
-    def _result(self, volume: Volume) -> SegmentResult:
+    def _result(self, volume: Volume) -> StepOutput:
         if not self.is_last:
-            return SegmentResult(volume, bytearray(volume.count), None)
-        wanted = [group for group in volume.rows if group.sample]
-        choices = tuple(Choice(g.request, g.start + g.count, 1, 0.0) for g in wanted)
-        return SegmentResult(volume, None, Sampled(volume.tick, choices))
+            return StepOutput(volume, bytearray(volume.count), None)
+        wanted = [group for group in volume.slices if group.sample]
+        choices = tuple(SampledId(g.request, g.start + g.count, 1, 0.0) for g in wanted)
+        return StepOutput(volume, None, SamplerOutput(volume.seq, choices))
 
 
 class Swarm(VirtualRing):
@@ -75,7 +75,7 @@ class Swarm(VirtualRing):
         burst: Callable[[], int] = lambda: 16,
         **limits: Any,
     ) -> None:
-        agenda = Agenda()
+        agenda = EventQueue()
         given = {"micro_batches": stages, "profiles": (PROFILE,) * stages, "max_context": 1 << 13}
         given |= {"prefix_cache": False, "stages": stages, **limits}
         links = [
@@ -83,7 +83,7 @@ class Swarm(VirtualRing):
             for i in range(stages)
         ]
         super().__init__(
-            HeadLimits(BLOCKS, BLOCK_SIZE, **given),
+            SchedulerConfig(BLOCKS, BLOCK_SIZE, **given),
             [VirtualExecutor(agenda, i == stages - 1) for i in range(stages)],
             links,
             Stages(profiles=(PROFILE,) * stages, cut_through=cut_through),
@@ -93,8 +93,8 @@ class Swarm(VirtualRing):
 
 def first_token_s(prompt: int, **options: Any) -> float:
     swarm = Swarm(4, **options)
-    swarm.submit("a", prompt, 2)
-    swarm.run(lambda: "a" in swarm.over)
+    swarm.submit_request("a", prompt, 2)
+    swarm.run_until(lambda: "a" in swarm.finished_keys)
     swarm.agenda.run(float("inf"))
     swarm.check_idle()
     return swarm.tokens["a"][0]
@@ -128,13 +128,13 @@ def test_who_decodes_waits_for_a_piece_and_not_for_a_prompt() -> None:
     def worst_gap(*, cut_through: bool) -> float:
         swarm = Swarm(3, cut_through=cut_through, rates=[1e5], chunk_tokens=2048)
         for number in range(6):
-            swarm.submit(f"s{number}", 8, 4000)
+            swarm.submit_request(f"s{number}", 8, 4000)
         streams = [swarm.tokens[f"s{number}"] for number in range(6)]
-        swarm.run(lambda: all(len(times) > 20 for times in streams))
+        swarm.run_until(lambda: all(len(times) > 20 for times in streams))
         begin = swarm.agenda.now
-        swarm.submit("long", 2048, 2)
-        swarm.run(lambda: bool(swarm.tokens["long"]))
-        swarm.check()
+        swarm.submit_request("long", 2048, 2)
+        swarm.run_until(lambda: bool(swarm.tokens["long"]))
+        swarm.check_answers()
         after = [[t for t in times if t >= begin - 0.05] for times in streams]
         gaps = [later - sooner for times in after for sooner, later in itertools.pairwise(times)]
         return quantiles(gaps, n=100, method="inclusive")[97]
@@ -166,12 +166,12 @@ def test_every_token_comes_once_and_nothing_is_left(
     wanted = {f"r{number}": rng.randint(1, 12) for number in range(rng.randint(1, 10))}
     for key, answer in wanted.items():
         prompt, when = rng.choice([1, 20, 300, 900]), rng.uniform(0, 2)
-        swarm.agenda.at(when, swarm.submit, key, prompt, answer)
+        swarm.agenda.schedule_at(when, swarm.submit_request, key, prompt, answer)
         if rng.random() < 0.4:
-            swarm.agenda.at(when + rng.expovariate(2), swarm.cancel, key)
-    while swarm.agenda.step():
-        swarm.check()
+            swarm.agenda.schedule_at(when + rng.expovariate(2), swarm.cancel_request, key)
+    while swarm.agenda.run_next():
+        swarm.check_answers()
     swarm.check_idle()
-    assert set(wanted) == swarm.over
+    assert set(wanted) == swarm.finished_keys
     for key, times in swarm.tokens.items():
         assert len(times) <= wanted[key]

@@ -5,23 +5,23 @@ from typing import Any
 
 import pytest
 
-from molink.ring.hosted import NO_ROOM, HostLedger, HostRoom, HostRound
-from molink.ring.known import BoardLimits
+from molink.ring.hosted import NO_HOST_MEMORY, HostBlockLedger, HostMemory, HostMemoryReports
+from molink.ring.known import ScoreboardLimits
 from molink.ring.scoreboard import Scoreboard
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
     Admit,
-    Rows,
-    Sampling,
+    RequestSlice,
+    SamplingParams,
     SwapIn,
     SwapOut,
-    Table,
+    BlockTable,
     Tombstone,
     Volume,
 )
-from molink.wire.messages.rounds import HostReport
+from molink.wire.messages.rounds import HostMemoryReport
 
-LIMITS = BoardLimits(blocks=8, block_size=4, host_blocks=4)
+LIMITS = ScoreboardLimits(blocks=8, block_size=4, host_blocks=4)
 
 
 def ids(*numbers: int) -> tuple[Payload, bytes]:
@@ -32,14 +32,14 @@ def ids(*numbers: int) -> tuple[Payload, bytes]:
 def board() -> Scoreboard:
     """Request 0 has the blocks 2 and 5."""
     found = Scoreboard(LIMITS)
-    found.arrive(Admit(1, 0, Sampling(), 3), None, 0.0)
-    found.arrive(Table(2, 0, Payload("i32", (2,))), array("i", [2, 5]).tobytes(), 0.0)
-    found.complete((), 0.0)
+    found.on_message(Admit(1, 0, SamplingParams(), 3), None, 0.0)
+    found.on_message(BlockTable(2, 0, Payload("i32", (2,))), array("i", [2, 5]).tobytes(), 0.0)
+    found.complete_volumes((), 0.0)
     return found
 
 
 def refused(found: Scoreboard) -> bool:
-    (control,) = found.complete((), 0.0)
+    (control,) = found.complete_volumes((), 0.0)
     found.validate()
     return isinstance(control.body, Tombstone)
 
@@ -60,9 +60,9 @@ def refused(found: Scoreboard) -> bool:
 def test_blocks_that_make_no_sense_are_not_copied_out(numbers: tuple[int, ...]) -> None:
     found = board()
     payload, data = ids(*numbers)
-    found.arrive(SwapOut(3, 0, payload), data, 0.0)
+    found.on_message(SwapOut(3, 0, payload), data, 0.0)
     assert refused(found)
-    assert found.counts["bad_swaps"] == 1
+    assert found.counters["bad_swaps"] == 1
 
 
 @pytest.mark.parametrize(
@@ -76,21 +76,21 @@ def test_blocks_that_make_no_sense_are_not_copied_out(numbers: tuple[int, ...]) 
 )
 def test_a_payload_that_is_none_is_refused(payload: Payload, data: Any) -> None:
     found = board()
-    found.arrive(SwapOut(3, 0, payload), data, 0.0)
+    found.on_message(SwapOut(3, 0, payload), data, 0.0)
     assert refused(found)
 
 
 def test_of_one_that_is_over_or_runs_nothing_is_copied() -> None:
     found = board()
     payload, data = ids(2, 0)
-    found.arrive(SwapOut(3, 7, payload), data, 0.0)
+    found.on_message(SwapOut(3, 7, payload), data, 0.0)
     assert refused(found)
-    found.arrive(Volume(4, False, (Rows(0, 3, 1, 2),), Payload("i32", (1,))), (9,), 0.0)
-    assert found.take(0.0) is not None
-    found.arrive(SwapOut(5, 0, payload), data, 0.0)
+    found.on_message(Volume(4, False, (RequestSlice(0, 3, 1, 2),), Payload("i32", (1,))), (9,), 0.0)
+    assert found.next_step(0.0) is not None
+    found.on_message(SwapOut(5, 0, payload), data, 0.0)
     assert refused(found)
-    found.complete((4,), 0.0)
-    found.arrive(SwapOut(6, 0, payload), data, 0.0)
+    found.complete_volumes((4,), 0.0)
+    found.on_message(SwapOut(6, 0, payload), data, 0.0)
     assert not refused(found)
 
 
@@ -109,36 +109,36 @@ def test_rows_run_only_if_their_blocks_came_back(
 ) -> None:
     found = board()
     payload, data = ids(2, 5, 0, 1)
-    found.arrive(SwapOut(3, 0, payload), data, 0.0)
+    found.on_message(SwapOut(3, 0, payload), data, 0.0)
     assert not refused(found)
-    found.arrive(Admit(4, 1, Sampling(), 3), None, 0.0)
-    found.arrive(Table(5, 1, Payload("i32", (2,))), array("i", [2, 5]).tobytes(), 0.0)
-    found.complete((), 0.0)
+    found.on_message(Admit(4, 1, SamplingParams(), 3), None, 0.0)
+    found.on_message(BlockTable(5, 1, Payload("i32", (2,))), array("i", [2, 5]).tobytes(), 0.0)
+    found.complete_volumes((), 0.0)
     payload, data = ids(*numbers)
-    found.arrive(SwapIn(6, 1, filled, payload), data, 0.0)
+    found.on_message(SwapIn(6, 1, filled, payload), data, 0.0)
     assert refused(found) is not runs
-    found.arrive(Volume(7, False, (Rows(1, 7, 1, 6),), Payload("i32", (1,))), (9,), 0.0)
-    assert (found.take(0.0) is not None) is runs
+    found.on_message(Volume(7, False, (RequestSlice(1, 7, 1, 6),), Payload("i32", (1,))), (9,), 0.0)
+    assert (found.next_step(0.0) is not None) is runs
 
 
 def test_what_has_come_back_is_there_no_more() -> None:
-    ledger = HostLedger(4)
-    assert ledger.fill(3, (0, 1))
-    assert ledger.empty(3, (1,))
-    assert not ledger.empty(3, (0, 1))
-    assert ledger.empty(3, (0,))
+    ledger = HostBlockLedger(4)
+    assert ledger.fill_blocks(3, (0, 1))
+    assert ledger.drain_blocks(3, (1,))
+    assert not ledger.drain_blocks(3, (0, 1))
+    assert ledger.drain_blocks(3, (0,))
 
 
 def test_the_smallest_stage_counts_once_all_are_known() -> None:
-    rounds = HostRound(0, 3)
-    report = rounds.measured(HostRoom(40, 0.001))
-    assert report == HostReport(0, 40, 0.001)
-    assert rounds.arrived(HostReport(1, 30, 0.004))
-    assert rounds.room == NO_ROOM
-    assert rounds.arrived(HostReport(2, 50, 0.002))
-    assert rounds.room == HostRoom(30, 0.004)
-    assert not rounds.arrived(HostReport(0, 1, 0.0))  # its own
-    assert not rounds.arrived(HostReport(3, 1, 0.0))
-    assert not rounds.arrived(HostReport(1, 1, float("nan")))
-    rounds.arrived(HostReport(1, 10, 0.0))  # the first word counts
-    assert rounds.room.blocks == 30
+    rounds = HostMemoryReports(0, 3)
+    report = rounds.make_report(HostMemory(40, 0.001))
+    assert report == HostMemoryReport(0, 40, 0.001)
+    assert rounds.accept_report(HostMemoryReport(1, 30, 0.004))
+    assert rounds.common_memory == NO_HOST_MEMORY
+    assert rounds.accept_report(HostMemoryReport(2, 50, 0.002))
+    assert rounds.common_memory == HostMemory(30, 0.004)
+    assert not rounds.accept_report(HostMemoryReport(0, 1, 0.0))  # its own
+    assert not rounds.accept_report(HostMemoryReport(3, 1, 0.0))
+    assert not rounds.accept_report(HostMemoryReport(1, 1, float("nan")))
+    rounds.accept_report(HostMemoryReport(1, 10, 0.0))  # the first word counts
+    assert rounds.common_memory.blocks == 30

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 
 from molink.errors import WireError
-from molink.facts.profile import UNKNOWN
+from molink.facts.profile import UNKNOWN_PROFILE
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.ring.ends import Front
-from molink.ring.linkround import INTERVAL, LinkRound
+from molink.ring.ends import SchedulerBridge
+from molink.ring.linkround import REPORT_INTERVAL, LinkReports
 from molink.ring.ring import Ring, RingConfig
-from molink.ring.round import HASTE, MAX_WAITING
+from molink.ring.round import MIN_INTERVAL, MAX_BURST
 from molink.ring.stage import StageShape
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import Frame, Lane
+from molink.wire.messages.data import Frame, Channel
 from molink.wire.messages.rounds import LinkReport
 from molinkd.worker.request_table import RequestTable
 
@@ -33,36 +33,36 @@ def rate(value: float) -> LinkFacts:
 
 
 def test_when_a_stage_reports() -> None:
-    one = LinkRound(1, 3)
-    assert one.measured(NOTHING, 0.0) is None
-    assert one.measured(FACTS, 0.0) == LinkReport(1, 0.03, 12.5e6)
+    one = LinkReports(1, 3)
+    assert one.make_report(NOTHING, 0.0) is None
+    assert one.make_report(FACTS, 0.0) == LinkReport(1, 0.03, 12.5e6)
     assert one.links == (NOTHING, FACTS, NOTHING)
-    assert one.measured(rate(12.6e6), 100.0) is None, "hardly a change"
-    assert one.measured(rate(13e6), INTERVAL - 0.01) is None, "a small one can wait"
-    assert one.measured(rate(13e6), INTERVAL) is not None
-    assert one.measured(rate(2.5e6), INTERVAL + HASTE - 0.01) is None
+    assert one.make_report(rate(12.6e6), 100.0) is None, "hardly a change"
+    assert one.make_report(rate(13e6), REPORT_INTERVAL - 0.01) is None, "a small one can wait"
+    assert one.make_report(rate(13e6), REPORT_INTERVAL) is not None
+    assert one.make_report(rate(2.5e6), REPORT_INTERVAL + MIN_INTERVAL - 0.01) is None
     assert one.links[1] == rate(2.5e6), "here it is known at once"
-    assert one.measured(rate(2.5e6), INTERVAL + HASTE) == LinkReport(1, 0.03, 2.5e6)
+    assert one.make_report(rate(2.5e6), REPORT_INTERVAL + MIN_INTERVAL) == LinkReport(1, 0.03, 2.5e6)
 
 
 def test_an_unknown_rate_is_reported_as_such() -> None:
-    one = LinkRound(0, 2)
-    assert one.measured(LinkFacts(0.03), 0.0) == LinkReport(0, 0.03, 0.0)
-    other = LinkRound(1, 2)
-    assert other.arrived(LinkReport(0, 0.03, 0.0))
+    one = LinkReports(0, 2)
+    assert one.make_report(LinkFacts(0.03), 0.0) == LinkReport(0, 0.03, 0.0)
+    other = LinkReports(1, 2)
+    assert other.accept_report(LinkReport(0, 0.03, 0.0))
     assert other.links == (LinkFacts(0.03), NOTHING)
-    assert one.measured(FACTS, HASTE) == LinkReport(0, 0.03, 12.5e6)
+    assert one.make_report(FACTS, MIN_INTERVAL) == LinkReport(0, 0.03, 12.5e6)
 
 
 def test_a_ring_of_one_stage_has_no_links() -> None:
-    alone = LinkRound(0, 1)
-    assert alone.measured(FACTS, 0.0) is None
-    assert not alone.arrived(LinkReport(0, 0.03, 1e6))
+    alone = LinkReports(0, 1)
+    assert alone.make_report(FACTS, 0.0) is None
+    assert not alone.accept_report(LinkReport(0, 0.03, 1e6))
     assert alone.links == (NOTHING,)
 
 
 def test_the_stage_before_its_origin_does_not_pass_a_report_on() -> None:
-    assert [LinkRound(stage, 3).goes_on(0, 0.0) for stage in (1, 2)] == [
+    assert [LinkReports(stage, 3).should_forward(0, 0.0) for stage in (1, 2)] == [
         True,
         False,
     ]
@@ -81,8 +81,8 @@ def test_the_stage_before_its_origin_does_not_pass_a_report_on() -> None:
     ],
 )
 def test_a_report_that_makes_no_sense_changes_nothing(report: LinkReport) -> None:
-    one = LinkRound(1, 3)
-    assert not one.arrived(report)
+    one = LinkReports(1, 3)
+    assert not one.accept_report(report)
     assert one.links == (NOTHING,) * 3
 
 
@@ -90,7 +90,7 @@ def test_a_report_that_makes_no_sense_changes_nothing(report: LinkReport) -> Non
     "wrong", [[-1, 0.1, 1.0], [256, 0.1, 1.0], [0, 601.0, 1.0], [0, 0.1, 2e12]]
 )
 def test_some_never_come_through_the_codec(wrong: list[float]) -> None:
-    good = msgspec.msgpack.encode(Frame(1, Lane.DECODE, 0, LinkReport(1, 0.1, 1.0)))
+    good = msgspec.msgpack.encode(Frame(1, Channel.DECODE, 0, LinkReport(1, 0.1, 1.0)))
     raw = msgspec.msgpack.decode(good)
     raw[-1][1:] = wrong
     with pytest.raises(WireError):
@@ -142,8 +142,8 @@ class Circle:
         for index in range(stages):
             shape = StageShape(index, stages, 2, 10, "f32")
             head: Any = self.head
-            front = Front(head, desk, 10) if index == 0 else None
-            config = RingConfig(shape, UNKNOWN)
+            front = SchedulerBridge(head, desk, 10) if index == 0 else None
+            config = RingConfig(shape, UNKNOWN_PROFILE)
             ring = Ring(config, RequestTable(), executor, front, lambda: 0.0, pytest.fail)
             outlet: Any = Outlet(self.wire, (index + 1) % stages)
             ring.open(outlet if stages > 1 else None)
@@ -153,7 +153,7 @@ class Circle:
         while self.wire:
             to, body = self.wire.popleft()
             self.passed += 1
-            self.rings[to].arrive(body, None)
+            self.rings[to].on_message(body, None)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])
@@ -161,20 +161,20 @@ def test_every_stage_knows_every_link(stages: int) -> None:
     circle = Circle(stages)
     facts = tuple(LinkFacts(0.01 * (index + 1), 1e6 * (index + 1)) for index in range(stages))
     for ring, own in zip(circle.rings, facts, strict=True):
-        ring.link_measured(own, 0.0)
+        ring.on_link_measured(own, 0.0)
     circle.deliver()
     assert circle.passed == stages * (stages - 1)
     assert all(ring.links == facts for ring in circle.rings)
     assert circle.head.links == facts
-    assert all(ring.strays == 0 for ring in circle.rings)
+    assert all(ring.num_strays == 0 for ring in circle.rings)
 
 
 def test_a_change_goes_round_as_well() -> None:
     circle = Circle(3)
-    circle.rings[1].link_measured(FACTS, 0.0)
+    circle.rings[1].on_link_measured(FACTS, 0.0)
     circle.deliver()
-    circle.rings[1].link_measured(rate(2.5e6), 0.5)
-    circle.rings[1].link_measured(rate(2.5e6), 1.0)
+    circle.rings[1].on_link_measured(rate(2.5e6), 0.5)
+    circle.rings[1].on_link_measured(rate(2.5e6), 1.0)
     circle.deliver()
     assert circle.passed == 4
     assert circle.head.links == (NOTHING, rate(2.5e6), NOTHING)
@@ -183,8 +183,8 @@ def test_a_change_goes_round_as_well() -> None:
 @pytest.mark.parametrize("report", [LinkReport(1, 0.1, 1e6), LinkReport(7, 0.1, 1e6)])
 def test_strays_are_counted_and_go_nowhere(report: LinkReport) -> None:
     circle = Circle(3)
-    circle.rings[1].arrive(report, None)
-    assert circle.rings[1].strays == 1
+    circle.rings[1].on_message(report, None)
+    assert circle.rings[1].num_strays == 1
     assert not circle.wire
     assert circle.rings[1].links == (NOTHING,) * 3
 
@@ -194,35 +194,35 @@ def test_a_report_never_goes_round_twice() -> None:
     for index, ring in enumerate(circle.rings):
         for stage in range(4):
             if stage != index:
-                ring.arrive(LinkReport(stage, 0.1, 1e6), None)
+                ring.on_message(LinkReport(stage, 0.1, 1e6), None)
     circle.deliver()
     assert circle.passed <= 4 * 3 * 2
 
 
 def test_a_flood_of_reports_ends_at_the_next_stage() -> None:
     now = 0.0
-    one = LinkRound(1, 3)
+    one = LinkReports(1, 3)
     passed = 0
     for step in range(10_000):
         now = step / 1000
         report = LinkReport(0, 0.1, 1e6 + step)
-        passed += one.arrived(report) and one.goes_on(0, now)
-    assert passed <= 2 * now / HASTE
+        passed += one.accept_report(report) and one.should_forward(0, now)
+    assert passed <= 2 * now / MIN_INTERVAL
     assert one.links[0].rate == 1e6 + 9999, "here the last one counts"
-    now += MAX_WAITING * HASTE
-    late = [one.goes_on(0, now) for _ in range(MAX_WAITING)]
+    now += MAX_BURST * MIN_INTERVAL
+    late = [one.should_forward(0, now) for _ in range(MAX_BURST)]
     assert all(late), "honest ones may come together"
 
 
 def test_a_ring_that_has_been_left_says_nothing() -> None:
     circle = Circle(2)
     circle.rings[1].close()
-    circle.rings[1].link_measured(FACTS, 0.0)
+    circle.rings[1].on_link_measured(FACTS, 0.0)
     assert not circle.wire
 
 
 def test_a_stage_alone() -> None:
     circle = Circle(1)
-    circle.rings[0].link_measured(FACTS, 0.0)
+    circle.rings[0].on_link_measured(FACTS, 0.0)
     assert circle.head.links == ()
     assert circle.rings[0].links == (NOTHING,)

@@ -15,11 +15,11 @@ import torch
 
 from molink.checkpoint.folder import ModelFolder
 from molink.ring.scoreboard import Scoreboard
-from molink.ring.work import block_ids
+from molink.ring.work import parse_block_ids
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Admit, Release, Rows, Sampling, Table, Tombstone, Volume
+from molink.wire.messages.data import Admit, Release, RequestSlice, SamplingParams, BlockTable, Tombstone, Volume
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
 
@@ -34,7 +34,7 @@ TOKENS = {
     D: [50, 51, 52, 53, 54, 55, 56, 57, 58],
     E: [5, 9, 2, 7, 1, 8, 3, 6, 4, 11, 12, 60, 61, 62],
 }
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 #: What is to be sampled, whatever becomes of C.
 WANTED = {
@@ -68,7 +68,7 @@ class AnyPieces:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    def rows(self, here: int, coming: int, riding: int, pace: float) -> int:
+    def next_rows(self, here: int, coming: int, riding: int, pace: float) -> int:
         return self._random.randint(0 if coming else 1, here)
 
 
@@ -102,7 +102,7 @@ class Hop:
     def deliver(self, lane: deque[tuple[Any, Any]]) -> None:
         body, data = lane.popleft()
         if lane is not self.bulk or isinstance(data, list):
-            self.board.arrive(body, data, 0.0)
+            self.board.on_message(body, data, 0.0)
             return
         size = self.stage.config.hidden_size * 4
         rows = count = len(data) // size
@@ -115,22 +115,22 @@ class Hop:
     def _arrive(self, body: Any, data: bytearray, size: int) -> None:
         if isinstance(body, Volume):
             room = bytearray(body.count * size)
-            self.buffers[body.tick] = room, 0
+            self.buffers[body.seq] = room, 0
         room, before = self.buffers[body.tick]
         after = before + len(data) // size
         room[before * size : after * size] = data
         self.buffers[body.tick] = room, after
         if isinstance(body, Volume):
-            self.board.arrive(body, room, 0.0, after)
+            self.board.on_message(body, room, 0.0, after)
         else:
-            self.board.extend(body.tick, after, 0.0)
+            self.board.extend_volume(body.tick, after, 0.0)
 
 
-def rows(request: int, start: int, count: int, after: int, blocks: tuple[int, ...] = ()) -> Rows:
-    return Rows(request, start, count, after, blocks, sample=True)
+def rows(request: int, start: int, count: int, after: int, blocks: tuple[int, ...] = ()) -> RequestSlice:
+    return RequestSlice(request, start, count, after, blocks, sample=True)
 
 
-def volume(tick: int, *groups: Rows, prefill: bool) -> tuple[Volume, list[int]]:
+def volume(tick: int, *groups: RequestSlice, prefill: bool) -> tuple[Volume, list[int]]:
     tokens = [
         token for each in groups for token in TOKENS[each.request][each.start :][: each.count]
     ]
@@ -163,8 +163,8 @@ def afterword() -> list[tuple[Any, Any]]:
         volume(14, rows(D, 7, 1, 13), prefill=False),
         volume(15, rows(D, 8, 1, 14, (2,)), prefill=False),
         (Admit(16, E, GREEDY, 14), None),
-        (Table(17, E, Payload("i32", (2,))), array("i", (3, 7)).tobytes()),
-        volume(18, Rows(E, 11, 2, 17, (0, 4), True, source=1), prefill=True),
+        (BlockTable(17, E, Payload("i32", (2,))), array("i", (3, 7)).tobytes()),
+        volume(18, RequestSlice(E, 11, 2, 17, (0, 4), True, copy_from_block=1), prefill=True),
         volume(19, rows(E, 13, 1, 18), prefill=False),
     ]
 
@@ -176,7 +176,7 @@ class Driver:
         self.hops = [Hop(RecordingStage(stage), Scoreboard()) for stage in stages]
         if pieces is not None:
             for hop in self.hops:
-                hop.board = Scoreboard(cutting=AnyPieces(pieces))
+                hop.board = Scoreboard(sub_chunk_policy=AnyPieces(pieces))
                 hop.split = random.Random(pieces)
         #: Pieces that were neither the first nor the only one of their volume.
         self.later_pieces = 0
@@ -196,7 +196,7 @@ class Driver:
         while True:
             moves: list[Any] = [hop.decode for hop in self.hops if hop.decode]
             moves += [hop.bulk for hop in self.hops if hop.bulk]
-            moves += [hop for hop in self.hops if hop.board.queued]
+            moves += [hop for hop in self.hops if hop.board.num_queued]
             if todo:
                 moves.append(todo)
             elif later and (A, 11) in self.logits and self._released():
@@ -206,7 +206,7 @@ class Driver:
             self._do(self._pick(moves), todo, later)
         for hop in self.hops:
             hop.board.validate()
-            assert hop.board.waiting == 0
+            assert hop.board.num_waiting == 0
 
     def _released(self) -> bool:
         return any(isinstance(body, Release) for body in self.ended)
@@ -220,36 +220,36 @@ class Driver:
                 self._compute(index)
             elif move is hop.decode or move is hop.bulk:
                 hop.deliver(move)
-                self._forward(index, hop.board.complete((), 0.0))
+                self._forward(index, hop.board.complete_volumes((), 0.0))
 
     def _compute(self, index: int) -> None:
         hop = self.hops[index]
-        work = hop.board.take(0.0)
+        work = hop.board.next_step(0.0)
         if work is None:
             return
-        self.later_pieces += sum(part.first > 0 for part in work.segments)
-        results = run_step(hop.stage, hop.requests, work.segments)
+        self.later_pieces += sum(part.first_row > 0 for part in work.inputs)
+        results = run_step(hop.stage, hop.requests, work.inputs)
         if hop.stage.is_last:
             groups = [
-                each for segment in work.segments for each in segment.volume.rows if each.sample
+                each for step_input in work.inputs for each in step_input.volume.slices if each.sample
             ]
             for each, logits in zip(groups, hop.stage.output, strict=True):
                 self.logits[each.request, each.start + each.count] = logits.clone()
         else:
-            for part, result in zip(work.segments, results, strict=True):
-                body = More(part.volume.tick) if part.first else part.header
+            for part, result in zip(work.inputs, results, strict=True):
+                body = More(part.volume.seq) if part.first_row else part.full_volume
                 self.hops[index + 1].put(body, bytearray(result.rows))
-        self._forward(index, hop.board.complete(work.ticks, 0.0))
+        self._forward(index, hop.board.complete_volumes(work.seqs, 0.0))
 
     def _forward(self, index: int, controls: Any) -> None:
         for control in controls:
             if isinstance(control.body, Admit):
-                self.hops[index].requests.admit(control.body)
-            elif isinstance(control.body, Table):
-                blocks = block_ids(control.body, control.data)
-                self.hops[index].requests.table(control.body.request, blocks)
+                self.hops[index].requests.admit_request(control.body)
+            elif isinstance(control.body, BlockTable):
+                blocks = parse_block_ids(control.body, control.data)
+                self.hops[index].requests.append_blocks(control.body.request, blocks)
             elif isinstance(control.body, Release):
-                self.hops[index].requests.release(control.body.request)
+                self.hops[index].requests.release_request(control.body.request)
             if index + 1 < len(self.hops):
                 self.hops[index + 1].put(control.body, control.data)
             else:
@@ -260,17 +260,17 @@ class Driver:
 def stages(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Stage]:
     torch.set_num_threads(1)
     folder = ModelFolder.open(make_model(tmp_path_factory.mktemp("orders")))
-    return [Stage.load(folder, (layer, layer + 1), "cpu", "f32") for layer in range(3)]
+    return [Stage.load_layers(folder, (layer, layer + 1), "cpu", "f32") for layer in range(3)]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Logits:
     """Every request alone and at once, on the whole model."""
     folder = ModelFolder.open(make_model(tmp_path_factory.mktemp("whole")))
-    stage = Stage.load(folder, (0, 3), "cpu", "f32")
+    stage = Stage.load_layers(folder, (0, 3), "cpu", "f32")
     expected: Logits = {}
     for request, tokens in TOKENS.items():
-        stage.allocate(8, BLOCK)
+        stage.allocate_kv_pool(8, BLOCK)
         batch = StageInput(
             tokens=torch.tensor(tokens),
             hidden=None,
@@ -312,7 +312,7 @@ def test_logits_do_not_depend_on_the_order_of_arrival(
     stages: list[Stage], undisturbed: Logits, order: str
 ) -> None:
     for stage in stages:
-        stage.allocate(10, BLOCK)
+        stage.allocate_kv_pool(10, BLOCK)
     driver = Driver(stages, ORDERS[order])
     logits = driver.run()
 
@@ -327,7 +327,7 @@ def test_logits_do_not_depend_on_how_volumes_are_cut(
     stages: list[Stage], undisturbed: Logits, seed: int
 ) -> None:
     for stage in stages:
-        stage.allocate(10, BLOCK)
+        stage.allocate_kv_pool(10, BLOCK)
     driver = Driver(stages, shuffled(seed), seed)
     logits = driver.run()
     assert driver.later_pieces > 5
@@ -339,15 +339,15 @@ def test_logits_do_not_depend_on_how_volumes_are_cut(
 def test_cancel_before_its_volumes_leaves_tombstones(stages: list[Stage]) -> None:
     """A volume that has only rows of a cancelled request is not computed anywhere after."""
     for stage in stages:
-        stage.allocate(10, BLOCK)
+        stage.allocate_kv_pool(10, BLOCK)
     driver = Driver(stages, in_turn)
     first = driver.hops[0]
-    first.board.arrive(Admit(1, C, GREEDY, 8), None, 0.0)
-    first.board.arrive(Release(3, C, 2), None, 0.0)
-    first.board.arrive(*volume(2, rows(C, 0, 4, 1, (5,)), prefill=True), 0.0)
-    bodies = [control.body for control in first.board.complete((), 0.0)]
+    first.board.on_message(Admit(1, C, GREEDY, 8), None, 0.0)
+    first.board.on_message(Release(3, C, 2), None, 0.0)
+    first.board.on_message(*volume(2, rows(C, 0, 4, 1, (5,)), prefill=True), 0.0)
+    bodies = [control.body for control in first.board.complete_volumes((), 0.0)]
     assert bodies == [Admit(1, C, GREEDY, 8), Tombstone(2), Release(3, C, 2)]
-    assert first.board.take(0.0) is None
+    assert first.board.next_step(0.0) is None
 
 
 @torch.inference_mode()
@@ -357,7 +357,7 @@ def spoil(stage: Stage, slots: list[int]) -> None:
     assert pool is not None
     rows = torch.full((len(slots), 2, pool.kv_heads, pool.head_dim), torch.nan)
     for layer in range(stage.layers[1] - stage.layers[0]):
-        pool.write(layer, torch.tensor(slots), rows)
+        pool.write_rows(layer, torch.tensor(slots), rows)
 
 
 @pytest.mark.parametrize("cuts", [(0, 3), (0, 1, 3)], ids=["whole", "two stages"])
@@ -367,17 +367,17 @@ def test_copied_positions_give_the_logits_of_computed_ones(
     """What the copy's source holds beyond, another request's or nothing usable, is not seen."""
     folder = ModelFolder.open(make_model(tmp_path))
     ranges = itertools.pairwise(cuts)
-    stages = [Stage.load(folder, layers, "cpu", "f32") for layers in ranges]
+    stages = [Stage.load_layers(folder, layers, "cpu", "f32") for layers in ranges]
     for stage in stages:
-        stage.allocate(10, BLOCK)
+        stage.allocate_kv_pool(10, BLOCK)
     driver = Driver(stages, in_turn)
     parts = [
         (Admit(1, A, GREEDY, 13), None),
         volume(2, rows(A, 0, 11, 1, (3, 7, 1)), prefill=True),
         volume(3, rows(A, 11, 1, 2), prefill=False),
         (Admit(4, E, GREEDY, 14), None),
-        (Table(5, E, Payload("i32", (2,))), array("i", (3, 7)).tobytes()),
-        volume(6, Rows(E, 11, 1, 5, (0,), True, source=1), prefill=True),
+        (BlockTable(5, E, Payload("i32", (2,))), array("i", (3, 7)).tobytes()),
+        volume(6, RequestSlice(E, 11, 1, 5, (0,), True, copy_from_block=1), prefill=True),
         volume(7, rows(E, 12, 2, 6, (4,)), prefill=True),
     ]
     for number, part in enumerate(parts):

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.facts.profile import UNKNOWN, Profile
-from molink.ring.pieces import MIN_ROWS, EfficientPieces, WholeVolumes, create_cutting
+from molink.facts.profile import UNKNOWN_PROFILE, Profile
+from molink.ring.pieces import MIN_ROWS, EfficientSubChunks, WholeVolumePolicy, create_sub_chunk_policy
 
 TILE = 64
 #: Reading the weights takes 20 ms; from 64 rows on each costs 0.1 ms, in full tiles.
@@ -20,14 +20,14 @@ PROFILES = st.sampled_from([GPU, CPU, Profile(prefill=((4, 1.0),)), Profile(pref
 
 
 def test_the_sizes_that_pay() -> None:
-    gpu, cpu = EfficientPieces(GPU), EfficientPieces(CPU)
-    assert (gpu.minimum, gpu.enough) == (128, 320)
-    assert (cpu.minimum, cpu.enough) == (16, 64)
+    gpu, cpu = EfficientSubChunks(GPU), EfficientSubChunks(CPU)
+    assert (gpu.min_rows, gpu.efficient_rows) == (128, 320)
+    assert (cpu.min_rows, cpu.efficient_rows) == (16, 64)
 
 
 def test_a_slow_link_is_waited_for_until_a_pass_pays() -> None:
-    pieces = EfficientPieces(GPU)
-    assert [pieces.rows(here, 512 - here, 0, 0.0) for here in (16, 127, 128, 200, 256)] == [
+    pieces = EfficientSubChunks(GPU)
+    assert [pieces.next_rows(here, 512 - here, 0, 0.0) for here in (16, 127, 128, 200, 256)] == [
         0,
         0,
         128,
@@ -37,40 +37,40 @@ def test_a_slow_link_is_waited_for_until_a_pass_pays() -> None:
 
 
 def test_nothing_is_left_that_is_too_small_for_a_pass() -> None:
-    pieces = EfficientPieces(GPU)
-    assert pieces.rows(128, 128, 0, 0.0) == 128
-    assert pieces.rows(128, 127, 0, 0.0) == 0
-    assert pieces.rows(192, 64, 0, 0.0) == 128
-    assert pieces.rows(255, 0, 0, 0.0) == 255
-    assert pieces.rows(1, 0, 0, 0.0) == 1
+    pieces = EfficientSubChunks(GPU)
+    assert pieces.next_rows(128, 128, 0, 0.0) == 128
+    assert pieces.next_rows(128, 127, 0, 0.0) == 0
+    assert pieces.next_rows(192, 64, 0, 0.0) == 128
+    assert pieces.next_rows(255, 0, 0, 0.0) == 255
+    assert pieces.next_rows(1, 0, 0, 0.0) == 1
 
 
 def test_beside_decode_rows_a_tile_is_filled_up() -> None:
-    pieces = EfficientPieces(GPU)
-    assert pieces.rows(70, 400, 8, 0.0) == 56
-    assert pieces.rows(130, 400, 8, 0.0) == 120
-    assert pieces.rows(60, 400, 50, 0.0) == 0  # 14 would fill a tile: not worth a message
-    assert pieces.rows(130, 400, 50, 0.0) == 78
+    pieces = EfficientSubChunks(GPU)
+    assert pieces.next_rows(70, 400, 8, 0.0) == 56
+    assert pieces.next_rows(130, 400, 8, 0.0) == 120
+    assert pieces.next_rows(60, 400, 50, 0.0) == 0  # 14 would fill a tile: not worth a message
+    assert pieces.next_rows(130, 400, 50, 0.0) == 78
 
 
 def test_a_whole_prompt_leaves_in_several_pieces() -> None:
-    pieces, left, sizes = EfficientPieces(GPU), 2048, []
+    pieces, left, sizes = EfficientSubChunks(GPU), 2048, []
     while left:
-        sizes.append(pieces.rows(left, 0, 8, 0.0))
+        sizes.append(pieces.next_rows(left, 0, 8, 0.0))
         left -= sizes[-1]
     assert sizes == [376, 376, 376, 504, 416]
-    assert pieces.rows(512, 0, 8, 0.0) == 512, "what the head makes is left as it is"
+    assert pieces.next_rows(512, 0, 8, 0.0) == 512, "what the head makes is left as it is"
 
 
 def test_where_rows_come_slowly_small_pieces_will_do() -> None:
-    pieces = EfficientPieces(GPU)
-    assert [pieces.rows(here, 400, 0, 200.0) for here in (15, 16, 17, 70)] == [0, 16, 17, 64]
+    pieces = EfficientSubChunks(GPU)
+    assert [pieces.next_rows(here, 400, 0, 200.0) for here in (15, 16, 17, 70)] == [0, 16, 17, 64]
     # A pass of up to a tile takes 24 ms; in twice the time 44 rows come.
-    assert [pieces.rows(here, 400, 0, 900.0) for here in (47, 48)] == [0, 48]
-    assert pieces.rows(17, 15, 0, 200.0) == 16
-    assert pieces.rows(17, 14, 0, 200.0) == 0
-    assert pieces.rows(20, 400, 50, 200.0) == 20
-    assert pieces.rows(127, 400, 0, 10_000.0) == 0
+    assert [pieces.next_rows(here, 400, 0, 900.0) for here in (47, 48)] == [0, 48]
+    assert pieces.next_rows(17, 15, 0, 200.0) == 16
+    assert pieces.next_rows(17, 14, 0, 200.0) == 0
+    assert pieces.next_rows(20, 400, 50, 200.0) == 20
+    assert pieces.next_rows(127, 400, 0, 10_000.0) == 0
 
 
 @given(
@@ -83,30 +83,30 @@ def test_where_rows_come_slowly_small_pieces_will_do() -> None:
 def test_any_volume_runs_to_its_end(
     profile: Profile, here: int, coming: int, riding: int, pace: float
 ) -> None:
-    pieces = EfficientPieces(profile)
-    rows = pieces.rows(here, coming, riding, pace)
+    pieces = EfficientSubChunks(profile)
+    rows = pieces.next_rows(here, coming, riding, pace)
     assert 0 <= rows <= here
     assert rows or coming
     if coming and rows:
-        assert rows >= min(MIN_ROWS, pieces.minimum)
-        assert here + coming - rows >= (pieces.minimum if not pace else MIN_ROWS)
-    assert rows < 2 * pieces.enough + profile.tile
-    tail = EfficientPieces(profile, forwards=False)
-    assert tail.rows(here, 0, riding, 0.0) == here
-    assert tail.rows(here, coming, riding, pace) >= rows or not coming
+        assert rows >= min(MIN_ROWS, pieces.min_rows)
+        assert here + coming - rows >= (pieces.min_rows if not pace else MIN_ROWS)
+    assert rows < 2 * pieces.efficient_rows + profile.tile
+    tail = EfficientSubChunks(profile, forwards=False)
+    assert tail.next_rows(here, 0, riding, 0.0) == here
+    assert tail.next_rows(here, coming, riding, pace) >= rows or not coming
 
 
 @pytest.mark.parametrize(
     ("profile", "cut_through", "kind"),
-    [(GPU, True, EfficientPieces), (GPU, False, WholeVolumes), (UNKNOWN, True, WholeVolumes)],
+    [(GPU, True, EfficientSubChunks), (GPU, False, WholeVolumePolicy), (UNKNOWN_PROFILE, True, WholeVolumePolicy)],
 )
 def test_who_knows_nothing_stores_and_forwards(
     profile: Profile, cut_through: bool, kind: type
 ) -> None:
-    cutting = create_cutting(profile, cut_through=cut_through, forwards=True)
+    cutting = create_sub_chunk_policy(profile, cut_through=cut_through, forwards=True)
     assert isinstance(cutting, kind)
-    assert cutting.rows(100, 0, 0, 0.0) == 100
+    assert cutting.next_rows(100, 0, 0, 0.0) == 100
 
 
 def test_whole_volumes_wait_for_all_rows() -> None:
-    assert [WholeVolumes().rows(4000, coming, 0, 0.0) for coming in (1, 0)] == [0, 4000]
+    assert [WholeVolumePolicy().next_rows(4000, coming, 0, 0.0) for coming in (1, 0)] == [0, 4000]

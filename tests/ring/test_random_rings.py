@@ -27,42 +27,42 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from molink.errors import Overloaded
 from molink.facts.drafts import (
     AUTO_DRAFTS,
-    MAX_AHEAD,
+    MAX_LOOKAHEAD,
     MAX_DRAFTS,
     DraftModelFacts,
-    DraftOrder,
-    Guess,
+    DraftBatch,
+    DraftTokens,
 )
-from molink.facts.drafts import Guesses as Answers
+from molink.facts.drafts import DraftResults as Answers
 from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.ring.ends import Collector
-from molink.ring.known import BoardLimits
+from molink.ring.ends import SampleCollector
+from molink.ring.known import ScoreboardLimits
 from molink.ring.scoreboard import Scoreboard
-from molink.ring.work import SegmentResult, Work, block_copy
-from molink.scheduler.head import Head
-from molink.scheduler.job import PATIENCE
-from molink.scheduler.limits import HeadLimits
+from molink.ring.work import StepOutput, Step, parse_block_copy
+from molink.scheduler.head import Scheduler
+from molink.scheduler.job import ABANDONED_AFTER_S
+from molink.scheduler.limits import SchedulerConfig
 from molink.scheduler.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
-from molink.scheduler.request import Emission, HeadRequest
-from molink.scheduler.speculation.base import Foretold
+from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.speculation.base import DraftProposal
 from molink.wire.messages.data import (
     Admit,
-    Choice,
-    Forced,
+    SampledId,
+    ForcedTokens,
     History,
     Release,
-    Rows,
-    Sampled,
-    Sampling,
+    RequestSlice,
+    SamplerOutput,
+    SamplingParams,
     SwapIn,
     SwapOut,
-    Table,
+    BlockTable,
     Tombstone,
     Volume,
 )
-from molink.wire.messages.serving import Rejected, Token
+from molink.wire.messages.serving import Rejected, OutputToken
 
 STOP = 7
 VOCABULARY = 40
@@ -79,7 +79,7 @@ def model(tokens: list[int], seed: int) -> int:
     return crc32(repr((tokens, seed)).encode()) % VOCABULARY
 
 
-def reference(request: HeadRequest) -> list[int]:
+def reference(request: SchedulerRequest) -> list[int]:
     """What the request should be answered with."""
     tokens = list(request.tokens)
     for _ in range(request.max_tokens):
@@ -95,7 +95,7 @@ class AnyPieces:
 
     salt: int
 
-    def rows(self, here: int, coming: int, riding: int, pace: float) -> int:
+    def next_rows(self, here: int, coming: int, riding: int, pace: float) -> int:
         dice = crc32(repr((self.salt, here, coming, riding)).encode())
         return 0 if coming and dice % 3 == 0 else 1 + dice // 3 % here
 
@@ -121,22 +121,22 @@ class Stage:
     """A scoreboard and a KV pool that remembers who wrote what."""
 
     def __init__(
-        self, index: int, last: bool, limits: HeadLimits, cutting: AnyPieces | None = None
+        self, index: int, last: bool, limits: SchedulerConfig, cutting: AnyPieces | None = None
     ) -> None:
         self.index, self.last, self.block_size = index, last, limits.block_size
-        bounds = BoardLimits(
-            blocks=limits.blocks, block_size=limits.block_size, host_blocks=HOST_BLOCKS
+        bounds = ScoreboardLimits(
+            blocks=limits.num_blocks, block_size=limits.block_size, host_blocks=HOST_BLOCKS
         )
         self.board = Scoreboard(bounds, cutting)
         #: Rows of volumes that have come in part.
         self.incoming: dict[int, list[Row]] = {}
-        self.collector = Collector()
+        self.collector = SampleCollector()
         self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
         #: The same of host blocks; and all orders to swap, as they came.
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}
         self.swaps: list[tuple[type, bytes]] = []
         self.requests: dict[int, State] = {}
-        self.running: list[Work] = []
+        self.running: list[Step] = []
 
     def arrive(
         self,
@@ -149,22 +149,22 @@ class Stage:
             state = self.requests[body.request]
             assert body.first == len(state.history)
             state.history += data
-        elif isinstance(body, Table):
+        elif isinstance(body, BlockTable):
             self.requests[body.request].blocks += memoryview(data).cast("i")
         if isinstance(body, More):
             self.incoming[body.tick] += data
-            self.board.extend(body.tick, len(self.incoming[body.tick]), 0.0)
+            self.board.extend_volume(body.tick, len(self.incoming[body.tick]), 0.0)
         elif isinstance(body, Volume):
-            self.incoming[body.tick] = rows = list(data)
-            self.board.arrive(body, rows, 0.0, len(rows))
+            self.incoming[body.seq] = rows = list(data)
+            self.board.on_message(body, rows, 0.0, len(rows))
         else:
-            self.board.arrive(body, data, 0.0)
+            self.board.on_message(body, data, 0.0)
         return self.forward(())
 
     def forward(self, ticks: tuple[int, ...]) -> list[tuple[int, object, object]]:
         """Controls for the next stage's decode lane."""
         out = []
-        for control in self.board.complete(ticks, 0.0):
+        for control in self.board.complete_volumes(ticks, 0.0):
             if isinstance(control.body, Release):
                 del self.requests[control.body.request]
             if isinstance(control.body, SwapOut | SwapIn):
@@ -173,7 +173,7 @@ class Stage:
         return out
 
     def take(self) -> list[tuple[int, object, object]]:
-        work = self.board.take(0.0)
+        work = self.board.next_step(0.0)
         if work is not None:
             self.running.append(work)
         return self.forward(())
@@ -183,13 +183,13 @@ class Stage:
         work = self.running.pop(which)
         out = []
         parts = []
-        for part in work.segments:
+        for part in work.inputs:
             self._copy(part.volume)
-        for part in work.segments:
+        for part in work.inputs:
             rows = list(part.data)
-            if part.kept is not None:
-                rows = [rows[index] for index in part.kept]
-            assert all(group.count for group in part.volume.rows)
+            if part.row_indices is not None:
+                rows = [rows[index] for index in part.row_indices]
+            assert all(group.count for group in part.volume.slices)
             assert len(rows) == part.volume.count
             parts.append((part, rows))
             self._write(part.volume, rows)
@@ -198,27 +198,27 @@ class Stage:
             choices, failed = self._read(volume)
             if self.last:
                 forced = tuple(self._forced(choices))
-                sampled = Sampled(volume.tick, tuple(choices), tuple(failed), forced)
-                result = SegmentResult(volume, None, sampled)
-                bodies = self.collector.add(sampled, result, last=part.last)
+                sampled = SamplerOutput(volume.seq, tuple(choices), tuple(failed), forced)
+                result = StepOutput(volume, None, sampled)
+                bodies = self.collector.add_output(sampled, result, last=part.is_last)
                 out += [(0, body, None) for body in bodies]
             else:
-                body = More(volume.tick) if part.first else part.header
+                body = More(volume.seq) if part.first_row else part.full_volume
                 out.append((int(volume.prefill), body, rows))
-        return out + self.forward(work.ticks)
+        return out + self.forward(work.seqs)
 
     def _swap(self, order: SwapOut | SwapIn, data: bytes) -> None:
         self.swaps.append((type(order), bytes(data)))
-        copy = block_copy(order, data)
+        copy = parse_block_copy(order, data)
         tables = [self.requests[order.request].blocks]
         assert set(copy.blocks) <= set(tables[0])
-        if not copy.out:
+        if not copy.is_swap_out:
             tables = [state.blocks for state in self.requests.values()]
             assert all(sum(table.count(block) for table in tables) == 1 for block in copy.blocks)
-        for block, host in zip(copy.blocks, copy.hosts, strict=True):
+        for block, host in zip(copy.blocks, copy.host_blocks, strict=True):
             pairs = [((block, offset), (host, offset)) for offset in range(self.block_size)]
             for here, there in pairs:
-                if copy.out:
+                if copy.is_swap_out:
                     self.host[there] = self.kv.get(here, ())
                 else:
                     self.kv[here] = self.host[there]
@@ -227,20 +227,20 @@ class Stage:
         return state.blocks[position // self.block_size], position % self.block_size
 
     def _copy(self, volume: Volume) -> None:
-        for group in volume.rows:
+        for group in volume.slices:
             state = self.requests[group.request]
             state.blocks += group.blocks
-            if group.source >= 0:
+            if group.copy_from_block >= 0:
                 target, end = self._slot(state, group.start)
                 assert end
                 for offset in range(self.block_size):
                     self.kv.pop((target, offset), None)
                 for offset in range(end):
-                    self.kv[target, offset] = self.kv[group.source, offset]
+                    self.kv[target, offset] = self.kv[group.copy_from_block, offset]
 
     def _write(self, volume: Volume, rows: list[Row]) -> None:
         first = 0
-        for group in volume.rows:
+        for group in volume.slices:
             state = self.requests[group.request]
             assert group.start + group.count <= len(state.blocks) * self.block_size
             for offset in range(group.count):
@@ -251,15 +251,15 @@ class Stage:
                 assert (*before, tokens[-1]) == tokens
             first += group.count
 
-    def _read(self, volume: Volume) -> tuple[list[Choice], list[int]]:
+    def _read(self, volume: Volume) -> tuple[list[SampledId], list[int]]:
         choices, failed = [], []
-        for group in volume.rows:
+        for group in volume.slices:
             state, end = self.requests[group.request], group.start + group.count
             tokens = list(self.kv[self._slot(state, end - 1)])
             for position in range(end):
                 assert self.kv[self._slot(state, position)] == tuple(tokens[: position + 1])
-            tokens = tokens[: end - len(group.checked)]
-            if not group.follows(*state.last):
+            tokens = tokens[: end - len(group.verified_drafts)]
+            if not group.continues_from(*state.last):
                 continue
             if self._fails(state, tokens):
                 failed.append(group.request)
@@ -267,31 +267,31 @@ class Stage:
                 choices += self._sample(state, group, tokens)
         return choices, failed
 
-    def _forced(self, choices: list[Choice]) -> Iterator[Forced]:
+    def _forced(self, choices: list[SampledId]) -> Iterator[ForcedTokens]:
         """What is said to have to follow the last choice of a request; now and then wrongly."""
         for choice in {each.request: each for each in choices}.values():
             if choice.position % 3 == 0:
                 state = self.requests[choice.request]
                 tokens = [*self.kv[self._slot(state, choice.position - 1)], choice.token]
                 for _ in range(choice.position % 4 + 1):
-                    tokens.append(model(tokens, state.admit.sampling.seed))
+                    tokens.append(model(tokens, state.admit.sampling_params.seed))
                 wrong = choice.position % 5 == 0
                 tokens[-1] = (tokens[-1] + wrong) % VOCABULARY
-                yield Forced(choice.request, tuple(tokens[choice.position + 1 :]))
+                yield ForcedTokens(choice.request, tuple(tokens[choice.position + 1 :]))
 
     def _fails(self, state: State, tokens: list[int]) -> bool:
-        return state.admit.sampling.seed == FAILING and len(tokens) >= FAILS_AT
+        return state.admit.sampling_params.seed == FAILING and len(tokens) >= FAILS_AT
 
-    def _sample(self, state: State, group: Rows, tokens: list[int]) -> Iterator[Choice]:
-        for draft in (*group.checked, None):
+    def _sample(self, state: State, group: RequestSlice, tokens: list[int]) -> Iterator[SampledId]:
+        for draft in (*group.verified_drafts, None):
             if self._fails(state, tokens):
                 return
-            token = model(tokens, state.admit.sampling.seed)
-            if state.admit.sampling.needs_history:
+            token = model(tokens, state.admit.sampling_params.seed)
+            if state.admit.sampling_params.needs_history:
                 assert state.history == tokens
                 state.history.append(token)
             state.last = len(tokens), token
-            yield Choice(group.request, len(tokens), token)
+            yield SampledId(group.request, len(tokens), token)
             if token != draft:
                 return
             tokens = [*tokens, token]
@@ -304,8 +304,8 @@ class Guesses:
     ring: "Ring"
     rng: random.Random
 
-    def draft(self, tokens: Sequence[int], count: int) -> Foretold:
-        return Foretold(self.told(tokens, count), self.rng.choice([1, 3, 9]))
+    def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
+        return DraftProposal(self.told(tokens, count), self.rng.choice([1, 3, 9]))
 
     def told(self, tokens: Sequence[int], count: int) -> list[int]:
         known: Sequence[int] = next(
@@ -328,23 +328,23 @@ class SmallModel:
 
     def __init__(self, guesses: Guesses) -> None:
         self._guesses = guesses
-        self.orders: deque[DraftOrder] = deque()
+        self.orders: deque[DraftBatch] = deque()
         #: What it was told of each request.
         self.known: dict[int, list[int]] = {}
 
     def answer(self) -> Answers:
         order, rng = self.orders.popleft(), self._guesses.rng
-        for number in order.over:
+        for number in order.finished:
             self.known.pop(number, None)
         found = []
-        for ask in order.asks:
+        for ask in order.requests:
             known = self.known.setdefault(ask.request, [])
-            assert len(known) == ask.known
+            assert len(known) == ask.position
             known += ask.tokens
-            tokens = self._guesses.told(known, ask.wanted) if rng.random() < 0.9 else []
+            tokens = self._guesses.told(known, ask.max_drafts) if rng.random() < 0.9 else []
             chances = [rng.choice([0.1, 0.5, 0.9]) for _ in tokens]
             if rng.random() < 0.95:
-                found.append(Guess(ask.request, tokens, chances))
+                found.append(DraftTokens(ask.request, tokens, chances))
         return Answers(found, 0.001 * rng.random(), failed=rng.random() < 0.01)
 
 
@@ -352,7 +352,7 @@ class SmallModel:
 class Client:
     """What a daemon knows of a request."""
 
-    request: HeadRequest
+    request: SchedulerRequest
     expected: list[int]
     got: list[int] = field(default_factory=list)
     over: bool = False
@@ -368,7 +368,7 @@ class Ring:
     def __init__(
         self,
         stages: int,
-        limits: HeadLimits,
+        limits: SchedulerConfig,
         cutting: AnyPieces | None = None,
         rng: random.Random | None = None,
         policy: str = "fcfs",
@@ -377,9 +377,9 @@ class Ring:
         self.limits = limits
         scheduling = create_scheduling_policy(policy)
         guesses = Guesses(self, rng or random.Random(0))
-        self.head = Head(limits, 3, scheduling, lambda: guesses)
+        self.head = Scheduler(limits, 3, scheduling, lambda: guesses)
         self.model = SmallModel(guesses)
-        self.head.set_host_room(host_blocks, 1e-4)
+        self.head.set_host_memory(host_blocks, 1e-4)
         self.cutting = cutting
         self.stages = [Stage(i, i == stages - 1, limits, cutting) for i in range(stages)]
         self.lanes = {(i, lane): deque() for i in range(stages) for lane in (0, 1)}
@@ -390,9 +390,9 @@ class Ring:
 
     # --- events ----------------------------------------------------------------------------------
 
-    def submit(self, request: HeadRequest) -> bool:
+    def submit(self, request: SchedulerRequest) -> bool:
         try:
-            displaced = self.head.submit(request, self.now)
+            displaced = self.head.submit_request(request, self.now)
         except Overloaded:
             return False
         self.clients[request.key] = Client(request, reference(request))
@@ -401,26 +401,26 @@ class Ring:
 
     def cancel(self, key: str) -> None:
         self.clients[key].over = True
-        self.head.cancel(self.clients[key].request.owner, key, self.now)
+        self.head.cancel_request(self.clients[key].request.peer, key, self.now)
 
     def credit(self, key: str) -> None:
         client = self.clients[key]
-        self.head.credit(client.request.owner, key, client.position)
+        self.head.grant_credit(client.request.peer, key, client.position)
 
     def next(self, prefill: bool = True) -> bool:
-        batch = self.head.next(self.now, prefill=prefill)
-        order = self.head.draft_order()
+        batch = self.head.next_batch(self.now, prefill=prefill)
+        order = self.head.pop_draft_batch()
         if order is not None:
             self.model.orders.append(order)
         if batch is None:
             return False
-        assert batch.control or batch.volumes
-        ticks = [control.body.tick for control in batch.control]
-        ticks += [volume.header.tick for volume in batch.volumes]
-        assert ticks == sorted(ticks)
-        for control in batch.control:
+        assert batch.controls or batch.volumes
+        seqs = [control.body.seq for control in batch.controls]
+        seqs += [volume.header.seq for volume in batch.volumes]
+        assert seqs == sorted(seqs)
+        for control in batch.controls:
             data = control.ids
-            if isinstance(control.body, Table | SwapOut | SwapIn):
+            if isinstance(control.body, BlockTable | SwapOut | SwapIn):
                 data = array("i", control.ids).tobytes()
             self._send(0, self.stages[0].arrive(control.body, data))
         for volume in batch.volumes:
@@ -431,10 +431,10 @@ class Ring:
 
     def _rows(self, volume: Volume) -> list[Row]:
         rows = []
-        for group in volume.rows:
-            job = self.head._roster.of_id(group.request)
+        for group in volume.slices:
+            job = self.head._queues.get_by_id(group.request)
             client = self.clients[job.request.key]
-            tokens = (*job.request.tokens, *client.got, *job.path)
+            tokens = (*job.request.tokens, *client.got, *job.draft_path)
             for position in range(group.start, group.start + group.count):
                 rows.append((group.request, position, tokens[: position + 1]))
         return rows
@@ -443,16 +443,16 @@ class Ring:
         body, data = self.lanes[hop, lane].popleft()
         if hop + 1 < len(self.stages):
             self._send(hop + 1, self.stages[hop + 1].arrive(body, data))
-        elif isinstance(body, Sampled):
-            said = {choice.request for choice in body.choices}
-            for group in self.head._ledger._volumes[body.tick].rows:
-                if group.is_ahead:
+        elif isinstance(body, SamplerOutput):
+            said = {choice.request for choice in body.sampled}
+            for group in self.head._in_flight._volumes[body.seq].slices:
+                if group.is_lookahead:
                     self.ahead["right" if group.request in said else "wrong"] += 1
-            self._emit(self.head.sampled(body, {}, self.now))
+            self._emit(self.head.on_sampled(body, {}, self.now))
         elif isinstance(body, Release):
-            self.head.released(body.tick, self.now)
+            self.head.on_released(body.seq, self.now)
         elif isinstance(body, Tombstone):
-            self._emit(self.head.tombstone(body.tick, self.now))
+            self._emit(self.head.on_tombstone(body.seq, self.now))
 
     def part(self, hop: int, count: int) -> None:
         """Deliver only the first ``count`` of the rows that are next on a bulk lane."""
@@ -461,7 +461,7 @@ class Ring:
         self._send(hop + 1, self.stages[hop + 1].arrive(body, rows[:count]))
 
     def guess(self) -> None:
-        self.head.guessed(self.model.answer())
+        self.head.on_draft_results(self.model.answer())
 
     def take(self, index: int) -> None:
         self._send(index, self.stages[index].take())
@@ -490,10 +490,10 @@ class Ring:
             assert token.position == client.position
             client.got.append(token.token)
             assert client.got == client.expected[: len(client.got)]
-            if token.finish is not None:
+            if token.finish_reason is not None:
                 client.over = True
                 stopped = token.token in client.request.stop_ids
-                assert token.finish == ("stop" if stopped else "length")
+                assert token.finish_reason == ("stop" if stopped else "length")
                 assert client.got == client.expected
 
     # --- what could happen -----------------------------------------------------------------------
@@ -506,7 +506,7 @@ class Ring:
             if self.cutting and kind and lane and len(lane[0][1]) > 1:
                 found += [("part", hop, count) for count in {1, len(lane[0][1]) // 2}]
         for stage in self.stages:
-            if stage.board.queued > len(stage.running) and len(stage.running) < 2:
+            if stage.board.num_queued > len(stage.running) and len(stage.running) < 2:
                 found.append(("take", stage.index))
             found += [("finish", stage.index, which) for which in range(len(stage.running))]
         return found
@@ -527,9 +527,9 @@ class Ring:
             elif not issued:
                 break
             self.validate()
-        assert not self.head.live
-        assert not self.head.stats()[1]["head_blocks_used"]
-        assert not self.head.stats()[1]["head_host_blocks_used"]
+        assert not self.head.live_requests
+        assert not self.head.collect_stats()[1]["head_blocks_used"]
+        assert not self.head.collect_stats()[1]["head_host_blocks_used"]
         self.check_empty()
 
     def validate(self) -> None:
@@ -540,17 +540,17 @@ class Ring:
     def check_empty(self) -> None:
         assert all(client.over for client in self.clients.values())
         assert not any(self.lanes.values())
-        assert self.head.strays == 0
+        assert self.head.num_strays == 0
         assert not self.model.orders
-        assert not self.head._speculation.asking._waiting
-        assert not self.model.known or not self.head._speculation.asking.is_on
+        assert not self.head._speculation.draft_queue._waiting
+        assert not self.model.known or not self.head._speculation.draft_queue.has_model
         for stage in self.stages:
             assert stage.swaps == self.stages[0].swaps
             assert not stage.requests
             assert not stage.running
-            assert not stage.board.waiting
+            assert not stage.board.num_waiting
             assert not len(stage.collector)
-            misbehaved = stage.board.counts.keys() - {"dropped_groups", "buried_volumes"}
+            misbehaved = stage.board.counters.keys() - {"dropped_groups", "buried_volumes"}
             assert not misbehaved
 
 
@@ -567,24 +567,24 @@ def make_prompt(rng: random.Random, ring: Ring, total: int) -> tuple[int, ...]:
 
 #: With long latencies chunks go unpaired, where the number of micro-batches is not fixed.
 STAGE = Profile(decode=((1, 0.01),), prefill=((16, 0.01),))
-SMALL = DraftModelFacts(STAGE.scaled(0.1), 30)
+SMALL = DraftModelFacts(STAGE.scale_by(0.1), 30)
 
 
-def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> HeadRequest:
+def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> SchedulerRequest:
     """A request that fits into a KV pool of ``maximum`` tokens."""
     total = rng.randint(1, rng.choice([1, max(1, maximum // 4), max(1, maximum - 1)]))
     answer = rng.randint(1, max(1, min(maximum - total, 16)))
     tokens = make_prompt(rng, ring, total)
     penalty = rng.choice([0.0, 0.5])
-    return HeadRequest(
-        owner=rng.choice(["one", "two", "two", "two"]),
+    return SchedulerRequest(
+        peer=rng.choice(["one", "two", "two", "two"]),
         key=key,
         tokens=tokens,
         prompt_tokens=rng.randint(1, total),
         max_tokens=answer,
-        sampling=Sampling(seed=rng.choice([FAILING, *range(20)]), presence_penalty=penalty),
+        sampling=SamplingParams(seed=rng.choice([FAILING, *range(20)]), presence_penalty=penalty),
         stop_ids=(STOP,) if rng.random() < 0.3 else (),
-        window=rng.choice([1, 2, 5, 256]),
+        credit_window=rng.choice([1, 2, 5, 256]),
     )
 
 
@@ -599,7 +599,7 @@ ANY_RING = given(
     cutting=st.none() | st.builds(AnyPieces, st.integers(0, 99)),
     draft_tokens=st.sampled_from([0, AUTO_DRAFTS, 1, 3, MAX_DRAFTS]),
     policy=st.sampled_from(["fcfs", *SCHEDULING_POLICIES]),
-    ahead=st.sampled_from([0, 1, 3, MAX_AHEAD]),
+    ahead=st.sampled_from([0, 1, 3, MAX_LOOKAHEAD]),
     draft_model=st.sampled_from([None, SMALL]),
     preemption_mode=st.sampled_from(["proactive-swap", *PREEMPTION_MODES]),
     host_blocks=st.sampled_from([HOST_BLOCKS, 8, 2, 0]),
@@ -629,18 +629,18 @@ def every_request_gets_its_own_tokens(
     Whatever is drafted meanwhile, whose turn ever it is, and whose KV is kept elsewhere meanwhile.
     """
     rng = random.Random(seed)
-    limits = HeadLimits(
+    limits = SchedulerConfig(
         blocks,
         block_size,
         micro_batches,
         chunk_tokens,
-        max_running=max_running,
-        max_waiting=8,
+        max_num_seqs=max_running,
+        max_queue_len=8,
         prefix_cache=prefix_cache,
         profiles=(STAGE,) * stages,
-        stages=stages,
-        draft_tokens=draft_tokens,
-        ahead=ahead,
+        num_stages=stages,
+        num_speculative_tokens=draft_tokens,
+        lookahead_volumes=ahead,
         draft_model=draft_model,
         preemption_mode=preemption_mode,
     )
@@ -649,11 +649,11 @@ def every_request_gets_its_own_tokens(
     pace = rng.choice([2, 4, 2 * stages + 1, 6 * stages])
     restless = rng.choice([0.0, 0.05, 0.2])
     for step in range(rng.randrange(20, 120)):
-        ring.now += rng.choice([0.0, 0.0, 0.1, 1.0, PATIENCE / 3])
+        ring.now += rng.choice([0.0, 0.0, 0.1, 1.0, ABANDONED_AFTER_S / 3])
         live = [key for key, client in ring.clients.items() if not client.over]
         if rng.random() < 0.1:
             links = [LinkFacts(rng.choice([0.0, 0.03, 10.0]), None)] * stages
-            profile = STAGE.scaled(rng.choice([0.2, 1.0, 1.0, 5.0]))
+            profile = STAGE.scale_by(rng.choice([0.2, 1.0, 1.0, 5.0]))
             ring.head.set_times(RingTimes((profile,) * stages, links, 0))
         dice = rng.random()
         if dice < 0.2 and len(ring.clients) < 24:
@@ -686,15 +686,15 @@ class RingMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        limits = HeadLimits(
+        limits = SchedulerConfig(
             6,
             2,
             2,
-            chunk_tokens=5,
-            max_running=3,
-            max_waiting=3,
-            draft_tokens=2,
-            ahead=2,
+            max_num_batched_tokens=5,
+            max_num_seqs=3,
+            max_queue_len=3,
+            num_speculative_tokens=2,
+            lookahead_volumes=2,
             preemption_mode="reactive-swap",
             draft_model=SMALL,
         )
@@ -713,13 +713,13 @@ class RingMachine(RuleBasedStateMachine):
     def submit(self, tokens: int, shared: int, answer: int, window: int) -> None:
         self.count += 1
         ids = tuple(i if i < shared else (self.count + i) % VOCABULARY for i in range(tokens))
-        sampling = Sampling(seed=self.count)
+        sampling = SamplingParams(seed=self.count)
         owner = f"owner {self.count % 2}"
         self.ring.submit(
-            HeadRequest(owner, f"r{self.count}", ids, tokens, answer, sampling, (STOP,), window)
+            SchedulerRequest(owner, f"r{self.count}", ids, tokens, answer, sampling, (STOP,), window)
         )
 
-    @rule(seconds=st.sampled_from([1.0, PATIENCE]))
+    @rule(seconds=st.sampled_from([1.0, ABANDONED_AFTER_S]))
     def wait(self, seconds: float) -> None:
         self.ring.now += seconds
 
@@ -763,10 +763,10 @@ def advance(ring: Ring) -> None:
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "in flight", "between"])
 def test_cancel_frees_blocks_within_one_iteration(stages: int, when: str) -> None:
-    ring = Ring(stages, HeadLimits(64, 4, 2, chunk_tokens=8))
-    request = HeadRequest("daemon", "a", tuple(range(20)), 20, 30, Sampling())
+    ring = Ring(stages, SchedulerConfig(64, 4, 2, max_num_batched_tokens=8))
+    request = SchedulerRequest("daemon", "a", tuple(range(20)), 20, 30, SamplingParams())
     ring.submit(request)
-    ring.submit(HeadRequest("daemon", "b", (1, 2, 3), 3, 30, Sampling()))
+    ring.submit(SchedulerRequest("daemon", "b", (1, 2, 3), 3, 30, SamplingParams()))
     rounds = {"waiting": 0, "prefilling": 1, "in flight": 5, "between": 5}[when]
     for _ in range(rounds):
         ring.next()
@@ -776,31 +776,31 @@ def test_cancel_frees_blocks_within_one_iteration(stages: int, when: str) -> Non
     ring.cancel("a")
     ring.next()
     advance(ring)
-    _, gauges = ring.head.stats()
-    held = len(ring.head._roster.find("daemon", "b").blocks)
+    _, gauges = ring.head.collect_stats()
+    held = len(ring.head._queues.find_request("daemon", "b").blocks)
     assert gauges["head_blocks_used"] == held
     assert gauges["head_cancel_iterations_max"] == (0 if when == "waiting" else 1)
     ring.drain(lambda events: events[0])
 
 
 def test_a_rejected_row_ends_only_its_own_request() -> None:
-    ring = Ring(2, HeadLimits(64, 4, 2))
+    ring = Ring(2, SchedulerConfig(64, 4, 2))
     for key in "ab":
-        ring.submit(HeadRequest("daemon", key, (1, 2, 3), 3, 30, Sampling(seed=ord(key))))
+        ring.submit(SchedulerRequest("daemon", key, (1, 2, 3), 3, 30, SamplingParams(seed=ord(key))))
     ring.next()
     events = []
     ring._emit = events.extend
-    while not (lane := ring.lanes[1, 0]) or not isinstance(lane[0][0], Sampled):
+    while not (lane := ring.lanes[1, 0]) or not isinstance(lane[0][0], SamplerOutput):
         ring.do(ring.events()[-1])
     sampled, data = lane.popleft()
     first = sampled.choices[0].request
     kept = tuple(choice for choice in sampled.choices if choice.request != first)
-    lane.appendleft((Sampled(sampled.tick, kept, (first,)), data))
+    lane.appendleft((SamplerOutput(sampled.tick, kept, (first,)), data))
     ring.deliver(1, 0)
     rejected, token = (emission.message for emission in events)
     assert isinstance(rejected, Rejected)
     assert (rejected.key, rejected.reason) == ("a", "failed")
-    assert isinstance(token, Token)
+    assert isinstance(token, OutputToken)
     assert token.key == "b"
 
 
@@ -808,11 +808,11 @@ def test_a_rejected_row_ends_only_its_own_request() -> None:
 def test_what_goes_ahead_changes_no_answer(seed: int) -> None:
     """Few requests and many guesses: passes go ahead, on paths that turn out right or wrong."""
     rng = random.Random(seed)
-    limits = HeadLimits(64, 4, 2, chunk_tokens=16, draft_tokens=3, ahead=4)
+    limits = SchedulerConfig(64, 4, 2, max_num_batched_tokens=16, num_speculative_tokens=3, lookahead_volumes=4)
     ring = Ring(3, limits, rng=rng)
     for number in range(3):
-        sampling = Sampling(seed=20 + number, presence_penalty=0.5 * (number % 2))
-        ring.submit(HeadRequest("d", str(number), (number, 1, 2), 3, 40, sampling))
+        sampling = SamplingParams(seed=20 + number, presence_penalty=0.5 * (number % 2))
+        ring.submit(SchedulerRequest("d", str(number), (number, 1, 2), 3, 40, sampling))
     ring.drain(rng.choice)
     assert ring.ahead["right"] > 5
     assert ring.ahead["wrong"] > 5
@@ -822,13 +822,13 @@ def test_what_goes_ahead_changes_no_answer(seed: int) -> None:
 def test_what_a_draft_model_guesses_changes_no_answer(draft_tokens: int) -> None:
     rng = random.Random(6)
     stages = {"profiles": (STAGE,) * 3, "stages": 3}
-    limits = HeadLimits(
-        64, 4, 2, chunk_tokens=16, draft_tokens=draft_tokens, draft_model=SMALL, **stages
+    limits = SchedulerConfig(
+        64, 4, 2, max_num_batched_tokens=16, num_speculative_tokens=draft_tokens, draft_model=SMALL, **stages
     )
     ring = Ring(3, limits, rng=rng)
     ring.head.set_times(RingTimes((STAGE,) * 3, (LinkFacts(10.0, None),) * 3, 0))
     for number in range(6):
-        request = HeadRequest("d", str(number), (number, 1), 2, 24, Sampling(seed=20 + number))
+        request = SchedulerRequest("d", str(number), (number, 1), 2, 24, SamplingParams(seed=20 + number))
         ring.submit(request)
     ring.drain(rng.choice)
-    assert ring.head.stats()[0]["head_guessed_tokens_total"] > 20
+    assert ring.head.collect_stats()[0]["head_guessed_tokens_total"] > 20

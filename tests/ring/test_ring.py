@@ -11,36 +11,36 @@ from typing import Any
 import pytest
 
 from molink.facts.profile import Profile
-from molink.link.policies.base import DecodeFinished, DecodeStarted
-from molink.ring.ends import Front
-from molink.ring.pieces import create_cutting
+from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent
+from molink.ring.ends import SchedulerBridge
+from molink.ring.pieces import create_sub_chunk_policy
 from molink.ring.ring import Ring, RingConfig
 from molink.ring.stage import StageShape
 from molink.ring.steps import MAX_FAILED_STEPS, SLACK
-from molink.ring.work import SegmentResult, StepDone
-from molink.scheduler.batch import Batch, HeadControl, HeadVolume
+from molink.ring.work import StepOutput, StepResult
+from molink.scheduler.batch import MicroBatch, ControlWithPayload, VolumeWithTokens
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
     Admit,
-    Choice,
+    SampledId,
     Grammar,
     History,
     Release,
-    Rows,
-    Sampled,
-    Sampling,
-    Table,
+    RequestSlice,
+    SamplerOutput,
+    SamplingParams,
+    BlockTable,
     Tombstone,
     TopLogprobs,
     Volume,
-    VolumePart,
+    VolumeFragment,
 )
 from molinkd.worker.request_table import RequestTable
 
 PROFILE = Profile(decode=((1, 0.25),), prefill=((16, 0.5),))
 
 
-MIDDLE_STAGE = StageShape(1, 3, hidden=2, vocabulary=100, dtype="f32")
+MIDDLE_STAGE = StageShape(1, 3, hidden=2, vocabulary=100, wire_dtype="f32")
 LAST_STAGE = replace(MIDDLE_STAGE, index=2)
 
 
@@ -48,20 +48,20 @@ class ScriptedExecutor:
     """Ends steps when the test says so."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[Any, Callable[[StepDone], None]]] = []
+        self.steps: list[tuple[Any, Callable[[StepResult], None]]] = []
 
-    def submit(self, segments: Any, done: Callable[[StepDone], None]) -> None:
+    def submit(self, segments: Any, done: Callable[[StepResult], None]) -> None:
         self.steps.append((segments, done))
 
     def end(
         self, seconds: float = 0.5, error: str | None = None, out_of_memory: bool = False
     ) -> None:
-        segments, done = self.steps.pop(0)
-        results = [self.result(each.volume) for each in segments]
-        done(StepDone(results, seconds, error, out_of_memory))
+        step_inputs, done = self.steps.pop(0)
+        results = [self.result(each.volume) for each in step_inputs]
+        done(StepResult(results, seconds, error, out_of_memory))
 
-    def result(self, volume: Volume) -> SegmentResult:
-        return SegmentResult(volume, bytearray(8), None)
+    def result(self, volume: Volume) -> StepOutput:
+        return StepOutput(volume, bytearray(8), None)
 
 
 class SamplingExecutor(ScriptedExecutor):
@@ -71,35 +71,35 @@ class SamplingExecutor(ScriptedExecutor):
         super().__init__()
         self.failed: tuple[int, ...] = ()
 
-    def result(self, volume: Volume) -> SegmentResult:
-        ends = [(rows.request, rows.start + rows.count) for rows in volume.rows if rows.sample]
-        choices = tuple(Choice(each, end, 7) for each, end in ends if each not in self.failed)
+    def result(self, volume: Volume) -> StepOutput:
+        ends = [(rows.request, rows.start + rows.count) for rows in volume.slices if rows.sample]
+        choices = tuple(SampledId(each, end, 7) for each, end in ends if each not in self.failed)
         tops = tuple(TopLogprobs(each.request, each.position, (7,), (0.0,)) for each in choices)
-        failed = tuple(rows.request for rows in volume.rows if rows.request in self.failed)
-        return SegmentResult(volume, None, Sampled(volume.tick, choices, failed), tops)
+        failed = tuple(rows.request for rows in volume.slices if rows.request in self.failed)
+        return StepOutput(volume, None, SamplerOutput(volume.seq, choices, failed), tops)
 
 
 class RecordingOutlet:
-    """Keeps what is sent; ``full`` and ``error`` are the test's to set."""
+    """Keeps what is sent; ``is_full`` and ``error`` are the test's to set."""
 
     def __init__(self) -> None:
-        self.full = False
+        self.is_full = False
         self.error: Exception | None = None
         self.sent: list[Any] = []
         self.events: list[Any] = []
 
-    def control(self, body: Any, payload: Any = None) -> None:
+    def send_control(self, body: Any, payload: Any = None) -> None:
         self.sent.append(body)
 
-    def volume(self, header: Volume, rows: Any) -> None:
+    def send_volume(self, header: Volume, rows: Any) -> None:
         if self.error is not None:
             raise self.error
         self.sent.append(header)
 
-    def more(self, tick: int, rows: Any) -> None:
+    def send_more_rows(self, tick: int, rows: Any) -> None:
         self.sent.append(("more", tick))
 
-    def handle(self, event: Any) -> None:
+    def handle_event(self, event: Any) -> None:
         self.events.append(event)
 
 
@@ -111,9 +111,9 @@ def make_ring(
     clock: Callable[[], float] = time.monotonic,
     cut_through: bool = True,
 ) -> Ring:
-    cutting = create_cutting(PROFILE, cut_through=cut_through, forwards=True)
-    config = RingConfig(MIDDLE_STAGE, PROFILE, cutting=cutting)
-    front = None if head is None else Front(head, desk, MIDDLE_STAGE.vocabulary)
+    cutting = create_sub_chunk_policy(PROFILE, cut_through=cut_through, forwards=True)
+    config = RingConfig(MIDDLE_STAGE, PROFILE, sub_chunk_policy=cutting)
+    front = None if head is None else SchedulerBridge(head, desk, MIDDLE_STAGE.vocabulary)
     return Ring(config, RequestTable(), executor, front, clock, on_broken)
 
 
@@ -126,20 +126,20 @@ class Bench:
         self.broken: list[str] = []
         self.ring = make_ring(self.executor, None, None, self.broken.append)
         self.ring.open(self.outlet)
-        self.ring.arrive(Admit(1, 0, Sampling(), 4), None)
+        self.ring.on_message(Admit(1, 0, SamplingParams(), 4), None)
 
     def volume(self, tick: int, after: int, prefill: bool = False, count: int = 1) -> Volume:
-        rows = Rows(0, 4, count, after, (tick,))
+        rows = RequestSlice(0, 4, count, after, (tick,))
         return Volume(tick, prefill, (rows,), Payload("f32", (count, 2)))
 
     def stranger(self, tick: int) -> None:
         """Prefill rows of a request that was never admitted."""
-        volume = Volume(tick, True, (Rows(7, 0, 1, 1, (tick,)),), Payload("f32", (1, 2)))
-        self.ring.arrive(volume, bytearray(8))
+        volume = Volume(tick, True, (RequestSlice(7, 0, 1, 1, (tick,)),), Payload("f32", (1, 2)))
+        self.ring.on_message(volume, bytearray(8))
 
     def arrive(self, tick: int, after: int, **options: Any) -> None:
         volume = self.volume(tick, after, **options)
-        self.ring.arrive(volume, bytearray(volume.payload.nbytes))
+        self.ring.on_message(volume, bytearray(volume.payload.nbytes))
 
     async def end(self, **options: Any) -> None:
         self.executor.end(**options)
@@ -159,33 +159,33 @@ async def bench() -> Bench:
 
 async def test_a_volume_goes_through_and_the_policy_hears_of_it(bench: Bench) -> None:
     bench.arrive(2, 1)
-    (((segment,), _),) = bench.executor.steps
-    assert segment.volume.tick == 2
+    (((step_input,), _),) = bench.executor.steps
+    assert step_input.volume.tick == 2
     await bench.end()
     assert [body.tick for body in bench.outlet.sent] == [1, 2]
     assert bench.outlet.sent[1].payload == Payload("f32", (1, 2))
-    assert bench.outlet.events == [DecodeStarted(1, 0.25), DecodeFinished(1)]
-    assert bench.ring.progress.completed == 2
+    assert bench.outlet.events == [DecodeStartedEvent(1, 0.25), DecodeFinishedEvent(1)]
+    assert bench.ring.progress.completed_seq == 2
 
 
 async def test_how_long_a_step_should_take_is_told_while_it_runs(bench: Bench) -> None:
-    assert bench.ring.progress.predicted == 0
+    assert bench.ring.progress.predicted_s == 0
     bench.arrive(2, 1, prefill=True, count=8)
-    assert bench.ring.progress.predicted == SLACK * 0.5
-    assert bench.ring.progress.queued == 1
+    assert bench.ring.progress.predicted_s == SLACK * 0.5
+    assert bench.ring.progress.num_queued == 1
     await bench.end(seconds=1.0)
-    assert bench.ring.progress.predicted == 0
+    assert bench.ring.progress.predicted_s == 0
     bench.arrive(3, 2)
-    assert bench.ring.progress.predicted == pytest.approx(SLACK * 0.25 * 1.1)
+    assert bench.ring.progress.predicted_s == pytest.approx(SLACK * 0.25 * 1.1)
 
 
 async def test_a_full_link_holds_work_back_until_it_drains(bench: Bench) -> None:
-    bench.outlet.full = True
+    bench.outlet.is_full = True
     bench.arrive(2, 1)
     assert bench.executor.steps == []
-    assert bench.ring.progress.queued == 0, "it waits for the link, not for this stage"
-    bench.outlet.full = False
-    bench.ring.pump()
+    assert bench.ring.progress.num_queued == 0, "it waits for the link, not for this stage"
+    bench.outlet.is_full = False
+    bench.ring.run_pending()
     assert len(bench.executor.steps) == 1
 
 
@@ -199,9 +199,9 @@ async def test_an_error_of_our_own_ends_the_stage(bench: Bench) -> None:
 
 
 async def test_steps_that_fail_one_after_another_end_the_stage(bench: Bench) -> None:
-    for tick in range(2, 2 + MAX_FAILED_STEPS):
+    for seq in range(2, 2 + MAX_FAILED_STEPS):
         assert bench.broken == []
-        bench.arrive(tick, tick - 1)
+        bench.arrive(seq, seq - 1)
         await bench.end(error="device lost")
     (reason,) = bench.broken
     assert "device lost" in reason
@@ -210,29 +210,29 @@ async def test_steps_that_fail_one_after_another_end_the_stage(bench: Bench) -> 
 async def test_large_batches_that_run_out_of_memory_end_no_stage(bench: Bench) -> None:
     bench.arrive(2, 1)
     await bench.end()
-    for tick in range(3, 3 + 2 * MAX_FAILED_STEPS):
-        bench.arrive(tick, tick - 1, prefill=True, count=8)
+    for seq in range(3, 3 + 2 * MAX_FAILED_STEPS):
+        bench.arrive(seq, seq - 1, prefill=True, count=8)
         await bench.end(error="OutOfMemoryError", out_of_memory=True)
     assert bench.broken == []
-    assert bench.ring.steps.failed == 2 * MAX_FAILED_STEPS
+    assert bench.ring.step_log.num_failed == 2 * MAX_FAILED_STEPS
     # Their rows travel on, as NaN, so that the tail reports the requests as failed.
-    assert bench.ring.progress.completed == 2 + 2 * MAX_FAILED_STEPS
+    assert bench.ring.progress.completed_seq == 2 + 2 * MAX_FAILED_STEPS
 
 
 async def test_a_device_without_memory_for_small_ones_does(bench: Bench) -> None:
     bench.arrive(2, 1)
     await bench.end()
-    for tick in range(3, 3 + MAX_FAILED_STEPS):
+    for seq in range(3, 3 + MAX_FAILED_STEPS):
         assert bench.broken == []
-        bench.arrive(tick, tick - 1)
+        bench.arrive(seq, seq - 1)
         await bench.end(error="OutOfMemoryError", out_of_memory=True)
     assert bench.broken == ["5 steps failed one after another: OutOfMemoryError"]
 
 
 async def test_a_good_step_in_between_is_forgiving(bench: Bench) -> None:
-    for tick in range(2, 20):
-        bench.arrive(tick, tick - 1)
-        await bench.end(error=None if tick % 2 else "a hiccup")
+    for seq in range(2, 20):
+        bench.arrive(seq, seq - 1)
+        await bench.end(error=None if seq % 2 else "a hiccup")
     assert bench.broken == []
 
 
@@ -246,12 +246,12 @@ async def test_a_step_that_ends_after_the_epoch_is_ignored(bench: Bench) -> None
 async def test_rows_of_a_request_that_is_over_leave_a_tombstone(bench: Bench) -> None:
     bench.arrive(2, 1)
     release = Release(4, 0, 3, (2,))
-    bench.ring.arrive(release, None)
+    bench.ring.on_message(release, None)
     bench.arrive(3, 2)
     assert bench.outlet.sent[1:] == [Tombstone(3)]
     await bench.end()
     assert [body.tick for body in bench.outlet.sent[1:]] == [3, 2, 4]
-    assert not bench.ring.progress.busy
+    assert not bench.ring.progress.has_requests
 
 
 async def test_what_can_not_run_goes_on_as_a_tombstone_at_once(bench: Bench) -> None:
@@ -274,16 +274,16 @@ async def test_a_malformed_history_is_dropped_and_what_follows_goes_on(
 ) -> None:
     bench.ring._shape = bench.ring._controls._shape = LAST_STAGE if last else MIDDLE_STAGE
     history = History(4, 0, 0, Payload("i32", (5,)))
-    bench.ring.arrive(History(2, 0, 0, Payload("u8", (3,))), bytearray(b"abc"))
-    bench.ring.arrive(History(3, 0, 2**53, Payload("i32", (1,))), bytearray(4))
-    bench.ring.arrive(history, bytearray(array("i", [7, 8, 9, 10, 11]).tobytes()))
-    known = states(bench)[0].history.counts
+    bench.ring.on_message(History(2, 0, 0, Payload("u8", (3,))), bytearray(b"abc"))
+    bench.ring.on_message(History(3, 0, 2**53, Payload("i32", (1,))), bytearray(4))
+    bench.ring.on_message(history, bytearray(array("i", [7, 8, 9, 10, 11]).tobytes()))
+    known = states(bench)[0].history.token_counts
     assert known == ({7: 0, 8: 0, 9: 0, 10: 0, 11: 1} if last else {})
-    bench.ring.arrive(Release(5, 0, 1), None)
+    bench.ring.on_message(Release(5, 0, 1), None)
     passed = [Tombstone(2), Tombstone(3), *([] if last else [history]), Release(5, 0, 1)]
     assert bench.outlet.sent[1:] == passed
     assert bench.broken == []
-    assert bench.ring.stats()[0]["stage_refused_total"] == 2.0
+    assert bench.ring.collect_stats()[0]["stage_refused_total"] == 2.0
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -291,9 +291,9 @@ async def test_blocks_of_the_prefix_cache_are_learnt_and_passed_on(
     bench: Bench, last: bool
 ) -> None:
     bench.ring._shape = bench.ring._controls._shape = LAST_STAGE if last else MIDDLE_STAGE
-    table = Table(2, 0, Payload("i32", (2,)))
-    bench.ring.arrive(table, bytearray(array("i", [7, 5]).tobytes()))
-    bench.ring.arrive(Table(3, 0, Payload("i32", (2,))), bytearray(4))
+    table = BlockTable(2, 0, Payload("i32", (2,)))
+    bench.ring.on_message(table, bytearray(array("i", [7, 5]).tobytes()))
+    bench.ring.on_message(BlockTable(3, 0, Payload("i32", (2,))), bytearray(4))
     assert states(bench)[0].blocks == [7, 5]
     assert bench.outlet.sent[1:] == [*([] if last else [table]), Tombstone(3)]
     assert bench.broken == []
@@ -306,10 +306,10 @@ async def test_alternatives_of_a_request_that_is_over_are_forgotten() -> None:
     ring = make_ring(ScriptedExecutor(), head, desk, lambda _: None)
     ring.open(RecordingOutlet())
     for request in (3, 4):
-        ring.arrive(TopLogprobs(request, 7, (1,), (-0.5,)), None)
-    ring.arrive(Release(9, 3, 8), None)
+        ring.on_message(TopLogprobs(request, 7, (1,), (-0.5,)), None)
+    ring.on_message(Release(9, 3, 8), None)
     assert released == [9]
-    assert list(ring._front._tops) == [(4, 7)]
+    assert list(ring._bridge._tops) == [(4, 7)]
 
 
 # --- pieces --------------------------------------------------------------------------------------
@@ -317,20 +317,20 @@ async def test_alternatives_of_a_request_that_is_over_are_forgotten() -> None:
 
 def part(bench: Bench, tick: int, arrived: int) -> None:
     """Rows of a volume arrive: ``arrived`` in all."""
-    bench.ring.arrive(VolumePart(tick, 1, Payload("f32", (1, 2))), None, arrived)
+    bench.ring.on_message(VolumeFragment(tick, 1, Payload("f32", (1, 2))), None, arrived)
 
 
 def running(bench: Bench) -> tuple[int, int, bytes]:
     """Start, count and data of what runs."""
-    (((segment,), _),) = bench.executor.steps
-    (rows,) = segment.volume.rows
-    return rows.start, rows.count, bytes(segment.data)
+    (((step_input,), _),) = bench.executor.steps
+    (rows,) = step_input.volume.rows
+    return rows.start, rows.count, bytes(step_input.data)
 
 
 async def test_rows_go_on_while_more_are_coming(bench: Bench) -> None:
     volume = bench.volume(2, 1, prefill=True, count=50)
     data = bytearray(400)
-    bench.ring.arrive(volume, data, 15)
+    bench.ring.on_message(volume, data, 15)
     assert bench.executor.steps == [], "no pass yet"
     data[8 * 15 : 8 * 16] = b"rowrowro"
     part(bench, 2, 16)
@@ -342,45 +342,45 @@ async def test_rows_go_on_while_more_are_coming(bench: Bench) -> None:
     assert running(bench)[:2] == (20, 18), "what is left is worth a pass"
     await bench.end()
     assert bench.executor.steps == []
-    assert bench.ring.progress.queued == 0, "it waits for the link"
+    assert bench.ring.progress.num_queued == 0, "it waits for the link"
     part(bench, 2, 50)
     assert running(bench)[:2] == (38, 16)
-    assert bench.ring.progress.completed == 2
+    assert bench.ring.progress.completed_seq == 2
     await bench.end()
     assert bench.outlet.sent[2:] == [("more", 2), ("more", 2)]
     assert states(bench)[0].blocks == [], "the stage would have learnt them"
-    assert bench.ring.stats()[0]["stage_steps_total"] == 3
-    assert bench.ring.stats()[0]["stage_rows_total"] == 50
+    assert bench.ring.collect_stats()[0]["stage_steps_total"] == 3
+    assert bench.ring.collect_stats()[0]["stage_rows_total"] == 50
     bench.arrive(3, 2)
     assert len(bench.executor.steps) == 1
 
 
 async def test_a_release_waits_for_the_rows_that_were_announced(bench: Bench) -> None:
-    bench.ring.arrive(bench.volume(2, 1, prefill=True, count=50), bytearray(400), 20)
+    bench.ring.on_message(bench.volume(2, 1, prefill=True, count=50), bytearray(400), 20)
     await bench.end()
-    bench.ring.arrive(Release(3, 0, 2), None)
+    bench.ring.on_message(Release(3, 0, 2), None)
     part(bench, 2, 50)
     await bench.end()
     assert [type(body) for body in bench.outlet.sent[1:]] == [Volume, tuple, Release]
-    assert not bench.ring.progress.busy
+    assert not bench.ring.progress.has_requests
 
 
 async def test_failures_in_the_midst_of_a_volume_count_one_by_one(bench: Bench) -> None:
-    bench.ring.arrive(bench.volume(2, 1, prefill=True, count=500), bytearray(4000), 20)
+    bench.ring.on_message(bench.volume(2, 1, prefill=True, count=500), bytearray(4000), 20)
     for arrived in range(40, 40 + 20 * MAX_FAILED_STEPS, 20):
         assert bench.broken == []
         await bench.end(error="device lost")
         part(bench, 2, arrived)
     (reason,) = bench.broken
     assert "device lost" in reason
-    assert bench.ring.steps.failed == MAX_FAILED_STEPS
+    assert bench.ring.step_log.num_failed == MAX_FAILED_STEPS
 
 
 async def test_parts_of_nothing_are_counted(bench: Bench) -> None:
     part(bench, 9, 3)
-    bench.ring.arrive(VolumePart(2, 1, Payload("f32", (1, 2))), None)
-    assert bench.ring.stats()[0]["stage_refused_total"] == 1
-    assert bench.ring.strays == 1
+    bench.ring.on_message(VolumeFragment(2, 1, Payload("f32", (1, 2))), None)
+    assert bench.ring.collect_stats()[0]["stage_refused_total"] == 1
+    assert bench.ring.num_strays == 1
     assert bench.broken == []
 
 
@@ -389,28 +389,28 @@ async def test_the_tail_reports_a_volume_once() -> None:
     bench = Bench(executor)
     bench.ring._shape = bench.ring._controls._shape = LAST_STAGE
     for request in (1, 2):
-        bench.ring.arrive(Admit(1 + request, request, Sampling(), 4), None)
+        bench.ring.on_message(Admit(1 + request, request, SamplingParams(), 4), None)
     groups = tuple(
-        Rows(request, 0, 20, request + 1, (request,), sample=request != 2) for request in range(3)
+        RequestSlice(request, 0, 20, request + 1, (request,), sample=request != 2) for request in range(3)
     )
     volume = Volume(4, True, groups, Payload("f32", (60, 2)))
-    bench.ring.arrive(volume, bytearray(480), 30)
+    bench.ring.on_message(volume, bytearray(480), 30)
     await bench.end()
     top = TopLogprobs(0, 20, (7,), (0.0,))
     assert bench.outlet.sent[1:] == [top]
     executor.failed = (1,)
     part(bench, 4, 60)
     await bench.end()
-    assert bench.outlet.sent[1:] == [top, Sampled(4, (Choice(0, 20, 7),), (1,))]
-    assert bench.ring.progress.completed == 4
+    assert bench.outlet.sent[1:] == [top, SamplerOutput(4, (SampledId(0, 20, 7),), (1,))]
+    assert bench.ring.progress.completed_seq == 4
 
 
 async def test_without_cut_through_volumes_are_stored_and_forwarded() -> None:
     bench = Bench()
     bench.ring = make_ring(bench.executor, None, None, bench.broken.append, cut_through=False)
     bench.ring.open(bench.outlet)
-    bench.ring.arrive(Admit(1, 0, Sampling(), 4), None)
-    bench.ring.arrive(bench.volume(2, 1, prefill=True, count=500), bytearray(4000), 499)
+    bench.ring.on_message(Admit(1, 0, SamplingParams(), 4), None)
+    bench.ring.on_message(bench.volume(2, 1, prefill=True, count=500), bytearray(4000), 499)
     assert bench.executor.steps == []
     part(bench, 2, 500)
     assert running(bench)[:2] == (4, 500)
@@ -420,27 +420,27 @@ async def test_decodes_ride_with_each_piece_of_a_large_chunk() -> None:
     """The first stage has all rows at once; what decodes does not wait for the last of them."""
     asked: list[bool] = []
 
-    def next_batch(_: float, *, prefill: bool = True) -> Batch | None:
+    def next_batch(_: float, *, prefill: bool = True) -> MicroBatch | None:
         asked.append(prefill)
         return batches.pop(0) if batches and prefill == batches[0][0] else None
 
-    def volume(tick: int, prefill: bool, count: int) -> HeadVolume:
-        rows = Rows(int(not prefill), 4, count, tick - 2, (tick,), True)
-        header = Volume(tick, prefill, (rows,), Payload("i32", (count,)))
-        return HeadVolume(header, list(range(count)))
+    def volume(seq: int, prefill: bool, count: int) -> VolumeWithTokens:
+        rows = RequestSlice(int(not prefill), 4, count, seq - 2, (seq,), True)
+        header = Volume(seq, prefill, (rows,), Payload("i32", (count,)))
+        return VolumeWithTokens(header, list(range(count)))
 
-    admits = tuple(HeadControl(Admit(tick, tick - 1, Sampling(), 4)) for tick in (1, 2))
-    batches: list[Any] = [(True, Batch(admits, (volume(3, True, 200),)))]
+    admits = tuple(ControlWithPayload(Admit(seq, seq - 1, SamplingParams(), 4)) for seq in (1, 2))
+    batches: list[Any] = [(True, MicroBatch(admits, (volume(3, True, 200),)))]
     head: Any = SimpleNamespace(
         next=lambda now, *, prefill=True: (next_batch(now, prefill=prefill) or (None, None))[1]
     )
     executor, outlet = ScriptedExecutor(), RecordingOutlet()
     ring = make_ring(executor, head, SimpleNamespace(), lambda _: None)
     ring.open(outlet)
-    (segment,) = executor.steps[0][0]
-    assert list(segment.data) == list(range(67))
-    batches.append((False, Batch((), (volume(4, False, 1),))))
-    ring.pump()
+    (step_input,) = executor.steps[0][0]
+    assert list(step_input.data) == list(range(67))
+    batches.append((False, MicroBatch((), (volume(4, False, 1),))))
+    ring.run_pending()
     assert len(batches) == 1, "not while a step runs"
     executor.end()
     decode, prefill = executor.steps[0][0]
@@ -449,8 +449,8 @@ async def test_decodes_ride_with_each_piece_of_a_large_chunk() -> None:
     executor.end()
     executor.end()
     assert asked[-2:] == [False, True]
-    ticks = [body[1] if isinstance(body, tuple) else body.tick for body in outlet.sent]
-    assert ticks == [1, 2, 3, 4, 3, 3]
+    seqs = [body[1] if isinstance(body, tuple) else body.tick for body in outlet.sent]
+    assert seqs == [1, 2, 3, 4, 3, 3]
 
 
 async def test_time_that_nobody_uses_is_counted() -> None:
@@ -459,25 +459,25 @@ async def test_time_that_nobody_uses_is_counted() -> None:
     ring = make_ring(executor, None, None, lambda _: None, clock=lambda: now[0])
     ring.open(RecordingOutlet())
     now[0] = 110.0
-    ring.arrive(Admit(1, 0, Sampling(), 4), None)
+    ring.on_message(Admit(1, 0, SamplingParams(), 4), None)
     now[0] = 111.0
-    ring.arrive(Volume(2, False, (Rows(0, 4, 1, 1, (0,)),), Payload("f32", (1, 2))), bytearray(8))
+    ring.on_message(Volume(2, False, (RequestSlice(0, 4, 1, 1, (0,)),), Payload("f32", (1, 2))), bytearray(8))
     now[0] = 114.0
     executor.end()
     now[0] = 116.0
-    counters, gauges = ring.stats()
+    counters, gauges = ring.collect_stats()
     assert counters["stage_bubble_seconds_total"] == 3.0
     assert gauges["stage_bubble_share"] == 0.5
 
 
 async def test_a_grammar_goes_on_to_the_last_stage(bench: Bench) -> None:
     grammar = Grammar(2, 0, Payload("u8", (3,)))
-    bench.ring.arrive(grammar, bytearray(b"abc"))
+    bench.ring.on_message(grammar, bytearray(b"abc"))
     assert bench.outlet.sent[1:] == [grammar]
     assert not states(bench)[0].failed
-    bench.ring.arrive(Admit(3, 1, Sampling(), 4), None)
+    bench.ring.on_message(Admit(3, 1, SamplingParams(), 4), None)
     bench.ring._shape = bench.ring._controls._shape = LAST_STAGE
-    bench.ring.arrive(Grammar(4, 1, Payload("u8", (3,))), bytearray(b"abc"))
+    bench.ring.on_message(Grammar(4, 1, Payload("u8", (3,))), bytearray(b"abc"))
     # This one has nothing that compiles.
     assert states(bench)[1].failed
     assert bench.broken == []

@@ -6,35 +6,35 @@ from typing import Any
 import pytest
 
 from molink.errors import InvariantError
-from molink.ring.known import BoardLimits, KnownRequest
-from molink.ring.scoreboard import MAX_SPAN, MAX_WAITING, Scoreboard
-from molink.ring.work import Control, Segment, Work
+from molink.ring.known import ScoreboardLimits, TrackedRequest
+from molink.ring.scoreboard import MAX_SEQ_SPAN, MAX_WAITING_VOLUMES, Scoreboard
+from molink.ring.work import CompletedControl, StepInput, Step
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
-    MAX_GRAMMAR,
+    MAX_GRAMMAR_BYTES,
     Admit,
     Grammar,
     History,
     Release,
-    Rows,
-    Sampling,
-    Table,
+    RequestSlice,
+    SamplingParams,
+    BlockTable,
     Tombstone,
     Volume,
 )
 
 
 def admit(tick: int, request: int) -> Admit:
-    return Admit(tick, request, Sampling(), 4)
+    return Admit(tick, request, SamplingParams(), 4)
 
 
 def rows(
     request: int, after: int, start: int = 0, count: int = 1, drafts: tuple[int, ...] = ()
-) -> Rows:
-    return Rows(request, start, count, after, (request,), True, drafts=drafts)
+) -> RequestSlice:
+    return RequestSlice(request, start, count, after, (request,), True, drafts=drafts)
 
 
-def volume(tick: int, *groups: Rows, prefill: bool = False) -> Volume:
+def volume(tick: int, *groups: RequestSlice, prefill: bool = False) -> Volume:
     count = sum(group.count for group in groups)
     return Volume(tick, prefill, groups, Payload("f32", (count, 1)))
 
@@ -43,20 +43,20 @@ def feed(board: Scoreboard, *bodies: Any, data: object = "data") -> list:
     """Messages arrive; returns the bodies to be forwarded."""
     out = []
     for body in bodies:
-        board.arrive(body, data, 0.0)
-        out += [control.body for control in board.complete((), 0.0)]
+        board.on_message(body, data, 0.0)
+        out += [control.body for control in board.complete_volumes((), 0.0)]
         board.validate()
     return out
 
 
 def run(board: Scoreboard) -> tuple[tuple[int, ...], list]:
     """Take and complete once; ticks and forwarded bodies."""
-    work = board.take(0.0)
+    work = board.next_step(0.0)
     board.validate()
-    ticks = () if work is None else work.ticks
-    out = [control.body for control in board.complete(ticks, 0.0)]
+    seqs = () if work is None else work.seqs
+    out = [control.body for control in board.complete_volumes(seqs, 0.0)]
     board.validate()
-    return ticks, out
+    return seqs, out
 
 
 # --- order ---------------------------------------------------------------------------------------
@@ -67,22 +67,22 @@ def test_rows_wait_for_their_admission() -> None:
     late = volume(3, rows(0, after=2), prefill=True)
     history = History(2, 0, 0, Payload("i32", (4,)))
     assert feed(board, late) == []
-    assert board.take(0.0) is None
-    assert (board.queued, board.waiting) == (0, 1)
+    assert board.next_step(0.0) is None
+    assert (board.num_queued, board.num_waiting) == (0, 1)
     assert feed(board, admit(1, 0)) == [admit(1, 0)]
-    assert board.take(0.0) is None
-    board.arrive(history, "ids", 0.0)
-    assert board.complete((), 0.0) == [Control(history, "ids")]
-    assert board.queued == 1
-    assert board.take(0.0) == Work(None, Segment(late, "data"))
-    assert (board.queued, board.waiting) == (1, 0)
-    assert board.complete((3,), 0.0) == []
-    assert (board.queued, board.last_completed) == (0, 3)
+    assert board.next_step(0.0) is None
+    board.on_message(history, "ids", 0.0)
+    assert board.complete_volumes((), 0.0) == [CompletedControl(history, "ids")]
+    assert board.num_queued == 1
+    assert board.next_step(0.0) == Step(None, StepInput(late, "data"))
+    assert (board.num_queued, board.num_waiting) == (1, 0)
+    assert board.complete_volumes((3,), 0.0) == []
+    assert (board.num_queued, board.last_completed_seq) == (0, 3)
 
 
 def test_one_volume_of_each_kind_lowest_ticks_first() -> None:
     board = Scoreboard()
-    feed(board, *(admit(tick, tick - 1) for tick in (1, 2, 3, 4)))
+    feed(board, *(admit(seq, seq - 1) for seq in (1, 2, 3, 4)))
     feed(board, volume(8, rows(3, after=4), prefill=True), volume(7, rows(2, 3), prefill=True))
     feed(board, volume(6, rows(1, after=2)), volume(5, rows(0, after=1)))
     assert run(board) == ((5, 7), [])
@@ -95,13 +95,13 @@ def test_a_later_volume_overtakes_one_that_waits() -> None:
     feed(board, admit(1, 0), admit(2, 1))
     feed(board, volume(4, rows(0, after=3), prefill=True), volume(5, rows(1, after=2)))
     assert run(board) == ((5,), [])
-    assert board.last_completed == 5
+    assert board.last_completed_seq == 5
     assert run(board) == ((), [])
     feed(board, volume(3, rows(0, after=1), prefill=True))
     assert run(board) == ((3,), [])
     assert run(board) == ((4,), [])
     # Progress rises although the ticks that ran last are older.
-    assert board.last_completed == 7
+    assert board.last_completed_seq == 7
 
 
 def test_a_volume_waits_until_the_one_before_has_run_not_only_been_taken() -> None:
@@ -109,11 +109,11 @@ def test_a_volume_waits_until_the_one_before_has_run_not_only_been_taken() -> No
     feed(board, admit(1, 0))
     feed(board, volume(2, rows(0, after=1), prefill=True))
     feed(board, volume(3, rows(0, after=2), prefill=True))
-    work = board.take(0.0)
-    assert work.ticks == (2,)
-    assert board.take(0.0) is None
-    board.complete(work.ticks, 0.0)
-    assert board.take(0.0).ticks == (3,)
+    work = board.next_step(0.0)
+    assert work.seqs == (2,)
+    assert board.next_step(0.0) is None
+    board.complete_volumes(work.seqs, 0.0)
+    assert board.next_step(0.0).seqs == (3,)
 
 
 def test_shared_blocks_wait_for_their_writer() -> None:
@@ -132,36 +132,36 @@ def test_rows_of_a_released_request_are_dropped_from_a_volume() -> None:
     feed(board, admit(1, 0), admit(2, 1), admit(3, 2))
     groups = rows(0, 1, count=2), rows(1, 2, count=3), rows(2, 3, count=1)
     feed(board, volume(4, *groups, prefill=True))
-    assert feed(board, Release(5, 1, after=4)) == []
-    work = board.take(0.0)
-    assert work.prefill.volume.rows == (groups[0], groups[2])
-    assert work.prefill.kept == (0, 1, 5)
-    assert [control.body for control in board.complete((4,), 0.0)] == [Release(5, 1, after=4)]
+    assert feed(board, Release(5, 1, after_seq=4)) == []
+    work = board.next_step(0.0)
+    assert work.prefill.volume.slices == (groups[0], groups[2])
+    assert work.prefill.row_indices == (0, 1, 5)
+    assert [control.body for control in board.complete_volumes((4,), 0.0)] == [Release(5, 1, after_seq=4)]
     assert feed(board, volume(6, rows(1, after=4))) == [Tombstone(6)]
-    assert board.counts == {"dropped_groups": 2, "buried_volumes": 1}
+    assert board.counters == {"dropped_groups": 2, "buried_volumes": 1}
 
 
 def test_a_volume_without_rows_becomes_a_tombstone() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     feed(board, volume(2, rows(0, after=1), prefill=True))
-    release = Release(3, 0, after=2)
+    release = Release(3, 0, after_seq=2)
     assert feed(board, release) == [Tombstone(2), release]
-    assert board.take(0.0) is None
+    assert board.next_step(0.0) is None
 
 
 def test_rows_that_run_are_finished_before_the_release() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), volume(2, rows(0, after=1)))
-    board.take(0.0)
-    release = Release(3, 0, after=2)
+    board.next_step(0.0)
+    release = Release(3, 0, after_seq=2)
     assert feed(board, release) == []
-    assert [control.body for control in board.complete((2,), 0.0)] == [release]
+    assert [control.body for control in board.complete_volumes((2,), 0.0)] == [release]
 
 
 def test_a_release_that_overtakes_its_rows_waits_for_them() -> None:
     board = Scoreboard()
-    release = Release(4, 0, after=3, also=(2,))
+    release = Release(4, 0, after_seq=3, pending_seqs=(2,))
     feed(board, admit(1, 0))
     assert feed(board, release) == []
     # The last volume was buried upstream and its tombstone overtakes the one before.
@@ -171,14 +171,14 @@ def test_a_release_that_overtakes_its_rows_waits_for_them() -> None:
 
 def test_a_release_without_rows_waits_for_nothing() -> None:
     board = Scoreboard()
-    release = Release(2, 0, after=1)
+    release = Release(2, 0, after_seq=1)
     assert feed(board, admit(1, 0), release) == [admit(1, 0), release]
 
 
 def test_a_release_does_not_hold_up_others() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), admit(2, 1))
-    slow, quick = Release(5, 0, after=3), Release(6, 1, after=2)
+    slow, quick = Release(5, 0, after_seq=3), Release(6, 1, after_seq=2)
     assert feed(board, slow, quick) == [quick]
     assert feed(board, Tombstone(3)) == [Tombstone(3), slow]
 
@@ -186,12 +186,12 @@ def test_a_release_does_not_hold_up_others() -> None:
 def test_memory_is_bounded() -> None:
     board = Scoreboard()
     for request in range(500):
-        tick = 3 * request + 1
-        feed(board, admit(tick, request), volume(tick + 1, rows(request, after=tick)))
-        assert run(board)[0] == (tick + 1,)
-        feed(board, Release(tick + 2, request, after=tick + 1))
+        seq = 3 * request + 1
+        feed(board, admit(seq, request), volume(seq + 1, rows(request, after=seq)))
+        assert run(board)[0] == (seq + 1,)
+        feed(board, Release(seq + 2, request, after_seq=seq + 1))
     assert board._complete.watermark == 1500
-    kept = (board._known, board._volumes, board._releases, board._outbox)
+    kept = (board._requests, board._volumes, board._releases, board._completed)
     assert not any(map(len, kept))
     assert len(board._complete) == 0
 
@@ -202,13 +202,13 @@ def test_memory_is_bounded() -> None:
 def test_ticks_seen_before_are_ignored() -> None:
     board = Scoreboard()
     one = volume(2, rows(0, after=1))
-    release = Release(3, 0, after=2)
+    release = Release(3, 0, after_seq=2)
     feed(board, admit(1, 0), one, one)
-    board.take(0.0)
+    board.next_step(0.0)
     assert feed(board, one, release, release, admit(1, 0)) == []
-    assert [control.body for control in board.complete((2,), 0.0)] == [release]
+    assert [control.body for control in board.complete_volumes((2,), 0.0)] == [release]
     assert feed(board, one, release, Tombstone(2)) == []
-    assert board.counts == {"duplicates": 7}
+    assert board.counters == {"duplicates": 7}
 
 
 def test_a_prompt_has_no_drafts() -> None:
@@ -235,31 +235,31 @@ def test_rows_may_be_drafts_only() -> None:
         (rows(0, after=9),),
         (rows(0, 1), rows(0, 1, start=1)),
         (rows(0, 1, count=2, drafts=(5, 6, 7)),),
-        (Rows(0, 0, 2, 1, (0,), sample=False, drafts=(5,)),),
+        (RequestSlice(0, 0, 2, 1, (0,), sample=False, drafts=(5,)),),
         tuple(rows(index, 1, count=16, drafts=(5,) * 15) for index in range(9)),
     ],
 )
-def test_a_volume_that_makes_no_sense_is_buried(groups: tuple[Rows, ...]) -> None:
+def test_a_volume_that_makes_no_sense_is_buried(groups: tuple[RequestSlice, ...]) -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     assert feed(board, volume(2, *groups)) == [Tombstone(2)]
     feed(board, volume(3, rows(0, after=1)))
     assert run(board) == ((3,), [])
-    assert board.counts == {"bad_volumes": 1}
+    assert board.counters == {"bad_volumes": 1}
 
 
 def test_rows_that_were_never_admitted_are_dropped() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     feed(board, volume(2, rows(5, after=1)), volume(3, rows(0, 1), rows(5, 1)))
-    ticks, out = run(board)
-    assert (ticks, out) == ((3,), [Tombstone(2)])
-    assert board.counts == {"unfit_groups": 2, "buried_volumes": 1}
+    seqs, out = run(board)
+    assert (seqs, out) == ((3,), [Tombstone(2)])
+    assert board.counters == {"unfit_groups": 2, "buried_volumes": 1}
 
 
 def test_rows_after_a_completed_release_are_dropped() -> None:
     board = Scoreboard()
-    feed(board, admit(1, 0), Release(2, 0, after=1))
+    feed(board, admit(1, 0), Release(2, 0, after_seq=1))
     assert feed(board, volume(3, rows(0, after=1))) == [Tombstone(3)]
 
 
@@ -271,7 +271,7 @@ def test_controls_that_make_no_sense_become_tombstones() -> None:
     assert feed(board, History(4, 9, 0, Payload("i32", (1,)))) == [Tombstone(4)]
     feed(board, volume(5, rows(4, after=1)), volume(6, rows(3, after=1)))
     assert run(board)[0] == (5,)
-    assert board.counts == {
+    assert board.counters == {
         "stale_admits": 2,
         "stray_histories": 1,
         "dropped_groups": 1,
@@ -282,63 +282,63 @@ def test_controls_that_make_no_sense_become_tombstones() -> None:
 def test_releases_that_make_no_sense_complete() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
-    stray, impossible = Release(2, 9, after=1), Release(3, 0, after=7, also=(1, 3))
+    stray, impossible = Release(2, 9, after_seq=1), Release(3, 0, after_seq=7, pending_seqs=(1, 3))
     assert feed(board, stray, impossible) == [stray, impossible]
-    assert board.counts == {"stray_releases": 1, "bad_releases": 1}
+    assert board.counters == {"stray_releases": 1, "bad_releases": 1}
 
 
 def test_who_was_released_before_being_admitted_is_over() -> None:
     board = Scoreboard()
-    assert feed(board, Release(2, 4, after=1)) == []
+    assert feed(board, Release(2, 4, after_seq=1)) == []
     assert feed(board, admit(3, 4)) == [Tombstone(3)]
-    assert feed(board, admit(1, 5)) == [admit(1, 5), Release(2, 4, after=1)]
-    assert board.counts == {"stray_releases": 1, "stale_admits": 1}
+    assert feed(board, admit(1, 5)) == [admit(1, 5), Release(2, 4, after_seq=1)]
+    assert board.counters == {"stray_releases": 1, "stale_admits": 1}
 
 
 def test_a_release_that_names_too_few_ticks_waits_for_rows_that_run() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), volume(2, rows(0, after=1)))
-    work = board.take(0.0)
+    work = board.next_step(0.0)
     assert work is not None
-    release = Release(3, 0, after=1)
+    release = Release(3, 0, after_seq=1)
     assert feed(board, release) == []
-    assert [control.body for control in board.complete(work.ticks, 0.0)] == [release]
+    assert [control.body for control in board.complete_volumes(work.seqs, 0.0)] == [release]
 
 
 def test_a_flood_is_bounded() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
-    for tick in range(10, 10 + MAX_WAITING):
-        board.arrive(volume(tick, rows(0, after=2)), None, 0.0)
+    for seq in range(10, 10 + MAX_WAITING_VOLUMES):
+        board.on_message(volume(seq, rows(0, after=2)), None, 0.0)
     assert feed(board, volume(9, rows(0, after=2))) == [Tombstone(9)]
-    assert feed(board, admit(MAX_SPAN + 2, 1)) == []
-    assert board.counts == {"floods": 1, "far_ticks": 1}
+    assert feed(board, admit(MAX_SEQ_SPAN + 2, 1)) == []
+    assert board.counters == {"floods": 1, "far_ticks": 1}
 
 
 def test_waiting_rows_are_bounded_in_bytes() -> None:
-    board = Scoreboard(BoardLimits(waiting_bytes=100))
+    board = Scoreboard(ScoreboardLimits(waiting_bytes=100))
     feed(board, admit(1, 0))
     assert feed(board, volume(3, rows(0, after=1)), data=bytearray(60)) == []
     assert feed(board, volume(4, rows(0, after=3)), data=bytearray(60)) == [Tombstone(4)]
     assert run(board) == ((3,), [])
     assert feed(board, volume(5, rows(0, after=6)), data=bytearray(101)) == [Tombstone(5)]
     assert feed(board, volume(6, rows(0, after=3)), data=bytearray(100)) == []
-    feed(board, Release(7, 0, after=6))
+    feed(board, Release(7, 0, after_seq=6))
     assert feed(board, admit(8, 1), volume(9, rows(1, after=8)), data=bytearray(100)) == [
         admit(8, 1)
     ]
-    assert board.counts["floods"] + board.counts["bad_volumes"] == board.refused == 2
+    assert board.counters["floods"] + board.counters["bad_volumes"] == board.num_refused == 2
 
 
 def test_requests_are_bounded_the_released_ones_too() -> None:
-    board = Scoreboard(BoardLimits(requests=2))
-    waiting = [Release(3, 0, after=2), Release(6, 1, after=2)]
+    board = Scoreboard(ScoreboardLimits(max_requests=2))
+    waiting = [Release(3, 0, after_seq=2), Release(6, 1, after_seq=2)]
     assert feed(board, admit(1, 0), waiting[0], admit(4, 1)) == [admit(1, 0), admit(4, 1)]
     assert feed(board, admit(5, 2)) == [Tombstone(5)]
-    assert feed(board, waiting[1], Release(7, 9, after=2)) == [Tombstone(7)]
+    assert feed(board, waiting[1], Release(7, 9, after_seq=2)) == [Tombstone(7)]
     assert feed(board, Tombstone(2)) == [Tombstone(2), *waiting]
     assert feed(board, admit(8, 3)) == [admit(8, 3)]
-    assert board.counts["floods"] == 2
+    assert board.counters["floods"] == 2
 
 
 @pytest.mark.parametrize(
@@ -355,12 +355,12 @@ def test_requests_are_bounded_the_released_ones_too() -> None:
 def test_a_history_that_is_not_the_next_ids_of_its_request_is_refused(
     first: int, payload: Payload
 ) -> None:
-    board = Scoreboard(BoardLimits(context=8))
+    board = Scoreboard(ScoreboardLimits(max_model_len=8))
     bad = History(2, 0, first, payload)
     good = [History(3, 0, 0, Payload("i32", (5,))), History(4, 0, 5, Payload("i32", (3,)))]
     assert feed(board, admit(1, 0), bad, *good) == [admit(1, 0), Tombstone(2), *good]
     assert feed(board, History(5, 0, 8, Payload("i32", (1,)))) == [Tombstone(5)]
-    assert board.counts == {"bad_histories": 2}
+    assert board.counters == {"bad_histories": 2}
 
 
 def ids(*blocks: int) -> bytes:
@@ -368,16 +368,16 @@ def ids(*blocks: int) -> bytes:
 
 
 def test_rows_begin_after_the_blocks_that_are_brought_along() -> None:
-    board = Scoreboard(BoardLimits(table=4, blocks=8, block_size=2, context=16))
-    head = Table(2, 0, Payload("i32", (2,)))
+    board = Scoreboard(ScoreboardLimits(max_table_blocks=4, blocks=8, block_size=2, max_model_len=16))
+    head = BlockTable(2, 0, Payload("i32", (2,)))
     feed(board, admit(1, 0))
-    board.arrive(head, ids(5, 6), 0.0)
-    assert board.complete((), 0.0) == [Control(head, ids(5, 6))]
-    feed(board, volume(3, Rows(0, 5, 2, 2, (7, 0), False, source=4)))
-    feed(board, volume(4, Rows(0, 7, 1, 3, (), True)))
+    board.on_message(head, ids(5, 6), 0.0)
+    assert board.complete_volumes((), 0.0) == [CompletedControl(head, ids(5, 6))]
+    feed(board, volume(3, RequestSlice(0, 5, 2, 2, (7, 0), False, copy_from_block=4)))
+    feed(board, volume(4, RequestSlice(0, 7, 1, 3, (), True)))
     assert run(board) == ((3,), [])
     assert run(board) == ((4,), [])
-    assert board.refused == 0
+    assert board.num_refused == 0
 
 
 @pytest.mark.parametrize(
@@ -394,26 +394,26 @@ def test_rows_begin_after_the_blocks_that_are_brought_along() -> None:
     ],
 )
 def test_a_table_that_makes_no_sense_is_refused(payload: Payload, data: bytes | None) -> None:
-    board = Scoreboard(BoardLimits(table=3, blocks=8, block_size=2))
+    board = Scoreboard(ScoreboardLimits(max_table_blocks=3, blocks=8, block_size=2))
     feed(board, admit(1, 0))
-    assert feed(board, Table(2, 0, payload), data=data) == [Tombstone(2)]
-    assert feed(board, Table(3, 7, Payload("i32", (1,))), data=ids(1)) == [Tombstone(3)]
-    feed(board, volume(4, Rows(0, 0, 2, 1, (1,))))
+    assert feed(board, BlockTable(2, 0, payload), data=data) == [Tombstone(2)]
+    assert feed(board, BlockTable(3, 7, Payload("i32", (1,))), data=ids(1)) == [Tombstone(3)]
+    feed(board, volume(4, RequestSlice(0, 0, 2, 1, (1,))))
     assert run(board) == ((4,), [])
-    assert feed(board, Table(5, 0, Payload("i32", (1,))), data=ids(2)) == [Tombstone(5)]
-    assert board.counts == {"bad_tables": 2, "stray_tables": 1}
+    assert feed(board, BlockTable(5, 0, Payload("i32", (1,))), data=ids(2)) == [Tombstone(5)]
+    assert board.counters == {"bad_tables": 2, "stray_tables": 1}
 
 
 @pytest.mark.parametrize(
     "bad",
     [
-        Rows(0, 4, 1, 3, (6,), True, source=3),
-        Rows(0, 5, 1, 3, (6,), True, source=8),
-        Rows(0, 4, 1, 3, (6, 7), True),
-        Rows(0, 4, 1, 3, (8,), True),
-        Rows(0, 4, 1, 3, (), True),
-        Rows(0, 2**53, 1, 3, (), True),
-        Rows(0, 4, 7, 3, (7,), True),
+        RequestSlice(0, 4, 1, 3, (6,), True, copy_from_block=3),
+        RequestSlice(0, 5, 1, 3, (6,), True, copy_from_block=8),
+        RequestSlice(0, 4, 1, 3, (6, 7), True),
+        RequestSlice(0, 4, 1, 3, (8,), True),
+        RequestSlice(0, 4, 1, 3, (), True),
+        RequestSlice(0, 2**53, 1, 3, (), True),
+        RequestSlice(0, 4, 7, 3, (7,), True),
     ],
     ids=[
         "nothing to copy",
@@ -425,32 +425,32 @@ def test_a_table_that_makes_no_sense_is_refused(payload: Payload, data: bytes | 
         "beyond the context",
     ],
 )
-def test_rows_that_no_stage_could_compute_are_dropped(bad: Rows) -> None:
-    board = Scoreboard(BoardLimits(table=3, blocks=8, block_size=2, context=10))
+def test_rows_that_no_stage_could_compute_are_dropped(bad: RequestSlice) -> None:
+    board = Scoreboard(ScoreboardLimits(max_table_blocks=3, blocks=8, block_size=2, max_model_len=10))
     feed(board, admit(1, 0), admit(2, 1))
-    feed(board, volume(3, Rows(0, 0, 4, 1, (4, 5), False), rows(1, 2)))
-    feed(board, volume(4, bad, Rows(1, 1, 1, 3, (), True)))
-    feed(board, volume(5, Rows(0, 4, 2, 3, (6,), True)))
+    feed(board, volume(3, RequestSlice(0, 0, 4, 1, (4, 5), False), rows(1, 2)))
+    feed(board, volume(4, bad, RequestSlice(1, 1, 1, 3, (), True)))
+    feed(board, volume(5, RequestSlice(0, 4, 2, 3, (6,), True)))
     assert run(board) == ((3,), [])
-    work = board.take(0.0)
-    assert [group.request for group in work.decode.volume.rows] == [1]
-    board.complete(work.ticks, 0.0)
+    work = board.next_step(0.0)
+    assert [group.request for group in work.decode.volume.slices] == [1]
+    board.complete_volumes(work.seqs, 0.0)
     assert run(board) == ((5,), [])
-    assert board.counts == {"unfit_groups": 1}
+    assert board.counters == {"unfit_groups": 1}
 
 
 def test_completing_what_was_not_taken_is_our_own_mistake() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), volume(2, rows(0, after=1)))
     with pytest.raises(InvariantError, match="tick 2 completed but not taken") as caught:
-        board.complete((2,), 0.0)
+        board.complete_volumes((2,), 0.0)
     assert any("arrive Volume 2" in line for line in caught.value.story)
 
 
 def test_a_broken_invariant_tells_the_story() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
-    board._known._live[7] = KnownRequest()
+    board._requests._live[7] = TrackedRequest()
     with pytest.raises(InvariantError, match="never admitted") as caught:
         board.validate()
     assert caught.value.story
@@ -462,16 +462,16 @@ def test_a_broken_invariant_tells_the_story() -> None:
         Payload("i32", (3,)),
         Payload("u8", (3, 3)),
         Payload("u8", (0,)),
-        Payload("u8", (MAX_GRAMMAR + 1,)),
+        Payload("u8", (MAX_GRAMMAR_BYTES + 1,)),
     ],
 )
 def test_a_grammar_that_makes_no_sense_is_refused(payload: Payload) -> None:
     board = Scoreboard()
-    good, second = (Grammar(tick, 0, Payload("u8", (3,))) for tick in (3, 4))
+    good, second = (Grammar(seq, 0, Payload("u8", (3,))) for seq in (3, 4))
     assert feed(board, admit(1, 0), Grammar(2, 0, payload)) == [admit(1, 0), Tombstone(2)]
     assert feed(board, good, second) == [good, Tombstone(4)]
     assert feed(board, Grammar(5, 9, Payload("u8", (3,)))) == [Tombstone(5)]
-    assert board.counts == {"bad_grammars": 2, "stray_grammars": 1}
+    assert board.counters == {"bad_grammars": 2, "stray_grammars": 1}
 
 
 def test_a_grammar_that_comes_after_rows_is_refused() -> None:

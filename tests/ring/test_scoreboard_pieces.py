@@ -5,74 +5,74 @@ from dataclasses import dataclass
 import pytest
 
 from molink.errors import InvariantError
-from molink.ring.known import BoardLimits
+from molink.ring.known import ScoreboardLimits
 from molink.ring.scoreboard import Scoreboard
-from molink.ring.work import Segment, Work
+from molink.ring.work import StepInput, Step
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Admit, Release, Rows, Sampling, Tombstone, Volume
+from molink.wire.messages.data import Admit, Release, RequestSlice, SamplingParams, Tombstone, Volume
 
 
 @dataclass(frozen=True)
 class Tens:
     """Pieces of ten rows, less only at the end."""
 
-    def rows(self, here: int, coming: int, riding: int, pace: float) -> int:
+    def next_rows(self, here: int, coming: int, riding: int, pace: float) -> int:
         return 10 if here > 10 else here if not coming else 10 * (here == 10)
 
 
 def admit(tick: int, request: int) -> Admit:
-    return Admit(tick, request, Sampling(), 4)
+    return Admit(tick, request, SamplingParams(), 4)
 
 
-def rows(request: int, after: int, count: int, start: int = 0) -> Rows:
-    return Rows(request, start, count, after, (request,), True)
+def rows(request: int, after: int, count: int, start: int = 0) -> RequestSlice:
+    return RequestSlice(request, start, count, after, (request,), True)
 
 
-def volume(tick: int, *groups: Rows, prefill: bool = True) -> Volume:
+def volume(tick: int, *groups: RequestSlice, prefill: bool = True) -> Volume:
     count = sum(group.count for group in groups)
     return Volume(tick, prefill, groups, Payload("u8", (count, 1)))
 
 
 def board_with(*requests: int, **limits: int) -> Scoreboard:
     """Requests of these ids are admitted, by ticks 1, 2, …"""
-    board = Scoreboard(BoardLimits(**limits), Tens())
-    for tick, request in enumerate(requests, 1):
-        board.arrive(admit(tick, request), None, 0.0)
-    board.complete((), 0.0)
+    board = Scoreboard(ScoreboardLimits(**limits), Tens())
+    for seq, request in enumerate(requests, 1):
+        board.on_message(admit(seq, request), None, 0.0)
+    board.complete_volumes((), 0.0)
     return board
 
 
 def arrive(board: Scoreboard, body: Release | Volume, arrived: int | None = None) -> list:
     """A message comes; returns the bodies to be forwarded."""
     data = bytearray(range(body.payload.nbytes)) if isinstance(body, Volume) else None
-    board.arrive(body, data, 0.0, arrived)
+    board.on_message(body, data, 0.0, arrived)
     board.validate()
-    return [control.body for control in board.complete((), 0.0)]
+    return [control.body for control in board.complete_volumes((), 0.0)]
 
 
 def extend(board: Scoreboard, tick: int, arrived: int) -> None:
-    board.extend(tick, arrived, 0.0)
+    board.extend_volume(tick, arrived, 0.0)
     board.validate()
-    assert board.complete((), 0.0) == []
+    assert board.complete_volumes((), 0.0) == []
 
 
-def take(board: Scoreboard) -> Work:
-    work = board.take(0.0)
+def take(board: Scoreboard) -> Step:
+    work = board.next_step(0.0)
     assert work is not None
     board.validate()
     return work
 
 
 def ran(board: Scoreboard, *ticks: int) -> list:
-    out = [control.body for control in board.complete(ticks, 0.0)]
+    out = [control.body for control in board.complete_volumes(ticks, 0.0)]
     board.validate()
     return out
 
 
-def sizes(ready: Segment | None) -> list[tuple[int, int, int]]:
+def sizes(ready: StepInput | None) -> list[tuple[int, int, int]]:
     """Request, start and count of a piece's groups."""
     assert ready is not None
-    return [(group.request, group.start, group.count) for group in ready.volume.rows]
+    return [(group.request, group.start, group.count) for group in ready.volume.slices]
 
 
 def test_rows_run_as_they_arrive_and_the_tick_waits_for_the_last() -> None:
@@ -80,50 +80,50 @@ def test_rows_run_as_they_arrive_and_the_tick_waits_for_the_last() -> None:
     whole = volume(3, rows(0, 1, 4), rows(1, 2, 21))
     arrive(board, whole, 4)
     arrive(board, volume(4, rows(0, 3, 1, start=4), prefill=False))
-    assert (board.queued, board.waiting) == (0, 2), "both wait for what is on its way"
-    assert board.take(0.0) is None
+    assert (board.num_queued, board.num_waiting) == (0, 2), "both wait for what is on its way"
+    assert board.next_step(0.0) is None
     extend(board, 3, 12)
-    assert board.queued == 1
+    assert board.num_queued == 1
     work = take(board)
-    assert work.ticks == (3,)
+    assert work.seqs == (3,)
     assert sizes(work.prefill) == [(0, 0, 4), (1, 0, 6)]
-    assert work.prefill.header is whole
-    assert (work.prefill.first, work.prefill.last) == (0, False)
+    assert work.prefill.full_volume is whole
+    assert (work.prefill.first_row, work.prefill.is_last) == (0, False)
     assert bytes(work.prefill.data) == bytes(range(10))
     extend(board, 3, 25)
-    assert board.take(0.0) is None, "one piece of a volume at a time"
+    assert board.next_step(0.0) is None, "one piece of a volume at a time"
     assert ran(board, 3) == []
-    assert board.last_completed == 1
+    assert board.last_completed_seq == 1
     assert sizes(take(board).prefill) == [(1, 6, 10)]
     ran(board, 3)
     last = take(board)
     assert sizes(last.prefill) == [(1, 16, 5)]
-    assert last.prefill.last
-    assert (board.queued, board.waiting) == (1, 1)
+    assert last.prefill.is_last
+    assert (board.num_queued, board.num_waiting) == (1, 1)
     ran(board, 3)
-    assert board.last_completed == 3
-    assert take(board).ticks == (4,)
+    assert board.last_completed_seq == 3
+    assert take(board).seqs == (4,)
 
 
 def test_decode_rows_ride_with_a_piece_and_never_come_in_pieces() -> None:
     board = board_with(0, 1)
     arrive(board, volume(4, rows(0, 1, 2), prefill=False), 1)
     arrive(board, volume(3, rows(1, 2, 15)))
-    assert take(board).ticks == (3,)
+    assert take(board).seqs == (3,)
     ran(board, 3)
     extend(board, 4, 2)
-    assert take(board).ticks == (4, 3)
+    assert take(board).seqs == (4, 3)
 
 
 def test_a_later_volume_fills_the_time_in_which_rows_are_awaited() -> None:
     board = board_with(0, 1)
     arrive(board, volume(3, rows(0, 1, 30)), 10)
     arrive(board, volume(4, rows(1, 2, 5)))
-    assert take(board).ticks == (3,)
+    assert take(board).seqs == (3,)
     ran(board, 3)
-    assert take(board).ticks == (4,)
+    assert take(board).seqs == (4,)
     extend(board, 3, 20)
-    assert take(board).ticks == (3,), "beside another one that runs"
+    assert take(board).seqs == (3,), "beside another one that runs"
     ran(board, 4)
     ran(board, 3)
 
@@ -131,31 +131,31 @@ def test_a_later_volume_fills_the_time_in_which_rows_are_awaited() -> None:
 def test_before_its_first_piece_a_volume_loses_rows_of_who_is_over() -> None:
     board = board_with(0, 1, 2)
     arrive(board, volume(4, rows(0, 1, 5), rows(1, 2, 5), rows(2, 3, 20)), 12)
-    assert arrive(board, Release(5, 1, after=4)) == []
-    assert board.take(0.0) is None, "seven rows are left of those that are here"
+    assert arrive(board, Release(5, 1, after_seq=4)) == []
+    assert board.next_step(0.0) is None, "seven rows are left of those that are here"
     extend(board, 4, 16)
     work = take(board)
     assert sizes(work.prefill) == [(0, 0, 5), (2, 0, 5)]
-    assert [group.request for group in work.prefill.header.rows] == [0, 2]
-    assert (bytes(work.prefill.data), work.prefill.kept) == (
+    assert [group.request for group in work.prefill.full_volume.slices] == [0, 2]
+    assert (bytes(work.prefill.data), work.prefill.row_indices) == (
         bytes(range(15)),
         (*range(5), *range(10, 15)),
     )
     extend(board, 4, 30)
     ran(board, 4)
     work = take(board)
-    assert (sizes(work.prefill), work.prefill.kept) == ([(2, 5, 10)], None)
+    assert (sizes(work.prefill), work.prefill.row_indices) == ([(2, 5, 10)], None)
     ran(board, 4)
     take(board)
-    assert ran(board, 4) == [Release(5, 1, after=4)]
-    assert board.counts == {"dropped_groups": 1}
+    assert ran(board, 4) == [Release(5, 1, after_seq=4)]
+    assert board.counters == {"dropped_groups": 1}
 
 
 def test_after_its_first_piece_a_release_waits_for_the_last() -> None:
     board = board_with(0, 1)
     arrive(board, volume(3, rows(0, 1, 12), rows(1, 2, 12)), 10)
     take(board)
-    release = Release(4, 1, after=3)
+    release = Release(4, 1, after_seq=3)
     assert arrive(board, release) == []
     ran(board, 3)
     assert arrive(board, volume(5, rows(1, 3, 1, start=12))) == [Tombstone(5)]
@@ -164,7 +164,7 @@ def test_after_its_first_piece_a_release_waits_for_the_last() -> None:
     assert ran(board, 3) == []
     take(board)
     assert ran(board, 3) == [release]
-    assert board.counts == {"dropped_groups": 1, "buried_volumes": 1}
+    assert board.counters == {"dropped_groups": 1, "buried_volumes": 1}
 
 
 def test_a_release_that_names_too_few_ticks_waits_for_volumes_that_have_begun() -> None:
@@ -172,7 +172,7 @@ def test_a_release_that_names_too_few_ticks_waits_for_volumes_that_have_begun() 
     arrive(board, volume(2, rows(0, 1, 20)), 10)
     take(board)
     ran(board, 2)
-    release = Release(3, 0, after=1)
+    release = Release(3, 0, after_seq=1)
     assert arrive(board, release) == []
     extend(board, 2, 20)
     take(board)
@@ -182,21 +182,21 @@ def test_a_release_that_names_too_few_ticks_waits_for_volumes_that_have_begun() 
 def test_rows_of_a_buried_volume_are_ignored_when_they_come() -> None:
     board = board_with(0)
     arrive(board, volume(2, rows(0, 1, 20)), 9)
-    release = Release(3, 0, after=2)
+    release = Release(3, 0, after_seq=2)
     assert arrive(board, release) == [Tombstone(2), release]
     extend(board, 2, 20)
-    assert board.take(0.0) is None
-    assert board.refused == 0
+    assert board.next_step(0.0) is None
+    assert board.num_refused == 0
 
 
 def test_parts_that_make_no_sense_are_counted_and_ignored() -> None:
     board = board_with(0)
     arrive(board, volume(2, rows(0, 1, 20)), 9)
-    for tick, arrived in ((2, 9), (2, 5), (2, 21), (7, 3)):
-        extend(board, tick, arrived)
-    assert board.counts == {"bad_parts": 4}
-    assert board.refused == 4
-    assert board.take(0.0) is None
+    for seq, arrived in ((2, 9), (2, 5), (2, 21), (7, 3)):
+        extend(board, seq, arrived)
+    assert board.counters == {"bad_parts": 4}
+    assert board.num_refused == 4
+    assert board.next_step(0.0) is None
     for arrived in (0, -1, 3):
         assert arrive(board, volume(8 + arrived, rows(0, 1, 2)), arrived) == [
             Tombstone(8 + arrived)
@@ -209,8 +209,8 @@ def test_rows_that_do_not_wait_for_those_before_them_are_dropped() -> None:
     take(board)
     ran(board, 2)
     arrive(board, volume(3, rows(0, 1, 1, start=20), prefill=False))
-    assert board.take(0.0) is None
-    assert board.counts["unfit_groups"] == 1
+    assert board.next_step(0.0) is None
+    assert board.counters["unfit_groups"] == 1
 
 
 def test_bytes_wait_until_the_last_piece_was_taken() -> None:
@@ -227,12 +227,12 @@ def test_bytes_wait_until_the_last_piece_was_taken() -> None:
 def test_whether_only_rests_are_queued() -> None:
     board = board_with(0, 1)
     arrive(board, volume(3, rows(0, 1, 20)))
-    assert not board.only_rests
+    assert not board.has_only_remainders
     take(board)
     ran(board, 3)
-    assert board.only_rests
+    assert board.has_only_remainders
     arrive(board, volume(4, rows(1, 2, 1), prefill=False))
-    assert not board.only_rests
+    assert not board.has_only_remainders
 
 
 def test_a_piece_can_be_completed_only_once() -> None:
@@ -241,4 +241,4 @@ def test_a_piece_can_be_completed_only_once() -> None:
     take(board)
     ran(board, 2)
     with pytest.raises(InvariantError, match="tick 2 completed but not taken"):
-        board.complete((2,), 0.0)
+        board.complete_volumes((2,), 0.0)

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.facts.costs import Costs
+from molink.facts.costs import RequestCosts
 from molink.routing.base import PipelineLoad, RoutedPrompt
-from molink.routing.e2 import E2
+from molink.routing.e2 import E2Router
 from molink.routing.report import CacheReport
-from molink.routing.spans import SPAN
+from molink.routing.spans import SPAN_TOKENS
 from molink.routing.tree import MAX_SPANS
 
-COSTS = Costs(token=0.001, answer=0.001)
+COSTS = RequestCosts(token_s=0.001, answer_s=0.001)
 KEYS = count()
 
 
@@ -23,7 +23,7 @@ def prompt(family: int, shared: int, own: int) -> RoutedPrompt:
     key = next(KEYS)
     spans = [family * 1000 + index for index in range(shared)]
     spans += [10**6 + key * 1000 + index for index in range(own)]
-    return RoutedPrompt(str(key), len(spans) * SPAN + 10, spans)
+    return RoutedPrompt(str(key), len(spans) * SPAN_TOKENS + 10, spans)
 
 
 @pytest.fixture
@@ -32,149 +32,149 @@ def up() -> list[PipelineLoad]:
 
 
 @pytest.fixture
-def e2(up: list[PipelineLoad]) -> E2:
-    router = E2()
+def e2(up: list[PipelineLoad]) -> E2Router:
+    router = E2Router()
     for load in up:
-        router.reported(load.name, CacheReport(0, True, room=100_000, costs=COSTS), 0.0)
+        router.on_cache_report(load.name, CacheReport(0, True, capacity=100_000, costs=COSTS), 0.0)
     return router
 
 
-def done(router: E2, request: RoutedPrompt, now: float) -> None:
-    router.began(request.key, 0, now)
-    router.over(request.key, 1, now)
+def done(router: E2Router, request: RoutedPrompt, now: float) -> None:
+    router.on_first_token(request.key, 0, now)
+    router.on_request_end(request.key, 1, now)
 
 
-def test_who_has_most_of_it_gets_it(e2: E2, up: list[PipelineLoad]) -> None:
+def test_who_has_most_of_it_gets_it(e2: E2Router, up: list[PipelineLoad]) -> None:
     homes = {}
     for family in range(4):
         first = prompt(family, 20, 2)
-        home = e2.choose(first, up, 0.0)
-        homes[family], home.sent = home.name, home.sent + 1
+        home = e2.choose_pipeline(first, up, 0.0)
+        homes[family], home.total_sent = home.name, home.total_sent + 1
         done(e2, first, 1.0)
     assert sorted(homes.values()) == ["a", "b", "c", "d"]
     for family in (3, 1, 2, 0):
         again = prompt(family, 20, 2)
-        assert e2.choose(again, up, 2.0).name == homes[family]
+        assert e2.choose_pipeline(again, up, 2.0).name == homes[family]
         done(e2, again, 3.0)
-    assert e2.counts["exploited"] == e2.counts["explored"] == 4
+    assert e2.decision_counts["exploited"] == e2.decision_counts["explored"] == 4
 
 
-def test_a_small_share_is_no_reason(e2: E2, up: list[PipelineLoad]) -> None:
+def test_a_small_share_is_no_reason(e2: E2Router, up: list[PipelineLoad]) -> None:
     first, second = prompt(1, 2, 20), prompt(1, 2, 20)
-    assert e2.choose(first, up, 0.0).name == "a"
-    assert e2.choose(second, up, 0.0).name == "b"
+    assert e2.choose_pipeline(first, up, 0.0).name == "a"
+    assert e2.choose_pipeline(second, up, 0.0).name == "b"
 
 
 def test_prompts_that_share_nothing_go_to_who_has_least_to_do(
-    e2: E2, up: list[PipelineLoad]
+    e2: E2Router, up: list[PipelineLoad]
 ) -> None:
     long, short = prompt(1, 0, 100), prompt(2, 0, 10)
-    assert [e2.choose(each, up, 0.0).name for each in (long, short)] == ["a", "b"]
-    others = [e2.choose(prompt(3, 0, 10), up, 0.0).name for _ in range(4)]
+    assert [e2.choose_pipeline(each, up, 0.0).name for each in (long, short)] == ["a", "b"]
+    others = [e2.choose_pipeline(prompt(3, 0, 10), up, 0.0).name for _ in range(4)]
     assert "a" not in others
     done(e2, long, 1.0)
-    assert e2.choose(prompt(3, 0, 10), up, 1.0).name == "a"
+    assert e2.choose_pipeline(prompt(3, 0, 10), up, 1.0).name == "a"
 
 
-def test_a_prompt_that_is_nearly_computed_is_no_load(e2: E2, up: list[PipelineLoad]) -> None:
+def test_a_prompt_that_is_nearly_computed_is_no_load(e2: E2Router, up: list[PipelineLoad]) -> None:
     two, long = up[:2], prompt(1, 0, 400)  # 26 seconds
-    assert e2.choose(long, two, 0.0).name == "a"
-    e2.choose(prompt(2, 0, 100), two, 0.0)  # 6 seconds
-    assert e2.choose(prompt(3, 0, 10), two, 1.0).name == "b"
-    assert e2.choose(prompt(4, 0, 100), two, 2.0).name == "b"
-    assert e2.choose(prompt(5, 0, 10), two, 24.0).name == "a"
+    assert e2.choose_pipeline(long, two, 0.0).name == "a"
+    e2.choose_pipeline(prompt(2, 0, 100), two, 0.0)  # 6 seconds
+    assert e2.choose_pipeline(prompt(3, 0, 10), two, 1.0).name == "b"
+    assert e2.choose_pipeline(prompt(4, 0, 100), two, 2.0).name == "b"
+    assert e2.choose_pipeline(prompt(5, 0, 10), two, 24.0).name == "a"
 
 
 def test_no_long_prompt_joins_another_to_spare_what_nobody_asked_for_again(
-    e2: E2, up: list[PipelineLoad]
+    e2: E2Router, up: list[PipelineLoad]
 ) -> None:
     two = up[:2]
     for load in two:
-        e2.reported(load.name, CacheReport(1, False, room=400 * SPAN), 0.0)
+        e2.on_cache_report(load.name, CacheReport(1, False, capacity=400 * SPAN_TOKENS), 0.0)
     old = prompt(1, 0, 400)
-    e2.choose(old, two[1:], 0.0)
+    e2.choose_pipeline(old, two[1:], 0.0)
     done(e2, old, 26.0)
-    assert [e2.choose(prompt(family, 0, 300), two, 26.0).name for family in (2, 3)] == ["a", "b"]
+    assert [e2.choose_pipeline(prompt(family, 0, 300), two, 26.0).name for family in (2, 3)] == ["a", "b"]
 
 
-def test_a_pipeline_with_too_much_to_do_is_relieved(e2: E2, up: list[PipelineLoad]) -> None:
+def test_a_pipeline_with_too_much_to_do_is_relieved(e2: E2Router, up: list[PipelineLoad]) -> None:
     first = prompt(1, 20, 1)
-    e2.choose(first, up, 0.0)
+    e2.choose_pipeline(first, up, 0.0)
     done(e2, first, 1.0)
-    homes = [e2.choose(prompt(1, 20, 4), up, 2.0).name for _ in range(60)]
+    homes = [e2.choose_pipeline(prompt(1, 20, 4), up, 2.0).name for _ in range(60)]
     assert homes[0] == "a"
     assert set(homes) == {"a", "b", "c", "d"}
-    assert e2.counts["redirected"] > 0
+    assert e2.decision_counts["redirected"] > 0
     # Each of them has it now.
     assert max(map(homes.count, "abcd")) <= 2 * min(map(homes.count, "abcd"))
 
 
-def test_a_prefix_for_which_the_wait_doubles_is_replicated(e2: E2, up: list[PipelineLoad]) -> None:
-    calm = E2(t_hbal=1e9)
+def test_a_prefix_for_which_the_wait_doubles_is_replicated(e2: E2Router, up: list[PipelineLoad]) -> None:
+    calm = E2Router(t_hbal=1e9)
     for load in up:
-        calm.reported(load.name, CacheReport(0, True, room=100_000, costs=COSTS), 0.0)
+        calm.on_cache_report(load.name, CacheReport(0, True, capacity=100_000, costs=COSTS), 0.0)
     now, waited = 0.0, (0.1, 0.1, 0.1, 0.1, 0.1, 9.0, 9.0, 9.0, 9.0)  # nobody has the first
     for index, wait in enumerate(waited):
         now = 90.0 * (index // 5) + index
         again = prompt(1, 16, 1)
-        assert calm.choose(again, up, now).name == "a"
-        calm.began(again.key, 0, now + wait)
-        calm.over(again.key, 1, now + wait)
-    assert calm.choose(prompt(1, 16, 1), up, now + 10).name != "a"
-    assert calm.counts["replicated"] == 1
-    assert calm.counts["redirected"] == 0
+        assert calm.choose_pipeline(again, up, now).name == "a"
+        calm.on_first_token(again.key, 0, now + wait)
+        calm.on_request_end(again.key, 1, now + wait)
+    assert calm.choose_pipeline(prompt(1, 16, 1), up, now + 10).name != "a"
+    assert calm.decision_counts["replicated"] == 1
+    assert calm.decision_counts["redirected"] == 0
 
 
 def test_a_prompt_that_nobody_has_goes_to_who_mostly_decodes(
-    e2: E2, up: list[PipelineLoad]
+    e2: E2Router, up: list[PipelineLoad]
 ) -> None:
     # "a" serves what is cached and answers at length, the others prompts that are not.
     for load in up:
-        e2.reported(load.name, CacheReport(1, False, costs=Costs(0.001, 0.0, 0.02)), 0.0)
-    e2.reported("a", CacheReport(1, False, tuple(range(1000, 1020))), 0.0)
+        e2.on_cache_report(load.name, CacheReport(1, False, costs=RequestCosts(0.001, 0.0, 0.02)), 0.0)
+    e2.on_cache_report("a", CacheReport(1, False, tuple(range(1000, 1020))), 0.0)
     for _ in range(2):
-        e2.choose(prompt(1, 20, 0), up, 0.0)
+        e2.choose_pipeline(prompt(1, 20, 0), up, 0.0)
         for load in up[1:]:
-            e2.choose(prompt(2, 0, 50), [load], 0.0)
-    assert e2.choose(prompt(3, 0, 10), up, 0.0).name == "a"
+            e2.choose_pipeline(prompt(2, 0, 50), [load], 0.0)
+    assert e2.choose_pipeline(prompt(3, 0, 10), up, 0.0).name == "a"
 
 
-def test_what_a_head_has_evicted_is_not_there(e2: E2, up: list[PipelineLoad]) -> None:
+def test_what_a_head_has_evicted_is_not_there(e2: E2Router, up: list[PipelineLoad]) -> None:
     first = prompt(1, 20, 0)
-    e2.choose(first, up, 0.0)
+    e2.choose_pipeline(first, up, 0.0)
     done(e2, first, 0.0)
-    e2.reported("a", CacheReport(1, False, evicted=tuple(first.spans)), 1.0)
-    e2.reported("c", CacheReport(1, False, added=tuple(first.spans)), 1.0)
-    assert e2.choose(prompt(1, 20, 0), up, 2.0).name == "c"
+    e2.on_cache_report("a", CacheReport(1, False, evicted_spans=tuple(first.spans)), 1.0)
+    e2.on_cache_report("c", CacheReport(1, False, added_spans=tuple(first.spans)), 1.0)
+    assert e2.choose_pipeline(prompt(1, 20, 0), up, 2.0).name == "c"
 
 
 def test_a_whole_report_replaces_what_was_known_but_not_what_is_on_its_way(
-    e2: E2, up: list[PipelineLoad]
+    e2: E2Router, up: list[PipelineLoad]
 ) -> None:
     old, new = prompt(1, 20, 0), prompt(2, 20, 0)
-    e2.choose(old, up[:1], 0.0)
-    e2.choose(new, up[:1], 100.0)
-    e2.reported("a", CacheReport(5, True), 101.0)
-    assert e2.cached_tokens("a") == 20 * SPAN
+    e2.choose_pipeline(old, up[:1], 0.0)
+    e2.choose_pipeline(new, up[:1], 100.0)
+    e2.on_cache_report("a", CacheReport(5, True), 101.0)
+    assert e2.cached_tokens("a") == 20 * SPAN_TOKENS
 
 
-def test_who_is_gone_has_nothing_when_it_comes_back(e2: E2, up: list[PipelineLoad]) -> None:
+def test_who_is_gone_has_nothing_when_it_comes_back(e2: E2Router, up: list[PipelineLoad]) -> None:
     first = prompt(1, 20, 0)
-    assert e2.choose(first, up, 0.0).name == "a"
-    e2.gone("a")
-    assert e2.choose(first, up[1:], 1.0).name == "b"
+    assert e2.choose_pipeline(first, up, 0.0).name == "a"
+    e2.on_pipeline_removed("a")
+    assert e2.choose_pipeline(first, up[1:], 1.0).name == "b"
     done(e2, first, 2.0)
-    assert e2.choose(prompt(1, 20, 0), up, 3.0).name == "b"
+    assert e2.choose_pipeline(prompt(1, 20, 0), up, 3.0).name == "b"
     assert e2.cached_tokens("a") == 0
 
 
-def test_a_lost_request_is_counted_once(e2: E2, up: list[PipelineLoad]) -> None:
+def test_a_lost_request_is_counted_once(e2: E2Router, up: list[PipelineLoad]) -> None:
     request = prompt(1, 20, 0)
     for now in range(5):
-        e2.choose(request, up, float(now))
-    e2.over(request.key, 7, 6.0)
-    e2.over(request.key, 7, 6.0)
-    e2.began(request.key, 0, 6.0)
+        e2.choose_pipeline(request, up, float(now))
+    e2.on_request_end(request.key, 7, 6.0)
+    e2.on_request_end(request.key, 7, 6.0)
+    e2.on_first_token(request.key, 0, 6.0)
     done(e2, prompt(2, 3, 0), 6.0)
     e2.validate()
 
@@ -182,7 +182,7 @@ def test_a_lost_request_is_counted_once(e2: E2, up: list[PipelineLoad]) -> None:
 @given(st.integers(0, 2**32))
 def test_whatever_is_reported_it_answers_and_forgets(seed: int) -> None:
     rng = random.Random(seed)
-    router, live = E2(window_s=20.0), list[RoutedPrompt]()
+    router, live = E2Router(window_s=20.0), list[RoutedPrompt]()
     pipelines = [PipelineLoad(name) for name in "abc"]
     for now in range(60):
         there = rng.sample(pipelines, rng.randrange(1, 4))
@@ -192,18 +192,18 @@ def test_whatever_is_reported_it_answers_and_forgets(seed: int) -> None:
                 report = CacheReport(
                     now, rng.random() < 0.2, spans, spans[::2], rng.randrange(4096)
                 )
-                router.reported(rng.choice("abcx"), report, now)
+                router.on_cache_report(rng.choice("abcx"), report, now)
             case 1:
-                router.gone(rng.choice("abcx"))
+                router.on_pipeline_removed(rng.choice("abcx"))
             case 2 if live:
                 done(router, live.pop(rng.randrange(len(live))), now)
             case _:
                 request = prompt(rng.randrange(4), rng.randrange(9), rng.randrange(9))
-                assert router.choose(request, there, now) in there
+                assert router.choose_pipeline(request, there, now) in there
                 live.append(request)
         router.validate()
     for request in live:
         done(router, request, 61.0)
     # What is still to be done is nothing again.
-    assert router.idle
-    assert sum(router.cached_tokens(name) for name in "abcx") <= MAX_SPANS * SPAN
+    assert router.is_idle
+    assert sum(router.cached_tokens(name) for name in "abcx") <= MAX_SPANS * SPAN_TOKENS

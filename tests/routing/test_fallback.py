@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
-from molink.routing.e2 import E2
-from molink.routing.fallback import WithFallback
+from molink.routing.e2 import E2Router
+from molink.routing.fallback import FallbackRouter
 from molink.routing.report import CacheReport
 
 PROMPT = RoutedPrompt("k", 100)
@@ -17,19 +17,19 @@ class Broken(Router):
 
     reads_spans = True
 
-    def choose(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose_pipeline(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
         raise KeyError(prompt.key)
 
-    def began(self, key: str, cached: int, now: float) -> None:
+    def on_first_token(self, key: str, cached: int, now: float) -> None:
         raise ZeroDivisionError
 
-    def over(self, key: str, generated: int, now: float) -> None:
+    def on_request_end(self, key: str, generated: int, now: float) -> None:
         raise ZeroDivisionError
 
-    def reported(self, name: str, report: CacheReport, now: float) -> None:
+    def on_cache_report(self, name: str, report: CacheReport, now: float) -> None:
         raise ZeroDivisionError
 
-    def gone(self, name: str) -> None:
+    def on_pipeline_removed(self, name: str) -> None:
         raise ZeroDivisionError
 
 
@@ -38,10 +38,10 @@ def up() -> list[PipelineLoad]:
 
 
 def test_a_router_that_works_is_the_one_that_is_asked() -> None:
-    router = WithFallback(E2())
-    assert router.choose(PROMPT, up(), 0.0).name == "b"
+    router = FallbackRouter(E2Router())
+    assert router.choose_pipeline(PROMPT, up(), 0.0).name == "b"
     assert router.reads_spans
-    assert router.counts == {**E2().counts, "explored": 1, "lost": 0}
+    assert router.decision_counts == {**E2Router().decision_counts, "explored": 1, "lost": 0}
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_a_router_that_works_is_the_one_that_is_asked() -> None:
 def test_one_that_fails_is_asked_no_more(
     tell: Callable[[Router], object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    router = WithFallback(Broken())
+    router = FallbackRouter(Broken())
     tell(router)
-    assert [router.choose(PROMPT, up(), 0.0).name for _ in range(2)] == ["b", "b"]
+    assert [router.choose_pipeline(PROMPT, up(), 0.0).name for _ in range(2)] == ["b", "b"]
     tell(router)
-    assert router.counts == {"lost": 1}
+    assert router.decision_counts == {"lost": 1}
     assert not router.reads_spans
     (record,) = caplog.records
     assert "requests go to who has the fewest now" in record.message
@@ -70,12 +70,12 @@ def test_one_that_fails_is_asked_no_more(
 
 def test_one_that_names_a_pipeline_that_is_gone_has_failed() -> None:
     class Stale(Broken):
-        def choose(
+        def choose_pipeline(
             self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float
         ) -> PipelineLoad:
             return PipelineLoad("b")
 
-    router = WithFallback(Stale())
+    router = FallbackRouter(Stale())
     there = up()
-    assert router.choose(PROMPT, there, 0.0) is there[1]
-    assert router.counts == {"lost": 1}
+    assert router.choose_pipeline(PROMPT, there, 0.0) is there[1]
+    assert router.decision_counts == {"lost": 1}

@@ -2,75 +2,75 @@ import msgspec
 
 from molink.facts.drafts import MAX_DRAFTS
 from molink.scheduler.batch import VolumeBuilder
-from molink.scheduler.job import Job
-from molink.scheduler.prefix import Match
-from molink.scheduler.request import HeadRequest
+from molink.scheduler.job import RequestState
+from molink.scheduler.prefix import PrefixMatch
+from molink.scheduler.request import SchedulerRequest
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import MAX_GROUPS, Frame, Lane, Sampling
+from molink.wire.messages.data import MAX_SLICES, Frame, Channel, SamplingParams
 
 MAX_HEADER = 4096
 LATE = 2**53 - 1
 
 
-def job(number: int, tokens: int) -> Job:
+def job(number: int, tokens: int) -> RequestState:
     """A job with the widest ids and ticks that there can be."""
-    request = HeadRequest("d", "k", tuple(range(tokens)), tokens, 9, Sampling())
-    made = Job.of(request)
-    made.begin(2**31 - 1 - number, [2**31 - 1] * tokens, Match())
-    made.last = LATE - 1
+    request = SchedulerRequest("d", "k", tuple(range(tokens)), tokens, 9, SamplingParams())
+    made = RequestState.from_request(request)
+    made.start_admission(2**31 - 1 - number, [2**31 - 1] * tokens, PrefixMatch())
+    made.last_seq = LATE - 1
     return made
 
 
 def header_bytes(builder: VolumeBuilder) -> int:
     volume = msgspec.structs.replace(
-        builder.build(LATE).header, payload=Payload("bf16", (65536, 2**31 - 1))
+        builder.build_volume(LATE).header, payload=Payload("bf16", (65536, 2**31 - 1))
     )
-    return len(msgspec.msgpack.encode(Frame(LATE, Lane.BULK, LATE, volume)))
+    return len(msgspec.msgpack.encode(Frame(LATE, Channel.BULK, LATE, volume)))
 
 
 def test_a_volume_takes_groups_while_its_header_fits() -> None:
     builder = VolumeBuilder(prefill=False)
-    while builder.room >= 1:
-        builder.add(job(len(builder), 1), 1, [2**31 - 1], 0)
-    assert 100 < len(builder) <= MAX_GROUPS
+    while builder.block_room >= 1:
+        builder.add_rows(job(len(builder), 1), 1, [2**31 - 1], 0)
+    assert 100 < len(builder) <= MAX_SLICES
     assert header_bytes(builder) <= MAX_HEADER
 
 
 def test_groups_without_new_blocks_fill_a_volume() -> None:
     builder = VolumeBuilder(prefill=False)
-    while builder.room >= 1:
-        builder.add(job(len(builder), 1), 1, [], 0)
-    assert len(builder) == MAX_GROUPS
+    while builder.block_room >= 1:
+        builder.add_rows(job(len(builder), 1), 1, [], 0)
+    assert len(builder) == MAX_SLICES
     assert header_bytes(builder) <= MAX_HEADER
 
 
 def test_drafts_are_added_while_the_header_has_room() -> None:
     builder = VolumeBuilder(prefill=False)
-    jobs = [job(number, 1) for number in range(60)]
-    for each in jobs:
-        builder.add(each, 1, [2**31 - 1], 0)
-    for each in jobs:
+    requests = [job(number, 1) for number in range(60)]
+    for each in requests:
+        builder.add_rows(each, 1, [2**31 - 1], 0)
+    for each in requests:
         count = min(MAX_DRAFTS, builder.draft_room)
         builder.add_drafts(each, [2**31 - 1] * count, [2**31 - 1] * count, 0)
     assert builder.draft_room == 0
     assert header_bytes(builder) <= MAX_HEADER
-    rows = builder.build(LATE).header.rows
-    assert MAX_DRAFTS <= sum(len(group.drafts) for group in rows) <= MAX_GROUPS - 60
+    rows = builder.build_volume(LATE).header.slices
+    assert MAX_DRAFTS <= sum(len(group.drafts) for group in rows) <= MAX_SLICES - 60
 
 
 def test_many_blocks_fill_a_volume() -> None:
     builder = VolumeBuilder(prefill=True)
-    room = builder.room
-    builder.add(job(0, room), room, [2**31 - 1] * room, 0)
-    assert builder.room < 1
+    room = builder.block_room
+    builder.add_rows(job(0, room), room, [2**31 - 1] * room, 0)
+    assert builder.block_room < 1
     assert 3900 < header_bytes(builder) <= MAX_HEADER
 
 
 def test_copies_find_room_beside_the_blocks() -> None:
     builder = VolumeBuilder(prefill=True)
-    while builder.room >= 1:
+    while builder.block_room >= 1:
         copying = job(len(builder), 1)
-        copying.source = 2**31 - 1
-        builder.add(copying, 1, [2**31 - 1] * min(7, builder.room), 0)
-    assert 50 < len(builder) < MAX_GROUPS
+        copying.copy_source = 2**31 - 1
+        builder.add_rows(copying, 1, [2**31 - 1] * min(7, builder.block_room), 0)
+    assert 50 < len(builder) < MAX_SLICES
     assert 3300 < header_bytes(builder) <= MAX_HEADER

@@ -11,68 +11,68 @@ from molink.scheduler.blocks import BlockAllocator
 
 def test_life_of_a_block() -> None:
     blocks = BlockAllocator(3)
-    assert blocks.allocate(2) == [0, 1]
-    assert blocks.allocate(2) is None
-    blocks.share([0])
-    blocks.retire(7, [0, 1])
-    assert (blocks.free, blocks.held, blocks.releasing) == (1, 1, 1)
-    assert blocks.references(0) == 1
-    assert blocks.reclaim(7) == 1
-    assert blocks.reclaim(7) == 0
-    assert blocks.released_at([1]) == blocks.released_at([0, 2]) == 7
-    assert blocks.released_at([]) == blocks.released_at([2]) == 0
-    blocks.retire(9, [0])
-    assert blocks.allocate(3) is None
-    assert blocks.reclaim(9) == 1
-    assert sorted(blocks.allocate(3)) == [0, 1, 2]
+    assert blocks.allocate_blocks(2) == [0, 1]
+    assert blocks.allocate_blocks(2) is None
+    blocks.share_blocks([0])
+    blocks.release_blocks(7, [0, 1])
+    assert (blocks.num_free, blocks.num_held, blocks.num_releasing) == (1, 1, 1)
+    assert blocks.reference_count(0) == 1
+    assert blocks.reclaim_released(7) == 1
+    assert blocks.reclaim_released(7) == 0
+    assert blocks.latest_release([1]) == blocks.latest_release([0, 2]) == 7
+    assert blocks.latest_release([]) == blocks.latest_release([2]) == 0
+    blocks.release_blocks(9, [0])
+    assert blocks.allocate_blocks(3) is None
+    assert blocks.reclaim_released(9) == 1
+    assert sorted(blocks.allocate_blocks(3)) == [0, 1, 2]
     blocks.validate({0: 1, 1: 1, 2: 1}, [])
 
 
 def test_a_block_is_free_when_all_releases_of_it_have_gone_round() -> None:
     blocks = BlockAllocator(1)
-    blocks.share(blocks.allocate(1))
-    blocks.retire(1, [0])
-    blocks.retire(2, [0])
-    assert blocks.reclaim(2) == 0
-    assert blocks.releasing == 1
+    blocks.share_blocks(blocks.allocate_blocks(1))
+    blocks.release_blocks(1, [0])
+    blocks.release_blocks(2, [0])
+    assert blocks.reclaim_released(2) == 0
+    assert blocks.num_releasing == 1
     blocks.validate({}, [])
-    assert blocks.reclaim(1) == 1
-    assert blocks.allocate(1) == [0]
+    assert blocks.reclaim_released(1) == 1
+    assert blocks.allocate_blocks(1) == [0]
 
 
 def test_a_cached_block_is_as_good_as_free_once_its_release_has_gone_round() -> None:
     blocks = BlockAllocator(2)
-    blocks.allocate(2)
+    blocks.allocate_blocks(2)
     for block in (0, 1):
-        blocks.keep(block)
-    blocks.retire(1, [1])
-    blocks.retire(2, [0])
-    assert list(blocks.cached) == [1, 0]
-    blocks.touch([1])
-    assert list(blocks.cached) == [0, 1]
-    assert (blocks.settled, blocks.releasing, blocks.held, blocks.free) == (0, 2, 0, 0)
-    assert blocks.reclaim(1) == 1
-    assert (blocks.settled, blocks.releasing) == (1, 1)
-    assert blocks.settled_among([0, 1]) == 1
-    blocks.forget(1)
-    blocks.forget(0)
-    assert (blocks.free, blocks.settled, blocks.releasing) == (1, 0, 1)
+        blocks.mark_cached(block)
+    blocks.release_blocks(1, [1])
+    blocks.release_blocks(2, [0])
+    assert list(blocks.cached_blocks) == [1, 0]
+    blocks.touch_blocks([1])
+    assert list(blocks.cached_blocks) == [0, 1]
+    assert (blocks.num_settled, blocks.num_releasing, blocks.num_held, blocks.num_free) == (0, 2, 0, 0)
+    assert blocks.reclaim_released(1) == 1
+    assert (blocks.num_settled, blocks.num_releasing) == (1, 1)
+    assert blocks.count_settled([0, 1]) == 1
+    blocks.evict_block(1)
+    blocks.evict_block(0)
+    assert (blocks.num_free, blocks.num_settled, blocks.num_releasing) == (1, 0, 1)
     blocks.validate({}, [])
-    assert blocks.reclaim(2) == 1
-    assert blocks.free == 2
+    assert blocks.reclaim_released(2) == 1
+    assert blocks.num_free == 2
 
 
 def test_a_cached_block_can_be_held_again_and_let_go_of_without_a_release() -> None:
     blocks = BlockAllocator(1)
-    blocks.allocate(1)
-    blocks.keep(0)
-    blocks.retire(1, [0])
-    blocks.share([0])
-    assert blocks.reclaim(1) == 0
-    assert (blocks.held, blocks.settled) == (1, 0)
+    blocks.allocate_blocks(1)
+    blocks.mark_cached(0)
+    blocks.release_blocks(1, [0])
+    blocks.share_blocks([0])
+    assert blocks.reclaim_released(1) == 0
+    assert (blocks.num_held, blocks.num_settled) == (1, 0)
     assert not blocks.is_cached(0)
-    blocks.unshare(0)
-    assert (blocks.held, blocks.settled) == (0, 1)
+    blocks.unshare_block(0)
+    assert (blocks.num_held, blocks.num_settled) == (0, 1)
     assert blocks.is_cached(0)
     blocks.validate({}, [0])
 
@@ -80,25 +80,25 @@ def test_a_cached_block_can_be_held_again_and_let_go_of_without_a_release() -> N
 @pytest.mark.parametrize("held", [[0, 0], [1], [5], [-1]])
 def test_a_block_that_nobody_holds_cannot_be_released(held: list[int]) -> None:
     blocks = BlockAllocator(2)
-    blocks.allocate(1)
+    blocks.allocate_blocks(1)
     with pytest.raises(InvariantError):
-        blocks.retire(1, held)
-    assert blocks.held == 1
+        blocks.release_blocks(1, held)
+    assert blocks.num_held == 1
     blocks.validate({0: 1}, [])
 
 
 def test_what_is_not_in_the_right_state_is_refused() -> None:
     blocks = BlockAllocator(1)
-    blocks.retire(1, blocks.allocate(1))
-    for act in (blocks.unshare, blocks.keep, blocks.forget, lambda block: blocks.share([block])):
+    blocks.release_blocks(1, blocks.allocate_blocks(1))
+    for act in (blocks.unshare_block, blocks.mark_cached, blocks.evict_block, lambda block: blocks.share_blocks([block])):
         with pytest.raises(InvariantError):
             act(0)
-    blocks.reclaim(1)
-    blocks.keep(*blocks.allocate(1))
+    blocks.reclaim_released(1)
+    blocks.mark_cached(*blocks.allocate_blocks(1))
     with pytest.raises(InvariantError):
-        blocks.keep(0)
+        blocks.mark_cached(0)
     with pytest.raises(InvariantError):
-        blocks.forget(0)
+        blocks.evict_block(0)
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -120,8 +120,8 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 5))
     def allocate(self, count: int) -> None:
-        free = self.blocks.free
-        table = self.blocks.allocate(count)
+        free = self.blocks.num_free
+        table = self.blocks.allocate_blocks(count)
         assert (table is None) == (count > free)
         if table is not None:
             assert len(set(table)) == count
@@ -133,21 +133,21 @@ class AllocatorMachine(RuleBasedStateMachine):
         able = sorted(self.held().keys() | self.kept)
         if able:
             shared = data.draw(st.lists(st.sampled_from(able), unique=True))
-            self.blocks.share(shared)
+            self.blocks.share_blocks(shared)
             self.tables.append(shared)
 
     @precondition(lambda self: self.held().keys() - self.kept)
     @rule(data=st.data())
     def keep(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.held().keys() - self.kept)))
-        self.blocks.keep(block)
+        self.blocks.mark_cached(block)
         self.kept.add(block)
 
     @precondition(lambda self: self.kept - self.held().keys())
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.kept - self.held().keys())))
-        self.blocks.forget(block)
+        self.blocks.evict_block(block)
         self.kept.discard(block)
 
     @precondition(lambda self: self.tables)
@@ -155,31 +155,31 @@ class AllocatorMachine(RuleBasedStateMachine):
     def retire(self, data: st.DataObject) -> None:
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
         self.tick += 1
-        self.blocks.retire(self.tick, table)
+        self.blocks.release_blocks(self.tick, table)
         self.pending[self.tick] = table
 
     @precondition(lambda self: any(self.tables))
     @rule(data=st.data())
     def unshare(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from([table for table in self.tables if table]))
-        self.blocks.unshare(table.pop())
+        self.blocks.unshare_block(table.pop())
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
     def reclaim(self, data: st.DataObject) -> None:
-        tick = data.draw(st.sampled_from(sorted(self.pending)))
-        gone = self.pending.pop(tick)
+        seq = data.draw(st.sampled_from(sorted(self.pending)))
+        gone = self.pending.pop(seq)
         able = set(gone) - self.held().keys() - self.on_their_way()
-        assert self.blocks.reclaim(tick) == len(able)
+        assert self.blocks.reclaim_released(seq) == len(able)
 
     @invariant()
     def accounts(self) -> None:
         held, cached = self.held(), self.kept - self.held().keys()
         self.blocks.validate(held, self.kept)
-        assert self.blocks.held == len(held)
-        assert set(self.blocks.cached) == cached
-        assert self.blocks.settled == len(cached - self.on_their_way())
-        assert self.blocks.releasing == len(self.on_their_way() - held.keys())
+        assert self.blocks.num_held == len(held)
+        assert set(self.blocks.cached_blocks) == cached
+        assert self.blocks.num_settled == len(cached - self.on_their_way())
+        assert self.blocks.num_releasing == len(self.on_their_way() - held.keys())
 
 
 TestAllocator = AllocatorMachine.TestCase

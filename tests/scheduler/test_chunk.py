@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile
-from molink.scheduler.chunk import STRETCH, UNKNOWN_ROWS, ChunkSize, max_chunk_rows
+from molink.scheduler.chunk import MAX_STRETCH, DEFAULT_ROWS, ChunkSize, max_chunk_rows
 
 ROWS = (16, 32, 64, 128, 256, 512, 1024)
 
@@ -31,13 +31,13 @@ CPU = profile(0.04, 0.005)
 
 
 def test_a_setting_is_obeyed() -> None:
-    assert ChunkSize(77, [GPU], 1).rows(decoding=8, left=4096) == 77
+    assert ChunkSize(77, [GPU], 1).choose_rows(decoding=8, left=4096) == 77
     assert max_chunk_rows(77) == 77
 
 
 @pytest.mark.parametrize("profiles", [[], [Profile()], [Profile(decode=((1, 0.1),))]])
 def test_without_profiles_it_is_a_constant(profiles: list[Profile]) -> None:
-    assert ChunkSize(0, profiles, 1).rows(decoding=8, left=4096) == UNKNOWN_ROWS
+    assert ChunkSize(0, profiles, 1).choose_rows(decoding=8, left=4096) == DEFAULT_ROWS
     assert max_chunk_rows(0) == MAX_CHUNK_ROWS
 
 
@@ -58,43 +58,43 @@ def test_without_profiles_it_is_a_constant(profiles: list[Profile]) -> None:
 def test_beside_decodes(
     profiles: list[Profile], micro_batches: int, decoding: int, chunk: int
 ) -> None:
-    assert ChunkSize(0, profiles, micro_batches).rows(decoding, left=4096) == chunk
+    assert ChunkSize(0, profiles, micro_batches).choose_rows(decoding, left=4096) == chunk
 
 
 def test_decodes_are_spread_over_the_micro_batches() -> None:
-    one = ChunkSize(0, [A100, A100], 2).rows(decoding=16, left=4096)
+    one = ChunkSize(0, [A100, A100], 2).choose_rows(decoding=16, left=4096)
     assert (one + 8) % 128 == 0
 
 
 def test_beside_decodes_a_chunk_is_no_larger_than_alone() -> None:
     slow_decodes = Profile(decode=((1, 5.0),), prefill=GPU.prefill)
     chunks = ChunkSize(0, [slow_decodes], 1)
-    maximum = chunks.rows(0, left=1 << 20)
-    assert maximum - 16 < chunks.rows(4, left=1 << 20) <= maximum
-    assert (chunks.rows(4, left=16) + 4) % 16 == 0
+    maximum = chunks.choose_rows(0, left=1 << 20)
+    assert maximum - 16 < chunks.choose_rows(4, left=1 << 20) <= maximum
+    assert (chunks.choose_rows(4, left=16) + 4) % 16 == 0
 
 
 def test_alone_it_is_the_smallest_that_is_about_as_good_as_any() -> None:
     # 20 ms per chunk are 8 % of what its rows take, but for 256 rows of the CPU's
-    assert ChunkSize(0, [profile(0.02, 0.005)], 1).rows(0, left=4096) <= 64
-    assert ChunkSize(0, [GPU], 1).rows(0, left=4096) >= 512
+    assert ChunkSize(0, [profile(0.02, 0.005)], 1).choose_rows(0, left=4096) <= 64
+    assert ChunkSize(0, [GPU], 1).choose_rows(0, left=4096) >= 512
 
 
 def test_alone_no_chunk_is_tiny_whatever_noise_was_measured() -> None:
     noisy = Profile(decode=((1, 0.1),), prefill=((16, 0.02), (32, 0.12)))
-    assert ChunkSize(0, [noisy], 1).rows(0, left=4096) == 64
-    assert ChunkSize(0, [noisy], 1).rows(0, left=20) == 32
+    assert ChunkSize(0, [noisy], 1).choose_rows(0, left=4096) == 64
+    assert ChunkSize(0, [noisy], 1).choose_rows(0, left=20) == 32
 
 
 def test_alone_a_short_prompt_is_cut_up_to_fill_the_ring() -> None:
-    assert ChunkSize(0, [GPU], 1).rows(0, left=512) == 512
-    assert ChunkSize(0, [GPU] * 4, 4).rows(0, left=512) <= 256
+    assert ChunkSize(0, [GPU], 1).choose_rows(0, left=512) == 512
+    assert ChunkSize(0, [GPU] * 4, 4).choose_rows(0, left=512) <= 256
 
 
 def test_a_context_that_costs_makes_chunks_smaller() -> None:
     deep = profile(0.02, 1e-4, prefill_token_s=1e-7)
     chunks = ChunkSize(0, [deep], 1)
-    sizes = [chunks.rows(8, left=4096, before=before) for before in (0, 1024, 4096, 65536)]
+    sizes = [chunks.choose_rows(8, left=4096, before=before) for before in (0, 1024, 4096, 65536)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] < sizes[0]
 
@@ -102,34 +102,34 @@ def test_a_context_that_costs_makes_chunks_smaller() -> None:
 def test_a_chunk_may_be_larger_beside_decodes_that_are_slow_by_themselves() -> None:
     deep = profile(0.02, 1e-4, context=128, decode_token_s=1e-6)
     chunks = ChunkSize(0, [deep], 1)
-    sizes = [chunks.rows(8, left=4096, context=context) for context in (0, 128, 2048, 8192)]
+    sizes = [chunks.choose_rows(8, left=4096, context=context) for context in (0, 128, 2048, 8192)]
     assert sizes == sorted(sizes)
     assert sizes[0] == sizes[1] < sizes[2] < sizes[3]
-    assert chunks.rows(0, left=4096, context=8192) == chunks.rows(0, left=4096)
+    assert chunks.choose_rows(0, left=4096, context=8192) == chunks.choose_rows(0, left=4096)
 
 
 def test_chunks_follow_stages_that_are_measured_anew() -> None:
     chunks = ChunkSize(0, [GPU, GPU], 2)
-    before = chunks.rows(8, left=4096)
-    chunks.set_profiles([GPU, GPU.scaled(1.0, prefill=3.0)])
-    assert chunks.rows(8, left=4096) < before
+    before = chunks.choose_rows(8, left=4096)
+    chunks.set_profiles([GPU, GPU.scale_by(1.0, prefill=3.0)])
+    assert chunks.choose_rows(8, left=4096) < before
     chunks.set_profiles([GPU, GPU])
-    assert chunks.rows(8, left=4096) == before
+    assert chunks.choose_rows(8, left=4096) == before
 
 
 def test_no_chunk_is_larger_than_what_was_measured() -> None:
-    assert ChunkSize(0, [GPU, profile(0.02, 1e-4, maximum=256)], 2).rows(0, left=4096) <= 256
+    assert ChunkSize(0, [GPU, profile(0.02, 1e-4, maximum=256)], 2).choose_rows(0, left=4096) <= 256
     slow = Profile(decode=((1, 1.0),), prefill=((16, 2.0), (32, 2.1)))
-    assert ChunkSize(0, [slow], 1).rows(0, left=4096) == 128
+    assert ChunkSize(0, [slow], 1).choose_rows(0, left=4096) == 128
 
 
 def test_below_a_tile_only_what_is_really_faster() -> None:
     # This one's steps are real: 16 rows cost as much as 64.
     stepped = profile(1e-6, 1e-3, tile=64)
-    assert ChunkSize(0, [stepped], 1).rows(1, left=4096) == 64 - 1
+    assert ChunkSize(0, [stepped], 1).choose_rows(1, left=4096) == 64 - 1
     # Here a whole tile of 64 rows is much dearer than 16.
     smooth = Profile(decode=stepped.decode, prefill=((16, 0.02), (64, 0.3), (128, 0.6)), tile=64)
-    assert ChunkSize(0, [smooth], 1).rows(1, left=4096) == 16 - 1
+    assert ChunkSize(0, [smooth], 1).choose_rows(1, left=4096) == 16 - 1
 
 
 TIMES = st.lists(st.floats(1e-5, 100.0), min_size=1, max_size=7).map(sorted)
@@ -158,13 +158,13 @@ def test_whatever_stages_say_there_is_progress_within_bounds(
     profiles: list[Profile], micro_batches: int, decoding: int, left: int, before: int
 ) -> None:
     chunks = ChunkSize(0, profiles, micro_batches)
-    rows = chunks.rows(decoding, left, before)
+    rows = chunks.choose_rows(decoding, left, before)
     assert 1 <= rows <= MAX_CHUNK_ROWS
-    assert chunks.rows(decoding, left, before) == rows
+    assert chunks.choose_rows(decoding, left, before) == rows
 
 
 def test_the_bound_leaves_room_below_twice() -> None:
-    assert 1 < STRETCH < 2
+    assert 1 < MAX_STRETCH < 2
 
 
 def test_where_prompts_queue_rows_a_second_count() -> None:
@@ -174,23 +174,23 @@ def test_where_prompts_queue_rows_a_second_count() -> None:
         prefill=((8, 0.012), (16, 0.0232), (32, 0.0456), (64, 0.0904), (512, 0.7176)),
     )
     chunks = ChunkSize(0, [cpu, cpu], 2)
-    assert chunks.rows(2, left=400, queued=400, prompts=2) < 15
-    assert chunks.rows(2, left=400, queued=1200, prompts=2) < 15, "1.7 s"
-    assert chunks.rows(2, left=400, queued=2000, prompts=2) == 31
-    assert chunks.rows(2, left=4000, queued=4000, prompts=1) < 15, "one prompt is no queue"
-    assert chunks.rows(0, left=400, queued=4000, prompts=2) == chunks.rows(0, left=400)
+    assert chunks.choose_rows(2, left=400, queued=400, prompts=2) < 15
+    assert chunks.choose_rows(2, left=400, queued=1200, prompts=2) < 15, "1.7 s"
+    assert chunks.choose_rows(2, left=400, queued=2000, prompts=2) == 31
+    assert chunks.choose_rows(2, left=4000, queued=4000, prompts=1) < 15, "one prompt is no queue"
+    assert chunks.choose_rows(0, left=400, queued=4000, prompts=2) == chunks.choose_rows(0, left=400)
     # Where more prompts wait than streams decode, sooner.
-    assert chunks.rows(3, left=400, queued=400, prompts=4) == 30
-    assert chunks.rows(3, left=400, queued=400, prompts=3) < 15
-    assert chunks.rows(3, left=300, queued=300, prompts=4) < 15, "0.4 s"
+    assert chunks.choose_rows(3, left=400, queued=400, prompts=4) == 30
+    assert chunks.choose_rows(3, left=400, queued=400, prompts=3) < 15
+    assert chunks.choose_rows(3, left=300, queued=300, prompts=4) < 15, "0.4 s"
     ring = ChunkSize(0, [GPU] * 4, 4)
-    assert ring.rows(0, left=512, queued=4000, prompts=8) == ring.rows(0, left=512)
+    assert ring.choose_rows(0, left=512, queued=4000, prompts=8) == ring.choose_rows(0, left=512)
     # With a setting, that.
-    assert ChunkSize(8, [cpu], 2).rows(1, left=400, queued=4000, prompts=4) == 8
+    assert ChunkSize(8, [cpu], 2).choose_rows(1, left=400, queued=4000, prompts=4) == 8
 
 
 def test_a_queue_changes_nothing_where_chunks_are_large_enough() -> None:
     chunks = ChunkSize(0, [CPU], 1)
-    assert chunks.rows(1, left=400, queued=10_000, prompts=9) >= chunks.rows(1, left=400)
+    assert chunks.choose_rows(1, left=400, queued=10_000, prompts=9) >= chunks.choose_rows(1, left=400)
     gpu = ChunkSize(0, [GPU], 1)
-    assert gpu.rows(8, left=4096, queued=1 << 20, prompts=256) <= MAX_CHUNK_ROWS
+    assert gpu.choose_rows(8, left=4096, queued=1 << 20, prompts=256) <= MAX_CHUNK_ROWS

@@ -6,7 +6,7 @@ from tests.head.test_waits import ScriptedRing
 from molink.errors import Overloaded, RequestError
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import RingTimes
-from molink.scheduler.job import USUAL_S
+from molink.scheduler.job import DEFAULT_START_S
 
 #: A prompt token takes a tenth of a second.
 SLOW = Profile(decode=((1, 0.1),), prefill=((1, 0.1), (1024, 102.4)))
@@ -16,7 +16,7 @@ def admissions(ring: ScriptedRing) -> list[str]:
     """Serve all requests; returns their keys as they were admitted."""
     found: list[str] = []
     while live := ring.head.live:
-        found += [key for owner, key in live if ring.is_admitted(key, owner) and key not in found]
+        found += [key for peer, key in live if ring.is_admitted(key, peer) and key not in found]
         ring.step()
     return found
 
@@ -26,7 +26,7 @@ def test_who_has_the_least_slack_goes_first_among_the_requests_of_a_client() -> 
     ring.submit("runs", answer=4)
     ring.step()
     ring.submit("any time", answer=4)
-    ring.submit("late", answer=4, deadline_s=USUAL_S + 5)
+    ring.submit("late", answer=4, deadline_s=DEFAULT_START_S + 5)
     ring.submit("soon", answer=4, deadline_s=50.0)
     ring.submit("sooner", answer=4, deadline_s=40.0)
     ring.submit("urgent", answer=4, priority=-1)
@@ -56,9 +56,9 @@ def test_requests_with_deadlines_starve_none_without() -> None:
         except Overloaded:
             refused += 1
         ring.step()
-        assert ring.now <= USUAL_S + 4
+        assert ring.now <= DEFAULT_START_S + 4
     assert refused
-    assert ring.now > USUAL_S - 20 - 4, "those with deadlines that came before went first"
+    assert ring.now > DEFAULT_START_S - 20 - 4, "those with deadlines that came before went first"
 
 
 def test_a_request_is_refused_at_once_when_no_token_of_it_could_come_in_time() -> None:
@@ -118,4 +118,4 @@ def test_one_that_gave_way_goes_before_every_deadline() -> None:
         assert ring.now < 20, "14 blocks of 4 tokens hold both"
     ring.submit("new", answer=4, deadline_s=30.0)
     ring.submit("urgent", answer=4, priority=-1)
-    assert [job.request.key for job in ring.waiting()] == ["urgent", "young", "new"]
+    assert [state.request.key for state in ring.waiting()] == ["urgent", "young", "new"]

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.facts.profile import UNKNOWN, Profile
+from molink.facts.profile import UNKNOWN_PROFILE, Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.scheduler.depth import AHEAD_S, LEAST_AHEAD, NONE, rows_ahead, unpaired
-from molink.scheduler.microbatches import MicroBatches
+from molink.scheduler.depth import MAX_LINK_BACKLOG_S, MIN_LINK_ROWS, NO_WINDOW, link_chunk_rows, prefill_only_window
+from molink.scheduler.microbatches import MicroBatchCount
 from molink.wire.messages.data import MAX_MICRO_BATCHES
 
 #: A step takes 5 ms, whatever its rows are; one of prefill rows 6 ms.
@@ -24,19 +24,19 @@ def ring(latency: float | None, rate: float | None, stages: int = 3) -> RingTime
 
 def test_they_fill_the_slowest_stage_for_a_whole_turn() -> None:
     # Three passes and three latencies: 108 ms.
-    assert unpaired(ring(0.03, None), 128, 0, riding=2).depth == 18
+    assert prefill_only_window(ring(0.03, None), 128, 0, piggybacked=2).max_volumes == 18
 
 
 def test_or_the_slowest_link() -> None:
     # A chunk of 128 kB takes 25.6 ms; the last link carries 64 bytes a token.
-    turn = 3 * 0.006 + 3 * 0.03 + 2 * 0.0256 + 128 * 64 / 5e6
-    assert 6 < turn / 0.0256 < 7
-    assert unpaired(ring(0.03, 5e6), 128, 0, riding=2).depth == 7
+    round_trip = 3 * 0.006 + 3 * 0.03 + 2 * 0.0256 + 128 * 64 / 5e6
+    assert 6 < round_trip / 0.0256 < 7
+    assert prefill_only_window(ring(0.03, 5e6), 128, 0, piggybacked=2).max_volumes == 7
 
 
 def test_a_chunk_is_over_at_each_stage_before_a_decode_volume_comes_there() -> None:
     # A turn of 105 ms. Chunks take 18 ms in all; at the last stage the volume is 10 ms later.
-    found = unpaired(ring(0.03, None), 128, 0, riding=2)
+    found = prefill_only_window(ring(0.03, None), 128, 0, piggybacked=2)
     assert found.window_s == pytest.approx(0.105 - (3 * 0.006 - 2 * 0.005))
 
 
@@ -44,10 +44,10 @@ def test_the_stage_where_the_chunk_is_least_ahead_decides() -> None:
     slow = replace_prefill(STAGE, 0.05)
     times = replace(ring(0.03, None), profiles=(slow, STAGE, STAGE))
     # From the first stage on it is the same millisecond that a chunk takes longer.
-    assert unpaired(times, 128, 0, riding=2).window_s == pytest.approx(0.105 - 0.05 - 2 * 0.001)
+    assert prefill_only_window(times, 128, 0, piggybacked=2).window_s == pytest.approx(0.105 - 0.05 - 2 * 0.001)
     quick = replace_prefill(STAGE, 0.001)
     times = replace(ring(0.03, None), profiles=(slow, quick, quick))
-    assert unpaired(times, 128, 0, riding=2).window_s == pytest.approx(0.105 - 0.05)
+    assert prefill_only_window(times, 128, 0, piggybacked=2).window_s == pytest.approx(0.105 - 0.05)
 
 
 def replace_prefill(stage: Profile, seconds: float) -> Profile:
@@ -55,40 +55,40 @@ def replace_prefill(stage: Profile, seconds: float) -> Profile:
 
 
 def test_without_profiles_none_goes() -> None:
-    unknown = RingTimes((UNKNOWN,) * 3, (LinkFacts(0.03, 1e6),) * 3, 0)
-    assert unpaired(RingTimes((), (), ROW), 128, 0, riding=0) == NONE
-    assert MicroBatches(0, 3, unknown.profiles, ROW).unpaired(128, 0, streams=0) == NONE
+    unknown = RingTimes((UNKNOWN_PROFILE,) * 3, (LinkFacts(0.03, 1e6),) * 3, 0)
+    assert prefill_only_window(RingTimes((), (), ROW), 128, 0, piggybacked=0) == NO_WINDOW
+    assert MicroBatchCount(0, 3, unknown.profiles, ROW).prefill_only_window(128, 0, streams=0) == NO_WINDOW
 
 
 def test_it_can_be_switched_off_whatever_k_is() -> None:
     for count in (0, 3):
-        off = MicroBatches(count, 3, (STAGE,) * 3, ROW, may_unpair=False)
+        off = MicroBatchCount(count, 3, (STAGE,) * 3, ROW, allows_prefill_only=False)
         off.set_times(ring(0.03, None))
-        assert off.unpaired(128, 0, streams=4) == NONE
+        assert off.prefill_only_window(128, 0, streams=4) == NO_WINDOW
 
 
 def test_a_fixed_k_bounds_paired_volumes_only() -> None:
-    fixed = MicroBatches(3, 3, (STAGE,) * 3, ROW)
+    fixed = MicroBatchCount(3, 3, (STAGE,) * 3, ROW)
     fixed.set_times(ring(0.03, None))
-    assert fixed.unpaired(128, 0, streams=4).depth == 18
+    assert fixed.prefill_only_window(128, 0, streams=4).max_volumes == 18
 
 
 def test_it_follows_links() -> None:
-    decider = MicroBatches(0, 3, (STAGE,) * 3, ROW)
+    decider = MicroBatchCount(0, 3, (STAGE,) * 3, ROW)
     # In no time at all from PC to PC: a chunk may go for 15 - 8 ms.
-    assert decider.unpaired(128, 0, streams=4).window_s == pytest.approx(0.007)
+    assert decider.prefill_only_window(128, 0, streams=4).window_s == pytest.approx(0.007)
     decider.set_times(ring(0.03, None))
-    assert decider.unpaired(128, 0, streams=4).window_s == pytest.approx(0.097)
+    assert decider.prefill_only_window(128, 0, streams=4).window_s == pytest.approx(0.097)
 
 
 def test_late_in_a_prompt_chunks_are_dearer() -> None:
     stage = Profile(decode=STAGE.decode, prefill=STAGE.prefill, prefill_token_s=1e-8)
     times = RingTimes((stage,) * 3, (LinkFacts(0.01, None),) * 3, ROW)
     # 45 ms without chunks; beyond 10 000 tokens one takes 18.8 ms at each stage.
-    decider = MicroBatches(0, 3, times.profiles, ROW)
+    decider = MicroBatchCount(0, 3, times.profiles, ROW)
     decider.set_times(times)
-    assert decider.unpaired(128, 100, streams=4).window_s == pytest.approx(0.037)
-    assert decider.unpaired(128, 10_112, streams=4).window_s == pytest.approx(
+    assert decider.prefill_only_window(128, 100, streams=4).window_s == pytest.approx(0.037)
+    assert decider.prefill_only_window(128, 10_112, streams=4).window_s == pytest.approx(
         0.045 - 3 * (0.006 + 1e-8 * 128 * 10_112) + 0.01
     )
 
@@ -103,15 +103,15 @@ def test_late_in_a_prompt_chunks_are_dearer() -> None:
 def test_they_are_no_more_than_a_ring_can_have(
     latency: float, rate: float | None, stages: int, rows: int, riding: int
 ) -> None:
-    found = unpaired(ring(latency, rate, stages), rows, 0, riding)
-    assert 0 <= found.depth <= MAX_MICRO_BATCHES
-    assert found.window_s <= ring(latency, rate, stages).turn_s(riding)
+    found = prefill_only_window(ring(latency, rate, stages), rows, 0, riding)
+    assert 0 <= found.max_volumes <= MAX_MICRO_BATCHES
+    assert found.window_s <= ring(latency, rate, stages).round_trip_s(riding)
 
 
 @pytest.mark.parametrize("riding", [1, 8, 64])
 def test_longer_latency_never_lessens_them(riding: int) -> None:
-    found = [unpaired(ring(ms / 1000, 12e6), 128, 0, riding) for ms in range(0, 200, 5)]
-    for figures in ([each.depth for each in found], [each.window_s for each in found]):
+    found = [prefill_only_window(ring(ms / 1000, 12e6), 128, 0, riding) for ms in range(0, 200, 5)]
+    for figures in ([each.max_volumes for each in found], [each.window_s for each in found]):
         assert figures == sorted(figures)
         assert figures[-1] > figures[0]
 
@@ -119,8 +119,8 @@ def test_longer_latency_never_lessens_them(riding: int) -> None:
 def test_chunks_in_flight_keep_a_slow_link_busy_for_so_long_only() -> None:
     # 100 rows a second.
     slow = ring(0.03, 1e5)
-    assert rows_ahead(slow, 1) == 100 * AHEAD_S
-    assert rows_ahead(slow, 3) == LEAST_AHEAD
-    assert rows_ahead(ring(0.03, 1e7), 3) == pytest.approx(10_000 * AHEAD_S / 3, abs=1)
-    assert rows_ahead(ring(0.03, None), 3) is None
-    assert rows_ahead(RingTimes((STAGE,), (), ROW), 3) is None
+    assert link_chunk_rows(slow, 1) == 100 * MAX_LINK_BACKLOG_S
+    assert link_chunk_rows(slow, 3) == MIN_LINK_ROWS
+    assert link_chunk_rows(ring(0.03, 1e7), 3) == pytest.approx(10_000 * MAX_LINK_BACKLOG_S / 3, abs=1)
+    assert link_chunk_rows(ring(0.03, None), 3) is None
+    assert link_chunk_rows(RingTimes((STAGE,), (), ROW), 3) is None

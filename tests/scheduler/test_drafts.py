@@ -5,74 +5,74 @@ from dataclasses import dataclass
 
 import pytest
 
-from molink.scheduler.batch import Batch
-from molink.scheduler.head import Head
-from molink.scheduler.limits import HeadLimits
-from molink.scheduler.request import Emission, HeadRequest
-from molink.scheduler.speculation.base import Foretold
+from molink.scheduler.batch import MicroBatch
+from molink.scheduler.head import Scheduler
+from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.speculation.base import DraftProposal
 from molink.wire.messages.data import (
-    MAX_GROUPS,
-    Choice,
-    Forced,
+    MAX_SLICES,
+    SampledId,
+    ForcedTokens,
     Release,
-    Rows,
-    Sampled,
-    Sampling,
+    RequestSlice,
+    SamplerOutput,
+    SamplingParams,
     TopLogprobs,
     Volume,
 )
-from molink.wire.messages.serving import Rejected, Token
+from molink.wire.messages.serving import Rejected, OutputToken
 
 
 @dataclass
 class Says:
     """Drafts 100, 101, 102, … by position, whatever comes before."""
 
-    def draft(self, tokens: Sequence[int], count: int) -> Foretold:
-        return Foretold([90 + at for at in range(len(tokens), len(tokens) + count)])
+    def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
+        return DraftProposal([90 + at for at in range(len(tokens), len(tokens) + count)])
 
 
-def head(**changes: int) -> Head:
+def head(**changes: int) -> Scheduler:
     given = {"blocks": 64, "block_size": 4, "micro_batches": 1, "chunk_tokens": 64}
     given |= {"draft_tokens": 3, "prefix_cache": False}
-    return Head(HeadLimits(**{**given, **changes}), 1, source=Says)
+    return Scheduler(SchedulerConfig(**{**given, **changes}), 1, create_draft_source=Says)
 
 
-def submit(to: Head, key: str, tokens: int = 10, answer: int = 100, **changes: object) -> None:
-    fields = {"prompt_tokens": tokens, "sampling": Sampling(), **changes}
-    to.submit(HeadRequest("d", key, tuple(range(tokens)), max_tokens=answer, **fields), 0.0)
+def submit(to: Scheduler, key: str, tokens: int = 10, answer: int = 100, **changes: object) -> None:
+    fields = {"prompt_tokens": tokens, "sampling": SamplingParams(), **changes}
+    to.submit_request(SchedulerRequest("d", key, tuple(range(tokens)), max_tokens=answer, **fields), 0.0)
 
 
-def prefilled(**changes: int) -> Head:
+def prefilled(**changes: int) -> Scheduler:
     """One request of 10 tokens and one more, 50, that it was answered with."""
     made = head(**changes)
     submit(made, "a")
-    say(made, sent(made.next(0.0)), 50)
+    say(made, sent(made.next_batch(0.0)), 50)
     return made
 
 
-def sent(batch: Batch | None) -> Volume:
+def sent(batch: MicroBatch | None) -> Volume:
     assert batch is not None
     (volume,) = batch.volumes
     assert len(volume.tokens) == volume.header.count
     return volume.header
 
 
-def say(to: Head, volume: Volume, *tokens: int) -> list[Emission]:
+def say(to: Scheduler, volume: Volume, *tokens: int) -> list[Emission]:
     """The volume comes back, its only group sampled with ``tokens``."""
-    (rows,) = volume.rows
+    (rows,) = volume.slices
     first = rows.start + rows.count - len(rows.drafts)
-    choices = [Choice(rows.request, at, token) for at, token in enumerate(tokens, first)]
-    emissions = to.sampled(Sampled(volume.tick, tuple(choices)), {}, 0.0)
+    choices = [SampledId(rows.request, at, token) for at, token in enumerate(tokens, first)]
+    emissions = to.on_sampled(SamplerOutput(volume.seq, tuple(choices)), {}, 0.0)
     to.validate()
     return emissions
 
 
 def told(emissions: Sequence[Emission]) -> list[tuple[int, int, str | None]]:
     return [
-        (message.position, message.token, message.finish)
+        (message.position, message.token, message.finish_reason)
         for message in (emission.message for emission in emissions)
-        if isinstance(message, Token)
+        if isinstance(message, OutputToken)
     ]
 
 
@@ -81,10 +81,10 @@ def told(emissions: Sequence[Emission]) -> list[tuple[int, int, str | None]]:
 
 def test_drafts_are_rows_after_the_last_token() -> None:
     made = prefilled()
-    batch = made.next(0.0)
+    batch = made.next_batch(0.0)
     drafts = (101, 102, 103)
     # Blocks 0 to 2 hold 12 tokens; the last two drafts need another one.
-    assert sent(batch).rows == (Rows(0, 10, 4, 2, (3,), True, drafts=drafts),)
+    assert sent(batch).slices == (RequestSlice(0, 10, 4, 2, (3,), True, drafts=drafts),)
     assert batch is not None
     assert batch.volumes[0].tokens == [50, *drafts]
     made.validate()
@@ -96,32 +96,32 @@ def test_drafts_are_rows_after_the_last_token() -> None:
 )
 def test_tokens_up_to_the_first_that_is_no_draft(tokens: tuple[int, ...], start: int) -> None:
     made = prefilled()
-    emissions = say(made, sent(made.next(0.0)), *tokens)
+    emissions = say(made, sent(made.next_batch(0.0)), *tokens)
     assert told(emissions) == [(at, token, None) for at, token in enumerate(tokens, 11)]
-    batch = made.next(0.0)
-    (rows,) = sent(batch).rows
+    batch = made.next_batch(0.0)
+    (rows,) = sent(batch).slices
     # It goes on with the last token. Rows of wrong drafts are written again.
     assert (rows.start, rows.count) == (start, 4)
     assert batch is not None
     assert batch.volumes[0].tokens[0] == 7
-    counters = made.stats()[0]
+    counters = made.collect_stats()[0]
     assert counters["head_draft_tokens_total"] == 3.0
     assert counters["head_draft_tokens_accepted_total"] == len(tokens) - 1
 
 
 def test_blocks_that_only_wrong_drafts_have_used_are_used_again() -> None:
     made = prefilled()
-    say(made, sent(made.next(0.0)), 7)
-    (rows,) = sent(made.next(0.0)).rows
+    say(made, sent(made.next_batch(0.0)), 7)
+    (rows,) = sent(made.next_batch(0.0)).slices
     assert (rows.start, rows.blocks) == (11, ())
 
 
 def test_alternatives_come_with_each_token() -> None:
     made = prefilled()
-    volume = sent(made.next(0.0))
-    choices = (Choice(0, 11, 101, -0.5), Choice(0, 12, 7, -0.25))
+    volume = sent(made.next_batch(0.0))
+    choices = (SampledId(0, 11, 101, -0.5), SampledId(0, 12, 7, -0.25))
     tops = {(0, at): TopLogprobs(0, at, (at,), (-0.5,)) for at in (11, 12)}
-    emissions = made.sampled(Sampled(volume.tick, choices), tops, 0.0)
+    emissions = made.on_sampled(SamplerOutput(volume.seq, choices), tops, 0.0)
     messages = [emission.message for emission in emissions]
     assert [getattr(message, "top", None) for message in messages] == [
         ((at, -0.5),) for at in (11, 12)
@@ -132,47 +132,47 @@ def test_alternatives_come_with_each_token() -> None:
 # --- tokens that a grammar forces -----------------------------------------------------------------
 
 
-def say_forced(to: Head, volume: Volume, token: int, *forced: Forced) -> None:
+def say_forced(to: Scheduler, volume: Volume, token: int, *forced: ForcedTokens) -> None:
     """The volume's only group is sampled with one token; the last stage says what has to follow."""
-    (rows,) = volume.rows
-    choice = Choice(rows.request, rows.start + rows.count - len(rows.drafts), token)
-    to.sampled(Sampled(volume.tick, (choice,), (), forced), {}, 0.0)
+    (rows,) = volume.slices
+    choice = SampledId(rows.request, rows.start + rows.count - len(rows.drafts), token)
+    to.on_sampled(SamplerOutput(volume.seq, (choice,), (), forced), {}, 0.0)
     to.validate()
 
 
 def test_forced_tokens_are_the_next_drafts_and_no_later_ones() -> None:
     made = prefilled()
-    say_forced(made, sent(made.next(0.0)), 7, Forced(0, (60, 61)))
-    batch = made.next(0.0)
-    assert sent(batch).rows[0].drafts == (60, 61)
+    say_forced(made, sent(made.next_batch(0.0)), 7, ForcedTokens(0, (60, 61)))
+    batch = made.next_batch(0.0)
+    assert sent(batch).slices[0].drafts == (60, 61)
     assert batch is not None
     assert batch.volumes[0].tokens == [7, 60, 61]
     say(made, batch.volumes[0].header, 60, 61, 8)
-    assert sent(made.next(0.0)).rows[0].drafts == (105, 106, 107)
+    assert sent(made.next_batch(0.0)).slices[0].drafts == (105, 106, 107)
 
 
 def test_no_more_forced_tokens_than_drafts_may_be() -> None:
     made = prefilled()
-    say_forced(made, sent(made.next(0.0)), 7, Forced(0, tuple(range(60, 70))))
-    assert sent(made.next(0.0)).rows[0].drafts == (60, 61, 62)
+    say_forced(made, sent(made.next_batch(0.0)), 7, ForcedTokens(0, tuple(range(60, 70))))
+    assert sent(made.next_batch(0.0)).slices[0].drafts == (60, 61, 62)
 
 
 @pytest.mark.parametrize("request_id", [0, 9])
 def test_forced_tokens_of_none_or_of_one_that_is_over_are_nothing(request_id: int) -> None:
     made = prefilled()
-    volume = sent(made.next(0.0))
+    volume = sent(made.next_batch(0.0))
     if request_id == 0:
-        made.cancel("d", "a", 0.0)
-    say_forced(made, volume, 7, Forced(request_id, (60,)))
-    assert request_id == 0 or sent(made.next(0.0)).rows[0].drafts == (102, 103, 104)
+        made.cancel_request("d", "a", 0.0)
+    say_forced(made, volume, 7, ForcedTokens(request_id, (60,)))
+    assert request_id == 0 or sent(made.next_batch(0.0)).slices[0].drafts == (102, 103, 104)
 
 
 def test_forced_tokens_that_are_wrong_cost_their_rows_only() -> None:
     made = prefilled()
-    say_forced(made, sent(made.next(0.0)), 7, Forced(0, (60, 61)))
-    emissions = say(made, sent(made.next(0.0)), 9)
+    say_forced(made, sent(made.next_batch(0.0)), 7, ForcedTokens(0, (60, 61)))
+    emissions = say(made, sent(made.next_batch(0.0)), 9)
     assert told(emissions) == [(12, 9, None)]
-    assert sent(made.next(0.0)).rows[0].start == 12
+    assert sent(made.next_batch(0.0)).slices[0].start == 12
 
 
 # --- the end within drafts ------------------------------------------------------------------------
@@ -181,33 +181,33 @@ def test_forced_tokens_that_are_wrong_cost_their_rows_only() -> None:
 def test_a_stop_token_among_drafts_ends_the_answer() -> None:
     made = head()
     submit(made, "a", stop_ids=(102,))
-    say(made, sent(made.next(0.0)), 50)
-    emissions = say(made, sent(made.next(0.0)), 101, 102, 103, 7)
+    say(made, sent(made.next_batch(0.0)), 50)
+    emissions = say(made, sent(made.next_batch(0.0)), 101, 102, 103, 7)
     assert told(emissions) == [(11, 101, None), (12, 102, "stop")]
-    assert not made.live
+    assert not made.live_requests
 
 
 @pytest.mark.parametrize(("answer", "drafts"), [(2, 0), (3, 1), (4, 2), (5, 3), (6, 3)])
 def test_no_more_drafts_than_tokens_are_wanted(answer: int, drafts: int) -> None:
     made = head()
     submit(made, "a", answer=answer)
-    say(made, sent(made.next(0.0)), 50)
-    volume = sent(made.next(0.0))
-    assert len(volume.rows[0].drafts) == drafts
-    found = told(say(made, volume, *volume.rows[0].drafts, 7))
+    say(made, sent(made.next_batch(0.0)), 50)
+    volume = sent(made.next_batch(0.0))
+    assert len(volume.slices[0].drafts) == drafts
+    found = told(say(made, volume, *volume.slices[0].drafts, 7))
     assert [finish for *_, finish in found] == [*[None] * drafts, "length" if answer < 6 else None]
 
 
 def test_no_more_drafts_than_the_client_wants_to_be_sent() -> None:
     made = head()
     submit(made, "a", window=3)
-    say(made, sent(made.next(0.0)), 50)
-    volume = sent(made.next(0.0))
-    assert volume.rows[0].drafts == (101,)
+    say(made, sent(made.next_batch(0.0)), 50)
+    volume = sent(made.next_batch(0.0))
+    assert volume.slices[0].drafts == (101,)
     say(made, volume, 101, 7)
-    assert made.next(0.0) is None
-    made.credit("d", "a", 13)
-    assert sent(made.next(0.0)).rows[0].drafts == (103, 104)
+    assert made.next_batch(0.0) is None
+    made.grant_credit("d", "a", 13)
+    assert sent(made.next_batch(0.0)).slices[0].drafts == (103, 104)
 
 
 # --- blocks ---------------------------------------------------------------------------------------
@@ -217,64 +217,64 @@ def test_drafts_preempt_nobody() -> None:
     made = head(blocks=10, draft_tokens=15)
     submit(made, "a", answer=20)
     submit(made, "b", answer=20)
-    volume = sent(made.next(0.0))
-    choices = tuple(Choice(rows.request, 10, 50) for rows in volume.rows)
-    made.sampled(Sampled(volume.tick, choices), {}, 0.0)
+    volume = sent(made.next_batch(0.0))
+    choices = tuple(SampledId(rows.request, 10, 50) for rows in volume.slices)
+    made.on_sampled(SamplerOutput(volume.seq, choices), {}, 0.0)
     # The first gets the four that are free, and one draft fits into the last of the other's own.
-    volume = sent(made.next(0.0))
-    assert [rows.drafts for rows in volume.rows] == [tuple(range(101, 116)), (101,)]
+    volume = sent(made.next_batch(0.0))
+    assert [rows.drafts for rows in volume.slices] == [tuple(range(101, 116)), (101,)]
     made.validate()
-    assert made.stats()[0]["head_preemptions_total"] == 0.0
+    assert made.collect_stats()[0]["head_preemptions_total"] == 0.0
 
 
 def test_a_volume_has_no_more_drafts_than_can_be_reported() -> None:
     made = head(blocks=512, max_running=200, chunk_tokens=256)
     for index in range(100):
         submit(made, f"r{index}", 1)
-    volume = sent(made.next(0.0))
-    made.sampled(
-        Sampled(volume.tick, tuple(Choice(rows.request, 1, 50) for rows in volume.rows)), {}, 0.0
+    volume = sent(made.next_batch(0.0))
+    made.on_sampled(
+        SamplerOutput(volume.seq, tuple(SampledId(rows.request, 1, 50) for rows in volume.slices)), {}, 0.0
     )
-    volume = sent(made.next(0.0))
-    assert len(volume.rows) == 100
-    assert sum(1 + len(rows.drafts) for rows in volume.rows) == MAX_GROUPS
+    volume = sent(made.next_batch(0.0))
+    assert len(volume.slices) == 100
+    assert sum(1 + len(rows.drafts) for rows in volume.slices) == MAX_SLICES
     made.validate()
 
 
 def test_a_cancel_amid_drafts_gives_all_blocks_back() -> None:
     made = prefilled()
-    volume = sent(made.next(0.0))
-    made.cancel("d", "a", 0.0)
-    batch = made.next(0.0)
+    volume = sent(made.next_batch(0.0))
+    made.cancel_request("d", "a", 0.0)
+    batch = made.next_batch(0.0)
     assert batch is not None
-    (release,) = (control.body for control in batch.control)
+    (release,) = (control.body for control in batch.controls)
     assert isinstance(release, Release)
-    assert release.after == volume.tick
+    assert release.after_seq == volume.seq
     assert say(made, volume, 101, 102, 103, 7) == []
-    made.released(release.tick, 0.0)
+    made.on_released(release.seq, 0.0)
     made.validate()
-    assert made.stats()[1]["head_blocks_free"] == 64.0
+    assert made.collect_stats()[1]["head_blocks_free"] == 64.0
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_the_prefix_cache_has_no_wrong_drafts(cancelled: bool) -> None:
     made = prefilled(prefix_cache=True)
-    say(made, sent(made.next(0.0)), 101, 7)
-    volume = sent(made.next(0.0))
+    say(made, sent(made.next_batch(0.0)), 101, 7)
+    volume = sent(made.next_batch(0.0))
     if not cancelled:
         say(made, volume, 103, 8)
-    made.cancel("d", "a", 0.0)
-    batch = made.next(0.0)
+    made.cancel_request("d", "a", 0.0)
+    batch = made.next_batch(0.0)
     assert batch is not None
     if cancelled:
         say(made, volume, 103, 8)
-    made.released(batch.control[0].body.tick, 0.0)
+    made.on_released(batch.controls[0].body.seq, 0.0)
     tree = made._cache._tree
     right = [*range(10), 50, 101, 7, 103, 8]
-    assert tree.match(right).tokens == (12 if cancelled else 14)
+    assert tree.match_prefix(right).num_tokens == (12 if cancelled else 14)
     # What was drafted first, and then.
-    assert tree.match([*right[:12], 102, 103]).tokens == 12
-    assert tree.match([*right[:14], 104, 105]).tokens == (12 if cancelled else 14)
+    assert tree.match_prefix([*right[:12], 102, 103]).num_tokens == 12
+    assert tree.match_prefix([*right[:14], 104, 105]).num_tokens == (12 if cancelled else 14)
 
 
 # --- stages that lie ------------------------------------------------------------------------------
@@ -298,22 +298,22 @@ def test_tokens_for_which_there_were_no_rows_fail_their_request(
     choices: list[tuple[int, int]],
 ) -> None:
     made = prefilled(prefix_cache=True)
-    volume = sent(made.next(0.0))
-    sampled = Sampled(volume.tick, tuple(Choice(0, at, token) for at, token in choices))
-    (emission,) = made.sampled(sampled, {}, 0.0)
+    volume = sent(made.next_batch(0.0))
+    sampled = SamplerOutput(volume.seq, tuple(SampledId(0, at, token) for at, token in choices))
+    (emission,) = made.on_sampled(sampled, {}, 0.0)
     assert isinstance(emission.message, Rejected)
     assert emission.message.reason == "failed"
     made.validate()
-    batch = made.next(0.0)
+    batch = made.next_batch(0.0)
     assert batch is not None
-    made.released(batch.control[0].body.tick, 0.0)
+    made.on_released(batch.controls[0].body.seq, 0.0)
     # Nothing of it is kept for others.
-    assert made.stats()[1]["head_blocks_free"] == 64.0
+    assert made.collect_stats()[1]["head_blocks_free"] == 64.0
 
 
 def test_more_tokens_than_one_without_drafts_fail_it_too() -> None:
     made = prefilled(draft_tokens=0)
-    volume = sent(made.next(0.0))
-    sampled = Sampled(volume.tick, (Choice(0, 11, 7), Choice(0, 12, 8)))
-    (emission,) = made.sampled(sampled, {}, 0.0)
+    volume = sent(made.next_batch(0.0))
+    sampled = SamplerOutput(volume.seq, (SampledId(0, 11, 7), SampledId(0, 12, 8)))
+    (emission,) = made.on_sampled(sampled, {}, 0.0)
     assert isinstance(emission.message, Rejected)

@@ -5,14 +5,14 @@ from random import Random
 import pytest
 
 from molink.errors import Overloaded
-from molink.scheduler.head import Head
-from molink.scheduler.limits import HeadLimits
+from molink.scheduler.head import Scheduler
+from molink.scheduler.limits import SchedulerConfig
 from molink.scheduler.policies.create import create_scheduling_policy
-from molink.scheduler.request import HeadRequest
+from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.shares import W_INPUT, W_OUTPUT
-from molink.wire.messages.data import Sampling
-from molink.wire.messages.serving import Token
-from tests.support.go_round import go_round
+from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.serving import OutputToken
+from tests.support.go_round import run_micro_batches
 
 FLOOD, SLOTS, ANSWER = 10_000, 4, 8
 PROMPT = tuple(range(48))
@@ -20,16 +20,16 @@ PROMPT = tuple(range(48))
 U = W_INPUT * len(PROMPT) + W_OUTPUT * SLOTS * ANSWER
 
 
-def request(key: str, owner: str, client: str, prompt: tuple[int, ...] = PROMPT) -> HeadRequest:
-    return HeadRequest(owner, key, prompt, len(prompt), ANSWER, Sampling(), client=client)
+def request(key: str, owner: str, client: str, prompt: tuple[int, ...] = PROMPT) -> SchedulerRequest:
+    return SchedulerRequest(owner, key, prompt, len(prompt), ANSWER, SamplingParams(), client=client)
 
 
 class Flooded:
     """A head, one who floods it, and another one who has requests waiting all the time."""
 
     def __init__(self, hostile: str, policy: str) -> None:
-        limits = HeadLimits(64, 16, 2, 128, max_running=SLOTS, max_waiting=32)
-        self.head = Head(limits, 1, create_scheduling_policy(policy))
+        config = SchedulerConfig(64, 16, 2, 128, max_num_seqs=SLOTS, max_queue_len=32)
+        self.head = Scheduler(config, 1, create_scheduling_policy(policy))
         self._random = Random(3)
         self._named = hostile == "a name each"
         self._owner = "other daemon" if hostile == "a daemon of its own" else "d"
@@ -46,40 +46,40 @@ class Flooded:
         key, client = f"f{self.sent}", f"name {self.sent}" if self._named else "greedy"
         self.sent += 1
         try:
-            self.head.submit(request(key, self._owner, client), self.now)
+            self.head.submit_request(request(key, self._owner, client), self.now)
         except Overloaded:
             self.refused += 1
         if self._random.random() < 0.5:
-            self.head.cancel(self._owner, key, self.now)
+            self.head.cancel_request(self._owner, key, self.now)
 
     def ask(self) -> None:
         """The quiet one keeps some waiting; it is never refused, and never gives way."""
         while len(self.pending) < 2 * SLOTS:
             key = f"q{self._random.random()}"
             prompt = tuple(self._random.randrange(1000, 2000) for _ in PROMPT)
-            told = self.head.submit(request(key, self._quiet, "quiet", prompt), self.now)
+            told = self.head.submit_request(request(key, self._quiet, "quiet", prompt), self.now)
             assert not any(each.message.key in self.pending for each in told)
             self.pending[key] = False
 
     def turn(self) -> None:
         self.now += 0.01
-        for emission in go_round(self.head, self.head.next(self.now), self.now):
+        for emission in run_micro_batches(self.head, self.head.next_batch(self.now), self.now):
             key = emission.message.key
-            assert isinstance(emission.message, Token)
+            assert isinstance(emission.message, OutputToken)
             if key not in self.pending:
                 self.flood += W_OUTPUT
                 continue
             self.quiet += W_OUTPUT + (0 if self.pending[key] else W_INPUT * len(PROMPT))
             self.pending[key] = True
-            if emission.message.finish:
+            if emission.message.finish_reason:
                 del self.pending[key]
 
     def cease(self) -> None:
         """The flood cancels all that it has left, and the quiet one gets its answers."""
-        for owner, key in self.head.live:
+        for peer, key in self.head.live_requests:
             if key not in self.pending:
-                self.head.cancel(owner, key, self.now)
-        while self.head.live:
+                self.head.cancel_request(peer, key, self.now)
+        while self.head.live_requests:
             self.turn()
         self.turn()
 
@@ -105,6 +105,6 @@ def test_a_flood_starves_nobody_and_leaves_nothing(hostile: str, policy: str) ->
     flooded.cease()
     assert not flooded.pending
     flooded.head.validate()
-    _, gauges = flooded.head.stats()
+    _, gauges = flooded.head.collect_stats()
     assert (gauges["head_blocks_used"], gauges["head_waiting"], gauges["head_clients"]) == (0, 0, 0)
-    assert flooded.head._roster.shares.remembered <= 2 + 256
+    assert flooded.head._queues.fair_shares.num_counters <= 2 + 256

@@ -8,16 +8,16 @@ import pytest
 
 from molink.facts.preemption import PreemptionMode
 from molink.facts.profile import Profile
-from molink.scheduler.batch import Batch
-from molink.scheduler.blocks import BlockAllocator, Returning
-from molink.scheduler.head import Head
-from molink.scheduler.job import Job
-from molink.scheduler.limits import HeadLimits
+from molink.scheduler.batch import MicroBatch
+from molink.scheduler.blocks import BlockAllocator, ReleasingBlocks
+from molink.scheduler.head import Scheduler
+from molink.scheduler.job import RequestState
+from molink.scheduler.limits import SchedulerConfig
 from molink.scheduler.policies.create import create_scheduling_policy
-from molink.scheduler.request import HeadRequest
-from molink.wire.messages.data import Sampling
-from molink.wire.messages.serving import Token
-from tests.support.go_round import go_round
+from molink.scheduler.request import SchedulerRequest
+from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.serving import OutputToken
+from tests.support.go_round import run_micro_batches
 
 TURN_S = 0.01
 STAGE = Profile(decode=((1, TURN_S), (64, TURN_S)), prefill=((16, TURN_S), (64, 4 * TURN_S)))
@@ -35,7 +35,7 @@ class Served:
         micro_batches: int = 1,
         mode: PreemptionMode = "recompute",
     ) -> None:
-        limits = HeadLimits(
+        config = SchedulerConfig(
             blocks,
             16,
             micro_batches,
@@ -43,10 +43,10 @@ class Served:
             running,
             prefix_cache=cache,
             profiles=(STAGE,),
-            stages=1,
+            num_stages=1,
             preemption_mode=mode,
         )
-        self.head = Head(limits, 1, create_scheduling_policy(policy))
+        self.head = Scheduler(config, 1, create_scheduling_policy(policy))
         self.now = 0.0
         self.count = 0
         self.ended: set[str] = set()
@@ -59,40 +59,40 @@ class Served:
         client: str = "",
         priority: int = 0,
         window: int = 1 << 16,
-    ) -> Job:
-        request = HeadRequest(
+    ) -> RequestState:
+        request = SchedulerRequest(
             "d",
             key,
             tuple(prompt),
             len(prompt),
             answer,
-            Sampling(),
-            window=window,
+            SamplingParams(),
+            credit_window=window,
             client=client,
             priority=priority,
         )
-        self.head.submit(request, self.now)
-        job = self.head._roster.find("d", key)
-        assert job is not None
-        return job
+        self.head.submit_request(request, self.now)
+        state = self.head._queues.find_request("d", key)
+        assert state is not None
+        return state
 
     def crowd(self, client: str = "", priority: int = 0) -> None:
         """Four short ones wait."""
-        while self.head._roster.waiting < 4:
+        while self.head._queues.num_waiting < 4:
             self.count += 1
             self.submit(f"s{self.count}", tuple(range(8)), 8, client, priority)
 
     def turn(self) -> None:
-        batch = self.head.next(self.now)
+        batch = self.head.next_batch(self.now)
         self.now += TURN_S
-        for emission in go_round(self.head, batch, self.now):
-            assert isinstance(emission.message, Token)
-            if emission.message.finish is not None:
+        for emission in run_micro_batches(self.head, batch, self.now):
+            assert isinstance(emission.message, OutputToken)
+            if emission.message.finish_reason is not None:
                 self.ended.add(emission.message.key)
 
     @property
     def preemptions(self) -> float:
-        return self.head.stats()[0]["head_preemptions_total"]
+        return self.head.collect_stats()[0]["head_preemptions_total"]
 
 
 @pytest.mark.parametrize(("policy", "several"), [("skip-join-mlfq", False), ("gittins", True)])
@@ -156,8 +156,8 @@ def test_blocks_that_one_who_waits_finds_cached_are_no_room_for_others(policy: s
 
 def outlived(served: Served, key: str, blocks: int, priority: int = 0) -> None:
     """A request that has had far more tokens than its prompt: it has so many ``blocks``."""
-    job = served.submit(key, range(8), 500, "", priority)
-    while len(job.blocks) < blocks:
+    state = served.submit(key, range(8), 500, "", priority)
+    while len(state.blocks) < blocks:
         served.turn()
 
 
@@ -167,7 +167,7 @@ def test_nobody_gives_way_where_that_makes_too_little_room(blocks: int, gives_wa
     served = Served("gittins", running=4, blocks=40)
     outlived(served, "old", 8, priority=1)
     outlived(served, "urgent", 12)
-    held = {job.request.key: len(job.blocks) for job in served.head._roster}
+    held = {state.request.key: len(state.blocks) for state in served.head._queues}
     assert 40 - sum(held.values()) < 20 < 40 - held["urgent"] < 32
     served.submit("new", tuple(range(16 * blocks - 1)), 1, priority=1)
     served.turn()
@@ -180,15 +180,15 @@ def test_room_of_who_is_in_flight_counts_and_is_made_when_he_is_back() -> None:
     outlived(served, "a", 10)
     outlived(served, "b", 10)
     head = served.head
-    flying = head.next(served.now)
+    flying = head.next_batch(served.now)
     assert flying is not None
-    assert len(flying.volumes[0].header.rows) == 1
+    assert len(flying.volumes[0].header.slices) == 1
     served.submit("new", range(32 * 16), 1)
-    head.next(served.now)
-    assert (served.preemptions, head._roster.admitted) == (1, 1)
-    go_round(head, flying, served.now)
-    head.next(served.now)
-    assert (served.preemptions, head._roster.admitted) == (2, 0)
+    head.next_batch(served.now)
+    assert (served.preemptions, head._queues.num_running) == (1, 1)
+    run_micro_batches(head, flying, served.now)
+    head.next_batch(served.now)
+    assert (served.preemptions, head._queues.num_running) == (2, 0)
 
 
 @pytest.mark.parametrize(("reserved", "give_way"), [(0, 0), (15, 1), (39, 2)])
@@ -196,26 +196,26 @@ def test_who_comes_back_leaves_the_reserve_alone_unless_nobody_else_runs(
     reserved: int, give_way: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Served("gittins", running=4, blocks=40, mode="reactive-swap")
-    served.head.set_host_room(100, 1e-9)
+    served.head.set_host_memory(100, 1e-9)
     outlived(served, "a", 6)
     outlived(served, "b", 6)
     new = served.submit("new", range(16 * 10), 40)
-    while new.state != "decode":
+    while new.phase != "decode":
         served.turn()
-    monkeypatch.setattr(served.head._swapping, "reserved", lambda now: reserved)
+    monkeypatch.setattr(served.head._swap, "reserved_blocks", lambda now: reserved)
     served.head._batcher._preempt(new)
     for _ in range(4):
         served.turn()
-    assert new.state == "decode"
+    assert new.phase == "decode"
     assert served.preemptions == 1 + give_way
 
 
 def test_blocks_that_two_hold_are_room_once_both_give_way() -> None:
     blocks = BlockAllocator(8)
-    shared, own = blocks.allocate(3), blocks.allocate(2)
-    blocks.share(shared)
-    found = Returning(blocks)
-    assert (found.add([*shared, *own]), found.add(shared), found.count) == (2, 3, 5)
+    shared, own = blocks.allocate_blocks(3), blocks.allocate_blocks(2)
+    blocks.share_blocks(shared)
+    found = ReleasingBlocks(blocks)
+    assert (found.add_blocks([*shared, *own]), found.add_blocks(shared), found.count) == (2, 3, 5)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq", "gittins"])
@@ -224,7 +224,7 @@ def test_of_those_who_take_nothing_as_many_give_way_as_are_needed(policy: str, b
     """Two who take nothing, but are not abandoned yet, hold everything."""
     served = Served(policy, running=4, blocks=40)
     holders = [served.submit(key, range(16 * 17), 200, key, window=4) for key in "ab"]
-    while not all(job.stalled for job in holders):
+    while not all(state.is_stalled for state in holders):
         served.turn()
     served.submit("new", range(16 * blocks), 4, "c")
     for _ in range(40):
@@ -238,12 +238,12 @@ def test_blocks_that_one_who_waits_shares_are_no_room_if_their_holder_gives_way(
     served = Served("gittins", running=8, blocks=64, cache=True)
     prefix = range(1000, 1000 + 20 * 16)
     urgent = served.submit("urgent", range(16 * 25), 600, priority=-1)
-    while urgent.state != "decode":
+    while urgent.phase != "decode":
         served.turn()
     old = served.submit("old", (*prefix, 1, 2, 3), 300)
     for _ in range(60):
         served.turn()
-    assert old.state == "decode"
+    assert old.phase == "decode"
     served.submit("new", (*prefix, *range(5000, 5000 + 16 * 17)), 4)
     served.turn()
     assert served.preemptions == 0
@@ -251,44 +251,44 @@ def test_blocks_that_one_who_waits_shares_are_no_room_if_their_holder_gives_way(
 
 def test_who_has_just_been_admitted_does_not_give_way_before_a_row_of_his() -> None:
     served = Served("gittins", running=4, blocks=40, mode="proactive-swap")
-    served.head.set_host_room(100, 1e-9)
+    served.head.set_host_memory(100, 1e-9)
     outlived(served, "old", 16)
-    roster = served.head._roster
-    old = roster.find("d", "old")
+    queues = served.head._queues
+    old = queues.find_request("d", "old")
     assert old is not None
     served.head._batcher._preempt(old)
-    while old.state == "waiting":
+    while old.phase == "waiting":
         served.turn()
-    assert old.fresh
-    needy = served.submit("new", range(16 * 30), 1)
-    assert list(roster.victims(needy, served.now)) == []
-    while old.fresh:
+    assert old.is_fresh
+    preemptor = served.submit("new", range(16 * 30), 1)
+    assert list(queues.preemption_candidates(preemptor, served.now)) == []
+    while old.is_fresh:
         served.turn()
-    assert list(roster.victims(needy, served.now)) == [old]
+    assert list(queues.preemption_candidates(preemptor, served.now)) == [old]
 
 
 @pytest.mark.parametrize(("seed", "clients"), [(4, 1), (8, 3), (6, 3)])
 def test_who_comes_back_from_host_memory_is_not_who_gives_way_next(seed: int, clients: int) -> None:
     """Requests of several priorities, more than there is memory for, all come to an end."""
-    rng, way = random.Random(seed), deque[Batch]()
+    rng, way = random.Random(seed), deque[MicroBatch]()
     served = Served("gittins", 12, blocks=60, micro_batches=2, mode="proactive-swap")
     head, count, tokens = served.head, 0, -1.0
-    head.set_host_room(200, 1e-5)
-    while count < 120 or len(head._roster):
-        if count < 120 and rng.random() < 0.06 and head._roster.waiting < 20:
+    head.set_host_memory(200, 1e-5)
+    while count < 120 or len(head._queues):
+        if count < 120 and rng.random() < 0.06 and head._queues.num_waiting < 20:
             size = rng.choice((0, 128)) + log_normal(rng, 3.8, 1.2, 500)
             prompt = [rng.randrange(10, 999) for _ in range(size)]
             answer, priority = log_normal(rng, 3.3, 1.0, 300), rng.choice((0, 0, 1))
             served.submit(f"r{count}", prompt, answer, f"c{count % clients}", priority)
             count += 1
-        batch = head.next(served.now)
+        batch = head.next_batch(served.now)
         served.now += TURN_S
         if batch is not None:
             way.append(batch)
         if len(way) == 2 or (batch is None and way):
-            go_round(head, way.popleft(), served.now)
+            run_micro_batches(head, way.popleft(), served.now)
         if round(served.now / TURN_S) % 400 == 0:
-            before, tokens = tokens, head.stats()[0]["head_tokens_total"]
+            before, tokens = tokens, head.collect_stats()[0]["head_tokens_total"]
             assert tokens > before
 
 

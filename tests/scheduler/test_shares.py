@@ -6,38 +6,38 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.scheduler.job import Job
-from molink.scheduler.prefix import Match
-from molink.scheduler.request import HeadRequest
-from molink.scheduler.shares import MAX_IDLE, W_INPUT, W_OUTPUT, Counters, FairShares
-from molink.wire.messages.data import Sampling
+from molink.scheduler.job import RequestState
+from molink.scheduler.prefix import PrefixMatch
+from molink.scheduler.request import SchedulerRequest
+from molink.scheduler.shares import MAX_IDLE_COUNTERS, W_INPUT, W_OUTPUT, VirtualTokenCounters, FairShares
+from molink.wire.messages.data import SamplingParams
 
 
-def job_of(key: str, client: str = "", owner: str = "d", tokens: int = 1, priority: int = 0) -> Job:
+def job_of(key: str, client: str = "", owner: str = "d", tokens: int = 1, priority: int = 0) -> RequestState:
     prompt = (1,) * tokens
-    return Job.of(
-        HeadRequest(owner, key, prompt, tokens, 99, Sampling(), client=client, priority=priority)
+    return RequestState.from_request(
+        SchedulerRequest(owner, key, prompt, tokens, 99, SamplingParams(), client=client, priority=priority)
     )
 
 
-def admit(shares: FairShares, job: Job) -> None:
-    job.begin(0, [], Match())
-    shares.admitted(job)
+def admit(shares: FairShares, job: RequestState) -> None:
+    job.start_admission(0, [], PrefixMatch())
+    shares.on_admitted(job)
 
 
-def end(shares: FairShares, job: Job) -> None:
-    shares.over(job)
-    job.state = "gone"
+def end(shares: FairShares, job: RequestState) -> None:
+    shares.on_removed(job)
+    job.phase = "gone"
 
 
-def arrive(shares: FairShares, *jobs: Job) -> list[Job]:
-    for job in jobs:
-        shares.arrived(job)
+def arrive(shares: FairShares, *jobs: RequestState) -> list[RequestState]:
+    for state in jobs:
+        shares.on_arrived(state)
     return list(jobs)
 
 
-def keys(jobs: list[Job]) -> list[str]:
-    return [job.request.key for job in jobs]
+def keys(jobs: list[RequestState]) -> list[str]:
+    return [state.request.key for state in jobs]
 
 
 def test_who_was_served_least_goes_first_and_one_alone_is_served_as_he_comes() -> None:
@@ -45,13 +45,13 @@ def test_who_was_served_least_goes_first_and_one_alone_is_served_as_he_comes() -
     a0, a1, b0, b1 = arrive(
         shares, job_of("a0", "a", tokens=3), job_of("a1", "a"), job_of("b0", "b"), job_of("b1", "b")
     )
-    assert keys(shares.order([a0, a1, b0, b1])) == ["a0", "a1", "b0", "b1"]
+    assert keys(shares.order_waiting([a0, a1, b0, b1])) == ["a0", "a1", "b0", "b1"]
     admit(shares, a0)
-    assert keys(shares.order([a1, b0, b1])) == ["b0", "b1", "a1"]
+    assert keys(shares.order_waiting([a1, b0, b1])) == ["b0", "b1", "a1"]
     admit(shares, b0)
-    shares.sampled(b0)
-    shares.sampled(b0)
-    assert keys(shares.order([a1, b1])) == ["a1", "b1"], "3 prompt tokens, or 1 and 2 generated"
+    shares.on_token(b0)
+    shares.on_token(b0)
+    assert keys(shares.order_waiting([a1, b1])) == ["a1", "b1"], "3 prompt tokens, or 1 and 2 generated"
 
 
 def test_names_that_a_daemon_invents_share_what_is_its_own() -> None:
@@ -59,21 +59,21 @@ def test_names_that_a_daemon_invents_share_what_is_its_own() -> None:
     crowd = arrive(shares, *(job_of(f"c{i}", f"name {i}", "crowd") for i in range(3)))
     (other,) = arrive(shares, job_of("o", "", "other"))
     admit(shares, crowd[0])
-    assert keys(shares.order([*crowd[1:], other])) == ["o", "c1", "c2"]
+    assert keys(shares.order_waiting([*crowd[1:], other])) == ["o", "c1", "c2"]
 
 
 def test_who_was_idle_has_saved_up_nothing() -> None:
     shares = FairShares()
     for number in range(10):
-        (job,) = arrive(shares, job_of(f"a{number}", "a", tokens=100))
-        admit(shares, job)
-        end(shares, job)
+        (state,) = arrive(shares, job_of(f"a{number}", "a", tokens=100))
+        admit(shares, state)
+        end(shares, state)
     (a,) = arrive(shares, job_of("a", "a"))
     (b,) = arrive(shares, job_of("b", "b"))
     admit(shares, b)
-    assert keys(shares.order([a])) == ["a"]
+    assert keys(shares.order_waiting([a])) == ["a"]
     (later,) = arrive(shares, job_of("b1", "b"))
-    assert keys(shares.order([later, a])) == ["a", "b1"]
+    assert keys(shares.order_waiting([later, a])) == ["a", "b1"]
 
 
 def test_who_had_more_than_his_share_is_no_stranger_when_he_comes_back() -> None:
@@ -82,44 +82,44 @@ def test_who_had_more_than_his_share_is_no_stranger_when_he_comes_back() -> None
     admit(shares, a)
     end(shares, a)
     b, back = arrive(shares, job_of("b", "b"), job_of("a1", "a"))
-    assert keys(shares.order([back, b])) == ["b", "a1"]
+    assert keys(shares.order_waiting([back, b])) == ["b", "a1"]
 
 
 def test_priorities_order_the_requests_of_one_client_only() -> None:
     shares = FairShares()
-    jobs = arrive(
+    requests = arrive(
         shares, job_of("a0", "a"), job_of("b", "b", priority=9), job_of("a1", "a", priority=-1)
     )
-    assert keys(shares.order(jobs)) == ["a1", "a0", "b"]
-    admit(shares, jobs[2])
-    assert keys(shares.order(jobs[:2])) == ["b", "a0"], "however urgent a's are"
+    assert keys(shares.order_waiting(requests)) == ["a1", "a0", "b"]
+    admit(shares, requests[2])
+    assert keys(shares.order_waiting(requests[:2])) == ["b", "a0"], "however urgent a's are"
 
 
 def test_one_that_gave_way_keeps_his_place_and_pays_once() -> None:
     shares = FairShares()
     (a,) = arrive(shares, job_of("a", "a", tokens=5))
     admit(shares, a)
-    shares.preempted(a)
-    a.state = "waiting"
+    shares.on_preempted(a)
+    a.phase = "waiting"
     admit(shares, a)
     b0, a1 = arrive(shares, job_of("b0", "b", tokens=6), job_of("a1", "a"))
     admit(shares, b0)
     (b1,) = arrive(shares, job_of("b1", "b"))
-    assert keys(shares.order([b1, a1])) == ["a1", "b1"], "5 units, not 10"
+    assert keys(shares.order_waiting([b1, a1])) == ["a1", "b1"], "5 units, not 10"
 
 
 def test_counters_of_those_who_are_gone_are_bounded() -> None:
     shares = FairShares()
-    for number in range(3 * MAX_IDLE):
-        (job,) = arrive(shares, job_of(f"k{number}", f"name {number}", f"daemon {number}", 50))
-        admit(shares, job)
-        end(shares, job)
-    assert shares.clients == 0
-    assert shares.remembered <= 2 * MAX_IDLE
-    for number in range(3 * MAX_IDLE):
-        (job,) = arrive(shares, job_of(f"k{number}", f"name {number}", "one", 50))
-        end(shares, job)
-    assert shares.remembered <= 2 * MAX_IDLE
+    for number in range(3 * MAX_IDLE_COUNTERS):
+        (state,) = arrive(shares, job_of(f"k{number}", f"name {number}", f"daemon {number}", 50))
+        admit(shares, state)
+        end(shares, state)
+    assert shares.num_clients == 0
+    assert shares.num_counters <= 2 * MAX_IDLE_COUNTERS
+    for number in range(3 * MAX_IDLE_COUNTERS):
+        (state,) = arrive(shares, job_of(f"k{number}", f"name {number}", "one", 50))
+        end(shares, state)
+    assert shares.num_counters <= 2 * MAX_IDLE_COUNTERS
 
 
 LONGEST, ANSWER, SLOTS = 20, 15, 3
@@ -135,8 +135,8 @@ class Load:
         """When each begins, and the sizes of its requests in turn: prompt and answer."""
         self._plans = plans
         self._shares = FairShares()
-        self._queues: dict[str, deque[Job]] = {name: deque() for name in plans}
-        self._left: dict[Job, int] = {}
+        self._queues: dict[str, deque[RequestState]] = {name: deque() for name in plans}
+        self._left: dict[RequestState, int] = {}
         self._count = 0
         self.served = Counter[str]()
 
@@ -151,30 +151,30 @@ class Load:
         for name, (start, sizes) in self._plans.items():
             while step >= start and len(self._queues[name]) <= SLOTS:
                 tokens, answer = sizes[self._count % len(sizes)]
-                job = job_of(f"{self._count}.{answer}", name, name[0], tokens)
+                state = job_of(f"{self._count}.{answer}", name, name[0], tokens)
                 self._count += 1
-                self._queues[name].append(job)
-                self._shares.arrived(job)
+                self._queues[name].append(state)
+                self._shares.on_arrived(state)
         while len(self._left) < SLOTS and any(self._queues.values()):
             self._admit()
-        for job in list(self._left):
-            self._shares.sampled(job)
-            self._serve(job, W_OUTPUT)
-            self._left[job] -= 1
-            if not self._left[job]:
-                del self._left[job]
-                end(self._shares, job)
+        for state in list(self._left):
+            self._shares.on_token(state)
+            self._serve(state, W_OUTPUT)
+            self._left[state] -= 1
+            if not self._left[state]:
+                del self._left[state]
+                end(self._shares, state)
 
     def _admit(self) -> None:
-        job = self._shares.order(job for queue in self._queues.values() for job in queue)[0]
-        self._queues[job.request.client].remove(job)
-        admit(self._shares, job)
-        self._left[job] = int(job.request.key.split(".")[1])
-        self._serve(job, W_INPUT * len(job.tokens))
+        state = self._shares.order_waiting(state for queue in self._queues.values() for state in queue)[0]
+        self._queues[state.request.client].remove(state)
+        admit(self._shares, state)
+        self._left[state] = int(state.request.key.split(".")[1])
+        self._serve(state, W_INPUT * len(state.tokens))
 
-    def _serve(self, job: Job, units: int) -> None:
+    def _serve(self, job: RequestState, units: int) -> None:
         self.served[job.request.client] += units
-        self.served[job.request.owner] += units
+        self.served[job.request.peer] += units
 
 
 @settings(max_examples=80, deadline=None)
@@ -201,8 +201,8 @@ def test_nobody_with_requests_waiting_falls_behind_by_more_than_the_bound(
 
 
 def test_counters_know_who_is_there() -> None:
-    counters = Counters()
-    counters.arrived("a")
+    counters = VirtualTokenCounters()
+    counters.on_arrived("a")
     assert "a" in counters
-    assert counters.over("a", waited=True) == ["a"]
+    assert counters.on_removed("a", waited=True) == ["a"]
     assert "a" not in counters

@@ -5,13 +5,13 @@ from hypothesis import strategies as st
 
 from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
 from molink.facts.profile import Profile
-from molink.scheduler.head import Head
-from molink.scheduler.limits import HeadLimits
+from molink.scheduler.head import Scheduler
+from molink.scheduler.limits import SchedulerConfig
 from molink.scheduler.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
-from molink.scheduler.request import HeadRequest
-from molink.wire.messages.data import Sampling
-from molink.wire.messages.serving import Token
-from tests.support.go_round import go_round
+from molink.scheduler.request import SchedulerRequest
+from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.serving import OutputToken
+from tests.support.go_round import run_micro_batches
 
 #: Seconds of an iteration.
 TURN_S = 0.01
@@ -30,18 +30,18 @@ class Crowded:
     """A head, one long request, and a client that always has short ones waiting."""
 
     def __init__(self, policy: str, mode: PreemptionMode, blocks: int, host: int) -> None:
-        limits = HeadLimits(
+        config = SchedulerConfig(
             blocks,
             BLOCK_SIZE,
             2,
-            chunk_tokens=16,
-            max_running=4,
-            max_waiting=2 * CROWD,
+            max_num_batched_tokens=16,
+            max_num_seqs=4,
+            max_queue_len=2 * CROWD,
             profiles=(STAGE,),
             preemption_mode=mode,
         )
-        self.head = Head(limits, 1, create_scheduling_policy(policy))
-        self.head.set_host_room(host, TURN_S / 100)
+        self.head = Scheduler(config, 1, create_scheduling_policy(policy))
+        self.head.set_host_memory(host, TURN_S / 100)
         self.now = 0.0
         self.count = 0
         #: Tokens that each request has, and those that it is to have.
@@ -49,24 +49,24 @@ class Crowded:
         self.wanted: dict[str, int] = {}
 
     def submit(self, key: str, prompt: tuple[int, ...], answer: int) -> None:
-        request = HeadRequest("d", key, prompt, len(prompt), answer, Sampling(), (), 1 << 16)
+        request = SchedulerRequest("d", key, prompt, len(prompt), answer, SamplingParams(), (), 1 << 16)
         self.got[key], self.wanted[key] = 0, answer
-        assert self.head.submit(request, self.now) == []
+        assert self.head.submit_request(request, self.now) == []
 
     def crowd(self, tokens: int, answer: int, alike: bool) -> None:
-        while self.head._roster.waiting < CROWD:
+        while self.head._queues.num_waiting < CROWD:
             self.count += 1
             first = 1 if alike else self.count
             self.submit(f"s{self.count}", (first, *range(tokens - 1)), answer)
 
     def turn(self) -> None:
-        batch = self.head.next(self.now)
+        batch = self.head.next_batch(self.now)
         self.now += TURN_S
-        for emission in go_round(self.head, batch, self.now):
-            assert isinstance(emission.message, Token)
+        for emission in run_micro_batches(self.head, batch, self.now):
+            assert isinstance(emission.message, OutputToken)
             key = emission.message.key
             self.got[key] += 1
-            assert (emission.message.finish is None) == (self.got[key] < self.wanted[key])
+            assert (emission.message.finish_reason is None) == (self.got[key] < self.wanted[key])
 
     def serve(self, long: tuple[int, int], short: tuple[int, int], alike: bool) -> int:
         """Tokens that the long one has got in :data:`TURNS` iterations."""
@@ -105,13 +105,13 @@ def test_no_policy_starves_a_long_request(
 ) -> None:
     crowded = Crowded(policy, mode, blocks, host)
     assert crowded.serve((prompt, answer), short, alike) == answer
-    for _, key in crowded.head.live:
-        crowded.head.cancel("d", key, crowded.now)
-    while crowded.head.live:
+    for _, key in crowded.head.live_requests:
+        crowded.head.cancel_request("d", key, crowded.now)
+    while crowded.head.live_requests:
         crowded.turn()
     crowded.turn()
     crowded.head.validate()
-    _, gauges = crowded.head.stats()
+    _, gauges = crowded.head.collect_stats()
     assert gauges["head_blocks_used"] == gauges["head_host_blocks_used"] == 0
 
 

@@ -5,12 +5,12 @@ from random import Random
 import pytest
 
 from molink.errors import Overloaded
-from molink.scheduler.head import Head
-from molink.scheduler.job import Job
-from molink.scheduler.limits import HeadLimits
-from molink.scheduler.request import Emission, HeadRequest
+from molink.scheduler.head import Scheduler
+from molink.scheduler.job import RequestState
+from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.request import Emission, SchedulerRequest
 from molink.scheduler.waits import ServingRate
-from molink.wire.messages.data import Choice, Release, Rows, Sampled, Sampling
+from molink.wire.messages.data import SampledId, Release, RequestSlice, SamplerOutput, SamplingParams
 from molink.wire.messages.serving import Rejected
 
 #: Seconds of an iteration, whatever is in it.
@@ -19,12 +19,12 @@ STOP = 99
 
 
 class ScriptedRing:
-    """A head whose volumes all come back after :data:`STEP_S`, and releases at once."""
+    """A head whose volumes all come back after :data:`STEP_OVERHEAD_S`, and releases at once."""
 
     def __init__(self, **changes: float) -> None:
         fields = {"blocks": 128, "block_size": 4, "micro_batches": 1, "prefix_cache": False}
         fields |= {"chunk_tokens": 64, **changes}
-        self.head = Head(HeadLimits(**fields), 1)
+        self.head = Scheduler(SchedulerConfig(**fields), 1)
         self.now = 0.0
         self.told: list[Emission] = []
         #: Tokens of answers that end before they have to, by key.
@@ -32,38 +32,38 @@ class ScriptedRing:
 
     def submit(self, key: str, answer: int = 20, tokens: int = 10, **fields: object) -> None:
         given = {"owner": "d", "window": 1 << 16, **fields}
-        owner = str(given.pop("owner"))
+        peer = str(given.pop("owner"))
         prompt, own = tuple(range(tokens)), given.pop("prompt_tokens", tokens)
-        request = HeadRequest(owner, key, prompt, own, answer, Sampling(), (STOP,), **given)
-        self.told += self.head.submit(request, self.now)
+        request = SchedulerRequest(peer, key, prompt, own, answer, SamplingParams(), (STOP,), **given)
+        self.told += self.head.submit_request(request, self.now)
 
     def step(self) -> None:
-        batch = self.head.next(self.now)
+        batch = self.head.next_batch(self.now)
         self.now += STEP_S
-        self.told += self.head.expire(self.now)
+        self.told += self.head.expire_requests(self.now)
         for volume in batch.volumes if batch is not None else ():
-            choices = tuple(map(self._choice, volume.header.rows))
-            self.told += self.head.sampled(Sampled(volume.header.tick, choices), {}, self.now)
-        for each in batch.control if batch is not None else ():
+            choices = tuple(map(self._choice, volume.header.slices))
+            self.told += self.head.on_sampled(SamplerOutput(volume.header.seq, choices), {}, self.now)
+        for each in batch.controls if batch is not None else ():
             if isinstance(each.body, Release):
-                self.head.released(each.body.tick, self.now)
+                self.head.on_released(each.body.seq, self.now)
         self.head.validate()
 
-    def _choice(self, rows: Rows) -> Choice:
-        job = self.head._roster.of_id(rows.request)
-        assert job is not None, "all prompts fit into one chunk"
+    def _choice(self, rows: RequestSlice) -> SampledId:
+        state = self.head._queues.get_by_id(rows.request)
+        assert state is not None, "all prompts fit into one chunk"
         assert rows.sample
-        ends = job.generated + 1 == self.lengths.get(job.request.key)
-        return Choice(rows.request, rows.start + rows.count, STOP if ends else 50)
+        ends = state.num_generated + 1 == self.lengths.get(state.request.key)
+        return SampledId(rows.request, rows.start + rows.count, STOP if ends else 50)
 
     def is_admitted(self, key: str, owner: str = "d") -> bool:
-        job = self.head._roster.find(owner, key)
-        return job is None or job.state != "waiting"
+        state = self.head._queues.find_request(owner, key)
+        return state is None or state.phase != "waiting"
 
-    def waiting(self) -> list[Job]:
+    def waiting(self) -> list[RequestState]:
         """Those in the queue, by whose turn it is."""
-        roster = self.head._roster
-        return roster.shares.order(roster.queued)
+        queues = self.head._queues
+        return queues.fair_shares.order_waiting(queues.waiting_requests)
 
     def rejections(self) -> dict[str, Rejected]:
         found = [each.message for each in self.told if isinstance(each.message, Rejected)]
@@ -72,14 +72,14 @@ class ScriptedRing:
 
 def test_a_pace_counts_the_time_in_which_there_was_something_to_do() -> None:
     pace = ServingRate()
-    pace.observe(0, 0.0, busy=True)
+    pace.observe_total(0, 0.0, busy=True)
     assert pace.rate is None
     for second in range(1, 11):
-        pace.observe(40 * second, float(second), busy=second < 10)
+        pace.observe_total(40 * second, float(second), busy=second < 10)
     assert pace.rate == pytest.approx(40, rel=0.02)
-    pace.observe(400, 1000.0, busy=True)
+    pace.observe_total(400, 1000.0, busy=True)
     assert pace.rate == pytest.approx(40, rel=0.02), "nothing was to be served"
-    pace.observe(400, 1030.0, busy=True)
+    pace.observe_total(400, 1030.0, busy=True)
     assert pace.rate < 20, "nothing was served"
 
 
@@ -101,11 +101,11 @@ def test_a_place_is_free_about_when_it_was_said_to_be(known: bool, within: float
         with pytest.raises(Overloaded) as caught:
             ring.submit("more")
         asked = ring.now
-        while ring.head._roster.waiting == 2:
+        while ring.head._queues.num_waiting == 2:
             ring.step()
         waits.append(ring.now - asked)
         errors.append(caught.value.retry_after - waits[-1])
-        while ring.head.live:
+        while ring.head.live_requests:
             ring.step()
     assert max(waits) - min(waits) > 7
     # Before any answer has ended, nothing but `max_tokens` is known of their length.
@@ -116,7 +116,7 @@ def test_a_request_is_refused_at_once_when_its_turn_would_come_too_late() -> Non
     ring = ScriptedRing(max_running=2)
     for number in range(14):
         ring.submit(f"r{number}", answer=20)
-    while ring.head._roster.waiting > 6:
+    while ring.head._queues.num_waiting > 6:
         ring.step()
     # Two of 20 tokens end every 10 s or so; 6 wait, so it's the turn of a seventh after 38 s.
     with pytest.raises(
@@ -132,7 +132,7 @@ def test_a_request_is_refused_at_once_when_its_turn_would_come_too_late() -> Non
     assert 20 < ring.now - at < 60
     assert told.value.retry_after == pytest.approx(ring.now - at - 20, abs=8)
     assert not ring.rejections(), "who was let in has kept to its time"
-    counters, _ = ring.head.stats()
+    counters, _ = ring.head.collect_stats()
     assert counters["head_late_total"] == 1
 
 
@@ -152,10 +152,10 @@ def test_who_has_waited_for_as_long_as_it_may_is_told() -> None:
     assert told["longer"].reason == "overloaded"
     assert "has not come within 8 s" in told["longer"].message
     assert told["longer"].retry_after > 1
-    assert [key for _, key in ring.head.live] == ["runs", "long"]
-    while ring.head.live:
+    assert [key for _, key in ring.head.live_requests] == ["runs", "long"]
+    while ring.head.live_requests:
         ring.step()
-    counters, _ = ring.head.stats()
+    counters, _ = ring.head.collect_stats()
     assert counters["head_expired_total"] == 2
     # "runs" at once, and "long" when that had its 100 tokens, at 2 a second.
     assert (counters["head_admitted_total"], counters["head_queue_seconds_total"]) == (2, 50.0)

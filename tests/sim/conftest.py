@@ -15,4 +15,4 @@ def workload() -> Workload:
 @pytest.fixture
 def baseline(workload: Workload) -> Scenario:
     """All switches off."""
-    return Scenario.baseline(workload, link=LinkProfile(100, 30))
+    return Scenario.make_baseline(workload, link=LinkProfile(100, 30))

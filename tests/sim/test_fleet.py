@@ -10,12 +10,12 @@ import pytest
 from molink.bench.trace import TraceRow
 from molink.errors import UsageError
 from molink.routing.create import ROUTERS
-from molink.routing.e2 import E2
+from molink.routing.e2 import E2Router
 from molink.routing.report import CacheReport
 from molink.sim.fleet import FleetOutcome, FleetScenario, simulate_fleet
 from molink.sim.profiles import LinkProfile, ModelProfile
 from molink.sim.scenario import Scenario
-from molink.sim.simulate import simulate
+from molink.sim.simulate import simulate_scenario
 from molink.sim.workload import Workload
 
 #: A model whose keys and values are small: as Qwen2.5-7B.
@@ -28,8 +28,8 @@ def ring(workload: Workload) -> Scenario:
 
 
 def assert_all_done(outcome: FleetOutcome) -> None:
-    planned = outcome.fleet.ring.workload.plan()
-    assert (outcome.lost, outcome.broken) == (0, 0)
+    planned = outcome.fleet.ring.workload.plan_requests()
+    assert (outcome.num_lost, outcome.num_broken) == (0, 0)
     assert outcome.report.completed == len(planned)
     assert outcome.report.output_tokens == sum(request.output_tokens for request in planned)
 
@@ -45,7 +45,7 @@ def mean_ttft(outcome: FleetOutcome) -> float:
 
 
 def test_a_single_pipeline_is_the_ring_itself(ring: Scenario) -> None:
-    alone, fleet = simulate(ring).report, simulate_fleet(FleetScenario(ring, 1)).report
+    alone, fleet = simulate_scenario(ring).report, simulate_fleet(FleetScenario(ring, 1)).report
     assert (fleet.ttft_s, fleet.tpot_s, fleet.latency_s) == (
         alone.ttft_s,
         alone.tpot_s,
@@ -58,18 +58,18 @@ def test_several_serve_more_and_share_the_load(ring: Scenario) -> None:
     assert_all_done(outcome)
     assert mean_tpot(outcome) < mean_tpot(simulate_fleet(FleetScenario(ring, 1)))
     assert all(each.requests > 0 and each.formed == 1 for each in outcome.pipelines)
-    assert len(outcome.busy) == 8
+    assert len(outcome.busy_shares) == 8
 
 
 def test_pcs_that_leave_cost_time_and_no_token(ring: Scenario) -> None:
     # Two PCs hold the model, and so does one of them.
     steady = replace(ring, workload=replace(ring.workload, duration=25.0, output_tokens=40))
-    churning = FleetScenario(steady, 3, peers=7, churn=60.0, away=20.0)
-    outcome, calm = simulate_fleet(churning), simulate_fleet(replace(churning, churn=0.0))
+    churning = FleetScenario(steady, 3, peers=7, departures_per_hour=60.0, away_s=20.0)
+    outcome, calm = simulate_fleet(churning), simulate_fleet(replace(churning, departures_per_hour=0.0))
     assert_all_done(outcome)
     assert_all_done(calm)
-    assert outcome.left > 0
-    assert outcome.resubmitted > 0 == calm.resubmitted
+    assert outcome.num_departures > 0
+    assert outcome.num_resubmitted > 0 == calm.num_resubmitted
     assert sum(each.formed - each.lost for each in outcome.pipelines) >= 3
     assert outcome.report.latency_s.p99 is not None
     assert calm.report.latency_s.p99 is not None
@@ -80,14 +80,14 @@ def test_requests_wait_while_no_pipeline_can_be_formed(ring: Scenario) -> None:
     # Two of the three PCs can't hold it.
     large = replace(ring, device="rtx3060", model="llama-2-13b", stages=3)
     slow = replace(large, workload=replace(ring.workload, rate=0.5, duration=40.0))
-    outcome = simulate_fleet(FleetScenario(slow, 1, churn=30.0, away=10.0))
+    outcome = simulate_fleet(FleetScenario(slow, 1, departures_per_hour=30.0, away_s=10.0))
     assert_all_done(outcome)
     assert outcome.report.ttft_s.p99 is not None
     assert outcome.report.ttft_s.p99 > 5.0
 
 
 def test_the_same_again(ring: Scenario) -> None:
-    fleet = FleetScenario(ring, 2, peers=3, homes=2, churn=60.0, away=10.0)
+    fleet = FleetScenario(ring, 2, peers=3, peers_per_uplink=2, departures_per_hour=60.0, away_s=10.0)
     once, again = (json.dumps(simulate_fleet(fleet).as_json()) for _ in range(2))
     assert once == again
 
@@ -103,7 +103,7 @@ def test_who_shares_pcs_or_an_uplink_is_slower(ring: Scenario) -> None:
     assert own.report.ttft_s.mean is not None
     assert one_home.report.ttft_s.mean is not None
     assert one_home.report.ttft_s.mean > 1.5 * own.report.ttft_s.mean
-    assert fmean(one_pc.busy) > fmean(own.busy)
+    assert fmean(one_pc.busy_shares) > fmean(own.busy_shares)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def sharing(ring: Scenario) -> Scenario:
         for index in range(60)
         for begin in [index * 7 % 10]
     )
-    workload = replace(ring.workload, rate=3.0, duration=20.0, rows=rows, warmup=0.0)
+    workload = replace(ring.workload, rate=3.0, duration=20.0, trace_rows=rows, warmup=0.0)
     return replace(ring, workload=workload, stages=1)
 
 
@@ -123,20 +123,20 @@ def test_prompts_go_where_their_beginning_is_cached(sharing: Scenario) -> None:
     for router in ROUTERS:
         found[router] = simulate_fleet(FleetScenario(sharing, 3, router=router))
         assert_all_done(found[router])
-    assert found["e2"].cached > 1.5 * found["round-robin"].cached > 0
+    assert found["e2"].cached_share > 1.5 * found["round-robin"].cached_share > 0
     assert mean_ttft(found["e2"]) < mean_ttft(found["round-robin"])
 
 
 def test_who_vanishes_with_its_cache_costs_time_and_no_token(sharing: Scenario) -> None:
     load = sharing.workload
-    rows = tuple(replace(row, output_tokens=60) for row in load.rows)
-    longer = replace(sharing, workload=replace(load, duration=40.0, rows=rows))
-    outcome = simulate_fleet(FleetScenario(longer, 3, router="e2", churn=60.0, away=10.0))
+    rows = tuple(replace(row, output_tokens=60) for row in load.trace_rows)
+    longer = replace(sharing, workload=replace(load, duration=40.0, trace_rows=rows))
+    outcome = simulate_fleet(FleetScenario(longer, 3, router="e2", departures_per_hour=60.0, away_s=10.0))
     assert_all_done(outcome)
-    assert outcome.resubmitted > 0
+    assert outcome.num_resubmitted > 0
 
 
-class Deceived(E2):
+class Deceived(E2Router):
     """Hears of caches what another pipeline said, or what was never cached, and late."""
 
     def __init__(self) -> None:
@@ -144,12 +144,12 @@ class Deceived(E2):
         self.rng = random.Random(1)
         self.late: list[CacheReport] = []
 
-    def reported(self, name: str, report: CacheReport, now: float) -> None:
+    def on_cache_report(self, name: str, report: CacheReport, now: float) -> None:
         self.late.append(report)
         if self.rng.random() < 0.1:
             report = self.rng.choice(self.late)
-            wrong = (*report.evicted, *(self.rng.getrandbits(64) for _ in range(9)))
-            super().reported(self.rng.choice("0123"), replace(report, added=wrong), now)
+            wrong = (*report.evicted_spans, *(self.rng.getrandbits(64) for _ in range(9)))
+            super().on_cache_report(self.rng.choice("0123"), replace(report, added_spans=wrong), now)
 
 
 def test_what_a_router_is_told_wrongly_costs_only_time(sharing: Scenario) -> None:
@@ -159,11 +159,11 @@ def test_what_a_router_is_told_wrongly_costs_only_time(sharing: Scenario) -> Non
 def test_prompts_longer_than_most_contexts(ring: Scenario) -> None:
     size, parts = 34_000, tuple(range(67))
     rows = tuple(TraceRow(float(at), size, 4, parts) for at in range(3))
-    load = replace(ring.workload, rate=0.5, duration=6.0, warmup=0.0, rows=rows, max_prompt=size)
+    load = replace(ring.workload, rate=0.5, duration=6.0, warmup=0.0, trace_rows=rows, max_prompt=size)
     large = replace(ring, workload=load, stages=1, device="rtx4090", shape=SMALL_KV)
     outcome = simulate_fleet(FleetScenario(large, 2, router="e2"))
     assert_all_done(outcome)
-    assert outcome.cached > 0.3
+    assert outcome.cached_share > 0.3
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from molink.sim.forecast import plan_ring, ring_times
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from molink.sim.workload import Workload
-from molink.swarm.placement.first_token import first_token_s
+from molink.swarm.placement.first_token import predict_ttft
 
 LOAD = Workload(rate=1.0, duration=1.0)
 
@@ -37,7 +37,7 @@ def test_the_first_token_by_the_rings_times_is_near_the_simulated_one() -> None:
     """On links so fast that packing and cut-through hardly matter."""
     described = Scenario(LOAD, link=LinkProfile(1000.0, 1.0))
     simulated = plan_ring(described, streams=1, prompt_tokens=512, output_tokens=2).ttft_s
-    assert first_token_s(ring_times(described), 512) == pytest.approx(simulated, rel=0.2)
+    assert predict_ttft(ring_times(described), 512) == pytest.approx(simulated, rel=0.2)
 
 
 def test_a_single_stage_has_no_links() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from molink.errors import UsageError
-from molink.sim.profiles import LinkProfile, known, load_device, load_link, load_model
-from molink.sim.roofline import StepRows, rooflines, split_layers
+from molink.sim.profiles import LinkProfile, list_profiles, load_device, load_link, load_model
+from molink.sim.roofline import StepRows, equal_rooflines, split_layers
 
 GOOD = """
 source = "a test"
@@ -23,14 +23,14 @@ tile = 64
 
 
 def test_all_that_come_with_molink() -> None:
-    assert {"rtx4090", "rtx3090", "rtx3060"} <= set(known("devices"))
-    assert {"qwen-7b", "llama-3-8b"} <= set(known("models"))
-    assert "wan-100mbps-30ms" in known("links")
-    for device in map(load_device, known("devices")):
-        for model in map(load_model, known("models")):
-            stages = rooflines(device, model, 3)
-            assert all(stage.profile().known for stage in stages)
-    for link in map(load_link, known("links")):
+    assert {"rtx4090", "rtx3090", "rtx3060"} <= set(list_profiles("devices"))
+    assert {"qwen-7b", "llama-3-8b"} <= set(list_profiles("models"))
+    assert "wan-100mbps-30ms" in list_profiles("links")
+    for device in map(load_device, list_profiles("devices")):
+        for model in map(load_model, list_profiles("models")):
+            stages = equal_rooflines(device, model, 3)
+            assert all(stage.make_profile().is_known for stage in stages)
+    for link in map(load_link, list_profiles("links")):
         assert link.rate > 0
         assert link.source
 
@@ -91,19 +91,19 @@ def test_a_link_of_no_bandwidth() -> None:
 
 def test_the_papers_ring() -> None:
     """Three RTX 4090 with Qwen-7B: about 16 ms for a token's steps."""
-    stages = rooflines(load_device("rtx4090"), load_model("qwen-7b"), 3)
-    total = sum(stage.profile().decode_s(1) for stage in stages)
+    stages = equal_rooflines(load_device("rtx4090"), load_model("qwen-7b"), 3)
+    total = sum(stage.make_profile().decode_s(1) for stage in stages)
     assert 0.015 < total < 0.018
     for stage in stages:
-        profile = stage.profile()
+        profile = stage.make_profile()
         # Beside the weights, rows cost little until computing takes longer than reading.
         assert profile.decode_s(8) < 1.1 * profile.decode_s(1)
         assert profile.prefill_s(2048) > 10 * profile.prefill_s(16)
 
 
 def test_a_profile_agrees_with_its_roofline() -> None:
-    (stage,) = rooflines(load_device("rtx3090"), load_model("llama-3-8b"), 1)
-    profile = stage.profile()
+    (stage,) = equal_rooflines(load_device("rtx3090"), load_model("llama-3-8b"), 1)
+    profile = stage.make_profile()
     for rows in (1, 8, 64):
         step = StepRows(decode=rows, decode_context=rows * 1000, sampled=rows)
         assert profile.decode_s(rows, 1000) == pytest.approx(stage.step_s(step))

@@ -7,21 +7,21 @@ import pytest
 
 from molink.errors import UsageError
 from molink.link.policies.create import POLICIES
-from molink.scheduler.job import Job
+from molink.scheduler.job import RequestState
 from molink.scheduler.policies import create
 from molink.scheduler.policies.fcfs import Fcfs
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
-from molink.sim.simulate import Outcome, simulate, simulate_all
+from molink.sim.simulate import SimulationOutcome, simulate_scenario, simulate_scenarios
 from molink.sim.workload import Workload
 
 
-def mean_tpot(outcome: Outcome) -> float:
+def mean_tpot(outcome: SimulationOutcome) -> float:
     assert outcome.report.tpot_s.mean is not None
     return outcome.report.tpot_s.mean
 
 
-def mean_ttft(outcome: Outcome) -> float:
+def mean_ttft(outcome: SimulationOutcome) -> float:
     assert outcome.report.ttft_s.mean is not None
     return outcome.report.ttft_s.mean
 
@@ -29,10 +29,10 @@ def mean_ttft(outcome: Outcome) -> float:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_again(baseline: Scenario, policy: str) -> None:
     everything = Scenario(baseline.workload, policy=policy)
-    once, again = (json.dumps(simulate(everything).as_json()) for _ in range(2))
+    once, again = (json.dumps(simulate_scenario(everything).as_json()) for _ in range(2))
     assert once == again
     other = replace(everything, workload=replace(everything.workload, seed=4))
-    assert json.dumps(simulate(other).as_json()) != once
+    assert json.dumps(simulate_scenario(other).as_json()) != once
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -41,10 +41,10 @@ def test_every_token_of_every_request_comes(
     baseline: Scenario, policy: str, cut_through: bool, compression: str
 ) -> None:
     scenario = replace(
-        baseline, policy=policy, cut_through=cut_through, compression=compression, chunk_tokens=0
+        baseline, policy=policy, cut_through=cut_through, compression=compression, max_num_batched_tokens=0
     )
-    report = simulate(scenario).report
-    planned = scenario.workload.plan()
+    report = simulate_scenario(scenario).report
+    planned = scenario.workload.plan_requests()
     assert (report.completed, report.failed, report.first_error) == (len(planned), 0, None)
     assert report.output_tokens == sum(request.output_tokens for request in planned)
     assert report.input_tokens == sum(request.input_tokens for request in planned)
@@ -52,23 +52,23 @@ def test_every_token_of_every_request_comes(
 
 def test_a_prompt_may_be_as_long_as_there_is_memory_for() -> None:
     load = Workload(1.0, 2.0, input_tokens=40_000, output_tokens=2)
-    long = Scenario(load, stages=1, device="rtx5090", model="llama-3-8b", chunk_tokens=8192)
-    report = simulate(long).report
+    long = Scenario(load, stages=1, device="rtx5090", model="llama-3-8b", max_num_batched_tokens=8192)
+    report = simulate_scenario(long).report
     assert report.completed > 0
     assert (report.failed, report.first_error) == (0, None)
 
 
 def test_warm_up_is_not_counted(baseline: Scenario) -> None:
     scenario = replace(baseline, workload=replace(baseline.workload, warmup=2.5, duration=2.5))
-    counted = [request for request in scenario.workload.plan() if request.at >= 2.5]
-    assert 0 < len(counted) < len(scenario.workload.plan())
-    assert simulate(scenario).report.completed == len(counted)
+    counted = [request for request in scenario.workload.plan_requests() if request.arrival_s >= 2.5]
+    assert 0 < len(counted) < len(scenario.workload.plan_requests())
+    assert simulate_scenario(scenario).report.completed == len(counted)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_stream_needs_a_turn_per_token(policy: str) -> None:
     alone = Workload(rate=0.03, duration=30.0, seed=1, input_tokens=200, output_tokens=20)
-    outcome = simulate(Scenario(alone, policy=policy, compression="none"))
+    outcome = simulate_scenario(Scenario(alone, policy=policy, compression="none"))
     # A link carries a little less than its nominal rate, and 200 tokens are more than none.
     assert outcome.floor_s <= mean_tpot(outcome) <= 1.05 * outcome.floor_s
     assert outcome.floor_s == pytest.approx(0.1077, abs=0.002)
@@ -77,14 +77,14 @@ def test_one_stream_needs_a_turn_per_token(policy: str) -> None:
 def test_no_token_comes_sooner_than_a_turn_takes(baseline: Scenario) -> None:
     plain = Scenario(baseline.workload, policy="adaptive", compression="none")
     for scenario in (baseline, plain):
-        outcome = simulate(scenario)
+        outcome = simulate_scenario(scenario)
         assert mean_tpot(outcome) >= outcome.floor_s
         assert all(0 < share < 1 for share in outcome.bubble_share)
         assert all(0 <= share < 1 for share in outcome.link_utilisation)
 
 
 def test_a_ring_of_one_stage_has_no_links(workload: Workload) -> None:
-    outcome = simulate(Scenario(workload, stages=1, policy="adaptive"))
+    outcome = simulate_scenario(Scenario(workload, stages=1, policy="adaptive"))
     assert outcome.report.failed == 0
     assert outcome.link_utilisation == ()
     assert outcome.floor_s <= mean_tpot(outcome) <= 3 * outcome.floor_s
@@ -93,10 +93,10 @@ def test_a_ring_of_one_stage_has_no_links(workload: Workload) -> None:
 
 def test_what_switches_are_good_for(baseline: Scenario) -> None:
     busy = replace(baseline.workload, rate=0.9, duration=10.0, input_tokens=700, output_tokens=16)
-    fifo = simulate(replace(baseline, workload=busy))
-    two = simulate(replace(baseline, workload=busy, tensors=2))
-    adaptive = simulate(replace(baseline, workload=busy, policy="adaptive"))
-    everything = simulate(Scenario(busy, policy="adaptive"))
+    fifo = simulate_scenario(replace(baseline, workload=busy))
+    two = simulate_scenario(replace(baseline, workload=busy, tensors_per_row=2))
+    adaptive = simulate_scenario(replace(baseline, workload=busy, policy="adaptive"))
+    everything = simulate_scenario(Scenario(busy, policy="adaptive"))
     assert mean_tpot(everything) < mean_tpot(adaptive) < mean_tpot(fifo) < mean_tpot(two)
     assert mean_ttft(everything) < mean_ttft(fifo) < mean_ttft(two)
 
@@ -104,7 +104,7 @@ def test_what_switches_are_good_for(baseline: Scenario) -> None:
 def test_slower_and_longer_links_cost(workload: Workload) -> None:
     short = replace(workload, duration=4.0)
     near, slow, far = (
-        simulate(Scenario(short, link=link, policy="adaptive"))
+        simulate_scenario(Scenario(short, link=link, policy="adaptive"))
         for link in (LinkProfile(100, 10), LinkProfile(40, 10), LinkProfile(100, 50))
     )
     assert mean_ttft(near) < mean_ttft(slow)
@@ -113,29 +113,29 @@ def test_slower_and_longer_links_cost(workload: Workload) -> None:
 
 def test_several_on_processes_come_in_order(baseline: Scenario) -> None:
     scenarios = [replace(baseline, policy=policy) for policy in ("fifo", "molink")]
-    together = simulate_all(scenarios, processes=2)
-    assert together == [simulate(scenario) for scenario in scenarios]
+    together = simulate_scenarios(scenarios, processes=2)
+    assert together == [simulate_scenario(scenario) for scenario in scenarios]
 
 
 def test_a_model_that_does_not_fit(workload: Workload) -> None:
     scenario = Scenario(workload, device="rtx3060", model="qwen2.5-32b", stages=2)
     with pytest.raises(UsageError, match=r"qwen2\.5-32b doesn't fit into 2 x rtx3060"):
-        simulate(scenario)
+        simulate_scenario(scenario)
 
 
 def test_the_heads_policy_is_that_of_the_scenario(
     baseline: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[Job] = []
+    heard: list[RequestState] = []
 
     class Listening(Fcfs):
-        def arrived(self, job: Job, now: float) -> None:
+        def on_arrived(self, job: RequestState, now: float) -> None:
             heard.append(job)
 
     monkeypatch.setitem(create._POLICIES, "listening", Listening)
-    first = simulate(baseline)
+    first = simulate_scenario(baseline)
     assert heard == []
-    second = simulate(replace(baseline, scheduling_policy="listening"))
+    second = simulate_scenario(replace(baseline, scheduling_policy="listening"))
     assert len(heard) == second.report.completed == first.report.completed
     with pytest.raises(UsageError, match="no scheduling policy 'lottery'"):
         replace(baseline, scheduling_policy="lottery")

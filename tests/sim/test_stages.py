@@ -1,15 +1,15 @@
 """Stages that compute nothing: what a step counts, when it ends, what comes of it."""
 
 from molink.ring.stage import StageShape
-from molink.ring.work import Segment, StepDone
-from molink.sim.agenda import Agenda
-from molink.sim.pc import Pc
+from molink.ring.work import StepInput, StepResult
+from molink.sim.agenda import EventQueue
+from molink.sim.pc import SimPc
 from molink.sim.profiles import DeviceProfile, ModelProfile
 from molink.sim.roofline import Roofline, StepRows
-from molink.sim.stages import NoRequests, SimExecutor, step_rows
+from molink.sim.stages import SimStageRequests, SimExecutor, step_rows
 from molink.sim.uplink import Uplink
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Rows, Volume
+from molink.wire.messages.data import RequestSlice, Volume
 
 #: 1 MB of weights (5 * 200,000 bytes) and 2 MB of logits at 1 GB/s, and 1 ms for each pass.
 DEVICE = DeviceProfile("d", "", 1, 1000, 10, 1.0, 1.0, step_ms=1.0)
@@ -17,10 +17,10 @@ MODEL = ModelProfile("m", "", 5, 100, 200, 4, 6, 20, vocabulary=10_000)
 DECODES = Volume(
     7,
     False,
-    (Rows(1, 100, 1, 0, sample=True), Rows(2, 30, 1, 0, sample=True)),
+    (RequestSlice(1, 100, 1, 0, sample=True), RequestSlice(2, 30, 1, 0, sample=True)),
     Payload("i32", (2,)),
 )
-CHUNK = Volume(8, True, (Rows(3, 10, 4, 0), Rows(4, 0, 3, 0, sample=True)), Payload("i32", (7,)))
+CHUNK = Volume(8, True, (RequestSlice(3, 10, 4, 0), RequestSlice(4, 0, 3, 0, sample=True)), Payload("i32", (7,)))
 
 
 def test_what_a_step_counts() -> None:
@@ -31,45 +31,45 @@ def test_what_a_step_counts() -> None:
     assert step_rows([CHUNK], is_last=False) == StepRows(prefill=7, prefill_context=56)
 
 
-def run(*, is_last: bool) -> tuple[Pc, list[tuple[float, StepDone]]]:
-    pc = Pc(Uplink(1e6, 1000))
-    agenda, ended = Agenda(), list[tuple[float, StepDone]]()
+def run(*, is_last: bool) -> tuple[SimPc, list[tuple[float, StepResult]]]:
+    pc = SimPc(Uplink(1e6, 1000))
+    event_queue, ended = EventQueue(), list[tuple[float, StepResult]]()
     executor = SimExecutor(
-        agenda,
-        StageShape(1, 2 if is_last else 3, hidden=100, vocabulary=10_000, dtype="bf16"),
+        event_queue,
+        StageShape(1, 2 if is_last else 3, hidden=100, vocabulary=10_000, wire_dtype="bf16"),
         Roofline(DEVICE, MODEL, 5, is_last=is_last),
         memoryview(bytes(7 * 200)),
         pc,
-        NoRequests(),
+        SimStageRequests(),
     )
-    segments = [Segment(DECODES, b""), Segment(CHUNK, b"")]
-    agenda.at(2.0, executor.submit, segments, lambda done: ended.append((agenda.now, done)))
-    agenda.run(10.0)
+    step_inputs = [StepInput(DECODES, b""), StepInput(CHUNK, b"")]
+    event_queue.schedule_at(2.0, executor.submit_step, step_inputs, lambda done: ended.append((event_queue.now, done)))
+    event_queue.run(10.0)
     return pc, ended
 
 
 def test_a_stage_hands_on_a_row_for_each_row() -> None:
     pc, [(at, done)] = run(is_last=False)
     assert at == 2.0 + pc.busy_s == 2.0 + done.seconds
-    assert [result.volume for result in done.results] == [DECODES, CHUNK]
+    assert [result.volume for result in done.outputs] == [DECODES, CHUNK]
     # Rows of 100 numbers of 2 bytes.
-    assert [len(result.rows or b"") for result in done.results] == [400, 1400]
-    assert [result.sampled for result in done.results] == [None, None]
+    assert [len(result.rows or b"") for result in done.outputs] == [400, 1400]
+    assert [result.sampled for result in done.outputs] == [None, None]
 
 
 def test_the_last_stage_samples_zeros_where_it_is_asked_to() -> None:
     _, [(_, done)] = run(is_last=True)
-    assert [result.rows for result in done.results] == [None, None]
-    sampled = [result.sampled for result in done.results if result.sampled is not None]
-    assert [each.tick for each in sampled] == [7, 8]
-    choices = [(one.request, one.position, one.token) for each in sampled for one in each.choices]
+    assert [result.rows for result in done.outputs] == [None, None]
+    sampled = [result.sampled for result in done.outputs if result.sampled is not None]
+    assert [each.seq for each in sampled] == [7, 8]
+    choices = [(one.request, one.position, one.token) for each in sampled for one in each.sampled]
     assert choices == [(1, 101, 0), (2, 31, 0), (4, 3, 0)]
 
 
 def test_stages_on_one_pc_take_turns() -> None:
-    pc = Pc(Uplink(1e6, 1000))
-    assert pc.begin(2.0, 10.0) == 2.0
-    pc.slowed = 3.0
-    assert pc.begin(1.0, 11.0) == 1.0 + 3.0, "after what has begun"
-    assert pc.begin(1.0, 20.0) == 3.0
+    pc = SimPc(Uplink(1e6, 1000))
+    assert pc.reserve_device(2.0, 10.0) == 2.0
+    pc.slowdown = 3.0
+    assert pc.reserve_device(1.0, 11.0) == 1.0 + 3.0, "after what has begun"
+    assert pc.reserve_device(1.0, 20.0) == 3.0
     assert pc.busy_s == 8.0

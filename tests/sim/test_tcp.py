@@ -7,19 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import UsageError
-from molink.sim.agenda import Agenda
-from molink.sim.congestion.base import FIRST_WINDOW, SEGMENT
-from molink.sim.congestion.bbr import HIGH_GAIN, MIN_WINDOW, BbrTcp, Mode
+from molink.sim.agenda import EventQueue
+from molink.sim.congestion.base import INITIAL_WINDOW, SEGMENT_BYTES
+from molink.sim.congestion.bbr import HIGH_GAIN, MIN_WINDOW, BbrTcp, BbrMode
 from molink.sim.congestion.create import create_controller
 from molink.sim.congestion.cubic import CubicTcp
 from molink.sim.forecast import plan_ring
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
-from molink.sim.simulate import simulate
+from molink.sim.simulate import simulate_scenario
 from molink.sim.tcp import TcpConnection
 from molink.sim.uplink import Uplink
 from molink.sim.workload import Workload
-from molink.wire.messages.data import Lane
+from molink.wire.messages.data import Channel
 
 LATENCY = 0.03
 ROUND_TRIP = 2 * LATENCY
@@ -39,12 +39,12 @@ class Line:
         rate: float = RATE,
         room: int = ROOM,
         latency: float = LATENCY,
-        lane: Lane | None = None,
+        lane: Channel | None = None,
         replies_wait_until: float = 0.0,
     ) -> None:
         # Only a bulk lane's is paced under CUBIC.
-        lane = lane if lane is not None else Lane.DECODE if name == "cubic" else Lane.BULK
-        self.agenda = Agenda()
+        lane = lane if lane is not None else Channel.DECODE if name == "cubic" else Channel.BULK
+        self.agenda = EventQueue()
         self.uplink = Uplink(rate, room)
         self.controller = create_controller(name, 2 * latency, lane)
         self.arrivals: list[tuple[int, float]] = []
@@ -60,11 +60,11 @@ class Line:
 
     def write(self, nbytes: int) -> None:
         number, self._count = self._count, self._count + 1
-        self.tcp.write(nbytes, lambda begin, end, arrival: self.arrivals.append((number, arrival)))
+        self.tcp.write_message(nbytes, lambda begin, end, arrival: self.arrivals.append((number, arrival)))
 
     def take(self, nbytes: int, at: float) -> float:
         """Seconds that a message takes which is sent alone."""
-        self.agenda.at(at, self.write, nbytes)
+        self.agenda.schedule_at(at, self.write, nbytes)
         self.agenda.run(at + 60.0)
         return self.arrivals[-1][1] - at
 
@@ -103,7 +103,7 @@ def test_slow_start_doubles_each_round_trip_and_begins_again_after_a_pause() -> 
     rounds = 9 * ROUND_TRIP + LATENCY
     assert line.take(PROMPT, 1.0) == pytest.approx(rounds, rel=0.1)
     assert line.take(PROMPT, 100.0) == pytest.approx(rounds, rel=0.1)
-    assert line.take(FIRST_WINDOW, 200.0) == pytest.approx(LATENCY, rel=0.1)
+    assert line.take(INITIAL_WINDOW, 200.0) == pytest.approx(LATENCY, rel=0.1)
 
 
 def test_a_pause_halves_the_window_for_every_timeout() -> None:
@@ -111,33 +111,33 @@ def test_a_pause_halves_the_window_for_every_timeout() -> None:
     line.take(PROMPT, 1.0)
     cubic = cubic_of(line)
     before, timeout = cubic.window, ROUND_TRIP + 0.2
-    cubic.starts(50.0, 0.9 * timeout)
+    cubic.on_restart(50.0, 0.9 * timeout)
     assert cubic.window == before
-    cubic.starts(50.0, 2.5 * timeout)
+    cubic.on_restart(50.0, 2.5 * timeout)
     assert cubic.window == before / 4
     assert cubic.threshold >= 0.75 * before
-    cubic.starts(90.0, 40.0)
-    assert cubic.window == FIRST_WINDOW
+    cubic.on_restart(90.0, 40.0)
+    assert cubic.window == INITIAL_WINDOW
 
 
 def test_an_unused_window_does_not_grow() -> None:
     line = Line("cubic")
     for turn in range(100):
-        line.agenda.at(0.1 * turn, line.write, 5000)
+        line.agenda.schedule_at(0.1 * turn, line.write, 5000)
     line.agenda.run(20.0)
-    assert cubic_of(line).window == FIRST_WINDOW
+    assert cubic_of(line).window == INITIAL_WINDOW
 
 
 def test_hystart_ends_slow_start_before_a_queue_as_long_as_the_pipe_overflows() -> None:
     pipe = int(RATE * ROUND_TRIP)
     line = Line("cubic", room=pipe)
     line.take(PROMPT, 0.0)
-    assert line.uplink.dropped == 0
+    assert line.uplink.dropped_bytes == 0
     assert pipe / 2 < cubic_of(line).threshold < 2 * pipe
     # In slow start half of what a round trip sends waits: too much for a queue of a third of that.
     short = Line("cubic", room=pipe // 3)
     short.take(PROMPT, 0.0)
-    assert short.uplink.dropped > 0
+    assert short.uplink.dropped_bytes > 0
 
 
 def test_an_overflow_takes_three_tenths_and_the_cubic_function_brings_them_back() -> None:
@@ -146,12 +146,12 @@ def test_an_overflow_takes_three_tenths_and_the_cubic_function_brings_them_back(
     # More than the queue holds at once, as when a window is still there after a short pause.
     cubic.window = cubic.threshold = 2 * ROOM
     line.write(40 * PROMPT)
-    assert line.uplink.dropped == pytest.approx(ROOM, rel=0.02)
+    assert line.uplink.dropped_bytes == pytest.approx(ROOM, rel=0.02)
     line.agenda.run(4 * ROUND_TRIP)
     assert cubic.threshold == pytest.approx(0.7 * 2 * ROOM, rel=0.03)
     assert cubic.threshold < cubic.window < 1.05 * cubic.threshold
     # K of RFC 9438: seconds until the window is what it was.
-    back = (0.3 * 2 * ROOM / SEGMENT / 0.4) ** (1 / 3)
+    back = (0.3 * 2 * ROOM / SEGMENT_BYTES / 0.4) ** (1 / 3)
     line.agenda.run(back)
     assert cubic.window == pytest.approx(2 * ROOM, rel=0.05)
 
@@ -163,7 +163,7 @@ def test_bbr_finds_the_rate_and_keeps_it_over_a_pause() -> None:
     line = Line("bbr")
     first = line.take(2 * PROMPT, 0.0)
     bbr = bbr_of(line)
-    assert bbr.mode is Mode.PROBE_BW
+    assert bbr.mode is BbrMode.PROBE_BW
     assert bbr.rate == pytest.approx(RATE, rel=0.02)
     ideal = 2 * PROMPT / RATE + LATENCY
     assert ideal < first < ideal + 12 * ROUND_TRIP
@@ -174,37 +174,37 @@ def test_bbr_finds_the_rate_and_keeps_it_over_a_pause() -> None:
 def test_small_messages_leave_at_the_pace_of_startup() -> None:
     line = Line("bbr")
     for turn in range(5):
-        line.agenda.at(0.5 * turn, line.write, FIRST_WINDOW)
+        line.agenda.schedule_at(0.5 * turn, line.write, INITIAL_WINDOW)
     line.agenda.run(10.0)
     # A round trip carries what it is given: 2.89 times that is the pace, ever after.
-    assert bbr_of(line).mode is Mode.STARTUP
-    pace = HIGH_GAIN * FIRST_WINDOW / ROUND_TRIP
-    assert bbr_of(line).pacing == pytest.approx(pace)
+    assert bbr_of(line).mode is BbrMode.STARTUP
+    pace = HIGH_GAIN * INITIAL_WINDOW / ROUND_TRIP
+    assert bbr_of(line).pacing_rate == pytest.approx(pace)
     # The last two segments leave last, and those after the first two half as late as the others.
-    spread = (FIRST_WINDOW - 3 * SEGMENT) / pace
+    spread = (INITIAL_WINDOW - 3 * SEGMENT_BYTES) / pace
     assert line.arrivals[-1][1] - 2.0 == pytest.approx(LATENCY + spread, rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("name", "lane", "measured"),
     [
-        ("cubic", Lane.DECODE, 0.0175),
+        ("cubic", Channel.DECODE, 0.0175),
         # Before decode lanes were switched.
-        ("bbr", Lane.BULK, 0.025),
+        ("bbr", Channel.BULK, 0.025),
         # Switched, and paced all the same.
-        ("bbr", Lane.DECODE, 0.021),
+        ("bbr", Channel.DECODE, 0.021),
     ],
 )
 def test_decode_rows_on_an_idle_hop_take_as_long_as_on_the_rig(
-    name: str, lane: Lane, measured: float
+    name: str, lane: Channel, measured: float
 ) -> None:
     link, latency, handling = LinkProfile(), 0.015, 0.0011
     line = Line(name, link.rate, link.queue, latency, lane)
     # docs/results/link.json, "idle_ms": 16 KB now and then, and a beat every tenth of a second.
     for turn in range(20):
-        line.agenda.at(0.3 * turn, line.write, 16 * 1024)
+        line.agenda.schedule_at(0.3 * turn, line.write, 16 * 1024)
         for beat in range(3):
-            line.agenda.at(0.3 * turn + 0.1 * beat + 0.05, line.tcp.write, 64, lambda *_: None)
+            line.agenda.schedule_at(0.3 * turn + 0.1 * beat + 0.05, line.tcp.write_message, 64, lambda *_: None)
     line.agenda.run(20.0)
     assert line.arrivals[-1][1] - 0.3 * 19 + handling == pytest.approx(measured, rel=0.06)
 
@@ -216,11 +216,11 @@ def test_probe_rtt_dips_for_a_fifth_of_a_second_every_ten() -> None:
 
     def look() -> None:
         bbr = bbr_of(line)
-        if bbr.mode is Mode.PROBE_RTT:
+        if bbr.mode is BbrMode.PROBE_RTT:
             assert bbr.window <= MIN_WINDOW
             dips.append(line.agenda.now)
         if line.agenda.now < 30.0:
-            line.agenda.at(line.agenda.now + 0.01, look)
+            line.agenda.schedule_at(line.agenda.now + 0.01, look)
 
     look()
     line.agenda.run(30.0)
@@ -239,9 +239,9 @@ def test_probe_rtt_dips_for_a_fifth_of_a_second_every_ten() -> None:
 @CONTROLLED
 def test_a_message_that_is_dropped_whole_is_sent_again(name: str) -> None:
     line = Line(name)
-    while line.uplink.put(SEGMENT, 0.0) is not None:
+    while line.uplink.enqueue_or_drop(SEGMENT_BYTES, 0.0) is not None:
         pass
-    took = line.take(2 * SEGMENT, 0.0)
+    took = line.take(2 * SEGMENT_BYTES, 0.0)
     # A tail loss probe goes after two round trips.
     assert took == pytest.approx(2 * ROUND_TRIP + LATENCY, rel=0.05)
     assert line.tcp.in_flight == 0
@@ -250,11 +250,11 @@ def test_a_message_that_is_dropped_whole_is_sent_again(name: str) -> None:
 @CONTROLLED
 def test_if_its_probe_is_dropped_too_a_timeout_follows(name: str) -> None:
     line = Line(name)
-    line.controller.window = 4 * FIRST_WINDOW
-    line.uplink.put(int(0.2 * RATE), 0.0)
-    took = line.take(20 * SEGMENT, 0.0)
+    line.controller.window = 4 * INITIAL_WINDOW
+    line.uplink.enqueue_or_drop(int(0.2 * RATE), 0.0)
+    took = line.take(20 * SEGMENT_BYTES, 0.0)
     assert 2 * ROUND_TRIP + 0.2 < took < 2.0
-    assert line.tcp.delivered == 20 * SEGMENT
+    assert line.tcp.delivered == 20 * SEGMENT_BYTES
 
 
 @CONTROLLED
@@ -263,14 +263,14 @@ def test_if_its_probe_is_dropped_too_a_timeout_follows(name: str) -> None:
     messages=st.lists(
         st.tuples(st.integers(1, 400_000), st.floats(0.0, 0.5)), min_size=1, max_size=15
     ),
-    room=st.integers(2 * SEGMENT, 300_000),
+    room=st.integers(2 * SEGMENT_BYTES, 300_000),
 )
 def test_everything_arrives_once_and_in_order(
     name: str, messages: list[tuple[int, float]], room: int
 ) -> None:
     line = Line(name, rate=1e6, room=room)
     for (nbytes, _), at in zip(messages, accumulate(gap for _, gap in messages), strict=True):
-        line.agenda.at(at, line.write, nbytes)
+        line.agenda.schedule_at(at, line.write, nbytes)
     line.agenda.run(3600.0)
     total = sum(nbytes for nbytes, _ in messages)
     assert [number for number, _ in line.arrivals] == list(range(len(messages)))
@@ -305,9 +305,9 @@ def test_what_a_pc_takes_to_hand_a_message_on_counts_once_a_hop() -> None:
 def test_a_run_repeats_itself(name: str) -> None:
     load = Workload(rate=1.0, duration=3.0, seed=3)
     scenario = Scenario(load, policy="concurrent", link=LinkProfile(congestion=name))
-    first, again = simulate(scenario), simulate(scenario)
+    first, again = simulate_scenario(scenario), simulate_scenario(scenario)
     assert first.as_json() == again.as_json()
-    assert first.report.completed == len(load.plan())
+    assert first.report.completed == len(load.plan_requests())
 
 
 def test_an_unknown_congestion_control_is_named() -> None:
@@ -319,7 +319,7 @@ def test_an_unknown_congestion_control_is_named() -> None:
 
 def test_a_bulk_lane_under_cubic_is_paced() -> None:
     """The same transfer drops nothing where an unpaced slow start overflows a short queue."""
-    paced, plain = (Line("cubic", room=64_000, lane=lane) for lane in (Lane.BULK, Lane.DECODE))
+    paced, plain = (Line("cubic", room=64_000, lane=channel) for channel in (Channel.BULK, Channel.DECODE))
     for line in (paced, plain):
         line.take(400_000, 0.0)
-    assert paced.uplink.dropped < plain.uplink.dropped
+    assert paced.uplink.dropped_bytes < plain.uplink.dropped_bytes

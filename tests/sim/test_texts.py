@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from molink.sim.scenario import Scenario
-from molink.sim.simulate import simulate
+from molink.sim.simulate import simulate_scenario
 from molink.sim.texts import KnownText, rows_of
 from molink.sim.workload import Workload
 
@@ -18,19 +18,19 @@ SMALL = str(Path(__file__).parents[2] / "configs" / "models" / "qwen2.5-0.5b.tom
 
 
 def scenario() -> Scenario:
-    workload = Workload(1.0, 4.0, rows=rows_of(TEXTS), arrivals="trace")
+    workload = Workload(1.0, 4.0, trace_rows=rows_of(TEXTS), arrivals="trace")
     return Scenario(workload, texts=TEXTS)
 
 
 def test_tokens_by_position() -> None:
     text = KnownText((7, 8), (9,))
-    assert [text.token(position) for position in range(4)] == [7, 8, 9, 0]
+    assert [text.token_at(position) for position in range(4)] == [7, 8, 9, 0]
 
 
 def test_right_drafts_save_turns_and_wrong_ones_change_nothing() -> None:
     # The clients check each token that comes.
-    without = simulate(scenario())
-    found = simulate(replace(scenario(), draft_tokens=4))
+    without = simulate_scenario(scenario())
+    found = simulate_scenario(replace(scenario(), num_speculative_tokens=4))
     assert found.report.failed == without.report.failed == 0
     assert found.report.output_tokens == without.report.output_tokens == 2 * (35 + 40)
     assert (without.drafted, without.accepted) == (0, 0)
@@ -45,14 +45,14 @@ def test_forced_tokens_are_drafted_once_they_are_known() -> None:
     answer = tuple(range(200, 250))
     runs = tuple(5 - at % 10 if at % 10 < 5 else 0 for at in range(50))
     text = KnownText(tuple(range(9)), answer, runs)
-    assert text.forced(9 + 12) == answer[12:15]
-    assert text.forced(9 + 7) == text.forced(4) == text.forced(99) == ()
-    workload = Workload(1.0, 2.0, rows=rows_of([text, text]), arrivals="trace")
+    assert text.forced_at(9 + 12) == answer[12:15]
+    assert text.forced_at(9 + 7) == text.forced_at(4) == text.forced_at(99) == ()
+    workload = Workload(1.0, 2.0, trace_rows=rows_of([text, text]), arrivals="trace")
     given = Scenario(workload, texts=(text, text))
-    found = simulate(replace(given, draft_tokens=-1))
-    plain = replace(given, texts=(replace(text, runs=()),) * 2, draft_tokens=-1)
+    found = simulate_scenario(replace(given, num_speculative_tokens=-1))
+    plain = replace(given, texts=(replace(text, forced_runs=()),) * 2, num_speculative_tokens=-1)
     assert (found.drafted, found.accepted) == (48, 48)
-    before, after = simulate(plain).report.latency_s.mean, found.report.latency_s.mean
+    before, after = simulate_scenario(plain).report.latency_s.mean, found.report.latency_s.mean
     assert before is not None
     assert after is not None
     assert after < 0.75 * before
@@ -65,7 +65,7 @@ def guessed(right: int) -> tuple[KnownText, ...]:
         rest = [text.answer[at : at + 4] for at in range(len(text.answer))]
         tokens = [(*each[:right], *(1 + token for token in each[right:])) for each in rest]
         guesses = tuple((each, (0.6,) * len(each)) for each in tokens)
-        found.append(replace(text, guesses=guesses))
+        found.append(replace(text, model_drafts=guesses))
     return tuple(found)
 
 
@@ -73,8 +73,8 @@ def test_a_draft_model_saves_turns_if_it_is_right() -> None:
     times = []
     for right in (0, 4):
         texts = guessed(right)
-        asking = replace(scenario(), texts=texts, draft_tokens=-1, draft_model=SMALL)
-        found, without = simulate(asking), simulate(replace(asking, draft_model=""))
+        asking = replace(scenario(), texts=texts, num_speculative_tokens=-1, draft_model=SMALL)
+        found, without = simulate_scenario(asking), simulate_scenario(replace(asking, draft_model=""))
         assert found.report.failed == without.report.failed == 0
         assert found.report.output_tokens == without.report.output_tokens
         assert found.report.latency_s.mean is not None
@@ -87,11 +87,11 @@ def test_a_draft_model_saves_turns_if_it_is_right() -> None:
 
 def test_a_text_is_known_by_its_first_tokens() -> None:
     text = KnownText((7, 8), (9, 10))
-    assert all(text.begins_with((7, 8, 9, 10)[:count]) for count in range(5))
-    assert not any(text.begins_with(other) for other in ((8,), (7, 8, 10), (7, 8, 9, 10, 11)))
+    assert all(text.has_prefix((7, 8, 9, 10)[:count]) for count in range(5))
+    assert not any(text.has_prefix(other) for other in ((8,), (7, 8, 10), (7, 8, 9, 10, 11)))
 
 
 def test_nothing_is_lost_by_itself() -> None:
-    auto = simulate(replace(scenario(), draft_tokens=-1))
+    auto = simulate_scenario(replace(scenario(), num_speculative_tokens=-1))
     assert auto.report.failed == 0
     assert auto.accepted > 0

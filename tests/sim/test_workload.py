@@ -18,28 +18,28 @@ ROWS = (
 
 
 def test_sizes_of_a_trace_that_fit_again_and_again() -> None:
-    plan = Workload(rate=1.0, duration=20.0, rows=ROWS, seed=1).plan()
+    plan = Workload(rate=1.0, duration=20.0, trace_rows=ROWS, seed=1).plan_requests()
     sizes = [(request.input_tokens, request.output_tokens) for request in plan]
     assert len(sizes) > 6
     assert sizes[:6] == [(100, 10), (200, 20), (300, 30)] * 2
 
 
 def test_poisson_arrivals_have_the_rate_and_the_seed() -> None:
-    load = Workload(rate=5.0, duration=400.0, rows=ROWS, seed=7)
-    times = [request.at for request in load.plan()]
+    load = Workload(rate=5.0, duration=400.0, trace_rows=ROWS, seed=7)
+    times = [request.arrival_s for request in load.plan_requests()]
     assert len(times) == pytest.approx(2000, rel=0.1)
     assert times == sorted(times)
-    assert times == [request.at for request in load.plan()]
+    assert times == [request.arrival_s for request in load.plan_requests()]
     assert times[-1] < 400.0
 
 
 def test_a_traces_own_times_are_stretched_to_the_rate() -> None:
-    plan = Workload(rate=0.5, duration=60.0, rows=ROWS, arrivals="trace").plan()
+    plan = Workload(rate=0.5, duration=60.0, trace_rows=ROWS, arrivals="trace").plan_requests()
     assert len(plan) == 30
-    gaps = [b.at - a.at for a, b in pairwise(plan[:3])]
+    gaps = [b.arrival_s - a.arrival_s for a, b in pairwise(plan[:3])]
     # 2 s and 7 s of the trace.
     assert gaps[1] / gaps[0] == pytest.approx(3.5)
-    assert plan[3].at == pytest.approx(6.0)
+    assert plan[3].arrival_s == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_nonsense_is_refused(fields: dict, complaint: str) -> None:
 
 def test_nothing_to_do() -> None:
     with pytest.raises(UsageError, match="at most 50 prompt and 1024 output tokens"):
-        Workload(rate=1.0, duration=10.0, rows=ROWS, max_prompt=50).plan()
+        Workload(rate=1.0, duration=10.0, trace_rows=ROWS, max_prompt=50).plan_requests()
     with pytest.raises(UsageError, match="no request arrives"):
-        Workload(rate=1e-6, duration=1.0).plan()
+        Workload(rate=1e-6, duration=1.0).plan_requests()
     same = tuple(TraceRow(0.0, 10, 10) for _ in range(3))
     with pytest.raises(UsageError, match="all arrive at once"):
-        Workload(rate=1.0, duration=10.0, rows=same, arrivals="trace").plan()
+        Workload(rate=1.0, duration=10.0, trace_rows=same, arrivals="trace").plan_requests()

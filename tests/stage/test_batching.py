@@ -116,8 +116,8 @@ def test_a_reused_block_carries_nothing_over(
 
 
 def test_the_callers_tensors_stay_as_they_are(folder: Path) -> None:
-    stage = Stage.load(ModelFolder.open(folder), (1, 2), "cpu", "f32")
-    stage.allocate(4, 8)
+    stage = Stage.load_layers(ModelFolder.open(folder), (1, 2), "cpu", "f32")
+    stage.allocate_kv_pool(4, 8)
     hidden = torch.randn(3, 64)
     before = hidden.clone()
     rows = stage.forward(StageInput(None, hidden, (SequenceRows(0, 3, (2,)),)))
@@ -126,11 +126,11 @@ def test_the_callers_tensors_stay_as_they_are(folder: Path) -> None:
 
 
 def test_wrong_batches_are_refused(folder: Path, random_tokens: Callable[..., list[int]]) -> None:
-    stage = Stage.load(ModelFolder.open(folder), (0, 1), "cpu", "f32")
+    stage = Stage.load_layers(ModelFolder.open(folder), (0, 1), "cpu", "f32")
     tokens = torch.tensor(random_tokens(9))
     with pytest.raises(InvariantError, match="before it had a KV pool"):
         stage.forward(StageInput(tokens, None, (SequenceRows(0, 9, (0, 1)),)))
-    stage.allocate(4, 8)
+    stage.allocate_kv_pool(4, 8)
     for rows, message in [
         (SequenceRows(0, 9, (0,)), "don't fit 1 blocks"),
         (SequenceRows(0, 9, (0, 4)), "block 4 is not in a pool of 4"),
@@ -148,30 +148,30 @@ def test_wrong_batches_are_refused(folder: Path, random_tokens: Callable[..., li
 
 def test_sizes_and_ends(folder: Path) -> None:
     opened = ModelFolder.open(folder)
-    whole = Stage.load(opened, (0, 3), "cpu", "f32")
-    parts = [Stage.load(opened, bounds, "cpu", "f32") for bounds in ((0, 1), (1, 2), (2, 3))]
+    whole = Stage.load_layers(opened, (0, 3), "cpu", "f32")
+    parts = [Stage.load_layers(opened, bounds, "cpu", "f32") for bounds in ((0, 1), (1, 2), (2, 3))]
     assert [part.is_first for part in parts] == [True, False, False]
     assert [part.is_last for part in parts] == [False, False, True]
     assert whole.weight_bytes == sum(part.weight_bytes for part in parts)
     # keys and values x layers x positions x kv heads x head_dim x float32
     assert whole.block_bytes(8) == 2 * 3 * 8 * 2 * 16 * 4
     assert parts[0].block_bytes(8) * 3 == whole.block_bytes(8)
-    half = Stage.load(opened, (0, 1), "cpu", "bf16")
+    half = Stage.load_layers(opened, (0, 1), "cpu", "bf16")
     # Norms of heads stay in float32.
     assert half.weight_bytes * 2 == pytest.approx(parts[0].weight_bytes, rel=0.02)
 
 
 def test_a_tied_head_is_held_once_by_a_whole_model(make_model: MakeModel, tmp_path: Path) -> None:
     opened = ModelFolder.open(make_model(tmp_path, "qwen2", 0, tie_word_embeddings=True))
-    whole = Stage.load(opened, (0, 3), "cpu", "f32")
-    last = Stage.load(opened, (2, 3), "cpu", "f32")
+    whole = Stage.load_layers(opened, (0, 3), "cpu", "f32")
+    last = Stage.load_layers(opened, (2, 3), "cpu", "f32")
     assert whole.weight_bytes == sum(span.nbytes for span in opened.tensors.values())
     assert last.weight_bytes > 320 * 64 * 4
 
 
 def test_rows_from_a_stage_of_another_dtype_are_taken(folder: Path) -> None:
-    stage = Stage.load(ModelFolder.open(folder), (1, 2), "cpu", "f32")
-    stage.allocate(4, 8)
+    stage = Stage.load_layers(ModelFolder.open(folder), (1, 2), "cpu", "f32")
+    stage.allocate_kv_pool(4, 8)
     hidden = torch.randn(3, 64, dtype=torch.bfloat16)
     rows = stage.forward(StageInput(None, hidden, (SequenceRows(0, 3, (2,)),)))
     assert rows.dtype == torch.float32
@@ -186,4 +186,4 @@ def test_cuda_is_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", ["tpu9", "cuda:99", "mps"])
 def test_unknown_device(folder: Path, device: str) -> None:
     with pytest.raises(UsageError, match=device):
-        Stage.load(ModelFolder.open(folder), (0, 1), device)
+        Stage.load_layers(ModelFolder.open(folder), (0, 1), device)

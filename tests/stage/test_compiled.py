@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from molink.facts.kernels import INSTEAD
+from molink.facts.kernels import FALLBACKS
 from molink.stage.attention.compiled import CompiledAttention
 from molink.stage.attention.plain import PlainAttention
 from molink.stage.batch import SequenceRows
-from molink.stage.decoder.norm import CompiledNorm
+from molink.stage.decoder.norm import CompiledRmsNorm
 from molink.stage.kernels.create import create_matmul
-from molink.stage.linear import CompiledLinear, Linear, create
+from molink.stage.linear import CompiledLinear, PlainLinear, create
 from tests.support.models import MakeModel
 from tests.support.stage import Reference, Ring
 
@@ -36,7 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def always_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast the other products are."""
-    monkeypatch.setattr(create, "_compare", lambda *_: (0.5, 0.5))
+    monkeypatch.setattr(create, "_relative_time", lambda *_: (0.5, 0.5))
     monkeypatch.setattr(create, "_probe_cpu", create._probe_cpu.__wrapped__)
 
 
@@ -59,8 +59,8 @@ def test_bf16_models(
     ring = make_ring(folder, (2,), dtype="bf16", block_size=16)
     block = ring.stages[0]._decoder.blocks[0]
     assert isinstance(block.qkv, CompiledLinear)
-    assert any(isinstance(norm, CompiledNorm) for norm in (block.input_norm, block.result_norm))
-    assert isinstance(ring.stages[0]._attention(16), CompiledAttention)
+    assert any(isinstance(norm, CompiledRmsNorm) for norm in (block.input_norm, block.post_mlp_norm))
+    assert isinstance(ring.stages[0]._attention_backend(16), CompiledAttention)
     tokens, reference = random_tokens(70), make_reference(folder)
     exact = reference.logits(tokens)
     given = ring.run(tokens, [SequenceRows(0, 70, [7, 6, 9, 8, 10])])
@@ -83,11 +83,11 @@ def test_kernels_that_are_avoided(
     folder = make_model(tmp_path, "llama", dtype="bfloat16", head_dim=32)
     tokens, rows = random_tokens(40), [SequenceRows(0, 40, [2, 0, 1])]
     usual = make_ring(folder, (2,), dtype="bf16", block_size=16).run(tokens, rows)
-    ring = make_ring(folder, (2,), dtype="bf16", block_size=16, avoid=tuple(INSTEAD))
+    ring = make_ring(folder, (2,), dtype="bf16", block_size=16, avoid=tuple(FALLBACKS))
     block = ring.stages[0]._decoder.blocks[0]
-    assert isinstance(block.qkv, Linear)
-    assert not isinstance(block.input_norm, CompiledNorm)
-    assert isinstance(ring.stages[0]._attention(16), PlainAttention)
+    assert isinstance(block.qkv, PlainLinear)
+    assert not isinstance(block.input_norm, CompiledRmsNorm)
+    assert isinstance(ring.stages[0]._attention_backend(16), PlainAttention)
     assert (ring.run(tokens, rows) - usual).abs().mean() < 0.05 * usual.std()
 
 

@@ -11,13 +11,13 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load, save_file
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import Uncounted
-from molink.checkpoint.unpacking import unpacked
+from molink.checkpoint.source import NullCounter
+from molink.checkpoint.unpacking import import_gguf
 from molink.errors import BrokenModel
 from molink.facts.footprint import Footprint, StageSetup
-from molink.gguf.formats import FORMATS
+from molink.gguf.formats import BLOCK_FORMATS
 from molink.stage.batch import SequenceRows
-from molink.stage.kernels.create import keeps_blocks
+from molink.stage.kernels.create import supports_block_weights
 from molink.stage.stage import Stage
 from tests.support.gguf_models import write_gguf
 from tests.support.models import MakeModel
@@ -81,13 +81,13 @@ def test_logits_and_greedy_text(
     family, kind, fields = CASES[name]
     folder = make_model(tmp_path / "model", family, 3, **fields)
     path = write_gguf(folder, tmp_path / "model.gguf", kind, exact=tmp_path / "exact")
-    opened = unpacked(path, tmp_path / "unpacked", Uncounted(), threading.Event())
+    opened = import_gguf(path, tmp_path / "unpacked", NullCounter(), threading.Event())
     tokens, reference = random_tokens(LENGTH), make_reference(tmp_path / "exact")
     expected, greedy = reference.logits(tokens), reference.generate(tokens, 24)
-    stays = kind.name.lower() in FORMATS
+    stays = kind.name.lower() in BLOCK_FORMATS
     # In blocks, whole and split; then as numbers.
-    for splits, avoid in (((), ()), ((1,), ()), *([((), ("gguf-blocks",))] if stays else [])):
-        ring = make_ring(opened, splits, avoid=(*avoid, "compiled-linear"))
+    for splits, disabled_kernels in (((), ()), ((1,), ()), *([((), ("gguf-blocks",))] if stays else [])):
+        ring = make_ring(opened, splits, avoid=(*disabled_kernels, "compiled-linear"))
         logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
         assert ring.generate(tokens, 24, BLOCKS) == greedy
@@ -100,46 +100,46 @@ def test_a_mixture_takes_the_room_of_its_blocks(
     random_tokens: Callable[..., list[int]],
     tmp_path: Path,
 ) -> None:
-    if not keeps_blocks():
+    if not supports_block_weights():
         pytest.skip("this CPU doesn't multiply by blocks")
     made = make_model(tmp_path / "model", "llama", 3, **WIDE)
     exact, others = tmp_path / "exact", {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q8_0}
     path = write_gguf(made, tmp_path / "model.gguf", Kind.Q4_K, exact=exact, others=others)
-    folder = unpacked(path, tmp_path / "unpacked", Uncounted(), threading.Event())
+    folder = import_gguf(path, tmp_path / "unpacked", NullCounter(), threading.Event())
     tokens = random_tokens(LENGTH)
     expected = make_reference(exact).logits(tokens)
     logits = make_ring(folder, ()).run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
     opened = ModelFolder.open(folder)
-    facts = opened.facts("m")
+    facts = opened.placement_facts("m")
     for first, last in ((0, 2), (0, 1), (1, 2)):
         ends = {"opens": first == 0, "closes": last == 2}
         as_blocks, as_numbers = (
-            Footprint.of(facts, StageSetup(dtype="f32", blocks=blocks)).weights(
+            Footprint.of_stage(facts, StageSetup(dtype="f32", has_block_kernels=blocks)).weight_bytes(
                 last - first, **ends
             )
             for blocks in (True, False)
         )
-        found = Stage.load(opened, (first, last), "cpu", "f32").weight_bytes
+        found = Stage.load_layers(opened, (first, last), "cpu", "f32").weight_bytes
         assert 0.95 * as_blocks <= found <= 1.05 * as_blocks
         assert as_blocks < as_numbers / 5
-    on_gpu = StageSetup("cuda", dtype="f32", blocks=True)
-    assert Footprint.of(facts, on_gpu).layer == Footprint.of(facts, StageSetup(dtype="f32")).layer
+    on_gpu = StageSetup("cuda", dtype="f32", has_block_kernels=True)
+    assert Footprint.of_stage(facts, on_gpu).layer_bytes == Footprint.of_stage(facts, StageSetup(dtype="f32")).layer_bytes
 
 
 def test_scales_that_are_no_numbers_are_refused(make_model: MakeModel, tmp_path: Path) -> None:
-    if not keeps_blocks():
+    if not supports_block_weights():
         pytest.skip("this CPU doesn't multiply by blocks")
     made = make_model(tmp_path / "model", "llama", 3)
     path = write_gguf(made, tmp_path / "model.gguf", Kind.Q8_0)
-    folder = unpacked(path, tmp_path / "unpacked", Uncounted(), threading.Event())
+    folder = import_gguf(path, tmp_path / "unpacked", NullCounter(), threading.Event())
     file = folder / "model.safetensors"
     tensors = load(file.read_bytes())  # Windows keeps files as they are while they are mapped
     name = "model.layers.1.self_attn.k_proj.weight.q8_0"
     tensors[name][5, :2] = torch.tensor([0, 0x7C], dtype=torch.uint8)  # infinity
     save_file(tensors, file)
     with pytest.raises(BrokenModel, match=r"layers\.1\.self_attn\.k_proj\.weight holds NaN"):
-        Stage.load(ModelFolder.open(folder), (0, 3), "cpu", "f32")
+        Stage.load_layers(ModelFolder.open(folder), (0, 3), "cpu", "f32")
 
 
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
@@ -152,7 +152,7 @@ def test_blocks_are_quantized_anew_if_asked(
 ) -> None:
     folder = make_model(tmp_path / "model", "llama", 3)
     path = write_gguf(folder, tmp_path / "model.gguf", Kind.Q8_0, exact=tmp_path / "exact")
-    opened = unpacked(path, tmp_path / "unpacked", Uncounted(), threading.Event())
+    opened = import_gguf(path, tmp_path / "unpacked", NullCounter(), threading.Event())
     tokens, rows = random_tokens(30), [SequenceRows(0, 30, BLOCKS)]
     expected = make_ring(tmp_path / "exact", (), quantize=mode, **EXACT).run(tokens, rows)
     logits = make_ring(opened, (1,), quantize=mode, **EXACT).run(tokens, rows)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.hub import HubFile, Repository, _holding
+from molink.checkpoint.hub import HubFile, HubRepository, _files_of_layers
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.stage.batch import SequenceRows
 from molink.stage.loading.stacks import unpack_mxfp4
 from molink.swarm.artifacts.fetch_plan import group_tensors, plan_group
-from molinkd.peer.artifacts.library import Library
+from molinkd.peer.artifacts.library import ModelRepository
 from tests.support.models import MakeModel
 from tests.support.stage import Reference, Ring
 
@@ -108,12 +108,12 @@ def test_every_code_and_scale() -> None:
 
 
 def test_others_are_sent_what_is_stored(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    holding, config = Library().add("m", folders[0]), ModelConfig.load(folders[0])
+    holding, config = ModelRepository().add_model("m", folders[0]), ModelConfig.load_folder(folders[0])
     for name in holding.manifest.files:
         (tmp_path / name).write_bytes((folders[0] / name).read_bytes())
     for group, shapes in group_tensors(config, 1, 2).items():
         plan = plan_group(group, shapes, holding.manifest.tensors)
-        pieces = [holding.read(piece.part.name, piece.index) for piece in plan.pieces()]
+        pieces = [holding.read_chunk(piece.part.name, piece.index) for piece in plan.chunk_runs()]
         (tmp_path / plan.file).write_bytes(plan.header + b"".join(pieces))
     opened = ModelFolder.open(tmp_path, (1, 2))
     assert f"{DOWN}_blocks" in opened.tensors
@@ -127,10 +127,10 @@ def test_the_hubs_files_of_some_layers(folders: tuple[Path, Path], tmp_path: Pat
     index = json.dumps({"weight_map": mapped})
     (tmp_path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
     files = (HubFile("a", 1, "0"), HubFile("b", 1, "1"))
-    repository = Repository("O/N", "0" * 40, files, tmp_path)
-    chosen = _holding(repository, tmp_path, (1, 2))
-    assert [file.name for file in chosen] == [file.name for file in repository.weights]
-    assert [file.name for file in _holding(repository, tmp_path, (0, 1))] == ["a"]
+    repository = HubRepository("O/N", "0" * 40, files, tmp_path)
+    chosen = _files_of_layers(repository, tmp_path, (1, 2))
+    assert [file.name for file in chosen] == [file.name for file in repository.weight_files]
+    assert [file.name for file in _files_of_layers(repository, tmp_path, (0, 1))] == ["a"]
 
 
 @pytest.mark.parametrize(

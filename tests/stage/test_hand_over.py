@@ -17,7 +17,7 @@ PROMPT = [5, 9, 2, 7, 1]
 
 
 def load(folder: Path, layers: tuple[int, int], **options: Any) -> Stage:
-    return Stage.load(ModelFolder.open(folder), layers, "cpu", "f32", **options)
+    return Stage.load_layers(ModelFolder.open(folder), layers, "cpu", "f32", **options)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -41,11 +41,11 @@ def test_what_is_taken_over_computes_the_same(
     held = [stage.layers for stage in ring.stages]
     stages = []
     for old, layers in zip(ring.stages, pairwise(bounds), strict=False):
-        stages.append(load(folder, layers, held=old.hand_over(layers)))
+        stages.append(load(folder, layers, held=old.release_weights(layers)))
     stages += [load(folder, layers) for layers in list(pairwise(bounds))[len(held) :]]
     ring.stages = stages
     for stage in stages:
-        stage.allocate(64, 8)
+        stage.allocate_kv_pool(64, 8)
     assert ring.generate(PROMPT, 12, range(8)) == expected
 
 
@@ -56,14 +56,14 @@ def test_only_new_layers_are_read(
     old = load(folder, (0, 2))
     before = old.weight_bytes
     read: list[str] = []
-    merge = WeightReader._merge
+    merge = WeightReader._merge_tensors
 
     def note(self: WeightReader, names: Any, dtype: torch.dtype) -> torch.Tensor:
         read.extend(names)
         return merge(self, names, dtype)
 
-    monkeypatch.setattr(WeightReader, "_merge", note)
-    new = load(folder, (1, 3), held=old.hand_over((1, 3)))
+    monkeypatch.setattr(WeightReader, "_merge_tensors", note)
+    new = load(folder, (1, 3), held=old.release_weights((1, 3)))
     assert {name.split(".")[2] for name in read if name.startswith("model.layers.")} == {"2"}
     assert not any("embed" in name for name in read)
     # What it gave up is no longer in memory; what it handed over is the other's.

@@ -10,7 +10,7 @@ import torch
 from molink.checkpoint.folder import ModelFolder
 from molink.facts.footprint import Footprint, StageSetup
 from molink.stage.batch import SequenceRows
-from molink.stage.kernels.create import keeps_blocks
+from molink.stage.kernels.create import supports_block_weights
 from molink.stage.stage import Stage
 from tests.support.low_bit_models import write_low_bit
 from tests.support.models import MakeModel
@@ -94,8 +94,8 @@ def test_logits_and_greedy_text(
     tokens, reference = random_tokens(LENGTH), make_reference(tmp_path / "exact")
     expected, greedy = reference.logits(tokens), reference.generate(tokens, 24)
     # Packed where they stay so, whole and split; then as numbers.
-    for splits, avoid in (((), ()), ((1,), ()), ((), ("gguf-blocks",))):
-        ring = make_ring(stored, splits, avoid=(*avoid, "compiled-linear"))
+    for splits, disabled_kernels in (((), ()), ((1,), ()), ((), ("gguf-blocks",))):
+        ring = make_ring(stored, splits, avoid=(*disabled_kernels, "compiled-linear"))
         logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
         assert ring.generate(tokens, 24, BLOCKS) == greedy
@@ -116,21 +116,21 @@ PACKED: dict[str, tuple[dict[str, Any], float]] = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_a_plan_counts_what_stays_packed(make_model: MakeModel, tmp_path: Path, name: str) -> None:
-    if not keeps_blocks():
+    if not supports_block_weights():
         pytest.skip("this CPU doesn't multiply by few bits")
     section, bits = PACKED[name]
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     made = make_model(tmp_path / "model", "llama", 3, dtype="bfloat16", **wide)
     write_low_bit(made, tmp_path / "stored", tmp_path / "exact", section)
     folder = ModelFolder.open(tmp_path / "stored")
-    facts = folder.facts("m")
-    planned = Footprint.of(facts, StageSetup(dtype="bf16", blocks=True)).layer
+    facts = folder.placement_facts("m")
+    planned = Footprint.of_stage(facts, StageSetup(dtype="bf16", has_block_kernels=True)).layer_bytes
     # One of the second layer's projections is left in full.
     full = 256 * 256
     packed = facts.projection_bytes // 2 - full
     norms = 2 * 2 * 256
     assert planned == packed * bits / 8 + 2 * full + norms
-    loaded = Stage.load(folder, (1, 2), "cpu", "bf16", avoid=("compiled-linear",)).layer_bytes
+    loaded = Stage.load_layers(folder, (1, 2), "cpu", "bf16", disabled_kernels=("compiled-linear",)).layer_bytes
     # Beside, there are float32 biases, and orders of columns.
     assert planned <= loaded <= 1.06 * planned
 

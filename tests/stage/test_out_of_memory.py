@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from molink.stage.out_of_memory import is_out_of_memory, limit_memory, release_cached
+from molink.stage.out_of_memory import is_out_of_memory, limit_memory, empty_device_cache
 
 GIB = 1 << 30
 
@@ -48,14 +48,14 @@ def test_what_is_no_want_of_memory() -> None:
 
 
 def test_releasing_without_a_gpu_does_nothing() -> None:
-    release_cached()
+    empty_device_cache()
 
 
 @pytest.mark.gpu
 def test_a_gpu_refuses_what_is_over_the_budget() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
-    release_cached()  # what earlier tests left would be enough for any of this
+    empty_device_cache()  # what earlier tests left would be enough for any of this
     before = torch.cuda.memory_reserved(0)
     limit_memory("cuda:0", before + (64 << 20))
     try:
@@ -64,7 +64,7 @@ def test_a_gpu_refuses_what_is_over_the_budget() -> None:
             torch.empty(128 << 20, dtype=torch.uint8, device="cuda:0")
         assert is_out_of_memory(caught.value)
         del fits
-        release_cached()
+        empty_device_cache()
         torch.empty(32 << 20, dtype=torch.uint8, device="cuda:0")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, 0)

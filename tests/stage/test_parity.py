@@ -183,7 +183,7 @@ def test_16_bit_weights_stay_close(
     tokens = random_tokens(50)
     expected = make_reference(folder).logits(tokens)
     ring = make_ring(folder, (1, 2), dtype="bf16")
-    assert [stage.travel_dtype for stage in ring.stages] == ["bf16"] * 3
+    assert [stage.wire_dtype for stage in ring.stages] == ["bf16"] * 3
     logits = ring.run(tokens, [SequenceRows(0, 50, BLOCKS)])
     assert logits.dtype == torch.float32
     assert (logits - expected).abs().mean() < 0.05 * expected.std()

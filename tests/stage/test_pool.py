@@ -19,13 +19,13 @@ def test_a_copy_begins_as_its_source_in_all_layers_and_is_zero_beyond(
     rows[:, 8 + 3 : 16] = torch.nan
     rows[:, 16:24] = torch.nan
     for layer in range(2):
-        pool.write(layer, torch.arange(32), rows[layer])
-    pool.copy(1, 2, 3)
+        pool.write_rows(layer, torch.arange(32), rows[layer])
+    pool.copy_block(1, 2, 3)
     for layer in range(2):
         kept = rows[layer].clone()
         kept[16:19] = kept[8:11]
         kept[19:24] = 0
-        keys, values = pool.read(layer, torch.arange(4), 1)
+        keys, values = pool.read_blocks(layer, torch.arange(4), 1)
         expected = kept.permute(1, 2, 0, 3)
         torch.testing.assert_close(keys[0], expected[0], equal_nan=True)
         torch.testing.assert_close(values[0], expected[1], equal_nan=True)
@@ -35,7 +35,7 @@ def test_a_copy_begins_as_its_source_in_all_layers_and_is_zero_beyond(
 def test_a_pool_takes_memory_in_small_pages_only() -> None:
     shape = SimpleNamespace(kv_heads=2, head_dim=64)
     pool = KVPool(shape, 2, 4096, 16, torch.bfloat16, torch.device("cpu"))
-    address = pool.pages(0)[0].data_ptr()
+    address = pool.layer_pages(0)[0].data_ptr()
     inside = False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         first, _, rest = line.partition("-")

@@ -24,14 +24,14 @@ def write(pool: KVPool, *slots: int) -> None:
     kind = torch.tensor([0.0, 0.5]).view(1, 2, 1, 1)
     head = torch.tensor([0.0, 0.25]).view(1, 1, 2, 1)
     rows = (place + kind + head).expand(-1, 2, 2, 4)
-    pool.write(1, torch.tensor(slots), rows.to(pool._storage.dtype))
+    pool.write_rows(1, torch.tensor(slots), rows.to(pool._storage.dtype))
 
 
 @pytest.mark.parametrize("with_scratch", [False, True])
 def test_what_is_written_is_read(pool: KVPool, with_scratch: bool) -> None:
     write(pool, 6, 7, 8, 12, 13, 14)
     scratch = torch.empty(2 * 4 * PAGE * 8, dtype=pool._storage.dtype) if with_scratch else None
-    keys, values = pool.read(1, torch.tensor([2, 4, 4, 2]), 2, scratch)
+    keys, values = pool.read_blocks(1, torch.tensor([2, 4, 4, 2]), 2, scratch)
     assert keys.shape == values.shape == (2, 2, 2 * PAGE, 4)
     assert keys[0, 0, :, 0].tolist() == [6, 7, 8, 12, 13, 14]
     assert values[1, 1, :, 3].tolist() == [12.75, 13.75, 14.75, 6.75, 7.75, 8.75]
@@ -39,17 +39,17 @@ def test_what_is_written_is_read(pool: KVPool, with_scratch: bool) -> None:
 
 def test_consecutive_blocks_are_not_copied(pool: KVPool) -> None:
     write(pool, *range(3, 9))
-    keys, values = pool.read(1, slice(1, 3), 1)
+    keys, values = pool.read_blocks(1, slice(1, 3), 1)
     assert keys[0, 1, :, 2].tolist() == [3.25, 4.25, 5.25, 6.25, 7.25, 8.25]
     own = pool._storage.untyped_storage().data_ptr()
     assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() == own
-    both, _ = pool.read(1, slice(1, 3), 2)
+    both, _ = pool.read_blocks(1, slice(1, 3), 2)
     assert both[:, 0, :, 0].tolist() == [[3, 4, 5], [6, 7, 8]]
 
 
 def test_pages_are_what_kernels_want(pool: KVPool) -> None:
     write(pool, 4, 5)
-    keys, values = pool.pages(1)
+    keys, values = pool.layer_pages(1)
     assert keys.shape == values.shape == (BLOCKS + 1, PAGE, 2, 4)
     assert keys.stride(-1) == values.stride(-1) == 1
     assert keys[1, 1:, 1, 0].tolist() == [4.25, 5.25]
@@ -58,13 +58,13 @@ def test_pages_are_what_kernels_want(pool: KVPool) -> None:
 
 def test_a_copy_ends_in_zeros(pool: KVPool) -> None:
     write(pool, 6, 7, 8)
-    pool.copy(2, 0, 2)
-    keys, _ = pool.pages(1)
+    pool.copy_block(2, 0, 2)
+    keys, _ = pool.layer_pages(1)
     assert keys[0, :, 0, 0].tolist() == [6, 7, 0]
 
 
 def test_the_spare_block_holds_zeros(pool: KVPool) -> None:
-    assert pool.spare == BLOCKS
+    assert pool.padding_block == BLOCKS
     for layer in range(LAYERS):
-        assert not any(part[BLOCKS].any() for part in pool.pages(layer))
-    assert KVPool(SHAPE, 1, 2, PAGE, torch.float32, torch.device("cpu")).spare is None
+        assert not any(part[BLOCKS].any() for part in pool.layer_pages(layer))
+    assert KVPool(SHAPE, 1, 2, PAGE, torch.float32, torch.device("cpu")).padding_block is None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from molink.checkpoint.source import demo_model
+from molink.checkpoint.source import find_demo_model
 from tests.support import pretend_cuda
 from tests.support.models import MakeModel
 
@@ -25,7 +25,7 @@ def test_stages_and_trials_on_a_pretend_card(make_model: MakeModel, tmp_path: Pa
     experts = make_model(tmp_path / "experts", "qwen3_moe")
     command = [sys.executable, "-m", "tests.support.pretend_cuda", str(library)]
     done = subprocess.run(
-        [*command, str(demo_model().path), str(experts)], check=True, capture_output=True, text=True
+        [*command, str(find_demo_model().path), str(experts)], check=True, capture_output=True, text=True
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     trials = [line["trial"] for line in lines if "trial" in line]

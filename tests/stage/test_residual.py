@@ -51,9 +51,9 @@ def test_rows_beyond_the_range_of_float16_pass(
     hidden[:, 3] = 3e5
     results = []
     for dtype, place in (("f32", "cpu"), ("f16", device)):
-        stage = Stage.load(opened, (1, 2), place, dtype)
-        stage.travel_dtype, stage._travel = "f32", torch.float32
-        stage.allocate(4, 8)
+        stage = Stage.load_layers(opened, (1, 2), place, dtype)
+        stage.wire_dtype, stage._wire_dtype = "f32", torch.float32
+        stage.allocate_kv_pool(4, 8)
         rows = stage.forward(StageInput(None, hidden, (SequenceRows(0, 6, (2,)),)))
         results.append(rows.cpu())
     assert results[1].isfinite().all()
@@ -77,9 +77,9 @@ def test_products_beyond_the_range_of_float16_pass(
     hidden = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).mul(5)
     results = []
     for dtype, place in (("f32", "cpu"), ("f16", device)):
-        stage = Stage.load(opened, (1, 2), place, dtype)
-        stage.travel_dtype, stage._travel = "f32", torch.float32
-        stage.allocate(4, 8)
+        stage = Stage.load_layers(opened, (1, 2), place, dtype)
+        stage.wire_dtype, stage._wire_dtype = "f32", torch.float32
+        stage.allocate_kv_pool(4, 8)
         rows = stage.forward(StageInput(None, hidden, (SequenceRows(0, 6, (2,)),)))
         results.append(rows.cpu())
     assert results[1].isfinite().all()

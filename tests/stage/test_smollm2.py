@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from molink.checkpoint.source import Uncounted
-from molink.checkpoint.unpacking import unpacked
+from molink.checkpoint.source import NullCounter
+from molink.checkpoint.unpacking import import_gguf
 from molink.stage.batch import SequenceRows
 from molink.text.tokenizer import Tokenizer
 from tests.support.stage import Ring
@@ -31,7 +31,7 @@ def test_tokens_logits_and_text(tmp_path: Path) -> None:
     found = model.load_state_dict(read["tensors"], strict=False)
     assert found.missing_keys in ([], ["lm_head.weight"])  # it is the embedding
     model.eval()
-    folder = unpacked(path, tmp_path, Uncounted(), threading.Event())
+    folder = import_gguf(path, tmp_path, NullCounter(), threading.Event())
     tokenizer = Tokenizer.open(folder)
     for text in (TEXT, *TEXT.split()):
         assert tokenizer.encode(text) == theirs.encode(text)

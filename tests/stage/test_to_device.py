@@ -10,12 +10,12 @@ import torch
 
 from molink.stage import to_device
 from molink.stage.to_device import (
-    download,
+    download_rows,
     has_pinned,
     pinned_error,
-    refill,
-    take_rows,
-    upload,
+    upload_into,
+    gather_rows,
+    upload_tensor,
     upload_integers,
 )
 
@@ -31,32 +31,32 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 def test_a_cpu_gets_no_copy() -> None:
     tensor = torch.arange(4)
-    assert upload(tensor, CPU) is tensor
+    assert upload_tensor(tensor, CPU) is tensor
     numbers = array("q", [3, 1, 2])
     assert upload_integers(numbers, CPU).data_ptr() == numbers.buffer_info()[0]
 
 
 def test_numbers(device: torch.device) -> None:
-    assert upload(torch.tensor([1.5, -2.0]), device).tolist() == [1.5, -2.0]
+    assert upload_tensor(torch.tensor([1.5, -2.0]), device).tolist() == [1.5, -2.0]
     there = upload_integers(range(5), device)
     assert (there.device, there.dtype, there.tolist()) == (device, torch.int64, [0, 1, 2, 3, 4])
-    assert upload(there, device) is there
+    assert upload_tensor(there, device) is there
     assert upload_integers([], device).shape == (0,)
     target = torch.zeros(3, dtype=torch.int32, device=device)
-    refill(target, torch.tensor([7, 8, 9], dtype=torch.int32))
+    upload_into(target, torch.tensor([7, 8, 9], dtype=torch.int32))
     assert target.tolist() == [7, 8, 9]
 
 
 def test_rows(device: torch.device) -> None:
     rows = torch.arange(12, device=device).view(6, 2)
-    assert take_rows(rows, [1, 2, 3]).data_ptr() == rows[1:].data_ptr()
-    assert take_rows(rows, [0, 3, 5]).tolist() == [[0, 1], [6, 7], [10, 11]]
+    assert gather_rows(rows, [1, 2, 3]).data_ptr() == rows[1:].data_ptr()
+    assert gather_rows(rows, [0, 3, 5]).tolist() == [[0, 1], [6, 7], [10, 11]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bytes_come_whole(device: torch.device, dtype: torch.dtype) -> None:
     rows = torch.randn(7, 5).to(dtype)
-    parts = download([part.to(device) for part in (rows[:3], rows[3:3], rows[3:])])
+    parts = download_rows([part.to(device) for part in (rows[:3], rows[3:3], rows[3:])])
     assert [len(part) for part in parts] == [3 * 5 * dtype.itemsize, 0, 4 * 5 * dtype.itemsize]
     both = torch.frombuffer(parts[0] + parts[2], dtype=dtype).view(7, 5)
     assert torch.equal(both, rows)
@@ -104,7 +104,7 @@ def on_a_card(rows: torch.Tensor) -> Any:
 def test_rows_are_read_once_they_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(3, 4)
     late = LateCopies(monkeypatch)
-    parts = download([on_a_card(rows[:1]), on_a_card(rows[1:])])
+    parts = download_rows([on_a_card(rows[:1]), on_a_card(rows[1:])])
     assert late.waits == 1
     assert torch.equal(torch.frombuffer(parts[0] + parts[1], dtype=rows.dtype).view(3, 4), rows)
 
@@ -112,7 +112,7 @@ def test_rows_are_read_once_they_have_come(monkeypatch: pytest.MonkeyPatch) -> N
 def test_rows_that_never_come_are_no_rows_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(3, 4)
     LateCopies(monkeypatch, done=1)
-    parts = download([on_a_card(rows[:1]), on_a_card(rows[1:])])
+    parts = download_rows([on_a_card(rows[:1]), on_a_card(rows[1:])])
     first, second = (torch.frombuffer(part, dtype=rows.dtype).view(-1, 4) for part in parts)
     assert torch.equal(first, rows[:1])
     assert second[:, 0].isnan().all()
@@ -152,7 +152,7 @@ def test_memory_that_is_handed_out_too_early(
 @pytest.mark.usefixtures("host_memory")
 def test_rows_that_come_late_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        to_device, "_staged", lambda parts: [torch.full_like(part, torch.nan) for part in parts]
+        to_device, "_copy_pinned", lambda parts: [torch.full_like(part, torch.nan) for part in parts]
     )
     assert pinned_error(CPU) == float("inf")
 
@@ -168,12 +168,12 @@ def test_without_pinned_memory_copies_are_plain(
     assert "pinned copies fail on cpu (CUDA error: OS call failed)" in caplog.text
     monkeypatch.setattr(to_device, "has_pinned", lambda _: False)
     meta = torch.device("meta")
-    assert upload(torch.arange(3), meta).device == meta
-    refill(torch.zeros(2, device=meta), torch.ones(2))
+    assert upload_tensor(torch.arange(3), meta).device == meta
+    upload_into(torch.zeros(2, device=meta), torch.ones(2))
     rows = torch.randn(3, 4)
     card: Any = on_a_card(rows)
     card.cpu = lambda: rows
-    assert download([card])[0] == download([rows])[0]
+    assert download_rows([card])[0] == download_rows([rows])[0]
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from molink.stage import torch_dtypes as dtypes
-from molink.stage.torch_dtypes import choose_dtype, choose_travel, cpu_has_bf16, residual_dtype
+from molink.stage.torch_dtypes import choose_dtype, choose_wire_dtype, cpu_supports_bf16, residual_dtype
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
@@ -12,7 +12,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 @pytest.mark.parametrize("wanted", ["f32", "bf16", "f16"])
 def test_a_wish_is_granted(wanted: str) -> None:
     assert choose_dtype(wanted, "bf16", CPU) == wanted
-    assert choose_travel(wanted, "bf16") == wanted
+    assert choose_wire_dtype(wanted, "bf16") == wanted
 
 
 @pytest.mark.parametrize("stored", ["f32", "bf16", "f16"])
@@ -35,7 +35,7 @@ def test_what_is_computed_in_float16_is_summed_in_float32() -> None:
 def test_a_cpu_computes_in_bf16_if_it_can(
     monkeypatch: pytest.MonkeyPatch, native: bool, computed: str
 ) -> None:
-    monkeypatch.setattr(dtypes, "cpu_has_bf16", lambda: native)
+    monkeypatch.setattr(dtypes, "cpu_supports_bf16", lambda: native)
     assert choose_dtype("auto", "bf16", CPU) == computed
     assert choose_dtype("auto", "f16", CPU) == computed
     assert choose_dtype("auto", "f32", CPU) == "f32"
@@ -43,11 +43,11 @@ def test_a_cpu_computes_in_bf16_if_it_can(
 
 @pytest.mark.parametrize("stored", ["f32", "bf16", "f16"])
 def test_rows_travel_alike_at_every_stage(stored: str) -> None:
-    assert choose_travel("auto", stored) == stored
+    assert choose_wire_dtype("auto", stored) == stored
 
 
 def test_a_torch_that_knows_no_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert cpu_has_bf16() is False
+    assert cpu_supports_bf16() is False
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
-    assert cpu_has_bf16() is True
+    assert cpu_supports_bf16() is True

@@ -13,13 +13,13 @@ needs_chromium = pytest.mark.skipif(
 )
 
 
-def ready(browser: Browser) -> Browser:
+def wait_until_ready(browser: Browser) -> Browser:
     """Once the model is known."""
     browser.until("document.querySelector('#model').value === 'tiny'")
     return browser
 
 
-def ask(browser: Browser, question: str) -> None:
+def ask_question(browser: Browser, question: str) -> None:
     """Send a question, and wait until its answer is over."""
     count = browser.run("return document.querySelectorAll('.theirs').length")
     browser.type("#text", question + ENTER)
@@ -27,12 +27,12 @@ def ask(browser: Browser, question: str) -> None:
     browser.until("!document.querySelector('.live')")
 
 
-def prompt(backend: FakeBackend) -> str:
+def sent_prompt(backend: FakeBackend) -> str:
     """What the model was asked last, as text."""
     return str(backend.tokenizer.decode(list(backend.requests[-1].prompt)))
 
 
-def release(server_gate: asyncio.Semaphore, backend: FakeBackend, count: int) -> None:
+def release_tokens(server_gate: asyncio.Semaphore, backend: FakeBackend, count: int) -> None:
     """Let so many tokens out."""
     assert backend.loop is not None
     for _ in range(count):

@@ -38,7 +38,7 @@ def node_script(script: Path) -> list[str]:
     return [node, shutil.copy(script, FOLDER / script.name)]
 
 
-def told(command: list[str], *arguments: str) -> Any:
+def run_json(command: list[str], *arguments: str) -> Any:
     """What a client's script says as JSON in its last line; it has to succeed."""
     variables = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}
     variables.pop("PYTHONPATH", None)

@@ -2,20 +2,20 @@
 
 import asyncio
 
-from molinkd.api.offer import Offer
-from molinkd.api.prompt_messages import Prompts, ReadPrompts
-from molinkd.api.prompt_process import read_prompts
+from molinkd.api.offer import LoadedModel
+from molinkd.api.prompt_messages import TokenizedPrompts, TokenizePrompts
+from molinkd.api.prompt_process import tokenize_prompts
 
 
-class DirectReader:
-    """Implements :class:`molinkd.api.prompt_reader.PromptReader`."""
+class InlineReader:
+    """Implements :class:`molinkd.api.prompt_reader.PromptTokenizer`."""
 
-    async def read(self, owner: str, offer: Offer, body: bytes, *, chat: bool) -> Prompts:
+    async def tokenize_prompts(self, owner: str, offer: LoadedModel, body: bytes, *, chat: bool) -> TokenizedPrompts:
         model = offer.model
-        ask = ReadPrompts(
-            str(model.folder), model.name, model.context, chat, body, offer.answer_format
+        ask = TokenizePrompts(
+            str(model.folder), model.name, model.max_model_len, chat, body, offer.tool_call_parser
         )
-        return await asyncio.to_thread(read_prompts, ask, offer.tokenizer)
+        return await asyncio.to_thread(tokenize_prompts, ask, offer.tokenizer)
 
     async def close(self) -> None:
         pass

@@ -10,10 +10,10 @@ import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from molink.swarm.frontend.generation import GeneratedToken, GenerationRequest
+from molink.swarm.frontend.generation import GeneratedToken, Request
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import Sampling
-from molinkd.api.backend import Figures, ServedModel, StageFigures, StageName
+from molink.wire.messages.data import SamplingParams
+from molinkd.api.backend import MetricValues, ServedModel, StageMetricValues, StageLabels
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}"
@@ -47,9 +47,9 @@ def build_model(
     return folder
 
 
-def _check(request: GenerationRequest) -> None:
+def _check(request: Request) -> None:
     """Fail on parameters that no head would take."""
-    msgspec.msgpack.decode(msgspec.msgpack.encode(request.sampling), type=Sampling)
+    msgspec.msgpack.decode(msgspec.msgpack.encode(request.sampling_params), type=SamplingParams)
 
 
 @dataclass
@@ -65,13 +65,13 @@ class FakeBackend:
     fail_at: int = 0
     #: Tokens are given out by ``gate.release()`` where there is one.
     gate: asyncio.Semaphore | None = None
-    is_ready: bool = True
+    ready_now: bool = True
     context: int = CONTEXT
     short_context: int = 0
     #: What ``molink status --json`` would say, and how often it was asked for.
     swarm: dict[str, object] = field(default_factory=dict)
     status_asked: int = 0
-    requests: list[GenerationRequest] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
     running: int = 0
     #: Tokens given out, in all.
     given: int = 0
@@ -85,27 +85,27 @@ class FakeBackend:
     def __post_init__(self) -> None:
         self.tokenizer = Tokenizer.open(self.folder)
 
-    def models(self) -> Sequence[ServedModel]:
+    def list_models(self) -> Sequence[ServedModel]:
         return [ServedModel("tiny", self.folder, self.context, 1700000000, self.short_context)]
 
-    def ready(self, model: str | None = None) -> bool:
-        return self.is_ready
+    def is_ready(self, model: str | None = None) -> bool:
+        return self.ready_now
 
-    def metrics(self) -> Figures:
+    def collect_metrics(self) -> MetricValues:
         stages = {
-            StageName.of("p1", (0, 3), 0, 2): StageFigures({}, {"head_blocks_free": 7.0}),
-            StageName.of("p1", (3, 6), 1, 2): StageFigures(
+            StageLabels.for_stage("p1", (0, 3), 0, 2): StageMetricValues({}, {"head_blocks_free": 7.0}),
+            StageLabels.for_stage("p1", (3, 6), 1, 2): StageMetricValues(
                 {"link_sent_bytes_total": 5.0, "link_received_bytes_total": 6.0},
                 {"head_blocks_free": 8.0, "stage_requests": 2.0},
             ),
         }
-        return Figures({"recoveries": 3.0}, {"odd name": 1.0}, stages)
+        return MetricValues({"recoveries": 3.0}, {"odd name": 1.0}, stages)
 
-    async def status(self) -> bytes:
+    async def fetch_status(self) -> bytes:
         self.status_asked += 1
         return json.dumps(self.swarm).encode()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[GeneratedToken, None]:
         _check(request)
         self.requests.append(request)
         self.loop = asyncio.get_running_loop()
@@ -114,7 +114,7 @@ class FakeBackend:
         try:
             ids = self.tokens if self.tokens is not None else self.tokenizer.encode(self.answer)
             eos = self.tokenizer.eos_ids[0]
-            script = [*ids, eos] if eos in request.stop_ids else list(ids) * 50
+            script = [*ids, eos] if eos in request.stop_token_ids else list(ids) * 50
             for number, token in enumerate(script):
                 if self.gate is not None:
                     await self.gate.acquire()
@@ -142,9 +142,9 @@ class FakeBackend:
             self.changed.clear()
             await self.changed.wait()
 
-    def _token(self, request: GenerationRequest, number: int, token: int) -> GeneratedToken:
+    def _token(self, request: Request, number: int, token: int) -> GeneratedToken:
         finish = None
-        if token in request.stop_ids:
+        if token in request.stop_token_ids:
             finish = "stop"
         elif number + 1 == request.max_tokens:
             finish = "length"
@@ -152,7 +152,7 @@ class FakeBackend:
             position=len(request.prompt) + number,
             token=token,
             logprob=-0.5,
-            top=((token, -0.5), (65, -1.5), (66, float("-inf")))[: request.sampling.logprobs + 1],
-            finish=finish,
-            cached=3 if number == 0 else 0,
+            top=((token, -0.5), (65, -1.5), (66, float("-inf")))[: request.sampling_params.logprobs + 1],
+            finish_reason=finish,
+            cached_tokens=3 if number == 0 else 0,
         )

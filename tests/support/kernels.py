@@ -13,7 +13,7 @@ def require(features: Collection[str], threads: int) -> OpenMp | None:
     missing = [name for name in features if not host_features().get(name)]
     if missing:
         pytest.skip(f"this CPU has no {', '.join(missing)}")
-    openmp = OpenMp.find() if threads > 1 else None
+    openmp = OpenMp.find_loaded() if threads > 1 else None
     if threads > 1 and openmp is None:
         pytest.skip("torch has loaded no OpenMP library that is known")
     return openmp

@@ -1,12 +1,12 @@
 """``python -m tests.support.liar`` is ``molink`` on a PC that alters the weights that it sends."""
 
 from molinkd.cli.main import main
-from molinkd.peer.artifacts.library import Holding
+from molinkd.peer.artifacts.library import ModelFiles
 
-_honest = Holding.read
+_honest = ModelFiles.read_chunk
 
 
-def _read(self: Holding, name: str, index: int) -> bytes:
+def _read(self: ModelFiles, name: str, index: int) -> bytes:
     data = _honest(self, name, index)
     if name in self.manifest.files:
         return data
@@ -14,5 +14,5 @@ def _read(self: Holding, name: str, index: int) -> bytes:
 
 
 if __name__ == "__main__":
-    Holding.read = _read  # type: ignore[method-assign]
+    ModelFiles.read_chunk = _read  # type: ignore[method-assign]
     main()

@@ -215,7 +215,7 @@ def write_plain_model(folder: Path, *, tied: bool = False, seed: int = 0) -> Pat
 
 def _write_weights(folder: Path, seed: int) -> None:
     """Two shards with bytes that depend on the tensor."""
-    config = ModelConfig.load(folder)
+    config = ModelConfig.load_folder(folder)
     names = list(stage_tensors(config, 0, config.layers).items())
     half = len(names) // 2
     for number, part in enumerate((names[:half], names[half:])):

@@ -11,7 +11,7 @@ from molink.wire.messages.codec import Codec
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Handler, Server
-from molink.wire.sockets.zap import Gatekeeper
+from molink.wire.sockets.zap import ZapAuthenticator
 
 
 async def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
@@ -27,7 +27,7 @@ class Net:
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
         self.context = zmq.asyncio.Context()
-        self.gatekeeper = Gatekeeper(self.context)
+        self.gatekeeper = ZapAuthenticator(self.context)
         self.gatekeeper.start()
         self.keys = KeyPair.generate()
         self.until: Callable[..., Awaitable[None]] = until
@@ -37,7 +37,7 @@ class Net:
     def member(self, user_id: str | None = None) -> KeyPair:
         """The keys of a new member."""
         keys = KeyPair.generate()
-        self.gatekeeper.allow(keys.public, user_id)
+        self.gatekeeper.allow_peer(keys.public, user_id)
         return keys
 
     def server(self, codec: Codec[Any], handler: Handler[Any], **options: Any) -> Server[Any]:

@@ -13,5 +13,5 @@ from molinkd.peer.agent import assignments
 COMMAND = (sys.executable, "-P", "-c", "import tests.support.paced_worker", "molinkd.worker")
 
 if __name__ == "__main__":
-    assignments.Supervisor = partial(assignments.Supervisor, command=COMMAND)  # type: ignore[misc]
+    assignments.WorkerSupervisor = partial(assignments.WorkerSupervisor, command=COMMAND)  # type: ignore[misc]
     main()

@@ -11,7 +11,7 @@ from molinkd.worker import executor
 STEP_S = 0.025
 
 
-class Paced(executor.Executor):
+class SlowExecutor(executor.StageExecutor):
     """Its steps take as long as ever, for who measures them; the next one begins later."""
 
     def __init__(self, stage: Any, requests: Any, hand_over: Callable[..., object]) -> None:
@@ -22,5 +22,5 @@ class Paced(executor.Executor):
         super().__init__(stage, requests, later)
 
 
-executor.Executor = Paced
+executor.StageExecutor = SlowExecutor
 runpy.run_module("molinkd.worker", run_name="__main__")

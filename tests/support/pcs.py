@@ -12,7 +12,7 @@ from tests.support.processes import Process, Tools
 NAMES = ("first", "second", "third")
 
 
-class Swarm:
+class LocalSwarm:
     """Three PCs with a stage each; more may come later."""
 
     def __init__(self, root: Path, tools: type[Tools], model: Sequence[str] = ()) -> None:

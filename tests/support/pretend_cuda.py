@@ -27,12 +27,12 @@ from molink.stage import stage as stages
 from molink.stage.attention import flash, trial
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.measure import trials
-from molink.stage.measure.parity import trials as all_trials
-from molink.stage.measure.shapes import Shapes
-from molink.stage.sampling.sampler import SampleRow, sample
+from molink.stage.measure.parity import run_trials as all_trials
+from molink.stage.measure.shapes import TrialShapes
+from molink.stage.sampling.sampler import SampleRow, sample_tokens
 from molink.stage.stage import Stage
 from molink.stage.to_device import has_pinned
-from molink.wire.messages.data import Sampling
+from molink.wire.messages.data import SamplingParams
 from tests.support.stage import varlen_attn
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -47,11 +47,11 @@ MIXES = (
     ),
 )
 SAMPLINGS = {
-    "greedy": Sampling(temperature=0.0),
-    "any token": Sampling(temperature=1.0, seed=1),
-    "top_p": Sampling(temperature=0.6, top_p=0.9, seed=1),
-    "top_k and logprobs": Sampling(temperature=0.8, top_k=500, seed=1, logprobs=5),
-    "flat, with logprobs": Sampling(temperature=9.0, top_p=0.999, seed=1, logprobs=5),
+    "greedy": SamplingParams(temperature=0.0),
+    "any token": SamplingParams(temperature=1.0, seed=1),
+    "top_p": SamplingParams(temperature=0.6, top_p=0.9, seed=1),
+    "top_k and logprobs": SamplingParams(temperature=0.8, top_k=500, seed=1, logprobs=5),
+    "flat, with logprobs": SamplingParams(temperature=9.0, top_p=0.999, seed=1, logprobs=5),
 }
 
 
@@ -94,8 +94,8 @@ class Host:
         return int(self._counts.fc_scalars()) + int(self._counts.fc_d2h()) + waited
 
 
-class WorkItself:
-    """Stands in for ``CudaCaptures``: each graph is the work, and faster."""
+class InlineWorker:
+    """Stands in for ``CudaGraphCapturer``: each graph is the work, and faster."""
 
     nbytes = 0
 
@@ -125,7 +125,7 @@ def kernel(host: Host, *given: Any, **named: Any) -> torch.Tensor:
     return varlen_attn(*map(here, given), **named).to(CUDA)
 
 
-def pretend(stack: ExitStack, host: Host, capability: tuple[int, int]) -> None:
+def install_fake(stack: ExitStack, host: Host, capability: tuple[int, int]) -> None:
     """Have torch believe in the card."""
     empty = torch.empty
     stream = SimpleNamespace(synchronize=host.synchronize)
@@ -138,8 +138,8 @@ def pretend(stack: ExitStack, host: Host, capability: tuple[int, int]) -> None:
         (torch.cuda, "current_stream", lambda _: stream),
         (torch.Tensor, "pin_memory", lambda tensor: tensor.clone()),
         (torch, "empty", lambda *given, pin_memory=False, **named: empty(*given, **named)),
-        (stages, "CudaCaptures", WorkItself),
-        (trials, "CudaCaptures", WorkItself),
+        (stages, "CudaCaptures", InlineWorker),
+        (trials, "CudaCaptures", InlineWorker),
         (trial, "find_kernel", lambda: partial(kernel, host)),
         (trials, "find_kernel", lambda: partial(kernel, host)),
     ):
@@ -151,15 +151,15 @@ def compare(
 ) -> dict[str, Any]:
     """Two stages on the card beside two on the CPU, over the same rows."""
     half, layers = folder.config.layers // 2, folder.config.layers
-    size = 16 if "flash-attention" in avoid else flash.PAGE
+    size = 16 if "flash-attention" in avoid else flash.PAGE_MULTIPLE
     pairs: list[list[Stage]] = []
     for device in ("cuda:0", "cpu"):
         parts = ((0, half), (half, layers))
         pairs.append(
-            [Stage.load(folder, part, device, dtype, quantize, avoid=avoid) for part in parts]
+            [Stage.load_layers(folder, part, device, dtype, quantize, disabled_kernels=avoid) for part in parts]
         )
         for stage in pairs[-1]:
-            stage.allocate(8, size)
+            stage.allocate_kv_pool(8, size)
     worst, waits = 0.0, []
     for mix in MIXES:
         count = sum(one.count for one in mix)
@@ -174,14 +174,14 @@ def compare(
             waited += host.reads()
             results.append(logits.cpu())
             for stage in (first, last):
-                stage.capture_wanted()  # as in time without a step
+                stage.capture_next_graph()  # as in time without a step
             if first.device == CUDA:
                 assert logits.device == CUDA
                 waits.append(waited)
         worst = max(worst, float((results[0] - results[1]).abs().max()))
     largest = float(results[1].abs().max())
     graphs = all(stage.has_graphs for stage in pairs[0])
-    backend = pairs[0][0]._attention(size)
+    backend = pairs[0][0]._attention_backend(size)
     told = {"graphs": graphs, "flash": isinstance(backend, flash.FlashAttention)}
     return {"error": worst / largest, "waits": waits, **told}
 
@@ -195,10 +195,10 @@ def compare_sampling(host: Host) -> dict[str, Any]:
     for name, sampling in SAMPLINGS.items():
         rows = [SampleRow(sampling, 5)] * 3 + [SampleRow(SAMPLINGS["greedy"], 5)]
         host.reads()
-        found = sample(there, rows)
+        found = sample_tokens(there, rows)
         waits = host.reads()
         tokens = [None if one is None else one.token for one in found]
-        expected = [None if one is None else one.token for one in sample(logits, rows)]
+        expected = [None if one is None else one.token for one in sample_tokens(logits, rows)]
         told[name] = {"waits": waits, "same": tokens == expected, "failed": tokens[2] is None}
     return told
 
@@ -209,15 +209,15 @@ def main() -> None:
     folder, experts = (ModelFolder.open(Path(given)) for given in sys.argv[2:4])
     for dtype, capability in (("bf16", (8, 6)), ("f16", (7, 5))):
         with ExitStack() as stack:
-            pretend(stack, host, capability)
+            install_fake(stack, host, capability)
             assert has_pinned(CUDA)  # which is tried once
             # In 16 bits roundings send rows to other experts.
             told = compare(experts, host, "f32", "none", ("flash-attention",))
             print(json.dumps({"experts": told, "layers": experts.config.layers}), flush=True)
             print(json.dumps({"sampling": compare_sampling(host)}), flush=True)
-            shapes = Shapes.of(folder.config, flash.PAGE, CUDA)
+            shapes = TrialShapes.from_config(folder.config, flash.PAGE_MULTIPLE, CUDA)
             for one in all_trials(CUDA, ("graphs",), shapes):
-                print(json.dumps({"trial": one.result()}), flush=True)
+                print(json.dumps({"trial": one.run_trial()}), flush=True)
             for quantize in ("none", "int8", "nf4"):
                 for avoid in ((), ("flash-attention",), ("flash-attention", "gather-attention")):
                     told = compare(folder, host, dtype, quantize, avoid)

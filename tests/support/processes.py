@@ -20,7 +20,7 @@ import molink
 import molinkd
 from molink.errors import Unavailable
 from molinkd.cli import local_daemon
-from molinkd.peer.home import Home, copy_measured
+from molinkd.peer.home import Home, copy_measurements
 
 ROOT = Path(molink.__file__).parents[1]
 #: Where both packages are, installed or not.
@@ -44,7 +44,7 @@ class Process:
         """``module`` is what stands for ``molink``; ``variables`` go into its environment."""
         home.mkdir(parents=True, exist_ok=True)
         self.home = Home(home)
-        recall(self.home)
+        restore_measurements(self.home)
         self._output = (home / "terminal.log").open("ab+")
         flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
         self.process = subprocess.Popen(
@@ -69,7 +69,7 @@ class Process:
         except psutil.NoSuchProcess:
             return []
 
-    def found(self) -> local_daemon.Found:
+    def found(self) -> local_daemon.RunningDaemon:
         """Its daemon (that of the demo's first peer) once it can be found."""
         wait_for(lambda: local_daemon.find_daemon(self.home), self)
         found = local_daemon.find_daemon(self.home)
@@ -105,29 +105,29 @@ class Process:
             self.process.wait()
             raise AssertionError(f"it did not end: {self.output}") from None
         finally:
-            left = alive(family)
+            left = still_running(family)
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self._output.close()
-        remember(self.home)
+        save_measurements(self.home)
         assert not left, f"left behind: {left}"
 
 
-def recall(home: Home) -> None:
+def restore_measurements(home: Home) -> None:
     """Have a process in ``home`` start as where molink has run before: seconds of compute less.
 
     That a PC measures itself when it has not: ``molink demo --ask`` (:func:`run_molink`).
     """
-    for kind, one in (("pc", home), ("demo", home.demo(1))):
+    for kind, one in (("pc", home), ("demo", home.demo_home(1))):
         if not one.device.exists():
-            copy_measured(Home(Path(_MEASURED.name) / kind), one)
+            copy_measurements(Home(Path(_MEASURED.name) / kind), one)
 
 
-def remember(home: Home) -> None:
-    """Keep what was measured in ``home`` for :func:`recall`."""
-    for kind, one in (("pc", home), ("demo", home.demo(1))):
-        copy_measured(one, Home(Path(_MEASURED.name) / kind))
+def save_measurements(home: Home) -> None:
+    """Keep what was measured in ``home`` for :func:`restore_measurements`."""
+    for kind, one in (("pc", home), ("demo", home.demo_home(1))):
+        copy_measurements(one, Home(Path(_MEASURED.name) / kind))
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -143,7 +143,7 @@ def environment(home: Path) -> dict[str, str]:
     }
 
 
-def alive(processes: Sequence[psutil.Process], timeout: float = 15.0) -> list[psutil.Process]:
+def still_running(processes: Sequence[psutil.Process], timeout: float = 15.0) -> list[psutil.Process]:
     """Those of ``processes`` that still run after at most ``timeout`` seconds."""
     _, left = psutil.wait_procs(processes, timeout=timeout)
     return [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -200,7 +200,7 @@ class Tools:
     run_molink = staticmethod(run_molink)
     local_options = staticmethod(local_options)
     wait_for = staticmethod(wait_for)
-    alive = staticmethod(alive)
+    alive = staticmethod(still_running)
 
     @staticmethod
     def client(endpoint: str) -> openai.OpenAI:

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import Unavailable
-from molink.ring.work import Segment, StepDone
-from molink.scheduler.limits import HeadLimits
-from molink.scheduler.request import Emission, HeadRequest
-from molink.sim.agenda import Agenda
+from molink.ring.work import StepInput, StepResult
+from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.request import Emission, SchedulerRequest
+from molink.sim.agenda import EventQueue
 from molink.stage.stage import Stage
-from molink.swarm.frontend.generation import GeneratedToken, GenerationRequest
-from molink.text.matcher import Grammars
+from molink.swarm.frontend.generation import GeneratedToken, Request
+from molink.text.matcher import GrammarCompiler
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.serving import Rejected, Token
-from molinkd.api.backend import Figures, ServedModel
+from molink.wire.messages.serving import Rejected, OutputToken
+from molinkd.api.backend import MetricValues, ServedModel
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
 from tests.support.rings import Stages, VirtualRing, WholeLink
@@ -27,15 +27,15 @@ BLOCK_SIZE = 16
 class Computes:
     """Runs each step at once; it ends later."""
 
-    def __init__(self, agenda: Agenda, stage: Stage, requests: RequestTable) -> None:
+    def __init__(self, agenda: EventQueue, stage: Stage, requests: RequestTable) -> None:
         self._agenda, self._stage, self._requests = agenda, stage, requests
 
     async def status(self) -> bytes:
         return b"{}"
 
-    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+    def submit(self, segments: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
         results = run_step(self._stage, self._requests, segments)
-        self._agenda.at(self._agenda.now + 0.001, done, StepDone(results, 0.001, None))
+        self._agenda.schedule_at(self._agenda.now + 0.001, done, StepResult(results, 0.001, None))
 
 
 class RingBackend:
@@ -47,23 +47,23 @@ class RingBackend:
         """A ring of ``parts`` stages; of several, volumes of drafts may go ahead."""
         opened = ModelFolder.open(folder)
         config = opened.config
-        self.folder, self.context = folder, min(config.context, blocks * BLOCK_SIZE)
+        self.folder, self.context = folder, min(config.max_model_len, blocks * BLOCK_SIZE)
         self.tokenizer = Tokenizer.open(folder)
         cuts = [config.layers * part // parts for part in range(parts + 1)]
-        stages = [Stage.load(opened, layers, "cpu", "f32") for layers in pairwise(cuts)]
+        stages = [Stage.load_layers(opened, layers, "cpu", "f32") for layers in pairwise(cuts)]
         tables = [RequestTable() for _ in stages[1:]]
-        tables.append(RequestTable(Grammars(folder, config.vocab_size)))
-        agenda = Agenda()
+        tables.append(RequestTable(GrammarCompiler(folder, config.vocab_size)))
+        agenda = EventQueue()
         for stage in stages:
-            stage.allocate(blocks, BLOCK_SIZE)
-        limits = HeadLimits(
+            stage.allocate_kv_pool(blocks, BLOCK_SIZE)
+        limits = SchedulerConfig(
             blocks,
             BLOCK_SIZE,
             1,
-            chunk_tokens=256,
-            max_context=self.context,
-            draft_tokens=draft_tokens,
-            ahead=4 * (parts > 1),
+            max_num_batched_tokens=256,
+            max_model_len=self.context,
+            num_speculative_tokens=draft_tokens,
+            lookahead_volumes=4 * (parts > 1),
         )
         self.ring = VirtualRing(
             limits,
@@ -74,8 +74,8 @@ class RingBackend:
             agenda,
         )
         self.ring.on_emission = self._keep
-        self._told: dict[str, deque[Token | Rejected]] = {}
-        self.asked: list[GenerationRequest] = []
+        self._told: dict[str, deque[OutputToken | Rejected]] = {}
+        self.asked: list[Request] = []
 
     def _keep(self, emission: Emission, now: float) -> None:
         self._told[emission.message.key].append(emission.message)
@@ -86,41 +86,41 @@ class RingBackend:
     def ready(self, model: str | None = None) -> bool:
         return True
 
-    def metrics(self) -> Figures:
-        return Figures()
+    def metrics(self) -> MetricValues:
+        return MetricValues()
 
-    def submit(self, request: GenerationRequest, emitted: Sequence[int] = ()) -> str:
+    def submit(self, request: Request, emitted: Sequence[int] = ()) -> str:
         """Ask for an answer, of which ``emitted`` is known already; returns its key."""
         self.asked.append(request)
         key = str(len(self.asked))
         self._told[key] = deque()
         prompt = tuple(request.prompt)
-        asked = HeadRequest(
+        asked = SchedulerRequest(
             "d",
             key,
             (*prompt, *emitted),
             len(prompt),
             request.max_tokens - len(emitted),
-            request.sampling,
-            request.stop_ids,
+            request.sampling_params,
+            request.stop_token_ids,
             1 << 16,
             request.grammar,
         )
-        self.ring.head.submit(asked, self.ring.agenda.now)
-        self.ring.rings[0].pump()
+        self.ring.head.submit_request(asked, self.ring.agenda.now)
+        self.ring.rings[0].run_pending()
         return key
 
-    def tokens(self, key: str) -> list[Token | Rejected]:
+    def tokens(self, key: str) -> list[OutputToken | Rejected]:
         """All that is told of it, to its end."""
         told = self._told[key]
-        while not told or (isinstance(told[-1], Token) and told[-1].finish is None):
-            assert self.ring.agenda.step(), "nothing happens any more"
+        while not told or (isinstance(told[-1], OutputToken) and told[-1].finish_reason is None):
+            assert self.ring.agenda.run_next(), "nothing happens any more"
         return list(told)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[GeneratedToken, None]:
         for told in self.tokens(self.submit(request)):
             if isinstance(told, Rejected):
                 raise Unavailable(told.message)
             yield GeneratedToken(
-                told.position, told.token, told.logprob, told.top, told.finish, told.cached
+                told.position, told.token, told.logprob, told.top, told.finish_reason, told.cached_tokens
             )

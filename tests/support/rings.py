@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from molink.facts.dtypes import DType
-from molink.facts.profile import UNKNOWN, Profile
-from molink.ring.build import RingPlan, Seat, Surroundings, build_ring
-from molink.ring.hosted import NO_ROOM, HostRoom
-from molink.ring.pieces import Cutting
+from molink.facts.profile import UNKNOWN_PROFILE, Profile
+from molink.ring.build import RingPlan, RingStage, StageEnvironment, build_ring
+from molink.ring.hosted import NO_HOST_MEMORY, HostMemory
+from molink.ring.pieces import SubChunkPolicy
 from molink.ring.ring import Ring
-from molink.ring.stage import Executing, Guesser, NextStage, StageRequests, StageShape
-from molink.scheduler.head import Head
-from molink.scheduler.limits import HeadLimits
-from molink.scheduler.request import Emission, HeadRequest
+from molink.ring.stage import StepExecutor, DraftRunner, NextStage, StageRequests, StageShape
+from molink.scheduler.head import Scheduler
+from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.request import Emission, SchedulerRequest
 from molink.scheduler.speculation.base import DraftSource
 from molink.scheduler.speculation.lookup import PromptLookup
-from molink.sim.agenda import Agenda
+from molink.sim.agenda import EventQueue
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import RingBody, Sampling, Volume, VolumePart
-from molink.wire.messages.serving import Token
+from molink.wire.messages.data import RingMessage, SamplingParams, Volume, VolumeFragment
+from molink.wire.messages.serving import OutputToken
 from molinkd.worker.request_table import RequestTable
 
 
@@ -42,9 +42,9 @@ class Stages:
     #: Of each stage; nothing is known of stages beyond.
     profiles: tuple[Profile, ...] = ()
     cut_through: bool = True
-    cutting: Cutting | None = None
+    cutting: SubChunkPolicy | None = None
     #: Of each stage, for KV.
-    host: HostRoom = NO_ROOM
+    host: HostMemory = NO_HOST_MEMORY
     scheduling_policy: str = "fcfs"
 
 
@@ -56,131 +56,131 @@ class VirtualRing:
 
     def __init__(
         self,
-        limits: HeadLimits,
-        executors: Sequence[Executing],
+        limits: SchedulerConfig,
+        executors: Sequence[StepExecutor],
         links: Sequence[Link],
         stages: Stages | None = None,
         requests: Callable[[int], StageRequests] = lambda _: RequestTable(),
-        agenda: Agenda | None = None,
+        agenda: EventQueue | None = None,
         source: Callable[[], DraftSource] = PromptLookup,
-        draft_model: Guesser | None = None,
+        draft_model: DraftRunner | None = None,
     ) -> None:
-        self.agenda = agenda or Agenda()
-        self.broken: list[str] = []
+        self.agenda = agenda or EventQueue()
+        self.errors: list[str] = []
         #: Called with each emission and the time.
         self.on_emission: Callable[[Emission, float], None] = self._keep
         #: Tokens of each prompt, when each request's answers came, and which requests are over.
         self.prompts: dict[str, int] = {}
         self.tokens: dict[str, list[float]] = {}
-        self.over: set[str] = set()
+        self.finished_keys: set[str] = set()
         self._limits = limits
         self._common = stages or Stages()
         self._requests = requests
         self._source = source
         self._draft_model = draft_model
-        self.seats = [self._seat(i, len(executors), each) for i, each in enumerate(executors)]
-        self.rings = [seat.ring for seat in self.seats]
-        head = self.seats[0].head
+        self.stages = [self._make_stage(i, len(executors), each) for i, each in enumerate(executors)]
+        self.rings = [seat.ring for seat in self.stages]
+        head = self.stages[0].scheduler
         assert head is not None
-        self.head: Head = head
+        self.head: Scheduler = head
         for index, link in enumerate(links):
             link.to = self.rings[(index + 1) % len(self.rings)]
-        for index, seat in enumerate(self.seats):
+        for index, seat in enumerate(self.stages):
             seat.start(links[index] if links else None)
 
-    def _seat(self, index: int, count: int, executor: Executing) -> Seat:
+    def _make_stage(self, index: int, count: int, executor: StepExecutor) -> RingStage:
         common = self._common
         plan = RingPlan(
             epoch=1,
             pipeline="p",
             shape=StageShape(index, count, common.hidden, common.vocabulary, common.dtype),
-            head=self._limits,
-            context=self._limits.max_context,
-            profile=common.profiles[index] if index < len(common.profiles) else UNKNOWN,
+            scheduler_limits=self._limits,
+            max_model_len=self._limits.max_model_len,
+            profile=common.profiles[index] if index < len(common.profiles) else UNKNOWN_PROFILE,
             link_policy="fifo",
             cut_through=common.cut_through,
-            cutting=common.cutting,
-            source=self._source,
-            host=common.host,
+            sub_chunk_policy=common.cutting,
+            create_draft_source=self._source,
+            host_memory=common.host,
             scheduling_policy=common.scheduling_policy,
         )
         requests = self._requests(index)
         return build_ring(
             plan,
-            Surroundings(
+            StageEnvironment(
                 self.agenda,
                 requests,
                 executor,
                 lambda _: self,
-                self.broken.append,
+                self.errors.append,
                 draft_model=self._draft_model,
             ),
         )
 
     # --- the head's front desk ---------------------------------------------------------------
 
-    def deliver(self, emissions: Sequence[Emission], now: float) -> None:
+    def deliver_emissions(self, emissions: Sequence[Emission], now: float) -> None:
         for emission in emissions:
             self.on_emission(emission, now)
 
     def _keep(self, emission: Emission, now: float) -> None:
         token = emission.message
-        assert isinstance(token, Token)
-        assert token.key not in self.over
+        assert isinstance(token, OutputToken)
+        assert token.key not in self.finished_keys
         times = self.tokens[token.key]
         assert token.position == self.prompts[token.key] + len(times)
         times.append(now)
-        if token.finish is not None:
-            self.over.add(token.key)
+        if token.finish_reason is not None:
+            self.finished_keys.add(token.key)
 
     def close(self) -> None:
-        raise AssertionError(self.broken)
+        raise AssertionError(self.errors)
 
     # --- clients -----------------------------------------------------------------------------
 
-    def submit(self, key: str, prompt: int, answer: int) -> None:
+    def submit_request(self, key: str, prompt: int, answer: int) -> None:
         """Ask for so many tokens after a prompt of so many."""
         self.prompts[key], self.tokens[key] = prompt, []
-        tokens, sampling = tuple(range(prompt)), Sampling(temperature=0.0)
-        request = HeadRequest("d", key, tokens, prompt, answer, sampling, window=1 << 20)
-        self.head.submit(request, self.agenda.now)
-        self.rings[0].pump()
+        tokens, sampling = tuple(range(prompt)), SamplingParams(temperature=0.0)
+        request = SchedulerRequest("d", key, tokens, prompt, answer, sampling, credit_window=1 << 20)
+        self.head.submit_request(request, self.agenda.now)
+        self.rings[0].run_pending()
 
-    def cancel(self, key: str) -> None:
+    def cancel_request(self, key: str) -> None:
         """Ask for no more, unless it is over."""
-        if key not in self.over:
-            self.over.add(key)
-            self.head.cancel("d", key, self.agenda.now)
-            self.rings[0].pump()
+        if key not in self.finished_keys:
+            self.finished_keys.add(key)
+            self.head.cancel_request("d", key, self.agenda.now)
+            self.rings[0].run_pending()
 
     # --- time --------------------------------------------------------------------------------
 
-    def run(self, until: Callable[[], bool]) -> None:
+    def run_until(self, until: Callable[[], bool]) -> None:
         """Let time go on until then; something has to happen until then."""
         while not until():
-            assert self.agenda.step(), "nothing happens any more"
+            assert self.agenda.run_next(), "nothing happens any more"
 
     # --- what has to hold --------------------------------------------------------------------
 
-    def check(self) -> None:
-        assert not self.broken
+    def check_answers(self) -> None:
+        assert not self.errors
         self.head.validate()
         for ring in self.rings:
             ring.scoreboard.validate()
 
     def check_idle(self) -> None:
         """Nothing is left of anything."""
-        self.check()
-        assert not self.head.live
-        assert self.head.strays == 0
-        _, gauges = self.head.stats()
+        self.check_answers()
+        assert not self.head.live_requests
+        assert self.head.num_strays == 0
+        _, gauges = self.head.collect_stats()
         assert gauges["head_blocks_used"] == gauges["head_blocks_releasing"] == 0
         for ring in self.rings:
-            assert not ring.progress.busy
-            assert ring.scoreboard.waiting == ring.scoreboard.queued == 0
-            assert ring.scoreboard.refused == 0
-            assert ring.strays == 0
-            assert not len(ring._collector)
+            assert not ring.progress.has_requests
+            assert ring.scoreboard.num_waiting == ring.scoreboard.num_queued == 0
+            assert ring.scoreboard.num_refused == 0
+            assert ring.num_strays == 0
+            assert not len(ring._samples)
 
 
 @dataclass
@@ -190,39 +190,39 @@ class TimedLink:
     ``burst`` says how many of these come at a time.
     """
 
-    agenda: Agenda
+    agenda: EventQueue
     latency: float
     rate: float = float("inf")
     burst: Callable[[], int] = lambda: 1 << 16
     cut_through: bool = True
     to: Any = None
-    full: bool = False
+    is_full: bool = False
     _free_at: float = 0.0
     #: Volumes on their way: header, room for their rows, rows that have arrived.
     _volumes: dict[int, tuple[Volume, bytearray]] = field(default_factory=dict)
     _arrived: dict[int, int] = field(default_factory=dict)
 
-    def control(self, body: RingBody, payload: Any = None) -> None:
+    def send_control(self, body: RingMessage, payload: Any = None) -> None:
         data = None if payload is None else bytearray(payload)
         self._later(self.latency, lambda: self.to.arrive(body, data))
 
-    def volume(self, header: Volume, rows: Any) -> None:
+    def send_volume(self, header: Volume, rows: Any) -> None:
         assert header.payload == Payload("u8", (header.count, 1))
         if not header.prefill:
             self._later(self.latency, lambda: self.to.arrive(header, bytearray(rows)))
             return
-        assert header.tick not in self._volumes
-        self._volumes[header.tick] = header, bytearray(header.count)
-        self._arrived[header.tick] = 0
-        self.more(header.tick, rows)
+        assert header.seq not in self._volumes
+        self._volumes[header.seq] = header, bytearray(header.count)
+        self._arrived[header.seq] = 0
+        self.send_more_rows(header.seq, rows)
 
-    def more(self, tick: int, rows: Any) -> None:
+    def send_more_rows(self, tick: int, rows: Any) -> None:
         left = len(rows)
         assert left
         while left:
             count = min(left, self.burst())
             self._free_at = max(self._free_at, self.agenda.now) + count / self.rate
-            self.agenda.at(self._free_at + self.latency, self._arrive, tick, count)
+            self.agenda.schedule_at(self._free_at + self.latency, self._arrive, tick, count)
             left -= count
 
     def _arrive(self, tick: int, count: int) -> None:
@@ -237,41 +237,41 @@ class TimedLink:
                 self.to.arrive(header, room, after)
         elif before:
             payload = Payload("u8", (count, 1))
-            self.to.arrive(VolumePart(tick, before, payload), None, after)
+            self.to.arrive(VolumeFragment(tick, before, payload), None, after)
         else:
             self.to.arrive(header, room, after)
 
-    def handle(self, event: Any) -> None:
+    def handle_event(self, event: Any) -> None:
         pass
 
     def _later(self, seconds: float, event: Callable[[], None]) -> None:
-        self.agenda.at(self.agenda.now + seconds, event)
+        self.agenda.schedule_at(self.agenda.now + seconds, event)
 
 
 @dataclass
 class WholeLink:
     """Everything arrives a little later, in order, volumes whole."""
 
-    agenda: Agenda
+    agenda: EventQueue
     to: Any = None
-    full: bool = False
+    is_full: bool = False
 
-    def control(self, body: RingBody, payload: Any = None) -> None:
+    def send_control(self, body: RingMessage, payload: Any = None) -> None:
         self._later(body, None if payload is None else bytearray(payload))
 
-    def volume(self, header: Volume, rows: Any) -> None:
+    def send_volume(self, header: Volume, rows: Any) -> None:
         assert header.payload.shape[0] == header.count
         self._later(header, bytearray(memoryview(rows).cast("B")))
 
-    def more(self, tick: int, rows: Any) -> None:
+    def send_more_rows(self, tick: int, rows: Any) -> None:
         raise AssertionError("volumes are whole here")
 
-    def handle(self, event: Any) -> None:
+    def handle_event(self, event: Any) -> None:
         pass
 
-    def _later(self, body: RingBody, data: bytearray | None) -> None:
-        self.agenda.at(self.agenda.now + 0.005, self._arrive, body, data)
+    def _later(self, body: RingMessage, data: bytearray | None) -> None:
+        self.agenda.schedule_at(self.agenda.now + 0.005, self._arrive, body, data)
 
-    def _arrive(self, body: RingBody, data: bytearray | None) -> None:
+    def _arrive(self, body: RingMessage, data: bytearray | None) -> None:
         assert isinstance(self.to, Ring)
-        self.to.arrive(body, data)
+        self.to.on_message(body, data)

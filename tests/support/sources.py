@@ -5,29 +5,29 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from molink.checkpoint.manifest import CHUNK_BYTES
 from molink.errors import Unavailable
-from molinkd.peer.artifacts.library import Library
+from molinkd.peer.artifacts.library import ModelRepository
 from molinkd.peer.artifacts.suppliers import Source
 
 
-class LibrarySource:
+class RepositorySource:
     """A peer that answers from a library, chunk by chunk."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: ModelRepository) -> None:
         self.library = library
 
-    async def manifest(self, root: str, offset: int) -> tuple[int, bytes]:
-        raw = self.library.held(root).manifest.raw
+    async def read_manifest(self, root: str, offset: int) -> tuple[int, bytes]:
+        raw = self.library.require_model(root).manifest.raw
         return len(raw), raw[offset : offset + CHUNK_BYTES]
 
-    async def parts(self, root: str) -> bytes:
-        held = self.library.held(root)
-        return held.manifest.marks(held.places)
+    async def read_parts(self, root: str) -> bytes:
+        held = self.library.require_model(root)
+        return held.manifest.encode_bitfield(held.ranges)
 
-    async def read(self, root: str, part: str, index: int) -> bytes:
-        return self.library.held(root).read(part, index)
+    async def read_chunk(self, root: str, part: str, index: int) -> bytes:
+        return self.library.require_model(root).read_chunk(part, index)
 
     async def read_slice(self, root: str, part: str, index: int, begin: int, length: int) -> bytes:
-        return (await self.read(root, part, index))[begin : begin + length]
+        return (await self.read_chunk(root, part, index))[begin : begin + length]
 
 
 def connect_to(

@@ -26,11 +26,11 @@ class Ring:
         device, dtype = options.get("device", "cpu"), options.get("dtype", "f32")
         quantize, avoid = options.get("quantize", "none"), options.get("avoid", ())
         self.stages = [
-            Stage.load(opened, (first, last), device, dtype, quantize, avoid=avoid)
+            Stage.load_layers(opened, (first, last), device, dtype, quantize, disabled_kernels=avoid)
             for first, last in pairwise(bounds)
         ]
         for stage in self.stages:
-            stage.allocate(options.get("blocks", 64), options.get("block_size", BLOCK_SIZE))
+            stage.allocate_kv_pool(options.get("blocks", 64), options.get("block_size", BLOCK_SIZE))
 
     def run(
         self,

@@ -14,7 +14,7 @@ from molinkd.peer.home import Home
 def main() -> None:
     """Until the input ends; ``{}`` where there is no answer."""
     for _ in sys.stdin:
-        found = local_daemon.find_daemon(Home.find(None))
+        found = local_daemon.find_daemon(Home.find_home(None))
         try:
             status = {} if found is None else local_daemon.fetch_status(found)
         except MolinkError:

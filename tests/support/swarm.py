@@ -8,32 +8,32 @@ import pytest
 from molink.facts.device import Device
 from molink.facts.model import ModelFacts
 from molink.facts.profile import Profile
-from molink.swarm.controller.audit import audit
+from molink.swarm.controller.audit import audit_fleet
 from molink.swarm.controller.events import (
-    Announce,
-    Commit,
-    MemberAdded,
-    Reported,
-    SendMessage,
-    Serve,
-    StageSaid,
-    Tick,
+    AnnouncePeerAction,
+    CommitPipelineAction,
+    MemberAddedEvent,
+    PeerReportedEvent,
+    SendMessageAction,
+    DesiredStateChangedEvent,
+    StageReportedEvent,
+    TimePassedEvent,
 )
 from molink.swarm.controller.fleet import Fleet
 from molink.swarm.controller.formation import Formation
 from molink.swarm.controller.reconciler import Reconciler
-from molink.swarm.controller.records import Desired, MemberRecord, PipelineRecord
+from molink.swarm.controller.records import DesiredModel, MemberRecord, PipelineRecord
 from molink.wire.messages.instructions import (
     Assign,
-    Form,
-    Member,
+    FormPipeline,
+    PeerInfo,
     Prefetch,
     Route,
     Welcome,
 )
 from molink.wire.messages.reports import (
     PeerReport,
-    Prefetched,
+    PrefetchState,
     StageFailed,
     StageLoaded,
     StageReady,
@@ -48,7 +48,7 @@ FACTS = ModelFacts(
     first_bytes=0,
     last_bytes=0,
     kv_bytes=0,
-    context=4096,
+    max_model_len=4096,
 )
 #: Too little for a head to go by.
 QUICK = Profile(decode=((1, 0.01),))
@@ -70,7 +70,7 @@ def report(
     memory: int = 100 * GB,
     pid: int = 1,
     models: tuple[str, ...] = (),
-    prefetched: Prefetched | None = None,
+    prefetched: PrefetchState | None = None,
     block_size: int = 1,
     pc: str = "",
     routes: tuple[tuple[str, int, bool], ...] | None = None,
@@ -80,14 +80,14 @@ def report(
         version="1",
         addresses=(f"10.0.0.{ord(name)}",),
         control_port=5467,
-        endpoint="http://127.0.0.1:5465",
+        api_address="http://127.0.0.1:5465",
         daemon_pid=pid,
         stage=stage,
         device=Device(kind="cpu", name="CPU", memory=memory, read_rate=10e9, block_size=block_size),
         models=models or (("toy",) if name == "a" else ()),
         workers=workers,
-        prefetched=prefetched,
-        pc=pc,
+        prefetch=prefetched,
+        primary_peer=pc,
         routes=routes,
     )
 
@@ -105,7 +105,7 @@ def worker(
     )
 
 
-class Paper:
+class FakeFleet:
     """Drives a fleet; ``sent`` holds what it told peers since it was last asked."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Paper:
         *names: str,
         min_peers: int = 1,
         now: float = 100.0,
-        desired: Desired | None = None,
+        desired: DesiredModel | None = None,
         pipeline: PipelineRecord | None = None,
         **restored: tuple[int, int],
     ) -> None:
@@ -134,40 +134,40 @@ class Paper:
         """That of the first model, or the only one."""
         return self.fleet.deployments[0]
 
-    def do(self, event: Any) -> list[Announce | Commit | SendMessage] | None:
+    def handle_event(self, event: Any) -> list[AnnouncePeerAction | CommitPipelineAction | SendMessageAction] | None:
         decisions = self.fleet.handle(event, self.now)
-        audit(self.fleet)
+        audit_fleet(self.fleet)
         live = self.fleet.registry.sessions
-        assert all(d.peer in live for d in decisions if isinstance(d, SendMessage))
+        assert all(d.peer in live for d in decisions if isinstance(d, SendMessageAction))
         self.decisions += decisions
-        self.committed += [d.pipeline for d in decisions if isinstance(d, Commit)]
+        self.committed += [d.pipeline for d in decisions if isinstance(d, CommitPipelineAction)]
         return decisions
 
-    def take(self, *, about_members: bool = False, with_reasons: bool = False) -> list[Any]:
+    def pop_messages(self, *, about_members: bool = False, with_reasons: bool = False) -> list[Any]:
         """What was sent since, as ``(peer, message)``; greetings and reasons only if asked for."""
         decisions, self.decisions = self.decisions, []
         if not with_reasons:
             decisions = [d for one in decisions if (d := self._without_reason(one)) is not None]
-        boring = () if about_members else (Welcome, Member)
+        boring = () if about_members else (Welcome, PeerInfo)
         return [
             (d.peer, d.message)
             for d in decisions
-            if isinstance(d, SendMessage) and not isinstance(d.message, boring)
+            if isinstance(d, SendMessageAction) and not isinstance(d.message, boring)
         ]
 
     def _without_reason(
-        self, decision: Announce | Commit | SendMessage
-    ) -> Announce | Commit | SendMessage | None:
+        self, decision: AnnouncePeerAction | CommitPipelineAction | SendMessageAction
+    ) -> AnnouncePeerAction | CommitPipelineAction | SendMessageAction | None:
         """The decision, but not a route that says only why there is none, or that it gets on."""
         match decision:
-            case SendMessage(peer, Welcome()):
+            case SendMessageAction(peer, Welcome()):
                 self._routes.pop(peer, None)
-            case SendMessage(peer, Route() as route):
-                route = msgspec.structs.replace(route, reason="", forming=0)
+            case SendMessageAction(peer, Route() as route):
+                route = msgspec.structs.replace(route, reason="", forming_progress=0)
                 if self._routes.get(peer) == route:
                     return None
                 self._routes[peer] = route
-                return SendMessage(peer, route)
+                return SendMessageAction(peer, route)
         return decision
 
     def wait(self, seconds: float, *alive: str) -> None:
@@ -175,25 +175,25 @@ class Paper:
         for _ in range(round(seconds / 0.25)):
             self.now += 0.25
             for name in alive:
-                self.do(Reported(name, self.fleet.registry.sessions[name].report))
-            self.do(Tick())
+                self.handle_event(PeerReportedEvent(name, self.fleet.registry.sessions[name].report))
+            self.handle_event(TimePassedEvent())
 
     def report(self, name: str, *workers: WorkerState, fresh: bool = False, **changes: Any) -> None:
-        self.do(Reported(name, report(name, *workers, **changes), fresh))
+        self.handle_event(PeerReportedEvent(name, report(name, *workers, **changes), fresh))
 
     def join(self, name: str, **changes: str) -> None:
-        self.do(MemberAdded(member(name)))
+        self.handle_event(MemberAddedEvent(member(name)))
         self.report(name, **changes)
 
     def serve(self, **changes: ModelFacts | int | str) -> None:
         """Serve a model; unless ``changes`` say otherwise, every peer gets a stage."""
         values = {"facts": FACTS, "source": "a", "min_peers": self.min_peers, "min_stages": 16}
         values |= changes
-        self.do(Serve((Desired(**values),)))
+        self.handle_event(DesiredStateChangedEvent((DesiredModel(**values),)))
 
-    def serve_all(self, *models: Desired) -> None:
+    def serve_all(self, *models: DesiredModel) -> None:
         """Serve these."""
-        self.do(Serve(models))
+        self.handle_event(DesiredStateChangedEvent(models))
 
     def deployment(self, model: str, replica: int = 0) -> Reconciler:
         """That of a model."""
@@ -207,8 +207,8 @@ class Paper:
         blocks: int | None = None,
         profile: Profile = QUICK,
     ) -> None:
-        self.do(
-            StageSaid(
+        self.handle_event(
+            StageReportedEvent(
                 peer,
                 StageLoaded(
                     pipeline=message.pipeline,
@@ -222,13 +222,13 @@ class Paper:
         )
 
     def ready(self, peer: str, stage: int, epoch: int, pipeline: str = "p1") -> None:
-        self.do(StageSaid(peer, StageReady(pipeline=pipeline, epoch=epoch, stage=stage)))
+        self.handle_event(StageReportedEvent(peer, StageReady(pipeline=pipeline, epoch=epoch, stage=stage)))
 
     def failed(
         self, peer: str, stage: int, epoch: int, pipeline: str = "p1", **changes: bool
     ) -> None:
-        self.do(
-            StageSaid(
+        self.handle_event(
+            StageReportedEvent(
                 peer,
                 StageFailed(pipeline=pipeline, epoch=epoch, stage=stage, reason="oops", **changes),
             )
@@ -237,14 +237,14 @@ class Paper:
     def obey(self, batch: list[tuple[str, Assign | Route]] | None = None) -> list[Any]:
         """Peers carry out what they were told, until nothing more is asked; their reports too."""
         everything = []
-        while batch := batch or self.take():
+        while batch := batch or self.pop_messages():
             everything += batch
             for peer, message in batch:
                 if isinstance(message, Prefetch):
                     self.prefetched(peer, message.number)
                 elif isinstance(message, Assign):
                     self.loaded(message, peer)
-                elif isinstance(message, Form):
+                elif isinstance(message, FormPipeline):
                     stage = next(i for i, a in enumerate(message.ring) if a.peer == peer)
                     self.ready(peer, stage, message.epoch, message.pipeline)
             batch = None
@@ -254,23 +254,23 @@ class Paper:
     def prefetched(
         self, peer: str, number: int, state: str = "done", reason: str = "", done: int = 0
     ) -> None:
-        said = Prefetched(number=number, state=state, reason=reason, done=done)
+        said = PrefetchState(number=number, state=state, reason=reason, done=done)
         old = self.fleet.registry.sessions[peer].report
-        self.do(Reported(peer, msgspec.structs.replace(old, prefetched=said)))
+        self.handle_event(PeerReportedEvent(peer, msgspec.structs.replace(old, prefetch=said)))
 
     def show_workers(self) -> None:
         """Every stage of the formation shows up in its peer's report."""
         for one in self.fleet.deployments:
             if one.formation is not None:
-                self._show(one.formation)
+                self._show_formation(one.formation)
 
-    def _show(self, formation: Formation) -> None:
+    def _show_formation(self, formation: Formation) -> None:
         for stage, record in enumerate(formation.record.stages):
             state = "ready" if formation.state == "ready" else "loading"
             shown = worker(state, formation.record.epoch, stage, record.layers, formation.record.id)
             old = self.fleet.registry.sessions[record.peer].report
-            self.do(
-                Reported(
+            self.handle_event(
+                PeerReportedEvent(
                     record.peer,
                     report(
                         record.peer,
@@ -286,7 +286,7 @@ class Paper:
 class Kit:
     """What tests build their swarms from."""
 
-    Paper = Paper
+    Paper = FakeFleet
     member = staticmethod(member)
     report = staticmethod(report)
     worker = staticmethod(worker)
@@ -301,14 +301,14 @@ def kit() -> Kit:
 
 
 @pytest.fixture
-def running() -> Paper:
+def running() -> FakeFleet:
     """Three peers that serve the toy in epoch 1, with nothing more to be told."""
-    paper = Paper("a", "b", "c", min_peers=3)
+    paper = FakeFleet("a", "b", "c", min_peers=3)
     paper.serve()
     for name in "abc":
         paper.report(name)
     paper.wait(1.5, *"abc")
     paper.obey()
-    assert paper.reconciler.ready
-    paper.take()
+    assert paper.reconciler.is_ready
+    paper.pop_messages()
     return paper

@@ -18,8 +18,8 @@ def answer_as_one_stage_does(
     """
     tokenizer = Tokenizer.open(folder)
     messages = [{"role": "user", "content": "Hello?"}]
-    assert tokenizer.template is not None
-    prompt = tokenizer.encode(tokenizer.template.render(messages), special=False)
+    assert tokenizer.chat_template is not None
+    prompt = tokenizer.encode(tokenizer.chat_template.render_prompt(messages), special=False)
     expected = Ring(exact or folder).generate(prompt, TOKENS, range(16))
     options = ["--model", str(model), "--peers", "2", "--dtype", "f32"]
     process = tools.Process(home, ["demo", *options])

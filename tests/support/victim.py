@@ -12,10 +12,10 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import Done
+from molink.wire.messages.control import DoneReply
 from molink.wire.messages.reports import Goodbye
 from molink.wire.sockets.loop import EventLoop
-from molink.wire.sockets.server import Sender
+from molink.wire.sockets.server import MessageSender
 from tests.support.net import Net
 
 #: Longer than the interval of ZMTP's heartbeat was.
@@ -34,10 +34,10 @@ async def _main(role: str, *rest: str) -> None:
         }
         if role == "server":
 
-            async def answer(sender: Sender, message: Any, payload: memoryview | None) -> None:
+            async def answer(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
                 if isinstance(message, Goodbye):
                     time.sleep(HANG_S)  # noqa: ASYNC251  the whole event loop
-                server.send(sender.identity, Done(ref=message.ref))
+                server.send(sender.identity, DoneReply(ref=message.ref))
 
             server = net.server(control_codec(), answer)
             told["port"] = server.port

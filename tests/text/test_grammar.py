@@ -9,17 +9,17 @@ from typing import Any, get_args
 
 import pytest
 
-from molink.checkpoint.source import demo_model
+from molink.checkpoint.source import find_demo_model
 from molink.errors import MolinkError, RequestError
 from molink.text import grammar as text_grammar
 from molink.text import matcher
-from molink.text.grammar import Layout, check_grammar, grammar_of
-from molink.text.matcher import Constraint, Grammars
+from molink.text.grammar import JsonLayout, check_grammar, build_grammar
+from molink.text.matcher import GrammarMatcher, GrammarCompiler
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import MAX_GRAMMAR, Admit, Sampling
+from molink.wire.messages.data import MAX_GRAMMAR_BYTES, Admit, SamplingParams
 from molinkd.worker.request_table import RequestTable
 
-FOLDER = demo_model().path
+FOLDER = find_demo_model().path
 VOCABULARY = 2048
 COLOUR = {"type": "object", "properties": {"c": {"enum": ["red", "green"]}}, "required": ["c"]}
 COLOUR |= {"additionalProperties": False}
@@ -31,12 +31,12 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def grammars() -> Grammars:
-    return Grammars(FOLDER, VOCABULARY)
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(FOLDER, VOCABULARY)
 
 
 def schema(fields: Any) -> bytes:
-    return grammar_of("json_schema", json.dumps(fields))
+    return build_grammar("json_schema", json.dumps(fields))
 
 
 def tokens_of(mask: bytes) -> set[int]:
@@ -44,19 +44,19 @@ def tokens_of(mask: bytes) -> set[int]:
     return {token for token in range(VOCABULARY) if whole >> token & 1}
 
 
-def allows(constraint: Constraint, tokens: Sequence[int]) -> bool:
+def allows(constraint: GrammarMatcher, tokens: Sequence[int]) -> bool:
     """Whether an answer may be just these tokens, and then has to end."""
     for token in tokens:
-        if token not in tokens_of(constraint.allowed()[0]):
+        if token not in tokens_of(constraint.compute_masks()[0]):
             return False
-        constraint.add([token])
+        constraint.add_tokens([token])
     return True
 
 
-def begin(constraint: Constraint, count: int) -> None:
+def begin(constraint: GrammarMatcher, count: int) -> None:
     """The first so many tokens of an answer."""
     for _ in range(count):
-        constraint.add([min(tokens_of(constraint.allowed()[0]))])
+        constraint.add_tokens([min(tokens_of(constraint.compute_masks()[0]))])
 
 
 @pytest.mark.parametrize(
@@ -65,46 +65,46 @@ def begin(constraint: Constraint, count: int) -> None:
         (schema(COLOUR), '{"c":"red"}', '{"c":"blue"}'),
         (schema(COLOUR), '{\n  "c": "green"\n}', '{"c":  "red"}'),
         (schema({"type": "object"}), '{"a": [1, {"b": null}]}', "[1]"),
-        (grammar_of("regex", "[ab]{2}c/d"), "bac/d", "bc/d"),
-        (grammar_of("choice", ["yes", 'n"o\n']), 'n"o\n', "no"),
-        (grammar_of("grammar", 'start: "x" B*\nB: /b/'), "xbb", "xa"),
-        (grammar_of("grammar", 'root ::= "x" [a-c]+'), "xabc", "xd"),
+        (build_grammar("regex", "[ab]{2}c/d"), "bac/d", "bc/d"),
+        (build_grammar("choice", ["yes", 'n"o\n']), 'n"o\n', "no"),
+        (build_grammar("grammar", 'start: "x" B*\nB: /b/'), "xbb", "xa"),
+        (build_grammar("grammar", 'root ::= "x" [a-c]+'), "xabc", "xd"),
     ],
     ids=range(7),
 )
 def test_an_answer_is_held_to_it(
-    tokenizer: Tokenizer, grammars: Grammars, grammar: bytes, good: str, bad: str
+    tokenizer: Tokenizer, grammars: GrammarCompiler, grammar: bytes, good: str, bad: str
 ) -> None:
     check_grammar(grammar)
     ends = set(tokenizer.eos_ids)
-    constraint = grammars.begin(grammar)
+    constraint = grammars.start_matcher(grammar)
     assert allows(constraint, tokenizer.encode(good, special=False))
-    assert ends <= tokens_of(constraint.allowed()[0])
-    other = grammars.begin(grammar)
+    assert ends <= tokens_of(constraint.compute_masks()[0])
+    other = grammars.start_matcher(grammar)
     said = allows(other, tokenizer.encode(bad, special=False))
-    assert not said or not ends & tokens_of(other.allowed()[0])
+    assert not said or not ends & tokens_of(other.compute_masks()[0])
 
 
-def test_when_it_is_complete_only_an_end_may_come(tokenizer: Tokenizer, grammars: Grammars) -> None:
-    constraint = grammars.begin(schema(COLOUR))
-    assert not set(tokenizer.eos_ids) & tokens_of(constraint.allowed()[0])
-    constraint.add(tokenizer.encode('{"c":"red"}', special=False))
-    assert tokens_of(constraint.allowed()[0]) == set(tokenizer.eos_ids)
+def test_when_it_is_complete_only_an_end_may_come(tokenizer: Tokenizer, grammars: GrammarCompiler) -> None:
+    constraint = grammars.start_matcher(schema(COLOUR))
+    assert not set(tokenizer.eos_ids) & tokens_of(constraint.compute_masks()[0])
+    constraint.add_tokens(tokenizer.encode('{"c":"red"}', special=False))
+    assert tokens_of(constraint.compute_masks()[0]) == set(tokenizer.eos_ids)
 
 
 def test_tokens_that_are_gone_through_again_lead_to_the_same_place(
-    tokenizer: Tokenizer, grammars: Grammars
+    tokenizer: Tokenizer, grammars: GrammarCompiler
 ) -> None:
     tokens = tokenizer.encode('{"c": "green"}', special=False)[:-2]
-    stepwise, at_once = grammars.begin(schema(COLOUR)), grammars.begin(schema(COLOUR))
+    stepwise, at_once = grammars.start_matcher(schema(COLOUR)), grammars.start_matcher(schema(COLOUR))
     assert allows(stepwise, tokens)
-    at_once.add(tokens)
-    assert stepwise.allowed() == at_once.allowed()
+    at_once.add_tokens(tokens)
+    assert stepwise.compute_masks() == at_once.compute_masks()
 
 
-def test_white_space_is_bounded(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_white_space_is_bounded(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     text = "{\n" + " " * 41 + '"c":"red"}'
-    assert not allows(grammars.begin(schema(COLOUR)), tokenizer.encode(text, special=False))
+    assert not allows(grammars.start_matcher(schema(COLOUR)), tokenizer.encode(text, special=False))
 
 
 @pytest.mark.parametrize(
@@ -118,26 +118,26 @@ def test_white_space_is_bounded(grammars: Grammars, tokenizer: Tokenizer) -> Non
         b'{"grammars": [{"json_schema": {"not": {}}}]}',
         b'{"grammars": [{"lark_grammar": "start: @nobody"}]}',
         b"start: /(((((a{100}){100}){100}){100}){100})/",
-        b"x" * (MAX_GRAMMAR + 1),
+        b"x" * (MAX_GRAMMAR_BYTES + 1),
     ],
     ids=lambda grammar: repr(grammar[:40]),
 )
-def test_hostile_bytes_fail_their_own_answer_only(grammars: Grammars, grammar: bytes) -> None:
+def test_hostile_bytes_fail_their_own_answer_only(grammars: GrammarCompiler, grammar: bytes) -> None:
     with pytest.raises(MolinkError):
-        begin(grammars.begin(grammar), 4)
+        begin(grammars.start_matcher(grammar), 4)
     with pytest.raises(RequestError):
         check_grammar(grammar)
-    assert grammars.begin(schema(COLOUR)).allowed()
+    assert grammars.start_matcher(schema(COLOUR)).compute_masks()
 
 
-def test_an_answer_that_went_another_way_fails(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    constraint = grammars.begin(schema(COLOUR))
-    constraint.add(tokenizer.encode("Hello", special=False))
+def test_an_answer_that_went_another_way_fails(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    constraint = grammars.start_matcher(schema(COLOUR))
+    constraint.add_tokens(tokenizer.encode("Hello", special=False))
     with pytest.raises(RequestError, match="isn't what its grammar allows"):
-        constraint.allowed()
+        constraint.compute_masks()
 
 
-def test_few_are_kept_compiled(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_are_kept_compiled(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     real = matcher.compile_grammar
 
@@ -147,69 +147,69 @@ def test_few_are_kept_compiled(grammars: Grammars, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(matcher, "compile_grammar", compile_grammar)
     monkeypatch.setattr(matcher, "MAX_KEPT", 2)
-    one, two, three = (grammar_of("regex", text) for text in ("a", "b", "c"))
+    one, two, three = (build_grammar("regex", text) for text in ("a", "b", "c"))
     for grammar in (one, two, one, three, one, two):
-        grammars.begin(grammar).allowed()
+        grammars.start_matcher(grammar).compute_masks()
     assert compiled == [one, two, three, two]
     monkeypatch.setattr(matcher, "MAX_KEPT_BYTES", len(one))
-    grammars.begin(three).allowed()
-    grammars.begin(two).allowed()
+    grammars.start_matcher(three).compute_masks()
+    grammars.start_matcher(two).compute_masks()
     assert compiled[4:] == [three, two]
 
 
 def test_a_vocabulary_may_be_longer_than_the_tokenizer(tokenizer: Tokenizer) -> None:
-    constraint = Grammars(FOLDER, VOCABULARY + 50).begin(grammar_of("regex", "(?s:.*)"))
-    mask = int.from_bytes(constraint.allowed()[0], "little")
+    constraint = GrammarCompiler(FOLDER, VOCABULARY + 50).start_matcher(build_grammar("regex", "(?s:.*)"))
+    mask = int.from_bytes(constraint.compute_masks()[0], "little")
     assert mask >> VOCABULARY == 0
-    assert tokens_of(constraint.allowed()[0]) & set(tokenizer.special_ids) == set(tokenizer.eos_ids)
+    assert tokens_of(constraint.compute_masks()[0]) & set(tokenizer.special_ids) == set(tokenizer.eos_ids)
 
 
 def test_a_model_without_an_end_or_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(MolinkError, match=r"tokenizer\.json"):
-        Grammars(tmp_path, 10).begin(grammar_of("regex", "a")).allowed()
+        GrammarCompiler(tmp_path, 10).start_matcher(build_grammar("regex", "a")).compute_masks()
     source = (FOLDER / "tokenizer.json").read_bytes()
     (tmp_path / "tokenizer.json").write_bytes(source)
     with pytest.raises(MolinkError, match="no token that ends an answer"):
-        Grammars(tmp_path, 10).begin(grammar_of("regex", "a")).allowed()
+        GrammarCompiler(tmp_path, 10).start_matcher(build_grammar("regex", "a")).compute_masks()
 
 
-def test_after_drafts_it_is_where_it_was(tokenizer: Tokenizer, grammars: Grammars) -> None:
+def test_after_drafts_it_is_where_it_was(tokenizer: Tokenizer, grammars: GrammarCompiler) -> None:
     tokens = tokenizer.encode('{"c":"red"}', special=False)
     end = tokenizer.eos_ids[0]
-    ahead, stepwise = grammars.begin(schema(COLOUR)), grammars.begin(schema(COLOUR))
-    masks = ahead.allowed([*tokens, end])
+    ahead, stepwise = grammars.start_matcher(schema(COLOUR)), grammars.start_matcher(schema(COLOUR))
+    masks = ahead.compute_masks([*tokens, end])
     for token, mask in zip([*tokens, end], masks[:-1], strict=True):
-        assert stepwise.allowed() == [mask]
+        assert stepwise.compute_masks() == [mask]
         assert token in tokens_of(mask)
-        stepwise.add([token])
+        stepwise.add_tokens([token])
     wrong = tokenizer.encode("Hello", special=False)[0]
-    assert ahead.allowed([*tokens[:2], wrong, tokens[2]]) == [*masks[:3], b"", b""]
-    assert ahead.allowed() == masks[:1]
+    assert ahead.compute_masks([*tokens[:2], wrong, tokens[2]]) == [*masks[:3], b"", b""]
+    assert ahead.compute_masks() == masks[:1]
 
 
 def test_a_compilation_that_takes_long_is_not_waited_for(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next attempt finds it done."""
     gate = threading.Event()
-    real = matcher.load_vocabulary
+    real = matcher.load_grammar_tokenizer
 
     def load(folder: Path, size: int) -> Any:
         gate.wait(60)
         return real(folder, size)
 
-    monkeypatch.setattr(matcher, "load_vocabulary", load)
-    monkeypatch.setattr(matcher, "WAIT_S", 0.01)
-    late = grammars.begin(schema(COLOUR))
+    monkeypatch.setattr(matcher, "load_grammar_tokenizer", load)
+    monkeypatch.setattr(matcher, "COMPILE_TIMEOUT_S", 0.01)
+    late = grammars.start_matcher(schema(COLOUR))
     with pytest.raises(RequestError, match="isn't compiled"):
-        late.allowed()
+        late.compute_masks()
     gate.set()
-    monkeypatch.setattr(matcher, "WAIT_S", 60)
-    assert grammars.begin(schema(COLOUR)).allowed()
+    monkeypatch.setattr(matcher, "COMPILE_TIMEOUT_S", 60)
+    assert grammars.start_matcher(schema(COLOUR)).compute_masks()
 
 
 def test_what_nobody_waits_for_is_not_compiled(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, compiled = threading.Event(), []
 
@@ -221,52 +221,52 @@ def test_what_nobody_waits_for_is_not_compiled(
     monkeypatch.setattr(matcher, "compile_grammar", compile_grammar)
     table = RequestTable(grammars)
     for request in range(3):
-        table.admit(Admit(request + 1, request, Sampling(), 1))
-        table.grammar(request, b"%d" % request)
-    constraint = table[2].constraint
-    table.release(1)
+        table.admit_request(Admit(request + 1, request, SamplingParams(), 1))
+        table.set_grammar(request, b"%d" % request)
+    constraint = table[2].matcher
+    table.release_request(1)
     gate.set()
     assert constraint is not None
     with pytest.raises(RequestError):
-        constraint.allowed()
+        constraint.compute_masks()
     assert compiled == [b"0", b"2"]
 
 
-def test_forced_tokens_are_those_that_masks_leave(tokenizer: Tokenizer, grammars: Grammars) -> None:
+def test_forced_tokens_are_those_that_masks_leave(tokenizer: Tokenizer, grammars: GrammarCompiler) -> None:
     fields = {"long_name_of_a_key": {"enum": ["x"]}, "another_one": {"type": "boolean"}}
     shape = {"type": "object", "properties": fields, "required": list(fields)}
     shape["additionalProperties"] = False
-    grammar = grammar_of("json_schema", json.dumps(shape), "compact")
-    constraint, stepwise = grammars.begin(grammar), grammars.begin(grammar)
-    assert constraint.forced(100) == []
-    constraint.allowed()
-    forced = constraint.forced(100)
+    grammar = build_grammar("json_schema", json.dumps(shape), "compact")
+    constraint, stepwise = grammars.start_matcher(grammar), grammars.start_matcher(grammar)
+    assert constraint.forced_tokens(100) == []
+    constraint.compute_masks()
+    forced = constraint.forced_tokens(100)
     assert tokenizer.decode(forced).startswith('{"long_name_of_a_key":"x","another_on')
-    assert constraint.forced(3) == forced[:3]
+    assert constraint.forced_tokens(3) == forced[:3]
     for token in forced:
-        assert tokens_of(stepwise.allowed()[0]) == {token}
-        stepwise.add([token])
+        assert tokens_of(stepwise.compute_masks()[0]) == {token}
+        stepwise.add_tokens([token])
     said = tokenizer.encode('{"long_name_of_a_key":"x","another_one":true}', special=False)
-    constraint.add(said)
-    constraint.allowed()
-    assert constraint.forced(5) == list(tokenizer.eos_ids)[: len(tokenizer.eos_ids) == 1]
+    constraint.add_tokens(said)
+    constraint.compute_masks()
+    assert constraint.forced_tokens(5) == list(tokenizer.eos_ids)[: len(tokenizer.eos_ids) == 1]
 
 
 @pytest.mark.parametrize(
     ("layout", "text"),
     [("line", '{"a": 1, "c": ["x"]}'), ("compact", '{"a":1,"c":["x"]}')],
 )
-def test_layouts(tokenizer: Tokenizer, grammars: Grammars, layout: Layout, text: str) -> None:
+def test_layouts(tokenizer: Tokenizer, grammars: GrammarCompiler, layout: JsonLayout, text: str) -> None:
     shape = {"properties": {"a": {"type": "integer"}, "c": {"items": {"enum": ["x"]}}}}
     said = tokenizer.encode(text, special=False)
-    for each in get_args(Layout):
-        grammar = grammar_of("json_schema", json.dumps(shape), each)
-        assert allows(grammars.begin(grammar), said) == (each in (layout, "free"))
+    for each in get_args(JsonLayout):
+        grammar = build_grammar("json_schema", json.dumps(shape), each)
+        assert allows(grammars.start_matcher(grammar), said) == (each in (layout, "free"))
     hinted = {**shape, "x-guidance": {"whitespace_pattern": "_*"}}
-    grammar = grammar_of("json_schema", json.dumps(hinted), layout)
-    assert allows(grammars.begin(grammar), said)
+    grammar = build_grammar("json_schema", json.dumps(hinted), layout)
+    assert allows(grammars.start_matcher(grammar), said)
     other = tokenizer.encode(text.replace("1", "_1"), special=False)
-    assert not allows(grammars.begin(grammar), other)
+    assert not allows(grammars.start_matcher(grammar), other)
 
 
 def test_a_good_grammar_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ def test_a_good_grammar_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None
         return real(tokenizer, grammar)
 
     monkeypatch.setattr(text_grammar, "compile_grammar", compile_grammar)
-    good, bad = grammar_of("regex", "good[0-9]"), b"start: nothing"
+    good, bad = build_grammar("regex", "good[0-9]"), b"start: nothing"
     check_grammar.cache_clear()
     for grammar in (good, bad, good, bad):
         with contextlib.suppress(RequestError):

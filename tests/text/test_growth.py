@@ -10,7 +10,7 @@ import tokenizers
 
 from molink.errors import BrokenModel, ContextTooLong
 from molink.text import tokenizer as tokenizer_module
-from molink.text.growth import growth_of
+from molink.text.growth import max_text_growth
 from molink.text.tokenizer import Tokenizer
 
 LLAMA = [
@@ -33,7 +33,7 @@ def charsmap(raw: bytes) -> dict[str, Any]:
 
 
 def growth(**parts: Any) -> int:
-    return growth_of(json.dumps(parts).encode(), "the-file")
+    return max_text_growth(json.dumps(parts).encode(), "the-file")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_growth_without_measure_is_refused(parts: dict[str, Any]) -> None:
 def test_a_text_is_bounded_before_it_is_encoded(
     tmp_path: Path, byte_tokenizer: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_module, "MAX_GROWN", 400)
+    monkeypatch.setattr(tokenizer_module, "MAX_GROWN_CHARACTERS", 400)
     raw = json.loads(byte_tokenizer.to_str())
     raw["normalizer"] = replace({"String": "a"}, "aaaaa")
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")

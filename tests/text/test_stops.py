@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.text.stops import StopStrings
+from molink.text.stops import StopStringFinder
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -22,9 +22,9 @@ def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 def run(chunks: list[str], stops: list[str]) -> tuple[str, str | None]:
-    matcher = StopStrings(stops)
-    out = "".join(matcher.push(chunk) for chunk in chunks)
-    return out + matcher.flush(), matcher.matched
+    matcher = StopStringFinder(stops)
+    out = "".join(matcher.push_text(chunk) for chunk in chunks)
+    return out + matcher.flush_text(), matcher.matched
 
 
 @settings(max_examples=400, deadline=None)
@@ -42,11 +42,11 @@ def test_cut_is_independent_of_chunks(chunks: list[str], stops: list[str]) -> No
     stops=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),
 )
 def test_holds_back_only_what_may_begin_a_stop(chunks: list[str], stops: list[str]) -> None:
-    matcher = StopStrings(stops)
+    matcher = StopStringFinder(stops)
     text = emitted = ""
     for chunk in chunks:
         text += chunk
-        emitted += matcher.push(chunk)
+        emitted += matcher.push_text(chunk)
         if matcher.matched is not None:
             return
         held = text[len(emitted) :]
@@ -57,16 +57,16 @@ def test_holds_back_only_what_may_begin_a_stop(chunks: list[str], stops: list[st
 
 
 def test_across_borders() -> None:
-    matcher = StopStrings(["\n\nUser:"])
-    assert matcher.push("Hi\n") == "Hi"
-    assert matcher.push("\nUs") == ""
-    assert matcher.push("ual") == "\n\nUsual"
-    assert matcher.push("\n\nUser: more") == ""
+    matcher = StopStringFinder(["\n\nUser:"])
+    assert matcher.push_text("Hi\n") == "Hi"
+    assert matcher.push_text("\nUs") == ""
+    assert matcher.push_text("ual") == "\n\nUsual"
+    assert matcher.push_text("\n\nUser: more") == ""
     assert matcher.matched == "\n\nUser:"
-    assert matcher.push("ignored") == ""
-    assert matcher.flush() == ""
+    assert matcher.push_text("ignored") == ""
+    assert matcher.flush_text() == ""
 
 
 @pytest.mark.parametrize("stops", [[], [""]])
 def test_without_stops_everything_passes(stops: list[str]) -> None:
-    assert StopStrings(stops).push("anything") == "anything"
+    assert StopStringFinder(stops).push_text("anything") == "anything"

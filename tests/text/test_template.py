@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from molink.errors import BrokenModel, RequestError
-from molink.text.template import MAX_SOURCE, ChatTemplate, load_templates
+from molink.text.template import MAX_SOURCE_CHARACTERS, ChatTemplate, load_chat_templates
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -72,7 +72,7 @@ def test_equals_transformers(source: str, options: dict[str, Any]) -> None:
     theirs = render_jinja_template(
         [MESSAGES], chat_template=source, add_generation_prompt=True, **special, **options
     )[0][0]
-    assert ChatTemplate(source, special, "x").render(MESSAGES, options) == theirs
+    assert ChatTemplate(source, special, "x").render_prompt(MESSAGES, options) == theirs
 
 
 DOUBLING = "{% for i in range(99) %}{% set n.x = n.x ? n.x %}{% endfor %}"
@@ -141,12 +141,12 @@ DEEP = (
 )
 def test_a_template_without_end_or_measure_is_stopped(source: str) -> None:
     with pytest.raises(RequestError) as caught:
-        ChatTemplate(source, {}, "x", cpu_s=0.3).render(MESSAGES)
+        ChatTemplate(source, {}, "x", cpu_s=0.3).render_prompt(MESSAGES)
     assert caught.value.param == "messages"
 
 
 def render_deep(source: str) -> str:
-    return ChatTemplate(DEEP + source, {}, "x", produced=2**19).render(MESSAGES)
+    return ChatTemplate(DEEP + source, {}, "x", produced=2**19).render_prompt(MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +206,9 @@ def test_a_value_that_holds_another_twice_counts_twice(expression: str) -> None:
 def test_a_value_is_not_too_deep() -> None:
     nest = "{% set n = namespace(x=1) %}{% for i in range(?) %}{% set n.x = [n.x] %}{% endfor %}"
     source = nest + "{{ n.x == 1 }}"
-    assert ChatTemplate(source.replace("?", "20"), {}, "x").render(MESSAGES) == "False"
+    assert ChatTemplate(source.replace("?", "20"), {}, "x").render_prompt(MESSAGES) == "False"
     with pytest.raises(RequestError, match="nested deeper"):
-        ChatTemplate(source.replace("?", "900"), {}, "x").render(MESSAGES)
+        ChatTemplate(source.replace("?", "900"), {}, "x").render_prompt(MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -248,13 +248,13 @@ def test_ways_around_that(source: str) -> None:
 )
 def test_a_template_can_reach_nothing(source: str) -> None:
     with pytest.raises(RequestError):
-        ChatTemplate(source, {}, "x").render(MESSAGES)
+        ChatTemplate(source, {}, "x").render_prompt(MESSAGES)
 
 
 def test_a_refusal_says_why() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {}, "x")
     with pytest.raises(RequestError, match="roles must alternate"):
-        template.render(MESSAGES)
+        template.render_prompt(MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_refusal_says_why() -> None:
         "{% for",
         "{{ 'a'|center(9) }}",
         "{% extends x",
-        "x" * (MAX_SOURCE + 1),
+        "x" * (MAX_SOURCE_CHARACTERS + 1),
         "{{ " + "(" * 5000,
         "{% break %}",
     ],
@@ -275,8 +275,8 @@ def test_a_template_that_is_not_one_is_named(source: str) -> None:
 
 def test_where_templates_are_found(tmp_path: Path) -> None:
     def render(config: dict[str, Any], *, tools: bool = False) -> str | None:
-        template = load_templates(tmp_path, config, {}).choose(tools=tools)
-        return None if template is None else template.render(MESSAGES)
+        template = load_chat_templates(tmp_path, config, {}).select_template(tools=tools)
+        return None if template is None else template.render_prompt(MESSAGES)
 
     assert render({}) is None
     assert render({"chat_template": "one"}) == "one"
@@ -300,4 +300,4 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [5, ["x"], [{"name": "default"}]])
 def test_a_template_of_a_wrong_type_is_named(tmp_path: Path, value: object) -> None:
     with pytest.raises(BrokenModel, match="chat_template"):
-        load_templates(tmp_path, {"chat_template": value}, {})
+        load_chat_templates(tmp_path, {"chat_template": value}, {})

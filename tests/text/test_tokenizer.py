@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import processors
 
 from molink.errors import BrokenModel, RequestError
-from molink.native import failing_as
+from molink.native import raise_as
 from molink.text.defaults import GenerationDefaults
 from molink.text.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ def test_without_configs(folder: Path) -> None:
     tokenizer = Tokenizer.open(folder)
     assert tokenizer.eos_ids == ()
     assert tokenizer.bos_id is None
-    assert tokenizer.template is None
+    assert tokenizer.chat_template is None
     assert tokenizer.defaults == GenerationDefaults()
     text = "naïve 🦊 <|end|>"
     ids = tokenizer.encode(text)
@@ -97,9 +97,9 @@ def test_special_tokens_reach_the_template(folder: Path) -> None:
     template = "{{ bos_token }}{{ eos_token }}{{ messages[0].content }}"
     config = {"bos_token": "<|start|>", "eos_token": "<|end|>", "chat_template": template}
     write(folder, "tokenizer_config.json", config)
-    template_of_folder = Tokenizer.open(folder).template
+    template_of_folder = Tokenizer.open(folder).chat_template
     assert template_of_folder is not None
-    assert template_of_folder.render([{"role": "user", "content": "x"}]) == "<|start|><|end|>x"
+    assert template_of_folder.render_prompt([{"role": "user", "content": "x"}]) == "<|start|><|end|>x"
 
 
 def test_padding_and_truncation_of_the_file_are_off(
@@ -166,13 +166,13 @@ def test_a_panic_while_encoding_is_the_requests_failure(folder: Path) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
 def test_what_is_no_failure_passes(error: type[BaseException]) -> None:
-    with pytest.raises(error), failing_as(BrokenModel):
+    with pytest.raises(error), raise_as(BrokenModel):
         raise error
 
 
 def test_a_panic_is_a_failure() -> None:
     panic = type("PanicException", (BaseException,), {})
-    with pytest.raises(BrokenModel, match="why"), failing_as(BrokenModel):
+    with pytest.raises(BrokenModel, match="why"), raise_as(BrokenModel):
         raise panic("why")
 
 
@@ -182,4 +182,4 @@ def test_a_panic_is_a_failure() -> None:
 )
 def test_an_endless_file_is_not_read(folder: Path, name: str) -> None:
     (folder / name).symlink_to("/dev/zero")
-    assert Tokenizer.open(folder).template is None
+    assert Tokenizer.open(folder).chat_template is None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from molink.bench.sample import Sample
-from molink.ring.work import Segment, StepDone
+from molink.ring.work import StepInput, StepResult
 from molink.sim.profiles import load_device, load_model
 from molink.sim.roofline import Roofline, StepRows
 from tests.tools.test_emulation import volume
@@ -20,7 +20,7 @@ from tools.evening.worker import Computer, EveningStage, measured
 def test_a_token_counts_in_the_part_in_which_it_came() -> None:
     samples = (
         Sample(101.0, (102.0, 109.0, 113.0), 113.0, 4, 3),
-        Sample(111.0, finished=112.0, error="no"),
+        Sample(111.0, finished_at=112.0, error="no"),
         Sample(119.0, (125.0, 126.0), 126.0, 4, 2),
     )
     looks = (Look(104.0, (("pc0", 0, 8), ("pc1", 8, 16)), 2), Look(115.0))
@@ -55,14 +55,14 @@ def test_steps_follow_what_the_file_says_at_that_moment(tmp_path: Path) -> None:
     stage = EveningStage(computer, Config(), roofline, is_first=False, is_last=True)
     computer.set_pace(1.0)
     executor = EmulatedExecutor(stage, Activations(bytes(256), 128), lambda done, step: done(step))
-    ended: queue.SimpleQueue[StepDone] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
     alone = roofline.step_s(StepRows(decode=1, decode_context=4, sampled=1))
     planned = []
     for times in (1.0, 3.0):
         computer.set_pace(times)
-        executor.submit([Segment(volume(False, (4, 1)), b"")], ended.put)
+        executor.submit([StepInput(volume(False, (4, 1)), b"")], ended.put)
         ended.get(timeout=30)
         planned.append(executor.punctuality.planned_s)
     executor.close()
     assert planned == pytest.approx([alone, 4 * alone])
-    assert measured(roofline.profile(), 3.0).decode_s(1) == 3 * roofline.profile().decode_s(1)
+    assert measured(roofline.make_profile(), 3.0).decode_s(1) == 3 * roofline.make_profile().decode_s(1)

@@ -9,10 +9,10 @@ import pytest
 
 from molink.bench.planned import PlannedRequest
 from molink.errors import UsageError
-from molink.ring.work import Segment, StepDone
+from molink.ring.work import StepInput, StepResult
 from molink.sim.roofline import StepRows
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Rows, Volume
+from molink.wire.messages.data import RequestSlice, Volume
 from molink.wire.sockets.curve import KeyPair
 from tests.support.net import until
 from tools.emulation.activations import BUNDLED, Activations, record
@@ -44,13 +44,13 @@ vocabulary = 1000
 
 def volume(prefill: bool, *groups: tuple[int, int]) -> Volume:
     rows = tuple(
-        Rows(index, start, count, 0, sample=True) for index, (start, count) in enumerate(groups)
+        RequestSlice(index, start, count, 0, sample=True) for index, (start, count) in enumerate(groups)
     )
     return Volume(7, prefill, rows, Payload("bf16", (1, 8)))
 
 
 def test_every_group_that_samples_gets_a_token() -> None:
-    choices = sampled(volume(False, (4, 1), (9, 1)), 100, {}).choices
+    choices = sampled(volume(False, (4, 1), (9, 1)), 100, {}).sampled
     assert [(each.request, each.position) for each in choices] == [(0, 5), (1, 10)]
     assert all(each.token < 100 for each in choices)
 
@@ -88,15 +88,15 @@ def emulation(tmp_path: Path) -> Emulation:
 
 def test_steps_take_as_long_as_the_roofline_says(emulation: Emulation) -> None:
     stage = EmulatedStage(emulation, 2)
-    ended: queue.SimpleQueue[StepDone] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
     executor = EmulatedExecutor(stage, Activations(bytes(256), 128), lambda done, step: done(step))
-    executor.submit([Segment(volume(False, (4, 1), (9, 1)), b"")], ended.put)
+    executor.submit([StepInput(volume(False, (4, 1), (9, 1)), b"")], ended.put)
     done = ended.get(timeout=30)
     executor.close()
     planned = emulation.rooflines[2].step_s(StepRows(decode=2, decode_context=13, sampled=2))
     assert executor.punctuality.planned_s == planned <= done.seconds == executor.punctuality.took_s
     assert planned > 0.001
-    (result,) = done.results
+    (result,) = done.outputs
     assert result.sampled == sampled(result.volume, 1000, {})
 
 

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from molink.sim.swarm_plan import Described, least_quantized
+from molink.sim.swarm_plan import ModelDescription, least_quantized
 from tools import fit_table
 
 
 def test_weights_shrink_as_far_as_they_must() -> None:
-    model = Described.named("llama-3-8b")
+    model = ModelDescription.from_profile("llama-3-8b")
     assert least_quantized(model, ["rtx3090"]) == "none"
     assert least_quantized(model, ["rtx3060"]) == "int8"
-    assert least_quantized(Described.named("llama-2-13b"), ["rtx3060"]) == "nf4"
+    assert least_quantized(ModelDescription.from_profile("llama-2-13b"), ["rtx3060"]) == "nf4"
     assert least_quantized(model, ["rtx4060"]) is None
 
 

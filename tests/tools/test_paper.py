@@ -99,12 +99,12 @@ def test_the_last_step_is_what_the_product_does() -> None:
 
 
 def test_requests_are_spaced_over_the_whole_trace() -> None:
-    rows = make_workload(TRACE, Setting(rate=1), 0, 20).rows
+    rows = make_workload(TRACE, Setting(rate=1), 0, 20).trace_rows
     assert rows[0] == TRACE[0]
-    assert rows[-1].at > 380
+    assert rows[-1].arrival_s > 380
     assert len(rows) > 20
     large = [TraceRow(0.0, 4096, 1), *TRACE]
-    assert make_workload(large, Setting(rate=1), 0, 20).rows == rows
+    assert make_workload(large, Setting(rate=1), 0, 20).trace_rows == rows
 
 
 def test_targets_against_the_best_of_the_same_simulator() -> None:

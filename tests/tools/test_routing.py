@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from molink.bench.trace import PART_TOKENS, TraceRow
+from molink.bench.trace import HASH_BLOCK_TOKENS, TraceRow
 from molink.routing.base import PipelineLoad, RoutedPrompt
 from tools import routing
 
@@ -35,14 +35,14 @@ def test_tools_are_asked_for_by_zipf_each_time_with_another_question() -> None:
     asked = Counter(map(routing.family, rows)).most_common()
     assert len(rows) == routing.COUNTS["tools"]
     assert 1.5 < asked[0][1] / asked[1][1] < 3 or asked[0][1] > len(rows) / 8
-    assert len({row.parts[-1] for row in rows}) == len(rows)
-    assert all(0 < row.input_tokens - PART_TOKENS * (len(row.parts) - 1) < 256 for row in rows)
+    assert len({row.hash_ids[-1] for row in rows}) == len(rows)
+    assert all(0 < row.input_tokens - HASH_BLOCK_TOKENS * (len(row.hash_ids) - 1) < 256 for row in rows)
 
 
 def test_those_alone_share_nothing(trace: list[TraceRow], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(routing.COUNTS, "alone", 100)
     rows = routing.alone(trace, 1)
-    parts = [part for row in rows for part in row.parts]
+    parts = [part for row in rows for part in row.hash_ids]
     assert len(set(parts)) == len(parts)
 
 
@@ -53,11 +53,11 @@ def test_the_oracle_parts_the_work_evenly_and_keeps_families_together() -> None:
     homes: dict[int, set[str]] = {}
     work = Counter[str]()
     for index, row in enumerate(rows):
-        name = oracle.choose(RoutedPrompt(str(index), row.input_tokens), up, 0.0).name
+        name = oracle.choose_pipeline(RoutedPrompt(str(index), row.input_tokens), up, 0.0).name
         homes.setdefault(routing.family(row), set()).add(name)
-        work[name] += row.output_tokens + PART_TOKENS
+        work[name] += row.output_tokens + HASH_BLOCK_TOKENS
     again = RoutedPrompt(str(len(rows)), rows[0].input_tokens)
-    assert {oracle.choose(again, up, 0.0).name} == homes[routing.family(rows[0])]
+    assert {oracle.choose_pipeline(again, up, 0.0).name} == homes[routing.family(rows[0])]
     assert all(len(names) == 1 for names in homes.values())
     assert max(work.values()) < 2 * min(work.values())
 
@@ -95,6 +95,6 @@ def test_runs_are_stored_once_and_compared_seed_by_seed(tmp_path: Path) -> None:
 def test_it_is_noted_how_long_new_prompts_wait() -> None:
     watched, up = routing.Watched(5.0), [PipelineLoad("a")]
     for key, at, cached in (("early", 0.0, 0), ("new", 6.0, 49), ("known", 6.0, 50)):
-        watched.choose(RoutedPrompt(key, 100), up, at)
-        watched.began(key, cached, at + 2)
+        watched.choose_pipeline(RoutedPrompt(key, 100), up, at)
+        watched.on_first_token(key, cached, at + 2)
     assert watched.waits == [2.0]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from molink.facts.preemption import PREEMPTION_MODES
-from molink.scheduler.head import Head
-from molink.scheduler.request import Emission, HeadRequest
+from molink.scheduler.head import Scheduler
+from molink.scheduler.request import Emission, SchedulerRequest
 from molink.sim.scenario import Scenario
 from tools.scheduling import command
 from tools.scheduling.order import STEP, highest, short_behind_long
@@ -43,7 +43,7 @@ def test_requests_are_of_the_same_sizes_at_every_rate() -> None:
     assert [each.output_tokens for each in slow] == [each.output_tokens for each in fast][
         : len(slow)
     ]
-    assert [each.at for each in slow[:9]] == [2 * each.at for each in fast[:9]]
+    assert [each.arrival_s for each in slow[:9]] == [2 * each.arrival_s for each in fast[:9]]
 
 
 @pytest.mark.parametrize("policy", ["gittins", "srpt"])
@@ -51,15 +51,15 @@ def test_only_the_oracle_is_told_how_long_answers_will_be(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, int] = {}
-    submit = Head.submit
+    submit = Scheduler.submit_request
 
-    def listen(head: Head, request: HeadRequest, now: float) -> list[Emission]:
+    def listen(head: Scheduler, request: SchedulerRequest, now: float) -> list[Emission]:
         asked[request.key] = request.max_tokens
         return submit(head, request, now)
 
-    monkeypatch.setattr(Head, "submit", listen)
+    monkeypatch.setattr(Scheduler, "submit_request", listen)
     plan = poisson(sizes_of("sharegpt"), 5.0, 2.0, 1)
-    scenario = Scenario(NO_WORKLOAD, 1, max_running=8, scheduling_policy=policy)
+    scenario = Scenario(NO_WORKLOAD, 1, max_num_seqs=8, scheduling_policy=policy)
     samples, _, _ = serve(scenario, plan)
     answers = [request.output_tokens for request in plan]
     assert [sample.output_tokens for sample in samples] == answers

@@ -6,14 +6,14 @@ import pytest
 from molink.facts.device import Device
 from molink.wire.messages.codec import MAX_HEADER, control_codec
 from molink.wire.messages.load import (
-    MAX_HEADS,
-    MAX_OWNER,
+    MAX_SCHEDULERS,
+    MAX_PEER_ID,
     MAX_QUEUES,
     MAX_REQUESTS,
     MAX_STAGES,
-    HeadLoad,
-    Load,
-    RequestNow,
+    SchedulerLoad,
+    PeerLoad,
+    RequestLoad,
     StageLoad,
 )
 from molink.wire.messages.reports import PeerReport
@@ -21,13 +21,13 @@ from molink.wire.messages.reports import PeerReport
 MUCH = 2**40
 
 
-def report(load: Load | None) -> PeerReport:
+def report(load: PeerLoad | None) -> PeerReport:
     return PeerReport(
         name="pc",
         version="0.1.0",
         addresses=("192.168.100.100",) * 4,
         control_port=5466,
-        endpoint="http://127.0.0.1:5465",
+        api_address="http://127.0.0.1:5465",
         daemon_pid=12345,
         stage="auto",
         device=Device(kind="cuda", name="NVIDIA GeForce RTX 3060", memory=12 * 10**9),
@@ -38,10 +38,10 @@ def report(load: Load | None) -> PeerReport:
 
 def test_what_a_busy_pc_tells_fits_its_report() -> None:
     stage = StageLoad("p12", 3, 99, 99, 128, MUCH, MUCH, 250_000, MUCH, (MUCH, MUCH), (MUCH, MUCH))
-    request = RequestNow("0123456789abcdef", "prefill", 131_072, 131_072, 131_072, 99_999, 9999)
-    head = HeadLoad("p12", 128, 64, 99_999, 99_999, 16, (request,) * MAX_REQUESTS, 100)
+    request = RequestLoad("0123456789abcdef", "prefill", 131_072, 131_072, 131_072, 99_999, 9999)
+    head = SchedulerLoad("p12", 128, 64, 99_999, 99_999, 16, (request,) * MAX_REQUESTS, 100)
     head = msgspec.structs.replace(head, queues=(9999,) * MAX_QUEUES)
-    full = report(Load((stage,) * 2, (head,) * 2))
+    full = report(PeerLoad((stage,) * 2, (head,) * 2))
     (header,) = control_codec().encode(full)
     assert len(header) < MAX_HEADER - 1000
     assert control_codec().decode([header]) == (full, None)
@@ -50,17 +50,17 @@ def test_what_a_busy_pc_tells_fits_its_report() -> None:
 @pytest.mark.parametrize(
     "load",
     [
-        Load((StageLoad("p1", 0),) * (MAX_STAGES + 1)),
-        Load((), (HeadLoad("p1"),) * (MAX_HEADS + 1)),
-        Load((), (HeadLoad("p1", requests=(RequestNow("o", "decode", 1),) * (MAX_REQUESTS + 1)),)),
-        Load((), (HeadLoad("p1", requests=(RequestNow("o" * (MAX_OWNER + 1), "decode", 1),)),)),
-        Load((), (HeadLoad("p1", queues=(0,) * (MAX_QUEUES + 1)),)),
-        Load((StageLoad("p1", 0, 101),)),
-        Load((StageLoad("p1", 0, rate=-1),)),
-        Load((StageLoad("p1", 0, latency_us=2**60),)),
+        PeerLoad((StageLoad("p1", 0),) * (MAX_STAGES + 1)),
+        PeerLoad((), (SchedulerLoad("p1"),) * (MAX_SCHEDULERS + 1)),
+        PeerLoad((), (SchedulerLoad("p1", requests=(RequestLoad("o", "decode", 1),) * (MAX_REQUESTS + 1)),)),
+        PeerLoad((), (SchedulerLoad("p1", requests=(RequestLoad("o" * (MAX_PEER_ID + 1), "decode", 1),)),)),
+        PeerLoad((), (SchedulerLoad("p1", queues=(0,) * (MAX_QUEUES + 1)),)),
+        PeerLoad((StageLoad("p1", 0, 101),)),
+        PeerLoad((StageLoad("p1", 0, rate=-1),)),
+        PeerLoad((StageLoad("p1", 0, latency_us=2**60),)),
     ],
 )
-def test_bounds(load: Load) -> None:
+def test_bounds(load: PeerLoad) -> None:
     encoded = msgspec.msgpack.encode(report(load))
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(encoded, type=PeerReport)

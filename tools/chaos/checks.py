@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import aiohttp
 
-from molinkd.peer.agent.child import how_it_ended
+from molinkd.peer.agent.child import exit_text
 from tools.chaos.pc import Pc
 from tools.chaos.swarm import Swarm
 from tools.chaos.usage import Usage, usage_by_role
@@ -81,7 +81,7 @@ def strays(swarm: Swarm) -> list[str]:
 def aborts(pc: Pc) -> Iterator[str]:
     """Processes of a PC that ended by themselves, from what is left of them."""
     for code in pc.strange_exits:
-        yield f"{pc.name}: its daemon {how_it_ended(code)}"
+        yield f"{pc.name}: its daemon {exit_text(code)}"
     for log in (pc.home / "terminal.log", *sorted((pc.home / "logs").glob("*.log*"))):
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
             if _ABORT.search(line):

@@ -73,8 +73,8 @@ async def _round(swarm: Swarm, load: Load, guest: Pc, found: Churn) -> None:
         await swarm.serves(guest, START_S)
         found.joins += 1
         await _advance(load, found, "came")
-        at = local_daemon.need_daemon(guest.home)
-        await asyncio.to_thread(local_daemon.shut_down, at, leave=True)
+        at = local_daemon.require_daemon(guest.home)
+        await asyncio.to_thread(local_daemon.request_shutdown, at, leave=True)
         await asyncio.to_thread(guest.ended)
     except Exception:
         guest.kill()

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from molink.swarm.agent.recovery import PHASES
+from molink.swarm.agent.recovery import RECOVERY_PHASES
 from tools.chaos.drill import WHOLE_S, Result, Verdict
 
 
@@ -43,7 +43,7 @@ def markdown(verdict: Verdict) -> str:
 def _phases(verdict: Verdict) -> list[str]:
     """Median and 99th percentile of each phase of a recovery by kind, if PCs tell."""
     seen = {name for result in verdict.results for name in result.phases}
-    names = [name for name in ("noticed", *PHASES) if name in seen]
+    names = [name for name in ("noticed", *RECOVERY_PHASES) if name in seen]
     if not names:
         return []
     lines = [

@@ -100,7 +100,7 @@ class Swarm:
         # All have the same device: one measurement does.
         shutil.copyfile(Home(self.founder.home).device, Home(pc.home).device)
         founder = Home(self.founder.home)
-        invite = await asyncio.to_thread(local_daemon.fetch_invite, founder, ttl=3600.0, uses=1)
+        invite = await asyncio.to_thread(local_daemon.create_invitation, founder, ttl=3600.0, uses=1)
         pc.start("join", invite.token)
 
     def start(self, pc: Pc) -> None:

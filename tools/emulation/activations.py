@@ -77,10 +77,10 @@ def record(folder: Path, rows: int, hidden: int) -> bytes:
     if hidden % config.hidden_size:
         raise UsageError(f"rows of {config.hidden_size} elements can't be widened to {hidden}")
     wanted = rows * (hidden // config.hidden_size)
-    stage = Stage.load(opened, (0, max(1, config.layers // 3)), "cpu", "bf16")
-    length = min(1024, config.context)
+    stage = Stage.load_layers(opened, (0, max(1, config.layers // 3)), "cpu", "bf16")
+    length = min(1024, config.max_model_len)
     size = 16
-    stage.allocate(-(-length // size), size)
+    stage.allocate_kv_pool(-(-length // size), size)
     table = tuple(range(-(-length // size)))
     source = random.Random(0)
     parts = []

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from molink.ring.work import Segment, SegmentResult, StepDone
+from molink.ring.work import StepInput, StepOutput, StepResult
 from molink.sim.roofline import Roofline
 from molink.sim.stages import step_rows
-from molink.wire.messages.data import Choice, Sampled, Volume
+from molink.wire.messages.data import SampledId, SamplerOutput, Volume
 from molinkd.worker.engine import HandOver, StageConfig
 from tools.emulation.activations import Activations
 
@@ -63,7 +63,7 @@ class EmulatedExecutor:
         self._activations = activations
         self._hand_over = hand_over
         self._jobs: queue.SimpleQueue[
-            tuple[Sequence[Segment], Callable[[StepDone], None]] | None
+            tuple[Sequence[StepInput], Callable[[StepResult], None]] | None
         ] = queue.SimpleQueue()
         #: Position and token that were sampled last, by request.
         self._last: dict[int, tuple[int, int]] = {}
@@ -71,7 +71,7 @@ class EmulatedExecutor:
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
 
-    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+    def submit(self, segments: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
         """Queue a step."""
         self._jobs.put((segments, done))
 
@@ -91,30 +91,30 @@ class EmulatedExecutor:
                 time.sleep(left)
             took = time.perf_counter() - began
             self.punctuality.add(planned, took)
-            self._hand_over(done, StepDone(results, took, None))
+            self._hand_over(done, StepResult(results, took, None))
 
-    def _result(self, volume: Volume) -> SegmentResult:
+    def _result(self, volume: Volume) -> StepOutput:
         if self._stage.is_last:
             vocabulary = self._stage.config.vocab_size
-            return SegmentResult(volume, None, sampled(volume, vocabulary, self._last))
-        return SegmentResult(volume, self._activations.rows(volume.count), None)
+            return StepOutput(volume, None, sampled(volume, vocabulary, self._last))
+        return StepOutput(volume, self._activations.rows(volume.count), None)
 
 
-def sampled(volume: Volume, vocabulary: int, last: dict[int, tuple[int, int]]) -> Sampled:
+def sampled(volume: Volume, vocabulary: int, last: dict[int, tuple[int, int]]) -> SamplerOutput:
     """A token for each group of rows that wants one, the same each time; of drafts, those after the
     right ones too.
 
     ``last`` has position and token that were sampled last, by request.
     """
     choices = []
-    for rows in volume.rows:
-        if not rows.sample or not rows.follows(*last.get(rows.request, (-1, -1))):
+    for rows in volume.slices:
+        if not rows.sample or not rows.continues_from(*last.get(rows.request, (-1, -1))):
             continue
-        first = rows.start + rows.count - len(rows.checked)
-        for position, draft in enumerate((*rows.checked, None), first):
+        first = rows.start + rows.count - len(rows.verified_drafts)
+        for position, draft in enumerate((*rows.verified_drafts, None), first):
             token = (rows.request * 2654435761 + position * 40503) % vocabulary
-            choices.append(Choice(rows.request, position, token))
+            choices.append(SampledId(rows.request, position, token))
             last[rows.request] = position, token
             if token != draft:
                 break
-    return Sampled(volume.tick, tuple(choices))
+    return SamplerOutput(volume.seq, tuple(choices))

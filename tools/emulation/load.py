@@ -15,8 +15,8 @@ from molink.bench.planned import PlannedRequest
 from molink.bench.sample import Sample
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage, data_codec
-from molink.wire.messages.data import Sampling
-from molink.wire.messages.serving import Credit, Prompt, Rejected, Submit, Tokens
+from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.serving import Credit, PromptFragment, Rejected, Submit, OutputTokens
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from tools.emulation.ring import EPOCH, PIPELINE, Member
@@ -44,9 +44,9 @@ class Answer:
         if error is None and not self.times:
             error = "no token came in time"
         return Sample(
-            sent=self.sent,
-            texts=tuple(self.times),
-            finished=self.times[-1] if self.times else 0.0,
+            sent_at=self.sent,
+            piece_times=tuple(self.times),
+            finished_at=self.times[-1] if self.times else 0.0,
             input_tokens=self.request.input_tokens,
             output_tokens=len(self.times),
             error=error,
@@ -77,9 +77,9 @@ class Load:
         """Take what the head says."""
         now = self.now
         match message:
-            case Tokens():
+            case OutputTokens():
                 for token in message.tokens:
-                    self._token(self.answers[token.key], token.finish is not None, now)
+                    self._token(self.answers[token.key], token.finish_reason is not None, now)
             case Rejected():
                 answer = self.answers[message.key]
                 answer.error, answer.over = f"{message.reason}: {message.message}", True
@@ -92,7 +92,7 @@ class Load:
         count = request.input_tokens
         source = random.Random(self._seed * 1_000_003 + request.index)
         ids = array("i", [source.randrange(self._vocabulary) for _ in range(count)])
-        settings = Sampling(temperature=0.0)
+        settings = SamplingParams(temperature=0.0)
         self._client.send(
             Submit(
                 PIPELINE,
@@ -102,10 +102,10 @@ class Load:
                 count,
                 request.output_tokens,
                 settings,
-                window=_WINDOW,
+                credit_window=_WINDOW,
             )
         )
-        self._client.send(Prompt(key, 0, Payload("i32", (count,))), ids.tobytes())
+        self._client.send(PromptFragment(key, 0, Payload("i32", (count,))), ids.tobytes())
 
     async def all_over(self) -> None:
         """Wait until every request that was sent has been answered."""
@@ -161,7 +161,7 @@ async def run_load(
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(until):
             for request in plan:
-                await asyncio.sleep(max(0.0, request.at - load.now))
+                await asyncio.sleep(max(0.0, request.arrival_s - load.now))
                 load.submit(request)
             await load.all_over()
     return list(load.answers.values())

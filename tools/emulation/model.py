@@ -10,7 +10,7 @@ from molink.errors import UsageError
 from molink.facts.dtypes import DTYPE_SIZES, WeightDType
 from molink.facts.profile import Profile
 from molink.sim.profiles import DeviceProfile, ModelProfile, load_device, load_model
-from molink.sim.roofline import Roofline, split_layers, unequal_rooflines
+from molink.sim.roofline import Roofline, split_layers, stage_rooflines
 
 DTYPE: WeightDType = "bf16"
 #: Longest prompt and answer together.
@@ -47,12 +47,12 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def rooflines(self) -> Sequence[Roofline]:
         """How long the steps of each stage take."""
         layers = self.layers or split_layers(self.model_profile.layers, self.stages)
-        return unequal_rooflines(self.device_profiles, self.model_profile, layers)
+        return stage_rooflines(self.device_profiles, self.model_profile, layers)
 
     @cached_property
     def profiles(self) -> tuple[Profile, ...]:
         """The same, as each stage would measure it."""
-        return tuple(each.profile() for each in self.rooflines)
+        return tuple(each.make_profile() for each in self.rooflines)
 
     @property
     def row_bytes(self) -> int:
@@ -74,7 +74,7 @@ class EmulatedConfig:
 
     hidden_size: int
     vocab_size: int
-    context: int = CONTEXT
+    max_model_len: int = CONTEXT
     keys_depend_on_length: bool = False
     short_context: int = 0
 
@@ -103,7 +103,7 @@ class EmulatedStage:
         return EmulatedConfig(model.hidden, model.vocabulary)
 
     @property
-    def travel_dtype(self) -> WeightDType:
+    def wire_dtype(self) -> WeightDType:
         """Of rows on their way."""
         return DTYPE
 
@@ -129,12 +129,12 @@ class EmulatedStage:
         return self.emulation.rooflines[self.index].kv_tokens(device)
 
     def block_bytes(self, block_size: int) -> int:
-        """A byte per token, so that ``Start`` can count in tokens."""
+        """A byte per token, so that ``LoadStage`` can count in tokens."""
         return block_size
 
-    def allocate(self, blocks: int, block_size: int) -> None:
+    def allocate_kv_pool(self, blocks: int, block_size: int) -> None:
         """Nothing is kept."""
 
-    def open_host(self, nbytes: int, stages_here: int) -> tuple[int, float]:
+    def open_host_pool(self, nbytes: int, stages_here: int) -> tuple[int, float]:
         """Nor in host memory: who gives way is computed anew."""
         return 0, 0.0

@@ -17,20 +17,20 @@ import msgspec
 
 from molink.errors import UsageError, WorkerError
 from molink.facts.dtypes import Compression
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.facts.settings import PipelineSettings
 from molink.wire.messages.base import Message
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.pipe import (
-    Formed,
+    RingFormed,
     FormRing,
     FromWorker,
-    Loaded,
-    MemberKey,
-    Members,
+    WorkerLoaded,
+    PeerKey,
+    PeerKeys,
     NextStageLost,
-    Start,
-    Stats,
+    LoadStage,
+    WorkerStats,
     WorkerFailed,
     read_pipe,
     write_pipe,
@@ -82,7 +82,7 @@ class Member:
     #: KV blocks that it has room for.
     blocks: int = 0
     #: What it last reported of itself.
-    stats: Stats | None = None
+    stats: WorkerStats | None = None
     #: Why it has given up, or its neighbour.
     trouble: list[str] = field(default_factory=list)
     _said: "queue.SimpleQueue[Any]" = field(default_factory=queue.SimpleQueue)
@@ -117,7 +117,7 @@ class Member:
         """How the others find it."""
         key = self.keys.public
         return StageAddress(
-            peer=peer_id(key), public_key=key, addresses=(self.host.address,), port=self.port
+            peer=derive_peer_id(key), public_key=key, addresses=(self.host.address,), port=self.port
         )
 
     def punctuality(self) -> Mapping[str, float]:
@@ -139,7 +139,7 @@ class Member:
         with contextlib.suppress(OSError, ValueError):
             while (message := read_pipe(cast(BinaryIO, self.process.stdout), decoder)) is not None:
                 match message:
-                    case Stats():
+                    case WorkerStats():
                         self.stats = message
                     case WorkerFailed():
                         self.trouble.append(f"{message.kind}: {message.message}")
@@ -209,8 +209,8 @@ def _spawn(command: Sequence[str], output: IO[bytes]) -> "subprocess.Popen[bytes
     )
 
 
-def _start(emulation: Emulation, settings: RingSettings, index: int, member: Member) -> Start:
-    return Start(
+def _start(emulation: Emulation, settings: RingSettings, index: int, member: Member) -> LoadStage:
+    return LoadStage(
         pipeline=PIPELINE,
         stage=index,
         stages=emulation.stages,
@@ -225,16 +225,16 @@ def _start(emulation: Emulation, settings: RingSettings, index: int, member: Mem
         ports=_PORTS,
         kv_bytes=EmulatedStage(emulation, index).kv_tokens,
         block_size=BLOCK_SIZE,
-        max_context=CONTEXT,
+        max_model_len=CONTEXT,
         settings=PipelineSettings(
             link_policy=settings.policy,
-            chunk_tokens=settings.chunk_tokens,
+            max_num_batched_tokens=settings.chunk_tokens,
             cut_through=settings.cut_through,
-            unpaired_prefill=settings.unpaired,
-            draft_tokens=0,
+            prefill_only_batches=settings.unpaired,
+            num_speculative_tokens=0,
             compression=settings.compression,
-            max_running=settings.max_running,
-            max_waiting=4096,
+            max_num_seqs=settings.max_running,
+            max_queue_len=4096,
             prefix_cache=False,
         ),
     )
@@ -242,12 +242,12 @@ def _start(emulation: Emulation, settings: RingSettings, index: int, member: Mem
 
 def _load(members: Sequence[Member], client: KeyPair) -> None:
     keys = [client, *(member.keys for member in members)]
-    allowed = Members(
-        members=tuple(MemberKey(peer=peer_id(key.public), public_key=key.public) for key in keys)
+    allowed = PeerKeys(
+        peers=tuple(PeerKey(peer=derive_peer_id(key.public), public_key=key.public) for key in keys)
     )
     for member in members:
         member.tell(allowed)
-        loaded = member.hear(Loaded)
+        loaded = member.hear(WorkerLoaded)
         member.port, member.blocks = loaded.port, loaded.max_blocks
 
 
@@ -262,4 +262,4 @@ def _form(emulation: Emulation, settings: RingSettings, members: Sequence[Member
     for member in members:
         member.tell(order)
     for member in members:
-        member.hear(Formed)
+        member.hear(RingFormed)

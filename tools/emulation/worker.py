@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from molink.errors import MolinkError
-from molink.wire.messages.pipe import Start, Warm, Warmed
+from molink.wire.messages.pipe import LoadStage, WarmUp, WarmedUp
 from molink.wire.sockets.loop import EventLoop
 from molinkd.descriptors import raise_descriptor_limit
-from molinkd.worker.daemon_pipe import DaemonPipe, leave
-from molinkd.worker.engine import Engine, HandOver
+from molinkd.worker.daemon_pipe import DaemonPipe, exit_process
+from molinkd.worker.engine import StageEngine, HandOver
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.worker import Worker
 from tools.emulation.activations import Activations
@@ -35,7 +35,7 @@ _NOTE_S = 2.0
 NOTE = "punctuality "
 
 
-def load(emulation: Emulation, start: Start) -> Engine:
+def load(emulation: Emulation, start: LoadStage) -> StageEngine:
     """What takes the place of a loaded model."""
     activations = Activations.read(Path(emulation.activations), emulation.row_bytes)
     stage = EmulatedStage(emulation, start.stage)
@@ -45,7 +45,7 @@ def load(emulation: Emulation, start: Start) -> Engine:
         threading.Thread(target=_note, args=(made,), daemon=True).start()
         return made
 
-    return Engine(stage, emulation.profiles[start.stage], executor)
+    return StageEngine(stage, emulation.profiles[start.stage], executor)
 
 
 def _note(executor: EmulatedExecutor) -> None:
@@ -54,20 +54,20 @@ def _note(executor: EmulatedExecutor) -> None:
         print(NOTE + json.dumps(asdict(executor.punctuality)), file=sys.stderr, flush=True)
 
 
-def run(engine: Callable[[Start], Engine]) -> int:
+def run(engine: Callable[[LoadStage], StageEngine]) -> int:
     """Be a worker whose stages ``engine`` makes, on its own pipe; the exit code."""
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise_descriptor_limit()
-    pipe = DaemonPipe.on_stdio()
+    pipe = DaemonPipe.from_stdio()
     try:
         start = pipe.read_first()
-        if isinstance(start, Warm):  # a spare, which has nothing to compile
-            pipe.send(Warmed())
+        if isinstance(start, WarmUp):  # a spare, which has nothing to compile
+            pipe.send(WarmedUp())
             start = pipe.read_first()
-        if isinstance(start, Start):
+        if isinstance(start, LoadStage):
             # Imports torch, for seconds: now, and not when the first request comes.
             import molink.stage.sampling.history  # noqa: F401
 
@@ -82,4 +82,4 @@ def run(engine: Callable[[Start], Engine]) -> int:
 if __name__ == "__main__":
     code = run(partial(load, read_emulation(Path(sys.argv[1]).read_bytes())))
     logging.shutdown()
-    leave(code)
+    exit_process(code)

@@ -17,7 +17,7 @@ def hurry(scale: float) -> None:
     """From now on, in this process."""
     paces.STAYS *= scale
     paces.REMEMBERED *= scale
-    planner.REVIEW *= scale
+    planner.REVIEW_INTERVAL *= scale
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """``python -m tools.evening.pc PC``: the daemon of a PC of the evening, on its node of the rig.
 
 The daemon, its coordinator and its sockets are the product's. Its stages are those of
-:mod:`tools.evening.worker`, and its device is what ``PC`` (a file with a :class:`Pc`) says. Events
+:mod:`tools.evening.worker`, and its device is what ``PC`` (a file with a :class:`SimPc`) says. Events
 are printed as lines of JSON.
 """
 
@@ -19,11 +19,11 @@ from molink.wire.sockets.loop import EventLoop
 from molinkd.descriptors import raise_descriptor_limit
 from molinkd.peer import daemon as daemons
 from molinkd.peer.agent import assignments
-from molinkd.peer.agent.device_probe import Measured
-from molinkd.peer.agent.supervisor import Supervisor
+from molinkd.peer.agent.device_probe import MeasuredDevice
+from molinkd.peer.agent.supervisor import WorkerSupervisor
 from molinkd.peer.election import coordinator_child
 from molinkd.peer.election.coordinator_child import CoordinatorProcess
-from molinkd.peer.launch import AnyEvent, Launch
+from molinkd.peer.launch import AnyDaemonEvent, Launch
 
 _PRINTING = threading.Lock()
 
@@ -40,7 +40,7 @@ class Pc(msgspec.Struct, frozen=True, kw_only=True):
     waits: float = 1.0
 
 
-def _say(event: AnyEvent) -> None:
+def _say(event: AnyDaemonEvent) -> None:
     with _PRINTING:
         sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
         sys.stdout.buffer.flush()
@@ -50,12 +50,12 @@ def main() -> int:
     """Run it until it is killed; the exit code."""
     pc = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Pc)
 
-    async def measure(*_: object) -> Measured:
-        return Measured(pc.device, bf16=True)
+    async def measure(*_: object) -> MeasuredDevice:
+        return MeasuredDevice(pc.device, bf16=True)
 
     raise_descriptor_limit()
     worker = (sys.executable, "-m", "tools.evening.worker", pc.computer)
-    assignments.Supervisor = partial(Supervisor, command=worker)  # type: ignore[assignment, misc]
+    assignments.WorkerSupervisor = partial(WorkerSupervisor, command=worker)  # type: ignore[assignment, misc]
     daemons.measure_device = measure  # type: ignore[assignment]
     if pc.waits != 1.0:
         command = (sys.executable, "-m", "tools.evening.hurry", str(pc.waits))

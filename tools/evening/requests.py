@@ -2,7 +2,7 @@
 
 A line of JSON on stdin is an :class:`Order`. Requests come at random times (Poisson), whatever has
 become of those before. Meanwhile the swarm's status is looked at. At the end all of it is printed,
-as :class:`Answered`.
+as :class:`PeerAnsweredEvent`.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import msgspec
 
 from molink.bench.sample import Sample
 from molink.errors import MolinkError
-from molinkd.cli.local_daemon import fetch_status, need_daemon
+from molinkd.cli.local_daemon import fetch_status, require_daemon
 from tools.serving.client import complete, make_prompt
 
 #: Between two looks at the status, in seconds.
@@ -99,11 +99,11 @@ async def _ask(session: aiohttp.ClientSession, order: Order, at: float, prompt: 
     try:
         return await complete(session, order.url, prompt, order.output_tokens)
     except (RuntimeError, aiohttp.ClientError, TimeoutError) as error:
-        return Sample(sent, finished=_now(), error=str(error) or repr(error))
+        return Sample(sent, finished_at=_now(), error=str(error) or repr(error))
 
 
 async def _look(order: Order, looks: list[Look], story: dict[str, None]) -> None:
-    found = need_daemon(Path(order.home))
+    found = require_daemon(Path(order.home))
     while True:
         try:
             status = msgspec.convert(await asyncio.to_thread(fetch_status, found), _Status)

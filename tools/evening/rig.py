@@ -204,7 +204,7 @@ class Swarm:
             min_stages=1,
             token_uses=255,
             micro_batches=chosen.micro_batches,
-            pipeline=PipelineSettings(chunk_tokens=chosen.chunk_tokens),
+            pipeline=PipelineSettings(max_num_batched_tokens=chosen.chunk_tokens),
         )
 
     def computer(self, index: int) -> Computer:

@@ -23,8 +23,8 @@ from typing import Any
 
 from molink.errors import InvariantError
 from molink.sim.profiles import LinkProfile
-from molink.sim.simulate import no_collector
-from molink.sim.swarm_plan import Described
+from molink.sim.simulate import disable_gc
+from molink.sim.swarm_plan import ModelDescription
 from molink.sim.workload import Workload
 from tools.evening.story import AWAY, DELAY_MS, DURATION, HOT, MBPS, MINUTE, story
 from tools.evening.swarm import Choice, Evening
@@ -59,22 +59,22 @@ def play(choice: Choice, seed: int, rate: float) -> Row:
     """
     load = Workload(rate, DURATION, seed=seed, input_tokens=PROMPT, output_tokens=ANSWER)
     evening = Evening(
-        Described.named(MODEL),
+        ModelDescription.from_profile(MODEL),
         DEVICES,
         LinkProfile(MBPS, DELAY_MS),
         choice,
-        load.plan(),
+        load.plan_requests(),
         story(),
     )
-    with no_collector():
+    with disable_gc():
         evening.run(2 * DURATION)
-    samples = evening.clients.samples(0.0)
+    samples = evening.clients.collect_samples(0.0)
     lost = [sample.error for sample in samples if sample.error is not None]
     if evening.trouble or lost:
         raise InvariantError(f"{choice.name}: {evening.trouble or lost[0]}")
     seconds, counts = ([0.0] * int(DURATION / MINUTE), [0] * int(DURATION / MINUTE))
     for sample in samples:
-        for before, at in pairwise(sample.texts):
+        for before, at in pairwise(sample.piece_times):
             minute = min(int(at / MINUTE), len(seconds) - 1)
             seconds[minute] += at - before
             counts[minute] += 1

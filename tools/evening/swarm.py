@@ -8,23 +8,23 @@ from molink.bench.planned import PlannedRequest
 from molink.facts.footprint import StageSetup
 from molink.facts.model import LayerRange
 from molink.facts.ringtimes import HANDLING_S
-from molink.scheduler.head import Head
-from molink.sim.agenda import Agenda
-from molink.sim.blueprint import Blueprint
+from molink.scheduler.head import Scheduler
+from molink.sim.agenda import EventQueue
+from molink.sim.blueprint import RingTemplate
 from molink.sim.clients import Clients, ServingRing
-from molink.sim.pc import Pc
+from molink.sim.pc import SimPc
 from molink.sim.profiles import MBPS, LinkProfile, load_device
 from molink.sim.ring import SimRing
 from molink.sim.roofline import memory_for_stages
 from molink.sim.scenario import Scenario
-from molink.sim.swarm_plan import Described, candidate
+from molink.sim.swarm_plan import ModelDescription, make_candidate
 from molink.sim.uplink import Uplink
 from molink.sim.workload import Workload
-from molink.swarm.controller.pipelines import RETIREMENT
-from molink.swarm.controller.planner import DEBOUNCE, LOSS_DEBOUNCE, REVIEW
+from molink.swarm.controller.pipelines import SWITCH_OVER_DELAY
+from molink.swarm.controller.planner import DEBOUNCE, LOSS_DEBOUNCE, REVIEW_INTERVAL
 from molink.swarm.placement.links import Links
-from molink.swarm.placement.paces import Paces, measured_rate
-from molink.swarm.placement.placement import Placement, place
+from molink.swarm.placement.paces import ReadRates, measured_rate
+from molink.swarm.placement.placement import Placement, place_model
 from tools.evening.story import Event, Leave, LinkChange, PaceChange, Return
 
 #: Between two looks of a PC at its links and its pace, in seconds.
@@ -62,18 +62,18 @@ class _Epoch:
     ring: SimRing
 
     @property
-    def head(self) -> Head:
-        return self.ring.head
+    def scheduler(self) -> Scheduler:
+        return self.ring.scheduler
 
-    def pump(self) -> None:
-        self.ring.pump()
+    def issue_batches(self) -> None:
+        self.ring.issue_batches()
 
 
 @dataclass
 class Evening:
     """Plays ``events`` to a swarm of a PC for each of ``devices``, which serves ``plan``."""
 
-    model: Described
+    model: ModelDescription
     devices: Sequence[str]
     link: LinkProfile
     choice: Choice
@@ -83,18 +83,18 @@ class Evening:
     log: list[tuple[float, Layout]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.agenda = Agenda()
+        self.agenda = EventQueue()
         self.clients = Clients(self.agenda, self.plan, self._choose)
         count = len(self.devices)
         self._names = [f"pc{index}" for index in range(count)]
-        self._pcs = [Pc(Uplink(self.link.rate, self.link.queue)) for _ in range(count)]
+        self._pcs = [SimPc(Uplink(self.link.rate, self.link.queue)) for _ in range(count)]
         self._candidates = [
-            candidate(peer, device) for peer, device in zip(self._names, self.devices, strict=True)
+            make_candidate(peer, device) for peer, device in zip(self._names, self.devices, strict=True)
         ]
-        self._links, self._paces = Links(), Paces()
+        self._links, self._paces = Links(), ReadRates()
         for by in self._names:
             for to in self._names:
-                self._links.measured(by, to, self.link.latency, self.link.rate)
+                self._links.record_measurement(by, to, self.link.latency, self.link.rate)
         self._epoch: _Epoch | None = None
         self._epochs = 0
         #: The last change counts of those that are being made.
@@ -108,7 +108,7 @@ class Evening:
         self._place()
         self.clients.start()
         for event in self.events:
-            self.agenda.at(event.at, self._happen, event)
+            self.agenda.schedule_at(event.at, self._happen, event)
         if self.choice.follows:
             self._look()
             self._review()
@@ -122,24 +122,24 @@ class Evening:
             case LinkChange(mbps=mbps):
                 pc.uplink.rate = mbps * MBPS * self.link.efficiency
             case PaceChange(factor=factor):
-                pc.slowed = factor
+                pc.slowdown = factor
             case Leave():
-                pc.there = False
+                pc.is_present = False
                 peer = self._names[event.peer]
-                self._links.forget(peer)
-                self._paces.forget(peer)
+                self._links.drop_peer(peer)
+                self._paces.drop_peer(peer)
                 if self._epoch is not None and pc in self._epoch.ring.pcs:
                     self._end(self._epoch, _NOTICED)
                     self._epoch = None
-                    self.agenda.at(now + _RECOVERY, self._place)
+                    self.agenda.schedule_at(now + _RECOVERY, self._place)
                 else:
-                    self.agenda.at(now + LOSS_DEBOUNCE, self._place)
+                    self.agenda.schedule_at(now + LOSS_DEBOUNCE, self._place)
             case Return():
-                pc.there = True
+                pc.is_present = True
                 peer = self._names[event.peer]
                 for other in self._names:
-                    self._links.measured(peer, other, self.link.latency, None)
-                self.agenda.at(now + DEBOUNCE, self._place)
+                    self._links.record_measurement(peer, other, self.link.latency, None)
+                self.agenda.schedule_at(now + DEBOUNCE, self._place)
 
     # --- what the coordinator decides ------------------------------------------------------------
 
@@ -151,34 +151,34 @@ class Evening:
             for stage, facts in enumerate(epoch.ring.links):
                 to = peers[(stage + 1) % len(peers)]
                 if facts.rate is not None:
-                    self._links.measured(peers[stage], to, None, facts.rate)
+                    self._links.record_measurement(peers[stage], to, None, facts.rate)
             for stage, peer in enumerate(peers):
-                pace = epoch.ring.stats(stage)[1]["stage_decode_pace"]
+                pace = epoch.ring.stage_stats(stage)[1]["stage_decode_pace"]
                 if pace > 0:
-                    self._paces.told(peer, pace, now)
-        self.agenda.at(now + _LOOK, self._look)
+                    self._paces.record_slowdown(peer, pace, now)
+        self.agenda.schedule_at(now + _LOOK, self._look)
 
     def _review(self) -> None:
         now = self.agenda.now
-        self._paces.look(now)
-        if now >= self._review_at and (self._links.news or self._paces.news):
+        self._paces.expire_slowdowns(now)
+        if now >= self._review_at and (self._links.has_changed or self._paces.has_changed):
             self._place()
-        self.agenda.at(now + _REVIEW_EVERY, self._review)
+        self.agenda.schedule_at(now + _REVIEW_EVERY, self._review)
 
     def _place(self) -> None:
         """Place the model by what is known, and go over to that."""
         now, epoch = self.agenda.now, self._epoch
-        self._review_at = now + REVIEW
+        self._review_at = now + REVIEW_INTERVAL
         there = [
             one
             for index, (one, pc) in enumerate(zip(self._candidates, self._pcs, strict=True))
-            if pc.there and index not in self.choice.without
+            if pc.is_present and index not in self.choice.without
         ]
-        known = self._paces.applied(there) if self.choice.follows else tuple(there)
-        self._links.placed()
-        self._paces.placed(known)
+        known = self._paces.apply_rates(there) if self.choice.follows else tuple(there)
+        self._links.mark_placed()
+        self._paces.mark_placed(known)
         serving = epoch.layout if epoch is not None and self.choice.follows else ()
-        found = place(self.model.facts, known, links=self._links, serving=serving)
+        found = place_model(self.model.facts, known, links=self._links, serving=serving)
         if not isinstance(found, Placement):
             return  # what waits, waits until somebody is back
         layout = tuple((stage.peer, stage.layers) for stage in found.stages)
@@ -188,11 +188,11 @@ class Evening:
         if epoch is None:
             self._take_over(layout, self._changes)
         elif self._has_room(layout, epoch.layout):
-            self.agenda.at(now + _LOADED, self._take_over, layout, self._changes)
+            self.agenda.schedule_at(now + _LOADED, self._take_over, layout, self._changes)
         else:
             self._end(epoch, 0.0)
             self._epoch = None
-            self.agenda.at(now + _LOADED, self._take_over, layout, self._changes)
+            self.agenda.schedule_at(now + _LOADED, self._take_over, layout, self._changes)
 
     def _has_room(self, new: Layout, old: Layout) -> bool:
         """Whether who is in both rings can hold both stages."""
@@ -209,7 +209,7 @@ class Evening:
     def _take_over(self, layout: Layout, change: int) -> None:
         """A ring of that layout is there: it takes the requests."""
         pcs = [self._pcs[self._names.index(peer)] for peer, _ in layout]
-        if change != self._changes or not all(pc.there for pc in pcs):
+        if change != self._changes or not all(pc.is_present for pc in pcs):
             return
         self._epochs += 1
         blueprint = self._blueprint(layout, pcs)
@@ -223,12 +223,12 @@ class Evening:
         for (peer, layers), profile in zip(layout, blueprint.profiles, strict=True):
             one = self._candidates[self._names.index(peer)]
             rate = measured_rate(self.model.facts, one, setup, layers, profile.decode_s(1))
-            self._paces.loaded(peer, (layers, profile, 1), rate)
+            self._paces.record_profile(peer, (layers, profile, 1), rate)
         if old is not None:
-            self.agenda.at(self.agenda.now + RETIREMENT, self._end, old, 0.0)
-        self.clients.resend(self.clients.waiting)
+            self.agenda.schedule_at(self.agenda.now + SWITCH_OVER_DELAY, self._end, old, 0.0)
+        self.clients.resend_requests(self.clients.waiting_keys)
 
-    def _blueprint(self, layout: Layout, pcs: Sequence[Pc]) -> Blueprint:
+    def _blueprint(self, layout: Layout, pcs: Sequence[SimPc]) -> RingTemplate:
         """A stage that is loaded measures its steps as they are then."""
         names = [self.devices[self._names.index(peer)] for peer, _ in layout]
         scenario = Scenario(
@@ -238,22 +238,22 @@ class Evening:
             link=replace(self.link, handling_ms=1000 * HANDLING_S),
             policy=self.choice.policy,
             micro_batches=self.choice.micro_batches,
-            chunk_tokens=self.choice.chunk,
+            max_num_batched_tokens=self.choice.chunk,
             devices=tuple(names),
             layers=tuple(last - first for _, (first, last) in layout),
             shape=self.model.shape,
         )
-        blueprint = Blueprint.of(scenario)
+        blueprint = RingTemplate.from_scenario(scenario)
         profiles = zip(blueprint.profiles, pcs, strict=True)
         return replace(
-            blueprint, profiles=tuple(profile.scaled(pc.slowed) for profile, pc in profiles)
+            blueprint, profiles=tuple(profile.scale_by(pc.slowdown) for profile, pc in profiles)
         )
 
     def _end(self, epoch: _Epoch, after: float) -> None:
         """A ring is over; ``after`` so many seconds its requests are sent again."""
         epoch.ring.close()
-        keys = self.clients.forsake(epoch)
-        self.agenda.at(self.agenda.now + after, partial(self.clients.resend, keys))
+        keys = self.clients.detach_ring(epoch)
+        self.agenda.schedule_at(self.agenda.now + after, partial(self.clients.resend_requests, keys))
 
     def _broken(self, stage: int, reason: str) -> None:
         self.trouble = f"stage {stage}: {reason}"

@@ -20,9 +20,9 @@ from molink.facts.dtypes import WeightDType
 from molink.facts.profile import Profile
 from molink.sim.profiles import load_device, load_model
 from molink.sim.roofline import Roofline
-from molink.wire.messages.pipe import Start
-from molinkd.worker.daemon_pipe import leave
-from molinkd.worker.engine import Engine, HandOver, StageConfig
+from molink.wire.messages.pipe import LoadStage
+from molinkd.worker.daemon_pipe import exit_process
+from molinkd.worker.engine import StageEngine, HandOver, StageConfig
 from molinkd.worker.request_table import RequestTable
 from tools.emulation.activations import Activations
 from tools.emulation.executor import EmulatedExecutor
@@ -85,7 +85,7 @@ class EveningStage:
         return self.computer.slowed()
 
     @property
-    def travel_dtype(self) -> WeightDType:
+    def wire_dtype(self) -> WeightDType:
         """Of rows on their way."""
         return DTYPE
 
@@ -98,15 +98,15 @@ class EveningStage:
         """As small as can be: KV is not what is looked at."""
         return block_size
 
-    def allocate(self, blocks: int, block_size: int) -> None:
+    def allocate_kv_pool(self, blocks: int, block_size: int) -> None:
         """Nothing is kept."""
 
-    def open_host(self, nbytes: int, stages_here: int) -> tuple[int, float]:
+    def open_host_pool(self, nbytes: int, stages_here: int) -> tuple[int, float]:
         """Nor in host memory: who gives way is computed anew."""
         return 0, 0.0
 
 
-def load(computer: Computer, start: Start) -> Engine:
+def load(computer: Computer, start: LoadStage) -> StageEngine:
     """What takes the place of a loaded model."""
     config = ModelFolder.open(Path(start.model_dir), start.layers).config
     first, last = start.layers
@@ -118,7 +118,7 @@ def load(computer: Computer, start: Start) -> Engine:
     def executor(_: RequestTable, hand_over: HandOver) -> EmulatedExecutor:
         return EmulatedExecutor(stage, rows, hand_over)
 
-    return Engine(stage, measured(roofline.profile(), computer.slowed()), executor)
+    return StageEngine(stage, measured(roofline.make_profile(), computer.slowed()), executor)
 
 
 def measured(cool: Profile, times: float) -> Profile:
@@ -136,4 +136,4 @@ def measured(cool: Profile, times: float) -> Profile:
 if __name__ == "__main__":
     code = run(partial(load, read_computer(Path(sys.argv[1]))))
     logging.shutdown()
-    leave(code)
+    exit_process(code)

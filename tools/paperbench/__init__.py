@@ -1,1 +1,1 @@
-"""The MoLink paper's evaluation (Tables 2 to 5), simulated and on real processes and links."""
+"""The MoLinkPolicy paper's evaluation (Tables 2 to 5), simulated and on real processes and links."""

@@ -15,7 +15,7 @@ from molink.bench.report import Summary
 from molink.bench.sample import Sample
 from molink.bench.trace import read_trace
 from molink.errors import UsageError, WorkerError
-from molink.sim.pipeline import Pipeline
+from molink.sim.pipeline import SimPipeline
 from molink.sim.workload import Workload
 from tools.emulation.activations import BUNDLED, make_recording, source_of
 from tools.emulation.drive import Driven, Spec
@@ -166,7 +166,7 @@ def _run(plan: RigPlan, setting: Setting, congestion: str, system: Variant, seed
                 unpaired=system.unpaired,
             ),
             tuple(hosts),
-            tuple(workload.plan()),
+            tuple(workload.plan_requests()),
             until,
             seed,
         )
@@ -191,12 +191,12 @@ def _simulated(
 ) -> Sequence[Sample]:
     """The same requests under the same congestion control in virtual time, cut off alike."""
     scenario = make_scenario(workload, setting, system, congestion, HANDLING_MS)
-    pipeline = Pipeline(scenario, workload.plan())
+    pipeline = SimPipeline(scenario, workload.plan_requests())
     pipeline.run(until)
-    if pipeline.trouble:
-        raise WorkerError(f"the simulation failed: {pipeline.trouble}")
-    samples = pipeline.clients.samples(0.0)
-    return [replace(sample, error=None if sample.texts else "none") for sample in samples]
+    if pipeline.failure:
+        raise WorkerError(f"the simulation failed: {pipeline.failure}")
+    samples = pipeline.clients.collect_samples(0.0)
+    return [replace(sample, error=None if sample.piece_times else "none") for sample in samples]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,15 +213,15 @@ class Figures:
     @classmethod
     def of(cls, samples: Sequence[Sample], since: float) -> "Figures":
         """Those of the requests that were sent from ``since`` on."""
-        counted = [sample for sample in samples if sample.sent >= since]
-        done = [sample for sample in counted if sample.texts]
+        counted = [sample for sample in samples if sample.sent_at >= since]
+        done = [sample for sample in counted if sample.piece_times]
         return cls(
             len(counted),
             len(done),
             sum(sample.output_tokens for sample in done),
-            Summary.of(sample.ttft for sample in done),
-            Summary.of(sample.tpot for sample in done if sample.tpot is not None),
-            Summary.of(gap for sample in done for gap in sample.itl),
+            Summary.from_values(sample.ttft for sample in done),
+            Summary.from_values(sample.tpot for sample in done if sample.tpot is not None),
+            Summary.from_values(gap for sample in done for gap in sample.itl),
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from molink.bench.trace import TraceRow
 from molink.errors import UsageError
-from molink.sim.simulate import simulate
+from molink.sim.simulate import simulate_scenario
 from tools.paperbench.published import TABLE_2, Setting, settings
 from tools.paperbench.variants import ABLATION, ALWAYS, VARIANTS, Variant
 from tools.paperbench.workload import make_scenario, make_workload
@@ -107,14 +107,14 @@ def run_simulations(plan: SimPlan, say: Callable[[str], None]) -> dict[str, Any]
 
 def _task(plan: SimPlan, setting: Setting, variant: Variant, seed: int) -> _Task:
     times = plan.times(setting)
-    rows = make_workload(plan.trace, setting, *times, seed).rows
+    rows = make_workload(plan.trace, setting, *times, seed).trace_rows
     return _Task(setting, variant, rows, *times, seed)
 
 
 def _simulate(task: _Task) -> dict[str, Any]:
     workload = make_workload(task.trace, task.setting, task.warmup, task.duration, task.seed)
     began = time.process_time()
-    outcome = simulate(make_scenario(workload, task.setting, task.variant)).as_json()
+    outcome = simulate_scenario(make_scenario(workload, task.setting, task.variant)).as_json()
     return outcome | {"cpu_s": time.process_time() - began}
 
 

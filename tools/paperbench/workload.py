@@ -57,7 +57,7 @@ def make_workload(
         setting.rate,
         duration,
         warmup,
-        rows=tuple(fitting[::step]),
+        trace_rows=tuple(fitting[::step]),
         seed=seed,
         max_prompt=MAX_PROMPT,
         max_output=MAX_OUTPUT,
@@ -86,5 +86,5 @@ def make_scenario(
         variant.micro_batches,
         variant.tensors,
         variant.chunk_tokens,
-        unpaired=variant.unpaired,
+        prefill_only_batches=variant.unpaired,
     )

@@ -11,7 +11,7 @@ from molink.bench.planned import PlannedRequest
 from molink.bench.runner import run_plan
 from molink.bench.sample import Sample
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import demo_model
+from molink.checkpoint.source import find_demo_model
 from molink.sim.profiles import LinkProfile, ModelProfile
 from molink.sim.scenario import Scenario
 from tools.scheduling.requests import Plan
@@ -58,10 +58,10 @@ def mean(samples: list[Sample]) -> float:
 
 async def _served(policy: str, plan: Plan) -> list[Sample]:
     settings = {"MOLINK_MAX_RUNNING": str(PLACES), "MOLINK_SCHEDULING_POLICY": policy}
-    with molink_swarm(demo_model().path, STAGES, settings=settings) as url:
+    with molink_swarm(find_demo_model().path, STAGES, settings=settings) as url:
         clock = MonotonicClock()
         async with BenchClient(BenchTarget(url, "completions"), clock) as client:
-            await client.prepare()
+            await client.calibrate_prompts()
             done = await run_plan(plan, client.send, concurrency=len(plan), clock=clock)
     failed = [sample.error for sample in done.samples if sample.error is not None]
     if failed:
@@ -71,7 +71,7 @@ async def _served(policy: str, plan: Plan) -> list[Sample]:
 
 def simulated(policy: str) -> Scenario:
     """The same ring, of a PC like any."""
-    facts = ModelFolder.open(demo_model().path).config
+    facts = ModelFolder.open(find_demo_model().path).config
     shape = ModelProfile(
         "demo",
         "config.json",
@@ -89,7 +89,7 @@ def simulated(policy: str) -> Scenario:
         "cpu-8core",
         "demo",
         LinkProfile(bandwidth_mbps=1000, latency_ms=0.1),
-        max_running=PLACES,
+        max_num_seqs=PLACES,
         scheduling_policy=policy,
         shape=shape,
     )

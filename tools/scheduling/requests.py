@@ -90,8 +90,8 @@ def draw_means(draw: Draw) -> tuple[float, float]:
 def after_others(draw: Draw, plan: Plan, rate: float, seed: int) -> tuple[Plan, float]:
     """``plan`` behind :data:`EARLIER` requests at ``rate``, and when it begins."""
     earlier = poisson(draw, rate, 2 * EARLIER / rate, seed + 1000)[:EARLIER]
-    begins = earlier[-1].at + 1 / rate
+    begins = earlier[-1].arrival_s + 1 / rate
     later = [
-        replace(request, index=EARLIER + request.index, at=begins + request.at) for request in plan
+        replace(request, index=EARLIER + request.index, arrival_s=begins + request.arrival_s) for request in plan
     ]
     return [*earlier, *later], begins

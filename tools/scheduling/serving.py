@@ -8,11 +8,11 @@ from molink.bench.report import percentile
 from molink.bench.sample import Sample
 from molink.facts.preemption import PREEMPTION_MODES
 from molink.facts.profile import MAX_CHUNK_ROWS
-from molink.sim.blueprint import BLOCK_SIZE, Blueprint
-from molink.sim.pipeline import Pipeline
+from molink.sim.blueprint import BLOCK_SIZE, RingTemplate
+from molink.sim.pipeline import SimPipeline
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
-from molink.sim.simulate import no_collector
+from molink.sim.simulate import disable_gc
 from molink.sim.workload import Workload
 from tools.scheduling.requests import (
     EARLIER_LOAD,
@@ -68,19 +68,19 @@ class _Counts:
     rows: int = 0
 
     @classmethod
-    def of(cls, pipeline: Pipeline) -> "_Counts":
+    def of(cls, pipeline: SimPipeline) -> "_Counts":
         return cls(
-            pipeline.preemptions,
-            pipeline.swaps[0],
+            pipeline.num_preemptions,
+            pipeline.swap_counts[0],
             max(pipeline.waited_s),
             max(pipeline.computed_s),
-            pipeline.prefill_rows,
+            pipeline.num_prefill_rows,
         )
 
 
 def serve(
     scenario: Scenario, plan: Plan, since: float = 0.0
-) -> tuple[list[Sample], _Counts, Pipeline]:
+) -> tuple[list[Sample], _Counts, SimPipeline]:
     """Every request to its end, however late.
 
     Returns:
@@ -88,15 +88,15 @@ def serve(
     """
     if scenario.scheduling_policy == _KNOWS_ANSWERS:
         plan = [replace(request, max_tokens=0) for request in plan]
-    pipeline, before = Pipeline(scenario, plan), [_Counts()]
+    pipeline, before = SimPipeline(scenario, plan), [_Counts()]
     if since:
-        pipeline.agenda.at(since, lambda: before.append(_Counts.of(pipeline)))
-    with no_collector():
+        pipeline.event_queue.schedule_at(since, lambda: before.append(_Counts.of(pipeline)))
+    with disable_gc():
         pipeline.run(1e6)
-    samples = pipeline.clients.samples(since)
+    samples = pipeline.clients.collect_samples(since)
     failed = [sample.error for sample in samples if sample.error is not None]
-    if pipeline.trouble or failed:
-        raise SystemExit(f"{scenario.scheduling_policy}: {pipeline.trouble or failed[0]}")
+    if pipeline.failure or failed:
+        raise SystemExit(f"{scenario.scheduling_policy}: {pipeline.failure or failed[0]}")
     return samples, before[-1], pipeline
 
 
@@ -107,7 +107,7 @@ def run(scenario: Scenario, plan: Plan, since: float = 0.0) -> Run:
     tokens = sorted(sample.latency / sample.output_tokens for sample in samples)
     ttft = sorted(sample.ttft for sample in samples)
     latency = sum(sample.latency for sample in samples)
-    gaps = [[b - a for a, b in pairwise(sample.texts)] for sample in samples]
+    gaps = [[b - a for a, b in pairwise(sample.piece_times)] for sample in samples]
     longest = sorted(max(each, default=0.0) for each in gaps)
     return Run(
         sum(tokens) / len(tokens),
@@ -117,7 +117,7 @@ def run(scenario: Scenario, plan: Plan, since: float = 0.0) -> Run:
         done.preemptions - before.preemptions,
         done.swaps - before.swaps,
         done.waited_s - before.waited_s,
-        max(sample.finished for sample in samples) - samples[0].sent,
+        max(sample.finished_at for sample in samples) - samples[0].sent_at,
         done.busy_s - before.busy_s,
         len(samples),
         sum(ttft) / latency,
@@ -144,7 +144,7 @@ def ring(options: argparse.Namespace, side: str = "fcfs") -> Scenario:
     policy, _, mode = side.partition(":")
     link = LinkProfile(bandwidth_mbps=1000, latency_ms=0.5)
     stages, device, model = options.stages, options.device, options.model
-    scenario = Scenario(NO_WORKLOAD, stages, device, model, link, max_running=256)
+    scenario = Scenario(NO_WORKLOAD, stages, device, model, link, max_num_seqs=256)
     scenario = replace(scenario, scheduling_policy=policy, swap_gb=options.swap_gb)
     if not mode:
         return scenario
@@ -173,9 +173,9 @@ def ring_name(options: argparse.Namespace) -> str:
 
 def capacity_of(scenario: Scenario, prompt: float, output: float) -> float:
     """Requests/s of these sizes that a ring of one stage could serve, about: memory always full."""
-    blueprint = Blueprint.of(scenario)
+    blueprint = RingTemplate.from_scenario(scenario)
     (stage,) = blueprint.profiles
     context = prompt + output / 2
-    streams = int(blueprint.blocks * BLOCK_SIZE / context)
+    streams = int(blueprint.num_blocks * BLOCK_SIZE / context)
     chunk = stage.prefill_s(MAX_CHUNK_ROWS) / MAX_CHUNK_ROWS
     return 1 / (prompt * chunk + output * stage.decode_s(streams, context) / streams)

@@ -58,9 +58,9 @@ async def complete(
                 if pieces is not None:
                     pieces.append(piece)
     return Sample(
-        sent=sent,
-        texts=tuple(texts),
-        finished=time.perf_counter(),
+        sent_at=sent,
+        piece_times=tuple(texts),
+        finished_at=time.perf_counter(),
         input_tokens=usage.get("prompt_tokens", 0),
         output_tokens=usage.get("completion_tokens", len(texts)),
     )
@@ -87,12 +87,12 @@ def complete_round(
 def aggregate_rate(samples: Sequence[Sample]) -> float:
     """Output tokens/s of requests that were sent together: all tokens by the whole time."""
     tokens = sum(sample.output_tokens for sample in samples)
-    begin, end = min(s.sent for s in samples), max(s.finished for s in samples)
+    begin, end = min(s.sent_at for s in samples), max(s.finished_at for s in samples)
     return tokens / (end - begin)
 
 
 def decode_rate(samples: Sequence[Sample]) -> float:
     """Output tokens/s while all of them decode: from the last first token to the first end."""
-    begin, end = max(s.first for s in samples), min(s.finished for s in samples)
-    tokens = sum(1 for s in samples for at in s.texts if begin < at <= end)
+    begin, end = max(s.first_at for s in samples), min(s.finished_at for s in samples)
+    tokens = sum(1 for s in samples for at in s.piece_times if begin < at <= end)
     return tokens / (end - begin)

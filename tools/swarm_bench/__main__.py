@@ -30,7 +30,7 @@ import msgspec
 import psutil
 
 from molinkd.peer.home import Home
-from molinkd.peer.launch import Invitation, Launch, Listening, ModelReady
+from molinkd.peer.launch import InvitationCreatedEvent, Launch, DaemonStartedEvent, ModelReadinessChangedEvent
 from molinkd.peer.settings import Settings
 from tools.emulation.model import Emulation
 from tools.swarm_bench.host import Order, Said
@@ -141,10 +141,10 @@ class Bench:
             token = ""
             while not token:
                 event = self._next().event
-                token = event.token if isinstance(event, Invitation) else ""
+                token = event.token if isinstance(event, InvitationCreatedEvent) else ""
             shares = list(self._shares(homes))
             for number, home in enumerate(homes[1:], 1):
-                Home(home).create()
+                Home(home).create_folders()
                 shutil.copy(Home(homes[0]).device, Home(home).device)
                 host = next(index for index, share in enumerate(shares) if home in share)
                 hosts[host].start([self._launch(home, homes, token)])
@@ -167,15 +167,15 @@ class Bench:
         settings = Settings(
             name=home.name,
             host="127.0.0.1",
-            endpoint_port=0,
+            api_port=0,
             coordinator_port=0,
             control_port=self._ports.get(str(home), 0),
             worker_ports=(0, 0),
             discovery=False,
-            spare_worker=False,
-            copies=False,
+            standby_worker=False,
+            replicate_models=False,
             keep_awake=False,
-            stages_here=min(64, len(homes)),
+            stages_per_host=min(64, len(homes)),
             device="cpu",
             min_peers=len(homes),
             min_stages=16,
@@ -187,14 +187,14 @@ class Bench:
 
     def _next(self) -> Said:
         said = self._said.get(timeout=_START_S)
-        if isinstance(said.event, Listening):
+        if isinstance(said.event, DaemonStartedEvent):
             self._ports[said.home] = said.event.control_port
         return said
 
     def _until_listening(self, home: Path) -> None:
         while True:
             said = self._next()
-            if said.home == str(home) and isinstance(said.event, Listening):
+            if said.home == str(home) and isinstance(said.event, DaemonStartedEvent):
                 return
 
     def _until_ready(self, homes: list[Path]) -> float:
@@ -202,7 +202,7 @@ class Bench:
         ready: dict[str, float] = {}
         while len(ready) < len(homes):
             said = self._next()
-            if isinstance(said.event, ModelReady):
+            if isinstance(said.event, ModelReadinessChangedEvent):
                 if said.event.ready:
                     ready[said.home] = said.at
                 else:

@@ -1,7 +1,7 @@
 """``python -m tools.swarm_bench.host EMULATION``: several daemons in one process.
 
 It starts those of each :class:`Order` on its standard input, prints each of their events as
-:class:`Said`, and ends all at the end of its input. Their stages are emulated: real processes and
+:class:`JoinerMessageReceivedEvent`, and ends all at the end of its input. Their stages are emulated: real processes and
 sockets that compute nothing.
 """
 
@@ -18,9 +18,9 @@ from molink.errors import MolinkError
 from molink.wire.sockets.loop import EventLoop
 from molinkd.descriptors import raise_descriptor_limit
 from molinkd.peer.agent import assignments
-from molinkd.peer.agent.supervisor import Supervisor
+from molinkd.peer.agent.supervisor import WorkerSupervisor
 from molinkd.peer.daemon import Daemon
-from molinkd.peer.launch import AnyEvent, Launch
+from molinkd.peer.launch import AnyDaemonEvent, Launch
 
 _PRINTING = threading.Lock()
 
@@ -36,10 +36,10 @@ class Said(msgspec.Struct, frozen=True):
 
     home: str
     at: float
-    event: AnyEvent
+    event: AnyDaemonEvent
 
 
-def _say(home: str, event: AnyEvent) -> None:
+def _say(home: str, event: AnyDaemonEvent) -> None:
     line = msgspec.json.encode(Said(home, time.monotonic(), event))
     with _PRINTING:
         sys.stdout.buffer.write(line + b"\n")
@@ -79,7 +79,7 @@ def main() -> None:
     """Run the daemons that are asked for."""
     raise_descriptor_limit()
     worker = (sys.executable, "-m", "tools.emulation.worker", sys.argv[1])
-    assignments.Supervisor = partial(Supervisor, command=worker)  # type: ignore[assignment, misc]
+    assignments.WorkerSupervisor = partial(WorkerSupervisor, command=worker)  # type: ignore[assignment, misc]
     with asyncio.Runner(loop_factory=EventLoop) as runner:
         runner.run(_run())
 

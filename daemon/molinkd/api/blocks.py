@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from molink.text.calls.base import CallArguments, CallBegin, CallEnd, Part, Text, Thought
+from molink.text.calls.base import ToolCallArguments, ToolCallBegin, ToolCallEnd, AnswerPart, TextDelta, ReasoningDelta
 from molinkd.api.choice import TextPiece, TokenLogprob
 
 BlockKind = Literal["text", "thought", "call"]
 
 
 @dataclass(slots=True)
-class Block:
+class ContentBlock:
     """One of an answer's blocks, as far as it has come.
 
     ``index`` counts them from 0, ``name`` is of a call, ``logprobs`` are of a text's tokens.
@@ -23,7 +23,7 @@ class Block:
     index: int
     name: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    ended: bool = False
+    has_ended: bool = False
     texts: list[str] = field(default_factory=list)
 
     @property
@@ -45,105 +45,105 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockBegun:
+class BlockStartedEvent:
     """``block`` begins, empty."""
 
-    block: Block
+    block: ContentBlock
 
 
 @dataclass(frozen=True, slots=True)
-class BlockGrown:
+class BlockGrownEvent:
     """``block`` has got ``text`` more."""
 
-    block: Block
+    block: ContentBlock
     text: str
     logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class BlockEnded:
+class BlockEndedEvent:
     """No more comes of ``block``."""
 
-    block: Block
+    block: ContentBlock
 
 
-Step = BlockBegun | BlockGrown | BlockEnded
+BlockEvent = BlockStartedEvent | BlockGrownEvent | BlockEndedEvent
 
 
 class BlockReader:
     """Sans-IO: an answer's pieces in, what they do to its blocks out. An answer has a block."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        self._steps: list[Step] = []
+        self.blocks: list[ContentBlock] = []
+        self._events: list[BlockEvent] = []
 
-    def push(self, piece: TextPiece) -> list[Step]:
+    def push_piece(self, piece: TextPiece) -> list[BlockEvent]:
         """What ``piece`` adds; its logprobs go with a text."""
         logprobs = piece.logprobs
-        for part in parts_of(piece):
+        for part in piece_parts(piece):
             match part:
-                case Text(text):
-                    self._grow("text", text, logprobs)
+                case TextDelta(text):
+                    self._append_text("text", text, logprobs)
                     logprobs = ()
-                case Thought(text):
-                    self._grow("thought", text)
-                case CallBegin(_, name):
-                    self._begin("call", name)
-                case CallArguments(_, text):
-                    self._grow("call", text)
-                case CallEnd():
-                    self._end()
-        if logprobs and (not self.blocks or self._open("text")):
-            self._grow("text", "", logprobs)
-        return self._take()
+                case ReasoningDelta(text):
+                    self._append_text("thought", text)
+                case ToolCallBegin(_, name):
+                    self._start_block("call", name)
+                case ToolCallArguments(_, text):
+                    self._append_text("call", text)
+                case ToolCallEnd():
+                    self._end_block()
+        if logprobs and (not self.blocks or self._is_open("text")):
+            self._append_text("text", "", logprobs)
+        return self._pop_events()
 
-    def finish(self) -> list[Step]:
+    def finish_blocks(self) -> list[BlockEvent]:
         """The end of an answer."""
         if not self.blocks:
-            self._begin("text")
-        self._end()
-        return self._take()
+            self._start_block("text")
+        self._end_block()
+        return self._pop_events()
 
-    def _open(self, kind: BlockKind) -> bool:
-        return bool(self.blocks) and not self.blocks[-1].ended and self.blocks[-1].kind == kind
+    def _is_open(self, kind: BlockKind) -> bool:
+        return bool(self.blocks) and not self.blocks[-1].has_ended and self.blocks[-1].kind == kind
 
-    def _begin(self, kind: BlockKind, name: str = "") -> None:
-        self._end()
-        self.blocks.append(Block(kind, len(self.blocks), name))
-        self._steps.append(BlockBegun(self.blocks[-1]))
+    def _start_block(self, kind: BlockKind, name: str = "") -> None:
+        self._end_block()
+        self.blocks.append(ContentBlock(kind, len(self.blocks), name))
+        self._events.append(BlockStartedEvent(self.blocks[-1]))
 
-    def _grow(self, kind: BlockKind, text: str, logprobs: Sequence[TokenLogprob] = ()) -> None:
-        if not self._open(kind):
-            self._begin(kind)
+    def _append_text(self, kind: BlockKind, text: str, logprobs: Sequence[TokenLogprob] = ()) -> None:
+        if not self._is_open(kind):
+            self._start_block(kind)
         block = self.blocks[-1]
         block.texts.append(text)
         block.logprobs += logprobs
-        self._steps.append(BlockGrown(block, text, logprobs))
+        self._events.append(BlockGrownEvent(block, text, logprobs))
 
-    def _end(self) -> None:
-        if self.blocks and not self.blocks[-1].ended:
-            self.blocks[-1].ended = True
-            self._steps.append(BlockEnded(self.blocks[-1]))
+    def _end_block(self) -> None:
+        if self.blocks and not self.blocks[-1].has_ended:
+            self.blocks[-1].has_ended = True
+            self._events.append(BlockEndedEvent(self.blocks[-1]))
 
-    def _take(self) -> list[Step]:
-        steps, self._steps = self._steps, []
-        return steps
+    def _pop_events(self) -> list[BlockEvent]:
+        events, self._events = self._events, []
+        return events
 
 
-def blocks_of(pieces: Iterable[TextPiece]) -> list[Block]:
+def read_blocks(pieces: Iterable[TextPiece]) -> list[ContentBlock]:
     """The blocks of a whole answer."""
     reader = BlockReader()
     for piece in pieces:
-        reader.push(piece)
-    reader.finish()
+        reader.push_piece(piece)
+    reader.finish_blocks()
     return reader.blocks
 
 
-def parts_of(piece: TextPiece) -> Sequence[Part]:
+def piece_parts(piece: TextPiece) -> Sequence[AnswerPart]:
     """The parts of a piece, also of one that is content only."""
-    return piece.parts or ((Text(piece.text),) if piece.text else ())
+    return piece.parts or ((TextDelta(piece.text),) if piece.text else ())
 
 
-def text_in(blocks: Iterable[Block], kind: BlockKind) -> str:
+def text_of_kind(blocks: Iterable[ContentBlock], kind: BlockKind) -> str:
     """What all blocks of ``kind`` say."""
     return "".join(block.text for block in blocks if block.kind == kind)

@@ -9,7 +9,7 @@ from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.problem import Problem, ProblemError
 
 
-class Bodies:
+class BodyReader:
     """Reads bodies. Each has to come at some pace, and only so many may be under way at once.
 
     What is late most goes first where there are too many: a client that sends on purpose a byte
@@ -21,7 +21,7 @@ class Bodies:
         #: One for each body that has not arrived completely; its time is when that is too late.
         self._deadlines: set[asyncio.Timeout] = set()
 
-    async def read(self, request: web.Request) -> bytes:
+    async def read_body(self, request: web.Request) -> bytes:
         """The body of ``request``.
 
         Raises:
@@ -39,7 +39,7 @@ class Bodies:
         try:
             async with asyncio.timeout_at(begin) as deadline:
                 if not content.is_eof():
-                    self._admit(deadline)
+                    self._admit_body(deadline)
                 async for chunk in content.iter_any():
                     data += chunk
                     if len(data) > settings.max_body_bytes:
@@ -56,7 +56,7 @@ class Bodies:
             self._deadlines.discard(deadline)
         return bytes(data)
 
-    def shed(self) -> bool:
+    def drop_slowest(self) -> bool:
         """Give up the body that is late most; ``False`` if none is under way."""
         waiting = (deadline for deadline in self._deadlines if not deadline.expired())
         latest = min(waiting, key=lambda deadline: deadline.when() or 0.0, default=None)
@@ -66,9 +66,9 @@ class Bodies:
         latest.reschedule(asyncio.get_running_loop().time())
         return True
 
-    def _admit(self, deadline: asyncio.Timeout) -> None:
-        if len(self._deadlines) >= self._settings.max_bodies:
-            self.shed()
+    def _admit_body(self, deadline: asyncio.Timeout) -> None:
+        if len(self._deadlines) >= self._settings.max_concurrent_bodies:
+            self.drop_slowest()
         self._deadlines.add(deadline)
 
 

@@ -4,21 +4,21 @@ import asyncio
 from pathlib import Path
 
 from molink.errors import ModelNotFound, RequestError, Unavailable
-from molink.text.calls.create import FormatChoice
+from molink.text.calls.create import ToolCallParserChoice
 from molink.text.tokenizer import Tokenizer
 from molinkd.api.backend import Backend, ServedModel
-from molinkd.api.offer import Offer
+from molinkd.api.offer import LoadedModel
 
 
-class Catalogue:
+class ModelCatalog:
     """Finds models by name; a tokenizer is loaded when its model is first asked for."""
 
-    def __init__(self, backend: Backend, answer_format: FormatChoice = "auto") -> None:
+    def __init__(self, backend: Backend, tool_call_parser: ToolCallParserChoice = "auto") -> None:
         self._backend = backend
-        self._answer_format = answer_format
+        self._tool_call_parser = tool_call_parser
         self._loads: dict[Path, asyncio.Task[Tokenizer]] = {}
 
-    def find(self, name: str | None) -> ServedModel:
+    def find_model(self, name: str | None) -> ServedModel:
         """The model called ``name``; without a name, the only one that is served.
 
         Raises:
@@ -26,7 +26,7 @@ class Catalogue:
             RequestError: no name, and there is a choice.
             Unavailable: no model at all is served now.
         """
-        models = self._backend.models()
+        models = self._backend.list_models()
         if not models:
             raise Unavailable(
                 "no model is served here now: `molink status` says why, and `molink run MODEL` has "
@@ -43,8 +43,8 @@ class Catalogue:
         names = ", ".join(model.name for model in models)
         raise ModelNotFound(f"there is no model {name[:128]!r} here; available: {names}")
 
-    async def offer(self, name: str | None) -> Offer:
-        """The model called ``name`` (see :meth:`find`), ready to tokenize.
+    async def load_model(self, name: str | None) -> LoadedModel:
+        """The model called ``name`` (see :meth:`find_model`), ready to tokenize.
 
         Raises:
             RequestError: no name, and there is a choice.
@@ -52,16 +52,16 @@ class Catalogue:
             Unavailable: no model at all is served now.
             BrokenModel: its tokenizer can't be loaded.
         """
-        model = self.find(name)
-        return Offer(model, await self._tokenizer(model.folder), self._answer_format)
+        model = self.find_model(name)
+        return LoadedModel(model, await self._load_tokenizer(model.folder), self._tool_call_parser)
 
-    async def _tokenizer(self, folder: Path) -> Tokenizer:
+    async def _load_tokenizer(self, folder: Path) -> Tokenizer:
         load = self._loads.get(folder)
         if load is None:
-            served = {model.folder for model in self._backend.models()}
+            served = {model.folder for model in self._backend.list_models()}
             self._loads = {path: old for path, old in self._loads.items() if path in served}
             load = asyncio.create_task(asyncio.to_thread(Tokenizer.open, folder))
-            load.add_done_callback(_retrieve)
+            load.add_done_callback(_retrieve_exception)
             self._loads[folder] = load
         try:
             return await asyncio.shield(load)  # others may wait for it when this client leaves
@@ -71,7 +71,7 @@ class Catalogue:
             raise
 
 
-def _retrieve(load: asyncio.Task[Tokenizer]) -> None:
+def _retrieve_exception(load: asyncio.Task[Tokenizer]) -> None:
     """Take note of a failure, in case every client that waited for it has left."""
     if not load.cancelled():
         load.exception()

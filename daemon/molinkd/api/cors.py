@@ -23,11 +23,11 @@ class AllowedOrigins:
         """Raises :class:`UsageError` for what is none."""
         self._origins: set[str] = set()
         self._schemes: tuple[str, ...] = ()
-        self.any = False
+        self.allows_any = False
         for text in origins:
             origin = text.strip().lower().rstrip("/")
             if origin == "*":
-                self.any = True
+                self.allows_any = True
             elif match := _SCHEME.fullmatch(origin):
                 self._schemes += (match[1],)
             elif _ORIGIN.fullmatch(origin):
@@ -40,17 +40,17 @@ class AllowedOrigins:
 
     def __contains__(self, origin: str) -> bool:
         origin = origin.lower()
-        return self.any or origin in self._origins or origin.startswith(self._schemes)
+        return self.allows_any or origin in self._origins or origin.startswith(self._schemes)
 
-    def allowed(self, request: web.BaseRequest) -> str | None:
+    def match_origin(self, request: web.BaseRequest) -> str | None:
         """The origin of ``request`` if it is one of these; ``None`` if not, or it has none."""
         origins = request.headers.getall(hdrs.ORIGIN, [])
         return origins[0] if len(origins) == 1 and origins[0] in self else None
 
-    def preflight(self, request: web.Request) -> web.Response | None:
+    def preflight_response(self, request: web.Request) -> web.Response | None:
         """The answer to a browser that asks whether its page may; ``None`` if it doesn't ask."""
         method = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD)
-        if request.method != hdrs.METH_OPTIONS or method is None or not self.allowed(request):
+        if request.method != hdrs.METH_OPTIONS or method is None or not self.match_origin(request):
             return None
         asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
         headers: dict[str, str] = {
@@ -63,9 +63,9 @@ class AllowedOrigins:
             headers["Access-Control-Allow-Private-Network"] = "true"
         return web.Response(status=204, headers=headers)
 
-    def mark(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+    def add_headers(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         """Let the page read ``response``, if it may."""
-        origin = self.allowed(request)
+        origin = self.match_origin(request)
         if origin is None:
             return
         response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin

@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from molink.errors import RequestError
-from molinkd.api.body import Bodies
+from molinkd.api.body import BodyReader
 from molinkd.api.schema import decode_struct
 
 
@@ -21,18 +21,18 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
 class EmbeddingRoutes:
     """``/v1/embeddings``, ``/api/embed``, ``/api/embeddings``."""
 
-    def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
+    def __init__(self, bodies: BodyReader) -> None:
+        self._body_reader = bodies
 
     @property
-    def table(self) -> list[web.RouteDef]:
+    def routes(self) -> list[web.RouteDef]:
         """All routes."""
         paths = ("/v1/embeddings", "/api/embed", "/api/embeddings")
-        return [web.post(path, self.refuse) for path in paths]
+        return [web.post(path, self.refuse_embeddings) for path in paths]
 
-    async def refuse(self, request: web.Request) -> web.Response:
+    async def refuse_embeddings(self, request: web.Request) -> web.Response:
         """Embeddings, which are not made here."""
-        body = decode_struct(await self._bodies.read(request), EmbeddingRequest)
+        body = decode_struct(await self._body_reader.read_body(request), EmbeddingRequest)
         raise RequestError(
             f"`model`: {(body.model or 'what is served')[:128]} makes no embeddings; molink serves "
             "models that generate text only",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from molink.errors import UsageError
-from molink.text.calls.create import FormatChoice
+from molink.text.calls.create import ToolCallParserChoice
 from molinkd.api.cors import AllowedOrigins
 
 MIB = 2**20
@@ -17,7 +17,7 @@ class ApiSettings:
 
     ``host`` is the address the endpoint binds; beyond loopback it needs an API key: ``api_key``, or
     several in ``api_keys``, each with its name.
-    ``allowed_hosts`` are further names under which clients may call it (the ``Host`` header), for
+    ``allowed_hosts`` are further names under which clients may call it (the ``CoordinatorHost`` header), for
     instance the name of this PC or of a reverse proxy; ``*`` allows every name. ``cors_origins``
     are the pages that may use it beside its own (see :class:`AllowedOrigins`).
     ``max_choices`` bounds prompts × ``n`` of one request.
@@ -34,10 +34,10 @@ class ApiSettings:
     max_body_bytes: int = 2 * MIB
     max_connections: int = 512
     #: Bodies that may be under way at once.
-    max_bodies: int = 64
+    max_concurrent_bodies: int = 64
     max_choices: int = 64
     #: How answers write calls and thoughts: by each model's template, or one way for all models.
-    answer_format: FormatChoice = "auto"
+    tool_call_parser: ToolCallParserChoice = "auto"
     header_timeout_s: float = 10.0
     #: How late a body may be that comes at ``min_body_rate`` bytes per second.
     body_timeout_s: float = 10.0
@@ -46,16 +46,16 @@ class ApiSettings:
     #: A client that takes nothing for this long loses its answer.
     stall_timeout_s: float = 60.0
     #: After how long without an event a stream says that it is still there.
-    keepalive_event_s: float = 10.0
+    keepalive_interval_s: float = 10.0
     #: How long running answers may go on when the endpoint stops, and then their last words.
-    finish_s: float = 0.0
-    grace_s: float = 1.0
+    shutdown_grace_period_s: float = 0.0
+    close_timeout_s: float = 1.0
 
     def __post_init__(self) -> None:
         for name, key in self.keys:
             if not key.strip():
                 raise UsageError(f"the API key {name!r} is empty: set a real one, or none at all")
-        if AllowedOrigins(self.cors_origins).any and not self.keys:
+        if AllowedOrigins(self.cors_origins).allows_any and not self.keys:
             raise UsageError(
                 "`cors_origins`: with * every page that this PC opens could use the endpoint: set "
                 "an API key too, or name the origins"
@@ -68,7 +68,7 @@ class ApiSettings:
         bounds = (
             self.max_body_bytes,
             self.max_connections,
-            self.max_bodies,
+            self.max_concurrent_bodies,
             self.max_choices,
             self.min_body_rate,
         )
@@ -76,7 +76,7 @@ class ApiSettings:
             self.header_timeout_s,
             self.body_timeout_s,
             self.keepalive_s,
-            self.keepalive_event_s,
+            self.keepalive_interval_s,
             self.stall_timeout_s,
         )
         if min(*bounds, *times) <= 0:

@@ -11,15 +11,15 @@ T = TypeVar("T")
 class FairQueue(Generic[T]):
     """Items by owner; owners take turns, and each one's items come in order. Sans-IO."""
 
-    def __init__(self, maximum: int) -> None:
-        self._maximum = maximum
+    def __init__(self, max_items: int) -> None:
+        self._max_items = max_items
         #: Owners with items, the next one first.
-        self._owners: OrderedDict[str, deque[T]] = OrderedDict()
+        self._clients: OrderedDict[str, deque[T]] = OrderedDict()
 
     def __len__(self) -> int:
-        return sum(map(len, self._owners.values()))
+        return sum(map(len, self._clients.values()))
 
-    def put(self, owner: str, item: T) -> T | None:
+    def add_item(self, client: str, item: T) -> T | None:
         """Add an item; returns the one that lost its place to it, if there was none left.
 
         That is the last one of the owner with most, where that has two more than ``owner``.
@@ -27,36 +27,36 @@ class FairQueue(Generic[T]):
         Raises:
             Overloaded: as many wait as may, and ``owner`` has its share of them.
         """
-        displaced = self._displaced_by(owner) if len(self) >= self._maximum else None
-        self._owners.setdefault(owner, deque()).append(item)
+        displaced = self._displace_item(client) if len(self) >= self._max_items else None
+        self._clients.setdefault(client, deque()).append(item)
         return displaced
 
-    def discard(self, owner: str, item: T) -> None:
+    def discard_item(self, client: str, item: T) -> None:
         """An item is wanted no more; it may have been taken."""
-        items = self._owners.get(owner)
+        items = self._clients.get(client)
         if items is None or item not in items:
             return
         items.remove(item)
         if not items:
-            del self._owners[owner]
+            del self._clients[client]
 
-    def take(self) -> T | None:
+    def pop_item(self) -> T | None:
         """The next item; ``None`` if there is none."""
-        if not self._owners:
+        if not self._clients:
             return None
-        owner, items = self._owners.popitem(last=False)
+        client, items = self._clients.popitem(last=False)
         item = items.popleft()
         if items:
-            self._owners[owner] = items
+            self._clients[client] = items
         return item
 
-    def _displaced_by(self, owner: str) -> T:
-        most = max(self._owners.values(), key=len, default=deque[T]())
-        if len(most) < len(self._owners.get(owner, ())) + 2:
-            raise too_many()
+    def _displace_item(self, client: str) -> T:
+        most = max(self._clients.values(), key=len, default=deque[T]())
+        if len(most) < len(self._clients.get(client, ())) + 2:
+            raise queue_full_error()
         return most.pop()
 
 
-def too_many() -> Overloaded:
+def queue_full_error() -> Overloaded:
     """What one is told whose item has no place."""
     return Overloaded("too many prompts wait to be read; try again", retry_after=1.0)

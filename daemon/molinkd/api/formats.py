@@ -13,107 +13,107 @@ from msgspec import json
 
 from molink.text.tokenizer import Tokenizer
 from molinkd.api.answer import Usage
-from molinkd.api.blocks import blocks_of, parts_of
+from molinkd.api.blocks import read_blocks, piece_parts
 from molinkd.api.choice import MIN_LOGPROB, TextPiece, TokenLogprob
-from molinkd.api.message_parts import delta_json, whole_message
+from molinkd.api.message_parts import encode_delta, make_message
 from molinkd.api.problem import Problem
-from molinkd.api.request_plan import Plan
+from molinkd.api.request_plan import RequestPlan
 
 DONE = b"data: [DONE]\n\n"
 #: Server-sent events.
-EVENTS = "text/event-stream"
+EVENT_STREAM = "text/event-stream"
 
 
-class Format(Protocol):
+class ResponseEncoder(Protocol):
     """How one route's answers look; an object of it is for one answer."""
 
     #: Of a stream.
     content_type: str
 
-    def opening(self, index: int) -> bytes:
+    def encode_start(self, index: int) -> bytes:
         """Events before the first piece of choice ``index``; may be empty."""
         ...
 
-    def event(self, index: int, piece: TextPiece) -> bytes:
+    def encode_piece(self, index: int, piece: TextPiece) -> bytes:
         """The events of ``piece``."""
         ...
 
-    def keepalive(self) -> bytes:
+    def encode_keepalive(self) -> bytes:
         """What adds nothing, for a client that would think that nobody is there."""
         ...
 
-    def closing(self, usage: Usage) -> bytes:
+    def encode_end(self, usage: Usage) -> bytes:
         """The events that end a stream."""
         ...
 
-    def failure(self, problem: Problem) -> bytes:
+    def encode_error(self, problem: Problem) -> bytes:
         """What ends a stream that has begun and can't go on."""
         ...
 
-    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
+    def encode_response(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
         """The answer in one object; ``answers`` has the pieces of each choice."""
         ...
 
 
-class _EventParts:
+class _OpenAIEncoder:
     """What the events of both formats are put together from."""
 
     #: How ids begin; what a whole answer and an event are called; the field that holds the text.
-    content_type = EVENTS
-    _id: ClassVar[str]
+    content_type = EVENT_STREAM
+    _id_prefix: ClassVar[str]
     _object: ClassVar[str]
     _chunk: ClassVar[str]
-    _field: ClassVar[bytes]
+    _text_field: ClassVar[bytes]
 
-    def __init__(self, plan: Plan, with_usage: bool = False) -> None:
-        self._tokenizer = plan.offer.tokenizer
-        self._top = plan.logprobs
-        self._whole = _whole_head(self._id, self._object, plan)
-        self._head = _head(self._id, self._chunk, plan)
+    def __init__(self, plan: RequestPlan, with_usage: bool = False) -> None:
+        self._tokenizer = plan.loaded_model.tokenizer
+        self._num_logprobs = plan.logprobs
+        self._response_head = _make_response_head(self._id_prefix, self._object, plan)
+        self._event_head = _make_event_head(self._id_prefix, self._chunk, plan)
         self._prefixes = [
-            self._head + b'"choices":[{"index":%d,"%s":' % (choice.index, self._field)
+            self._event_head + b'"choices":[{"index":%d,"%s":' % (choice.index, self._text_field)
             for choice in plan.choices
         ]
         self._with_usage = with_usage
         self._end = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._suffix = b',"logprobs":null,"finish_reason":null}]' + self._end
 
-    def keepalive(self) -> bytes:
+    def encode_keepalive(self) -> bytes:
         """A comment."""
         return b": waiting\n\n"
 
-    def closing(self, usage: Usage) -> bytes:
+    def encode_end(self, usage: Usage) -> bytes:
         """Where figures were asked for, a chunk with them and no choices; then the end."""
         if not self._with_usage:
             return DONE
-        figures = {"choices": [], "usage": usage.as_json(), "timings": usage.timings()}
-        return self._head + json.encode(figures)[1:] + b"\n\n" + DONE
+        figures = {"choices": [], "usage": usage.as_json(), "timings": usage.to_timings()}
+        return self._event_head + json.encode(figures)[1:] + b"\n\n" + DONE
 
-    def _object_of(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
-        figures = {"usage": usage.as_json(), "timings": usage.timings()}
-        return json.encode({**self._whole, "choices": choices, **figures})
+    def _encode_object(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+        figures = {"usage": usage.as_json(), "timings": usage.to_timings()}
+        return json.encode({**self._response_head, "choices": choices, **figures})
 
-    def failure(self, problem: Problem) -> bytes:
+    def encode_error(self, problem: Problem) -> bytes:
         """The envelope, as an event."""
-        return b"event: error\ndata: " + problem.body() + b"\n\n"
+        return b"event: error\ndata: " + problem.to_json() + b"\n\n"
 
 
-class ChatFormat(_EventParts):
+class ChatEncoder(_OpenAIEncoder):
     """``chat.completion`` and ``chat.completion.chunk``."""
 
     _id, _object, _chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    _field = b"delta"
+    _text_field = b"delta"
 
-    def opening(self, index: int) -> bytes:
+    def encode_start(self, index: int) -> bytes:
         """The event that names the role."""
         return self._prefixes[index] + b'{"role":"assistant","content":""}' + self._suffix
 
-    def event(self, index: int, piece: TextPiece) -> bytes:
+    def encode_piece(self, index: int, piece: TextPiece) -> bytes:
         """A text that was added, then, at the end, the reason."""
         prefix = self._prefixes[index]
         suffix = self._suffix
         if piece.logprobs:
-            logprobs = json.encode(self._logprobs(piece.logprobs))
+            logprobs = json.encode(self._logprobs_json(piece.logprobs))
             suffix = b',"logprobs":' + logprobs + b',"finish_reason":null}]' + self._end
         event = b""
         for delta in self._deltas(piece):
@@ -126,15 +126,15 @@ class ChatFormat(_EventParts):
 
     def _deltas(self, piece: TextPiece) -> Sequence[bytes]:
         """What ``piece`` adds to the message; an empty content where only logprobs go out."""
-        deltas = [delta for part in parts_of(piece) if (delta := delta_json(part)) is not None]
+        deltas = [delta for part in piece_parts(piece) if (delta := encode_delta(part)) is not None]
         return deltas or ([b'{"content":""}'] if piece.logprobs else [])
 
-    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
+    def encode_response(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
         """A ``chat.completion``."""
         choices = []
         for index, pieces in enumerate(answers):
-            message = whole_message(blocks_of(pieces))
-            logprobs = self._logprobs(logprobs_of(pieces)) if self._top >= 0 else None
+            message = make_message(read_blocks(pieces))
+            logprobs = self._logprobs_json(collect_logprobs(pieces)) if self._num_logprobs >= 0 else None
             choices.append(
                 {
                     "index": index,
@@ -143,71 +143,71 @@ class ChatFormat(_EventParts):
                     "finish_reason": pieces[-1].finish,
                 }
             )
-        return self._object_of(choices, usage)
+        return self._encode_object(choices, usage)
 
-    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        content = logprob_entries(entries, self._top, self._tokenizer)
+    def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        content = logprob_entries(entries, self._num_logprobs, self._tokenizer)
         return {"content": content, "refusal": None}
 
 
-class CompletionFormat(_EventParts):
+class CompletionEncoder(_OpenAIEncoder):
     """``text_completion``."""
 
     _id, _object, _chunk = "cmpl", "text_completion", "text_completion"
-    _field = b"text"
+    _text_field = b"text"
 
-    def __init__(self, plan: Plan, with_usage: bool = False) -> None:
+    def __init__(self, plan: RequestPlan, with_usage: bool = False) -> None:
         super().__init__(plan, with_usage)
         self._echoes = [choice.echo for choice in plan.choices]
 
-    def opening(self, index: int) -> bytes:
+    def encode_start(self, index: int) -> bytes:
         """The prompt, where it is to be echoed."""
         if not self._echoes[index]:
             return b""
         return self._prefixes[index] + json.encode(self._echoes[index]) + self._suffix
 
-    def event(self, index: int, piece: TextPiece) -> bytes:
+    def encode_piece(self, index: int, piece: TextPiece) -> bytes:
         """A text that was added; the last one has the reason too."""
         start = self._prefixes[index] + json.encode(piece.text)
         if not piece.logprobs and piece.finish is None:
             return start + self._suffix
-        logprobs = json.encode(self._logprobs(piece.logprobs) if piece.logprobs else None)
+        logprobs = json.encode(self._logprobs_json(piece.logprobs) if piece.logprobs else None)
         finish = json.encode(piece.finish)
         return (
             start + b',"logprobs":' + logprobs + b',"finish_reason":' + finish + b"}]" + self._end
         )
 
-    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
+    def encode_response(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
         """A ``text_completion``."""
         choices = []
         for index, pieces in enumerate(answers):
-            logprobs = self._logprobs(logprobs_of(pieces)) if self._top >= 0 else None
+            logprobs = self._logprobs_json(collect_logprobs(pieces)) if self._num_logprobs >= 0 else None
             choices.append(
                 {
                     "index": index,
-                    "text": self._echoes[index] + text_of(pieces),
+                    "text": self._echoes[index] + join_pieces(pieces),
                     "logprobs": logprobs,
                     "finish_reason": pieces[-1].finish,
                 }
             )
-        return self._object_of(choices, usage)
+        return self._encode_object(choices, usage)
 
-    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {
-            "tokens": [self._text(entry.token) for entry in entries],
+            "tokens": [self._decode_token(entry.token) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [self._alternatives(entry) for entry in entries],
+            "top_logprobs": [self._top_logprobs(entry) for entry in entries],
             "text_offset": [entry.offset for entry in entries],
         }
 
-    def _alternatives(self, entry: TokenLogprob) -> dict[str, float]:
+    def _top_logprobs(self, entry: TokenLogprob) -> dict[str, float]:
         """The most likely tokens, and the one that came; of two with one text the likelier one."""
         found: dict[str, float] = {}
-        for token, logprob in (*entry.top[: self._top], (entry.token, entry.logprob)):
-            found.setdefault(self._text(token), max(logprob, MIN_LOGPROB))
+        for token, logprob in (*entry.top[: self._num_logprobs], (entry.token, entry.logprob)):
+            found.setdefault(self._decode_token(token), max(logprob, MIN_LOGPROB))
         return found
 
-    def _text(self, token: int) -> str:
+    def _decode_token(self, token: int) -> str:
         return _token_text(self._tokenizer, token)
 
 
@@ -239,25 +239,25 @@ def _token_text(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def text_of(pieces: Sequence[TextPiece]) -> str:
+def join_pieces(pieces: Sequence[TextPiece]) -> str:
     """All that they say."""
     return "".join(piece.text for piece in pieces)
 
 
-def logprobs_of(pieces: Sequence[TextPiece]) -> list[TokenLogprob]:
+def collect_logprobs(pieces: Sequence[TextPiece]) -> list[TokenLogprob]:
     """Those of all their tokens."""
     return [entry for piece in pieces for entry in piece.logprobs]
 
 
-def _whole_head(prefix: str, kind: str, plan: Plan) -> dict[str, Any]:
+def _make_response_head(prefix: str, kind: str, plan: RequestPlan) -> dict[str, Any]:
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,
         "created": int(time.time()),
-        "model": plan.offer.model.name,
+        "model": plan.loaded_model.model.name,
     }
 
 
-def _head(prefix: str, kind: str, plan: Plan) -> bytes:
+def _make_event_head(prefix: str, kind: str, plan: RequestPlan) -> bytes:
     """The beginning that all events of one stream share, up to a comma."""
-    return b"data: " + json.encode(_whole_head(prefix, kind, plan))[:-1] + b","
+    return b"data: " + json.encode(_make_response_head(prefix, kind, plan))[:-1] + b","

@@ -18,7 +18,7 @@ from molink.errors import PortInUse, UsageError
 from molinkd.api.app import ANSWERS, BODIES, create_app
 from molinkd.api.backend import Backend
 from molinkd.api.endpoint_settings import ApiSettings
-from molinkd.api.prompt_reader import PromptReader
+from molinkd.api.prompt_reader import PromptTokenizer
 from molinkd.api.protocol import Connections
 
 _LOG = logging.getLogger(__name__)
@@ -44,10 +44,10 @@ class EndpointServer:
         self,
         backend: Backend,
         settings: ApiSettings,
-        reader: PromptReader,
+        reader: PromptTokenizer,
     ) -> None:
         """``reader`` is closed with the endpoint."""
-        self._reader = reader
+        self._prompt_tokenizer = reader
         self._backend = backend
         self._settings = settings
         self._thread: threading.Thread | None = None
@@ -120,12 +120,12 @@ class EndpointServer:
 
     async def _serve(self, port: int, stop: int | None) -> None:
         loop = asyncio.get_running_loop()
-        app = create_app(self._backend, self._settings, self._reader)
+        app = create_app(self._backend, self._settings, self._prompt_tokenizer)
         runner = web.AppRunner(
             app,
             handler_cancellation=True,
             access_log=None,
-            shutdown_timeout=self._settings.grace_s,
+            shutdown_timeout=self._settings.close_timeout_s,
         )
         await runner.setup()
         try:
@@ -143,10 +143,10 @@ class EndpointServer:
                         listener = await self._listen(connections, self._port)
             finally:
                 await _close(listener)
-            await app[ANSWERS].finish(self._settings.finish_s)
+            await app[ANSWERS].shut_down(self._settings.shutdown_grace_period_s)
         finally:
             await runner.cleanup()
-            await self._reader.close()
+            await self._prompt_tokenizer.close()
 
     async def _listen(
         self, connections: Connections, port: int, stop: int | None = None
@@ -158,7 +158,7 @@ class EndpointServer:
         for candidate in range(port, stop):
             try:
                 listener = await loop.create_server(
-                    connections.create, host, candidate, backlog=_FIRST_BACKLOG
+                    connections.create_protocol, host, candidate, backlog=_FIRST_BACKLOG
                 )
             except OSError as error:
                 if error.errno not in _IN_USE:

@@ -6,30 +6,30 @@ from typing import Any
 
 from msgspec import json
 
-from molink.text.calls.base import CallArguments, CallBegin, CallEnd, Part, Text, Thought
-from molinkd.api.blocks import Block, text_in
+from molink.text.calls.base import ToolCallArguments, ToolCallBegin, ToolCallEnd, AnswerPart, TextDelta, ReasoningDelta
+from molinkd.api.blocks import ContentBlock, text_of_kind
 
 
-def delta_json(part: Part) -> bytes | None:
+def encode_delta(part: AnswerPart) -> bytes | None:
     """A stream's ``delta`` that adds ``part``; ``None`` if nothing says so."""
     match part:
-        case Text(text):
+        case TextDelta(text):
             return b'{"content":' + json.encode(text) + b"}"
-        case Thought(text):
+        case ReasoningDelta(text):
             return b'{"reasoning_content":' + json.encode(text) + b"}"
-        case CallBegin(index, name):
-            return json.encode({"tool_calls": [{"index": index, **_call(name, "")}]})
-        case CallArguments(index, text):
+        case ToolCallBegin(index, name):
+            return json.encode({"tool_calls": [{"index": index, **_tool_call(name, "")}]})
+        case ToolCallArguments(index, text):
             call = {"index": index, "function": {"arguments": text}}
             return json.encode({"tool_calls": [call]})
-        case CallEnd():
+        case ToolCallEnd():
             return None
 
 
-def whole_message(blocks: Sequence[Block]) -> dict[str, Any]:
+def make_message(blocks: Sequence[ContentBlock]) -> dict[str, Any]:
     """The message of an answer; ``content`` is null beside calls if there is none."""
-    content, thoughts = text_in(blocks, "text"), text_in(blocks, "thought")
-    calls = [_call(block.name, block.text) for block in blocks if block.kind == "call"]
+    content, thoughts = text_of_kind(blocks, "text"), text_of_kind(blocks, "thought")
+    calls = [_tool_call(block.name, block.text) for block in blocks if block.kind == "call"]
     message: dict[str, Any] = {
         "role": "assistant",
         "content": None if calls and not content else content,
@@ -42,7 +42,7 @@ def whole_message(blocks: Sequence[Block]) -> dict[str, Any]:
     return message
 
 
-def _call(name: str, arguments: str) -> dict[str, Any]:
+def _tool_call(name: str, arguments: str) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"id": new_call_id(), "type": "function", "function": function}
 

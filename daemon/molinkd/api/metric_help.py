@@ -48,7 +48,7 @@ _PHASES = {
     "replayed": "until every stream that waited had its next token",
 }
 
-_HEAD = {
+_SCHEDULER = {
     "head_requests": "Requests that this head has taken into its queue.",
     "head_admitted": "Requests whose turn has come.",
     "head_queue_seconds": "Seconds that these had waited for it, all together.",
@@ -155,7 +155,7 @@ _LINK = {
 }
 
 
-def _recovery() -> dict[str, str]:
+def _recovery_help() -> dict[str, str]:
     found = {}
     for phase, end in _PHASES.items():
         what = f"phase {phase}: {end}."
@@ -164,7 +164,7 @@ def _recovery() -> dict[str, str]:
     return found
 
 
-def _queues() -> dict[str, str]:
+def _queue_help() -> dict[str, str]:
     """Of policies with a multi-level feedback queue."""
     first = {"head_queue_1": "Requests in the queue that goes first, those promoted included."}
     return first | {
@@ -174,9 +174,9 @@ def _queues() -> dict[str, str]:
 
 
 #: By the name without ``molink_`` and ``_total``.
-HELP: dict[str, str] = {**_DAEMON, **_recovery(), **_HEAD, **_queues(), **_STAGE, **_LINK}
+HELP: dict[str, str] = {**_DAEMON, **_recovery_help(), **_SCHEDULER, **_queue_help(), **_STAGE, **_LINK}
 
 
-def describe(name: str) -> str:
+def describe_metric(name: str) -> str:
     """What the figure of that name measures."""
     return HELP.get(name.removeprefix("molink_").removesuffix("_total"), UNDESCRIBED)

@@ -18,14 +18,14 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 import molink
-from molinkd.api.backend import Backend, StageName
-from molinkd.api.loop_delay import LoopDelay
-from molinkd.api.metric_help import describe
+from molinkd.api.backend import Backend, StageLabels
+from molinkd.api.loop_delay import LoopDelaySampler
+from molinkd.api.metric_help import describe_metric
 
-_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-_DELAY_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-_WHOLE_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_LOOP_DELAY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_DURATION_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_:]")
 
 
@@ -44,7 +44,7 @@ class Histogram:
         self._counts[bisect_left(self._bounds, seconds)] += 1
         self._sum += seconds
 
-    def family(self, name: str, documentation: str) -> HistogramMetricFamily:
+    def to_metric(self, name: str, documentation: str) -> HistogramMetricFamily:
         """The figures as Prometheus wants them."""
         total = 0
         buckets: list[tuple[str, float]] = []
@@ -63,46 +63,46 @@ class GenerationTimer:
         self._recorder = recorder
         self._start = self._last = time.perf_counter()
 
-    def token(self) -> float:
+    def record_token(self) -> float:
         """A token came; returns the time."""
         now = time.perf_counter()
         recorder = self._recorder
         if self._last == self._start:
             recorder.first_token.observe(now - self._start)
         else:
-            recorder.between_tokens.observe(now - self._last)
+            recorder.inter_token.observe(now - self._last)
         recorder.generated_tokens += 1
         self._last = now
         return now
 
-    def end(self) -> None:
+    def record_end(self) -> None:
         """The answer is over, one way or another."""
         self._recorder.running -= 1
-        self._recorder.whole.observe(time.perf_counter() - self._start)
+        self._recorder.duration.observe(time.perf_counter() - self._start)
 
 
 class RequestRecorder:
     """Counts what happens at the endpoint. Used on its event loop only."""
 
     def __init__(self) -> None:
-        self.first_token = Histogram(_FIRST_TOKEN_S)
-        self.between_tokens = Histogram(_BETWEEN_TOKENS_S)
-        self.whole = Histogram(_WHOLE_S)
-        self.loop_delay = Histogram(_DELAY_S)
-        self._watch = LoopDelay(self.loop_delay.observe, lambda: self.running > 0)
+        self.first_token = Histogram(_TTFT_BUCKETS_S)
+        self.inter_token = Histogram(_INTER_TOKEN_BUCKETS_S)
+        self.duration = Histogram(_DURATION_BUCKETS_S)
+        self.loop_delay = Histogram(_LOOP_DELAY_BUCKETS_S)
+        self._loop_sampler = LoopDelaySampler(self.loop_delay.observe, lambda: self.running > 0)
         self.running = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.requests: Counter[tuple[str, str]] = Counter()
 
-    def generation(self, prompt_tokens: int) -> GenerationTimer:
+    def start_generation(self, prompt_tokens: int) -> GenerationTimer:
         """Begin to measure an answer."""
         self.running += 1
-        self._watch.watch()
+        self._loop_sampler.start_sampling()
         self.prompt_tokens += prompt_tokens
         return GenerationTimer(self)
 
-    def families(self) -> Iterator[Metric]:
+    def metric_families(self) -> Iterator[Metric]:
         """All figures as Prometheus wants them."""
         requests = CounterMetricFamily(
             "molink_endpoint_requests",
@@ -127,17 +127,17 @@ class RequestRecorder:
             "Tokens that came for answers of this PC's endpoint.",
             value=self.generated_tokens,
         )
-        yield self.first_token.family(
+        yield self.first_token.to_metric(
             "molink_endpoint_time_to_first_token_seconds",
             "Seconds from the start of a generation to its first token.",
         )
-        yield self.between_tokens.family(
+        yield self.inter_token.to_metric(
             "molink_endpoint_inter_token_seconds", "Seconds between two tokens of an answer."
         )
-        yield self.whole.family(
+        yield self.duration.to_metric(
             "molink_endpoint_answer_seconds", "Seconds from the start of a generation to its end."
         )
-        yield self.loop_delay.family(
+        yield self.loop_delay.to_metric(
             "molink_endpoint_loop_delay_seconds",
             "Seconds by which the endpoint's event loop was late, 50 times a second while answers"
             " are generated.",
@@ -153,22 +153,22 @@ class EndpointCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Every metric family, each name once."""
-        figures = self._backend.metrics()
-        families = {family.name: family for family in (_build_info(), *self._recorder.families())}
+        figures = self._backend.collect_metrics()
+        families = {family.name: family for family in (_build_info(), *self._recorder.metric_families())}
         found: dict[str, Metric] = {}
         for name, value in figures.counters.items():
-            _add(found, CounterMetricFamily, name, {}, value)
+            _add_sample(found, CounterMetricFamily, name, {}, value)
         for name, value in figures.gauges.items():
-            _add(found, GaugeMetricFamily, name, {}, value)
+            _add_sample(found, GaugeMetricFamily, name, {}, value)
         for stage, told in figures.stages.items():
             for name, value in told.counters.items():
-                _add(found, CounterMetricFamily, name, _labels(stage, name), value)
+                _add_sample(found, CounterMetricFamily, name, _stage_labels(stage, name), value)
             for name, value in told.gauges.items():
-                _add(found, GaugeMetricFamily, name, _labels(stage, name), value)
+                _add_sample(found, GaugeMetricFamily, name, _stage_labels(stage, name), value)
         return {**found, **families}.values()
 
 
-def _add(
+def _add_sample(
     found: dict[str, Metric],
     kind: type[CounterMetricFamily | GaugeMetricFamily],
     name: str,
@@ -179,12 +179,12 @@ def _add(
     title = _metric_name(name)
     if kind is CounterMetricFamily:
         title = title.removesuffix("_total")
-    family = found.setdefault(title, kind(title, describe(title), labels=list(labels)))
+    family = found.setdefault(title, kind(title, describe_metric(title), labels=list(labels)))
     if isinstance(family, kind):
         family.add_metric(list(labels.values()), value)
 
 
-def _labels(stage: StageName, name: str) -> dict[str, str]:
+def _stage_labels(stage: StageLabels, name: str) -> dict[str, str]:
     labels = {"pipeline": stage.pipeline, "stage": stage.layers}
     if name.startswith("link_"):
         inward = name.startswith(("link_received_", "link_unfinished_"))
@@ -211,7 +211,7 @@ def create_registry(recorder: RequestRecorder, backend: Backend) -> CollectorReg
     return registry
 
 
-def exposition(registry: CollectorRegistry) -> bytes:
+def render_metrics(registry: CollectorRegistry) -> bytes:
     """The text of ``/metrics``."""
     return generate_latest(registry)
 

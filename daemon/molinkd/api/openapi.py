@@ -9,22 +9,22 @@ from msgspec import json
 
 import molink
 from molinkd.api.embeddings import EmbeddingRequest
-from molinkd.api.guard import PAGE
-from molinkd.api.messages.schema import CountRequest, MessageRequest
-from molinkd.api.ollama.schema import ChatRequest, GenerateRequest, Named
+from molinkd.api.guard import PAGE_PREFIX
+from molinkd.api.messages.schema import CountTokensRequest, MessageRequest
+from molinkd.api.ollama.schema import ChatRequest, GenerateRequest, ModelReference
 from molinkd.api.responses.schema import ResponseRequest
 from molinkd.api.schema import ChatBody, CompletionBody
 
 #: What each route takes that takes anything.
-TAKES: dict[str, type[msgspec.Struct]] = {
+REQUEST_BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponseRequest,
     "/v1/messages": MessageRequest,
-    "/v1/messages/count_tokens": CountRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/api/chat": ChatRequest,
     "/api/generate": GenerateRequest,
-    "/api/show": Named,
+    "/api/show": ModelReference,
     **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings"), EmbeddingRequest),
 }
 _REFERENCE = "#/components/schemas/{name}"
@@ -34,24 +34,24 @@ class OpenAPIRoute:
     """``/openapi.json``."""
 
     @property
-    def table(self) -> list[web.RouteDef]:
+    def routes(self) -> list[web.RouteDef]:
         """The route."""
-        return [web.get("/openapi.json", self.handle)]
+        return [web.get("/openapi.json", self.get_document)]
 
-    async def handle(self, request: web.Request) -> web.Response:
+    async def get_document(self, request: web.Request) -> web.Response:
         """What can be asked here (OpenAPI 3.1)."""
         routes = tuple(
             (route.method.lower(), route.resource.canonical, route.handler.__doc__ or "")
             for route in request.app.router.routes()
             if route.resource is not None and route.method != "HEAD"
-            if not route.resource.canonical.startswith(PAGE)
+            if not route.resource.canonical.startswith(PAGE_PREFIX)
         )
-        return web.Response(body=_document(routes), content_type="application/json")
+        return web.Response(body=_encode_document(routes), content_type="application/json")
 
 
 @cache
-def _document(routes: tuple[tuple[str, str, str], ...]) -> bytes:
-    kinds = list(dict.fromkeys(TAKES.values()))
+def _encode_document(routes: tuple[tuple[str, str, str], ...]) -> bytes:
+    kinds = list(dict.fromkeys(REQUEST_BODIES.values()))
     schemas, components = json.schema_components(kinds, ref_template=_REFERENCE)
     by_kind = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
@@ -63,8 +63,8 @@ def _document(routes: tuple[tuple[str, str, str], ...]) -> bytes:
                 "default": {"description": "Why not: an error in the form of its protocol."},
             },
         }
-        if path in TAKES:
-            content = {"application/json": {"schema": by_kind[TAKES[path]]}}
+        if path in REQUEST_BODIES:
+            content = {"application/json": {"schema": by_kind[REQUEST_BODIES[path]]}}
             operation["requestBody"] = {"required": True, "content": content}
         if "{name}" in path:
             operation["parameters"] = [

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from aiohttp import web
 
-from molinkd.api.guard import PAGE
+from molinkd.api.guard import PAGE_PREFIX
 
 #: What is served, by the ends of names; the licences of others' code beside it, too.
 _TYPES = {
@@ -44,19 +44,19 @@ _HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _PageFile:
     body: bytes
     content_type: str
     etag: str
 
     @classmethod
-    def read(cls, source: Traversable, suffix: str) -> "_File":
+    def load_file(cls, source: Traversable, suffix: str) -> "_PageFile":
         """Line ends are made those of Unix, as a checkout on Windows may have others."""
         body = source.read_bytes().replace(b"\r\n", b"\n")
         digest = base64.urlsafe_b64encode(hashlib.sha256(body).digest()[:15]).decode()
         return cls(body, _TYPES[suffix], digest)
 
-    async def handle(self, request: web.Request) -> web.Response:
+    async def serve_file(self, request: web.Request) -> web.Response:
         """The chat page."""
         known = request.if_none_match or ()
         if any(etag.value in (self.etag, "*") for etag in known):
@@ -73,24 +73,24 @@ class ChatPage:
     """Serves the page: each file has a route of its own, so nothing else can be asked for."""
 
     def __init__(self) -> None:
-        self._files = dict(_found(files("molink") / "data" / "page", PurePosixPath()))
+        self._files = dict(_load_files(files("molink") / "data" / "page", PurePosixPath()))
 
     @property
-    def table(self) -> list[web.RouteDef]:
+    def routes(self) -> list[web.RouteDef]:
         """``/`` and its files."""
         return [
-            web.get("/" if name == "index.html" else PAGE + name, one.handle)
+            web.get("/" if name == "index.html" else PAGE_PREFIX + name, one.serve_file)
             for name, one in self._files.items()
         ]
 
 
-def _found(folder: Traversable, at: PurePosixPath) -> list[tuple[str, _File]]:
+def _load_files(folder: Traversable, at: PurePosixPath) -> list[tuple[str, _PageFile]]:
     """All files of a known type, by their paths."""
-    found: list[tuple[str, _File]] = []
+    found: list[tuple[str, _PageFile]] = []
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         path = at / entry.name
         if entry.is_dir():
-            found += _found(entry, path)
+            found += _load_files(entry, path)
         elif path.suffix in _TYPES:
-            found.append((str(path), _File.read(entry, path.suffix)))
+            found.append((str(path), _PageFile.load_file(entry, path.suffix)))
     return found

@@ -40,7 +40,7 @@ class Problem:
     code: str | None = None
     retry_after: float | None = None
 
-    def fields(self) -> dict[str, str | None]:
+    def error_fields(self) -> dict[str, str | None]:
         """What is in the envelope."""
         return {
             "message": self.message,
@@ -49,11 +49,11 @@ class Problem:
             "code": self.code,
         }
 
-    def body(self) -> bytes:
+    def to_json(self) -> bytes:
         """The envelope as JSON."""
-        return msgspec.json.encode({"error": self.fields()})
+        return msgspec.json.encode({"error": self.error_fields()})
 
-    def response(self, envelope: "Envelope | None" = None) -> web.Response:
+    def to_response(self, envelope: "Envelope | None" = None) -> web.Response:
         """The envelope as an answer: OpenAI's, or another protocol's."""
         headers = {}
         if self.retry_after is not None:
@@ -62,7 +62,7 @@ class Problem:
             headers["WWW-Authenticate"] = "Bearer"
         answer = web.Response(
             status=self.status,
-            body=self.body() if envelope is None else envelope(self),
+            body=self.to_json() if envelope is None else envelope(self),
             headers=headers,
             content_type="application/json",
         )
@@ -96,18 +96,18 @@ def problem_of(error: BaseException, request: str = "this request") -> Problem |
             text = f"{request[:256]}: {error.reason.lower()}"
             return Problem(error.status, text, kind, None, code)
         case MolinkError():
-            return _of_ours(error)
+            return _from_molink_error(error)
     return None
 
 
-def internal() -> Problem:
+def internal_problem() -> Problem:
     """What a client is told of an error that we didn't foresee; the log has the rest."""
     return Problem(
         500, "internal error of the endpoint; its log says more", _SERVER, None, "internal"
     )
 
 
-def _of_ours(error: MolinkError) -> Problem:
+def _from_molink_error(error: MolinkError) -> Problem:
     text = str(error)
     match error:
         case ContextTooLong():

@@ -10,23 +10,23 @@ from typing import Any
 import msgspec
 
 from molink.errors import ContextTooLong, RequestError
-from molink.text.calls.history import fit_calls
-from molink.text.infill import infill_ids
-from molinkd.api.offer import Offer
-from molinkd.api.offered_tools import check_model, tools_in_prompt
-from molinkd.api.prompt_messages import PromptIds
+from molink.text.calls.history import apply_call_style
+from molink.text.infill import build_fim_prompt
+from molinkd.api.offer import LoadedModel
+from molinkd.api.offered_tools import check_tool_support, tools_for_template
+from molinkd.api.prompt_messages import PromptTokens
 from molinkd.api.schema import ChatBody, ChatMessage, CompletionBody
 
 #: Variables of templates that a client can't set: they carry the conversation itself.
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 #: A text with more characters per token of the context than this, plus some, can't fit it.
 _CHARACTERS_PER_TOKEN = 16
-_SPARE_CHARACTERS = 16 * 1024
+_EXTRA_CHARACTERS = 16 * 1024
 #: Characters of a prompt's end that say how the answer begins.
-_TAIL = 128
+_TAIL_CHARACTERS = 128
 
 
-def chat_prompt(body: ChatBody, offer: Offer) -> PromptIds:
+def tokenize_chat(body: ChatBody, loaded_model: LoadedModel) -> PromptTokens:
     """The prompt of a conversation, by the model's chat template.
 
     Raises:
@@ -36,30 +36,30 @@ def chat_prompt(body: ChatBody, offer: Offer) -> PromptIds:
     asked = {"echo": body.echo, "suffix": body.suffix, "best_of": (body.best_of or 1) != 1}
     for name in [name for name, value in asked.items() if value]:
         raise RequestError(f"`{name}` is not supported for conversations", name)
-    tools = tools_in_prompt(body)
-    template = offer.tokenizer.templates.choose(tools=bool(tools))
+    tools = tools_for_template(body)
+    template = loaded_model.tokenizer.chat_templates.select_template(tools=bool(tools))
     if template is None:
         raise RequestError("this model has no chat template; use /v1/completions", "messages")
     if tools:
-        check_model(offer, template)
-    _check_messages(body.messages, offer)
-    _check_length(len(msgspec.json.encode(tools)), "tools", offer)
+        check_tool_support(loaded_model, template)
+    _check_messages(body.messages, loaded_model)
+    _check_length(len(msgspec.json.encode(tools)), "tools", loaded_model)
     messages = [
         _plain_message(message, index, template.knows_developer)
         for index, message in enumerate(body.messages)
     ]
     if any("tool_calls" in message for message in messages):
-        messages = fit_calls(messages, template.call_style)
+        messages = apply_call_style(messages, template.call_style)
     options = dict(body.chat_template_kwargs or {})
     for name in _RESERVED.intersection(options):
         raise RequestError(f"`chat_template_kwargs.{name}` can't be set", "chat_template_kwargs")
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
-    text = template.render(messages, options, tools)
-    return PromptIds(_encoded(text, "messages", offer, special=False), tail=text[-_TAIL:])
+    text = template.render_prompt(messages, options, tools)
+    return PromptTokens(_encode_text(text, "messages", loaded_model, special=False), tail=text[-_TAIL_CHARACTERS:])
 
 
-def completion_prompts(body: CompletionBody, offer: Offer) -> list[PromptIds]:
+def tokenize_completion(body: CompletionBody, loaded_model: LoadedModel) -> list[PromptTokens]:
     """The prompts of a completion: a text, ids, or a list of either.
 
     Raises:
@@ -67,23 +67,23 @@ def completion_prompts(body: CompletionBody, offer: Offer) -> list[PromptIds]:
         RequestError: the prompt is empty, of a wrong type, or has ids that don't exist.
     """
     prompt = body.prompt
-    if isinstance(prompt, str) or _all_ids(prompt):
-        return [_completion_prompt(prompt, "prompt", body, offer)]
+    if isinstance(prompt, str) or _is_id_list(prompt):
+        return [_tokenize_one(prompt, "prompt", body, loaded_model)]
     if not prompt:
         raise RequestError("`prompt`: the list is empty", "prompt")
     return [
-        _completion_prompt(item, f"prompt[{index}]", body, offer)
+        _tokenize_one(item, f"prompt[{index}]", body, loaded_model)
         for index, item in enumerate(prompt)
     ]
 
 
-def _completion_prompt(prompt: Any, field: str, body: CompletionBody, offer: Offer) -> PromptIds:
+def _tokenize_one(prompt: Any, field: str, body: CompletionBody, loaded_model: LoadedModel) -> PromptTokens:
     if isinstance(prompt, str):
         special = not body.suffix
-        ids: Sequence[int] = _encoded(prompt, field, offer, special=special, empty=not special)
-        return PromptIds(_with_suffix(ids, body, offer), prompt if body.echo else "")
-    tokenizer = offer.tokenizer
-    if not isinstance(prompt, list) or not _all_ids(prompt):
+        ids: Sequence[int] = _encode_text(prompt, field, loaded_model, special=special, empty=not special)
+        return PromptTokens(_add_suffix(ids, body, loaded_model), prompt if body.echo else "")
+    tokenizer = loaded_model.tokenizer
+    if not isinstance(prompt, list) or not _is_id_list(prompt):
         raise RequestError(f"`{field}`: expected a text or a list of token ids", field)
     for token in prompt:
         if not 0 <= token < tokenizer.vocab_size:
@@ -91,36 +91,36 @@ def _completion_prompt(prompt: Any, field: str, body: CompletionBody, offer: Off
                 f"`{field}`: there is no token {token}; the model has {tokenizer.vocab_size}", field
             )
     text = tokenizer.decode(prompt, skip_special=False) if body.echo else ""
-    return PromptIds(_with_suffix(_not_empty(prompt, field), body, offer), text)
+    return PromptTokens(_add_suffix(_require_ids(prompt, field), body, loaded_model), text)
 
 
-def _with_suffix(ids: Sequence[int], body: CompletionBody, offer: Offer) -> tuple[int, ...]:
+def _add_suffix(ids: Sequence[int], body: CompletionBody, loaded_model: LoadedModel) -> tuple[int, ...]:
     """The prompt ``ids`` with what comes after the answer, where the client says that."""
     if not body.suffix:
         return tuple(ids)
-    after = _encoded(body.suffix, "suffix", offer, special=False, empty=True)
-    filled = infill_ids(offer.tokenizer, ids, after)
+    after = _encode_text(body.suffix, "suffix", loaded_model, special=False, empty=True)
+    filled = build_fim_prompt(loaded_model.tokenizer, ids, after)
     if filled is None:
-        text = f"`suffix`: {offer.model.name} doesn't know how to fill a gap; leave it out"
+        text = f"`suffix`: {loaded_model.model.name} doesn't know how to fill a gap; leave it out"
         raise RequestError(text, "suffix")
     return tuple(filled)
 
 
-def _encoded(
-    text: str, field: str, offer: Offer, *, special: bool = True, empty: bool = False
+def _encode_text(
+    text: str, field: str, loaded_model: LoadedModel, *, special: bool = True, empty: bool = False
 ) -> tuple[int, ...]:
     """The ids of ``text``, which may be ``empty``; with ``special`` as a prompt of its own."""
-    _check_length(len(text), field, offer)
-    ids = offer.tokenizer.encode(text, special=special)
-    return tuple(ids) if empty else _not_empty(ids, field)
+    _check_length(len(text), field, loaded_model)
+    ids = loaded_model.tokenizer.encode(text, special=special)
+    return tuple(ids) if empty else _require_ids(ids, field)
 
 
-def _check_messages(messages: Sequence[ChatMessage], offer: Offer) -> None:
+def _check_messages(messages: Sequence[ChatMessage], loaded_model: LoadedModel) -> None:
     """Refuse what can't fit before a template works on it: each message has a token at least."""
-    name, context = offer.model.name, offer.model.context
-    if len(messages) > context:
+    name, max_model_len = loaded_model.model.name, loaded_model.model.max_model_len
+    if len(messages) > max_model_len:
         raise ContextTooLong(
-            f"`messages`: there are {len(messages)}, and the context of {name} is {context} "
+            f"`messages`: there are {len(messages)}, and the context of {name} is {max_model_len} "
             "tokens, the answer included",
             "messages",
         )
@@ -132,24 +132,24 @@ def _check_messages(messages: Sequence[ChatMessage], offer: Offer) -> None:
     length += sum(
         len(msgspec.json.encode(call)) for message in messages for call in message.tool_calls or ()
     )
-    _check_length(length, "messages", offer)
+    _check_length(length, "messages", loaded_model)
 
 
-def _check_length(length: int, field: str, offer: Offer) -> None:
-    context = offer.model.context
-    if length > _CHARACTERS_PER_TOKEN * context + _SPARE_CHARACTERS:
+def _check_length(length: int, field: str, loaded_model: LoadedModel) -> None:
+    max_model_len = loaded_model.model.max_model_len
+    if length > _CHARACTERS_PER_TOKEN * max_model_len + _EXTRA_CHARACTERS:
         raise ContextTooLong(
             f"`{field}`: the prompt has {length} characters, and the context of "
-            f"{offer.model.name} is {context} tokens, the answer included",
+            f"{loaded_model.model.name} is {max_model_len} tokens, the answer included",
             field,
         )
 
 
-def _all_ids(value: list[Any]) -> bool:
+def _is_id_list(value: list[Any]) -> bool:
     return bool(value) and all(type(item) is int for item in value)
 
 
-def _not_empty(ids: Sequence[int], field: str) -> tuple[int, ...]:
+def _require_ids(ids: Sequence[int], field: str) -> tuple[int, ...]:
     if not ids:
         raise RequestError(f"`{field}`: the prompt is empty", field)
     return tuple(ids)
@@ -159,7 +159,7 @@ def _plain_message(message: ChatMessage, index: int, knows_developer: bool) -> d
     """The message as templates expect it: a plain object with its content as one text."""
     content = message.content
     if isinstance(content, list):
-        content = _joined_text(message, index)
+        content = _join_parts(message, index)
     if content is None and not message.tool_calls:
         field = f"messages[{index}].content"
         raise RequestError(f"`{field}`: required, but missing", field)
@@ -180,7 +180,7 @@ def _plain_message(message: ChatMessage, index: int, knows_developer: bool) -> d
     return plain
 
 
-def _joined_text(message: ChatMessage, index: int) -> str:
+def _join_parts(message: ChatMessage, index: int) -> str:
     """Text parts joined by line ends, as vLLM does for templates that take a plain text."""
     assert isinstance(message.content, list)
     texts = []

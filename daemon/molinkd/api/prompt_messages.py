@@ -3,11 +3,11 @@
 import msgspec
 
 from molink.errors import BrokenModel, ContextTooLong, MolinkError, RequestError
-from molink.text.calls.create import FormatChoice
+from molink.text.calls.create import ToolCallParserChoice
 from molink.wire.messages.base import Message
 
 #: Bytes of a message; its parts have bounds of their own, so a longer one is garbage.
-MAX_MESSAGE = 1 << 28
+MAX_MESSAGE_BYTES = 1 << 28
 
 #: What can be wrong with a prompt or a model, by the names of the errors.
 _ERRORS: dict[str, type[MolinkError]] = {
@@ -15,24 +15,24 @@ _ERRORS: dict[str, type[MolinkError]] = {
 }
 
 
-class OpenModel(Message, frozen=True, tag="open"):
-    """Load the tokenizer of a model's folder; answered with :class:`Prompts` without any."""
+class LoadTokenizer(Message, frozen=True, tag="open"):
+    """Load the tokenizer of a model's folder; answered with :class:`TokenizedPrompts` without any."""
 
     folder: str
 
 
-class ReadPrompts(Message, frozen=True, tag="read"):
+class TokenizePrompts(Message, frozen=True, tag="read"):
     """Make prompts of a request's body (JSON, as the client sent it) for an opened model."""
 
     folder: str
     name: str
-    context: int
+    max_model_len: int
     chat: bool
     body: bytes
-    answer_format: FormatChoice = "auto"
+    tool_call_parser: ToolCallParserChoice = "auto"
 
 
-class PromptIds(msgspec.Struct, frozen=True):
+class PromptTokens(msgspec.Struct, frozen=True):
     """Ids of one prompt; ``text`` only where the answer has to echo it.
 
     ``tail`` is the end of a conversation's text: a template may begin the answer there.
@@ -43,14 +43,14 @@ class PromptIds(msgspec.Struct, frozen=True):
     tail: str = ""
 
 
-class Prompts(Message, frozen=True, tag="prompts"):
+class TokenizedPrompts(Message, frozen=True, tag="prompts"):
     """What was read; ``grammar`` is what the answers are held to, empty if they may be anything."""
 
-    prompts: tuple[PromptIds, ...] = ()
+    prompts: tuple[PromptTokens, ...] = ()
     grammar: bytes = b""
 
 
-class Refusal(Message, frozen=True, tag="refusal"):
+class PromptRefusal(Message, frozen=True, tag="refusal"):
     """Something is wrong with the prompt or the model; ``kind`` is a name of :data:`_ERRORS`."""
 
     kind: str
@@ -58,13 +58,13 @@ class Refusal(Message, frozen=True, tag="refusal"):
     param: str | None = None
 
     @classmethod
-    def of(cls, error: MolinkError) -> "Refusal":
-        """What stands for ``error``; for one that is not foreseen, as for a request's."""
+    def from_error(cls, error: MolinkError) -> "PromptRefusal":
+        """What stands for ``to_error``; for one that is not foreseen, as for a request's."""
         kind = type(error).__name__
         known = kind if kind in _ERRORS else RequestError.__name__
         return cls(known, str(error), getattr(error, "param", None))
 
-    def error(self) -> MolinkError:
+    def to_error(self) -> MolinkError:
         """The error itself."""
         kind = _ERRORS.get(self.kind, RequestError)
         if issubclass(kind, RequestError):
@@ -72,11 +72,11 @@ class Refusal(Message, frozen=True, tag="refusal"):
         return kind(self.text)
 
 
-class Fault(Message, frozen=True, tag="fault"):
+class PromptWorkerFault(Message, frozen=True, tag="fault"):
     """Our own code failed; ``trace`` is for the log."""
 
     trace: str
 
 
-Ask = OpenModel | ReadPrompts
-Answer = Prompts | Refusal | Fault
+PromptWorkerRequest = LoadTokenizer | TokenizePrompts
+PromptWorkerReply = TokenizedPrompts | PromptRefusal | PromptWorkerFault

@@ -19,66 +19,66 @@ from molink.errors import MolinkError
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.pipe import read_pipe, write_pipe
 from molinkd.api.backend import ServedModel
-from molinkd.api.constraint import call_constraint, read_constraint
-from molinkd.api.offer import Offer
-from molinkd.api.prompt_ids import chat_prompt, completion_prompts
+from molinkd.api.constraint import compile_call_grammar, compile_grammar
+from molinkd.api.offer import LoadedModel
+from molinkd.api.prompt_ids import tokenize_chat, tokenize_completion
 from molinkd.api.prompt_messages import (
-    MAX_MESSAGE,
-    Answer,
-    Ask,
-    Fault,
-    OpenModel,
-    Prompts,
-    ReadPrompts,
-    Refusal,
+    MAX_MESSAGE_BYTES,
+    PromptWorkerReply,
+    PromptWorkerRequest,
+    PromptWorkerFault,
+    LoadTokenizer,
+    TokenizedPrompts,
+    TokenizePrompts,
+    PromptRefusal,
 )
 from molinkd.api.schema import ChatBody, CompletionBody, decode_body
 
 
-def read_prompts(ask: ReadPrompts, tokenizer: Tokenizer) -> Prompts:
+def tokenize_prompts(request: TokenizePrompts, tokenizer: Tokenizer) -> TokenizedPrompts:
     """The prompts of a request, and what its answer is held to.
 
     Raises:
         RequestError, ContextTooLong: they can't be read, or don't fit.
     """
-    model = ServedModel(ask.name, Path(ask.folder), ask.context, 0)
-    offer = Offer(model, tokenizer, ask.answer_format)
-    if ask.chat:
-        chat = decode_body(ask.body, ChatBody)
-        prompt = chat_prompt(chat, offer)
-        grammar = call_constraint(chat, offer, prompt.tail) or read_constraint(chat, tokenizer)
-        return Prompts((prompt,), grammar)
-    completion = decode_body(ask.body, CompletionBody)
-    prompts = tuple(completion_prompts(completion, offer))
-    return Prompts(prompts, read_constraint(completion, tokenizer))
+    model = ServedModel(request.name, Path(request.folder), request.max_model_len, 0)
+    loaded_model = LoadedModel(model, tokenizer, request.tool_call_parser)
+    if request.chat:
+        chat = decode_body(request.body, ChatBody)
+        prompt = tokenize_chat(chat, loaded_model)
+        grammar = compile_call_grammar(chat, loaded_model, prompt.tail) or compile_grammar(chat, tokenizer)
+        return TokenizedPrompts((prompt,), grammar)
+    completion = decode_body(request.body, CompletionBody)
+    prompts = tuple(tokenize_completion(completion, loaded_model))
+    return TokenizedPrompts(prompts, compile_grammar(completion, tokenizer))
 
 
-def _answer(ask: Ask, tokenizers: dict[str, Tokenizer]) -> Answer:
+def _handle_request(request: PromptWorkerRequest, tokenizers: dict[str, Tokenizer]) -> PromptWorkerReply:
     try:
-        if isinstance(ask, OpenModel):
-            tokenizers[ask.folder] = Tokenizer.open(Path(ask.folder))
-            return Prompts()
-        return read_prompts(ask, tokenizers[ask.folder])
+        if isinstance(request, LoadTokenizer):
+            tokenizers[request.folder] = Tokenizer.open(Path(request.folder))
+            return TokenizedPrompts()
+        return tokenize_prompts(request, tokenizers[request.folder])
     except MolinkError as error:
-        return Refusal.of(error)
+        return PromptRefusal.from_error(error)
     except Exception:
-        return Fault(traceback.format_exc())
+        return PromptWorkerFault(traceback.format_exc())
 
 
-def _listen(stream: BinaryIO, asks: "queue.SimpleQueue[Ask]") -> None:
-    decoder: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)
-    while (ask := read_pipe(stream, decoder, MAX_MESSAGE)) is not None:
-        asks.put(ask)
+def _read_requests(stream: BinaryIO, requests: "queue.SimpleQueue[PromptWorkerRequest]") -> None:
+    decoder: msgspec.msgpack.Decoder[PromptWorkerRequest] = msgspec.msgpack.Decoder(PromptWorkerRequest)
+    while (request := read_pipe(stream, decoder, MAX_MESSAGE_BYTES)) is not None:
+        requests.put(request)
     os._exit(0)
 
 
 def main() -> None:
     """Answer what comes over standard input, one after the other, until it ends."""
-    asks: queue.SimpleQueue[Ask] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(sys.stdin.buffer, asks), daemon=True).start()
+    requests: queue.SimpleQueue[PromptWorkerRequest] = queue.SimpleQueue()
+    threading.Thread(target=_read_requests, args=(sys.stdin.buffer, requests), daemon=True).start()
     tokenizers: dict[str, Tokenizer] = {}
     while True:
-        write_pipe(sys.stdout.buffer, _answer(asks.get(), tokenizers), MAX_MESSAGE)
+        write_pipe(sys.stdout.buffer, _handle_request(requests.get(), tokenizers), MAX_MESSAGE_BYTES)
 
 
 if __name__ == "__main__":

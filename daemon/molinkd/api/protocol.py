@@ -8,20 +8,20 @@ from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
 from molink.plaintext import printable
-from molinkd.api.body import Bodies
+from molinkd.api.body import BodyReader
 from molinkd.api.endpoint_settings import ApiSettings
-from molinkd.api.guard import OPEN_PATHS, caller
-from molinkd.api.problem import Problem, ProblemError, internal
-from molinkd.api.request_id import id_of
+from molinkd.api.guard import PUBLIC_PATHS, client_name
+from molinkd.api.problem import Problem, ProblemError, internal_problem
+from molinkd.api.request_id import get_request_id
 
 _ACCESS_LOG = logging.getLogger("molinkd.api.access")
 
 #: What is asked every second, by whoever watches a daemon: no news.
-PROBES = OPEN_PATHS | {"/metrics"}
+PROBE_PATHS = PUBLIC_PATHS | {"/metrics"}
 #: How long a client whose connection or body was refused may take to read why.
-_REFUSAL_S = 1.0
+_REFUSAL_LINGER_S = 1.0
 #: How many connections a client may have at work for each that nobody uses.
-_SHARE = 8
+_BUSY_PER_UNUSED = 8
 #: Refused connections that may be reading at once; further ones are cut off without a word.
 _MAX_REFUSALS = 64
 
@@ -31,9 +31,9 @@ class AccessLog(AbstractAccessLogger):
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         """aiohttp's: ``request`` was answered, in ``time`` seconds."""
-        level = logging.DEBUG if request.path in PROBES else logging.INFO
+        level = logging.DEBUG if request.path in PROBE_PATHS else logging.INFO
         path = printable(request.path[:256])
-        who = printable(caller(request)[:64])
+        client = printable(client_name(request)[:64])
         self.logger.log(
             level,
             "%s %s %d %.3f s, for %s, %s",
@@ -41,8 +41,8 @@ class AccessLog(AbstractAccessLogger):
             path,
             response.status,
             time,
-            who,
-            id_of(request),
+            client,
+            get_request_id(request),
         )
 
 
@@ -70,7 +70,7 @@ class EndpointProtocol(web.RequestHandler):
             access_log_class=AccessLog,
             auto_decompress=False,
             keepalive_timeout=settings.keepalive_s,
-            lingering_time=_REFUSAL_S,
+            lingering_time=_REFUSAL_LINGER_S,
         )
         self._others = others
         self._header_timeout = settings.header_timeout_s
@@ -78,7 +78,7 @@ class EndpointProtocol(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the wait for a request."""
-        if not self._others.admit(self, transport):
+        if not self._others.admit_connection(self, transport):
             return
         super().connection_made(transport)
         loop = asyncio.get_running_loop()
@@ -92,35 +92,35 @@ class EndpointProtocol(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """What is no HTTP gets an envelope as well, and no traceback in the log."""
-        problem = internal()
+        problem = internal_problem()
         if status < 500:
             problem = Problem(status, f"no valid HTTP: {message}", code="bad_request")
         else:
             super().handle_error(request, status, exc, message)  # logs it
-        answer = problem.response()
+        answer = problem.to_response()
         answer.force_close()
         return answer
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """The client has gone."""
-        self.request_began()
-        self._others.left(self)
+        self.on_request_start()
+        self._others.remove_connection(self)
         super().connection_lost(exc)
 
-    def request_began(self) -> None:
+    def on_request_start(self) -> None:
         """A request's headers are complete."""
-        self._others.works(self)
+        self._others.mark_busy(self)
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
-    def claim(self, who: str) -> None:
-        """The request that has begun is of ``who``; see :meth:`Connections.claim`."""
-        self._others.claim(self, who)
+    def assign_client(self, client: str) -> None:
+        """The request that has begun is of ``who``; see :meth:`Connections.assign_client`."""
+        self._others.assign_client(self, client)
 
-    def request_ended(self) -> None:
+    def on_request_end(self) -> None:
         """Its answer has been written."""
-        self._others.rests(self)
+        self._others.mark_idle(self)
 
 
 class RefusedConnection(asyncio.Protocol):
@@ -142,7 +142,7 @@ class RefusedConnection(asyncio.Protocol):
             return
         self._refused.add(self)
         text = "too many connections to the endpoint; close some, or try again"
-        body = Problem(503, text, "server_error", None, "too_many_connections").body()
+        body = Problem(503, text, "server_error", None, "too_many_connections").to_json()
         head = (
             "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
@@ -150,7 +150,7 @@ class RefusedConnection(asyncio.Protocol):
         transport.write(head.encode() + body)
         if transport.can_write_eof():
             transport.write_eof()
-        self._timer = asyncio.get_running_loop().call_later(_REFUSAL_S, transport.abort)
+        self._timer = asyncio.get_running_loop().call_later(_REFUSAL_LINGER_S, transport.abort)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """The client has gone."""
@@ -166,33 +166,33 @@ class Connections:
     all are at work, the one whose body is late most. Only where every one waits for its answer a
     new one is refused.
 
-    Where there may be several clients, each has :data:`_SHARE` times as many connections at work as
+    Where there may be several clients, each has :data:`_BUSY_PER_UNUSED` times as many connections at work as
     there are that nobody has: eight ninths of all if it is alone, and ``n`` that want as many as
     they can get ``8 / (8 n + 1)`` each, once those have ended that were there before (dynamic
     thresholds; Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
     switches", 1998). So there are always some for another one, and no answer is cut off for it.
     """
 
-    def __init__(self, server: web.Server, settings: ApiSettings, bodies: Bodies) -> None:
+    def __init__(self, server: web.Server, settings: ApiSettings, bodies: BodyReader) -> None:
         self._server = server
         self._settings = settings
-        self._bodies = bodies
+        self._body_reader = bodies
         #: Those that are served; of them, those without a request that is answered, longest first,
         #: with their clients' addresses, and those with one, with their clients' names.
         self._open: dict[EndpointProtocol, str] = {}
         self._idle: dict[EndpointProtocol, str] = {}
-        self._claimed: dict[EndpointProtocol, str] = {}
-        self._alone = settings.loopback and len(settings.keys) < 2
+        self._busy: dict[EndpointProtocol, str] = {}
+        self._has_single_client = settings.loopback and len(settings.keys) < 2
         self._refused: set[RefusedConnection] = set()
 
-    def create(self) -> asyncio.Protocol:
+    def create_protocol(self) -> asyncio.Protocol:
         """The protocol of a connection that has just been accepted."""
         loop = asyncio.get_running_loop()
         return EndpointProtocol(self._server, loop=loop, settings=self._settings, others=self)
 
-    def admit(self, connection: EndpointProtocol, transport: asyncio.BaseTransport) -> bool:
+    def admit_connection(self, connection: EndpointProtocol, transport: asyncio.BaseTransport) -> bool:
         """Let a new connection in, for which another may have to go; else it is told so."""
-        if len(self._open) >= self._settings.max_connections and not self._shed():
+        if len(self._open) >= self._settings.max_connections and not self._drop_one():
             refusal = RefusedConnection(self._refused)
             transport.set_protocol(refusal)
             refusal.connection_made(transport)
@@ -201,42 +201,42 @@ class Connections:
         self._open[connection] = self._idle[connection] = str(peer[0]) if peer else ""
         return True
 
-    def works(self, connection: EndpointProtocol) -> None:
+    def mark_busy(self, connection: EndpointProtocol) -> None:
         """A request of ``connection`` is answered now."""
         self._idle.pop(connection, None)
 
-    def claim(self, connection: EndpointProtocol, who: str) -> None:
+    def assign_client(self, connection: EndpointProtocol, client: str) -> None:
         """Count ``connection``, which is at work, as one of ``who``.
 
         Raises:
             ProblemError: so many are at work for it that others would find none (429).
         """
-        held = sum(name == who for name in self._claimed.values()) + 1
-        unused = self._settings.max_connections - len(self._claimed) - 1
-        if held > _SHARE * unused and not self._alone:
+        held = sum(name == client for name in self._busy.values()) + 1
+        unused = self._settings.max_connections - len(self._busy) - 1
+        if held > _BUSY_PER_UNUSED * unused and not self._has_single_client:
             text = f"{held - 1} connections are at work for you, which is your share; try again"
             problem = Problem(429, text, "rate_limit_error", None, "too_many_connections", 1.0)
             raise ProblemError(problem)
-        self._claimed[connection] = who
+        self._busy[connection] = client
 
-    def rests(self, connection: EndpointProtocol) -> None:
+    def mark_idle(self, connection: EndpointProtocol) -> None:
         """An answer has been written."""
-        self._claimed.pop(connection, None)
+        self._busy.pop(connection, None)
         if connection in self._open:
             self._idle[connection] = self._open[connection]
 
-    def left(self, connection: EndpointProtocol) -> None:
+    def remove_connection(self, connection: EndpointProtocol) -> None:
         """A client has gone, or has to."""
         self._open.pop(connection, None)
         self._idle.pop(connection, None)
-        self._claimed.pop(connection, None)
+        self._busy.pop(connection, None)
 
-    def _shed(self) -> bool:
+    def _drop_one(self) -> bool:
         """Have one connection go; ``False`` if none should."""
         if not self._idle:
-            return self._bodies.shed()
+            return self._body_reader.drop_slowest()
         ((most, _),) = Counter(self._idle.values()).most_common(1)
         longest = next(each for each, address in self._idle.items() if address == most)
-        self.left(longest)
+        self.remove_connection(longest)
         longest.force_close()
         return True

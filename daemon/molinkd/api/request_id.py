@@ -5,17 +5,17 @@ import secrets
 
 from aiohttp import web
 
-_SANE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _KEY = web.RequestKey("request_id", str)
 
 
-def give_id(request: web.BaseRequest) -> None:
+def assign_request_id(request: web.BaseRequest) -> None:
     """Give ``request`` its id: the client's own where it sends a sane one."""
     given = request.headers.get("X-Request-Id", "")
-    request[_KEY] = given if _SANE.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+    request[_KEY] = given if _VALID_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
 
-def id_of(request: web.BaseRequest) -> str:
+def get_request_id(request: web.BaseRequest) -> str:
     """The id; empty if the request was refused before it got one."""
     found: str = request.get(_KEY, "")
     return found

@@ -9,21 +9,21 @@ from typing import TypeVar
 import msgspec
 
 from molink.errors import ContextTooLong, DeadlineExceeded, RequestError
-from molink.swarm.frontend.generation import GenerationRequest
+from molink.swarm.frontend.generation import Request
 from molink.text.calls.base import AnswerParser
-from molink.text.calls.create import AnswerFormat, create_parser
+from molink.text.calls.create import AnswerFormat, create_answer_parser
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import Sampling
+from molink.wire.messages.data import SamplingParams
 from molink.wire.messages.serving import MAX_STOP_IDS
-from molinkd.api.offer import Offer
-from molinkd.api.offered_tools import answer_form, enforced_tools, offered_names
-from molinkd.api.prompt_messages import Prompts
+from molinkd.api.offer import LoadedModel
+from molinkd.api.offered_tools import choose_answer_format, required_tools, callable_names
+from molinkd.api.prompt_messages import TokenizedPrompts
 from molinkd.api.schema import ChatBody, CompletionBody, GenerationBody
 
 #: What OpenAI's completions generate when no limit is given.
 COMPLETION_MAX_TOKENS = 16
 #: Characters of prompts that the answers to one request may repeat, all together.
-MAX_ECHOED = 4 * 2**20
+MAX_ECHO_CHARACTERS = 4 * 2**20
 
 Piece = TypeVar("Piece")
 
@@ -35,70 +35,70 @@ _MIN_TOP_P = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class ChoicePlan:
-    """One answer to generate: ``index`` as the client sees it, ``prompt`` which of its prompts."""
+    """One answer to generate: ``index`` as the client sees it, ``prompt_index`` which of its prompts."""
 
     index: int
-    prompt: int
+    prompt_index: int
     echo: str
-    request: GenerationRequest
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ParserSettings:
     """How an answer is taken apart: its format, the tools it may call, the end of its prompt.
 
     Without ``parallel`` it ends with its first call.
     """
 
-    form: AnswerFormat
-    names: frozenset[str]
-    tail: str
+    answer_format: AnswerFormat
+    tool_names: frozenset[str]
+    prompt_tail: str
     parallel: bool
 
     @property
     def markers(self) -> frozenset[str]:
         """Special tokens that have to be seen."""
-        return self.form.markers(tools=bool(self.names))
+        return self.answer_format.special_markers(tools=bool(self.tool_names))
 
-    def parser(self) -> AnswerParser | None:
+    def build_parser(self) -> AnswerParser | None:
         """What takes one answer apart; ``None`` where there is nothing to be found."""
-        return create_parser(self.form, self.names, self.tail)
+        return create_answer_parser(self.answer_format, self.tool_names, self.prompt_tail)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlan:
     """Everything about one HTTP request that its answers need."""
 
-    offer: Offer
+    loaded_model: LoadedModel
     choices: tuple[ChoicePlan, ...]
     prompt_tokens: int
-    stops: tuple[str, ...]
+    stop_strings: tuple[str, ...]
     #: -1 for none, else how many alternatives each token's logprobs show.
     logprobs: int
     #: Answers to each prompt that are generated, and how many of them are shown.
     generated: int
-    shown: int
+    returned: int
     include_stop: bool
     skip_special: bool
     #: Whether the answer goes on from the prompt's text, rather than being a text of its own.
-    continues: bool
+    continues_prompt: bool
     #: ``None``: an answer is content only.
-    reading: Reading | None = None
+    parser_settings: ParserSettings | None = None
 
     @property
-    def chooses(self) -> bool:
+    def is_best_of(self) -> bool:
         """Whether some answers are generated only to be compared."""
-        return self.generated > self.shown
+        return self.generated > self.returned
 
 
-def check_counts(body: GenerationBody, maximum: int) -> None:
+def check_choice_count(body: GenerationBody, maximum: int) -> None:
     """Before any work is done for ``body``: at most ``maximum`` choices.
 
     Raises:
         RequestError: there are more.
     """
     count = body.n or 1
-    answers = generated = _generated(body)
+    answers = generated = _answers_per_prompt(body)
     if generated < count:
         raise RequestError(f"`best_of`: {generated}, but `n` is {count}", "best_of")
     if generated > count and body.stream:
@@ -112,130 +112,130 @@ def check_counts(body: GenerationBody, maximum: int) -> None:
 
 
 def make_plan(
-    body: GenerationBody, offer: Offer, read: Prompts, client: str = "", spent_s: float = 0.0
-) -> Plan:
-    """The plan for ``body`` of a ``client``, of which a process has ``read`` the prompts.
+    body: GenerationBody, loaded_model: LoadedModel, tokenized: TokenizedPrompts, client: str = "", elapsed_s: float = 0.0
+) -> RequestPlan:
+    """The plan for ``body`` of a ``client``, of which a process has ``tokenized`` the prompts.
 
-    That has taken ``spent_s`` seconds of the request's time.
+    That has taken ``elapsed_s`` seconds of the request's time.
 
     Raises:
         RequestError: ids that the model doesn't have, or too much to echo.
         ContextTooLong: a prompt and its answer don't fit the model's context.
         DeadlineExceeded: all of its time was.
     """
-    tokenizer, prompts = offer.tokenizer, read.prompts
-    count, shown = _generated(body), body.n or 1
+    tokenizer, prompts = loaded_model.tokenizer, tokenized.prompts
+    count, returned = _answers_per_prompt(body), body.n or 1
     echoed = count * sum(len(prompt.text) for prompt in prompts)
-    if echoed > MAX_ECHOED:
-        text = f"`echo`: the prompts of all answers have {echoed} characters; at most {MAX_ECHOED}"
+    if echoed > MAX_ECHO_CHARACTERS:
+        text = f"`echo`: the prompts of all answers have {echoed} characters; at most {MAX_ECHO_CHARACTERS}"
         raise RequestError(text, "echo")
-    deadline_s = _deadline_s(body, spent_s)
+    deadline_s = _remaining_s(body, elapsed_s)
     sampling = _sampling(body, tokenizer)
     logprobs = sampling.logprobs
-    if count > shown:  # by which they are compared
+    if count > returned:  # by which they are compared
         sampling = msgspec.structs.replace(sampling, logprobs=max(logprobs, 0))
     stop_ids = _stop_ids(body, tokenizer)
     choices: list[ChoicePlan] = []
     for number, prompt in enumerate(prompts):
-        max_tokens = _max_tokens(body, offer, len(prompt.ids))
+        max_tokens = _max_tokens(body, loaded_model, len(prompt.ids))
         for copy in range(count):
             seed = _derived_seed(sampling.seed, copy)
-            request = GenerationRequest(
-                model=offer.model.name,
+            request = Request(
+                model=loaded_model.model.name,
                 prompt=prompt.ids,
                 max_tokens=max_tokens,
-                sampling=msgspec.structs.replace(sampling, seed=seed),
-                stop_ids=stop_ids,
-                grammar=read.grammar,
+                sampling_params=msgspec.structs.replace(sampling, seed=seed),
+                stop_token_ids=stop_ids,
+                grammar=tokenized.grammar,
                 client=client,
                 priority=body.priority or 0,
                 max_queue_s=body.max_queue_time or 0.0,
                 deadline_s=deadline_s,
             )
             choices.append(ChoicePlan(len(choices), number, prompt.text, request))
-    return Plan(
-        offer=offer,
+    return RequestPlan(
+        loaded_model=loaded_model,
         choices=tuple(choices),
         prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
-        stops=_stops(body),
+        stop_strings=_stop_strings(body),
         logprobs=logprobs,
         generated=count,
-        shown=shown,
+        returned=returned,
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
         # A grammar counts each byte, a leading space too.
-        continues=isinstance(body, CompletionBody) or bool(read.grammar),
-        reading=_reading(body, offer, read),
+        continues_prompt=isinstance(body, CompletionBody) or bool(tokenized.grammar),
+        parser_settings=_make_parser_settings(body, loaded_model, tokenized),
     )
 
 
-def _deadline_s(body: GenerationBody, spent_s: float) -> float:
+def _remaining_s(body: GenerationBody, elapsed_s: float) -> float:
     """What is left of the request's time, in seconds; 0 if it has any."""
     if body.timeout is None:
         return 0.0
-    if spent_s >= body.timeout:
+    if elapsed_s >= body.timeout:
         raise DeadlineExceeded(f"its prompt was not read within {body.timeout:g} s (`timeout`)")
-    return body.timeout - spent_s
+    return body.timeout - elapsed_s
 
 
-def _generated(body: GenerationBody) -> int:
+def _answers_per_prompt(body: GenerationBody) -> int:
     """How many answers are generated for each prompt."""
     best_of = body.best_of if isinstance(body, CompletionBody) else None
     return best_of or body.n or 1
 
 
-def best_of(
-    plan: Plan, answers: Sequence[list[Piece]], scores: Mapping[int, float]
-) -> tuple[Plan, list[list[Piece]]]:
+def select_best(
+    plan: RequestPlan, answers: Sequence[list[Piece]], scores: Mapping[int, float]
+) -> tuple[RequestPlan, list[list[Piece]]]:
     """``plan`` and ``answers`` with those of each prompt that are shown, likeliest first."""
     kept: list[int] = []
-    for prompt in sorted({choice.prompt for choice in plan.choices}):
-        own = [choice.index for choice in plan.choices if choice.prompt == prompt]
+    for prompt in sorted({choice.prompt_index for choice in plan.choices}):
+        own = [choice.index for choice in plan.choices if choice.prompt_index == prompt]
         own.sort(key=lambda index: -scores[index])
-        kept += own[: plan.shown]
+        kept += own[: plan.returned]
     choices = tuple(
         dataclasses.replace(plan.choices[old], index=new) for new, old in enumerate(kept)
     )
     return dataclasses.replace(plan, choices=choices), [answers[index] for index in kept]
 
 
-def _reading(body: GenerationBody, offer: Offer, read: Prompts) -> Reading | None:
+def _make_parser_settings(body: GenerationBody, loaded_model: LoadedModel, tokenized: TokenizedPrompts) -> ParserSettings | None:
     """How answers are read; with ``skip_special_tokens`` off and no tools, as they are.
 
     An answer that is held to a form is content, unless that form is a call.
     """
-    if not isinstance(body, ChatBody) or (read.grammar and not enforced_tools(body)):
+    if not isinstance(body, ChatBody) or (tokenized.grammar and not required_tools(body)):
         return None
-    names = offered_names(body)
+    names = callable_names(body)
     if body.skip_special_tokens is False and not names:
         return None
-    form = answer_form(offer, tools=bool(names))
-    return Reading(form, names, read.prompts[0].tail, body.parallel_tool_calls is not False)
+    form = choose_answer_format(loaded_model, tools=bool(names))
+    return ParserSettings(form, names, tokenized.prompts[0].tail, body.parallel_tool_calls is not False)
 
 
-def _sampling(body: GenerationBody, tokenizer: Tokenizer) -> Sampling:
+def _sampling(body: GenerationBody, tokenizer: Tokenizer) -> SamplingParams:
     """Each parameter from the client, else from the model's generation config, else neutral."""
     defaults = tokenizer.defaults
     top_k = body.top_k if body.top_k is not None else defaults.top_k or 0
-    return Sampling(
-        temperature=_first(body.temperature, defaults.temperature, 1.0),
-        top_p=max(_first(body.top_p, defaults.top_p, 1.0), _MIN_TOP_P),
+    return SamplingParams(
+        temperature=_first_given(body.temperature, defaults.temperature, 1.0),
+        top_p=max(_first_given(body.top_p, defaults.top_p, 1.0), _MIN_TOP_P),
         top_k=max(top_k, 0),
-        min_p=_first(body.min_p, defaults.min_p, 0.0),
+        min_p=_first_given(body.min_p, defaults.min_p, 0.0),
         seed=secrets.randbits(_SEED_BITS) if body.seed is None else body.seed & _SEED_MASK,
-        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
+        repetition_penalty=_first_given(body.repetition_penalty, defaults.repetition_penalty, 1.0),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logprobs=_logprobs(body),
+        logprobs=_num_logprobs(body),
         logit_bias=_logit_bias(body, tokenizer),
     )
 
 
-def _first(*values: float | None) -> float:
+def _first_given(*values: float | None) -> float:
     return next(value for value in values if value is not None)
 
 
-def _logprobs(body: GenerationBody) -> int:
+def _num_logprobs(body: GenerationBody) -> int:
     if isinstance(body, CompletionBody):
         if body.logprobs is not None and body.echo:
             raise RequestError("`logprobs` of an echoed prompt are not supported", "logprobs")
@@ -253,13 +253,13 @@ def _logit_bias(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, 
     for key, value in (body.logit_bias or {}).items():
         if not (key.isascii() and key.isdecimal()) or len(key) > 10:
             raise RequestError(f"`logit_bias`: {key[:32]!r} is no token id", "logit_bias")
-        bias.append((_existing(int(key), "logit_bias", tokenizer), value))
+        bias.append((_check_token_id(int(key), "logit_bias", tokenizer), value))
     return tuple(bias)
 
 
 def _stop_ids(body: GenerationBody, tokenizer: Tokenizer) -> tuple[int, ...]:
     own = () if body.ignore_eos else tokenizer.eos_ids
-    asked = [_existing(token, "stop_token_ids", tokenizer) for token in body.stop_token_ids or ()]
+    asked = [_check_token_id(token, "stop_token_ids", tokenizer) for token in body.stop_token_ids or ()]
     ids = tuple(dict.fromkeys((*own, *asked)))
     if len(ids) > MAX_STOP_IDS:
         maximum = MAX_STOP_IDS - len(own)
@@ -267,7 +267,7 @@ def _stop_ids(body: GenerationBody, tokenizer: Tokenizer) -> tuple[int, ...]:
     return ids
 
 
-def _existing(token: int, field: str, tokenizer: Tokenizer) -> int:
+def _check_token_id(token: int, field: str, tokenizer: Tokenizer) -> int:
     if token >= tokenizer.vocab_size:
         raise RequestError(
             f"`{field}`: there is no token {token}; the model has {tokenizer.vocab_size}", field
@@ -275,19 +275,19 @@ def _existing(token: int, field: str, tokenizer: Tokenizer) -> int:
     return token
 
 
-def _stops(body: GenerationBody) -> tuple[str, ...]:
+def _stop_strings(body: GenerationBody) -> tuple[str, ...]:
     stop = body.stop or ()
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _max_tokens(body: GenerationBody, offer: Offer, prompt: int) -> int:
+def _max_tokens(body: GenerationBody, loaded_model: LoadedModel, prompt: int) -> int:
     """How many tokens may be generated after a prompt of ``prompt`` tokens."""
-    context = offer.model.context
+    max_model_len = loaded_model.model.max_model_len
     field = "messages" if isinstance(body, ChatBody) else "prompt"
-    if prompt >= context:
+    if prompt >= max_model_len:
         raise ContextTooLong(
             f"`{field}`: the prompt has {prompt} tokens, and the context of "
-            f"{offer.model.name} is {context}, the answer included",
+            f"{loaded_model.model.name} is {max_model_len}, the answer included",
             field,
         )
     asked, field = body.max_completion_tokens, "max_completion_tokens"
@@ -298,13 +298,13 @@ def _max_tokens(body: GenerationBody, offer: Offer, prompt: int) -> int:
     if asked is None or asked < 0:
         default = None
         if asked is None:
-            limit = offer.tokenizer.defaults.max_new_tokens
+            limit = loaded_model.tokenizer.defaults.max_new_tokens
             default = COMPLETION_MAX_TOKENS if isinstance(body, CompletionBody) else limit
-        if prompt <= offer.model.short_context // 2:
+        if prompt <= loaded_model.model.original_max_model_len // 2:
             # Nobody asked for so long an answer that all of it had to be computed in another way.
-            context = min(context, offer.model.short_context)
-        return min(default or context, context - prompt)
-    return min(asked, context - prompt)
+            max_model_len = min(max_model_len, loaded_model.model.original_max_model_len)
+        return min(default or max_model_len, max_model_len - prompt)
+    return min(asked, max_model_len - prompt)
 
 
 def _derived_seed(seed: int, copy: int) -> int:

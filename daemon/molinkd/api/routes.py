@@ -7,11 +7,11 @@ from msgspec import json
 
 import molink
 from molinkd.api.backend import Backend, ServedModel
-from molinkd.api.body import Bodies
-from molinkd.api.catalogue import Catalogue
-from molinkd.api.formats import ChatFormat, CompletionFormat, Format
-from molinkd.api.generator import ClientRequest, Generator, json_answer
-from molinkd.api.request_plan import Plan
+from molinkd.api.body import BodyReader
+from molinkd.api.catalogue import ModelCatalog
+from molinkd.api.formats import ChatEncoder, CompletionEncoder, ResponseEncoder
+from molinkd.api.generator import ClientRequest, GenerationHandler, json_response
+from molinkd.api.request_plan import RequestPlan
 from molinkd.api.schema import ChatBody, CompletionBody, GenerationBody, decode_body
 
 
@@ -19,58 +19,58 @@ class OpenAIRoutes:
     """``/v1/models``, ``/props``, ``/v1/chat/completions`` and ``/v1/completions``."""
 
     def __init__(
-        self, backend: Backend, bodies: Bodies, catalogue: Catalogue, generator: Generator
+        self, backend: Backend, bodies: BodyReader, catalog: ModelCatalog, generator: GenerationHandler
     ) -> None:
         self._backend = backend
-        self._bodies = bodies
-        self._catalogue = catalogue
-        self._generator = generator
+        self._body_reader = bodies
+        self._catalog = catalog
+        self._handler = generator
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def list_models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``."""
-        models = [_model_json(model) for model in self._backend.models()]
-        return json_answer(json.encode({"object": "list", "data": models}))
+        models = [_model_json(model) for model in self._backend.list_models()]
+        return json_response(json.encode({"object": "list", "data": models}))
 
-    async def model(self, request: web.Request) -> web.Response:
+    async def get_model(self, request: web.Request) -> web.Response:
         """``GET /v1/models/{name}``."""
-        model = self._catalogue.find(request.match_info["name"])
-        return json_answer(json.encode(_model_json(model)))
+        model = self._catalog.find_model(request.match_info["name"])
+        return json_response(json.encode(_model_json(model)))
 
-    async def props(self, request: web.Request) -> web.Response:
+    async def get_props(self, request: web.Request) -> web.Response:
         """``GET /props`` of llama-server, by which its clients learn what fits (``?model=``)."""
-        offer = await self._catalogue.offer(request.query.get("model"))
-        model, template = offer.model, offer.tokenizer.template
+        loaded_model = await self._catalog.load_model(request.query.get("model"))
+        model, template = loaded_model.model, loaded_model.tokenizer.chat_template
         found = {
-            "default_generation_settings": {"n_ctx": model.context},
+            "default_generation_settings": {"n_ctx": model.max_model_len},
             "model_alias": model.name,
             "chat_template": "" if template is None else template.source,
             "modalities": {"vision": False, "audio": False},
             "build_info": f"molink {molink.__version__}",
         }
-        return json_answer(json.encode(found))
+        return json_response(json.encode(found))
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
+    async def create_chat_completion(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/chat/completions``."""
-        return await self._generate(request, ChatBody, ChatFormat)
+        return await self._handle_generation(request, ChatBody, ChatEncoder)
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
+    async def create_completion(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/completions``."""
-        return await self._generate(request, CompletionBody, CompletionFormat)
+        return await self._handle_generation(request, CompletionBody, CompletionEncoder)
 
-    async def _generate(
+    async def _handle_generation(
         self,
         request: web.Request,
         kind: type[GenerationBody],
-        form: Callable[[Plan, bool], Format],
+        encoder: Callable[[RequestPlan, bool], ResponseEncoder],
     ) -> web.StreamResponse:
-        data = await self._bodies.read(request)
+        data = await self._body_reader.read_body(request)
         body = decode_body(data, kind)
         stream = bool(body.stream)
 
-        def form_of(plan: Plan) -> Format:
-            return form(plan, stream and body.includes_usage)
+        def form_of(plan: RequestPlan) -> ResponseEncoder:
+            return encoder(plan, stream and body.includes_usage)
 
-        return await self._generator.answer(request, ClientRequest(body, form_of, stream, data))
+        return await self._handler.handle_request(request, ClientRequest(body, form_of, stream, data))
 
 
 def _model_json(model: ServedModel) -> dict[str, object]:
@@ -82,6 +82,6 @@ def _model_json(model: ServedModel) -> dict[str, object]:
         # As vLLM's and llama-server's clients look for them.
         "root": model.name,
         "parent": None,
-        "max_model_len": model.context,
-        "meta": {"n_ctx": model.context, "size": model.size},
+        "max_model_len": model.max_model_len,
+        "meta": {"n_ctx": model.max_model_len, "size": model.size},
     }

@@ -6,26 +6,26 @@ from collections.abc import AsyncIterator
 
 from molink.errors import Unavailable
 
-_ENDING = "molink is ending on this PC; ask again once it runs, or on another PC of the swarm"
+_SHUTDOWN_MESSAGE = "molink is ending on this PC; ask again once it runs, or on another PC of the swarm"
 
 
 class RunningAnswers:
-    """Answers are generated inside :meth:`one`; when the endpoint ends, they may go on a while."""
+    """Answers are generated inside :meth:`track_answer`; when the endpoint ends, they may go on a while."""
 
     def __init__(self) -> None:
         self._scopes: set[asyncio.Timeout] = set()
-        self._none = asyncio.Event()
-        self._ending = False
+        self._all_ended = asyncio.Event()
+        self._is_shutting_down = False
 
     @contextlib.asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
+    async def track_answer(self) -> AsyncIterator[None]:
         """An answer runs meanwhile.
 
         Raises:
             Unavailable: the endpoint ends, and no time is left.
         """
-        if self._ending:
-            raise Unavailable(_ENDING)
+        if self._is_shutting_down:
+            raise Unavailable(_SHUTDOWN_MESSAGE)
         scope = asyncio.timeout(None)
         try:
             async with scope:
@@ -35,18 +35,18 @@ class RunningAnswers:
                 finally:
                     self._scopes.discard(scope)
                     if not self._scopes:
-                        self._none.set()
+                        self._all_ended.set()
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise Unavailable(_ENDING) from None
+            raise Unavailable(_SHUTDOWN_MESSAGE) from None
 
-    async def finish(self, seconds: float) -> None:
+    async def shut_down(self, seconds: float) -> None:
         """Begin no answers from now on; end those that still run after so many seconds."""
-        self._ending = True
+        self._is_shutting_down = True
         if self._scopes:
-            self._none.clear()
+            self._all_ended.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._none.wait(), seconds)
+                await asyncio.wait_for(self._all_ended.wait(), seconds)
         for scope in self._scopes:
             scope.reschedule(asyncio.get_running_loop().time())

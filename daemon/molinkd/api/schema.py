@@ -1,7 +1,7 @@
 """The bodies of requests, as typed structs: what OpenAI's API and vLLM's have in common.
 
 Unknown fields are ignored, as clients send plenty; fields that would change the answer in a way we
-don't support are declared in :class:`Unsupported`, so that they can be refused by name.
+don't support are declared in :class:`UnsupportedFields`, so that they can be refused by name.
 """
 
 import re
@@ -15,7 +15,7 @@ from molink.wire.messages.serving import MAX_STOP_IDS, Priority
 
 MAX_STOPS = 16
 MAX_TOOLS = 128
-MAX_CALL_ID = 256
+MAX_CALL_ID_LENGTH = 256
 MAX_STOP_LENGTH = 256
 
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -27,7 +27,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=128)]
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
-CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CALL_ID)]
+CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CALL_ID_LENGTH)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -65,7 +65,7 @@ class StructuredOutputs(msgspec.Struct):
     disable_any_whitespace: bool | None = None
 
 
-class Unsupported(msgspec.Struct, kw_only=True):
+class UnsupportedFields(msgspec.Struct, kw_only=True):
     """Fields that change what an answer is; refused unless they hold a neutral value."""
 
     tools: Any = None
@@ -91,7 +91,7 @@ class Unsupported(msgspec.Struct, kw_only=True):
 
 
 #: Values beside null, false, 0, "", [] and {} that ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -100,7 +100,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class GenerationBody(Unsupported, kw_only=True):
+class GenerationBody(UnsupportedFields, kw_only=True):
     """What both routes take. ``None`` means that the model's own default counts."""
 
     #: May be left out where only one model is served, as llama.cpp's and vLLM's servers allow.
@@ -154,7 +154,7 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
-class CalledFunction(msgspec.Struct):
+class FunctionCall(msgspec.Struct):
     """What a call calls; ``arguments`` are JSON, written as a text or as it is."""
 
     name: str
@@ -166,7 +166,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
     id: CallId
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: FunctionCall
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -176,11 +176,11 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: Annotated[str, msgspec.Meta(max_length=MAX_CALL_ID)] | None = None
+    tool_call_id: Annotated[str, msgspec.Meta(max_length=MAX_CALL_ID_LENGTH)] | None = None
     reasoning_content: str | None = None
 
 
-class FunctionOffer(msgspec.Struct):
+class FunctionDefinition(msgspec.Struct):
     """A function that the model may call; ``parameters`` is a JSON schema."""
 
     name: ToolName
@@ -193,7 +193,7 @@ class Tool(msgspec.Struct):
     """A tool that the model may use."""
 
     type: Literal["function"]
-    function: FunctionOffer
+    function: FunctionDefinition
 
 
 class NamedFunction(msgspec.Struct):
@@ -237,14 +237,14 @@ class CompletionBody(GenerationBody, kw_only=True):
     best_of: Count | None = None
 
 
-Body = TypeVar("Body", bound=Unsupported)
-AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
+BodyT = TypeVar("BodyT", bound=UnsupportedFields)
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
-def decode_body(data: bytes, kind: type[Body]) -> Body:
+def decode_body(data: bytes, kind: type[BodyT]) -> BodyT:
     """``data`` (JSON) as a ``kind``.
 
     Raises:
@@ -255,7 +255,7 @@ def decode_body(data: bytes, kind: type[Body]) -> Body:
     return body
 
 
-def decode_struct(data: bytes, kind: type[AnyStruct]) -> AnyStruct:
+def decode_struct(data: bytes, kind: type[StructT]) -> StructT:
     """``data`` (JSON) as a ``kind`` of any protocol.
 
     Raises:
@@ -264,13 +264,13 @@ def decode_struct(data: bytes, kind: type[AnyStruct]) -> AnyStruct:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise _validation_error(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
 
 
-def _refuse_unsupported(body: Unsupported, kind: type[Unsupported]) -> None:
-    for name in Unsupported.__struct_fields__:
+def _refuse_unsupported(body: UnsupportedFields, kind: type[UnsupportedFields]) -> None:
+    for name in UnsupportedFields.__struct_fields__:
         if name in kind.__annotations__:
             continue  # this route declares it anew: it is supported there
         value = getattr(body, name)
@@ -278,11 +278,11 @@ def _refuse_unsupported(body: Unsupported, kind: type[Unsupported]) -> None:
             not value and name not in ("web_search_options", "add_generation_prompt")
         ):
             continue
-        if value not in NEUTRAL.get(name, ()):
+        if value not in NEUTRAL_VALUES.get(name, ()):
             raise RequestError(f"`{name}` is not supported by this endpoint", name)
 
 
-def _invalid(text: str) -> RequestError:
+def _validation_error(text: str) -> RequestError:
     """The field and the reason out of what msgspec says."""
     at = _AT.search(text)
     path = at[1] if at else ""

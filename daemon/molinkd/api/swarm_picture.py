@@ -12,26 +12,26 @@ import msgspec
 from aiohttp import web
 from msgspec import json
 
-from molink.plaintext import plain
+from molink.plaintext import sanitize_text
 from molink.swarm.controller.told_status import (
-    HeadStatus,
-    Peer,
+    SchedulerStatus,
+    PeerStatus,
     PipelineStatus,
-    Status,
-    device_name,
-    read_status,
+    SwarmStatus,
+    short_device_name,
+    decode_status,
 )
 from molinkd.api.backend import Backend
 from molinkd.api.endpoint_settings import is_loopback
 
 #: However many pages look, the daemon is asked once in so many seconds.
-FRESH_S = 0.7
+CACHE_TTL_S = 0.7
 #: Addresses by which another PC may try to join.
-_MOST_ADDRESSES = 3
+_MAX_ADDRESSES = 3
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d+")
 
 
-class StageShown(msgspec.Struct, frozen=True):
+class StageSummary(msgspec.Struct, frozen=True):
     """A stage: its PC and layers, and seconds for one row, and until that is at the next stage.
 
     ``doing`` says what it does instead of serving; ``busy`` is in percent, ``None`` = not told.
@@ -46,7 +46,7 @@ class StageShown(msgspec.Struct, frozen=True):
     link_s: float
 
 
-class RequestShown(msgspec.Struct, frozen=True):
+class RequestSummary(msgspec.Struct, frozen=True):
     """A request that a ring serves: tokens of it, of which ``computed`` are at every stage."""
 
     state: str
@@ -56,7 +56,7 @@ class RequestShown(msgspec.Struct, frozen=True):
     age_s: float
 
 
-class RingShown(msgspec.Struct, frozen=True):
+class RingSummary(msgspec.Struct, frozen=True):
     """A pipeline, with its stages in order; ``reason`` says why it isn't ready."""
 
     model: str
@@ -65,11 +65,11 @@ class RingShown(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     tokens_per_s: float
-    stages: tuple[StageShown, ...]
-    requests: tuple[RequestShown, ...]
+    stages: tuple[StageSummary, ...]
+    requests: tuple[RequestSummary, ...]
 
 
-class PcShown(msgspec.Struct, frozen=True):
+class PcSummary(msgspec.Struct, frozen=True):
     """A PC that holds no stage of a ring, and what it does."""
 
     pc: str
@@ -77,16 +77,16 @@ class PcShown(msgspec.Struct, frozen=True):
     doing: str
 
 
-class SwarmShown(msgspec.Struct, frozen=True):
-    """The swarm. ``knocks`` PCs wait to be let in; ``join`` are commands that let one more in."""
+class SwarmSummary(msgspec.Struct, frozen=True):
+    """The swarm. ``pairings`` PCs wait to be let in; ``join`` are commands that let one more in."""
 
     ready: bool
-    here: int
-    away: int
+    online: int
+    offline: int
     trouble: str
-    knocks: int
-    rings: tuple[RingShown, ...]
-    others: tuple[PcShown, ...]
+    pairings: int
+    rings: tuple[RingSummary, ...]
+    others: tuple[PcSummary, ...]
     join: tuple[str, ...]
 
 
@@ -97,86 +97,86 @@ class SwarmRoute:
         self._backend = backend
         self._lock = asyncio.Lock()
         self._last = b""
-        self._until = 0.0
+        self._expires_at = 0.0
 
     @property
-    def table(self) -> list[web.RouteDef]:
+    def routes(self) -> list[web.RouteDef]:
         """The route."""
-        return [web.get("/swarm", self.handle)]
+        return [web.get("/swarm", self.get_swarm)]
 
-    async def handle(self, request: web.Request) -> web.Response:
+    async def get_swarm(self, request: web.Request) -> web.Response:
         """Which PC computes which layers, what runs and waits, and how one more PC joins."""
         loop = asyncio.get_running_loop()
         async with self._lock:
-            if loop.time() >= self._until:
-                self._last = json.encode(show_swarm(read_status(await self._backend.status())))
-                self._until = loop.time() + FRESH_S
+            if loop.time() >= self._expires_at:
+                self._last = json.encode(summarize_swarm(decode_status(await self._backend.fetch_status())))
+                self._expires_at = loop.time() + CACHE_TTL_S
         headers = {"Cache-Control": "no-store"}
         return web.Response(body=self._last, content_type="application/json", headers=headers)
 
 
-def show_swarm(status: Status) -> SwarmShown:
+def summarize_swarm(status: SwarmStatus) -> SwarmSummary:
     """What of ``status`` is shown."""
     peers = {peer.id: peer for peer in status.peers}
     pcs = [peer.state == "here" for peer in status.peers if not peer.pc]
     placed = {stage.peer for ring in status.pipelines for stage in ring.stages}
-    return SwarmShown(
-        ready=status.ready,
-        here=sum(pcs),
-        away=len(pcs) - sum(pcs),
-        trouble=plain(status.trouble),
-        knocks=len(status.knocks),
-        rings=tuple(_ring(one, peers) for one in status.pipelines),
-        others=tuple(_other(peer) for peer in status.peers if peer.id not in placed),
-        join=tuple(_join(status)),
+    return SwarmSummary(
+        ready=status.is_ready,
+        online=sum(pcs),
+        offline=len(pcs) - sum(pcs),
+        trouble=sanitize_text(status.trouble),
+        pairings=len(status.pairing_requests),
+        rings=tuple(_summarize_ring(one, peers) for one in status.pipelines),
+        others=tuple(_summarize_pc(peer) for peer in status.peers if peer.id not in placed),
+        join=tuple(_join_commands(status)),
     )
 
 
-def _ring(ring: PipelineStatus, peers: dict[str, Peer]) -> RingShown:
-    head = ring.head or HeadStatus()
-    return RingShown(
-        model=plain(ring.model),
+def _summarize_ring(ring: PipelineStatus, peers: dict[str, PeerStatus]) -> RingSummary:
+    head = ring.scheduler or SchedulerStatus()
+    return RingSummary(
+        model=sanitize_text(ring.model),
         ready=ring.ready,
-        reason=plain(ring.reason),
+        reason=sanitize_text(ring.reason),
         running=head.running,
         waiting=head.waiting,
         tokens_per_s=round(head.tokens_per_s, 1),
-        stages=tuple(_stage(ring, number, peers) for number in range(len(ring.stages))),
+        stages=tuple(_summarize_stage(ring, number, peers) for number in range(len(ring.stages))),
         requests=tuple(
-            RequestShown(plain(one.state), one.prompt, one.computed, one.generated, one.age_s)
+            RequestSummary(sanitize_text(one.state), one.prompt, one.computed, one.generated, one.age_s)
             for one in head.requests
         ),
     )
 
 
-def _stage(ring: PipelineStatus, number: int, peers: dict[str, Peer]) -> StageShown:
+def _summarize_stage(ring: PipelineStatus, number: int, peers: dict[str, PeerStatus]) -> StageSummary:
     stage = ring.stages[number]
-    peer = peers.get(stage.peer, Peer(id=stage.peer))
+    peer = peers.get(stage.peer, PeerStatus(id=stage.peer))
     workers = peer.workers if peer.state == "here" else ()
     mine = (one for one in workers if (one.pipeline, one.stage) == (ring.id, number))
     worker = next(mine, None)
-    return StageShown(
-        pc=plain(peer.name or peer.id),
-        device=plain(device_name(stage.device)),
+    return StageSummary(
+        pc=sanitize_text(peer.name or peer.id),
+        device=sanitize_text(short_device_name(stage.device)),
         layers=stage.layers,
-        doing="not there" if worker is None else plain(worker.doing),
+        doing="not there" if worker is None else sanitize_text(worker.activity),
         busy=None if worker is None or worker.load is None else worker.load.busy,
         decode_s=stage.decode_s,
         link_s=stage.link_s,
     )
 
 
-def _other(peer: Peer) -> PcShown:
+def _summarize_pc(peer: PeerStatus) -> PcSummary:
     doing = peer.state
     if peer.state == "here":
         doing = peer.paused or ("endpoint only" if peer.stage == "none" else "spare")
-    return PcShown(plain(peer.name), plain(device_name(peer.device)), plain(peer.reason or doing))
+    return PcSummary(sanitize_text(peer.name), sanitize_text(short_device_name(peer.device)), sanitize_text(peer.reason or doing))
 
 
-def _join(status: Status) -> Iterator[str]:
+def _join_commands(status: SwarmStatus) -> Iterator[str]:
     """On the same network, and by address from elsewhere."""
     yield "molink join"
     hosts = [found[1] for one in status.coordinator.addresses if (found := _ADDRESS.fullmatch(one))]
     elsewhere = [host for host in dict.fromkeys(hosts) if not is_loopback(host.strip("[]"))]
-    for host in elsewhere[:_MOST_ADDRESSES]:
+    for host in elsewhere[:_MAX_ADDRESSES]:
         yield f"molink join {host}"

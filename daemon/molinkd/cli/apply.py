@@ -10,12 +10,12 @@ from rich.console import Console
 
 from molink.errors import MolinkError, RequestError
 from molink.plaintext import printable
-from molink.swarm.throughput import Throughput
-from molink.wire.messages.requests import Applied, ApplyFile, Bringing
+from molink.swarm.throughput import TransferRate
+from molink.wire.messages.requests import ApplyReply, ApplyFile, LoadModelReply
 from molinkd.cli import local_daemon
 from molinkd.cli.console import TransferLine
-from molinkd.cli.model_verbs import LOOK_S, show_progress
-from molinkd.cli.swarm_file import Lines, SwarmFile, called, entries, read_swarm_file
+from molinkd.cli.model_verbs import POLL_INTERVAL_S, show_progress
+from molinkd.cli.swarm_file import LineIndex, SwarmFile, served_name, model_entries, read_swarm_file
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.peer.artifacts.progress import Progress
 
@@ -27,13 +27,13 @@ def apply(
 ) -> None:
     """Have the swarm serve the models that a file names, and no others; twice is as once."""
     found, lines = read_swarm_file(file)
-    models = entries(found, lines, file.absolute().parent)
-    daemon = local_daemon.need_daemon(home)
-    order = ApplyFile(ref=0, models=models, molink=found.molink, dry=dry_run)
+    models = model_entries(found, lines, file.absolute().parent)
+    daemon = local_daemon.require_daemon(home)
+    order = ApplyFile(ref=0, models=models, molink=found.molink, dry_run=dry_run)
     try:
-        changes = _carry_out(daemon, order)
+        changes = _apply_file(daemon, order)
     except RequestError as error:
-        raise _located(error, found, lines) from None
+        raise _locate_error(error, found, lines) from None
     for line in changes.splitlines():
         print(printable(line))
     if not changes:
@@ -44,33 +44,33 @@ def apply(
         print("Applied; `molink status` shows how far it is.")
 
 
-def _carry_out(daemon: local_daemon.Found, order: ApplyFile) -> str:
+def _apply_file(daemon: local_daemon.RunningDaemon, order: ApplyFile) -> str:
     """Ask until all models are found and the coordinator has answered: what changes."""
     line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
-    speed, doing = Throughput(time.monotonic()), ("", "")
+    speed, doing = TransferRate(time.monotonic()), ("", "")
     try:
         while True:
-            far, payload = local_daemon.ask(daemon, order)
-            if isinstance(far, Applied):
+            far, payload = local_daemon.send_request(daemon, order)
+            if isinstance(far, ApplyReply):
                 return payload.decode("utf-8")
-            assert isinstance(far, Bringing)
+            assert isinstance(far, LoadModelReply)
             if (far.name, far.state) != doing:
-                speed, doing = Throughput(time.monotonic(), far.done), (far.name, far.state)
+                speed, doing = TransferRate(time.monotonic(), far.done), (far.name, far.state)
             progress = Progress(far.done, far.total)
             progress.source = "the hub" if far.state == "fetching" else "disk, to hash it once"
             show_progress(line, far.name or "a model", progress, speed)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
     finally:
-        line.clear()
+        line.clear_line()
 
 
-def _located(error: RequestError, file: SwarmFile, lines: Lines) -> MolinkError:
+def _locate_error(error: RequestError, file: SwarmFile, lines: LineIndex) -> MolinkError:
     """The coordinator's refusal with the line that it is about: a PC's, else the model's."""
     text = str(error)
     if file.molink and text.startswith(f"the file wants molink {file.molink}"):
-        return lines.refusal(text, key="molink")
+        return lines.error_at(text, key="molink")
     for index, one in enumerate(file.models):
-        why = text.removeprefix(f"{called(one.model)}: ")
+        why = text.removeprefix(f"{served_name(one.model)}: ")
         if why != text:
             keys = [
                 key
@@ -78,5 +78,5 @@ def _located(error: RequestError, file: SwarmFile, lines: Lines) -> MolinkError:
                 if re.search(rf"(?<![\w-]){re.escape(pc)}(?![\w-])", why)
                 for key in ((pc, "layers") if pc in one.layers else ("pcs",))
             ]
-            return lines.refusal(text, index, lines.first(index, *keys))
+            return lines.error_at(text, index, lines.first_key(index, *keys))
     return error

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from molink.bench.clock import MonotonicClock
-from molink.bench.http import Api, BenchClient, BenchTarget
+from molink.bench.http import BenchRoute, BenchClient, BenchTarget
 from molink.bench.planned import PlannedRequest, plan_sizes, plan_trace
-from molink.bench.report import Report, summarize, table
+from molink.bench.report import Report, summarize, report_table
 from molink.bench.runner import Measurement, run_plan
 from molink.bench.sample import Sample
 from molink.bench.trace import read_trace
@@ -73,7 +73,7 @@ def serve(
     warmup: Annotated[int, typer.Option(min=0, help="Requests sent first, not counted.")] = 0,
     model: ModelOption = None,
     api_key: KeyOption = None,
-    api: Annotated[Api, typer.Option(help="Which route to use.")] = "chat",
+    api: Annotated[BenchRoute, typer.Option(help="Which route to use.")] = "chat",
     ignore_eos: EosOption = True,
     policy: PolicyOption = "unknown",
     seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
@@ -83,10 +83,10 @@ def serve(
 
     Reports TTFT, TPOT, ITL, latency and throughput.
     """
-    plan = _plan(trace, input_tokens, output_tokens, rate, requests, seed)
+    plan = _make_plan(trace, input_tokens, output_tokens, rate, requests, seed)
     endpoint = BenchTarget(url, api, model, api_key, ignore_eos)
     notes = Console(stderr=True)
-    with _progress(notes, hidden=as_json and not notes.is_terminal) as progress:
+    with _progress_bar(notes, hidden=as_json and not notes.is_terminal) as progress:
         measurement = asyncio.run(_measure(endpoint, plan, warmup, concurrency, seed, progress))
     report = summarize(
         measurement.samples,
@@ -94,14 +94,14 @@ def serve(
         policy=policy,
         interrupted=measurement.interrupted,
     )
-    _show(report, notes, as_json=as_json)
+    _print_report(report, notes, as_json=as_json)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
     if not report.completed:
         raise Unavailable(f"no request completed; the first error: {report.first_error}")
 
 
-def _plan(
+def _make_plan(
     trace: Path | None,
     input_tokens: int | None,
     output_tokens: int | None,
@@ -132,18 +132,18 @@ async def _measure(
 ) -> Measurement:
     clock = MonotonicClock()
     async with BenchClient(endpoint, clock, seed) as client:
-        if not await client.prepare():
+        if not await client.calibrate_prompts():
             progress.console.print("The server counts no tokens (usage): sizes are approximate.")
         if warmup:
             first = plan[0]
-            tries = [replace(first, index=-1 - number, at=0.0) for number in range(warmup)]
-            warm = await _phase("warm-up", tries, client, concurrency, clock, progress)
+            tries = [replace(first, index=-1 - number, arrival_s=0.0) for number in range(warmup)]
+            warm = await _run_phase("warm-up", tries, client, concurrency, clock, progress)
             if warm.interrupted:
                 return replace(warm, samples=())
-        return await _phase(client.model, plan, client, concurrency, clock, progress)
+        return await _run_phase(client.model, plan, client, concurrency, clock, progress)
 
 
-async def _phase(
+async def _run_phase(
     title: str,
     plan: list[PlannedRequest],
     client: BenchClient,
@@ -163,7 +163,7 @@ async def _phase(
     return await run_plan(plan, client.send, concurrency=concurrency, clock=clock, on_sample=count)
 
 
-def _progress(console: Console, *, hidden: bool) -> Progress:
+def _progress_bar(console: Console, *, hidden: bool) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -175,7 +175,7 @@ def _progress(console: Console, *, hidden: bool) -> Progress:
     )
 
 
-def _show(report: Report, notes: Console, *, as_json: bool) -> None:
+def _print_report(report: Report, notes: Console, *, as_json: bool) -> None:
     if report.failed:
         notes.print(
             f"{report.failed} requests failed; the first: {report.first_error}", markup=False
@@ -185,4 +185,4 @@ def _show(report: Report, notes: Console, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
     else:
-        Console().print(table(report))
+        Console().print(report_table(report))

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import DEMO_MODEL, find_model
+from molink.checkpoint.source import DEMO_MODEL_NAME, find_model
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.memory_plan import size
+from molink.facts.memory_plan import format_size
 from molink.facts.model import LayerRange, Quantize
 from molink.plaintext import printable
-from molink.swarm.placement.placement import parse_range
-from molinkd.peer.agent.stage_bench import BenchPoint, StageBench, StageResult, measure_stage
+from molink.swarm.placement.placement import parse_layers
+from molinkd.peer.agent.stage_bench import BenchPoint, StageBench, StageBenchResult, measure_stage
 from molinkd.peer.home import Home
 
 _DEVICE = re.compile(r"^(?:auto|cpu|cuda(?::\d{1,3})?)$")
@@ -28,7 +28,7 @@ def stage(
     model: Annotated[
         str,
         typer.Option("--model", "-m", help="Folder, GGUF file, OWNER/NAME or molink-demo."),
-    ] = DEMO_MODEL,
+    ] = DEMO_MODEL_NAME,
     layers: Annotated[str | None, typer.Option(help="Layers A:B.  [default: all]")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
     threads: Annotated[
@@ -47,10 +47,10 @@ def stage(
     """
     if _DEVICE.match(device) is None:
         raise UsageError(f"--device is auto, cpu or cuda:N, not {device!r}")
-    source = find_model(model, unpack_into=Home.find().unpacked)
+    source = find_model(model, unpack_into=Home.find_home().unpacked)
     order = StageBench(
         source.path,
-        _layers(source.path, layers),
+        _parse_layers(source.path, layers),
         device=device,
         dtype=dtype,
         quantize=quantize,
@@ -63,25 +63,25 @@ def stage(
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(found)).decode("utf-8"))
     else:
-        show(found, Console(highlight=False))
+        print_result(found, Console(highlight=False))
 
 
-def _layers(folder: Path, given: str | None) -> LayerRange:
+def _parse_layers(folder: Path, given: str | None) -> LayerRange:
     """The range to measure, checked against the model."""
     wanted = None
-    if given is not None and (wanted := parse_range(given)) is None:
+    if given is not None and (wanted := parse_layers(given)) is None:
         raise UsageError(f"--layers is A:B, for example 0:12, not {given!r}")
     opened = ModelFolder.open(folder, wanted)
     return wanted or (0, opened.config.layers)
 
 
-def show(found: StageResult, console: Console) -> None:
+def print_result(found: StageBenchResult, console: Console) -> None:
     """Print the result for a person."""
     first, last = found.layers
     threads = f", {found.threads} threads" if found.threads else ""
     quantized = "" if found.quantize == "none" else f", {found.quantize}"
     lines = (
-        f"{found.model}, layers {first}:{last}: {size(found.weight_bytes)} of weights "
+        f"{found.model}, layers {first}:{last}: {format_size(found.weight_bytes)} of weights "
         f"({found.dtype}{quantized})",
         f"{found.device}: {found.device_name}{threads}, torch {found.torch}",
     )
@@ -90,21 +90,21 @@ def show(found: StageResult, console: Console) -> None:
     console.print(
         f"\n[bold]T_d[/bold]: a decode step of streams that have {found.context} tokens each"
     )
-    console.print(_table("streams", found.decode))
+    console.print(_points_table("streams", found.decode))
     console.print("\n[bold]T_p[/bold]: a prefill chunk that begins a prompt")
-    console.print(_table("rows", found.prefill))
+    console.print(_points_table("rows", found.prefill))
     read, compute = found.read, found.compute
     tile = f"in steps of {found.tile} rows" if found.tile > 1 else "without steps"
     console.print(
         f"\nMatrix products grow {tile}.\n"
-        f"Decode of one stream reads {size(read.bytes)} at {read.bytes_per_s / 1e9:.1f} GB/s: "
+        f"Decode of one stream reads {format_size(read.bytes)} at {read.bytes_per_s / 1e9:.1f} GB/s: "
         f"{read.share:.0%} of the {read.peak_bytes_per_s / 1e9:.1f} GB/s measured.\n"
         f"Prefill of {compute.rows} rows computes {compute.flops_per_s / 1e12:.2f} TFLOP/s: "
         f"{compute.share:.0%} of the {compute.peak_flops_per_s / 1e12:.2f} TFLOP/s measured."
     )
 
 
-def _table(rows: str, points: Sequence[BenchPoint]) -> Table:
+def _points_table(rows: str, points: Sequence[BenchPoint]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in (rows, "ms", "tokens/s"):
         table.add_column(name, justify="right")

@@ -20,7 +20,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
 #: A path is no command, nor is a question that only begins with a slash.
 _COMMAND = re.compile(r"/[A-Za-z?]+$")
 #: A command of molink in a hint, where no home is known.
-_TYPED = "`molink {}`".format
+_FORMAT_COMMAND = "`molink {}`".format
 _HELP = "/clear forgets the conversation, /exit leaves, Ctrl-C stops an answer"
 
 
@@ -28,7 +28,7 @@ _HELP = "/clear forgets the conversation, /exit leaves, Ctrl-C stops an answer"
 class Conversation:
     """What is sent with every question. ``options`` are further fields of the request.
 
-    ``typed`` is the ``Home.typed`` of the home whose endpoint it is.
+    ``format_command`` is the ``Home.typed`` of the home whose endpoint it is.
     """
 
     base_url: str
@@ -37,13 +37,13 @@ class Conversation:
     system: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
-    typed: Callable[[str], str] = _TYPED
+    format_command: Callable[[str], str] = _FORMAT_COMMAND
 
     def clear(self) -> None:
         """Forget everything that was said."""
         self.messages.clear()
 
-    def body(self) -> dict[str, Any]:
+    def request_body(self) -> dict[str, Any]:
         """The request for the next answer."""
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*first, *self.messages]
@@ -54,11 +54,11 @@ class EventParser:
     """Server-sent events out of bytes as they come; sans-IO."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._buffer = b""
 
     def feed(self, data: bytes) -> list[bytes]:
         """The data of the events that ``data`` completes."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
         return [line[5:].strip() for line in map(bytes.rstrip, lines) if line.startswith(b"data:")]
 
 
@@ -71,7 +71,7 @@ def run_chat(
     system: str | None = None,
     max_tokens: int | None = None,
     temperature: float | None = None,
-    typed: Callable[[str], str] = _TYPED,
+    format_command: Callable[[str], str] = _FORMAT_COMMAND,
 ) -> int:
     """Talk with the model at ``base_url`` (which ends with ``/v1``); returns an exit code.
 
@@ -87,7 +87,7 @@ def run_chat(
     try:
         with asyncio.Runner() as runner:
             conversation = Conversation(
-                base_url, model or "", api_key, system, options, typed=typed
+                base_url, model or "", api_key, system, options, format_command=format_command
             )
             conversation.model = model or runner.run(_first_model(conversation))
             if text is not None:
@@ -104,7 +104,7 @@ def _one_shot(runner: asyncio.Runner, conversation: Conversation, text: str) -> 
     if not text:
         raise RequestError("there is nothing to ask: give a text, or run it in a terminal", "text")
     conversation.messages.append({"role": "user", "content": text})
-    runner.run(_show(conversation, Console(highlight=False)))
+    runner.run(_print_answer(conversation, Console(highlight=False)))
     return 0
 
 
@@ -134,10 +134,10 @@ def _interactive(runner: asyncio.Runner, conversation: Conversation, errors: Con
                 text = f"Unknown command '{_printable(question)}'. Commands: /clear, /exit"
                 console.print(text, style="dim", markup=False)
             case _:
-                _ask(runner, conversation, question, console, errors)
+                _ask_question(runner, conversation, question, console, errors)
 
 
-def _ask(
+def _ask_question(
     runner: asyncio.Runner,
     conversation: Conversation,
     question: str,
@@ -148,7 +148,7 @@ def _ask(
     asked = len(conversation.messages)
     conversation.messages.append({"role": "user", "content": question})
     try:
-        runner.run(_show(conversation, console))
+        runner.run(_print_answer(conversation, console))
     except KeyboardInterrupt:
         console.print("\n(stopped)", style="dim")
     except MolinkError as error:
@@ -157,7 +157,7 @@ def _ask(
         conversation.messages.pop()
 
 
-async def _show(conversation: Conversation, console: Console) -> None:
+async def _print_answer(conversation: Conversation, console: Console) -> None:
     """Print the next answer as it comes, and remember it, even when it is stopped."""
     said: list[str] = []
     thinks = False
@@ -191,15 +191,15 @@ async def stream_answer(conversation: Conversation) -> AsyncGenerator[tuple[str,
     try:
         async with (
             aiohttp.ClientSession(timeout=_TIMEOUT, headers=_headers(conversation)) as session,
-            session.post(url, json=conversation.body()) as response,
+            session.post(url, json=conversation.request_body()) as response,
         ):
-            await _check(response)
+            await _check_status(response)
             async for data in response.content.iter_any():
                 for event in parser.feed(data):
                     if event == b"[DONE]":
                         return
                     added = json.loads(event)
-                    yield _thought(added), _content(added)
+                    yield _reasoning(added), _content(added)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise _unreachable(conversation, error) from error
     except ValueError as error:
@@ -213,7 +213,7 @@ def _content(event: dict[str, Any]) -> str:
     return _delta(event).get("content") or ""
 
 
-def _thought(event: dict[str, Any]) -> str:
+def _reasoning(event: dict[str, Any]) -> str:
     return _delta(event).get("reasoning_content") or ""
 
 
@@ -230,10 +230,10 @@ async def _first_model(conversation: Conversation) -> str:
             aiohttp.ClientSession(timeout=_TIMEOUT, headers=_headers(conversation)) as session,
             session.get(url) as response,
         ):
-            await _check(response)
+            await _check_status(response)
             models = json.loads(await response.read())["data"]
             if not models:
-                status = conversation.typed("status")
+                status = conversation.format_command("status")
                 raise ModelNotFound(f"{conversation.base_url} serves no model; {status} says why")
             return str(models[0]["id"])
     except (aiohttp.ClientError, TimeoutError) as error:
@@ -247,7 +247,7 @@ def _headers(conversation: Conversation) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
-async def _check(response: aiohttp.ClientResponse) -> None:
+async def _check_status(response: aiohttp.ClientResponse) -> None:
     if response.status == 200:
         return
     try:
@@ -265,7 +265,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 
 def _unreachable(conversation: Conversation, error: Exception) -> Unavailable:
     reason = str(error) or type(error).__name__
-    hints = f"{conversation.typed('status')}, {conversation.typed('up')}"
+    hints = f"{conversation.format_command('status')}, {conversation.format_command('up')}"
     return Unavailable(
         f"no answer from {conversation.base_url}: {reason}; is molink running? ({hints})"
     )

@@ -16,18 +16,18 @@ from molink.plaintext import printable
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.peer.home import Home
 from molinkd.peer.remembered import read_options, write_options
-from molinkd.peer.settings import NAMES, SECRETS, default_settings, layers, load_settings
+from molinkd.peer.settings import SETTING_NAMES, SECRET_SETTINGS, default_settings, settings_layers, load_settings
 
 config_app = typer.Typer()
 
 #: Where what nobody has set comes from.
-DEFAULT = "default"
+DEFAULT_SOURCE = "default"
 #: Settings of which 0 is a word.
-_WORDS = {"memory": "by the device", "chunk_tokens": "auto", "micro_batches": "auto"}
+_ZERO_WORDS = {"memory": "by the device", "chunk_tokens": "auto", "micro_batches": "auto"}
 
 
 @config_app.callback(invoke_without_command=True)
-def show(
+def show_config(
     context: typer.Context,
     everything: Annotated[
         bool, typer.Option("--all", help="Show the settings that have their defaults too.")
@@ -42,14 +42,14 @@ def show(
     """
     if context.invoked_subcommand is not None:
         return
-    place = Home.find(home)
+    place = Home.find_home(home)
     remembered = read_options(place.options)
-    found = sources(place, os.environ, remembered)
+    found = setting_sources(place, os.environ, remembered)
     if as_json:
         told = {name: {"value": value, "from": where} for name, (value, where) in found.items()}
         print(json.dumps(told, indent=2))
     else:
-        _print(found, place, everything=everything)
+        _print_settings(found, place, everything=everything)
     load_settings(place, {}, os.environ, remembered)  # says what can't be used
 
 
@@ -62,14 +62,14 @@ def unset(
     home: HomeOption = None,
 ) -> None:
     """Forget options of the last start; what runs goes on as it is."""
-    place = Home.find(home)
+    place = Home.find_home(home)
     remembered = read_options(place.options)
     wanted = [name.removeprefix("--").replace("-", "_") for name in names or ()]
     if bool(wanted) == everything:
         raise UsageError("name the settings to forget, or all of them with --all")
     for name in wanted:
         if name not in remembered:
-            raise UsageError(_not_remembered(place, name, remembered))
+            raise UsageError(_explain_unset(place, name, remembered))
     gone = [name for name in remembered if everything or name in wanted]
     if gone:
         write_options(
@@ -78,41 +78,41 @@ def unset(
     print(printable(f"Forgotten: {', '.join(gone) or 'nothing was remembered'}."))
 
 
-def sources(
+def setting_sources(
     home: Home, environment: Mapping[str, str], remembered: Mapping[str, Any]
 ) -> dict[str, tuple[str, str]]:
     """The value of each setting, as text, and where it is from; not whether it can be used."""
     defaults = msgspec.to_builtins(default_settings())
     defaults |= defaults.pop("pipeline")
-    found = {name: (_text(name, defaults[name]), DEFAULT) for name in sorted(NAMES)}
-    for where, layer in layers(home, environment, remembered):
+    found = {name: (_value_text(name, defaults[name]), DEFAULT_SOURCE) for name in sorted(SETTING_NAMES)}
+    for where, layer in settings_layers(home, environment, remembered):
         for name, value in layer.items():
-            text = "…" if name in SECRETS and value else _text(name, value)
+            text = "…" if name in SECRET_SETTINGS and value else _value_text(name, value)
             found[name] = (text, where)
     return found
 
 
-def _text(name: str, value: Any) -> str:
+def _value_text(name: str, value: Any) -> str:
     if value in (None, "", [], (), {}):
         return "none"
     if isinstance(value, (list, tuple)):
         return ("-" if name == "worker_ports" else ", ").join(map(str, value))
     if isinstance(value, bool):
         return str(value).lower()
-    return _WORDS.get(name, "0") if value == 0 else str(value)
+    return _ZERO_WORDS.get(name, "0") if value == 0 else str(value)
 
 
-def _not_remembered(home: Home, name: str, remembered: Mapping[str, Any]) -> str:
-    value, where = sources(home, os.environ, remembered).get(name, ("", ""))
+def _explain_unset(home: Home, name: str, remembered: Mapping[str, Any]) -> str:
+    value, where = setting_sources(home, os.environ, remembered).get(name, ("", ""))
     if not where:
-        return f"there is no setting `{name}`; {home.typed('config --all')} shows them"
-    if where == DEFAULT:
+        return f"there is no setting `{name}`; {home.format_command('config --all')} shows them"
+    if where == DEFAULT_SOURCE:
         return f"`{name}` is not set: it has its default, {value}"
     return f"`{name}` is not remembered: it comes from {where}. Take it away there"
 
 
-def _print(found: Mapping[str, tuple[str, str]], home: Home, *, everything: bool) -> None:
-    shown = {name: one for name, one in found.items() if everything or one[1] != DEFAULT}
+def _print_settings(found: Mapping[str, tuple[str, str]], home: Home, *, everything: bool) -> None:
+    shown = {name: one for name, one in found.items() if everything or one[1] != DEFAULT_SOURCE}
     if shown:
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for column in ("setting", "value", "from"):
@@ -123,7 +123,7 @@ def _print(found: Mapping[str, tuple[str, str]], home: Home, *, everything: bool
     else:
         print("Nothing is set on this PC: all settings have their defaults.")
     if not everything:
-        print(printable(f"{home.typed('config --all')} shows the defaults too."))
+        print(printable(f"{home.format_command('config --all')} shows the defaults too."))
     if any(where == "the options of the last start" for _, where in shown.values()):
-        forget = home.typed("config unset NAME")
+        forget = home.format_command("config unset NAME")
         print(printable(f"{forget} forgets what was given at the last start."))

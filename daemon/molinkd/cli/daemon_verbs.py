@@ -35,10 +35,10 @@ AdvertiseOption = Annotated[
     str | None,
     typer.Option(help="Addresses to tell to others, comma separated.  [default: this PC's]"),
 ]
-EndpointHostOption = Annotated[
+ApiHostOption = Annotated[
     str | None, typer.Option(help="Address of the chat endpoint.  [default: 127.0.0.1]")
 ]
-EndpointPortOption = Annotated[
+ApiPortOption = Annotated[
     int | None,
     typer.Option(
         "--endpoint-port",
@@ -90,7 +90,7 @@ QuantizeOption = Annotated[
 ThreadsOption = Annotated[
     int | None, typer.Option(help="Compute threads on the CPU.  [default: its cores]")
 ]
-ChunkOption = Annotated[
+MaxNumBatchedTokensOption = Annotated[
     str | None,
     typer.Option(help="Rows of a prefill chunk: a number, or as measured.  [default: auto]"),
 ]
@@ -157,15 +157,15 @@ def up(
     name: NameOption = None,
     host: HostOption = None,
     advertise: AdvertiseOption = None,
-    endpoint_host: EndpointHostOption = None,
-    endpoint_port: EndpointPortOption = None,
+    api_host: ApiHostOption = None,
+    api_port: ApiPortOption = None,
     coordinator_port: CoordinatorPortOption = None,
     control_port: ControlPortOption = None,
     worker_ports: WorkerPortsOption = None,
     device: DeviceOption = None,
     memory: MemoryOption = None,
     threads: ThreadsOption = None,
-    chunk_tokens: ChunkOption = None,
+    max_num_batched_tokens: MaxNumBatchedTokensOption = None,
     scheduling_policy: SchedulingOption = None,
     preemption_mode: PreemptionOption = None,
     swap_space: SwapSpaceOption = None,
@@ -174,7 +174,7 @@ def up(
     pause_when_busy: PauseWhenBusyOption = None,
     dtype: Annotated[DTypeChoice | None, typer.Option(help="Compute in.  [default: auto]")] = None,
     quantize: QuantizeOption = None,
-    context: Annotated[
+    max_model_len: Annotated[
         int | None,
         typer.Option(help="Most tokens of prompt and answer.  [default: what the model has]"),
     ] = None,
@@ -205,7 +205,7 @@ def up(
     Options are kept for the next start; `molink config` shows them, and where each setting is from.
     """
     options = dict(locals())
-    _run("up", home, options, model=options.pop("model"))
+    _start_daemon("up", home, options, model=options.pop("model"))
 
 
 def join(
@@ -234,15 +234,15 @@ def join(
     name: NameOption = None,
     host: HostOption = None,
     advertise: AdvertiseOption = None,
-    endpoint_host: EndpointHostOption = None,
-    endpoint_port: EndpointPortOption = None,
+    api_host: ApiHostOption = None,
+    api_port: ApiPortOption = None,
     coordinator_port: CoordinatorPortOption = None,
     control_port: ControlPortOption = None,
     worker_ports: WorkerPortsOption = None,
     device: DeviceOption = None,
     memory: MemoryOption = None,
     threads: ThreadsOption = None,
-    chunk_tokens: ChunkOption = None,
+    max_num_batched_tokens: MaxNumBatchedTokensOption = None,
     scheduling_policy: SchedulingOption = None,
     preemption_mode: PreemptionOption = None,
     swap_space: SwapSpaceOption = None,
@@ -266,7 +266,7 @@ def join(
         token = sys.stdin.readline().strip()
     elif token is not None and not is_address(token):
         hide_token(token)
-    _run("join", home, options, model=options.pop("model"), token=token, swarm=swarm)
+    _start_daemon("join", home, options, model=options.pop("model"), token=token, swarm=swarm)
 
 
 def demo(
@@ -291,15 +291,15 @@ def demo(
     home: HomeOption = None,
 ) -> None:
     """Run a whole swarm on this PC with a small model, to try it."""
-    from molink.checkpoint.source import local_model
+    from molink.checkpoint.source import find_local_model
     from molinkd.cli.demonstration import run_demo
     from molinkd.cli.small_model import fetch_small_model
     from molinkd.peer.artifacts.smollm2 import NAME as SMOLLM2
     from molinkd.peer.home import Home
 
-    if model == SMOLLM2 and local_model(model) is None:
+    if model == SMOLLM2 and find_local_model(model) is None:
         model = fetch_small_model()
-    raise typer.Exit(run_demo(Home.find(home), peers, dtype, model, ask, quantize))
+    raise typer.Exit(run_demo(Home.find_home(home), peers, dtype, model, ask, quantize))
 
 
 def coordinator(
@@ -317,11 +317,11 @@ def coordinator(
     from molinkd.peer.settings import load_settings
 
     options = {"host": host, "coordinator_port": port, "advertise": advertise, "name": name}
-    place = Home.find(home)
+    place = Home.find_home(home)
     run_coordinator(place, load_settings(place, options, os.environ))
 
 
-def _run(
+def _start_daemon(
     role: Literal["up", "join"],
     home: Path | None,
     options: dict[str, Any],
@@ -330,10 +330,10 @@ def _run(
     token: str | None = None,
     swarm: str | None = None,
 ) -> None:
-    from molinkd.imports import lasting_imports
+    from molinkd.imports import permanent_imports
 
-    with lasting_imports():
-        from molinkd.cli.starting import start
+    with permanent_imports():
+        from molinkd.cli.starting import start_daemon
     from molinkd.peer.home import Home
 
     options.pop("home")
@@ -341,5 +341,5 @@ def _run(
     if role == "join" and token is not None and not token.strip():
         raise UsageError("the token is empty: paste what `molink up` printed")
     given = {name: value for name, value in options.items() if value is not None}
-    place = Home.find(home)
-    start(role, place, given, model=model, token=token, swarm=swarm, background=background)
+    place = Home.find_home(home)
+    start_daemon(role, place, given, model=model, token=token, swarm=swarm, background=background)

@@ -16,11 +16,11 @@ from molink.plaintext import printable
 from molink.wire.sockets.loop import EventLoop
 from molinkd.peer.demo import DemoSwarm
 from molinkd.peer.home import Home
-from molinkd.peer.launch import AnyEvent, Ended, ModelReady, NotServed, Serving, StageNow, Trouble
+from molinkd.peer.launch import AnyDaemonEvent, DaemonEndedEvent, ModelReadinessChangedEvent, ModelUnavailableEvent, ModelFoundEvent, StageStatusChangedEvent, ProblemReportedEvent
 from molinkd.peer.platform import until_terminated
 
 _QUESTION = "What is molink?"
-_SAMPLE = {"messages": [{"role": "user", "content": _QUESTION}], "stream": True}
+_SAMPLE_BODY = {"messages": [{"role": "user", "content": _QUESTION}], "stream": True}
 
 
 class DemoConsole:
@@ -33,7 +33,7 @@ class DemoConsole:
         self._started = False
 
     @contextlib.contextmanager
-    def starting(self, peers: int) -> Iterator[None]:
+    def show_starting(self, peers: int) -> Iterator[None]:
         """A spinner on a terminal, plain lines elsewhere."""
         text = f"Starting {peers} {'peer' if peers == 1 else 'peers'} on this PC"
         if not self._console.is_terminal:
@@ -46,54 +46,54 @@ class DemoConsole:
         self._status = None
         self._started = True
 
-    def show(self, number: int, event: AnyEvent) -> None:
+    def show_event(self, number: int, event: AnyDaemonEvent) -> None:
         """Print what a person cares for in a daemon's event."""
         match event:
-            case Serving():
-                self._line(f"Model {event.model}")
-            case StageNow() if self._stages.get(number) != event.text:
+            case ModelFoundEvent():
+                self._print_line(f"Model {event.model}")
+            case StageStatusChangedEvent() if self._stages.get(number) != event.text:
                 self._stages[number] = event.text
-                self._progress(f"peer {number}: {event.text}")
-            case ModelReady(ready=True):
-                self._line(f"peer {number}: {self._stages.get(number, 'no stage')}: can answer")
-            case ModelReady():
-                self._line(f"peer {number}: {event.model} is interrupted")
-            case NotServed() if number == 1:
-                self._line(f"{event.model} can't be served yet: {event.reason}")
-            case Ended() if not self._started:
+                self._show_progress(f"peer {number}: {event.text}")
+            case ModelReadinessChangedEvent(ready=True):
+                self._print_line(f"peer {number}: {self._stages.get(number, 'no stage')}: can answer")
+            case ModelReadinessChangedEvent():
+                self._print_line(f"peer {number}: {event.model} is interrupted")
+            case ModelUnavailableEvent() if number == 1:
+                self._print_line(f"{event.model} can't be served yet: {event.reason}")
+            case DaemonEndedEvent() if not self._started:
                 pass  # the demo ends with just this
-            case Trouble() | Ended():
-                self._line(f"peer {number}: {event.text}")
+            case ProblemReportedEvent() | DaemonEndedEvent():
+                self._print_line(f"peer {number}: {event.text}")
 
-    def ready(self, swarm: DemoSwarm, home: Home) -> None:
+    def show_ready(self, swarm: DemoSwarm, home: Home) -> None:
         """How to use it."""
         urls = [f"{peer.endpoint}/v1" for peer in swarm.peers]
-        self._line("\nThe swarm is ready. Every peer answers at its own endpoint:\n")
+        self._print_line("\nThe swarm is ready. Every peer answers at its own endpoint:\n")
         for url in urls:
-            self._line(f"  {url}")
-        self._line("\nTry:\n")
-        self._line(f"{sample(urls[0], home.typed)}\n")
+            self._print_line(f"  {url}")
+        self._print_line("\nTry:\n")
+        self._print_line(f"{sample_command(urls[0], home.format_command)}\n")
         page = f"{swarm.peers[0].endpoint}/"
-        self._line(f"or {home.typed('chat')}, or {page} in a browser. Ctrl-C ends it.")
+        self._print_line(f"or {home.format_command('chat')}, or {page} in a browser. Ctrl-C ends it.")
 
-    def _progress(self, text: str) -> None:
+    def _show_progress(self, text: str) -> None:
         if self._status is None:
-            self._line(text)
+            self._print_line(text)
         else:
             self._status.update(Text(printable(text)))
 
-    def _line(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         self._console.print(printable(text, keep="\n"), markup=False)
 
 
-def sample(url: str, typed: Callable[[str], str], platform: str = sys.platform) -> str:
+def sample_command(url: str, format_command: Callable[[str], str], platform: str = sys.platform) -> str:
     """A command to try, in words that the platform's shell takes; ``typed`` is ``Home.typed``."""
     if platform == "win32":
-        chat = typed(f'chat "{_QUESTION}"')
+        chat = format_command(f'chat "{_QUESTION}"')
         return f"  {chat.strip('`')}"
     return (
         f"  curl -N {url}/chat/completions -H 'Content-Type: application/json' \\\n"
-        f"    -d '{json.dumps(_SAMPLE)}'"
+        f"    -d '{json.dumps(_SAMPLE_BODY)}'"
     )
 
 
@@ -114,14 +114,14 @@ def run_demo(
     console = DemoConsole()
 
     async def run() -> int:
-        swarm = DemoSwarm(home, peers, dtype, model, console.show, quantize)
+        swarm = DemoSwarm(home, peers, dtype, model, console.show_event, quantize)
         with until_terminated() as stopped:
             try:
-                with console.starting(peers):
-                    await swarm.start()
+                with console.show_starting(peers):
+                    await swarm.start_peers()
                 if question is not None:
-                    return await asyncio.to_thread(_ask, swarm.peers[-1].endpoint, question)
-                console.ready(swarm, home)
+                    return await asyncio.to_thread(_ask_question, swarm.peers[-1].endpoint, question)
+                console.show_ready(swarm, home)
                 await stopped.wait()
                 return 0
             finally:
@@ -131,7 +131,7 @@ def run_demo(
         return runner.run(run())
 
 
-def _ask(endpoint: str, question: str) -> int:
+def _ask_question(endpoint: str, question: str) -> int:
     from molinkd.cli.chat import run_chat
 
     # Greedy: the demo model is small, and the same question should get the same answer.

@@ -7,10 +7,10 @@ from molink.errors import MolinkError
 from molinkd.cli.typed_lines import TypedLines
 
 #: How often it is looked whether anybody still knocks, in seconds.
-_LOOK_S = 0.5
+_POLL_INTERVAL_S = 0.5
 
 
-class Doorbell:
+class PairingPrompt:
     """Reads codes in a thread of its own for as long as somebody knocks."""
 
     def __init__(
@@ -18,29 +18,29 @@ class Doorbell:
     ) -> None:
         """``approve(code)`` returns the name of the PC that it lets in, or raises."""
         self._approve, self._say, self._lines = approve, say, lines
-        self._wanted = threading.Event()
+        self._is_pending = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def ring(self, *, somebody: bool) -> None:
+    def set_pending(self, *, pending: bool) -> None:
         """Whether somebody knocks now."""
-        if somebody == self._wanted.is_set():
+        if pending == self._is_pending.is_set():
             return
-        if not somebody:
-            self._wanted.clear()
+        if not pending:
+            self._is_pending.clear()
             return
-        self._wanted.set()
-        before = self._thread
+        self._is_pending.set()
+        previous = self._thread
         self._thread = threading.Thread(
-            target=self._run, args=(before,), name="molink-doorbell", daemon=True
+            target=self._read_codes, args=(previous,), name="molink-doorbell", daemon=True
         )
         self._thread.start()
 
-    def _run(self, before: threading.Thread | None) -> None:
-        if before is not None:
-            before.join()  # it may not have noticed yet that nobody knocked for a moment
-        while self._wanted.is_set():
+    def _read_codes(self, previous: threading.Thread | None) -> None:
+        if previous is not None:
+            previous.join()  # it may not have noticed yet that nobody knocked for a moment
+        while self._is_pending.is_set():
             try:
-                line = self._lines.next(_LOOK_S)
+                line = self._lines.next(_POLL_INTERVAL_S)
             except (EOFError, OSError):
                 return
             if line is None or not line.strip():

@@ -14,7 +14,7 @@ DeviceOption = Annotated[
 ]
 
 #: How often the swarm is looked at, in seconds.
-_LOOK_S = 0.5
+_POLL_INTERVAL_S = 0.5
 
 
 def drain(
@@ -31,26 +31,26 @@ def drain(
     from molinkd.cli import local_daemon
     from molinkd.peer.home import Home
 
-    place, found = Home.find(home), local_daemon.need_daemon(home)
-    local_daemon.drain(found, device or "", on=True)
+    place, found = Home.find_home(home), local_daemon.require_daemon(home)
+    local_daemon.set_drain(found, device or "", on=True)
     deadline = time.monotonic() + timeout
     trouble = "the others have not taken them yet"
     while True:
         status = local_daemon.fetch_status(found)
-        here = _here(status, found.note.pid, device)
-        if here and not any(one["workers"] for one in here):
+        own = _own_peers(status, found.run_file.pid, device)
+        if own and not any(one["workers"] for one in own):
             what = f"{device} of this PC" if device else "This PC"
-            ends = f"{place.typed('resume')} ends that."
+            ends = f"{place.format_command('resume')} ends that."
             print(printable(f"{what} holds no layers now; its endpoint goes on. {ends}"))
             return
         trouble = status.get("trouble") or trouble
-        if time.monotonic() >= deadline or _stuck(status, here):
+        if time.monotonic() >= deadline or _is_stuck(status, own):
             break
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
     raise Unavailable(
         printable(
             f"the layers of this PC stay here for now: {trouble}. They go as soon as others can "
-            f"take them; {place.typed('resume')} keeps them here, {place.typed('down')} ends "
+            f"take them; {place.format_command('resume')} keeps them here, {place.format_command('down')} ends "
             "molink here anyway."
         )
     )
@@ -60,7 +60,7 @@ def resume(device: DeviceOption = None, home: HomeOption = None) -> None:
     """Offer to hold layers on this PC again, after `molink drain`."""
     from molinkd.cli import local_daemon
 
-    local_daemon.drain(local_daemon.need_daemon(home), device or "", on=False)
+    local_daemon.set_drain(local_daemon.require_daemon(home), device or "", on=False)
     print(f"{printable(device) if device else 'This PC'} offers to hold layers again.")
 
 
@@ -74,12 +74,12 @@ def rebalance(home: HomeOption = None) -> None:
     from molinkd.cli import local_daemon
     from molinkd.peer.home import Home
 
-    local_daemon.ask(local_daemon.need_daemon(home), Rebalance(ref=0))
-    watch = Home.find(home).typed("status")
+    local_daemon.send_request(local_daemon.require_daemon(home), Rebalance(ref=0))
+    watch = Home.find_home(home).format_command("status")
     print(printable(f"All models are placed anew; {watch} shows what becomes of it."))
 
 
-def _here(status: dict[str, Any], pid: int, device: str | None) -> list[dict[str, Any]]:
+def _own_peers(status: dict[str, Any], pid: int, device: str | None) -> list[dict[str, Any]]:
     """The peers of this PC, or that of one device; none if they are not known."""
     own = next((peer for peer in status["peers"] if peer["daemon_pid"] == pid), None)
     if own is None:
@@ -89,6 +89,6 @@ def _here(status: dict[str, Any], pid: int, device: str | None) -> list[dict[str
     return mine if device is None else named or [own]
 
 
-def _stuck(status: dict[str, Any], here: list[dict[str, Any]]) -> bool:
+def _is_stuck(status: dict[str, Any], own: list[dict[str, Any]]) -> bool:
     """Whether the swarm has looked at them, and knows no way."""
-    return bool(any(one.get("paused") for one in here) and status.get("trouble"))
+    return bool(any(one.get("paused") for one in own) and status.get("trouble"))

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from molink.errors import MolinkError, Unavailable, UsageError
-from molink.files import patiently
+from molink.files import retry_while_busy
 from molink.plaintext import printable
 from molinkd.cli.swarm_verbs import HomeOption
 
 if TYPE_CHECKING:
     from molinkd.peer.home import Home
-    from molinkd.peer.membership.membership import Membership
+    from molinkd.peer.membership.membership import MembershipRecord
     from molinkd.peer.runfile import RunFile
 
 
@@ -25,12 +25,12 @@ def down(home: HomeOption = None) -> None:
     from molinkd.peer.home import Home
     from molinkd.peer.runfile import read_run_file
 
-    place = Home.find(home)
-    note = read_run_file(place.run_file)
-    if note is None:
+    place = Home.find_home(home)
+    run_file = read_run_file(place.run_file)
+    if run_file is None:
         raise Unavailable(f"no molink runs here (state folder {place.root})")
-    end_daemon(place, note)
-    again = f"{place.typed('up')} or {place.typed('join')} starts it again."
+    stop_daemon(place, run_file)
+    again = f"{place.format_command('up')} or {place.format_command('join')} starts it again."
     print(printable(f"molink has ended on this PC. {again}"))
 
 
@@ -46,37 +46,37 @@ def leave(
     from molinkd.peer.membership.membership import read_membership
     from molinkd.peer.runfile import read_run_file
 
-    place = Home.find(home)
+    place = Home.find_home(home)
     member = read_membership(place.membership)
     if member is None:
         raise UsageError(f"this PC is in no swarm (state folder {place.root})")
-    if dissolve and not member.own:
+    if dissolve and not member.is_founder:
         raise UsageError(
-            f"only the PC that has made the swarm can end it for everyone; {place.typed('leave')} "
+            f"only the PC that has made the swarm can end it for everyone; {place.format_command('leave')} "
             "takes this one out of it"
         )
-    if member.own and not dissolve:
+    if member.is_founder and not dissolve:
         raise UsageError(
             "this PC has made the swarm, and only it can shut other PCs out. To end the swarm for "
-            f"everyone, run {place.typed('leave --dissolve')}; to pause this PC, "
-            f"{place.typed('down')}: the others go on."
+            f"everyone, run {place.format_command('leave --dissolve')}; to pause this PC, "
+            f"{place.format_command('down')}: the others go on."
         )
-    note = read_run_file(place.run_file)
-    if member.own:
-        _end_swarm(place, member, runs=note is not None)
-    elif note is None:
-        _tell_coordinator(place, member)
-    if note is not None:
-        end_daemon(place, note, leave=True)
+    run_file = read_run_file(place.run_file)
+    if member.is_founder:
+        _dissolve_swarm(place, member, runs=run_file is not None)
+    elif run_file is None:
+        _notify_coordinator(place, member)
+    if run_file is not None:
+        stop_daemon(place, run_file, leave=True)
     for file in (place.membership, place.replica, place.options):
-        patiently(partial(file.unlink, missing_ok=True))
-    for folder in (place.devices, *([place.coordinator] if member.own else ())):
-        if not wait_until(partial(_removed, folder)):
+        retry_while_busy(partial(file.unlink, missing_ok=True))
+    for folder in (place.devices, *([place.coordinator] if member.is_founder else ())):
+        if not wait_until(partial(_try_remove, folder)):
             raise UsageError(f"can't delete {folder}: delete it by hand")
     print(printable(f"This PC has left swarm {member.swarm}."))
 
 
-def _end_swarm(home: "Home", member: "Membership", *, runs: bool) -> None:
+def _dissolve_swarm(home: "Home", member: "MembershipRecord", *, runs: bool) -> None:
     """Shut all others out of the swarm that was made here.
 
     Raises:
@@ -84,10 +84,10 @@ def _end_swarm(home: "Home", member: "Membership", *, runs: bool) -> None:
     """
     from molinkd.cli import local_daemon
 
-    again = home.typed("leave --dissolve")
+    again = home.format_command("leave --dissolve")
     if runs:
         try:
-            away = local_daemon.revoke_all(home)
+            away = local_daemon.revoke_all_peers(home)
         except MolinkError as error:
             raise Unavailable(
                 f"the swarm goes on, since not all of its PCs could be told that it ends: {error}. "
@@ -98,41 +98,41 @@ def _end_swarm(home: "Home", member: "Membership", *, runs: bool) -> None:
             text = f"Off, and not told: {names}. `molink leave` there takes each out of the swarm."
             print(printable(text))
         return
-    others = _others(home, member)
+    others = _other_members(home, member)
     if others:
         raise Unavailable(
             f"molink does not run here, so that {', '.join(others)} can't be told, and would go on "
-            f"as a swarm that nobody owns. Run {home.typed('up --background')}, then {again}"
+            f"as a swarm that nobody owns. Run {home.format_command('up --background')}, then {again}"
         )
 
 
-def _others(home: "Home", member: "Membership") -> list[str]:
+def _other_members(home: "Home", member: "MembershipRecord") -> list[str]:
     """Names of the swarm's other members, by the copy of its state that is here."""
-    from molink.facts.identity import peer_id
+    from molink.facts.identity import derive_peer_id
     from molinkd.peer.election.replica_file import ReplicaFile
 
-    held, me = ReplicaFile(home.replica, member.swarm).held, peer_id(home.keys().public)
+    held, me = ReplicaFile(home.replica, member.swarm).replica, derive_peer_id(home.load_keys().public)
     members = () if held is None else held.members
     return [
         one.name
         for one in members
         if one.standing == "member"
-        and me not in (one.peer, one.announced.pc if one.announced is not None else "")
+        and me not in (one.peer, one.announced.primary_peer if one.announced is not None else "")
     ]
 
 
-def _tell_coordinator(home: "Home", member: "Membership") -> None:
+def _notify_coordinator(home: "Home", member: "MembershipRecord") -> None:
     """That this PC leaves: no daemon runs here that would. The others go on in any case."""
     from molink.wire.messages.requests import LeaveRequest
     from molinkd.cli import local_daemon
 
     try:
-        local_daemon.ask_coordinator(home, member, LeaveRequest(ref=0))
+        local_daemon.request_coordinator(home, member, LeaveRequest(ref=0))
     except MolinkError as error:
         print(printable(f"The others could not be told ({error}): they go on without it."))
 
 
-def end_daemon(home: "Home", note: "RunFile", *, leave: bool = False) -> None:
+def stop_daemon(home: "Home", run_file: "RunFile", *, leave: bool = False) -> None:
     """Have the daemon end, and wait until it has; it leaves the swarm for good if ``leave``.
 
     Raises:
@@ -141,25 +141,25 @@ def end_daemon(home: "Home", note: "RunFile", *, leave: bool = False) -> None:
     from molinkd.cli import local_daemon
 
     try:
-        local_daemon.shut_down(local_daemon.Found(home, note), leave=leave)
+        local_daemon.request_shutdown(local_daemon.RunningDaemon(home, run_file), leave=leave)
     except MolinkError:
-        if note.alive():
+        if run_file.is_alive():
             raise
-    if not wait_until(lambda: not note.alive()):
-        raise MolinkError(f"the molink daemon (process {note.pid}) was told to end, and has not")
+    if not wait_until(lambda: not run_file.is_alive()):
+        raise MolinkError(f"the molink daemon (process {run_file.pid}) was told to end, and has not")
 
 
-def wait_until(met: Callable[[], bool], timeout: float = 30.0) -> bool:
-    """Look again and again until ``met``; whether it was within ``timeout`` seconds."""
+def wait_until(condition: Callable[[], bool], timeout: float = 30.0) -> bool:
+    """Look again and again until ``condition``; whether it was within ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
-    while not met():
+    while not condition():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
 
 
-def _removed(folder: Path) -> bool:
+def _try_remove(folder: Path) -> bool:
     """Delete a folder; ``False`` while a process still has files of it open (Windows)."""
     try:
         shutil.rmtree(folder)

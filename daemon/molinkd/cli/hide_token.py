@@ -5,7 +5,7 @@ import os
 import sys
 
 #: Where ``molink join`` finds it instead; only the user's own processes can read that.
-VARIABLE = "MOLINK_TOKEN"
+TOKEN_VARIABLE = "MOLINK_TOKEN"
 
 if sys.platform == "win32":
 
@@ -21,12 +21,12 @@ else:
         """
         if not token or token not in sys.orig_argv[1:]:
             return
-        arguments = [sys.executable, *without(token, sys.orig_argv[1:])]
+        arguments = [sys.executable, *without_token(token, sys.orig_argv[1:])]
         with contextlib.suppress(OSError):
-            os.execve(sys.executable, arguments, {**os.environ, VARIABLE: token})
+            os.execve(sys.executable, arguments, {**os.environ, TOKEN_VARIABLE: token})
 
 
-def without(token: str, arguments: list[str]) -> list[str]:
+def without_token(token: str, arguments: list[str]) -> list[str]:
     """``arguments`` but for the last that is the token: an option may have the same text."""
     at = len(arguments) - 1 - arguments[::-1].index(token)
     return [*arguments[:at], *arguments[at + 1 :]]

@@ -13,23 +13,23 @@ from molink.wire.messages.requests import RevokeReply
 
 
 def show_invitations(
-    invitations: Sequence[dict[str, Any]], typed: Callable[[str], str] = "`molink {}`".format
+    invitations: Sequence[dict[str, Any]], format_command: Callable[[str], str] = "`molink {}`".format
 ) -> None:
-    """Print the invitations that there are, oldest first; ``typed`` as in ``Home.typed``."""
+    """Print the invitations that there are, oldest first; ``format_command`` as in ``Home.typed``."""
     console = Console(highlight=False)
     if not invitations:
-        console.print(f"There are no invitations; {typed('invite')} makes one.", markup=False)
+        console.print(f"There are no invitations; {format_command('invite')} makes one.", markup=False)
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("id", "made", "by", "expires", "uses left", "used by"):
         table.add_column(column, no_wrap=column == "id")
     for one in invitations:
-        used = ", ".join(f"{use['name']} ({_when(use['at'])})" for use in one["used"])
+        used = ", ".join(f"{use['name']} ({_format_time(use['at'])})" for use in one["used"])
         cells = (
             one["id"],
-            _when(one["created"]),
+            _format_time(one["created"]),
             one["creator"]["name"],
-            _when(one["expires"]) if one["expires"] else "never",
+            _format_time(one["expires"]) if one["expires"] else "never",
             f"{one['left']} of {one['uses']}",
             used or "nobody",
         )
@@ -37,18 +37,18 @@ def show_invitations(
     console.print(table)
 
 
-def who_stays(ended: RevokeReply) -> str:
+def remaining_text(ended: RevokeReply) -> str:
     """The sentence about members that came by what has ended; empty if there are none."""
-    stayed = named(ended)
+    stayed = remaining_peers(ended)
     return f" Who came by it stays: {', '.join(stayed)}." if stayed else ""
 
 
-def named(ended: RevokeReply) -> list[str]:
+def remaining_peers(ended: RevokeReply) -> list[str]:
     """Their names; of many the last entry says how many more there are."""
-    return [*ended.stayed, *([f"{ended.others} more"] if ended.others else [])]
+    return [*ended.kept_peers, *([f"{ended.num_others} more"] if ended.num_others else [])]
 
 
-def _when(unix: float) -> str:
+def _format_time(unix: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix))
     except (OverflowError, OSError, ValueError):

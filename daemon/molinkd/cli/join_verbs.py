@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from molink.errors import KnockRefused, MolinkError, TokenError, Unavailable, UsageError
+from molink.errors import PairingRefused, MolinkError, TokenError, Unavailable, UsageError
 from molink.plaintext import printable
-from molink.swarm.membership.knocks import DIGITS, normal_code
+from molink.swarm.membership.knocks import CODE_DIGITS, normalize_code
 from molinkd.cli.swarm_verbs import HomeOption
 
 if TYPE_CHECKING:
-    from molink.swarm.membership.nearby import Nearby
+    from molink.swarm.membership.nearby import DiscoveredSwarm
     from molinkd.peer.home import Home
-    from molinkd.peer.membership.knock import Code
-    from molinkd.peer.membership.membership import Membership
+    from molinkd.peer.membership.knock import PairingCode
+    from molinkd.peer.membership.membership import MembershipRecord
     from molinkd.peer.settings import Settings
 
 #: A host with a dot or a port: a single word would be a token that was not copied whole.
@@ -44,27 +44,27 @@ def approve(
     from molinkd.cli import local_daemon
     from molinkd.peer.home import Home
 
-    place = Home.find(home)
+    place = Home.find_home(home)
     if code is None:
         if refuse:
             raise UsageError("--refuse takes the code of the PC to be sent away")
-        knocks = local_daemon.fetch_knocks(place)
+        pairings = local_daemon.fetch_pairings(place)
         if as_json:
-            print(json.dumps(knocks, indent=2))
+            print(json.dumps(pairings, indent=2))
             return
-        for one in knocks:
+        for one in pairings:
             ago = max(0, round(time.time() - one["since"]))
             text = f"{one['code']}  {one['name']} ({one['address']}), for {ago} s"
             print(printable(text))
-        if knocks:
-            command = place.typed("approve CODE")
+        if pairings:
+            command = place.format_command("approve CODE")
             print(printable(f"{command} lets one in, if it shows that code itself."))
         else:
             print("No PC asks to be let in. Run `molink join` there.")
         return
-    if normal_code(code) is None:
-        raise UsageError(f"a code has {DIGITS} digits, such as 4827-1931, not {code!r}")
-    name = local_daemon.judge(place, code, refuse=refuse)
+    if normalize_code(code) is None:
+        raise UsageError(f"a code has {CODE_DIGITS} digits, such as 4827-1931, not {code!r}")
+    name = local_daemon.decide_pairing(place, code, refuse=refuse)
     if as_json:
         print(json.dumps({"name": name, "admitted": not refuse}))
     else:
@@ -77,24 +77,24 @@ def is_address(text: str) -> bool:
     return match is not None and ("." in text or match["port"] is not None or text[0] == "[")
 
 
-def _check_word(given: str) -> None:
+def _check_token(given: str) -> None:
     """Refuse what is rather a PC's name than a token.
 
     Raises:
         TokenError: it is.
     """
-    from molink.swarm.membership.nearby import PORCH_PORT
-    from molink.swarm.membership.token import PREFIX
+    from molink.swarm.membership.nearby import PAIRING_PORT
+    from molink.swarm.membership.token import TOKEN_PREFIX
 
-    if _NAME.match(given) and not given.startswith(PREFIX):
+    if _NAME.match(given) and not given.startswith(TOKEN_PREFIX):
         raise TokenError(
-            f"{given} is no join token: it doesn't begin with `{PREFIX}`. If it is a PC's name, "
-            f"write `molink join {given}:{PORCH_PORT}`; `molink join` alone looks for swarms on "
+            f"{given} is no join token: it doesn't begin with `{TOKEN_PREFIX}`. If it is a PC's name, "
+            f"write `molink join {given}:{PAIRING_PORT}`; `molink join` alone looks for swarms on "
             "this network"
         )
 
 
-def token_for(
+def resolve_token(
     place: "Home", settings: "Settings", given: str | None, swarm: str | None
 ) -> str | None:
     """The token to join by; ``None`` if this PC is a member by now, or has none.
@@ -105,22 +105,22 @@ def token_for(
         MolinkError: it can't get into a swarm; says why.
     """
     if given is not None and not is_address(given):
-        _check_word(given)
+        _check_token(given)
         return given
     if place.membership.exists():
         if given is not None or swarm is not None:
             raise UsageError(
-                f"this PC is a member of a swarm already: {place.typed('join')} alone returns to "
-                f"it. To change swarms run {place.typed('leave')} first, or give another state "
+                f"this PC is a member of a swarm already: {place.format_command('join')} alone returns to "
+                f"it. To change swarms run {place.format_command('leave')} first, or give another state "
                 "folder with --home."
             )
         return None
-    if (given is not None or settings.discovery) and come_in(place, settings, given, swarm):
+    if (given is not None or settings.discovery) and pair_with_swarm(place, settings, given, swarm):
         return None
     nothing = (
         "no swarm that PCs can join without a token is on this network. Does `molink up` run, and "
         "do the firewalls of both PCs let UDP port 5353 and TCP ports 5466 to 5479 in? Else run "
-        f"{place.typed('join HOST')} with the first PC's address, or paste the token that it has "
+        f"{place.format_command('join HOST')} with the first PC's address, or paste the token that it has "
         "printed"
     )
     if is_terminal():
@@ -133,7 +133,7 @@ def token_for(
     return None
 
 
-def come_in(place: "Home", settings: "Settings", address: str | None, swarm: str | None) -> bool:
+def pair_with_swarm(place: "Home", settings: "Settings", address: str | None, swarm: str | None) -> bool:
     """Have this PC let into a swarm by a person there, and remember the swarm.
 
     Returns ``False`` if none was found; ``address`` and ``swarm`` (a name or an id) say which one.
@@ -143,28 +143,28 @@ def come_in(place: "Home", settings: "Settings", address: str | None, swarm: str
     """
     from molink.wire.sockets.loop import EventLoop
     from molinkd.peer.home import HomeLock
-    from molinkd.peer.membership.knock import knock
+    from molinkd.peer.membership.knock import request_pairing
 
-    lock = HomeLock(place.create())
+    lock = HomeLock(place.create_folders())
     lock.acquire()
     try:
-        keys = place.keys()
-        nearby = _at(address) if address is not None else _find(settings, swarm)
+        keys = place.load_keys()
+        nearby = _parse_address(address) if address is not None else _choose_swarm(settings, swarm)
         if nearby is None:
             return False
-        shown: list[Code] = []
+        shown: list[PairingCode] = []
 
-        def show(code: "Code") -> None:
+        def show(code: "PairingCode") -> None:
             shown.append(code)
-            _show(code, settings.name)
+            _print_code(code, settings.name)
 
         with asyncio.Runner(loop_factory=EventLoop) as runner:
-            knocking = knock(nearby, keys, settings.name, show, join=place.typed("join"))
-            member = runner.run(knocking)
+            pairing = request_pairing(nearby, keys, settings.name, show, join=place.format_command("join"))
+            member = runner.run(pairing)
         try:
-            _confirm(shown[0], place)
+            _confirm_code(shown[0], place)
         except BaseException:
-            _take_back(place, member)
+            _undo_join(place, member)
             raise
         member.save(place.membership)
     finally:
@@ -172,32 +172,32 @@ def come_in(place: "Home", settings: "Settings", address: str | None, swarm: str
     return True
 
 
-def _at(address: str) -> "Nearby":
-    from molink.swarm.membership.nearby import PORCH_PORT, Nearby
+def _parse_address(address: str) -> "DiscoveredSwarm":
+    from molink.swarm.membership.nearby import PAIRING_PORT, DiscoveredSwarm
 
     match = _HOST.match(address)
     assert match is not None
-    port = int(match["port"] or PORCH_PORT)
+    port = int(match["port"] or PAIRING_PORT)
     if not 0 < port < 65536:
         raise UsageError(f"{port} is no port")
-    return Nearby("", "", "", (match["host"].strip("[]"),), port)
+    return DiscoveredSwarm("", "", "", (match["host"].strip("[]"),), port)
 
 
-def _find(settings: "Settings", wanted: str | None) -> "Nearby | None":
-    from molinkd.peer.membership.discovery import look_around
+def _choose_swarm(settings: "Settings", wanted: str | None) -> "DiscoveredSwarm | None":
+    from molinkd.peer.membership.discovery import scan_network
 
     print("Looking for swarms on this network …", flush=True)
-    found = look_around(settings.host)
+    found = scan_network(settings.host)
     if wanted is not None:
         found = [one for one in found if wanted in (one.name, one.swarm)]
     if not found:
         return None
     if len(found) == 1:
-        print(printable(f"Found {_described(found[0])}."), flush=True)
+        print(printable(f"Found {_describe_swarm(found[0])}."), flush=True)
         return found[0]
     print("Found:")
     for number, one in enumerate(found, 1):
-        print(printable(f"  {number}  {_described(one)}"), flush=True)
+        print(printable(f"  {number}  {_describe_swarm(one)}"), flush=True)
     if not is_terminal():
         raise UsageError(
             "several swarms are on this network: name one with --swarm NAME, or its id"
@@ -208,14 +208,14 @@ def _find(settings: "Settings", wanted: str | None) -> "Nearby | None":
     return found[number - 1]
 
 
-def _described(one: "Nearby") -> str:
+def _describe_swarm(one: "DiscoveredSwarm") -> str:
     return f"swarm {one.name} ({one.swarm}) at {', '.join(one.addresses)}"
 
 
-def _show(code: "Code", me: str) -> None:
+def _print_code(code: "PairingCode", name: str) -> None:
     print(
         printable(
-            f"\nThis PC ({me}) asks swarm {code.name} to let it in, and shows the code\n\n"
+            f"\nThis PC ({name}) asks swarm {code.name} to let it in, and shows the code\n\n"
             f"    {code.code}\n\n"
             f"On a PC of the swarm run `molink approve {code.code}`, if it shows the same code "
             "there. Waiting; Ctrl-C ends it.",
@@ -225,19 +225,19 @@ def _show(code: "Code", me: str) -> None:
     )
 
 
-def _take_back(place: "Home", member: "Membership") -> None:
+def _undo_join(place: "Home", member: "MembershipRecord") -> None:
     """Leave the swarm that has let this PC in, where that can be told: it is a member there."""
     from molink.wire.messages.requests import LeaveRequest
     from molinkd.cli import local_daemon
 
     try:
-        local_daemon.ask_coordinator(place, member, LeaveRequest(ref=0))
+        local_daemon.request_coordinator(place, member, LeaveRequest(ref=0))
     except MolinkError as error:
         text = f"The swarm could not be told that this PC doesn't come ({error})."
         print(printable(f"{text} If it is yours, `molink revoke` there takes this PC out."))
 
 
-def _confirm(code: "Code", place: "Home") -> None:
+def _confirm_code(code: "PairingCode", place: "Home") -> None:
     """Ask whether the swarm that has answered is the one that was meant, where a person is there.
 
     Only the person knows: whoever pretends to be the swarm says that this PC is let in.
@@ -247,9 +247,9 @@ def _confirm(code: "Code", place: "Home") -> None:
         print(printable(f"{text} It holds only if the code there was {code.code}."), flush=True)
         return
     if not typer.confirm(printable(f"{text} Did you see {code.code} there?")):
-        raise KnockRefused(
+        raise PairingRefused(
             "this PC has joined nothing: another PC may pretend to be the swarm. Run "
-            f"{place.typed('join')} again and compare the codes, or join by a token (`molink "
+            f"{place.format_command('join')} again and compare the codes, or join by a token (`molink "
             "invite` prints one there)"
         )
 

@@ -9,7 +9,7 @@ import typer
 Command = Callable[..., None]
 
 #: Name, module and function of each, and its line in the help.
-_LATE = (
+_COMMANDS = (
     (
         "top",
         "molinkd.cli.top.verb:top",
@@ -78,35 +78,35 @@ _GROUPS = (
     ("bench", "molinkd.cli.bench_serve:bench_app", "Measure a server, or this PC."),
 )
 
-LATE_NAMES = tuple(name for name, _, _ in _LATE)
+COMMAND_NAMES = tuple(name for name, _, _ in _COMMANDS)
 GROUP_NAMES = tuple(name for name, _, _ in _GROUPS)
 
 
-def add_late(
+def add_lazy_commands(
     app: typer.Typer, arguments: Sequence[str], wrap: Callable[[Command], Command]
 ) -> None:
     """Add the real commands, wrapped, if ``arguments`` name them, else their lines in the help."""
-    for name, where, text in _LATE:
-        command = _load(where) if name in arguments else _stand_in
+    for name, where, text in _COMMANDS:
+        command = _import_object(where) if name in arguments else _placeholder
         app.command(name, short_help=text)(wrap(command))
 
 
-def add_groups(app: typer.Typer, arguments: Sequence[str]) -> None:
+def add_lazy_groups(app: typer.Typer, arguments: Sequence[str]) -> None:
     """Add the real groups if ``arguments`` name them, else their lines in the help."""
     for name, where, text in _GROUPS:
         if name in arguments:
-            app.add_typer(_load(where), name=name)
+            app.add_typer(_import_object(where), name=name)
         else:
             stand_in = typer.Typer(help=text)
-            stand_in.callback()(_stand_in)
+            stand_in.callback()(_placeholder)
             app.add_typer(stand_in, name=name)
 
 
-def _load(where: str) -> Any:
+def _import_object(where: str) -> Any:
     """What a module has under a name: ``module:name``."""
     module, name = where.split(":")
     return getattr(import_module(module), name)
 
 
-def _stand_in() -> None:
+def _placeholder() -> None:
     """Only its line in the help is needed."""

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from molink.errors import Unavailable
-from molink.facts.memory_plan import size
+from molink.facts.memory_plan import format_size
 from molink.plaintext import printable
-from molink.swarm.controller.outlook import RingProspect
+from molink.swarm.controller.outlook import RingEstimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,30 +34,30 @@ class LiveStage:
 
 @dataclass(frozen=True, slots=True)
 class LivePlan:
-    """The ring in its order; ``spares`` with the reason.
+    """The ring in its order; ``spare_peers`` with the reason.
 
-    ``turn_s`` is the least time per token: that of a request alone. Such a one, of
+    ``round_trip_s`` is the least time per token: that of a request alone. Such a one, of
     ``prompt_tokens``, has its first token after ``first_token_s``; 0 if that isn't known.
     """
 
     model: str
     objective: str
     stages: tuple[LiveStage, ...]
-    turn_s: float
+    round_trip_s: float
     bottleneck: str
-    spares: dict[str, str]
+    spare_peers: dict[str, str]
     prompt_tokens: int
     first_token_s: float
     #: As placement predicts the ring now and with one PC more, for each kind that there is.
-    now: RingProspect | None = None
-    more: tuple[RingProspect, ...] = ()
+    current: RingEstimate | None = None
+    prospects: tuple[RingEstimate, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """Plain values to be dumped."""
         return asdict(self)
 
 
-def explain(status: dict[str, Any]) -> list[LivePlan]:
+def explain_rings(status: dict[str, Any]) -> list[LivePlan]:
     """The plan of each ring of a swarm that is ready, by ``molink status --json``.
 
     Raises:
@@ -70,20 +70,20 @@ def explain(status: dict[str, Any]) -> list[LivePlan]:
         raise Unavailable(f"no ring is ready: {why or 'nothing is served'}")
     names = {peer["id"]: printable(peer["name"]) for peer in status["peers"]}
     used = {one["peer"] for pipeline in pipelines for one in pipeline["stages"]}
-    spares = {
+    spare_peers = {
         names[peer["id"]]: printable(peer.get("reason", ""))
         for peer in status["peers"]
         if peer["state"] == "here" and peer["id"] not in used
     }
     objectives = {one["name"]: one.get("objective", "") for one in status.get("models", ())}
-    return [_plan(one, status, names, spares, objectives) for one in pipelines]
+    return [_make_plan(one, status, names, spare_peers, objectives) for one in pipelines]
 
 
-def _plan(
+def _make_plan(
     pipeline: dict[str, Any],
     status: dict[str, Any],
     names: dict[str, str],
-    spares: dict[str, str],
+    spare_peers: dict[str, str],
     objectives: dict[str, str],
 ) -> LivePlan:
     peers = {peer["id"]: peer for peer in status["peers"]}
@@ -95,30 +95,30 @@ def _plan(
             step_s=one["decode_s"],
             link_s=one.get("link_s", 0.0),
             measured=one.get("link_measured", False),
-            **_memory(peers.get(one["peer"], {}), pipeline["id"], number),
+            **_stage_memory(peers.get(one["peer"], {}), pipeline["id"], number),
         )
         for number, one in enumerate(pipeline["stages"])
     )
     model = pipeline.get("model") or status["model"]
-    turn = sum(one.step_s + one.link_s for one in stages)
+    round_trip_s = sum(one.step_s + one.link_s for one in stages)
     objective = objectives.get(model) or status.get("objective", "latency")
-    outlook = status.get("outlook", {}).get(pipeline["id"], {})
-    more = tuple(RingProspect(**one) for one in outlook.get("more", ()))
+    scale_out = status.get("outlook", {}).get(pipeline["id"], {})
+    prospects = tuple(RingEstimate(**one) for one in scale_out.get("more", ()))
     return LivePlan(
         model,
         objective,
         stages,
-        turn,
-        _bottleneck(stages),
-        spares,
-        outlook.get("prompt", 0),
-        outlook.get("first_token_s", 0.0),
-        RingProspect(**outlook["now"]) if more else None,
-        tuple(replace(one, device=printable(one.device)) for one in more),
+        round_trip_s,
+        _find_bottleneck(stages),
+        spare_peers,
+        scale_out.get("prompt", 0),
+        scale_out.get("first_token_s", 0.0),
+        RingEstimate(**scale_out["now"]) if prospects else None,
+        tuple(replace(one, device=printable(one.device)) for one in prospects),
     )
 
 
-def _memory(peer: dict[str, Any], pipeline: str, stage: int) -> dict[str, int]:
+def _stage_memory(peer: dict[str, Any], pipeline: str, stage: int) -> dict[str, int]:
     """What a stage takes of its device, as its PC has told."""
     for worker in peer.get("workers", ()):
         if (worker["pipeline"], worker["stage"]) == (pipeline, stage) and worker["load"]:
@@ -127,7 +127,7 @@ def _memory(peer: dict[str, Any], pipeline: str, stage: int) -> dict[str, int]:
     return {"weights": 0, "kv": 0, "memory": 0}
 
 
-def show(plan: LivePlan) -> None:
+def print_plan(plan: LivePlan) -> None:
     """For a person."""
     console = Console(highlight=False)
     console.print(f"{printable(plan.model)}, placed for {plan.objective}", markup=False)
@@ -138,43 +138,43 @@ def show(plan: LivePlan) -> None:
         link = f"{1e3 * one.link_s:.1f} ms{'' if one.measured else ' (assumed)'}"
         first, last = one.layers
         step = f"{1e3 * one.step_s:.1f} ms" if one.step_s else "not measured"
-        memory = f"{size(one.weights)} + {size(one.kv)} of {size(one.memory)}"
+        memory = f"{format_size(one.weights)} + {format_size(one.kv)} of {format_size(one.memory)}"
         memory = memory if one.memory else "not told"
         row = (str(index), one.peer, one.device, f"{first}:{last}", memory, step, link)
         table.add_row(*(row if len(plan.stages) > 1 else (*row[:-1], "-")))
     console.print(table)
-    console.print(f"Least time per token of this ring: {1e3 * plan.turn_s:.1f} ms")
+    console.print(f"Least time per token of this ring: {1e3 * plan.round_trip_s:.1f} ms")
     if plan.first_token_s:
         console.print(
             f"One request alone, {plan.prompt_tokens} prompt tokens: first token after about"
-            f" {1e3 * plan.first_token_s:.0f} ms, then one every {1e3 * plan.turn_s:.1f} ms"
+            f" {1e3 * plan.first_token_s:.0f} ms, then one every {1e3 * plan.round_trip_s:.1f} ms"
         )
     console.print(f"Bottleneck: {plan.bottleneck}", markup=False)
-    if plan.now is not None:
-        for line in one_more(plan.now, plan.more, plan.objective):
+    if plan.current is not None:
+        for line in describe_prospects(plan.current, plan.prospects, plan.objective):
             # By the bytes that steps read, not by the steps above.
             console.print(f"{line}, as placement reckons", markup=False)
-    for name, why in plan.spares.items():
+    for name, why in plan.spare_peers.items():
         console.print(f"No stage: {name}{f' ({why})' if why else ''}", markup=False)
 
 
-def one_more(now: RingProspect, more: Iterable[RingProspect], objective: str) -> Iterator[str]:
+def describe_prospects(current: RingEstimate, prospects: Iterable[RingEstimate], objective: str) -> Iterator[str]:
     """What a PC more of each kind would bring, for a person."""
 
-    def text(one: RingProspect) -> str:
+    def text(one: RingEstimate) -> str:
         if objective == "latency":
-            return f"{1e3 * one.turn_s:.1f} ms per token"
+            return f"{1e3 * one.round_trip_s:.1f} ms per token"
         return f"{one.tokens_per_s:.0f} tokens/s of many"
 
-    for one in more:
+    for one in prospects:
         stages = "1 stage" if one.stages == 1 else f"{one.stages} stages"
-        if text(one) == text(now):
+        if text(one) == text(current):
             yield f"One more {one.device} would bring nothing: {text(one)} with it and without"
         else:
-            yield f"One more {one.device}: {stages}, {text(one)} instead of {text(now)}"
+            yield f"One more {one.device}: {stages}, {text(one)} instead of {text(current)}"
 
 
-def _bottleneck(stages: tuple[LiveStage, ...]) -> str:
+def _find_bottleneck(stages: tuple[LiveStage, ...]) -> str:
     steps, links = sum(one.step_s for one in stages), sum(one.link_s for one in stages)
     total = steps + links
     if not total:

@@ -22,13 +22,13 @@ _RECORD = re.compile(
     r"(?P<time>[\d-]{10} [\d:]{8},\d{3}) (?P<level>[A-Z]+) (?P<logger>\S+): (?P<text>.*)"
 )
 #: Until new lines are looked for again, in seconds.
-_LOOK_S = 0.5
+_POLL_INTERVAL_S = 0.5
 
 Level = Literal["debug", "info", "warning", "error"]
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class LogRecord:
     """One record. ``process`` is the log's name; a record without a beginning has no ``time``."""
 
     time: str
@@ -52,31 +52,31 @@ def logs(
     home: HomeOption = None,
 ) -> None:
     """Show what molink wrote down on this PC."""
-    found = find_daemon(Home.find(home))
-    folder = (found.home if found is not None else Home.find(home)).logs
+    found = find_daemon(Home.find_home(home))
+    folder = (found.home if found is not None else Home.find_home(home)).logs
     least = logging.getLevelNamesMapping()[level.upper()]
 
-    def wanted(record: Record) -> bool:
+    def wanted(record: LogRecord) -> bool:
         named = process is None or record.process.startswith(process)
         return named and logging.getLevelNamesMapping().get(record.level, logging.INFO) >= least
 
-    ends = {path: path.stat().st_size for path in _files(folder)}
+    ends = {path: path.stat().st_size for path in _log_files(folder)}
     if not ends and not follow:
         raise Unavailable(f"molink has written nothing down yet (in {folder})")
-    everything = read(folder)
+    everything = read_records(folder)
     if process is not None and not follow:
         _check_process(process, everything)
     records = [one for one in everything if wanted(one)]
     for record in records[len(records) - lines :] if lines < len(records) else records:
-        _show(record, as_json=as_json)
+        _print_record(record, as_json=as_json)
     while follow:
-        time.sleep(_LOOK_S)
-        for record in _later(folder, ends):
+        time.sleep(_POLL_INTERVAL_S)
+        for record in _new_records(folder, ends):
             if wanted(record):
-                _show(record, as_json=as_json)
+                _print_record(record, as_json=as_json)
 
 
-def _check_process(name: str, records: Iterable[Record]) -> None:
+def _check_process(name: str, records: Iterable[LogRecord]) -> None:
     """Refuse to look for what no process is called."""
     known = sorted({one.process for one in records})
     if not any(one.startswith(name) for one in known):
@@ -84,15 +84,15 @@ def _check_process(name: str, records: Iterable[Record]) -> None:
         raise UsageError(f"no process {name!r} wrote anything down; there is: {there}")
 
 
-def read(folder: Path) -> list[Record]:
+def read_records(folder: Path) -> list[LogRecord]:
     """All records of a home's logs, the oldest first."""
-    found = [one for path in _files(folder) for one in parse(_process(path), _lines(path, 0))]
+    found = [one for path in _log_files(folder) for one in parse_records(_process_name(path), _read_lines(path, 0))]
     return sorted(found, key=lambda one: one.time)
 
 
-def parse(process: str, lines: Iterable[str]) -> Iterator[Record]:
+def parse_records(process: str, lines: Iterable[str]) -> Iterator[LogRecord]:
     """Records of one log. What continues one, such as a traceback, belongs to it."""
-    record = Record("", process, "INFO", "", "")
+    record = LogRecord("", process, "INFO", "", "")
     begun = False
     for line in lines:
         match = _RECORD.fullmatch(line)
@@ -102,40 +102,40 @@ def parse(process: str, lines: Iterable[str]) -> Iterator[Record]:
             continue
         if begun:
             yield record
-        record, begun = Record(process=process, **match.groupdict()), True
+        record, begun = LogRecord(process=process, **match.groupdict()), True
     if begun:
         yield record
 
 
-def _later(folder: Path, ends: dict[Path, int]) -> list[Record]:
+def _new_records(folder: Path, ends: dict[Path, int]) -> list[LogRecord]:
     """Records after the ``ends`` of what was read before, which become the present ones."""
-    found: list[Record] = []
-    for path in _files(folder):
+    found: list[LogRecord] = []
+    for path in _log_files(folder):
         size, end = path.stat().st_size, ends.get(path, 0)
         if size < end:
             end = 0  # it was begun anew
         if size > end and path.suffix == ".log":
-            found += parse(_process(path), _lines(path, end))
+            found += parse_records(_process_name(path), _read_lines(path, end))
         ends[path] = size
     return sorted(found, key=lambda one: one.time)
 
 
-def _files(folder: Path) -> list[Path]:
+def _log_files(folder: Path) -> list[Path]:
     """The logs, with the older part of each first."""
-    return sorted(folder.glob("*.log*"), key=lambda path: (_process(path), -len(path.name)))
+    return sorted(folder.glob("*.log*"), key=lambda path: (_process_name(path), -len(path.name)))
 
 
-def _process(path: Path) -> str:
+def _process_name(path: Path) -> str:
     return path.name.partition(".log")[0]
 
 
-def _lines(path: Path, start: int) -> list[str]:
+def _read_lines(path: Path, start: int) -> list[str]:
     with path.open("rb") as file:
         file.seek(start)
         return file.read().decode("utf-8", "replace").splitlines()
 
 
-def _show(record: Record, *, as_json: bool) -> None:
+def _print_record(record: LogRecord, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(record)), flush=True)
         return

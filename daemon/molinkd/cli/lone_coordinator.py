@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 from molink.errors import UsageError
 from molink.plaintext import printable
-from molink.swarm.election.leading import Lead
+from molink.swarm.election.leading import StartCoordinatorAction
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.loop import EventLoop
 from molinkd.cli import local_daemon
-from molinkd.cli.console import adding
-from molinkd.peer.election.coordinator_child import coordinator_process
+from molinkd.cli.console import invitation_text
+from molinkd.peer.election.coordinator_child import create_coordinator_process
 from molinkd.peer.home import Home, HomeLock
-from molinkd.peer.membership.addresses import from_here
-from molinkd.peer.membership.membership import Membership, read_membership
+from molinkd.peer.membership.addresses import local_dial_host
+from molinkd.peer.membership.membership import MembershipRecord, read_membership
 from molinkd.peer.platform import until_terminated
 from molinkd.peer.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _CoordinatorHost:
     settings: Settings
     home: Home
     keys: KeyPair
@@ -32,11 +32,11 @@ def run_coordinator(home: Home, settings: Settings) -> None:
     Raises:
         UsageError: it can't start; says why.
     """
-    known = read_membership(home.create().membership)
-    if known is not None and not known.own:
+    known = read_membership(home.create_folders().membership)
+    if known is not None and not known.is_founder:
         raise UsageError(
             f"this PC is a member of swarm {known.swarm}, whose coordinator runs elsewhere. Give "
-            f"another state folder with --home, or run {home.typed('leave')} first."
+            f"another state folder with --home, or run {home.format_command('leave')} first."
         )
     lock = HomeLock(home)
     lock.acquire()
@@ -47,24 +47,24 @@ def run_coordinator(home: Home, settings: Settings) -> None:
         lock.release()
 
 
-async def _run(home: Home, settings: Settings, known: Membership | None) -> None:
+async def _run(home: Home, settings: Settings, known: MembershipRecord | None) -> None:
     with until_terminated() as stopped:
         async with AsyncExitStack() as stack:
-            place = _Place(settings, home, home.keys())
-            process = coordinator_process(place, known, None, Lead(0), leader="")
+            place = _CoordinatorHost(settings, home, home.load_keys())
+            process = create_coordinator_process(place, known, None, StartCoordinatorAction(0), leader="")
             stack.push_async_callback(process.close)
             announcement = await process.start()
-            membership = Membership(
+            membership = MembershipRecord(
                 swarm=announcement.swarm,
                 coordinator_key=announcement.public_key,
-                addresses=(f"{from_here(settings.host)}:{announcement.port}",),
-                own=True,
+                addresses=(f"{local_dial_host(settings.host)}:{announcement.port}",),
+                is_founder=True,
                 model=known.model if known is not None else None,
             )
             membership.save(home.membership)
             ttl, uses = settings.token_ttl, settings.token_uses
-            invite = await asyncio.to_thread(local_daemon.fetch_invite, home, ttl, uses)
+            invite = await asyncio.to_thread(local_daemon.create_invitation, home, ttl, uses)
             print(f"Swarm {membership.swarm} listens at {membership.addresses[0]}.\n")
-            print(printable(adding(invite.token, uses, home.typed), keep="\n") + "\n", flush=True)
+            print(printable(invitation_text(invite.token, uses, home.format_command), keep="\n") + "\n", flush=True)
             print("The first one names the model: add --model to it. Ctrl-C stops it.", flush=True)
             await stopped.wait()

@@ -14,7 +14,7 @@ import molink
 from molink.errors import MolinkError
 from molink.plaintext import printable
 from molinkd.cli import daemon_verbs, draining, ending, join_verbs, swarm_verbs
-from molinkd.cli.late import add_groups, add_late
+from molinkd.cli.late import add_lazy_groups, add_lazy_commands
 
 #: Exit code after Ctrl-C, as shells count it.
 INTERRUPTED = 130
@@ -34,7 +34,7 @@ class _Commands(TyperGroup):
             raise
 
 
-def build(arguments: Sequence[str]) -> typer.Typer:
+def build_app(arguments: Sequence[str]) -> typer.Typer:
     """The command line; groups that take long to import only if ``arguments`` name them."""
     app = typer.Typer(
         name="molink",
@@ -44,7 +44,7 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         # Rich's markup eats what stands in brackets, and its boxes need more than 80 columns.
         rich_markup_mode=None,
     )
-    app.callback(invoke_without_command=True)(_root)
+    app.callback(invoke_without_command=True)(_root_command)
     commands: list[Callable[..., None]] = [
         daemon_verbs.up,
         daemon_verbs.join,
@@ -64,8 +64,8 @@ def build(arguments: Sequence[str]) -> typer.Typer:
     ]
     for command in commands:
         app.command()(_interruptible(command))
-    add_groups(app, arguments)
-    add_late(app, arguments, _interruptible)
+    add_lazy_groups(app, arguments)
+    add_lazy_commands(app, arguments, _interruptible)
     return app
 
 
@@ -75,7 +75,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _root(
+def _root_command(
     context: typer.Context,
     version: Annotated[
         bool,
@@ -89,11 +89,11 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line of this process and exit with its code."""
     if sys.platform == "win32" and "PYTHONIOENCODING" not in os.environ:
-        speak_utf8((sys.stdin, sys.stdout, sys.stderr))
+        use_utf8((sys.stdin, sys.stdout, sys.stderr))
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
-def speak_utf8(streams: Iterable[TextIO | None]) -> None:
+def use_utf8(streams: Iterable[TextIO | None]) -> None:
     """Have files and pipes get UTF-8: a Windows code page lacks half of what we print."""
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper) and not stream.isatty():
@@ -103,7 +103,7 @@ def speak_utf8(streams: Iterable[TextIO | None]) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
     try:
-        app = build([*arguments, *_completed(os.environ)])
+        app = build_app([*arguments, *_completion_words(os.environ)])
         app(args=list(arguments), prog_name="molink")
     except MolinkError as error:
         print(printable(f"molink: {error}", keep="\n"), file=sys.stderr)
@@ -113,7 +113,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _completed(environment: Mapping[str, str]) -> list[str]:
+def _completion_words(environment: Mapping[str, str]) -> list[str]:
     """The words typed so far if a shell asks how they go on: typer's completion."""
     if "_MOLINK_COMPLETE" not in environment:
         return []

@@ -9,20 +9,20 @@ from rich.console import Console
 from rich.table import Table
 
 from molink.checkpoint import hub
-from molink.checkpoint.source import DEMO_MODEL, demo_model, is_repository, local_model
+from molink.checkpoint.source import DEMO_MODEL_NAME, find_demo_model, is_repository, find_local_model
 from molink.errors import UsageError
-from molink.facts.memory_plan import size
+from molink.facts.memory_plan import format_size
 from molink.facts.model import Objective
 from molink.sim.profiles import LinkProfile
-from molink.sim.swarm_plan import Described, SwarmPlan, plan_swarm
-from molink.swarm.placement.placement import MAX_STAGES, Aim
-from molinkd.cli.live_plan import explain, one_more, show
-from molinkd.cli.local_daemon import fetch_status, need_daemon
+from molink.sim.swarm_plan import ModelDescription, SwarmPlan, plan_swarm
+from molink.swarm.placement.placement import MAX_STAGES, PlacementGoal
+from molinkd.cli.live_plan import explain_rings, describe_prospects, print_plan
+from molinkd.cli.local_daemon import fetch_status, require_daemon
 from molinkd.cli.swarm_verbs import HomeOption
 
-_PCS = 3
+_DEFAULT_PCS = 3
 #: PCs whose placement is explained.
-_MOST = 64
+_MAX_PCS = 64
 
 
 def plan(
@@ -72,19 +72,19 @@ def plan(
         return
     devices = [name.strip() for name in device.split(",")]
     if len(devices) == 1 and "+" not in device:
-        devices *= stages or _PCS
+        devices *= stages or _DEFAULT_PCS
         stages = len(devices)
-    if not all(part.strip() for one in devices for part in one.split("+")) or len(devices) > _MOST:
+    if not all(part.strip() for one in devices for part in one.split("+")) or len(devices) > _MAX_PCS:
         raise UsageError(
-            f"--device names 1 to {_MOST} devices, one per PC, with commas between "
+            f"--device names 1 to {_MAX_PCS} devices, one per PC, with commas between "
             "(rtx3090+rtx3060: a PC with both)"
         )
     link = LinkProfile(bandwidth, latency)
     planned = plan_swarm(
-        Described.named(model_profile) if model is None else Described.of_folder(_folder(model)),
+        ModelDescription.from_profile(model_profile) if model is None else ModelDescription.from_folder(_find_folder(model)),
         devices,
         link,
-        Aim(objective, stages or 1),
+        PlacementGoal(objective, stages or 1),
         streams=streams,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
@@ -92,15 +92,15 @@ def plan(
     if as_json:
         print(json.dumps(planned.as_json(), indent=2))
     else:
-        _show(planned, devices, link)
+        _print_plan(planned, devices, link)
 
 
-def _folder(model: str) -> Path:
+def _find_folder(model: str) -> Path:
     """The folder or GGUF file that is meant; nothing is fetched."""
-    if model == DEMO_MODEL:
-        return demo_model().path
-    if local_model(model) is None and is_repository(model):
-        cached = hub.cached(model)
+    if model == DEMO_MODEL_NAME:
+        return find_demo_model().path
+    if find_local_model(model) is None and is_repository(model):
+        cached = hub.find_cached(model)
         if cached is None:
             raise UsageError(
                 f"{model} is not on this PC: `molink pull {model}` fetches it, a folder with its "
@@ -111,16 +111,16 @@ def _folder(model: str) -> Path:
 
 
 def _explain_live(home: Path | None, *, as_json: bool) -> None:
-    rings = explain(fetch_status(need_daemon(home), outlook=True))
+    rings = explain_rings(fetch_status(require_daemon(home), scale_out=True))
     if as_json:
         told = [one.as_json() for one in rings]
         print(json.dumps(told[0] if len(told) == 1 else told, indent=2))
         return
     for one in rings:
-        show(one)
+        print_plan(one)
 
 
-def _show(planned: SwarmPlan, devices: list[str], link: LinkProfile) -> None:
+def _print_plan(planned: SwarmPlan, devices: list[str], link: LinkProfile) -> None:
     console, forecast = Console(highlight=False), planned.forecast
     counts = {name: devices.count(name) for name in dict.fromkeys(devices)}
     pcs = ", ".join(f"{count} x {name}" for name, count in counts.items())
@@ -128,7 +128,7 @@ def _show(planned: SwarmPlan, devices: list[str], link: LinkProfile) -> None:
         f"{planned.model} on {pcs},"
         f" links of {link.bandwidth_mbps:g} Mbps and {link.latency_ms:g} ms one way"
     )
-    console.print(_stages(planned))
+    console.print(_stage_table(planned))
     if planned.spares:
         console.print(f"No stage, only the endpoint: {', '.join(planned.spares)}")
     console.print(f"Least time per token of such a ring: {1e3 * forecast.floor_s:.1f} ms")
@@ -137,13 +137,13 @@ def _show(planned: SwarmPlan, devices: list[str], link: LinkProfile) -> None:
         f"One request alone, {forecast.prompt_tokens} prompt tokens (simulated): first token after"
         f" {1e3 * forecast.ttft_s:.0f} ms, then one every {1e3 * forecast.tpot_s:.1f} ms"
     )
-    for line in one_more(planned.now, planned.more, planned.objective):
+    for line in describe_prospects(planned.now, planned.more, planned.objective):
         console.print(line)
     console.print(f"With {forecast.streams} streams (< is what the head takes):")
-    console.print(_curve(planned))
+    console.print(_micro_batch_table(planned))
 
 
-def _stages(planned: SwarmPlan) -> Table:
+def _stage_table(planned: SwarmPlan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("stage", "device", "layers", "weights", "room for KV", "step", "link to next"):
         table.add_column(column, justify="right")
@@ -153,7 +153,7 @@ def _stages(planned: SwarmPlan) -> Table:
             str(index),
             one.device,
             f"{first}:{last}",
-            size(one.weights),
+            format_size(one.weights),
             f"{one.kv_tokens} tokens",
             f"{1e3 * one.step_s:.1f} ms",
             f"{1e3 * one.link_s:.1f} ms" if one.link_s else "-",
@@ -161,7 +161,7 @@ def _stages(planned: SwarmPlan) -> Table:
     return table
 
 
-def _curve(planned: SwarmPlan) -> Table:
+def _micro_batch_table(planned: SwarmPlan) -> Table:
     forecast = planned.forecast
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("micro-batches", "rows in each", "ms per token", "slowest stage busy"):

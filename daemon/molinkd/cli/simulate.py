@@ -12,20 +12,20 @@ from rich.table import Table
 from molink.bench.trace import TraceRow, read_trace
 from molink.errors import UsageError
 from molink.link.policies.create import create_policy
-from molink.link.recording import Difference, replay
-from molink.sim.picture import draw
+from molink.link.recording import ReplayDifference, replay_recording
+from molink.sim.picture import draw_timelines
 from molink.sim.profiles import LinkProfile, load_link
 from molink.sim.scenario import Scenario
-from molink.sim.simulate import Outcome, simulate, simulate_all
+from molink.sim.simulate import SimulationOutcome, simulate_scenario, simulate_scenarios
 from molink.sim.timeline import Timeline
 from molink.sim.workload import Workload
 from molinkd.cli import simulate_options as options
-from molinkd.cli.simulate_fleet import fleet_options, seconds, show_fleets
+from molinkd.cli.simulate_fleet import fleet_options, format_seconds, show_fleets
 
 #: Seconds that a picture shows unless told otherwise.
-_WINDOW = 3.0
+_WINDOW_S = 3.0
 #: Differences of a replay that are printed.
-_SHOWN = 20
+_MAX_DIFFERENCES = 20
 
 
 def simulate_command(
@@ -34,8 +34,8 @@ def simulate_command(
     duration: options.Duration = 200.0,
     warmup: options.Warmup = 0.0,
     arrivals: options.Arrivals = "poisson",
-    max_prompt: options.Longest = 2048,
-    max_output: options.Longest = 1024,
+    max_prompt: options.MaxTokens = 2048,
+    max_output: options.MaxTokens = 1024,
     input_tokens: options.InputTokens = None,
     output_tokens: options.OutputTokens = None,
     seed: options.Seed = 0,
@@ -46,7 +46,7 @@ def simulate_command(
     bandwidth: options.Bandwidth = None,
     latency: options.Latency = None,
     congestion: options.Congestion = None,
-    max_running: options.MaxRunning = 256,
+    max_num_seqs: options.MaxNumSeqs = 256,
     pipelines: options.Pipelines = None,
     peers: options.Peers = None,
     peers_per_uplink: options.PeersPerUplink = None,
@@ -59,8 +59,8 @@ def simulate_command(
     cut_through: options.CutThrough = True,
     compression: options.Compression = "lossless",
     micro_batches: options.MicroBatches = "auto",
-    unpaired: options.Unpaired = True,
-    chunk_tokens: options.ChunkTokens = "auto",
+    prefill_only_batches: options.PrefillOnlyBatches = True,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = "auto",
     tensors: options.Tensors = 1,
     as_json: options.Json = False,
     timeline: options.Timeline = None,
@@ -73,37 +73,37 @@ def simulate_command(
     control if asked for: see the profiles. With --pipelines many rings share one virtual time.
     """
     if recording is not None:
-        _replay(recording, as_json=as_json)
+        _replay_recording(recording, as_json=as_json)
         return
-    _check_together(trace, arrivals, timeline, window)
+    _check_options(trace, arrivals, timeline, window)
     fleet = fleet_options(pipelines, peers, peers_per_uplink, router, churn, away)
     if fleet is not None and timeline is not None:
         raise UsageError("--timeline draws a single ring: leave out --pipelines")
-    rows, sizes = _requests(trace, input_tokens, output_tokens)
+    rows, sizes = _read_requests(trace, input_tokens, output_tokens)
     load = Workload(rate, duration, warmup, rows, arrivals, seed, *sizes, max_prompt, max_output)
     scenario = Scenario(
         load,
         stages,
         device,
         model_profile,
-        _link(link, bandwidth, latency, congestion),
+        _make_link(link, bandwidth, latency, congestion),
         cut_through=cut_through,
         compression=compression,
-        micro_batches=_auto("--micro-batches", micro_batches),
-        tensors=tensors,
-        chunk_tokens=_auto("--chunk-tokens", chunk_tokens),
-        max_running=max_running,
+        micro_batches=_parse_count("--micro-batches", micro_batches),
+        tensors_per_row=tensors,
+        max_num_batched_tokens=_parse_count("--chunk-tokens", max_num_batched_tokens),
+        max_num_seqs=max_num_seqs,
         scheduling_policy=scheduling_policy,
         preemption_mode=preemption_mode,
-        unpaired=unpaired,
+        prefill_only_batches=prefill_only_batches,
     )
     if fleet is not None:
-        show_fleets([replace(scenario, policy=name) for name in _policies(policy)], fleet, as_json)
+        show_fleets([replace(scenario, policy=name) for name in _parse_policies(policy)], fleet, as_json)
         return
-    _show(_compare(scenario, _policies(policy), timeline, window), as_json=as_json)
+    _print_outcomes(_simulate_policies(scenario, _parse_policies(policy), timeline, window), as_json=as_json)
 
 
-def _check_together(
+def _check_options(
     trace: Path | None, arrivals: str, picture: Path | None, window: str | None
 ) -> None:
     """Options that need another one."""
@@ -113,7 +113,7 @@ def _check_together(
         raise UsageError("--window is what a picture shows: it needs --timeline FILE.svg")
 
 
-def _requests(
+def _read_requests(
     trace: Path | None, input_tokens: int | None, output_tokens: int | None
 ) -> tuple[tuple[TraceRow, ...], tuple[int, int]]:
     """The rows of the trace, if there is one, and the tokens in and out of requests without."""
@@ -125,14 +125,14 @@ def _requests(
     return tuple(read_trace(trace)), (512, 128)
 
 
-def _policies(names: str) -> list[str]:
+def _parse_policies(names: str) -> list[str]:
     policies = [name.strip() for name in names.split(",")]
     for name in policies:
         create_policy(name)
     return policies
 
 
-def _link(
+def _make_link(
     name: str, bandwidth: float | None, latency: float | None, congestion: str | None
 ) -> LinkProfile:
     """The link of that name, but for what is given."""
@@ -145,7 +145,7 @@ def _link(
     )
 
 
-def _auto(option: str, value: str) -> int:
+def _parse_count(option: str, value: str) -> int:
     """A number, or 0 for ``auto``."""
     if value.strip().lower() == "auto":
         return 0
@@ -154,35 +154,35 @@ def _auto(option: str, value: str) -> int:
     return int(value)
 
 
-def _compare(
+def _simulate_policies(
     scenario: Scenario, policies: Sequence[str], picture: Path | None, window: str | None
-) -> list[Outcome]:
+) -> list[SimulationOutcome]:
     scenarios = [replace(scenario, policy=name) for name in policies]
     with Console(stderr=True).status("simulating …"):
-        return _run(scenarios, picture, window)
+        return _run_scenarios(scenarios, picture, window)
 
 
-def _run(scenarios: Sequence[Scenario], picture: Path | None, window: str | None) -> list[Outcome]:
+def _run_scenarios(scenarios: Sequence[Scenario], picture: Path | None, window: str | None) -> list[SimulationOutcome]:
     if picture is None:
-        return simulate_all(scenarios)
+        return simulate_scenarios(scenarios)
     if picture.suffix.lower() != ".svg":
         raise UsageError(f"--timeline draws an .svg file, not {picture}")
-    begin, end = _window(window, scenarios[0].workload)
+    begin, end = _parse_window(window, scenarios[0].workload)
     timelines = [Timeline(begin, end) for _ in scenarios]
-    outcomes = [simulate(*pair) for pair in zip(scenarios, timelines, strict=True)]
+    outcomes = [simulate_scenario(*pair) for pair in zip(scenarios, timelines, strict=True)]
     panels = [(each.policy, seen) for each, seen in zip(scenarios, timelines, strict=True)]
     try:
-        picture.write_text(draw(panels, scenarios[0].stages), encoding="utf-8")
+        picture.write_text(draw_timelines(panels, scenarios[0].stages), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"can't write {picture}: {error.strerror or error}") from error
     return outcomes
 
 
-def _window(text: str | None, workload: Workload) -> tuple[float, float]:
+def _parse_window(text: str | None, workload: Workload) -> tuple[float, float]:
     """What a picture shows: as told, or a little from the middle of the run."""
     if text is None:
         middle = workload.warmup + workload.duration / 2
-        return middle, middle + _WINDOW
+        return middle, middle + _WINDOW_S
     try:
         begin, end = (float(part) for part in text.split(":"))
     except ValueError:
@@ -192,7 +192,7 @@ def _window(text: str | None, workload: Workload) -> tuple[float, float]:
     return begin, end
 
 
-def _show(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
+def _print_outcomes(outcomes: Sequence[SimulationOutcome], *, as_json: bool) -> None:
     if as_json:
         found = [outcome.as_json() for outcome in outcomes]
         print(json.dumps(found if len(found) > 1 else found[0], indent=2))
@@ -219,11 +219,11 @@ def _show(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
             str(report.completed),
             str(report.failed),
             str(outcome.micro_batches),
-            seconds(report.ttft_s.mean, 2),
-            seconds(report.ttft_s.p99, 2),
-            seconds(report.tpot_s.mean, 4),
-            seconds(report.tpot_s.p99, 4),
-            seconds(report.latency_s.mean, 1),
+            format_seconds(report.ttft_s.mean, 2),
+            format_seconds(report.ttft_s.p99, 2),
+            format_seconds(report.tpot_s.mean, 4),
+            format_seconds(report.tpot_s.p99, 4),
+            format_seconds(report.latency_s.mean, 1),
             f"{100 * max(0.0, idle):.0f} %",
         )
     Console().print(table)
@@ -231,27 +231,27 @@ def _show(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
         print(f"{report.policy}: {report.failed} failed; the first: {report.first_error}")
 
 
-def _replay(recording: Path, *, as_json: bool) -> None:
+def _replay_recording(recording: Path, *, as_json: bool) -> None:
     try:
         with recording.open("rb") as lines:
-            differences = replay(lines)
+            differences = replay_recording(lines)
     except OSError as error:
         why = error.strerror or error
         raise UsageError(f"can't read the recording {recording}: {why}") from error
     if as_json:
-        found = [_difference(each) for each in differences]
+        found = [_difference_json(each) for each in differences]
         print(json.dumps({"recording": str(recording), "differences": found}, indent=2))
     elif not differences:
         print("Every decision came out the same.")
     else:
-        for each in differences[:_SHOWN]:
+        for each in differences[:_MAX_DIFFERENCES]:
             print(f"line {each.line}: recorded {each.recorded}, now {each.replayed}")
         print(f"{len(differences)} decisions came out otherwise.")
     if differences:
         raise typer.Exit(1)
 
 
-def _difference(each: Difference) -> dict[str, object]:
+def _difference_json(each: ReplayDifference) -> dict[str, object]:
     return {
         "line": each.line,
         "at": each.at,

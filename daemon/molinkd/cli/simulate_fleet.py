@@ -58,34 +58,34 @@ def show_fleets(rings: Sequence[Scenario], options: dict[str, Any], as_json: boo
     table.add_column("", no_wrap=True)
     for outcome, _ in found:
         table.add_column(outcome.report.policy, justify="right")
-    rows = [dict(_rows(*each)) for each in found]
+    rows = [dict(_outcome_rows(*each)) for each in found]
     for name in rows[0]:
         table.add_row(name, *(row[name] for row in rows))
     Console().print(table)
 
 
-def _rows(outcome: FleetOutcome, cpu: float) -> Iterator[tuple[str, str]]:
+def _outcome_rows(outcome: FleetOutcome, cpu: float) -> Iterator[tuple[str, str]]:
     """What is shown of one, by lines."""
     report, pipelines = outcome.report, outcome.pipelines
     yield "requests done", str(report.completed)
-    yield "lost", str(outcome.lost)
-    yield "sent again", str(outcome.resubmitted)
-    yield "PCs that left", str(outcome.left)
+    yield "lost", str(outcome.num_lost)
+    yield "sent again", str(outcome.num_resubmitted)
+    yield "PCs that left", str(outcome.num_departures)
     yield "rings lost / formed", f"{_total(pipelines, 'lost')} / {_total(pipelines, 'formed')}"
-    yield "rings that broke by themselves", str(outcome.broken)
+    yield "rings that broke by themselves", str(outcome.num_broken)
     for name, summary, places in (("TTFT", report.ttft_s, 2), ("TPOT", report.tpot_s, 4)):
         values = (summary.mean, summary.p50, summary.p90, summary.p99)
-        shown = " / ".join(seconds(value, places) for value in values)
+        shown = " / ".join(format_seconds(value, places) for value in values)
         yield f"{name}, s: mean / p50 / p90 / p99", shown
     loads = [each.requests for each in pipelines]
     spread = f"{min(loads)} / {fmean(loads):.1f} / {max(loads)}"
     yield "requests per pipeline: least / mean / most", spread
-    busy = [100 * share for share in outcome.busy]
+    busy = [100 * share for share in outcome.busy_shares]
     yield (
         "a PC computes: least / mean / most",
         f"{min(busy):.0f} / {fmean(busy):.0f} / {max(busy):.0f} %",
     )
-    yield "of prompts cached", f"{100 * outcome.cached:.0f} %"
+    yield "of prompts cached", f"{100 * outcome.cached_share:.0f} %"
     yield "virtual minutes", f"{outcome.virtual_s / 60:.1f}"
     yield "CPU seconds per virtual minute", f"{60 * cpu / outcome.virtual_s:.2f}"
 
@@ -94,6 +94,6 @@ def _total(pipelines: Sequence[Any], name: str) -> int:
     return sum(getattr(each, name) for each in pipelines)
 
 
-def seconds(value: float | None, places: int) -> str:
+def format_seconds(value: float | None, places: int) -> str:
     """A time for a table."""
     return "–" if value is None else f"{value:.{places}f}"

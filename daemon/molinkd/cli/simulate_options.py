@@ -18,7 +18,7 @@ Arrivals = Annotated[
     Literal["poisson", "trace"],
     typer.Option(help="At random, or when the trace says, stretched to --rate."),
 ]
-Longest = Annotated[int, typer.Option(help="Longer ones of the trace are left out.")]
+MaxTokens = Annotated[int, typer.Option(help="Longer ones of the trace are left out.")]
 InputTokens = Annotated[
     int | None, typer.Option(help="Per prompt, without a trace.  [default: 512]")
 ]
@@ -44,7 +44,7 @@ Congestion = Annotated[
         help="TCP's congestion control, instead of the link's.  [default: the link's, else none]"
     ),
 ]
-MaxRunning = Annotated[int, typer.Option(help="Requests that hold KV blocks at once.")]
+MaxNumSeqs = Annotated[int, typer.Option(help="Requests that hold KV blocks at once.")]
 
 Pipelines = Annotated[
     int | None, typer.Option(help="Rings that share the requests.  [default: 1, no fleet]")
@@ -72,8 +72,8 @@ Preemption = Annotated[
 CutThrough = Annotated[bool, typer.Option(help="Prefill rows go on while more come.")]
 Compression = Annotated[Literal["none", "lossless"], typer.Option(help="Of rows between stages.")]
 MicroBatches = Annotated[str, typer.Option(help="In flight: a number or auto.")]
-Unpaired = Annotated[bool, typer.Option(help="Chunks also go without decode rows.")]
-ChunkTokens = Annotated[str, typer.Option(help="Rows of a prefill volume or auto.")]
+PrefillOnlyBatches = Annotated[bool, typer.Option(help="Chunks also go without decode rows.")]
+MaxNumBatchedTokens = Annotated[str, typer.Option(help="Rows of a prefill volume or auto.")]
 Tensors = Annotated[int, typer.Option(min=1, max=2, help="Per row and hop; 2 as vLLM 0.7.")]
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

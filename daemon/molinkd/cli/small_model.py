@@ -6,9 +6,9 @@ from rich.console import Console
 
 from molink.errors import MolinkError, Unavailable
 from molink.plaintext import printable
-from molinkd.cli.model_verbs import watched
+from molinkd.cli.model_verbs import run_with_progress
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.smollm2 import NAME, Origin, sources
+from molinkd.peer.artifacts.smollm2 import NAME, ModelOrigin, create_origins
 
 
 def fetch_small_model() -> str:
@@ -17,15 +17,15 @@ def fetch_small_model() -> str:
     Raises:
         Unavailable: it can't be had anywhere; says why.
     """
-    asked = sources()
+    asked = create_origins()
     for source in asked:
-        found = source.here()
+        found = source.find_local()
         if found is not None:
             return found
     reasons: list[str] = []
     for source in asked:
         try:
-            return _fetch(source)
+            return _fetch_from(source)
         except MolinkError as error:
             reasons.append(f"{source.name}: {error}")
     raise Unavailable(
@@ -34,8 +34,8 @@ def fetch_small_model() -> str:
     )
 
 
-def _fetch(source: Origin) -> str:
+def _fetch_from(source: ModelOrigin) -> str:
     stop, progress = threading.Event(), Progress()
-    text = f"SmolLM2-135M-Instruct (Apache-2.0): {source.size() / 1e6:.0f} MB from {source.name}"
+    text = f"SmolLM2-135M-Instruct (Apache-2.0): {source.download_bytes() / 1e6:.0f} MB from {source.name}"
     Console(stderr=True, highlight=False, soft_wrap=True).print(printable(text), markup=False)
-    return watched(lambda: source.fetch(progress, stop), NAME, progress, stop)
+    return run_with_progress(lambda: source.fetch_model(progress, stop), NAME, progress, stop)

@@ -11,31 +11,31 @@ import msgspec
 from molink.errors import MolinkError, UsageError
 from molinkd.cli import local_daemon
 from molinkd.cli.console import DaemonConsole
-from molinkd.cli.join_verbs import is_terminal, token_for
-from molinkd.peer.agent.child import how_it_ended
+from molinkd.cli.join_verbs import is_terminal, resolve_token
+from molinkd.peer.agent.child import exit_text
 from molinkd.peer.frontend.endpoint import api_settings
 from molinkd.peer.home import Home
 from molinkd.peer.launch import (
     DAEMON_COMMAND,
     Announce,
-    AnyEvent,
-    Ended,
-    Invitation,
+    AnyDaemonEvent,
+    DaemonEndedEvent,
+    InvitationCreatedEvent,
     Launch,
-    Listening,
-    Trouble,
+    DaemonStartedEvent,
+    ProblemReportedEvent,
 )
 from molinkd.peer.main import DETACHED, log_to_file, run_daemon
 from molinkd.peer.membership.addresses import is_reachable_name
 from molinkd.peer.platform import child_options
-from molinkd.peer.remembered import as_typed, read_options, write_options
+from molinkd.peer.remembered import format_options, read_options, write_options
 from molinkd.peer.settings import load_settings
 
 
-def start(
+def start_daemon(
     role: Literal["up", "join"],
     home: Home,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     *,
     model: str | None = None,
     token: str | None = None,
@@ -53,7 +53,7 @@ def start(
         KeyboardInterrupt: it was ended by Ctrl-C, in good order.
     """
     remembered = read_options(home.options)
-    settings = load_settings(home, given, os.environ, remembered)
+    settings = load_settings(home, options, os.environ, remembered)
     for address in settings.advertise:
         if not is_reachable_name(address):
             raise UsageError(
@@ -61,21 +61,21 @@ def start(
             )
 
     def approve(code: str) -> str:
-        return local_daemon.judge(home, code, refuse=False)
+        return local_daemon.decide_pairing(home, code, refuse=False)
 
     console = DaemonConsole(
         approve if is_terminal() and not background else None,
         foreground=not background,
-        typed=home.typed,
+        format_command=home.format_command,
     )
-    as_before = {name: value for name, value in remembered.items() if name not in given}
+    as_before = {name: value for name, value in remembered.items() if name not in options}
     if as_before:
-        console.say(f"As at the last start: {as_typed(as_before)}")
+        console.print_text(f"As at the last start: {format_options(as_before)}")
 
-    def show(event: AnyEvent) -> None:
-        if isinstance(event, Listening):
-            write_options(home.options, remembered | dict(given))
-        console.show(event)
+    def show(event: AnyDaemonEvent) -> None:
+        if isinstance(event, DaemonStartedEvent):
+            write_options(home.options, remembered | dict(options))
+        console.show_event(event)
 
     launch = Launch(
         home=str(home.root), settings=settings, role=role, model=model, token=token, invite=invite
@@ -83,34 +83,34 @@ def start(
     try:
         api_settings(settings)  # before anybody is asked, or a swarm made
         if role == "join":
-            asked = token_for(home, settings, token, swarm)
+            asked = resolve_token(home, settings, token, swarm)
             launch = msgspec.structs.replace(launch, token=asked)
-        pid = _run(launch, home, show, background=background)
+        pid = _run_daemon(launch, home, show, background=background)
     except MolinkError as error:
-        error.args = (f"{error}{_how_to_forget(str(error), as_before, home)}",)
+        error.args = (f"{error}{_unset_hint(str(error), as_before, home)}",)
         raise
     if background:
-        console.say(
-            f"It runs in the background (process {pid}): {home.typed('status')} shows the swarm, "
-            f"{home.typed('logs')} what it does, {home.typed('down')} ends it."
+        console.print_text(
+            f"It runs in the background (process {pid}): {home.format_command('status')} shows the swarm, "
+            f"{home.format_command('logs')} what it does, {home.format_command('down')} ends it."
         )
 
 
-def _run(launch: Launch, home: Home, show: Announce, *, background: bool) -> int:
+def _run_daemon(launch: Launch, home: Home, show: Announce, *, background: bool) -> int:
     """Returns the process id of a daemon in the background, else 0 once it has ended."""
     if background:
-        return _start_detached(launch, home.create(), show)
+        return _start_detached(launch, home.create_folders(), show)
     with log_to_file(home, launch.settings.log_level):
         run_daemon(launch, show)
     return 0
 
 
-def _how_to_forget(error: str, remembered: Mapping[str, Any], home: Home) -> str:
+def _unset_hint(error: str, remembered: Mapping[str, Any], home: Home) -> str:
     """Said of an error that names an option which was given at another start."""
     for name in remembered:
         option = f"--{name.replace('_', '-')}"
         if re.search(rf"{option}\b", error):
-            forget = home.typed(f"config unset {name}")
+            forget = home.format_command(f"config unset {name}")
             return f" ({option} is as at the last start; {forget} forgets that)"
     return ""
 
@@ -131,18 +131,18 @@ def _start_detached(launch: Launch, home: Home, show: Announce) -> int:
         try:
             order.write(msgspec.json.encode(launch) + b"\n")
             order.close()
-            _listen(launch, events, show)
+            _follow_events(launch, events, show)
         except KeyboardInterrupt:
             child.terminate()
             child.wait()
             raise
         except EOFError:
-            how = how_it_ended(child.wait())
+            how = exit_text(child.wait())
             raise MolinkError(f"the daemon {how} while it started; see {home.logs}") from None
     return child.pid
 
 
-def _listen(launch: Launch, events: IO[bytes], show: Announce) -> None:
+def _follow_events(launch: Launch, events: IO[bytes], show: Announce) -> None:
     """Show what the daemon says until there is nothing more to wait for.
 
     Raises:
@@ -151,14 +151,14 @@ def _listen(launch: Launch, events: IO[bytes], show: Announce) -> None:
     """
     up = False
     for line in events:
-        event = msgspec.json.decode(line, type=AnyEvent)
-        if isinstance(event, Ended):
+        event = msgspec.json.decode(line, type=AnyDaemonEvent)
+        if isinstance(event, DaemonEndedEvent):
             error = MolinkError(event.text)
             error.exit_code = event.code
             raise error
         show(event)
-        up = up or isinstance(event, Listening)
-        last = isinstance(event, (Invitation, Trouble)) or launch.role == "join"
+        up = up or isinstance(event, DaemonStartedEvent)
+        last = isinstance(event, (InvitationCreatedEvent, ProblemReportedEvent)) or launch.role == "join"
         if up and (last or not launch.invite):
             return
     raise EOFError

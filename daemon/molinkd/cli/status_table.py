@@ -9,82 +9,82 @@ from rich.text import Text
 from molink.plaintext import printable
 from molink.swarm.controller.told_status import (
     ModelStatus,
-    Peer,
+    PeerStatus,
     PipelineStatus,
-    Status,
+    SwarmStatus,
     TransferStatus,
     WorkerStatus,
-    device_name,
-    same_names,
+    short_device_name,
+    duplicate_names,
 )
 from molink.swarm.terms import epoch_text
 from molink.wire.messages.reports import TransferState
 from molinkd.cli.console import transfer_text
-from molinkd.cli.units import size
+from molinkd.cli.units import format_size
 
 
 def show_status(
-    status: Status, *, demo: bool, typed: Callable[[str], str] = "`molink {}`".format
+    status: SwarmStatus, *, demo: bool, format_command: Callable[[str], str] = "`molink {}`".format
 ) -> None:
-    """Print the state of a swarm; ``typed`` is the ``Home.typed`` of the home here."""
+    """Print the state of a swarm; ``format_command`` is the ``Home.typed`` of the home here."""
     console = Console(highlight=False)
 
     def say(text: str, style: str = "") -> None:
-        console.print(_text(text, style), soft_wrap=True)
+        console.print(_plain_text(text, style), soft_wrap=True)
 
-    console.print(_title(status, demo=demo), soft_wrap=True)
-    for warning in _warnings_first(status):
+    console.print(_title_line(status, demo=demo), soft_wrap=True)
+    for warning in _first_warnings(status):
         say(warning, "yellow")
-    console.print(_work(status))
+    console.print(_stage_table(status))
     console.print()
-    console.print(_machines(status))
+    console.print(_pc_table(status))
     for peer in status.peers:
         if peer.reason:
             say(f"{peer.name} is {peer.reason}", "yellow")
-        for line in filter(None, map(_loading, peer.workers)):
+        for line in filter(None, map(_loading_text, peer.workers)):
             say(f"{peer.name} {line}")
         for transfer in peer.transfers:
-            say(f"{peer.name} {_transfer(transfer)}")
-    for warning in filter(None, (*same_names(status), status.files)):
+            say(f"{peer.name} {_transfer_line(transfer)}")
+    for warning in filter(None, (*duplicate_names(status), status.files)):
         say(warning, "yellow")
     for pipeline in status.pipelines:
         of = f" of {pipeline.model}" if len(status.pipelines) > 1 else ""
-        say(_pipeline(pipeline, of))
-    for knock in status.knocks:
-        approve = typed(f"approve {knock.code}")
+        say(_pipeline_text(pipeline, of))
+    for knock in status.pairing_requests:
+        approve = format_command(f"approve {knock.code}")
         text = f"{knock.name} ({knock.address}) wants to join: {approve}"
         say(f"{text} if it shows that code", "yellow")
     if status.revoked:
         revoked = ", ".join(f"{one.name} ({one.id})" for one in status.revoked)
         say(f"Revoked: {revoked}")
-    for cut in status.cut_off:
-        text = f"{cut.name} ({cut.peer}) was cut off by {cut.by}: {cut.reason}"
+    for cut in status.banned_peers:
+        text = f"{cut.name} ({cut.peer}) was cut off by {cut.banned_by}: {cut.reason}"
         say(text, "yellow")
 
 
-def _title(status: Status, *, demo: bool) -> Text:
+def _title_line(status: SwarmStatus, *, demo: bool) -> Text:
     name = f"{status.name} ({status.swarm})" if status.name else status.swarm
-    title = _text(f"Swarm {name}{' (demo)' if demo else ''}, {_models(status)}: ", "bold")
-    ready = ("ready", "bold green") if status.ready else ("not ready", "bold red")
+    title = _plain_text(f"Swarm {name}{' (demo)' if demo else ''}, {_models_text(status)}: ", "bold")
+    ready = ("ready", "bold green") if status.is_ready else ("not ready", "bold red")
     return title.append(*ready)
 
 
-def _warnings_first(status: Status) -> Iterator[str]:
+def _first_warnings(status: SwarmStatus) -> Iterator[str]:
     if status.coordinator.state != "running":
         yield f"Only what this PC knows: {status.trouble}"
     elif not status.pipelines:
         yield f"No pipeline: {status.trouble}"
 
 
-def _work(status: Status) -> Table:
+def _stage_table(status: SwarmStatus) -> Table:
     """What each PC does: one line for each of its stages."""
-    table = _table(
+    table = _make_table(
         "peer", "address", "role", "layers", ">memory", ">tokens/s", wrap="peer address role"
     )
     rates = {
-        pipeline.id: pipeline.head.tokens_per_s
+        pipeline.id: pipeline.scheduler.tokens_per_s
         for pipeline in status.pipelines
-        if pipeline.head is not None
+        if pipeline.scheduler is not None
     }
     for peer in status.peers:
         leads = ", leads" if peer.id == status.leader else ""
@@ -93,28 +93,28 @@ def _work(status: Status) -> Table:
             cells = (
                 peer.name,
                 peer.address,
-                _role(peer, worker) + leads,
+                _role_text(peer, worker) + leads,
                 "none" if worker is None else f"{worker.layers[0]}:{worker.layers[1]}",
-                _memory(peer, worker),
+                _memory_text(peer, worker),
                 "" if rate is None else f"{rate:.1f}",
             )
-            table.add_row(*map(_text, cells))
+            table.add_row(*map(_plain_text, cells))
     return table
 
 
-def _machines(status: Status) -> Table:
+def _pc_table(status: SwarmStatus) -> Table:
     """What each PC is."""
     versions = {peer.version for peer in status.peers if peer.version}
     differ = ("version",) if len(versions) > 1 else ()
-    table = _table("peer", "id", "device", "copy", "endpoint", *differ, wrap="peer device")
+    table = _make_table("peer", "id", "device", "copy", "endpoint", *differ, wrap="peer device")
     for peer in status.peers:
-        device = device_name(peer.device)
-        cells = (peer.name, peer.id, device, _copy(peer.copied), peer.endpoint, peer.version)
-        table.add_row(*map(_text, cells[: len(table.columns)]))
+        device = short_device_name(peer.device)
+        cells = (peer.name, peer.id, device, _copy_text(peer.copied), peer.endpoint, peer.version)
+        table.add_row(*map(_plain_text, cells[: len(table.columns)]))
     return table
 
 
-def _table(*columns: str, wrap: str) -> Table:
+def _make_table(*columns: str, wrap: str) -> Table:
     """A table without cells that are cut; figures of columns with ``>`` stand to the right.
 
     ``wrap`` are the columns that get narrower where there is no room.
@@ -131,33 +131,33 @@ def _table(*columns: str, wrap: str) -> Table:
     return table
 
 
-def _text(text: str, style: str = "") -> Text:
+def _plain_text(text: str, style: str = "") -> Text:
     """Text of peers: neither markup nor anything else that is obeyed."""
     return Text(printable(text), style=style)
 
 
-def _role(peer: Peer, worker: WorkerStatus | None) -> str:
+def _role_text(peer: PeerStatus, worker: WorkerStatus | None) -> str:
     if peer.state != "here":
         return peer.state
     if worker is None:
         return peer.paused or ("endpoint only" if peer.stage == "none" else "spare")
     role = f"stage {worker.stage}" if worker.stage else "head"
-    return f"{role} {worker.doing}" if worker.doing else role
+    return f"{role} {worker.activity}" if worker.activity else role
 
 
-def _memory(peer: Peer, worker: WorkerStatus | None) -> str:
+def _memory_text(peer: PeerStatus, worker: WorkerStatus | None) -> str:
     """What weights and KV take of what molink may use there."""
     load = worker.load if worker is not None else None
     if not peer.memory:
         return ""
     used = load.weights + load.kv if load is not None else 0
     if not used:
-        return size(peer.memory)
-    (taken, unit), (all_of_it, same) = size(used).split(" "), size(peer.memory).split(" ")
+        return format_size(peer.memory)
+    (taken, unit), (all_of_it, same) = format_size(used).split(" "), format_size(peer.memory).split(" ")
     return f"{taken}{'' if unit == same else f' {unit}'}/{all_of_it} {same}"
 
 
-def _loading(worker: WorkerStatus) -> str:
+def _loading_text(worker: WorkerStatus) -> str:
     """How far it is with loading its layers into memory; empty if that isn't told."""
     one = worker.loading
     if one is None:
@@ -167,22 +167,22 @@ def _loading(worker: WorkerStatus) -> str:
     return f"loads {transfer_text(state)}"
 
 
-def _transfer(one: TransferStatus) -> str:
+def _transfer_line(one: TransferStatus) -> str:
     state = TransferState(
         model=one.model, done=one.bytes, total=one.total, rate=round(one.rate), source=one.source
     )
     return f"{'copies' if one.copy else 'fetches'} {transfer_text(state)}"
 
 
-def _copy(percent: int) -> str:
+def _copy_text(percent: int) -> str:
     """How much of the model lies on a PC's disk."""
     return "whole" if percent == 100 else f"{percent} %" if percent else ""
 
 
-def _models(status: Status) -> str:
+def _models_text(status: SwarmStatus) -> str:
     """What is to be served."""
     if len(status.models) > 1:
-        return "models " + ", ".join(map(_model, status.models))
+        return "models " + ", ".join(map(_model_text, status.models))
     told = status.models[0] if status.models else ModelStatus()
     only = ModelStatus(
         name=status.model or "none",
@@ -191,20 +191,20 @@ def _models(status: Status) -> str:
         ready=told.ready,
         stopped=told.stopped,
     )
-    return f"model {_model(only)}"
+    return f"model {_model_text(only)}"
 
 
-def _model(model: ModelStatus) -> str:
+def _model_text(model: ModelStatus) -> str:
     kept, replicas = model.quantize, model.replicas
     times = f" ({model.ready} of {replicas} replicas ready)" if replicas > 1 else ""
     times = " (stopped)" if model.stopped else times
     return f"{model.name}{f' in {kept}' if kept != 'none' else ''}{times}"
 
 
-def _pipeline(pipeline: PipelineStatus, of: str) -> str:
+def _pipeline_text(pipeline: PipelineStatus, of: str) -> str:
     ready = "ready" if pipeline.ready else "not ready"
     reason = f": {pipeline.reason}" if pipeline.reason else ""
-    head, epoch = pipeline.head, epoch_text(pipeline.epoch)
+    head, epoch = pipeline.scheduler, epoch_text(pipeline.epoch)
     busy = ""
     if pipeline.ready and not reason and head is not None:
         rate = f"{head.tokens_per_s:.1f} tokens/s"

@@ -8,17 +8,17 @@ from typing import Annotated, get_args
 import msgspec
 
 from molink.checkpoint.source import (
-    DEMO_MODEL,
+    DEMO_MODEL_NAME,
     is_hub_file,
     is_repository,
-    local_model,
+    find_local_model,
     short_name,
 )
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Objective, Quantize
 from molink.facts.scalars import Text
-from molink.swarm.placement.placement import parse_range
+from molink.swarm.placement.placement import parse_layers
 from molink.wire.messages.instructions import MAX_PIPELINES
 from molink.wire.messages.requests import MAX_MODELS, MAX_PINS, ModelEntry
 
@@ -62,7 +62,7 @@ class SwarmFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     molink: Text = ""
 
 
-class Lines:
+class LineIndex:
     """Where in the text things stand, for who has to mend them."""
 
     def __init__(self, path: Path, text: str) -> None:
@@ -80,21 +80,21 @@ class Lines:
             if found is not None:
                 self._keys.setdefault((len(self._models) - 1, found[1]), number)
 
-    def at(self, model: int = -1, key: str = "") -> int:
+    def find_line(self, model: int = -1, key: str = "") -> int:
         """The line of a key, or else of its model."""
         begin = self._models[model] if 0 <= model < len(self._models) else 1
         return self._keys.get((model, key), self._keys.get((-1, "models"), begin))
 
-    def first(self, model: int, *keys: str) -> str:
+    def first_key(self, model: int, *keys: str) -> str:
         """The first of ``keys`` that stands there; empty if none does."""
         return next((key for key in keys if (model, key) in self._keys), "")
 
-    def refusal(self, why: str, model: int = -1, key: str = "", line: int = 0) -> UsageError:
+    def error_at(self, why: str, model: int = -1, key: str = "", line: int = 0) -> UsageError:
         """That something is wrong there."""
-        return UsageError(f"{self._path}, line {line or self.at(model, key)}: {why}")
+        return UsageError(f"{self._path}, line {line or self.find_line(model, key)}: {why}")
 
 
-def read_swarm_file(path: Path) -> tuple[SwarmFile, Lines]:
+def read_swarm_file(path: Path) -> tuple[SwarmFile, LineIndex]:
     """What a file says, and where.
 
     Raises:
@@ -107,20 +107,20 @@ def read_swarm_file(path: Path) -> tuple[SwarmFile, Lines]:
         raise UsageError(f"{path} can't be read: {error}") from None
     if len(raw) > MAX_BYTES:
         raise UsageError(f"{path} is longer than {MAX_BYTES} bytes: is it the right file?")
-    lines = Lines(path, text)
+    lines = LineIndex(path, text)
     try:
         found = msgspec.convert(tomllib.loads(text), SwarmFile)
     except tomllib.TOMLDecodeError as error:
         at = _SYNTAX.search(str(error))
         why = f"this is no TOML: {_SYNTAX.sub('', str(error))}"
-        raise lines.refusal(why, line=int(at[1]) if at else len(text.splitlines())) from None
+        raise lines.error_at(why, line=int(at[1]) if at else len(text.splitlines())) from None
     except msgspec.ValidationError as error:
-        raise _explained(str(error), lines) from None
-    _check(found, lines)
+        raise _explain_error(str(error), lines) from None
+    _check_file(found, lines)
     return found, lines
 
 
-def entries(file: SwarmFile, lines: Lines, folder: Path) -> tuple[ModelEntry, ...]:
+def model_entries(file: SwarmFile, lines: LineIndex, folder: Path) -> tuple[ModelEntry, ...]:
     """The models as the daemon is asked for them; folders are looked for in ``folder``.
 
     Raises:
@@ -128,7 +128,7 @@ def entries(file: SwarmFile, lines: Lines, folder: Path) -> tuple[ModelEntry, ..
     """
     return tuple(
         ModelEntry(
-            source=_source(one.model, index, lines, folder),
+            source=_resolve_source(one.model, index, lines, folder),
             replicas=one.replicas,
             min_stages=one.min_stages,
             objective=one.objective,
@@ -141,25 +141,25 @@ def entries(file: SwarmFile, lines: Lines, folder: Path) -> tuple[ModelEntry, ..
     )
 
 
-def called(model: str) -> str:
+def served_name(model: str) -> str:
     """The name under which a swarm serves what a file names."""
-    return model if model == DEMO_MODEL else short_name(model.rstrip("/\\").replace("\\", "/"))
+    return model if model == DEMO_MODEL_NAME else short_name(model.rstrip("/\\").replace("\\", "/"))
 
 
-def _source(model: str, index: int, lines: Lines, folder: Path) -> str:
-    found = None if model == DEMO_MODEL else local_model(str(folder / Path(model).expanduser()))
+def _resolve_source(model: str, index: int, lines: LineIndex, folder: Path) -> str:
+    found = None if model == DEMO_MODEL_NAME else find_local_model(str(folder / Path(model).expanduser()))
     if found is not None:
         return str(found)
-    if model != DEMO_MODEL and not is_repository(model) and not is_hub_file(model):
+    if model != DEMO_MODEL_NAME and not is_repository(model) and not is_hub_file(model):
         why = (
-            f"{model} is no folder and no GGUF file, not {DEMO_MODEL}, and no name of the Hugging "
+            f"{model} is no folder and no GGUF file, not {DEMO_MODEL_NAME}, and no name of the Hugging "
             "Face hub"
         )
-        raise lines.refusal(f"{why} (OWNER/NAME)", index, "model")
+        raise lines.error_at(f"{why} (OWNER/NAME)", index, "model")
     return model
 
 
-def _explained(text: str, lines: Lines) -> UsageError:
+def _explain_error(text: str, lines: LineIndex) -> UsageError:
     """What msgspec found, where, and what there is instead."""
     path = _PATH.search(text)
     model = int(path[1]) if path and path[1] else -1
@@ -176,31 +176,31 @@ def _explained(text: str, lines: Lines) -> UsageError:
         why = f"{key}: {why[:1].lower()}{why[1:]}"
         choices = get_args(table.__annotations__[key]) if "enum" in why else ()
         why += f": it is one of {', '.join(choices)}" if choices else ""
-    return lines.refusal(why, model, key)
+    return lines.error_at(why, model, key)
 
 
-def _check(file: SwarmFile, lines: Lines) -> None:
+def _check_file(file: SwarmFile, lines: LineIndex) -> None:
     if not file.models:
-        raise lines.refusal("no model is named; `molink stop` has the swarm serve none")
+        raise lines.error_at("no model is named; `molink stop` has the swarm serve none")
     seen: dict[str, int] = {}
     for index, one in enumerate(file.models):
-        name = called(one.model)
+        name = served_name(one.model)
         if seen.setdefault(name, index) != index:
-            raise lines.refusal(f"{name} is named twice", index, "model")
+            raise lines.error_at(f"{name} is named twice", index, "model")
         if len(set(one.pcs)) < len(one.pcs):
-            raise lines.refusal("a PC is named twice", index, "pcs")
+            raise lines.error_at("a PC is named twice", index, "pcs")
         if one.replicas > 1 and one.layers:
             why = f"of which of the {one.replicas} replicas are these layers? Name them for one"
-            raise lines.refusal(why, index, "layers")
+            raise lines.error_at(why, index, "layers")
         for pc, layers in one.layers.items():
-            part = parse_range(layers)
+            part = parse_layers(layers)
             if part is None or part[0] >= part[1]:
-                raise lines.refusal(
+                raise lines.error_at(
                     f"layers of {pc} are A:B with A < B, not {layers}", index, "layers"
                 )
             if one.pcs and pc not in one.pcs:
-                raise lines.refusal(f"{pc} has layers, but is none of pcs", index, "layers")
+                raise lines.error_at(f"{pc} has layers, but is none of pcs", index, "layers")
     pipelines = sum(one.replicas for one in file.models)
     if pipelines > MAX_PIPELINES:
         why = f"these are {pipelines} pipelines with all replicas; a swarm has {MAX_PIPELINES}"
-        raise lines.refusal(f"{why} at most", len(file.models) - 1, "replicas")
+        raise lines.error_at(f"{why} at most", len(file.models) - 1, "replicas")

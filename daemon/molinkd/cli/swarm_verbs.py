@@ -28,18 +28,18 @@ def status(
 
     Exit code 0 if all its models can be used, else 6.
     """
-    from molink.swarm.controller.told_status import read_status
+    from molink.swarm.controller.told_status import decode_status
     from molinkd.cli import local_daemon
     from molinkd.cli.status_table import show_status
     from molinkd.peer.home import Home
 
-    found, text = local_daemon.wait_status(home, wait)
-    state = read_status(text)
+    found, text = local_daemon.wait_until_ready(home, wait)
+    state = decode_status(text)
     if as_json:
         print(json.dumps(json.loads(text), indent=2))
     else:
-        show_status(state, demo=found.demo, typed=Home.find(home).typed)
-    if not state.ready:
+        show_status(state, demo=found.is_demo, format_command=Home.find_home(home).format_command)
+    if not state.is_ready:
         raise typer.Exit(Unavailable.exit_code)
 
 
@@ -75,7 +75,7 @@ def chat(
 
     if url is not None and not url.lower().startswith(("http://", "https://")):
         raise UsageError(f"--url is a URL such as http://127.0.0.1:5465, not {url!r}")
-    root = (url or local_daemon.need_daemon(home).endpoints[0]).rstrip("/").removesuffix("/v1")
+    root = (url or local_daemon.require_daemon(home).endpoints[0]).rstrip("/").removesuffix("/v1")
     code = run_chat(
         f"{root}/v1",
         text,
@@ -84,7 +84,7 @@ def chat(
         system=system,
         max_tokens=max_tokens,
         temperature=temperature,
-        typed=Home.find(home).typed,
+        format_command=Home.find_home(home).format_command,
     )
     raise typer.Exit(code)
 
@@ -107,10 +107,10 @@ def invite(
     In a terminal with the command that takes it. Or list the invitations that there are, or
     end one.
     """
-    from molink.swarm.membership.invitations import MAX_USES, PREFIX
+    from molink.swarm.membership.invitations import MAX_USES, INVITATION_PREFIX
     from molinkd.cli import local_daemon
-    from molinkd.cli.console import adding
-    from molinkd.cli.invitation_table import named, show_invitations, who_stays
+    from molinkd.cli.console import invitation_text
+    from molinkd.cli.invitation_table import remaining_peers, show_invitations, remaining_text
     from molinkd.peer.home import Home
 
     if ttl < 0:
@@ -119,26 +119,26 @@ def invite(
         raise UsageError(f"--uses is a number of PCs, 1 to {MAX_USES}")
     if list_all and end is not None:
         raise UsageError("--list and --end don't go together")
-    place = Home.find(home)
+    place = Home.find_home(home)
     if end is not None:
-        ended = local_daemon.end_invitation(place, end)
+        ended = local_daemon.revoke_invitation(place, end)
         if as_json:
-            print(json.dumps({"id": end, "stayed": named(ended)}))
+            print(json.dumps({"id": end, "stayed": remaining_peers(ended)}))
         else:
-            print(printable(f"Invitation {end} has ended.{who_stays(ended)}"))
+            print(printable(f"Invitation {end} has ended.{remaining_text(ended)}"))
     elif list_all:
         invitations = local_daemon.fetch_invitations(place)
         if as_json:
             print(json.dumps(invitations, indent=2))
         else:
-            show_invitations(invitations, place.typed)
+            show_invitations(invitations, place.format_command)
     else:
-        made = local_daemon.fetch_invite(place, ttl * 3600, uses)
-        shown = {"id": made.id.removeprefix(PREFIX), "token": made.token, "uses": uses}
+        made = local_daemon.create_invitation(place, ttl * 3600, uses)
+        shown = {"id": made.id.removeprefix(INVITATION_PREFIX), "token": made.token, "uses": uses}
         if as_json:
             print(json.dumps(shown))
         elif sys.stdout.isatty():
-            print(printable(adding(made.token, uses, place.typed), keep="\n"))
+            print(printable(invitation_text(made.token, uses, place.format_command), keep="\n"))
         else:
             print(printable(made.token))
 
@@ -149,15 +149,15 @@ def revoke(
 ) -> None:
     """Shut a peer out of the swarm, on the swarm's first PC."""
     from molinkd.cli import local_daemon
-    from molinkd.cli.invitation_table import who_stays
+    from molinkd.cli.invitation_table import remaining_text
     from molinkd.peer.home import Home
 
-    place = Home.find(home)
-    id, ended = local_daemon.revoke(place, peer)
+    place = Home.find_home(home)
+    id, ended = local_daemon.revoke_peer(place, peer)
     print(
         printable(
             f"{id} is no member any more. Its invitations and the one by which it came have ended."
-            f"{who_stays(ended)} {place.typed(f'un-revoke {id}')} takes it back."
+            f"{remaining_text(ended)} {place.format_command(f'un-revoke {id}')} takes it back."
         )
     )
 
@@ -170,5 +170,5 @@ def un_revoke(
     from molinkd.cli import local_daemon
     from molinkd.peer.home import Home
 
-    id = local_daemon.unrevoke(Home.find(home), peer)
+    id = local_daemon.unrevoke_peer(Home.find_home(home), peer)
     print(f"{id} is a member again. Start it with `molink join`; it needs no token.")

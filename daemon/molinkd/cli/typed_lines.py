@@ -9,7 +9,7 @@ import sys
 import time
 
 #: Characters of a line; what is longer is cut.
-_MAX = 256
+_MAX_CHARACTERS = 256
 
 if sys.platform == "win32":
     import msvcrt
@@ -32,7 +32,7 @@ if sys.platform == "win32":
                     line, self._typed = self._typed, ""
                     print()
                     return line
-                self._typed = self._typed[:-1] if key == "\b" else (self._typed + key)[:_MAX]
+                self._typed = self._typed[:-1] if key == "\b" else (self._typed + key)[:_MAX_CHARACTERS]
             return None
 
 else:
@@ -59,7 +59,7 @@ else:
             data = os.read(self._descriptor, 4096)
             if not data:
                 raise EOFError
-            return data.decode("utf-8", "replace")[:_MAX]
+            return data.decode("utf-8", "replace")[:_MAX_CHARACTERS]
 
     def _in_background(descriptor: int) -> bool:
         """Whether a read would stop the process."""

@@ -3,17 +3,17 @@
 _SIZES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
-def size(nbytes: float) -> str:
+def format_size(nbytes: float) -> str:
     """Bytes: ``0 B``, ``1.2 kB``, ``64 MB``; at most 7 characters up to petabytes."""
-    return _scaled(nbytes, _SIZES)
+    return _scale_number(nbytes, _SIZES)
 
 
-def bandwidth(nbytes: float) -> str:
+def format_bandwidth(nbytes: float) -> str:
     """Bytes/s as what lines are sold by: ``94 Mbit/s``; ``?`` if unknown (0)."""
-    return _scaled(8 * nbytes, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")) if nbytes else "?"
+    return _scale_number(8 * nbytes, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")) if nbytes else "?"
 
 
-def _scaled(number: float, units: tuple[str, ...]) -> str:
+def _scale_number(number: float, units: tuple[str, ...]) -> str:
     number, unit = max(0.0, number), 0
     while number >= 999.5 and unit < len(units) - 1:
         number, unit = number / 1000, unit + 1
@@ -21,7 +21,7 @@ def _scaled(number: float, units: tuple[str, ...]) -> str:
     return f"{min(number, 9999):.{digits}f} {units[unit]}"
 
 
-def seconds(duration: float) -> str:
+def format_seconds(duration: float) -> str:
     """A short time: ``0.3 ms``, ``15 ms``, ``2.1 s``; ``?`` if unknown (0)."""
     if duration <= 0:
         return "?"
@@ -30,7 +30,7 @@ def seconds(duration: float) -> str:
     return f"{min(duration, 9999):.1f} s"
 
 
-def long_time(duration: float) -> str:
+def format_duration(duration: float) -> str:
     """A time that people wait for: ``12 s``, ``3 min``, ``2 h``, ``5 d``."""
     for limit, unit, name in ((100, 1, "s"), (100 * 60, 60, "min"), (48 * 3600, 3600, "h")):
         if duration < limit:

@@ -20,42 +20,42 @@ from molink.errors import (
     InvariantError,
     NotAuthorized,
     PortInUse,
-    ShutOut,
+    PeerBanned,
     StateError,
 )
 from molink.swarm.controller.events import (
-    Announce,
-    Commit,
-    Departed,
-    Disconnected,
-    Event,
-    MemberAdded,
-    Reported,
-    Reserve,
-    SendMessage,
-    StageSaid,
-    TermRaised,
-    Tick,
-    Tried,
+    AnnouncePeerAction,
+    CommitPipelineAction,
+    PeerStoppedEvent,
+    PeerDisconnectedEvent,
+    ControllerEvent,
+    MemberAddedEvent,
+    PeerReportedEvent,
+    ReserveEpochAction,
+    SendMessageAction,
+    StageReportedEvent,
+    TermRaisedEvent,
+    TimePassedEvent,
+    ConnectionTriedEvent,
 )
 from molink.swarm.controller.fleet import Fleet
-from molink.swarm.controller.relays import Attempted, Live, Offered, Opened
-from molink.swarm.controller.status import RareOutlook, build_status, encode_status
-from molink.swarm.membership.hygiene import clean_failed, clean_report
+from molink.swarm.controller.relays import RouteTriedEvent, LivePeersChangedEvent, RelayOfferedEvent, RelayOpenedEvent
+from molink.swarm.controller.status import CachedScaleOut, build_status, encode_status
+from molink.swarm.membership.hygiene import sanitize_failure, sanitize_report
 from molink.swarm.membership.token import JoinToken
-from molink.swarm.membership.versions import RefusedPeers, Spoken, ours
+from molink.swarm.membership.versions import IncompatiblePeers, PeerVersion, own_version
 from molink.swarm.terms import first_term
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import ControlMessage, Done
-from molink.wire.messages.instructions import Revoked, Twin
-from molink.wire.messages.joining import Joined, JoinRequest
-from molink.wire.messages.leading import Noted, SharedState
-from molink.wire.messages.relaying import RelayOpen
+from molink.wire.messages.control import ControlMessage, DoneReply
+from molink.wire.messages.instructions import Revoked, DuplicatePeer
+from molink.wire.messages.joining import JoinReply, JoinRequest
+from molink.wire.messages.leading import LeaderHeartbeat, StateReplica
+from molink.wire.messages.relaying import RelayOpened
 from molink.wire.messages.reports import (
     Goodbye,
     PeerReport,
-    Reached,
+    ReachReport,
     StageFailed,
     StageLoaded,
     StageReady,
@@ -66,49 +66,49 @@ from molink.wire.messages.requests import (
     StatusRequest,
 )
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.server import Sender, Server
-from molink.wire.sockets.zap import Gatekeeper
-from molinkd.coordinator.administration import Administration, Order
-from molinkd.coordinator.arguments import DEFAULT_PORT, LAST_PORT, Options, reachable_at
+from molink.wire.sockets.server import MessageSender, Server
+from molink.wire.sockets.zap import ZapAuthenticator
+from molinkd.coordinator.administration import AdminHandler, AdminRequest
+from molinkd.coordinator.arguments import DEFAULT_PORT, LAST_PORT, CoordinatorOptions, advertised_addresses
 from molinkd.coordinator.connections import PeerConnections
-from molinkd.coordinator.door import Door, guides, is_invitation, is_revoked
-from molinkd.coordinator.reception import Reception
-from molinkd.coordinator.relaying import RelayOffice
-from molinkd.coordinator.restore import swarm_of
-from molinkd.coordinator.sharing import Sharing
-from molinkd.coordinator.state import State
+from molinkd.coordinator.door import Membership, list_contact_points, is_invitation_id, is_revoked_id
+from molinkd.coordinator.reception import PairingService
+from molinkd.coordinator.relaying import RelayService
+from molinkd.coordinator.restore import load_or_create_swarm
+from molinkd.coordinator.sharing import StateReplicator
+from molinkd.coordinator.state import StateStore
 
 log = logging.getLogger(__name__)
 
-TICK = 0.25
+TIMER_INTERVAL = 0.25
 #: What members may send; an invitation's key may send ``JoinRequest`` and nothing else.
-FROM_MEMBERS = (
+MEMBER_MESSAGES = (
     PeerReport
-    | SharedState
-    | Reached
-    | RelayOpen
+    | StateReplica
+    | ReachReport
+    | RelayOpened
     | StageLoaded
     | StageReady
     | StageFailed
     | LeaveRequest
     | Goodbye
     | StatusRequest
-    | Order
+    | AdminRequest
 )
 #: A restart waits this long, in seconds, for the port that members know: Windows keeps it from
 #: others while old connections linger.
-_PORT_PATIENCE = 120.0 if sys.platform == "win32" else 3.0
+_PORT_WAIT = 120.0 if sys.platform == "win32" else 3.0
 #: Revoked members that a status shows.
-_SHOWN = 64
+_MAX_REVOKED_SHOWN = 64
 #: What a person sets when no port is free.
-_OPTION = "--coordinator-port"
+_PORT_OPTION = "--coordinator-port"
 
 
 class Coordinator:
     """One run of the control plane of the swarm in ``state``."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, state: State, keys: KeyPair, options: Options
+        self, context: zmq.asyncio.Context, state: StateStore, keys: KeyPair, options: CoordinatorOptions
     ) -> None:
         """Puts the parts together from what ``state`` holds.
 
@@ -117,55 +117,55 @@ class Coordinator:
             RequestError: the key of a trusted member is none.
         """
         self._state, self._keys, self._options = state, keys, options
-        self.swarm = swarm_of(state, keys, options)
-        state.begin_term(first_term(options.term, state.version()[0], options.leader))
-        self.term = state.version()[0]
-        self._gatekeeper = Gatekeeper(context)
+        self.swarm = load_or_create_swarm(state, keys, options)
+        state.begin_term(first_term(options.term, state.read_version()[0], options.leader))
+        self.term = state.read_version()[0]
+        self._authenticator = ZapAuthenticator(context)
         if options.max_peers is not None:
             state.save_max_peers(options.max_peers)
         max_peers = self.swarm.max_peers if options.max_peers is None else options.max_peers
-        self.door = Door(state, self._gatekeeper, keys.public, options.members, max_peers)
+        self.membership = Membership(state, self._authenticator, keys.public, options.members, max_peers)
         self.fleet = Fleet(
             self.swarm.id,
-            self.door.records.values(),
+            self.membership.records.values(),
             time.monotonic(),
-            models=state.models(),
-            pipelines=state.pipelines(),
-            last=state.last(),
+            models=state.read_models(),
+            pipelines=state.read_pipelines(),
+            last=state.last_numbers(),
             term=self.term,
-            lost=options.lost,
+            lost_peer=options.lost_peer,
         )
         self._server: Server[ControlMessage] = Server(
             context,
             keys,
             control_codec(),
-            self._gatekeeper,
-            self._handle,
-            permits=self._permits,
-            on_disconnect=lambda: self._connections.one_ended(),
+            self._authenticator,
+            self._on_message,
+            permits=self._is_permitted,
+            on_disconnect=lambda: self._connections.on_disconnect(),
         )
         self._connections = PeerConnections(
-            self._server, lambda peer: self._happened(Disconnected(peer))
+            self._server, lambda peer: self._dispatch_event(PeerDisconnectedEvent(peer))
         )
-        self._relaying = RelayOffice(self._connections.tell, self._happened)
-        self._sharing = Sharing(state, self.door, self._connections.tell)
-        self._reception = Reception(
-            options, self.swarm, self.door, self.fleet, self._connections, self._happened
+        self._relays = RelayService(self._connections.send_to_peer, self._dispatch_event)
+        self._replicator = StateReplicator(state, self.membership, self._connections.send_to_peer)
+        self._pairing = PairingService(
+            options, self.swarm, self.membership, self.fleet, self._connections, self._dispatch_event
         )
-        self._administration = Administration(
+        self._admin = AdminHandler(
             self.swarm.id,
             state,
-            self.door,
+            self.membership,
             self.fleet,
             self._connections,
-            self._happened,
-            self._token,
-            self._reception,
+            self._dispatch_event,
+            self._make_token,
+            self._pairing,
         )
-        self._refused = RefusedPeers()
-        self._outlook = RareOutlook(self.fleet)
-        self._ticking: asyncio.Task[None] | None = None
-        self._ended: asyncio.Future[None] | None = None
+        self._incompatible = IncompatiblePeers()
+        self._outlook = CachedScaleOut(self.fleet)
+        self._timer_task: asyncio.Task[None] | None = None
+        self._failure: asyncio.Future[None] | None = None
 
     # --- life --------------------------------------------------------------------------------
 
@@ -175,185 +175,185 @@ class Coordinator:
         Raises:
             PortInUse: none is free.
         """
-        self._ended = asyncio.get_running_loop().create_future()
-        self.door.open()
-        self._gatekeeper.start()
-        port = await self._bind()
+        self._failure = asyncio.get_running_loop().create_future()
+        self.membership.authorize_all()
+        self._authenticator.start()
+        port = await self._bind_port()
         self._state.save_port(port)
-        self._reception.open(port, self.addresses)
-        self._ticking = asyncio.get_running_loop().create_task(self._tick(), name="molink-tick")
+        self._pairing.open(port, self.addresses)
+        self._timer_task = asyncio.get_running_loop().create_task(self._run_timer(), name="molink-tick")
         return port
 
-    async def wait(self) -> None:
+    async def wait_for_failure(self) -> None:
         """Wait for an error that ends this run.
 
         Raises:
             StateError: the state can't be written.
             InvariantError: what was decided contradicts it.
         """
-        assert self._ended is not None
-        await self._ended
+        assert self._failure is not None
+        await self._failure
 
     async def close(self) -> None:
         """Stop listening. Pipelines go on."""
-        if self._ticking is not None:
-            self._ticking.cancel()
-            await asyncio.gather(self._ticking, return_exceptions=True)
-        await self._reception.close()
+        if self._timer_task is not None:
+            self._timer_task.cancel()
+            await asyncio.gather(self._timer_task, return_exceptions=True)
+        await self._pairing.close()
         self._connections.close()
         await self._server.close()
-        self._gatekeeper.close()
-        if self._ended is not None:
-            self._ended.cancel()
+        self._authenticator.close()
+        if self._failure is not None:
+            self._failure.cancel()
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """``host:port`` at which peers reach it."""
-        return reachable_at(self._options, self._server.port)
+        return advertised_addresses(self._options, self._server.port)
 
     @property
-    def porch_port(self) -> int:
+    def pairing_port(self) -> int:
         """Where PCs without a token may knock; 0 if nowhere."""
-        return self._reception.port
+        return self._pairing.port
 
     def raise_term(self, term: int) -> None:
         """Go on in a higher term; what stands is not touched."""
         self._state.begin_term(term)
         self.term = term
-        self._happened(TermRaised(term))
+        self._dispatch_event(TermRaisedEvent(term))
 
-    async def _bind(self) -> int:
-        host, asked, known = self._options.host, self._options.port, self.swarm.port
-        if known and asked in (None, 0, known):
-            deadline = time.monotonic() + _PORT_PATIENCE
+    async def _bind_port(self) -> int:
+        host, asked, known_port = self._options.host, self._options.port, self.swarm.port
+        if known_port and asked in (None, 0, known_port):
+            deadline = time.monotonic() + _PORT_WAIT
             while time.monotonic() < deadline:
                 with contextlib.suppress(PortInUse):
-                    return self._server.bind(host, (known, known + 1))
+                    return self._server.bind(host, (known_port, known_port + 1))
                 await asyncio.sleep(0.1)
-            log.warning("port %d, which the members know, is in use by something else", known)
+            log.warning("port %d, which the members know, is in use by something else", known_port)
         if asked == 0:
-            return self._server.bind(host, (0, 1), _OPTION)
+            return self._server.bind(host, (0, 1), _PORT_OPTION)
         first = asked or DEFAULT_PORT
         stop = first + 1 if self._options.only_port else max(LAST_PORT, first + 10)
-        return self._server.bind(host, (first, stop), _OPTION)
+        return self._server.bind(host, (first, stop), _PORT_OPTION)
 
-    async def _tick(self) -> None:
+    async def _run_timer(self) -> None:
         while True:
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(TIMER_INTERVAL)
             try:
-                self._happened(Tick(self._server.behind))
-                self._relaying.handle(Live(self.fleet.registry.sessions.keys()))
-                self.door.purge()
-                self._reception.tick()
+                self._dispatch_event(TimePassedEvent(self._server.is_behind))
+                self._relays.handle(LivePeersChangedEvent(self.fleet.registry.sessions.keys()))
+                self.membership.purge_expired()
+                self._pairing.on_timer()
             except Exception:
                 log.exception("a tick failed")
 
     # --- decisions ---------------------------------------------------------------------------
 
-    def _happened(self, event: Event) -> None:
+    def _dispatch_event(self, event: ControllerEvent) -> None:
         """Let the fleet decide, and carry its decisions out in their order."""
-        if self._ended is None or self._ended.done():
+        if self._failure is None or self._failure.done():
             return
         try:
             for decision in self.fleet.handle(event, time.monotonic()):
                 match decision:
-                    case Commit():
-                        self._state.commit(decision.pipeline)
-                    case Reserve():
-                        self._state.reserve(decision.pipeline, decision.epoch)
-                    case Announce():
-                        self.door.announced(decision.member)
-                    case SendMessage():
-                        self._connections.tell(decision.peer, decision.message)
+                    case CommitPipelineAction():
+                        self._state.commit_pipeline(decision.pipeline)
+                    case ReserveEpochAction():
+                        self._state.reserve_epoch(decision.pipeline, decision.epoch)
+                    case AnnouncePeerAction():
+                        self.membership.record_announcement(decision.member)
+                    case SendMessageAction():
+                        self._connections.send_to_peer(decision.peer, decision.message)
         except (StateError, InvariantError) as error:
             # What wasn't committed must not be announced; a restart begins from what was.
-            self._ended.set_exception(error)
+            self._failure.set_exception(error)
             raise
 
     # --- messages ----------------------------------------------------------------------------
 
-    def _permits(self, user: str, message: ControlMessage) -> bool:
-        if is_invitation(user):
+    def _is_permitted(self, user: str, message: ControlMessage) -> bool:
+        if is_invitation_id(user):
             return isinstance(message, JoinRequest)
-        return isinstance(message, FROM_MEMBERS)
+        return isinstance(message, MEMBER_MESSAGES)
 
-    def _handle(self, sender: Sender, message: ControlMessage, payload: memoryview | None) -> None:
-        """Handle a message that :meth:`_permits` let through; errors become failures."""
-        peer = sender.user_id
-        if is_revoked(peer):
-            self._turn_away(sender, message)
+    def _on_message(self, sender: MessageSender, message: ControlMessage, payload: memoryview | None) -> None:
+        """Handle a message that :meth:`_is_permitted` let through; errors become failures."""
+        peer = sender.peer_id
+        if is_revoked_id(peer):
+            self._refuse_revoked(sender, message)
             return
         match message:
             case JoinRequest():
-                self._join(sender, message)
+                self._on_join(sender, message)
             case PeerReport():
-                self._report(sender, message)
-            case SharedState():
-                deque(map(self._happened, self._sharing.merge(peer, payload)), maxlen=0)
-            case Reached():
-                self._tried(peer, message)
-            case RelayOpen():
-                self._relaying.handle(Opened(peer, message))
+                self._on_report(sender, message)
+            case StateReplica():
+                deque(map(self._dispatch_event, self._replicator.merge_state(peer, payload)), maxlen=0)
+            case ReachReport():
+                self._on_reach_report(peer, message)
+            case RelayOpened():
+                self._relays.handle(RelayOpenedEvent(peer, message))
             case StageFailed() | StageLoaded() | StageReady():
-                said = clean_failed(message) if isinstance(message, StageFailed) else message
-                self._happened(StageSaid(peer, said))
+                said = sanitize_failure(message) if isinstance(message, StageFailed) else message
+                self._dispatch_event(StageReportedEvent(peer, said))
             case LeaveRequest():
-                self._reply(sender, Done(ref=message.ref))
-                self._administration.dismiss(peer, "left")
+                self._reply(sender, DoneReply(ref=message.ref))
+                self._admin.remove_member(peer, "left")
             case Goodbye():
-                self._reply(sender, Done(ref=message.ref))
-                self._connections.forget(peer)
-                self._happened(Departed(peer))
-            case _ if isinstance(message, Order):
-                answer, text = self._administration.answer(peer, message, payload)
+                self._reply(sender, DoneReply(ref=message.ref))
+                self._connections.drop_peer(peer)
+                self._dispatch_event(PeerStoppedEvent(peer))
+            case _ if isinstance(message, AdminRequest):
+                answer, text = self._admin.handle_request(peer, message, payload)
                 self._reply(sender, answer, text)
             case StatusRequest():
-                self._status(sender, message)
+                self._send_status(sender, message)
             case _:
                 raise NotAuthorized(f"the coordinator takes no {type(message).__name__}")
 
-    def _tried(self, peer: str, message: Reached) -> None:
-        tried = Tried(peer, message.peer, message.ok, message.latency, message.rate)
-        self._happened(tried)
+    def _on_reach_report(self, peer: str, message: ReachReport) -> None:
+        tried = ConnectionTriedEvent(peer, message.peer, message.is_reachable, message.latency, message.rate)
+        self._dispatch_event(tried)
         if message.rate is None:  # how fast a link is says nothing of what it leads over
-            self._relaying.handle(Attempted(tried, message.relayed))
+            self._relays.handle(RouteTriedEvent(tried, message.is_relayed))
 
-    def _reply(self, sender: Sender, message: ControlMessage, payload: bytes | None = None) -> None:
+    def _reply(self, sender: MessageSender, message: ControlMessage, payload: bytes | None = None) -> None:
         self._server.send(sender.identity, message, payload)
 
-    def _join(self, sender: Sender, message: JoinRequest) -> None:
-        member = self.door.join(sender.user_id, message)
+    def _on_join(self, sender: MessageSender, message: JoinRequest) -> None:
+        member = self.membership.join_by_invitation(sender.peer_id, message)
         if member.peer not in self.fleet.registry.members:
-            self._happened(MemberAdded(member))
-        self._reply(sender, Joined(ref=message.ref, swarm=self.swarm.id, peer=member.peer))
+            self._dispatch_event(MemberAddedEvent(member))
+        self._reply(sender, JoinReply(ref=message.ref, swarm=self.swarm.id, peer=member.peer))
 
-    def _report(self, sender: Sender, message: PeerReport) -> None:
-        peer = sender.user_id
-        if self._connections.is_twin(peer, sender.identity):
-            self._reply(sender, Twin())
+    def _on_report(self, sender: MessageSender, message: PeerReport) -> None:
+        peer = sender.peer_id
+        if self._connections.is_duplicate(peer, sender.identity):
+            self._reply(sender, DuplicatePeer())
             return
-        spoken = Spoken(message.version, message.protocol)
-        if not self._refused.heard(peer, spoken, time.monotonic()):
-            self._reply(sender, self._noted())
+        peer_version = PeerVersion(message.version, message.protocol)
+        if not self._incompatible.check_version(peer, peer_version, time.monotonic()):
+            self._reply(sender, self._leader_heartbeat())
             return
-        fresh = self._connections.heard(peer, sender.identity)
-        self._connections.tell(peer, self._noted())
-        self._happened(Reported(peer, clean_report(message, peer), fresh))
-        self._relaying.handle(Offered(peer, message.addresses, message.relays))
-        self._sharing.reported(peer, message.replica, fresh=fresh)
-        if fresh:
-            self._reception.tell(peer)
+        is_new = self._connections.update_connection(peer, sender.identity)
+        self._connections.send_to_peer(peer, self._leader_heartbeat())
+        self._dispatch_event(PeerReportedEvent(peer, sanitize_report(message, peer), is_new))
+        self._relays.handle(RelayOfferedEvent(peer, message.addresses, message.can_relay))
+        self._replicator.on_peer_report(peer, message.replica, is_new=is_new)
+        if is_new:
+            self._pairing.notify_peer(peer)
 
-    def _noted(self) -> Noted:
-        speaks = ours()
-        return Noted(
+    def _leader_heartbeat(self) -> LeaderHeartbeat:
+        version = own_version()
+        return LeaderHeartbeat(
             term=self.term,
             leader=self._options.leader,
-            version=speaks.version,
-            protocol=speaks.protocol,
+            version=version.version,
+            protocol=version.protocol,
         )
 
-    def _token(self, secret_key: str, expires: int) -> JoinToken:
+    def _make_token(self, secret_key: str, expires: int) -> JoinToken:
         """An invitation to this swarm, as one word."""
         return JoinToken(
             swarm=self.swarm.id,
@@ -361,31 +361,31 @@ class Coordinator:
             coordinator_key=self._keys.public,
             secret_key=secret_key,
             expires=expires,
-            guides=guides(self.fleet.registry, self._options.leader),
+            contact_points=list_contact_points(self.fleet.registry, self._options.leader),
         )
 
-    def _turn_away(self, sender: Sender, message: ControlMessage) -> None:
+    def _refuse_revoked(self, sender: MessageSender, message: ControlMessage) -> None:
         """Tell a revoked peer that it is revoked, and no more."""
-        self.door.told(sender.user_id)
+        self.membership.mark_notified(sender.peer_id)
         if isinstance(message, PeerReport):
             self._reply(sender, Revoked(swarm=self.swarm.id))
             return
-        raise ShutOut(f"this PC was shut out of swarm {self.swarm.id}")
+        raise PeerBanned(f"this PC was shut out of swarm {self.swarm.id}")
 
-    def _status(self, sender: Sender, message: StatusRequest) -> None:
+    def _send_status(self, sender: MessageSender, message: StatusRequest) -> None:
         status = build_status(
             self.fleet,
             self.swarm.id,
             self.addresses,
             os.getpid(),
-            self._gatekeeper.blocked,
-            self._refused.at(time.monotonic()),
+            self._authenticator.blocked,
+            self._incompatible.list_active(time.monotonic()),
         )
         counters = self._server.counters
-        shown = asdict(counters) | {"strangers": counters.strangers}
+        shown = asdict(counters) | {"strangers": counters.unauthenticated}
         revoked = [
             {"id": one.peer, "name": one.name}
-            for one in self.door.records.values()
+            for one in self.membership.records.values()
             if one.standing == "revoked"
         ]
         more = {
@@ -393,14 +393,14 @@ class Coordinator:
             "term": self.term,
             "leader": self._options.leader,
             "counters": shown,
-            "revoked": revoked[-_SHOWN:],
-            "porch": self.porch_port,
+            "revoked": revoked[-_MAX_REVOKED_SHOWN:],
+            "porch": self.pairing_port,
             "time": round(time.time(), 3),
-            "relays": self._relaying.shown,
-            "knocks": [asdict(one) for one in self._reception.waiting],
+            "relays": self._relays.routes,
+            "knocks": [asdict(one) for one in self._pairing.pending_requests],
         }
-        if message.outlook:
-            more["outlook"] = self._outlook.at(time.monotonic())
+        if message.scale_out:
+            more["outlook"] = self._outlook.estimate_at(time.monotonic())
         text = encode_status(status | more)
         payload = Payload("u8", (len(text),))
         self._reply(sender, StatusReply(ref=message.ref, payload=payload), text)

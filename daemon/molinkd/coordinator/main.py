@@ -13,7 +13,7 @@ from molink.errors import MolinkError
 from molink.plaintext import LogFormatter, printable
 from molink.wire.sockets.loop import EventLoop
 from molink.wire.sockets.secrets import load_keys, private_folder
-from molinkd.coordinator.arguments import Options, parse_options
+from molinkd.coordinator.arguments import CoordinatorOptions, parse_options
 from molinkd.coordinator.coordinator import Coordinator
 from molinkd.coordinator.restore import open_state
 from molinkd.descriptors import raise_descriptor_limit
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def serve(options: Options) -> None:
+async def serve(options: CoordinatorOptions) -> None:
     """Run a coordinator in this event loop until standard input ends (see ``standalone``).
 
     Raises:
@@ -67,24 +67,24 @@ async def serve(options: Options) -> None:
                 "addresses": coordinator.addresses,
                 "restored": restored,
                 "name": coordinator.swarm.name,
-                "porch": coordinator.porch_port,
+                "porch": coordinator.pairing_port,
             }
             print(json.dumps(announcement), flush=True)
-            await _until_the_end(coordinator, options.standalone)
+            await _wait_until_stopped(coordinator, options.standalone)
         finally:
             await coordinator.close()
 
 
-async def _until_the_end(coordinator: Coordinator, standalone: bool) -> None:
+async def _wait_until_stopped(coordinator: Coordinator, standalone: bool) -> None:
     ended = asyncio.Event()
     if not standalone:
         loop = asyncio.get_running_loop()
 
-        def obey(line: bytes) -> None:
+        def raise_term(line: bytes) -> None:
             loop.call_soon_threadsafe(coordinator.raise_term, int(line))
 
-        watch_input(lambda: loop.call_soon_threadsafe(ended.set), obey)
-    waits = [asyncio.ensure_future(coordinator.wait()), asyncio.ensure_future(ended.wait())]
+        watch_input(lambda: loop.call_soon_threadsafe(ended.set), raise_term)
+    waits = [asyncio.ensure_future(coordinator.wait_for_failure()), asyncio.ensure_future(ended.wait())]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

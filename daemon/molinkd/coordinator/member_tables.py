@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import msgspec
 
-from molink.swarm.controller.records import InvitationRecord, MemberRecord, Standing, Use
-from molink.wire.messages.instructions import Member
+from molink.swarm.controller.records import InvitationRecord, MemberRecord, Standing, InvitationUse
+from molink.wire.messages.instructions import PeerInfo
 
 
 class MemberTable:
@@ -16,7 +16,7 @@ class MemberTable:
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
 
-    def read(self) -> list[MemberRecord]:
+    def read_all(self) -> list[MemberRecord]:
         """All, in the order of joining."""
         rows = self._db.execute(
             "SELECT peer, public_key, name, owner, standing, announced, invitation FROM members "
@@ -29,13 +29,13 @@ class MemberTable:
                 name,
                 bool(owner),
                 standing,
-                None if announced is None else msgspec.msgpack.decode(announced, type=Member),
+                None if announced is None else msgspec.msgpack.decode(announced, type=PeerInfo),
                 invitation,
             )
             for peer, public_key, name, owner, standing, announced, invitation in rows
         ]
 
-    def put(self, member: MemberRecord) -> None:
+    def upsert_member(self, member: MemberRecord) -> None:
         """Add a member, or let one in again; an owner stays one."""
         self._db.execute(
             "INSERT INTO members (peer, public_key, name, owner, standing, invitation, joined) "
@@ -46,7 +46,7 @@ class MemberTable:
                 member.peer,
                 member.public_key,
                 member.name,
-                member.owner,
+                member.is_owner,
                 member.standing,
                 member.invitation,
                 time.time(),
@@ -57,7 +57,7 @@ class MemberTable:
         """A member left or was revoked, or is one again."""
         self._db.execute("UPDATE members SET standing = ? WHERE peer = ?", (standing, peer))
 
-    def announce(self, member: Member) -> None:
+    def set_announced(self, member: PeerInfo) -> None:
         """What the others are told of a member."""
         self._db.execute(
             "UPDATE members SET announced = ?, name = ? WHERE peer = ?",
@@ -71,13 +71,13 @@ class InvitationTable:
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
 
-    def read(self) -> list[InvitationRecord]:
+    def read_all(self) -> list[InvitationRecord]:
         """All, oldest first."""
-        used: defaultdict[str, list[Use]] = defaultdict(list)
+        used: defaultdict[str, list[InvitationUse]] = defaultdict(list)
         for id, peer, at in self._db.execute(
             "SELECT invitation, peer, used FROM invitation_uses ORDER BY used, peer"
         ):
-            used[id].append(Use(peer, at))
+            used[id].append(InvitationUse(peer, at))
         rows = self._db.execute(
             "SELECT id, public_key, expires, creator, created, uses FROM invitations "
             "ORDER BY created, id"
@@ -87,7 +87,7 @@ class InvitationTable:
             for id, public_key, expires, creator, created, uses in rows
         ]
 
-    def put(self, invitation: InvitationRecord) -> None:
+    def insert_invitation(self, invitation: InvitationRecord) -> None:
         """Add one, with the members that have joined by it."""
         self._db.execute(
             "INSERT INTO invitations (id, public_key, expires, creator, created, uses) "
@@ -95,24 +95,24 @@ class InvitationTable:
             (
                 invitation.id,
                 invitation.public_key,
-                invitation.expires,
+                invitation.expires_at,
                 invitation.creator,
-                invitation.created,
-                invitation.uses,
+                invitation.created_at,
+                invitation.max_uses,
             ),
         )
         self._db.executemany(
             "INSERT INTO invitation_uses (invitation, peer, used) VALUES (?, ?, ?)",
-            [(invitation.id, use.peer, use.at) for use in invitation.used],
+            [(invitation.id, use.peer, use.used_at) for use in invitation.used_by],
         )
 
-    def use(self, invitation: InvitationRecord) -> None:
+    def insert_uses(self, invitation: InvitationRecord) -> None:
         """Members have joined by one; those that are written down already stay as they are."""
         self._db.executemany(
             "INSERT OR IGNORE INTO invitation_uses (invitation, peer, used) VALUES (?, ?, ?)",
-            [(invitation.id, use.peer, use.at) for use in invitation.used],
+            [(invitation.id, use.peer, use.used_at) for use in invitation.used_by],
         )
 
-    def delete(self, id: str) -> None:
+    def delete_invitation(self, id: str) -> None:
         """Forget one."""
         self._db.execute("DELETE FROM invitations WHERE id = ?", (id,))

@@ -8,7 +8,7 @@ import msgspec
 
 from molink.facts.model import ModelFacts
 from molink.facts.profile import Profile
-from molink.swarm.controller.records import Desired, Pin, PipelineRecord, StageRecord
+from molink.swarm.controller.records import DesiredModel, Pin, PipelineRecord, StageRecord
 
 
 class ModelTable:
@@ -17,21 +17,21 @@ class ModelTable:
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
 
-    def read(self) -> tuple[Desired, ...]:
+    def read_all(self) -> tuple[DesiredModel, ...]:
         """All."""
         rows = self._db.execute(
             "SELECT facts, source, min_peers, dtype, micro_batches, quantize, objective, "
             "min_stages, replicas, pins, applied, stopped FROM models ORDER BY rowid"
         )
         return tuple(
-            Desired(
+            DesiredModel(
                 msgspec.msgpack.decode(facts, type=ModelFacts),
                 *plain,
             )
-            for facts, *plain in map(_unpacked, rows)
+            for facts, *plain in map(_unpack_model_row, rows)
         )
 
-    def replace(self, models: Sequence[Desired]) -> None:
+    def replace_all(self, models: Sequence[DesiredModel]) -> None:
         """Serve these; pipelines of others, or with other weights, are forgotten."""
         kept = {one.facts.name: one for one in models}
         for (name,) in self._db.execute("SELECT name FROM models").fetchall():
@@ -45,11 +45,11 @@ class ModelTable:
             )
             self._db.execute(
                 "DELETE FROM pipelines WHERE model = ? AND replica >= ?",
-                (one.facts.name, one.pipelines),
+                (one.facts.name, one.num_pipelines),
             )
-            self.put(one)
+            self.upsert_model(one)
 
-    def put(self, desired: Desired) -> None:
+    def upsert_model(self, desired: DesiredModel) -> None:
         """Write it."""
         values = {
             "name": desired.facts.name,
@@ -80,20 +80,20 @@ class PipelineTable:
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
 
-    def read(self) -> tuple[PipelineRecord, ...]:
+    def read_all(self) -> tuple[PipelineRecord, ...]:
         """All."""
         rows = self._db.execute(
             "SELECT id, model, epoch, formed, blocks, micro_batches, block_size, replica "
             "FROM pipelines ORDER BY rowid"
         ).fetchall()
         return tuple(
-            PipelineRecord(id, model, epoch, self._stages(id), bool(formed), *sizes)
+            PipelineRecord(id, model, epoch, self._read_stages(id), bool(formed), *sizes)
             for id, model, epoch, formed, *sizes in rows
         )
 
-    def _stages(self, pipeline: str) -> tuple[StageRecord, ...]:
+    def _read_stages(self, pipeline: str) -> tuple[StageRecord, ...]:
         return tuple(
-            StageRecord(peer, (first, last), port, max_blocks, _profile(profile))
+            StageRecord(peer, (first, last), port, max_blocks, _unpack_profile(profile))
             for peer, first, last, port, max_blocks, profile in self._db.execute(
                 "SELECT peer, first, last, port, max_blocks, profile FROM stages "
                 "WHERE pipeline = ? ORDER BY stage",
@@ -101,12 +101,12 @@ class PipelineTable:
             )
         )
 
-    def epoch(self, pipeline: str) -> int:
+    def read_epoch(self, pipeline: str) -> int:
         """Its epoch; 0 if it is not known."""
         row = self._db.execute("SELECT epoch FROM pipelines WHERE id = ?", (pipeline,)).fetchone()
         return row[0] if row else 0
 
-    def replace(self, pipeline: PipelineRecord) -> None:
+    def replace_pipeline(self, pipeline: PipelineRecord) -> None:
         """Put it in the place of the one before, of the same deployment."""
         self._db.execute(
             "DELETE FROM pipelines WHERE id = ? OR (model = ? AND replica = ?)",
@@ -130,22 +130,22 @@ class PipelineTable:
             "INSERT INTO stages (pipeline, stage, peer, first, last, port, max_blocks, "
             "profile) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             [
-                (pipeline.id, i, s.peer, *s.layers, s.port, s.max_blocks, _packed(s.profile))
+                (pipeline.id, i, s.peer, *s.layers, s.port, s.max_blocks, _pack_profile(s.profile))
                 for i, s in enumerate(pipeline.stages)
             ],
         )
 
 
-def _unpacked(row: tuple[Any, ...]) -> tuple[Any, ...]:
+def _unpack_model_row(row: tuple[Any, ...]) -> tuple[Any, ...]:
     """The row of a model, its last three columns as values."""
     *plain, pins, applied, stopped = row
     bound = msgspec.msgpack.decode(pins, type=tuple[Pin, ...])
     return *plain, bound, bool(applied), bool(stopped)
 
 
-def _packed(profile: Profile) -> bytes:
+def _pack_profile(profile: Profile) -> bytes:
     return msgspec.msgpack.encode(profile)
 
 
-def _profile(packed: bytes) -> Profile:
+def _unpack_profile(packed: bytes) -> Profile:
     return msgspec.msgpack.decode(packed, type=Profile)

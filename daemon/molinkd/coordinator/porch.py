@@ -15,74 +15,74 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from molink.errors import MolinkError, Overloaded, RequestError, ShutOut, Unavailable, WireError
-from molink.swarm.membership.join_rate import Rate, TokenBucket
+from molink.errors import MolinkError, Overloaded, RequestError, PeerBanned, Unavailable, WireError
+from molink.swarm.membership.join_rate import RateLimit, TokenBucket
 from molink.swarm.membership.knocks import (
-    Arrived,
-    Changed,
-    Decision,
-    Denied,
-    Event,
-    Gone,
-    HangUp,
-    Judge,
-    Knocks,
-    LetIn,
-    Passed,
-    Refused,
-    Said,
-    Tell,
-    Waiting,
+    JoinerConnectedEvent,
+    PublishPendingAction,
+    PairingAction,
+    ReportPairingErrorAction,
+    PairingEvent,
+    JoinerDisconnectedEvent,
+    DisconnectJoinerAction,
+    PairingDecidedEvent,
+    PairingResponder,
+    AdmitJoinerAction,
+    PairingTimePassedEvent,
+    ConfirmRefusalAction,
+    JoinerMessageReceivedEvent,
+    SendToJoinerAction,
+    PairingRequest,
 )
-from molink.swarm.membership.versions import Spoken, mismatch, ours
+from molink.swarm.membership.versions import PeerVersion, explain_mismatch, own_version
 from molink.wire.messages.porch import (
     LENGTH_BYTES,
     MAX_FRAME,
     Commitment,
-    FromStranger,
-    Outcome,
-    Verdict,
+    PairingClientMessage,
+    PairingOutcome,
+    PairingResult,
     decode_frame,
     encode_frame,
-    frame_length,
+    parse_frame_length,
 )
-from molinkd.splice import listen
+from molinkd.splice import listen_on_free_port
 
 log = logging.getLogger(__name__)
 
 #: Connections that are taken: more wait in the system's queue, which is short.
-ACCEPTED = Rate(32, 20.0)
-_QUEUE = 16
+ACCEPT_LIMIT = RateLimit(32, 20.0)
+_BACKLOG = 16
 #: After an error of ``accept``, such as no descriptor being left, in seconds.
-_PAUSE = 0.5
+_ACCEPT_RETRY_DELAY = 0.5
 #: Ports that are tried, downwards: they are those that one firewall rule opens.
-PORTS_TRIED = 12
+MAX_PORTS_TRIED = 12
 
 
 @dataclass(frozen=True, slots=True)
-class House:
+class PairingConfig:
     """What the porch belongs to."""
 
     swarm: str
     name: str
     public_key: str
     #: Why a key can't be let in; ``None`` if a person may say so.
-    objection: Callable[[str], Outcome | None]
+    find_objection: Callable[[str], PairingOutcome | None]
     #: Make a key with that name a member on another one's word; may raise ``MolinkError``.
-    admit: Callable[[str, str, str], object]
+    admit_joiner: Callable[[str, str, str], object]
     #: The coordinator's port, and its addresses without one.
-    where: Callable[[], tuple[int, tuple[str, ...]]]
+    locate_coordinator: Callable[[], tuple[int, tuple[str, ...]]]
     #: Those who wait are others than before.
-    changed: Callable[[], None]
+    on_pending_changed: Callable[[], None]
 
 
-class Porch:
+class PairingListener:
     """One listener, and those who stand before it."""
 
-    def __init__(self, house: House) -> None:
-        self._house = house
-        self._knocks = Knocks(house.swarm, house.name, house.public_key, time.monotonic())
-        self._numbers = itertools.count(1)
+    def __init__(self, config: PairingConfig) -> None:
+        self._config = config
+        self._responder = PairingResponder(config.swarm, config.name, config.public_key, time.monotonic())
+        self._joiner_ids = itertools.count(1)
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
@@ -96,9 +96,9 @@ class Porch:
         Raises:
             OSError: none is free.
         """
-        self._listener = listen("" if host == "*" else host, port, PORTS_TRIED, _QUEUE)
+        self._listener = listen_on_free_port("" if host == "*" else host, port, MAX_PORTS_TRIED, _BACKLOG)
         self.port = int(self._listener.getsockname()[1])
-        self._spawn(self._accept(self._listener))
+        self._spawn(self._accept_joiners(self._listener))
         return self.port
 
     async def close(self) -> None:
@@ -109,22 +109,22 @@ class Porch:
         if self._listener is not None:
             self._listener.close()
 
-    def tick(self) -> None:
+    def on_timer(self) -> None:
         """Time has passed."""
-        self._happened(Passed())
+        self._dispatch_event(PairingTimePassedEvent())
 
     # --- for members -------------------------------------------------------------------------
 
     @property
-    def waiting(self) -> list[Waiting]:
+    def pending_requests(self) -> list[PairingRequest]:
         """PCs that wait for a person; ``since`` is unix time."""
         began = time.time() - time.monotonic()
         return [
-            Waiting(one.name, one.code, one.address, round(began + one.since, 1))
-            for one in self._knocks.waiting
+            PairingRequest(one.name, one.code, one.address, round(began + one.since, 1))
+            for one in self._responder.pending_requests
         ]
 
-    def judge(self, code: str, by: str, *, refuse: bool) -> str:
+    def decide_request(self, code: str, approver: str, *, refuse: bool) -> str:
         """Let the PC that shows ``code`` in on the word of ``by``, or refuse it; returns its name.
 
         Raises:
@@ -133,119 +133,119 @@ class Porch:
             Overloaded: too many join at this moment.
         """
         name = ""
-        for decision in self._happened(Judge(code, by, refuse)):
+        for decision in self._dispatch_event(PairingDecidedEvent(code, approver, refuse)):
             match decision:
-                case Denied(reason):
+                case ReportPairingErrorAction(reason):
                     raise RequestError(reason, param="code")
-                case Refused():
+                case ConfirmRefusalAction():
                     name = decision.name
-                case LetIn():
+                case AdmitJoinerAction():
                     name = decision.name
-                    self._admit(decision)
+                    self._admit_joiner(decision)
         return name
 
-    def _admit(self, decision: LetIn) -> None:
-        port, addresses = self._house.where()
-        verdict = Verdict(outcome="admitted", port=port, addresses=addresses)
+    def _admit_joiner(self, decision: AdmitJoinerAction) -> None:
+        port, addresses = self._config.locate_coordinator()
+        verdict = PairingResult(outcome="admitted", port=port, addresses=addresses)
         try:
-            self._house.admit(decision.public_key, decision.name, decision.by)
-        except ShutOut:
-            verdict = Verdict(outcome="revoked")
+            self._config.admit_joiner(decision.public_key, decision.name, decision.approver)
+        except PeerBanned:
+            verdict = PairingResult(outcome="revoked")
             raise
         except Unavailable:
-            verdict = Verdict(outcome="full")
+            verdict = PairingResult(outcome="full")
             raise
         except MolinkError as error:
-            verdict = Verdict(outcome="busy" if isinstance(error, Overloaded) else "refused")
+            verdict = PairingResult(outcome="busy" if isinstance(error, Overloaded) else "refused")
             raise
         finally:
-            self._tell(Tell(decision.visitor, verdict))
+            self._send_to_joiner(SendToJoinerAction(decision.joiner, verdict))
 
     # --- visitors ----------------------------------------------------------------------------
 
-    def _happened(self, event: Event) -> list[Decision]:
+    def _dispatch_event(self, event: PairingEvent) -> list[PairingAction]:
         """Let the decider decide; what is not carried out here is returned."""
-        left: list[Decision] = []
-        for decision in self._knocks.handle(event, time.monotonic()):
+        unhandled: list[PairingAction] = []
+        for decision in self._responder.handle(event, time.monotonic()):
             match decision:
-                case Tell():
-                    self._tell(decision)
-                case HangUp(visitor):
-                    self._cut(visitor)
-                case Changed():
-                    self._house.changed()
+                case SendToJoinerAction():
+                    self._send_to_joiner(decision)
+                case DisconnectJoinerAction(joiner):
+                    self._disconnect(joiner)
+                case PublishPendingAction():
+                    self._config.on_pending_changed()
                 case _:
-                    left.append(decision)
-        return left
+                    unhandled.append(decision)
+        return unhandled
 
-    def _tell(self, decision: Tell) -> None:
-        writer = self._writers.get(decision.visitor)
+    def _send_to_joiner(self, decision: SendToJoinerAction) -> None:
+        writer = self._writers.get(decision.joiner)
         if writer is None or writer.is_closing():
             return
         writer.write(encode_frame(decision.message))
-        if isinstance(decision.message, Verdict):
-            del self._writers[decision.visitor]
+        if isinstance(decision.message, PairingResult):
+            del self._writers[decision.joiner]
             writer.close()
 
-    def _cut(self, visitor: int) -> None:
-        writer = self._writers.pop(visitor, None)
+    def _disconnect(self, joiner: int) -> None:
+        writer = self._writers.pop(joiner, None)
         if writer is not None:
             writer.transport.abort()
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept_joiners(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        pace = TokenBucket(ACCEPTED, loop.time())
+        bucket = TokenBucket(ACCEPT_LIMIT, loop.time())
         while True:
-            await asyncio.sleep(pace.wait(loop.time()))
+            await asyncio.sleep(bucket.wait_time(loop.time()))
             try:
                 connection, address = await loop.sock_accept(listener)
             except OSError as error:
                 log.warning("the porch can't take a connection: %s", error)
-                await asyncio.sleep(_PAUSE)
+                await asyncio.sleep(_ACCEPT_RETRY_DELAY)
                 continue
-            pace.take()
-            self._spawn(self._visit(connection, str(address[0])))
+            bucket.take_token()
+            self._spawn(self._serve_joiner(connection, str(address[0])))
 
-    async def _visit(self, connection: socket.socket, address: str) -> None:
+    async def _serve_joiner(self, connection: socket.socket, address: str) -> None:
         try:
             reader, writer = await asyncio.open_connection(sock=connection, limit=2 * MAX_FRAME)
         except OSError:
             connection.close()
             return
-        visitor = next(self._numbers)
-        self._writers[visitor] = writer
+        joiner = next(self._joiner_ids)
+        self._writers[joiner] = writer
         try:
-            self._happened(Arrived(visitor, address, secrets.token_bytes(32)))
-            while visitor in self._writers:
-                message = await _read(reader)
-                self._happened(Said(visitor, message, self._objection(message)))
+            self._dispatch_event(JoinerConnectedEvent(joiner, address, secrets.token_bytes(32)))
+            while joiner in self._writers:
+                message = await _read_frame(reader)
+                self._dispatch_event(JoinerMessageReceivedEvent(joiner, message, self._find_objection(message)))
         except (OSError, WireError, asyncio.IncompleteReadError) as error:
             log.debug("a visitor from %s has gone: %s", address, error)
         finally:
-            self._happened(Gone(visitor))
-            self._cut(visitor)
+            self._dispatch_event(JoinerDisconnectedEvent(joiner))
+            self._disconnect(joiner)
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    def _objection(self, message: FromStranger) -> Outcome | None:
+    def _find_objection(self, message: PairingClientMessage) -> PairingOutcome | None:
         if not isinstance(message, Commitment):
             return None
-        if mismatch(Spoken(message.version, message.protocol), ours()):
+        if explain_mismatch(PeerVersion(message.version, message.protocol), own_version()):
             return "version"
-        return self._house.objection(message.public_key)
+        return self._config.find_objection(message.public_key)
 
     def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work, name="molink-porch")
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_done)
 
-    def _ended(self, task: "asyncio.Task[None]") -> None:
+    def _on_task_done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("%s failed", task.get_name(), exc_info=task.exception())
 
 
-async def _read(reader: asyncio.StreamReader) -> FromStranger:
-    length = frame_length(await reader.readexactly(LENGTH_BYTES))
-    message: FromStranger = decode_frame(await reader.readexactly(length), FromStranger)
+async def _read_frame(reader: asyncio.StreamReader) -> PairingClientMessage:
+    length = parse_frame_length(await reader.readexactly(LENGTH_BYTES))
+    message: PairingClientMessage = decode_frame(await reader.readexactly(length), PairingClientMessage)
     return message

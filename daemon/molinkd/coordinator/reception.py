@@ -4,17 +4,17 @@ import logging
 from collections.abc import Callable
 
 from molink.errors import RequestError
-from molink.facts.identity import peer_id
-from molink.swarm.controller.events import Event, MemberAdded
+from molink.facts.identity import derive_peer_id
+from molink.swarm.controller.events import ControllerEvent, MemberAddedEvent
 from molink.swarm.controller.fleet import Fleet
 from molink.swarm.controller.records import SwarmRecord
-from molink.swarm.membership.knocks import Waiting
-from molink.wire.messages.instructions import Knocking, KnockingPc
-from molink.wire.messages.porch import Outcome
-from molinkd.coordinator.arguments import Options
+from molink.swarm.membership.knocks import PairingRequest
+from molink.wire.messages.instructions import PendingPairings, PendingPairing
+from molink.wire.messages.porch import PairingOutcome
+from molinkd.coordinator.arguments import CoordinatorOptions
 from molinkd.coordinator.connections import PeerConnections
-from molinkd.coordinator.door import Door
-from molinkd.coordinator.porch import House, Porch
+from molinkd.coordinator.door import Membership
+from molinkd.coordinator.porch import PairingConfig, PairingListener
 
 log = logging.getLogger(__name__)
 
@@ -22,68 +22,68 @@ log = logging.getLogger(__name__)
 _MAX_ADDRESS = 64
 
 
-class Reception:
+class PairingService:
     """Looks after those who stand on the porch, if this coordinator has one."""
 
     def __init__(
         self,
-        options: Options,
+        options: CoordinatorOptions,
         swarm: SwarmRecord,
-        door: Door,
+        membership: Membership,
         fleet: Fleet,
         connections: PeerConnections,
-        happened: Callable[[Event], None],
+        dispatch_event: Callable[[ControllerEvent], None],
     ) -> None:
         self._options, self._swarm = options, swarm
-        self._door, self._fleet = door, fleet
-        self._connections, self._happened = connections, happened
-        self._porch: Porch | None = None
+        self._membership, self._fleet = membership, fleet
+        self._connections, self._dispatch_event = connections, dispatch_event
+        self._listener: PairingListener | None = None
 
     def open(self, coordinator_port: int, addresses: tuple[str, ...]) -> None:
         """Let PCs knock, if that is wanted; ``addresses`` are told to those who are let in."""
         options, swarm = self._options, self._swarm
-        if options.porch is None:
+        if options.pairing_port is None:
             return
-        told = tuple(one for one in addresses if len(one) <= _MAX_ADDRESS)
-        house = House(
+        advertised = tuple(one for one in addresses if len(one) <= _MAX_ADDRESS)
+        config = PairingConfig(
             swarm.id,
             swarm.name,
             swarm.public_key,
-            self._objection,
-            self._admit,
-            lambda: (coordinator_port, told),
-            self._changed,
+            self._find_objection,
+            self._admit_joiner,
+            lambda: (coordinator_port, advertised),
+            self._publish_pending,
         )
-        porch = Porch(house)
+        listener = PairingListener(config)
         try:
-            porch.open(options.host, options.porch)
+            listener.open(options.host, options.pairing_port)
         except OSError as error:
             log.warning("no PC can join without a token: %s", error)
             return
-        self._porch = porch
+        self._listener = listener
 
     async def close(self) -> None:
         """Send everybody away."""
-        porch, self._porch = self._porch, None
-        if porch is not None:
-            await porch.close()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            await listener.close()
 
-    def tick(self) -> None:
+    def on_timer(self) -> None:
         """Time has passed."""
-        if self._porch is not None:
-            self._porch.tick()
+        if self._listener is not None:
+            self._listener.on_timer()
 
     @property
     def port(self) -> int:
         """Where PCs may knock; 0 if nowhere."""
-        return 0 if self._porch is None else self._porch.port
+        return 0 if self._listener is None else self._listener.port
 
     @property
-    def waiting(self) -> list[Waiting]:
+    def pending_requests(self) -> list[PairingRequest]:
         """PCs that wait for a person."""
-        return [] if self._porch is None else self._porch.waiting
+        return [] if self._listener is None else self._listener.pending_requests
 
-    def judge(self, code: str, by: str, *, refuse: bool) -> str:
+    def decide_request(self, code: str, approver: str, *, refuse: bool) -> str:
         """Let the PC in that shows ``code``, or refuse it; returns its name.
 
         Raises:
@@ -91,35 +91,35 @@ class Reception:
             Unavailable: the swarm is full.
             Overloaded: too many join at this moment.
         """
-        if self._porch is None:
+        if self._listener is None:
             raise RequestError(
                 "no PC can knock here: the PC that leads the swarm has `discovery = false`, runs "
                 "`molink coordinator` alone, or had no free port. `molink invite` prints a token"
             )
-        return self._porch.judge(code, by, refuse=refuse)
+        return self._listener.decide_request(code, approver, refuse=refuse)
 
-    def tell(self, peer: str) -> None:
+    def notify_peer(self, peer: str) -> None:
         """Tell an owner, or the PC that leads, who waits; others see it in the status."""
-        if self.waiting:
-            self._tell(peer)
+        if self.pending_requests:
+            self._send_pending(peer)
 
-    def _tell(self, peer: str) -> None:
-        if self._door.records[peer].owner or peer == self._options.leader:
-            knocks = (KnockingPc(name=k.name, code=k.code, address=k.address) for k in self.waiting)
-            self._connections.tell(peer, Knocking(knocks=tuple(knocks)))
+    def _send_pending(self, peer: str) -> None:
+        if self._membership.records[peer].is_owner or peer == self._options.leader:
+            knocks = (PendingPairing(name=k.name, code=k.code, address=k.address) for k in self.pending_requests)
+            self._connections.send_to_peer(peer, PendingPairings(pairings=tuple(knocks)))
 
-    def _changed(self) -> None:
+    def _publish_pending(self) -> None:
         for peer in self._fleet.registry.sessions:
-            self._tell(peer)
+            self._send_pending(peer)
 
-    def _objection(self, public_key: str) -> Outcome | None:
-        objection = self._door.objection(public_key)
-        if objection is None and self._fleet.registry.live(peer_id(public_key)):
+    def _find_objection(self, public_key: str) -> PairingOutcome | None:
+        objection = self._membership.find_objection(public_key)
+        if objection is None and self._fleet.registry.is_live(derive_peer_id(public_key)):
             return "twin"
         return objection
 
-    def _admit(self, public_key: str, name: str, by: str) -> None:
-        member = self._door.admit(public_key, name, by)
-        log.info("%s (%s) knocked, and was let in by %s", member.name, member.peer, by)
+    def _admit_joiner(self, public_key: str, name: str, approver: str) -> None:
+        member = self._membership.admit_peer(public_key, name, approver)
+        log.info("%s (%s) knocked, and was let in by %s", member.name, member.peer, approver)
         if member.peer not in self._fleet.registry.members:
-            self._happened(MemberAdded(member))
+            self._dispatch_event(MemberAddedEvent(member))

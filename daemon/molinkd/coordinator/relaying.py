@@ -4,41 +4,41 @@ import logging
 import secrets
 from collections.abc import Callable
 
-from molink.swarm.controller.events import SendMessage, Tried
-from molink.swarm.controller.relays import Event, Relays
+from molink.swarm.controller.events import SendMessageAction, ConnectionTriedEvent
+from molink.swarm.controller.relays import RelayEvent, RelayPlanner
 from molink.wire.messages.control import ControlMessage
 
 log = logging.getLogger(__name__)
 
 
-class RelayOffice:
-    """Carries out what :class:`~molink.swarm.controller.relays.Relays` decides."""
+class RelayService:
+    """Carries out what :class:`~molink.swarm.controller.relays.RelayPlanner` decides."""
 
     def __init__(
         self,
-        tell: Callable[[str, ControlMessage], None],
-        happened: Callable[[Tried], None],
+        send_to_peer: Callable[[str, ControlMessage], None],
+        dispatch_event: Callable[[ConnectionTriedEvent], None],
     ) -> None:
-        """``happened`` is told of ways that are closed again."""
-        self._tell, self._happened = tell, happened
-        self._relays = Relays(lambda: secrets.token_bytes(38))
+        """``dispatch_event`` is told of ways that are closed again."""
+        self._send_to_peer, self._dispatch_event = send_to_peer, dispatch_event
+        self._relays = RelayPlanner(lambda: secrets.token_bytes(38))
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: RelayEvent) -> None:
         """Let the decider decide."""
-        before = self._relays.ways
+        before = self._relays.relay_peers
         for decision in self._relays.handle(event):
-            if isinstance(decision, SendMessage):
-                self._tell(decision.peer, decision.message)
+            if isinstance(decision, SendMessageAction):
+                self._send_to_peer(decision.peer, decision.message)
             else:
-                self._happened(decision)
-        ways = self._relays.ways
-        if ways != before:
-            log.info("relays: %s", ", ".join(f"{a} to {b} by {c}" for (a, b), c in ways.items()))
+                self._dispatch_event(decision)
+        routes = self._relays.relay_peers
+        if routes != before:
+            log.info("relays: %s", ", ".join(f"{a} to {b} by {c}" for (a, b), c in routes.items()))
 
     @property
-    def shown(self) -> list[dict[str, str]]:
+    def routes(self) -> list[dict[str, str]]:
         """For the status."""
         return [
-            {"from": by, "to": to, "through": through}
-            for (by, to), through in self._relays.ways.items()
+            {"from": source, "to": to, "through": through}
+            for (source, to), through in self._relays.relay_peers.items()
         ]

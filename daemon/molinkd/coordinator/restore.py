@@ -8,18 +8,18 @@ from functools import partial
 from pathlib import Path
 
 from molink.errors import DamagedState, StateError
-from molink.files import patiently
+from molink.files import retry_while_busy
 from molink.swarm.controller.records import SwarmRecord
-from molink.swarm.election.replica import MAX_BYTES, Replica, decode_replica
-from molink.swarm.membership.hygiene import clean_name
+from molink.swarm.election.replica import MAX_REPLICA_BYTES, Replica, decode_replica
+from molink.swarm.membership.hygiene import sanitize_name
 from molink.wire.sockets.curve import KeyPair
-from molinkd.coordinator.arguments import Options
-from molinkd.coordinator.state import FILE, State
+from molinkd.coordinator.arguments import CoordinatorOptions
+from molinkd.coordinator.state import STATE_FILE, StateStore
 
 log = logging.getLogger(__name__)
 
 
-def open_state(options: Options, keys: KeyPair) -> tuple[State, str]:
+def open_state(options: CoordinatorOptions, keys: KeyPair) -> tuple[StateStore, str]:
     """The state to go on from, and what a person should know of how it was got; else ``""``.
 
     The copy in ``options.replica`` takes the place of a state that is older, lost or damaged; a
@@ -33,24 +33,24 @@ def open_state(options: Options, keys: KeyPair) -> tuple[State, str]:
         replica = None
     damage = ""
     try:
-        state = State.open(options.state)
+        state = StateStore.open(options.state)
     except DamagedState as error:
         if replica is None:
             raise
-        kept = _move_aside(options.state / FILE)
-        damage = f"{error}. It is now {kept.name}."
-        state = State.open(options.state)
+        aside = _move_aside(options.state / STATE_FILE)
+        damage = f"{error}. It is now {aside.name}."
+        state = StateStore.open(options.state)
     try:
-        return state, _bring_up_to_date(state, replica, keys, options, damage)
+        return state, _restore_newer(state, replica, keys, options, damage)
     except BaseException:
         state.close()
         raise
 
 
-def _bring_up_to_date(
-    state: State, replica: Replica | None, keys: KeyPair, options: Options, damage: str
+def _restore_newer(
+    state: StateStore, replica: Replica | None, keys: KeyPair, options: CoordinatorOptions, damage: str
 ) -> str:
-    swarm = state.swarm()
+    swarm = state.read_swarm()
     if replica is None:
         if swarm is None and options.swarm:
             raise StateError(
@@ -59,9 +59,9 @@ def _bring_up_to_date(
                 f"{options.state.parent}. To begin another swarm, run `molink leave --dissolve`."
             )
         return ""
-    if swarm is not None and swarm.id == replica.swarm and state.version() >= replica.version:
+    if swarm is not None and swarm.id == replica.swarm and state.read_version() >= replica.version:
         return ""
-    state.restore(replica, keys.public)
+    state.restore_replica(replica, keys.public)
     if not damage:
         if swarm is not None or not options.members:
             return ""  # another PC led before
@@ -73,7 +73,7 @@ def _bring_up_to_date(
 def read_replica(path: Path) -> Replica | None:
     """The copy of the state in a file; ``None`` if there is none that can be read."""
     try:
-        if path.stat().st_size > MAX_BYTES:
+        if path.stat().st_size > MAX_REPLICA_BYTES:
             raise StateError(f"{path} is too long for a copy of a swarm's state")
         return decode_replica(path.read_bytes())
     except FileNotFoundError:
@@ -86,21 +86,21 @@ def read_replica(path: Path) -> Replica | None:
 def _move_aside(path: Path) -> Path:
     aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
     for suffix in ("-wal", "-shm", "-journal"):
-        beside = path.with_name(path.name + suffix)
-        patiently(partial(beside.unlink, missing_ok=True))
-    patiently(partial(path.replace, aside))
+        journal = path.with_name(path.name + suffix)
+        retry_while_busy(partial(journal.unlink, missing_ok=True))
+    retry_while_busy(partial(path.replace, aside))
     return aside
 
 
-def swarm_of(state: State, keys: KeyPair, options: Options) -> SwarmRecord:
+def load_or_create_swarm(state: StateStore, keys: KeyPair, options: CoordinatorOptions) -> SwarmRecord:
     """The swarm that the state holds; a new one if it holds none.
 
     Raises:
         StateError: it is that of a coordinator with another key, which has no daemon.
     """
-    swarm = state.swarm()
+    swarm = state.read_swarm()
     if swarm is None:
-        name = clean_name(options.name, "molink")
+        name = sanitize_name(options.name, "molink")
         swarm = SwarmRecord(os.urandom(8).hex(), name, keys.public)
         state.create_swarm(swarm)
     if swarm.public_key != keys.public and options.leader:

@@ -96,7 +96,7 @@ _MIGRATIONS: dict[int, tuple[str, ...]] = {
 }
 
 
-def prepare(connection: sqlite3.Connection, path: Path) -> None:
+def prepare_database(connection: sqlite3.Connection, path: Path) -> None:
     """Set the connection up, check the file and make the tables if it is new."""
     for pragma in (
         "locking_mode = EXCLUSIVE",
@@ -141,7 +141,7 @@ def _migrate(connection: sqlite3.Connection) -> int:
     return found
 
 
-def explain(error: Exception, path: Path) -> StateError:
+def translate_error(error: Exception, path: Path) -> StateError:
     """The error to show for one of SQLite's."""
     if isinstance(error, StateError):
         return error

@@ -1,8 +1,8 @@
 """``python -m molinkd.peer``: a daemon under the control of another process."""
 
-from molinkd.imports import lasting_imports
+from molinkd.imports import permanent_imports
 
-with lasting_imports():
+with permanent_imports():
     from molinkd.peer.main import main
 
 if __name__ == "__main__":

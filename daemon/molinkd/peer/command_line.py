@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 
 #: Where the installers put it, seen from the folder that they are in; by system.
-INSTALLED = {"Linux": ".venv/bin/molink", "Windows": r".venv\Scripts\molink"}
+INSTALL_PATHS = {"Linux": ".venv/bin/molink", "Windows": r".venv\Scripts\molink"}
 
 
-def program(windows: bool = sys.platform == "win32") -> str:
+def molink_command(windows: bool = sys.platform == "win32") -> str:
     """What starts this molink in the shell of this process: ``molink`` where that is on the PATH.
 
     Else its path, quoted for POSIX shells or for PowerShell (``windows``).
     """
     script = Path(sys.executable).with_name("molink.exe" if windows else "molink")
     if not script.exists():
-        return invoked([sys.executable, "-m", "molinkd"], windows)
+        return join_words([sys.executable, "-m", "molinkd"], windows)
     found = shutil.which("molink")
     try:
         # The installer puts a copy (Windows) or a link on the PATH.
@@ -28,18 +28,18 @@ def program(windows: bool = sys.platform == "win32") -> str:
         script = script.relative_to(Path.cwd())
     except (OSError, ValueError):
         pass  # it isn't below the folder that we are in, if that is still there
-    return invoked([str(script)], windows)
+    return join_words([str(script)], windows)
 
 
-def invoked(words: list[str], windows: bool = sys.platform == "win32") -> str:
+def join_words(words: list[str], windows: bool = sys.platform == "win32") -> str:
     """A command with these words; PowerShell has to be told that a quoted one is a program."""
     if not windows:
         return shlex.join(words)
-    first, *others = (quoted(word, windows) for word in words)
+    first, *others = (quote_word(word, windows) for word in words)
     return " ".join((f"& {first}" if first[0] in "'\"" else first, *others))
 
 
-def quoted(word: str, windows: bool = sys.platform == "win32") -> str:
+def quote_word(word: str, windows: bool = sys.platform == "win32") -> str:
     """A word of a command. Double quotes are for both shells of Windows, single for PowerShell."""
     if not windows:
         return shlex.quote(word)
@@ -50,14 +50,14 @@ def quoted(word: str, windows: bool = sys.platform == "win32") -> str:
     return subprocess.list2cmdline([word]) if '"' in word else f'"{word}"'
 
 
-def typed(text: str) -> str:
+def format_command(text: str) -> str:
     """A text of commands that begin with ``molink``, with what it is called here instead."""
-    name = program()
+    name = molink_command()
     return text if name == "molink" else re.sub(r"\bmolink(?= [a-z])", lambda _: name, text)
 
 
-def joining(token: str) -> str:
+def join_instructions(token: str) -> str:
     """What is run on a PC that is to join, for each system that it may have."""
-    lines = (f"{path} join {token}".rstrip() for path in INSTALLED.values())
+    lines = (f"{path} join {token}".rstrip() for path in INSTALL_PATHS.values())
     linux, windows = lines
     return f"  {linux}\n\nor, if it runs Windows:\n\n  {windows}"

@@ -4,17 +4,17 @@ import asyncio
 from collections.abc import Callable
 
 from molink.facts.model import LayerRange
-from molink.swarm.artifacts.supply import Supply
+from molink.swarm.artifacts.supply import ModelSources
 from molink.wire.messages.instructions import Route
-from molinkd.peer.artifacts.copier import Copier
-from molinkd.peer.artifacts.library import Library
-from molinkd.peer.artifacts.store import Store
+from molinkd.peer.artifacts.copier import ModelReplicator
+from molinkd.peer.artifacts.library import ModelRepository
+from molinkd.peer.artifacts.store import ModelStore
 
 #: A model's name and root.
 _Model = tuple[str, str]
 
 
-class Copies:
+class Replicator:
     """One copy after the other: the next one has its turn once those before it are whole.
 
     One that can't go on for now holds nobody up.
@@ -22,8 +22,8 @@ class Copies:
 
     def __init__(
         self,
-        store: Store,
-        library: Library,
+        store: ModelStore,
+        repository: ModelRepository,
         layers: Callable[[], LayerRange],
         on_change: Callable[[], None],
         holds: Callable[[str], bool] = lambda _pipeline: False,
@@ -35,86 +35,86 @@ class Copies:
         ``holds(pipeline)`` says whether that stage is of this pipeline. ``on_change()`` is called
         when a copy is whole, or isn't any more.
         """
-        self._store, self._library = store, library
-        self._layers, self._holds, self._wanted = layers, holds, wanted
+        self._store, self._library = store, repository
+        self._layers, self._has_pipeline, self._is_enabled = layers, holds, wanted
         self._on_change = on_change
         #: Of all models, by pipeline.
         self._routes: dict[str, Route] = {}
         #: In the order in which models were first heard of.
-        self._copiers: dict[_Model, Copier] = {}
-        self._ended: list[asyncio.Task[None]] = []
+        self._replicators: dict[_Model, ModelReplicator] = {}
+        self._stopping: list[asyncio.Task[None]] = []
 
     @property
     def percent(self) -> int:
         """How much of this PC's model is here; 100 only if it is whole."""
-        return next((one.percent for one in self._in_turn()), 0)
+        return next((one.percent for one in self._by_priority()), 0)
 
-    def serve(self, route: Route) -> None:
+    def update_route(self, route: Route) -> None:
         """A pipeline serves a model, or is to; the sources are the newest ones."""
-        if not self._wanted or not route.root:
+        if not self._is_enabled or not route.root:
             return
         self._routes[route.pipeline] = route
-        self._follow()
-        self._copiers[_model(route)].look(Supply.of(route), serving=self._serving)
+        self._sync_models()
+        self._replicators[_model_of(route)].on_change(ModelSources.from_message(route), serving=self._is_serving)
 
-    def gone(self, pipeline: str) -> None:
+    def remove_pipeline(self, pipeline: str) -> None:
         """A pipeline is no more; what is here stays."""
         if self._routes.pop(pipeline, None) is not None:
-            self._follow()
+            self._sync_models()
 
     async def close(self) -> None:
         """End what is under way; files that are whole are kept."""
-        self._ended += [one.end() for one in self._copiers.values()]
-        self._copiers.clear()
-        await asyncio.gather(*self._ended, return_exceptions=True)
+        self._stopping += [one.stop_replication() for one in self._replicators.values()]
+        self._replicators.clear()
+        await asyncio.gather(*self._stopping, return_exceptions=True)
 
     @property
-    def _serving(self) -> bool:
-        return any(one.ready for one in self._routes.values())
+    def _is_serving(self) -> bool:
+        return any(one.is_ready for one in self._routes.values())
 
-    def _follow(self) -> None:
+    def _sync_models(self) -> None:
         """A copier for each model that has a pipeline; while none has, those that there are."""
-        models = dict.fromkeys(map(_model, self._routes.values()))
-        for model in [one for one in self._copiers if models and one not in models]:
-            self._ended = [one for one in self._ended if not one.done()]
-            self._ended.append(self._copiers.pop(model).end())
+        models = dict.fromkeys(map(_model_of, self._routes.values()))
+        for model in [one for one in self._replicators if models and one not in models]:
+            self._stopping = [one for one in self._stopping if not one.done()]
+            self._stopping.append(self._replicators.pop(model).stop_replication())
         for model in models:
-            if model not in self._copiers:
-                self._copiers[model] = self._copier(model)
-        self._look()
+            if model not in self._replicators:
+                self._replicators[model] = self._make_replicator(model)
+        self._notify_replicators()
 
-    def _copier(self, model: _Model) -> Copier:
+    def _make_replicator(self, model: _Model) -> ModelReplicator:
         def layers() -> LayerRange:
             return self._layers() if self._is_own(model) else (0, 0)
 
-        def may() -> bool:
-            for one in self._in_turn():
-                if one.model == model or not one.settled:
+        def is_allowed() -> bool:
+            for one in self._by_priority():
+                if one.model == model or not one.is_settled:
                     return one.model == model
             return False
 
-        return Copier(self._store, self._library, model, layers, self._changed, may)
+        return ModelReplicator(self._store, self._library, model, layers, self._on_replica_change, is_allowed)
 
-    def _in_turn(self) -> list[Copier]:
+    def _by_priority(self) -> list[ModelReplicator]:
         """That of this PC's model first."""
-        return sorted(self._copiers.values(), key=lambda one: not self._is_own(one.model))
+        return sorted(self._replicators.values(), key=lambda one: not self._is_own(one.model))
 
     def _is_own(self, model: _Model) -> bool:
         """Whether this PC has a stage of it, or no other model is served."""
-        if len(self._copiers) == 1:
+        if len(self._replicators) == 1:
             return True
         return any(
-            self._holds(one.pipeline) for one in self._routes.values() if _model(one) == model
+            self._has_pipeline(one.pipeline) for one in self._routes.values() if _model_of(one) == model
         )
 
-    def _changed(self) -> None:
-        self._look()
+    def _on_replica_change(self) -> None:
+        self._notify_replicators()
         self._on_change()
 
-    def _look(self) -> None:
-        for one in self._copiers.values():
-            one.look(serving=self._serving)
+    def _notify_replicators(self) -> None:
+        for one in self._replicators.values():
+            one.on_change(serving=self._is_serving)
 
 
-def _model(route: Route) -> _Model:
+def _model_of(route: Route) -> _Model:
     return route.model, route.root

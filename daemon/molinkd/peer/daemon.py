@@ -12,44 +12,44 @@ from pathlib import Path
 import msgspec
 import zmq.asyncio
 
-from molink.errors import MolinkError, ShutOut, TokenError, Unavailable, UsageError
+from molink.errors import MolinkError, PeerBanned, TokenError, Unavailable, UsageError
 from molink.facts.device import Device
-from molink.files import patiently
-from molink.swarm.membership.offenders import Offenders
+from molink.files import retry_while_busy
+from molink.swarm.membership.offenders import BannedPeers
 from molink.swarm.membership.token import JoinToken
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.leading import LeaderReply, LeaderRequest
-from molink.wire.messages.requests import Applied, ApplyFile, Bringing, ModelEntry
+from molink.wire.messages.requests import ApplyReply, ApplyFile, LoadModelReply, ModelEntry
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Server
-from molink.wire.sockets.zap import Gatekeeper
-from molinkd.peer.agent.device_probe import Measured, measure_device
-from molinkd.peer.agent.devices import FurtherDevices, own_settings
-from molinkd.peer.agent.draft_model import DraftModel
-from molinkd.peer.artifacts.applier import Applier
-from molinkd.peer.artifacts.bringer import Bringer
-from molinkd.peer.artifacts.founder import Founder
-from molinkd.peer.artifacts.hashing import Hasher, in_thread
-from molinkd.peer.artifacts.in_shards import kept_model
-from molinkd.peer.artifacts.library import Library
+from molink.wire.sockets.zap import ZapAuthenticator
+from molinkd.peer.agent.device_probe import MeasuredDevice, measure_device
+from molinkd.peer.agent.devices import DeviceDaemons, primary_device_settings
+from molinkd.peer.agent.draft_model import DraftModelFolder
+from molinkd.peer.artifacts.applier import ApplyHandler
+from molinkd.peer.artifacts.bringer import ModelLoader
+from molinkd.peer.artifacts.founder import Bootstrap
+from molinkd.peer.artifacts.hashing import Hasher, run_in_thread
+from molinkd.peer.artifacts.in_shards import find_stored_model
+from molinkd.peer.artifacts.library import ModelRepository
 from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.artifacts.transfers import Transfers
 from molinkd.peer.election.leadership import Leadership
 from molinkd.peer.election.replica_file import ReplicaFile
-from molinkd.peer.frontend.endpoint import Endpoint
+from molinkd.peer.frontend.endpoint import ApiEndpoint
 from molinkd.peer.home import Home, HomeLock
-from molinkd.peer.launch import Announce, AnyEvent, Launch, Listening, Transferring, Trouble
-from molinkd.peer.membership.addresses import from_here
-from molinkd.peer.membership.discovery import Announcer, Lookout
-from molinkd.peer.membership.membership import Membership, ask_again, choose, join, read_membership
+from molinkd.peer.launch import Announce, AnyDaemonEvent, Launch, DaemonStartedEvent, TransfersChangedEvent, ProblemReportedEvent
+from molinkd.peer.membership.addresses import local_dial_host
+from molinkd.peer.membership.discovery import SwarmAnnouncer, DiscoveryScanner
+from molinkd.peer.membership.membership import MembershipRecord, renew_membership, choose_membership, join_swarm, read_membership
 from molinkd.peer.node import Node
 from molinkd.peer.resources import Resources
 from molinkd.peer.runfile import RunFile
-from molinkd.peer.service import AboutLeader, Service, UserCommands
+from molinkd.peer.service import LeaderQueries, ControlService, UserCommands
 
 #: Until the answer to an order to stop is out, in seconds.
-_LAST_WORDS_S = 0.2
+_SHUTDOWN_DELAY_S = 0.2
 
 
 class Daemon:
@@ -57,27 +57,27 @@ class Daemon:
 
     def __init__(self, launch: Launch, announce: Announce) -> None:
         #: Those of the whole PC.
-        self._all = launch.settings
-        self._settings = own_settings(launch.settings)
+        self._all_settings = launch.settings
+        self._settings = primary_device_settings(launch.settings)
         self._launch = msgspec.structs.replace(launch, settings=self._settings)
-        self._say = announce
+        self._write_event = announce
         self._home = Home(Path(launch.home))
         self._stop = asyncio.Event()
-        self._leaving = False
+        self._is_leaving = False
         #: Why the swarm doesn't have this PC.
-        self._shut_out: ShutOut | UsageError | None = None
+        self._fatal: PeerBanned | UsageError | None = None
         self._transfers = Transfers()
-        self._bringer: Bringer | None = None
-        self._applier: Applier | None = None
+        self._model_loader: ModelLoader | None = None
+        self._apply_handler: ApplyHandler | None = None
         self._node: Node | None = None
-        self._devices: FurtherDevices | None = None
+        self._device_daemons: DeviceDaemons | None = None
         self._leadership: Leadership | None = None
-        self._draft_model: DraftModel | None = None
+        self._draft_model: DraftModelFolder | None = None
 
-    def _announce(self, event: AnyEvent) -> None:
+    def _announce(self, event: AnyDaemonEvent) -> None:
         """Tell whoever started this; that it can't be written (a full disk) ends nothing."""
         with contextlib.suppress(OSError):
-            self._say(event)
+            self._write_event(event)
 
     def stop(self) -> None:
         """End the run soon; from the daemon's own loop."""
@@ -88,90 +88,90 @@ class Daemon:
 
         Raises:
             MolinkError: it can't start.
-            ShutOut: this PC was revoked.
+            PeerBanned: this PC was revoked.
             UsageError: another PC runs with a copy of this state folder.
         """
-        lock = HomeLock(self._home.create())
+        lock = HomeLock(self._home.create_folders())
         lock.acquire()
         try:
             async with AsyncExitStack() as stack:
-                await self._start(stack)
+                await self._start_parts(stack)
                 await self._stop.wait()
-            if self._leaving:
-                patiently(partial(self._home.membership.unlink, missing_ok=True))
+            if self._is_leaving:
+                retry_while_busy(partial(self._home.membership.unlink, missing_ok=True))
         finally:
             lock.release()
-        if isinstance(self._shut_out, ShutOut):
-            known = read_membership(self._home.membership)
-            if known is not None:
-                msgspec.structs.replace(known, shut_out=True).save(self._home.membership)
-        if self._shut_out is not None:
-            raise self._shut_out
+        if isinstance(self._fatal, PeerBanned):
+            record = read_membership(self._home.membership)
+            if record is not None:
+                msgspec.structs.replace(record, is_banned=True).save(self._home.membership)
+        if self._fatal is not None:
+            raise self._fatal
 
-    async def _start(self, stack: AsyncExitStack) -> None:
-        known = read_membership(self._home.membership)
+    async def _start_parts(self, stack: AsyncExitStack) -> None:
+        record = read_membership(self._home.membership)
         chosen = (
-            choose(self._home, known, self._launch.token) if self._launch.role == "join" else None
+            choose_membership(self._home, record, self._launch.token) if self._launch.role == "join" else None
         )
-        library = Library(Hasher(self._home.hashes))
-        keys = self._home.keys()
-        founder = self._founder(self._launch, keys, library)
-        await self._find(founder)
-        measuring = asyncio.create_task(self._measure())
+        repository = ModelRepository(Hasher(self._home.hashes))
+        keys = self._home.load_keys()
+        bootstrap = self._make_bootstrap(self._launch, keys, repository)
+        await self._find_model(bootstrap)
+        measuring = asyncio.create_task(self._measure_device())
         stack.push_async_callback(_cancel, measuring)
-        hashing = asyncio.create_task(founder.hash_model())
+        hashing = asyncio.create_task(bootstrap.hash_model())
         stack.push_async_callback(_cancel, hashing)
         context = zmq.asyncio.Context()
         stack.callback(context.destroy, linger=0)
-        resources = self._resources(stack, context, library)
+        resources = self._open_control(stack, context, repository)
         if chosen is None:
-            membership = known
-        elif isinstance(chosen, Membership):
-            membership = await self._return(context, keys, chosen)
+            membership = record
+        elif isinstance(chosen, MembershipRecord):
+            membership = await self._rejoin(context, keys, chosen)
         else:
-            membership = await self._join(context, keys, chosen, known)
+            membership = await self._join_swarm(context, keys, chosen, record)
         swarm = membership.swarm if membership is not None else None
         replica = ReplicaFile(self._home.replica, swarm)
         leadership = self._leadership = Leadership(
             resources, replica, membership, able=not self._launch.pc
         )
         stack.push_async_callback(leadership.close)
-        if leadership.founds:
-            await leadership.found()
-        announcer = Announcer(self._settings, lambda: leadership.coordinator)
+        if leadership.is_founder:
+            await leadership.found_swarm()
+        announcer = SwarmAnnouncer(self._settings, lambda: leadership.coordinator)
         stack.push_async_callback(announcer.close)
         announcer.start()
-        lookout = Lookout(self._settings, leadership)
+        lookout = DiscoveryScanner(self._settings, leadership)
         stack.push_async_callback(lookout.close)
         lookout.start()
-        leadership.serves([founder.model, *founder.brought] if founder.model else [])
+        leadership.save_models([bootstrap.model, *bootstrap.extra_models] if bootstrap.model else [])
         measured = await measuring
         await hashing
-        self._bringer = self._make_bringer(keys, library, leadership)
-        stack.push_async_callback(self._bringer.close)
-        self._applier = self._make_applier(keys, library, leadership)
-        stack.push_async_callback(self._applier.close)
-        node = await self._enter(stack, resources, leadership, measured)
-        assert self._devices is not None
-        self._devices.start(measured, lambda: leadership.target, node.session.request)
-        offering = self._offer_again(founder.brought, keys, library, node)
-        for work in (founder.serve(node.session), founder.watch(), offering):
+        self._model_loader = self._make_model_loader(keys, repository, leadership)
+        stack.push_async_callback(self._model_loader.close)
+        self._apply_handler = self._make_apply_handler(keys, repository, leadership)
+        stack.push_async_callback(self._apply_handler.close)
+        node = await self._start_node(stack, resources, leadership, measured)
+        assert self._device_daemons is not None
+        self._device_daemons.start_daemons(measured, lambda: leadership.target, node.session.request)
+        offering = self._offer_models(bootstrap.extra_models, keys, repository, node)
+        for work in (bootstrap.request_serving(node.session), bootstrap.watch_files(), offering):
             stack.push_async_callback(_cancel, asyncio.create_task(work))
 
-    def _founder(self, launch: Launch, keys: KeyPair, library: Library) -> Founder:
-        return Founder(launch, self._home, keys, library, self._announce, self._transfers)
+    def _make_bootstrap(self, launch: Launch, keys: KeyPair, repository: ModelRepository) -> Bootstrap:
+        return Bootstrap(launch, self._home, keys, repository, self._announce, self._transfers)
 
-    async def _find(self, founder: Founder) -> None:
+    async def _find_model(self, bootstrap: Bootstrap) -> None:
         """Have the founder's model here, and tell meanwhile how far it is."""
 
         def tell() -> None:
-            self._announce(Transferring(transfers=self._transfers.shown()))
+            self._announce(TransfersChangedEvent(transfers=self._transfers.transfer_states()))
 
-        telling = asyncio.create_task(self._transfers.watch(tell))
+        telling = asyncio.create_task(self._transfers.watch_transfers(tell))
         try:
-            await founder.find_model()
+            await bootstrap.find_model()
             if self._settings.draft_model:
-                await self._find_draft_model(self._settings.draft_model, founder.path)
+                await self._find_draft_model(self._settings.draft_model, bootstrap.path)
         finally:
             await _cancel(telling)
 
@@ -179,166 +179,166 @@ class Daemon:
         """Have it here, and know that it fits what is ``served``, before anything starts."""
         progress, into = Progress(source="hub"), self._home.unpacked
 
-        def find(stop: threading.Event) -> DraftModel:
-            model = DraftModel.find(name, into, progress, stop)
+        def find(stop: threading.Event) -> DraftModelFolder:
+            model = DraftModelFolder.find_draft(name, into, progress, stop)
             if served is not None:
-                model.check(served)
+                model.check_vocabulary(served)
             return model
 
-        with self._transfers.under_way(name, progress):
-            self._draft_model = await in_thread(find)
+        with self._transfers.track_transfer(name, progress):
+            self._draft_model = await run_in_thread(find)
 
-    def _make_bringer(self, keys: KeyPair, library: Library, leadership: Leadership) -> Bringer:
-        def begin(model: str) -> Founder:
-            return self._founder(msgspec.structs.replace(self._launch, model=model), keys, library)
+    def _make_model_loader(self, keys: KeyPair, repository: ModelRepository, leadership: Leadership) -> ModelLoader:
+        def make_bootstrap(model: str) -> Bootstrap:
+            return self._make_bootstrap(msgspec.structs.replace(self._launch, model=model), keys, repository)
 
         def served(model: str) -> None:
             if self._launch.role == "up":
-                leadership.serves([model])  # so will it be when it is started again
+                leadership.save_models([model])  # so will it be when it is started again
 
-        return Bringer(begin, self._relay, served)
+        return ModelLoader(make_bootstrap, self._forward_request, served)
 
-    async def _return(
-        self, context: zmq.asyncio.Context, keys: KeyPair, known: Membership
-    ) -> Membership:
+    async def _rejoin(
+        self, context: zmq.asyncio.Context, keys: KeyPair, record: MembershipRecord
+    ) -> MembershipRecord:
         """Back to the swarm joined before; one that has shut this PC out is asked first."""
-        if not known.shut_out:
-            return known
+        if not record.is_banned:
+            return record
         try:
-            return await ask_again(context, keys, known)
-        except ShutOut as error:
-            raise ShutOut(f"{self._shut_out_of(known.swarm)} (asked now: {error})") from error
+            return await renew_membership(context, keys, record)
+        except PeerBanned as error:
+            raise PeerBanned(f"{self._banned_text(record.swarm)} (asked now: {error})") from error
 
-    def _make_applier(self, keys: KeyPair, library: Library, leadership: Leadership) -> Applier:
-        def begin(entry: ModelEntry) -> Founder:
+    def _make_apply_handler(self, keys: KeyPair, repository: ModelRepository, leadership: Leadership) -> ApplyHandler:
+        def make_bootstrap(entry: ModelEntry) -> Bootstrap:
             settings = msgspec.structs.replace(
                 self._settings, dtype=entry.dtype, quantize=entry.quantize
             )
             launch = msgspec.structs.replace(self._launch, model=entry.source, settings=settings)
-            return self._founder(launch, keys, library)
+            return self._make_bootstrap(launch, keys, repository)
 
         async def ask(message: ControlMessage, payload: bytes) -> tuple[ControlMessage, bytes]:
-            return await self._running().relay(message, payload)
+            return await self._require_node().forward_request(message, payload)
 
         def applied(models: Sequence[str]) -> None:
             if self._launch.role == "up":
-                leadership.serves(models)
+                leadership.save_models(models)
 
         def kept(model: str) -> bool:
-            return kept_model(self._home.models, model) is not None
+            return find_stored_model(self._home.models, model) is not None
 
-        return Applier(begin, ask, applied, kept)
+        return ApplyHandler(make_bootstrap, ask, applied, kept)
 
-    async def _offer_again(
-        self, models: Sequence[str], keys: KeyPair, library: Library, node: Node
+    async def _offer_models(
+        self, models: Sequence[str], keys: KeyPair, repository: ModelRepository, node: Node
     ) -> None:
         """Have the files here that others may want to fetch, of models that were applied."""
         for model in models:
-            founder = self._founder(
-                msgspec.structs.replace(self._launch, model=model), keys, library
+            bootstrap = self._make_bootstrap(
+                msgspec.structs.replace(self._launch, model=model), keys, repository
             )
             try:
-                await founder.find_model()
-                await founder.hash_model()
+                await bootstrap.find_model()
+                await bootstrap.hash_model()
             except MolinkError as error:
-                self._announce(Trouble(text=str(error)))
+                self._announce(ProblemReportedEvent(text=str(error)))
             node.session.report_now()
 
-    async def _join(
+    async def _join_swarm(
         self,
         context: zmq.asyncio.Context,
         keys: KeyPair,
         token: JoinToken,
-        known: Membership | None,
-    ) -> Membership:
+        record: MembershipRecord | None,
+    ) -> MembershipRecord:
         """Join by the token; a PC that was a member before goes on without it if need be."""
         try:
-            return await join(context, keys, token, self._settings.name)
+            return await join_swarm(context, keys, token, self._settings.name)
         except (TokenError, Unavailable) as error:
-            if known is None or known.shut_out:
+            if record is None or record.is_banned:
                 raise
             why = "this PC has joined the swarm before, so it goes on without the token"
-            self._announce(Trouble(text=f"{why}: {error}"))
-            return msgspec.structs.replace(known, addresses=token.addresses)
+            self._announce(ProblemReportedEvent(text=f"{why}: {error}"))
+            return msgspec.structs.replace(record, addresses=token.addresses)
 
-    async def _measure(self) -> Measured:
+    async def _measure_device(self) -> MeasuredDevice:
         if self._settings.stage == "none":
-            return Measured(Device(kind="cpu", name="not used", memory=0), bf16=False)
+            return MeasuredDevice(Device(kind="cpu", name="not used", memory=0), bf16=False)
         measured = await measure_device(self._settings, self._home.device)
         draft = self._draft_model
-        return measured if draft is None else draft.beside(measured, self._settings)
+        return measured if draft is None else draft.reserve_memory(measured, self._settings)
 
-    def _resources(
-        self, stack: AsyncExitStack, context: zmq.asyncio.Context, library: Library
+    def _open_control(
+        self, stack: AsyncExitStack, context: zmq.asyncio.Context, repository: ModelRepository
     ) -> Resources:
         """Open the control socket."""
-        settings, keys = self._settings, self._home.keys()
-        gatekeeper = Gatekeeper(context)
-        me = gatekeeper.allow(keys.public)
-        gatekeeper.start()
-        stack.callback(gatekeeper.close)
+        settings, keys = self._settings, self._home.load_keys()
+        authenticator = ZapAuthenticator(context)
+        me = authenticator.allow_peer(keys.public)
+        authenticator.start()
+        stack.callback(authenticator.close)
         commands = UserCommands(
-            self._status, self._relay, self._shutdown, self._drain, self._bring, self._apply
+            self._query_status, self._forward_request, self._shutdown, self._drain, self._load_model, self._apply_file
         )
-        offenders = Offenders()
-        service = Service(me, library, commands, AboutLeader(self._answer, self._where))
+        banned_peers = BannedPeers()
+        service = ControlService(me, repository, commands, LeaderQueries(self._answer_leader_request, self._coordinator_location))
         server: Server[ControlMessage] = Server(
             context,
             keys,
             control_codec(),
-            gatekeeper,
-            service.handle,
-            permits=service.permits,
-            on_blocked=partial(offenders.blocked, "this PC's control socket"),
+            authenticator,
+            service.handle_message,
+            permits=service.is_permitted,
+            on_blocked=partial(banned_peers.record_ban, "this PC's control socket"),
         )
         service.send = server.send
-        server.bind(settings.host, settings.tries("control_port"), "--control-port")
+        server.bind(settings.host, settings.ports_to_try("control_port"), "--control-port")
         stack.push_async_callback(server.close)
         return Resources(
             settings,
             self._home,
             keys,
             context,
-            gatekeeper,
+            authenticator,
             server,
-            library,
-            offenders,
+            repository,
+            banned_peers,
             self._announce,
             self._transfers,
             self._launch.pc,
         )
 
-    async def _enter(
+    async def _start_node(
         self,
         stack: AsyncExitStack,
         resources: Resources,
         leadership: Leadership,
-        measured: Measured,
+        measured: MeasuredDevice,
     ) -> Node:
         """Open the endpoint and begin the session with the coordinator."""
         url, swarm = "", leadership.target.swarm
         node = Node(
-            resources, leadership, lambda: url, partial(self._revoked, swarm), self._is_twin
+            resources, leadership, lambda: url, partial(self._on_banned, swarm), self._on_duplicate
         )
         stack.push_async_callback(node.close)
-        devices = self._devices = FurtherDevices(
-            self._all, self._home, resources.me, resources.context, self._announce
+        devices = self._device_daemons = DeviceDaemons(
+            self._all_settings, self._home, resources.me, resources.context, self._announce
         )
         # All say goodbye at once, so that the others change their ring once.
-        stack.push_async_callback(lambda: asyncio.gather(node.goodbye(), devices.close()))
+        stack.push_async_callback(lambda: asyncio.gather(node.send_goodbye(), devices.close()))
         if not self._launch.pc:
-            endpoint = Endpoint(self._settings, node.requests)
+            endpoint = ApiEndpoint(self._settings, node.backend)
             await endpoint.start()
             stack.push_async_callback(endpoint.close)  # answers end before the others are told
             url = endpoint.url
         node.start(measured)
         self._node = node
-        here = from_here(self._settings.host)
+        here = local_dial_host(self._settings.host)
         note = RunFile.of_this_process(resources.server.port, url, control_host=here)
-        note.save(self._home.run_file)
-        stack.callback(patiently, partial(self._home.run_file.unlink, missing_ok=True))
+        note.save_file(self._home.run_file)
+        stack.callback(retry_while_busy, partial(self._home.run_file.unlink, missing_ok=True))
         self._announce(
-            Listening(
+            DaemonStartedEvent(
                 name=self._settings.name,
                 swarm=swarm,
                 endpoint=url,
@@ -350,71 +350,71 @@ class Daemon:
 
     # --- other peers ---------------------------------------------------------------------------
 
-    def _answer(self, peer: str, request: LeaderRequest) -> LeaderReply:
+    def _answer_leader_request(self, peer: str, request: LeaderRequest) -> LeaderReply:
         if self._leadership is None:
             raise Unavailable("this daemon is still starting")
-        return self._leadership.answer(peer, request)
+        return self._leadership.answer_request(peer, request)
 
-    def _where(self) -> tuple[str, tuple[str, ...]]:
+    def _coordinator_location(self) -> tuple[str, tuple[str, ...]]:
         if self._leadership is None or self._leadership.membership is None:
             raise Unavailable("this daemon is still starting")
-        return self._leadership.where()
+        return self._leadership.coordinator_location()
 
     # --- the command line --------------------------------------------------------------------
 
-    async def _status(self, outlook: bool) -> bytes:
-        return await self._running().status(outlook)
+    async def _query_status(self, scale_out: bool) -> bytes:
+        return await self._require_node().query_status(scale_out)
 
-    async def _relay(self, message: ControlMessage) -> tuple[ControlMessage, bytes]:
-        return await self._running().relay(message)
+    async def _forward_request(self, message: ControlMessage) -> tuple[ControlMessage, bytes]:
+        return await self._require_node().forward_request(message)
 
-    async def _bring(self, model: str) -> Bringing:
-        self._running()
-        assert self._bringer is not None
-        return await self._bringer.ask(model)
+    async def _load_model(self, model: str) -> LoadModelReply:
+        self._require_node()
+        assert self._model_loader is not None
+        return await self._model_loader.load_model(model)
 
-    async def _apply(self, order: ApplyFile) -> tuple[Bringing | Applied, bytes]:
-        self._running()
-        assert self._applier is not None
-        return await self._applier.apply(order)
+    async def _apply_file(self, order: ApplyFile) -> tuple[LoadModelReply | ApplyReply, bytes]:
+        self._require_node()
+        assert self._apply_handler is not None
+        return await self._apply_handler.apply_file(order)
 
     async def _shutdown(self, leave: bool) -> None:
         if leave:
-            node = self._running()
-            if self._devices is not None:
-                await self._devices.leave()
-            await node.leave()
-            self._leaving = True
-        asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._stop.set)
+            node = self._require_node()
+            if self._device_daemons is not None:
+                await self._device_daemons.leave_swarm()
+            await node.leave_swarm()
+            self._is_leaving = True
+        asyncio.get_running_loop().call_later(_SHUTDOWN_DELAY_S, self._stop.set)
 
     def _drain(self, drain: bool, device: str) -> None:
-        node = self._running()
+        node = self._require_node()
         own = device == node.device
-        if self._devices is not None and not own:
-            self._devices.drain(drain, device)
+        if self._device_daemons is not None and not own:
+            self._device_daemons.set_drained(drain, device)
         if own or not device:
-            node.drain(drain)
+            node.set_drained(drain)
 
-    def _revoked(self, swarm: str) -> None:
-        self._shut_out = ShutOut(self._shut_out_of(swarm))
+    def _on_banned(self, swarm: str) -> None:
+        self._fatal = PeerBanned(self._banned_text(swarm))
         self._stop.set()
 
-    def _shut_out_of(self, swarm: str) -> str:
+    def _banned_text(self, swarm: str) -> str:
         return (
             f"this PC was shut out of swarm {swarm}. `molink un-revoke {self._settings.name}` on "
             f"the swarm's first PC lets it in again, then start it with "
-            f"{self._home.typed('join')}; {self._home.typed('leave')} here forgets the swarm"
+            f"{self._home.format_command('join')}; {self._home.format_command('leave')} here forgets the swarm"
         )
 
-    def _is_twin(self) -> None:
-        self._shut_out = UsageError(
+    def _on_duplicate(self) -> None:
+        self._fatal = UsageError(
             f"another PC with the key of this one is in the swarm, and runs: the state folder "
             f"{self._home.root} is a copy of that PC's. Delete peer.key and swarm.json in it, then "
-            f"run {self._home.typed('join')}: this PC becomes a member of its own"
+            f"run {self._home.format_command('join')}: this PC becomes a member of its own"
         )
         self._stop.set()
 
-    def _running(self) -> Node:
+    def _require_node(self) -> Node:
         if self._node is None:
             raise Unavailable("the daemon is still starting; try again in a moment")
         return self._node

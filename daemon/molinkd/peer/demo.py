@@ -12,19 +12,19 @@ import msgspec
 from molink.errors import MolinkError, UsageError, WorkerError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
-from molink.files import patiently
+from molink.files import retry_while_busy
 from molink.stage.measure.profile_cache import prune_profiles
 from molink.wire.sockets.secrets import private_folder
-from molinkd.peer.agent.child import Child, how_it_ended
-from molinkd.peer.home import Home, HomeLock, copy_measured
+from molinkd.peer.agent.child import ChildProcess, exit_text
+from molinkd.peer.home import Home, HomeLock, copy_measurements
 from molinkd.peer.launch import (
     DAEMON_COMMAND,
-    AnyEvent,
-    Ended,
-    Invitation,
+    AnyDaemonEvent,
+    DaemonEndedEvent,
+    InvitationCreatedEvent,
     Launch,
-    Listening,
-    ModelReady,
+    DaemonStartedEvent,
+    ModelReadinessChangedEvent,
     read_event,
 )
 from molinkd.peer.runfile import RunFile
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 MAX_DEMOS = 8
 GRACE_S = 15.0
 #: How long a daemon of an earlier demo may still keep files open, in seconds.
-_DYING_S = 20.0
+_DELETE_TIMEOUT_S = 20.0
 
 
 @dataclass(slots=True)
@@ -44,13 +44,13 @@ class DemoPeer:
     """One daemon of a demo and what it has said so far."""
 
     number: int
-    child: Child
+    child: ChildProcess
     endpoint: str = ""
     control_port: int = 0
-    ready: bool = False
+    is_ready: bool = False
     token: str = ""
-    ended: Ended | None = None
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: DaemonEndedEvent | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class DemoSwarm:
@@ -62,11 +62,11 @@ class DemoSwarm:
         count: int,
         dtype: DTypeChoice,
         model: str | None,
-        on_event: Callable[[int, AnyEvent], None],
+        on_event: Callable[[int, AnyDaemonEvent], None],
         quantize: Quantize = "none",
     ) -> None:
         """``under``: the home that the demo's own lies in. ``on_event`` gets the peer's number."""
-        self._under = under
+        self._parent_home = under
         self._count = count
         self._dtype: DTypeChoice = dtype
         self._quantize: Quantize = quantize
@@ -77,29 +77,29 @@ class DemoSwarm:
         self.home = under
         self.peers: list[DemoPeer] = []
 
-    async def start(self) -> None:
+    async def start_peers(self) -> None:
         """Start all daemons and wait until every endpoint can serve.
 
         Raises:
             MolinkError: one of them couldn't start; says why.
         """
-        self.home, self._lock = take_home(self._under)
+        self.home, self._lock = acquire_demo_home(self._parent_home)
         first = await self._launch_peer(1, None)
-        await self._until(first, lambda: bool(first.token))
-        copy_measured(first_peer(self.home), self.home)
+        await self._wait_for(first, lambda: bool(first.token))
+        copy_measurements(first_peer(self.home), self.home)
         others = [await self._launch_peer(n, first.token) for n in range(2, self._count + 1)]
         for peer in (first, *others):
-            await self._until(peer, partial(getattr, peer, "ready"))
-        self._keep_measured()
+            await self._wait_for(peer, partial(getattr, peer, "ready"))
+        self._save_measurements()
         endpoints = tuple(peer.endpoint for peer in self.peers)
         note = RunFile.of_this_process(first.control_port, first.endpoint, endpoints)
-        note.save(self.home.run_file)
+        note.save_file(self.home.run_file)
 
     async def close(self) -> None:
         """End all daemons and what they started."""
         self._closing = True
         if self._lock is not None:
-            patiently(partial(self.home.run_file.unlink, missing_ok=True))
+            retry_while_busy(partial(self.home.run_file.unlink, missing_ok=True))
         await asyncio.gather(*(peer.child.stop(GRACE_S) for peer in self.peers))
         if self._lock is not None:
             self._lock.release()
@@ -109,30 +109,30 @@ class DemoSwarm:
         if home.root.exists():
             await asyncio.to_thread(_delete, home)
         private_folder(home.root)
-        copy_measured(self.home, home)
+        copy_measurements(self.home, home)
         launch = Launch(
             home=str(home.root),
-            settings=self._settings(number),
+            settings=self._peer_settings(number),
             role="up" if token is None else "join",
             model=self._model if token is None else None,
             token=token,
         )
-        peer = DemoPeer(number, self._child(number))
+        peer = DemoPeer(number, self._make_child(number))
         peer.child.start()
         peer.child.send(msgspec.json.encode(launch) + b"\n")
         self.peers.append(peer)
         return peer
 
-    def _settings(self, number: int) -> Settings:
+    def _peer_settings(self, number: int) -> Settings:
         return Settings(
             name=f"demo-{number}",
             host="127.0.0.1",
-            endpoint_port=0,
+            api_port=0,
             coordinator_port=0,
             control_port=0,
             worker_ports=(0, 0),
             device="cpu",
-            stages_here=self._count,
+            stages_per_host=self._count,
             discovery=False,
             min_peers=self._count,
             token_uses=max(1, self._count - 1),
@@ -140,62 +140,62 @@ class DemoSwarm:
             quantize=self._quantize,
         )
 
-    def _child(self, number: int) -> Child:
-        return Child(
+    def _make_child(self, number: int) -> ChildProcess:
+        return ChildProcess(
             f"demo-{number}",
             DAEMON_COMMAND,
             reader=read_event,
-            on_message=lambda event: self._said(number, event),
-            on_exit=lambda code: self._exited(number, code),
+            on_message=lambda event: self._on_peer_event(number, event),
+            on_exit=lambda code: self._on_exit(number, code),
             log_file=self.home.root / f"peer-{number}.log",
         )
 
-    def _keep_measured(self) -> None:
+    def _save_measurements(self) -> None:
         """All daemons have the same device: the next demo's know what these have measured."""
         for peer in self.peers:
-            copy_measured(Home(self.home.root / f"peer-{peer.number}"), self.home)
+            copy_measurements(Home(self.home.root / f"peer-{peer.number}"), self.home)
         prune_profiles(self.home.profiles)
 
-    async def _until(self, peer: DemoPeer, met: Callable[[], bool]) -> None:
+    async def _wait_for(self, peer: DemoPeer, met: Callable[[], bool]) -> None:
         while not met():
             for one in self.peers:
                 if one.ended is not None:
-                    raise _error(one.number, one.ended)
-            peer.news.clear()
-            await peer.news.wait()
+                    raise _error_of(one.number, one.ended)
+            peer.changed.clear()
+            await peer.changed.wait()
 
-    def _said(self, number: int, event: object) -> None:
-        assert isinstance(event, AnyEvent)
+    def _on_peer_event(self, number: int, event: object) -> None:
+        assert isinstance(event, AnyDaemonEvent)
         peer = self.peers[number - 1]
         match event:
-            case Listening():
+            case DaemonStartedEvent():
                 peer.endpoint, peer.control_port = event.endpoint, event.control_port
-            case Invitation():
+            case InvitationCreatedEvent():
                 peer.token = event.token
-            case ModelReady():
-                peer.ready = event.ready
-            case Ended():
+            case ModelReadinessChangedEvent():
+                peer.is_ready = event.ready
+            case DaemonEndedEvent():
                 peer.ended = event
-        self._wake()
+        self._wake_waiters()
         if not self._closing:
             self._on_event(number, event)
 
-    def _exited(self, number: int, code: int) -> None:
+    def _on_exit(self, number: int, code: int) -> None:
         peer = self.peers[number - 1]
         if self._closing:
             return
         if peer.ended is None:
             last = (peer.child.tail.splitlines() or [""])[-1]
-            peer.ended = Ended(code=1, text=f"it {how_it_ended(code)}. {last}".strip())
-        self._wake()
+            peer.ended = DaemonEndedEvent(code=1, text=f"it {exit_text(code)}. {last}".strip())
+        self._wake_waiters()
         self._on_event(number, peer.ended)
 
-    def _wake(self) -> None:
+    def _wake_waiters(self) -> None:
         for peer in self.peers:
-            peer.news.set()
+            peer.changed.set()
 
 
-def take_home(under: Home) -> tuple[Home, HomeLock]:
+def acquire_demo_home(under: Home) -> tuple[Home, HomeLock]:
     """The first demo home that no other demo uses, locked.
 
     Raises:
@@ -206,14 +206,14 @@ def take_home(under: Home) -> tuple[Home, HomeLock]:
         private_folder(home.root)
         lock = HomeLock(home)
         if lock.try_acquire():
-            patiently(partial(home.run_file.unlink, missing_ok=True))
+            retry_while_busy(partial(home.run_file.unlink, missing_ok=True))
             return home, lock
     raise UsageError(f"{MAX_DEMOS} demos run already under {under.root}: stop one with Ctrl-C")
 
 
 def demo_homes(under: Home) -> list[Home]:
     """Where demos may run."""
-    return [under.demo(number) for number in range(1, MAX_DEMOS + 1)]
+    return [under.demo_home(number) for number in range(1, MAX_DEMOS + 1)]
 
 
 def first_peer(demo: Home) -> Home:
@@ -224,13 +224,13 @@ def first_peer(demo: Home) -> Home:
 def _delete(home: Home) -> None:
     """Delete the home of an earlier demo's daemon, which may not have quite ended."""
     try:
-        patiently(partial(shutil.rmtree, home.root), _DYING_S)
+        retry_while_busy(partial(shutil.rmtree, home.root), _DELETE_TIMEOUT_S)
     except OSError as error:
         raise UsageError(
             f"can't delete {home.root}: {error}. End what still uses it, or delete it by hand."
         ) from error
 
 
-def _error(number: int, ended: Ended) -> MolinkError:
+def _error_of(number: int, ended: DaemonEndedEvent) -> MolinkError:
     kind = UsageError if ended.code == UsageError.exit_code else WorkerError
     return kind(f"demo peer {number} ended: {ended.text}")

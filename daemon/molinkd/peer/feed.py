@@ -11,7 +11,7 @@ from molink.swarm.frontend.generation import GeneratedToken
 Item = GeneratedToken | MolinkError
 
 
-class Feed:
+class TokenQueue:
     """A queue with one reader. Many tokens cost the reader's loop one wake-up.
 
     Its length is bounded by the window of the request's credit.
@@ -33,7 +33,7 @@ class Feed:
             with contextlib.suppress(RuntimeError):  # the reader's loop has been closed
                 self._loop.call_soon_threadsafe(self._filled.set)
 
-    async def take(self) -> list[Item]:
+    async def get_all(self) -> list[Item]:
         """Wait for items and take all there are."""
         await self._filled.wait()
         with self._lock:

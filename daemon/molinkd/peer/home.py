@@ -12,7 +12,7 @@ import platformdirs
 from molink.errors import UsageError
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.secrets import load_keys, private_folder
-from molinkd.peer.command_line import program, quoted
+from molinkd.peer.command_line import molink_command, quote_word
 from molinkd.peer.platform import lock_file, unlock_file
 
 
@@ -23,24 +23,24 @@ class Home:
     root: Path
 
     @classmethod
-    def find(cls, explicit: Path | None = None) -> "Home":
+    def find_home(cls, explicit: Path | None = None) -> "Home":
         """The folder named on the command line, by ``MOLINK_HOME``, or the platform's own."""
         if explicit is None:
             named = os.environ.get("MOLINK_HOME")
             explicit = Path(named) if named else platformdirs.user_state_path("molink", False)
         return cls(explicit.expanduser().absolute())
 
-    def typed(self, command: str) -> str:
+    def format_command(self, command: str) -> str:
         """`` `molink COMMAND` `` as it is typed on this PC for this home: hints to a person.
 
         With molink's path where it isn't on the PATH, and with ``--home`` where it isn't the one
         that is taken without.
         """
-        if self.root == Home.find().root:
-            return f"`{program()} {command}`"
-        return f"`{program()} {command} --home {quoted(str(self.root))}`"
+        if self.root == Home.find_home().root:
+            return f"`{molink_command()} {command}`"
+        return f"`{molink_command()} {command} --home {quote_word(str(self.root))}`"
 
-    def create(self) -> "Home":
+    def create_folders(self) -> "Home":
         """Make the folder if it isn't there.
 
         Raises:
@@ -55,11 +55,11 @@ class Home:
                 ) from error
         return self
 
-    def keys(self) -> KeyPair:
+    def load_keys(self) -> KeyPair:
         """This peer's identity; made at first use."""
         return load_keys(self.root / "peer.key")
 
-    def demo(self, number: int) -> "Home":
+    def demo_home(self, number: int) -> "Home":
         """The home of the ``number``-th demo, under this one."""
         return Home(self.root / ("demo" if number == 1 else f"demo-{number}"))
 
@@ -129,22 +129,22 @@ class Home:
         return self.root / "devices"
 
     @property
-    def avoid(self) -> Path:
+    def disabled_kernels(self) -> Path:
         """Kernels that this PC's device computes wrongly with, as ``molink doctor`` has found."""
         return self.root / "avoid.json"
 
     @property
-    def proofs(self) -> Path:
+    def kernel_checks(self) -> Path:
         """How kernels were found to compute when stages were loaded."""
         return self.root / "proofs.json"
 
 
-def copy_measured(source: Home, target: Home) -> None:
+def copy_measurements(source: Home, target: Home) -> None:
     """Give ``target``, a home on the same device, what ``source`` has measured of it.
 
     What can't be copied is measured again.
     """
-    for path in (source.device, source.proofs, *source.profiles.glob("*.json")):
+    for path in (source.device, source.kernel_checks, *source.profiles.glob("*.json")):
         if path.exists():
             copy = target.root / path.relative_to(source.root)
             private_folder(copy.parent)
@@ -176,8 +176,8 @@ class HomeLock:
         """
         if not self.try_acquire():
             raise UsageError(
-                f"another molink daemon uses {self._home.root}. See {self._home.typed('status')}; "
-                f"{self._home.typed('down')} ends it. Or give this one its own folder with --home."
+                f"another molink daemon uses {self._home.root}. See {self._home.format_command('status')}; "
+                f"{self._home.format_command('down')} ends it. Or give this one its own folder with --home."
             )
 
     def release(self) -> None:

@@ -7,7 +7,7 @@ from typing import BinaryIO, Literal
 
 import msgspec
 
-from molink.wire.messages.instructions import KnockingPc
+from molink.wire.messages.instructions import PendingPairing
 from molink.wire.messages.reports import TransferState
 from molinkd.peer.settings import Settings
 
@@ -33,20 +33,20 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     pc: str = ""
 
 
-class LaunchEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+class DaemonEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """Something that whoever started the daemon wants to know."""
 
 
-class Serving(LaunchEvent, frozen=True, kw_only=True, tag="serving"):
+class ModelFoundEvent(DaemonEvent, frozen=True, kw_only=True, tag="serving"):
     """The model that ``up`` has been asked to serve."""
 
     model: str
     path: str
     #: Whether it sees images too, which aren't served.
-    sees: bool = False
+    has_vision: bool = False
 
 
-class Listening(LaunchEvent, frozen=True, kw_only=True, tag="listening"):
+class DaemonStartedEvent(DaemonEvent, frozen=True, kw_only=True, tag="listening"):
     """The daemon is up; its endpoint answers."""
 
     name: str
@@ -56,7 +56,7 @@ class Listening(LaunchEvent, frozen=True, kw_only=True, tag="listening"):
     pid: int
 
 
-class Invitation(LaunchEvent, frozen=True, kw_only=True, tag="invitation"):
+class InvitationCreatedEvent(DaemonEvent, frozen=True, kw_only=True, tag="invitation"):
     """A join token for so many other PCs."""
 
     token: str
@@ -65,70 +65,70 @@ class Invitation(LaunchEvent, frozen=True, kw_only=True, tag="invitation"):
     discovery: bool = False
 
 
-class KnocksNow(LaunchEvent, frozen=True, kw_only=True, tag="knocks"):
+class PairingsChangedEvent(DaemonEvent, frozen=True, kw_only=True, tag="knocks"):
     """All PCs that ask to be let in now; again whenever they are others."""
 
-    knocks: tuple[KnockingPc, ...]
+    pairings: tuple[PendingPairing, ...]
 
 
-class StageNow(LaunchEvent, frozen=True, kw_only=True, tag="stage"):
+class StageStatusChangedEvent(DaemonEvent, frozen=True, kw_only=True, tag="stage"):
     """What this peer's stages are doing, in one line."""
 
     text: str
 
 
-class Transferring(LaunchEvent, frozen=True, kw_only=True, tag="transfers"):
+class TransfersChangedEvent(DaemonEvent, frozen=True, kw_only=True, tag="transfers"):
     """How far the files are that come to this PC; twice a second, and with none at the end."""
 
     transfers: tuple[TransferState, ...] = ()
 
 
-class ModelReady(LaunchEvent, frozen=True, kw_only=True, tag="ready"):
+class ModelReadinessChangedEvent(DaemonEvent, frozen=True, kw_only=True, tag="ready"):
     """Whether requests for a model can be served."""
 
     model: str
     ready: bool
 
 
-class NotServed(LaunchEvent, frozen=True, kw_only=True, tag="not-served"):
+class ModelUnavailableEvent(DaemonEvent, frozen=True, kw_only=True, tag="not-served"):
     """Why requests for a model can't be served; again whenever that is another reason."""
 
     model: str
     reason: str
 
 
-class Trouble(LaunchEvent, frozen=True, kw_only=True, tag="trouble"):
+class ProblemReportedEvent(DaemonEvent, frozen=True, kw_only=True, tag="trouble"):
     """Something a person may have to see to; the daemon goes on."""
 
     text: str
 
 
-class Ended(LaunchEvent, frozen=True, kw_only=True, tag="ended"):
+class DaemonEndedEvent(DaemonEvent, frozen=True, kw_only=True, tag="ended"):
     """The daemon can't go on. ``code`` is the exit code."""
 
     code: int
     text: str
 
 
-AnyEvent = (
-    Serving
-    | Listening
-    | Invitation
-    | KnocksNow
-    | StageNow
-    | Transferring
-    | ModelReady
-    | NotServed
-    | Trouble
-    | Ended
+AnyDaemonEvent = (
+    ModelFoundEvent
+    | DaemonStartedEvent
+    | InvitationCreatedEvent
+    | PairingsChangedEvent
+    | StageStatusChangedEvent
+    | TransfersChangedEvent
+    | ModelReadinessChangedEvent
+    | ModelUnavailableEvent
+    | ProblemReportedEvent
+    | DaemonEndedEvent
 )
-Announce = Callable[[AnyEvent], None]
+Announce = Callable[[AnyDaemonEvent], None]
 
 
 def read_event(stream: BinaryIO) -> object | None:
     """The next event of a daemon; lines that are none are passed over."""
     for line in iter(lambda: stream.readline(65536), b""):
         with contextlib.suppress(msgspec.MsgspecError):
-            event: AnyEvent = msgspec.json.decode(line, type=AnyEvent)
+            event: AnyDaemonEvent = msgspec.json.decode(line, type=AnyDaemonEvent)
             return event
     return None

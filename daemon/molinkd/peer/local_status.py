@@ -4,16 +4,16 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from molink.swarm.controller.status import show_head, show_report
+from molink.swarm.controller.status import scheduler_status, report_status
 from molink.wire.messages.instructions import Route
 from molink.wire.messages.reports import PeerReport
-from molinkd.peer.membership.membership import Membership
+from molinkd.peer.membership.membership import MembershipRecord
 
 _UNREACHABLE = "this PC can't reach its first stage"
 
 
 def local_status(
-    membership: Membership,
+    membership: MembershipRecord,
     me: str,
     report: PeerReport,
     routes: Sequence[Route],
@@ -28,7 +28,7 @@ def local_status(
         "id": me,
         "name": report.name,
         "address": report.addresses[0] if report.addresses else "",
-        **show_report(report),
+        **report_status(report),
     }
     status: dict[str, Any] = {
         "swarm": membership.swarm,
@@ -43,7 +43,7 @@ def local_status(
                 "epoch": route.epoch,
                 "ready": route.pipeline in usable,
                 "stages": [],
-                "head": show_head(report, route.pipeline),
+                "head": scheduler_status(report, route.pipeline),
                 "reason": "" if route.pipeline in usable else route.reason or _UNREACHABLE,
             }
             for route in routes

@@ -18,13 +18,13 @@ from molinkd.descriptors import raise_descriptor_limit
 from molinkd.parent import watch_input
 from molinkd.peer.daemon import Daemon
 from molinkd.peer.home import Home
-from molinkd.peer.launch import Announce, AnyEvent, Ended, Launch
+from molinkd.peer.launch import Announce, AnyDaemonEvent, DaemonEndedEvent, Launch
 from molinkd.peer.platform import on_terminate
 
 #: The argument of a daemon that outlives who started it.
 DETACHED = "--detached"
 #: Longest order on standard input, in bytes.
-_MAX_ORDER = 1 << 20
+_MAX_LAUNCH_BYTES = 1 << 20
 
 
 def run_daemon(
@@ -65,7 +65,7 @@ def run_daemon(
 @contextlib.contextmanager
 def log_to_file(home: Home, level: str) -> Iterator[None]:
     """Meanwhile, write the log to the home's bounded ``daemon.log``."""
-    folder = home.create().logs
+    folder = home.create_folders().logs
     handler = logging.handlers.RotatingFileHandler(
         folder / "daemon.log", maxBytes=1 << 20, backupCount=1, encoding="utf-8"
     )
@@ -90,7 +90,7 @@ def main() -> None:
     """
     detached = sys.argv[1:] == [DETACHED]
     try:
-        launch = _read_order()
+        launch = _read_launch()
         level = launch.settings.log_level
         if detached:
             with log_to_file(Home(Path(launch.home)), level):
@@ -102,21 +102,21 @@ def main() -> None:
             run_daemon(launch, _print_event, watch_input)
     except MolinkError as error:
         with contextlib.suppress(OSError):
-            _print_event(Ended(code=error.exit_code, text=str(error)))
+            _print_event(DaemonEndedEvent(code=error.exit_code, text=str(error)))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _read_order() -> Launch:
-    order = sys.stdin.buffer.readline(_MAX_ORDER)
+def _read_launch() -> Launch:
+    order = sys.stdin.buffer.readline(_MAX_LAUNCH_BYTES)
     try:
         return msgspec.json.decode(order, type=Launch)
     except msgspec.MsgspecError as error:
         raise UsageError(f"standard input holds no order for a daemon: {error}") from None
 
 
-def _print_event(event: AnyEvent) -> None:
+def _print_event(event: AnyDaemonEvent) -> None:
     """One line of JSON; nothing any more once whoever read it has gone.
 
     Raises:

@@ -11,61 +11,61 @@ from pathlib import Path
 
 from msgspec import structs
 
-from molink.checkpoint.source import DEMO_MODEL, demo_model
+from molink.checkpoint.source import DEMO_MODEL_NAME, find_demo_model
 from molink.errors import MolinkError
 from molink.swarm.frontend.stream import StreamLimits
-from molink.swarm.membership.versions import ours
+from molink.swarm.membership.versions import own_version
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage, data_codec
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.instructions import (
     Assign,
-    Form,
-    Knocking,
-    Member,
-    MemberGone,
+    FormPipeline,
+    PendingPairings,
+    PeerInfo,
+    PeerRemoved,
     Notice,
     Prefetch,
     Revoked,
     Route,
-    RouteGone,
+    RouteRemoved,
     StageAddress,
     StageProfile,
-    Twin,
+    DuplicatePeer,
     Unassign,
 )
-from molink.wire.messages.leading import SendState, SharedState
-from molink.wire.messages.reports import MAX_LATENCY, PeerReport, Reached, TransferState
+from molink.wire.messages.leading import StateRequest, StateReplica
+from molink.wire.messages.reports import MAX_LATENCY, PeerReport, ReachReport, TransferState
 from molink.wire.messages.requests import LeaveRequest, StatusRequest
 from molink.wire.sockets.endpoints import endpoints
-from molinkd.api.backend import Figures, ServedModel
-from molinkd.peer.agent.assignments import Assignments
-from molinkd.peer.agent.awake import Awake
-from molinkd.peer.agent.device_probe import Measured
-from molinkd.peer.agent.gpu_use import OwnUse
-from molinkd.peer.agent.link_rates import LinkRates
-from molinkd.peer.agent.pauser import Pauser
-from molinkd.peer.agent.readiness import Readiness
+from molinkd.api.backend import MetricValues, ServedModel
+from molinkd.peer.agent.assignments import StageManager
+from molinkd.peer.agent.awake import SleepInhibitor
+from molinkd.peer.agent.device_probe import MeasuredDevice
+from molinkd.peer.agent.gpu_use import OwnGpuUsage
+from molinkd.peer.agent.link_rates import LinkRateReporter
+from molinkd.peer.agent.pauser import PauseController
+from molinkd.peer.agent.readiness import ReadinessMonitor
 from molinkd.peer.artifacts.hashing import Hasher
-from molinkd.peer.artifacts.hub_source import hub_source
-from molinkd.peer.artifacts.library import Library
-from molinkd.peer.artifacts.shelf import Shelf
-from molinkd.peer.artifacts.sources import Sources
-from molinkd.peer.artifacts.store import Store
+from molinkd.peer.artifacts.hub_source import open_hub_source
+from molinkd.peer.artifacts.library import ModelRepository
+from molinkd.peer.artifacts.shelf import PartialModels
+from molinkd.peer.artifacts.sources import PeerConnector
+from molinkd.peer.artifacts.store import ModelStore
 from molinkd.peer.artifacts.suppliers import Source
-from molinkd.peer.copies import Copies
+from molinkd.peer.copies import Replicator
 from molinkd.peer.election.leadership import Leadership
-from molinkd.peer.frontend.heads import Heads
+from molinkd.peer.frontend.heads import SchedulerConnections
 from molinkd.peer.frontend.served import ServedModels
-from molinkd.peer.frontend.streams import Requests
-from molinkd.peer.launch import KnocksNow, StageNow, Transferring, Trouble
+from molinkd.peer.frontend.streams import SwarmBackend
+from molinkd.peer.launch import PairingsChangedEvent, StageStatusChangedEvent, TransfersChangedEvent, ProblemReportedEvent
 from molinkd.peer.local_status import local_status
-from molinkd.peer.membership.addresses import advertised
-from molinkd.peer.membership.detours import Detours
-from molinkd.peer.membership.known_members import KnownMembers
+from molinkd.peer.membership.addresses import advertised_addresses
+from molinkd.peer.membership.detours import RelayedRoutes
+from molinkd.peer.membership.known_members import PeerDirectory
 from molinkd.peer.membership.probe import can_connect
 from molinkd.peer.membership.session import CoordinatorSession
-from molinkd.peer.relaying import Relaying
+from molinkd.peer.relaying import RelayController
 from molinkd.peer.resources import Resources
 from molinkd.peer.running_clock import RunningClock
 
@@ -88,50 +88,50 @@ class Node:
         ``on_revoked()`` is called when the coordinator says that this peer is no member any more,
         ``on_twin()`` when another PC with the same key runs already.
         """
-        self._on_twin = on_twin
+        self._on_duplicate = on_twin
         self._resources, self._leadership = resources, leadership
-        self._endpoint, self._on_revoked = endpoint, on_revoked
-        self._said = ""
-        self._left = False
-        self._awake = Awake()
-        self._relaying = Relaying(resources, lambda told: self.session.tell(told), self._detour)
-        detours = self._relaying.detours
-        changed, went = self._members_changed, self._member_went
-        self._members = KnownMembers(
-            resources, leadership.replica, self._tried, changed, went, detours
+        self._api_url, self._on_banned = endpoint, on_revoked
+        self._stage_text = ""
+        self._has_left = False
+        self._sleep_inhibitor = SleepInhibitor()
+        self._relay = RelayController(resources, lambda told: self.session.send_message(told), self._on_relayed_route)
+        relayed_routes = self._relay.routes
+        changed, went = self._on_peers_changed, self._on_peer_removed
+        self._peers = PeerDirectory(
+            resources, leadership.replica, self._report_reach, changed, went, relayed_routes
         )
-        self._store = _open_store(resources, self._members, detours)
+        self._store = _create_store(resources, self._peers, relayed_routes)
         self.session = self._make_session(resources)
         self._data_codec = data_codec()
-        self._assignments = self._make_assignments(resources)
+        self._stages = self._make_assignments(resources)
         settings = resources.settings
-        self._pauser = Pauser(settings, self._own_use, self._paused)
-        self._assignments.pause(bool(self._pauser.reason))
-        self._link_rates = LinkRates(self._assignments.link_rates, self._measured_rate)
-        self._copies = Copies(
+        self._pause_controller = PauseController(settings, self._own_gpu_usage, self._on_pause_changed)
+        self._stages.set_paused(bool(self._pause_controller.stage_pause_reason))
+        self._link_rates = LinkRateReporter(self._stages.collect_link_rates, self._report_rate)
+        self._replicator = Replicator(
             self._store,
-            resources.library,
-            self._assignments.layers,
+            resources.repository,
+            self._stages.held_layers,
             self.session.report_now,
-            self._assignments.holds,
-            wanted=settings.copies and settings.stage != "none",
+            self._stages.has_pipeline,
+            wanted=settings.replicate_models and settings.stage != "none",
         )
         loop = asyncio.get_running_loop()
         self._clock = RunningClock(loop)
-        self._shelf = Shelf(resources.home.models, resources.library, self.session.report_now)
-        self._heads = Heads(
-            resources.context, resources.keys, self._heads_changed, self._head_said, detours.address
+        self._partial_models = PartialModels(resources.home.models, resources.repository, self.session.report_now)
+        self._schedulers = SchedulerConnections(
+            resources.context, resources.keys, self._on_targets_changed, self._on_scheduler_message, relayed_routes.localize_stage
         )
-        limits = StreamLimits(hold_s=settings.hold)
-        self.requests = Requests(
-            self._heads, limits, self._metrics, self._clock, self.status, settings.router
+        limits = StreamLimits(pipeline_wait_timeout=settings.pipeline_wait_timeout)
+        self.backend = SwarmBackend(
+            self._schedulers, limits, self._collect_metrics, self._clock, self.query_status, settings.router
         )
-        self._served = ServedModels(self._store, self._models_changed, self._trouble)
-        self._readiness = Readiness(
-            resources.announce, self.session, self._assignments, self.requests
+        self._served = ServedModels(self._store, self._on_models_changed, self._announce_problem)
+        self._readiness = ReadinessMonitor(
+            resources.announce, self.session, self._stages, self.backend
         )
-        self._members.remember()
-        self._watching = loop.create_task(self._store.transfers.watch(self._tell_transfers))
+        self._peers.load_replica()
+        self._transfer_watcher = loop.create_task(self._store.transfers.watch_transfers(self._announce_transfers))
 
     def _make_session(self, resources: Resources) -> CoordinatorSession:
         leadership = self._leadership
@@ -139,300 +139,300 @@ class Node:
             resources.context,
             resources.keys,
             leadership.target,
-            self._report,
-            self._take,
-            self._welcomed,
-            self._trouble,
-            leadership.noted,
-            leadership.cut,
+            self._build_report,
+            self._on_message,
+            self._on_welcome,
+            self._announce_problem,
+            leadership.on_heartbeat,
+            leadership.on_connection_lost,
         )
-        leadership.on_follow = session.follow
+        leadership.on_follow = session.follow_coordinator
         return session
 
-    def _make_assignments(self, resources: Resources) -> Assignments:
-        return Assignments(
+    def _make_assignments(self, resources: Resources) -> StageManager:
+        return StageManager(
             resources.settings,
             resources.keys,
             self._store,
-            self._members.book,
+            self._peers.book,
             resources.home,
-            self.session.tell,
-            self._stages_changed,
-            resources.offenders.blocked,
-            self._reaches,
+            self.session.send_message,
+            self._on_stages_changed,
+            resources.banned_peers.record_ban,
+            self._can_reach,
         )
 
-    def start(self, measured: Measured) -> None:
+    def start(self, measured: MeasuredDevice) -> None:
         """Begin to report to the coordinator and to do what it says."""
-        self._measured = measured
-        self._assignments.measured(measured)
+        self._device = measured
+        self._stages.set_device(measured)
         self.session.start()
         self._leadership.start()
         self._link_rates.start()
-        self._shelf.start()
-        self._pauser.start(measured.device)
+        self._partial_models.start()
+        self._pause_controller.start(measured.device)
 
-    async def goodbye(self) -> None:
+    async def send_goodbye(self) -> None:
         """Have the others go on without this peer, before anything of it ends."""
         self._leadership.resign()
         # Our own coordinator ends with us, and another one looks who is still there.
-        if not self._leadership.leads and not self._left:
-            await self.session.goodbye()
+        if not self._leadership.is_leader and not self._has_left:
+            await self.session.send_goodbye()
 
     async def close(self) -> None:
         """End the session, all requests, transfers and workers."""
-        await self._pauser.close()
+        await self._pause_controller.close()
         await self._link_rates.close()
-        self._watching.cancel()
-        await asyncio.gather(self._watching, return_exceptions=True)
+        self._transfer_watcher.cancel()
+        await asyncio.gather(self._transfer_watcher, return_exceptions=True)
         await self._readiness.close()
         await self.session.close()
-        await self._members.close()
-        await self._relaying.close()
-        self.requests.close()
+        await self._peers.close()
+        await self._relay.close()
+        self.backend.close()
         self._clock.close()
         await self._served.close()
-        await self._copies.close()
-        await self._shelf.close()
-        await self._heads.close()
-        await self._assignments.close()
-        self._awake.close()
+        await self._replicator.close()
+        await self._partial_models.close()
+        await self._schedulers.close()
+        await self._stages.close()
+        self._sleep_inhibitor.close()
 
     # --- for the user of this PC -------------------------------------------------------------
 
-    async def status(self, outlook: bool = False) -> bytes:
+    async def query_status(self, scale_out: bool = False) -> bytes:
         """The coordinator's view of the swarm; this peer's if it can't be asked (JSON, UTF-8).
 
         Either way with the members that this PC has cut off.
         """
         try:
-            asked = StatusRequest(ref=0, outlook=outlook)
+            asked = StatusRequest(ref=0, scale_out=scale_out)
             _, text = await self.session.request_payload(asked, timeout=3.0)
         except MolinkError as error:
-            reason = self.session.failure or str(error)
-            routes = self._heads.routes
+            reason = self.session.failure_reason or str(error)
+            routes = self._schedulers.routes
             usable = {
-                target.pipeline for route in routes for target in self._heads.targets(route.model)
+                target.pipeline for route in routes for target in self._schedulers.ready_targets(route.model)
             }
             text = local_status(
-                self._leadership.target, self._resources.me, self._report(), routes, reason, usable
+                self._leadership.target, self._resources.me, self._build_report(), routes, reason, usable
             )
-        return self._resources.offenders.shown_in(text)
+        return self._resources.banned_peers.add_to_status(text)
 
-    async def relay(
+    async def forward_request(
         self, message: ControlMessage, payload: bytes | None = None
     ) -> tuple[ControlMessage, bytes]:
         """What the coordinator answers to a request of this PC's user, with the payload."""
         return await self.session.request_payload(message, payload=payload)
 
-    async def leave(self) -> None:
+    async def leave_swarm(self) -> None:
         """Tell the coordinator that this peer is no member any more, if it can be told."""
         try:
             await self.session.request(LeaveRequest(ref=0), timeout=5.0)
-            self._left = True
+            self._has_left = True
         except MolinkError as error:
-            self._trouble(f"the coordinator was not told: {error}")
+            self._announce_problem(f"the coordinator was not told: {error}")
 
     @property
     def device(self) -> str:
         """This peer's device, as torch calls it."""
-        return self._measured.name
+        return self._device.name
 
-    def drain(self, drain: bool) -> None:
+    def set_drained(self, drain: bool) -> None:
         """Hold no layers for now, or do so again; the coordinator sees to it."""
-        self._pauser.drain(drain)
+        self._pause_controller.set_drained(drain)
 
     # --- the coordinator ---------------------------------------------------------------------
 
-    def _report(self) -> PeerReport:
-        settings, paused, speaks = self._resources.settings, self._pauser.reason, ours()
+    def _build_report(self) -> PeerReport:
+        settings, paused, speaks = self._resources.settings, self._pause_controller.stage_pause_reason, own_version()
         return PeerReport(
             name=settings.name,
             version=speaks.version,
             protocol=speaks.protocol,
-            addresses=advertised(settings.host, settings.advertise),
+            addresses=advertised_addresses(settings.host, settings.advertise),
             control_port=self._resources.server.port,
-            endpoint=self._endpoint(),
+            api_address=self._api_url(),
             daemon_pid=os.getpid(),
             stage="none" if paused else settings.stage,
-            paused=paused,
-            device=self._measured.device,
-            models=self._resources.library.names,
-            workers=self._assignments.states(),
-            prefetched=self._assignments.prefetched,
+            pause_reason=paused,
+            device=self._device.device,
+            models=self._resources.repository.model_names,
+            workers=self._stages.stage_states(),
+            prefetch=self._stages.prefetch_state,
             replica=self._leadership.replica.version,
-            system=sys.platform,
+            platform=sys.platform,
             worker_ports=settings.worker_ports,
-            copied=self._copies.percent,
-            parts=self._shelf.parts([route.root for route in self._heads.routes]),
-            transfers=self._transfers(),
-            routes=self._heads.known,
-            relays=settings.relay and not self._pauser.resting,
-            load=self._assignments.supervisor.load(),
-            pc=self._resources.pc,
+            replicated_percent=self._replicator.percent,
+            partial_models=self._partial_models.list_models([route.root for route in self._schedulers.routes]),
+            transfers=self._transfer_states(),
+            routes=self._schedulers.route_summaries,
+            can_relay=settings.relay and not self._pause_controller.pause_reason,
+            load=self._stages.supervisor.measure_load(),
+            primary_peer=self._resources.pc,
         )
 
-    def _welcomed(self) -> None:
-        self._members.welcomed()
-        self._link_rates.repeat()
-        self._heads.welcomed()
-        self._assignments.repeat()
+    def _on_welcome(self) -> None:
+        self._peers.on_welcome()
+        self._link_rates.report_all()
+        self._schedulers.on_welcome()
+        self._stages.resend_reports()
 
-    def _take(self, message: ControlMessage, payload: memoryview | None) -> None:
+    def _on_message(self, message: ControlMessage, payload: memoryview | None) -> None:
         match message:
-            case SharedState() | SendState():
-                self._share(payload)
-            case Member() | MemberGone():
-                self._members.take(message)
+            case StateReplica() | StateRequest():
+                self._exchange_state(payload)
+            case PeerInfo() | PeerRemoved():
+                self._peers.on_message(message)
             case Revoked():
-                self._left = True
-                self._on_revoked()
-            case Twin():
-                self._left = True  # the other one stays
-                self._on_twin()
+                self._has_left = True
+                self._on_banned()
+            case DuplicatePeer():
+                self._has_left = True  # the other one stays
+                self._on_duplicate()
             case Notice():
                 if message.text:
-                    self._trouble(message.text)
-            case Knocking():
-                self._resources.announce(KnocksNow(knocks=message.knocks))
-            case Prefetch() | Assign() | StageProfile() | Form() | Unassign():
-                self._assignments.handle(self._relaying.detours.order(message))
+                    self._announce_problem(message.text)
+            case PendingPairings():
+                self._resources.announce(PairingsChangedEvent(pairings=message.pairings))
+            case Prefetch() | Assign() | StageProfile() | FormPipeline() | Unassign():
+                self._stages.handle_order(self._relay.routes.localize_order(message))
             case Route():
-                self._forget_routes(self._heads.update(message))
-                self._served.update(message)
-                self._copies.serve(message)
-                self._readiness.take(message)
-            case RouteGone():
-                self._heads.remove(message.pipeline)
-                self._forget_routes([message.pipeline])
-            case _ if not self._relaying.take(message):
+                self._drop_pipelines(self._schedulers.update_route(message))
+                self._served.update_route(message)
+                self._replicator.update_route(message)
+                self._readiness.on_route(message)
+            case RouteRemoved():
+                self._schedulers.remove_pipeline(message.pipeline)
+                self._drop_pipelines([message.pipeline])
+            case _ if not self._relay.on_message(message):
                 log.debug("unexpected %s of the coordinator", type(message).__name__)
 
-    def _forget_routes(self, pipelines: Sequence[str]) -> None:
-        self._readiness.forget(pipelines)
+    def _drop_pipelines(self, pipelines: Sequence[str]) -> None:
+        self._readiness.drop_pipelines(pipelines)
         for pipeline in pipelines:
-            self._served.remove(pipeline)
-            self._copies.gone(pipeline)
+            self._served.remove_pipeline(pipeline)
+            self._replicator.remove_pipeline(pipeline)
 
-    def _share(self, payload: memoryview | None) -> None:
+    def _exchange_state(self, payload: memoryview | None) -> None:
         """Take the coordinator's state, or send the copy of it that is here."""
-        held = self._leadership.replica.held
+        held = self._leadership.replica.replica
         if payload is not None:
-            self._leadership.shared(payload)
-            self._members.remember()
+            self._leadership.on_shared_state(payload)
+            self._peers.load_replica()
         elif held is not None:
             data = held.encode()
-            self.session.tell(SharedState(payload=Payload("u8", (len(data),))), data)
+            self.session.send_message(StateReplica(payload=Payload("u8", (len(data),))), data)
 
-    def _members_changed(self) -> None:
-        self._assignments.members_changed()
+    def _on_peers_changed(self) -> None:
+        self._stages.update_peer_keys()
 
-    def _member_went(self, peer: str) -> None:
-        self._link_rates.forget(peer)
-        self._store.forget(peer)
+    def _on_peer_removed(self, peer: str) -> None:
+        self._link_rates.drop_peer(peer)
+        self._store.drop_peer(peer)
 
-    def _tried(self, peer: str, reached: bool, away: float | None, relayed: bool) -> None:
-        if away is not None:
-            away = min(away, MAX_LATENCY)
-        self.session.tell(Reached(peer=peer, ok=reached, latency=away, relayed=relayed))
+    def _report_reach(self, peer: str, reached: bool, latency: float | None, relayed: bool) -> None:
+        if latency is not None:
+            latency = min(latency, MAX_LATENCY)
+        self.session.send_message(ReachReport(peer=peer, is_reachable=reached, latency=latency, is_relayed=relayed))
 
-    def _detour(self, peer: str) -> None:
+    def _on_relayed_route(self, peer: str) -> None:
         """One to a member has come, or is gone."""
-        self._members.retry(peer)
-        self._heads.moved(peer)
+        self._peers.retry_peer(peer)
+        self._schedulers.reconnect_peer(peer)
 
-    def _measured_rate(self, peer: str, rate: float) -> None:
-        self.session.tell(Reached(peer=peer, ok=True, rate=rate))
+    def _report_rate(self, peer: str, rate: float) -> None:
+        self.session.send_message(ReachReport(peer=peer, is_reachable=True, rate=rate))
 
-    async def _reaches(self, stage: StageAddress) -> bool:
+    async def _can_reach(self, stage: StageAddress) -> bool:
         targets = endpoints(stage.addresses, stage.port)
         resources = self._resources
         return await can_connect(
             resources.context, resources.keys, self._data_codec, stage.public_key, targets
         )
 
-    def _trouble(self, text: str) -> None:
-        self._resources.announce(Trouble(text=text))
+    def _announce_problem(self, text: str) -> None:
+        self._resources.announce(ProblemReportedEvent(text=text))
 
     # --- what changes here -------------------------------------------------------------------
 
-    def _own_use(self) -> OwnUse:
-        return self._assignments.supervisor.own_use
+    def _own_gpu_usage(self) -> OwnGpuUsage:
+        return self._stages.supervisor.own_gpu_usage
 
-    def _paused(self) -> None:
-        self._assignments.pause(bool(self._pauser.reason))
+    def _on_pause_changed(self) -> None:
+        self._stages.set_paused(bool(self._pause_controller.stage_pause_reason))
         self.session.report_now()
 
-    def _stages_changed(self) -> None:
+    def _on_stages_changed(self) -> None:
         self.session.report_now()
         if self._resources.settings.keep_awake:
-            self._awake.keep(bool(self._assignments.states()))
-        text = self._assignments.describe()
-        if text != self._said:
-            self._said = text
-            self._resources.announce(StageNow(text=text))
+            self._sleep_inhibitor.inhibit_sleep(bool(self._stages.stage_states()))
+        text = self._stages.describe_stages()
+        if text != self._stage_text:
+            self._stage_text = text
+            self._resources.announce(StageStatusChangedEvent(text=text))
 
-    def _transfers(self) -> tuple[TransferState, ...]:
+    def _transfer_states(self) -> tuple[TransferState, ...]:
         """What comes to this PC, with the names of those who send it."""
         return tuple(
-            structs.replace(one, source=self._members.book.name(one.source))
-            for one in self._store.transfers.shown()
+            structs.replace(one, source=self._peers.book.name_of(one.source))
+            for one in self._store.transfers.transfer_states()
         )
 
-    def _tell_transfers(self) -> None:
-        self._resources.announce(Transferring(transfers=self._transfers()))
+    def _announce_transfers(self) -> None:
+        self._resources.announce(TransfersChangedEvent(transfers=self._transfer_states()))
 
-    def _models_changed(self, models: Sequence[ServedModel]) -> None:
-        self.requests.serve(models)
+    def _on_models_changed(self, models: Sequence[ServedModel]) -> None:
+        self.backend.set_models(models)
         for model in models:
-            self._readiness.model_changed(model.name)
+            self._readiness.update_model(model.name)
 
-    def _heads_changed(self, model: str) -> None:
-        self.requests.heads_changed(model)
-        self._readiness.model_changed(model)
+    def _on_targets_changed(self, model: str) -> None:
+        self.backend.on_targets_changed(model)
+        self._readiness.update_model(model)
 
-    def _head_said(self, pipeline: str, message: DataMessage, payload: memoryview | None) -> None:
-        self.requests.message(pipeline, message, payload)
+    def _on_scheduler_message(self, pipeline: str, message: DataMessage, payload: memoryview | None) -> None:
+        self.backend.on_message(pipeline, message, payload)
 
-    def _metrics(self) -> Figures:
-        figures = self._assignments.supervisor.metrics()
+    def _collect_metrics(self) -> MetricValues:
+        figures = self._stages.supervisor.collect_metrics()
         counters = figures.counters
         control = self._resources.server.counters
-        counters |= self._assignments.recovery.counters
-        figures.gauges.update(self._assignments.recovery.gauges)
-        counters["daemon_bytes_fetched"] = float(self._store.received)
-        counters["control_strangers_refused"] = float(control.strangers)
+        counters |= self._stages.recovery.counters
+        figures.gauges.update(self._stages.recovery.gauges)
+        counters["daemon_bytes_fetched"] = float(self._store.bytes_received)
+        counters["control_strangers_refused"] = float(control.unauthenticated)
         counters["control_messages_malformed"] = float(control.malformed)
         counters["control_messages_forbidden"] = float(control.forbidden)
         counters["control_members_blocked"] = float(control.blocked)
         return figures
 
 
-def _open_store(resources: Resources, members: KnownMembers, detours: Detours) -> Store:
+def _create_store(resources: Resources, members: PeerDirectory, relayed_routes: RelayedRoutes) -> ModelStore:
     """The model files of this PC, and those that other members have."""
-    sources = Sources(resources.context, resources.keys, members.book, detours.endpoint)
+    sources = PeerConnector(resources.context, resources.keys, members.book, relayed_routes.local_endpoint)
 
     def connect(peer: str) -> AbstractAsyncContextManager[Source]:
-        return hub_source(peer) if "@" in peer else sources.connect(peer)
+        return open_hub_source(peer) if "@" in peer else sources.connect_peer(peer)
 
-    return Store(
+    return ModelStore(
         resources.home.models,
         resources.me,
-        resources.library,
+        resources.repository,
         connect,
-        _bundled(resources.home.hashes),
-        partial(resources.offenders.blocked, "this PC, as a source of models"),
+        _bundled_models(resources.home.hashes),
+        partial(resources.banned_peers.record_ban, "this PC, as a source of models"),
         resources.transfers,
-        members.near,
+        members.is_nearby,
         hub=resources.settings.hub_files,
     )
 
 
-def _bundled(hashes: Path) -> Library:
+def _bundled_models(hashes: Path) -> ModelRepository:
     """The model that came with molink, so that nobody has to send it."""
-    library = Library(Hasher(hashes))
+    repository = ModelRepository(Hasher(hashes))
     try:
-        library.add(DEMO_MODEL, demo_model().path)
+        repository.add_model(DEMO_MODEL_NAME, find_demo_model().path)
     except MolinkError as error:
         log.info("%s", error)
-    return library
+    return repository

@@ -147,7 +147,7 @@ def until_terminated() -> Iterator[asyncio.Event]:
         undo()
 
 
-def cores() -> int:
+def num_cores() -> int:
     """CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))

@@ -20,7 +20,7 @@ def check_quantize(
     Raises:
         UsageError: the files are quantized otherwise, or a package is missing; says what to do.
     """
-    check_files(wanted, config)
+    check_quantize_files(wanted, config)
     mode = config.quantized if wanted == "none" else wanted
     if (mode == "nf4" or (mode == "int8" and kind == "cuda")) and find_spec(_PACKAGE) is None:
         raise UsageError(
@@ -29,7 +29,7 @@ def check_quantize(
         )
 
 
-def check_files(wanted: Quantize, config: ModelConfig) -> None:
+def check_quantize_files(wanted: Quantize, config: ModelConfig) -> None:
     """Check that the model's files are not quantized in another way than ``wanted``.
 
     Raises:

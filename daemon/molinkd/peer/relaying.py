@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.relaying import CloseRelay, Detour, OpenRelay, RelayOpen
-from molinkd.peer.membership.addresses import from_here
-from molinkd.peer.membership.detours import Detours
-from molinkd.peer.membership.relay import Relay
+from molink.wire.messages.relaying import CloseRelay, RelayedRoute, OpenRelay, RelayOpened
+from molinkd.peer.membership.addresses import local_dial_host
+from molinkd.peer.membership.detours import RelayedRoutes
+from molinkd.peer.membership.relay import RelayServer
 from molinkd.peer.resources import Resources
 
 
-class Relaying:
+class RelayController:
     """Carries out what the coordinator says of relays."""
 
     def __init__(
@@ -20,32 +20,32 @@ class Relaying:
         on_change: Callable[[str], None],
     ) -> None:
         """``on_change(peer)`` is called when a detour to a member comes or goes."""
-        self._resources, self._tell = resources, tell
+        self._resources, self._send = resources, tell
         settings = resources.settings
-        self.detours = Detours(from_here(settings.host), self._ports, on_change)
-        self._relay = Relay(settings.host, settings.worker_ports[1])
+        self.routes = RelayedRoutes(local_dial_host(settings.host), self._allowed_ports, on_change)
+        self._relay = RelayServer(settings.host, settings.worker_ports[1])
 
-    def take(self, message: ControlMessage) -> bool:
+    def on_message(self, message: ControlMessage) -> bool:
         """An instruction of the coordinator; ``False`` if it is about something else."""
         match message:
             case OpenRelay():
-                port = self._relay.open(message) if self._resources.settings.relay else 0
-                self._tell(RelayOpen(id=message.id, port=port))
-            case Detour():
-                self.detours.take(message)
+                port = self._relay.open_relay(message) if self._resources.settings.relay else 0
+                self._send(RelayOpened(id=message.id, port=port))
+            case RelayedRoute():
+                self.routes.on_message(message)
             case CloseRelay():
-                self._relay.stop(message.id)
-                self.detours.take(message)
+                self._relay.close_relay(message.id)
+                self.routes.on_message(message)
             case _:
                 return False
         return True
 
     async def close(self) -> None:
         """Pass on nothing more, and be reached by no detour."""
-        await self.detours.close()
+        await self.routes.close()
         await self._relay.close()
 
-    def _ports(self) -> set[int]:
+    def _allowed_ports(self) -> set[int]:
         """What a detour may lead to: those sockets of ours that every member may dial."""
         first, last = self._resources.settings.worker_ports
         return {self._resources.server.port, *(range(first, last + 1) if first else ())}

@@ -8,7 +8,7 @@ import msgspec
 
 from molink.errors import UsageError
 from molink.wire.sockets.secrets import write_secret
-from molinkd.peer.settings import SECRETS
+from molinkd.peer.settings import SECRET_SETTINGS
 
 _Option = str | int | float | bool
 
@@ -34,10 +34,10 @@ def write_options(path: Path, options: Mapping[str, Any]) -> None:
     write_secret(path, msgspec.json.encode(options).decode("utf-8"))
 
 
-def as_typed(options: Mapping[str, Any]) -> str:
+def format_options(options: Mapping[str, Any]) -> str:
     """The options as a person types them, but for secrets: ``--stage none --threads 2``."""
     return " ".join(
-        f"--{name.replace('_', '-')} {'…' if name in SECRETS else one}"
+        f"--{name.replace('_', '-')} {'…' if name in SECRET_SETTINGS else one}"
         for name, value in options.items()
         for one in (value if isinstance(value, list) else [value])
     )

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 
 import zmq.asyncio
 
-from molink.facts.identity import peer_id
-from molink.swarm.membership.offenders import Offenders
+from molink.facts.identity import derive_peer_id
+from molink.swarm.membership.offenders import BannedPeers
 from molink.wire.messages.control import ControlMessage
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Server
-from molink.wire.sockets.zap import Gatekeeper
-from molinkd.peer.artifacts.library import Library
+from molink.wire.sockets.zap import ZapAuthenticator
+from molinkd.peer.artifacts.library import ModelRepository
 from molinkd.peer.artifacts.transfers import Transfers
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Announce
@@ -25,10 +25,10 @@ class Resources:
     home: Home
     keys: KeyPair
     context: zmq.asyncio.Context
-    gatekeeper: Gatekeeper
+    authenticator: ZapAuthenticator
     server: Server[ControlMessage]
-    library: Library
-    offenders: Offenders
+    repository: ModelRepository
+    banned_peers: BannedPeers
     announce: Announce
     transfers: Transfers = field(default_factory=Transfers)
     #: As in :class:`~molinkd.peer.launch.Launch`.
@@ -37,4 +37,4 @@ class Resources:
     @property
     def me(self) -> str:
         """This peer's id."""
-        return peer_id(self.keys.public)
+        return derive_peer_id(self.keys.public)

@@ -39,11 +39,11 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
             demo=demo,
         )
 
-    def save(self, path: Path) -> None:
+    def save_file(self, path: Path) -> None:
         """Write the note in one step."""
         write_secret(path, msgspec.json.encode(self).decode("utf-8"))
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the process that wrote the note still runs."""
         try:
             process = psutil.Process(self.pid)
@@ -59,4 +59,4 @@ def read_run_file(path: Path) -> RunFile | None:
         note = msgspec.json.decode(path.read_bytes(), type=RunFile)
     except (OSError, msgspec.MsgspecError):
         return None
-    return note if note.alive() else None
+    return note if note.is_alive() else None

@@ -7,7 +7,7 @@ from typing import Any
 from molink.swarm.running_time import RunningTime
 
 #: Seconds between two looks.
-LOOK_S = 0.25
+POLL_INTERVAL_S = 0.25
 
 
 class RunningClock:
@@ -16,22 +16,22 @@ class RunningClock:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._time = RunningTime(loop.time())
-        self._looking = loop.call_later(LOOK_S, self._look)
+        self._timer = loop.call_later(POLL_INTERVAL_S, self._check)
 
     def time(self) -> float:
         """Now."""
-        return self._time.at(self._loop.time())
+        return self._time.counted_time(self._loop.time())
 
     def call_at(
         self, when: float, callback: Callable[..., object], *arguments: Any
     ) -> asyncio.TimerHandle:
         """Call it at ``when``; too early if this daemon stands still before, so it has to look."""
-        return self._loop.call_at(when + self._time.lost, callback, *arguments)
+        return self._loop.call_at(when + self._time.skipped_s, callback, *arguments)
 
     def close(self) -> None:
         """Look no more."""
-        self._looking.cancel()
+        self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self.time()
-        self._looking = self._loop.call_later(LOOK_S, self._look)
+        self._timer = self._loop.call_later(POLL_INTERVAL_S, self._check)

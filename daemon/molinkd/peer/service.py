@@ -8,21 +8,21 @@ from typing import Any
 import msgspec
 
 from molink.checkpoint.manifest import CHUNK_BYTES
-from molink.swarm.membership.invitations import PREFIX as INVITATION
+from molink.swarm.membership.invitations import INVITATION_PREFIX as INVITATION
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
-from molink.wire.messages.control import ControlMessage, Done
-from molink.wire.messages.joining import Elsewhere, JoinRequest
+from molink.wire.messages.control import ControlMessage, DoneReply
+from molink.wire.messages.joining import JoinRedirect, JoinRequest
 from molink.wire.messages.leading import LeaderReply, LeaderRequest
 from molink.wire.messages.requests import (
-    Applied,
+    ApplyReply,
     ApplyFile,
-    Bringing,
-    BringModel,
+    LoadModelReply,
+    LoadModel,
     DrainRequest,
     InvitationsRequest,
     InviteRequest,
-    JudgeRequest,
+    PairingDecisionRequest,
     Rebalance,
     RevokeRequest,
     ShutdownRequest,
@@ -33,22 +33,22 @@ from molink.wire.messages.requests import (
     UnrevokeRequest,
 )
 from molink.wire.messages.transfer import (
-    ManifestPart,
+    ManifestChunk,
     ManifestRequest,
-    PartsHeld,
+    PartsReply,
     PartsRequest,
     ReadReply,
     ReadRequest,
 )
-from molink.wire.sockets.server import Sender
-from molinkd.peer.artifacts.chunks import Chunks
-from molinkd.peer.artifacts.library import Library
+from molink.wire.sockets.server import MessageSender
+from molinkd.peer.artifacts.chunks import ChunkCache
+from molinkd.peer.artifacts.library import ModelRepository
 
 log = logging.getLogger(__name__)
 
 #: What any member may send; the rest is for the user of this PC, who holds this peer's own key.
-FOR_MEMBERS = (ManifestRequest, PartsRequest, ReadRequest, LeaderRequest)
-FOR_USER = (
+PEER_MESSAGES = (ManifestRequest, PartsRequest, ReadRequest, LeaderRequest)
+USER_MESSAGES = (
     StatusRequest,
     ShutdownRequest,
     DrainRequest,
@@ -56,11 +56,11 @@ FOR_USER = (
     InvitationsRequest,
     RevokeRequest,
     UnrevokeRequest,
-    JudgeRequest,
+    PairingDecisionRequest,
     StopServing,
     SwitchModel,
     Rebalance,
-    BringModel,
+    LoadModel,
     ApplyFile,
 )
 
@@ -73,121 +73,121 @@ class UserCommands:
     """What the command line may ask of its daemon. All may raise ``MolinkError``."""
 
     #: ``molink status --json`` as UTF-8, with what a PC more would bring if true.
-    status: Callable[[bool], Awaitable[bytes]]
+    query_status: Callable[[bool], Awaitable[bytes]]
     #: Ask the coordinator: its reply, with the payload.
-    relay: Callable[[ControlMessage], Awaitable[tuple[ControlMessage, bytes]]]
+    forward_request: Callable[[ControlMessage], Awaitable[tuple[ControlMessage, bytes]]]
     #: Stop, and leave the swarm for good if true. Returns once that is certain.
     shutdown: Callable[[bool], Awaitable[None]]
     #: Hold no layers for now if true, or do so again; on that device, or on all.
-    drain: Callable[[bool, str], None]
+    set_drained: Callable[[bool, str], None]
     #: Have the swarm serve a model: how far that is.
-    bring: Callable[[str], Awaitable[Bringing]]
+    load_model: Callable[[str], Awaitable[LoadModelReply]]
     #: Have the swarm serve what a file names: how far that is, or what it changes as the payload.
-    apply: Callable[[ApplyFile], Awaitable[tuple[Bringing | Applied, bytes]]]
+    apply_file: Callable[[ApplyFile], Awaitable[tuple[LoadModelReply | ApplyReply, bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
-class AboutLeader:
+class LeaderQueries:
     """What this peer says of the coordinator. Both may raise ``MolinkError``."""
 
     #: Whom it follows; the peer that asks, and its question.
-    answer: Callable[[str, LeaderRequest], LeaderReply]
+    answer_request: Callable[[str, LeaderRequest], LeaderReply]
     #: The coordinator's key and addresses.
-    where: Callable[[], tuple[str, tuple[str, ...]]]
+    coordinator_location: Callable[[], tuple[str, tuple[str, ...]]]
 
 
-class Service:
+class ControlService:
     """Handles messages of the control socket."""
 
     def __init__(
-        self, me: str, library: Library, commands: UserCommands, leader: AboutLeader
+        self, me: str, repository: ModelRepository, commands: UserCommands, leader: LeaderQueries
     ) -> None:
         self._me = me
-        self._library = library
+        self._repository = repository
         self._commands = commands
         self._leader = leader
-        self._chunks = Chunks()
+        self._chunks = ChunkCache()
         self.send: SendTo = lambda *_: None
 
-    def permits(self, user: str, message: ControlMessage) -> bool:
+    def is_permitted(self, user: str, message: ControlMessage) -> bool:
         """Whether ``user`` may send ``message``."""
         if user.startswith(INVITATION):
             return isinstance(message, JoinRequest)
-        return isinstance(message, FOR_MEMBERS) or (
-            user == self._me and isinstance(message, FOR_USER)
+        return isinstance(message, PEER_MESSAGES) or (
+            user == self._me and isinstance(message, USER_MESSAGES)
         )
 
-    async def handle(
-        self, sender: Sender, message: ControlMessage, _payload: memoryview | None
+    async def handle_message(
+        self, sender: MessageSender, message: ControlMessage, _payload: memoryview | None
     ) -> None:
-        """Answer one message; what is raised becomes a :class:`Failure`."""
+        """Answer one message; what is raised becomes a :class:`ErrorReply`."""
         match message:
             case ManifestRequest():
-                self._manifest(sender, message)
+                self._send_manifest(sender, message)
             case PartsRequest():
-                self._parts(sender, message)
+                self._send_parts(sender, message)
             case ReadRequest():
-                await self._read(sender, message)
+                await self._send_chunk(sender, message)
             case LeaderRequest():
-                self.send(sender.identity, self._leader.answer(sender.user_id, message), None)
+                self.send(sender.identity, self._leader.answer_request(sender.peer_id, message), None)
             case JoinRequest():
-                key, addresses = self._leader.where()
-                elsewhere = Elsewhere(ref=message.ref, coordinator_key=key, addresses=addresses)
+                key, addresses = self._leader.coordinator_location()
+                elsewhere = JoinRedirect(ref=message.ref, coordinator_key=key, addresses=addresses)
                 self.send(sender.identity, elsewhere, None)
             case StatusRequest():
-                text = await self._commands.status(message.outlook)
-                self._reply_status(sender, message.ref, text)
-            case BringModel():
-                far = await self._commands.bring(message.model)
+                text = await self._commands.query_status(message.scale_out)
+                self._send_status(sender, message.ref, text)
+            case LoadModel():
+                far = await self._commands.load_model(message.model)
                 self.send(sender.identity, _with_ref(far, message.ref), None)
             case ApplyFile():
-                answer, text = await self._commands.apply(message)
-                self.send(sender.identity, _with_ref(answer, message.ref), _of(answer, text))
+                answer, text = await self._commands.apply_file(message)
+                self.send(sender.identity, _with_ref(answer, message.ref), _payload_of(answer, text))
             case (
                 InviteRequest()
                 | InvitationsRequest()
                 | RevokeRequest()
                 | UnrevokeRequest()
-                | JudgeRequest()
+                | PairingDecisionRequest()
                 | StopServing()
                 | SwitchModel()
                 | Rebalance()
             ):
-                reply, payload = await self._commands.relay(message)
+                reply, payload = await self._commands.forward_request(message)
                 self.send(sender.identity, _with_ref(reply, message.ref), payload or None)
             case DrainRequest():
-                self._commands.drain(message.drain, message.device)
-                self.send(sender.identity, Done(ref=message.ref), None)
+                self._commands.set_drained(message.drain, message.device)
+                self.send(sender.identity, DoneReply(ref=message.ref), None)
             case ShutdownRequest():
                 await self._commands.shutdown(message.leave)
-                self.send(sender.identity, Done(ref=message.ref), None)
+                self.send(sender.identity, DoneReply(ref=message.ref), None)
 
-    def _manifest(self, sender: Sender, message: ManifestRequest) -> None:
-        raw = self._library.held(message.root).manifest.raw
+    def _send_manifest(self, sender: MessageSender, message: ManifestRequest) -> None:
+        raw = self._repository.require_model(message.root).manifest.raw
         data = raw[message.offset : message.offset + CHUNK_BYTES]
         payload = Payload("u8", (len(data),))
-        reply = ManifestPart(ref=message.ref, size=len(raw), payload=payload)
+        reply = ManifestChunk(ref=message.ref, size=len(raw), payload=payload)
         self.send(sender.identity, reply, data)
 
-    def _parts(self, sender: Sender, message: PartsRequest) -> None:
-        holding = self._library.held(message.root)
-        marks = holding.manifest.marks(holding.places)
-        reply = PartsHeld(ref=message.ref, payload=Payload("u8", (len(marks),)))
+    def _send_parts(self, sender: MessageSender, message: PartsRequest) -> None:
+        model_files = self._repository.require_model(message.root)
+        marks = model_files.manifest.encode_bitfield(model_files.ranges)
+        reply = PartsReply(ref=message.ref, payload=Payload("u8", (len(marks),)))
         self.send(sender.identity, reply, marks)
 
-    async def _read(self, sender: Sender, message: ReadRequest) -> None:
-        chunk = await self._chunks.get(self._library.held(message.root), message)
-        data = chunk[message.begin :][: message.length] if message.length else chunk
+    async def _send_chunk(self, sender: MessageSender, message: ReadRequest) -> None:
+        chunk = await self._chunks.read_chunk(self._repository.require_model(message.root), message)
+        data = chunk[message.offset :][: message.length] if message.length else chunk
         reply = ReadReply(ref=message.ref, payload=Payload("u8", (len(data),)))
         self.send(sender.identity, reply, data)
 
-    def _reply_status(self, sender: Sender, ref: int, text: bytes) -> None:
+    def _send_status(self, sender: MessageSender, ref: int, text: bytes) -> None:
         self.send(sender.identity, StatusReply(ref=ref, payload=Payload("u8", (len(text),))), text)
 
 
-def _of(answer: Bringing | Applied, text: bytes) -> bytes | None:
+def _payload_of(answer: LoadModelReply | ApplyReply, text: bytes) -> bytes | None:
     """The payload of an answer, if it has one."""
-    return text if isinstance(answer, Applied) else None
+    return text if isinstance(answer, ApplyReply) else None
 
 
 def _with_ref(reply: Any, ref: int) -> ControlMessage:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import platformdirs
 
-from molink.checkpoint.source import local_model
+from molink.checkpoint.source import find_local_model
 from molink.errors import UsageError
 from molink.facts.drafts import AUTO_DRAFTS
 from molink.facts.dtypes import DTypeChoice
@@ -22,9 +22,9 @@ from molink.facts.model import Objective, Quantize
 from molink.facts.settings import PipelineSettings
 from molink.link.policies.create import POLICIES
 from molink.scheduler.policies.create import SCHEDULING_POLICIES
-from molink.swarm.agent.pausing import DailyTime
-from molink.swarm.membership.nearby import PORCH_PORT
-from molink.text.calls.create import FormatChoice
+from molink.swarm.agent.pausing import DailyWindow
+from molink.swarm.membership.nearby import PAIRING_PORT
+from molink.text.calls.create import ToolCallParserChoice
 from molinkd.peer.home import Home
 from molinkd.peer.membership.addresses import is_reachable_name
 
@@ -35,10 +35,10 @@ _PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*$", re.IGNORECASE)
 _COMPLAINT = re.compile(r"(?P<what>.*) - at `\$\.(?P<field>\w+)[^`]*`$", re.DOTALL)
 _BOUND = re.compile(r"Expected `\w+` (?P<side>[<>]=?) (?P<limit>\S+)$")
-_NAMED = re.compile(r"[`']([a-z_]+)[`']")
+_QUOTED_NAME = re.compile(r"[`']([a-z_]+)[`']")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 #: What some settings may be instead of a number.
-_WORDS = {
+_KEYWORDS = {
     "chunk_tokens": {"auto": 0},
     "micro_batches": {"auto": 0},
     "draft_tokens": {"off": 0, "auto": AUTO_DRAFTS},
@@ -47,7 +47,7 @@ _DEVICE = re.compile(r"^(?:auto|(?:cpu|cuda(?::\d{1,3})?)(?:,(?:cpu|cuda(?::\d{1
 _STAGE = re.compile(r"^(?:auto|none|(\d{1,4}):(\d{1,4}))$")
 
 
-class Share(msgspec.Struct, frozen=True):
+class MemoryShare(msgspec.Struct, frozen=True):
     """A part of a device's whole memory, in percent."""
 
     percent: Annotated[float, msgspec.Meta(gt=0, le=100)]
@@ -63,8 +63,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: Addresses told to others; empty = those of this PC's interfaces. Only a coordinator that runs
     #: alone may name a port with them.
     advertise: tuple[str, ...] = ()
-    endpoint_host: str = "127.0.0.1"
-    endpoint_port: Port = 5465
+    api_host: str = "127.0.0.1"
+    api_port: Port = 5465
     coordinator_port: Port = 5466
     control_port: Port = 5467
     #: First and last port for stages, both included.
@@ -75,12 +75,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: may ask to be let in, and ``molink join`` without a token looks for swarms.
     discovery: bool = True
     #: Where such PCs ask; the next free one below it is taken.
-    porch_port: Port = PORCH_PORT
+    pairing_port: Port = PAIRING_PORT
     #: Demanded by the endpoint; necessary where it is bound beyond loopback.
     api_key: str | None = None
     #: Further ones, by the name of who has it.
     api_keys: Annotated[dict[KeyName, str], msgspec.Meta(max_length=64)] = {}
-    #: Further names under which clients may call the endpoint (their ``Host`` header).
+    #: Further names under which clients may call the endpoint (their ``CoordinatorHost`` header).
     allowed_hosts: tuple[str, ...] = ()
     #: Pages that may use the endpoint beside its own: origins, ``scheme://*``, ``*``.
     cors_origins: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
@@ -89,15 +89,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: ``cpu``, ``cuda:N``, several of these with commas, or ``auto``: all GPUs, or the CPU.
     device: str = "auto"
     #: Bytes that stages may use on each device, or a share of it; 0 = by the device.
-    memory: Annotated[int, msgspec.Meta(ge=0)] | Share = 0
-    #: Compute threads of a stage on the CPU; 0 = cores divided by ``stages_here``.
+    memory: Annotated[int, msgspec.Meta(ge=0)] | MemoryShare = 0
+    #: Compute threads of a stage on the CPU; 0 = cores divided by ``stages_per_host``.
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     #: Stages of all daemons on this PC: they share its memory and its cores.
-    stages_here: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    stages_per_host: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     #: Whether a process that has torch imported waits to take the place of a worker that is lost.
-    spare_worker: bool = True
+    standby_worker: bool = True
     #: Whether the layers of other stages are copied to this PC's disk, while nothing else is done.
-    copies: bool = True
+    replicate_models: bool = True
     #: Whether tensors that no PC near this one has come from the Hugging Face hub, where the model
     #: is from there, rather than from PCs far away.
     hub_files: bool = True
@@ -117,7 +117,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: for drafts if it is on this PC; empty = none.
     draft_model: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     #: Most tokens of a request, prompt and answer together; 0 = as many as the model has.
-    context: Annotated[int, msgspec.Meta(ge=0, le=2**24)] = 0
+    max_model_len: Annotated[int, msgspec.Meta(ge=0, le=2**24)] = 0
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
     #: What stages are placed for: one stream's time per token, or the tokens/s of many.
     objective: Objective = "latency"
@@ -128,9 +128,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: What workers are told as it is. Users give its fields beside the others, under their names.
     pipeline: PipelineSettings = PipelineSettings()
     #: Seconds for which a request waits while no pipeline can serve it.
-    hold: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
+    pipeline_wait_timeout: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
     #: Seconds for which running answers may go on when the daemon ends; nobody waits longer for it.
-    finish: Annotated[float, msgspec.Meta(ge=0, le=20)] = 10.0
+    shutdown_grace_period: Annotated[float, msgspec.Meta(ge=0, le=20)] = 10.0
     #: Seconds for which a join token of ``molink up`` is valid; 0 = for ever.
     token_ttl: Annotated[float, msgspec.Meta(ge=0)] = 86400.0
     #: For how many PCs a join token of ``molink up`` is.
@@ -140,7 +140,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: Which of several pipelines of a model a request of this PC's endpoint goes to.
     router: Literal["e2", "least-loaded", "round-robin"] = "e2"
     #: How answers write calls of tools; ``raw``: nothing is taken out of them.
-    answer_format: FormatChoice = "auto"
+    tool_call_parser: ToolCallParserChoice = "auto"
     #: Largest body that the endpoint takes, in bytes.
     max_body: Annotated[int, msgspec.Meta(ge=1024)] = 2 << 20
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -157,7 +157,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if match[1] is not None and len(self.devices) > 1:
             raise ValueError("`stage` A:B is for a PC with one `device`; others take auto")
         for text in self.pause_times:
-            DailyTime.parse(text)
+            DailyWindow.parse(text)
         for text in self.advertise:
             host, _, port = text.rpartition(":")
             named = is_reachable_name(host.strip("[]")) and port.isdecimal()
@@ -173,10 +173,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.worker_ports[0] > self.worker_ports[1]:
             raise ValueError("`worker_ports` is a first and a last port")
 
-    def tries(self, name: str) -> tuple[int, int]:
+    def ports_to_try(self, name: str) -> tuple[int, int]:
         """Ports to try for one that is called ``name`` (half-open); 0 lets the system choose."""
         first: int = getattr(self, name)
-        tried = 1 if name in self.chosen_ports or not first else PORTS_TRIED
+        tried = 1 if name in self.chosen_ports or not first else MAX_PORTS_TRIED
         return first, min(65536, first + tried)
 
     @property
@@ -186,27 +186,27 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 #: What a user may set.
-NAMES = (
+SETTING_NAMES = (
     *(name for name in Settings.__struct_fields__ if name not in ("pipeline", "chosen_ports")),
     *PipelineSettings.__struct_fields__,
 )
 
 #: Which of them are shown to nobody.
-SECRETS = ("api_key", "api_keys")
+SECRET_SETTINGS = ("api_key", "api_keys")
 
 #: How many ports are tried where the first is taken, and nobody has chosen it.
-PORTS_TRIED = 16
+MAX_PORTS_TRIED = 16
 _SINGLE_PORTS = ("endpoint_port", "coordinator_port", "control_port")
 
 #: Settings given in one place, before they are put together.
-Layer = Mapping[str, Any]
+SettingsLayer = Mapping[str, Any]
 
 
 def load_settings(
     home: Home,
-    options: Layer,
+    options: SettingsLayer,
     environment: Mapping[str, str],
-    remembered: Layer = types.MappingProxyType({}),
+    remembered: SettingsLayer = types.MappingProxyType({}),
 ) -> Settings:
     """Put the layers together; ``options`` (of the command line) may hold ``None`` for "not given".
 
@@ -215,18 +215,18 @@ def load_settings(
     Raises:
         UsageError: a value can't be used; says where it came from, and how one is forgotten.
     """
-    settings = build({}, default_settings(), "the defaults")
+    settings = apply_layer({}, default_settings(), "the defaults")
     given = {name: value for name, value in options.items() if value is not None}
-    above = {*given, *from_environment(environment)}
+    above = {*given, *read_environment(environment)}
     kept = {name: value for name, value in remembered.items() if name not in above}
     try:
-        for where, layer in (*layers(home, environment, kept), ("the command line", given)):
-            settings = build(layer, settings, where)
+        for where, layer in (*settings_layers(home, environment, kept), ("the command line", given)):
+            settings = apply_layer(layer, settings, where)
     except UsageError as error:
-        blamed = next((one for one in _NAMED.findall(str(error)) if one in kept), None)
+        blamed = next((one for one in _QUOTED_NAME.findall(str(error)) if one in kept), None)
         if blamed is None:
             raise
-        forget = home.typed(f"config unset {blamed}")
+        forget = home.format_command(f"config unset {blamed}")
         text = f"`{blamed}` is as at the last start; {forget} forgets that"
         raise UsageError(f"{error} ({text})") from None
     return settings
@@ -237,9 +237,9 @@ def default_settings() -> Settings:
     return Settings(name=_pc_name())
 
 
-def layers(
-    home: Home, environment: Mapping[str, str], remembered: Layer
-) -> tuple[tuple[str, Layer], ...]:
+def settings_layers(
+    home: Home, environment: Mapping[str, str], remembered: SettingsLayer
+) -> tuple[tuple[str, SettingsLayer], ...]:
     """What is set beside the command line, and where; later ones win.
 
     Raises:
@@ -249,29 +249,29 @@ def layers(
     return (
         *((str(path), read_toml(path)) for path in (common, home.config)),
         ("the options of the last start", remembered),
-        ("the environment (MOLINK_*)", from_environment(environment)),
+        ("the environment (MOLINK_*)", read_environment(environment)),
     )
 
 
-def build(layer: Layer, below: Settings, where: str) -> Settings:
+def apply_layer(layer: SettingsLayer, below: Settings, where: str) -> Settings:
     """``below`` with the values of ``layer``, converted from text where needed."""
     values: dict[str, Any] = msgspec.structs.asdict(below)
     inner: dict[str, Any] = msgspec.structs.asdict(values.pop("pipeline"))
     for name, value in layer.items():
-        if name not in NAMES:
-            known = ", ".join(sorted(NAMES))
+        if name not in SETTING_NAMES:
+            known = ", ".join(sorted(SETTING_NAMES))
             raise UsageError(f"{where}: there is no setting {name!r}; known are {known}")
-        (inner if name in inner else values)[name] = _parse(name, value, where)
+        (inner if name in inner else values)[name] = _parse_value(name, value, where)
     chosen = {*below.chosen_ports, *(name for name in _SINGLE_PORTS if name in layer)}
     values["chosen_ports"] = tuple(sorted(chosen))
     try:
         pipeline = msgspec.convert(inner, PipelineSettings, strict=False)
         return msgspec.convert(values | {"pipeline": pipeline}, Settings, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
-        raise UsageError(f"{where}: {_in_words(str(error), values | inner)}") from None
+        raise UsageError(f"{where}: {_explain_error(str(error), values | inner)}") from None
 
 
-def _in_words(error: str, values: Layer) -> str:
+def _explain_error(error: str, values: SettingsLayer) -> str:
     """What msgspec says of a field, by the setting's name: not every setting is an option."""
     told = _COMPLAINT.match(error)
     if told is None:
@@ -285,7 +285,7 @@ def _in_words(error: str, values: Layer) -> str:
     return f"`{name}` is {side} {bound['limit']}, not {value}"
 
 
-def read_toml(path: Path) -> Layer:
+def read_toml(path: Path) -> SettingsLayer:
     """Settings of a TOML file; nothing if it isn't there."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -295,9 +295,9 @@ def read_toml(path: Path) -> Layer:
         raise UsageError(f"can't read the settings in {path}: {error}") from None
 
 
-def from_environment(environment: Mapping[str, str]) -> Layer:
+def read_environment(environment: Mapping[str, str]) -> SettingsLayer:
     """``MOLINK_NAME`` → ``name`` and so on; ``MOLINK_VRAM_BUDGET`` is ``memory``."""
-    names = {f"MOLINK_{name.upper()}": name for name in NAMES}
+    names = {f"MOLINK_{name.upper()}": name for name in SETTING_NAMES}
     names["MOLINK_VRAM_BUDGET"] = "memory"
     return {names[key]: text for key, text in environment.items() if key in names}
 
@@ -318,7 +318,7 @@ def parse_size(text: str) -> int:
     return int(float(number) * factor)
 
 
-def parse_memory(text: str) -> int | Share:
+def parse_memory(text: str) -> int | MemoryShare:
     """Bytes as :func:`parse_size` reads them, or the share of ``80%``.
 
     Raises:
@@ -332,37 +332,37 @@ def parse_memory(text: str) -> int | Share:
     percent = float(match[1])
     if not 0 < percent <= 100:
         raise UsageError(f"a share of memory is above 0% and at most 100%, not {text.strip()}")
-    return Share(percent)
+    return MemoryShare(percent)
 
 
 #: How settings are read that are amounts of memory.
-_AMOUNTS: Mapping[str, Callable[[str], int | Share]] = {
+_AMOUNT_PARSERS: Mapping[str, Callable[[str], int | MemoryShare]] = {
     "memory": parse_memory,
     "max_body": parse_size,
     "swap_space": parse_size,
 }
 
 
-def _parse(name: str, value: object, where: str) -> object:
+def _parse_value(name: str, value: object, where: str) -> object:
     """Text of the environment or a TOML value in the form that the field wants."""
     if not isinstance(value, str):
         return value
-    if name in _AMOUNTS:
+    if name in _AMOUNT_PARSERS:
         try:
-            return _AMOUNTS[name](value)
+            return _AMOUNT_PARSERS[name](value)
         except UsageError as error:
             raise UsageError(f"{where}: {name}: {error}") from None
     if name == "device":
         return ",".join(part.strip() for part in value.split(","))
     if name in ("advertise", "allowed_hosts", "api_keys", "cors_origins", "pause_times"):
         parts = [part.strip() for part in value.split(",") if part.strip()]
-        return _named_keys(parts, where) if name == "api_keys" else parts
-    if name in _WORDS:
-        return _number(name, value, where)
+        return _parse_api_keys(parts, where) if name == "api_keys" else parts
+    if name in _KEYWORDS:
+        return _parse_number(name, value, where)
     if name == "draft_model":
         if value.strip().lower() == "off":
             return ""
-        found = local_model(value)
+        found = find_local_model(value)
         return value if found is None else str(found)
     if name == "record" and value:
         return str(Path(value).absolute())  # workers run elsewhere
@@ -374,14 +374,14 @@ def _parse(name: str, value: object, where: str) -> object:
     return value
 
 
-def _number(name: str, value: str, where: str) -> object:
-    words, word = _WORDS[name], value.strip().lower()
+def _parse_number(name: str, value: str, where: str) -> object:
+    words, word = _KEYWORDS[name], value.strip().lower()
     if word not in words and not word.isdecimal():
         raise UsageError(f"{where}: `{name}` is a number or {' or '.join(words)}, not {value!r}")
     return words.get(word, word)
 
 
-def _named_keys(parts: list[str], where: str) -> dict[str, str]:
+def _parse_api_keys(parts: list[str], where: str) -> dict[str, str]:
     pairs = [part.partition("=") for part in parts]
     if not all(equals for _, equals, _ in pairs):
         raise UsageError(f"{where}: `api_keys` is NAME=KEY, several with commas")

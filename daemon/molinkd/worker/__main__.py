@@ -12,11 +12,11 @@ import threading
 
 from molink.errors import MolinkError, WireError
 from molink.plaintext import LOG_FORMAT
-from molink.wire.messages.pipe import Start, Warm, Warmed
+from molink.wire.messages.pipe import LoadStage, WarmUp, WarmedUp
 from molinkd.descriptors import raise_descriptor_limit
-from molinkd.imports import lasting_imports
-from molinkd.priority import give_way
-from molinkd.worker.daemon_pipe import DaemonPipe, leave
+from molinkd.imports import permanent_imports
+from molinkd.priority import lower_priority
+from molinkd.worker.daemon_pipe import DaemonPipe, exit_process
 
 log = logging.getLogger("molinkd.worker")
 
@@ -27,11 +27,11 @@ def main() -> int:
     # Ctrl-C reaches every process of a console; when a worker ends is for its daemon to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise_descriptor_limit()
-    pipe = DaemonPipe.on_stdio()
+    pipe = DaemonPipe.from_stdio()
     try:
-        start = _await_start(pipe)
+        start = _await_load_stage(pipe)
         if start is not None:
-            with lasting_imports():
+            with permanent_imports():
                 from molinkd.worker.run import run_worker
 
             run_worker(start, pipe)
@@ -41,10 +41,10 @@ def main() -> int:
     return 0
 
 
-def _await_start(pipe: DaemonPipe) -> Start | None:
+def _await_load_stage(pipe: DaemonPipe) -> LoadStage | None:
     """What the stage is to be; ``None`` if the daemon ended before it said so."""
     first = pipe.read_first()
-    if not isinstance(first, Warm):
+    if not isinstance(first, WarmUp):
         return first
     thread = threading.Thread(target=_warm_up, args=(first, pipe), name="warm-up", daemon=True)
     thread.start()
@@ -53,27 +53,27 @@ def _await_start(pipe: DaemonPipe) -> Start | None:
         # numpy's libraries ask it of the standard input.
         thread.join()
     start = pipe.read_first()
-    if isinstance(start, Warm):
+    if isinstance(start, WarmUp):
         raise WireError("a spare was told twice what to be ready for")
     if start is not None:
         thread.join()
     return start
 
 
-def _warm_up(warm: Warm, pipe: DaemonPipe) -> None:
+def _warm_up(warm: WarmUp, pipe: DaemonPipe) -> None:
     if warm.model_dir:
-        give_way()
-    with lasting_imports():
-        from molinkd.worker.run import warm_worker
+        lower_priority()
+    with permanent_imports():
+        from molinkd.worker.run import warm_up_worker
 
     try:
-        warm_worker(warm)
+        warm_up_worker(warm)
     except Exception:
         log.warning("what is compiled for a stage is not ready before there is one", exc_info=True)
-    pipe.send(Warmed())
+    pipe.send(WarmedUp())
 
 
 if __name__ == "__main__":
     code = main()
     logging.shutdown()
-    leave(code)
+    exit_process(code)

@@ -12,7 +12,7 @@ import msgspec
 
 from molink.errors import WireError
 from molink.wire.messages.base import Message
-from molink.wire.messages.pipe import Start, ToWorker, Warm, read_pipe, write_pipe
+from molink.wire.messages.pipe import LoadStage, ToWorker, WarmUp, read_pipe, write_pipe
 
 
 class DaemonPipe:
@@ -29,20 +29,20 @@ class DaemonPipe:
         self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 
     @classmethod
-    def on_stdio(cls) -> "DaemonPipe":
+    def from_stdio(cls) -> "DaemonPipe":
         """Take over stdin and stdout; whatever else prints goes to stderr from now on."""
         reader, writer = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         return cls(reader, writer)
 
-    def read_first(self) -> Warm | Start | None:
+    def read_first(self) -> WarmUp | LoadStage | None:
         """Block for a first message; ``None`` at the end of the pipe.
 
         Raises:
             WireError: it is something else.
         """
         message = read_pipe(self._reader, self._decoder)
-        if message is not None and not isinstance(message, Warm | Start):
+        if message is not None and not isinstance(message, WarmUp | LoadStage):
             raise WireError(f"a {type(message).__name__} came on the pipe before a Start")
         return message
 
@@ -51,7 +51,7 @@ class DaemonPipe:
         with self._lock:
             write_pipe(self._writer, message)
 
-    def listen(self, loop: asyncio.AbstractEventLoop, handle: Callable[[ToWorker], None]) -> None:
+    def start_listening(self, loop: asyncio.AbstractEventLoop, handle: Callable[[ToWorker], None]) -> None:
         """From now on call ``handle`` on ``loop`` for every message; exit at the pipe's end."""
 
         def read() -> None:
@@ -62,12 +62,12 @@ class DaemonPipe:
             except (WireError, RuntimeError) as error:  # RuntimeError: the loop has closed
                 print(f"molink worker: pipe: {error}", file=sys.stderr, flush=True)
                 code = 1
-            leave(code)
+            exit_process(code)
 
         threading.Thread(target=read, name="daemon-pipe", daemon=True).start()
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End the process at once, whatever its threads hold or do.
 
     The pipe's thread may be in the middle of a read, which an ordinary exit waits for or aborts

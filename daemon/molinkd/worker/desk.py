@@ -5,23 +5,23 @@ from typing import Protocol
 
 from molink.errors import ContextTooLong, MolinkError, Overloaded
 from molink.routing.report import pack_report
-from molink.scheduler.head import Head
-from molink.scheduler.intake import Intake
+from molink.scheduler.head import Scheduler
+from molink.scheduler.intake import PromptAssembler
 from molink.scheduler.request import Emission
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer, DataMessage
-from molink.wire.messages.data import Beat
+from molink.wire.messages.data import Heartbeat
 from molink.wire.messages.serving import (
     Cancel,
     Credit,
-    Prompt,
+    PromptFragment,
     Rejected,
     RejectReason,
     Submit,
-    Token,
-    Tokens,
+    OutputToken,
+    OutputTokens,
 )
-from molink.wire.sockets.server import Sender
+from molink.wire.sockets.server import MessageSender
 
 #: What tokens take of a header of 4 KiB, at most, in bytes.
 _BATCH_BYTES = 3840
@@ -29,9 +29,9 @@ _TOKEN_BYTES = 48
 _TOP_BYTES = 16
 
 #: How long to try to tell a daemon that tokens were lost, in seconds; it may be gone.
-OWED_S = 20.0
+LOST_TOKENS_RETRY_S = 20.0
 
-DeskMessage = Submit | Prompt | Cancel | Credit
+ClientMessage = Submit | PromptFragment | Cancel | Credit
 
 
 class SendTo(Protocol):
@@ -42,114 +42,114 @@ class SendTo(Protocol):
     ) -> bool: ...
 
 
-class Desk:
+class RequestReceiver:
     """Keeps which connection each request came from. One per epoch, beside its head.
 
     A request whose daemon can't be reached any more is cancelled: the daemon, once back, resubmits
     what it still wants.
     """
 
-    def __init__(self, head: Head, pipeline: str, vocabulary: int, send: SendTo) -> None:
-        self._head = head
+    def __init__(self, scheduler: Scheduler, pipeline: str, vocab_size: int, send: SendTo) -> None:
+        self._scheduler = scheduler
         self._pipeline = pipeline
         self._send = send
-        self._intake = Intake(head.limits.longest, vocabulary)
+        self._assembler = PromptAssembler(scheduler.config.max_request_tokens, vocab_size)
         self._connections: dict[tuple[str, str], bytes] = {}
         #: Requests with whose first token their daemons are told of the cache, and since when.
-        self._asked: dict[tuple[str, str], int] = {}
+        self._cache_versions: dict[tuple[str, str], int] = {}
         #: Requests whose tokens could not be sent: where to say so, and until when to try.
-        self._owed: dict[tuple[str, str], tuple[bytes, float]] = {}
+        self._lost_tokens: dict[tuple[str, str], tuple[bytes, float]] = {}
 
-    def handle(
-        self, sender: Sender, message: DeskMessage, payload: memoryview | None, now: float
+    def handle_message(
+        self, sender: MessageSender, message: ClientMessage, payload: memoryview | None, now: float
     ) -> None:
         """Take a message of a daemon; what can't be served is answered with ``Rejected``."""
-        owner, key = sender.user_id, message.key
+        peer, key = sender.peer_id, message.key
         match message:
             case Submit():
-                self._cancel(owner, key, now)
-                self._connections[owner, key] = sender.identity
-                self._begin(owner, message, payload, now)
-            case Prompt():
-                self._prompt(owner, message, payload, now)
+                self._cancel_request(peer, key, now)
+                self._connections[peer, key] = sender.identity
+                self._begin_request(peer, message, payload, now)
+            case PromptFragment():
+                self._add_prompt(peer, message, payload, now)
             case Cancel():
-                self._cancel(owner, key, now)
+                self._cancel_request(peer, key, now)
             case Credit():
-                self._head.credit(owner, key, message.position)
+                self._scheduler.grant_credit(peer, key, message.position)
 
-    def deliver(self, emissions: Iterable[Emission], now: float) -> None:
+    def deliver_emissions(self, emissions: Iterable[Emission], now: float) -> None:
         """Send tokens, those of one connection together, and rejections to their daemons."""
-        tokens: dict[bytes, list[tuple[str, Token]]] = {}
-        for owner, message in ((each.owner, each.message) for each in emissions):
-            identity = self._connections.get((owner, message.key))
+        tokens: dict[bytes, list[tuple[str, OutputToken]]] = {}
+        for peer, message in ((each.peer, each.message) for each in emissions):
+            identity = self._connections.get((peer, message.key))
             if identity is None:
                 continue
             if isinstance(message, Rejected):
-                del self._connections[owner, message.key]
-                self._asked.pop((owner, message.key), None)
+                del self._connections[peer, message.key]
+                self._cache_versions.pop((peer, message.key), None)
                 self._send(identity, message)
             else:
-                tokens.setdefault(identity, []).append((owner, message))
+                tokens.setdefault(identity, []).append((peer, message))
         for identity, owned in tokens.items():
-            first, *others = _batches(token for _, token in owned)
+            first, *others = _split_batches(token for _, token in owned)
             sent = [self._send_first(identity, first, owned)]
             sent += [self._send(identity, batch) for batch in others]
-            for owner, token in owned:
+            for peer, token in owned:
                 if not all(sent):
-                    self._cancel(owner, token.key, now)
-                    self._owed[owner, token.key] = identity, now + OWED_S
-                elif token.finish is not None:
-                    del self._connections[owner, token.key]
+                    self._cancel_request(peer, token.key, now)
+                    self._lost_tokens[peer, token.key] = identity, now + LOST_TOKENS_RETRY_S
+                elif token.finish_reason is not None:
+                    del self._connections[peer, token.key]
 
     def _send_first(
-        self, identity: bytes, batch: Tokens, owned: Sequence[tuple[str, Token]]
+        self, identity: bytes, batch: OutputTokens, owned: Sequence[tuple[str, OutputToken]]
     ) -> bool:
         """Send tokens; with them what has changed in the cache, if one of the requests asks."""
-        asked = [self._asked.pop((owner, token.key), None) for owner, token in owned]
-        versions = [version for version in asked if version is not None]
+        requested = [self._cache_versions.pop((peer, token.key), None) for peer, token in owned]
+        versions = [version for version in requested if version is not None]
         if not versions:
             return self._send(identity, batch)
-        news, digests = pack_report(self._head.cache_report(min(versions)))
+        news, digests = pack_report(self._scheduler.cache_report(min(versions)))
         payload = Payload("u8", (len(digests),))
-        return self._send(identity, Tokens(batch.tokens, news, payload), digests)
+        return self._send(identity, OutputTokens(batch.tokens, news, payload), digests)
 
-    def expire(self, now: float) -> None:
+    def expire_requests(self, now: float) -> None:
         """Refuse those that have waited for their turn for as long as they may."""
-        self.deliver(self._head.expire(now), now)
+        self.deliver_emissions(self._scheduler.expire_requests(now), now)
 
-    def sweep(self, now: float) -> None:
+    def sweep_connections(self, now: float) -> None:
         """Find what will never go on: incomplete requests, and connections that are gone."""
-        for owner, key in self._intake.expire(now):
-            self._reject(owner, key, "failed", "its prompt did not arrive whole")
-        self._settle(now)
-        beat = Beat(self._head.epoch, 0, 0, now)
+        for peer, key in self._assembler.expire_requests(now):
+            self._reject_request(peer, key, "failed", "its prompt did not arrive whole")
+        self._notify_lost_tokens(now)
+        beat = Heartbeat(self._scheduler.epoch, 0, 0, now)
         for identity in set(self._connections.values()):
             if self._send(identity, beat):
                 continue
             gone = [known for known, where in self._connections.items() if where == identity]
             for known in gone:
-                self._cancel(*known, now)
+                self._cancel_request(*known, now)
 
-    def _settle(self, now: float) -> None:
+    def _notify_lost_tokens(self, now: float) -> None:
         """Tell daemons which of their requests lost tokens, so that they resubmit them."""
         why = "tokens were lost on a congested connection"
-        for (owner, key), (identity, until) in list(self._owed.items()):
-            message = _rejected(self._head.epoch, key, "epoch", why)
+        for (peer, key), (identity, until) in list(self._lost_tokens.items()):
+            message = _make_rejected(self._scheduler.epoch, key, "epoch", why)
             if self._send(identity, message) or now >= until:
-                del self._owed[owner, key]
+                del self._lost_tokens[peer, key]
 
-    def forget_owner(self, owner: str, now: float) -> None:
+    def drop_peer(self, peer: str, now: float) -> None:
         """A daemon is no member any more."""
-        self._head.cancel_owner(owner, now)
-        self._intake.cancel_owner(owner)
-        for known in [known for known in self._connections if known[0] == owner]:
+        self._scheduler.cancel_peer(peer, now)
+        self._assembler.cancel_peer(peer)
+        for known in [known for known in self._connections if known[0] == peer]:
             del self._connections[known]
-            self._asked.pop(known, None)
+            self._cache_versions.pop(known, None)
 
     def close(self) -> None:
         """The epoch is over: tell every daemon, so that it resubmits under the next one."""
         for (_, key), identity in self._connections.items():
-            self._send(identity, _rejected(self._head.epoch, key, "epoch", "the ring is re-formed"))
+            self._send(identity, _make_rejected(self._scheduler.epoch, key, "epoch", "the ring is re-formed"))
         self._connections.clear()
 
     def __len__(self) -> int:
@@ -157,69 +157,69 @@ class Desk:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _begin(self, owner: str, message: Submit, payload: memoryview | None, now: float) -> None:
-        if (message.pipeline, message.epoch) != (self._pipeline, self._head.epoch):
-            here = f"this is {self._pipeline} in epoch {self._head.epoch}"
-            self._reject(owner, message.key, "epoch", here)
+    def _begin_request(self, peer: str, message: Submit, payload: memoryview | None, now: float) -> None:
+        if (message.pipeline, message.epoch) != (self._pipeline, self._scheduler.epoch):
+            here = f"this is {self._pipeline} in epoch {self._scheduler.epoch}"
+            self._reject_request(peer, message.key, "epoch", here)
             return
         try:
             grammar = b"" if payload is None else bytes(payload)
-            self._intake.submit(owner, message, now, grammar)
-            if message.cache is not None:
-                self._asked[owner, message.key] = message.cache
+            self._assembler.begin_request(peer, message, now, grammar)
+            if message.cache_version is not None:
+                self._cache_versions[peer, message.key] = message.cache_version
         except MolinkError as error:
-            self._refuse(owner, message.key, error)
+            self._reject_error(peer, message.key, error)
 
-    def _prompt(self, owner: str, message: Prompt, payload: memoryview | None, now: float) -> None:
+    def _add_prompt(self, peer: str, message: PromptFragment, payload: memoryview | None, now: float) -> None:
         try:
             if payload is None or message.payload.dtype != "i32":
                 raise MolinkError("a prompt part needs a payload of i32")
             ids = payload.cast("B").cast("i")
-            request = self._intake.prompt(owner, message, ids, now)
+            request = self._assembler.add_fragment(peer, message, ids, now)
             if request is not None:
-                self.deliver(self._head.submit(request, now), now)
+                self.deliver_emissions(self._scheduler.submit_request(request, now), now)
         except MolinkError as error:
-            self._refuse(owner, message.key, error)
+            self._reject_error(peer, message.key, error)
 
-    def _refuse(self, owner: str, key: str, error: MolinkError) -> None:
+    def _reject_error(self, peer: str, key: str, error: MolinkError) -> None:
         if isinstance(error, Overloaded):
-            self._reject(owner, key, "overloaded", str(error), error.retry_after)
+            self._reject_request(peer, key, "overloaded", str(error), error.retry_after)
         elif isinstance(error, ContextTooLong):
-            self._reject(owner, key, "too_long", str(error))
+            self._reject_request(peer, key, "too_long", str(error))
         else:
-            self._reject(owner, key, "invalid", str(error))
+            self._reject_request(peer, key, "invalid", str(error))
 
-    def _reject(
-        self, owner: str, key: str, reason: RejectReason, message: str, retry_after: float = 0.0
+    def _reject_request(
+        self, peer: str, key: str, reason: RejectReason, message: str, retry_after: float = 0.0
     ) -> None:
-        identity = self._connections.pop((owner, key), None)
-        self._asked.pop((owner, key), None)
+        identity = self._connections.pop((peer, key), None)
+        self._cache_versions.pop((peer, key), None)
         if identity is not None:
-            self._send(identity, _rejected(self._head.epoch, key, reason, message, retry_after))
+            self._send(identity, _make_rejected(self._scheduler.epoch, key, reason, message, retry_after))
 
-    def _cancel(self, owner: str, key: str, now: float) -> None:
-        self._intake.cancel(owner, key)
-        self._head.cancel(owner, key, now)
-        self._connections.pop((owner, key), None)
-        self._asked.pop((owner, key), None)
+    def _cancel_request(self, peer: str, key: str, now: float) -> None:
+        self._assembler.cancel_request(peer, key)
+        self._scheduler.cancel_request(peer, key, now)
+        self._connections.pop((peer, key), None)
+        self._cache_versions.pop((peer, key), None)
 
 
-def _rejected(
+def _make_rejected(
     epoch: int, key: str, reason: RejectReason, message: str, retry_after: float = 0.0
 ) -> Rejected:
     return Rejected(epoch, key, reason, message[:1024], retry_after)
 
 
-def _batches(tokens: Iterable[Token]) -> Iterator[Tokens]:
+def _split_batches(tokens: Iterable[OutputToken]) -> Iterator[OutputTokens]:
     """As few messages as their bound allows."""
-    batch: list[Token] = []
+    batch: list[OutputToken] = []
     size = 0
     for token in tokens:
         cost = _TOKEN_BYTES + len(token.key) + _TOP_BYTES * len(token.top)
         if batch and size + cost > _BATCH_BYTES:
-            yield Tokens(tuple(batch))
+            yield OutputTokens(tuple(batch))
             batch, size = [], 0
         batch.append(token)
         size += cost
     if batch:
-        yield Tokens(tuple(batch))
+        yield OutputTokens(tuple(batch))

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 import zmq.asyncio
 
-from molink.link.ends import ChannelEvents
+from molink.link.ends import OutConnectionEvents
 from molink.wire.messages.codec import DataMessage, data_codec
-from molink.wire.messages.data import Lane
+from molink.wire.messages.data import Channel
 from molink.wire.sockets.client import Client, ClientEvents
-from molink.wire.sockets.congestion import avoid_bbr, spread_out
+from molink.wire.sockets.congestion import avoid_bbr, enable_pacing
 from molink.wire.sockets.curve import KeyPair
 
 
-class Dialer:
+class StageConnector:
     """Makes the channels of an ``OutLink`` to the worker that holds ``server_key``.
 
     ``addresses`` are ``tcp://host:port``, tried in turn.
@@ -31,7 +31,7 @@ class Dialer:
         self._addresses = addresses
         self.clients: list[Client[DataMessage]] = []
 
-    def connect(self, lane: Lane, events: ChannelEvents) -> Client[DataMessage]:
+    def open_connection(self, channel: Channel, events: OutConnectionEvents) -> Client[DataMessage]:
         """The channel of a lane."""
         client = Client(
             self._context,
@@ -39,14 +39,14 @@ class Dialer:
             data_codec(),
             self._server_key,
             self._addresses,
-            name=f"the next stage ({lane.name.lower()} lane)",
+            name=f"the next stage ({channel.name.lower()} lane)",
             events=ClientEvents(
                 on_message=events.on_message,
                 on_connect=events.on_connect,
                 on_disconnect=events.on_disconnect,
-                on_gone=events.on_gone,
+                on_lost=events.on_lost,
                 on_drained=events.on_drained,
-                on_open=avoid_bbr if lane is Lane.DECODE else spread_out,
+                on_open=avoid_bbr if channel is Channel.DECODE else enable_pacing,
             ),
         )
         self.clients.append(client)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from molink.facts.drafts import DraftAsk, DraftOrder, Guess, Guesses
+from molink.facts.drafts import DraftRequest, DraftBatch, DraftTokens, DraftResults
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
 
@@ -19,33 +19,33 @@ log = logging.getLogger(__name__)
 #: a pass.
 _FEW, _MOST = 4, 512
 #: A chance is at least this: they are multiplied and divided.
-_LEAST = 0.01
+_MIN_PROBABILITY = 0.01
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
+class _DraftSequence:
     """A request: its tokens and the guesses after them, of which the first have their KV."""
 
     tokens: list[int] = field(default_factory=list)
-    computed: int = 0
+    num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
     #: Whether it has a token that the model doesn't have.
-    is_strange: bool = False
+    has_unknown_tokens: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _DraftState:
     """A request that is asked for; what was guessed, and how likely it is right as a whole."""
 
-    ask: DraftAsk
-    known: _Known
+    ask: DraftRequest
+    sequence: _DraftSequence
     tokens: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
-    chance: float = 1.0
-    is_over: bool = False
+    probabilities: list[float] = field(default_factory=list)
+    probability: float = 1.0
+    is_finished: bool = False
 
 
-class Drafter:
+class DraftProposer:
     """All layers of a small model with KV blocks of its own. Not thread-safe.
 
     Guesses are the likeliest tokens, whatever the request's sampling: they are verified as other
@@ -54,142 +54,142 @@ class Drafter:
     for longest is computed anew when it is.
     """
 
-    def __init__(self, stage: Stage, blocks: int, block_size: int, vocabulary: int) -> None:
-        """Ids below ``vocabulary`` are tokens of the model that it drafts for."""
-        stage.allocate(blocks, block_size)
+    def __init__(self, stage: Stage, blocks: int, block_size: int, vocab_size: int) -> None:
+        """Ids below ``vocab_size`` are tokens of the model that it drafts for."""
+        stage.allocate_kv_pool(blocks, block_size)
         self._stage = stage
-        self._size = block_size
-        self._vocabulary = min(vocabulary, stage.config.vocab_size)
-        self._free = list(range(blocks))
+        self._block_size = block_size
+        self._vocab_size = min(vocab_size, stage.config.vocab_size)
+        self._free_blocks = list(range(blocks))
         #: By number; who was asked about last comes last.
-        self._known: dict[int, _Known] = {}
-        self._longest = min(stage.config.context, blocks * block_size)
+        self._sequences: dict[int, _DraftSequence] = {}
+        self._max_positions = min(stage.config.max_model_len, blocks * block_size)
 
     @property
-    def held(self) -> int:
+    def num_held_blocks(self) -> int:
         """KV blocks that requests hold."""
-        return sum(len(known.blocks) for known in self._known.values())
+        return sum(len(sequence.blocks) for sequence in self._sequences.values())
 
     @torch.inference_mode()
-    def answer(self, order: DraftOrder) -> list[Guess]:
+    def propose_drafts(self, command: DraftBatch) -> list[DraftTokens]:
         """What may follow the tokens of each ask; nothing where it can't tell."""
-        for number in order.over:
-            known = self._known.pop(number, None)
-            if known is not None:
-                self._free += known.blocks
-        asked = [self._take(ask) for ask in order.asks]
-        active = [each for each in asked if self._make_room(each, asked)]
-        active = self._catch_up(active)
+        for number in command.finished:
+            sequence = self._sequences.pop(number, None)
+            if sequence is not None:
+                self._free_blocks += sequence.blocks
+        requested = [self._sync_sequence(ask) for ask in command.requests]
+        active = [each for each in requested if self._reserve_blocks(each, requested)]
+        active = self._prefill_sequences(active)
         while active:
-            active = self._go_on(active)
-        return [Guess(each.ask.request, tuple(each.tokens), tuple(each.chances)) for each in asked]
+            active = self._decode_next(active)
+        return [DraftTokens(each.ask.request, tuple(each.tokens), tuple(each.probabilities)) for each in requested]
 
-    def _take(self, ask: DraftAsk) -> _Asked:
+    def _sync_sequence(self, ask: DraftRequest) -> _DraftState:
         """What it is told of a request; guesses that were right stay."""
-        known = self._known.pop(ask.request, None) or _Known()
-        self._known[ask.request] = known
-        right, guessed = 0, known.tokens[ask.known :]
+        sequence = self._sequences.pop(ask.request, None) or _DraftSequence()
+        self._sequences[ask.request] = sequence
+        right, guessed = 0, sequence.tokens[ask.position :]
         for token, guess in zip(ask.tokens, guessed, strict=False):
             if token != guess:
                 break
             right += 1
-        known.tokens[ask.known :] = ask.tokens
-        known.is_strange |= any(token >= self._stage.config.vocab_size for token in ask.tokens)
-        known.computed = min(known.computed, ask.known + right)
-        if ask.wanted:  # the logits after the last one are wanted
-            known.computed = min(known.computed, len(known.tokens) - 1)
-        return _Asked(ask, known)
+        sequence.tokens[ask.position :] = ask.tokens
+        sequence.has_unknown_tokens |= any(token >= self._stage.config.vocab_size for token in ask.tokens)
+        sequence.num_computed = min(sequence.num_computed, ask.position + right)
+        if ask.max_drafts:  # the logits after the last one are wanted
+            sequence.num_computed = min(sequence.num_computed, len(sequence.tokens) - 1)
+        return _DraftState(ask, sequence)
 
-    def _make_room(self, asked: _Asked, beside: Sequence[_Asked]) -> bool:
+    def _reserve_blocks(self, requested: _DraftState, beside: Sequence[_DraftState]) -> bool:
         """Blocks for all of its tokens and guesses; whether there are enough."""
-        known = asked.known
-        upto = len(known.tokens) + asked.ask.wanted
-        if upto > self._longest or known.is_strange:
+        sequence = requested.sequence
+        upto = len(sequence.tokens) + requested.ask.max_drafts
+        if upto > self._max_positions or sequence.has_unknown_tokens:
             return False
-        lacking = -(-upto // self._size) - len(known.blocks)
-        if lacking > len(self._free):
-            kept = {id(each.known) for each in beside}
-            for other in self._known.values():
-                if lacking <= len(self._free):
+        lacking = -(-upto // self._block_size) - len(sequence.blocks)
+        if lacking > len(self._free_blocks):
+            kept = {id(each.sequence) for each in beside}
+            for other in self._sequences.values():
+                if lacking <= len(self._free_blocks):
                     break
                 if id(other) not in kept:
-                    self._free += other.blocks
-                    other.blocks, other.computed = [], 0
-        if lacking > len(self._free):
+                    self._free_blocks += other.blocks
+                    other.blocks, other.num_computed = [], 0
+        if lacking > len(self._free_blocks):
             return False
         if lacking > 0:
-            known.blocks += self._free[-lacking:]
-            del self._free[-lacking:]
+            sequence.blocks += self._free_blocks[-lacking:]
+            del self._free_blocks[-lacking:]
         return True
 
-    def _catch_up(self, asked: Sequence[_Asked]) -> list[_Asked]:
+    def _prefill_sequences(self, requested: Sequence[_DraftState]) -> list[_DraftState]:
         """Compute what is known, and guess the first token of those that are asked for.
 
         In one pass: who lacks more than that, its blocks having been given to others, has no guess.
         """
-        batch, parts, room = list[_Asked](), list[int](), _MOST
-        for each in asked:
-            count = min(len(each.known.tokens) - each.known.computed, room)
+        batch, parts, room = list[_DraftState](), list[int](), _MOST
+        for each in requested:
+            count = min(len(each.sequence.tokens) - each.sequence.num_computed, room)
             if count:
                 batch.append(each)
                 parts.append(count)
                 room -= count
         if not batch:
             return []
-        logits = self._run(batch, parts)
+        logits = self._forward(batch, parts)
         wanted = [
             index
             for index, each in enumerate(batch)
-            if each.ask.wanted and each.known.computed == len(each.known.tokens)
+            if each.ask.max_drafts and each.sequence.num_computed == len(each.sequence.tokens)
         ]
-        return self._guess([batch[index] for index in wanted], logits[wanted])
+        return self._pick_drafts([batch[index] for index in wanted], logits[wanted])
 
-    def _go_on(self, active: Sequence[_Asked]) -> list[_Asked]:
+    def _decode_next(self, active: Sequence[_DraftState]) -> list[_DraftState]:
         """A row of each, the last guess."""
-        logits = self._run(active, [1] * len(active))
-        return self._guess(active, logits)
+        logits = self._forward(active, [1] * len(active))
+        return self._pick_drafts(active, logits)
 
-    def _run(self, batch: Sequence[_Asked], parts: Sequence[int]) -> Tensor:
+    def _forward(self, batch: Sequence[_DraftState], parts: Sequence[int]) -> Tensor:
         """Compute the next rows of each; logits ``[len(batch), vocabulary]`` after them."""
         ids, ends, sequences = list[int](), list[int](), list[SequenceRows]()
         for each, count in zip(batch, parts, strict=True):
-            known = each.known
-            first = known.computed
-            ids += known.tokens[first : first + count]
+            sequence = each.sequence
+            first = sequence.num_computed
+            ids += sequence.tokens[first : first + count]
             ends.append(len(ids) - 1)
             rows = 1 if count <= _FEW else count
             sequences += [
-                SequenceRows(start, rows, known.blocks)
+                SequenceRows(start, rows, sequence.blocks)
                 for start in range(first, first + count, rows)
             ]
-            known.computed += count
+            sequence.num_computed += count
         tokens = torch.tensor(ids, dtype=torch.int64)
         logits = self._stage.forward(StageInput(tokens, None, tuple(sequences), tuple(ends)))
-        return logits[:, : self._vocabulary]
+        return logits[:, : self._vocab_size]
 
-    def _guess(self, asked: Sequence[_Asked], logits: Tensor) -> list[_Asked]:
+    def _pick_drafts(self, requested: Sequence[_DraftState], logits: Tensor) -> list[_DraftState]:
         """The likeliest token of each; who is to go on from there."""
         likeliest = logits.max(dim=1)
-        chances = (likeliest.values - logits.logsumexp(dim=1)).exp().tolist()
-        for each, token, chance in zip(asked, likeliest.indices.tolist(), chances, strict=True):
-            if not math.isfinite(chance):
-                each.is_over = True
+        probabilities = (likeliest.values - logits.logsumexp(dim=1)).exp().tolist()
+        for each, token, probability in zip(requested, likeliest.indices.tolist(), probabilities, strict=True):
+            if not math.isfinite(probability):
+                each.is_finished = True
                 continue
             each.tokens.append(token)
-            each.known.tokens.append(token)
-            each.chances.append(max(_LEAST, chance))
-            each.chance *= chance
-            each.is_over = len(each.tokens) == each.ask.wanted or each.chance < each.ask.least
-        return [each for each in asked if not each.is_over]
+            each.sequence.tokens.append(token)
+            each.probabilities.append(max(_MIN_PROBABILITY, probability))
+            each.probability *= probability
+            each.is_finished = len(each.tokens) == each.ask.max_drafts or each.probability < each.ask.min_probability
+        return [each for each in requested if not each.is_finished]
 
 
-class DraftThread:
+class DraftModelThread:
     """Asks a drafter between the steps of a stage, on the thread that runs these."""
 
     def __init__(
         self,
-        make: Callable[[], Drafter],
-        between: Callable[[Callable[[], None]], None],
+        make: Callable[[], DraftProposer],
+        submit_task: Callable[[Callable[[], None]], None],
         hand_over: Callable[..., object],
     ) -> None:
         """``between(task)`` has a task run after the steps that are queued.
@@ -197,29 +197,29 @@ class DraftThread:
         ``make`` is the first of them. ``hand_over(function, argument)`` calls a function on the
         ring's thread.
         """
-        self._drafter: Drafter | None = None
-        self._make = make
-        self._between = between
+        self._proposer: DraftProposer | None = None
+        self._create = make
+        self._submit_task = submit_task
         self._hand_over = hand_over
-        between(self._begin)
+        submit_task(self._create_proposer)
 
-    def ask(self, order: DraftOrder, done: Callable[[Guesses], None]) -> None:
-        """As :class:`molink.ring.stage.Guesser` says."""
+    def request_drafts(self, command: DraftBatch, done: Callable[[DraftResults], None]) -> None:
+        """As :class:`molink.ring.stage.DraftRunner` says."""
 
         def task() -> None:
             began = time.perf_counter()
             try:
-                drafter = self._drafter
-                found = Guesses(failed=True) if drafter is None else Guesses(drafter.answer(order))
+                drafter = self._proposer
+                found = DraftResults(failed=True) if drafter is None else DraftResults(drafter.propose_drafts(command))
             except Exception:
                 log.exception("the draft model failed: there are no drafts of it any more")
-                found = Guesses(failed=True)
+                found = DraftResults(failed=True)
             self._hand_over(done, found._replace(seconds=time.perf_counter() - began))
 
-        self._between(task)
+        self._submit_task(task)
 
-    def _begin(self) -> None:
+    def _create_proposer(self) -> None:
         try:
-            self._drafter = self._make()
+            self._proposer = self._create()
         except Exception:
             log.exception("the draft model has no KV pool: there are no drafts of it")

@@ -7,9 +7,9 @@ from typing import Protocol
 from molink.facts.drafts import DraftModelFacts
 from molink.facts.dtypes import WeightDType
 from molink.facts.profile import Profile
-from molink.ring.stage import Executing, Guesser
-from molink.text.matcher import Grammars
-from molink.wire.messages.pipe import Start
+from molink.ring.stage import StepExecutor, DraftRunner
+from molink.text.matcher import GrammarCompiler
+from molink.wire.messages.pipe import LoadStage
 from molinkd.worker.request_table import RequestTable
 
 #: Calls a function with its argument on the ring's thread.
@@ -28,7 +28,7 @@ class StageConfig(Protocol):
         """Token ids are below it."""
 
     @property
-    def context(self) -> int:
+    def max_model_len(self) -> int:
         """Tokens of the longest request."""
 
     @property
@@ -37,7 +37,7 @@ class StageConfig(Protocol):
 
     @property
     def short_context(self) -> int:
-        """See :attr:`molink.checkpoint.traits.Traits.short_context`."""
+        """See :attr:`molink.checkpoint.traits.FamilyTraits.short_context`."""
 
 
 class LoadedStage(Protocol):
@@ -48,7 +48,7 @@ class LoadedStage(Protocol):
         """The model that the layers are of."""
 
     @property
-    def travel_dtype(self) -> WeightDType:
+    def wire_dtype(self) -> WeightDType:
         """Of rows on their way."""
 
     @property
@@ -66,52 +66,52 @@ class LoadedStage(Protocol):
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block."""
 
-    def allocate(self, blocks: int, block_size: int) -> None:
+    def allocate_kv_pool(self, blocks: int, block_size: int) -> None:
         """Make a fresh KV pool; an earlier one is dropped first."""
 
-    def open_host(self, nbytes: int, stages_here: int) -> tuple[int, float]:
+    def open_host_pool(self, nbytes: int, stages_per_host: int) -> tuple[int, float]:
         """Host memory for KV blocks: how many there are, and seconds to copy one."""
 
 
-class Computing(Executing, Protocol):
+class ClosableExecutor(StepExecutor, Protocol):
     """An executor that can be ended."""
 
-    def between(self, task: Callable[[], None]) -> None:
+    def submit_task(self, task: Callable[[], None]) -> None:
         """Queue something else that computes."""
 
     def close(self) -> None:
         """End after the steps that are queued."""
 
 
-#: Loads what :class:`Start` asks for; it is called on a thread of its own.
-LoadEngine = Callable[[Start], "Engine"]
+#: Loads what :class:`LoadStage` asks for; it is called on a thread of its own.
+LoadEngine = Callable[[LoadStage], "StageEngine"]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftEngine:
-    """A loaded draft model; ``open`` gives it a fresh KV pool.
+    """A loaded draft model; ``create_model`` gives it a fresh KV pool.
 
     It is told what has its tasks run between the stage's steps, and what hands their results over.
     """
 
     facts: DraftModelFacts
-    open: Callable[[Callable[[Callable[[], None]], None], HandOver], Guesser]
+    create_model: Callable[[Callable[[Callable[[], None]], None], HandOver], DraftRunner]
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class StageEngine:
     """A loaded stage, how long its steps take, and what runs them (one per epoch).
 
-    ``change`` loads another stage in its place, and need not load again what both have. Without it
+    ``reload`` loads another stage in its place, and need not load again what both have. Without it
     the other one is loaded as the first was.
     """
 
     stage: LoadedStage
     profile: Profile
-    executor: Callable[[RequestTable, HandOver], Computing]
-    change: LoadEngine | None = None
+    create_executor: Callable[[RequestTable, HandOver], ClosableExecutor]
+    reload: LoadEngine | None = None
     #: Compiles the grammars of requests, at the last stage.
-    grammars: Grammars | None = None
+    grammars: GrammarCompiler | None = None
     #: A small model beside it, where the head asks for drafts.
     draft: DraftEngine | None = None
     #: Seconds that finding the profile took.

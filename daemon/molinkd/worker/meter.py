@@ -11,12 +11,12 @@ class LoopMeter:
     """
 
     def __init__(self) -> None:
-        self._cpu = time.thread_time()
-        self._wall = time.monotonic()
+        self._cpu_s = time.thread_time()
+        self._wall_s = time.monotonic()
 
-    def share(self) -> float:
+    def measure_busy_share(self) -> float:
         """The share since the last call, 0 to 1."""
         cpu, wall = time.thread_time(), time.monotonic()
-        spent, passed = cpu - self._cpu, wall - self._wall
-        self._cpu, self._wall = cpu, wall
+        spent, passed = cpu - self._cpu_s, wall - self._wall_s
+        self._cpu_s, self._wall_s = cpu, wall
         return min(1.0, spent / passed) if passed > 0 else 0.0

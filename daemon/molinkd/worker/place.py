@@ -7,37 +7,37 @@ from pathlib import Path
 
 import zmq.asyncio
 
-from molink.facts.drafts import AUTO_DRAFTS, MAX_AHEAD
+from molink.facts.drafts import AUTO_DRAFTS, MAX_LOOKAHEAD
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.ringtimes import LinkFacts
 from molink.link.estimate.remembered import LinkMemory
 from molink.link.packing.compressor import Compressor
 from molink.link.packing.packer import RowPacker
 from molink.link.stats import LinkStats
-from molink.ring.build import LinkSurroundings, RingPlan, Surroundings, build_ring
-from molink.ring.hosted import NO_ROOM, HostRoom
+from molink.ring.build import LinkEnvironment, RingPlan, StageEnvironment, build_ring
+from molink.ring.hosted import NO_HOST_MEMORY, HostMemory
 from molink.ring.ring import Ring
-from molink.ring.stage import Guesser, StageShape
-from molink.scheduler.head import Head
-from molink.scheduler.limits import HeadLimits
+from molink.ring.stage import DraftRunner, StageShape
+from molink.scheduler.head import Scheduler
+from molink.scheduler.limits import SchedulerConfig
 from molink.scheduler.policies.lengths import AnswerLengths
 from molink.wire.messages.codec import DataMessage
 from molink.wire.messages.instructions import StageAddress
-from molink.wire.messages.load import HeadLoad, StageLoad
-from molink.wire.messages.pipe import FormRing, Start
-from molink.wire.messages.serving import Cancel, Credit, Prompt, Submit
-from molink.wire.sockets.congestion import forgets_in_pauses
+from molink.wire.messages.load import SchedulerLoad, StageLoad
+from molink.wire.messages.pipe import FormRing, LoadStage
+from molink.wire.messages.serving import Cancel, Credit, PromptFragment, Submit
+from molink.wire.sockets.congestion import has_idle_reset
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.endpoints import endpoints
-from molink.wire.sockets.server import Sender, Server
-from molinkd.worker.desk import Desk
-from molinkd.worker.dial import Dialer
-from molinkd.worker.engine import Engine
+from molink.wire.sockets.server import MessageSender, Server
+from molinkd.worker.desk import RequestReceiver
+from molinkd.worker.dial import StageConnector
+from molinkd.worker.engine import StageEngine
 from molinkd.worker.recordfile import RecordFile
 from molinkd.worker.request_table import RequestTable
 
 
-class Place:
+class StageRuntime:
     """Builds and owns the deciders, connections and executor of one epoch.
 
     ``on_dead`` is told why the next stage counts as dead; ``memory`` and ``answers``
@@ -46,45 +46,45 @@ class Place:
 
     def __init__(
         self,
-        start: Start,
-        order: FormRing,
-        engine: Engine,
+        start: LoadStage,
+        command: FormRing,
+        engine: StageEngine,
         context: zmq.asyncio.Context,
         server: Server[DataMessage],
         on_dead: Callable[[str], None],
         on_broken: Callable[[str], None],
         memory: LinkMemory | None = None,
-        host: HostRoom = NO_ROOM,
+        host: HostMemory = NO_HOST_MEMORY,
         answers: AnswerLengths | None = None,
     ) -> None:
-        self.epoch = order.epoch
+        self.epoch = command.epoch
         #: The peer that runs the previous stage; nobody in a ring of one.
-        self.previous_peer = order.ring[start.stage - 1].peer if len(order.ring) > 1 else ""
+        self.previous_peer = command.ring[start.stage - 1].peer if len(command.ring) > 1 else ""
         self._start = start
-        self._order = order
+        self._command = command
         self._server = server
-        self._vocabulary = engine.stage.config.vocab_size
-        self._weights = engine.stage.weight_bytes
-        self._kv = order.blocks * engine.stage.block_bytes(start.block_size)
-        self._host_kv = host.blocks * engine.stage.block_bytes(start.block_size)
-        self._memory = memory or LinkMemory(None)
-        self._record: RecordFile | None = None
-        self._dialer: Dialer | None = None
-        self.desk: Desk | None = None
+        self._vocab_size = engine.stage.config.vocab_size
+        self._weight_bytes = engine.stage.weight_bytes
+        self._kv_bytes = command.blocks * engine.stage.block_bytes(start.block_size)
+        self._host_kv_bytes = host.blocks * engine.stage.block_bytes(start.block_size)
+        self._link_memory = memory or LinkMemory(None)
+        self._record_file: RecordFile | None = None
+        self._connector: StageConnector | None = None
+        self.receiver: RequestReceiver | None = None
         requests = RequestTable(engine.grammars)
         loop = asyncio.get_running_loop()
-        self._executor = engine.executor(requests, loop.call_soon_threadsafe)
-        link = self._link(context, on_dead) if len(order.ring) > 1 else None
-        model: Guesser | None = None
+        self._executor = engine.create_executor(requests, loop.call_soon_threadsafe)
+        link = self._connect_next_stage(context, on_dead) if len(command.ring) > 1 else None
+        model: DraftRunner | None = None
         if engine.draft is not None and start.stage == 0:
-            model = engine.draft.open(self._executor.between, loop.call_soon_threadsafe)
-        self._seat = build_ring(
-            _plan(start, order, engine, self.previous_peer, host),
-            Surroundings(
+            model = engine.draft.create_model(self._executor.submit_task, loop.call_soon_threadsafe)
+        self._ring_seat = build_ring(
+            _make_ring_plan(start, command, engine, self.previous_peer, host),
+            StageEnvironment(
                 loop,
                 requests,
                 self._executor,
-                self._make_desk,
+                self._create_receiver,
                 on_broken,
                 link,
                 model,
@@ -95,145 +95,145 @@ class Place:
     @property
     def ring(self) -> Ring:
         """The order of this stage's work."""
-        return self._seat.ring
+        return self._ring_seat.ring
 
     def open(self) -> None:
         """Connect to the next stage and begin."""
-        self._seat.start()
+        self._ring_seat.start()
 
     async def close(self) -> None:
         """Leave the ring; waits for the step that is running."""
-        self._seat.close()
-        if self._dialer is not None:
-            await self._dialer.close()
-        if self._record is not None:
-            self._record.close()
+        self._ring_seat.close()
+        if self._connector is not None:
+            await self._connector.close()
+        if self._record_file is not None:
+            self._record_file.close()
         await asyncio.to_thread(self._executor.close)
 
-    def handle(self, sender: Sender, message: DataMessage, payload: memoryview | None) -> None:
+    def handle_message(self, sender: MessageSender, message: DataMessage, payload: memoryview | None) -> None:
         """Take a message that came to the worker's socket."""
-        incoming = self._seat.incoming
-        if incoming is not None and incoming.handle(sender, message, payload):
+        incoming = self._ring_seat.incoming
+        if incoming is not None and incoming.handle_message(sender, message, payload):
             return
-        if self.desk is not None and isinstance(message, Submit | Prompt | Cancel | Credit):
-            self.desk.handle(sender, message, payload, time.perf_counter())
-            self.ring.pump()
+        if self.receiver is not None and isinstance(message, Submit | PromptFragment | Cancel | Credit):
+            self.receiver.handle_message(sender, message, payload, time.perf_counter())
+            self.ring.run_pending()
 
-    def stats(self) -> tuple[dict[str, float], dict[str, float]]:
+    def collect_stats(self) -> tuple[dict[str, float], dict[str, float]]:
         """Counters and gauges of this epoch, by name."""
-        counters, gauges = self._seat.stats()
-        gauges |= {"stage_weight_bytes": float(self._weights), "stage_kv_bytes": float(self._kv)}
-        gauges["stage_host_kv_bytes"] = float(self._host_kv)
+        counters, gauges = self._ring_seat.collect_stats()
+        gauges |= {"stage_weight_bytes": float(self._weight_bytes), "stage_kv_bytes": float(self._kv_bytes)}
+        gauges["stage_host_kv_bytes"] = float(self._host_kv_bytes)
         return counters, gauges
 
-    def load(self) -> StageLoad:
+    def report_load(self) -> StageLoad:
         """What others are told of this stage and its link."""
-        bubbles, out = self.ring.bubbles, self._seat.outgoing
+        bubbles, out = self.ring.bubbles, self._ring_seat.outgoing
         link = out.stats if out is not None else LinkStats()
         return StageLoad(
             self._start.pipeline,
             self._start.stage,
-            min(100, round(100 * bubbles.busy)),
-            min(100, round(100 * bubbles.share)),
-            self.ring.live,
-            self._weights,
-            self._kv,
+            min(100, round(100 * bubbles.busy_share)),
+            min(100, round(100 * bubbles.bubble_share)),
+            self.ring.num_requests,
+            self._weight_bytes,
+            self._kv_bytes,
             round(link.min_rtt / 2 * 1e6),
             round(link.rate),
             link.queued,
             link.in_flight,
         )
 
-    def head_load(self) -> HeadLoad | None:
+    def report_scheduler_load(self) -> SchedulerLoad | None:
         """What others are told of the head, where it is."""
-        head = self._seat.head
-        return None if head is None else head.load(self._start.pipeline, time.perf_counter())
+        scheduler = self._ring_seat.scheduler
+        return None if scheduler is None else scheduler.report_load(self._start.pipeline, time.perf_counter())
 
-    def _make_desk(self, head: Head) -> Desk:
-        self.desk = Desk(head, self._start.pipeline, self._vocabulary, self._server.send)
-        return self.desk
+    def _create_receiver(self, scheduler: Scheduler) -> RequestReceiver:
+        self.receiver = RequestReceiver(scheduler, self._start.pipeline, self._vocab_size, self._server.send)
+        return self.receiver
 
     # --- links -----------------------------------------------------------------------------------
 
-    def _link(
+    def _connect_next_stage(
         self, context: zmq.asyncio.Context, on_dead: Callable[[str], None]
-    ) -> LinkSurroundings:
-        start, after = self._start, self._after
+    ) -> LinkEnvironment:
+        start, after = self._start, self._next_stage
         keys = KeyPair(start.public_key, start.secret_key)
         targets = endpoints(after.addresses, after.port)
-        self._dialer = Dialer(context, keys, after.public_key, targets)
+        self._connector = StageConnector(context, keys, after.public_key, targets)
         if start.settings.record:
-            self._record = RecordFile(
+            self._record_file = RecordFile(
                 Path(start.settings.record), start.pipeline, start.stage, self.epoch
             )
         packs = start.settings.compression != "none"
-        return LinkSurroundings(
-            self._dialer.connect,
+        return LinkEnvironment(
+            self._connector.open_connection,
             self._server,
             on_dead,
             RowPacker(Compressor(start.settings.compression), time.perf_counter) if packs else None,
-            self._memory.find(after.peer),
-            self._remember,
-            None if self._record is None else self._record.write,
-            start.settings.keep_warm and forgets_in_pauses(),
+            self._link_memory.find_facts(after.peer),
+            self._store_link_facts,
+            None if self._record_file is None else self._record_file.write_line,
+            start.settings.keep_warm and has_idle_reset(),
         )
 
-    def _remember(self, facts: LinkFacts) -> None:
-        self._memory.keep(self._after.peer, facts, time.perf_counter())
+    def _store_link_facts(self, facts: LinkFacts) -> None:
+        self._link_memory.remember_link(self._next_stage.peer, facts, time.perf_counter())
 
     @property
-    def _after(self) -> StageAddress:
+    def _next_stage(self) -> StageAddress:
         """The next stage."""
-        return self._order.ring[(self._start.stage + 1) % len(self._order.ring)]
+        return self._command.ring[(self._start.stage + 1) % len(self._command.ring)]
 
 
-def _plan(
-    start: Start, order: FormRing, engine: Engine, previous_peer: str, host: HostRoom
+def _make_ring_plan(
+    start: LoadStage, command: FormRing, engine: StageEngine, previous_peer: str, host: HostMemory
 ) -> RingPlan:
     config = engine.stage.config
     shape = StageShape(
         start.stage,
-        len(order.ring),
+        len(command.ring),
         config.hidden_size,
         config.vocab_size,
-        engine.stage.travel_dtype,
+        engine.stage.wire_dtype,
     )
     return RingPlan(
-        order.epoch,
+        command.epoch,
         start.pipeline,
         shape,
-        _head_limits(start, order, engine),
-        config.context,
+        _make_scheduler_limits(start, command, engine),
+        config.max_model_len,
         engine.profile,
         start.settings.link_policy,
         start.settings.cut_through,
         previous_peer,
         scheduling_policy=start.settings.scheduling_policy,
-        host=host,
+        host_memory=host,
     )
 
 
-def _head_limits(start: Start, order: FormRing, engine: Engine) -> HeadLimits:
+def _make_scheduler_limits(start: LoadStage, command: FormRing, engine: StageEngine) -> SchedulerConfig:
     stage = engine.stage
     config = stage.config
-    return HeadLimits(
-        blocks=order.blocks,
+    return SchedulerConfig(
+        num_blocks=command.blocks,
         block_size=start.block_size,
-        micro_batches=order.micro_batches,
-        stages=len(order.ring),
-        row_bytes=config.hidden_size * DTYPE_SIZES[stage.travel_dtype],
-        chunk_tokens=start.settings.chunk_tokens,
-        max_running=start.settings.max_running,
-        max_waiting=start.settings.max_waiting,
+        micro_batches=command.micro_batches,
+        num_stages=len(command.ring),
+        row_bytes=config.hidden_size * DTYPE_SIZES[stage.wire_dtype],
+        max_num_batched_tokens=start.settings.max_num_batched_tokens,
+        max_num_seqs=start.settings.max_num_seqs,
+        max_queue_len=start.settings.max_queue_len,
         max_queue_s=start.settings.max_queue_time,
-        max_context=start.max_context,
+        max_model_len=start.max_model_len,
         # Requests can share only what does not depend on whose it is.
         prefix_cache=start.settings.prefix_cache and not config.keys_depend_on_length,
         short_context=config.short_context,
-        profiles=order.profiles,
-        unpaired=start.settings.unpaired_prefill,
-        draft_tokens=start.settings.draft_tokens,
-        ahead=MAX_AHEAD if start.settings.draft_tokens == AUTO_DRAFTS else 0,
+        profiles=command.profiles,
+        prefill_only_batches=start.settings.prefill_only_batches,
+        num_speculative_tokens=start.settings.num_speculative_tokens,
+        lookahead_volumes=MAX_LOOKAHEAD if start.settings.num_speculative_tokens == AUTO_DRAFTS else 0,
         draft_model=None if engine.draft is None else engine.draft.facts,
         preemption_mode=start.settings.preemption_mode,
     )

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from molink.wire.messages.data import Admit, Sampling
+from molink.wire.messages.data import Admit, SamplingParams
 
 if TYPE_CHECKING:
     from molink.stage.sampling.history import TokenHistory
-    from molink.text.matcher import Constraint, Grammars
+    from molink.text.matcher import GrammarMatcher, GrammarCompiler
 
 
-def _no_tokens() -> "TokenHistory":
+def _empty_history() -> "TokenHistory":
     """Without torch until there is a request; what computes has imported it by then."""
     from molink.stage.sampling.history import TokenHistory
 
@@ -19,24 +19,24 @@ def _no_tokens() -> "TokenHistory":
 
 
 @dataclass(slots=True)
-class RequestState:
+class StageRequest:
     """One request at one stage.
 
-    ``reach`` is how many tokens' keys it may come to have, ``blocks`` its block table so far.
-    ``history`` and ``constraint`` are filled at the tail only: the first only if its penalties are
+    ``max_positions`` is how many tokens' keys it may come to have, ``blocks`` its block table so far.
+    ``history`` and ``matcher`` are filled at the tail only: the first only if its penalties are
     recomputed from it or its grammar goes through it again, the other if it has a grammar.
     ``failed`` is set once a step of it failed here or at an earlier stage: its KV can't be trusted
-    from then on. ``last`` are position and token that were sampled last, at the tail only.
+    from then on. ``last_sampled`` are position and token that were sampled last, at the tail only.
     """
 
-    sampling: Sampling
+    sampling_params: SamplingParams
     prompt_tokens: int
-    reach: int = 0
+    max_positions: int = 0
     blocks: list[int] = field(default_factory=list)
-    history: "TokenHistory" = field(default_factory=_no_tokens)
+    history: "TokenHistory" = field(default_factory=_empty_history)
     failed: bool = False
-    constraint: "Constraint | None" = None
-    last: tuple[int, int] = (-1, -1)
+    matcher: "GrammarMatcher | None" = None
+    last_sampled: tuple[int, int] = (-1, -1)
 
 
 class RequestTable:
@@ -47,49 +47,49 @@ class RequestTable:
     released while a row of it may run.
     """
 
-    def __init__(self, grammars: "Grammars | None" = None) -> None:
+    def __init__(self, grammars: "GrammarCompiler | None" = None) -> None:
         """``grammars`` compiles those of requests; at the tail only."""
         self._grammars = grammars
-        self._states: dict[int, RequestState] = {}
+        self._requests: dict[int, StageRequest] = {}
 
-    def admit(self, message: Admit) -> None:
+    def admit_request(self, message: Admit) -> None:
         """A request begins."""
-        self._states[message.request] = RequestState(
-            message.sampling, message.prompt_tokens, message.reach
+        self._requests[message.request] = StageRequest(
+            message.sampling_params, message.prompt_tokens, message.max_positions
         )
 
-    def history(self, request: int, first: int, ids: memoryview) -> None:
+    def add_history(self, request: int, first: int, ids: memoryview) -> None:
         """Learn tokens (``i32``) from position ``first`` on; parts come in order."""
-        state = self._states[request]
+        state = self._requests[request]
         split = max(0, min(len(ids), state.prompt_tokens - first))
         state.history.add_prompt(ids[:split])
         state.history.add_generated(ids[split:])
-        if state.constraint is not None:
-            state.constraint.add(ids[split:])
+        if state.matcher is not None:
+            state.matcher.add_tokens(ids[split:])
 
-    def grammar(self, request: int, text: bytes) -> None:
+    def set_grammar(self, request: int, text: bytes) -> None:
         """Learn what the answer is held to; it is compiled from now on."""
         if self._grammars is None:
-            self._states[request].failed = True
+            self._requests[request].failed = True
         else:
-            self._states[request].constraint = self._grammars.begin(text)
+            self._requests[request].matcher = self._grammars.start_matcher(text)
 
-    def table(self, request: int, blocks: Sequence[int]) -> None:
+    def append_blocks(self, request: int, blocks: Sequence[int]) -> None:
         """Learn blocks that its table begins with; no row of it has run."""
-        self._states[request].blocks.extend(blocks)
+        self._requests[request].blocks.extend(blocks)
 
-    def release(self, request: int) -> None:
+    def release_request(self, request: int) -> None:
         """A request is over."""
-        state = self._states.pop(request, None)
-        if state is not None and state.constraint is not None:
-            state.constraint.close()
+        state = self._requests.pop(request, None)
+        if state is not None and state.matcher is not None:
+            state.matcher.close()
 
-    def get(self, request: int) -> RequestState | None:
+    def find_request(self, request: int) -> StageRequest | None:
         """One that lives."""
-        return self._states.get(request)
+        return self._requests.get(request)
 
-    def __getitem__(self, request: int) -> RequestState:
-        return self._states[request]
+    def __getitem__(self, request: int) -> StageRequest:
+        return self._requests[request]
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self._requests)

@@ -8,14 +8,14 @@ import torch
 
 from molink.checkpoint.folder import ModelFolder
 from molink.stage.warm_up import warm_up
-from molink.wire.messages.pipe import Loading, Start, Warm
+from molink.wire.messages.pipe import WeightLoadProgress, LoadStage, WarmUp
 from molink.wire.sockets.loop import EventLoop
 from molinkd.worker.daemon_pipe import DaemonPipe
 from molinkd.worker.loading import load_engine
 from molinkd.worker.worker import Worker
 
 
-def run_worker(start: Start, pipe: DaemonPipe) -> None:
+def run_worker(start: LoadStage, pipe: DaemonPipe) -> None:
     """Be the worker of a stage until the daemon ends it.
 
     Raises:
@@ -24,15 +24,15 @@ def run_worker(start: Start, pipe: DaemonPipe) -> None:
     if start.threads:
         torch.set_num_threads(start.threads)
 
-    def tell(done: int, total: int) -> None:
-        pipe.send(Loading(done=done, total=total))
+    def on_progress(done: int, total: int) -> None:
+        pipe.send(WeightLoadProgress(done=done, total=total))
 
     # On Windows a ZeroMQ socket needs a selector loop; the same one everywhere.
     with asyncio.Runner(loop_factory=EventLoop) as runner:
-        runner.run(Worker(start, pipe, partial(load_engine, tell=tell)).run())
+        runner.run(Worker(start, pipe, partial(load_engine, on_progress=on_progress)).run())
 
 
-def warm_worker(warm: Warm) -> None:
+def warm_up_worker(warm: WarmUp) -> None:
     """Compile, and try out, what a stage like ``warm`` needs.
 
     A GPU is not touched: a stage on it needs all of its memory.

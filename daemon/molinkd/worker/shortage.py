@@ -2,25 +2,25 @@
 
 import math
 
-from molink.wire.messages.pipe import Stats
+from molink.wire.messages.pipe import WorkerStats
 
 #: Seconds between two words on it, at least.
-QUIET_S = 60.0
+WARNING_INTERVAL_S = 60.0
 
 
-class Shortage:
+class SwapShortage:
     """Has people told that KV was given up which was to go to host memory. Sans-IO."""
 
     def __init__(self) -> None:
         #: How often that had been when they were told last, and when that was.
-        self._told, self._at = 0, -math.inf
+        self._reported_count, self._reported_at = 0, -math.inf
 
-    def look(self, stats: Stats, now: float) -> str | None:
+    def check_stats(self, stats: WorkerStats, now: float) -> str | None:
         """What is to be said by now, if anything."""
         count = int(stats.counters.get("head_swap_fallbacks_total", 0))
-        if count == self._told or now - self._at < QUIET_S:
+        if count == self._reported_count or now - self._reported_at < WARNING_INTERVAL_S:
             return None
-        more, self._told, self._at = count - self._told, count, now
+        more, self._reported_count, self._reported_at = count - self._reported_count, count, now
         blocks = int(stats.gauges.get("head_host_blocks", 0))
         if blocks:
             why = f"the {blocks} blocks of host memory that each stage has are full; the least"

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from molink.ring.work import Segment, SegmentResult
+from molink.ring.work import StepInput, StepOutput
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
-from molink.stage.to_device import download
+from molink.stage.to_device import download_rows
 from molink.stage.torch_dtypes import TORCH_DTYPES
-from molink.wire.messages.data import Rows
-from molinkd.worker.request_table import RequestState, RequestTable
+from molink.wire.messages.data import RequestSlice
+from molinkd.worker.request_table import StageRequest, RequestTable
 from molinkd.worker.tail import plan_sampling, sample_step
 
 log = logging.getLogger(__name__)
@@ -19,74 +19,74 @@ log = logging.getLogger(__name__)
 
 @torch.inference_mode()
 def run_step(
-    stage: Stage, requests: RequestTable, segments: Sequence[Segment]
-) -> list[SegmentResult]:
+    stage: Stage, requests: RequestTable, step_inputs: Sequence[StepInput]
+) -> list[StepOutput]:
     """Run all segments as one token-flat forward pass, decode and prefill rows together.
 
     A request that failed at an earlier stage arrives as rows that are not finite. They are computed
     as zeros, so that nothing unusable enters the KV pool, and leave as NaN again, so that the tail
     reports the request as failed.
     """
-    groups = [rows for segment in segments for rows in segment.volume.rows]
+    groups = [rows for step_input in step_inputs for rows in step_input.volume.slices]
     # All tables first: rows already in flight rely on them, even if this step fails.
     for rows in groups:
         requests[rows.request].blocks.extend(rows.blocks)
     for rows in groups:
-        if rows.source >= 0:
-            stage.copy_block(rows.source, requests[rows.request].blocks, rows.start)
-    tokens, hidden = _gather_input(stage, segments)
+        if rows.copy_from_block >= 0:
+            stage.copy_block(rows.copy_from_block, requests[rows.request].blocks, rows.start)
+    tokens, hidden = _gather_input(stage, step_inputs)
     if hidden is not None:
         hidden = _mark_failed(requests, groups, hidden)
-    wanted = plan_sampling(segments, requests, stage.config.vocab_size) if stage.is_last else []
+    wanted = plan_sampling(step_inputs, requests, stage.config.vocab_size) if stage.is_last else []
     batch = StageInput(
         tokens=tokens,
         hidden=hidden,
         sequences=tuple(
             sequence
-            for segment in segments
-            for rows in segment.volume.rows
-            for sequence in _sequences(rows, requests[rows.request], segment.volume.prefill)
+            for step_input in step_inputs
+            for rows in step_input.volume.slices
+            for sequence in _split_sequences(rows, requests[rows.request], step_input.volume.prefill)
         ),
         logit_rows=tuple(row for one in wanted for row in one.logit_rows),
     )
     output = stage.forward(batch)
     if stage.is_last:
-        return sample_step(segments, requests, wanted, output)
-    return _cut(requests, segments, output)
+        return sample_step(step_inputs, requests, wanted, output)
+    return _split_output(requests, step_inputs, output)
 
 
 @torch.inference_mode()
-def failed_step(
-    stage: Stage, requests: RequestTable, segments: Sequence[Segment]
-) -> list[SegmentResult]:
+def fail_step(
+    stage: Stage, requests: RequestTable, step_inputs: Sequence[StepInput]
+) -> list[StepOutput]:
     """The results of a step that could not be run: all of its requests have failed."""
-    groups = [rows for segment in segments for rows in segment.volume.rows]
+    groups = [rows for step_input in step_inputs for rows in step_input.volume.slices]
     for rows in groups:
         requests[rows.request].failed = True
     if stage.is_last:
-        return sample_step(segments, requests, [], torch.empty(0, stage.config.vocab_size))
+        return sample_step(step_inputs, requests, [], torch.empty(0, stage.config.vocab_size))
     shape = (sum(rows.count for rows in groups), stage.config.hidden_size)
-    output = torch.empty(shape, dtype=TORCH_DTYPES[stage.travel_dtype])
-    return _cut(requests, segments, output)
+    output = torch.empty(shape, dtype=TORCH_DTYPES[stage.wire_dtype])
+    return _split_output(requests, step_inputs, output)
 
 
 def _gather_input(
-    stage: Stage, segments: Sequence[Segment]
+    stage: Stage, step_inputs: Sequence[StepInput]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Token ids ``[T]`` at the first stage, hidden rows ``[T, H]`` at the others."""
     if stage.is_first:
-        ids = [token for segment in segments for token in _kept_tokens(segment)]
+        ids = [token for step_input in step_inputs for token in _verified_tokens(step_input)]
         return torch.tensor(ids, dtype=torch.int64), None
     parts = []
-    for segment in segments:
-        rows = torch.frombuffer(segment.data, dtype=TORCH_DTYPES[stage.travel_dtype])
+    for step_input in step_inputs:
+        rows = torch.frombuffer(step_input.data, dtype=TORCH_DTYPES[stage.wire_dtype])
         rows = rows.view(-1, stage.config.hidden_size)
-        parts.append(rows if segment.kept is None else rows[list(segment.kept)])
+        parts.append(rows if step_input.row_indices is None else rows[list(step_input.row_indices)])
     return None, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _mark_failed(
-    requests: RequestTable, groups: Sequence[Rows], hidden: torch.Tensor
+    requests: RequestTable, groups: Sequence[RequestSlice], hidden: torch.Tensor
 ) -> torch.Tensor:
     """Find requests with unusable rows in ``hidden`` ``[T, H]``; returns it with these as zeros."""
     usable = torch.isfinite(hidden).all(dim=1)
@@ -102,33 +102,33 @@ def _mark_failed(
     return hidden.masked_fill(~usable[:, None], 0)
 
 
-def _sequences(rows: Rows, state: RequestState, prefill: bool) -> Iterator[SequenceRows]:
+def _split_sequences(rows: RequestSlice, state: StageRequest, prefill: bool) -> Iterator[SequenceRows]:
     """A piece of a prompt at once; drafts each as a decode row, as the token will be at last."""
     each = rows.count if prefill else 1
     for start in range(rows.start, rows.start + rows.count, each):
-        yield SequenceRows(start, each, state.blocks, state.reach)
+        yield SequenceRows(start, each, state.blocks, state.max_positions)
 
 
-def _kept_tokens(segment: Segment) -> Sequence[int]:
-    tokens: Sequence[int] = segment.data
-    if segment.kept is None:
+def _verified_tokens(step_input: StepInput) -> Sequence[int]:
+    tokens: Sequence[int] = step_input.data
+    if step_input.row_indices is None:
         return tokens
-    return [tokens[index] for index in segment.kept]
+    return [tokens[index] for index in step_input.row_indices]
 
 
-def _cut(
-    requests: RequestTable, segments: Sequence[Segment], output: torch.Tensor
-) -> list[SegmentResult]:
+def _split_output(
+    requests: RequestTable, step_inputs: Sequence[StepInput], output: torch.Tensor
+) -> list[StepOutput]:
     """Cut the fused output, rows ``[T, H]``, into its volumes."""
     parts, first = [], 0
-    for segment in segments:
+    for step_input in step_inputs:
         begin = first
-        for rows in segment.volume.rows:
+        for rows in step_input.volume.slices:
             if requests[rows.request].failed:
                 output[first : first + rows.count] = torch.nan
             first += rows.count
         parts.append(output[begin:first])
     return [
-        SegmentResult(segment.volume, data, None)
-        for segment, data in zip(segments, download(parts), strict=True)
+        StepOutput(step_input.volume, data, None)
+        for step_input, data in zip(step_inputs, download_rows(parts), strict=True)
     ]

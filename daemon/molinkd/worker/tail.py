@@ -9,66 +9,66 @@ import torch
 
 from molink.errors import MolinkError
 from molink.facts.drafts import MAX_DRAFTS
-from molink.ring.work import Segment, SegmentResult
-from molink.stage.sampling.drafts import accepted, certain_tokens, sample_rows
-from molink.stage.sampling.sampler import SampledToken, sample
-from molink.wire.messages.data import Choice, Forced, Rows, Sampled, TopLogprobs, Volume
-from molinkd.worker.request_table import RequestState, RequestTable
+from molink.ring.work import StepInput, StepOutput
+from molink.stage.sampling.drafts import accept_tokens, find_certain_tokens, sample_rows
+from molink.stage.sampling.sampler import SampledToken, sample_tokens
+from molink.wire.messages.data import SampledId, ForcedTokens, RequestSlice, SamplerOutput, TopLogprobs, Volume
+from molinkd.worker.request_table import StageRequest, RequestTable
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Wanted:
-    """A row group that is sampled from; ``first`` of a step's rows is the first to be sampled.
+class SampledSlice:
+    """A row group that is sampled from; ``first_row`` of a step's rows is the first to be sampled.
 
-    ``certain`` has the token after each row where a grammar leaves one only, else -1: what is
+    ``certain_tokens`` has the token after each row where a grammar leaves one only, else -1: what is
     certain takes no logits. It and ``masks`` are known before the rows are computed, but not those
     of prompts, whose grammar may still be compiled meanwhile.
     """
 
-    rows: Rows
-    state: RequestState
-    first: int
+    request_slice: RequestSlice
+    request: StageRequest
+    first_row: int
     masks: Sequence[bytes] | None = None
-    certain: Sequence[int] = ()
+    certain_tokens: Sequence[int] = ()
 
     @property
     def logit_rows(self) -> Iterator[int]:
         """Those of the step's rows whose logits it takes."""
-        for index in range(1 + len(self.rows.checked)):
-            if not self.certain or self.certain[index] < 0:
-                yield self.first + index
+        for index in range(1 + len(self.request_slice.verified_drafts)):
+            if not self.certain_tokens or self.certain_tokens[index] < 0:
+                yield self.first_row + index
 
 
 def plan_sampling(
-    segments: Sequence[Segment], requests: RequestTable, vocabulary: int
-) -> list[Wanted]:
-    """The groups that are sampled from; of logits of ``vocabulary`` tokens.
+    step_inputs: Sequence[StepInput], requests: RequestTable, vocab_size: int
+) -> list[SampledSlice]:
+    """The groups that are sampled from; of logits of ``vocab_size`` tokens.
 
     Of one that went ahead of another token than was sampled, none are wanted.
     """
-    found, end = list[Wanted](), 0
-    for segment in segments:
-        for rows in segment.volume.rows:
+    found, end = list[SampledSlice](), 0
+    for step_input in step_inputs:
+        for rows in step_input.volume.slices:
             end += rows.count
             state = requests[rows.request]
-            if rows.sample and rows.follows(*state.last):
-                one = Wanted(rows, state, end - 1 - len(rows.checked))
-                if not segment.volume.prefill:
-                    one.masks = _allowed(state, rows.checked)
-                    if one.masks is not None and state.sampling.logprobs < 0:
-                        one.certain = certain_tokens(one.masks, vocabulary)
+            if rows.sample and rows.continues_from(*state.last_sampled):
+                one = SampledSlice(rows, state, end - 1 - len(rows.verified_drafts))
+                if not step_input.volume.prefill:
+                    one.masks = _allowed_masks(state, rows.verified_drafts)
+                    if one.masks is not None and state.sampling_params.logprobs < 0:
+                        one.certain_tokens = find_certain_tokens(one.masks, vocab_size)
                 found.append(one)
     return found
 
 
 def sample_step(
-    segments: Sequence[Segment],
+    step_inputs: Sequence[StepInput],
     requests: RequestTable,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[SampledSlice],
     logits: torch.Tensor,
-) -> list[SegmentResult]:
+) -> list[StepOutput]:
     """Sample tokens for every group that wants them; ``logits`` ``[n, V]`` of those that take any.
 
     A request that has failed is reported, whatever its logits are.
@@ -76,93 +76,93 @@ def sample_step(
     inputs = []
     for one in wanted:
         if one.masks is None:
-            one.masks = _allowed(one.state, one.rows.checked)
-        rows = sample_rows(one.rows, one.state.sampling, one.state.history, one.masks)
-        certain = one.certain or (-1,) * len(rows)
+            one.masks = _allowed_masks(one.request, one.request_slice.verified_drafts)
+        rows = sample_rows(one.request_slice, one.request.sampling_params, one.request.history, one.masks)
+        certain = one.certain_tokens or (-1,) * len(rows)
         inputs += [row for row, token in zip(rows, certain, strict=True) if token < 0]
-    drawn = iter(sample(logits, inputs) if inputs else [])
-    found = {id(one.rows): _accepted(one, drawn) for one in wanted}
+    drawn = iter(sample_tokens(logits, inputs) if inputs else [])
+    found = {id(one.request_slice): _accept_tokens(one, drawn) for one in wanted}
     return [
-        _report(
-            segment.volume,
+        _make_result(
+            step_input.volume,
             requests,
-            [(rows, found.get(id(rows))) for rows in segment.volume.rows],
+            [(rows, found.get(id(rows))) for rows in step_input.volume.slices],
         )
-        for segment in segments
+        for step_input in step_inputs
     ]
 
 
-def prepare(requests: RequestTable, results: Collection[SegmentResult]) -> None:
+def precompute_masks(requests: RequestTable, results: Collection[StepOutput]) -> None:
     """Find out which tokens may come next, before the next step asks; no one waits for it."""
     for result in results:
         if result.sampled is not None:
             forced = {each.request: each.tokens for each in result.sampled.forced}
-            for request in {choice.request for choice in result.sampled.choices}:
-                state = requests.get(request)
-                if state is not None and state.constraint is not None:
-                    state.constraint.prepare(forced.get(request, ()))
+            for request in {choice.request for choice in result.sampled.sampled}:
+                state = requests.find_request(request)
+                if state is not None and state.matcher is not None:
+                    state.matcher.precompute_masks(forced.get(request, ()))
 
 
-def _accepted(one: Wanted, drawn: Iterator[SampledToken | None]) -> Sequence[SampledToken]:
-    drafts = one.rows.checked
-    if not one.certain:
-        return accepted(list(islice(drawn, 1 + len(drafts))), drafts)
-    tokens = [SampledToken(token) if token >= 0 else next(drawn) for token in one.certain]
-    return accepted(tokens, drafts)
+def _accept_tokens(one: SampledSlice, drawn: Iterator[SampledToken | None]) -> Sequence[SampledToken]:
+    drafts = one.request_slice.verified_drafts
+    if not one.certain_tokens:
+        return accept_tokens(list(islice(drawn, 1 + len(drafts))), drafts)
+    tokens = [SampledToken(token) if token >= 0 else next(drawn) for token in one.certain_tokens]
+    return accept_tokens(tokens, drafts)
 
 
-def _allowed(state: RequestState, drafts: Sequence[int]) -> Sequence[bytes] | None:
+def _allowed_masks(state: StageRequest, drafts: Sequence[int]) -> Sequence[bytes] | None:
     """The tokens that its grammar allows next, and after each draft.
 
     ``None`` if it has none, or it fails with it.
     """
-    if state.constraint is None or state.failed:
+    if state.matcher is None or state.failed:
         return None
     try:
-        return state.constraint.allowed(drafts)
+        return state.matcher.compute_masks(drafts)
     except MolinkError as error:
         log.warning("a request fails: %s", error)
         state.failed = True
         return None
 
 
-def _forced(state: RequestState) -> Sequence[int]:
+def _forced_tokens(state: StageRequest) -> Sequence[int]:
     """Tokens that its grammar leaves no choice about."""
-    assert state.constraint is not None
+    assert state.matcher is not None
     try:
-        return state.constraint.forced(MAX_DRAFTS)
+        return state.matcher.forced_tokens(MAX_DRAFTS)
     except MolinkError:
         return ()  # the next step of it says why
 
 
-def _report(
+def _make_result(
     volume: Volume,
     requests: RequestTable,
-    pairs: Sequence[tuple[Rows, Sequence[SampledToken] | None]],
-) -> SegmentResult:
+    pairs: Sequence[tuple[RequestSlice, Sequence[SampledToken] | None]],
+) -> StepOutput:
     """Put a volume's tokens into messages, and into the history where penalties need it.
 
     ``None`` are those of a group of which none are wanted.
     """
-    choices, tops, failed, forced = list[Choice](), list[TopLogprobs](), list[int](), list[Forced]()
+    choices, tops, failed, forced = list[SampledId](), list[TopLogprobs](), list[int](), list[ForcedTokens]()
     for rows, drawn in pairs:
-        state, first = requests[rows.request], rows.start + rows.count - len(rows.checked)
+        state, first = requests[rows.request], rows.start + rows.count - len(rows.verified_drafts)
         if state.failed or (drawn is not None and not drawn):
             failed.append(rows.request)
             continue
         if not drawn:
             continue
-        state.last = first + len(drawn) - 1, drawn[-1].token
-        if state.sampling.needs_history:
+        state.last_sampled = first + len(drawn) - 1, drawn[-1].token
+        if state.sampling_params.needs_history:
             state.history.add_generated(token.token for token in drawn)
-        if state.constraint is not None:
-            state.constraint.add(token.token for token in drawn)
-            if tokens := _forced(state):
-                forced.append(Forced(rows.request, tuple(tokens)))
+        if state.matcher is not None:
+            state.matcher.add_tokens(token.token for token in drawn)
+            if tokens := _forced_tokens(state):
+                forced.append(ForcedTokens(rows.request, tuple(tokens)))
         for position, token in enumerate(drawn, first):
-            choices.append(Choice(rows.request, position, token.token, token.logprob))
+            choices.append(SampledId(rows.request, position, token.token, token.logprob))
             if token.top:
                 ids, logprobs = zip(*token.top, strict=True)
                 tops.append(TopLogprobs(rows.request, position, ids, logprobs))
-    sampled = Sampled(volume.tick, tuple(choices), tuple(failed), tuple(forced))
-    return SegmentResult(volume, None, sampled, tuple(tops))
+    sampled = SamplerOutput(volume.seq, tuple(choices), tuple(failed), tuple(forced))
+    return StepOutput(volume, None, sampled, tuple(tops))

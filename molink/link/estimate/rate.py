@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from molink.wire.messages.data import Lane
+from molink.wire.messages.data import Channel
 
 #: Busy time that a delivery rate is taken over, in seconds: acknowledgements are some ms off, which
 #: is a tenth of it.
@@ -23,7 +23,7 @@ _LONG_WINDOW = 0.25
 _MAX_CATCHING_UP = 1.1
 #: Seconds for which the greatest rate counts, so that a slower link is known within 2 s; this clock
 #: stops when nothing is acknowledged.
-MEMORY = 1.0
+MEMORY_S = 1.0
 #: The longest that this clock runs on without an acknowledgement, in seconds: in a pause no rate is
 #: seen that could replace those of before.
 _MAX_STEP = 0.25
@@ -33,8 +33,8 @@ _FIRST_WINDOW = 0.004
 _FIRST_BYTES = 64 * 1024
 #: Acknowledgements that follow each other within so many seconds came at once (the next was held
 #: up, or the event loop was), but not for longer than a chunk's 5 ms.
-_TOGETHER = 0.001
-_MAX_TOGETHER = 0.005
+_BATCH_GAP = 0.001
+_MAX_BATCH_GAP = 0.005
 #: Share of an interval for which the narrowest point may have been idle: clocks and loops are late.
 _SLACK = 0.1
 #: A burst's least busy time that counts, in seconds: in less, one late acknowledgement makes a
@@ -45,7 +45,7 @@ _MIN_BURST = 0.02
 _HOLE = 3.0
 _INTERVALS = 16
 #: Differences of times that are none, in seconds: floating-point sums are that far off.
-_SAME = 1e-6
+_EPSILON = 1e-6
 #: Bytes/s that no link has: what comes at once has no rate.
 MAX_RATE = 1e12
 
@@ -74,10 +74,10 @@ class RateMeter:
         """``start`` is believed until something is measured."""
         self.rate = start
         #: Whether the rate is only the best that is known so far.
-        self._guess = start is None
-        self._flights: dict[Lane, deque[_Flight]] = {lane: deque() for lane in Lane}
+        self._is_guess = start is None
+        self._flights: dict[Channel, deque[_Flight]] = {channel: deque() for channel in Channel}
         #: Whether a queue was seen of late: without one, a lower rate says nothing of the link.
-        self.queued = True
+        self.is_queued = True
         #: Bytes sent and not acknowledged, of both lanes.
         self.in_flight = 0
         #: Of the burst under way, if there is one: when it began, and bytes that have arrived.
@@ -85,9 +85,9 @@ class RateMeter:
         self._burst = 0
         #: The last acknowledgement on the bulk lane, when the newest that it was of had been sent,
         #: and bytes that arrived since on the other.
-        self._last: float | None = None
+        self._last_ack_at: float | None = None
         self._newest = 0.0
-        self._beside = 0
+        self._other_bytes = 0
         #: The least time from sending a bulk message to its acknowledgement.
         self._minimum = float("inf")
         self._points: deque[_Delivered] = deque()
@@ -97,72 +97,72 @@ class RateMeter:
         #: Busy time before the burst under way.
         self._burst_from = 0.0
         #: Seconds per byte of the last intervals.
-        self._paces: deque[float] = deque(maxlen=_INTERVALS)
+        self._byte_times: deque[float] = deque(maxlen=_INTERVALS)
         #: Rates by the active clock, falling: the first is the greatest of those that count.
         self._samples: deque[tuple[float, float]] = deque()
 
     # --- events ------------------------------------------------------------------------------
 
-    def sent(self, lane: Lane, nbytes: int, now: float) -> None:
+    def on_sent(self, channel: Channel, nbytes: int, now: float) -> None:
         """A message has left."""
         if self.in_flight == 0:
             self._burst_at, self._burst = now, 0
-        self._flights[lane].append(_Flight(nbytes, now))
+        self._flights[channel].append(_Flight(nbytes, now))
         self.in_flight += nbytes
 
-    def forget(self, lane: Lane) -> None:
+    def reset_channel(self, channel: Channel) -> None:
         """Its connection is new: what was under way is sent again."""
-        flights = self._flights[lane]
+        flights = self._flights[channel]
         self.in_flight -= sum(flight.nbytes for flight in flights)
         flights.clear()
-        self._last = None
+        self._last_ack_at = None
 
-    def acknowledged(
-        self, lane: Lane, nbytes: int, elapsed: float, rtt: float | None, now: float
+    def on_acknowledged(
+        self, channel: Channel, nbytes: int, elapsed: float, rtt: float | None, now: float
     ) -> None:
         """``nbytes`` have arrived, the newest sent ``elapsed`` seconds ago.
 
         ``rtt`` is the least round trip of late, in seconds. Only messages of the bulk lane are
         acknowledged one by one, at once, so only they tell times.
         """
-        newest = self._land(lane, nbytes, now - elapsed)
+        newest = self._pop_flights(channel, nbytes, now - elapsed)
         self._burst += nbytes
         self._total += nbytes
-        if lane is not Lane.BULK:
-            self._beside += nbytes
+        if channel is not Channel.BULK:
+            self._other_bytes += nbytes
             return
         self._minimum = min(self._minimum, elapsed)
-        if self._last is not None:
-            gap = now - self._last
-            latest = self._last - (self._minimum if rtt is None else rtt)
+        if self._last_ack_at is not None:
+            gap = now - self._last_ack_at
+            latest = self._last_ack_at - (self._minimum if rtt is None else rtt)
             busy = newest <= latest + _SLACK * gap
             # Bytes of the other lane are acknowledged late: too late for a first guess.
-            beside = 0 if self._guess else self._beside
-            self._passed(gap, newest - self._newest, nbytes + beside, busy, now)
-        self._last, self._newest, self._beside = now, newest, 0
-        self._carry(now)
-        if self._guess and self._burst >= _FIRST_BYTES and now > self._burst_at:
+            beside = 0 if self._is_guess else self._other_bytes
+            self._add_interval(gap, newest - self._newest, nbytes + beside, busy, now)
+        self._last_ack_at, self._newest, self._other_bytes = now, newest, 0
+        self._raise_to_carried(now)
+        if self._is_guess and self._burst >= _FIRST_BYTES and now > self._burst_at:
             # A lower bound: the round trip is in it.
-            self._at_least(self._burst / (now - self._burst_at))
+            self._raise_rate(self._burst / (now - self._burst_at))
 
-    def _land(self, lane: Lane, nbytes: int, sent_at: float) -> float:
+    def _pop_flights(self, channel: Channel, nbytes: int, sent_at: float) -> float:
         """Let go of what has arrived; when the newest of it was sent."""
-        flights, freed, newest = self._flights[lane], 0, sent_at
+        flights, freed, newest = self._flights[channel], 0, sent_at
         while flights and freed < nbytes:
             flight = flights.popleft()
             freed += flight.nbytes
             newest = flight.sent_at
-        if newest < sent_at - _SAME:
+        if newest < sent_at - _EPSILON:
             # It was sent twice.
-            while flights and flights[0].sent_at <= sent_at + _SAME:
+            while flights and flights[0].sent_at <= sent_at + _EPSILON:
                 freed += flights.popleft().nbytes
         self.in_flight -= freed
         return max(newest, sent_at)
 
-    def _carry(self, now: float) -> None:
+    def _raise_to_carried(self, now: float) -> None:
         """A link carries at least what has arrived, whether it was busy or not."""
         carried = self._carried
-        if not carried or now - carried[-1][0] >= _MAX_TOGETHER:
+        if not carried or now - carried[-1][0] >= _MAX_BATCH_GAP:
             carried.append((now, self._total))
         while len(carried) > 1 and now - carried[1][0] >= _LONG_WINDOW:
             carried.popleft()
@@ -170,9 +170,9 @@ class RateMeter:
         if self.rate is not None and span >= _LONG_WINDOW:
             rate = min((self._total - carried[0][1]) / span, MAX_RATE)
             if rate > self.rate:
-                self._keep(rate, self._points[-1].active if self._points else 0.0)
+                self._add_sample(rate, self._points[-1].active if self._points else 0.0)
 
-    def wait(self, now: float) -> float:
+    def queue_delay(self, now: float) -> float:
         """Seconds until the narrowest point has done with what is under way, as far as is known.
 
         What was sent before that, and has arrived, may have left it a queue: that is not counted.
@@ -188,30 +188,30 @@ class RateMeter:
 
     # --- rates -------------------------------------------------------------------------------
 
-    def _passed(self, gap: float, sent: float, nbytes: int, busy: bool, now: float) -> None:
-        """``nbytes``, sent in ``sent`` seconds, have been acknowledged in ``gap`` seconds.
+    def _add_interval(self, gap: float, sent: float, nbytes: int, busy: bool, now: float) -> None:
+        """``nbytes``, sent in ``on_sent`` seconds, have been acknowledged in ``gap`` seconds.
 
         ``busy`` is whether the narrowest point was so all the while.
         """
         if not self._points:
             self._points.append(_Delivered(now - gap, now - gap, 0.0, 0.0, 0.0, 0))
         active = self._points[-1].active + min(gap, _MAX_STEP)
-        if not busy or self._hole(gap, nbytes):
+        if not busy or self._is_hole(gap, nbytes):
             self._end_burst(active, now)
             return
         last = self._points[-1]
         sums = (active, last.busy + gap, last.sent + sent, last.nbytes + nbytes)
-        together = now - last.ended < _TOGETHER and now - last.began < _MAX_TOGETHER
+        together = now - last.ended < _BATCH_GAP and now - last.began < _MAX_BATCH_GAP
         if together and len(self._points) > 1:
             last.ended, (last.active, last.busy, last.sent, last.nbytes) = now, sums
         else:
             self._points.append(_Delivered(now, now, *sums))
         self._take_sample(active)
 
-    def _hole(self, gap: float, nbytes: int) -> bool:
+    def _is_hole(self, gap: float, nbytes: int) -> bool:
         """Whether the narrowest point was idle although it may not look so."""
-        self._paces.append(gap / nbytes)
-        usual = sorted(self._paces)[len(self._paces) // 2]
+        self._byte_times.append(gap / nbytes)
+        usual = sorted(self._byte_times)[len(self._byte_times) // 2]
         return gap > _MIN_BURST and gap > _HOLE * usual * nbytes
 
     def _end_burst(self, active: float, now: float) -> None:
@@ -231,25 +231,25 @@ class RateMeter:
         if counts and last.busy - self._points[0].busy >= WINDOW:
             first = next(p for p in reversed(self._points) if last.busy - p.busy >= WINDOW)
             usual = _rate(self._points[0], last)
-            self._keep(min(_rate(first, last), _MAX_CATCHING_UP * usual), active)
-        if self._guess:
+            self._add_sample(min(_rate(first, last), _MAX_CATCHING_UP * usual), active)
+        if self._is_guess:
             for point in self._points:
                 if last.busy - point.busy >= _FIRST_WINDOW:
-                    self._at_least(_rate(point, last))
+                    self._raise_rate(_rate(point, last))
 
-    def _at_least(self, rate: float) -> None:
+    def _raise_rate(self, rate: float) -> None:
         self.rate = max(self.rate or 0.0, min(rate, MAX_RATE))
 
-    def _keep(self, rate: float, active: float) -> None:
+    def _add_sample(self, rate: float, active: float) -> None:
         """The greatest rate of late; what was believed before any counts a little longer."""
         if not self._samples and self.rate is not None:
-            self._samples.append((active - MEMORY + _LONG_WINDOW, self.rate))
+            self._samples.append((active - MEMORY_S + _LONG_WINDOW, self.rate))
         while self._samples and self._samples[-1][1] <= rate:
             self._samples.pop()
         self._samples.append((active, rate))
-        while self.queued and self._samples[0][0] < active - MEMORY:
+        while self.is_queued and self._samples[0][0] < active - MEMORY_S:
             self._samples.popleft()
-        self.rate, self._guess = self._samples[0][1], False
+        self.rate, self._is_guess = self._samples[0][1], False
 
 
 def _rate(first: _Delivered, last: _Delivered) -> float:

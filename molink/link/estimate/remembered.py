@@ -13,7 +13,7 @@ from molink.facts.ringtimes import LinkFacts
 log = logging.getLogger(__name__)
 
 #: Links that are kept, those measured last: more than the stages of a ring, times a few swarms.
-MAX_LINKS = 64
+MAX_REMEMBERED = 64
 #: Seconds between two writes: a disk is spared, and a crash costs half a minute's news.
 SAVE_INTERVAL = 30.0
 #: A smaller relative change is not worth a write.
@@ -51,11 +51,11 @@ class LinkMemory:
         """How many links are known."""
         return len(self._links)
 
-    def find(self, peer: str) -> LinkFacts:
+    def find_facts(self, peer: str) -> LinkFacts:
         """What is known of the link to ``peer``."""
         return self._links.get(peer, LinkFacts())
 
-    def keep(self, peer: str, facts: LinkFacts, now: float) -> None:
+    def remember_link(self, peer: str, facts: LinkFacts, now: float) -> None:
         """Remember what has been measured; it is written now and then."""
         if facts.latency is None and facts.rate is None:
             return
@@ -107,7 +107,7 @@ class LinkMemory:
 
 
 def _bound(links: dict[str, LinkFacts]) -> None:
-    while len(links) > MAX_LINKS:
+    while len(links) > MAX_REMEMBERED:
         del links[next(iter(links))]
 
 

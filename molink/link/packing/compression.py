@@ -15,7 +15,7 @@ import zstandard
 from molink.errors import WireError
 from molink.facts.dtypes import DTYPE_SIZES, WEIGHT_DTYPES
 from molink.link.packing.int8_rows import packed_bytes, to_int8, to_rows
-from molink.link.packing.planes import Planes
+from molink.link.packing.planes import BytePlanes
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.codec import MAX_PAYLOAD, Buffer
 
@@ -26,9 +26,9 @@ class RowCodec:
     def __init__(self) -> None:
         self._compressor = entropy_coder()
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_PAYLOAD)
-        self._planes = Planes(MAX_PAYLOAD)
+        self._planes = BytePlanes(MAX_PAYLOAD)
 
-    def pack(self, payload: Payload, data: Buffer, coding: Coding) -> tuple[Payload, Buffer]:
+    def pack_rows(self, payload: Payload, data: Buffer, coding: Coding) -> tuple[Payload, Buffer]:
         """Rows ``[n, hidden]`` packed, and their header; both as they were if that is no smaller.
 
         Raises:
@@ -41,7 +41,7 @@ class RowCodec:
             return payload, data
         _check(payload)
         if coding is Coding.LOSSLESS:
-            tops, others = self._planes.split(view, DTYPE_SIZES[payload.dtype])
+            tops, others = self._planes.split_planes(view, DTYPE_SIZES[payload.dtype])
             packed = b"".join((others, self._compressor.compress(tops)))
         else:
             packed = to_int8(view, payload)
@@ -49,8 +49,8 @@ class RowCodec:
             return payload, data
         return Payload(payload.dtype, payload.shape, coding, len(packed)), packed
 
-    def unpack(self, payload: Payload, data: Buffer) -> tuple[Payload, memoryview]:
-        """The plain header and the rows of what :meth:`pack` made, wherever it came from.
+    def unpack_rows(self, payload: Payload, data: Buffer) -> tuple[Payload, memoryview]:
+        """The plain header and the rows of what :meth:`pack_rows` made, wherever it came from.
 
         The rows are valid until the next call. They are no more than a plain message has, whatever
         the bytes say, and nothing is allocated before that is known.
@@ -80,7 +80,7 @@ class RowCodec:
         low = elements * (size - 1)
         if view.nbytes <= low:
             raise WireError(f"{view.nbytes} bytes are too few for {elements} elements")
-        return self._planes.join(self._inflate(view[low:], elements), view[:low], size)
+        return self._planes.join_planes(self._inflate(view[low:], elements), view[:low], size)
 
     def _inflate(self, frame: memoryview, size: int) -> bytes:
         """``size`` bytes of a zstd frame; zstandard would trust the size that the frame claims."""

@@ -29,74 +29,74 @@ class CompressorLimits:
 
     #: How many times faster a packed byte has to be there than a plain one: to begin, and to go on.
     #: Between the two nothing changes, so that noise doesn't switch it.
-    begin: float = 1.10
-    keep: float = 1.03
+    start_gain: float = 1.10
+    keep_gain: float = 1.03
     #: The most of one core that a stage between two full links may spend on it, which unpacks what
     #: comes and packs what goes; to begin, three quarters of it.
-    share: float = 0.25
+    max_core_share: float = 0.25
     #: Seconds between two times that messages are packed while it doesn't pay, and unpacked again
     #: for their time; so many one after another, as the first finds cold caches.
     sample_every: float = 1.0
-    samples: int = 3
+    samples_in_row: int = 3
     #: What a link is taken for until it has been measured: 100 Mbps.
     assumed_rate: float = 12.5e6
     #: Measurements that count, of each kind: their lower quartile, as a process is interrupted at
     #: any time, and a message that comes after a pause is no measure of a stream of them.
-    window: int = 12
+    max_samples: int = 12
 
 
-class PackChoice(msgspec.Struct, frozen=True):
-    """What to do with a message; a ``sample`` is unpacked again, to know how long that takes."""
+class PackDecision(msgspec.Struct, frozen=True):
+    """What to do with a message; a ``is_sample`` is unpacked again, to know how long that takes."""
 
     coding: Coding
-    sample: bool = False
+    is_sample: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """``plain`` bytes became ``coded`` in ``seconds``; ``unpack`` seconds back, if known."""
+class PackedSample:
+    """``plain_bytes`` bytes became ``packed_bytes`` in ``pack_s``; ``unpack_s`` seconds back, if known."""
 
-    plain: int
-    coded: int
-    seconds: float
-    unpack: float | None = None
+    plain_bytes: int
+    packed_bytes: int
+    pack_s: float
+    unpack_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
-    """What packing gives: ``gain`` is plain time over packed time, ``share`` the part of a core."""
+class PackingGain:
+    """What packing gives: ``gain`` is plain time over packed time, ``core_share`` the part of a core."""
 
     gain: float
-    share: float
+    core_share: float
 
 
-class _Kind:
+class _KindSamples:
     """Measurements of one kind of messages."""
 
     def __init__(self, window: int) -> None:
         self.pack: deque[float] = deque(maxlen=window)
         self.unpack: deque[float] = deque(maxlen=window)
         self.sizes: deque[tuple[int, int]] = deque(maxlen=window)
-        self.on = False
+        self.is_packing = False
         self.sampled_at: float | None = None
         #: Samples still to be taken.
         self.samples = 0
 
-    def add(self, packed: Packed) -> None:
-        self.pack.append(packed.seconds / packed.plain)
-        self.sizes.append((packed.plain, packed.coded))
-        if packed.unpack is not None:
-            self.unpack.append(packed.unpack / packed.plain)
+    def add_sample(self, packed: PackedSample) -> None:
+        self.pack.append(packed.pack_s / packed.plain_bytes)
+        self.sizes.append((packed.plain_bytes, packed.packed_bytes))
+        if packed.unpack_s is not None:
+            self.unpack.append(packed.unpack_s / packed.plain_bytes)
 
-    def worth(self, rate: float) -> Worth | None:
+    def estimate_gain(self, rate: float) -> PackingGain | None:
         if not self.pack or not self.unpack:
             return None
-        work = _typical(self.pack) + _typical(self.unpack)
+        work = _lower_quartile(self.pack) + _lower_quartile(self.unpack)
         ratio = sum(plain for plain, _ in self.sizes) / sum(coded for _, coded in self.sizes)
-        return Worth(1 / (rate * work + 1 / ratio), ratio * rate * work)
+        return PackingGain(1 / (rate * work + 1 / ratio), ratio * rate * work)
 
 
-def _typical(seconds: Collection[float]) -> float:
+def _lower_quartile(seconds: Collection[float]) -> float:
     """The lower quartile."""
     return sorted(seconds)[(len(seconds) - 1) // 4]
 
@@ -108,47 +108,47 @@ class Compressor:
         self._coding = _CODINGS[setting]
         self._limits = limits or CompressorLimits()
         self._rate = self._limits.assumed_rate
-        self._kinds = {bulk: _Kind(self._limits.window) for bulk in (False, True)}
+        self._kinds = {bulk: _KindSamples(self._limits.max_samples) for bulk in (False, True)}
 
-    def measured(self, rate: float | None) -> None:
+    def set_rate(self, rate: float | None) -> None:
         """The link carries ``rate`` bytes/s; ``None`` or 0 if that is not known."""
         self._rate = rate or self._limits.assumed_rate
         for kind in self._kinds.values():
             self._decide(kind)
 
-    def choose(self, bulk: bool, now: float) -> PackChoice:
+    def choose_coding(self, bulk: bool, now: float) -> PackDecision:
         """What to do with a message of prefill rows (``bulk``) or decode rows."""
         kind = self._kinds[bulk]
         if self._coding is Coding.PLAIN:
-            return PackChoice(Coding.PLAIN)
+            return PackDecision(Coding.PLAIN)
         due = kind.sampled_at is None or now >= kind.sampled_at + self._limits.sample_every
         if due:
             kind.sampled_at = now
-            kind.samples = self._limits.samples
+            kind.samples = self._limits.samples_in_row
         sample = kind.samples > 0
         kind.samples = max(0, kind.samples - 1)
-        return PackChoice(self._coding if sample or kind.on else Coding.PLAIN, sample=sample)
+        return PackDecision(self._coding if sample or kind.is_packing else Coding.PLAIN, is_sample=sample)
 
-    def packed(self, bulk: bool, packed: Packed) -> None:
+    def on_packed(self, bulk: bool, packed: PackedSample) -> None:
         """A message has been packed (to ``coded == plain`` bytes if that made it no smaller)."""
         kind = self._kinds[bulk]
-        kind.add(packed)
+        kind.add_sample(packed)
         self._decide(kind)
 
-    def worth(self, bulk: bool) -> Worth | None:
+    def estimate_gain(self, bulk: bool) -> PackingGain | None:
         """What packing messages of a kind gives now; ``None`` if none has been packed."""
-        return self._kinds[bulk].worth(self._rate)
+        return self._kinds[bulk].estimate_gain(self._rate)
 
-    def packs(self, bulk: bool) -> bool:
+    def is_packing(self, bulk: bool) -> bool:
         """Whether messages of a kind are packed, apart from samples."""
-        return self._kinds[bulk].on
+        return self._kinds[bulk].is_packing
 
-    def _decide(self, kind: _Kind) -> None:
-        worth = kind.worth(self._rate)
+    def _decide(self, kind: _KindSamples) -> None:
+        worth = kind.estimate_gain(self._rate)
         if worth is None:
             return
         limits = self._limits
-        if kind.on:
-            kind.on = worth.gain >= limits.keep and worth.share <= limits.share
+        if kind.is_packing:
+            kind.is_packing = worth.gain >= limits.keep_gain and worth.core_share <= limits.max_core_share
         else:
-            kind.on = worth.gain >= limits.begin and worth.share <= 0.75 * limits.share
+            kind.is_packing = worth.gain >= limits.start_gain and worth.core_share <= 0.75 * limits.max_core_share

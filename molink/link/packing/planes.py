@@ -16,7 +16,7 @@ _WORDS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 Words = npt.NDArray[Any]
 
 
-class Planes:
+class BytePlanes:
     """Rotates each element left by one bit and keeps its top byte apart from the others.
 
     Owns the memory for that: fresh arrays of this size cost more in page faults than what is
@@ -29,7 +29,7 @@ class Planes:
         self._rotated = np.empty(max_bytes, np.uint8)
         self._scratch = np.empty(max_bytes, np.uint8)
 
-    def split(self, data: memoryview, size: int) -> tuple[memoryview, memoryview]:
+    def split_planes(self, data: memoryview, size: int) -> tuple[memoryview, memoryview]:
         """All top bytes, and the other bytes, of elements of ``size`` (2 or 4) bytes."""
         words = np.frombuffer(data, _WORDS[size])
         rotated, scratch = self._words(words)
@@ -45,8 +45,8 @@ class Planes:
         result, low = self._result.data, count * (size - 1)
         return result[low:at], result[:low]
 
-    def join(self, tops: bytes, others: memoryview, size: int) -> memoryview:
-        """The elements whose planes :meth:`split` made; there are ``len(tops)``."""
+    def join_planes(self, tops: bytes, others: memoryview, size: int) -> memoryview:
+        """The elements whose planes :meth:`split_planes` made; there are ``len(tops)``."""
         words = self._result[: len(tops) * size].view(_WORDS[size])
         rotated, scratch = self._words(words)
         rotated[:] = 0

@@ -2,177 +2,177 @@
 
 from collections.abc import Collection
 
-from molink.link.policies.backlog import Backlog, Pending
+from molink.link.policies.backlog import RowBacklog, PendingRows
 from molink.link.policies.base import (
-    Decision,
-    DecodeFinished,
-    DecodeStarted,
-    Echoed,
-    Event,
-    Produced,
-    SendRows,
-    Sent,
-    Wait,
+    LinkAction,
+    DecodeFinishedEvent,
+    DecodeStartedEvent,
+    HeartbeatEchoedEvent,
+    LinkEvent,
+    RowsProducedEvent,
+    SendRowsAction,
+    MessageSentEvent,
+    WaitAction,
 )
 from molink.link.policies.credit import CHUNK_S, CreditWindow
 from molink.link.policies.interval import IdleInterval
-from molink.link.policies.outflow import Outflow, Shrinkage
-from molink.wire.messages.data import Lane
+from molink.link.policies.outflow import Outflow, PackingRatio
+from molink.wire.messages.data import Channel
 
 #: While prefill rows wait and have credit, a chunk of them is sent at least so often, in seconds,
 #: or as often as it takes a tenth of the time, where it takes longer than 5 ms.
-EVERY = 0.05
+MAX_CHUNK_INTERVAL = 0.05
 CHUNK_SHARE = 0.1
 #: Prefill rows take this share of the time until the next decode rows are expected: these may come
 #: sooner, and then wait for what has been handed to the sockets.
-COMMITTED = 0.7
+COMMITTED_SHARE = 0.7
 #: Seconds of prefill rows that are under way while decode rows are overdue: the shortest time that
 #: a timer can be trusted with, and as much more as timers have been late.
-LEAD = 0.001
+LEAD_S = 0.001
 #: Weight of the last time that a timer was late.
 _WEIGHT = 0.1
 #: Times that differ by less are the same, in seconds.
-_INSTANT = 0.0005
+_TIME_EPSILON = 0.0005
 #: Quotients that differ by less are the same.
-_ROUNDING = 1e-6
+_ROW_EPSILON = 1e-6
 
 
-class Adaptive:
+class AdaptivePolicy:
     """Decode volumes go at once, on their own connection; prefill rows in chunks beside them.
 
     A chunk is about 5 ms of the link's rate (16 to 256 KB, whole rows, at least one). It is sent
     if it fits the :class:`~.credit.CreditWindow`, which keeps the queue in front of a decode volume
     to about its :data:`~.credit.TARGET`, and, with ``predict``, if it will have left well before
-    the next decode rows are there (:data:`COMMITTED` of ``T_a × rate``,
+    the next decode rows are there (:data:`COMMITTED_SHARE` of ``T_a × rate``,
     :class:`~.interval.IdleInterval`): the nearer they are, the smaller are the chunks, so that they
     find next to no queue when they are there, even sooner than expected. While they are overdue,
-    :data:`LEAD` seconds' worth is under way at a time: the link does not idle, and they wait for no
+    :data:`LEAD_S` seconds' worth is under way at a time: the link does not idle, and they wait for no
     more than that. What is under way is known by :class:`~.outflow.Outflow`.
 
     Bounds. No decode volume that could be sent ever waits here for two chunks in a row. And
     against starvation: while prefill rows wait, their lane is ready and the window has room, a
-    whole chunk leaves at least every :data:`EVERY` = 50 ms, be there decode volumes without end or
+    whole chunk leaves at least every :data:`MAX_CHUNK_INTERVAL` = 50 ms, be there decode volumes without end or
     no free interval, ever. That is a tenth of the link (5 of 50 ms), and what decode rows can lose;
     where even the smallest chunk takes longer, it leaves as much more rarely.
     """
 
-    one_lane = False
+    single_channel = False
 
     def __init__(self, predict: bool = True) -> None:
         """Without ``predict`` only the credit window bounds what is in flight."""
         self.name = "adaptive" if predict else "adaptive-unpredicted"
         self._predict = predict
-        self._decode = Backlog()
-        self._bulk = Backlog()
+        self._decode = RowBacklog()
+        self._bulk = RowBacklog()
         self._window = CreditWindow()
         self._interval = IdleInterval()
         self._outflow = Outflow()
-        self._packing = Shrinkage()
+        self._packing_ratio = PackingRatio()
         #: When the last whole chunk was sent, or prefill rows began to wait if that was later.
-        self._waits_since = 0.0
+        self._starving_since = 0.0
         #: Whether a decode volume waited for what was sent last.
-        self._kept_waiting = False
+        self._has_delayed_decode = False
         #: When we wanted to be asked again, and by how much later that is, usually.
-        self._asked_for: float | None = None
+        self._wake_at: float | None = None
         self._lateness = 0.0
 
-    def handle(self, event: Event, now: float) -> None:
+    def handle(self, event: LinkEvent, now: float) -> None:
         """Everything matters here, to some."""
         match event:
-            case Produced():
-                if event.lane is Lane.BULK and not self._bulk:
-                    self._waits_since = now
-                (self._decode if event.lane is Lane.DECODE else self._bulk).add(event)
-            case DecodeStarted() | DecodeFinished():
+            case RowsProducedEvent():
+                if event.channel is Channel.BULK and not self._bulk:
+                    self._starving_since = now
+                (self._decode if event.channel is Channel.DECODE else self._bulk).add_rows(event)
+            case DecodeStartedEvent() | DecodeFinishedEvent():
                 self._interval.handle(event, now)
-            case Echoed():
+            case HeartbeatEchoedEvent():
                 self._window.handle(event, now)
             case _:
-                if isinstance(event, Sent) and event.lane is Lane.BULK:
-                    self._packing.sent(event.nbytes)
+                if isinstance(event, MessageSentEvent) and event.channel is Channel.BULK:
+                    self._packing_ratio.on_sent(event.nbytes)
                 self._window.handle(event, now)
                 self._outflow.handle(event, now)
 
-    def decide(self, now: float, ready: Collection[Lane]) -> Decision:
+    def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
         """The oldest decode volume, or a chunk of the oldest prefill volume."""
         self._note_lateness(now)
-        decode = self._decode.first if Lane.DECODE in ready else None
-        bulk = self._bulk.first if Lane.BULK in ready else None
-        rows = chunk = 0 if bulk is None else self._chunk(bulk)
-        if bulk is not None and not self._window.fits(int(chunk * self._wire_bytes(bulk))):
+        decode = self._decode.first if Channel.DECODE in ready else None
+        bulk = self._bulk.first if Channel.BULK in ready else None
+        rows = chunk = 0 if bulk is None else self._chunk_rows(bulk)
+        if bulk is not None and not self._window.has_credit(int(chunk * self._wire_bytes(bulk))):
             bulk = None
         starving = bulk is not None and now >= self._starves_at(bulk)
-        if decode is not None and (not starving or self._kept_waiting):
-            self._kept_waiting = False
-            self._decode.take(count := decode.rows)
-            return SendRows(decode.volume, count)
+        if decode is not None and (not starving or self._has_delayed_decode):
+            self._has_delayed_decode = False
+            self._decode.take_rows(count := decode.rows)
+            return SendRowsAction(decode.volume, count)
         if bulk is None:
-            return Wait()
+            return WaitAction()
         if not starving:
-            rows = min(chunk, self._rows_now(bulk, now))
+            rows = min(chunk, self._sendable_rows(bulk, now))
             if rows == 0:
-                self._asked_for = self._until(bulk, now)
-                return Wait(self._asked_for)
-        self._kept_waiting = decode is not None
-        self._bulk.take(rows)
-        self._packing.granted(rows * bulk.row_bytes)
+                self._wake_at = self._retry_at(bulk, now)
+                return WaitAction(self._wake_at)
+        self._has_delayed_decode = decode is not None
+        self._bulk.take_rows(rows)
+        self._packing_ratio.on_granted(rows * bulk.row_bytes)
         if rows == chunk:
-            self._waits_since = now
-        return SendRows(bulk.volume, rows)
+            self._starving_since = now
+        return SendRowsAction(bulk.volume, rows)
 
-    def _chunk(self, volume: Pending) -> int:
-        return max(1, min(volume.rows, int(self._window.chunk / self._wire_bytes(volume))))
+    def _chunk_rows(self, volume: PendingRows) -> int:
+        return max(1, min(volume.rows, int(self._window.chunk_bytes / self._wire_bytes(volume))))
 
-    def _wire_bytes(self, volume: Pending) -> float:
+    def _wire_bytes(self, volume: PendingRows) -> float:
         """What a row takes on its way."""
-        return volume.row_bytes * self._packing.share
+        return volume.row_bytes * self._packing_ratio.ratio
 
-    def _rows_now(self, volume: Pending, now: float) -> int:
+    def _sendable_rows(self, volume: PendingRows, now: float) -> int:
         """Rows that may go now, but for credit: none before their time, and no more than fit."""
         if now < self._window.opens_at:
             return 0
-        free, rate = self._free(now), self._outflow.rate
+        free, rate = self._idle_s(now), self._outflow.rate
         if free is None or rate is None:
             return volume.rows
         row_s = self._wire_bytes(volume) / rate
-        left = max(COMMITTED * free, self._lead(row_s)) - self._unsent_s(now)
-        return max(0, int(left / row_s + _ROUNDING))
+        left = max(COMMITTED_SHARE * free, self._lead_s(row_s)) - self._unsent_s(now)
+        return max(0, int(left / row_s + _ROW_EPSILON))
 
-    def _lead(self, row_s: float) -> float:
+    def _lead_s(self, row_s: float) -> float:
         """Seconds' worth that may be under way whenever decode rows come; at least a row."""
-        return max(row_s, LEAD + self._lateness)
+        return max(row_s, LEAD_S + self._lateness)
 
     def _note_lateness(self, now: float) -> None:
-        if self._asked_for is not None and now >= self._asked_for:
-            late = min(now - self._asked_for, CHUNK_S)
+        if self._wake_at is not None and now >= self._wake_at:
+            late = min(now - self._wake_at, CHUNK_S)
             self._lateness += _WEIGHT * (late - self._lateness)
-        self._asked_for = None
+        self._wake_at = None
 
-    def _free(self, now: float) -> float | None:
+    def _idle_s(self, now: float) -> float | None:
         """``T_a``; ``None`` if it is unknown or not asked for."""
-        return self._interval.at(now) if self._predict else None
+        return self._interval.interval_at(now) if self._predict else None
 
     def _unsent_s(self, now: float) -> float:
         """Seconds until what was sent will have left."""
         return max(0.0, self._outflow.leaves_at - now)
 
-    def _starves_at(self, bulk: Pending) -> float:
-        every, rate = EVERY, self._outflow.rate
+    def _starves_at(self, bulk: PendingRows) -> float:
+        every, rate = MAX_CHUNK_INTERVAL, self._outflow.rate
         if rate is not None:
-            every = max(every, self._chunk(bulk) * self._wire_bytes(bulk) / rate / CHUNK_SHARE)
-        return self._waits_since + every
+            every = max(every, self._chunk_rows(bulk) * self._wire_bytes(bulk) / rate / CHUNK_SHARE)
+        return self._starving_since + every
 
-    def _until(self, bulk: Pending, now: float) -> float:
+    def _retry_at(self, bulk: PendingRows, now: float) -> float:
         """When prefill rows that are held back may go, if nothing happens."""
         starves_at = self._starves_at(bulk)
         if now < self._window.opens_at:
-            return min(self._window.opens_at, max(starves_at, now + _INSTANT))
-        free, rate = self._free(now), self._outflow.rate
+            return min(self._window.opens_at, max(starves_at, now + _TIME_EPSILON))
+        free, rate = self._idle_s(now), self._outflow.rate
         assert free is not None
         assert rate is not None
         # There is room for more once as much has left; what is free shrinks meanwhile. Rows one by
         # one would be many messages on a fast link.
         row_s = self._wire_bytes(bulk) / rate
-        lacking = self._unsent_s(now) + max(row_s, min(LEAD / 2, bulk.rows * row_s))
-        room_in = min((lacking - COMMITTED * free) / (1 - COMMITTED), lacking - self._lead(row_s))
-        return max(now + _INSTANT, min(starves_at, now + room_in))
+        lacking = self._unsent_s(now) + max(row_s, min(LEAD_S / 2, bulk.rows * row_s))
+        room_in = min((lacking - COMMITTED_SHARE * free) / (1 - COMMITTED_SHARE), lacking - self._lead_s(row_s))
+        return max(now + _TIME_EPSILON, min(starves_at, now + room_in))

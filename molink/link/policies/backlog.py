@@ -3,11 +3,11 @@
 import heapq
 from dataclasses import dataclass
 
-from molink.link.policies.base import Produced
+from molink.link.policies.base import RowsProducedEvent
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingRows:
     """Rows of a volume that are finished and have not been sent."""
 
     volume: int
@@ -15,7 +15,7 @@ class Pending:
     row_bytes: int
 
 
-class Backlog:
+class RowBacklog:
     """A queue of volumes by age, which is that of their names.
 
     A volume of which all finished rows were sent leaves; when more are finished it comes back to
@@ -23,14 +23,14 @@ class Backlog:
     """
 
     def __init__(self) -> None:
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingRows] = {}
         #: Names of what is pending, each once.
         self._order: list[int] = []
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def add(self, produced: Produced) -> None:
+    def add_rows(self, produced: RowsProducedEvent) -> None:
         """A volume, or more rows of one."""
         if produced.rows <= 0:
             return
@@ -38,15 +38,15 @@ class Backlog:
         if there is not None:
             there.rows += produced.rows
             return
-        self._pending[produced.volume] = Pending(produced.volume, produced.rows, produced.row_bytes)
+        self._pending[produced.volume] = PendingRows(produced.volume, produced.rows, produced.row_bytes)
         heapq.heappush(self._order, produced.volume)
 
     @property
-    def first(self) -> Pending | None:
+    def first(self) -> PendingRows | None:
         """The oldest volume."""
         return self._pending[self._order[0]] if self._order else None
 
-    def take(self, rows: int) -> None:
+    def take_rows(self, rows: int) -> None:
         """``rows`` rows of the oldest volume are being sent: at least 1 and no more than it has."""
         first = self._pending[self._order[0]]
         assert 0 < rows <= first.rows

@@ -1,6 +1,6 @@
 """What decides which bytes a link sends next: the protocol of transmission policies.
 
-A policy hears of everything that the scheduler of the MoLink paper (§4) and its successors need:
+A policy hears of everything that the scheduler of the MoLinkPolicy paper (§4) and its successors need:
 volumes as they are produced, the executor's decode steps with their predicted durations,
 acknowledgements and the link's estimate. It answers one question: what next, and if nothing, when
 to ask again. It never sees the bytes themselves. Times are seconds of one monotonic clock.
@@ -11,30 +11,30 @@ from typing import Protocol
 
 import msgspec
 
-from molink.wire.messages.data import Lane
+from molink.wire.messages.data import Channel
 
 
-class Produced(msgspec.Struct, frozen=True):
+class RowsProducedEvent(msgspec.Struct, frozen=True):
     """A finished computation has ``rows`` more rows of ``row_bytes`` each to send.
 
     ``volume`` names it: names rise, so a lower one is older; the same name again means that more of
-    its rows are finished. ``lane`` is its kind, even if the policy has one lane for both.
+    its rows are finished. ``channel`` is its kind, even if the policy has one lane for both.
     """
 
     volume: int
-    lane: Lane
+    channel: Channel
     rows: int
     row_bytes: int
 
 
-class DecodeStarted(msgspec.Struct, frozen=True):
+class DecodeStartedEvent(msgspec.Struct, frozen=True):
     """The executor began a decode step of ``tokens`` tokens, predicted to take ``predicted`` s."""
 
     tokens: int
     predicted: float
 
 
-class DecodeFinished(msgspec.Struct, frozen=True):
+class DecodeFinishedEvent(msgspec.Struct, frozen=True):
     """The executor finished a decode step.
 
     ``next_predicted`` is in how many seconds the rows of the next one are expected, counted from
@@ -47,28 +47,28 @@ class DecodeFinished(msgspec.Struct, frozen=True):
     next_predicted: float | None = None
 
 
-class Sent(msgspec.Struct, frozen=True):
+class MessageSentEvent(msgspec.Struct, frozen=True):
     """A message of ``nbytes`` left, perhaps not for the first time."""
 
-    lane: Lane
+    channel: Channel
     nbytes: int
 
 
-class Acknowledged(msgspec.Struct, frozen=True):
+class MessageAcknowledgedEvent(msgspec.Struct, frozen=True):
     """``nbytes`` arrived; ``elapsed`` seconds since the newest of them was sent."""
 
-    lane: Lane
+    channel: Channel
     nbytes: int
     elapsed: float
 
 
-class Echoed(msgspec.Struct, frozen=True):
+class HeartbeatEchoedEvent(msgspec.Struct, frozen=True):
     """A beat, a few bytes on the decode lane, is back ``elapsed`` seconds after it left."""
 
     elapsed: float
 
 
-class LinkEstimate(msgspec.Struct, frozen=True):
+class LinkEstimatedEvent(msgspec.Struct, frozen=True):
     """What is known of the link: seconds there and back, and bytes/s (``None`` = unknown)."""
 
     rtt: float
@@ -76,44 +76,44 @@ class LinkEstimate(msgspec.Struct, frozen=True):
     rate: float | None = None
 
 
-class Reconnected(msgspec.Struct, frozen=True):
+class ChannelReconnectedEvent(msgspec.Struct, frozen=True):
     """A connection was lost and is there again, or has been silent for too long.
 
     What was under way on it is sent again.
     """
 
-    lane: Lane
+    channel: Channel
 
 
-Event = (
-    Produced
-    | DecodeStarted
-    | DecodeFinished
-    | Sent
-    | Acknowledged
-    | Echoed
-    | LinkEstimate
-    | Reconnected
+LinkEvent = (
+    RowsProducedEvent
+    | DecodeStartedEvent
+    | DecodeFinishedEvent
+    | MessageSentEvent
+    | MessageAcknowledgedEvent
+    | HeartbeatEchoedEvent
+    | LinkEstimatedEvent
+    | ChannelReconnectedEvent
 )
 
 
-class SendRows(msgspec.Struct, frozen=True):
+class SendRowsAction(msgspec.Struct, frozen=True):
     """Send the next ``rows`` rows of ``volume``; nothing else on its lane until they have left."""
 
     volume: int
     rows: int
 
 
-class Wait(msgspec.Struct, frozen=True):
+class WaitAction(msgspec.Struct, frozen=True):
     """Send nothing before the next event, or before time ``until``."""
 
     until: float | None = None
 
 
-Decision = SendRows | Wait
+LinkAction = SendRowsAction | WaitAction
 
 
-class LanePolicy(Protocol):
+class ChannelPolicy(Protocol):
     """Decides what a link sends next."""
 
     @property
@@ -121,16 +121,16 @@ class LanePolicy(Protocol):
         """The name by which it is chosen."""
 
     @property
-    def one_lane(self) -> bool:
+    def single_channel(self) -> bool:
         """Whether all volumes travel on the bulk lane, in the order of its decisions.
 
         If not, decode rows have a connection of their own.
         """
 
-    def handle(self, event: Event, now: float) -> None:
+    def handle(self, event: LinkEvent, now: float) -> None:
         """Take note of what happened."""
 
-    def decide(self, now: float, ready: Collection[Lane]) -> Decision:
+    def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
         """What to send next, on one of the lanes that can take something now.
 
         Asked only while something waits to be sent.

@@ -4,55 +4,55 @@ from collections import deque
 from collections.abc import Collection
 from itertools import count
 
-from molink.link.policies.backlog import Pending
-from molink.link.policies.base import Decision, Event, Produced, SendRows, Wait
-from molink.wire.messages.data import Lane
+from molink.link.policies.backlog import PendingRows
+from molink.link.policies.base import LinkAction, LinkEvent, RowsProducedEvent, SendRowsAction, WaitAction
+from molink.wire.messages.data import Channel
 
 #: Bytes that a volume sends at its turn (at least one row).
-PIECE = 16 * 1024
+FRAGMENT_BYTES = 16 * 1024
 
 
-class Concurrent:
+class ConcurrentPolicy:
     """Round robin over all unfinished volumes, a small piece of each.
 
     vLLM hands each tensor to a send of its own as soon as it is computed, and nothing orders them:
     the transport interleaves their bytes. So decode rows keep a connection of their own here, which
     competes with that of the bulk; on a single one the kernel's queue would make them wait for all
-    bytes before them, which is :class:`~molink.link.policies.fifo.Fifo`.
+    bytes before them, which is :class:`~molink.link.policies.fifo.FifoPolicy`.
     """
 
     name = "concurrent"
-    one_lane = False
+    single_channel = False
 
     def __init__(self) -> None:
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingRows] = {}
         #: Of each lane the volumes and their places in the round, the next one first.
-        self._round: dict[Lane, deque[tuple[int, int]]] = {lane: deque() for lane in Lane}
-        self._places = count()
+        self._round: dict[Channel, deque[tuple[int, int]]] = {channel: deque() for channel in Channel}
+        self._positions = count()
 
-    def handle(self, event: Event, now: float) -> None:
+    def handle(self, event: LinkEvent, now: float) -> None:
         """Only what was produced matters here."""
-        if not isinstance(event, Produced) or event.rows <= 0:
+        if not isinstance(event, RowsProducedEvent) or event.rows <= 0:
             return
         there = self._pending.get(event.volume)
         if there is not None:
             there.rows += event.rows
             return
-        self._pending[event.volume] = Pending(event.volume, event.rows, event.row_bytes)
-        self._round[event.lane].append((next(self._places), event.volume))
+        self._pending[event.volume] = PendingRows(event.volume, event.rows, event.row_bytes)
+        self._round[event.channel].append((next(self._positions), event.volume))
 
-    def decide(self, now: float, ready: Collection[Lane]) -> Decision:
+    def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
         """A piece of the volume whose turn it is, of those whose lane is ready."""
-        lanes = [lane for lane in ready if self._round[lane]]
-        if not lanes:
-            return Wait()
-        lane = min(lanes, key=lambda each: self._round[each][0])
-        _, name = self._round[lane].popleft()
+        channels = [channel for channel in ready if self._round[channel]]
+        if not channels:
+            return WaitAction()
+        channel = min(channels, key=lambda each: self._round[each][0])
+        _, name = self._round[channel].popleft()
         volume = self._pending[name]
-        rows = min(volume.rows, max(1, PIECE // volume.row_bytes))
+        rows = min(volume.rows, max(1, FRAGMENT_BYTES // volume.row_bytes))
         volume.rows -= rows
         if volume.rows:
-            self._round[lane].append((next(self._places), name))
+            self._round[channel].append((next(self._positions), name))
         else:
             del self._pending[name]
-        return SendRows(name, rows)
+        return SendRowsAction(name, rows)

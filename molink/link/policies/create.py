@@ -4,24 +4,24 @@ from collections.abc import Callable
 from functools import partial
 
 from molink.errors import UsageError
-from molink.link.policies.adaptive import Adaptive
-from molink.link.policies.base import LanePolicy
-from molink.link.policies.concurrent import Concurrent
-from molink.link.policies.fifo import Fifo
-from molink.link.policies.molink import MoLink
+from molink.link.policies.adaptive import AdaptivePolicy
+from molink.link.policies.base import ChannelPolicy
+from molink.link.policies.concurrent import ConcurrentPolicy
+from molink.link.policies.fifo import FifoPolicy
+from molink.link.policies.molink import MoLinkPolicy
 
-_POLICIES: dict[str, Callable[[], LanePolicy]] = {
-    "concurrent": Concurrent,
-    "fifo": Fifo,
-    "molink": MoLink,
-    "adaptive": Adaptive,
-    "adaptive-unpredicted": partial(Adaptive, predict=False),
+_POLICIES: dict[str, Callable[[], ChannelPolicy]] = {
+    "concurrent": ConcurrentPolicy,
+    "fifo": FifoPolicy,
+    "molink": MoLinkPolicy,
+    "adaptive": AdaptivePolicy,
+    "adaptive-unpredicted": partial(AdaptivePolicy, predict=False),
 }
 #: Names that :func:`create_policy` takes.
 POLICIES = tuple(_POLICIES)
 
 
-def create_policy(name: str) -> LanePolicy:
+def create_policy(name: str) -> ChannelPolicy:
     """A fresh policy.
 
     Raises:

@@ -1,24 +1,24 @@
 """How many bytes the bulk lane may have in flight: a window that follows delay."""
 
-from molink.link.policies.base import Acknowledged, Echoed, Event, LinkEstimate, Reconnected, Sent
-from molink.wire.messages.data import Lane
+from molink.link.policies.base import MessageAcknowledgedEvent, HeartbeatEchoedEvent, LinkEvent, LinkEstimatedEvent, ChannelReconnectedEvent, MessageSentEvent
+from molink.wire.messages.data import Channel
 
 #: Queueing delay that the window aims at, in seconds above the least round trip of a chunk.
-TARGET = 0.008
+TARGET_DELAY = 0.008
 #: A delay that passes for none, and one that is too much.
-QUIET = 0.004
-LATE = 0.020
+LOW_DELAY = 0.004
+HIGH_DELAY = 0.020
 #: What the decode lane tells of the queue counts for so many seconds.
-VOUCHED = 0.25
+VOUCH_S = 0.25
 #: The window is so many times what it should be, at least and at most: it shrinks where chunks
 #: come back late, and grows where they find no queue, for the rate is then more than was estimated.
 MIN_SHARE = 0.6
 MAX_SHARE = 1.25
 #: How far the share moves in a round trip.
-STEP = 0.25
+SHARE_STEP = 0.25
 #: A window that was empty is filled so many times as fast as the link should empty it, after the
 #: first :data:`TARGET` seconds' worth.
-PACE = 1.25
+FILL_FACTOR = 1.25
 #: A chunk takes this long at the link's rate, in seconds, within these bytes.
 CHUNK_S = 0.005
 MIN_CHUNK = 16 * 1024
@@ -30,10 +30,10 @@ MAX_WINDOW = 8 << 20
 
 
 class CreditWindow:
-    """A window on bytes in flight, :data:`TARGET` above what the link holds by itself.
+    """A window on bytes in flight, :data:`TARGET_DELAY` above what the link holds by itself.
 
     That is ``rate × (least round trip + TARGET)`` and a chunk, by the estimate of the link: no more
-    than :data:`TARGET` seconds' worth can stand in a queue then. Delay corrects what the
+    than :data:`TARGET_DELAY` seconds' worth can stand in a queue then. Delay corrects what the
     estimate is late to see. It only does so within bounds: a connection that starts slowly, or
     recovers from a loss, keeps chunks waiting on this PC, where they are in nobody's way, and would
     never grow if the window shrank with it. And while messages of the decode lane come back in
@@ -55,72 +55,72 @@ class CreditWindow:
         #: Until when the window may not grow: a beat has found a queue.
         self._queue_until = 0.0
         #: When all that was sent would have left at the pace of the window.
-        self._paced_until = 0.0
+        self._filled_until = 0.0
 
-    def handle(self, event: Event, now: float) -> None:
+    def handle(self, event: LinkEvent, now: float) -> None:
         """Take note of what happened on the bulk lane."""
         match event:
-            case Sent(lane=Lane.BULK):
+            case MessageSentEvent(channel=Channel.BULK):
                 if self._rate is not None:
-                    seconds = event.nbytes / (PACE * self._share * self._rate)
-                    self._paced_until = max(now, self._paced_until) + seconds
+                    seconds = event.nbytes / (FILL_FACTOR * self._share * self._rate)
+                    self._filled_until = max(now, self._filled_until) + seconds
                 self.in_flight += event.nbytes
-            case Acknowledged(lane=Lane.BULK):
-                self._acknowledged(event, now)
+            case MessageAcknowledgedEvent(channel=Channel.BULK):
+                self._on_acknowledged(event, now)
                 self.in_flight = max(0, self.in_flight - event.nbytes)
-            case Acknowledged(lane=Lane.DECODE):
+            case MessageAcknowledgedEvent(channel=Channel.DECODE):
                 self._vouch(event.elapsed, event.nbytes, now)
-            case Echoed():
+            case HeartbeatEchoedEvent():
                 self._vouch(event.elapsed, 0, now)
-                if event.elapsed - self._minimum > QUIET:
-                    self._queue_until = now + VOUCHED
-            case LinkEstimate():
+                if event.elapsed - self._minimum > LOW_DELAY:
+                    self._queue_until = now + VOUCH_S
+            case LinkEstimatedEvent():
                 self._rate, self._minimum = event.rate, event.min_rtt
-                self._resize()
-            case Reconnected(lane=Lane.BULK):
+                self._update_size()
+            case ChannelReconnectedEvent(channel=Channel.BULK):
                 self.in_flight = 0
-                self._paced_until = min(now, self._paced_until)
+                self._filled_until = min(now, self._filled_until)
 
-    def fits(self, nbytes: int) -> bool:
+    def has_credit(self, nbytes: int) -> bool:
         """Whether a chunk of ``nbytes`` may be sent now."""
         return self.in_flight + nbytes <= max(self.size, 2 * nbytes)
 
     @property
     def opens_at(self) -> float:
         """When the next chunk may go: one after another, or an idle link would get them all."""
-        return self._paced_until - TARGET
+        return self._filled_until - TARGET_DELAY
 
     @property
-    def chunk(self) -> int:
+    def chunk_bytes(self) -> int:
         """How long a chunk should be: :data:`CHUNK_S` of the link's rate, in bytes."""
         if self._rate is None:
             return FIRST_CHUNK
         return int(min(MAX_CHUNK, max(MIN_CHUNK, CHUNK_S * self._rate)))
 
-    def _acknowledged(self, event: Acknowledged, now: float) -> None:
+    def _on_acknowledged(self, event: MessageAcknowledgedEvent, now: float) -> None:
         if self._rate is None:
             self.size = min(self.size + event.nbytes, MAX_WINDOW)
             return
         queued = event.elapsed - self._minimum - event.nbytes / self._rate
-        if queued > LATE and now < self._vouched_until:
-            queued = TARGET
+        if queued > HIGH_DELAY and now < self._vouched_until:
+            queued = TARGET_DELAY
         part = min(1.0, event.nbytes / self.size)
-        if queued > LATE:
-            self._share = max(MIN_SHARE, self._share - STEP * part)
-        elif queued < QUIET and self.in_flight + self.chunk > self.size:
+        if queued > HIGH_DELAY:
+            self._share = max(MIN_SHARE, self._share - SHARE_STEP * part)
+        elif queued < LOW_DELAY and self.in_flight + self.chunk_bytes > self.size:
             maximum = MAX_SHARE if now >= self._queue_until else max(1.0, self._share)
-            self._share = min(maximum, self._share + STEP * part)
+            self._share = min(maximum, self._share + SHARE_STEP * part)
         else:
-            self._share += STEP * part * (1.0 - self._share)
-        self._resize()
+            self._share += SHARE_STEP * part * (1.0 - self._share)
+        self._update_size()
 
     def _vouch(self, elapsed: float, nbytes: int, now: float) -> None:
         """A message of the decode lane has come back."""
         if self._rate is not None:
-            in_time = elapsed - self._minimum - nbytes / self._rate <= LATE
-            self._vouched_until = now - elapsed + VOUCHED if in_time else now
+            in_time = elapsed - self._minimum - nbytes / self._rate <= HIGH_DELAY
+            self._vouched_until = now - elapsed + VOUCH_S if in_time else now
 
-    def _resize(self) -> None:
+    def _update_size(self) -> None:
         if self._rate is not None:
-            wanted = self._rate * (self._minimum + TARGET) + self.chunk
+            wanted = self._rate * (self._minimum + TARGET_DELAY) + self.chunk_bytes
             self.size = min(max(self._share * wanted, 2.0 * MIN_CHUNK), MAX_WINDOW)

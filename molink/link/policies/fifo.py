@@ -3,27 +3,27 @@
 from collections import deque
 from collections.abc import Collection
 
-from molink.link.policies.base import Decision, Event, Produced, SendRows, Wait
-from molink.wire.messages.data import Lane
+from molink.link.policies.base import LinkAction, LinkEvent, RowsProducedEvent, SendRowsAction, WaitAction
+from molink.wire.messages.data import Channel
 
 
-class Fifo:
+class FifoPolicy:
     """First produced, first sent, whatever the lane: a decode waits for the prefill before it."""
 
     name = "fifo"
-    one_lane = True
+    single_channel = True
 
     def __init__(self) -> None:
-        self._waiting: deque[Produced] = deque()
+        self._waiting: deque[RowsProducedEvent] = deque()
 
-    def handle(self, event: Event, now: float) -> None:
+    def handle(self, event: LinkEvent, now: float) -> None:
         """Only what was produced matters here."""
-        if isinstance(event, Produced):
+        if isinstance(event, RowsProducedEvent):
             self._waiting.append(event)
 
-    def decide(self, now: float, ready: Collection[Lane]) -> Decision:
+    def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
         """The oldest volume, or nothing while the lane of all can't take it."""
-        if not self._waiting or Lane.BULK not in ready:
-            return Wait()
+        if not self._waiting or Channel.BULK not in ready:
+            return WaitAction()
         first = self._waiting.popleft()
-        return SendRows(first.volume, first.rows)
+        return SendRowsAction(first.volume, first.rows)

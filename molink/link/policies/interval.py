@@ -1,4 +1,4 @@
-"""How long the link stays free of decode rows: ``T_a`` of the MoLink paper (§4).
+"""How long the link stays free of decode rows: ``T_a`` of the MoLinkPolicy paper (§4).
 
 The paper has three cases, by when the prefill transmission starts (``t_c``) and the decode
 execution that runs or comes next does (``t_s``, for ``T_d``):
@@ -13,7 +13,7 @@ executor's events tell that moment: a start brings ``T_d`` (cases 1 and 2), a fi
 3. All in seconds.
 """
 
-from molink.link.policies.base import DecodeFinished, DecodeStarted, Event
+from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent, LinkEvent
 
 #: Decode rows that are later than expected by this much, in seconds, and by as much again as it was
 #: until then when that was predicted, are not expected any more.
@@ -32,20 +32,20 @@ class IdleInterval:
         #: none are expected.
         self._expected: tuple[float, float] | None = None
 
-    def handle(self, event: Event, now: float) -> None:
+    def handle(self, event: LinkEvent, now: float) -> None:
         """Take note of the executor's start or finish; other events don't matter."""
         match event:
-            case DecodeStarted(predicted=seconds):
+            case DecodeStartedEvent(predicted=seconds):
                 self._expect(seconds, now)
-            case DecodeFinished(next_predicted=None):
+            case DecodeFinishedEvent(next_predicted=None):
                 self._expected = None
-            case DecodeFinished(next_predicted=seconds) if seconds is not None:
+            case DecodeFinishedEvent(next_predicted=seconds) if seconds is not None:
                 self._expect(seconds, now)
 
     def _expect(self, seconds: float, now: float) -> None:
         self._expected = now + seconds, now + seconds + max(OVERDUE, seconds)
 
-    def at(self, t_c: float) -> float | None:
+    def interval_at(self, t_c: float) -> float | None:
         """``T_a`` for a transmission that starts now; ``None`` if no decode rows are expected."""
         if self._expected is None:
             return None

@@ -1,12 +1,12 @@
-"""Weighted-priority transmission scheduling: Algorithm 1 of the MoLink paper (§4)."""
+"""Weighted-priority transmission scheduling: Algorithm 1 of the MoLinkPolicy paper (§4)."""
 
 from collections.abc import Collection
 
-from molink.link.policies.backlog import Backlog, Pending
-from molink.link.policies.base import Decision, Event, Produced, SendRows, Sent, Wait
+from molink.link.policies.backlog import RowBacklog, PendingRows
+from molink.link.policies.base import LinkAction, LinkEvent, RowsProducedEvent, SendRowsAction, MessageSentEvent, WaitAction
 from molink.link.policies.interval import IdleInterval
-from molink.link.policies.outflow import Outflow, Shrinkage
-from molink.wire.messages.data import Lane
+from molink.link.policies.outflow import Outflow, PackingRatio
+from molink.wire.messages.data import Channel
 
 #: ``N`` of the paper: prefill rows wait for at most so many decode volumes.
 MAX_WAITING = 30
@@ -14,7 +14,7 @@ MAX_WAITING = 30
 FIRST_CHUNK = 64 * 1024
 
 
-class MoLink:
+class MoLinkPolicy:
     """Decode volumes first, prefill volumes in just-in-time chunks between them.
 
     An iteration of the paper's loop is a decision. Its transmissions block: the next decision is
@@ -26,59 +26,59 @@ class MoLink:
     Where it differs from the paper: the turn of the ring in case 3 (``T_o + T_m``) is multiplied by
     how much longer than predicted turns have taken of late, and the batch that is expected next is
     the one that is due first, not always the first of the iteration
-    (:class:`molink.ring.turn.TurnClock`); and rows that travel packed count as the bytes that they
+    (:class:`molink.ring.turn.RoundTripClock`); and rows that travel packed count as the bytes that they
     take. Where the paper has no answer: a chunk is at least one row; it is the whole remainder if
     no decode rows are expected, at all or any more (:data:`~.interval.OVERDUE`), and
     :data:`FIRST_CHUNK` bytes while the rate is unknown.
     """
 
     name = "molink"
-    one_lane = True
+    single_channel = True
 
     def __init__(self) -> None:
-        self._decode = Backlog()  # vq1
-        self._prefill = Backlog()  # vq2
+        self._decode = RowBacklog()  # vq1
+        self._prefill = RowBacklog()  # vq2
         self._interval = IdleInterval()
         self._outflow = Outflow()
-        self._packing = Shrinkage()
+        self._packing_ratio = PackingRatio()
         #: ``W``: decode volumes sent while prefill rows waited; never above :data:`MAX_WAITING`.
         self.weight = 0
 
-    def handle(self, event: Event, now: float) -> None:
+    def handle(self, event: LinkEvent, now: float) -> None:
         """Line 1 of the algorithm for what was produced; the clocks hear of everything."""
-        if isinstance(event, Produced):
-            (self._decode if event.lane is Lane.DECODE else self._prefill).add(event)
-        elif isinstance(event, Sent):
-            self._packing.sent(event.nbytes)
+        if isinstance(event, RowsProducedEvent):
+            (self._decode if event.channel is Channel.DECODE else self._prefill).add_rows(event)
+        elif isinstance(event, MessageSentEvent):
+            self._packing_ratio.on_sent(event.nbytes)
         self._interval.handle(event, now)
         self._outflow.handle(event, now)
 
-    def decide(self, now: float, ready: Collection[Lane]) -> Decision:
+    def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
         """Lines 2 to 4 of the algorithm."""
         decode, prefill = self._decode.first, self._prefill.first
-        if Lane.BULK not in ready or (decode is None and prefill is None):
-            return Wait()
-        if self._outflow.busy(now):
-            return Wait(None if self._outflow.rate is None else self._outflow.leaves_at)
+        if Channel.BULK not in ready or (decode is None and prefill is None):
+            return WaitAction()
+        if self._outflow.is_busy(now):
+            return WaitAction(None if self._outflow.rate is None else self._outflow.leaves_at)
         if decode is not None and prefill is not None:
             self.weight += 1
         if decode is not None and self.weight < MAX_WAITING:
             return self._send(self._decode, decode, decode.rows)
         assert prefill is not None  # the weight rises only while prefill rows wait
-        rows = prefill.rows if self.weight >= MAX_WAITING else self._chunk(prefill, now)
+        rows = prefill.rows if self.weight >= MAX_WAITING else self._chunk_rows(prefill, now)
         self.weight = 0
         return self._send(self._prefill, prefill, rows)
 
-    def _send(self, queue: Backlog, volume: Pending, rows: int) -> SendRows:
-        self._packing.granted(rows * volume.row_bytes)
-        queue.take(rows)
-        return SendRows(volume.volume, rows)
+    def _send(self, queue: RowBacklog, volume: PendingRows, rows: int) -> SendRowsAction:
+        self._packing_ratio.on_granted(rows * volume.row_bytes)
+        queue.take_rows(rows)
+        return SendRowsAction(volume.volume, rows)
 
-    def _chunk(self, volume: Pending, now: float) -> int:
+    def _chunk_rows(self, volume: PendingRows, now: float) -> int:
         """``chunk()`` of the paper, in rows: what the link carries in ``T_a``."""
-        free = self._interval.at(now)
+        free = self._interval.interval_at(now)
         if free is None:
             return volume.rows
         rate = self._outflow.rate
         nbytes = FIRST_CHUNK if rate is None else free * rate
-        return max(1, min(volume.rows, int(nbytes / (volume.row_bytes * self._packing.share))))
+        return max(1, min(volume.rows, int(nbytes / (volume.row_bytes * self._packing_ratio.ratio))))

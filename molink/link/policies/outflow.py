@@ -4,7 +4,7 @@ from collections import deque
 
 import msgspec
 
-from molink.link.policies.base import Acknowledged, Event, LinkEstimate, Reconnected, Sent
+from molink.link.policies.base import MessageAcknowledgedEvent, LinkEvent, LinkEstimatedEvent, ChannelReconnectedEvent, MessageSentEvent
 
 #: A correction is the least of so many: acknowledgements are also late for reasons of their own.
 CORRECTIONS = 4
@@ -13,10 +13,10 @@ CORRECTIONS = 4
 MAX_CORRECTION = 0.008
 #: Weight of an acknowledgement in :attr:`Outflow.pace`, and the least that this may be.
 WEIGHT = 0.01
-MIN_PACE = 0.8
+MIN_RATE_SHARE = 0.8
 
 
-class _UnderWay(msgspec.Struct, frozen=True):
+class _InFlight(msgspec.Struct, frozen=True):
     nbytes: int
     #: How long the link should be busy with it.
     seconds: float
@@ -33,7 +33,7 @@ class Outflow:
     what is sent without a break would leave later and later than that. Acknowledgements correct it:
     a message that has been acknowledged left a round trip ago, and what follows it in the same
     *stretch* (a time without a break in sending) leaves as much later as it did. How much slower
-    than estimated bytes leave is remembered as :attr:`pace`. A queue that is left where a stretch
+    than estimated bytes leave is remembered as :attr:`rate_share`. A queue that is left where a stretch
     ends is forgotten: going on to allow for it would keep bytes from TCP, whose window would not
     grow then. The credit window bounds it. Before a rate is known, what was sent
     counts as under way until it is acknowledged.
@@ -45,51 +45,51 @@ class Outflow:
         #: When all that was sent so far should have left; means nothing while ``rate`` is unknown.
         self.leaves_at = 0.0
         #: What bytes leave at, as a share of ``rate``.
-        self.pace = 1.0
+        self.rate_share = 1.0
         self._min_rtt = 0.0
-        self._under_way: tuple[deque[_UnderWay], ...] = (deque(), deque())
+        self._in_flight: tuple[deque[_InFlight], ...] = (deque(), deque())
         self._stretch = 0
         #: By how many seconds ``leaves_at`` has been corrected in this stretch, and what its last
         #: acknowledgements would have corrected it by.
         self._corrected = 0.0
         self._late: deque[float] = deque(maxlen=CORRECTIONS)
 
-    def handle(self, event: Event, now: float) -> None:
+    def handle(self, event: LinkEvent, now: float) -> None:
         """Take note of a message, an acknowledgement or an estimate."""
         match event:
-            case Sent():
-                self._sent(event, now)
-            case Acknowledged():
-                self._acknowledged(event, now)
-            case LinkEstimate():
+            case MessageSentEvent():
+                self._on_sent(event, now)
+            case MessageAcknowledgedEvent():
+                self._on_acknowledged(event, now)
+            case LinkEstimatedEvent():
                 self._min_rtt = event.min_rtt
                 if event.rate:
-                    self._changed(event.rate, now)
-            case Reconnected():
-                self._under_way[event.lane].clear()
+                    self._on_rate_changed(event.rate, now)
+            case ChannelReconnectedEvent():
+                self._in_flight[event.channel].clear()
                 self.leaves_at = min(now, self.leaves_at)
 
-    def _sent(self, event: Sent, now: float) -> None:
+    def _on_sent(self, event: MessageSentEvent, now: float) -> None:
         seconds = 0.0
         if self.rate is not None:
             if now >= self.leaves_at:
                 self._stretch += 1
                 self._corrected = 0.0
                 self._late.clear()
-            seconds = event.nbytes / (self.pace * self.rate)
+            seconds = event.nbytes / (self.rate_share * self.rate)
             self.leaves_at = max(now, self.leaves_at) + seconds
         leaves_at = self.leaves_at - self._corrected
-        message = _UnderWay(event.nbytes, seconds, leaves_at, self._stretch)
-        self._under_way[event.lane].append(message)
+        message = _InFlight(event.nbytes, seconds, leaves_at, self._stretch)
+        self._in_flight[event.channel].append(message)
 
-    def _acknowledged(self, event: Acknowledged, now: float) -> None:
-        under_way, left = self._under_way[event.lane], event.nbytes
+    def _on_acknowledged(self, event: MessageAcknowledgedEvent, now: float) -> None:
+        under_way, left = self._in_flight[event.channel], event.nbytes
         newest, seconds = None, 0.0
         while under_way and left > 0:
             newest = under_way.popleft()
             left -= newest.nbytes
             seconds += newest.seconds
-        if not any(self._under_way):
+        if not any(self._in_flight):
             self.leaves_at = min(now, self.leaves_at)
         elif newest is not None and newest.stretch == self._stretch and self._min_rtt:
             self._correct(now - self._min_rtt - newest.leaves_at, event.nbytes, seconds)
@@ -101,13 +101,13 @@ class Outflow:
         minimum = min(self._late)
         if before is not None and self.rate and seconds > 0:
             took = max(seconds + minimum - before, seconds / 2)
-            seen = min(1.0, max(MIN_PACE, nbytes / (took * self.rate)))
-            self.pace += WEIGHT * (seen - self.pace)
+            seen = min(1.0, max(MIN_RATE_SHARE, nbytes / (took * self.rate)))
+            self.rate_share += WEIGHT * (seen - self.rate_share)
         corrected = max(-MAX_CORRECTION, min(minimum, MAX_CORRECTION))
         self.leaves_at += corrected - self._corrected
         self._corrected = corrected
 
-    def _changed(self, rate: float, now: float) -> None:
+    def _on_rate_changed(self, rate: float, now: float) -> None:
         """What is still to leave takes as much longer as the link is slower."""
         if self.rate is None:
             self.leaves_at = now + self.unacknowledged / rate
@@ -118,14 +118,14 @@ class Outflow:
     @property
     def unacknowledged(self) -> int:
         """Bytes sent and not acknowledged."""
-        return sum(each.nbytes for lane in self._under_way for each in lane)
+        return sum(each.nbytes for channel in self._in_flight for each in channel)
 
-    def busy(self, now: float) -> bool:
+    def is_busy(self, now: float) -> bool:
         """Whether something that was sent has not left yet."""
         return now < self.leaves_at if self.rate is not None else self.unacknowledged > 0
 
 
-class Shrinkage:
+class PackingRatio:
     """How many times fewer bytes than they have rows take on their way, of late.
 
     Policies count rows, credits and rates go by bytes on the wire, and messages may travel packed.
@@ -136,16 +136,16 @@ class Shrinkage:
 
     def __init__(self) -> None:
         #: Bytes on the wire for each byte of rows.
-        self.share = 1.0
-        self._granted = 0
-        self._sent = 0
+        self.ratio = 1.0
+        self._granted_bytes = 0
+        self._sent_bytes = 0
 
-    def granted(self, nbytes: int) -> None:
+    def on_granted(self, nbytes: int) -> None:
         """Rows of ``nbytes`` may go; those of the grant before have gone."""
-        if self._granted and 0 < self._sent <= 2 * self._granted:
-            self.share += self.WEIGHT * (min(1.0, self._sent / self._granted) - self.share)
-        self._granted, self._sent = nbytes, 0
+        if self._granted_bytes and 0 < self._sent_bytes <= 2 * self._granted_bytes:
+            self.ratio += self.WEIGHT * (min(1.0, self._sent_bytes / self._granted_bytes) - self.ratio)
+        self._granted_bytes, self._sent_bytes = nbytes, 0
 
-    def sent(self, nbytes: int) -> None:
+    def on_sent(self, nbytes: int) -> None:
         """A message of ``nbytes`` has left on the lane of the grants."""
-        self._sent += nbytes
+        self._sent_bytes += nbytes

@@ -19,23 +19,23 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from molink.facts.ringtimes import RingTimes
-from molink.scheduler.job import Job
+from molink.scheduler.job import RequestState
 from molink.scheduler.policies.lengths import AnswerLengths
 
 #: Seconds of copies until a job that has given way, or gives way now, is where it was; ``None``: it
 #: has no copy in host memory, or would have none, and is computed anew.
-Restoring = Callable[[Job], float | None]
+RestoreCost = Callable[[RequestState], float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Preemption:
+class PreemptionDecision:
     """An admitted job that is to give way.
 
     Its blocks are released. What becomes of their contents is not the policy's to decide
     (:mod:`molink.facts.preemption`).
     """
 
-    job: Job
+    state: RequestState
 
 
 class SchedulingPolicy(Protocol):
@@ -46,7 +46,7 @@ class SchedulingPolicy(Protocol):
 
     #: For how many jobs that wait others may give way in one iteration. Where that is one, no
     #: further job gives way for blocks before those of others that did have come back.
-    places_at_once: int = 1
+    max_preemptors: int = 1
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -54,53 +54,53 @@ class SchedulingPolicy(Protocol):
         """What stages and links have been measured to take; unknown profiles say nothing."""
         return
 
-    def set_room(self, tokens: int, places: int) -> None:
+    def set_capacity(self, tokens: int, places: int) -> None:
         """KV blocks have room for so many tokens; so many jobs can be admitted at a time."""
         return
 
-    def set_restoring(self, seconds: Restoring) -> None:
+    def set_restore_cost(self, seconds: RestoreCost) -> None:
         """Jobs that give way may be kept in host memory: what that costs, in place of computing."""
         return
 
-    def set_answers(self, answers: AnswerLengths) -> None:
+    def set_answer_lengths(self, answers: AnswerLengths) -> None:
         """Where to learn how long answers are; heads of earlier epochs may have learned there."""
         return
 
-    def arrived(self, job: Job, now: float) -> None:
+    def on_arrived(self, state: RequestState, now: float) -> None:
         """A request has arrived and waits; its preemption later is no arrival."""
         return
 
-    def issued(self, job: Job, now: float) -> None:
+    def on_issued(self, state: RequestState, now: float) -> None:
         """An iteration of the job begins: rows of it are issued.
 
         Further ones of a prompt may be issued before the first are back.
         """
         return
 
-    def ran(self, job: Job, seconds: float, now: float) -> None:
+    def on_rows_returned(self, state: RequestState, seconds: float, now: float) -> None:
         """An iteration of the job has ended: its rows are back, ``seconds`` after they were issued.
 
         Its sampled token, if there is one, is not among its tokens yet.
         """
         return
 
-    def answered(self, job: Job) -> None:
+    def on_answered(self, state: RequestState) -> None:
         """The job's answer is whole: neither cancelled nor failed, it is over next."""
         return
 
-    def over(self, job: Job, now: float) -> None:
+    def on_removed(self, state: RequestState, now: float) -> None:
         """The job is finished, cancelled, failed or refused after all: forget it."""
         return
 
-    def queues(self) -> Sequence[int]:
+    def queue_lengths(self) -> Sequence[int]:
         """How many jobs are in each of its queues, the best first; for people."""
         return ()
 
     # --- questions ------------------------------------------------------------------------------
 
-    def next_admitted(
-        self, waiting: Sequence[Job], admitted: Collection[Job], now: float
-    ) -> Job | None:
+    def choose_admitted(
+        self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
+    ) -> RequestState | None:
         """Which job is admitted next; ``None`` keeps free what is free.
 
         ``waiting`` are one or more jobs, those first whose client's turn it is
@@ -110,7 +110,7 @@ class SchedulingPolicy(Protocol):
         """
         ...
 
-    def running_order(self, jobs: Sequence[Job], now: float) -> Sequence[Job]:
+    def order_running(self, requests: Sequence[RequestState], now: float) -> Sequence[RequestState]:
         """``jobs``, first to be run first; those that are left out rest in this iteration.
 
         No job may rest for ever. ``jobs`` are either those that decode or those with prompt rows to
@@ -121,17 +121,17 @@ class SchedulingPolicy(Protocol):
         """
         ...
 
-    def next_turns(self, jobs: Collection[Job], batch: int, now: float) -> Mapping[Job, float]:
+    def estimate_next_scheduled(self, requests: Collection[RequestState], batch: int, now: float) -> Mapping[RequestState, float]:
         """Seconds until each of ``jobs`` should run next, while ``batch`` jobs run at a time.
 
         FastServe's *estimated next scheduled time* (ENST, §4.2). Where all that have blocks run in
         every iteration, it is 0 for each of them.
         """
-        return dict.fromkeys(jobs, 0.0)
+        return dict.fromkeys(requests, 0.0)
 
-    def victim(
-        self, needy: Job, at_rest: Sequence[Job], admitted: Collection[Job], now: float
-    ) -> Preemption | None:
+    def choose_preempted(
+        self, preemptor: RequestState, idle_requests: Sequence[RequestState], admitted: Collection[RequestState], now: float
+    ) -> PreemptionDecision | None:
         """Which of ``at_rest`` gives way to ``needy``; ``None`` lets ``needy`` wait.
 
         ``needy`` is a job that decodes and lacks a block, or the one that waits to be admitted next

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from molink.scheduler.job import Job
+from molink.scheduler.job import RequestState
 from molink.scheduler.policies.fcfs import Fcfs
 
 #: The paper's ``P``.
@@ -18,41 +18,41 @@ class CachedShare(Fcfs):
     """
 
     def __init__(self) -> None:
-        self._groups: dict[Job, int] = {}
+        self._groups: dict[RequestState, int] = {}
         #: Those that have been admitted, of ``_groups``.
-        self._admitted: set[Job] = set()
+        self._admitted: set[RequestState] = set()
         #: How far each group is: an admission takes it further, the less the higher it is.
         self._passes = [0.0] * GROUPS
 
-    def arrived(self, job: Job, now: float) -> None:
+    def on_arrived(self, state: RequestState, now: float) -> None:
         """It joins its group; one in which nobody waited has saved nothing up meanwhile."""
-        cached = len(job.tokens) - job.uncached
-        group = min(GROUPS - 1, GROUPS * cached // len(job.tokens))
+        cached = len(state.tokens) - state.num_uncached
+        group = min(GROUPS - 1, GROUPS * cached // len(state.tokens))
         waiting = {self._groups[other] for other in self._groups.keys() - self._admitted}
         if waiting and group not in waiting:
             behind = min(self._passes[other] for other in waiting)
             self._passes[group] = max(self._passes[group], behind)
-        self._groups[job] = group
+        self._groups[state] = group
 
-    def issued(self, job: Job, now: float) -> None:
+    def on_issued(self, state: RequestState, now: float) -> None:
         """If these are its first rows, it was admitted."""
-        if job not in self._admitted:
-            self._admitted.add(job)
-            group = self._groups[job]
+        if state not in self._admitted:
+            self._admitted.add(state)
+            group = self._groups[state]
             self._passes[group] += 1 / (group + 1)
 
-    def over(self, job: Job, now: float) -> None:
+    def on_removed(self, state: RequestState, now: float) -> None:
         """Forget it."""
-        self._groups.pop(job, None)
-        self._admitted.discard(job)
+        self._groups.pop(state, None)
+        self._admitted.discard(state)
 
-    def next_admitted(
-        self, waiting: Sequence[Job], admitted: Collection[Job], now: float
-    ) -> Job | None:
+    def choose_admitted(
+        self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
+    ) -> RequestState | None:
         """Of the group that lags behind most, the first of the client whose turn it is."""
-        again = [job for job in waiting if job in self._admitted]
+        again = [state for state in waiting if state in self._admitted]
         if not again:
-            groups = {self._groups[job] for job in waiting}
+            groups = {self._groups[state] for state in waiting}
             chosen = min(groups, key=lambda group: (self._passes[group], -group))
-            again = [job for job in waiting if self._groups[job] == chosen]
-        return super().next_admitted(again, admitted, now)
+            again = [state for state in waiting if self._groups[state] == chosen]
+        return super().choose_admitted(again, admitted, now)

@@ -2,34 +2,34 @@
 
 from collections.abc import Collection, Sequence
 
-from molink.scheduler.job import Job
-from molink.scheduler.policies.base import Preemption, SchedulingPolicy
-from molink.scheduler.policies.clients import waits_for_client
+from molink.scheduler.job import RequestState
+from molink.scheduler.policies.base import PreemptionDecision, SchedulingPolicy
+from molink.scheduler.policies.clients import choose_stalled
 
 
 class Fcfs(SchedulingPolicy):
     """The policy of vLLM and of the papers' baselines, but that clients have equal shares."""
 
-    def next_admitted(
-        self, waiting: Sequence[Job], admitted: Collection[Job], now: float
-    ) -> Job | None:
+    def choose_admitted(
+        self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
+    ) -> RequestState | None:
         """The first one of the client whose turn it is."""
         return waiting[0]
 
-    def running_order(self, jobs: Sequence[Job], now: float) -> Sequence[Job]:
+    def order_running(self, requests: Sequence[RequestState], now: float) -> Sequence[RequestState]:
         """As they came back, or were admitted."""
-        return jobs
+        return requests
 
-    def victim(
-        self, needy: Job, at_rest: Sequence[Job], admitted: Collection[Job], now: float
-    ) -> Preemption | None:
+    def choose_preempted(
+        self, preemptor: RequestState, idle_requests: Sequence[RequestState], admitted: Collection[RequestState], now: float
+    ) -> PreemptionDecision | None:
         """One that waits for its client; to a job that decodes, else the latest admitted.
 
         That one must have been admitted after ``needy``, so the oldest always goes on.
         """
-        idle = waits_for_client(needy, at_rest, admitted, now)
-        if idle is not None or needy.state == "waiting":
-            return Preemption(idle) if idle is not None else None
-        younger = [job for job in at_rest if job.id > needy.id]
-        latest = max(younger, key=lambda job: job.id, default=None)
-        return Preemption(latest) if latest is not None else None
+        idle = choose_stalled(preemptor, idle_requests, admitted, now)
+        if idle is not None or preemptor.phase == "waiting":
+            return PreemptionDecision(idle) if idle is not None else None
+        younger = [state for state in idle_requests if state.id > preemptor.id]
+        latest = max(younger, key=lambda state: state.id, default=None)
+        return PreemptionDecision(latest) if latest is not None else None

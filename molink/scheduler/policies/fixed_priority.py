@@ -1,6 +1,6 @@
 """Priorities by the length of the prompt, for good: FastServe's other strawman (§4.1)."""
 
-from molink.scheduler.job import Job
+from molink.scheduler.job import RequestState
 from molink.scheduler.policies.mlfq import QueuePosition
 from molink.scheduler.policies.ranked import Rank
 from molink.scheduler.policies.skip_join_mlfq import SkipJoinMlfq
@@ -13,21 +13,21 @@ class FixedPriority(SkipJoinMlfq):
     keep coming.
     """
 
-    def ran(self, job: Job, seconds: float, now: float) -> None:
+    def on_rows_returned(self, state: RequestState, seconds: float, now: float) -> None:
         """It consumes nothing."""
 
-    def issued(self, job: Job, now: float) -> None:
+    def on_issued(self, state: RequestState, now: float) -> None:
         """It is not promoted either."""
 
     def _promoted_at(self, place: QueuePosition) -> float | None:
         """Never."""
         return None
 
-    def may_give_way(self, job: Job) -> bool:
+    def can_be_preempted(self, state: RequestState) -> bool:
         """To any with a shorter prompt, whatever that costs."""
         return True
 
-    def rank(self, job: Job, now: float) -> Rank:
+    def rank_request(self, state: RequestState, now: float) -> Rank:
         """By queue; within one, who came first."""
-        place = self._places[job]
-        return place.level, 0.0, place.number
+        place = self._positions[state]
+        return place.level, 0.0, place.arrival_number

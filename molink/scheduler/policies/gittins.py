@@ -4,60 +4,60 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from molink.facts.costs import UNKNOWN, Costs
+from molink.facts.costs import UNKNOWN_COSTS, RequestCosts
 from molink.facts.ringtimes import RingTimes
-from molink.scheduler.job import Job, JobState
+from molink.scheduler.job import RequestState, RequestPhase
 from molink.scheduler.policies.lengths import AnswerLengths
-from molink.scheduler.policies.mlfq import ALPHA, PATIENCE, UNKNOWN_S
-from molink.scheduler.policies.ranked import Rank, Ranked
+from molink.scheduler.policies.mlfq import ALPHA, PROMOTION_QUANTA, DEFAULT_ITERATION_S
+from molink.scheduler.policies.ranked import Rank, RankedPolicy
 
 #: Levels by which an index doubles; jobs of one level go as they came.
-STEPS = 2
+LEVELS_PER_DOUBLING = 2
 #: The best level's index, in seconds times tokens.
-_BEST = 1e-6
+_MIN_INDEX = 1e-6
 #: Of the answers that are left at least this share ends within a horizon: one that happens to end
 #: next tells nothing.
-LEAST_SHARE = 0.5
+MIN_ENDING_SHARE = 0.5
 #: All are judged anew where rows or tokens take so many times as long, or as short.
-CHANGED = 1.2
+MAX_COST_RATIO = 1.2
 #: An answer is looked at anew when it has grown by one token in so many.
-_GROWN = 8
+_REEVALUATION_STEP = 8
 
 
 @dataclass(slots=True)
-class _Standing:
+class _GittinsState:
     """What is known of a job."""
 
     #: As which of all jobs it came.
-    number: int
+    arrival_number: int
     #: When it last had no rows in flight; no time while it has.
-    rests_since: float
+    idle_since: float
     #: For which the following holds: its state, whether its KV is in host memory, and up to how
     #: many tokens.
-    state: JobState = "waiting"
-    copied: bool = False
-    until: int = 0
+    phase: RequestPhase = "waiting"
+    has_host_copy: bool = False
+    valid_until: int = 0
     #: Seconds that it is to be given next: of a ring that it shares, and of its own.
     work_s: float = 0.0
-    turn_s: float = 0.0
+    wall_s: float = 0.0
     #: When it is promoted, if it rests until then.
-    due_at: float = math.inf
+    promotion_due_at: float = math.inf
     #: The inverse of its index: seconds of the ring for one over the answer's tokens; its level.
     index: float = 0.0
     level: int = 0
     #: Since when it goes before all that aren't promoted, for how long, and how long it has run.
     promoted_at: float | None = None
     granted_s: float = 0.0
-    spent: float = 0.0
+    spent_s: float = 0.0
     counted_until: float = 0.0
 
-    def rests(self, since: float) -> None:
+    def mark_idle(self, since: float) -> None:
         """It has rested since then, or runs."""
-        self.rests_since = since
-        self.due_at = since + max(ALPHA, PATIENCE * self.turn_s)
+        self.idle_since = since
+        self.promotion_due_at = since + max(ALPHA, PROMOTION_QUANTA * self.wall_s)
 
 
-class Gittins(Ranked):
+class Gittins(RankedPolicy):
     """Who brings most for the ring's time goes first, by what similar requests took (Gittins 1979).
 
     What is to be least is the mean latency per token, so that a request that is over brings one
@@ -82,183 +82,183 @@ class Gittins(Ranked):
     next, and at least :data:`ALPHA`, goes before all that came to this later, for as long as that.
     """
 
-    places_at_once = 32
+    max_preemptors = 32
 
     def __init__(self) -> None:
         super().__init__()
-        self._lengths = AnswerLengths()
-        self._standings: dict[Job, _Standing] = {}
-        self._arrivals = 0
-        self._costs = UNKNOWN
-        self._room, self._places = 1, 1
+        self._answer_lengths = AnswerLengths()
+        self._states: dict[RequestState, _GittinsState] = {}
+        self._num_arrivals = 0
+        self._costs = UNKNOWN_COSTS
+        self._kv_tokens, self._max_num_seqs = 1, 1
         #: Seconds of a prompt's row and of an answer's token when all were last judged anew.
-        self._judged_by = self._costs.token, UNKNOWN_S
+        self._index_costs = self._costs.token_s, DEFAULT_ITERATION_S
 
     # --- events ----------------------------------------------------------------------------------
 
-    def set_room(self, tokens: int, places: int) -> None:
+    def set_capacity(self, tokens: int, places: int) -> None:
         """As :class:`SchedulingPolicy` says."""
-        self._room, self._places = tokens, places
+        self._kv_tokens, self._max_num_seqs = tokens, places
 
-    def set_answers(self, answers: AnswerLengths) -> None:
+    def set_answer_lengths(self, answers: AnswerLengths) -> None:
         """As :class:`SchedulingPolicy` says."""
-        self._lengths = answers
+        self._answer_lengths = answers
 
     def set_times(self, times: RingTimes) -> None:
         """As :class:`SchedulingPolicy` says."""
         super().set_times(times)
-        self._costs = Costs.of(times) or UNKNOWN
-        measures = self._costs.token, self._token_s(1.0)[0]
-        if not all(map(_is_about, measures, self._judged_by)):
-            self._judged_by = measures
-            for standing in self._standings.values():
-                standing.until = 0
+        self._costs = RequestCosts.from_times(times) or UNKNOWN_COSTS
+        measures = self._costs.token_s, self._token_s(1.0)[0]
+        if not all(map(_is_close, measures, self._index_costs)):
+            self._index_costs = measures
+            for standing in self._states.values():
+                standing.valid_until = 0
 
-    def arrived(self, job: Job, now: float) -> None:
+    def on_arrived(self, state: RequestState, now: float) -> None:
         """It is judged by its prompt."""
-        standing = self._standings[job] = _Standing(self._arrivals, now)
-        self._arrivals += 1
-        self._judge(job, standing)
+        standing = self._states[state] = _GittinsState(self._num_arrivals, now)
+        self._num_arrivals += 1
+        self._compute_index(state, standing)
 
-    def issued(self, job: Job, now: float) -> None:
+    def on_issued(self, state: RequestState, now: float) -> None:
         """It runs; perhaps as one that has waited for too long until now."""
-        standing = self._standings[job]
-        if standing.rests_since < math.inf:
-            if standing.promoted_at is None and now >= standing.due_at:
-                standing.promoted_at, standing.spent = standing.due_at, 0.0
-                standing.granted_s = standing.turn_s
+        standing = self._states[state]
+        if standing.idle_since < math.inf:
+            if standing.promoted_at is None and now >= standing.promotion_due_at:
+                standing.promoted_at, standing.spent_s = standing.promotion_due_at, 0.0
+                standing.granted_s = standing.wall_s
             standing.counted_until = now
-            standing.rests(math.inf)
-        if job.state == "prefill":  # less is left
-            standing.until = 0
+            standing.mark_idle(math.inf)
+        if state.phase == "prefill":  # less is left
+            standing.valid_until = 0
 
-    def ran(self, job: Job, seconds: float, now: float) -> None:
+    def on_rows_returned(self, state: RequestState, seconds: float, now: float) -> None:
         """It has run for some more time."""
-        standing = self._standings[job]
-        standing.spent += now - standing.counted_until
+        standing = self._states[state]
+        standing.spent_s += now - standing.counted_until
         standing.counted_until = now
-        if not job.awaited:
-            standing.rests(now)
-        if standing.promoted_at is not None and standing.spent >= standing.granted_s:
+        if not state.awaited_seqs:
+            standing.mark_idle(now)
+        if standing.promoted_at is not None and standing.spent_s >= standing.granted_s:
             standing.promoted_at = None
 
-    def answered(self, job: Job) -> None:
+    def on_answered(self, state: RequestState) -> None:
         """That is how long such answers are."""
-        self._lengths.add(job.request.prompt_tokens, _answered(job))
+        self._answer_lengths.add_answer(state.request.prompt_tokens, _answer_tokens(state))
 
-    def over(self, job: Job, now: float) -> None:
+    def on_removed(self, state: RequestState, now: float) -> None:
         """Forget it."""
-        del self._standings[job]
+        del self._states[state]
 
     # --- judgement -------------------------------------------------------------------------------
 
-    def _standing(self, job: Job) -> _Standing:
+    def _current_state(self, state: RequestState) -> _GittinsState:
         """What is known of it, judged anew where it has changed."""
-        found = self._standings[job]
-        copied = job.copy is not None
-        if found.state != job.state or found.copied != copied or len(job.tokens) >= found.until:
-            found.state, found.copied = job.state, copied
-            self._judge(job, found)
+        found = self._states[state]
+        copied = state.host_copy is not None
+        if found.phase != state.phase or found.has_host_copy != copied or len(state.tokens) >= found.valid_until:
+            found.phase, found.has_host_copy = state.phase, copied
+            self._compute_index(state, found)
         return found
 
-    def _judge(self, job: Job, standing: _Standing) -> None:
-        tokens, request = _answered(job), job.request
-        most = tokens + request.max_tokens - job.generated
-        longer = self._lengths.beyond(tokens, request.prompt_tokens)
+    def _compute_index(self, state: RequestState, standing: _GittinsState) -> None:
+        tokens, request = _answer_tokens(state), state.request
+        most = tokens + request.max_tokens - state.num_generated
+        longer = self._answer_lengths.longer_answers(tokens, request.prompt_tokens)
         answers = [min(answer, most) for answer in longer]
-        count, before_s = len(answers), self._before_s(job)
-        context = len(job.tokens) + (sum(answers) / count - tokens) / 2
-        share_s, turn_s = self._token_s(context)
+        count, before_s = len(answers), self._next_token_s(state)
+        context = len(state.tokens) + (sum(answers) / count - tokens) / 2
+        share_s, round_trip_s = self._token_s(context)
         best, horizon, mean, brings, run = math.inf, 0, 0.0, 0.0, 0
         for index, answer in enumerate(answers, start=1):
             brings += 1 / answer
             run += answer - tokens
-            if index < LEAST_SHARE * count:
+            if index < MIN_ENDING_SHARE * count:
                 continue
             rest = run + (count - index) * (answer - tokens)
             seconds = (count * before_s + share_s * rest) / brings
             if seconds < best:
                 best, horizon, mean = seconds, answer - tokens, rest / count
-        standing.index, standing.level = best, _level(best)
-        standing.until = len(job.tokens) + max(1, tokens // _GROWN)
-        standing.work_s, standing.turn_s = before_s + share_s * mean, before_s + turn_s * horizon
-        standing.rests(standing.rests_since)
+        standing.index, standing.level = best, _index_level(best)
+        standing.valid_until = len(state.tokens) + max(1, tokens // _REEVALUATION_STEP)
+        standing.work_s, standing.wall_s = before_s + share_s * mean, before_s + round_trip_s * horizon
+        standing.mark_idle(standing.idle_since)
 
-    def _before_s(self, job: Job) -> float:
+    def _next_token_s(self, state: RequestState) -> float:
         """Seconds until it brings its next token, beside those of an iteration."""
-        if job.state != "waiting":
-            return self._costs.prefill_s(max(0, len(job.tokens) - job.issued - 1), job.issued)
-        if job.copy is not None:
-            kept = job.copy.tokens
-            rest = self._costs.prefill_s(max(0, len(job.tokens) - kept - 1), kept)
-            return (self.restoring(job) or 0.0) + rest
-        if job.admissions:
-            return self._costs.prefill_s(len(job.tokens))
-        return self._costs.prefill_s(job.uncached, len(job.tokens) - job.uncached)
+        if state.phase != "waiting":
+            return self._costs.prefill_s(max(0, len(state.tokens) - state.num_issued - 1), state.num_issued)
+        if state.host_copy is not None:
+            kept = state.host_copy.num_tokens
+            rest = self._costs.prefill_s(max(0, len(state.tokens) - kept - 1), kept)
+            return (self.restore_cost(state) or 0.0) + rest
+        if state.num_admissions:
+            return self._costs.prefill_s(len(state.tokens))
+        return self._costs.prefill_s(state.num_uncached, len(state.tokens) - state.num_uncached)
 
-    def _restoring_s(self, job: Job) -> float:
+    def _restore_s(self, state: RequestState) -> float:
         """Seconds until a job that gives way now is where it was."""
-        seconds = self.restoring(job)
-        return seconds if seconds is not None else self._costs.prefill_s(job.computed)
+        seconds = self.restore_cost(state)
+        return seconds if seconds is not None else self._costs.prefill_s(state.num_computed)
 
     def _token_s(self, context: float) -> tuple[float, float]:
         """What a token of a job of that context takes of the ring, and how long it takes."""
-        jobs = max(1.0, min(self._places, self._room / context))
-        seconds = self.times.turn_s(int(jobs), context) or UNKNOWN_S
-        return seconds / jobs, seconds
+        requests = max(1.0, min(self._max_num_seqs, self._kv_tokens / context))
+        seconds = self.ring_times.round_trip_s(int(requests), context) or DEFAULT_ITERATION_S
+        return seconds / requests, seconds
 
     # --- questions -------------------------------------------------------------------------------
 
-    def rank(self, job: Job, now: float) -> Rank:
+    def rank_request(self, state: RequestState, now: float) -> Rank:
         """By the level of its index; within one, who came first."""
-        standing = self._standing(job)
+        standing = self._current_state(state)
         if standing.promoted_at is not None:
-            return -1, standing.promoted_at, standing.number
-        if now >= standing.due_at and not job.stalled:
-            return -1, standing.due_at, standing.number
-        return standing.level, 0.0, standing.number
+            return -1, standing.promoted_at, standing.arrival_number
+        if now >= standing.promotion_due_at and not state.is_stalled:
+            return -1, standing.promotion_due_at, standing.arrival_number
+        return standing.level, 0.0, standing.arrival_number
 
-    def next_admitted(
-        self, waiting: Sequence[Job], admitted: Collection[Job], now: float
-    ) -> Job | None:
+    def choose_admitted(
+        self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
+    ) -> RequestState | None:
         """Of the client whose turn it is, the first one.
 
         If indices came before shares, who asks for what is cached would go before all others.
         """
-        theirs = [job for job in waiting if job.request.whose == waiting[0].request.whose]
-        return min(theirs, key=lambda job: (job.request.priority, self.rank(job, now)))
+        theirs = [state for state in waiting if state.request.client_key == waiting[0].request.client_key]
+        return min(theirs, key=lambda state: (state.request.priority, self.rank_request(state, now)))
 
-    def goes_before(self, needy: Job, other: Job, now: float) -> bool:
+    def can_preempt(self, preemptor: RequestState, other: RequestState, now: float) -> bool:
         """Whether it would do so if it took as much longer as it takes to bring ``other`` back."""
-        first, second = self.rank(needy, now), self.rank(other, now)
+        first, second = self.rank_request(preemptor, now), self.rank_request(other, now)
         if first[0] < 0 or second[0] < 0:
             return first < second
-        mine = self._standing(needy)
-        share = self._restoring_s(other) / mine.work_s if mine.work_s else 0.0
-        return _level(mine.index * (1 + share)) < second[0]
+        mine = self._current_state(preemptor)
+        share = self._restore_s(other) / mine.work_s if mine.work_s else 0.0
+        return _index_level(mine.index * (1 + share)) < second[0]
 
-    def next_turns(self, jobs: Collection[Job], batch: int, now: float) -> Mapping[Job, float]:
+    def estimate_next_scheduled(self, requests: Collection[RequestState], batch: int, now: float) -> Mapping[RequestState, float]:
         """When those who go before it and don't fit beside it are over, or it is promoted."""
-        tokens, places, work_s, turns = self._room, self._places, 0.0, {}
-        asked = set(jobs)
-        for job in sorted(self._standings, key=lambda job: self.rank(job, now)):
-            standing = self._standings[job]
-            tokens, places = tokens - len(job.tokens), places - 1
-            if job in asked:
-                promoted_s = max(0.0, standing.due_at - now)
-                turns[job] = min(work_s, promoted_s)
+        tokens, places, work_s, turns = self._kv_tokens, self._max_num_seqs, 0.0, {}
+        asked = set(requests)
+        for state in sorted(self._states, key=lambda state: self.rank_request(state, now)):
+            standing = self._states[state]
+            tokens, places = tokens - len(state.tokens), places - 1
+            if state in asked:
+                promoted_s = max(0.0, standing.promotion_due_at - now)
+                turns[state] = min(work_s, promoted_s)
             if tokens < 0 or places < 0:
                 work_s += standing.work_s
         return turns
 
 
-def _answered(job: Job) -> int:
-    return len(job.tokens) - job.request.prompt_tokens
+def _answer_tokens(state: RequestState) -> int:
+    return len(state.tokens) - state.request.prompt_tokens
 
 
-def _is_about(seconds: float, others: float) -> bool:
-    return max(seconds, others) <= CHANGED * min(seconds, others)
+def _is_close(seconds: float, others: float) -> bool:
+    return max(seconds, others) <= MAX_COST_RATIO * min(seconds, others)
 
 
-def _level(index: float) -> int:
-    return max(0, math.ceil(STEPS * math.log2(max(index, _BEST) / _BEST)))
+def _index_level(index: float) -> int:
+    return max(0, math.ceil(LEVELS_PER_DOUBLING * math.log2(max(index, _MIN_INDEX) / _MIN_INDEX)))

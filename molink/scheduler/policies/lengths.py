@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from statistics import fmean
 
 #: Answers that are remembered, the latest ones.
-REMEMBERED = 1024
+MAX_ANSWERS = 1024
 #: Of these, those to the prompts of the most similar length tell of a new one.
-SIMILAR = 64
+MAX_SIMILAR = 64
 #: Unless similarity tells at least so much of the variance of answers' logarithms: then all tell.
-LEAST_TOLD = 0.1
+MIN_EXPLAINED = 0.1
 #: With fewer of them nothing is known.
-LEAST = 16
+MIN_ANSWERS = 16
 
 
 class AnswerLengths:
@@ -33,11 +33,11 @@ class AnswerLengths:
         self._answers: list[int] = []
         self._count = 0
         #: Whether prompts tell of answers.
-        self._tell = False
+        self._prompts_predict = False
 
-    def add(self, prompt: int, answer: int) -> None:
+    def add_answer(self, prompt: int, answer: int) -> None:
         """A prompt of so many tokens had an answer of so many."""
-        if len(self._latest) == REMEMBERED:
+        if len(self._latest) == MAX_ANSWERS:
             oldest = self._latest.popleft()
             del self._sorted[bisect_left(self._sorted, oldest)]
             del self._answers[bisect_left(self._answers, oldest[2])]
@@ -46,25 +46,25 @@ class AnswerLengths:
         self._latest.append(known)
         insort(self._sorted, known)
         insort(self._answers, answer)
-        if self._count % SIMILAR == 0:
-            self._tell = _told([math.log(answer) for *_, answer in self._sorted]) >= LEAST_TOLD
+        if self._count % MAX_SIMILAR == 0:
+            self._prompts_predict = _explained_variance([math.log(answer) for *_, answer in self._sorted]) >= MIN_EXPLAINED
 
-    def beyond(self, tokens: int, prompt: int) -> Sequence[int]:
+    def longer_answers(self, tokens: int, prompt: int) -> Sequence[int]:
         """Tokens of answers to similar prompts that have more than ``tokens``, in rising order.
 
         If there are none, or too few are known: as many again as there are already.
         """
-        answers = self._answers if len(self._sorted) >= LEAST else ()
-        if self._tell:
-            answers = sorted(answer for *_, answer in self._similar(prompt))
+        answers = self._answers if len(self._sorted) >= MIN_ANSWERS else ()
+        if self._prompts_predict:
+            answers = sorted(answer for *_, answer in self._similar_prompts(prompt))
         longer = answers[bisect_right(answers, tokens) :]
-        return _thinned(longer) or [2 * tokens + 1]
+        return _thin_answers(longer) or [2 * tokens + 1]
 
-    def _similar(self, prompt: int) -> Sequence[tuple[int, int, int]]:
+    def _similar_prompts(self, prompt: int) -> Sequence[tuple[int, int, int]]:
         """Those whose prompts differ least in length."""
         known, last = self._sorted, len(self._sorted)
         end = begin = bisect_left(known, (prompt,))
-        while end - begin < min(SIMILAR, last):
+        while end - begin < min(MAX_SIMILAR, last):
             if end == last or (begin > 0 and prompt - known[begin - 1][0] < known[end][0] - prompt):
                 begin -= 1
             else:
@@ -72,20 +72,20 @@ class AnswerLengths:
         return known[begin:end]
 
 
-def _told(values: Sequence[float]) -> float:
-    """The share of the variance of ``values`` that is not within :data:`SIMILAR` neighbours."""
-    groups = [values[begin : begin + SIMILAR] for begin in range(0, len(values), SIMILAR)]
-    whole = _squares(values)
-    return 1 - sum(map(_squares, groups)) / whole if whole else 0.0
+def _explained_variance(values: Sequence[float]) -> float:
+    """The share of the variance of ``values`` that is not within :data:`MAX_SIMILAR` neighbours."""
+    groups = [values[begin : begin + MAX_SIMILAR] for begin in range(0, len(values), MAX_SIMILAR)]
+    whole = _sum_of_squares(values)
+    return 1 - sum(map(_sum_of_squares, groups)) / whole if whole else 0.0
 
 
-def _squares(values: Sequence[float]) -> float:
+def _sum_of_squares(values: Sequence[float]) -> float:
     """The sum of squared differences from the mean."""
     mean = fmean(values)
     return sum((value - mean) ** 2 for value in values)
 
 
-def _thinned(answers: Sequence[int]) -> Sequence[int]:
-    """At most :data:`SIMILAR` of them, as evenly as they are."""
-    step = len(answers) / SIMILAR
-    return answers if step <= 1 else [answers[int((i + 0.5) * step)] for i in range(SIMILAR)]
+def _thin_answers(answers: Sequence[int]) -> Sequence[int]:
+    """At most :data:`MAX_SIMILAR` of them, as evenly as they are."""
+    step = len(answers) / MAX_SIMILAR
+    return answers if step <= 1 else [answers[int((i + 0.5) * step)] for i in range(MAX_SIMILAR)]

@@ -4,76 +4,76 @@ from abc import abstractmethod
 from collections.abc import Collection, Sequence
 
 from molink.facts.ringtimes import RingTimes
-from molink.scheduler.job import Job
-from molink.scheduler.policies.base import Preemption, Restoring, SchedulingPolicy
-from molink.scheduler.policies.clients import waits_for_client
+from molink.scheduler.job import RequestState
+from molink.scheduler.policies.base import PreemptionDecision, RestoreCost, SchedulingPolicy
+from molink.scheduler.policies.clients import choose_stalled
 
 #: Level, when it came to that level, and as which of all jobs it arrived: the least goes first. No
 #: two jobs have the same.
 Rank = tuple[float, float, int]
 
 
-class Ranked(SchedulingPolicy):
+class RankedPolicy(SchedulingPolicy):
     """Goes by the rank of a job; at admission, within a level, clients have equal shares."""
 
     def __init__(self) -> None:
         #: What stages and links take, as far as it is known.
-        self.times = RingTimes((), (), 0)
+        self.ring_times = RingTimes((), (), 0)
         #: What copies take until one that gave way is where it was, where there are any.
-        self.restoring: Restoring = lambda job: None
+        self.restore_cost: RestoreCost = lambda state: None
 
     def set_times(self, times: RingTimes) -> None:
         """Predictions go by these from now on."""
-        self.times = times
+        self.ring_times = times
 
-    def set_restoring(self, seconds: Restoring) -> None:
+    def set_restore_cost(self, seconds: RestoreCost) -> None:
         """As :class:`SchedulingPolicy` says."""
-        self.restoring = seconds
+        self.restore_cost = seconds
 
     @abstractmethod
-    def rank(self, job: Job, now: float) -> Rank:
+    def rank_request(self, state: RequestState, now: float) -> Rank:
         """The place of ``job`` among all jobs."""
 
-    def may_give_way(self, job: Job) -> bool:
+    def can_be_preempted(self, state: RequestState) -> bool:
         """Whether ``job`` can be preempted for one that waits."""
         return True
 
-    def goes_before(self, needy: Job, other: Job, now: float) -> bool:
+    def can_preempt(self, preemptor: RequestState, other: RequestState, now: float) -> bool:
         """Whether ``needy``, which waits, goes so far before ``other`` that this gives way."""
-        return self.rank(needy, now)[0] < self.rank(other, now)[0]
+        return self.rank_request(preemptor, now)[0] < self.rank_request(other, now)[0]
 
-    def next_admitted(
-        self, waiting: Sequence[Job], admitted: Collection[Job], now: float
-    ) -> Job | None:
+    def choose_admitted(
+        self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
+    ) -> RequestState | None:
         """Of the best level the first one of the client whose turn it is."""
-        ranks = {job: self.rank(job, now) for job in waiting}
+        ranks = {state: self.rank_request(state, now) for state in waiting}
         best = min(level for level, _, _ in ranks.values())
-        level = [job for job in waiting if ranks[job][0] == best]
-        theirs = [job for job in level if job.request.whose == level[0].request.whose]
-        return min(theirs, key=lambda job: (job.request.priority, ranks[job]))
+        level = [state for state in waiting if ranks[state][0] == best]
+        theirs = [state for state in level if state.request.client_key == level[0].request.client_key]
+        return min(theirs, key=lambda state: (state.request.priority, ranks[state]))
 
-    def running_order(self, jobs: Sequence[Job], now: float) -> Sequence[Job]:
+    def order_running(self, requests: Sequence[RequestState], now: float) -> Sequence[RequestState]:
         """By rank."""
-        return sorted(jobs, key=lambda job: self.rank(job, now))
+        return sorted(requests, key=lambda state: self.rank_request(state, now))
 
-    def victim(
-        self, needy: Job, at_rest: Sequence[Job], admitted: Collection[Job], now: float
-    ) -> Preemption | None:
+    def choose_preempted(
+        self, preemptor: RequestState, idle_requests: Sequence[RequestState], admitted: Collection[RequestState], now: float
+    ) -> PreemptionDecision | None:
         """One that waits for its client, else the last one behind ``needy``.
 
-        For a job that waits it has to be of a worse level, and one that :meth:`may_give_way`: of
+        For a job that waits it has to be of a worse level, and one that :meth:`can_be_preempted`: of
         two equal ones the one that has blocks goes on.
         """
-        idle = waits_for_client(needy, at_rest, admitted, now)
+        idle = choose_stalled(preemptor, idle_requests, admitted, now)
         if idle is not None:
-            return Preemption(idle)
-        if needy.state == "waiting":
-            at_rest = [job for job in at_rest if self.may_give_way(job)]
-        last = max(at_rest, key=lambda job: self.rank(job, now), default=None)
+            return PreemptionDecision(idle)
+        if preemptor.phase == "waiting":
+            idle_requests = [state for state in idle_requests if self.can_be_preempted(state)]
+        last = max(idle_requests, key=lambda state: self.rank_request(state, now), default=None)
         if last is None:
             return None
-        if needy.state == "waiting":
-            behind = self.goes_before(needy, last, now)
+        if preemptor.phase == "waiting":
+            behind = self.can_preempt(preemptor, last, now)
         else:
-            behind = self.rank(needy, now) < self.rank(last, now)
-        return Preemption(last) if behind else None
+            behind = self.rank_request(preemptor, now) < self.rank_request(last, now)
+        return PreemptionDecision(last) if behind else None

@@ -1,6 +1,6 @@
 """Skip-join MLFQ: a multi-level feedback queue that foresees prefills (FastServe, §4.1)."""
 
-from molink.scheduler.job import Job
+from molink.scheduler.job import RequestState
 from molink.scheduler.policies.mlfq import Mlfq
 
 
@@ -12,11 +12,11 @@ class SkipJoinMlfq(Mlfq):
     its prompt, if it has not been issued yet.
     """
 
-    def joins(self, job: Job) -> int:
+    def initial_level(self, state: RequestState) -> int:
         """The first queue whose quantum covers its prefill."""
-        return self.level_of(self.times.prompt_s(job.uncached))
+        return self.level_for(self.ring_times.prompt_s(state.num_uncached))
 
-    def falls(self, job: Job, level: int) -> int:
+    def demoted_level(self, state: RequestState, level: int) -> int:
         """The next queue, or a later one whose quantum covers the rest of its prompt."""
-        rest = len(job.tokens) - job.issued
-        return max(level + 1, self.level_of(self.times.prompt_s(rest)) if rest > 1 else 0)
+        rest = len(state.tokens) - state.num_issued
+        return max(level + 1, self.level_for(self.ring_times.prompt_s(rest)) if rest > 1 else 0)

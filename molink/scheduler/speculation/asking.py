@@ -11,204 +11,204 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from molink.facts.drafts import DraftAsk, DraftModelFacts, DraftOrder, Guess, Guesses
-from molink.scheduler.job import Job
-from molink.scheduler.speculation.costs import RingLoad, TurnCosts
-from molink.scheduler.speculation.drafting import Drafting
-from molink.scheduler.speculation.record import GuessRecord, Yield
+from molink.facts.drafts import DraftRequest, DraftModelFacts, DraftBatch, DraftTokens, DraftResults
+from molink.scheduler.job import RequestState
+from molink.scheduler.speculation.costs import RingLoad, RoundTripCosts
+from molink.scheduler.speculation.drafting import RequestDrafter
+from molink.scheduler.speculation.record import DraftRecord, DraftYield
 
 #: What guesses promise is divided by this: profiles and chances are estimates.
 MARGIN = 1.2
 #: And what an ask promises, by this: others wait for it too, and it is tried before it is known.
-_MARGIN_OF_ASKS = 1.8
+_REQUEST_MARGIN = 1.8
 #: Tokens that it guesses at most.
-MOST_GUESSED = 8
+MAX_MODEL_DRAFTS = 8
 #: Tokens that it has not been told yet for which a request waits. More it takes in beside, so many
 #: at a time: steps of the stage wait for them.
 _SOON, _AT_ONCE = 32, 512
 #: What it costs to have it read a prompt has to be saved within so many tokens.
-_PAID_BACK = 64
+_PAYBACK_TOKENS = 64
 #: Asks before more than one request of a volume is asked for.
-_TRIED = 8
+_MIN_TRIALS = 8
 #: Passes for an ask, as long as nothing is known of them.
-_USUAL_PASSES = 3.0
+_DEFAULT_PASSES = 3.0
 #: Weight of the last answer in how much longer they take than the profile says, and passes; how
 #: many times as long as those before it counts at most, as it may have stalled once; and how far
 #: that is forgotten with each volume that asks nothing.
 _SMOOTHING, _SLOWER, _EASING = 0.2, 4.0, 0.002
 #: At least so many of the guesses that are to be right are held to be.
-_LEAST_SUCCESS = 0.01
+_MIN_SUCCESS = 0.01
 
 
 @dataclass(slots=True, eq=False)
-class _Told:
-    """What the model knows of a request, by its number there: its first ``tokens`` tokens.
+class _ModelRequest:
+    """What the model knows of a request, by its number there: its first ``num_tokens`` tokens.
 
-    ``is_asked``: it hasn't answered yet.
+    ``is_pending``: it hasn't answered yet.
     """
 
     number: int
-    drafting: Drafting
-    tokens: int = 0
-    is_asked: bool = False
+    drafter: RequestDrafter
+    num_tokens: int = 0
+    is_pending: bool = False
 
 
-class GuessRequests:
+class DraftModelQueue:
     """What the requests of one head ask of its draft model; without a ``model`` nothing.
 
     ``fixed`` tokens are asked for in any case, if that isn't 0.
     """
 
-    def __init__(self, model: DraftModelFacts | None, costs: TurnCosts, fixed: int) -> None:
+    def __init__(self, model: DraftModelFacts | None, costs: RoundTripCosts, fixed: int) -> None:
         self._model = model
         self._costs = costs
-        self._fixed = fixed
+        self._fixed_tokens = fixed
         self._numbers = count()
-        self._told: dict[Job, _Told] = {}
-        self._of: dict[int, _Told] = {}
-        self._asks: list[DraftAsk] = []
-        self._over: list[int] = []
+        self._model_requests: dict[RequestState, _ModelRequest] = {}
+        self._by_number: dict[int, _ModelRequest] = {}
+        self._requests: list[DraftRequest] = []
+        self._ended_numbers: list[int] = []
         #: Whose rows wait for what is to be asked next, and for each order that isn't answered.
-        self._holding: list[Job] = []
-        self._orders: deque[tuple[DraftOrder, Sequence[Job]]] = deque()
-        self._waiting: set[Job] = set()
+        self._held: list[RequestState] = []
+        self._batches: deque[tuple[DraftBatch, Sequence[RequestState]]] = deque()
+        self._waiting: set[RequestState] = set()
         #: How many times as long as the profile says the model takes, and how many passes.
-        self._pace, self._passes = 1.0, _USUAL_PASSES
+        self._slowdown, self._passes = 1.0, _DEFAULT_PASSES
         #: How all that it has guessed has done, and what it brought.
-        self.record, self.paid = GuessRecord(), Yield()
+        self.draft_record, self.draft_yield = DraftRecord(), DraftYield()
         #: Tokens that it has guessed, and seconds that it took.
-        self.guessed = 0
-        self.seconds = 0.0
+        self.num_drafted = 0
+        self.draft_seconds = 0.0
 
     @property
-    def is_on(self) -> bool:
+    def has_model(self) -> bool:
         """Whether there is a model to ask."""
         return self._model is not None
 
-    def waits(self, job: Job) -> bool:
+    def is_waiting(self, state: RequestState) -> bool:
         """Whether the next row of a request waits for guesses, its own or beside which it goes."""
-        return job in self._waiting
+        return state in self._waiting
 
-    def consult(self, jobs: Sequence[tuple[Job, Drafting, int]], load: RingLoad) -> None:
+    def request_drafts(self, requests: Sequence[tuple[RequestState, RequestDrafter, int]], load: RingLoad) -> None:
         """Ask what may follow the tokens of ``jobs`` that can go on, where that is worth it.
 
         They are a volume, which isn't torn apart: all wait if one does. With each comes how many
         drafts it may have.
         """
         model = self._model
-        if model is None or load.prefilling:
+        if model is None or load.has_prefill:
             return
-        able = [each for each in jobs if self._may_ask(*each, model)]
-        before = len(self._asks)
-        if self._fixed:
-            for job, drafting, room in able:
-                self._ask(job, drafting, min(self._fixed, room), 0.0)
+        able = [each for each in requests if self._can_ask(*each, model)]
+        before = len(self._requests)
+        if self._fixed_tokens:
+            for state, drafter, room in able:
+                self._add_request(state, drafter, min(self._fixed_tokens, room), 0.0)
         else:
-            self._ask_if_worth_it(able, load, model)
-        if any(ask.wanted for ask in self._asks[before:]):
-            self._holding += [job for job, *_ in jobs]
-            self._waiting.update(job for job, *_ in jobs)
+            self._ask_if_worthwhile(able, load, model)
+        if any(request.max_drafts for request in self._requests[before:]):
+            self._held += [state for state, *_ in requests]
+            self._waiting.update(state for state, *_ in requests)
 
-    def _ask_if_worth_it(
-        self, able: Sequence[tuple[Job, Drafting, int]], load: RingLoad, model: DraftModelFacts
+    def _ask_if_worthwhile(
+        self, able: Sequence[tuple[RequestState, RequestDrafter, int]], load: RingLoad, model: DraftModelFacts
     ) -> None:
-        able = sorted(able, key=lambda each: -each[1].paid.tokens)
-        if self.paid.known < _TRIED:
+        able = sorted(able, key=lambda each: -each[1].draft_yield.tokens)
+        if self.draft_yield.num_recorded < _MIN_TRIALS:
             able = able[:1]
-        asked, saved = self._best([drafting.paid for _, drafting, _ in able], load)
-        least = self._least(asked, load)
+        asked, saved = self._best_count([drafter.draft_yield for _, drafter, _ in able], load)
+        least = self._min_probability(asked, load)
         if not asked:  # what was slow once is tried again later
-            self._pace += _EASING * (1.0 - self._pace)
-        for job, drafting, room in able[:asked]:
-            behind = len(job.tokens) - self._known(job)
+            self._slowdown += _EASING * (1.0 - self._slowdown)
+        for state, drafter, room in able[:asked]:
+            behind = len(state.tokens) - self._known_tokens(state)
             if behind <= _SOON:
                 # By what the model says, of which so much is true.
-                said = least / max(_LEAST_SUCCESS, drafting.guesses.success)
-                self._ask(job, drafting, min(MOST_GUESSED, room), min(1.0, said))
-            elif model.profile.prefill_s(behind) * self._pace <= _PAID_BACK * saved:
-                self._ask(job, drafting, 0, 0.0)
+                said = least / max(_MIN_SUCCESS, drafter.model_record.success_ratio)
+                self._add_request(state, drafter, min(MAX_MODEL_DRAFTS, room), min(1.0, said))
+            elif model.profile.prefill_s(behind) * self._slowdown <= _PAYBACK_TOKENS * saved:
+                self._add_request(state, drafter, 0, 0.0)
 
-    def take(self) -> DraftOrder | None:
+    def pop_batch(self) -> DraftBatch | None:
         """What is to be asked now."""
-        if not self._asks and not self._over:
+        if not self._requests and not self._ended_numbers:
             return None
-        order = DraftOrder(tuple(self._asks), tuple(self._over))
-        self._orders.append((order, self._holding))
-        self._asks, self._over, self._holding = [], [], []
-        return order
+        batch = DraftBatch(tuple(self._requests), tuple(self._ended_numbers))
+        self._batches.append((batch, self._held))
+        self._requests, self._ended_numbers, self._held = [], [], []
+        return batch
 
-    def answered(self, found: Guesses) -> None:
+    def on_results(self, found: DraftResults) -> None:
         """The model has answered an order."""
-        self.seconds += found.seconds
-        (asks, _), held = self._orders.popleft()
+        self.draft_seconds += found.seconds
+        (requests, _), held = self._batches.popleft()
         self._waiting.difference_update(held)
-        guesses = {guess.request: guess for guess in found.guesses}
-        for ask in asks:
-            guess = guesses.get(ask.request, Guess(ask.request))
-            self.guessed += len(guess.tokens)
-            told = self._of.get(ask.request)
-            if told is not None:
-                if ask.wanted:
-                    told.drafting.guessed(told.tokens, guess)
-                told.is_asked = False
+        results = {result.request: result for result in found.drafts}
+        for request in requests:
+            result = results.get(request.request, DraftTokens(request.request))
+            self.num_drafted += len(result.tokens)
+            model_request = self._by_number.get(request.request)
+            if model_request is not None:
+                if request.max_drafts:
+                    model_request.drafter.on_model_drafts(model_request.num_tokens, result)
+                model_request.is_pending = False
         if found.failed:
             self._model = None
-            self._told, self._of, self._asks = {}, {}, []
+            self._model_requests, self._by_number, self._requests = {}, {}, []
             self._waiting.clear()
         else:
-            self._learn_pace(asks, found)
+            self._update_slowdown(requests, found)
 
-    def over(self, job: Job) -> None:
+    def drop_request(self, state: RequestState) -> None:
         """A request has ended."""
-        told = self._told.pop(job, None)
-        if told is not None:
-            del self._of[told.number]
-            self._over.append(told.number)
-            self._asks = [ask for ask in self._asks if ask.request != told.number]
+        model_request = self._model_requests.pop(state, None)
+        if model_request is not None:
+            del self._by_number[model_request.number]
+            self._ended_numbers.append(model_request.number)
+            self._requests = [request for request in self._requests if request.request != model_request.number]
 
     # --- whom ----------------------------------------------------------------------------------
 
-    def _may_ask(self, job: Job, drafting: Drafting, room: int, model: DraftModelFacts) -> bool:
+    def _can_ask(self, state: RequestState, drafter: RequestDrafter, room: int, model: DraftModelFacts) -> bool:
         """Whether the model could tell something of a request that nobody has told yet.
 
         Not where n-grams, or a grammar, say what is as likely.
         """
-        told, first = self._told.get(job), len(job.tokens)
-        if room < 1 or first + MOST_GUESSED > model.context:
+        model_request, first = self._model_requests.get(state), len(state.tokens)
+        if room < 1 or first + MAX_MODEL_DRAFTS > model.max_model_len:
             return False
-        if (told is not None and told.is_asked) or drafting.guess_at == first:
+        if (model_request is not None and model_request.is_pending) or drafter.model_drafts_position == first:
             return False
-        return not drafting.is_forced(first) and drafting.looked_up(job.tokens) < _usual(drafting)
+        return not drafter.is_forced(first) and drafter.lookup_probability(state.tokens) < _default_probability(drafter)
 
-    def _known(self, job: Job) -> int:
-        told = self._told.get(job)
-        return 0 if told is None else told.tokens
+    def _known_tokens(self, state: RequestState) -> int:
+        model_request = self._model_requests.get(state)
+        return 0 if model_request is None else model_request.num_tokens
 
-    def _ask(self, job: Job, drafting: Drafting, wanted: int, least: float) -> None:
+    def _add_request(self, state: RequestState, drafter: RequestDrafter, wanted: int, least: float) -> None:
         """Ask for ``wanted`` tokens, or, if that is 0, tell more of those that there are."""
-        told = self._told.get(job)
-        if told is None:
-            told = self._told[job] = _Told(next(self._numbers), drafting)
-            self._of[told.number] = told
-        upto = len(job.tokens) if wanted else min(len(job.tokens), told.tokens + _AT_ONCE)
-        tokens = tuple(job.tokens[told.tokens : upto])
-        self._asks.append(DraftAsk(told.number, told.tokens, tokens, wanted, least))
-        told.tokens, told.is_asked = upto, True
+        model_request = self._model_requests.get(state)
+        if model_request is None:
+            model_request = self._model_requests[state] = _ModelRequest(next(self._numbers), drafter)
+            self._by_number[model_request.number] = model_request
+        upto = len(state.tokens) if wanted else min(len(state.tokens), model_request.num_tokens + _AT_ONCE)
+        tokens = tuple(state.tokens[model_request.num_tokens : upto])
+        self._requests.append(DraftRequest(model_request.number, model_request.num_tokens, tokens, wanted, least))
+        model_request.num_tokens, model_request.is_pending = upto, True
 
     # --- what it costs, and brings -------------------------------------------------------------
 
-    def _learn_pace(self, asks: Sequence[DraftAsk], found: Guesses) -> None:
+    def _update_slowdown(self, requests: Sequence[DraftRequest], found: DraftResults) -> None:
         """How long an order took tells how long the next ones will."""
-        model, new = self._model, sum(len(ask.tokens) for ask in asks)
-        if model is None or not asks:
+        model, new = self._model, sum(len(request.tokens) for request in requests)
+        if model is None or not requests:
             return
-        asked = sum(ask.wanted > 0 for ask in asks)
-        passes = max((len(guess.tokens) for guess in found.guesses), default=0)
+        asked = sum(request.max_drafts > 0 for request in requests)
+        passes = max((len(result.tokens) for result in found.drafts), default=0)
         first = self._pass_s(new, 0) if new <= 2 * asked else model.profile.prefill_s(new)
         predicted = first + max(0, passes - 1) * self._pass_s(asked, 0)
         if predicted:
-            pace = min(found.seconds / predicted, _SLOWER * self._pace)
-            self._pace += _SMOOTHING * (pace - self._pace)
+            pace = min(found.seconds / predicted, _SLOWER * self._slowdown)
+            self._slowdown += _SMOOTHING * (pace - self._slowdown)
         if asked:
             self._passes += _SMOOTHING * (passes - self._passes)
 
@@ -216,33 +216,33 @@ class GuessRequests:
         """Seconds of a pass of the model, by its profile."""
         return 0.0 if self._model is None else self._model.profile.decode_s(rows, context)
 
-    def _least(self, asked: int, load: RingLoad) -> float:
+    def _min_probability(self, asked: int, load: RingLoad) -> float:
         """At which chance one guess more, and its row, pay; where so many requests have one."""
-        before = self._costs.turn_s(0, load)
+        before = self._costs.round_trip_s(0, load)
         if not before or not asked:
             return math.inf
-        after = self._costs.turn_s(asked, load, self._pace * self._pass_s(asked, load.context))
+        after = self._costs.round_trip_s(asked, load, self._slowdown * self._pass_s(asked, load.context))
         return MARGIN * load.rows * (after / before - 1) / asked
 
-    def _best(self, paid: Sequence[Yield], load: RingLoad) -> tuple[int, float]:
+    def _best_count(self, draft_yields: Sequence[DraftYield], load: RingLoad) -> tuple[int, float]:
         """Of how many of these requests, the best ones first, it pays most to ask for.
 
         And the seconds that a token of a stream takes less then.
         """
-        before = self._costs.turn_s(0, load)
+        before = self._costs.round_trip_s(0, load)
         best, most, rows, tokens = 0, before, 0.0, float(load.rows)
         if not before:
             return 0, 0.0
-        for asked, each in enumerate(paid, 1):
-            tokens += each.tokens / _MARGIN_OF_ASKS
+        for asked, each in enumerate(draft_yields, 1):
+            tokens += each.tokens / _REQUEST_MARGIN
             rows += each.rows
-            guessing = self._passes * self._pace * self._pass_s(asked, load.context)
-            turn = self._costs.turn_s(round(rows), load, guessing) * load.rows / tokens
-            if turn < most:
-                best, most = asked, turn
+            guessing = self._passes * self._slowdown * self._pass_s(asked, load.context)
+            round_trip = self._costs.round_trip_s(round(rows), load, guessing) * load.rows / tokens
+            if round_trip < most:
+                best, most = asked, round_trip
         return best, before - most
 
 
-def _usual(drafting: Drafting) -> float:
+def _default_probability(drafter: RequestDrafter) -> float:
     """The chance of a guess of which nothing is known yet, if all of an ask are as likely."""
-    return drafting.paid.tokens / (1.0 + drafting.paid.tokens)
+    return drafter.draft_yield.tokens / (1.0 + drafter.draft_yield.tokens)

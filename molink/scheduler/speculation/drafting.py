@@ -3,168 +3,168 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from molink.facts.drafts import MAX_DRAFTS, Guess
-from molink.scheduler.speculation.base import DraftSource, Foretold
-from molink.scheduler.speculation.record import GuessRecord, Yield
+from molink.facts.drafts import MAX_DRAFTS, DraftTokens
+from molink.scheduler.speculation.base import DraftSource, DraftProposal
+from molink.scheduler.speculation.record import DraftRecord, DraftYield
 
 #: From so many tokens on that agree, the last drafts that were right included, a class of its own.
-CLASSES = (1, 2, 3, 4, 6, 9)
+EVIDENCE_CLASSES = (1, 2, 3, 4, 6, 9)
 #: Of a request that has had no drafts: the chance that one is right, by class. So it was with the
 #: texts of ``docs/results/lookup.json``, rounded down.
-PRIORS = (0.2, 0.45, 0.65, 0.7, 0.85, 0.95)
+CLASS_PRIORS = (0.2, 0.45, 0.65, 0.7, 0.85, 0.95)
 #: Weight of the last forced tokens in the trust in them.
 _SMOOTHING = 0.15
 
 
-class Drafting:
+class RequestDrafter:
     """A request's drafts, and the chance that one is right if those before it are.
 
-    They come from ``source``, or a draft model has ``guessed`` them. The chance is what can be
+    They come from ``source``, or a draft model has ``on_model_drafts`` them. The chance is what can be
     expected, by the tokens that agree or as the model says, and how such drafts have done so far.
     ``trust`` is that chance of tokens that the last stage says are forced.
     """
 
     __slots__ = (
-        "_begin",
+        "_first_position",
         "_forced",
-        "_forced_at",
-        "_foretold",
-        "_guess",
+        "_forced_position",
+        "_proposal",
+        "_model_drafts",
         "_record",
-        "_sure",
-        "guess_at",
-        "guesses",
-        "paid",
+        "_forced_until",
+        "model_drafts_position",
+        "model_record",
+        "draft_yield",
         "source",
         "trust",
     )
 
     def __init__(
-        self, source: DraftSource, guesses: GuessRecord | None = None, paid: Yield | None = None
+        self, source: DraftSource, model_record: DraftRecord | None = None, draft_yield: DraftYield | None = None
     ) -> None:
-        """``guesses`` is how those of a draft model have done so far, ``paid`` what they bring."""
+        """``model_record`` is how those of a draft model have done so far, ``draft_yield`` what they bring."""
         self.source = source
         self.trust = 1.0
-        self._record = GuessRecord()
-        self.guesses = guesses or GuessRecord()
-        self.paid = paid or Yield()
+        self._record = DraftRecord()
+        self.model_record = model_record or DraftRecord()
+        self.draft_yield = draft_yield or DraftYield()
         #: What was foretold last, and the position of its first token.
-        self._foretold: Foretold | Guess = Foretold()
-        self._begin = 0
+        self._proposal: DraftProposal | DraftTokens = DraftProposal()
+        self._first_position = 0
         #: Those before this position are forced.
-        self._sure = 0
+        self._forced_until = 0
         self._forced: Sequence[int] = ()
-        self._forced_at = -1
+        self._forced_position = -1
         #: What the draft model says, and from which position on.
-        self._guess = Guess(-1)
-        self.guess_at = -1
+        self._model_drafts = DraftTokens(-1)
+        self.model_drafts_position = -1
 
-    def offered(self, position: int, tokens: Sequence[int]) -> None:
+    def on_forced(self, position: int, tokens: Sequence[int]) -> None:
         """The last stage says that ``tokens`` have to come from ``position`` on."""
-        self._forced_at, self._forced = position, tokens
+        self._forced_position, self._forced = position, tokens
 
-    def guessed(self, position: int, guess: Guess) -> None:
+    def on_model_drafts(self, position: int, drafts: DraftTokens) -> None:
         """A draft model says what may come from ``position`` on."""
-        self.guess_at, self._guess = position, guess
+        self.model_drafts_position, self._model_drafts = position, drafts
 
     def is_forced(self, position: int) -> bool:
         """Whether the last stage says what has to come at ``position``."""
-        return position == self._forced_at and len(self._forced) > 0
+        return position == self._forced_position and len(self._forced) > 0
 
-    def draft(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+    def propose_drafts(self, tokens: Sequence[int], count: int) -> Sequence[int]:
         """Up to ``count`` tokens that may follow ``tokens``."""
-        self._begin, self._sure = len(tokens), 0
-        if self.is_forced(self._begin):
-            self._foretold = Foretold(self._forced[:count])
-            self._sure = self._begin + len(self._forced)
+        self._first_position, self._forced_until = len(tokens), 0
+        if self.is_forced(self._first_position):
+            self._proposal = DraftProposal(self._forced[:count])
+            self._forced_until = self._first_position + len(self._forced)
         else:
-            self._foretold = found = self.source.draft(tokens, count)
-            if self.guess_at == self._begin and self._worth(self._guess) > self._worth(found):
-                self._foretold = self._guess
-        return self._foretold.tokens[:count]
+            self._proposal = found = self.source.propose_drafts(tokens, count)
+            if self.model_drafts_position == self._first_position and self._expected_tokens(self._model_drafts) > self._expected_tokens(found):
+                self._proposal = self._model_drafts
+        return self._proposal.tokens[:count]
 
-    def rest(self, tokens: Sequence[int], path: Sequence[int], count: int) -> Sequence[int]:
+    def remaining_drafts(self, tokens: Sequence[int], path: Sequence[int], count: int) -> Sequence[int]:
         """Up to ``count`` tokens that may follow ``tokens`` and the drafts of ``path``.
 
         If what was foretold last is used up, it looks whether more is foretold now.
         """
-        told = self._foretold
-        rest = told.tokens[len(tokens) + len(path) - self._begin :]
-        if not rest and told.tokens and isinstance(told, Foretold) and len(tokens) > self._begin:
-            longer = self.draft(tokens, len(path) + count)
+        proposal = self._proposal
+        rest = proposal.tokens[len(tokens) + len(path) - self._first_position :]
+        if not rest and proposal.tokens and isinstance(proposal, DraftProposal) and len(tokens) > self._first_position:
+            longer = self.propose_drafts(tokens, len(path) + count)
             if list(longer[: len(path)]) != path:
-                self._foretold = Foretold()
-            rest = self._foretold.tokens[len(path) :]
+                self._proposal = DraftProposal()
+            rest = self._proposal.tokens[len(path) :]
         return rest[:count]
 
-    def chance(self, position: int) -> float:
+    def probability_at(self, position: int) -> float:
         """That of the draft at ``position``, if those before it are right."""
-        if position < self._sure:
+        if position < self._forced_until:
             return self.trust
-        return self._chance(self._foretold, position - self._begin)
+        return self._token_probability(self._proposal, position - self._first_position)
 
-    def looked_up(self, tokens: Sequence[int]) -> float:
+    def lookup_probability(self, tokens: Sequence[int]) -> float:
         """The chance of the first token that ``source`` foretells; 0 if it foretells none."""
-        found = self.source.draft(tokens, 1)
-        return self._chance(found, 0) if found.tokens else 0.0
+        found = self.source.propose_drafts(tokens, 1)
+        return self._token_probability(found, 0) if found.tokens else 0.0
 
     @property
     def is_proven(self) -> bool:
         """Whether its drafts were right more often than one could expect."""
-        return self._record.success > 1.0
+        return self._record.success_ratio > 1.0
 
     @property
-    def best(self) -> float:
+    def best_probability(self) -> float:
         """The chance of a draft at best; of one that is neither forced nor guessed by a model."""
-        return self._record.chance(PRIORS[-1])
+        return self._record.scale_probability(CLASS_PRIORS[-1])
 
-    def verified(self, position: int, drafts: int, right: int) -> None:
+    def on_verified(self, position: int, drafts: int, right: int) -> None:
         """Of ``drafts`` from ``position`` on the first ``right`` were; what follows a wrong one
         tells nothing."""
-        sure = max(0, min(drafts, self._sure - position))
+        sure = max(0, min(drafts, self._forced_until - position))
         if sure:
             self.trust += _SMOOTHING * ((right >= sure) - self.trust)
         for at in range(position + sure, position + right):
-            self._learn(at, right=True)
+            self._record_outcome(at, right=True)
         if right < drafts:
             if right >= sure:
-                self._learn(position + right, right=False)
-            self._foretold = Foretold()
+                self._record_outcome(position + right, right=False)
+            self._proposal = DraftProposal()
 
-    def rested(self) -> None:
+    def on_no_drafts(self) -> None:
         """A pass went without drafts."""
-        self._record.rested()
-        self.guesses.rested()
+        self._record.decay_record()
+        self.model_record.decay_record()
 
-    def went(self, position: int, rows: int) -> None:
+    def on_issued(self, position: int, rows: int) -> None:
         """A pass from ``position`` on has ``rows`` drafts."""
-        if self.guess_at == position:
-            guessed = rows if self._foretold is self._guess else 0
-            self.paid.learn(self._worth(self._guess, guessed), guessed)
+        if self.model_drafts_position == position:
+            guessed = rows if self._proposal is self._model_drafts else 0
+            self.draft_yield.record_request(self._expected_tokens(self._model_drafts, guessed), guessed)
         else:
-            self.paid.rested()
+            self.draft_yield.decay_yield()
 
-    def _chance(self, told: Foretold | Guess, index: int) -> float:
-        return self._record_of(told).chance(_expected(told, index))
+    def _token_probability(self, proposal: DraftProposal | DraftTokens, index: int) -> float:
+        return self._record_of(proposal).scale_probability(_prior_probability(proposal, index))
 
-    def _record_of(self, told: Foretold | Guess) -> GuessRecord:
-        return self.guesses if isinstance(told, Guess) else self._record
+    def _record_of(self, proposal: DraftProposal | DraftTokens) -> DraftRecord:
+        return self.model_record if isinstance(proposal, DraftTokens) else self._record
 
-    def _worth(self, told: Foretold | Guess, most: int = MAX_DRAFTS) -> float:
+    def _expected_tokens(self, proposal: DraftProposal | DraftTokens, most: int = MAX_DRAFTS) -> float:
         """How many tokens it is likely to bring in a pass that has up to so many of it."""
-        tokens, chance = 0.0, 1.0
-        for index in range(min(len(told.tokens), most)):
-            chance *= self._chance(told, index)
-            tokens += chance
+        tokens, probability = 0.0, 1.0
+        for index in range(min(len(proposal.tokens), most)):
+            probability *= self._token_probability(proposal, index)
+            tokens += probability
         return tokens
 
-    def _learn(self, position: int, *, right: bool) -> None:
-        expected = _expected(self._foretold, position - self._begin)
-        self._record_of(self._foretold).learn(expected, right=right)
+    def _record_outcome(self, position: int, *, right: bool) -> None:
+        expected = _prior_probability(self._proposal, position - self._first_position)
+        self._record_of(self._proposal).record_draft(expected, right=right)
 
 
-def _expected(told: Foretold | Guess, index: int) -> float:
+def _prior_probability(proposal: DraftProposal | DraftTokens, index: int) -> float:
     """The chance of a token that was foretold, by itself."""
-    if isinstance(told, Guess):
-        return told.chances[min(index, len(told.chances) - 1)]
-    return PRIORS[max(0, bisect_right(CLASSES, told.evidence + index) - 1)]
+    if isinstance(proposal, DraftTokens):
+        return proposal.probabilities[min(index, len(proposal.probabilities) - 1)]
+    return CLASS_PRIORS[max(0, bisect_right(EVIDENCE_CLASSES, proposal.evidence + index) - 1)]

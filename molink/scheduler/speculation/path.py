@@ -8,11 +8,11 @@ theirs, and the last stage says nothing of them.
 
 from collections.abc import Sequence
 
-from molink.scheduler.job import Job
-from molink.wire.messages.data import Choice
+from molink.scheduler.job import RequestState
+from molink.wire.messages.data import SampledId
 
 
-def are_due(choices: Sequence[Choice], position: int, drafts: Sequence[int]) -> bool:
+def are_expected(choices: Sequence[SampledId], position: int, drafts: Sequence[int]) -> bool:
     """Whether these are tokens from ``position`` on, of which all but the last are ``drafts``.
 
     The KV of tokens that were neither sampled before nor drafts would be that of others.
@@ -25,19 +25,19 @@ def are_due(choices: Sequence[Choice], position: int, drafts: Sequence[int]) -> 
     return right and positions == list(range(position, position + len(choices)))
 
 
-def compare(job: Job, choices: Sequence[Choice]) -> tuple[int, int]:
+def compare_drafts(state: RequestState, choices: Sequence[SampledId]) -> tuple[int, int]:
     """How many drafts of its path ``choices`` tell of, and how many of them, from the first, are
     right."""
-    pairs = list(zip(choices, job.path, strict=False))
+    pairs = list(zip(choices, state.draft_path, strict=False))
     wrong = (at for at, (choice, draft) in enumerate(pairs) if choice.token != draft)
     return len(pairs), next(wrong, len(pairs))
 
 
-def go_on(job: Job, new: int, right: int) -> None:
+def advance_path(state: RequestState, new: int, right: int) -> None:
     """Of the last ``new`` tokens of ``job`` the first ``right`` were on its path: follow it, or
     leave it."""
-    del job.path[:new]
-    if right < new or not job.awaited or job.flight[job.awaited[0]] != len(job.tokens) - 1:
-        job.leave_path()
+    del state.draft_path[:new]
+    if right < new or not state.awaited_seqs or state.in_flight[state.awaited_seqs[0]] != len(state.tokens) - 1:
+        state.clear_draft_path()
     else:
-        job.issued = len(job.tokens)
+        state.num_issued = len(state.tokens)

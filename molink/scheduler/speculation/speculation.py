@@ -21,233 +21,233 @@ from heapq import heapify, heappop, heappush
 
 from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.scheduler.job import Job
-from molink.scheduler.limits import HeadLimits
-from molink.scheduler.speculation.asking import MARGIN, GuessRequests
+from molink.scheduler.job import RequestState
+from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.speculation.asking import MARGIN, DraftModelQueue
 from molink.scheduler.speculation.base import DraftSource
-from molink.scheduler.speculation.costs import RingLoad, TurnCosts
-from molink.scheduler.speculation.drafting import Drafting
-from molink.scheduler.speculation.record import GuessRecord, Yield
+from molink.scheduler.speculation.costs import RingLoad, RoundTripCosts
+from molink.scheduler.speculation.drafting import RequestDrafter
+from molink.scheduler.speculation.record import DraftRecord, DraftYield
 
 #: Tokens that are foretold at once.
-_FORETOLD = 128
+_MAX_PROPOSED = 128
 #: Share of a turn in which decode volumes may keep the slowest stage or link busy, for rows to go
 #: ahead.
-_AHEAD_SHARE = 0.8
+_LOOKAHEAD_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class _Guess:
-    """Tokens that may follow those of ``job``; ``chances`` of each if those before it are right.
+class _DraftCandidate:
+    """Tokens that may follow those of ``state``; ``probabilities`` of each if those before it are right.
 
     What is promised has to be ``margin`` times what it costs.
     """
 
-    job: Job
+    state: RequestState
     drafts: Sequence[int]
-    chances: Sequence[float]
+    probabilities: Sequence[float]
     margin: float = MARGIN
 
 
 class Speculation:
-    """Decides for one head, whose requests each have a :class:`Drafting`.
+    """Decides for one head, whose requests each have a :class:`RequestDrafter`.
 
     As many drafts as ``limits.draft_tokens`` says, or as pay; ``source`` makes what guesses, and a
     draft model is asked beside it if ``limits`` has one.
     """
 
-    def __init__(self, limits: HeadLimits, source: Callable[[], DraftSource]) -> None:
-        self._limits = limits
-        self._source = source
-        self._auto = limits.draft_tokens == AUTO_DRAFTS
-        links = (LinkFacts(),) * limits.stages
-        self._costs = TurnCosts(RingTimes(limits.profiles, links, limits.row_bytes))
-        fixed = 0 if self._auto else limits.draft_tokens
-        model = limits.draft_model if limits.draft_tokens else None
+    def __init__(self, config: SchedulerConfig, create_source: Callable[[], DraftSource]) -> None:
+        self._config = config
+        self._create_source = create_source
+        self._auto = config.num_speculative_tokens == AUTO_DRAFTS
+        links = (LinkFacts(),) * config.num_stages
+        self._costs = RoundTripCosts(RingTimes(config.profiles, links, config.row_bytes))
+        fixed = 0 if self._auto else config.num_speculative_tokens
+        model = config.draft_model if config.num_speculative_tokens else None
         #: What the draft model is asked.
-        self.asking = GuessRequests(model, self._costs, fixed)
-        self.drafted = 0
-        self.accepted = 0
+        self.draft_queue = DraftModelQueue(model, self._costs, fixed)
+        self.num_drafted = 0
+        self.num_accepted = 0
 
     def set_times(self, times: RingTimes) -> None:
         """Stages have measured themselves or their links anew."""
         self._costs.set_times(times)
 
-    def consult(self, jobs: Iterable[Job], load: RingLoad) -> None:
+    def ask_draft_model(self, requests: Iterable[RequestState], load: RingLoad) -> None:
         """Ask the draft model what may follow the tokens of those that can go on."""
-        each = [(job, self._drafting(job), _room(job)) for job in jobs]
-        self.asking.consult(each, load.rounded)
+        each = [(state, self._drafter_of(state), _draft_room(state)) for state in requests]
+        self.draft_queue.request_drafts(each, load.rounded_context)
 
-    def drafts(
-        self, jobs: Sequence[Job], load: RingLoad, room: int, flying: Sequence[int] = ()
-    ) -> list[tuple[Job, Sequence[int]]]:
+    def choose_drafts(
+        self, requests: Sequence[RequestState], load: RingLoad, room: int, rows_in_flight: Sequence[int] = ()
+    ) -> list[tuple[RequestState, Sequence[int]]]:
         """Drafts for those of a volume's ``jobs`` that get any; at most ``room`` in all.
 
         ``flying`` are the rows of each decode volume in flight.
         """
-        if not self._limits.draft_tokens or not jobs:
+        if not self._config.num_speculative_tokens or not requests:
             return []
-        load = load.rounded
-        least = self._least_chance(load) if self._auto else 0.0
-        most = self._per_pass(load, flying)
-        guesses = [
-            guess for job in jobs if (guess := self._guess(job, least, most, load.prefilling))
+        load = load.rounded_context
+        least = self._min_probability(load) if self._auto else 0.0
+        most = self._max_per_pass(load, rows_in_flight)
+        candidates = [
+            candidate for state in requests if (candidate := self._draft_candidate(state, least, most, load.has_prefill))
         ]
         chosen = [
-            (guess.job, guess.drafts[:count]) for guess, count in self._choose(guesses, load, room)
+            (candidate.state, candidate.drafts[:count]) for candidate, count in self._choose_counts(candidates, load, room)
         ]
-        drafted = {job.id: len(drafts) for job, drafts in chosen}
-        for job in jobs:
-            drafting = self._drafting(job)
-            drafting.went(len(job.tokens), drafted.get(job.id, 0))
-            if job.id not in drafted:
-                drafting.rested()
+        drafted = {state.id: len(drafts) for state, drafts in chosen}
+        for state in requests:
+            drafter = self._drafter_of(state)
+            drafter.on_issued(len(state.tokens), drafted.get(state.id, 0))
+            if state.id not in drafted:
+                drafter.on_no_drafts()
         return chosen
 
-    def ahead(
-        self, jobs: Iterable[Job], load: RingLoad, flying: Sequence[int], room: int
-    ) -> list[tuple[Job, Sequence[int]]]:
+    def choose_lookahead(
+        self, requests: Iterable[RequestState], load: RingLoad, rows_in_flight: Sequence[int], room: int
+    ) -> list[tuple[RequestState, Sequence[int]]]:
         """Drafts that go on from those of ``jobs`` in flight, in a volume of their own.
 
         ``flying`` are the rows of each decode volume in flight; ``room`` is for drafts in all.
         """
-        load = load.rounded
-        left = min(room, self._ahead_rows(load, flying))
+        load = load.rounded_context
+        left = min(room, self._lookahead_rows(load, rows_in_flight))
         if left < 1:
             return []
-        offers = [offer for job in jobs if (offer := self._offer(job)) is not None]
-        offers.sort(key=lambda offer: -offer.chances[0])
-        turn, chosen = self._costs.turn_s(0, load), list[tuple[Job, Sequence[int]]]()
+        offers = [offer for state in requests if (offer := self._lookahead_candidate(state)) is not None]
+        offers.sort(key=lambda offer: -offer.probabilities[0])
+        round_trip, chosen = self._costs.round_trip_s(0, load), list[tuple[RequestState, Sequence[int]]]()
         # Of those in a volume that comes behind one on a wrong path, on average.
-        lost = self._costs.busy_s(left, load.context) / 2 * load.rows
+        lost = self._costs.bottleneck_s(left, load.context) / 2 * load.rows
         for offer in offers:
-            chance = offer.chances[0]
-            if left < 1 or (self._auto and chance * turn < (1 - chance) * lost):
+            probability = offer.probabilities[0]
+            if left < 1 or (self._auto and probability * round_trip < (1 - probability) * lost):
                 break
-            chosen.append((offer.job, offer.drafts[:left]))
+            chosen.append((offer.state, offer.drafts[:left]))
             left -= len(chosen[-1][1])
         return chosen
 
-    def verified(self, job: Job, drafts: int, right: int) -> None:
-        """Of the ``drafts`` of a job the first ``right`` were."""
-        self.accepted += right
-        self._drafting(job).verified(len(job.tokens), drafts, right)
+    def on_verified(self, state: RequestState, drafts: int, right: int) -> None:
+        """Of the ``choose_drafts`` of a job the first ``right`` were."""
+        self.num_accepted += right
+        self._drafter_of(state).on_verified(len(state.tokens), drafts, right)
 
-    def offered(self, job: Job, tokens: Sequence[int]) -> None:
+    def on_forced(self, state: RequestState, tokens: Sequence[int]) -> None:
         """The last stage says that ``tokens`` have to follow those of ``job``."""
-        self._drafting(job).offered(len(job.tokens), tokens)
+        self._drafter_of(state).on_forced(len(state.tokens), tokens)
 
-    def _drafting(self, job: Job) -> Drafting:
-        if job.drafting is None:
-            asking = self.asking
-            job.drafting = Drafting(self._source(), GuessRecord(asking.record), Yield(asking.paid))
-        return job.drafting
+    def _drafter_of(self, state: RequestState) -> RequestDrafter:
+        if state.drafter is None:
+            asking = self.draft_queue
+            state.drafter = RequestDrafter(self._create_source(), DraftRecord(asking.draft_record), DraftYield(asking.draft_yield))
+        return state.drafter
 
-    def _per_pass(self, load: RingLoad, flying: Sequence[int]) -> int:
+    def _max_per_pass(self, load: RingLoad, rows_in_flight: Sequence[int]) -> int:
         """Most drafts that follow a decode row.
 
         Half as many as go ahead, if two volumes can: those come hardly later, and don't make that
         row come later.
         """
         if not self._auto:
-            return self._limits.draft_tokens
-        if load.prefilling or not self._limits.ahead:
+            return self._config.num_speculative_tokens
+        if load.has_prefill or not self._config.lookahead_volumes:
             return MAX_DRAFTS
-        rows = self._ahead_rows(load, flying := (*flying, load.rows))
-        again = rows and self._ahead_rows(load, (*flying, rows))
+        rows = self._lookahead_rows(load, rows_in_flight := (*rows_in_flight, load.rows))
+        again = rows and self._lookahead_rows(load, (*rows_in_flight, rows))
         return max(1, rows // 2) if again else MAX_DRAFTS
 
-    def _guess(self, job: Job, least: float, per_pass: int, prefilling: bool) -> _Guess | None:
+    def _draft_candidate(self, state: RequestState, least: float, per_pass: int, has_prefill: bool) -> _DraftCandidate | None:
         """What may follow; ``None`` if nobody knows, or it is not to be tried at its chance."""
-        drafting = self._drafting(job)
-        first = len(job.tokens)
-        is_forced = drafting.is_forced(first)
-        is_told = is_forced or drafting.guess_at == first
-        if self._auto and (least == math.inf if is_told else drafting.best <= least):
+        drafter = self._drafter_of(state)
+        first = len(state.tokens)
+        is_forced = drafter.is_forced(first)
+        is_told = is_forced or drafter.model_drafts_position == first
+        if self._auto and (least == math.inf if is_told else drafter.best_probability <= least):
             return None
-        most = min(_FORETOLD if self._limits.ahead else per_pass, _room(job))
-        drafts = drafting.draft(job.tokens, most)[:per_pass] if most > 0 else ()
+        most = min(_MAX_PROPOSED if self._config.lookahead_volumes else per_pass, _draft_room(state))
+        drafts = drafter.propose_drafts(state.tokens, most)[:per_pass] if most > 0 else ()
         if not drafts or not self._auto:
-            return _Guess(job, drafts, [1.0] * len(drafts)) if drafts else None
-        chances = [drafting.chance(first + at) for at in range(len(drafts))]
+            return _DraftCandidate(state, drafts, [1.0] * len(drafts)) if drafts else None
+        probabilities = [drafter.probability_at(first + at) for at in range(len(drafts))]
         if is_forced:
-            return _Guess(job, drafts, chances, margin=1.0)
-        if chances[0] <= least or (prefilling and not drafting.is_proven):
+            return _DraftCandidate(state, drafts, probabilities, margin=1.0)
+        if probabilities[0] <= least or (has_prefill and not drafter.is_proven):
             return None
-        return _Guess(job, drafts, chances)
+        return _DraftCandidate(state, drafts, probabilities)
 
-    def _offer(self, job: Job) -> _Guess | None:
+    def _lookahead_candidate(self, state: RequestState) -> _DraftCandidate | None:
         """What may go on from its rows in flight, and the chance that these and the first of it
         are right."""
-        drafting, room = job.drafting, _room(job)
-        if drafting is None or room < 1:
+        drafter, room = state.drafter, _draft_room(state)
+        if drafter is None or room < 1:
             return None
-        drafts = drafting.rest(job.tokens, job.path, min(_FORETOLD, room))[:MAX_DRAFTS]
+        drafts = drafter.remaining_drafts(state.tokens, state.draft_path, min(_MAX_PROPOSED, room))[:MAX_DRAFTS]
         if not drafts:
             return None
-        first = len(job.tokens)
-        chances = (drafting.chance(first + at) for at in range(1 + len(job.path)))
-        return _Guess(job, drafts, [math.prod(chances)])
+        first = len(state.tokens)
+        probabilities = (drafter.probability_at(first + at) for at in range(1 + len(state.draft_path)))
+        return _DraftCandidate(state, drafts, [math.prod(probabilities)])
 
-    def _ahead_rows(self, load: RingLoad, flying: Sequence[int]) -> int:
+    def _lookahead_rows(self, load: RingLoad, rows_in_flight: Sequence[int]) -> int:
         """Rows of a volume that goes ahead; 0 if there is no time for one."""
         if not self._auto:
-            return self._limits.draft_tokens
-        turn = self._costs.turn_s(0, load)
-        if not turn:
+            return self._config.num_speculative_tokens
+        round_trip = self._costs.round_trip_s(0, load)
+        if not round_trip:
             return 0
-        rows = self._costs.keeping_pace(load.context)
-        busy = sum(self._costs.busy_s(each, load.context) for each in (*flying, rows))
-        return rows if busy <= _AHEAD_SHARE * turn else 0
+        rows = self._costs.balanced_rows(load.context)
+        busy = sum(self._costs.bottleneck_s(each, load.context) for each in (*rows_in_flight, rows))
+        return rows if busy <= _LOOKAHEAD_SHARE * round_trip else 0
 
-    def _least_chance(self, load: RingLoad) -> float:
+    def _min_probability(self, load: RingLoad) -> float:
         """At which one draft pays, beside no chunk; no chance is enough if stages are unknown."""
-        load = replace(load, prefilling=False)
-        before, after = self._costs.turn_s(0, load), self._costs.turn_s(1, load)
+        load = replace(load, has_prefill=False)
+        before, after = self._costs.round_trip_s(0, load), self._costs.round_trip_s(1, load)
         return MARGIN * load.rows * (after - before) / before if before else math.inf
 
     # --- how many ------------------------------------------------------------------------------
 
-    def _choose(
-        self, guesses: Sequence[_Guess], load: RingLoad, room: int
-    ) -> list[tuple[_Guess, int]]:
+    def _choose_counts(
+        self, candidates: Sequence[_DraftCandidate], load: RingLoad, room: int
+    ) -> list[tuple[_DraftCandidate, int]]:
         """How many drafts of each, those with the best chances first."""
-        order = self._order(guesses, room)
-        count = self._best(order, load) if self._auto else len(order)
-        counts = [0] * len(guesses)
+        order = self._order_by_gain(candidates, room)
+        count = self._best_count(order, load) if self._auto else len(order)
+        counts = [0] * len(candidates)
         for index, _ in order[:count]:
             counts[index] += 1
-        return [(guess, count) for guess, count in zip(guesses, counts, strict=True) if count]
+        return [(candidate, count) for candidate, count in zip(candidates, counts, strict=True) if count]
 
-    def _order(self, guesses: Sequence[_Guess], room: int) -> list[tuple[int, float]]:
+    def _order_by_gain(self, candidates: Sequence[_DraftCandidate], room: int) -> list[tuple[int, float]]:
         """Whose next draft is the best, one after another, and the tokens that count for it."""
-        heap = [(-guess.chances[0], index, 1) for index, guess in enumerate(guesses)]
+        heap = [(-candidate.probabilities[0], index, 1) for index, candidate in enumerate(candidates)]
         heapify(heap)
         order: list[tuple[int, float]] = []
         while heap and len(order) < room:
             gain, index, count = heappop(heap)
-            guess = guesses[index]
-            order.append((index, -gain / guess.margin))
-            if count < len(guess.drafts):
-                heappush(heap, (gain * guess.chances[count], index, count + 1))
+            candidate = candidates[index]
+            order.append((index, -gain / candidate.margin))
+            if count < len(candidate.drafts):
+                heappush(heap, (gain * candidate.probabilities[count], index, count + 1))
         return order
 
-    def _best(self, order: Sequence[tuple[int, float]], load: RingLoad) -> int:
+    def _best_count(self, order: Sequence[tuple[int, float]], load: RingLoad) -> int:
         """With how many of these drafts the volume brings the most tokens in its time."""
         tokens = float(load.rows)
-        best, most = 0, tokens / (self._costs.turn_s(0, load) or 1.0)
+        best, most = 0, tokens / (self._costs.round_trip_s(0, load) or 1.0)
         for count, (_, gain) in enumerate(order, 1):
             tokens += gain
-            if tokens / self._costs.turn_s(count, load) > most:
-                best, most = count, tokens / self._costs.turn_s(count, load)
+            if tokens / self._costs.round_trip_s(count, load) > most:
+                best, most = count, tokens / self._costs.round_trip_s(count, load)
         return best
 
 
-def _room(job: Job) -> int:
+def _draft_room(state: RequestState) -> int:
     """Drafts beyond those in flight that there may be: the last one may be right, and is followed
     by a token."""
     left = min(
-        job.request.max_tokens - job.generated,
-        job.request.window - (len(job.tokens) - job.credited),
+        state.request.max_tokens - state.num_generated,
+        state.request.credit_window - (len(state.tokens) - state.num_credited),
     )
-    return left - 1 - len(job.path)
+    return left - 1 - len(state.draft_path)

@@ -5,12 +5,12 @@ from typing import Literal, Protocol, get_args
 
 Congestion = Literal["none", "cubic", "bbr"]
 #: All of them; ``none`` is a link that both lanes share without any TCP.
-CONGESTION: tuple[str, ...] = get_args(Congestion)
+CONGESTION_CONTROLS: tuple[str, ...] = get_args(Congestion)
 
 #: Bytes of a segment (an Ethernet frame's 1500 without headers and timestamps).
-SEGMENT = 1448
+SEGMENT_BYTES = 1448
 #: The first window (RFC 6928).
-FIRST_WINDOW = 10 * SEGMENT
+INITIAL_WINDOW = 10 * SEGMENT_BYTES
 #: A retransmission timeout is the round trip and this, at least (RFC 6298; 0.2 s is Linux's).
 MIN_TIMEOUT = 0.2
 
@@ -37,30 +37,30 @@ class SegmentsAcked:
     lost: int
 
 
-class Controller(Protocol):
+class CongestionController(Protocol):
     """Congestion control of one connection.
 
-    ``window`` is how many bytes may be in flight, ``pacing`` the bytes/s at which they leave
+    ``window`` is how many bytes may be in flight, ``pacing_rate`` the bytes/s at which they leave
     (infinite: at once).
     """
 
     window: float
-    pacing: float
+    pacing_rate: float
 
-    def starts(self, now: float, idle: float) -> None:
+    def on_restart(self, now: float, idle: float) -> None:
         """Something is to leave, and nothing is in flight; the last left ``idle`` s ago."""
 
-    def sent(self, now: float, in_flight: int, limited: bool) -> None:
+    def on_sent(self, now: float, in_flight: int, limited: bool) -> None:
         """All has left that may; ``limited`` by the window, and not for want of bytes."""
 
-    def acknowledged(self, what: SegmentsAcked) -> None:
+    def on_acked(self, acked: SegmentsAcked) -> None:
         """Bytes have arrived."""
 
-    def lost(self, now: float, in_flight: int) -> None:
+    def on_loss(self, now: float, in_flight: int) -> None:
         """Losses are noticed, for the first time since the last recovery: recovery begins."""
 
-    def recovered(self, now: float) -> None:
+    def on_recovered(self, now: float) -> None:
         """All has arrived that had left when recovery began."""
 
-    def timed_out(self, now: float) -> None:
+    def on_timeout(self, now: float) -> None:
         """No acknowledgement came for a timeout: all that was in flight counts as lost."""

@@ -8,7 +8,7 @@ from collections import deque
 from enum import Enum
 from math import inf, log
 
-from molink.sim.congestion.base import FIRST_WINDOW, SEGMENT, SegmentsAcked
+from molink.sim.congestion.base import INITIAL_WINDOW, SEGMENT_BYTES, SegmentsAcked
 
 #: Doubles the delivery rate in a round trip (section 4.3.2.1).
 HIGH_GAIN = 2 / log(2)
@@ -25,14 +25,14 @@ _FULL_ROUNDS, _FULL_GROWTH = 3, 1.25
 #: Seconds for which the least round trip counts, and those of ProbeRTT (sections 4.1.2.3, 4.3.5).
 ROUND_TRIP_S, PROBE_S = 10.0, 0.2
 #: The window of ProbeRTT, and the least at all times.
-MIN_WINDOW = 4 * SEGMENT
+MIN_WINDOW = 4 * SEGMENT_BYTES
 #: Pacing stays a little below the rate, so that no queue remains (Linux).
 _MARGIN = 0.99
 #: Bursts that a window has to have room for besides, on both ends (Linux).
 _BURSTS = 3
 
 
-class Mode(Enum):
+class BbrMode(Enum):
     """States of section 4.3."""
 
     STARTUP = "startup"
@@ -41,22 +41,22 @@ class Mode(Enum):
     PROBE_RTT = "probe round trip"
 
 
-def burst_of(rate: float) -> int:
+def burst_bytes(rate: float) -> int:
     """Bytes that leave together at that pace: those of a millisecond, two segments at least."""
-    return max(2 * SEGMENT, int(min(rate * 0.001, 65536)))
+    return max(2 * SEGMENT_BYTES, int(min(rate * 0.001, 65536)))
 
 
-class _Greatest:
+class _MaxFilter:
     """The greatest rate of the last rounds."""
 
     def __init__(self) -> None:
         self._rates: deque[tuple[int, float]] = deque()
 
     @property
-    def value(self) -> float:
+    def maximum(self) -> float:
         return self._rates[0][1] if self._rates else 0.0
 
-    def add(self, number: int, rate: float) -> None:
+    def add_sample(self, number: int, rate: float) -> None:
         while self._rates and self._rates[-1][1] <= rate:
             self._rates.pop()
         self._rates.append((number, rate))
@@ -73,15 +73,15 @@ class BbrTcp:
 
     def __init__(self, round_trip: float) -> None:
         """``round_trip`` is that of the handshake, in seconds."""
-        self.window: float = FIRST_WINDOW
-        self.pacing = HIGH_GAIN * FIRST_WINDOW / round_trip
-        self.mode = Mode.STARTUP
-        self._rates = _Greatest()
+        self.window: float = INITIAL_WINDOW
+        self.pacing_rate = HIGH_GAIN * INITIAL_WINDOW / round_trip
+        self.mode = BbrMode.STARTUP
+        self._rates = _MaxFilter()
         self._round = self._round_end = 0
         self._is_full = False
         self._full_rate, self._full_rounds = 0.0, 0
         self._phase, self._phase_at = _FIRST_PHASE, 0.0
-        self._minimum, self._min_at = inf, 0.0
+        self._min_round_trip, self._min_round_trip_at = inf, 0.0
         self._probed_at: float | None = None
         self._probe_round_end = 0
         self._restarted = False
@@ -94,62 +94,62 @@ class BbrTcp:
     @property
     def rate(self) -> float:
         """What the link carries, in bytes/s, as far as is known."""
-        return self._rates.value
+        return self._rates.maximum
 
     # --- what the connection tells ---------------------------------------------------------------
 
-    def starts(self, now: float, idle: float) -> None:
+    def on_restart(self, now: float, idle: float) -> None:
         """After a pause it paces at the rate (section 4.3.4.4)."""
         self._restarted = True
-        if self.mode is Mode.PROBE_BW:
-            self._pace(1.0)
-        elif self.mode is Mode.PROBE_RTT:
+        if self.mode is BbrMode.PROBE_BW:
+            self._set_pacing_rate(1.0)
+        elif self.mode is BbrMode.PROBE_RTT:
             self._end_probe(now)
 
-    def sent(self, now: float, in_flight: int, limited: bool) -> None:
+    def on_sent(self, now: float, in_flight: int, limited: bool) -> None:
         """No matter."""
 
-    def acknowledged(self, what: SegmentsAcked) -> None:
+    def on_acked(self, acked: SegmentsAcked) -> None:
         """Update the model, then what it says (section 3.4)."""
-        self._delivered, self._in_flight = what.delivered, what.in_flight
-        begins = what.delivered_before >= self._round_end
+        self._delivered, self._in_flight = acked.delivered, acked.in_flight
+        begins = acked.delivered_before >= self._round_end
         if begins:
             self._round += 1
-            self._round_end = what.delivered
+            self._round_end = acked.delivered
             self._conserving = False
-        app_limited = what.app_limited or what.delivered_before < self._ignored
-        if what.rate and (not app_limited or what.rate >= self.rate):
-            self._rates.add(self._round, what.rate)
-        self._cycle(what)
+        app_limited = acked.app_limited or acked.delivered_before < self._ignored
+        if acked.rate and (not app_limited or acked.rate >= self.rate):
+            self._rates.add_sample(self._round, acked.rate)
+        self._advance_cycle(acked)
         if begins and not app_limited:
-            self._look_whether_full()
-        self._drain(what)
-        self._probe_round_trip(what, begins)
-        self._pace(self._gain)
-        self._resize(what)
+            self._check_full_pipe()
+        self._check_drain(acked)
+        self._probe_round_trip(acked, begins)
+        self._set_pacing_rate(self._gain)
+        self._set_window(acked)
 
-    def lost(self, now: float, in_flight: int) -> None:
+    def on_loss(self, now: float, in_flight: int) -> None:
         """For a round trip as much leaves as arrives (section 4.2.3.4)."""
         self._save_window()
         self._recovering = self._conserving = True
         self._round_end = self._delivered
         self.window = max(in_flight, MIN_WINDOW)
 
-    def recovered(self, now: float) -> None:
+    def on_recovered(self, now: float) -> None:
         """The window is what it was."""
         self._recovering = self._conserving = False
         self.window = max(self.window, self._prior_window)
 
-    def timed_out(self, now: float) -> None:
+    def on_timeout(self, now: float) -> None:
         """Begin with one segment."""
         self._save_window()
         self._recovering = self._conserving = False
         self._full_rate = 0.0
-        self.window = SEGMENT
+        self.window = SEGMENT_BYTES
 
     # --- the model -------------------------------------------------------------------------------
 
-    def _look_whether_full(self) -> None:
+    def _check_full_pipe(self) -> None:
         if self._is_full:
             return
         if self.rate >= self._full_rate * _FULL_GROWTH:
@@ -158,108 +158,108 @@ class BbrTcp:
         self._full_rounds += 1
         self._is_full = self._full_rounds >= _FULL_ROUNDS
 
-    def _cycle(self, what: SegmentsAcked) -> None:
+    def _advance_cycle(self, acked: SegmentsAcked) -> None:
         """The next phase of ProbeBW, if it is time (section 4.3.4.3)."""
-        if self.mode is not Mode.PROBE_BW:
+        if self.mode is not BbrMode.PROBE_BW:
             return
-        before = what.in_flight + what.nbytes
+        before = acked.in_flight + acked.nbytes
         gain = _CYCLE[self._phase]
-        over = what.now - self._phase_at > self._minimum
+        over = acked.now - self._phase_at > self._min_round_trip
         if gain > 1:
-            over = over and (what.lost > 0 or before >= self._target(gain))
+            over = over and (acked.lost > 0 or before >= self._target_window(gain))
         elif gain < 1:
-            over = over or before <= self._target(1.0)
+            over = over or before <= self._target_window(1.0)
         if over:
             self._phase = (self._phase + 1) % len(_CYCLE)
-            self._phase_at = what.now
+            self._phase_at = acked.now
 
-    def _drain(self, what: SegmentsAcked) -> None:
-        if self.mode is Mode.STARTUP and self._is_full:
-            self.mode = Mode.DRAIN
-        if self.mode is Mode.DRAIN and what.in_flight <= self._target(1.0):
-            self._probe_rate(what.now)
+    def _check_drain(self, acked: SegmentsAcked) -> None:
+        if self.mode is BbrMode.STARTUP and self._is_full:
+            self.mode = BbrMode.DRAIN
+        if self.mode is BbrMode.DRAIN and acked.in_flight <= self._target_window(1.0):
+            self._probe_rate(acked.now)
 
     def _probe_rate(self, now: float) -> None:
-        self.mode = Mode.PROBE_BW
+        self.mode = BbrMode.PROBE_BW
         self._phase, self._phase_at = _FIRST_PHASE, now
 
-    def _probe_round_trip(self, what: SegmentsAcked, begins: bool) -> None:
+    def _probe_round_trip(self, acked: SegmentsAcked, begins: bool) -> None:
         """The least round trip, and ProbeRTT when it is old (section 4.3.5)."""
-        now = what.now
-        is_old = now > self._min_at + ROUND_TRIP_S
-        if what.round_trip < self._minimum or is_old:
-            self._minimum, self._min_at = what.round_trip, now
-        if is_old and not self._restarted and self.mode is not Mode.PROBE_RTT:
-            self.mode = Mode.PROBE_RTT
+        now = acked.now
+        is_old = now > self._min_round_trip_at + ROUND_TRIP_S
+        if acked.round_trip < self._min_round_trip or is_old:
+            self._min_round_trip, self._min_round_trip_at = acked.round_trip, now
+        if is_old and not self._restarted and self.mode is not BbrMode.PROBE_RTT:
+            self.mode = BbrMode.PROBE_RTT
             self._save_window()
             self._probed_at = None
-        if self.mode is Mode.PROBE_RTT:
-            self._ignored = what.delivered + what.in_flight
+        if self.mode is BbrMode.PROBE_RTT:
+            self._ignored = acked.delivered + acked.in_flight
             if self._probed_at is not None:
-                if what.delivered_before >= self._probe_round_end:
+                if acked.delivered_before >= self._probe_round_end:
                     self._end_probe(now)
-            elif what.in_flight <= MIN_WINDOW:
+            elif acked.in_flight <= MIN_WINDOW:
                 self._probed_at = now
-                self._probe_round_end = what.delivered
+                self._probe_round_end = acked.delivered
         self._restarted = False
 
     def _end_probe(self, now: float) -> None:
         if self._probed_at is None or now < self._probed_at + PROBE_S:
             return
-        self._min_at = now
+        self._min_round_trip_at = now
         self.window = max(self.window, self._prior_window)
         if self._is_full:
             self._probe_rate(now)
         else:
-            self.mode = Mode.STARTUP
+            self.mode = BbrMode.STARTUP
 
     # --- what it says ----------------------------------------------------------------------------
 
     @property
     def _gain(self) -> float:
         match self.mode:
-            case Mode.STARTUP:
+            case BbrMode.STARTUP:
                 return HIGH_GAIN
-            case Mode.DRAIN:
+            case BbrMode.DRAIN:
                 return 1 / HIGH_GAIN
-            case Mode.PROBE_BW:
+            case BbrMode.PROBE_BW:
                 return _CYCLE[self._phase]
         return 1.0
 
-    def _pace(self, gain: float) -> None:
+    def _set_pacing_rate(self, gain: float) -> None:
         """Before the pipe is full the pace never falls (section 4.2.1)."""
-        pacing = gain * self.rate * _MARGIN
-        if self.rate and (self._is_full or pacing > self.pacing):
-            self.pacing = pacing
+        pacing_rate = gain * self.rate * _MARGIN
+        if self.rate and (self._is_full or pacing_rate > self.pacing_rate):
+            self.pacing_rate = pacing_rate
 
-    def _target(self, gain: float) -> float:
+    def _target_window(self, gain: float) -> float:
         """Bytes in flight: bandwidth-delay products and bursts (section 4.2.3.2)."""
-        if self._minimum == inf:
-            return FIRST_WINDOW
-        extra = _BURSTS * burst_of(self.pacing)
-        if self.mode is Mode.PROBE_BW and self._phase == 0:
-            extra += 2 * SEGMENT
-        return gain * self.rate * self._minimum + extra
+        if self._min_round_trip == inf:
+            return INITIAL_WINDOW
+        extra = _BURSTS * burst_bytes(self.pacing_rate)
+        if self.mode is BbrMode.PROBE_BW and self._phase == 0:
+            extra += 2 * SEGMENT_BYTES
+        return gain * self.rate * self._min_round_trip + extra
 
-    def _resize(self, what: SegmentsAcked) -> None:
+    def _set_window(self, acked: SegmentsAcked) -> None:
         """The window (section 4.2.3)."""
-        if what.lost:
-            self.window = max(self.window - what.lost, SEGMENT)
+        if acked.lost:
+            self.window = max(self.window - acked.lost, SEGMENT_BYTES)
         if self._conserving:
-            self.window = max(self.window, what.in_flight + what.nbytes)
+            self.window = max(self.window, acked.in_flight + acked.nbytes)
         else:
-            startup = self.mode in (Mode.STARTUP, Mode.DRAIN)
-            target = self._target(HIGH_GAIN if startup else _WINDOW_GAIN)
+            startup = self.mode in (BbrMode.STARTUP, BbrMode.DRAIN)
+            target = self._target_window(HIGH_GAIN if startup else _WINDOW_GAIN)
             if self._is_full:
-                self.window = min(self.window + what.nbytes, target)
-            elif self.window < target or what.delivered < FIRST_WINDOW:
-                self.window += what.nbytes
+                self.window = min(self.window + acked.nbytes, target)
+            elif self.window < target or acked.delivered < INITIAL_WINDOW:
+                self.window += acked.nbytes
             self.window = max(self.window, MIN_WINDOW)
-        if self.mode is Mode.PROBE_RTT:
+        if self.mode is BbrMode.PROBE_RTT:
             self.window = min(self.window, MIN_WINDOW)
 
     def _save_window(self) -> None:
-        if self._recovering or self.mode is Mode.PROBE_RTT:
+        if self._recovering or self.mode is BbrMode.PROBE_RTT:
             self._prior_window = max(self._prior_window, self.window)
         else:
             self._prior_window = self.window

@@ -1,13 +1,13 @@
 """Which congestion control a simulated connection runs."""
 
 from molink.errors import UsageError
-from molink.sim.congestion.base import CONGESTION, Controller
+from molink.sim.congestion.base import CONGESTION_CONTROLS, CongestionController
 from molink.sim.congestion.bbr import BbrTcp
 from molink.sim.congestion.cubic import CubicTcp, PacedCubicTcp
-from molink.wire.messages.data import Lane
+from molink.wire.messages.data import Channel
 
 
-def create_controller(name: str, round_trip: float, lane: Lane = Lane.BULK) -> Controller:
+def create_controller(name: str, round_trip: float, channel: Channel = Channel.BULK) -> CongestionController:
     """Congestion control of a connection whose handshake took ``round_trip`` seconds.
 
     BBR doesn't control the decode lane for long, and the bulk lane is always paced
@@ -17,12 +17,12 @@ def create_controller(name: str, round_trip: float, lane: Lane = Lane.BULK) -> C
         UsageError: there is none of that name.
     """
     match name:
-        case "cubic" if lane is Lane.BULK:
+        case "cubic" if channel is Channel.BULK:
             return PacedCubicTcp(round_trip)
         case "cubic":
             return CubicTcp()
-        case "bbr" if lane is Lane.DECODE:
+        case "bbr" if channel is Channel.DECODE:
             return PacedCubicTcp(round_trip)
         case "bbr":
             return BbrTcp(round_trip)
-    raise UsageError(f"no congestion control {name!r}: choose one of {', '.join(CONGESTION)}")
+    raise UsageError(f"no congestion control {name!r}: choose one of {', '.join(CONGESTION_CONTROLS)}")

@@ -5,7 +5,7 @@ Sections are those of RFC 9438 unless another is named.
 
 from math import ceil, inf
 
-from molink.sim.congestion.base import FIRST_WINDOW, MIN_TIMEOUT, SEGMENT, SegmentsAcked
+from molink.sim.congestion.base import INITIAL_WINDOW, MIN_TIMEOUT, SEGMENT_BYTES, SegmentsAcked
 from molink.sim.congestion.hystart import HyStart
 
 #: Segments/s³ by which the window grows, and what is left of it after a loss (sections 4.1, 4.6).
@@ -29,11 +29,11 @@ class CubicTcp:
     shrinks (RFC 2861).
     """
 
-    pacing: float = inf
+    pacing_rate: float = inf
     paced = False
 
     def __init__(self) -> None:
-        self.window: float = FIRST_WINDOW
+        self.window: float = INITIAL_WINDOW
         self.threshold = inf
         self._hystart = HyStart(self.paced)
         self._hystarting = True
@@ -56,21 +56,21 @@ class CubicTcp:
 
     # --- a window that is not used ---------------------------------------------------------------
 
-    def starts(self, now: float, idle: float) -> None:
+    def on_restart(self, now: float, idle: float) -> None:
         """Halve the window for each timeout without a segment (RFC 2861); pauses don't count."""
         timeout = self._timeout
         if self._epoch is not None:
             self._epoch += idle
         if idle <= timeout or self._recovering:
             return
-        self._remember()
-        while idle > timeout and self.window > FIRST_WINDOW:
+        self._raise_threshold()
+        while idle > timeout and self.window > INITIAL_WINDOW:
             idle -= timeout
-            self.window = max(FIRST_WINDOW, self.window / 2)
+            self.window = max(INITIAL_WINDOW, self.window / 2)
         self._used_at = now
         self._used = 0
 
-    def sent(self, now: float, in_flight: int, limited: bool) -> None:
+    def on_sent(self, now: float, in_flight: int, limited: bool) -> None:
         """Note how much of the window is used; forget half of what was not for a timeout."""
         self._repairs += max(0, in_flight - self._in_flight)
         self._in_flight = in_flight
@@ -86,9 +86,9 @@ class CubicTcp:
             return
         self._used = max(self._used, in_flight)
         if now - self._used_at >= self._timeout and not self._recovering:
-            used = max(self._used, FIRST_WINDOW)
+            used = max(self._used, INITIAL_WINDOW)
             if used < self.window:
-                self._remember()
+                self._raise_threshold()
                 self.window = (self.window + used) / 2
             self._used, self._used_at = 0, now
 
@@ -98,7 +98,7 @@ class CubicTcp:
         slow = self.window < self.threshold
         return self._limited or (slow and self.window < 2 * self._max_in_flight)
 
-    def _remember(self) -> None:
+    def _raise_threshold(self) -> None:
         """A smaller window grows back to three quarters as fast as in slow start (RFC 2861)."""
         self.threshold = max(self.threshold, 0.75 * self.window)
 
@@ -108,32 +108,32 @@ class CubicTcp:
 
     # --- growth ----------------------------------------------------------------------------------
 
-    def acknowledged(self, what: SegmentsAcked) -> None:
+    def on_acked(self, acked: SegmentsAcked) -> None:
         """Grow."""
-        self._round_trip = what.round_trip
-        self._delivered = what.delivered
-        self._in_flight = what.in_flight
+        self._round_trip = acked.round_trip
+        self._delivered = acked.delivered
+        self._in_flight = acked.in_flight
         if self._recovering:
-            self._repair(what)
+            self._repair_loss(acked)
             return
         slow = self.window < self.threshold
-        if slow and self._hystarting and self._hystart.is_full(what, self.window):
+        if slow and self._hystarting and self._hystart.is_full(acked, self.window):
             self._hystarting = False
             self.threshold = self.window
             slow = False
         if not self._is_used:
             return
-        nbytes: float = what.nbytes
+        nbytes: float = acked.nbytes
         if slow:
             grown = min(nbytes, self.threshold - self.window)
             self.window += grown
             nbytes -= grown
         if nbytes:
-            self._avoid(what.now, nbytes / SEGMENT)
+            self._avoid_congestion(acked.now, nbytes / SEGMENT_BYTES)
 
-    def _avoid(self, now: float, segments: float) -> None:
+    def _avoid_congestion(self, now: float, step_inputs: float) -> None:
         """Congestion avoidance (sections 4.2 to 4.5)."""
-        window = self.window / SEGMENT
+        window = self.window / SEGMENT_BYTES
         if self._epoch is None:
             self._epoch = now
             self._w_est = window
@@ -144,48 +144,48 @@ class CubicTcp:
         by = max(0.0, target - window) / window
         if self._w_max == 0:
             by = max(by, _FIRST_GROWTH)
-        self._w_est += _RENO * segments / window
+        self._w_est += _RENO * step_inputs / window
         by = max(by, (self._w_est - window) / window)
-        self.window += min(by, _MAX_GROWTH) * segments * SEGMENT
+        self.window += min(by, _MAX_GROWTH) * step_inputs * SEGMENT_BYTES
 
     # --- losses ----------------------------------------------------------------------------------
 
-    def lost(self, now: float, in_flight: int) -> None:
+    def on_loss(self, now: float, in_flight: int) -> None:
         """Reduce the window (section 4.6), with fast convergence (section 4.7)."""
         self._recovering = True
         self._flight_size = max(1, int(self.window))
         self._repaired = self._repairs = 0
         self._in_flight = in_flight
-        self._reduce()
+        self._reduce_window()
 
-    def _reduce(self) -> None:
-        window = self.window / SEGMENT
+    def _reduce_window(self) -> None:
+        window = self.window / SEGMENT_BYTES
         shrinks = window < self._w_max
         self._w_max = window * (1 + _DECREASE) / 2 if shrinks else window
-        self.threshold = max(window * _DECREASE, 2.0) * SEGMENT
+        self.threshold = max(window * _DECREASE, 2.0) * SEGMENT_BYTES
         self._epoch = None
 
-    def _repair(self, what: SegmentsAcked) -> None:
+    def _repair_loss(self, acked: SegmentsAcked) -> None:
         """Proportional rate reduction, with slow start when too little is in flight (RFC 6937)."""
-        self._repaired += what.nbytes
-        if what.in_flight > self.threshold:
+        self._repaired += acked.nbytes
+        if acked.in_flight > self.threshold:
             more = ceil(self._repaired * self.threshold / self._flight_size) - self._repairs
         else:
-            limit = max(self._repaired - self._repairs, what.nbytes) + SEGMENT
-            more = min(int(self.threshold) - what.in_flight, limit)
-        self.window = what.in_flight + max(0, more)
+            limit = max(self._repaired - self._repairs, acked.nbytes) + SEGMENT_BYTES
+            more = min(int(self.threshold) - acked.in_flight, limit)
+        self.window = acked.in_flight + max(0, more)
 
-    def recovered(self, now: float) -> None:
+    def on_recovered(self, now: float) -> None:
         """Go on with the reduced window."""
         self._recovering = False
         self.window = self.threshold
 
-    def timed_out(self, now: float) -> None:
+    def on_timeout(self, now: float) -> None:
         """Begin again, up to the reduced window (section 4.8)."""
-        self._reduce()
+        self._reduce_window()
         self._w_max = 0.0
         self._recovering = False
-        self.window = SEGMENT
+        self.window = SEGMENT_BYTES
         self._hystarting, self._hystart = True, HyStart(self.paced)
 
 
@@ -200,15 +200,15 @@ class PacedCubicTcp(CubicTcp):
     def __init__(self, round_trip: float) -> None:
         """``round_trip`` is that of the handshake, in seconds."""
         super().__init__()
-        self._smoothed = round_trip
-        self._pace()
+        self._smoothed_round_trip = round_trip
+        self._set_pacing_rate()
 
-    def acknowledged(self, what: SegmentsAcked) -> None:
+    def on_acked(self, acked: SegmentsAcked) -> None:
         """Grow, and pace accordingly."""
-        super().acknowledged(what)
-        self._smoothed += (what.round_trip - self._smoothed) / 8
-        self._pace()
+        super().on_acked(acked)
+        self._smoothed_round_trip += (acked.round_trip - self._smoothed_round_trip) / 8
+        self._set_pacing_rate()
 
-    def _pace(self) -> None:
+    def _set_pacing_rate(self) -> None:
         gain = _SLOW_PACE if self.window < self.threshold / 2 else _PACE
-        self.pacing = gain * max(self.window, self._in_flight) / self._smoothed
+        self.pacing_rate = gain * max(self.window, self._in_flight) / self._smoothed_round_trip

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from molink.sim.congestion.base import SEGMENT, SegmentsAcked
+from molink.sim.congestion.base import SEGMENT_BYTES, SegmentsAcked
 
 #: Smaller windows don't look, in segments.
 _MIN_WINDOW = 16
@@ -27,21 +27,21 @@ class HyStart:
         self._samples = 0
         self._min_of_round = inf
 
-    def is_full(self, what: SegmentsAcked, window: float) -> bool:
+    def is_full(self, acked: SegmentsAcked, window: float) -> bool:
         """Whether slow start should end; told every acknowledgement in it."""
-        now = what.now
-        self._minimum = min(self._minimum, what.round_trip)
-        if what.delivered > self._round_end:
-            self._round_end = what.delivered + what.in_flight
+        now = acked.now
+        self._minimum = min(self._minimum, acked.round_trip)
+        if acked.delivered > self._round_end:
+            self._round_end = acked.delivered + acked.in_flight
             self._round_begin = self._last = now
             self._samples, self._min_of_round = 0, inf
-        if window < _MIN_WINDOW * SEGMENT:
+        if window < _MIN_WINDOW * SEGMENT_BYTES:
             return False
         if now - self._last <= _TRAIN_GAP:
             self._last = now
             if now - self._round_begin > self._minimum * self._train:
                 return True
-        self._min_of_round = min(self._min_of_round, what.round_trip)
+        self._min_of_round = min(self._min_of_round, acked.round_trip)
         self._samples += 1
         more = min(max(_MIN_DELAY, self._minimum * _DELAY_SHARE), _MAX_DELAY)
         return self._samples > _SAMPLES and self._min_of_round > self._minimum + more

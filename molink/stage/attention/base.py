@@ -33,7 +33,7 @@ class AttentionShape:
     sinks: bool = False
 
     @classmethod
-    def of(cls, config: ModelConfig, layers: tuple[int, int]) -> "AttentionShape":
+    def from_config(cls, config: ModelConfig, layers: tuple[int, int]) -> "AttentionShape":
         """That of layers ``first:last`` of a model."""
         first, last = layers
         return cls(
@@ -62,22 +62,22 @@ class LayerAttention(Protocol):
         ...
 
 
-class FixedAttention(LayerAttention, Protocol):
+class StaticAttention(LayerAttention, Protocol):
     """Attention of decode steps of one shape, whose tables stay where they are in memory."""
 
-    def load(self, sequences: Sequence[SequenceRows]) -> None:
+    def load_tables(self, sequences: Sequence[SequenceRows]) -> None:
         """Take the tables of a step, in one copy: a decode row for each row of the shape."""
         ...
 
-    def derive(self) -> None:
+    def derive_masks(self) -> None:
         """Compute from the tables, on the device, what all layers of the step need."""
         ...
 
 
-class Attention(Protocol):
+class AttentionBackend(Protocol):
     """A backend. It keeps no state between forwards."""
 
-    def prepare(
+    def prepare_layers(
         self,
         sequences: Sequence[SequenceRows],
         block_size: int,
@@ -87,8 +87,8 @@ class Attention(Protocol):
         """Make indices and masks for a forward over ``sequences``."""
         ...
 
-    def fix(
+    def prepare_static(
         self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> FixedAttention:
+    ) -> StaticAttention:
         """For decode steps of ``rows`` rows, whose tables have ``blocks`` blocks at most."""
         ...

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from molink.errors import InvariantError
-from molink.stage.attention.base import AttentionShape, FixedAttention
+from molink.stage.attention.base import AttentionShape, StaticAttention
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.batch import SequenceRows
-from molink.stage.kernels.create import create_attend
-from molink.stage.kernels.shape import AttendShape
+from molink.stage.kernels.create import create_attention_kernel
+from molink.stage.kernels.shape import AttentionKernelShape
 from molink.stage.pool import KVPool
 
 if TYPE_CHECKING:
-    from molink.stage.kernels.attend import Attend
+    from molink.stage.kernels.attend import AttentionKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class CompiledLayers:
     """Attention of one forward; see :class:`~molink.stage.attention.base.LayerAttention`.
 
     ``passes``, ``tables`` and ``scratch`` are what
-    :class:`~molink.stage.kernels.attend.Attend` takes, which looks nothing up: ``first_block`` and
+    :class:`~molink.stage.kernels.attend.AttentionKernel` takes, which looks nothing up: ``first_block`` and
     ``last_block`` are those of the tables' blocks.
     """
 
-    attend: "Attend"
+    attend: "AttentionKernel"
     windows: tuple[int, ...]
     passes: Tensor
     tables: Tensor
@@ -44,16 +44,16 @@ class CompiledLayers:
             raise InvariantError(
                 f"blocks {self.first_block} to {self.last_block} are not in a pool of {pool.blocks}"
             )
-        keys, values = pool.pages(layer)
+        keys, values = pool.layer_pages(layer)
         window = self.windows[layer]
         return self.attend(
             heads, keys, values, self.passes, self.tables, self.scratch, window, sinks
         )
 
 
-def attend_shape(shape: AttentionShape, block_size: int) -> AttendShape:
+def kernel_shape(shape: AttentionShape, block_size: int) -> AttentionKernelShape:
     """What code for a model and blocks of ``block_size`` positions depends on."""
-    return AttendShape(
+    return AttentionKernelShape(
         shape.kv_heads,
         shape.groups,
         shape.head_dim,
@@ -64,9 +64,9 @@ def attend_shape(shape: AttentionShape, block_size: int) -> AttendShape:
     )
 
 
-def compile_attend(shape: AttentionShape, block_size: int, dtype: torch.dtype) -> "Attend | None":
+def compile_attention(shape: AttentionShape, block_size: int, dtype: torch.dtype) -> "AttentionKernel | None":
     """Code for this CPU and torch's threads, if there is any; nobody has checked it yet."""
-    return create_attend(attend_shape(shape, block_size), dtype, torch.get_num_threads())
+    return create_attention_kernel(kernel_shape(shape, block_size), dtype, torch.get_num_threads())
 
 
 class CompiledAttention:
@@ -74,21 +74,21 @@ class CompiledAttention:
 
     __slots__ = ("_attend", "_gather", "_windows")
 
-    def __init__(self, shape: AttentionShape, attend: "Attend") -> None:
+    def __init__(self, shape: AttentionShape, attend: "AttentionKernel") -> None:
         self._attend, self._windows = attend, shape.windows
         self._gather = GatherAttention(shape)
 
-    def prepare(
+    def prepare_layers(
         self,
         sequences: Sequence[SequenceRows],
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> CompiledLayers:
-        """See :class:`~molink.stage.attention.base.Attention`."""
+        """See :class:`~molink.stage.attention.base.AttentionBackend`."""
         attend = self._attend
         rows = sum(sequence.count for sequence in sequences)
-        most = attend.shape.pass_rows(rows, attend.threads)
+        most = attend.shape.choose_pass_rows(rows, attend.threads)
         passes: list[tuple[int, int, int, int]] = []
         table: list[int] = []
         row = 0
@@ -105,13 +105,13 @@ class CompiledAttention:
             self._windows,
             torch.tensor([one for share in shares for one in share], dtype=torch.int64),
             torch.tensor(table, dtype=torch.int64),
-            attend.scratch(),
+            attend.allocate_scratch(),
             min(table),
             max(table),
         )
 
-    def fix(
+    def prepare_static(
         self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> FixedAttention:
-        """See :class:`~molink.stage.attention.base.Attention`: a CPU has no graphs to fix."""
-        return self._gather.fix(rows, blocks, block_size, dtype, device)
+    ) -> StaticAttention:
+        """See :class:`~molink.stage.attention.base.AttentionBackend`: a CPU has no graphs to fix."""
+        return self._gather.prepare_static(rows, blocks, block_size, dtype, device)

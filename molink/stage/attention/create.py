@@ -5,10 +5,10 @@ from collections.abc import Collection
 import torch
 
 from molink.errors import UsageError
-from molink.stage.attention.base import Attention, AttentionShape, BackendName
+from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.attention.plain import PlainAttention
-from molink.stage.attention.trial import try_compiled, try_flash
+from molink.stage.attention.trial import create_checked_compiled, create_checked_flash
 
 
 def create_attention(
@@ -17,11 +17,11 @@ def create_attention(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    avoid: Collection[str] = (),
-) -> Attention:
+    disabled_kernels: Collection[str] = (),
+) -> AttentionBackend:
     """The backend called ``name``; ``auto`` takes ``flash`` or ``compiled`` if it works here.
 
-    If neither does, or it is one to ``avoid`` (:mod:`molink.facts.kernels`), it takes ``gather``,
+    If neither does, or it is one to ``disabled_kernels`` (:mod:`molink.facts.kernels`), it takes ``gather``,
     and ``plain`` where that is to be avoided too.
 
     Raises:
@@ -32,21 +32,21 @@ def create_attention(
     if name == "gather":
         return _create_gather(shape, device)
     flash = name == "flash" or device.type == "cuda"
-    if name == "auto" and ("flash-attention" if flash else "compiled-attention") in avoid:
-        return _create_gather(shape, device, avoid)
-    attempt = try_flash if flash else try_compiled
+    if name == "auto" and ("flash-attention" if flash else "compiled-attention") in disabled_kernels:
+        return _create_gather(shape, device, disabled_kernels)
+    attempt = create_checked_flash if flash else create_checked_compiled
     found, reason = attempt(shape, block_size, dtype, device)
     if found is not None:
         return found
     if name != "auto":
         raise UsageError(f"{name} attention can't run on {device}: {reason}; use auto or gather")
-    return _create_gather(shape, device, avoid)
+    return _create_gather(shape, device, disabled_kernels)
 
 
 def _create_gather(
-    shape: AttentionShape, device: torch.device, avoid: Collection[str] = ()
-) -> Attention:
-    if "gather-attention" in avoid:
+    shape: AttentionShape, device: torch.device, disabled_kernels: Collection[str] = ()
+) -> AttentionBackend:
+    if "gather-attention" in disabled_kernels:
         return PlainAttention(shape)
     if device.type == "cuda":
         # SDPA prefers cuDNN on H100 and B200, which takes 30 ms for each length it hasn't met yet.

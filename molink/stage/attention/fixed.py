@@ -9,21 +9,21 @@ from torch import Tensor
 
 from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.parts import DecodeBucket
-from molink.stage.attention.spans import Span, windows_in_use
+from molink.stage.attention.spans import Span, effective_windows
 from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
-from molink.stage.to_device import refill
+from molink.stage.to_device import upload_into
 
 
-def fixed_width(window: int, blocks: int, block_size: int) -> int:
+def static_width(window: int, blocks: int, block_size: int) -> int:
     """How many blocks a row reads at most in layers with ``window``, 0 being none."""
     return min(blocks, -(-(window - 1) // block_size) + 1) if window else blocks
 
 
-class _FixedTable:
+class _StaticTable:
     """Blocks and mask of the layers of one window."""
 
-    __slots__ = ("_block_size", "_numbers", "_places", "_rows", "_width", "_window", "bucket")
+    __slots__ = ("_block_size", "_numbers", "_positions", "_rows", "_width", "_window", "bucket")
 
     def __init__(
         self,
@@ -35,33 +35,33 @@ class _FixedTable:
         device: torch.device,
     ) -> None:
         self._window, self._rows, self._block_size = window, rows, block_size
-        self._width = width = fixed_width(window, blocks, block_size)
+        self._width = width = static_width(window, blocks, block_size)
         self._numbers = torch.zeros(rows * (width + 2), dtype=torch.int64, device=device)
-        self._places = torch.arange(width * block_size, device=device)
+        self._positions = torch.arange(width * block_size, device=device)
         mask = torch.zeros(rows, 1, 1, width * block_size, dtype=dtype, device=device)
         ids = self._numbers[: rows * width]
         self.bucket = DecodeBucket(slice(0, rows), rows, ids, None, slice(0, 0), mask)
 
-    def load(self, sequences: Sequence[SequenceRows]) -> None:
+    def load_tables(self, sequences: Sequence[SequenceRows]) -> None:
         ids, begins, ends = array("q"), array("q"), array("q")
         for row, sequence in enumerate(sequences):
-            span = Span.of(row, sequence, self._window, self._block_size)
+            span = Span.from_sequence(row, sequence, self._window, self._block_size)
             ids.extend(span.blocks)
             # Padding repeats a block of the same request, as everywhere.
             ids.extend([span.blocks[0]] * (self._width - len(span.blocks)))
             begins.append(span.begin)
             ends.append(span.end)
-        refill(self._numbers, torch.frombuffer(ids + begins + ends, dtype=torch.int64))
+        upload_into(self._numbers, torch.frombuffer(ids + begins + ends, dtype=torch.int64))
 
-    def derive(self) -> None:
+    def derive_masks(self) -> None:
         first, last = self._numbers[self._rows * self._width :].view(2, -1, 1, 1, 1)
-        hidden = (self._places >= last) | (self._places < first)
+        hidden = (self._positions >= last) | (self._positions < first)
         assert self.bucket.mask is not None
         self.bucket.mask.zero_().masked_fill_(hidden, -math.inf)
 
 
-class FixedGather:
-    """See :class:`~molink.stage.attention.base.FixedAttention`."""
+class StaticGather:
+    """See :class:`~molink.stage.attention.base.StaticAttention`."""
 
     __slots__ = ("_layers", "_shape", "_tables")
 
@@ -75,25 +75,25 @@ class FixedGather:
         device: torch.device,
     ) -> None:
         self._shape = shape
-        windows = windows_in_use(shape.windows, blocks * block_size)
+        windows = effective_windows(shape.windows, blocks * block_size)
         self._tables = {
-            window: _FixedTable(window, rows, blocks, block_size, dtype, device)
+            window: _StaticTable(window, rows, blocks, block_size, dtype, device)
             for window in dict.fromkeys(windows)
         }
         self._layers = tuple(self._tables[window].bucket for window in windows)
 
-    def load(self, sequences: Sequence[SequenceRows]) -> None:
-        """See :class:`~molink.stage.attention.base.FixedAttention`."""
+    def load_tables(self, sequences: Sequence[SequenceRows]) -> None:
+        """See :class:`~molink.stage.attention.base.StaticAttention`."""
         for table in self._tables.values():
-            table.load(sequences)
+            table.load_tables(sequences)
 
-    def derive(self) -> None:
-        """See :class:`~molink.stage.attention.base.FixedAttention`."""
+    def derive_masks(self) -> None:
+        """See :class:`~molink.stage.attention.base.StaticAttention`."""
         for table in self._tables.values():
-            table.derive()
+            table.derive_masks()
 
     def __call__(
         self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
     ) -> Tensor:
         """See :class:`~molink.stage.attention.base.LayerAttention`."""
-        return self._layers[layer].attend(layer, heads, pool, self._shape, sinks)
+        return self._layers[layer].attend_rows(layer, heads, pool, self._shape, sinks)

@@ -1,7 +1,7 @@
 """Attention by torch's own flash kernels, which read the paged pool in place.
 
 ``torch.nn.attention.varlen.varlen_attn`` with a block table: on CUDA from compute capability 8.0,
-in fp16 and bf16, with pages of a multiple of :data:`PAGE` positions. Decode rows and prefill chunks
+in fp16 and bf16, with pages of a multiple of :data:`PAGE_MULTIPLE` positions. Decode rows and prefill chunks
 are a call each: the kernel packs the query heads that share a key-value head only if there is one
 row per sequence and no window at all, and a decode row needs no mask, since nothing lies after it.
 """
@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from molink.stage.attention.base import AttentionShape, FixedAttention, LayerAttention
-from molink.stage.attention.pages import Pages, pack, row_indices
+from molink.stage.attention.base import AttentionShape, StaticAttention, LayerAttention
+from molink.stage.attention.pages import PageTable, pack_page_table, row_indices
 from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
-from molink.stage.to_device import refill, upload
+from molink.stage.to_device import upload_into, upload_tensor
 
 #: What the size of a page has to be a multiple of.
-PAGE = 256
+PAGE_MULTIPLE = 256
 
-Kernel = Callable[..., Any]
+FlashKernel = Callable[..., Any]
 
 
-def find_kernel() -> Kernel | None:
+def find_kernel() -> FlashKernel | None:
     """``varlen_attn``, if this torch has it and it takes a block table."""
     import inspect
 
@@ -44,17 +44,17 @@ class FlashCall:
     ``max_rows`` and ``max_positions`` bound what a sequence has of each.
     """
 
-    kernel: Kernel
+    kernel: FlashKernel
     shape: AttentionShape
     rows: Tensor | slice
-    pages: Pages
+    pages: PageTable
     max_rows: int
     max_positions: int
 
-    def attend(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+    def attend_rows(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
         """Attention of the rows ``[n, heads * head_dim]``."""
         shape, pages = self.shape, self.pages
-        keys, values = pool.pages(layer)
+        keys, values = pool.layer_pages(layer)
         window = shape.windows[layer] if shape.windows[layer] < self.max_positions else 0
         right = -1 if self.max_rows == 1 and not window else 0
         attended: Tensor = self.kernel(
@@ -68,7 +68,7 @@ class FlashCall:
             scale=shape.scale,
             window_size=(window - 1, right),
             enable_gqa=shape.groups > 1,
-            seqused_k=pages.used,
+            seqused_k=pages.num_positions,
             block_table=pages.table,
         )
         return attended.flatten(1)
@@ -77,7 +77,7 @@ class FlashCall:
         self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
     ) -> Tensor:
         """See :class:`~molink.stage.attention.base.LayerAttention`, for a batch of these rows."""
-        return self.attend(layer, heads, pool)
+        return self.attend_rows(layer, heads, pool)
 
 
 class _FlashLayers:
@@ -94,18 +94,18 @@ class _FlashLayers:
         shape = self._calls[0].shape
         attended = heads.new_empty(len(heads), shape.groups * shape.kv_heads * shape.head_dim)
         for call in self._calls:
-            attended[call.rows] = call.attend(layer, heads, pool)
+            attended[call.rows] = call.attend_rows(layer, heads, pool)
         return attended
 
 
-class _FixedFlash:
-    """See :class:`~molink.stage.attention.base.FixedAttention`."""
+class _StaticFlash:
+    """See :class:`~molink.stage.attention.base.StaticAttention`."""
 
     __slots__ = ("_call", "_numbers", "_page", "_width")
 
     def __init__(
         self,
-        kernel: Kernel,
+        kernel: FlashKernel,
         shape: AttentionShape,
         rows: int,
         width: int,
@@ -114,14 +114,14 @@ class _FixedFlash:
     ) -> None:
         self._width, self._page = width, page
         self._numbers = torch.zeros(rows * (width + 3) + 2, dtype=torch.int32, device=device)
-        pages = Pages.of(self._numbers, rows)
+        pages = PageTable.from_numbers(self._numbers, rows)
         self._call = FlashCall(kernel, shape, slice(0, rows), pages, 1, width * page)
 
-    def load(self, sequences: Sequence[SequenceRows]) -> None:
-        numbers = torch.frombuffer(pack(sequences, self._width, self._page), dtype=torch.int32)
-        refill(self._numbers, numbers)
+    def load_tables(self, sequences: Sequence[SequenceRows]) -> None:
+        numbers = torch.frombuffer(pack_page_table(sequences, self._width, self._page), dtype=torch.int32)
+        upload_into(self._numbers, numbers)
 
-    def derive(self) -> None:
+    def derive_masks(self) -> None:
         """The kernel takes tables as they are."""
 
     def __call__(
@@ -135,42 +135,42 @@ class FlashAttention:
 
     __slots__ = ("_kernel", "_shape")
 
-    def __init__(self, shape: AttentionShape, kernel: Kernel) -> None:
+    def __init__(self, shape: AttentionShape, kernel: FlashKernel) -> None:
         self._shape, self._kernel = shape, kernel
 
-    def prepare(
+    def prepare_layers(
         self,
         sequences: Sequence[SequenceRows],
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerAttention:
-        """See :class:`~molink.stage.attention.base.Attention`."""
+        """See :class:`~molink.stage.attention.base.AttentionBackend`."""
         kinds: dict[bool, list[tuple[int, SequenceRows]]] = {True: [], False: []}
         row = 0
         for sequence in sequences:
             kinds[sequence.count == 1].append((row, sequence))
             row += sequence.count
-        calls = [self._call(part, block_size, device) for part in kinds.values() if part]
+        calls = [self._make_call(part, block_size, device) for part in kinds.values() if part]
         return calls[0] if len(calls) == 1 else _FlashLayers(calls)
 
-    def fix(
+    def prepare_static(
         self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> FixedAttention:
-        """See :class:`~molink.stage.attention.base.Attention`."""
-        return _FixedFlash(self._kernel, self._shape, rows, blocks, block_size, device)
+    ) -> StaticAttention:
+        """See :class:`~molink.stage.attention.base.AttentionBackend`."""
+        return _StaticFlash(self._kernel, self._shape, rows, blocks, block_size, device)
 
-    def _call(
+    def _make_call(
         self, part: Sequence[tuple[int, SequenceRows]], page: int, device: torch.device
     ) -> FlashCall:
         sequences = [sequence for _, sequence in part]
         width = max(-(-(each.start + each.count) // page) for each in sequences)
-        numbers = torch.frombuffer(pack(sequences, width, page), dtype=torch.int32)
+        numbers = torch.frombuffer(pack_page_table(sequences, width, page), dtype=torch.int32)
         return FlashCall(
             kernel=self._kernel,
             shape=self._shape,
             rows=row_indices(part, device),
-            pages=Pages.of(upload(numbers, device), len(sequences)),
+            pages=PageTable.from_numbers(upload_tensor(numbers, device), len(sequences)),
             max_rows=max(sequence.count for sequence in sequences),
             max_positions=width * page,
         )

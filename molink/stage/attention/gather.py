@@ -13,20 +13,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from molink.stage.attention.base import AttentionShape, FixedAttention, LayerAttention
-from molink.stage.attention.fixed import FixedGather
-from molink.stage.attention.parts import DecodeBucket, Parts, PrefillChunk
-from molink.stage.attention.spans import Span, block_ids, buckets, run, windows_in_use
+from molink.stage.attention.base import AttentionShape, StaticAttention, LayerAttention
+from molink.stage.attention.fixed import StaticGather
+from molink.stage.attention.parts import DecodeBucket, WorkGroups, PrefillChunk
+from molink.stage.attention.spans import Span, block_ids, bucket_spans, as_slice, effective_windows
 from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
 from molink.stage.to_device import upload_integers
 
 #: Bytes of a CPU's decode bucket: its keys and values are read again soon, so from its caches.
-_CPU_BUCKET = 4 << 20
+_CPU_BUCKET_BYTES = 4 << 20
 #: Rows of a chunk up to which a CPU gains by folding groups: its keys are packed once for all.
-_FOLDED = 8
+_MAX_FOLDED_ROWS = 8
 #: From here on the C library gives memory back to the system and gets other, page by page.
-_CPU_SCRATCH = 16 << 20
+_CPU_SCRATCH_BYTES = 16 << 20
 
 
 class _GatherLayers:
@@ -34,7 +34,7 @@ class _GatherLayers:
 
     __slots__ = ("_layers", "_shape")
 
-    def __init__(self, layers: tuple[Parts, ...], shape: AttentionShape) -> None:
+    def __init__(self, layers: tuple[WorkGroups, ...], shape: AttentionShape) -> None:
         self._layers, self._shape = layers, shape
 
     def __call__(
@@ -42,10 +42,10 @@ class _GatherLayers:
     ) -> Tensor:
         shape, parts = self._shape, self._layers[layer]
         if len(parts) == 1:
-            return parts[0].attend(layer, heads, pool, shape, sinks)
+            return parts[0].attend_rows(layer, heads, pool, shape, sinks)
         attended = heads.new_empty(len(heads), shape.groups * shape.kv_heads * shape.head_dim)
         for part in parts:
-            attended[part.rows] = part.attend(layer, heads, pool, shape, sinks)
+            attended[part.rows] = part.attend_rows(layer, heads, pool, shape, sinks)
         return attended
 
 
@@ -57,28 +57,28 @@ class GatherAttention:
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
 
-    def prepare(
+    def prepare_layers(
         self,
         sequences: Sequence[SequenceRows],
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerAttention:
-        """See :class:`~molink.stage.attention.base.Attention`."""
+        """See :class:`~molink.stage.attention.base.AttentionBackend`."""
         longest = max(sequence.start + sequence.count for sequence in sequences)
-        windows = windows_in_use(self._shape.windows, longest)
-        builder = _Builder(self._shape, block_size, dtype, device)
-        parts = {window: builder.parts(sequences, window) for window in set(windows)}
+        windows = effective_windows(self._shape.windows, longest)
+        builder = _GroupBuilder(self._shape, block_size, dtype, device)
+        parts = {window: builder.build_groups(sequences, window) for window in set(windows)}
         return _GatherLayers(tuple(parts[window] for window in windows), self._shape)
 
-    def fix(
+    def prepare_static(
         self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> FixedAttention:
-        """See :class:`~molink.stage.attention.base.Attention`."""
-        return FixedGather(self._shape, rows, blocks, block_size, dtype, device)
+    ) -> StaticAttention:
+        """See :class:`~molink.stage.attention.base.AttentionBackend`."""
+        return StaticGather(self._shape, rows, blocks, block_size, dtype, device)
 
 
-class _Builder:
+class _GroupBuilder:
     """Makes the parts of one forward."""
 
     def __init__(
@@ -89,20 +89,20 @@ class _Builder:
         self._block_size, self._dtype, self._device = block_size, dtype, device
         self._scratch: Tensor | None = None
 
-    def parts(self, sequences: Sequence[SequenceRows], window: int) -> Parts:
+    def build_groups(self, sequences: Sequence[SequenceRows], window: int) -> WorkGroups:
         """Those of layers with ``window``."""
         decode: list[Span] = []
         parts: list[DecodeBucket | PrefillChunk] = []
         row = 0
         for sequence in sequences:
-            span = Span.of(row, sequence, window, self._block_size)
+            span = Span.from_sequence(row, sequence, window, self._block_size)
             if sequence.count == 1:
                 decode.append(span)
             else:
-                parts.append(self._prefill(span, window, sequence.start == 0))
+                parts.append(self._prefill_chunk(span, window, sequence.start == 0))
             row += sequence.count
-        together = buckets(decode, self._block_size, self._max_positions)
-        parts += [self._bucket(part) for part in together]
+        together = bucket_spans(decode, self._block_size, self._max_positions)
+        parts += [self._decode_bucket(part) for part in together]
         return tuple(parts)
 
     @property
@@ -110,19 +110,19 @@ class _Builder:
         """Positions of a decode bucket. A GPU takes all rows that suit each other in one call."""
         if self._device.type != "cpu":
             return 1 << 62
-        return _CPU_BUCKET // (2 * self._row * self._dtype.itemsize)
+        return _CPU_BUCKET_BYTES // (2 * self._row * self._dtype.itemsize)
 
-    def _bucket(self, spans: list[Span]) -> DecodeBucket:
+    def _decode_bucket(self, spans: list[Span]) -> DecodeBucket:
         ids, rows = block_ids(spans), [span.row for span in spans]
         first, mask = spans[0], None
         if any((span.begin, span.end) != (first.begin, first.end) for span in spans):
             mask = self._decode_mask(spans, len(ids) // len(spans) * self._block_size)
         return DecodeBucket(
-            rows=run(rows) or upload_integers(rows, self._device),
+            rows=as_slice(rows) or upload_integers(rows, self._device),
             count=len(spans),
-            blocks=run(ids) or upload_integers(ids, self._device),
-            scratch=self._scratch_for(ids),
-            seen=slice(first.begin, first.end),
+            blocks=as_slice(ids) or upload_integers(ids, self._device),
+            scratch=self._make_scratch(ids),
+            visible=slice(first.begin, first.end),
             mask=mask,
         )
 
@@ -134,11 +134,11 @@ class _Builder:
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(hidden, -math.inf)
 
-    def _prefill(self, span: Span, window: int, whole: bool) -> PrefillChunk:
+    def _prefill_chunk(self, span: Span, window: int, whole: bool) -> PrefillChunk:
         mask = None
         if not whole or self._by_hand or (window and window < span.count):
             mask = self._chunk_mask(span, window)
-        folded = mask is not None and span.count <= _FOLDED and self._device.type == "cpu"
+        folded = mask is not None and span.count <= _MAX_FOLDED_ROWS and self._device.type == "cpu"
         if mask is not None and folded:
             mask = mask.repeat_interleave(self._groups, 0)
         return PrefillChunk(
@@ -146,11 +146,11 @@ class _Builder:
             count=span.count,
             blocks=None
             if whole
-            else run(span.blocks) or upload_integers(span.blocks, self._device),
-            scratch=None if whole else self._scratch_for(span.blocks),
-            seen=slice(span.begin, span.end),
+            else as_slice(span.blocks) or upload_integers(span.blocks, self._device),
+            scratch=None if whole else self._make_scratch(span.blocks),
+            visible=slice(span.begin, span.end),
             mask=mask,
-            folded=folded,
+            folds_groups=folded,
         )
 
     def _chunk_mask(self, span: Span, window: int) -> Tensor:
@@ -163,11 +163,11 @@ class _Builder:
             mask += torch.full_like(mask, -math.inf).tril_(before - window)
         return mask
 
-    def _scratch_for(self, ids: Sequence[int]) -> Tensor | None:
+    def _make_scratch(self, ids: Sequence[int]) -> Tensor | None:
         """Memory for gathered blocks that all layers use one after another, if they are many."""
         row = self._block_size * self._row
         nbytes = 2 * len(ids) * row * self._dtype.itemsize
-        if self._device.type != "cpu" or nbytes < _CPU_SCRATCH or run(ids) is not None:
+        if self._device.type != "cpu" or nbytes < _CPU_SCRATCH_BYTES or as_slice(ids) is not None:
             return None
         if self._scratch is None or len(self._scratch) < nbytes // self._dtype.itemsize:
             self._scratch = torch.empty(nbytes // self._dtype.itemsize, dtype=self._dtype)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from molink.stage.batch import SequenceRows
-from molink.stage.to_device import upload
+from molink.stage.to_device import upload_tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class PageTable:
     """Rows of some sequences and where their keys and values are; all int32 on the device.
 
     ``table [n, pages]`` has their pages, ``used [n]`` how many positions of them count, ``starts
@@ -21,21 +21,21 @@ class Pages:
     """
 
     table: Tensor
-    used: Tensor
+    num_positions: Tensor
     starts: Tensor
     ends: Tensor
 
     @classmethod
-    def of(cls, numbers: Tensor, count: int) -> "Pages":
-        """From what :func:`pack` has made."""
+    def from_numbers(cls, numbers: Tensor, count: int) -> "PageTable":
+        """From what :func:`pack_page_table` has made."""
         width = (len(numbers) - 3 * count - 2) // count
         sizes = [count * width, count, count + 1, count + 1]
         table, used, starts, ends = torch.split(numbers, sizes)
         return cls(table.view(count, width), used, starts, ends)
 
 
-def pack(sequences: Sequence[SequenceRows], width: int, page: int) -> "array[int]":
-    """The numbers of :class:`Pages`, one after the other, so that one copy is enough.
+def pack_page_table(sequences: Sequence[SequenceRows], width: int, page: int) -> "array[int]":
+    """The numbers of :class:`PageTable`, one after the other, so that one copy is enough.
 
     A table is filled up to ``width`` with its first page; what is beyond ``used`` isn't read.
     """
@@ -58,4 +58,4 @@ def row_indices(part: Sequence[tuple[int, SequenceRows]], device: torch.device) 
     if last + sequence.count - first == sum(each.count for _, each in part):
         return slice(first, last + sequence.count)
     rows = [row + i for row, each in part for i in range(each.count)]
-    return upload(torch.tensor(rows), device)
+    return upload_tensor(torch.tensor(rows), device)

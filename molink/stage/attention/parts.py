@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from molink.stage.attention.base import AttentionShape
-from molink.stage.attention.scores import attend
+from molink.stage.attention.scores import attend_dot_product
 from molink.stage.pool import KVPool
 
 
@@ -13,17 +13,17 @@ from molink.stage.pool import KVPool
 class DecodeBucket:
     """Decode rows of similar length. ``rows`` are their indices in the batch.
 
-    Without a ``mask`` (additive, ``[rows, 1, 1, positions]``) all attend to ``seen``.
+    Without a ``mask`` (additive, ``[rows, 1, 1, positions]``) all attend to ``visible``.
     """
 
     rows: Tensor | slice
     count: int
     blocks: Tensor | slice
     scratch: Tensor | None
-    seen: slice
+    visible: slice
     mask: Tensor | None
 
-    def attend(
+    def attend_rows(
         self,
         layer: int,
         heads: Tensor,
@@ -33,12 +33,12 @@ class DecodeBucket:
     ) -> Tensor:
         queries = heads[self.rows, : shape.groups * shape.kv_heads]
         folded = queries.view(self.count, shape.kv_heads, shape.groups, shape.head_dim)
-        keys, values = pool.read(layer, self.blocks, self.count, self.scratch)
+        keys, values = pool.read_blocks(layer, self.blocks, self.count, self.scratch)
         if self.mask is None:
-            keys, values = keys[:, :, self.seen], values[:, :, self.seen]
+            keys, values = keys[:, :, self.visible], values[:, :, self.visible]
         if sinks is not None:
             sinks = sinks.view(1, shape.kv_heads, shape.groups, 1)
-        attended = attend(folded, keys, values, self.mask, False, shape.scale, shape.softcap, sinks)
+        attended = attend_dot_product(folded, keys, values, self.mask, False, shape.scale, shape.softcap, sinks)
         return attended.reshape(self.count, -1)
 
 
@@ -47,18 +47,18 @@ class PrefillChunk:
     """Rows of one sequence. Without ``blocks`` nothing lies before them.
 
     ``mask`` is additive, ``[count, positions of seen]``; without one they are causal. Where groups
-    are ``folded`` into the query length, each of its rows is there ``groups`` times.
+    are ``folds_groups`` into the query length, each of its rows is there ``groups`` times.
     """
 
     rows: slice
     count: int
     blocks: Tensor | slice | None
     scratch: Tensor | None
-    seen: slice
+    visible: slice
     mask: Tensor | None
-    folded: bool = False
+    folds_groups: bool = False
 
-    def attend(
+    def attend_rows(
         self,
         layer: int,
         heads: Tensor,
@@ -73,13 +73,13 @@ class PrefillChunk:
             both = rows[:, groups * kv_heads :].view(self.count, 2, kv_heads, shape.head_dim)
             keys, values = both.permute(1, 2, 0, 3)
         else:
-            gathered = pool.read(layer, self.blocks, 1, self.scratch)
-            keys, values = (part[0, :, self.seen] for part in gathered)
-        if self.folded:
+            gathered = pool.read_blocks(layer, self.blocks, 1, self.scratch)
+            keys, values = (part[0, :, self.visible] for part in gathered)
+        if self.folds_groups:
             together = queries.transpose(0, 1).reshape(1, kv_heads, -1, shape.head_dim)
             if sinks is not None:
                 sinks = sinks.view(1, kv_heads, groups).repeat(1, 1, self.count).unsqueeze(-1)
-            attended = attend(
+            attended = attend_dot_product(
                 together,
                 keys[None],
                 values[None],
@@ -92,7 +92,7 @@ class PrefillChunk:
             apart = attended.view(kv_heads, self.count, groups, shape.head_dim)
             return apart.transpose(0, 1).reshape(self.count, -1)
         # [kv_heads, groups, T, head_dim]: key-value heads are the batch, and shared by the groups.
-        attended = attend(
+        attended = attend_dot_product(
             queries.permute(1, 2, 0, 3),
             keys[:, None].expand(-1, groups, -1, -1),
             values[:, None].expand(-1, groups, -1, -1),
@@ -105,4 +105,4 @@ class PrefillChunk:
         return attended.permute(2, 0, 1, 3).reshape(self.count, -1)
 
 
-Parts = tuple[DecodeBucket | PrefillChunk, ...]
+WorkGroups = tuple[DecodeBucket | PrefillChunk, ...]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from molink.stage.attention.base import AttentionShape, FixedAttention, LayerAttention
+from molink.stage.attention.base import AttentionShape, StaticAttention, LayerAttention
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
@@ -28,14 +28,14 @@ class _PlainLayers:
 
 
 @dataclass(frozen=True, slots=True)
-class _FixedPlain:
-    inner: FixedAttention
+class _StaticPlain:
+    inner: StaticAttention
 
-    def load(self, sequences: Sequence[SequenceRows]) -> None:
-        self.inner.load(sequences)
+    def load_tables(self, sequences: Sequence[SequenceRows]) -> None:
+        self.inner.load_tables(sequences)
 
-    def derive(self) -> None:
-        self.inner.derive()
+    def derive_masks(self) -> None:
+        self.inner.derive_masks()
 
     def __call__(
         self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
@@ -52,18 +52,18 @@ class PlainAttention:
     def __init__(self, shape: AttentionShape) -> None:
         self._gather = GatherAttention(shape)
 
-    def prepare(
+    def prepare_layers(
         self,
         sequences: Sequence[SequenceRows],
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerAttention:
-        """See :class:`~molink.stage.attention.base.Attention`."""
-        return _PlainLayers(self._gather.prepare(sequences, block_size, dtype, device))
+        """See :class:`~molink.stage.attention.base.AttentionBackend`."""
+        return _PlainLayers(self._gather.prepare_layers(sequences, block_size, dtype, device))
 
-    def fix(
+    def prepare_static(
         self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> FixedAttention:
-        """See :class:`~molink.stage.attention.base.Attention`."""
-        return _FixedPlain(self._gather.fix(rows, blocks, block_size, dtype, device))
+    ) -> StaticAttention:
+        """See :class:`~molink.stage.attention.base.AttentionBackend`."""
+        return _StaticPlain(self._gather.prepare_static(rows, blocks, block_size, dtype, device))

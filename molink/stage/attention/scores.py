@@ -5,10 +5,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 #: Scores that are computed at once where SDPA can't help: 64 MiB in float32.
-_SCORES = 1 << 24
+_MAX_SCORES = 1 << 24
 
 
-def attend(
+def attend_dot_product(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -24,13 +24,13 @@ def attend(
     and is taken only without a softcap or sinks. ``sinks`` broadcast to ``[a, b, m, 1]``.
     """
     if softcap or sinks is not None:
-        return _by_hand(queries, keys, values, mask, scale, softcap, sinks)
+        return _attend_float32(queries, keys, values, mask, scale, softcap, sinks)
     return scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=causal, scale=scale
     )
 
 
-def _by_hand(
+def _attend_float32(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -42,7 +42,7 @@ def _by_hand(
     """In float32, since a cap leaves only its relative precision; in slabs of query rows."""
     transposed, wide = keys.float().transpose(2, 3), values.float()
     a, b, m, _ = queries.shape
-    slab = max(1, _SCORES // (a * b * transposed.shape[3]))
+    slab = max(1, _MAX_SCORES // (a * b * transposed.shape[3]))
     parts = []
     for first in range(0, m, slab):
         part = queries[:, :, first : first + slab].float() * (scale / (softcap or 1.0))

@@ -28,7 +28,7 @@ class Span:
     end: int
 
     @classmethod
-    def of(cls, row: int, sequence: SequenceRows, window: int, block_size: int) -> "Span":
+    def from_sequence(cls, row: int, sequence: SequenceRows, window: int, block_size: int) -> "Span":
         """For rows that begin at ``row`` of the batch; a ``window`` of 0 is none."""
         start, end = sequence.start, sequence.start + sequence.count
         first = max(0, start - window + 1) if window else 0
@@ -38,12 +38,12 @@ class Span:
         return cls(row, sequence.count, blocks, first - base, end - base)
 
 
-def windows_in_use(windows: Sequence[int], longest: int) -> tuple[int, ...]:
+def effective_windows(windows: Sequence[int], longest: int) -> tuple[int, ...]:
     """``windows`` of layers, with 0 for those that leave nothing out at ``longest`` positions."""
     return tuple(0 if window >= longest else window for window in windows)
 
 
-def buckets(decode: Sequence[Span], block_size: int, max_positions: int) -> list[list[Span]]:
+def bucket_spans(decode: Sequence[Span], block_size: int, max_positions: int) -> list[list[Span]]:
     """Decode rows that run together, in the order of the batch; each is padded to its longest.
 
     Rows are cut apart, longest first, where the shorter ones would mostly be padding, and where
@@ -78,7 +78,7 @@ def block_ids(bucket: Sequence[Span]) -> list[int]:
     return ids
 
 
-def run(numbers: Sequence[int]) -> slice | None:
+def as_slice(numbers: Sequence[int]) -> slice | None:
     """``numbers`` as a slice if each is one more than that before it."""
     first, count = numbers[0], len(numbers)
     if numbers[-1] - first != count - 1:

@@ -12,25 +12,25 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from molink.stage.attention.base import Attention, AttentionShape
-from molink.stage.attention.compiled import CompiledAttention, compile_attend
-from molink.stage.attention.flash import PAGE, FlashAttention, find_kernel
+from molink.stage.attention.base import AttentionBackend, AttentionShape
+from molink.stage.attention.compiled import CompiledAttention, compile_attention
+from molink.stage.attention.flash import PAGE_MULTIPLE, FlashAttention, find_kernel
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
 
 log = logging.getLogger(__name__)
 
-_BLOCKS = 6
+_NUM_BLOCKS = 6
 #: A window that leaves something out of these.
 _WINDOW = 100
 #: Greatest difference of outputs that are means of values of about 1, in 16 bits and in float32.
 _NARROW, _WIDE = 0.05, 1e-4
-#: A model as most are, for :func:`wanted_block_size`.
-_USUAL = AttentionShape(kv_heads=2, groups=4, head_dim=128, scale=128**-0.5, windows=(0,))
+#: A model as most are, for :func:`preferred_block_size`.
+_USUAL_SHAPE = AttentionShape(kv_heads=2, groups=4, head_dim=128, scale=128**-0.5, windows=(0,))
 
 
-def try_flash(
+def create_checked_flash(
     shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[FlashAttention | None, str]:
     """The backend, or ``None`` and why it doesn't work for a model of this shape."""
@@ -40,14 +40,14 @@ def try_flash(
         return None, "it has no softcap, which this model needs"
     if shape.sinks:
         return None, "it has no attention sinks, which this model needs"
-    if block_size % PAGE:
-        return None, f"KV blocks of {block_size} positions are no multiple of {PAGE}"
+    if block_size % PAGE_MULTIPLE:
+        return None, f"KV blocks of {block_size} positions are no multiple of {PAGE_MULTIPLE}"
     kernel = find_kernel()
     if kernel is None:
         return None, f"torch {torch.__version__} has no varlen_attn with a block table"
     try:
         difference = _difference(
-            shape, lambda layer: FlashAttention(layer, kernel), PAGE, dtype, device
+            shape, lambda layer: FlashAttention(layer, kernel), PAGE_MULTIPLE, dtype, device
         )
     except Exception as error:  # whatever a kernel's build may raise
         log.info("no flash attention: %s", error)
@@ -59,13 +59,13 @@ def try_flash(
     return FlashAttention(shape, kernel), ""
 
 
-def try_compiled(
+def create_checked_compiled(
     shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[CompiledAttention | None, str]:
     """The backend for a CPU, or ``None`` and why it doesn't work for a model of this shape."""
     if device.type != "cpu":
         return None, "it needs a CPU"
-    attend = compile_attend(shape, block_size, dtype)
+    attend = compile_attention(shape, block_size, dtype)
     if attend is None:
         return None, f"there is no code for {dtype} on this CPU, or for such heads and blocks"
     difference = _difference(
@@ -77,17 +77,17 @@ def try_compiled(
     return CompiledAttention(shape, attend), ""
 
 
-def wanted_block_size(device: torch.device) -> int:
+def preferred_block_size(device: torch.device) -> int:
     """What KV blocks on this device had better be a multiple of; 1 where nothing depends on it."""
     dtypes = (torch.float16, torch.bfloat16)
-    works = all(try_flash(_USUAL, PAGE, dtype, device)[0] is not None for dtype in dtypes)
-    return PAGE if works else 1
+    works = all(create_checked_flash(_USUAL_SHAPE, PAGE_MULTIPLE, dtype, device)[0] is not None for dtype in dtypes)
+    return PAGE_MULTIPLE if works else 1
 
 
 @torch.inference_mode()
 def _difference(
     shape: AttentionShape,
-    create: Callable[[AttentionShape], Attention],
+    create: Callable[[AttentionShape], AttentionBackend],
     page: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -100,7 +100,7 @@ def _difference(
         count = layer.groups * layer.kv_heads
         sinks = torch.linspace(-4, 4, count, device=device) if layer.sinks else None
         results = [
-            backend.prepare(_tried(page), page, dtype, device)(0, heads, pool, sinks).float()
+            backend.prepare_layers(_trial_sequences(page), page, dtype, device)(0, heads, pool, sinks).float()
             for backend in (create(layer), GatherAttention(layer))
         ]
         difference = float((results[0] - results[1]).abs().max())
@@ -110,7 +110,7 @@ def _difference(
     return worst
 
 
-def _tried(page: int) -> tuple[SequenceRows, ...]:
+def _trial_sequences(page: int) -> tuple[SequenceRows, ...]:
     """Two decode rows and two chunks that begin, end and cross at all sides of a page's edge."""
     return (
         SequenceRows(page, 1, (4, 1)),
@@ -123,23 +123,23 @@ def _tried(page: int) -> tuple[SequenceRows, ...]:
 def _make_rows(
     shape: AttentionShape, page: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[KVPool, Tensor]:
-    """A pool of one layer and the rows of :func:`_tried`, whose keys and values are in it."""
+    """A pool of one layer and the rows of :func:`_trial_sequences`, whose keys and values are in it."""
     generator = torch.Generator().manual_seed(0)
-    pool = KVPool(shape, 1, _BLOCKS, page, dtype, device)
+    pool = KVPool(shape, 1, _NUM_BLOCKS, page, dtype, device)
     heads = (shape.groups + 2) * shape.kv_heads
 
     def noise(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(device, dtype)
 
-    every = torch.arange(_BLOCKS * page, device=device)
-    pool.write(0, every, noise(len(every), 2, shape.kv_heads, shape.head_dim))
+    every = torch.arange(_NUM_BLOCKS * page, device=device)
+    pool.write_rows(0, every, noise(len(every), 2, shape.kv_heads, shape.head_dim))
     slots = [
         sequence.blocks[position // page] * page + position % page
-        for sequence in _tried(page)
+        for sequence in _trial_sequences(page)
         for position in range(sequence.start, sequence.start + sequence.count)
     ]
     rows = noise(len(slots), heads, shape.head_dim)
     both = rows[:, shape.groups * shape.kv_heads :]
     shaped = both.view(len(rows), 2, shape.kv_heads, shape.head_dim)
-    pool.write(0, torch.tensor(slots, device=device), shaped)
+    pool.write_rows(0, torch.tensor(slots, device=device), shaped)
     return pool, rows

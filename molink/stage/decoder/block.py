@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.layout import SINKS, attention_projections, mlp_projections
+from molink.checkpoint.layout import SINKS_NAME, attention_projections, mlp_projections
 from molink.stage.attention.base import LayerAttention
-from molink.stage.decoder.mlp import Gate, GatedMlp, Mlp
+from molink.stage.decoder.mlp import GateFunction, GatedMlp, Mlp
 from molink.stage.decoder.moe import ExpertMlp, SharedExpertMlp
-from molink.stage.decoder.norm import NoNorm, Norm, QueryKeyNorm
+from molink.stage.decoder.norm import IdentityNorm, Norm, QueryKeyNorm
 from molink.stage.decoder.operators import RowOperators
 from molink.stage.decoder.rotary import Rotate
-from molink.stage.linear import Linear, Projection
+from molink.stage.linear import PlainLinear, Projection
 from molink.stage.loading.weights import WeightReader
 from molink.stage.pool import KVPool
 from molink.stage.torch_dtypes import residual_dtype
@@ -38,7 +38,7 @@ class DecoderBlock:
     """Weights of one layer and how to run it. q, k, v are one projection.
 
     ``rope`` says which of the angles are its own, if any, ``rotate`` turns heads by them.
-    ``head_norm`` and ``sinks`` (float32 ``[heads]``) are ``None`` in models without. ``scale`` is
+    ``qk_norm`` and ``sinks`` (float32 ``[heads]``) are ``None`` in models without. ``scale`` is
     that of what attention and MLP give.
     """
 
@@ -50,42 +50,42 @@ class DecoderBlock:
     scale: float
     input_norm: Norm
     qkv: Projection
-    head_norm: QueryKeyNorm | None
+    qk_norm: QueryKeyNorm | None
     sinks: Tensor | None
     output: Projection
-    attended_norm: Norm
+    post_attention_norm: Norm
     mlp_norm: Norm
     mlp: Mlp
-    result_norm: Norm
+    post_mlp_norm: Norm
     rotate: Rotate
 
     def __call__(self, rows: Tensor, context: ForwardContext) -> Tensor:
         """Run rows ``[T, hidden]`` through the layer; residual and result come out summed."""
         attended = self.output(self._attend(self.input_norm(rows), context))
-        rows = _sum(rows, self.attended_norm(attended), self.scale)
+        rows = _add_residual(rows, self.post_attention_norm(attended), self.scale)
         result = self.mlp(self.mlp_norm(rows))
-        return _sum(rows, self.result_norm(result), self.scale)
+        return _add_residual(rows, self.post_mlp_norm(result), self.scale)
 
     def _attend(self, rows: Tensor, context: ForwardContext) -> Tensor:
         heads = self.qkv(rows).view(len(rows), self.heads + 2 * self.kv_heads, self.head_dim)
         turned = heads[:, : self.heads + self.kv_heads]
-        if self.head_norm is not None:
-            self.head_norm(turned)
+        if self.qk_norm is not None:
+            self.qk_norm(turned)
         if self.rope is not None:
             self.rotate(turned, context.angles[self.rope])
         both = heads[:, self.heads :].view(len(rows), 2, self.kv_heads, self.head_dim)
-        context.pool.write(self.index, context.slots, both)
+        context.pool.write_rows(self.index, context.slots, both)
         return context.attention(self.index, heads, context.pool, self.sinks)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        norms = (self.input_norm, self.attended_norm, self.mlp_norm, self.result_norm)
-        parts = (*norms, self.head_norm, self.sinks, self.qkv, self.output, self.mlp)
+        norms = (self.input_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
+        parts = (*norms, self.qk_norm, self.sinks, self.qkv, self.output, self.mlp)
         return sum(part.nbytes for part in parts if part is not None)
 
 
-def _sum(rows: Tensor, result: Tensor, scale: float) -> Tensor:
+def _add_residual(rows: Tensor, result: Tensor, scale: float) -> Tensor:
     """``rows + scale * result``, in the type of the rows.
 
     They are float32 where float16 is computed in.
@@ -102,36 +102,36 @@ def load_block(
 
     def norm(name: str | None, otherwise: torch.dtype = reader.dtype) -> Norm:
         if name is None:
-            return NoNorm(otherwise)
-        return operators.norm(reader.read(f"{prefix}{name}.weight"))
+            return IdentityNorm(otherwise)
+        return operators.norm(reader.read_tensors(f"{prefix}{name}.weight"))
 
     return DecoderBlock(
         index=index,
         heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        rope=config.rope_of(layer),
+        rope=config.rope_index(layer),
         scale=config.residual_scale,
         input_norm=norm(config.norms.before_attention),
-        qkv=reader.projection(
+        qkv=reader.load_projection(
             [prefix + name for name in attention_projections(config)], config.attention_bias
         ),
-        head_norm=_load_head_norm(reader, config, prefix),
-        sinks=reader.read(prefix + SINKS).float() if config.sinks else None,
-        output=reader.projection([f"{prefix}self_attn.o_proj"], config.output_bias),
-        attended_norm=norm(config.norms.after_attention),
+        qk_norm=_load_qk_norm(reader, config, prefix),
+        sinks=reader.read_tensors(prefix + SINKS_NAME).float() if config.sinks else None,
+        output=reader.load_projection([f"{prefix}self_attn.o_proj"], config.output_bias),
+        post_attention_norm=norm(config.norms.after_attention),
         mlp_norm=norm(config.norms.before_mlp),
         mlp=_load_mlp(reader, config, operators.gate, layer, prefix),
-        result_norm=norm(config.norms.after_mlp, residual_dtype(reader.dtype)),
+        post_mlp_norm=norm(config.norms.after_mlp, residual_dtype(reader.dtype)),
         rotate=operators.rotate,
     )
 
 
-def _load_head_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> QueryKeyNorm | None:
+def _load_qk_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> QueryKeyNorm | None:
     if config.qk_norm == "none":
         return None
     queries, keys = (
-        reader.read(f"{prefix}self_attn.{name}_norm.weight")
+        reader.read_tensors(f"{prefix}self_attn.{name}_norm.weight")
         .view(-1, config.head_dim)
         .expand(count, -1)
         for name, count in (("q", config.heads), ("k", config.kv_heads))
@@ -141,32 +141,32 @@ def _load_head_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> Q
 
 
 def _load_mlp(
-    reader: WeightReader, config: ModelConfig, gate: Gate, layer: int, prefix: str
+    reader: WeightReader, config: ModelConfig, gate: GateFunction, layer: int, prefix: str
 ) -> Mlp:
     def gated(names: tuple[str, ...], down: str, biased: bool) -> GatedMlp:
         return GatedMlp(
-            gate_up=reader.projection([prefix + name for name in names], biased),
-            down=reader.projection([prefix + down], biased),
+            gate_up=reader.load_projection([prefix + name for name in names], biased),
+            down=reader.load_projection([prefix + down], biased),
             gate=gate,
-            scaled=scales and not biased,
+            scales_down=scales and not biased,
         )
 
     scales = reader.dtype == torch.float16 and config.dtype != "f16"
-    experts = config.experts_of(layer)
+    experts = config.layer_experts(layer)
     if experts is None:
         return gated(mlp_projections(config), "mlp.down_proj", config.mlp_bias)
-    names = map(experts.projections, range(experts.count))
+    names = map(experts.expert_projections, range(experts.num_experts))
     chosen = ExpertMlp(
         # Never quantized: a small error here sends a row to other experts.
-        router=Linear(
-            reader.read(f"{prefix}{experts.router}.weight"),
-            reader.read(f"{prefix}{experts.router}.bias") if experts.biased else None,
+        router=PlainLinear(
+            reader.read_tensors(f"{prefix}{experts.router_name}.weight"),
+            reader.read_tensors(f"{prefix}{experts.router_name}.bias") if experts.has_bias else None,
         ),
-        experts=tuple(gated(both, down, experts.biased) for both, down in names),
-        chosen=experts.chosen,
-        normalized=experts.normalized,
+        experts=tuple(gated(both, down, experts.has_bias) for both, down in names),
+        top_k=experts.top_k,
+        renormalize=experts.renormalize,
     )
-    if not experts.shared_size:
+    if not experts.shared_intermediate_size:
         return chosen
-    weigh = Linear(reader.read(f"{prefix}{experts.shared_gate}.weight"))
+    weigh = PlainLinear(reader.read_tensors(f"{prefix}{experts.shared_gate_name}.weight"))
     return SharedExpertMlp(chosen, gated(*experts.shared_projections, False), weigh)

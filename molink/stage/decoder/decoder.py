@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.layout import EMBEDDING, FINAL_NORM, OUTPUT_HEAD
+from molink.checkpoint.layout import EMBEDDING_NAME, FINAL_NORM_NAME, OUTPUT_HEAD_NAME
 from molink.errors import InvariantError
 from molink.stage.decoder.block import DecoderBlock, ForwardContext, load_block
 from molink.stage.decoder.norm import Norm
@@ -29,7 +29,7 @@ class Decoder:
     embedding: EmbeddingTable | None
     blocks: tuple[DecoderBlock, ...]
     norm: Norm | None
-    head: Projection | None
+    output_head: Projection | None
     embedding_scale: float = 1.0
 
     @property
@@ -41,38 +41,38 @@ class Decoder:
     def nbytes(self) -> int:
         """Bytes of memory; a head that is the embedding itself is counted once."""
         ends: dict[int, Norm | EmbeddingTable | Projection | None] = {
-            id(part): part for part in (self.embedding, self.norm, self.head)
+            id(part): part for part in (self.embedding, self.norm, self.output_head)
         }
         return sum(part.nbytes for part in (*ends.values(), *self.blocks) if part is not None)
 
     @property
     def step_bytes(self) -> int:
         """Bytes of weights that a step reads: of an embedding it reads next to nothing."""
-        parts = (self.norm, self.head, *self.blocks)
+        parts = (self.norm, self.output_head, *self.blocks)
         return sum(part.nbytes for part in parts if part is not None)
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Rows ``[T, hidden]`` of token ids (int64 ``[T]``, on the device) at the first stage."""
         if self.embedding is None:
             raise InvariantError("a stage without the embedding was given tokens")
         rows = self.embedding.look_up(tokens)
         return rows if self.embedding_scale == 1.0 else rows.mul_(self.embedding_scale)
 
-    def run(self, rows: Tensor, context: ForwardContext) -> Tensor:
+    def run_layers(self, rows: Tensor, context: ForwardContext) -> Tensor:
         """Rows ``[T, hidden]`` through all layers of the stage."""
         for block in self.blocks:
             rows = block(rows, context)
         return rows
 
-    def logits(self, rows: Tensor, wanted: Sequence[int]) -> Tensor:
+    def compute_logits(self, rows: Tensor, wanted: Sequence[int]) -> Tensor:
         """Float32 logits ``[len(wanted), vocab_size]`` of rows ``wanted``, at the last stage."""
-        if self.norm is None or self.head is None:
+        if self.norm is None or self.output_head is None:
             raise InvariantError("a stage without the output head was asked for logits")
         if not wanted:
             return rows.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         if tuple(wanted) != tuple(range(len(rows))):
             rows = rows.index_select(0, upload_integers(wanted, rows.device))
-        logits = self.head(self.norm(rows)).float()
+        logits = self.output_head(self.norm(rows)).float()
         cap, scale = self.config.final_softcap, self.config.logit_scale
         if scale != 1.0:
             logits = logits.mul_(scale)
@@ -86,10 +86,10 @@ class HeldWeights:
     blocks: Mapping[int, DecoderBlock] = field(default_factory=dict)
     embedding: EmbeddingTable | None = None
     norm: Norm | None = None
-    head: Projection | None = None
+    output_head: Projection | None = None
 
     @classmethod
-    def of(
+    def from_decoder(
         cls, decoder: Decoder, layers: tuple[int, int], wanted: tuple[int, int]
     ) -> "HeldWeights":
         """What a stage of ``layers`` has of one of ``wanted``, of the same model and type."""
@@ -101,18 +101,18 @@ class HeldWeights:
         last = decoder.config.layers
         ends = [(first == 0, stop == last) for first, stop in (layers, wanted)]
         # One weight for both ends is kept otherwise than one for each.
-        apart = decoder.config.tied and (all(ends[0]) != all(ends[1]))
+        apart = decoder.config.tied_embeddings and (all(ends[0]) != all(ends[1]))
         opens = ends[0][0] and ends[1][0] and not apart
         closes = ends[0][1] and ends[1][1] and not apart
         return cls(
             blocks,
             decoder.embedding if opens else None,
             decoder.norm if closes else None,
-            decoder.head if closes else None,
+            decoder.output_head if closes else None,
         )
 
 
-_NOTHING = HeldWeights()
+_NO_WEIGHTS = HeldWeights()
 
 
 def load_decoder(
@@ -120,7 +120,7 @@ def load_decoder(
     config: ModelConfig,
     operators: RowOperators,
     layers: tuple[int, int],
-    held: HeldWeights = _NOTHING,
+    held: HeldWeights = _NO_WEIGHTS,
     on_layer: Callable[[int], None] = lambda _: None,
 ) -> Decoder:
     """Layers ``first:last`` and the ends of the model that the range touches.
@@ -140,15 +140,15 @@ def load_decoder(
         else:
             blocks.append(replace(known, index=index))
     on_layer(len(blocks))
-    norm, embedding, head = held.norm, held.embedding, held.head
+    norm, embedding, head = held.norm, held.embedding, held.output_head
     if closes and norm is None:
-        norm = operators.norm(reader.read(FINAL_NORM))
-    if opens and closes and config.tied and embedding is None:
-        both = reader.tied(EMBEDDING)
+        norm = operators.norm(reader.read_tensors(FINAL_NORM_NAME))
+    if opens and closes and config.tied_embeddings and embedding is None:
+        both = reader.load_tied_embedding(EMBEDDING_NAME)
         return Decoder(config, both, tuple(blocks), norm, both, scale)
     if opens and embedding is None:
-        embedding = reader.table(EMBEDDING)
+        embedding = reader.load_embedding(EMBEDDING_NAME)
     if closes and head is None:
-        name = EMBEDDING if config.tied else OUTPUT_HEAD
-        head = reader.projection([name.removesuffix(".weight")], False)
+        name = EMBEDDING_NAME if config.tied_embeddings else OUTPUT_HEAD_NAME
+        head = reader.load_projection([name.removesuffix(".weight")], False)
     return Decoder(config, embedding, tuple(blocks), norm, head, scale)

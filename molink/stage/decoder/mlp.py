@@ -12,9 +12,9 @@ from molink.checkpoint.traits import SWIGLU_ALPHA, Activation
 from molink.stage.linear import Projection
 
 #: What ``down`` may be given in float16: a thousand weights of about 1 don't add up to infinity.
-_LARGEST = 64.0
+_MAX_FLOAT16_INPUT = 64.0
 #: ``act(gate) * up`` of rows ``[T, 2n]``: gate, then up, or as the activation has them.
-Gate = Callable[[Tensor], Tensor]
+GateFunction = Callable[[Tensor], Tensor]
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -22,10 +22,10 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def create_gate(activation: Activation, limit: float = 0.0) -> Gate:
+def create_gate(activation: Activation, limit: float = 0.0) -> GateFunction:
     """A gate by torch's operators, on every device; ``limit`` is for ``clamped_swiglu``."""
     if activation == "clamped_swiglu":
-        return partial(_clamped, limit=limit)
+        return partial(_clamped_swiglu, limit=limit)
     activate = _ACTIVATIONS[activation]
 
     def gate(rows: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def create_gate(activation: Activation, limit: float = 0.0) -> Gate:
     return gate
 
 
-def _clamped(rows: Tensor, limit: float) -> Tensor:
+def _clamped_swiglu(rows: Tensor, limit: float) -> Tensor:
     """In place, as far as it goes: nobody else has the rows."""
     active, up = rows[..., 0::2].clamp_(max=limit), rows[..., 1::2].clamp_(-limit, limit)
     return (active * SWIGLU_ALPHA).sigmoid_().mul_(active).mul_(up.add_(1))
@@ -63,7 +63,7 @@ class Mlp(Protocol):
 class GatedMlp:
     """``down(act(gate) * up)``; gate and up are one projection.
 
-    Where it is ``scaled``, rows of float16 come out in float32: products of a model that was
+    Where it is ``scales_down``, rows of float16 come out in float32: products of a model that was
     trained in bf16 need not fit float16, so each row is brought down to what does before ``down``,
     and what comes out is brought up again. Not with a bias in ``down``.
     """
@@ -72,15 +72,15 @@ class GatedMlp:
 
     gate_up: Projection
     down: Projection
-    gate: Gate
-    scaled: bool = False
+    gate: GateFunction
+    scales_down: bool = False
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See :class:`Mlp`."""
-        if not self.scaled:
+        if not self.scales_down:
             return self.down(self.gate(self.gate_up(rows)))
         gated = self.gate(self.gate_up(rows).float())
-        factors = gated.abs().amax(-1, keepdim=True).div_(_LARGEST).clamp_min_(1.0)
+        factors = gated.abs().amax(-1, keepdim=True).div_(_MAX_FLOAT16_INPUT).clamp_min_(1.0)
         return self.down(gated.div_(factors).to(rows.dtype)).float().mul_(factors)
 
     @property

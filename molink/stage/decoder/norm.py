@@ -10,7 +10,7 @@ from torch.nn.functional import rms_norm
 from molink.checkpoint.config import ModelConfig
 
 if TYPE_CHECKING:
-    from molink.stage.kernels.rowwise import Rowwise
+    from molink.stage.kernels.rowwise import RowwiseKernels
 
 
 class Norm(Protocol):
@@ -27,7 +27,7 @@ class Norm(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PlainNorm:
+class RmsNorm:
     """One call in the rows' own type; ``weight`` has that type too."""
 
     weight: Tensor
@@ -44,7 +44,7 @@ class PlainNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class WideNorm:
+class Float32RmsNorm:
     """Computes in float32, with a float32 ``weight``, and rounds once at the end, to ``dtype``."""
 
     weight: Tensor
@@ -62,15 +62,15 @@ class WideNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledNorm:
-    """As :class:`WideNorm` on a CPU, in one call."""
+class CompiledRmsNorm:
+    """As :class:`Float32RmsNorm` on a CPU, in one call."""
 
     weight: Tensor
-    rowwise: "Rowwise"
+    rowwise: "RowwiseKernels"
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See :class:`Norm`."""
-        return self.rowwise.norm(rows, self.weight)
+        return self.rowwise.normalize_rows(rows, self.weight)
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +79,7 @@ class CompiledNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class NoNorm:
+class IdentityNorm:
     """Stands where a model has none: rows only take the type of computation, ``dtype``."""
 
     dtype: torch.dtype
@@ -92,20 +92,20 @@ class NoNorm:
 
 @dataclass(frozen=True, slots=True)
 class QueryKeyNorm:
-    """Norms of queries and keys, in float32: of each head alone, or of all that are ``together``.
+    """Norms of queries and keys, in float32: of each head alone, or of all that are ``across_heads``.
 
     ``weight`` is float32 ``[heads + kv_heads, head_dim]``, whose first ``heads`` are of queries.
     """
 
     weight: Tensor
     heads: int
-    together: bool
+    across_heads: bool
     eps: float
 
     def __call__(self, turned: Tensor) -> None:
         """Norm queries and keys ``[T, heads + kv_heads, head_dim]`` in place."""
         wide = turned.float()
-        if self.together:
+        if self.across_heads:
             parts = (wide[:, : self.heads], wide[:, self.heads :])
             normed = torch.cat([rms_norm(x, x.shape[1:], None, self.eps) for x in parts], dim=1)
         else:
@@ -125,8 +125,8 @@ def create_norm(config: ModelConfig, weight: Tensor) -> Norm:
     are computed in float16 are summed in float32, and normed from there.
     """
     if weight.dtype == torch.float32:
-        return PlainNorm(weight.add_(config.norm_offset), config.norm_eps)
+        return RmsNorm(weight.add_(config.norm_offset), config.norm_eps)
     if config.norm_offset or weight.dtype == torch.float16:
         wide = weight.float().add_(config.norm_offset)
-        return WideNorm(wide, config.norm_eps, weight.dtype)
-    return PlainNorm(weight, config.norm_eps)
+        return Float32RmsNorm(wide, config.norm_eps, weight.dtype)
+    return RmsNorm(weight, config.norm_eps)

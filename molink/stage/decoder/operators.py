@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
-from molink.stage.decoder.mlp import Gate, create_gate
-from molink.stage.decoder.norm import CompiledNorm, Norm, create_norm
-from molink.stage.decoder.rotary import Rotate, rotate, rotate_pairs
+from molink.stage.decoder.mlp import GateFunction, create_gate
+from molink.stage.decoder.norm import CompiledRmsNorm, Norm, create_norm
+from molink.stage.decoder.rotary import Rotate, rotate_half, rotate_pairs
 from molink.stage.kernels.create import create_rowwise
-from molink.stage.kernels.shape import fits_rowwise, has_gate
+from molink.stage.kernels.shape import supports_rowwise, supports_gate
 
 if TYPE_CHECKING:
-    from molink.stage.kernels.rowwise import Rowwise
+    from molink.stage.kernels.rowwise import RowwiseKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,43 +27,43 @@ class RowOperators:
     """The same for all layers of a stage. ``norm`` makes a norm of its weight as it was read."""
 
     norm: Callable[[Tensor], Norm]
-    gate: Gate
+    gate: GateFunction
     rotate: Rotate
 
 
 def create_operators(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, avoid: Collection[str] = ()
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, disabled_kernels: Collection[str] = ()
 ) -> RowOperators:
     """Those for rows of ``dtype`` on ``device``: compiled ones where there are any.
 
-    Kernels to ``avoid`` are named as in :mod:`molink.facts.kernels`.
+    Kernels to ``disabled_kernels`` are named as in :mod:`molink.facts.kernels`.
     """
     gate = create_gate(config.activation, config.activation_limit)
-    turn = rotate_pairs if config.interleaved else rotate
-    compiled = None if "compiled-rows" in avoid else _find_compiled(config, dtype, device)
+    turn = rotate_pairs if config.interleaved_rope else rotate_half
+    compiled = None if "compiled-rows" in disabled_kernels else _create_compiled(config, dtype, device)
     if compiled is None:
         return RowOperators(partial(create_norm, config), gate, turn)
 
     def norm(weight: Tensor) -> Norm:
-        return CompiledNorm(weight.float().add_(config.norm_offset), compiled)
+        return CompiledRmsNorm(weight.float().add_(config.norm_offset), compiled)
 
     # There is compiled code for all else, but not where neighbours are turned, or take turns.
     return RowOperators(
         norm,
-        compiled.gate if has_gate(config.activation) else gate,
-        turn if config.interleaved else compiled.rotate,
+        compiled.apply_gate if supports_gate(config.activation) else gate,
+        turn if config.interleaved_rope else compiled.rotate_heads,
     )
 
 
-def _find_compiled(
+def _create_compiled(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> "Rowwise | None":
+) -> "RowwiseKernels | None":
     experts = config.experts
-    inner = [] if experts is None else [experts.inner_size, experts.shared_size]
+    inner = [] if experts is None else [experts.intermediate_size, experts.shared_intermediate_size]
     widths = [config.hidden_size, config.intermediate_size, *inner]
-    turned = () if config.interleaved else config.ropes
+    turned = () if config.interleaved_rope else config.rope_configs
     rotary = [rope.rotary_dim(config.head_dim) for rope in turned]
-    if device.type != "cpu" or not fits_rowwise(widths, rotary):
+    if device.type != "cpu" or not supports_rowwise(widths, rotary):
         return None
-    activation = config.activation if has_gate(config.activation) else "silu"
+    activation = config.activation if supports_gate(config.activation) else "silu"
     return create_rowwise(dtype, config.norm_eps, activation, torch.get_num_threads())

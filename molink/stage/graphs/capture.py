@@ -10,13 +10,13 @@ import torch
 from molink.stage.out_of_memory import is_out_of_memory
 
 #: Something to be done on a device, without arguments or result: it works on fixed memory.
-Work = Callable[[], None]
+GraphWork = Callable[[], None]
 
 #: Runs of which the quickest is the time of some work: requests wait meanwhile.
-_TIMED = 2
+_TIMED_RUNS = 2
 
 
-class Captures(Protocol):
+class GraphCapturer(Protocol):
     """Makes graphs; the tests have one that makes none."""
 
     @property
@@ -24,19 +24,19 @@ class Captures(Protocol):
         """Bytes that the last capture took."""
         ...
 
-    def capture(self, work: Work, max_bytes: int) -> Work | None:
+    def capture_work(self, work: GraphWork, max_bytes: int) -> GraphWork | None:
         """What replays ``work``; ``None`` if that would keep more than ``max_bytes`` beside others.
 
         Nothing it needs may move, and it may not wait for the device.
         """
         ...
 
-    def seconds(self, work: Callable[[], object]) -> float:
+    def time_work(self, work: Callable[[], object]) -> float:
         """How long ``work`` takes, from launch to end."""
         ...
 
 
-class CudaCaptures:
+class CudaGraphCapturer:
     """Captures on one device. All graphs share their memory, so only one may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -45,15 +45,15 @@ class CudaCaptures:
         self._stream = _stream_for(device)
         self._nbytes = 0
         #: What all graphs have to compute in, one at a time: any of them may use it.
-        self._pooled = 0
+        self._pool_bytes = 0
 
     @property
     def nbytes(self) -> int:
-        """See :class:`Captures`."""
+        """See :class:`GraphCapturer`."""
         return self._nbytes
 
-    def capture(self, work: Work, max_bytes: int) -> Work | None:
-        """See :class:`Captures`; it is run twice before, so that libraries are ready."""
+    def capture_work(self, work: GraphWork, max_bytes: int) -> GraphWork | None:
+        """See :class:`GraphCapturer`; it is run twice before, so that libraries are ready."""
         self._nbytes = 0
         with torch.cuda.device(self._device):
             here = torch.cuda.current_stream(self._device)
@@ -61,7 +61,7 @@ class CudaCaptures:
             try:
                 with torch.cuda.stream(self._stream):
                     work()
-                    needed = self._needs(work)
+                    needed = self._measure_peak_bytes(work)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -72,7 +72,7 @@ class CudaCaptures:
                 torch.cuda.synchronize(self._device)
                 # The capture does so too, and what it frees is not to count.
                 torch.cuda.empty_cache()
-            if needed is None or needed - self._pooled > max_bytes:
+            if needed is None or needed - self._pool_bytes > max_bytes:
                 return None
             free, _ = torch.cuda.mem_get_info(self._device)
             reserved = torch.cuda.memory_reserved(self._device)
@@ -87,25 +87,25 @@ class CudaCaptures:
             ):
                 work()
             self._nbytes = free - torch.cuda.mem_get_info(self._device)[0]
-            self._pooled += max(0, torch.cuda.memory_reserved(self._device) - reserved)
+            self._pool_bytes += max(0, torch.cuda.memory_reserved(self._device) - reserved)
 
         def replay() -> None:
             graph.replay()
 
         return replay
 
-    def _needs(self, work: Work) -> int:
+    def _measure_peak_bytes(self, work: GraphWork) -> int:
         """Bytes that ``work`` has at a time, beside what is there before."""
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         work()
         return torch.cuda.max_memory_allocated(self._device) - before
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        """See :class:`Captures`; the quickest of a few runs after one that takes its memory."""
+    def time_work(self, work: Callable[[], object]) -> float:
+        """See :class:`GraphCapturer`; the quickest of a few runs after one that takes its memory."""
         work()
         taken = []
-        for _ in range(_TIMED):
+        for _ in range(_TIMED_RUNS):
             torch.cuda.synchronize(self._device)
             begin = time.perf_counter()
             work()

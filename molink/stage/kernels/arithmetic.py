@@ -12,9 +12,9 @@ from molink.stage.kernels.emit import (
     I64,
     BFloat,
     Values,
-    declare,
+    declare_function,
     emit_offset,
-    emit_spread,
+    emit_broadcast,
 )
 
 
@@ -32,7 +32,7 @@ class Arithmetic(Protocol):
     @property
     def tile(self) -> int: ...
     @property
-    def asks_from(self) -> int | None:
+    def prefetch_min_rows(self) -> int | None:
         """So many rows at a time compute for so long that the CPU's prefetcher falls behind: from
         them on weights are asked for ahead."""
         ...
@@ -43,7 +43,7 @@ class Arithmetic(Protocol):
         ...
 
     @property
-    def kept(self) -> torch.dtype:
+    def weight_dtype(self) -> torch.dtype:
         """The type of weights."""
         ...
 
@@ -66,7 +66,7 @@ class Arithmetic(Protocol):
         """``total + pair · weights``, lane by lane."""
         ...
 
-    def store(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
+    def store_sum(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
         """Write sums as elements of the result."""
         ...
 
@@ -82,14 +82,14 @@ class DotBf16:
     lanes: int = 16
     vectors: int = 2
     tile: int = 12
-    asks_from: int | None = 9
+    prefetch_min_rows: int | None = 9
     element: int = 2
-    kept: torch.dtype = torch.bfloat16
+    weight_dtype: torch.dtype = torch.bfloat16
     pair_bytes: int = 4
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
         """See :class:`Arithmetic`."""
-        pair = emit_spread(builder, builder.load(pointer, typ=I32, align=2), self.lanes)
+        pair = emit_broadcast(builder, builder.load(pointer, typ=I32, align=2), self.lanes)
         return (builder.bitcast(pair, ir.VectorType(BFloat(), 2 * self.lanes)),)
 
     def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
@@ -104,9 +104,9 @@ class DotBf16:
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         vector = ir.VectorType(BFloat(), 2 * self.lanes)
         kind = ir.FunctionType(total.type, [total.type, vector, vector])
-        return builder.call(declare(builder.module, name, kind), [total, *pair, *weights])
+        return builder.call(declare_function(builder.module, name, kind), [total, *pair, *weights])
 
-    def store(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
+    def store_sum(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
         """See :class:`Arithmetic`."""
         rounded = builder.fptrunc(total, ir.VectorType(BFloat(), self.lanes))
         builder.store(rounded, pointer, align=2)
@@ -123,16 +123,16 @@ class WidenedBf16:
     lanes: int = 8
     vectors: int = 2
     tile: int = 5
-    asks_from: int | None = 2
+    prefetch_min_rows: int | None = 2
     element: int = 4
-    kept: torch.dtype = torch.bfloat16
+    weight_dtype: torch.dtype = torch.bfloat16
     pair_bytes: int = 8
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
         """See :class:`Arithmetic`."""
         second = emit_offset(builder, pointer, I64(self.element))
         both = (builder.load(place, typ=FLOAT, align=4) for place in (pointer, second))
-        return tuple(emit_spread(builder, value, self.lanes) for value in both)
+        return tuple(emit_broadcast(builder, value, self.lanes) for value in both)
 
     def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
         """See :class:`Arithmetic`. A bf16 is the upper half of a float32."""
@@ -147,9 +147,9 @@ class WidenedBf16:
         self, builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
     ) -> ir.Value:
         """See :class:`Arithmetic`."""
-        return _emit_multiplied(builder, total, pair, weights)
+        return _emit_multiply_add(builder, total, pair, weights)
 
-    def store(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
+    def store_sum(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
         """See :class:`Arithmetic`."""
         builder.store(total, pointer, align=4)
 
@@ -158,7 +158,7 @@ class WidenedBf16:
 class WidenedF16(WidenedBf16):
     """The same with float16 weights, which F16C widens as they are read."""
 
-    kept: torch.dtype = torch.float16
+    weight_dtype: torch.dtype = torch.float16
 
     def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
         """See :class:`Arithmetic`. The second of all pairs follow the first of all."""
@@ -178,14 +178,14 @@ class Float32:
     lanes: int = 8
     vectors: int = 2
     tile: int = 6
-    asks_from: int | None = None
+    prefetch_min_rows: int | None = None
     element: int = 4
-    kept: torch.dtype = torch.float32
+    weight_dtype: torch.dtype = torch.float32
     pair_bytes: int = 4
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
         """See :class:`Arithmetic`."""
-        return (emit_spread(builder, builder.load(pointer, typ=FLOAT, align=4), self.lanes),)
+        return (emit_broadcast(builder, builder.load(pointer, typ=FLOAT, align=4), self.lanes),)
 
     def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
         """See :class:`Arithmetic`."""
@@ -196,18 +196,18 @@ class Float32:
         self, builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
     ) -> ir.Value:
         """See :class:`Arithmetic`."""
-        return _emit_multiplied(builder, total, pair, weights)
+        return _emit_multiply_add(builder, total, pair, weights)
 
-    def store(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
+    def store_sum(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
         """See :class:`Arithmetic`."""
         builder.store(total, pointer, align=4)
 
 
-def _emit_multiplied(
+def _emit_multiply_add(
     builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
 ) -> ir.Value:
     kind = ir.FunctionType(total.type, [total.type] * 3)
-    fma = declare(builder.module, f"llvm.fma.v{total.type.count}f32", kind)
+    fma = declare_function(builder.module, f"llvm.fma.v{total.type.count}f32", kind)
     for value, weight in zip(pair, weights, strict=True):
         total = builder.call(fma, [value, weight, total])
     return total

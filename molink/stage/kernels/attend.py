@@ -20,7 +20,7 @@ from molink.stage.kernels.dots import (
     PAIR_BYTES,
     emit_dots,
     emit_few_tiles,
-    emit_places,
+    emit_result_pointers,
     emit_prefetch,
 )
 from molink.stage.kernels.emit import (
@@ -29,16 +29,16 @@ from molink.stage.kernels.emit import (
     I64,
     Values,
     begin_function,
-    emit_greater,
-    emit_lesser,
+    emit_maximum,
+    emit_minimum,
     emit_loop,
-    emit_nth,
+    emit_element_pointer,
     emit_offset,
 )
-from molink.stage.kernels.openmp import OpenMp, emit_shares
-from molink.stage.kernels.shape import BF16, F32, HALF, LANES, AttendShape, Scratch
-from molink.stage.kernels.softmax import Query, Softmax
-from molink.stage.kernels.vectors import INTEGERS, emit_transposed
+from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
+from molink.stage.kernels.shape import BF16, F32, HALF_PAGE, LANES, AttentionKernelShape, ScratchLayout
+from molink.stage.kernels.softmax import QueryState, SoftmaxEmitter
+from molink.stage.kernels.vectors import INTEGERS, emit_transpose
 
 #: Integers that describe a pass: its first row, how many there are, the position of the first, and
 #: where the sequence's pages begin in the table.
@@ -46,14 +46,14 @@ PASS_WORDS = 4
 _WORD, _VECTOR_BYTES = 8, 64
 
 
-class Attend:
+class AttentionKernel:
     """Compiled attention for one shape, on threads of ``openmp`` if there is one."""
 
     __slots__ = ("_attend", "_element", "_library", "_scratch_bytes", "shape", "threads")
 
     def __init__(
         self,
-        shape: AttendShape,
+        shape: AttentionKernelShape,
         arithmetic: Arithmetic,
         openmp: OpenMp | None = None,
         threads: int = 1,
@@ -66,11 +66,11 @@ class Attend:
         """
         self.shape, self.threads, self._element = shape, threads, arithmetic.element
         module = ir.Module("attend")
-        part = _HeadPart(module, shape, arithmetic)
+        part = _AttentionEmitter(module, shape, arithmetic)
         self._scratch_bytes = part.scratch.nbytes
-        whole = emit_shares(module, part.function, openmp)
+        whole = emit_parallel_for(module, part.function, openmp)
         self._library = CompiledLibrary(module, features)
-        self._attend = self._library.function(whole.name, pointers=8, integers=7)
+        self._attend = self._library.get_function(whole.name, pointers=8, integers=7)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,8 +91,8 @@ class Attend:
         """Attention of ``heads`` ``[T, (groups + 2) * kv_heads, head_dim]``: q, k, v.
 
         ``keys`` and ``values`` are pages ``[blocks, block_size, kv_heads, head_dim]`` (strided),
-        ``passes`` int64 ``[n, PASS_WORDS]``, ``tables`` int64 (flat), ``scratch`` is
-        :meth:`scratch`'s; a ``window`` of 0 is none. ``sinks`` are float32, one for each query
+        ``passes`` int64 ``[n, PASS_WORDS]``, ``tables`` int64 (flat), ``allocate_scratch`` is
+        :meth:`allocate_scratch`'s; a ``window`` of 0 is none. ``sinks`` are float32, one for each query
         head, where the shape has some. Returns ``[T, groups * kv_heads * head_dim]``.
         """
         shape, element = self.shape, self._element
@@ -119,24 +119,24 @@ class Attend:
         )
         return result
 
-    def scratch(self) -> Tensor:
+    def allocate_scratch(self) -> Tensor:
         """Memory for the threads of a call."""
         return torch.empty(self.threads, self._scratch_bytes, dtype=torch.uint8)
 
 
-class _HeadPart:
+class _AttentionEmitter:
     """Emits what one thread does: some of the parts, one after the other."""
 
-    def __init__(self, module: ir.Module, shape: AttendShape, arithmetic: Arithmetic) -> None:
+    def __init__(self, module: ir.Module, shape: AttentionKernelShape, arithmetic: Arithmetic) -> None:
         self.function, builder = begin_function(module, "part", pointers=8, numbers=9)
         heads, keys, values, result, passes, tables, scratch, sinks, *numbers = self.function.args
         _, scratch_bytes, window, head_bytes, block_bytes, position_bytes, *task = numbers
         begin, end, thread = task
         self._shape, self._arithmetic, self._builder = shape, arithmetic, builder
-        self._softmax = Softmax(builder, shape, arithmetic)
+        self._softmax = SoftmaxEmitter(builder, shape, arithmetic)
         #: Positions of a strip, and columns of values that are multiplied at once.
         self._strip = arithmetic.lanes * arithmetic.vectors
-        self.scratch = Scratch.of(shape, self._strip, arithmetic.element)
+        self.scratch = ScratchLayout.from_shape(shape, self._strip, arithmetic.element)
         self._head = shape.head_dim * arithmetic.element
         self._floats = ir.VectorType(FLOAT, arithmetic.lanes)
         sizes = {arithmetic.tile, min(shape.groups, arithmetic.tile), 4, 2, 1}
@@ -147,51 +147,51 @@ class _HeadPart:
         self._head_bytes, self._block_bytes = head_bytes, block_bytes
         self._position_bytes = position_bytes
         self._memory = emit_offset(builder, scratch, builder.mul(thread, scratch_bytes))
-        emit_loop(builder, begin, end, 1, self._part)
+        emit_loop(builder, begin, end, 1, self._emit_part)
         builder.ret_void()
 
-    def _part(self, part: ir.Value, _: Values) -> Values:
+    def _emit_part(self, part: ir.Value, _: Values) -> Values:
         builder, shape = self._builder, self._shape
         number = builder.udiv(part, I64(shape.kv_heads))
         self._kv_head = builder.urem(part, I64(shape.kv_heads))
-        described = emit_nth(builder, self._passes, number, PASS_WORDS * _WORD)
+        described = emit_element_pointer(builder, self._passes, number, PASS_WORDS * _WORD)
         self._row, count, self._start, self._table = (
             builder.load(emit_offset(builder, described, I64(word * _WORD)), typ=I64)
             for word in range(PASS_WORDS)
         )
         self._queries = builder.mul(count, I64(shape.groups))
         self._last = builder.add(self._start, builder.sub(count, I64(1)))
-        self._first = self._first_seen(self._start)
+        self._first = self._first_visible(self._start)
         # What all rows see begins here.
-        self._common = self._first_seen(self._last)
-        emit_loop(builder, I64(0), self._queries, 1, self._begin)
+        self._common = self._first_visible(self._last)
+        emit_loop(builder, I64(0), self._queries, 1, self._load_query)
         size = I64(self.scratch.span)
         begin, last = (builder.udiv(each, size) for each in (self._first, self._last))
-        emit_loop(builder, begin, builder.add(last, I64(1)), 1, self._span)
-        emit_loop(builder, I64(0), self._queries, 1, self._finish)
+        emit_loop(builder, begin, builder.add(last, I64(1)), 1, self._emit_span)
+        emit_loop(builder, I64(0), self._queries, 1, self._store_result)
         return ()
 
-    def _begin(self, query: ir.Value, _: Values) -> Values:
+    def _load_query(self, query: ir.Value, _: Values) -> Values:
         """A query comes to lie beside the others of the pass."""
         builder, shape = self._builder, self._shape
-        source = self._of_heads(self._heads, query, (shape.groups + 2) * shape.kv_heads)
+        source = self._head_pointer(self._heads, query, (shape.groups + 2) * shape.kv_heads)
         for at in range(0, self._head, _VECTOR_BYTES):
             vector = builder.load(emit_offset(builder, source, I64(at)), typ=INTEGERS, align=2)
-            place = self._kept(self.scratch.queries + at, query, self._head)
+            place = self._scratch_pointer(self.scratch.queries + at, query, self._head)
             builder.store(vector, place, align=4)
-        self._softmax.begin(self._query(query))
+        self._softmax.init_query(self._query_state(query))
         return ()
 
-    def _span(self, number: ir.Value, _: Values) -> Values:
+    def _emit_span(self, number: ir.Value, _: Values) -> Values:
         """All queries with the positions of a span, as far as any of them sees these."""
         builder, size = self._builder, I64(self.scratch.span)
         begin = builder.mul(number, size)
-        end = emit_lesser(builder, builder.add(self._last, I64(1)), builder.add(begin, size))
+        end = emit_minimum(builder, builder.add(self._last, I64(1)), builder.add(begin, size))
         first = builder.and_(self._first, I64(-self._strip))
-        self._base = emit_greater(builder, begin, first)
+        self._base = emit_maximum(builder, begin, first)
         strip, positions = I64(self._strip), builder.sub(end, self._base)
         strips = builder.udiv(builder.add(positions, I64(self._strip - 1)), strip)
-        emit_loop(builder, I64(0), strips, 1, self._score)
+        emit_loop(builder, I64(0), strips, 1, self._emit_scores)
         positions = builder.mul(strips, strip)
         behind = builder.add(self._base, builder.sub(positions, I64(1)))
         all_seen = builder.and_(
@@ -201,36 +201,36 @@ class _HeadPart:
         vectors = builder.udiv(positions, I64(LANES))
         with builder.if_else(all_seen) as (then, otherwise):
             with then:
-                self._weigh(vectors, False)
+                self._emit_weights(vectors, False)
             with otherwise:
-                self._weigh(vectors, True)
-        emit_loop(builder, I64(0), strips, 1, self._lay_values)
-        self._sum(builder.udiv(positions, I64(PAIR_BYTES // self._arithmetic.element)))
+                self._emit_weights(vectors, True)
+        emit_loop(builder, I64(0), strips, 1, self._pack_values)
+        self._add_values(builder.udiv(positions, I64(PAIR_BYTES // self._arithmetic.element)))
         return ()
 
-    def _score(self, strip: ir.Value, _: Values) -> Values:
+    def _emit_scores(self, strip: ir.Value, _: Values) -> Values:
         """The products of all queries with a strip of keys."""
         builder, arithmetic = self._builder, self._arithmetic
-        for half, page in enumerate(self._halves(strip, "keys")):
-            self._turn_keys(page, half * HALF)
-        self._ask_for(self._halves(strip, "values"))
+        for half, page in enumerate(self._half_pointers(strip, "keys")):
+            self._transpose_keys(page, half * HALF_PAGE)
+        self._prefetch_pages(self._half_pointers(strip, "values"))
 
         def emit_tile(first: ir.Value, size: int) -> None:
             rows = [builder.add(first, I64(each)) for each in range(size)]
-            queries = [self._kept(self.scratch.queries, row, self._head) for row in rows]
+            queries = [self._scratch_pointer(self.scratch.queries, row, self._head) for row in rows]
             zeros = [ir.Constant(self._floats, [0.0] * arithmetic.lanes)] * arithmetic.vectors
             pairs = I64(self._head // PAIR_BYTES)
             totals = emit_dots(builder, arithmetic, self._memory, queries, pairs, size * zeros)
             at = builder.mul(strip, I64(self._strip * F32))
-            scores = [emit_offset(builder, self._query(row).scores, at) for row in rows]
-            places = emit_places(builder, scores, arithmetic, F32)
+            scores = [emit_offset(builder, self._query_state(row).scores, at) for row in rows]
+            places = emit_result_pointers(builder, scores, arithmetic, F32)
             for total, place in zip(totals, places, strict=True):
                 builder.store(total, place, align=4)
 
         emit_few_tiles(builder, self._queries, self._tiles, emit_tile)
         return ()
 
-    def _weigh(self, vectors: ir.Value, hides: bool) -> None:
+    def _emit_weights(self, vectors: ir.Value, hides: bool) -> None:
         """The scores of all queries with a span, of which it ``hides`` some."""
         builder = self._builder
 
@@ -241,30 +241,30 @@ class _HeadPart:
                 position = builder.add(self._start, row)
                 first, last = (
                     builder.trunc(builder.sub(each, self._base), I32)
-                    for each in (self._first_seen(position), position)
+                    for each in (self._first_visible(position), position)
                 )
                 seen = first, last
-            self._softmax.weigh(self._query(query), vectors, seen)
+            self._softmax.apply_weights(self._query_state(query), vectors, seen)
             return ()
 
         emit_loop(builder, I64(0), self._queries, 1, emit_query)
 
-    def _sum(self, pairs: ir.Value) -> None:
+    def _add_values(self, pairs: ir.Value) -> None:
         """The values of a span, by their weights, to what the spans before it gave."""
         builder, arithmetic = self._builder, self._arithmetic
         chunk_bytes = self.scratch.span * self._strip * arithmetic.element
 
         def emit_chunk(chunk: ir.Value, _: Values) -> Values:
-            columns = self._kept(self.scratch.values, chunk, chunk_bytes)
+            columns = self._scratch_pointer(self.scratch.values, chunk, chunk_bytes)
 
             def emit_tile(first: ir.Value, size: int) -> None:
                 rows = [builder.add(first, I64(each)) for each in range(size)]
-                weights = [self._query(row).scores for row in rows]
+                weights = [self._query_state(row).scores for row in rows]
                 totals = [
-                    emit_nth(builder, self._query(row).totals, chunk, self._strip * F32)
+                    emit_element_pointer(builder, self._query_state(row).totals, chunk, self._strip * F32)
                     for row in rows
                 ]
-                places = emit_places(builder, totals, arithmetic, F32)
+                places = emit_result_pointers(builder, totals, arithmetic, F32)
                 begun = [builder.load(place, typ=self._floats, align=4) for place in places]
                 sums = emit_dots(builder, arithmetic, columns, weights, pairs, begun)
                 for each, place in zip(sums, places, strict=True):
@@ -275,33 +275,33 @@ class _HeadPart:
 
         emit_loop(builder, I64(0), I64(self._shape.head_dim // self._strip), 1, emit_chunk)
 
-    def _finish(self, query: ir.Value, _: Values) -> Values:
+    def _store_result(self, query: ir.Value, _: Values) -> Values:
         """Divide by the sum of the weights, and write down."""
         builder, shape = self._builder, self._shape
         sink = None
         if shape.sinks:
-            place = emit_nth(builder, self._sinks, self._head_of(query), F32)
+            place = emit_element_pointer(builder, self._sinks, self._head_index(query), F32)
             sink = builder.load(place, typ=FLOAT, align=4)
-        result = self._of_heads(self._result, query, shape.groups * shape.kv_heads)
-        self._softmax.finish(self._query(query), sink, result)
+        result = self._head_pointer(self._result, query, shape.groups * shape.kv_heads)
+        self._softmax.store_result(self._query_state(query), sink, result)
         return ()
 
-    def _turn_keys(self, page: ir.Value, begin: int) -> None:
+    def _transpose_keys(self, page: ir.Value, begin: int) -> None:
         """As many positions of as many pairs as there are lanes become columns, and so on."""
         builder, lanes = self._builder, self._arithmetic.lanes
         kind = ir.VectorType(I32, lanes)
-        for start in range(0, HALF, lanes):
+        for start in range(0, HALF_PAGE, lanes):
             for first in range(0, self._head // PAIR_BYTES, lanes):
                 rows = []
                 for position in range(start, start + lanes):
-                    key = emit_nth(builder, page, I64(position), self._position_bytes)
+                    key = emit_element_pointer(builder, page, I64(position), self._position_bytes)
                     place = emit_offset(builder, key, I64(first * PAIR_BYTES))
                     rows.append(builder.load(place, typ=kind, align=2))
-                for pair, vector in enumerate(emit_transposed(builder, rows), first):
+                for pair, vector in enumerate(emit_transpose(builder, rows), first):
                     at = (pair * self._strip + begin + start) * PAIR_BYTES
                     builder.store(vector, emit_offset(builder, self._memory, I64(at)), align=4)
 
-    def _lay_values(self, strip: ir.Value, _: Values) -> Values:
+    def _pack_values(self, strip: ir.Value, _: Values) -> Values:
         """A strip's values come to lie column by column; of bf16, neighbours beside each other."""
         builder, arithmetic = self._builder, self._arithmetic
         beside = PAIR_BYTES // arithmetic.element
@@ -312,10 +312,10 @@ class _HeadPart:
         target = emit_offset(builder, self._memory, builder.add(first, I64(self.scratch.values)))
         order = [at for column in range(self._strip) for at in (column, self._strip + column)]
         mask = ir.Constant(ir.VectorType(I32, 2 * self._strip), order)
-        for half, page in enumerate(self._halves(strip, "values")):
-            for position in range(0, HALF, beside):
+        for half, page in enumerate(self._half_pointers(strip, "values")):
+            for position in range(0, HALF_PAGE, beside):
                 both = [
-                    emit_nth(builder, page, I64(position + each), self._position_bytes)
+                    emit_element_pointer(builder, page, I64(position + each), self._position_bytes)
                     for each in range(beside)
                 ]
                 for chunk in range(self._shape.head_dim // self._strip):
@@ -325,26 +325,26 @@ class _HeadPart:
                         for row in both
                     ]
                     laid = rows[0] if beside == 1 else builder.shuffle_vector(*rows, mask)
-                    row = (half * HALF + position) // beside
+                    row = (half * HALF_PAGE + position) // beside
                     at = I64(chunk * chunk_bytes + row * row_bytes)
                     builder.store(laid, emit_offset(builder, target, at), align=4)
-        self._ask_for(self._halves(strip, "keys", self.scratch.span))
+        self._prefetch_pages(self._half_pointers(strip, "keys", self.scratch.span))
         return ()
 
-    def _ask_for(self, pages: list[ir.Value]) -> None:
+    def _prefetch_pages(self, pages: list[ir.Value]) -> None:
         """Have memory send what is wanted after all of this span, or its scores."""
         builder = self._builder
         for page in pages:
 
             def emit_position(position: ir.Value, _: Values, page: ir.Value = page) -> Values:
-                row = emit_nth(builder, page, position, self._position_bytes)
+                row = emit_element_pointer(builder, page, position, self._position_bytes)
                 for at in range(0, self._head, _VECTOR_BYTES):
                     emit_prefetch(builder, emit_offset(builder, row, I64(at)))
                 return ()
 
-            emit_loop(builder, I64(0), I64(HALF), 1, emit_position)
+            emit_loop(builder, I64(0), I64(HALF_PAGE), 1, emit_position)
 
-    def _halves(self, strip: ir.Value, what: str, ahead: int = 0) -> list[ir.Value]:
+    def _half_pointers(self, strip: ir.Value, what: str, ahead: int = 0) -> list[ir.Value]:
         """Pointers to the positions of a strip, or so many ``ahead`` of them.
 
         Beyond what is seen stands the nearest that is.
@@ -352,48 +352,48 @@ class _HeadPart:
         builder, size = self._builder, I64(self._shape.block_size)
         base = builder.add(self._base, I64(ahead))
         begin = builder.add(base, builder.mul(strip, I64(self._strip)))
-        first, last = (builder.and_(each, I64(-HALF)) for each in (self._first, self._last))
-        base = emit_nth(builder, self._pages[what], self._kv_head, self._head_bytes)
+        first, last = (builder.and_(each, I64(-HALF_PAGE)) for each in (self._first, self._last))
+        base = emit_element_pointer(builder, self._pages[what], self._kv_head, self._head_bytes)
         pages = []
-        for half in range(self._strip // HALF):
-            wanted = builder.add(begin, I64(half * HALF))
-            position = emit_lesser(builder, emit_greater(builder, wanted, first), last)
+        for half in range(self._strip // HALF_PAGE):
+            wanted = builder.add(begin, I64(half * HALF_PAGE))
+            position = emit_minimum(builder, emit_maximum(builder, wanted, first), last)
             entry = builder.add(self._table, builder.udiv(position, size))
-            block = builder.load(emit_nth(builder, self._tables, entry, _WORD), typ=I64)
-            page = emit_nth(builder, base, block, self._block_bytes)
+            block = builder.load(emit_element_pointer(builder, self._tables, entry, _WORD), typ=I64)
+            page = emit_element_pointer(builder, base, block, self._block_bytes)
             inside = builder.mul(builder.urem(position, size), self._position_bytes)
             pages.append(emit_offset(builder, page, inside))
         return pages
 
-    def _first_seen(self, position: ir.Value) -> ir.Value:
+    def _first_visible(self, position: ir.Value) -> ir.Value:
         """What a row at ``position`` sees first."""
         builder = self._builder
         first = builder.add(builder.sub(position, self._window), I64(1))
-        first = emit_greater(builder, first, I64(0))
+        first = emit_maximum(builder, first, I64(0))
         return builder.select(builder.icmp_signed(">", self._window, I64(0)), first, I64(0))
 
-    def _query(self, query: ir.Value) -> Query:
+    def _query_state(self, query: ir.Value) -> QueryState:
         """Where its numbers are."""
         scratch, width = self.scratch, self._shape.head_dim * F32
-        return Query(
-            self._kept(scratch.scores, query, scratch.span * F32),
-            self._kept(scratch.greatest, query, F32),
-            self._kept(scratch.sums, query, F32),
-            self._kept(scratch.totals, query, width),
+        return QueryState(
+            self._scratch_pointer(scratch.scores, query, scratch.span * F32),
+            self._scratch_pointer(scratch.maxima, query, F32),
+            self._scratch_pointer(scratch.sums, query, F32),
+            self._scratch_pointer(scratch.totals, query, width),
         )
 
-    def _of_heads(self, base: ir.Value, query: ir.Value, heads: int) -> ir.Value:
+    def _head_pointer(self, base: ir.Value, query: ir.Value, heads: int) -> ir.Value:
         """A query's place in ``[T, heads, head_dim]``."""
         builder = self._builder
         row = builder.add(self._row, builder.udiv(query, I64(self._shape.groups)))
-        number = builder.add(builder.mul(row, I64(heads)), self._head_of(query))
-        return emit_nth(builder, base, number, self._head)
+        number = builder.add(builder.mul(row, I64(heads)), self._head_index(query))
+        return emit_element_pointer(builder, base, number, self._head)
 
-    def _head_of(self, query: ir.Value) -> ir.Value:
+    def _head_index(self, query: ir.Value) -> ir.Value:
         builder, groups = self._builder, I64(self._shape.groups)
         return builder.add(builder.mul(self._kv_head, groups), builder.urem(query, groups))
 
-    def _kept(self, at: int, number: ir.Value, nbytes: int) -> ir.Value:
+    def _scratch_pointer(self, at: int, number: ir.Value, nbytes: int) -> ir.Value:
         """Number so and so of what lies in the thread's memory from ``at`` on."""
         begin = emit_offset(self._builder, self._memory, I64(at))
-        return emit_nth(self._builder, begin, number, nbytes)
+        return emit_element_pointer(self._builder, begin, number, nbytes)

@@ -26,22 +26,22 @@ from torch import Tensor
 from molink.gguf.formats import BlockFormat
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16
 from molink.stage.kernels.block_panel import PanelProduct
-from molink.stage.kernels.block_reader import RUN, PackedReader, ReadNumbers
+from molink.stage.kernels.block_reader import RUN_CODES, PackedBlockReader, ReadNumbers
 from molink.stage.kernels.compiler import CompiledLibrary
-from molink.stage.kernels.dots import emit_few_tiles, emit_places
+from molink.stage.kernels.dots import emit_few_tiles, emit_result_pointers
 from molink.stage.kernels.emit import (
     FLOAT,
     I32,
     I64,
     Values,
     begin_function,
-    declare,
+    declare_function,
     emit_loop,
-    emit_nth,
+    emit_element_pointer,
     emit_offset,
 )
-from molink.stage.kernels.openmp import OpenMp, emit_shares
-from molink.stage.kernels.rows import lay_apart
+from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
+from molink.stage.kernels.rows import pad_row_stride
 
 #: Rows that are multiplied at once. Beside their sums there have to be registers for decoding.
 _TILES = (6, 4, 2, 1)
@@ -56,15 +56,15 @@ class BlockMatMul:
     __slots__ = (
         "_library",
         "_multiply",
-        "_multiply_many",
-        "_room",
+        "_multiply_unpacked",
+        "_scratch_bytes",
         "_sum",
-        "_summed",
+        "_needs_sums",
         "_threads",
         "columns",
         "dtype",
         "form",
-        "many",
+        "unpack_min_rows",
     )
 
     def __init__(
@@ -84,19 +84,19 @@ class BlockMatMul:
         #: How many columns lie side by side.
         self.columns = arithmetic.vectors * arithmetic.lanes
         #: From how many rows on codes are unpacked once for all.
-        self.many = _MANY
+        self.unpack_min_rows = _MANY
         if isinstance(arithmetic, DotBf16):
-            self.many = _MANY_BYTES if form.bits == 8 else _MANY_BF16
+            self.unpack_min_rows = _MANY_BYTES if form.bits == 8 else _MANY_BF16
         module = ir.Module("block_matmul")
-        product, panel = _Product(module, form, arithmetic), PanelProduct(module, form, arithmetic)
-        multiply = emit_shares(module, product.function, openmp)
-        multiply_many = emit_shares(module, panel.function, openmp)
-        self._summed, self._room = product.reader.summed, panel.room
+        product, panel = _BlockProduct(module, form, arithmetic), PanelProduct(module, form, arithmetic)
+        multiply = emit_parallel_for(module, product.function, openmp)
+        multiply_many = emit_parallel_for(module, panel.function, openmp)
+        self._needs_sums, self._scratch_bytes = product.reader.needs_sums, panel.scratch_bytes
         sums = _emit_sums(module, arithmetic.element, form.group, product.reader.excess)
         self._library = CompiledLibrary(module, features)
-        self._multiply = self._library.function(multiply.name, pointers=5, integers=4)
-        self._multiply_many = self._library.function(multiply_many.name, pointers=6, integers=6)
-        self._sum = self._library.function(sums.name, pointers=2, integers=1)
+        self._multiply = self._library.get_function(multiply.name, pointers=5, integers=4)
+        self._multiply_unpacked = self._library.get_function(multiply_many.name, pointers=6, integers=6)
+        self._sum = self._library.get_function(sums.name, pointers=2, integers=1)
         #: The type of rows and results.
         self.dtype = torch.bfloat16 if arithmetic.element == 2 else torch.float32
 
@@ -111,22 +111,22 @@ class BlockMatMul:
         count = rows.shape[0]
         result = rows.new_empty(count, parts * self.columns)
         sums = bias
-        if self._summed:
+        if self._needs_sums:
             sums = bias.new_empty(rows.numel() // self.form.group)
             self._sum(rows.data_ptr(), sums.data_ptr(), len(sums))
-        if count < self.many:
+        if count < self.unpack_min_rows:
             tensors = [each.data_ptr() for each in (weight, rows, sums, bias, result)]
             self._multiply(*tensors, parts, blocks, count, self._threads)
             return result
-        rows, room = lay_apart(rows), self._room(count)
+        rows, room = pad_row_stride(rows), self._scratch_bytes(count)
         scratch = weight.new_empty(self._threads, room)
         tensors = [each.data_ptr() for each in (weight, rows, sums, bias, result, scratch)]
         row_bytes = rows.stride(0) * rows.element_size()
-        self._multiply_many(*tensors, parts, blocks, row_bytes, count, room, self._threads)
+        self._multiply_unpacked(*tensors, parts, blocks, row_bytes, count, room, self._threads)
         return result
 
 
-class _Product:
+class _BlockProduct:
     """``product(weight, rows, sums, bias, result, parts, blocks, count, begin, end, thread)``.
 
     Of the weight's ``parts`` it multiplies ``begin … end - 1``, ``blocks`` deep, by ``count`` rows.
@@ -136,7 +136,7 @@ class _Product:
         self._form, self._arithmetic = form, arithmetic
         self._columns = arithmetic.vectors * arithmetic.lanes
         self.function, self._builder = begin_function(module, "product", pointers=5, numbers=6)
-        self.reader = PackedReader(self._builder, form, arithmetic)
+        self.reader = PackedBlockReader(self._builder, form, arithmetic)
         self._emit()
 
     def _emit(self) -> None:
@@ -153,24 +153,24 @@ class _Product:
 
         def emit_rows(given: ir.Value, index: ir.Value, size: int, nbytes: ir.Value) -> Values:
             numbers = (builder.add(index, I64(number)) for number in range(size))
-            return [emit_nth(builder, given, each, nbytes) for each in numbers]
+            return [emit_element_pointer(builder, given, each, nbytes) for each in numbers]
 
         def emit_part(part: ir.Value, _: Values) -> Values:
             column = builder.mul(part, I64(self._columns))
-            weights = emit_nth(builder, weight, part, part_bytes)
+            weights = emit_element_pointer(builder, weight, part, part_bytes)
             below = emit_offset(builder, result, builder.mul(column, element))
-            added = emit_nth(builder, bias, column, 4)
+            added = emit_element_pointer(builder, bias, column, 4)
 
             def emit_tile(first: ir.Value, size: int) -> None:
-                places = emit_places(builder, [added], self._arithmetic, 4)
+                places = emit_result_pointers(builder, [added], self._arithmetic, 4)
                 begun = [builder.load(place, typ=floats, align=4) for place in places] * size
                 given = emit_rows(rows, first, size, row_bytes)
-                beside = emit_rows(sums, first, size, sum_bytes) if self.reader.summed else []
+                beside = emit_rows(sums, first, size, sum_bytes) if self.reader.needs_sums else []
                 totals = self._emit_groups(weights, given, beside, blocks, begun)
                 taken = emit_rows(below, first, size, result_bytes)
-                found = emit_places(builder, taken, self._arithmetic, self._arithmetic.element)
+                found = emit_result_pointers(builder, taken, self._arithmetic, self._arithmetic.element)
                 for total, place in zip(totals, found, strict=True):
-                    self._arithmetic.store(builder, total, place)
+                    self._arithmetic.store_sum(builder, total, place)
 
             emit_few_tiles(builder, count, tiles, emit_tile)
             return ()
@@ -188,12 +188,12 @@ class _Product:
         def emit_group(
             at: ir.Value, codes: ir.Value, read_numbers: ReadNumbers, totals: Values
         ) -> Values:
-            given = [emit_nth(builder, row, at, form.group * arithmetic.element) for row in rows]
+            given = [emit_element_pointer(builder, row, at, form.group * arithmetic.element) for row in rows]
 
             def emit_pair(run: ir.Value, index: int, weights: list[Values], dots: Values) -> Values:
                 before = iter(dots)
                 offset = I64(2 * index * arithmetic.element)
-                below = (emit_nth(builder, row, run, RUN * arithmetic.element) for row in given)
+                below = (emit_element_pointer(builder, row, run, RUN_CODES * arithmetic.element) for row in given)
                 places = (emit_offset(builder, row, offset) for row in below)
                 found = [arithmetic.load_pair(builder, place) for place in places]
                 return [
@@ -202,10 +202,10 @@ class _Product:
                     for column in weights
                 ]
 
-            dots = reader.pairs(codes, emit_pair, reader.begun(sums, at, len(rows)))
-            return reader.gather(totals, dots, read_numbers(), sums, at)
+            dots = reader.emit_pairs(codes, emit_pair, reader.initial_dots(sums, at, len(rows)))
+            return reader.add_group(totals, dots, read_numbers(), sums, at)
 
-        return reader.groups(weights, blocks, I64(0), blocks, emit_group, totals)
+        return reader.emit_groups(weights, blocks, I64(0), blocks, emit_group, totals)
 
 
 def _emit_sums(module: ir.Module, element: int, group: int, excess: int) -> ir.Function:
@@ -218,10 +218,10 @@ def _emit_sums(module: ir.Module, element: int, group: int, excess: int) -> ir.F
     half = group // 2
     floats, whole = ir.VectorType(FLOAT, half), ir.VectorType(I32, half)
     kind = ir.FunctionType(FLOAT, [FLOAT, floats])
-    reduce = declare(module, f"llvm.vector.reduce.fadd.v{half}f32", kind)
+    reduce = declare_function(module, f"llvm.vector.reduce.fadd.v{half}f32", kind)
 
     def emit_sum(index: ir.Value, _: Values) -> Values:
-        here = emit_nth(builder, rows, index, group * element)
+        here = emit_element_pointer(builder, rows, index, group * element)
         if element == 2:  # a bf16 is the upper half of a float32
             pairs = builder.load(here, typ=whole, align=2)
             upper = builder.and_(pairs, ir.Constant(whole, [0xFFFF0000] * half))
@@ -234,7 +234,7 @@ def _emit_sums(module: ir.Module, element: int, group: int, excess: int) -> ir.F
         total = builder.call(reduce, [FLOAT(-0.0), both], fastmath=("reassoc",))
         if excess:
             total = builder.fmul(total, FLOAT(-float(excess)))
-        builder.store(total, emit_nth(builder, found, index, 4), align=4)
+        builder.store(total, emit_element_pointer(builder, found, index, 4), align=4)
         return ()
 
     emit_loop(builder, I64(0), count, 1, emit_sum)

@@ -18,12 +18,12 @@ from llvmlite import ir
 
 from molink.gguf.formats import BlockFormat
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, Float32
-from molink.stage.kernels.block_reader import RUN, PackedReader, ReadNumbers
+from molink.stage.kernels.block_reader import RUN_CODES, PackedBlockReader, ReadNumbers
 from molink.stage.kernels.dots import (
     PAIR_BYTES,
     emit_dots,
     emit_few_tiles,
-    emit_places,
+    emit_result_pointers,
     emit_prefetch,
 )
 from molink.stage.kernels.emit import (
@@ -31,16 +31,16 @@ from molink.stage.kernels.emit import (
     I64,
     Values,
     begin_function,
-    emit_lesser,
+    emit_minimum,
     emit_loop,
-    emit_nth,
+    emit_element_pointer,
     emit_offset,
 )
 from molink.stage.kernels.shape import LANES
 
 _F32, _LINE = 4, 64
 #: Depth of a panel: its codes take 16 KB.
-_DEPTH = 256
+_PANEL_DEPTH = 256
 #: Rows that are multiplied at once; the last row stands in for those that a last tile lacks.
 _TILES = (6, 4, 2)
 
@@ -48,7 +48,7 @@ _TILES = (6, 4, 2)
 def panel_arithmetic(arithmetic: Arithmetic) -> Arithmetic:
     """By what the rows of ``arithmetic`` are multiplied by a panel, which lies in a cache."""
     if isinstance(arithmetic, DotBf16):
-        return replace(arithmetic, asks_from=None)
+        return replace(arithmetic, prefetch_min_rows=None)
     return Float32(lanes=arithmetic.lanes)
 
 
@@ -57,40 +57,40 @@ class PanelProduct:
 
     … are ``parts, blocks, row_bytes, count, room, begin, end, thread``: of the weight's ``parts``
     it multiplies ``begin … end - 1``, ``blocks`` deep, by ``count`` rows, each ``row_bytes`` after
-    the one before it. Each thread has ``room`` bytes of ``scratch``.
+    the one before it. Each thread has ``scratch_bytes`` bytes of ``scratch``.
     """
 
     def __init__(self, module: ir.Module, form: BlockFormat, arithmetic: Arithmetic) -> None:
-        self._form, self._given = form, arithmetic
+        self._form, self._arguments = form, arithmetic
         self._arithmetic = panel_arithmetic(arithmetic)
         self._columns = arithmetic.vectors * arithmetic.lanes
         self._floats = ir.VectorType(FLOAT, arithmetic.lanes)
         #: Whether a tile's totals stay in registers beside its sums: 32 are enough for both.
-        self._holds = arithmetic.lanes == LANES
+        self._keeps_totals = arithmetic.lanes == LANES
         #: Blocks of a panel.
-        self._deep = max(1, _DEPTH // form.block)
-        groups = self._deep * form.groups
+        self._panel_blocks = max(1, _PANEL_DEPTH // form.block)
+        groups = self._panel_blocks * form.groups_per_block
         #: Bytes of a group's codes and numbers, and where numbers and totals begin.
         pairs = form.group * self._arithmetic.element // self._arithmetic.pair_bytes
         self._code_bytes = pairs * self._columns * PAIR_BYTES
-        self._number_bytes = form.each * self._columns * _F32
+        self._number_bytes = form.numbers_per_group * self._columns * _F32
         self._numbers_at = groups * self._code_bytes
         self._totals_at = self._numbers_at + groups * self._number_bytes
         self.function, self._builder = begin_function(module, "panel", pointers=6, numbers=8)
-        self._reader = PackedReader(self._builder, form, arithmetic)
+        self._reader = PackedBlockReader(self._builder, form, arithmetic)
         self._emit()
 
-    def room(self, count: int) -> int:
+    def scratch_bytes(self, count: int) -> int:
         """Bytes of memory that a thread needs for ``count`` rows."""
         padded = -(-count // _TILES[-1]) * _TILES[-1]
         return self._totals_at + padded * self._columns * _F32
 
     def _emit(self) -> None:
-        builder, element = self._builder, I64(self._given.element)
+        builder, element = self._builder, I64(self._arguments.element)
         weight, rows, sums, bias, result, scratch, *numbers = self.function.args
         parts, blocks, self._row_bytes, count, room, begin, end, thread = numbers
         self._rows, self._sums, self._count, self._blocks = rows, sums, count, blocks
-        self._memory = emit_nth(builder, scratch, thread, room)
+        self._memory = emit_element_pointer(builder, scratch, thread, room)
         self._totals = emit_offset(builder, self._memory, I64(self._totals_at))
         depth = builder.mul(blocks, I64(self._form.block))
         self._sum_bytes = builder.mul(builder.udiv(depth, I64(self._form.group)), I64(_F32))
@@ -102,52 +102,52 @@ class PanelProduct:
 
         def emit_part(part: ir.Value, _: Values) -> Values:
             column = builder.mul(part, I64(self._columns))
-            self._begin(emit_nth(builder, bias, column, _F32))
-            weights = emit_nth(builder, weight, part, part_bytes)
+            self._init_totals(emit_element_pointer(builder, bias, column, _F32))
+            weights = emit_element_pointer(builder, weight, part, part_bytes)
 
             def emit_panel(panel: ir.Value, _: Values) -> Values:
-                first = builder.mul(panel, I64(self._deep))
-                last = emit_lesser(builder, blocks, builder.add(first, I64(self._deep)))
-                self._unpack(weights, first, last)
-                ahead = self._reader.behind(weights, blocks, last)
-                emit_tile = self._multiply_by(first, last, ahead)
+                first = builder.mul(panel, I64(self._panel_blocks))
+                last = emit_minimum(builder, blocks, builder.add(first, I64(self._panel_blocks)))
+                self._unpack_panel(weights, first, last)
+                ahead = self._reader.end_pointer(weights, blocks, last)
+                emit_tile = self._multiply_panel(first, last, ahead)
                 emit_few_tiles(builder, self._padded, _TILES, emit_tile)
                 return ()
 
-            up = builder.add(blocks, I64(self._deep - 1))
-            emit_loop(builder, I64(0), builder.udiv(up, I64(self._deep)), 1, emit_panel)
+            up = builder.add(blocks, I64(self._panel_blocks - 1))
+            emit_loop(builder, I64(0), builder.udiv(up, I64(self._panel_blocks)), 1, emit_panel)
             below = emit_offset(builder, result, builder.mul(column, element))
-            self._finish(below, result_bytes)
+            self._store_totals(below, result_bytes)
             return ()
 
         emit_loop(builder, begin, end, 1, emit_part)
         builder.ret_void()
 
-    def _begin(self, bias: ir.Value) -> None:
+    def _init_totals(self, bias: ir.Value) -> None:
         """Totals begin as the ``bias`` of their columns."""
-        added = self._load(bias)
+        added = self._load_floats(bias)
 
         def emit_row(row: ir.Value, _: Values) -> Values:
-            self._store(added, emit_nth(self._builder, self._totals, row, self._columns * _F32))
+            self._store_floats(added, emit_element_pointer(self._builder, self._totals, row, self._columns * _F32))
             return ()
 
         emit_loop(self._builder, I64(0), self._padded, 1, emit_row)
 
-    def _unpack(self, weights: ir.Value, first: ir.Value, last: ir.Value) -> None:
+    def _unpack_panel(self, weights: ir.Value, first: ir.Value, last: ir.Value) -> None:
         """The panel and its numbers, of the blocks ``first … last - 1`` of a part."""
         builder, form = self._builder, self._form
-        begin = builder.mul(first, I64(form.groups))
+        begin = builder.mul(first, I64(form.groups_per_block))
         pair_bytes = 2 * self._code_bytes // form.group
 
         def emit_group(
             group: ir.Value, codes: ir.Value, read_numbers: ReadNumbers, _: Values
         ) -> Values:
             here = builder.sub(group, begin)
-            self._store(read_numbers(), self._nth_numbers(here))
-            panel = emit_nth(builder, self._memory, here, self._code_bytes)
+            self._store_floats(read_numbers(), self._group_numbers(here))
+            panel = emit_element_pointer(builder, self._memory, here, self._code_bytes)
 
             def emit_pair(run: ir.Value, index: int, found: list[Values], _: Values) -> Values:
-                at = builder.mul(run, I64(RUN // 2 * pair_bytes))
+                at = builder.mul(run, I64(RUN_CODES // 2 * pair_bytes))
                 place = emit_offset(builder, panel, builder.add(at, I64(index * pair_bytes)))
                 # bf16 neighbours are in one vector; those of float32 one after the other.
                 for vectors in zip(*found, strict=True):
@@ -157,12 +157,12 @@ class PanelProduct:
                         place = emit_offset(builder, place, I64(width))
                 return ()
 
-            self._reader.pairs(codes, emit_pair)
+            self._reader.emit_pairs(codes, emit_pair)
             return ()
 
-        self._reader.groups(weights, self._blocks, first, last, emit_group)
+        self._reader.emit_groups(weights, self._blocks, first, last, emit_group)
 
-    def _multiply_by(
+    def _multiply_panel(
         self, first: ir.Value, last: ir.Value, ahead: ir.Value
     ) -> Callable[[ir.Value, int], None]:
         """Emits what a tile of rows gives with the panel of these blocks.
@@ -171,10 +171,10 @@ class PanelProduct:
         tile asks for its share.
         """
         builder, form, arithmetic = self._builder, self._form, self._arithmetic
-        begin, end = (builder.mul(each, I64(form.groups)) for each in (first, last))
+        begin, end = (builder.mul(each, I64(form.groups_per_block)) for each in (first, last))
         pairs = I64(self._code_bytes // (self._columns * PAIR_BYTES))
         behind = builder.sub(self._count, I64(1))
-        panel_bytes = I64(self._deep * self._columns * form.nbytes)
+        panel_bytes = I64(self._panel_blocks * self._columns * form.nbytes)
         share = builder.add(builder.udiv(panel_bytes, self._padded), I64(1))
 
         def emit_ask(at: ir.Value, _: Values) -> Values:
@@ -185,60 +185,60 @@ class PanelProduct:
             asked = builder.mul(row, share)
             enough = builder.add(asked, builder.add(builder.mul(share, I64(size)), I64(_LINE - 1)))
             emit_loop(builder, asked, enough, _LINE, emit_ask)
-            each = [emit_lesser(builder, builder.add(row, I64(at)), behind) for at in range(size)]
-            rows = [emit_nth(builder, self._rows, one, self._row_bytes) for one in each]
+            each = [emit_minimum(builder, builder.add(row, I64(at)), behind) for at in range(size)]
+            rows = [emit_element_pointer(builder, self._rows, one, self._row_bytes) for one in each]
             sums = []
-            if self._reader.summed:
-                sums = [emit_nth(builder, self._sums, one, self._sum_bytes) for one in each]
-            at = emit_nth(builder, self._totals, row, self._columns * _F32)
+            if self._reader.needs_sums:
+                sums = [emit_element_pointer(builder, self._sums, one, self._sum_bytes) for one in each]
+            at = emit_element_pointer(builder, self._totals, row, self._columns * _F32)
 
             def emit_group(group: ir.Value, totals: Values) -> Values:
                 here = builder.sub(group, begin)
-                codes = emit_nth(builder, self._memory, here, self._code_bytes)
+                codes = emit_element_pointer(builder, self._memory, here, self._code_bytes)
                 given = [
-                    emit_nth(builder, one, group, form.group * arithmetic.element) for one in rows
+                    emit_element_pointer(builder, one, group, form.group * arithmetic.element) for one in rows
                 ]
-                begun = self._reader.begun(sums, group, size)
+                begun = self._reader.initial_dots(sums, group, size)
                 dots = emit_dots(builder, arithmetic, codes, given, pairs, begun)
-                numbers = self._load(self._nth_numbers(here), form.each)
-                before = totals or self._load(at, size)
-                found = self._reader.gather(before, dots, numbers, sums, group)
+                numbers = self._load_floats(self._group_numbers(here), form.numbers_per_group)
+                before = totals or self._load_floats(at, size)
+                found = self._reader.add_group(before, dots, numbers, sums, group)
                 if totals:
                     return found
-                self._store(found, at)
+                self._store_floats(found, at)
                 return ()
 
-            totals = self._load(at, size) if self._holds else ()
-            self._store(emit_loop(builder, begin, end, 1, emit_group, totals)[1], at)
+            totals = self._load_floats(at, size) if self._keeps_totals else ()
+            self._store_floats(emit_loop(builder, begin, end, 1, emit_group, totals)[1], at)
 
         return emit_tile
 
-    def _finish(self, result: ir.Value, result_bytes: ir.Value) -> None:
+    def _store_totals(self, result: ir.Value, result_bytes: ir.Value) -> None:
         """Totals become elements of the result."""
-        builder, arithmetic = self._builder, self._given
+        builder, arithmetic = self._builder, self._arguments
 
         def emit_row(row: ir.Value, _: Values) -> Values:
-            totals = self._load(emit_nth(builder, self._totals, row, self._columns * _F32))
-            below = emit_nth(builder, result, row, result_bytes)
-            places = emit_places(builder, [below], arithmetic, arithmetic.element)
+            totals = self._load_floats(emit_element_pointer(builder, self._totals, row, self._columns * _F32))
+            below = emit_element_pointer(builder, result, row, result_bytes)
+            places = emit_result_pointers(builder, [below], arithmetic, arithmetic.element)
             for total, place in zip(totals, places, strict=True):
-                arithmetic.store(builder, total, place)
+                arithmetic.store_sum(builder, total, place)
             return ()
 
         emit_loop(builder, I64(0), self._count, 1, emit_row)
 
-    def _nth_numbers(self, group: ir.Value) -> ir.Value:
+    def _group_numbers(self, group: ir.Value) -> ir.Value:
         at = emit_offset(self._builder, self._memory, I64(self._numbers_at))
-        return emit_nth(self._builder, at, group, self._number_bytes)
+        return emit_element_pointer(self._builder, at, group, self._number_bytes)
 
-    def _load(self, place: ir.Value, count: int = 1) -> Values:
+    def _load_floats(self, place: ir.Value, count: int = 1) -> Values:
         """``count`` times as many float32 as there are columns."""
         vectors = count * self._arithmetic.vectors
         width = self._arithmetic.lanes * _F32
         places = (emit_offset(self._builder, place, I64(at * width)) for at in range(vectors))
         return [self._builder.load(each, typ=self._floats, align=4) for each in places]
 
-    def _store(self, values: Values, place: ir.Value) -> None:
+    def _store_floats(self, values: Values, place: ir.Value) -> None:
         width = self._arithmetic.lanes * _F32
         for at, value in enumerate(values):
             self._builder.store(value, emit_offset(self._builder, place, I64(at * width)), align=4)

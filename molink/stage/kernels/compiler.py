@@ -39,7 +39,7 @@ class CompiledLibrary:
         self._engine = llvm.create_mcjit_compiler(parsed, machine)
         self._engine.finalize_object()
 
-    def function(self, name: str, pointers: int, integers: int) -> "ctypes._FuncPointer":
+    def get_function(self, name: str, pointers: int, integers: int) -> "ctypes._FuncPointer":
         """A function of so many pointers, then so many 64-bit integers, that returns nothing.
 
         It runs without the interpreter's lock.

@@ -10,16 +10,16 @@ from torch.nn.functional import gelu, rms_norm, silu
 
 from molink.checkpoint.traits import Activation
 from molink.gguf.formats import BlockFormat
-from molink.stage.kernels.repack import scales, take
-from molink.stage.kernels.shape import AttendShape
+from molink.stage.kernels.repack import packed_scales, unpack_rows
+from molink.stage.kernels.shape import AttentionKernelShape
 
 if TYPE_CHECKING:
     from molink.stage.kernels.arithmetic import Arithmetic
-    from molink.stage.kernels.attend import Attend
+    from molink.stage.kernels.attend import AttentionKernel
     from molink.stage.kernels.block_matmul import BlockMatMul
     from molink.stage.kernels.matmul import MatMul
     from molink.stage.kernels.openmp import OpenMp
-    from molink.stage.kernels.rowwise import Rowwise
+    from molink.stage.kernels.rowwise import RowwiseKernels
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 @cache
 def create_matmul(
-    dtype: torch.dtype, threads: int, kept: torch.dtype = torch.bfloat16, checked: bool = True
+    dtype: torch.dtype, threads: int, weight_dtype: torch.dtype = torch.bfloat16, checked: bool = True
 ) -> "MatMul | None":
-    """A product of weights ``kept`` in 16 bits and rows of ``dtype``, on ``threads`` threads.
+    """A product of weights ``weight_dtype`` in 16 bits and rows of ``dtype``, on ``threads`` threads.
 
     ``None``, as of all here, where this CPU or system can't, or gives anything but what torch does;
     that is for the caller to find out unless ``checked``.
@@ -39,10 +39,10 @@ def create_matmul(
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "MatMul | None":
         from molink.stage.kernels.matmul import MatMul
 
-        arithmetic = _choose(dtype, features, kept)
+        arithmetic = _choose_arithmetic(dtype, features, weight_dtype)
         return None if arithmetic is None else MatMul(arithmetic, openmp, threads)
 
-    return _try(compile_it, threads, _multiplies_right if checked else _unknown)
+    return _try_compile(compile_it, threads, _is_matmul_correct if checked else _assume_correct)
 
 
 @cache
@@ -54,15 +54,15 @@ def create_block_matmul(
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "BlockMatMul | None":
         from molink.stage.kernels.block_matmul import BlockMatMul
 
-        arithmetic = _choose(dtype, features) or _choose(torch.float32, features)
+        arithmetic = _choose_arithmetic(dtype, features) or _choose_arithmetic(torch.float32, features)
         if arithmetic is None or not features.get("f16c"):
             return None
         return BlockMatMul(form, arithmetic, openmp, threads)
 
-    return _try(compile_it, threads, _unpacks_right if checked else _unknown)
+    return _try_compile(compile_it, threads, _is_unpacking_correct if checked else _assume_correct)
 
 
-def keeps_blocks() -> bool:
+def supports_block_weights() -> bool:
     """Whether this CPU multiplies by weights in blocks, as far as its features tell."""
     try:
         from molink.stage.kernels.compiler import host_features
@@ -73,37 +73,37 @@ def keeps_blocks() -> bool:
 
 
 @cache
-def create_attend(shape: AttendShape, dtype: torch.dtype, threads: int) -> "Attend | None":
+def create_attention_kernel(shape: AttentionKernelShape, dtype: torch.dtype, threads: int) -> "AttentionKernel | None":
     """Attention of rows of ``dtype`` to keys and values of the same; its backend checks it."""
 
-    def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "Attend | None":
-        from molink.stage.kernels.attend import Attend
+    def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "AttentionKernel | None":
+        from molink.stage.kernels.attend import AttentionKernel
 
-        arithmetic = _choose_alike(dtype, features) if shape.fits else None
-        return None if arithmetic is None else Attend(shape, arithmetic, openmp, threads)
+        arithmetic = _choose_same_dtype(dtype, features) if shape.is_supported else None
+        return None if arithmetic is None else AttentionKernel(shape, arithmetic, openmp, threads)
 
-    return _try(compile_it, threads, _unknown)
+    return _try_compile(compile_it, threads, _assume_correct)
 
 
 @cache
 def create_rowwise(
     dtype: torch.dtype, eps: float, activation: Activation, threads: int, checked: bool = True
-) -> "Rowwise | None":
+) -> "RowwiseKernels | None":
     """Norms, activations and rotations of rows of ``dtype``."""
 
-    def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "Rowwise | None":
-        from molink.stage.kernels.rowwise import Rowwise
+    def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "RowwiseKernels | None":
+        from molink.stage.kernels.rowwise import RowwiseKernels
 
-        fits = _choose(dtype, features) is not None
-        return Rowwise(dtype, eps, activation, openmp, threads) if fits else None
+        fits = _choose_arithmetic(dtype, features) is not None
+        return RowwiseKernels(dtype, eps, activation, openmp, threads) if fits else None
 
-    def is_right(made: "Rowwise") -> bool:
-        return _norms_right(made, eps) and _gates_right(made, activation) and _turns_right(made)
+    def is_right(made: "RowwiseKernels") -> bool:
+        return _is_norm_correct(made, eps) and _is_gate_correct(made, activation) and _is_rotation_correct(made)
 
-    return _try(compile_it, threads, is_right if checked else _unknown)
+    return _try_compile(compile_it, threads, is_right if checked else _assume_correct)
 
 
-def _try(
+def _try_compile(
     compile_it: "Callable[[Mapping[str, bool], OpenMp | None], T | None]",
     threads: int,
     is_right: Callable[[T], bool],
@@ -113,7 +113,7 @@ def _try(
         from molink.stage.kernels.compiler import host_features
         from molink.stage.kernels.openmp import OpenMp
 
-        openmp = OpenMp.find() if threads > 1 else None
+        openmp = OpenMp.find_loaded() if threads > 1 else None
         if threads > 1 and openmp is None:
             return None
         made = compile_it(host_features(), openmp)
@@ -126,21 +126,21 @@ def _try(
     return made
 
 
-def _has_products(features: Mapping[str, bool]) -> bool:
+def _has_bf16_products(features: Mapping[str, bool]) -> bool:
     """Whether a CPU with ``features`` (LLVM's names) multiplies bf16, 16 pairs at a time."""
     return bool(features.get("avx512bf16") and features.get("avx512f"))
 
 
-def _choose(
-    dtype: torch.dtype, features: Mapping[str, bool], kept: torch.dtype = torch.bfloat16
+def _choose_arithmetic(
+    dtype: torch.dtype, features: Mapping[str, bool], weight_dtype: torch.dtype = torch.bfloat16
 ) -> "Arithmetic | None":
     """The fastest arithmetic that a CPU with ``features`` has for rows and weights of a type."""
     from molink.stage.kernels.arithmetic import DotBf16, WidenedBf16, WidenedF16
 
-    if kept not in (torch.bfloat16, torch.float16):
+    if weight_dtype not in (torch.bfloat16, torch.float16):
         return None
-    half = kept is torch.float16
-    if dtype is torch.bfloat16 and not half and _has_products(features):
+    half = weight_dtype is torch.float16
+    if dtype is torch.bfloat16 and not half and _has_bf16_products(features):
         return DotBf16()
     if dtype is not torch.float32 or (half and not features.get("f16c")):
         return None
@@ -150,11 +150,11 @@ def _choose(
     return widened() if features.get("avx2") and features.get("fma") else None
 
 
-def _choose_alike(dtype: torch.dtype, features: Mapping[str, bool]) -> "Arithmetic | None":
+def _choose_same_dtype(dtype: torch.dtype, features: Mapping[str, bool]) -> "Arithmetic | None":
     """The same where rows and what they are multiplied by are of one type."""
     from molink.stage.kernels.arithmetic import DotBf16, Float32
 
-    if dtype is torch.bfloat16 and _has_products(features):
+    if dtype is torch.bfloat16 and _has_bf16_products(features):
         return DotBf16()
     if dtype is torch.float32 and features.get("avx512f"):
         return Float32(lanes=16, tile=12)
@@ -163,17 +163,17 @@ def _choose_alike(dtype: torch.dtype, features: Mapping[str, bool]) -> "Arithmet
     return None
 
 
-def _multiplies_right(product: "MatMul") -> bool:
+def _is_matmul_correct(product: "MatMul") -> bool:
     """Whether small integers, which every sum here holds exactly, are multiplied without error."""
     weight = torch.arange(96 * 64).remainder(7).sub(3).view(96, 64)
     rows = torch.arange(29 * 64).remainder(5).sub(2).view(29, 64)
     bias = torch.arange(96.0)
-    given = product(product.pack(weight), rows.to(product.dtype), bias)
+    given = product(product.pack_weight(weight), rows.to(product.dtype), bias)
     exact = (rows @ weight.T + bias).to(product.dtype)
     return torch.equal(given, exact)
 
 
-def _unpacks_right(product: "BlockMatMul") -> bool:
+def _is_unpacking_correct(product: "BlockMatMul") -> bool:
     """Whether rows of which one value is 1 give the weights that are there, a few of each block.
 
     The bytes of the blocks are arbitrary, but for scales of a fair size.
@@ -181,7 +181,7 @@ def _unpacks_right(product: "BlockMatMul") -> bool:
     form, columns, width = product.form, 2 * product.columns, 2 * product.form.block
     packed = torch.arange(columns * 2 * form.nbytes).mul(37).remainder(251)
     packed = packed.to(torch.uint8).view(2, -1)
-    numbers = scales(form, packed, product.columns)
+    numbers = packed_scales(form, packed, product.columns)
     numbers.copy_(torch.linspace(-1, 2, numbers.numel()).view(numbers.shape))
     places = torch.arange(0, 3 * width, 7) % width
     rows = torch.zeros(len(places), width, dtype=product.dtype)
@@ -190,31 +190,31 @@ def _unpacks_right(product: "BlockMatMul") -> bool:
     given = product(packed, rows, bias)
     if not torch.equal(product(packed, rows[:7], bias), given[:7]):
         return False  # few rows, and many
-    exact = take(form, packed, product.columns, torch.arange(columns))[:, places].T
+    exact = unpack_rows(form, packed, product.columns, torch.arange(columns))[:, places].T
     within = 2**-7 if product.dtype is torch.bfloat16 else 1e-5
     return torch.allclose(given.float(), exact, rtol=within, atol=within * float(exact.abs().max()))
 
 
-def _norms_right(rowwise: "Rowwise", eps: float) -> bool:
+def _is_norm_correct(rowwise: "RowwiseKernels", eps: float) -> bool:
     """Whether a norm is as close to torch's as its type can be."""
     rows = torch.arange(5 * 48).remainder(11).sub(4).view(5, 48).to(rowwise.dtype)
     weight = torch.linspace(0.5, 2.0, 48)
     exact = rms_norm(rows.float(), weight.shape, weight, eps)
-    within = _rounding(rowwise.dtype)
-    return torch.allclose(rowwise.norm(rows, weight).float(), exact, rtol=within, atol=1e-6)
+    within = _rounding_error(rowwise.dtype)
+    return torch.allclose(rowwise.normalize_rows(rows, weight).float(), exact, rtol=within, atol=1e-6)
 
 
-def _gates_right(rowwise: "Rowwise", activation: Activation) -> bool:
+def _is_gate_correct(rowwise: "RowwiseKernels", activation: Activation) -> bool:
     """Whether a gate is, too."""
     rows = torch.linspace(-9, 9, 3 * 96).view(3, 96).to(rowwise.dtype)
     active, up = rows.double().chunk(2, dim=-1)
     bent = silu(active) if activation == "silu" else gelu(active, approximate="tanh")
-    found = rowwise.gate(rows).float()
-    within = _rounding(rowwise.dtype)
+    found = rowwise.apply_gate(rows).float()
+    within = _rounding_error(rowwise.dtype)
     return torch.allclose(found, (bent * up).float(), rtol=within, atol=1e-6)
 
 
-def _turns_right(rowwise: "Rowwise") -> bool:
+def _is_rotation_correct(rowwise: "RowwiseKernels") -> bool:
     """Whether a rotation is, and leaves alone what it is not to turn."""
     heads = torch.linspace(-2, 2, 3 * 2 * 64).view(3, 2, 64).to(rowwise.dtype)
     angles = torch.linspace(-1, 1, 3 * 2 * 32).view(3, 1, 2, 32).to(rowwise.dtype)
@@ -223,14 +223,14 @@ def _turns_right(rowwise: "Rowwise") -> bool:
     exact = heads.float().clone()
     exact[..., :32] *= cosines
     exact[..., :32] += torch.cat((second, first), -1) * sines
-    rowwise.rotate(heads, angles)
-    within = _rounding(rowwise.dtype)
+    rowwise.rotate_heads(heads, angles)
+    within = _rounding_error(rowwise.dtype)
     return torch.allclose(heads.float(), exact, rtol=within, atol=2 * within)
 
 
-def _rounding(dtype: torch.dtype) -> float:
+def _rounding_error(dtype: torch.dtype) -> float:
     return 2**-7 if dtype is torch.bfloat16 else 1e-5
 
 
-def _unknown(_: object) -> bool:
+def _assume_correct(_: object) -> bool:
     return True

@@ -11,7 +11,7 @@ from molink.stage.kernels.emit import (
     POINTER,
     VOID,
     Values,
-    declare,
+    declare_function,
     emit_loop,
     emit_offset,
 )
@@ -76,7 +76,7 @@ def emit_dots(
     then the second's, and so on.
     """
     vector_bytes = arithmetic.lanes * PAIR_BYTES
-    asks = arithmetic.asks_from is not None and len(rows) >= arithmetic.asks_from
+    asks = arithmetic.prefetch_min_rows is not None and len(rows) >= arithmetic.prefetch_min_rows
 
     def emit_pair(pair: ir.Value, totals: Values) -> Values:
         here = emit_offset(
@@ -100,7 +100,7 @@ def emit_dots(
     return emit_loop(builder, I64(0), pairs, 1, emit_pair, totals)[1]
 
 
-def emit_places(
+def emit_result_pointers(
     builder: ir.IRBuilder, rows: Sequence[ir.Value], arithmetic: Arithmetic, element: int
 ) -> list[ir.Value]:
     """Where the vectors of ``rows`` are, in the order of :func:`emit_dots`' totals."""
@@ -116,4 +116,4 @@ def emit_prefetch(builder: ir.IRBuilder, place: ir.Value) -> None:
     """Ask memory for the cache line at ``place``."""
     kind = ir.FunctionType(VOID, [POINTER, I32, I32, I32])
     read, keep, data = I32(0), I32(3), I32(1)
-    builder.call(declare(builder.module, "llvm.prefetch.p0", kind), [place, read, keep, data])
+    builder.call(declare_function(builder.module, "llvm.prefetch.p0", kind), [place, read, keep, data])

@@ -23,7 +23,7 @@ class BFloat(ir.Type):
         return hash(BFloat)
 
 
-def declare(module: ir.Module, name: str, kind: ir.FunctionType) -> ir.Function:
+def declare_function(module: ir.Module, name: str, kind: ir.FunctionType) -> ir.Function:
     """The function ``name`` that is somewhere else: an instruction, or in another library."""
     return module.globals.get(name) or ir.Function(module, kind, name)
 
@@ -76,7 +76,7 @@ def emit_offset(builder: ir.IRBuilder, pointer: ir.Value, nbytes: ir.Value) -> i
     return builder.gep(pointer, [nbytes], source_etype=BYTE)
 
 
-def emit_nth(
+def emit_element_pointer(
     builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, nbytes: int | ir.Value
 ) -> ir.Value:
     """Where number ``index`` is, of what has ``nbytes`` bytes each."""
@@ -84,24 +84,24 @@ def emit_nth(
     return emit_offset(builder, pointer, builder.mul(index, size))
 
 
-def emit_lesser(builder: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
+def emit_minimum(builder: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
     """The lesser of two integers."""
     return builder.select(builder.icmp_signed("<", one, other), one, other)
 
 
-def emit_greater(builder: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
+def emit_maximum(builder: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
     """The greater of two integers."""
     return builder.select(builder.icmp_signed(">", one, other), one, other)
 
 
-def emit_local(builder: ir.IRBuilder, nbytes: int) -> ir.Value:
+def emit_alloca(builder: ir.IRBuilder, nbytes: int) -> ir.Value:
     """A pointer to memory of the function itself, aligned for words."""
     place = builder.alloca(ir.ArrayType(I64, -(-nbytes // 8)))
     # llvmlite still gives it a type of its own, which nothing else here would take.
     return builder.inttoptr(builder.ptrtoint(place, I64), POINTER)
 
 
-def emit_spread(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
+def emit_broadcast(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
     """A vector whose every lane is ``value``."""
     vector = ir.VectorType(value.type, lanes)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, I32(0))

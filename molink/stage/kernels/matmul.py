@@ -17,24 +17,24 @@ from torch import Tensor, unflatten
 
 from molink.stage.kernels.arithmetic import Arithmetic
 from molink.stage.kernels.compiler import CompiledLibrary
-from molink.stage.kernels.dots import PAIR_BYTES, emit_dots, emit_places, emit_tiles
+from molink.stage.kernels.dots import PAIR_BYTES, emit_dots, emit_result_pointers, emit_tiles
 from molink.stage.kernels.emit import (
     FLOAT,
     I64,
     Values,
     begin_function,
     emit_loop,
-    emit_nth,
+    emit_element_pointer,
     emit_offset,
 )
-from molink.stage.kernels.openmp import OpenMp, emit_shares
-from molink.stage.kernels.rows import lay_apart
+from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
+from molink.stage.kernels.rows import pad_row_stride
 
 
 class MatMul:
-    """A compiled product, for weights of every shape that it :meth:`fits`."""
+    """A compiled product, for weights of every shape that it :meth:`supports_weight`."""
 
-    __slots__ = ("_columns", "_library", "_multiply", "_threads", "dtype", "kept")
+    __slots__ = ("_columns", "_library", "_multiply", "_threads", "dtype", "weight_dtype")
 
     def __init__(
         self,
@@ -52,30 +52,30 @@ class MatMul:
         self._threads = threads
         module = ir.Module("matmul")
         # Of its arguments, blocks are the first integer.
-        multiply = emit_shares(module, _emit_product(module, arithmetic), openmp)
+        multiply = emit_parallel_for(module, _emit_product(module, arithmetic), openmp)
         self._library = CompiledLibrary(module, features)
-        self._multiply = self._library.function(multiply.name, pointers=4, integers=5)
+        self._multiply = self._library.get_function(multiply.name, pointers=4, integers=5)
         #: The type of rows and results.
         self.dtype = torch.bfloat16 if arithmetic.element == 2 else torch.float32
         #: The type of weights.
-        self.kept = arithmetic.kept
+        self.weight_dtype = arithmetic.weight_dtype
 
-    def fits(self, weight: Tensor) -> bool:
+    def supports_weight(self, weight: Tensor) -> bool:
         """Whether it can multiply by a weight ``[columns, depth]``."""
         columns, depth = weight.shape
         return columns % self._columns == 0 and depth % 2 == 0
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack_weight(self, weight: Tensor) -> Tensor:
         """A weight ``[columns, depth]`` in blocks, as the module tells."""
         columns = len(weight)
-        whole = weight.to(self.kept)
+        whole = weight.to(self.weight_dtype)
         # What stays together, as one number: eight times as fast.
-        units = whole.view(torch.int32) if self.kept is torch.bfloat16 else whole
+        units = whole.view(torch.int32) if self.weight_dtype is torch.bfloat16 else whole
         blocks = units.view(columns // self._columns, self._columns, -1).transpose(1, 2)
-        packed = blocks.contiguous().view(self.kept)
+        packed = blocks.contiguous().view(self.weight_dtype)
         return unflatten(packed, 2, (self._columns, -1)) if units is not whole else packed
 
-    def take(self, weight: Tensor, columns: Tensor) -> Tensor:
+    def gather_columns(self, weight: Tensor, columns: Tensor) -> Tensor:
         """Columns ``[T]`` (by number) of a weight that is packed: new ``[T, depth]``."""
         found = weight[columns // self._columns, :, columns % self._columns]
         return found.flatten(1).to(self.dtype)
@@ -83,10 +83,10 @@ class MatMul:
     def __call__(self, weight: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
         """``rows @ weight.T + bias``: ``[T, depth]`` → ``[T, columns]``.
 
-        ``weight`` is as :meth:`pack` gives it, ``bias`` float32 ``[columns]``.
+        ``weight`` is as :meth:`pack_weight` gives it, ``bias`` float32 ``[columns]``.
         """
         blocks = len(weight)
-        rows = lay_apart(rows)
+        rows = pad_row_stride(rows)
         count, depth = rows.shape
         result = rows.new_empty(count, blocks * self._columns)
         self._multiply(
@@ -118,24 +118,24 @@ def _emit_product(module: ir.Module, arithmetic: Arithmetic) -> ir.Function:
     def emit_rows(first: ir.Value, index: ir.Value, size: int, nbytes: ir.Value) -> list[ir.Value]:
         """Pointers to ``size`` rows from number ``index`` on."""
         numbers = (builder.add(index, I64(number)) for number in range(size))
-        return [emit_nth(builder, first, each, nbytes) for each in numbers]
+        return [emit_element_pointer(builder, first, each, nbytes) for each in numbers]
 
     def emit_block(block: ir.Value, _: Values) -> Values:
         column = builder.mul(block, columns)
-        weights = emit_nth(builder, weight, block, block_bytes)
+        weights = emit_element_pointer(builder, weight, block, block_bytes)
         below = emit_offset(builder, result, builder.mul(column, element))
-        added = emit_nth(builder, bias, column, 4)
+        added = emit_element_pointer(builder, bias, column, 4)
         vector = ir.VectorType(FLOAT, arithmetic.lanes)
 
         def emit_tile(first: ir.Value, size: int) -> None:
-            places = emit_places(builder, [added], arithmetic, 4)
+            places = emit_result_pointers(builder, [added], arithmetic, 4)
             begun = [builder.load(place, typ=vector, align=4) for place in places] * size
             given = emit_rows(rows, first, size, row_bytes)
             totals = emit_dots(builder, arithmetic, weights, given, pairs, begun)
             taken = emit_rows(below, first, size, result_bytes)
-            places = emit_places(builder, taken, arithmetic, arithmetic.element)
+            places = emit_result_pointers(builder, taken, arithmetic, arithmetic.element)
             for total, place in zip(totals, places, strict=True):
-                arithmetic.store(builder, total, place)
+                arithmetic.store_sum(builder, total, place)
 
         emit_tiles(builder, count, arithmetic.tile, emit_tile)
         return ()

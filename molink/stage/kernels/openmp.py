@@ -14,29 +14,29 @@ import llvmlite.binding as llvm
 import psutil
 from llvmlite import ir
 
-from molink.stage.kernels.emit import I32, I64, POINTER, VOID, declare, emit_local, emit_offset
+from molink.stage.kernels.emit import I32, I64, POINTER, VOID, declare_function, emit_alloca, emit_offset
 
-Entry = Literal["gnu", "llvm"]
+ForkSymbol = Literal["gnu", "llvm"]
 
 #: How the files are called, and by what a team of threads is sent off in them.
-_NAMES: tuple[tuple[str, Entry], ...] = (("gomp", "gnu"), ("iomp5", "llvm"), ("libomp.", "llvm"))
-_SYMBOLS: dict[Entry, tuple[str, ...]] = {
+_LIBRARY_NAMES: tuple[tuple[str, ForkSymbol], ...] = (("gomp", "gnu"), ("iomp5", "llvm"), ("libomp.", "llvm"))
+_SYMBOLS: dict[ForkSymbol, tuple[str, ...]] = {
     "gnu": ("GOMP_parallel",),
     "llvm": ("__kmpc_fork_call", "__kmpc_push_num_threads", "__kmpc_global_thread_num"),
 }
 #: Bytes of a pointer, and of an integer that is handed on.
-_WORD = 8
-_QUERIES = ("omp_get_thread_num", "omp_get_num_threads")
+_WORD_BYTES = 8
+_THREAD_QUERIES = ("omp_get_thread_num", "omp_get_num_threads")
 
 
 @dataclass(frozen=True, slots=True)
 class OpenMp:
     """A library that compiled code can call: its symbols are known to LLVM."""
 
-    entry: Entry
+    entry: ForkSymbol
 
     @classmethod
-    def find(cls) -> "OpenMp | None":
+    def find_loaded(cls) -> "OpenMp | None":
         """That of this process (torch has to be imported), if there is one that is known."""
         try:
             paths = [mapped.path for mapped in psutil.Process().memory_maps(grouped=True)]
@@ -44,8 +44,8 @@ class OpenMp:
             return None  # not every system tells
         for path in paths:
             name = PurePath(path).name.lower()
-            for part, entry in _NAMES:
-                if part in name and _publish(path, (*_SYMBOLS[entry], *_QUERIES)):
+            for part, entry in _LIBRARY_NAMES:
+                if part in name and _register_symbols(path, (*_SYMBOLS[entry], *_THREAD_QUERIES)):
                     return cls(entry)
         return None
 
@@ -56,7 +56,7 @@ class OpenMp:
         module, count = builder.module, builder.trunc(threads, I32)
         if self.entry == "gnu":
             kind = ir.FunctionType(VOID, [POINTER, POINTER, I32, I32])
-            parallel = declare(module, "GOMP_parallel", kind)
+            parallel = declare_function(module, "GOMP_parallel", kind)
             builder.call(parallel, [task, shared, count, I32(0)])
             return
         # Who calls: `{reserved, flags, reserved, reserved, source}`; 2 is a compiler's usual flag.
@@ -68,11 +68,11 @@ class OpenMp:
             text,
             place([I32(0), I32(2), I32(0), I32(0), source]),
         )
-        number = declare(module, "__kmpc_global_thread_num", ir.FunctionType(I32, [POINTER]))
-        push = declare(
+        number = declare_function(module, "__kmpc_global_thread_num", ir.FunctionType(I32, [POINTER]))
+        push = declare_function(
             module, "__kmpc_push_num_threads", ir.FunctionType(VOID, [POINTER, I32, I32])
         )
-        fork = declare(
+        fork = declare_function(
             module,
             "__kmpc_fork_call",
             ir.FunctionType(VOID, [POINTER, I32, POINTER], var_arg=True),
@@ -81,12 +81,12 @@ class OpenMp:
         builder.call(fork, [caller, I32(1), task, shared])
 
     @property
-    def task(self) -> ir.FunctionType:
+    def task_type(self) -> ir.FunctionType:
         """The type of what is run; the last argument is what its threads share."""
         return ir.FunctionType(VOID, [POINTER] * (1 if self.entry == "gnu" else 3))
 
 
-def emit_shares(module: ir.Module, part: ir.Function, openmp: OpenMp | None) -> ir.Function:
+def emit_parallel_for(module: ir.Module, part: ir.Function, openmp: OpenMp | None) -> ir.Function:
     """``whole(…, parts, …, threads)`` that shares out ``part(…, parts, …, begin, end, thread)``.
 
     ``parts`` is the first integer of both: how many there are. Without ``openmp`` the calling
@@ -99,9 +99,9 @@ def emit_shares(module: ir.Module, part: ir.Function, openmp: OpenMp | None) -> 
     if openmp is None:
         builder.call(part, [*given, I64(0), given[handed.index(I64)], I64(0)])
     else:
-        shared = emit_local(builder, _WORD * len(given))
+        shared = emit_alloca(builder, _WORD_BYTES * len(given))
         for index, value in enumerate(given):
-            builder.store(value, emit_offset(builder, shared, I64(_WORD * index)))
+            builder.store(value, emit_offset(builder, shared, I64(_WORD_BYTES * index)))
         openmp.emit_fork(builder, _emit_task(module, part, openmp), shared, threads)
     builder.ret_void()
     return whole
@@ -110,15 +110,15 @@ def emit_shares(module: ir.Module, part: ir.Function, openmp: OpenMp | None) -> 
 def _emit_task(module: ir.Module, part: ir.Function, openmp: OpenMp) -> ir.Function:
     """What each thread of the team does: its part of the parts."""
     handed = part.function_type.args[:-3]
-    task = ir.Function(module, openmp.task, f"task_{part.name}")
+    task = ir.Function(module, openmp.task_type, f"task_{part.name}")
     builder = ir.IRBuilder(task.append_basic_block())
     given = [
-        builder.load(emit_offset(builder, task.args[-1], I64(_WORD * index)), typ=kind)
+        builder.load(emit_offset(builder, task.args[-1], I64(_WORD_BYTES * index)), typ=kind)
         for index, kind in enumerate(handed)
     ]
     query = ir.FunctionType(I32, [])
     thread, team = (
-        builder.zext(builder.call(declare(module, name, query), []), I64) for name in _QUERIES
+        builder.zext(builder.call(declare_function(module, name, query), []), I64) for name in _THREAD_QUERIES
     )
     parts = given[handed.index(I64)]
     begin = builder.udiv(builder.mul(parts, thread), team)
@@ -128,7 +128,7 @@ def _emit_task(module: ir.Module, part: ir.Function, openmp: OpenMp) -> ir.Funct
     return task
 
 
-def _publish(path: str, symbols: tuple[str, ...]) -> bool:
+def _register_symbols(path: str, symbols: tuple[str, ...]) -> bool:
     """Tell LLVM where ``symbols`` are; whether the loaded library at ``path`` has them all."""
     try:
         library = ctypes.CDLL(path)

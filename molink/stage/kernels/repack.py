@@ -10,18 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, unflatten
 
-from molink.gguf.blocks import PACKED
-from molink.gguf.formats import FORMATS, ROWS, BlockFormat, pieces
+from molink.gguf.blocks import PACKED_TYPES
+from molink.gguf.formats import BLOCK_FORMATS, ROW_MULTIPLE, BlockFormat, locate_pair
 from molink.stage.torch_dtypes import TORCH_DTYPES
 
 _LOW_BITS, _LOW, _SIX = 4, 15, 63
-_F16 = 2
+_F16_BYTES = 2
 #: Codes, or bytes, that are put into another order at once.
-_PART = 2**20
+_MAX_CODES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockCodes:
     """Of rows ``[R, in]``, in ``B`` blocks each: their codes (uint8 ``[R, B, block]``) and numbers.
 
     ``halves`` have 16 bits, ``[R, B]``: scales, then shifts or what is added if there are any.
@@ -33,152 +33,152 @@ class Blocks:
     whole: tuple[Tensor, ...] = ()
 
 
-def stored_blocks(name: str, rows: Tensor) -> Iterator[Blocks]:
-    """The blocks of kind ``name`` in ``rows``, some at a time; see :func:`parse`."""
-    step = part_rows(rows.shape[1])
-    return (parse(name, rows[begin : begin + step]) for begin in range(0, len(rows), step))
+def read_blocks(name: str, rows: Tensor) -> Iterator[BlockCodes]:
+    """The blocks of kind ``name`` in ``rows``, some at a time; see :func:`parse_blocks`."""
+    step = rows_per_repack(rows.shape[1])
+    return (parse_blocks(name, rows[begin : begin + step]) for begin in range(0, len(rows), step))
 
 
-def part_rows(width: int) -> int:
+def rows_per_repack(width: int) -> int:
     """How many rows of a width are put into another order at once: a multiple of all columns."""
-    return max(1, _PART // width // ROWS) * ROWS
+    return max(1, _MAX_CODES // width // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def parse(name: str, rows: Tensor) -> Blocks:
+def parse_blocks(name: str, rows: Tensor) -> BlockCodes:
     """The blocks of kind ``name`` in ``rows``: bytes ``[R, bytes of a row]``."""
-    form = FORMATS[name]
-    blocks = unflatten(rows, 1, (-1, PACKED[name].nbytes))
-    if not form.nested:
+    form = BLOCK_FORMATS[name]
+    blocks = unflatten(rows, 1, (-1, PACKED_TYPES[name].nbytes))
+    if not form.has_nested_scales:
         return _parse_simple(form, blocks)
-    return _parse_added(form, blocks) if form.adds else _parse_sixteens(blocks)
+    return _parse_k_quants(form, blocks) if form.has_minimum else _parse_q6_k(blocks)
 
 
-def arrange(form: BlockFormat, blocks: Blocks, columns: int) -> Tensor:
+def pack_blocks(form: BlockFormat, blocks: BlockCodes, columns: int) -> Tensor:
     """Bytes ``[R / columns, bytes of so many rows]``; ``R`` is a multiple of ``columns``."""
     halves = [each[..., None, None] for each in blocks.halves]  # [R, B, 1, 1]
     whole = [each.unsqueeze(3) for each in blocks.whole]  # [R, B, groups, 1]
-    words = _words(form, blocks.codes)  # [R, B, groups, words]
-    own = [_side_by_side(each, columns) for each in (*(whole if form.nested else halves), words)]
+    words = _pack_words(form, blocks.codes)  # [R, B, groups, words]
+    own = [_interleave_columns(each, columns) for each in (*(whole if form.has_nested_scales else halves), words)]
     groups = torch.cat(own, 3).flatten(1)
-    if not form.nested:
+    if not form.has_nested_scales:
         return groups
-    above = torch.cat([_side_by_side(each, columns) for each in halves], 2).flatten(1)
+    above = torch.cat([_interleave_columns(each, columns) for each in halves], 2).flatten(1)
     return torch.cat((above, groups), 1)
 
 
-def _side_by_side(numbers: Tensor, columns: int) -> Tensor:
+def _interleave_columns(numbers: Tensor, columns: int) -> Tensor:
     """``[R, B, groups, n]`` as bytes ``[R / columns, B, groups, n · columns · bytes of each]``."""
     lying = unflatten(numbers, 0, (-1, columns)).movedim(1, -1)
     return lying.flatten(-2).contiguous().view(torch.uint8)
 
 
-def scales(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
-    """Numbers ``[R / columns, B, n, columns]`` of 16 bits of what :func:`arrange` made: a view."""
-    end = 2 * form.each * columns
-    if form.nested:
-        above, _ = _split(form, packed, columns)
+def packed_scales(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
+    """Numbers ``[R / columns, B, n, columns]`` of 16 bits of what :func:`pack_blocks` made: a view."""
+    end = 2 * form.numbers_per_group * columns
+    if form.has_nested_scales:
+        above, _ = _split_packed(form, packed, columns)
     else:
         above = unflatten(packed, 1, (-1, columns * form.group_bytes))[..., :end]
-    return unflatten(above.view(TORCH_DTYPES[form.numbers]), 2, (-1, columns))
+    return unflatten(above.view(TORCH_DTYPES[form.number_dtype]), 2, (-1, columns))
 
 
-def _split(form: BlockFormat, packed: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def _split_packed(form: BlockFormat, packed: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """The numbers of blocks ``[P, B, bytes]``, and groups ``[P, B, groups, bytes]``."""
     blocks = packed.shape[1] // (columns * form.nbytes)
-    above = unflatten(packed[:, : blocks * columns * form.block_bytes], 1, (blocks, -1))
-    below = packed[:, blocks * columns * form.block_bytes :]
-    return above, unflatten(below, 1, (blocks, form.groups, -1))
+    above = unflatten(packed[:, : blocks * columns * form.block_number_bytes], 1, (blocks, -1))
+    below = packed[:, blocks * columns * form.block_number_bytes :]
+    return above, unflatten(below, 1, (blocks, form.groups_per_block, -1))
 
 
-def take(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -> Tensor:
+def unpack_rows(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -> Tensor:
     """The weights (float32 ``[T, in]``) of ``rows`` (int64 ``[T]``) of what was arranged."""
     part, lane = rows // columns, rows % columns
-    halves = scales(form, packed, columns)[part, :, :, lane].float()
+    halves = packed_scales(form, packed, columns)[part, :, :, lane].float()
     numbers = [each.unsqueeze(2) for each in halves.unbind(2)]  # [T, B, 1]
-    _, groups = _split(form, packed, columns)
+    _, groups = _split_packed(form, packed, columns)
     begin = columns * form.number_bytes
-    if form.nested:
-        kind = torch.uint8 if form.adds else torch.int8
+    if form.has_nested_scales:
+        kind = torch.uint8 if form.has_minimum else torch.int8
         found = unflatten(groups[..., :begin].view(kind), 3, (-1, columns))[part, ..., lane]
         numbers = [one * each for one, each in zip(numbers, found.unbind(3), strict=True)]
-    words = unflatten(groups[..., begin:], 3, (-1, columns, form.word))
-    codes = _codes(form, words[part, :, :, :, lane])
+    words = unflatten(groups[..., begin:], 3, (-1, columns, form.word_bytes))
+    codes = _unpack_codes(form, words[part, :, :, :, lane])
     codes -= form.offset
-    if form.shifts:
+    if form.has_shifts:
         codes += numbers[1].unsqueeze(3)
     weights = numbers[0].unsqueeze(3) * codes
-    return (weights + numbers[1].unsqueeze(3) if form.adds else weights).flatten(1)
+    return (weights + numbers[1].unsqueeze(3) if form.has_minimum else weights).flatten(1)
 
 
 # --- codes ------------------------------------------------------------------------------------
 
 
-def _words(form: BlockFormat, codes: Tensor) -> Tensor:
+def _pack_words(form: BlockFormat, codes: Tensor) -> Tensor:
     """Words ``[R, B, groups, words]``."""
     if form.bits == 8:
-        return unflatten(codes.contiguous().view(torch.int16), 2, (form.groups, -1))
+        return unflatten(codes.contiguous().view(torch.int16), 2, (form.groups_per_block, -1))
     if form.bits == _LOW_BITS:
-        return _words_of_four(form, codes)
-    pairs = unflatten(codes, 2, (form.groups, form.group // 2, 2))
-    words: list[Tensor | None] = [None] * form.words
+        return _pack_four_bit_words(form, codes)
+    pairs = unflatten(codes, 2, (form.groups_per_block, form.group // 2, 2))
+    words: list[Tensor | None] = [None] * form.words_per_group
     for index in range(form.group // 2):
-        for piece in pieces(form.bits, index):
-            part = (pairs[..., index, :] >> piece.to) & ((1 << piece.bits) - 1)
-            part = part.to(torch.int16) << piece.at
+        for piece in locate_pair(form.bits, index):
+            part = (pairs[..., index, :] >> piece.target_bit) & ((1 << piece.bits) - 1)
+            part = part.to(torch.int16) << piece.source_bit
             before = words[piece.word]
             words[piece.word] = part if before is None else before.bitwise_or_(part)
     halves = torch.stack([word for word in words if word is not None], 3)
     return halves.view(torch.int32).squeeze(4)
 
 
-def _words_of_four(form: BlockFormat, codes: Tensor) -> Tensor:
+def _pack_four_bit_words(form: BlockFormat, codes: Tensor) -> Tensor:
     """The same of 4 bits, eight codes at once."""
     eight = codes.contiguous().view(torch.int64)
     # Bytes 0, 1, 4 and 5 have two codes each: 0 and 2, 1 and 3, 4 and 6, 5 and 7.
     both = (eight | eight >> 3 * _LOW_BITS).view(torch.uint8)
     lower, upper = unflatten(both, 2, (-1, 2, 4))[..., :2].unbind(3)
     words = torch.stack((lower, upper), 4).flatten(3).view(torch.int32).squeeze(3)
-    return unflatten(words, 2, (form.groups, -1))
+    return unflatten(words, 2, (form.groups_per_block, -1))
 
 
-def _codes(form: BlockFormat, words: Tensor) -> Tensor:
+def _unpack_codes(form: BlockFormat, words: Tensor) -> Tensor:
     """Whole numbers (float32 ``[T, B, groups, group]``) of ``[T, B, groups, words, bytes]``."""
     if form.bits == 8:
         return words.contiguous().view(torch.int8).flatten(3).float()
     halves = words.contiguous().view(torch.int16)
     found = torch.zeros(*halves.shape[:3], form.group // 2, 2, dtype=torch.int16)
     for index in range(form.group // 2):
-        for piece in pieces(form.bits, index):
-            part = (halves[..., piece.word, :] >> piece.at) & ((1 << piece.bits) - 1)
-            found[..., index, :] |= part << piece.to
+        for piece in locate_pair(form.bits, index):
+            part = (halves[..., piece.word, :] >> piece.source_bit) & ((1 << piece.bits) - 1)
+            found[..., index, :] |= part << piece.target_bit
     return found.flatten(3).float()
 
 
 # --- formats ----------------------------------------------------------------------------------
 
 
-def _halves(blocks: Tensor) -> tuple[Tensor, ...]:
+def _read_halves(blocks: Tensor) -> tuple[Tensor, ...]:
     return blocks.contiguous().view(torch.float16).unbind(2)
 
 
-def _parse_simple(form: BlockFormat, blocks: Tensor) -> Blocks:
+def _parse_simple(form: BlockFormat, blocks: Tensor) -> BlockCodes:
     """Scale, what is added, fifth bits, and 32 codes; the lower halves of bytes come first."""
-    begin = _F16 * (1 + form.adds)
-    halves = _halves(blocks[..., :begin])
+    begin = _F16_BYTES * (1 + form.has_minimum)
+    halves = _read_halves(blocks[..., :begin])
     if form.bits == 8:
-        return Blocks(blocks[..., begin:], halves)
+        return BlockCodes(blocks[..., begin:], halves)
     bytes_ = blocks[..., -form.block // 2 :]
     codes = torch.cat((bytes_ & _LOW, bytes_ >> _LOW_BITS), 2)
     if form.bits > _LOW_BITS:
         fifth = blocks[..., begin : begin + form.block // 8].unsqueeze(3)
         bits = (fifth >> torch.arange(8, dtype=torch.uint8)) & 1
         codes |= bits.flatten(2) << _LOW_BITS
-    return Blocks(codes, halves)
+    return BlockCodes(codes, halves)
 
 
-def _parse_added(form: BlockFormat, blocks: Tensor) -> Blocks:
+def _parse_k_quants(form: BlockFormat, blocks: Tensor) -> BlockCodes:
     """``q4_k``, ``q5_k``: what is taken off is stored here as what is added."""
-    scale, less = _halves(blocks[..., : 2 * _F16])
+    scale, less = _read_halves(blocks[..., : 2 * _F16_BYTES])
     six, last = blocks[..., 4:12], blocks[..., 12:16]
     upper = (six >> 6) << _LOW_BITS
     scales = torch.cat((six[..., :4] & _SIX, (last & _LOW) | upper[..., :4]), 2)
@@ -189,14 +189,14 @@ def _parse_added(form: BlockFormat, blocks: Tensor) -> Blocks:
         fifth = blocks[..., 16 : 16 + form.group].unsqueeze(2)
         bits = (fifth >> torch.arange(8, dtype=torch.uint8).unsqueeze(1)) & 1
         codes |= bits.flatten(2) << _LOW_BITS
-    return Blocks(codes, (scale, -less), (scales, added))
+    return BlockCodes(codes, (scale, -less), (scales, added))
 
 
-def _parse_sixteens(blocks: Tensor) -> Blocks:
+def _parse_q6_k(blocks: Tensor) -> BlockCodes:
     """``q6_k``: two halves of 128 codes; a byte's parts belong to weights 64 and 32 apart."""
     low = unflatten(blocks[..., :128], 2, (2, 64))
     high = unflatten(blocks[..., 128:192], 2, (2, 1, 32))
     codes = torch.cat((low & _LOW, low >> _LOW_BITS), 3).flatten(2)
     pairs = (high >> torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(1)) & 3
     codes |= pairs.flatten(2) << _LOW_BITS
-    return Blocks(codes, _halves(blocks[..., 208:]), (blocks[..., 192:208],))
+    return BlockCodes(codes, _read_halves(blocks[..., 208:]), (blocks[..., 192:208],))

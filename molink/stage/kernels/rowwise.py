@@ -18,30 +18,30 @@ from molink.stage.kernels.emit import (
     Values,
     begin_function,
     emit_loop,
-    emit_nth,
+    emit_element_pointer,
     emit_offset,
-    emit_spread,
+    emit_broadcast,
 )
-from molink.stage.kernels.openmp import OpenMp, emit_shares
+from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
 from molink.stage.kernels.shape import F32, LANES
 from molink.stage.kernels.vectors import (
     FLOATS,
     emit_call,
     emit_constant,
     emit_power_of_two,
-    emit_read,
-    emit_reduced,
-    emit_written,
+    emit_load,
+    emit_reduction,
+    emit_store,
 )
 
 #: Numbers that are not worth a second thread.
-_ALONE = 1 << 16
+_MIN_PARALLEL_NUMBERS = 1 << 16
 #: gelu by tanh is ``x · sigmoid(2 √(2/π) (x + 0.044715 x³))`` (Hendrycks and Gimpel 2016).
 _GELU, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
-class Rowwise:
-    """Compiled for a model's norms (``eps``) and activation; see :func:`fits_rowwise`."""
+class RowwiseKernels:
+    """Compiled for a model's norms (``eps``) and activation; see :func:`supports_rowwise`."""
 
     __slots__ = ("_gate", "_library", "_norm", "_rotate", "_threads", "dtype")
 
@@ -68,13 +68,13 @@ class Rowwise:
             _emit_gate(module, element, activation),
             _emit_rotate(module, element),
         )
-        wholes = [emit_shares(module, part, openmp).name for part in parts]
+        wholes = [emit_parallel_for(module, part, openmp).name for part in parts]
         self._library = library = CompiledLibrary(module, features)
-        self._norm = library.function(wholes[0], pointers=3, integers=3)
-        self._gate = library.function(wholes[1], pointers=2, integers=3)
-        self._rotate = library.function(wholes[2], pointers=2, integers=6)
+        self._norm = library.get_function(wholes[0], pointers=3, integers=3)
+        self._gate = library.get_function(wholes[1], pointers=2, integers=3)
+        self._rotate = library.get_function(wholes[2], pointers=2, integers=6)
 
-    def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+    def normalize_rows(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Rows ``[T, n]`` scaled to a mean square of 1, times ``weight`` (float32 ``[n]``)."""
         rows = rows.contiguous()
         count, width = rows.shape
@@ -85,20 +85,20 @@ class Rowwise:
             result.data_ptr(),
             count,
             width,
-            self._team(count * width),
+            self._count_threads(count * width),
         )
         return result
 
-    def gate(self, rows: Tensor) -> Tensor:
+    def apply_gate(self, rows: Tensor) -> Tensor:
         """``activate(gate) * up`` of rows ``[T, 2n]``: gate, then up."""
         rows = rows.contiguous()
         count, width = rows.shape[0], rows.shape[1] // 2
         result = rows.new_empty(count, width)
-        self._gate(rows.data_ptr(), result.data_ptr(), count, width, self._team(count * width))
+        self._gate(rows.data_ptr(), result.data_ptr(), count, width, self._count_threads(count * width))
         return result
 
-    def rotate(self, heads: Tensor, angles: Tensor) -> None:
-        """Turn ``heads`` in place; see :func:`molink.stage.decoder.rotary.rotate`."""
+    def rotate_heads(self, heads: Tensor, angles: Tensor) -> None:
+        """Turn ``heads`` in place; see :func:`molink.stage.decoder.rotary.rotate_heads`."""
         count, members, size = heads.shape
         row, head, _ = heads.stride()
         self._rotate(
@@ -109,11 +109,11 @@ class Rowwise:
             row * self.dtype.itemsize,
             head * self.dtype.itemsize,
             angles.shape[-1],
-            self._team(count * members * size),
+            self._count_threads(count * members * size),
         )
 
-    def _team(self, numbers: int) -> int:
-        return self._threads if numbers > _ALONE else 1
+    def _count_threads(self, numbers: int) -> int:
+        return self._threads if numbers > _MIN_PARALLEL_NUMBERS else 1
 
 
 def _emit_norm(module: ir.Module, element: int, eps: float) -> ir.Function:
@@ -126,21 +126,21 @@ def _emit_norm(module: ir.Module, element: int, eps: float) -> ir.Function:
         source, target = (emit_offset(builder, each, at) for each in (rows, result))
 
         def emit_square(column: ir.Value, carried: Values) -> Values:
-            value = emit_read(builder, emit_nth(builder, source, column, element), element)
+            value = emit_load(builder, emit_element_pointer(builder, source, column, element), element)
             return (emit_call(builder, "llvm.fma.v16f32", value, value, carried[0]),)
 
         _, (sums,) = emit_loop(builder, I64(0), width, LANES, emit_square, (emit_constant(0.0),))
-        total = emit_reduced(builder, "fadd", sums)
+        total = emit_reduction(builder, "fadd", sums)
         mean = builder.fdiv(total, builder.sitofp(width, FLOAT))
         root = emit_call(builder, "llvm.sqrt.f32", builder.fadd(mean, FLOAT(eps)))
-        scale = emit_spread(builder, builder.fdiv(FLOAT(1.0), root), LANES)
+        scale = emit_broadcast(builder, builder.fdiv(FLOAT(1.0), root), LANES)
 
         def emit_scaled(column: ir.Value, _: Values) -> Values:
-            value = emit_read(builder, emit_nth(builder, source, column, element), element)
-            place = emit_nth(builder, weight, column, F32)
+            value = emit_load(builder, emit_element_pointer(builder, source, column, element), element)
+            place = emit_element_pointer(builder, weight, column, F32)
             factor = builder.load(place, typ=FLOATS, align=4)
             scaled = builder.fmul(builder.fmul(value, scale), factor)
-            emit_written(builder, scaled, emit_nth(builder, target, column, element), element)
+            emit_store(builder, scaled, emit_element_pointer(builder, target, column, element), element)
             return ()
 
         emit_loop(builder, I64(0), width, LANES, emit_scaled)
@@ -175,13 +175,13 @@ def _emit_gate(module: ir.Module, element: int, activation: Activation) -> ir.Fu
 
         def emit_vector(column: ir.Value, _: Values) -> Values:
             given, factor = (
-                emit_read(builder, emit_nth(builder, each, column, element), element)
+                emit_load(builder, emit_element_pointer(builder, each, column, element), element)
                 for each in (gate, up)
             )
             power = emit_power_of_two(builder, emit_exponent(given))
             active = builder.fdiv(given, builder.fadd(power, emit_constant(1.0)))
-            place = emit_nth(builder, target, column, element)
-            emit_written(builder, builder.fmul(active, factor), place, element)
+            place = emit_element_pointer(builder, target, column, element)
+            emit_store(builder, builder.fmul(active, factor), place, element)
             return ()
 
         emit_loop(builder, I64(0), width, LANES, emit_vector)
@@ -202,18 +202,18 @@ def _emit_rotate(module: ir.Module, element: int) -> ir.Function:
     half = builder.udiv(rotary, I64(2))
 
     def emit_row(row: ir.Value, _: Values) -> Values:
-        cosines = emit_nth(builder, angles, builder.mul(row, builder.mul(rotary, I64(2))), element)
-        sines = emit_nth(builder, cosines, rotary, element)
+        cosines = emit_element_pointer(builder, angles, builder.mul(row, builder.mul(rotary, I64(2))), element)
+        sines = emit_element_pointer(builder, cosines, rotary, element)
         base = emit_offset(builder, heads, builder.mul(row, row_bytes))
 
         def emit_head(member: ir.Value, _: Values) -> Values:
             first = emit_offset(builder, base, builder.mul(member, head_bytes))
-            second = emit_nth(builder, first, half, element)
+            second = emit_element_pointer(builder, first, half, element)
 
             def emit_vector(column: ir.Value, _: Values) -> Values:
-                low, high = (emit_nth(builder, each, column, element) for each in (first, second))
+                low, high = (emit_element_pointer(builder, each, column, element) for each in (first, second))
                 ats = (column, builder.add(column, half))
-                _emit_turned(builder, element, (low, high), (cosines, sines), ats)
+                _emit_rotated(builder, element, (low, high), (cosines, sines), ats)
                 return ()
 
             emit_loop(builder, I64(0), half, LANES, emit_vector)
@@ -227,15 +227,15 @@ def _emit_rotate(module: ir.Module, element: int) -> ir.Function:
     return function
 
 
-def _emit_turned(
+def _emit_rotated(
     builder: ir.IRBuilder, element: int, places: Values, tables: Values, ats: Values
 ) -> None:
     """A vector of pairs, at two ``places``, by the cosines and sines that are for each of them."""
-    low, high = (emit_read(builder, place, element) for place in places)
+    low, high = (emit_load(builder, place, element) for place in places)
     for place, own, other, at in zip(places, (low, high), (high, low), ats, strict=True):
         cosine, sine = (
-            emit_read(builder, emit_nth(builder, table, at, element), element) for table in tables
+            emit_load(builder, emit_element_pointer(builder, table, at, element), element) for table in tables
         )
         turned = builder.fmul(other, sine)
         turned = emit_call(builder, "llvm.fma.v16f32", own, cosine, turned)
-        emit_written(builder, turned, place, element)
+        emit_store(builder, turned, place, element)

@@ -6,36 +6,36 @@ from dataclasses import dataclass
 from molink.checkpoint.traits import Activation
 
 #: Neighbouring positions that lie in one page for sure.
-HALF = 16
+HALF_PAGE = 16
 #: Positions whose scores are weighed together, before those after them: at most so many bytes of
 #: their values, so that these stay in a cache close by, and so many positions.
 _SPAN_BYTES, _SPAN = 1 << 16, 256
 #: Numbers of which heads have a multiple: columns of values that are multiplied at once.
-_COLUMNS = 32
+_COLUMN_MULTIPLE = 32
 #: Sums in a register.
 LANES = 16
 #: Bytes of a number.
 BF16, F32 = 2, 4
 #: Queries of a pass, about: turning keys and values has to pay.
-_QUERIES = 96
+_PASS_QUERIES = 96
 #: Parts that a thread is to have at least, so that none waits long for the others.
-_PARTS = 4
+_MIN_PARTS_PER_THREAD = 4
 
 
-def fits_rowwise(widths: Iterable[int], rotary: Iterable[int]) -> bool:
+def supports_rowwise(widths: Iterable[int], rotary: Iterable[int]) -> bool:
     """Whether rows of such widths, and rotations of so many dimensions, consist of vectors."""
     return not any(width % LANES for width in widths) and not any(
         dim % (2 * LANES) for dim in rotary
     )
 
 
-def has_gate(activation: Activation) -> bool:
+def supports_gate(activation: Activation) -> bool:
     """Whether there is code for it."""
     return activation != "clamped_swiglu"
 
 
 @dataclass(frozen=True, slots=True)
-class AttendShape:
+class AttentionKernelShape:
     """What the code is compiled for. ``groups`` is query heads per key-value head.
 
     Scores are ``scale * q·k``, a ``softcap`` above 0 bounds them to ``softcap * tanh(score /
@@ -51,23 +51,23 @@ class AttendShape:
     sinks: bool = False
 
     @property
-    def fits(self) -> bool:
+    def is_supported(self) -> bool:
         """Whether there is code for it."""
-        return self.head_dim % _COLUMNS == 0 and self.block_size % HALF == 0
+        return self.head_dim % _COLUMN_MULTIPLE == 0 and self.block_size % HALF_PAGE == 0
 
     @property
-    def rows(self) -> int:
+    def max_pass_rows(self) -> int:
         """Rows of a pass at most."""
-        return max(1, _QUERIES // self.groups)
+        return max(1, _PASS_QUERIES // self.groups)
 
-    def pass_rows(self, rows: int, threads: int) -> int:
-        """How many rows a pass has where a forward has ``rows``: all threads are to have some."""
-        shared = -(-rows * self.kv_heads // (_PARTS * threads))
-        return min(self.rows, max(1, self.rows // 4, shared))
+    def choose_pass_rows(self, rows: int, threads: int) -> int:
+        """How many rows a pass has where a forward has ``max_pass_rows``: all threads are to have some."""
+        shared = -(-rows * self.kv_heads // (_MIN_PARTS_PER_THREAD * threads))
+        return min(self.max_pass_rows, max(1, self.max_pass_rows // 4, shared))
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class ScratchLayout:
     """Where in a thread's memory is what, in bytes; a strip's columns come first.
 
     ``span`` is how many positions are weighed together.
@@ -76,18 +76,18 @@ class Scratch:
     span: int
     values: int
     queries: int
-    greatest: int
+    maxima: int
     sums: int
     totals: int
     scores: int
     nbytes: int
 
     @classmethod
-    def of(cls, shape: AttendShape, strip: int, element: int) -> "Scratch":
+    def from_shape(cls, shape: AttentionKernelShape, strip: int, element: int) -> "ScratchLayout":
         """That of a shape, for keys that are taken ``strip`` positions at a time."""
         head = shape.head_dim * element
         span = max(2 * strip, min(_SPAN, _SPAN_BYTES // head // strip * strip))
-        count = shape.rows * shape.groups
+        count = shape.max_pass_rows * shape.groups
         numbers = -(-count // LANES) * LANES * F32
         values = strip * head
         queries = values + span * head

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from molink.stage.kernels.arithmetic import Arithmetic
-from molink.stage.kernels.emit import FLOAT, I32, I64, Values, emit_loop, emit_nth, emit_spread
-from molink.stage.kernels.shape import BF16, F32, LANES, AttendShape
+from molink.stage.kernels.emit import FLOAT, I32, I64, Values, emit_loop, emit_element_pointer, emit_broadcast
+from molink.stage.kernels.shape import BF16, F32, LANES, AttentionKernelShape
 from molink.stage.kernels.vectors import (
     FLOATS,
     INTEGERS,
@@ -19,37 +19,37 @@ from molink.stage.kernels.vectors import (
     emit_constant,
     emit_negative_power_of_two,
     emit_power_of_two,
-    emit_reduced,
-    emit_rounded,
+    emit_reduction,
+    emit_store_bf16,
 )
 
 #: Below all scores, and still finite by any factor.
-MINIMUM = -1.0e30
+MIN_SCORE = -1.0e30
 _LOG2_E = math.log2(math.e)
 #: Terms of a power's series, by the bytes of a weight: more are lost when it is rounded.
-_TERMS = {BF16: 4, F32: 6}
+_SERIES_TERMS = {BF16: 4, F32: 6}
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class QueryState:
     """Where a query's numbers are: ``scores`` of a span, and what is kept of those before."""
 
     scores: ir.Value
-    greatest: ir.Value
+    maximum: ir.Value
     sums: ir.Value
     totals: ir.Value
 
 
 #: The first and the last position of a span that a query sees (int32).
-Seen = tuple[ir.Value, ir.Value]
+VisibleRange = tuple[ir.Value, ir.Value]
 
 
-class Softmax:
+class SoftmaxEmitter:
     """Emits code for one shape."""
 
     __slots__ = ("_arithmetic", "_builder", "_shape")
 
-    def __init__(self, builder: ir.IRBuilder, shape: AttendShape, arithmetic: Arithmetic) -> None:
+    def __init__(self, builder: ir.IRBuilder, shape: AttentionKernelShape, arithmetic: Arithmetic) -> None:
         self._builder, self._shape, self._arithmetic = builder, shape, arithmetic
 
     @property
@@ -57,25 +57,25 @@ class Softmax:
         """Scores by it are exponents of two; with a softcap they are bounded before."""
         return emit_constant(_LOG2_E * (1.0 if self._shape.softcap else self._shape.scale))
 
-    def begin(self, query: Query) -> None:
+    def init_query(self, query: QueryState) -> None:
         """Nothing was seen yet."""
         builder, zero = self._builder, emit_constant(0.0)
-        builder.store(FLOAT(MINIMUM), query.greatest, align=4)
+        builder.store(FLOAT(MIN_SCORE), query.maximum, align=4)
         builder.store(FLOAT(0.0), query.sums, align=4)
         for column in range(0, self._shape.head_dim, LANES):
-            builder.store(zero, emit_nth(builder, query.totals, I64(column), F32), align=4)
+            builder.store(zero, emit_element_pointer(builder, query.totals, I64(column), F32), align=4)
 
-    def weigh(self, query: Query, vectors: ir.Value, seen: Seen | None) -> None:
+    def apply_weights(self, query: QueryState, vectors: ir.Value, seen: VisibleRange | None) -> None:
         """Put weights in the place of scores, and make what was summed up before smaller.
 
         Without ``seen`` it sees all.
         """
         builder = self._builder
-        old = self._spread(query.greatest)
-        found = self._bounded(query, vectors, old, seen)
-        new = emit_spread(builder, emit_reduced(builder, "fmax", found), LANES)
-        builder.store(builder.extract_element(new, I32(0)), query.greatest, align=4)
-        factor, terms = self._factor, _TERMS[self._arithmetic.element]
+        old = self._broadcast_value(query.maximum)
+        found = self._bound_scores(query, vectors, old, seen)
+        new = emit_broadcast(builder, emit_reduction(builder, "fmax", found), LANES)
+        builder.store(builder.extract_element(new, I32(0)), query.maximum, align=4)
+        factor, terms = self._factor, _SERIES_TERMS[self._arithmetic.element]
         below = builder.fneg(builder.fmul(new, factor))
 
         def emit_power(score: ir.Value) -> ir.Value:
@@ -83,65 +83,65 @@ class Softmax:
             return emit_negative_power_of_two(builder, exponent, terms)
 
         def emit_weight(vector: ir.Value, carried: Values) -> Values:
-            weight = emit_power(self._load(query.scores, vector))
-            place = emit_nth(builder, query.scores, vector, LANES * self._arithmetic.element)
-            self._store(weight, place)
+            weight = emit_power(self._load_vector(query.scores, vector))
+            place = emit_element_pointer(builder, query.scores, vector, LANES * self._arithmetic.element)
+            self._store_vector(weight, place)
             return (builder.fadd(carried[0], weight),)
 
         _, (sums,) = emit_loop(builder, I64(0), vectors, 1, emit_weight, (emit_constant(0.0),))
         smaller = emit_power(old)
         share = builder.extract_element(smaller, I32(0))
         kept = builder.fmul(builder.load(query.sums, typ=FLOAT, align=4), share)
-        total = builder.fadd(kept, emit_reduced(builder, "fadd", sums))
+        total = builder.fadd(kept, emit_reduction(builder, "fadd", sums))
         builder.store(total, query.sums, align=4)
         for column in range(0, self._shape.head_dim, LANES):
-            place = emit_nth(builder, query.totals, I64(column), F32)
+            place = emit_element_pointer(builder, query.totals, I64(column), F32)
             before = builder.load(place, typ=FLOATS, align=4)
             builder.store(builder.fmul(before, smaller), place, align=4)
 
-    def finish(self, query: Query, sink: ir.Value | None, result: ir.Value) -> None:
+    def store_result(self, query: QueryState, sink: ir.Value | None, result: ir.Value) -> None:
         """Divide by the sum of the weights, of which ``sink`` (a score) has its share."""
         builder = self._builder
-        total = self._spread(query.sums)
+        total = self._broadcast_value(query.sums)
         if sink is not None:
-            greatest = builder.fmul(self._spread(query.greatest), self._factor)
-            own = builder.fmul(emit_spread(builder, sink, LANES), emit_constant(_LOG2_E))
+            greatest = builder.fmul(self._broadcast_value(query.maximum), self._factor)
+            own = builder.fmul(emit_broadcast(builder, sink, LANES), emit_constant(_LOG2_E))
             total = builder.fadd(total, emit_power_of_two(builder, builder.fsub(own, greatest)))
         share = builder.fdiv(emit_constant(1.0), total)
         for column in range(0, self._shape.head_dim, LANES):
             given = builder.load(
-                emit_nth(builder, query.totals, I64(column), F32), typ=FLOATS, align=4
+                emit_element_pointer(builder, query.totals, I64(column), F32), typ=FLOATS, align=4
             )
-            place = emit_nth(builder, result, I64(column), self._arithmetic.element)
-            self._store(builder.fmul(given, share), place)
+            place = emit_element_pointer(builder, result, I64(column), self._arithmetic.element)
+            self._store_vector(builder.fmul(given, share), place)
 
-    def _bounded(
-        self, query: Query, vectors: ir.Value, old: ir.Value, seen: Seen | None
+    def _bound_scores(
+        self, query: QueryState, vectors: ir.Value, old: ir.Value, seen: VisibleRange | None
     ) -> ir.Value:
         """The greatest scores; those that are capped, or hidden, are put in their places."""
         builder, softcap = self._builder, self._shape.softcap
-        ends = [emit_spread(builder, each, LANES) for each in seen or ()]
+        ends = [emit_broadcast(builder, each, LANES) for each in seen or ()]
 
         def emit_greatest(vector: ir.Value, carried: Values) -> Values:
-            score = self._load(query.scores, vector)
+            score = self._load_vector(query.scores, vector)
             if softcap:
-                score = self._capped(score)
+                score = self._cap_score(score)
             if ends:
                 begin = builder.trunc(builder.mul(vector, I64(LANES)), I32)
                 lanes = ir.Constant(INTEGERS, list(range(LANES)))
-                numbers = builder.add(emit_spread(builder, begin, LANES), lanes)
+                numbers = builder.add(emit_broadcast(builder, begin, LANES), lanes)
                 inside = builder.and_(
                     builder.icmp_signed(">=", numbers, ends[0]),
                     builder.icmp_signed("<=", numbers, ends[1]),
                 )
-                score = builder.select(inside, score, emit_constant(MINIMUM))
+                score = builder.select(inside, score, emit_constant(MIN_SCORE))
             if softcap or ends:
-                builder.store(score, emit_nth(builder, query.scores, vector, LANES * F32), align=4)
+                builder.store(score, emit_element_pointer(builder, query.scores, vector, LANES * F32), align=4)
             return (emit_call(builder, "llvm.maxnum.v16f32", carried[0], score),)
 
         return emit_loop(builder, I64(0), vectors, 1, emit_greatest, (old,))[1][0]
 
-    def _capped(self, score: ir.Value) -> ir.Value:
+    def _cap_score(self, score: ir.Value) -> ir.Value:
         """``softcap * tanh(scale * score / softcap)``; tanh(x) is 1 - 2 / (exp(2x) + 1)."""
         builder, shape = self._builder, self._shape
         twice = 2 * _LOG2_E * shape.scale / shape.softcap
@@ -151,16 +151,16 @@ class Softmax:
         )
         return builder.fadd(share, emit_constant(shape.softcap))
 
-    def _store(self, vector: ir.Value, place: ir.Value) -> None:
+    def _store_vector(self, vector: ir.Value, place: ir.Value) -> None:
         """16 numbers as elements of rows."""
         if self._arithmetic.element == BF16:
-            emit_rounded(self._builder, vector, place)
+            emit_store_bf16(self._builder, vector, place)
         else:
             self._builder.store(vector, place, align=4)
 
-    def _load(self, scores: ir.Value, vector: ir.Value) -> ir.Value:
-        place = emit_nth(self._builder, scores, vector, LANES * F32)
+    def _load_vector(self, scores: ir.Value, vector: ir.Value) -> ir.Value:
+        place = emit_element_pointer(self._builder, scores, vector, LANES * F32)
         return self._builder.load(place, typ=FLOATS, align=4)
 
-    def _spread(self, place: ir.Value) -> ir.Value:
-        return emit_spread(self._builder, self._builder.load(place, typ=FLOAT, align=4), LANES)
+    def _broadcast_value(self, place: ir.Value) -> ir.Value:
+        return emit_broadcast(self._builder, self._builder.load(place, typ=FLOAT, align=4), LANES)

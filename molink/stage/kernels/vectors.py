@@ -4,7 +4,7 @@ import math
 
 from llvmlite import ir
 
-from molink.stage.kernels.emit import FLOAT, I32, BFloat, declare
+from molink.stage.kernels.emit import FLOAT, I32, BFloat, declare_function
 from molink.stage.kernels.shape import BF16, LANES
 
 FLOATS = ir.VectorType(FLOAT, LANES)
@@ -13,7 +13,7 @@ HALVES = ir.VectorType(ir.IntType(16), LANES)
 #: A power of two below which a float32 is as good as 0, and one above which it is infinite.
 _MINIMUM, _MAXIMUM = -126.0, 128.0
 #: 2 ** x = Σ (x ln 2)^k / k!
-_SERIES = [math.log(2) ** term / math.factorial(term) for term in range(7)]
+_EXP2_SERIES = [math.log(2) ** term / math.factorial(term) for term in range(7)]
 
 
 def emit_constant(value: float) -> ir.Constant:
@@ -24,16 +24,16 @@ def emit_constant(value: float) -> ir.Constant:
 def emit_call(builder: ir.IRBuilder, name: str, *given: ir.Value) -> ir.Value:
     """An instruction of LLVM's that gives what its first operand is."""
     kind = ir.FunctionType(given[0].type, [each.type for each in given])
-    return builder.call(declare(builder.module, name, kind), given)
+    return builder.call(declare_function(builder.module, name, kind), given)
 
 
-def emit_reduced(builder: ir.IRBuilder, operation: str, vector: ir.Value) -> ir.Value:
+def emit_reduction(builder: ir.IRBuilder, operation: str, vector: ir.Value) -> ir.Value:
     """The ``fadd`` or ``fmax`` of all lanes."""
     begun = [FLOAT(-0.0)] if operation == "fadd" else []
     given = [*begun, vector]
     kind = ir.FunctionType(FLOAT, [each.type for each in given])
     name = f"llvm.vector.reduce.{operation}.v{LANES}f32"
-    return builder.call(declare(builder.module, name, kind), given, fastmath=("reassoc",))
+    return builder.call(declare_function(builder.module, name, kind), given, fastmath=("reassoc",))
 
 
 def emit_power_of_two(builder: ir.IRBuilder, given: ir.Value) -> ir.Value:
@@ -48,48 +48,48 @@ def emit_power_of_two(builder: ir.IRBuilder, given: ir.Value) -> ir.Value:
 
 
 def emit_negative_power_of_two(
-    builder: ir.IRBuilder, given: ir.Value, terms: int = len(_SERIES) - 1
+    builder: ir.IRBuilder, given: ir.Value, terms: int = len(_EXP2_SERIES) - 1
 ) -> ir.Value:
     """``2 ** given``, where that is finite, by so many ``terms``; 2 ** -126 far below."""
     bounded = emit_call(builder, "llvm.maxnum.v16f32", given, emit_constant(_MINIMUM))
     whole = emit_call(builder, "llvm.roundeven.v16f32", bounded)
     rest = builder.fsub(bounded, whole)
-    value: ir.Value = emit_constant(_SERIES[terms])
-    for term in reversed(_SERIES[:terms]):
+    value: ir.Value = emit_constant(_EXP2_SERIES[terms])
+    for term in reversed(_EXP2_SERIES[:terms]):
         value = emit_call(builder, "llvm.fma.v16f32", value, rest, emit_constant(term))
     shift = ir.Constant(INTEGERS, [23] * LANES)
     exponent = builder.shl(builder.fptosi(whole, INTEGERS), shift)
     return builder.bitcast(builder.add(builder.bitcast(value, INTEGERS), exponent), FLOATS)
 
 
-def emit_widened(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
+def emit_load_bf16(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
     """16 bf16 from memory, as float32."""
     numbers = builder.zext(builder.load(pointer, typ=HALVES, align=2), INTEGERS)
     shifted = builder.shl(numbers, ir.Constant(INTEGERS, [16] * LANES))
     return builder.bitcast(shifted, FLOATS)
 
 
-def emit_rounded(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value) -> None:
+def emit_store_bf16(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value) -> None:
     """To memory as bf16."""
     builder.store(builder.fptrunc(vector, ir.VectorType(BFloat(), LANES)), pointer, align=2)
 
 
-def emit_read(builder: ir.IRBuilder, pointer: ir.Value, element: int) -> ir.Value:
+def emit_load(builder: ir.IRBuilder, pointer: ir.Value, element: int) -> ir.Value:
     """16 numbers from memory, bf16 or float32 by the size of an ``element``, as float32."""
     if element == BF16:
-        return emit_widened(builder, pointer)
+        return emit_load_bf16(builder, pointer)
     return builder.load(pointer, typ=FLOATS, align=element)
 
 
-def emit_written(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value, element: int) -> None:
+def emit_store(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value, element: int) -> None:
     """To memory as bf16 or float32."""
     if element == BF16:
-        emit_rounded(builder, vector, pointer)
+        emit_store_bf16(builder, vector, pointer)
     else:
         builder.store(vector, pointer, align=element)
 
 
-def emit_transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+def emit_transpose(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     """As many vectors as they have lanes, rows and columns exchanged: by halves, quarters, …."""
     count = len(rows)
     step = 1

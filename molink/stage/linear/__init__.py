@@ -1,20 +1,20 @@
 """Projections: a protocol, its implementations, and their choice."""
 
 from molink.stage.linear.base import EmbeddingTable, Projection
-from molink.stage.linear.blocks import BlockLinear, SideBySide
+from molink.stage.linear.blocks import BlockLinear, ConcatenatedLinear
 from molink.stage.linear.compiled import CompiledLinear
-from molink.stage.linear.create import Projections
+from molink.stage.linear.create import ProjectionFactory
 from molink.stage.linear.packed import PackedLinear, can_pack
-from molink.stage.linear.plain import Linear
+from molink.stage.linear.plain import PlainLinear
 
 __all__ = [
     "BlockLinear",
     "CompiledLinear",
     "EmbeddingTable",
-    "Linear",
+    "PlainLinear",
     "PackedLinear",
     "Projection",
-    "Projections",
-    "SideBySide",
+    "ProjectionFactory",
+    "ConcatenatedLinear",
     "can_pack",
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from molink.stage.kernels.repack import Blocks, arrange, scales, take
+from molink.stage.kernels.repack import BlockCodes, pack_blocks, packed_scales, unpack_rows
 from molink.stage.linear.base import Projection, total_bytes
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ class BlockLinear:
     #: Of rows and results; the product may have another one.
     dtype: torch.dtype
     #: Which of a row's values the weight's columns are of, where they lie in another order.
-    order: Tensor | None = None
+    column_order: Tensor | None = None
 
     @classmethod
-    def pack(
+    def pack_blocks(
         cls,
         product: "BlockMatMul",
         rows: int,
-        parts: Iterable[Blocks],
+        parts: Iterable[BlockCodes],
         bias: Tensor | None,
         dtype: torch.dtype,
         order: Tensor | None = None,
@@ -48,7 +48,7 @@ class BlockLinear:
         weight = torch.empty(0, dtype=torch.uint8)
         first = 0
         for part in parts:
-            made = arrange(product.form, part, columns)
+            made = pack_blocks(product.form, part, columns)
             if not first:
                 weight = made.new_empty(rows // columns, *made.shape[1:])
             weight[first : first + len(made)] = made
@@ -58,29 +58,29 @@ class BlockLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See :class:`~molink.stage.linear.base.Projection`."""
-        given = rows if self.order is None else rows[:, self.order]
+        given = rows if self.column_order is None else rows[:, self.column_order]
         found = self.product(self.weight, given.to(self.product.dtype), self.bias)
         return found.to(self.dtype)
 
     def look_up(self, tokens: Tensor) -> Tensor:
         """See :class:`~molink.stage.linear.base.EmbeddingTable`."""
-        found = take(self.product.form, self.weight, self.product.columns, tokens)
+        found = unpack_rows(self.product.form, self.weight, self.product.columns, tokens)
         return found.to(self.dtype)
 
     def is_finite(self, first: int, last: int) -> bool:
         """Whether all scales of rows ``first … last - 1`` are finite, so that all weights are."""
         columns = self.product.columns
         part = self.weight[first // columns : last // columns]
-        return bool(scales(self.product.form, part, columns).isfinite().all())
+        return bool(packed_scales(self.product.form, part, columns).isfinite().all())
 
     @property
     def nbytes(self) -> int:
         """See :class:`~molink.stage.linear.base.Projection`."""
-        return total_bytes(self.weight, self.bias, self.order)
+        return total_bytes(self.weight, self.bias, self.column_order)
 
 
 @dataclass(frozen=True, slots=True)
-class SideBySide:
+class ConcatenatedLinear:
     """Projections of the same rows whose outputs lie side by side: weights of several kinds."""
 
     parts: tuple[Projection, ...]

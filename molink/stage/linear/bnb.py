@@ -18,7 +18,7 @@ from torch import Tensor
 from molink.checkpoint.quantization import NF4_BLOCK
 from molink.errors import UsageError
 
-_FETCHER = "kernels"
+_KERNELS_PACKAGE = "kernels"
 
 
 def load_library() -> ModuleType:
@@ -27,7 +27,7 @@ def load_library() -> ModuleType:
     Raises:
         UsageError: it isn't installed, or can't be loaded here.
     """
-    with _without_hub():
+    with _block_kernels_import():
         try:
             import bitsandbytes
             import bitsandbytes.backends.cpu.ops as on_cpu
@@ -65,18 +65,18 @@ def dequantize_nf4(
 
 
 @contextmanager
-def _without_hub() -> Iterator[None]:
+def _block_kernels_import() -> Iterator[None]:
     """No import of ``kernels``, and no warning that it is missing."""
     logger = logging.getLogger("bitsandbytes")
     absent, level = object(), logger.level
-    before = sys.modules.get(_FETCHER, absent)
-    sys.modules[_FETCHER] = None  # type: ignore[assignment]  # what makes an import fail
+    before = sys.modules.get(_KERNELS_PACKAGE, absent)
+    sys.modules[_KERNELS_PACKAGE] = None  # type: ignore[assignment]  # what makes an import fail
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         logger.setLevel(level)
         if before is absent:
-            sys.modules.pop(_FETCHER, None)
+            sys.modules.pop(_KERNELS_PACKAGE, None)
         else:
-            sys.modules[_FETCHER] = before  # type: ignore[assignment]
+            sys.modules[_KERNELS_PACKAGE] = before  # type: ignore[assignment]

@@ -28,28 +28,28 @@ class CompiledLinear:
     bias: Tensor
 
     @classmethod
-    def empty(
-        cls, product: "MatMul", shape: tuple[int, int], kept: torch.dtype, bias: Tensor | None
+    def create_empty(
+        cls, product: "MatMul", shape: tuple[int, int], weight_dtype: torch.dtype, bias: Tensor | None
     ) -> "CompiledLinear | None":
         """One of a weight ``[out, in]`` that is yet to come; ``None`` if parts don't fit."""
-        some = torch.zeros(PART_ROWS, shape[1], dtype=kept)
-        if not product.fits(some) or shape[0] % PART_ROWS:
+        some = torch.zeros(PART_ROWS, shape[1], dtype=weight_dtype)
+        if not product.supports_weight(some) or shape[0] % PART_ROWS:
             return None
-        packed = product.pack(some)
+        packed = product.pack_weight(some)
         weight = packed.new_empty(shape[0] // PART_ROWS * len(packed), *packed.shape[1:])
         return cls(product, weight, torch.zeros(shape[0]) if bias is None else bias.float())
 
-    def put(self, first: int, part: Tensor) -> None:
+    def put_rows(self, first: int, part: Tensor) -> None:
         """Take rows from ``first`` on, both multiples of :data:`PART_ROWS`."""
-        packed = self.product.pack(part)
+        packed = self.product.pack_weight(part)
         place = first * len(packed) // len(part)
         self.weight[place : place + len(packed)] = packed
 
     @classmethod
-    def pack(cls, product: "MatMul", weight: Tensor, bias: Tensor | None) -> "CompiledLinear":
+    def pack_weight(cls, product: "MatMul", weight: Tensor, bias: Tensor | None) -> "CompiledLinear":
         """A projection of ``weight`` ``[out, in]``, which isn't needed afterwards."""
         added = torch.zeros(len(weight)) if bias is None else bias.float()
-        return cls(product, product.pack(weight), added)
+        return cls(product, product.pack_weight(weight), added)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See :class:`~molink.stage.linear.base.Projection`."""
@@ -57,7 +57,7 @@ class CompiledLinear:
 
     def look_up(self, tokens: Tensor) -> Tensor:
         """See :class:`~molink.stage.linear.base.EmbeddingTable`."""
-        return self.product.take(self.weight, tokens)
+        return self.product.gather_columns(self.weight, tokens)
 
     @property
     def nbytes(self) -> int:

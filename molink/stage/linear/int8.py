@@ -17,17 +17,17 @@ from torch import Tensor
 from molink.stage.linear.base import pad_rows, total_bytes
 
 #: Steps of the first plane on either side of zero, and of the second within one of the first.
-_STEPS = 127
-_FINE = 254
+_COARSE_STEPS = 127
+_FINE_STEPS = 254
 #: Rows that are multiplied at once: results are float32 and, for a moment, two of each. A GPU takes
 #: longer to launch the dozens of kernels of each part than to run them, so it takes whole steps.
 _CPU_ROWS, _GPU_ROWS = 128, 1024
 #: A row of nothing but zeros has to have some scale.
-_MINIMUM = 1e-30
+_MIN_SCALE = 1e-30
 #: What both sizes of a weight have to be multiples of for cuBLASLt.
-_CUBLAS_STEP = 4
+_CUBLAS_MULTIPLE = 4
 #: Beyond this width 32-bit sums of products could overflow.
-MAX_WIDTH = 2**16
+MAX_INT8_WIDTH = 2**16
 
 
 class IntegerProduct(Protocol):
@@ -55,10 +55,10 @@ class OneDnnProduct:
     zeros: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, scales: Tensor) -> "OneDnnProduct":
+    def from_weight(cls, weight: Tensor, scales: Tensor) -> "OneDnnProduct":
         """The product with ``weight`` ``[out, in]`` (int8), whose rows have ``scales``."""
         zeros = torch.zeros(1, dtype=torch.int64).expand(len(weight))
-        return cls(torch.ops.onednn.qlinear_prepack(weight, None), scales / _STEPS, zeros)
+        return cls(torch.ops.onednn.qlinear_prepack(weight, None), scales / _COARSE_STEPS, zeros)
 
     def __call__(self, planes: Tensor) -> Tensor:
         """See :class:`IntegerProduct`."""
@@ -86,14 +86,14 @@ class CudaProduct:
     steps: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, scales: Tensor) -> "CudaProduct":
+    def from_weight(cls, weight: Tensor, scales: Tensor) -> "CudaProduct":
         """The product with ``weight`` (int8), whose rows have ``scales``."""
-        return cls(weight, scales / _STEPS)
+        return cls(weight, scales / _COARSE_STEPS)
 
     @staticmethod
-    def fits(shape: tuple[int, int]) -> bool:
+    def supports_shape(shape: tuple[int, int]) -> bool:
         """Whether cuBLASLt promises to multiply by a weight ``[out, in]`` of this shape."""
-        return all(size % _CUBLAS_STEP == 0 for size in shape)
+        return all(size % _CUBLAS_MULTIPLE == 0 for size in shape)
 
     def __call__(self, planes: Tensor) -> Tensor:
         """See :class:`IntegerProduct`."""
@@ -122,19 +122,19 @@ class Int8Linear:
         most = _CPU_ROWS if rows.device.type == "cpu" else _GPU_ROWS
         if len(rows) > most:
             parts = (rows[first : first + most] for first in range(0, len(rows), most))
-            return torch.cat([self._multiply(part) for part in parts])
-        return self._multiply(rows)
+            return torch.cat([self._multiply_planes(part) for part in parts])
+        return self._multiply_planes(rows)
 
-    def _multiply(self, rows: Tensor) -> Tensor:
+    def _multiply_planes(self, rows: Tensor) -> Tensor:
         count = len(rows)
         given = pad_rows(rows) if rows.device.type == "cpu" else rows
-        peaks = given.abs().amax(1, keepdim=True).float().clamp_min_(_MINIMUM)
-        fine = (given * (_STEPS * _FINE / peaks)).round_()
-        high = (fine / _FINE).round_()
-        low = fine.sub_(high, alpha=_FINE)
+        peaks = given.abs().amax(1, keepdim=True).float().clamp_min_(_MIN_SCALE)
+        fine = (given * (_COARSE_STEPS * _FINE_STEPS / peaks)).round_()
+        high = (fine / _FINE_STEPS).round_()
+        low = fine.sub_(high, alpha=_FINE_STEPS)
         sums = self.product(torch.cat((high, low)))
-        result = sums[: len(given)].add_(sums[len(given) :], alpha=1 / _FINE)
-        result = result.mul_(peaks.div_(_STEPS))[:count]
+        result = sums[: len(given)].add_(sums[len(given) :], alpha=1 / _FINE_STEPS)
+        result = result.mul_(peaks.div_(_COARSE_STEPS))[:count]
         return (result if self.bias is None else result.add_(self.bias)).to(rows.dtype)
 
     @property
@@ -147,7 +147,7 @@ def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """int8 weights ``[R, in]`` and their rows' scales ``[R]`` (float32: largest absolute value)."""
     given = rows.float()
     scales = given.abs().amax(1)
-    factors = _STEPS / scales.clamp_min(_MINIMUM)
+    factors = _COARSE_STEPS / scales.clamp_min(_MIN_SCALE)
     return (given * factors.unsqueeze(1)).round_().to(torch.int8), scales
 
 
@@ -162,7 +162,7 @@ def has_onednn_int8() -> bool:
     planes = torch.tensor([[127.0] * 64, [-127.0] * 64, [float(x) for x in range(64)]])
     exact = planes @ weight.float().t()
     try:
-        product = OneDnnProduct.of(weight, torch.full((3,), float(_STEPS)))
+        product = OneDnnProduct.from_weight(weight, torch.full((3,), float(_COARSE_STEPS)))
         return torch.equal(product(planes.clone()), exact)
     except (AttributeError, RuntimeError):
         return False

@@ -17,7 +17,7 @@ NF4_VALUES = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 #: Output rows that the CPU kernel takes together.
-_GROUP = 32
+_ROW_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +59,22 @@ class PackedNf4Linear:
     bias: Tensor | None = None
 
     @classmethod
-    def of(
+    def from_quantized(
         cls, packed: Tensor, scales: Tensor, shape: tuple[int, int], bias: Tensor | None
     ) -> "PackedNf4Linear":
-        """A projection of a weight ``shape`` that fits (see :func:`fits_kernel`).
+        """A projection of a weight ``shape`` that fits (see :func:`supports_shape`).
 
         ``packed`` and ``scales`` are as quantization gives them.
         """
         out, width = shape
         ordered = torch.empty(out, width // 2, dtype=torch.uint8)
-        for first in range(0, out, _GROUP):
+        for first in range(0, out, _ROW_GROUP):
             # A byte has two neighbours of a row; the kernel wants rows 0-15 of a group in the
             # low halves and rows 16-31 in the high ones.
-            given = packed.view(out, width // 2)[first : first + _GROUP].t()  # [in / 2, 32]
+            given = packed.view(out, width // 2)[first : first + _ROW_GROUP].t()  # [in / 2, 32]
             both = torch.stack((given >> 4, given & 15), -1)  # [in / 2, 32, 2]
-            low, high = both.reshape(width // 2, 2, _GROUP).unbind(1)
-            ordered[first : first + _GROUP].view(width // 2, _GROUP).copy_((high << 4) | low)
+            low, high = both.reshape(width // 2, 2, _ROW_GROUP).unbind(1)
+            ordered[first : first + _ROW_GROUP].view(width // 2, _ROW_GROUP).copy_((high << 4) | low)
         turned = scales.view(out, width // NF4_BLOCK).t().to(torch.bfloat16).contiguous()
         return cls(ordered, turned, torch.tensor(NF4_VALUES), bias)
 
@@ -97,22 +97,22 @@ class PackedNf4Linear:
         return total_bytes(self.packed, self.scales, self.bias)
 
 
-def fits_kernel(shape: tuple[int, int]) -> bool:
+def supports_shape(shape: tuple[int, int]) -> bool:
     """Whether :class:`PackedNf4Linear` can hold a weight of that shape."""
-    return shape[0] % _GROUP == 0 and shape[1] % NF4_BLOCK == 0
+    return shape[0] % _ROW_GROUP == 0 and shape[1] % NF4_BLOCK == 0
 
 
 @torch.inference_mode()
 def has_nf4_kernel() -> bool:
     """Whether bitsandbytes' CPU kernel for nf4 works here: tried, since it isn't documented."""
     load_library()
-    shape = (2 * _GROUP, 2 * NF4_BLOCK)
+    shape = (2 * _ROW_GROUP, 2 * NF4_BLOCK)
     weight = torch.linspace(-1, 1, shape[0] * shape[1]).sin().view(shape)
     rows = torch.linspace(-2, 2, 3 * shape[1]).cos().view(3, -1).bfloat16()
     packed, scales = quantize_nf4(weight)
     exact = rows.float() @ dequantize_nf4(packed, scales, shape, torch.float32).t()
     try:
-        found = PackedNf4Linear.of(packed, scales, shape, None)(rows).float()
+        found = PackedNf4Linear.from_quantized(packed, scales, shape, None)(rows).float()
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
     return torch.allclose(found, exact, rtol=0.02, atol=0.02 * float(exact.abs().max()))

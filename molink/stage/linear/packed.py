@@ -19,7 +19,7 @@ class PackedLinear:
     bias: Tensor | None = None
 
     @classmethod
-    def pack(cls, weight: Tensor, bias: Tensor | None) -> "PackedLinear":
+    def pack_weight(cls, weight: Tensor, bias: Tensor | None) -> "PackedLinear":
         """A projection of ``weight`` ``[out, in]``, which isn't needed afterwards."""
         return cls(torch.ops.mkldnn._reorder_linear_weight(weight, None), bias)
 
@@ -43,6 +43,6 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
         return False
     weight, rows = torch.eye(32, dtype=dtype), torch.arange(64, dtype=dtype).view(2, 32)
     try:
-        return torch.equal(PackedLinear.pack(weight, rows[0])(rows), rows + rows[0])
+        return torch.equal(PackedLinear.pack_weight(weight, rows[0])(rows), rows + rows[0])
     except (AttributeError, RuntimeError):
         return False

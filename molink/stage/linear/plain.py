@@ -10,7 +10,7 @@ from molink.stage.linear.base import pad_rows, total_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class PlainLinear:
     """The plain projection."""
 
     weight: Tensor

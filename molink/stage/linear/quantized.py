@@ -16,7 +16,7 @@ from molink.facts.model import Quantize
 from molink.stage.linear.base import Projection
 from molink.stage.linear.bnb import load_library, quantize_nf4
 from molink.stage.linear.int8 import (
-    MAX_WIDTH,
+    MAX_INT8_WIDTH,
     CudaProduct,
     Int8Linear,
     OneDnnProduct,
@@ -27,11 +27,11 @@ from molink.stage.linear.nf4 import (
     NF4_VALUES,
     CudaNf4Linear,
     PackedNf4Linear,
-    fits_kernel,
+    supports_shape,
     has_nf4_kernel,
 )
-from molink.stage.linear.random_weight import random_weight
-from molink.stage.linear.unpacked import UnpackedLinear, part_rows
+from molink.stage.linear.random_weight import make_random_weight
+from molink.stage.linear.unpacked import UnpackedLinear, rows_per_unpack
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class QuantizedWeight:
     scales: Tensor
 
     @classmethod
-    def empty(
+    def create_empty(
         cls, mode: Quantize, shape: tuple[int, int], device: torch.device
     ) -> "QuantizedWeight":
         """One that is to be filled."""
@@ -68,7 +68,7 @@ class QuantizedWeight:
         data = torch.empty(elements // 2, dtype=torch.uint8, device=device)
         return cls(mode, shape, data, torch.empty(elements // NF4_BLOCK, device=device))
 
-    def rows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+    def row_slices(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Where data and scales of rows ``first:last`` are; for nf4 they begin with a block."""
         if self.mode == "int8":
             return self.data[first:last], self.scales[first:last]
@@ -76,10 +76,10 @@ class QuantizedWeight:
         scales = self.scales[begin // NF4_BLOCK : end // NF4_BLOCK]
         return self.data[begin // 2 : end // 2], scales
 
-    def put(self, first: int, rows: Tensor) -> None:
-        """Quantize ``rows`` and keep them from row ``first`` on."""
+    def quantize_rows(self, first: int, rows: Tensor) -> None:
+        """Quantize ``row_slices`` and keep them from row ``first`` on."""
         quantize = quantize_int8 if self.mode == "int8" else quantize_nf4
-        for place, made in zip(self.rows(first, first + len(rows)), quantize(rows), strict=True):
+        for place, made in zip(self.row_slices(first, first + len(rows)), quantize(rows), strict=True):
             place.copy_(made)
 
 
@@ -91,42 +91,42 @@ class QuantizedKernels:
     nf4: bool
 
     @classmethod
-    def probe(
+    def probe_device(
         cls,
         mode: Quantize,
         dtype: torch.dtype,
         device: torch.device,
-        avoid: Collection[str] = (),
+        disabled_kernels: Collection[str] = (),
     ) -> "QuantizedKernels":
         """Try those that ``mode`` would use.
 
         Kernels to ``avoid`` are named as in :mod:`molink.facts.kernels`.
         """
-        if mode == "none" or mode in avoid:
+        if mode == "none" or mode in disabled_kernels:
             return cls(False, False)
         if device.type == "cuda":
             load_library()
-            right = _is_right(mode, dtype, device)
+            right = _is_correct(mode, dtype, device)
             return cls(mode == "int8" and right, mode == "nf4" and right)
         return cls(
             int8=mode == "int8" and has_onednn_int8(),
             nf4=mode == "nf4" and dtype is torch.bfloat16 and has_nf4_kernel(),
         )
 
-    def create(self, weight: QuantizedWeight, bias: Tensor | None) -> Projection:
+    def create_projection(self, weight: QuantizedWeight, bias: Tensor | None) -> Projection:
         """The fastest projection of ``weight``, which isn't to be used otherwise afterwards."""
         on_gpu = weight.data.device.type == "cuda"
-        if weight.mode == "int8" and self.int8 and weight.shape[1] <= MAX_WIDTH:
+        if weight.mode == "int8" and self.int8 and weight.shape[1] <= MAX_INT8_WIDTH:
             if not on_gpu:
-                return Int8Linear(OneDnnProduct.of(weight.data, weight.scales), bias)
-            if CudaProduct.fits(weight.shape):
-                return Int8Linear(CudaProduct.of(weight.data, weight.scales), bias)
+                return Int8Linear(OneDnnProduct.from_weight(weight.data, weight.scales), bias)
+            if CudaProduct.supports_shape(weight.shape):
+                return Int8Linear(CudaProduct.from_weight(weight.data, weight.scales), bias)
         if weight.mode == "nf4" and self.nf4:
             if on_gpu and weight.shape[1] % NF4_BLOCK == 0:
                 packed = weight.data.view(-1, 1)
                 return CudaNf4Linear(packed, weight.scales, weight.shape, bias)
-            if not on_gpu and fits_kernel(weight.shape):
-                return PackedNf4Linear.of(weight.data, weight.scales, weight.shape, bias)
+            if not on_gpu and supports_shape(weight.shape):
+                return PackedNf4Linear.from_quantized(weight.data, weight.scales, weight.shape, bias)
         return UnpackedLinear(weight.mode, weight.data, weight.scales, weight.shape, bias)
 
 
@@ -143,11 +143,11 @@ def relative_error(
     float64, on the CPU, with some of the outputs of weights ``[out, in]``.
     """
     held = [shape for shape in shapes if can_hold(mode, [shape])]
-    errors = [_error(kernels, mode, dtype, device, shape) for shape in held]
+    errors = [_shape_error(kernels, mode, dtype, device, shape) for shape in held]
     return math.nan if any(map(math.isnan, errors)) else max(errors, default=0.0)
 
 
-def _error(
+def _shape_error(
     kernels: QuantizedKernels,
     mode: Quantize,
     dtype: torch.dtype,
@@ -155,27 +155,27 @@ def _error(
     shape: tuple[int, int],
 ) -> float:
     generator = torch.Generator().manual_seed(0)
-    weight = QuantizedWeight.empty(mode, shape, device)
-    random = random_weight(*shape, generator)
-    step = part_rows(shape[1])
+    weight = QuantizedWeight.create_empty(mode, shape, device)
+    random = make_random_weight(*shape, generator)
+    step = rows_per_unpack(shape[1])
     for first in range(0, shape[0], step):
-        weight.put(first, random[first : first + step].to(device))
-    some, stored = _stored(weight)
+        weight.quantize_rows(first, random[first : first + step].to(device))
+    some, stored = _sample_rows(weight)
     bias = torch.randn(shape[0], generator=generator).to(dtype)
     rows = torch.randn(21, shape[1], generator=generator).to(dtype)
-    projection = kernels.create(weight, bias.to(device))
+    projection = kernels.create_projection(weight, bias.to(device))
     exact = rows.double() @ stored.t() + bias[some].double()
     found = torch.cat([projection(rows[:count].to(device)).cpu()[:, some] for count in (1, 5, 21)])
     whole = torch.cat([exact[:count] for count in (1, 5, 21)])
     return float((found.double() - whole).abs().max() / whole.abs().max())
 
 
-def _stored(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+def _sample_rows(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     """Some of a weight's rows, and the numbers (float64) that they stand for."""
     indices, parts = [], []
-    for first in range(0, weight.shape[0], _spread(weight.shape[0])):
+    for first in range(0, weight.shape[0], _sample_stride(weight.shape[0])):
         last = min(weight.shape[0], first + _COMPARED)
-        data, scales = (part.cpu() for part in weight.rows(first, last))
+        data, scales = (part.cpu() for part in weight.row_slices(first, last))
         if weight.mode == "int8":
             parts.append(data.double() * scales.double()[:, None] / 127)
         else:
@@ -186,13 +186,13 @@ def _stored(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     return torch.cat(indices), torch.cat(parts)
 
 
-def _spread(out: int) -> int:
+def _sample_stride(out: int) -> int:
     """How far the rows that are compared begin from each other: with a block of nf4."""
     return -(-max(out // _PARTS, _COMPARED) // NF4_BLOCK) * NF4_BLOCK
 
 
 @torch.inference_mode()
-def _is_right(mode: Quantize, dtype: torch.dtype, device: torch.device) -> bool:
+def _is_correct(mode: Quantize, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the fast product of a GPU gives what it should."""
     try:
         error = relative_error(QuantizedKernels(True, True), mode, dtype, device)

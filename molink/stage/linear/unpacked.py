@@ -16,9 +16,9 @@ from molink.stage.linear.base import pad_rows, total_bytes
 from molink.stage.linear.bnb import dequantize_nf4
 
 #: Weights that are unpacked at once (in bf16 1 MiB: they stay in the CPU's cache).
-_PART = 2**19
+_MAX_WEIGHTS = 2**19
 #: Parts begin where a block of nf4 does, whatever the width.
-_ROWS = NF4_BLOCK
+_ROW_MULTIPLE = NF4_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ class UnpackedLinear:
         """See :class:`~molink.stage.linear.base.Projection`."""
         given = pad_rows(rows) if rows.device.type == "cpu" else rows
         result = given.new_empty(len(given), self.shape[0])
-        step = part_rows(self.shape[1])
+        step = rows_per_unpack(self.shape[1])
         for first in range(0, self.shape[0], step):
             last = min(first + step, self.shape[0])
             bias = None if self.bias is None else self.bias[first:last]
-            result[:, first:last] = linear(given, self.unpack(first, last, rows.dtype), bias)
+            result[:, first:last] = linear(given, self.unpack_rows(first, last, rows.dtype), bias)
         return result[: len(rows)]
 
-    def unpack(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """Rows ``first:last`` of the weight; ``first`` as :func:`part_rows` steps."""
+    def unpack_rows(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Rows ``first:last`` of the weight; ``first`` as :func:`rows_per_unpack` steps."""
         if self.mode == "int8":
             steps = self.scales[first:last, None] / 127
             return (self.weight[first:last] * steps).to(dtype)
@@ -63,6 +63,6 @@ class UnpackedLinear:
         return total_bytes(self.weight, self.scales, self.bias)
 
 
-def part_rows(width: int) -> int:
+def rows_per_unpack(width: int) -> int:
     """Rows ``[…, width]`` that are quantized or unpacked at once."""
-    return max(1, _PART // (width * _ROWS)) * _ROWS
+    return max(1, _MAX_WEIGHTS // (width * _ROW_MULTIPLE)) * _ROW_MULTIPLE

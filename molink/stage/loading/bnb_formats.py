@@ -5,17 +5,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from molink.checkpoint.prequantized import NESTED_BLOCK, STATE, companions, parse_state
+from molink.checkpoint.prequantized import NESTED_BLOCK, QUANT_STATE_SUFFIX, companion_names, parse_quant_state
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.stage.linear.nf4 import NF4_VALUES
 from molink.stage.linear.quantized import QuantizedWeight
 
 #: Reads a tensor of the checkpoint as it is stored.
-Read = Callable[[str], Tensor]
+ReadStored = Callable[[str], Tensor]
 
 
-def fill(
-    weight: QuantizedWeight, first: int, name: str, shape: tuple[int, int], read: Read
+def fill_quantized(
+    weight: QuantizedWeight, first: int, name: str, shape: tuple[int, int], read: ReadStored
 ) -> None:
     """Put the stored weight ``name`` of ``shape`` (``[out, in]``) at row ``first`` of ``weight``.
 
@@ -23,9 +23,9 @@ def fill(
         BrokenModel: scales that are no numbers, or a damaged description; named.
         UnsupportedModel: a variant that isn't implemented; named.
     """
-    data, scales = weight.rows(first, first + shape[0])
+    data, scales = weight.row_slices(first, first + shape[0])
     data.copy_(read(name).view(data.shape))
-    stored = read(companions(name)[0]) if weight.mode == "int8" else _scales(name, shape, read)
+    stored = read(companion_names(name)[0]) if weight.mode == "int8" else _read_scales(name, shape, read)
     scales.copy_(stored)
     if not bool(torch.isfinite(scales).all()):
         raise BrokenModel(f"tensor {name}: a scale of it is NaN or infinite; fetch it again")
@@ -41,9 +41,9 @@ def check_layout(name: str, layout: Tensor) -> None:
         raise UnsupportedModel(f"tensor {name}: weight_format {int(layout)} is not supported")
 
 
-def _scales(name: str, shape: tuple[int, int], read: Read) -> Tensor:
+def _read_scales(name: str, shape: tuple[int, int], read: ReadStored) -> Tensor:
     """Float32 scales of the blocks of an nf4 weight."""
-    offset = parse_state(read(f"{name}.{STATE}").numpy().tobytes(), shape, f"tensor {name}")
+    offset = parse_quant_state(read(f"{name}.{QUANT_STATE_SUFFIX}").numpy().tobytes(), shape, f"tensor {name}")
     if not torch.allclose(read(f"{name}.quant_map"), torch.tensor(NF4_VALUES), rtol=0, atol=1e-4):
         raise UnsupportedModel(f"tensor {name}: its quant_map isn't that of nf4")
     scales = read(f"{name}.absmax")

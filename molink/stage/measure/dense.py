@@ -7,15 +7,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from molink.stage.attention.base import Attention, AttentionShape
+from molink.stage.attention.base import AttentionBackend, AttentionShape
 from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
 
 #: (positions before, rows now): a first chunk, decode rows, and chunks across a page's edge.
-_MIX = ((0, 40), (511, 1), (17, 1), (250, 13), (3, 2))
+_TRIAL_ROWS = ((0, 40), (511, 1), (17, 1), (250, 13), (3, 2))
 
 
-def dense(
+def dense_attention(
     queries: Tensor, both: Tensor, shape: AttentionShape, window: int, sinks: Tensor | None = None
 ) -> Tensor:
     """Masked softmax in float64 of ``queries`` ``[n, heads, d]``, the last rows of a sequence.
@@ -43,7 +43,7 @@ def dense(
 
 @torch.inference_mode()
 def attention_error(
-    create: Callable[[AttentionShape], Attention],
+    create: Callable[[AttentionShape], AttentionBackend],
     shape: AttentionShape,
     page: int,
     dtype: torch.dtype,
@@ -55,37 +55,37 @@ def attention_error(
     order. NaN if the backend gives any.
     """
     layers = [replace(shape, windows=(window,)) for window in shape.windows]
-    errors = [_error(create(layer), layer, page, dtype, device) for layer in layers]
+    errors = [_backend_error(create(layer), layer, page, dtype, device) for layer in layers]
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
-def _error(
-    backend: Attention,
+def _backend_error(
+    backend: AttentionBackend,
     shape: AttentionShape,
     page: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
     generator = torch.Generator().manual_seed(shape.windows[0])
-    needed = [-(-(before + count) // page) for before, count in _MIX]
+    needed = [-(-(before + count) // page) for before, count in _TRIAL_ROWS]
     order = torch.randperm(sum(needed), generator=generator).tolist()
     pool = KVPool(shape, 1, len(order), page, dtype, device)
-    pool.clear(order)
+    pool.zero_blocks(order)
     sequences: list[SequenceRows] = []
     rows, exact = [], []
     split = shape.groups * shape.kv_heads
     sinks = torch.linspace(-4, 4, split) if shape.sinks else None
-    for (before, count), many in zip(_MIX, needed, strict=True):
+    for (before, count), many in zip(_TRIAL_ROWS, needed, strict=True):
         table = [order.pop() for _ in range(many)]
         sequences.append(SequenceRows(before, count, table))
         size = (before + count, split + 2 * shape.kv_heads, shape.head_dim)
         every = torch.randn(size, generator=generator).to(dtype)
         both = every[:, split:].view(len(every), 2, shape.kv_heads, shape.head_dim)
         slots = [table[place // page] * page + place % page for place in range(len(every))]
-        pool.write(0, torch.tensor(slots, device=device), both.to(device))
+        pool.write_rows(0, torch.tensor(slots, device=device), both.to(device))
         rows.append(every[before:])
-        exact.append(dense(every[before:, :split], both, shape, shape.windows[0], sinks))
+        exact.append(dense_attention(every[before:, :split], both, shape, shape.windows[0], sinks))
     given = None if sinks is None else sinks.to(device)
-    prepared = backend.prepare(sequences, page, dtype, device)
+    prepared = backend.prepare_layers(sequences, page, dtype, device)
     found = prepared(0, torch.cat(rows).to(device), pool, given)
     return float((found.double().cpu() - torch.cat(exact)).abs().max())

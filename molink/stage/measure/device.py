@@ -24,12 +24,12 @@ import psutil
 import torch
 
 from molink.facts.kept import NarrowDType
-from molink.stage.attention.trial import wanted_block_size
-from molink.stage.kernels.create import keeps_blocks
-from molink.stage.linear import Projections
-from molink.stage.torch_dtypes import TORCH_DTYPES, has_bf16
+from molink.stage.attention.trial import preferred_block_size
+from molink.stage.kernels.create import supports_block_weights
+from molink.stage.linear import ProjectionFactory
+from molink.stage.torch_dtypes import TORCH_DTYPES, supports_bf16
 
-_ROWS = 4096
+_WEIGHT_ROWS = 4096
 #: A row is multiplied so often at least, and for about so many seconds.
 _REPEATS, _MOST, _MEASURING_S = 5, 100, 0.5
 
@@ -44,19 +44,19 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda", free.index(max(free)))
 
 
-def measure(device: torch.device, nbytes: int) -> float:
+def measure_read_rate(device: torch.device, nbytes: int) -> float:
     """Bytes/s at which a stage's projection of ``nbytes`` takes one row.
 
     By the quickest of some runs over :data:`_MEASURING_S`: other programs only add to a time.
     """
     narrow = torch.float16 if device.type == "cuda" else torch.float32
-    dtype = torch.bfloat16 if has_bf16(device) else narrow
+    dtype = torch.bfloat16 if supports_bf16(device) else narrow
     itemsize = torch.empty((), dtype=dtype).element_size()
-    columns = max(64, nbytes // (itemsize * _ROWS))
-    weight = torch.ones(_ROWS, columns, dtype=dtype, device=device)
-    projection = Projections.probe(dtype, device).create(weight, None)
+    columns = max(64, nbytes // (itemsize * _WEIGHT_ROWS))
+    weight = torch.ones(_WEIGHT_ROWS, columns, dtype=dtype, device=device)
+    projection = ProjectionFactory.probe_device(dtype, device).create_projection(weight, None)
     row = torch.ones(1, columns, dtype=dtype, device=device)
-    synchronize = _synchronizer(device)
+    synchronize = _make_synchronizer(device)
     times: list[float] = []
     with torch.inference_mode():
         while len(times) <= _REPEATS or (sum(times) < _MEASURING_S and len(times) < _MOST):
@@ -68,7 +68,7 @@ def measure(device: torch.device, nbytes: int) -> float:
     return weight.numel() * itemsize / max(1e-9, min(times[1:]))
 
 
-def probe(wanted: str, nbytes: int) -> dict[str, object]:
+def probe_device(wanted: str, nbytes: int) -> dict[str, object]:
     """Everything that the daemon reports of a device."""
     device = pick_device(wanted)
     kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
@@ -81,29 +81,29 @@ def probe(wanted: str, nbytes: int) -> dict[str, object]:
     return {
         "kind": kind,
         "index": index,
-        "name": device_name(device),
+        "name": describe_device(device),
         "total": int(total),
         "free": int(free),
-        "read_rate": measure(device, min(nbytes, int(free) // 4)),
-        "bf16": has_bf16(device),
-        "narrow": kept_narrow(device),
-        "blocks": kind == "cpu" and keeps_blocks(),
-        "block_size": wanted_block_size(device),
+        "read_rate": measure_read_rate(device, min(nbytes, int(free) // 4)),
+        "bf16": supports_bf16(device),
+        "narrow": narrow_weight_dtypes(device),
+        "blocks": kind == "cpu" and supports_block_weights(),
+        "block_size": preferred_block_size(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "gpus": torch.cuda.device_count(),
     }
 
 
-def kept_narrow(device: torch.device) -> tuple[NarrowDType, ...]:
+def narrow_weight_dtypes(device: torch.device) -> tuple[NarrowDType, ...]:
     """Types in which weights stay beside rows of float32, as ``WeightReader`` finds them."""
-    projections = Projections.probe(torch.float32, device)
-    return tuple(kept for kept in get_args(NarrowDType) if projections.holds(TORCH_DTYPES[kept]))
+    projections = ProjectionFactory.probe_device(torch.float32, device)
+    return tuple(kept for kept in get_args(NarrowDType) if projections.keeps_dtype(TORCH_DTYPES[kept]))
 
 
-def device_name(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
     """What a device is called by who made it."""
-    return cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device.index or 0)
+    return describe_cpu() if device.type == "cpu" else torch.cuda.get_device_name(device.index or 0)
 
 
 def driver_version() -> str:
@@ -120,7 +120,7 @@ def driver_version() -> str:
         return ""
 
 
-def cpu_name() -> str:
+def describe_cpu() -> str:
     """The CPU's product name where the system tells it."""
     table = Path("/proc/cpuinfo")  # Linux only
     lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
@@ -130,7 +130,7 @@ def cpu_name() -> str:
     return platform.processor() or os.environ.get("PROCESSOR_IDENTIFIER") or platform.machine()
 
 
-def _synchronizer(device: torch.device) -> Callable[[], None]:
+def _make_synchronizer(device: torch.device) -> Callable[[], None]:
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
     return lambda: None
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    print(json.dumps(probe(options.device, options.mbytes << 20)), flush=True)
+    print(json.dumps(probe_device(options.device, options.mbytes << 20)), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Run as ``python -m molink.stage.measure.parity``.
 
-Prints a JSON object for each line: ``about`` (torch and its devices), then for each kernel
+Prints a JSON object for each line: ``describe_torch`` (torch and its devices), then for each kernel
 ``begin``, by which who reads knows which one has ended the process, and ``result``; see
 :mod:`molink.stage.measure.trials`.
 """
@@ -19,28 +19,28 @@ import torch
 
 from molink.checkpoint.config import ModelConfig
 from molink.errors import MolinkError
-from molink.stage.attention.flash import PAGE, find_kernel
-from molink.stage.measure.device import device_name, pick_device
-from molink.stage.measure.shapes import USUAL, Shapes
-from molink.stage.measure.trials import Trial, chains, extras, types_of
+from molink.stage.attention.flash import PAGE_MULTIPLE, find_kernel
+from molink.stage.measure.device import describe_device, pick_device
+from molink.stage.measure.shapes import USUAL_SHAPES, TrialShapes
+from molink.stage.measure.trials import KernelTrial, kernel_chains, extra_trials, supported_dtypes
 
 
-def trials(
-    device: torch.device, skip: Collection[str] = (), shapes: Shapes = USUAL
-) -> Iterator[Trial]:
+def run_trials(
+    device: torch.device, skip: Collection[str] = (), shapes: TrialShapes = USUAL_SHAPES
+) -> Iterator[KernelTrial]:
     """All that there may be on ``device``, but those of the kernels to ``skip``."""
-    for dtype in types_of(device):
-        found: dict[str, Trial] = {}
+    for dtype in supported_dtypes(device):
+        found: dict[str, KernelTrial] = {}
         for mode in ("int8", "nf4"):
-            for chain in chains(shapes, dtype, mode, device):
+            for chain in kernel_chains(shapes, dtype, mode, device):
                 # What takes the place of int8 is another trial than what takes that of nf4.
                 found |= {f"{one.kernel} {mode * (one.kernel == 'unpacked')}": one for one in chain}
-        for trial in (*found.values(), *extras(dtype, device)):
+        for trial in (*found.values(), *extra_trials(dtype, device)):
             if trial.kernel not in skip:
                 yield trial
 
 
-def about() -> dict[str, Any]:
+def describe_torch() -> dict[str, Any]:
     """Torch here, and the GPUs that it can use; ``reason`` says why it can't use any."""
     told: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": []}
     told |= {"reason": "", "kernels_for": []}
@@ -69,30 +69,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    _tell(about=about())
+    _print_line(about=describe_torch())
     device = pick_device(options.device)
-    _tell(device=str(device), name=device_name(device))
-    shapes = _shapes(options.model, device)
-    for trial in trials(device, options.skip.split(","), shapes):
-        _tell(begin={"kernel": trial.kernel, "dtype": trial.dtype})
-        _tell(result=trial.result())
+    _print_line(device=str(device), name=describe_device(device))
+    shapes = _load_shapes(options.model, device)
+    for trial in run_trials(device, options.skip.split(","), shapes):
+        _print_line(begin={"kernel": trial.kernel, "dtype": trial.dtype})
+        _print_line(result=trial.run_trial())
 
 
-def _shapes(model: Path | None, device: torch.device) -> Shapes:
+def _load_shapes(model: Path | None, device: torch.device) -> TrialShapes:
     """Those of a model; the usual ones without, or if its config can't be read."""
     paged = device.type == "cuda" and find_kernel() is not None
-    usual = replace(USUAL, block_size=PAGE) if paged else USUAL
+    usual = replace(USUAL_SHAPES, block_size=PAGE_MULTIPLE) if paged else USUAL_SHAPES
     if model is None:
         return usual
     try:
-        config = ModelConfig.load(model)
+        config = ModelConfig.load_folder(model)
     except MolinkError as error:
         print(f"not tried with the shapes of {model}: {error}", file=sys.stderr)
         return usual
-    return Shapes.of(config, usual.block_size, device)
+    return TrialShapes.from_config(config, usual.block_size, device)
 
 
-def _tell(**told: Any) -> None:
+def _print_line(**told: Any) -> None:
     print(json.dumps(told), flush=True)
 
 

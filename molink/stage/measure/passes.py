@@ -5,21 +5,21 @@ from collections.abc import Sequence
 import torch
 
 from molink.stage.batch import SequenceRows, StageInput
-from molink.stage.graphs.buckets import MAX_ROWS
-from molink.stage.measure.timing import CONTEXT, DECODE_ROWS, DEEP_CONTEXT, DEEP_ROWS, PREFILL_ROWS
-from molink.stage.out_of_memory import is_out_of_memory, release_cached
+from molink.stage.graphs.buckets import MAX_GRAPH_ROWS
+from molink.stage.measure.timing import SHORT_CONTEXT, DECODE_ROWS, DEEP_CONTEXT, DEEP_ROWS, PREFILL_ROWS
+from molink.stage.out_of_memory import is_out_of_memory, empty_device_cache
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES
 
 _MAX_ROWS = max(*PREFILL_ROWS, *DECODE_ROWS)
 #: Spreads token ids over the vocabulary: equal ones would all meet the same experts.
-_STRIDE = 7919
+_TOKEN_STRIDE = 7919
 #: Largest pool that is made for it.
-_MAX_BYTES = 1 << 30
+_MAX_POOL_BYTES = 1 << 30
 
 
 class StagePasses:
-    """Runs passes on a loaded stage as a worker would; implements :class:`timing.Passes`.
+    """Runs passes on a loaded stage as a worker would; implements :class:`timing.TimedPasses`.
 
     Between ``with`` and its end the stage has a KV pool of at most ``kv_bytes``. Where these are
     few, requests share blocks: what they hold is of no interest.
@@ -28,56 +28,56 @@ class StagePasses:
     def __init__(self, stage: Stage, kv_bytes: int, block_size: int) -> None:
         self._stage = stage
         self._block_size = block_size
-        each = -(-(CONTEXT + 1) // block_size)
+        each = -(-(SHORT_CONTEXT + 1) // block_size)
         wanted = max(DEEP_CONTEXT // block_size, max(DECODE_ROWS) * each)
-        room = min(kv_bytes, _MAX_BYTES) // stage.block_bytes(block_size)
+        room = min(kv_bytes, _MAX_POOL_BYTES) // stage.block_bytes(block_size)
         self._blocks = max(1, min(wanted, room))
         config = stage.config
-        self._tokens = torch.arange(_MAX_ROWS) * _STRIDE % config.vocab_size
+        self._tokens = torch.arange(_MAX_ROWS) * _TOKEN_STRIDE % config.vocab_size
         generator = torch.Generator().manual_seed(0)
         shape = (0 if stage.is_first else _MAX_ROWS, config.hidden_size)
         hidden = torch.randn(shape, generator=generator)
-        self._hidden = hidden.to(TORCH_DTYPES[stage.travel_dtype])
+        self._hidden = hidden.to(TORCH_DTYPES[stage.wire_dtype])
 
     def __enter__(self) -> "StagePasses":
-        self._stage.allocate(self._blocks, self._block_size)
+        self._stage.allocate_kv_pool(self._blocks, self._block_size)
         if self._stage.has_graphs:
-            self._make_graphs()
+            self._capture_graphs()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stage.free()
+        self._stage.free_kv_pool()
 
     @property
     def max_context(self) -> int:
         """Positions that the model has."""
-        return self._stage.config.context
+        return self._stage.config.max_model_len
 
-    def decode(self, rows: int, context: int) -> None:
+    def run_decode(self, rows: int, context: int) -> None:
         """One decode row each of ``rows`` requests."""
-        sequences = [SequenceRows(context, 1, self._table(context + 1, row)) for row in range(rows)]
-        self._run(sequences, range(rows))
+        sequences = [SequenceRows(context, 1, self._block_table(context + 1, row)) for row in range(rows)]
+        self._run_pass(sequences, range(rows))
 
-    def prefill(self, rows: int, before: int) -> None:
+    def run_prefill(self, rows: int, before: int) -> None:
         """A chunk of one prompt; as of most chunks, none of its rows is sampled but the last."""
-        self._run([SequenceRows(before, rows, self._table(before + rows, 0))], (rows - 1,))
+        self._run_pass([SequenceRows(before, rows, self._block_table(before + rows, 0))], (rows - 1,))
 
-    def _make_graphs(self) -> None:
+    def _capture_graphs(self) -> None:
         """Make the CUDA graphs now: that takes far longer than the passes that would be timed."""
-        context = min(CONTEXT, self.max_context - 1)
+        context = min(SHORT_CONTEXT, self.max_context - 1)
         deep = min(DEEP_CONTEXT, self.max_context - DEEP_ROWS)
-        shapes = [(rows, context) for rows in DECODE_ROWS if rows <= MAX_ROWS]
+        shapes = [(rows, context) for rows in DECODE_ROWS if rows <= MAX_GRAPH_ROWS]
         # Compared with the first one: so both are run in the same way.
         shapes.insert(1, (1, max(deep, context)))
         for rows, before in shapes:
-            self._stage.capture(rows, before + 1)
+            self._stage.capture_graph(rows, before + 1)
 
-    def _table(self, tokens: int, request: int) -> Sequence[int]:
+    def _block_table(self, tokens: int, request: int) -> Sequence[int]:
         """A request's block table."""
         count = -(-tokens // self._block_size)
         return [(request * count + index) % self._blocks for index in range(count)]
 
-    def _run(self, sequences: Sequence[SequenceRows], wanted: Sequence[int]) -> None:
+    def _run_pass(self, sequences: Sequence[SequenceRows], wanted: Sequence[int]) -> None:
         stage = self._stage
         rows = sum(sequence.count for sequence in sequences)
         batch = StageInput(
@@ -94,5 +94,5 @@ class StagePasses:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            release_cached()
+            empty_device_cache()
             raise MemoryError(str(error)) from error

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from molink.stage.linear import Projections
+from molink.stage.linear import ProjectionFactory
 
 #: Bytes of the read: far beyond any cache.
 _READ_BYTES = 512 << 20
@@ -20,7 +20,7 @@ def peak_read_rate(device: torch.device) -> float:
     """Bytes/s at which a large tensor is read, by the quickest of some plain reductions."""
     numbers = torch.ones(_READ_BYTES // 8, dtype=torch.int64, device=device)
     halves = numbers.view(torch.float32)
-    return max(_rate(read, _READ_BYTES, device) for read in (numbers.sum, numbers.amax, halves.sum))
+    return max(_measure_rate(read, _READ_BYTES, device) for read in (numbers.sum, numbers.amax, halves.sum))
 
 
 def peak_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -28,25 +28,25 @@ def peak_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     size = _CUDA_SIZE if device.type == "cuda" else _CPU_SIZE
     left = torch.ones(size, size, dtype=dtype, device=device)
     right = torch.ones(size, size, dtype=dtype, device=device)
-    kept = Projections.probe(dtype, device).create(right, None)
+    kept = ProjectionFactory.probe_device(dtype, device).create_projection(right, None)
     operations = 2 * size**3
     with torch.inference_mode():
         return max(
-            _rate(product, operations, device)
+            _measure_rate(product, operations, device)
             for product in (lambda: left @ right, lambda: kept(left))
         )
 
 
-def _rate(act: Callable[[], object], amount: int, device: torch.device) -> float:
+def _measure_rate(act: Callable[[], object], amount: int, device: torch.device) -> float:
     """``amount`` per second of the quickest run of ``act``, after one that warms up."""
-    _seconds(act, device)
+    _time_run(act, device)
     taken: list[float] = []
     while len(taken) < _REPEATS and (not taken or sum(taken) < _SECONDS):
-        taken.append(_seconds(act, device))
+        taken.append(_time_run(act, device))
     return amount / min(taken)
 
 
-def _seconds(act: Callable[[], object], device: torch.device) -> float:
+def _time_run(act: Callable[[], object], device: torch.device) -> float:
     begin = time.perf_counter()
     act()
     if device.type == "cuda":

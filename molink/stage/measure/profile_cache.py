@@ -10,24 +10,24 @@ from typing import Annotated
 import msgspec
 
 from molink.facts.profile import Profile
-from molink.files import patiently
+from molink.files import retry_while_busy
 
 log = logging.getLogger(__name__)
 
 #: Profiles that are kept, the youngest ones.
-MAX_FILES = 64
+MAX_PROFILES = 64
 _MAX_BYTES = 1 << 16
 
 
-class _Entry(msgspec.Struct, frozen=True, kw_only=True):
+class _CachedProfile(msgspec.Struct, frozen=True, kw_only=True):
     """A file: what was measured, and of what, in full.
 
-    Profiles of a ``kin`` differ only in which layers they are of, ``step_bytes`` of weights.
+    Profiles of a ``model_key`` differ only in which layers they are of, ``step_bytes`` of weights.
     """
 
     key: str
     profile: Profile
-    kin: str = ""
+    model_key: str = ""
     step_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
@@ -41,43 +41,43 @@ class ProfileCache:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def find(self, key: str) -> Profile | None:
+    def find_profile(self, key: str) -> Profile | None:
         """The profile under ``key``, if it is there."""
-        entry = self._read(self._path(key))
+        entry = self._read_entry(self._entry_path(key))
         return entry.profile if entry is not None and entry.key == key else None
 
-    def predict(self, kin: str, step_bytes: int) -> Profile | None:
+    def predict_profile(self, model_key: str, step_bytes: int) -> Profile | None:
         """What a stage of ``kin`` should take by the one that is nearest to it in bytes."""
         found: list[tuple[float, Profile]] = []
         for path in self._folder.glob("*.json"):
-            entry = self._read(path)
-            if entry is not None and entry.kin == kin and entry.step_bytes > 0 < step_bytes:
+            entry = self._read_entry(path)
+            if entry is not None and entry.model_key == model_key and entry.step_bytes > 0 < step_bytes:
                 found.append((step_bytes / entry.step_bytes, entry.profile))
         if not found:
             return None
         factor, profile = min(found, key=lambda each: max(each[0], 1 / each[0]))
-        return profile.scaled(factor)
+        return profile.scale_by(factor)
 
-    def _read(self, path: Path) -> _Entry | None:
+    def _read_entry(self, path: Path) -> _CachedProfile | None:
         try:
             if path.stat().st_size > _MAX_BYTES:
                 return None
-            return msgspec.json.decode(path.read_bytes(), type=_Entry)
+            return msgspec.json.decode(path.read_bytes(), type=_CachedProfile)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("ignoring the profile in %s: %s", path, error)
             return None
 
-    def keep(self, key: str, profile: Profile, kin: str = "", step_bytes: int = 0) -> None:
+    def store_profile(self, key: str, profile: Profile, model_key: str = "", step_bytes: int = 0) -> None:
         """Write a profile; the oldest of too many goes."""
-        entry = _Entry(key=key, profile=profile, kin=kin, step_bytes=step_bytes)
-        path = self._path(key)
+        entry = _CachedProfile(key=key, profile=profile, model_key=model_key, step_bytes=step_bytes)
+        path = self._entry_path(key)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             draft.write_bytes(msgspec.json.encode(entry))
-            patiently(lambda: draft.replace(path))
+            retry_while_busy(lambda: draft.replace(path))
         except OSError as error:
             log.warning("can't keep a profile in %s: %s", self._folder, error)
             with contextlib.suppress(OSError):
@@ -86,13 +86,13 @@ class ProfileCache:
         with contextlib.suppress(OSError):
             prune_profiles(self._folder)
 
-    def _path(self, key: str) -> Path:
+    def _entry_path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode("utf-8")).hexdigest()[:32]
         return self._folder / f"{name}.json"
 
 
 def prune_profiles(folder: Path) -> None:
-    """Keep the :data:`MAX_FILES` youngest in ``folder``."""
+    """Keep the :data:`MAX_PROFILES` youngest in ``folder``."""
     files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    for path in files[:-MAX_FILES]:
+    for path in files[:-MAX_PROFILES]:
         path.unlink(missing_ok=True)

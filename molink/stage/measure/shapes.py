@@ -16,13 +16,13 @@ from molink.stage.attention.base import AttentionShape
 #: A window that leaves something out of the rows of a trial.
 _WINDOW = 33
 #: Weights that a projection is tried with at most; a GPU chooses its kernel by all of a shape.
-_MOST = {"cpu": 1 << 23, "cuda": 1 << 26}
+_MAX_WEIGHTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 #: By how much an output size is cut at least: what is left over at the end stays the same.
-_STEP = 64
+_CUT_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Shapes:
+class TrialShapes:
     """``products`` are ``[out, in]``; rows of ``hidden`` are normed, of ``inner`` gated.
 
     ``rotary`` are the dimensions of a head that are turned.
@@ -38,18 +38,18 @@ class Shapes:
     block_size: int
 
     @classmethod
-    def of(cls, config: ModelConfig, block_size: int, device: torch.device) -> "Shapes":
+    def from_config(cls, config: ModelConfig, block_size: int, device: torch.device) -> "TrialShapes":
         """Those of all layers, whichever a stage has; of very large products some outputs."""
-        layers, most = (0, config.layers), _MOST[device.type]
-        attention = AttentionShape.of(config, layers)
+        layers, most = (0, config.layers), _MAX_WEIGHTS[device.type]
+        attention = AttentionShape.from_config(config, layers)
         windows = sorted({min(window, _WINDOW) for window in attention.windows})
-        experts = [config.experts_of(layer) for layer in range(*layers)]
-        inner = {config.intermediate_size if one is None else one.inner_size for one in experts}
+        experts = [config.layer_experts(layer) for layer in range(*layers)]
+        inner = {config.intermediate_size if one is None else one.intermediate_size for one in experts}
         return cls(
-            products=tuple(sorted({_cut(shape, most) for shape in _products(config)})),
+            products=tuple(sorted({_cut_shape(shape, most) for shape in _projection_shapes(config)})),
             hidden=config.hidden_size,
             inner=tuple(sorted(inner)),
-            rotary=tuple(sorted({rope.rotary_dim(config.head_dim) for rope in config.ropes})),
+            rotary=tuple(sorted({rope.rotary_dim(config.head_dim) for rope in config.rope_configs})),
             eps=config.norm_eps,
             activations=(config.activation,),
             attention=AttentionShape(
@@ -66,7 +66,7 @@ class Shapes:
 
 
 #: What the self-test tries where no model is named.
-USUAL = Shapes(
+USUAL_SHAPES = TrialShapes(
     products=((96, 64), (256, 704), (1024, 128)),
     hidden=192,
     inner=(96,),
@@ -78,7 +78,7 @@ USUAL = Shapes(
 )
 
 
-def _products(config: ModelConfig) -> set[tuple[int, int]]:
+def _projection_shapes(config: ModelConfig) -> set[tuple[int, int]]:
     """Of all projections, where several are one too."""
     found = {(config.vocab_size, config.hidden_size)}
     for layer in range(config.layers):
@@ -98,7 +98,7 @@ def _products(config: ModelConfig) -> set[tuple[int, int]]:
     return found
 
 
-def _cut(shape: tuple[int, int], most: int) -> tuple[int, int]:
+def _cut_shape(shape: tuple[int, int], most: int) -> tuple[int, int]:
     out, width = shape
-    above = max(0, out - max(_STEP, most // width))
-    return out - -(-above // _STEP) * _STEP, width
+    above = max(0, out - max(_CUT_MULTIPLE, most // width))
+    return out - -(-above // _CUT_MULTIPLE) * _CUT_MULTIPLE, width

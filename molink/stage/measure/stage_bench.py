@@ -15,22 +15,22 @@ import psutil
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.stage_work import StageWork
+from molink.checkpoint.stage_work import StageCost
 from molink.errors import MolinkError
 from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.model import BLOCK_SIZE
 from molink.facts.profile import Profile
-from molink.stage.kernels.create import keeps_blocks
-from molink.stage.measure.device import cpu_name, kept_narrow, pick_device
+from molink.stage.kernels.create import supports_block_weights
+from molink.stage.measure.device import describe_cpu, narrow_weight_dtypes, pick_device
 from molink.stage.measure.peaks import peak_matmul_rate, peak_read_rate
 from molink.stage.measure.stage_profile import profile_stage
 from molink.stage.stage import Stage
-from molink.stage.torch_dtypes import TORCH_DTYPES, cpu_has_bf16
+from molink.stage.torch_dtypes import TORCH_DTYPES, cpu_supports_bf16
 
 _MAX_KV_BYTES = 1 << 30
 
 
-def bench(options: argparse.Namespace) -> dict[str, object]:
+def run_bench(options: argparse.Namespace) -> dict[str, object]:
     """Load, measure, compare."""
     layers = (options.first, options.last)
     folder = ModelFolder.open(Path(options.model_dir), layers)
@@ -39,47 +39,47 @@ def bench(options: argparse.Namespace) -> dict[str, object]:
     kind: Literal["cpu", "cuda"] = "cpu" if on_cpu else "cuda"
     target = StageSetup(
         kind,
-        cpu_has_bf16(),
+        cpu_supports_bf16(),
         options.dtype,
         options.quantize,
-        blocks=keeps_blocks(),
-        narrow=kept_narrow(device),
+        has_block_kernels=supports_block_weights(),
+        narrow_dtypes=narrow_weight_dtypes(device),
     )
-    facts, free = folder.facts(options.model_dir), _free_bytes(device)
-    stage = Stage.load(folder, layers, str(device), options.dtype, quantize=options.quantize)
+    facts, free = folder.placement_facts(options.model_dir), _free_bytes(device)
+    stage = Stage.load_layers(folder, layers, str(device), options.dtype, quantize=options.quantize)
     profile = profile_stage(
         stage, min(_MAX_KV_BYTES, free // 4), BLOCK_SIZE, seconds=options.seconds
     )
     first, last = layers
     opens, closes = first == 0, last == facts.layers
-    weights = Footprint.of(facts, target).weights(last - first, opens=opens, closes=closes)
-    work = StageWork(folder.config, layers, stage.dtype, weights)
+    weights = Footprint.of_stage(facts, target).weight_bytes(last - first, opens=opens, closes=closes)
+    work = StageCost(folder.config, layers, stage.dtype, weights)
     return {
         "layers": list(layers),
         "device": str(device),
-        "device_name": cpu_name() if on_cpu else torch.cuda.get_device_name(device),
+        "device_name": describe_cpu() if on_cpu else torch.cuda.get_device_name(device),
         "threads": torch.get_num_threads() if on_cpu else 0,
         "torch": torch.__version__,
         "dtype": stage.dtype,
         "quantize": options.quantize,
         "weight_bytes": stage.weight_bytes,
-        "decode": _points(profile.decode),
-        "prefill": _points(profile.prefill),
+        "decode": _format_points(profile.decode),
+        "prefill": _format_points(profile.prefill),
         "context": profile.context,
         "tile": profile.tile,
-        "read": _read(work, profile, device),
-        "compute": _compute(work, profile, stage),
+        "read": _rate_reading(work, profile, device),
+        "compute": _rate_computing(work, profile, stage),
     }
 
 
-def _points(points: Sequence[tuple[int, float]]) -> list[dict[str, float]]:
+def _format_points(points: Sequence[tuple[int, float]]) -> list[dict[str, float]]:
     return [
         {"rows": rows, "seconds": seconds, "tokens_per_s": rows / seconds}
         for rows, seconds in points
     ]
 
 
-def _read(work: StageWork, profile: Profile, device: torch.device) -> dict[str, float]:
+def _rate_reading(work: StageCost, profile: Profile, device: torch.device) -> dict[str, float]:
     """A single decode row reads all weights and its KV: nothing else takes its time at best."""
     nbytes = work.decode_bytes(profile.context)
     reached, peak = nbytes / profile.decode_s(1), peak_read_rate(device)
@@ -91,7 +91,7 @@ def _read(work: StageWork, profile: Profile, device: torch.device) -> dict[str, 
     }
 
 
-def _compute(work: StageWork, profile: Profile, stage: Stage) -> dict[str, float]:
+def _rate_computing(work: StageCost, profile: Profile, stage: Stage) -> dict[str, float]:
     """The chunk that computes most per second."""
     rates = {rows: work.prefill_flops(rows) / seconds for rows, seconds in profile.prefill}
     rows = max(rates, key=rates.__getitem__)
@@ -111,7 +111,7 @@ def _free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m molink.stage.measure.stage_bench", description=__doc__
     )
@@ -128,11 +128,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the measurement; an error goes to stderr, with its own exit code."""
-    options = _parse(arguments)
+    options = _parse_arguments(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
-        result = bench(options)
+        result = run_bench(options)
     except MolinkError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -8,7 +8,7 @@ import torch
 
 import molink
 from molink.facts.profile import Profile
-from molink.stage.measure.device import device_name
+from molink.stage.measure.device import describe_device
 from molink.stage.measure.passes import StagePasses
 from molink.stage.measure.profile_cache import ProfileCache
 from molink.stage.measure.timing import measure_profile
@@ -17,9 +17,9 @@ from molink.stage.stage import Stage
 log = logging.getLogger(__name__)
 
 #: Seconds that measuring takes at most, but for the smallest passes of a very slow stage.
-MEASURING_S = 3.0
+MAX_PROFILING_S = 3.0
 #: Part of a key: rises whenever profiles are measured in another way.
-_FORMAT = 2
+_FORMAT_VERSION = 2
 
 
 def profile_stage(
@@ -27,7 +27,7 @@ def profile_stage(
     kv_bytes: int,
     block_size: int,
     cache: Path | None = None,
-    seconds: float = MEASURING_S,
+    seconds: float = MAX_PROFILING_S,
     *,
     hurry: bool = False,
 ) -> Profile:
@@ -41,13 +41,13 @@ def profile_stage(
     Raises:
         MemoryError: not even a single row can be computed.
     """
-    kept = ProfileCache(cache) if cache is not None else None
+    profile_cache = ProfileCache(cache) if cache is not None else None
     key = profile_key(stage, block_size)
-    known = kept.find(key) if kept is not None else None
+    known = profile_cache.find_profile(key) if profile_cache is not None else None
     if known is not None:
         return known
-    if hurry and kept is not None:
-        predicted = kept.predict(_kin(stage, block_size), stage.step_bytes)
+    if hurry and profile_cache is not None:
+        predicted = profile_cache.predict_profile(_model_key(stage, block_size), stage.step_bytes)
         if predicted is not None:
             log.info(
                 "not measured for now: one decode row should take %.1f ms, as other layers do",
@@ -65,8 +65,8 @@ def profile_stage(
         1e3 * profile.prefill[-1][1],
         profile.tile,
     )
-    if kept is not None:
-        kept.keep(key, profile, _kin(stage, block_size), stage.step_bytes)
+    if profile_cache is not None:
+        profile_cache.store_profile(key, profile, _model_key(stage, block_size), stage.step_bytes)
     return profile
 
 
@@ -76,21 +76,21 @@ def profile_key(stage: Stage, block_size: int) -> str:
     The bytes of its weights tell apart how they are quantized.
     """
     first, last = stage.layers
-    return f"{_kin(stage, block_size)}; layers {first}:{last}, {stage.weight_bytes} bytes"
+    return f"{_model_key(stage, block_size)}; layers {first}:{last}, {stage.weight_bytes} bytes"
 
 
-def _kin(stage: Stage, block_size: int) -> str:
+def _model_key(stage: Stage, block_size: int) -> str:
     """All of a key that other layers of the same model have in common, on the same device."""
     on_cpu = stage.device.type == "cpu"
     threads = torch.get_num_threads() if on_cpu else 0
     parts = (
-        f"format {_FORMAT}",
+        f"format {_FORMAT_VERSION}",
         f"molink {molink.__version__}",
         f"torch {torch.__version__}",
-        f"{stage.device.type} {device_name(stage.device)}, {threads} threads",
-        f"{stage.dtype}, travels as {stage.travel_dtype}, {stage.layer_bytes} bytes a layer",
+        f"{stage.device.type} {describe_device(stage.device)}, {threads} threads",
+        f"{stage.dtype}, travels as {stage.wire_dtype}, {stage.layer_bytes} bytes a layer",
         f"blocks of {block_size}",
         repr(stage.config),
-        *(f"without {name}" for name in sorted(stage.avoid)),
+        *(f"without {name}" for name in sorted(stage.disabled_kernels)),
     )
     return "; ".join(parts)

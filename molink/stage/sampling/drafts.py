@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from molink.stage.sampling.history import TokenHistory
 from molink.stage.sampling.penalties import SampleRow
 from molink.stage.sampling.sampler import SampledToken
-from molink.wire.messages.data import Rows, Sampling
+from molink.wire.messages.data import RequestSlice, SamplingParams
 
 
 def sample_rows(
-    rows: Rows,
-    sampling: Sampling,
+    request_slice: RequestSlice,
+    sampling_params: SamplingParams,
     history: TokenHistory,
     allowed: Sequence[bytes] | None = None,
 ) -> list[SampleRow]:
@@ -25,25 +25,25 @@ def sample_rows(
 
     ``allowed`` has the tokens that may come after each of these, if not all may.
     """
-    drafts = rows.checked
+    drafts = request_slice.verified_drafts
     masks = allowed or (None,) * (1 + len(drafts))
-    first = rows.start + rows.count - len(drafts)
-    found = [SampleRow(sampling, first, history, masks[0])]
+    first = request_slice.start + request_slice.count - len(drafts)
+    found = [SampleRow(sampling_params, first, history, masks[0])]
     for index, draft in enumerate(drafts):
-        if sampling.needs_history:
-            history = history.followed_by(draft)
-        found.append(SampleRow(sampling, first + index + 1, history, masks[index + 1]))
+        if sampling_params.needs_history:
+            history = history.with_token(draft)
+        found.append(SampleRow(sampling_params, first + index + 1, history, masks[index + 1]))
     return found
 
 
-def certain_tokens(masks: Sequence[bytes], vocabulary: int) -> list[int]:
+def find_certain_tokens(masks: Sequence[bytes], vocabulary: int) -> list[int]:
     """The only token of each mask; -1 where it has several, none, or one beyond the vocabulary."""
     wholes = (int.from_bytes(mask, "little") for mask in masks)
     found = [whole.bit_length() - 1 if whole.bit_count() == 1 else -1 for whole in wholes]
     return [token if token < vocabulary else -1 for token in found]
 
 
-def accepted(drawn: Sequence[SampledToken | None], drafts: Sequence[int]) -> list[SampledToken]:
+def accept_tokens(drawn: Sequence[SampledToken | None], drafts: Sequence[int]) -> list[SampledToken]:
     """Those of ``drawn``, one for each row, that follow right drafts.
 
     None if the first is unusable; where a later one is, the next pass will find that.

@@ -12,36 +12,36 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molink.stage.to_device import take_rows, upload
-from molink.wire.messages.data import Sampling
+from molink.stage.to_device import gather_rows, upload_tensor
+from molink.wire.messages.data import SamplingParams
 
 #: Below this only the likeliest token is left anyway, and float32 would not divide by it.
 _MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Filters:
+class SamplingFilters:
     """What the rows of a step ask for, as columns ``[n, 1]`` (float64) of one tensor."""
 
     numbers: Tensor
 
     @classmethod
-    def of(cls, samplings: Sequence[Sampling], vocabulary: int, device: torch.device) -> "Filters":
+    def from_sampling(cls, params_of_rows: Sequence[SamplingParams], vocabulary: int, device: torch.device) -> "SamplingFilters":
         """The filters of all rows, in one copy to the device."""
         numbers = [
             [
                 max(s.temperature, _MIN_TEMPERATURE),
-                limit(s, vocabulary),
+                effective_top_k(s, vocabulary),
                 s.top_p,
                 math.log(s.min_p) if s.min_p else -math.inf,
             ]
-            for s in samplings
+            for s in params_of_rows
         ]
-        return cls(upload(torch.tensor(numbers, dtype=torch.float64), device))
+        return cls(upload_tensor(torch.tensor(numbers, dtype=torch.float64), device))
 
-    def take(self, rows: Sequence[int]) -> "Filters":
+    def select_rows(self, rows: Sequence[int]) -> "SamplingFilters":
         """Those of some rows."""
-        return self if len(rows) == len(self.numbers) else Filters(take_rows(self.numbers, rows))
+        return self if len(rows) == len(self.numbers) else SamplingFilters(gather_rows(self.numbers, rows))
 
     @property
     def temperatures(self) -> Tensor:
@@ -49,37 +49,37 @@ class Filters:
         return self.numbers[:, 0:1]
 
     @property
-    def limits(self) -> Tensor:
+    def top_k(self) -> Tensor:
         """top_k; 0 is off."""
         return self.numbers[:, 1:2]
 
     @property
-    def shares(self) -> Tensor:
+    def top_p(self) -> Tensor:
         """top_p; 1 is off."""
         return self.numbers[:, 2:3]
 
     @property
-    def floors(self) -> Tensor:
+    def log_min_p(self) -> Tensor:
         """The logarithm of min_p; minus infinity is off."""
         return self.numbers[:, 3:4]
 
 
-def limit(sampling: Sampling, vocabulary: int) -> int:
+def effective_top_k(sampling_params: SamplingParams, vocabulary: int) -> int:
     """top_k, or 0 where it excludes nothing."""
-    return sampling.top_k if 0 < sampling.top_k < vocabulary else 0
+    return sampling_params.top_k if 0 < sampling_params.top_k < vocabulary else 0
 
 
-def needs_total(sampling: Sampling, vocabulary: int) -> bool:
-    """Whether :func:`cut` needs the sum of all weights: top_p without top_k is a share of it."""
-    return sampling.top_p < 1.0 and not limit(sampling, vocabulary)
+def needs_total(sampling_params: SamplingParams, vocabulary: int) -> bool:
+    """Whether :func:`find_cutoff` needs the sum of all weights: top_p without top_k is a share of it."""
+    return sampling_params.top_p < 1.0 and not effective_top_k(sampling_params, vocabulary)
 
 
-def is_filtered(sampling: Sampling, vocabulary: int) -> bool:
+def is_filtered(sampling_params: SamplingParams, vocabulary: int) -> bool:
     """Whether anything is excluded at all."""
-    return sampling.top_p < 1.0 or sampling.min_p > 0 or limit(sampling, vocabulary) > 0
+    return sampling_params.top_p < 1.0 or sampling_params.min_p > 0 or effective_top_k(sampling_params, vocabulary) > 0
 
 
-def cut(likeliest: Tensor, totals: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
+def find_cutoff(likeliest: Tensor, totals: Tensor, filters: SamplingFilters) -> tuple[Tensor, Tensor]:
     """The least logits kept ``[n, 1]``, and whether ``likeliest`` has all that are kept ``[n]``.
 
     ``likeliest`` ``[n, c]`` are each row's greatest logits in descending order; ``totals``
@@ -87,22 +87,22 @@ def cut(likeliest: Tensor, totals: Tensor, filters: Filters) -> tuple[Tensor, Te
     nothing where ``likeliest`` has not all that are kept, unless it is the whole row.
     """
     greatest, edge = likeliest[:, :1], likeliest[:, -1:]
-    weights = weigh(likeliest, greatest, filters)
-    limited = filters.limits > 0
-    place = (filters.limits.long() - 1).clamp(0, likeliest.shape[1] - 1)
+    weights = weigh_logits(likeliest, greatest, filters)
+    limited = filters.top_k > 0
+    place = (filters.top_k.long() - 1).clamp(0, likeliest.shape[1] - 1)
     kth = likeliest.gather(1, place).where(limited, -math.inf)
     stays = likeliest >= kth
     total = (weights * stays).sum(dim=-1, keepdim=True).where(limited, totals)
-    inside = weights.cumsum(dim=-1) - weights < filters.shares * total
-    inside |= filters.shares >= 1.0
+    inside = weights.cumsum(dim=-1) - weights < filters.top_p * total
+    inside |= filters.top_p >= 1.0
     inside[:, 0] = True
     last = (inside & stays).sum(dim=-1, keepdim=True) - 1
-    floor = (greatest + filters.temperatures * filters.floors).to(likeliest.dtype)
+    floor = (greatest + filters.temperatures * filters.log_min_p).to(likeliest.dtype)
     threshold = torch.maximum(likeliest.gather(1, last), floor)
     # At the edge itself there may be more tokens just as likely; but none that can't come at all.
     return threshold, ((kth.where(limited, threshold) > edge) | edge.isneginf()).flatten()
 
 
-def weigh(logits: Tensor, greatest: Tensor, filters: Filters) -> Tensor:
+def weigh_logits(logits: Tensor, greatest: Tensor, filters: SamplingFilters) -> Tensor:
     """Weights (float64) of few logits per row, relative to the greatest, so none overflows."""
     return (logits.double() - greatest).div_(filters.temperatures).exp_()

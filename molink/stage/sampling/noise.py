@@ -7,7 +7,7 @@ _KEY = struct.Struct("<QQ")
 _BITS = 52
 
 
-def uniform(seed: int, position: int) -> float:
+def uniform_noise(seed: int, position: int) -> float:
     """A number in [0, 1) for the token at ``position`` of a request with ``seed``.
 
     It has 52 bits, so that its product with a sum of probabilities stays below that sum.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from molink.stage.sampling.history import TokenHistory
-from molink.stage.to_device import upload
-from molink.wire.messages.data import Sampling
+from molink.stage.to_device import upload_tensor
+from molink.wire.messages.data import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,40 +25,40 @@ class SampleRow:
     lowest of a byte first; ``None`` if all may.
     """
 
-    sampling: Sampling
+    sampling_params: SamplingParams
     position: int
     history: TokenHistory | None = None
     allowed: bytes | None = None
 
 
-def penalize(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def apply_penalties(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Logits ``[n, V]`` with penalties and biases; the same tensor if there are none.
 
     Token ids outside the vocabulary are passed over.
     """
     vocabulary = logits.shape[1]
-    penalties, biases = _penalties(rows, vocabulary), _biases(rows, vocabulary)
+    penalties, biases = _collect_penalties(rows, vocabulary), _collect_biases(rows, vocabulary)
     if penalties is None and biases is None:
         return logits
     changed = logits.clone(memory_format=torch.contiguous_format)
     # Flat: one index is several times faster on a CPU than the pair (row, token).
     flat = changed.view(-1)
     if penalties is not None:
-        where, factors, amounts = (upload(part, logits.device) for part in penalties)
+        where, factors, amounts = (upload_tensor(part, logits.device) for part in penalties)
         values = flat[where]
         flat[where] = torch.where(values < 0, values * factors, values / factors) - amounts
     if biases is not None:
-        where, amounts = (upload(part, logits.device) for part in biases)
+        where, amounts = (upload_tensor(part, logits.device) for part in biases)
         flat[where] += amounts
     return changed
 
 
-def _penalties(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tensor, Tensor] | None:
+def _collect_penalties(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Flat indices of the logits to change, each once, what to divide by and what to subtract."""
     found = [
-        (index, row.sampling, row.history.entries(vocabulary))
+        (index, row.sampling_params, row.history.token_entries(vocabulary))
         for index, row in enumerate(rows)
-        if row.sampling.needs_history and row.history is not None
+        if row.sampling_params.needs_history and row.history is not None
     ]
     if not found:
         return None
@@ -74,12 +74,12 @@ def _penalties(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tens
     return ids + offsets.repeat_interleave(lengths), factors, amounts
 
 
-def _biases(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tensor] | None:
+def _collect_biases(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tensor] | None:
     """Flat indices of logits, each once, and what to add to them."""
     found = {
         index * vocabulary + token: bias
         for index, row in enumerate(rows)
-        for token, bias in row.sampling.logit_bias
+        for token, bias in row.sampling_params.logit_bias
         if 0 <= token < vocabulary
     }
     if not found:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molink.stage.sampling.draw import BLOCK, Draws, block_maxima, put
-from molink.stage.sampling.noise import uniform
-from molink.stage.sampling.penalties import SampleRow, penalize
-from molink.stage.sampling.restriction import restrict
-from molink.stage.to_device import fetch, take_rows, upload
+from molink.stage.sampling.draw import BLOCK_TOKENS, TokenDraws, block_maxima, scatter_rows
+from molink.stage.sampling.noise import uniform_noise
+from molink.stage.sampling.penalties import SampleRow, apply_penalties
+from molink.stage.sampling.restriction import apply_masks
+from molink.stage.to_device import download_tensors, gather_rows, upload_tensor
 
-__all__ = ["SampleRow", "SampledToken", "sample"]
+__all__ = ["SampleRow", "SampledToken", "sample_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class SampledToken:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
+def sample_tokens(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
     """Pick a token per row of ``logits`` (float32 ``[n, V]``, left unchanged).
 
     Greedy where the temperature is 0, the lowest id winning a tie. ``None`` where a row has a NaN
@@ -41,28 +41,28 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | Non
     """
     if not rows:
         return []
-    final = restrict(penalize(logits, rows), rows)
-    greatest, tokens = _greatest(final)
+    final = apply_masks(apply_penalties(logits, rows), rows)
+    greatest, tokens = _greedy_tokens(final)
     finite = greatest.isfinite() & logits.amin(dim=-1).isfinite()
     told = [tokens, finite.to(tokens.dtype)]
-    random = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
-    draws: Draws | None = None
+    random = [i for i, row in enumerate(rows) if row.sampling_params.temperature > 0]
+    draws: TokenDraws | None = None
     if random:
-        draws = _draws(final, finite, rows, random)
-        drawn, settled = draws.first()
-        told[0] = put(tokens, random, drawn)
-        told.append(put(torch.ones_like(tokens), random, settled))
-    reports = _Reports.of(logits, rows, told[0])
-    asked = () if reports is None else (reports.own, reports.values, reports.ids)
-    numbers, *parts = fetch([torch.stack(told, dim=1), *asked])
+        draws = _draw_tokens(final, finite, rows, random)
+        drawn, settled = draws.draw_candidates()
+        told[0] = scatter_rows(tokens, random, drawn)
+        told.append(scatter_rows(torch.ones_like(tokens), random, settled))
+    reports = _LogprobReports.from_tokens(logits, rows, told[0])
+    asked = () if reports is None else (reports.token_logprobs, reports.values, reports.ids)
+    numbers, *parts = download_tensors([torch.stack(told, dim=1), *asked])
     picked, usable, *certain = numbers.t().tolist()
     late: dict[int, int] = {}
     if draws is not None:
         unsettled = [n for n, i in enumerate(random) if usable[i] == 1 and not certain[0][i]]
-        late = {random[n]: token for n, token in draws.rest(unsettled).items()}
+        late = {random[n]: token for n, token in draws.draw_remaining(unsettled).items()}
         for index, token in late.items():
             picked[index] = token
-    found = {} if reports is None else reports.read(picked, late, parts)
+    found = {} if reports is None else reports.read_tokens(picked, late, parts)
     # A copy that didn't come is no token.
     return [
         found.get(index, SampledToken(token)) if usable[index] == 1 and token >= 0 else None
@@ -70,15 +70,15 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | Non
     ]
 
 
-def _draws(final: Tensor, finite: Tensor, rows: Sequence[SampleRow], random: list[int]) -> Draws:
+def _draw_tokens(final: Tensor, finite: Tensor, rows: Sequence[SampleRow], random: list[int]) -> TokenDraws:
     """For rows that aren't greedy; one that isn't finite counts as zeros."""
     if final.device.type != "cpu" or not bool(finite.all()):
         final = final.masked_fill(~finite[:, None], 0.0)
-    noise = [uniform(rows[i].sampling.seed, rows[i].position) for i in random]
-    return Draws(take_rows(final, random), [rows[i].sampling for i in random], noise)
+    noise = [uniform_noise(rows[i].sampling_params.seed, rows[i].position) for i in random]
+    return TokenDraws(gather_rows(final, random), [rows[i].sampling_params for i in random], noise)
 
 
-def _greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
+def _greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The greatest logit of each row and the lowest id that has it, ``[n]`` each."""
     maxima = block_maxima(logits)
     if maxima is None:
@@ -86,35 +86,35 @@ def _greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
         return values, ids
     # A CPU looks for a place ten times slower than for a value: so only in the block that has it.
     values, blocks = maxima.max(dim=-1)
-    index = blocks[:, None, None].expand(-1, -1, BLOCK)
-    chosen = logits.view(len(logits), -1, BLOCK).gather(1, index)[:, 0]
-    return values, blocks * BLOCK + chosen.argmax(dim=-1)
+    index = blocks[:, None, None].expand(-1, -1, BLOCK_TOKENS)
+    chosen = logits.view(len(logits), -1, BLOCK_TOKENS).gather(1, index)[:, 0]
+    return values, blocks * BLOCK_TOKENS + chosen.argmax(dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
-class _Reports:
+class _LogprobReports:
     """Logprobs of the rows that want them, on the device: of all tokens, and the best of them."""
 
-    wanted: list[int]
+    rows: list[int]
     counts: list[int]
     logprobs: Tensor
-    own: Tensor
+    token_logprobs: Tensor
     values: Tensor
     ids: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, rows: Sequence[SampleRow], tokens: Tensor) -> "_Reports | None":
+    def from_tokens(cls, logits: Tensor, rows: Sequence[SampleRow], tokens: Tensor) -> "_LogprobReports | None":
         """Those of ``tokens`` (``[n]``, on the device), if there are any."""
-        wanted = [i for i, row in enumerate(rows) if row.sampling.logprobs >= 0]
+        wanted = [i for i, row in enumerate(rows) if row.sampling_params.logprobs >= 0]
         if not wanted:
             return None
-        counts = [min(rows[i].sampling.logprobs, logits.shape[1]) for i in wanted]
-        logprobs = take_rows(logits, wanted).log_softmax(dim=-1)
-        own = logprobs.gather(1, take_rows(tokens, wanted)[:, None])
+        counts = [min(rows[i].sampling_params.logprobs, logits.shape[1]) for i in wanted]
+        logprobs = gather_rows(logits, wanted).log_softmax(dim=-1)
+        own = logprobs.gather(1, gather_rows(tokens, wanted)[:, None])
         values, ids = logprobs.topk(max(counts), dim=-1)
         return cls(wanted, counts, logprobs, own, values, ids)
 
-    def read(
+    def read_tokens(
         self, picked: Sequence[int], late: Collection[int], parts: Sequence[Tensor]
     ) -> dict[int, SampledToken]:
         """Tokens with logprobs, of ``parts`` that were fetched: own, values and ids.
@@ -122,15 +122,15 @@ class _Reports:
         Rows that got their token ``late`` are asked again for its own.
         """
         own, values, ids = (part.tolist() for part in parts)
-        places = [place for place, index in enumerate(self.wanted) if index in late]
+        places = [place for place, index in enumerate(self.rows) if index in late]
         if places:
-            tokens = [[picked[self.wanted[place]]] for place in places]
-            chosen = upload(torch.tensor(tokens), self.own.device)
-            again = fetch([take_rows(self.logprobs, places).gather(1, chosen)])[0].tolist()
+            tokens = [[picked[self.rows[place]]] for place in places]
+            chosen = upload_tensor(torch.tensor(tokens), self.token_logprobs.device)
+            again = download_tensors([gather_rows(self.logprobs, places).gather(1, chosen)])[0].tolist()
             for place, logprob in zip(places, again, strict=True):
                 own[place] = logprob
         reports: dict[int, SampledToken] = {}
-        for place, (index, count) in enumerate(zip(self.wanted, self.counts, strict=True)):
+        for place, (index, count) in enumerate(zip(self.rows, self.counts, strict=True)):
             pairs = sorted(zip(ids[place], values[place], strict=True), key=lambda p: (-p[1], p[0]))
             reports[index] = SampledToken(picked[index], own[place][0], tuple(pairs[:count]))
         return reports

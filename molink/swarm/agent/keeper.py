@@ -10,27 +10,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from molink.errors import InvariantError
-from molink.facts.profile import UNKNOWN, Profile
-from molink.swarm.agent.kept_stage import WITH_WORKER, KeptStage
-from molink.swarm.agent.pulse import HURRY, PATIENCE, Pulse
+from molink.facts.profile import UNKNOWN_PROFILE, Profile
+from molink.swarm.agent.kept_stage import PHASES_WITH_WORKER, StageState
+from molink.swarm.agent.pulse import VERIFY_TIMEOUT, PROBE_TIMEOUT, LivenessProbe
 from molink.swarm.running_time import RunningTime
-from molink.wire.messages.instructions import Assign, Form, StageProfile
+from molink.wire.messages.instructions import Assign, FormPipeline, StageProfile
 from molink.wire.messages.pipe import (
-    Formed,
+    RingFormed,
     FormRing,
-    Loaded,
-    MemberBlocked,
+    WorkerLoaded,
+    PeerBlocked,
     NextStageLost,
     Ping,
     Pong,
-    Start,
+    LoadStage,
     WorkerFailed,
 )
 from molink.wire.messages.reports import StageFailed, StageLoaded, StageReady, WorkerState
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class FetchFilesAction:
     """Get the files that this assignment needs."""
 
     generation: int
@@ -38,23 +38,23 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class StartWorker:
+class StartWorkerAction:
     """Start a worker: its files are there."""
 
     generation: int
-    start: Start
+    start: LoadStage
 
 
 @dataclass(frozen=True, slots=True)
-class TellWorker:
+class SendToWorkerAction:
     """Hand a message to a worker: its next ring, or the other layers that it is to hold."""
 
     generation: int
-    message: FormRing | Start | Ping
+    message: FormRing | LoadStage | Ping
 
 
 @dataclass(frozen=True, slots=True)
-class StopWorker:
+class StopWorkerAction:
     """End a worker, or the transfer that was to precede it.
 
     ``kill`` one that doesn't answer: asking it to end would take as long.
@@ -65,218 +65,218 @@ class StopWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class TellCoordinator:
+class SendToCoordinatorAction:
     """Tell the coordinator."""
 
     message: StageLoaded | StageReady | StageFailed
 
 
-Decision = Fetch | StartWorker | TellWorker | StopWorker | TellCoordinator
-FromStage = Loaded | Formed | Pong | WorkerFailed | NextStageLost | MemberBlocked
+AgentAction = FetchFilesAction | StartWorkerAction | SendToWorkerAction | StopWorkerAction | SendToCoordinatorAction
+WorkerMessage = WorkerLoaded | RingFormed | Pong | WorkerFailed | NextStageLost | PeerBlocked
 
 
-class Keeper:
+class StageAgent:
     """All assignments of this peer, by pipeline."""
 
     def __init__(self) -> None:
-        self._stages: dict[str, KeptStage] = {}
-        self._generations = 0
-        self._running = RunningTime(0.0)
+        self._stages: dict[str, StageState] = {}
+        self._last_generation = 0
+        self._running_time = RunningTime(0.0)
         #: When :meth:`watch` was called last.
         self._now = 0.0
         self._story: deque[str] = deque(maxlen=64)
 
     # --- from the coordinator ---
 
-    def assign(self, message: Assign) -> list[Decision]:
+    def assign_stage(self, message: Assign) -> list[AgentAction]:
         """Take a new assignment, or go on with the worker that already holds those layers.
 
         One that holds others of the same weights will change to these; until their files are there
         it stays in the ring that it is in. A worker that is used again has to answer before; if it
         doesn't, another one follows on it.
         """
-        self._note(f"assign {message.pipeline} epoch {message.epoch} layers {message.layers}")
+        self._log_transition(f"assign {message.pipeline} epoch {message.epoch} layers {message.layers}")
         stage = self._stages.get(message.pipeline)
-        if stage is not None and message.epoch < stage.assign.epoch:
+        if stage is not None and message.epoch < stage.assignment.epoch:
             return []
-        if stage is not None and stage.state != "failed" and _same_worker(stage.assign, message):
-            if stage.state == "ready" and message.epoch == stage.assign.epoch:
-                return [TellCoordinator(each) for each in stage.repeated()]
-            stage.assign, stage.neighbour, stage.profiles = message, None, {}
+        if stage is not None and stage.phase != "failed" and _same_worker(stage.assignment, message):
+            if stage.phase == "ready" and message.epoch == stage.assignment.epoch:
+                return [SendToCoordinatorAction(each) for each in stage.current_reports()]
+            stage.assignment, stage.neighbour_failure, stage.profiles = message, None, {}
             if stage.loaded is None:
                 return []
-            stage.state = "loaded"
-            return self._make_sure(stage)
-        if stage is not None and stage.loaded is not None and _same_weights(stage.assign, message):
-            kept = KeptStage(message, stage.generation, stage.pulse, pid=stage.pid, reused=True)
+            stage.phase = "loaded"
+            return self._verify_worker(stage)
+        if stage is not None and stage.loaded is not None and _same_weights(stage.assignment, message):
+            kept = StageState(message, stage.generation, stage.liveness, pid=stage.pid, reuses_worker=True)
             self._stages[message.pipeline] = kept
-            return [*self._make_sure(kept), Fetch(kept.generation, message)]
+            return [*self._verify_worker(kept), FetchFilesAction(kept.generation, message)]
         if stage is not None:
-            return self._follow_on(stage, message)
-        return [self._begin(message)]
+            return self._replace_worker(stage, message)
+        return [self._start_generation(message)]
 
-    def profile(self, message: StageProfile) -> None:
+    def record_profile(self, message: StageProfile) -> None:
         """Keep what the head has to know of a stage until the ring is formed."""
         stage = self._stages.get(message.pipeline)
-        if stage is not None and message.epoch == stage.assign.epoch:
+        if stage is not None and message.epoch == stage.assignment.epoch:
             stage.profiles[message.stage] = message.profile
 
-    def form(self, message: Form) -> list[Decision]:
+    def form_ring(self, message: FormPipeline) -> list[AgentAction]:
         """Have the worker take its place in the ring of an epoch."""
-        self._note(f"form {message.pipeline} epoch {message.epoch}")
+        self._log_transition(f"form {message.pipeline} epoch {message.epoch}")
         stage = self._stages.get(message.pipeline)
-        if stage is None or stage.loaded is None or message.epoch != stage.assign.epoch:
+        if stage is None or stage.loaded is None or message.epoch != stage.assignment.epoch:
             return []
-        stage.forming, stage.neighbour = message.epoch, None
+        stage.forming_epoch, stage.neighbour_failure = message.epoch, None
         ring = FormRing(
             epoch=message.epoch,
             ring=message.ring,
             blocks=message.blocks,
             micro_batches=message.micro_batches,
-            profiles=_in_order(stage.profiles, len(message.ring)),
+            profiles=_profiles_by_stage(stage.profiles, len(message.ring)),
         )
-        return [TellWorker(stage.generation, ring)]
+        return [SendToWorkerAction(stage.generation, ring)]
 
-    def unassign(self, pipeline: str) -> list[Decision]:
+    def unassign_pipeline(self, pipeline: str) -> list[AgentAction]:
         """Give up a pipeline."""
-        self._note(f"unassign {pipeline}")
+        self._log_transition(f"unassign {pipeline}")
         stage = self._stages.pop(pipeline, None)
-        return [StopWorker(stage.generation)] if stage is not None else []
+        return [StopWorkerAction(stage.generation)] if stage is not None else []
 
-    def _begin(self, message: Assign) -> Fetch:
+    def _start_generation(self, message: Assign) -> FetchFilesAction:
         """A worker of its own for an assignment."""
-        self._generations += 1
-        kept = KeptStage(message, self._generations, Pulse(self._now))
+        self._last_generation += 1
+        kept = StageState(message, self._last_generation, LivenessProbe(self._now))
         self._stages[message.pipeline] = kept
-        return Fetch(kept.generation, message)
+        return FetchFilesAction(kept.generation, message)
 
-    def _follow_on(
-        self, stage: KeptStage, message: Assign, *, kill: bool = False
-    ) -> list[Decision]:
+    def _replace_worker(
+        self, stage: StageState, message: Assign, *, kill: bool = False
+    ) -> list[AgentAction]:
         """Another worker in place of that of ``stage``."""
-        return [StopWorker(stage.generation, kill=kill), self._begin(message)]
+        return [StopWorkerAction(stage.generation, kill=kill), self._start_generation(message)]
 
     # --- whether workers live ---
 
-    def watch(self, now: float) -> list[Decision]:
+    def check_liveness(self, now: float) -> list[AgentAction]:
         """Ask workers whether they live, and end those that don't answer.
 
         To be called about twice a second, with the time in seconds of a monotonic clock.
         """
-        now = self._now = self._running.at(now)
-        decisions: list[Decision] = []
+        now = self._now = self._running_time.counted_time(now)
+        decisions: list[AgentAction] = []
         for stage in list(self._stages.values()):
-            if stage.loaded is None and not stage.unsure:
+            if stage.loaded is None and not stage.unverified:
                 continue
-            silent = stage.pulse.silent(now)
-            if silent >= (HURRY if stage.unsure else PATIENCE):
-                decisions += self._lifeless(stage, f"has not answered for {silent:.1f} s")
-            elif stage.pulse.due(now):
-                stage.pulse.ask(now)
-                decisions.append(TellWorker(stage.generation, Ping()))
+            unanswered = stage.liveness.unanswered_time(now)
+            if unanswered >= (VERIFY_TIMEOUT if stage.unverified else PROBE_TIMEOUT):
+                decisions += self._on_worker_dead(stage, f"has not answered for {unanswered:.1f} s")
+            elif stage.liveness.is_due(now):
+                stage.liveness.start_probe(now)
+                decisions.append(SendToWorkerAction(stage.generation, Ping()))
         return decisions
 
-    def _make_sure(self, stage: KeptStage) -> list[Decision]:
+    def _verify_worker(self, stage: StageState) -> list[AgentAction]:
         """Have the worker answer before anything relies on it."""
-        stage.unsure = True
-        return [TellWorker(stage.generation, Ping())] if stage.pulse.ask(self._now) else []
+        stage.unverified = True
+        return [SendToWorkerAction(stage.generation, Ping())] if stage.liveness.start_probe(self._now) else []
 
-    def _answered(self, stage: KeptStage, *, stuck: bool) -> list[Decision]:
-        stage.pulse.answered(self._now)
+    def _on_pong(self, stage: StageState, *, stuck: bool) -> list[AgentAction]:
+        stage.liveness.on_answer(self._now)
         if stuck:
-            return self._lifeless(stage, "does not get on with its computation")
-        if not stage.unsure:
+            return self._on_worker_dead(stage, "does not get on with its computation")
+        if not stage.unverified:
             return []
-        stage.unsure = False
-        return [TellCoordinator(stage.now_loaded())] if stage.loaded is not None else []
+        stage.unverified = False
+        return [SendToCoordinatorAction(stage.loaded_report())] if stage.loaded is not None else []
 
-    def _lifeless(self, stage: KeptStage, what: str) -> list[Decision]:
+    def _on_worker_dead(self, stage: StageState, what: str) -> list[AgentAction]:
         """A worker is there, but of no use."""
-        self._note(f"generation {stage.generation} {what}")
-        if stage.unsure:
-            return self._follow_on(stage, stage.assign, kill=True)
-        return self.failed(stage.generation, f"the worker {what}", kill=True)
+        self._log_transition(f"generation {stage.generation} {what}")
+        if stage.unverified:
+            return self._replace_worker(stage, stage.assignment, kill=True)
+        return self.on_failure(stage.generation, f"the worker {what}", kill=True)
 
     # --- from transfers and workers ---
 
-    def fetched(self, generation: int, start: Start) -> list[Decision]:
+    def on_files_fetched(self, generation: int, start: LoadStage) -> list[AgentAction]:
         """The files of an assignment are there, and the worker's first message is made."""
-        stage = self._find(generation)
-        if stage is None or stage.state != "fetching":
+        stage = self._find_stage(generation)
+        if stage is None or stage.phase != "fetching":
             return []
-        stage.state = "loading"
-        if stage.reused:
-            return [TellWorker(generation, start)]
-        return [StartWorker(generation, start)]
+        stage.phase = "loading"
+        if stage.reuses_worker:
+            return [SendToWorkerAction(generation, start)]
+        return [StartWorkerAction(generation, start)]
 
-    def started(self, generation: int, pid: int) -> None:
+    def on_worker_started(self, generation: int, pid: int) -> None:
         """A worker process exists."""
-        stage = self._find(generation)
+        stage = self._find_stage(generation)
         if stage is not None:
             stage.pid = pid
 
-    def failed(
+    def on_failure(
         self,
         generation: int,
         reason: str,
         *,
-        no_room: bool = False,
-        no_files: bool = False,
+        out_of_memory: bool = False,
+        files_missing: bool = False,
         kill: bool = False,
-    ) -> list[Decision]:
+    ) -> list[AgentAction]:
         """The files can't be had, or the worker can't be started, has exited or must be killed.
 
-        ``no_room``: the device has too little memory for it beside another stage. ``no_files``: no
+        ``out_of_memory``: the device has too little memory for it beside another stage. ``files_missing``: no
         PC that is there has some of its files.
         """
-        stage = self._find(generation)
-        if stage is None or stage.state == "failed":
+        stage = self._find_stage(generation)
+        if stage is None or stage.phase == "failed":
             return []
-        self._note(f"generation {generation} failed: {reason}")
-        stage.state, stage.loaded, stage.reason = "failed", None, reason
-        stage.no_room, stage.no_files, stage.unsure = no_room, no_files, False
-        failed = stage.now_failed(reason, no_room=no_room, no_files=no_files)
-        return [StopWorker(generation, kill=kill), TellCoordinator(failed)]
+        self._log_transition(f"generation {generation} failed: {reason}")
+        stage.phase, stage.loaded, stage.reason = "failed", None, reason
+        stage.out_of_memory, stage.files_missing, stage.unverified = out_of_memory, files_missing, False
+        failed = stage.failure_report(reason, out_of_memory=out_of_memory, files_missing=files_missing)
+        return [StopWorkerAction(generation, kill=kill), SendToCoordinatorAction(failed)]
 
-    def worker_said(self, generation: int, message: FromStage) -> list[Decision]:
+    def on_worker_message(self, generation: int, message: WorkerMessage) -> list[AgentAction]:
         """A worker reports."""
-        stage = self._find(generation)
+        stage = self._find_stage(generation)
         if stage is None:
             return []
         if isinstance(message, Pong):
-            return self._answered(stage, stuck=message.stuck)
-        if stage.state not in WITH_WORKER:
+            return self._on_pong(stage, stuck=message.is_stuck)
+        if stage.phase not in PHASES_WITH_WORKER:
             return []
-        self._note(f"generation {generation}: {type(message).__name__}")
+        self._log_transition(f"generation {generation}: {type(message).__name__}")
         match message:
-            case Loaded():
-                stage.state, stage.loaded = "loaded", message
-                return [TellCoordinator(stage.now_loaded())]
-            case Formed():
-                return self._formed(stage, message.epoch)
+            case WorkerLoaded():
+                stage.phase, stage.loaded = "loaded", message
+                return [SendToCoordinatorAction(stage.loaded_report())]
+            case RingFormed():
+                return self._on_formed(stage, message.epoch)
             case WorkerFailed():
-                return self.failed(generation, f"{message.kind}: {message.message}")
+                return self.on_failure(generation, f"{message.kind}: {message.message}")
             case NextStageLost():
-                if message.epoch != stage.assign.epoch:
+                if message.epoch != stage.assignment.epoch:
                     return []
-                stage.neighbour = stage.now_failed(message.reason, next_lost=True)
-                return [TellCoordinator(stage.neighbour)]
-            case MemberBlocked():
-                if not message.previous or message.epoch != stage.assign.epoch:
+                stage.neighbour_failure = stage.failure_report(message.reason, next_lost=True)
+                return [SendToCoordinatorAction(stage.neighbour_failure)]
+            case PeerBlocked():
+                if not message.is_previous_stage or message.epoch != stage.assignment.epoch:
                     return []
-                stage.neighbour = stage.now_failed(message.reason, previous_blocked=True)
-                return [TellCoordinator(stage.neighbour)]
+                stage.neighbour_failure = stage.failure_report(message.reason, previous_blocked=True)
+                return [SendToCoordinatorAction(stage.neighbour_failure)]
 
-    def _formed(self, stage: KeptStage, epoch: int) -> list[Decision]:
-        if epoch != stage.assign.epoch or epoch != stage.forming:
+    def _on_formed(self, stage: StageState, epoch: int) -> list[AgentAction]:
+        if epoch != stage.assignment.epoch or epoch != stage.forming_epoch:
             return []
-        stage.state = "ready"
-        return [TellCoordinator(stage.now_ready())]
+        stage.phase = "ready"
+        return [SendToCoordinatorAction(stage.ready_report())]
 
     # --- state ---
 
-    def states(
-        self, transfers: Mapping[int, tuple[int, int, int]], paces: Mapping[str, float]
+    def worker_states(
+        self, transfers: Mapping[int, tuple[int, int, int]], slowdowns: Mapping[str, float]
     ) -> tuple[WorkerState, ...]:
         """All assignments, as the report to the coordinator shows them.
 
@@ -289,14 +289,14 @@ class Keeper:
             WorkerState(
                 pid=stage.pid,
                 pipeline=pipeline,
-                stage=stage.assign.stage,
-                layers=stage.assign.layers,
-                state=stage.state,
-                epoch=stage.assign.epoch,
+                stage=stage.assignment.stage,
+                layers=stage.assignment.layers,
+                state=stage.phase,
+                epoch=stage.assignment.epoch,
                 done=transfers.get(stage.generation, none)[0],
                 total=transfers.get(stage.generation, none)[1],
                 rate=transfers.get(stage.generation, none)[2],
-                pace=paces.get(pipeline, 0.0),
+                slowdown=slowdowns.get(pipeline, 0.0),
             )
             for pipeline, stage in self._stages.items()
         )
@@ -305,10 +305,10 @@ class Keeper:
         """All assignments in one line, for a person."""
         return ", ".join(stage.describe() for stage in self._stages.values()) or "no stage"
 
-    def repeat(self) -> list[TellCoordinator]:
+    def resend_reports(self) -> list[SendToCoordinatorAction]:
         """What to tell again to a coordinator whose connection was lost in between."""
         return [
-            TellCoordinator(each) for stage in self._stages.values() for each in stage.repeated()
+            SendToCoordinatorAction(each) for stage in self._stages.values() for each in stage.current_reports()
         ]
 
     def validate(self) -> None:
@@ -321,25 +321,25 @@ class Keeper:
         if len(set(generations)) != len(generations):
             raise InvariantError("two pipelines share a worker", self._story)
         for pipeline, stage in self._stages.items():
-            if (stage.loaded is None) == (stage.state in ("loaded", "ready")):
-                raise InvariantError(f"{pipeline} is {stage.state}, loaded or not", self._story)
-            if stage.state == "ready" and stage.forming != stage.assign.epoch:
+            if (stage.loaded is None) == (stage.phase in ("loaded", "ready")):
+                raise InvariantError(f"{pipeline} is {stage.phase}, loaded or not", self._story)
+            if stage.phase == "ready" and stage.forming_epoch != stage.assignment.epoch:
                 raise InvariantError(f"{pipeline} is ready in another epoch", self._story)
 
-    def _find(self, generation: int) -> KeptStage | None:
+    def _find_stage(self, generation: int) -> StageState | None:
         for stage in self._stages.values():
             if stage.generation == generation:
                 return stage
         return None
 
-    def _note(self, text: str) -> None:
+    def _log_transition(self, text: str) -> None:
         self._story.append(text)
 
 
-def _in_order(profiles: Mapping[int, Profile], stages: int) -> tuple[Profile, ...]:
+def _profiles_by_stage(profiles: Mapping[int, Profile], stages: int) -> tuple[Profile, ...]:
     if not profiles:
         return ()
-    return tuple(profiles.get(stage, UNKNOWN) for stage in range(stages))
+    return tuple(profiles.get(stage, UNKNOWN_PROFILE) for stage in range(stages))
 
 
 def _same_weights(old: Assign, new: Assign) -> bool:
@@ -350,10 +350,10 @@ def _same_weights(old: Assign, new: Assign) -> bool:
 
 def _same_worker(old: Assign, new: Assign) -> bool:
     """Whether the worker of ``old`` can serve ``new`` without loading anything."""
-    return _held(old) == _held(new)
+    return _worker_key(old) == _worker_key(new)
 
 
-def _held(assign: Assign) -> tuple[object, ...]:
+def _worker_key(assign: Assign) -> tuple[object, ...]:
     """What a worker was started with."""
     return (
         assign.layers,
@@ -364,10 +364,10 @@ def _held(assign: Assign) -> tuple[object, ...]:
         assign.dtype,
         assign.quantize,
         assign.block_size,
-        assign.context,
+        assign.max_model_len,
     )
 
 
-def tells_more(decision: Decision) -> bool:
+def is_reportable(decision: AgentAction) -> bool:
     """Whether a decision changes something that a report shows; a question to a worker doesn't."""
-    return not (isinstance(decision, TellWorker) and isinstance(decision.message, Ping))
+    return not (isinstance(decision, SendToWorkerAction) and isinstance(decision.message, Ping))

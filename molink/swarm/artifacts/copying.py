@@ -10,16 +10,16 @@ from collections.abc import Collection
 from molink.facts.model import LayerRange
 
 #: After a chunk the next one waits this many times as long as that one took.
-REST = 4.0
+REST_FACTOR = 4.0
 #: At most so long after one that was fetched, in seconds: on a slow line its pace gives way.
-LONGEST_REST = 0.25
+MAX_REST = 0.25
 #: First and longest pause after a failure, in seconds; each is twice the one before.
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 600.0
 #: Of a disk, a copy leaves this share free, and as much as it takes itself.
 FREE_SHARE = 0.05
 
 
-def distance(layer: int, held: LayerRange) -> tuple[int, bool]:
+def layer_distance(layer: int, held: LayerRange) -> tuple[int, bool]:
     """How near a layer is to those of a stage: the nearest ones are copied first.
 
     Stages are placed in the order of layers, so when one is lost or comes, the borders of the
@@ -30,12 +30,12 @@ def distance(layer: int, held: LayerRange) -> tuple[int, bool]:
     return max(first - layer, layer - last + 1, 0), layer < first
 
 
-def has_room(missing: int, free: int, total: int) -> bool:
+def has_disk_room(missing: int, free: int, total: int) -> bool:
     """Whether a disk of ``total`` bytes, ``free`` of them free, has room for ``missing`` more."""
     return free - missing >= max(missing, FREE_SHARE * total)
 
 
-def ranges(layers: Collection[int], most: int = 8) -> tuple[LayerRange, ...]:
+def to_ranges(layers: Collection[int], most: int = 8) -> tuple[LayerRange, ...]:
     """Layers as half-open ranges, in order; the first ``most`` of them."""
     found: list[LayerRange] = []
     for layer in sorted(layers):
@@ -46,41 +46,41 @@ def ranges(layers: Collection[int], most: int = 8) -> tuple[LayerRange, ...]:
     return tuple(found[:most])
 
 
-class CopyPace:
+class ReplicationSchedule:
     """When a copy goes on. All times in seconds."""
 
     def __init__(self) -> None:
         #: Whether a pipeline serves: until then nothing is fetched, others need the line.
-        self.serving = False
-        self._next = 0.0
-        self._pause = 0.0
+        self.is_serving = False
+        self._next_at = 0.0
+        self._backoff = 0.0
         self._reason = ""
 
-    def wait(self, now: float, *, fetch: bool) -> float | None:
+    def wait_time(self, now: float, *, fetch: bool) -> float | None:
         """How long to wait before the next chunk (``fetch``) or the next look at a file.
 
-        ``None``: until :attr:`serving` changes.
+        ``None``: until :attr:`is_serving` changes.
         """
-        if fetch and not self.serving:
+        if fetch and not self.is_serving:
             return None
-        return max(0.0, self._next - now)
+        return max(0.0, self._next_at - now)
 
-    def took(self, seconds: float, now: float, *, fetch: bool) -> None:
+    def record_duration(self, seconds: float, now: float, *, fetch: bool) -> None:
         """A chunk has come (``fetch``), or a file was looked at."""
-        rest = REST * seconds
-        self._next = now + (min(rest, LONGEST_REST) if fetch else rest)
+        rest = REST_FACTOR * seconds
+        self._next_at = now + (min(rest, MAX_REST) if fetch else rest)
 
-    def got_on(self) -> None:
+    def reset_backoff(self) -> None:
         """A file is whole: a failure after this is a first one."""
-        self._pause, self._reason = 0.0, ""
+        self._backoff, self._reason = 0.0, ""
 
-    def failed(self, reason: str, now: float) -> bool:
+    def record_failure(self, reason: str, now: float) -> bool:
         """It can't go on for now; returns whether the reason is news."""
-        self._pause = min(max(FIRST_PAUSE, 2 * self._pause), LONGEST_PAUSE)
-        self._next = now + self._pause
+        self._backoff = min(max(FIRST_PAUSE, 2 * self._backoff), LONGEST_PAUSE)
+        self._next_at = now + self._backoff
         news, self._reason = reason != self._reason, reason
         return news
 
-    def again(self) -> None:
+    def retry_now(self) -> None:
         """There are other sources: no need to wait."""
-        self._next = 0.0
+        self._next_at = 0.0

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.header import TensorKind
-from molink.checkpoint.layout import EMBEDDING, Shapes, layer_tensors, stage_tensors
-from molink.checkpoint.low_bit import LowBit
-from molink.checkpoint.manifest import CHUNK_BYTES, Manifest, Part, Shard, Unit
-from molink.checkpoint.prequantized import stored_tensors
-from molink.checkpoint.stored import Stored
+from molink.checkpoint.header import TensorSpec
+from molink.checkpoint.layout import EMBEDDING_NAME, TensorShapes, layer_tensors, stage_tensors
+from molink.checkpoint.low_bit import LowBitScheme
+from molink.checkpoint.manifest import CHUNK_BYTES, Manifest, HashedEntry, ShardEntry, ManifestEntry
+from molink.checkpoint.prequantized import required_tensors
+from molink.checkpoint.stored import TensorRequirement
 from molink.errors import BrokenModel
 from molink.facts.model import Quantize
 
@@ -27,35 +27,35 @@ _ALIGNMENT = 8
 #: Chunks of a shard that are asked of the hub together, 3 MB: each request takes a round trip.
 RUN_CHUNKS = 16
 
-T = TypeVar("T", bound=TensorKind)
+T = TypeVar("T", bound=TensorSpec)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Chunk ``index`` of ``part``, and those after it, belong at byte ``target`` of a file here."""
+class ChunkRun:
+    """Chunk ``index`` of ``part``, and those after it, belong at byte ``offset`` of a file here."""
 
-    part: Unit
+    part: ManifestEntry
     index: int
-    target: int
+    offset: int
     count: int = 1
 
     @property
-    def length(self) -> int:
+    def nbytes(self) -> int:
         """Its bytes."""
-        return sum(map(self.part.length, range(self.index, self.index + self.count)))
+        return sum(map(self.part.chunk_length, range(self.index, self.index + self.count)))
 
-    def chunks(self) -> Iterator["Piece"]:
+    def split_chunks(self) -> Iterator["ChunkRun"]:
         """Its chunks, one by one."""
         for number in range(self.count):
-            target = self.target + number * CHUNK_BYTES
-            yield replace(self, index=self.index + number, target=target, count=1)
+            offset = self.offset + number * CHUNK_BYTES
+            yield replace(self, index=self.index + number, offset=offset, count=1)
 
-    def check(self, data: bytes) -> None:
-        """Whether ``data`` can be these chunks; raises as :meth:`Unit.check`."""
+    def check_data(self, data: bytes) -> None:
+        """Whether ``data`` can be these chunks; raises as :meth:`ManifestEntry.check_data`."""
         for number in range(self.count):
             chunk = data[number * CHUNK_BYTES :]
             last = number == self.count - 1
-            self.part.check(self.index + number, chunk if last else chunk[:CHUNK_BYTES])
+            self.part.verify_chunk(self.index + number, chunk if last else chunk[:CHUNK_BYTES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +67,16 @@ class GroupPlan:
 
     file: str
     header: bytes
-    parts: tuple[Unit, ...]
+    parts: tuple[ManifestEntry, ...]
     nbytes: int
-    shard: Shard | None = None
+    shard: ShardEntry | None = None
 
-    def pieces(self) -> Iterator[Piece]:
+    def chunk_runs(self) -> Iterator[ChunkRun]:
         """The chunks that fill the file, in order."""
-        for part, offset in self.offsets():
-            yield from cut(part, offset)
+        for part, offset in self.part_offsets():
+            yield from split_part(part, offset)
 
-    def offsets(self) -> Iterator[tuple[Unit, int]]:
+    def part_offsets(self) -> Iterator[tuple[ManifestEntry, int]]:
         """Where each part begins in the file."""
         offset = len(self.header)
         for part in self.parts:
@@ -84,7 +84,7 @@ class GroupPlan:
             offset += part.nbytes
 
 
-def group_tensors(config: ModelConfig, first: int, last: int) -> dict[str, Shapes]:
+def group_tensors(config: ModelConfig, first: int, last: int) -> dict[str, TensorShapes]:
     """Tensors with their shapes by group, for a stage of layers ``first … last - 1``.
 
     Raises:
@@ -92,14 +92,14 @@ def group_tensors(config: ModelConfig, first: int, last: int) -> dict[str, Shape
     """
     if not 0 <= first < last <= config.layers:
         raise BrokenModel(f"the model has layers 0:{config.layers}, not {first}:{last}")
-    groups: dict[str, Shapes] = {}
+    groups: dict[str, TensorShapes] = {}
     ends = stage_tensors(config, first, last)
     for layer in range(first, last):
         groups[f"layer-{layer:04d}"] = layer_tensors(config, layer)
         for name in groups[f"layer-{layer:04d}"]:
             ends.pop(name)
-    if EMBEDDING in ends:
-        groups["embed"] = {EMBEDDING: ends.pop(EMBEDDING)}
+    if EMBEDDING_NAME in ends:
+        groups["embed"] = {EMBEDDING_NAME: ends.pop(EMBEDDING_NAME)}
     if ends:
         groups["final"] = ends
     return groups
@@ -124,21 +124,21 @@ def plan_files(config: ModelConfig, manifest: Manifest, first: int, last: int) -
             plan_group(group, shapes, manifest.tensors, *stored) for group, shapes in groups.items()
         ]
     shapes = {name: shape for group in groups.values() for name, shape in group.items()}
-    wanted = stored_tensors(shapes, config.quantized, manifest.placed, config.low_bit)
+    wanted = required_tensors(shapes, config.quantized, manifest.placed, config.low_bit)
     for name, one in wanted.items():
-        _checked(name, manifest.placed.get(name), one)
+        _check_tensor(name, manifest.placed.get(name), one)
     return [
         GroupPlan(shard.name, b"", (shard,), shard.nbytes, shard)
-        for shard in manifest.shards_of(wanted)
+        for shard in manifest.find_shards(wanted)
     ]
 
 
 def plan_group(
     group: str,
-    shapes: Shapes,
-    tensors: Mapping[str, Part],
+    shapes: TensorShapes,
+    tensors: Mapping[str, HashedEntry],
     quantized: Quantize = "none",
-    low_bit: LowBit | None = None,
+    low_bit: LowBitScheme | None = None,
 ) -> GroupPlan:
     """Lay out the file of a group, stored as the config says: ``quantized``, or ``low_bit``.
 
@@ -146,35 +146,35 @@ def plan_group(
         BrokenModel: the model lacks one of the tensors, or it isn't what the config says.
         UnsupportedModel: weights quantized in a way that isn't implemented.
     """
-    wanted = stored_tensors(shapes, quantized, tensors, low_bit)
+    wanted = required_tensors(shapes, quantized, tensors, low_bit)
     entries: dict[str, object] = {}
     end = 0
     for name, stored in wanted.items():
-        part = _checked(name, tensors.get(name), stored)
+        part = _check_tensor(name, tensors.get(name), stored)
         entries[name] = {
             "dtype": part.dtype,
             "shape": list(part.shape),
             "data_offsets": [end, end + part.nbytes],
         }
         end += part.nbytes
-    header = _header(entries)
+    header = _encode_header(entries)
     placed = tuple(tensors[name] for name in wanted)
     return GroupPlan(group_file(group), header, placed, len(header) + end)
 
 
-def cut(part: Unit, target: int = 0) -> Iterator[Piece]:
+def split_part(part: ManifestEntry, offset: int = 0) -> Iterator[ChunkRun]:
     """A part in its chunks; a shard in runs of chunks."""
-    together = RUN_CHUNKS if isinstance(part, Shard) else 1
-    for index in range(0, part.chunks, together):
-        count = min(together, part.chunks - index)
-        yield Piece(part, index, target + index * CHUNK_BYTES, count)
+    together = RUN_CHUNKS if isinstance(part, ShardEntry) else 1
+    for index in range(0, part.chunk_count, together):
+        count = min(together, part.chunk_count - index)
+        yield ChunkRun(part, index, offset + index * CHUNK_BYTES, count)
 
 
-def _checked(name: str, found: T | None, stored: Stored) -> T:
+def _check_tensor(name: str, found: T | None, stored: TensorRequirement) -> T:
     """What a tensor takes is bounded by the config alone, whatever its maker says of it."""
     if found is None:
         raise BrokenModel(f"the model has no tensor {name}")
-    if not stored.fits(found.shape) or found.dtype not in stored.dtypes:
+    if not stored.accepts_shape(found.shape) or found.dtype not in stored.dtypes:
         raise BrokenModel(
             f"the model's tensor {name} is {found.dtype} {list(found.shape)}, not "
             f"{list(stored.shape)} in one of {', '.join(stored.dtypes)}"
@@ -182,7 +182,7 @@ def _checked(name: str, found: T | None, stored: Stored) -> T:
     return found
 
 
-def _header(entries: dict[str, object]) -> bytes:
+def _encode_header(entries: dict[str, object]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text

@@ -10,31 +10,31 @@ HUB = "hub"
 
 
 @dataclass(frozen=True, slots=True)
-class Supply:
+class ModelSources:
     """Peers that have all files of a model, and such as have some of them.
 
     ``hub``: where else its tensors are, as ``OWNER/NAME@COMMIT``; empty if nowhere.
     """
 
-    whole: tuple[str, ...] = ()
-    some: tuple[str, ...] = ()
+    full_peers: tuple[str, ...] = ()
+    partial_peers: tuple[str, ...] = ()
     hub: str = ""
 
     @classmethod
-    def of(cls, told: Assign | Prefetch | Route) -> "Supply":
+    def from_message(cls, told: Assign | Prefetch | Route) -> "ModelSources":
         """What the coordinator says; who has all of them needs no second mention."""
-        some = (peer for peer in told.parts if peer not in told.sources)
+        some = (peer for peer in told.partial_sources if peer not in told.sources)
         return cls(told.sources, tuple(some), told.hub)
 
-    def without(self, peer: str, *, hub: bool) -> "Supply":
+    def without_peer(self, peer: str, *, hub: bool) -> "ModelSources":
         """All others; the hub too if it is to be asked."""
-        return Supply(
-            tuple(one for one in self.whole if one != peer),
-            tuple(one for one in self.some if one != peer),
+        return ModelSources(
+            tuple(one for one in self.full_peers if one != peer),
+            tuple(one for one in self.partial_peers if one != peer),
             self.hub if hub else "",
         )
 
-    def in_turn(self, peers: Sequence[str], near: Callable[[str], bool]) -> list[tuple[int, str]]:
+    def rank_sources(self, peers: Sequence[str], near: Callable[[str], bool]) -> list[tuple[int, str]]:
         """Whom to ask for tensors, each with a rank: the first rank that has them is asked.
 
         First peers that are near, then the hub, then those that are far away: among home PCs the

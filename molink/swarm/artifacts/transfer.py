@@ -9,12 +9,12 @@ from molink.facts.model import LayerRange, ModelFacts
 #: Slowest transfer that is waited for, in bytes per second.
 MIN_RATE = 128 * 1024
 #: Without one more byte for this long, in seconds, a transfer stands still.
-STALL = 30.0
+STALL_TIMEOUT = 30.0
 #: What a transfer may take beside its bytes, in seconds: looking for a source, checking the disk.
-GRACE = 60.0
+GRACE_PERIOD = 60.0
 #: Some tensors may be stored in wider types than the rest, and files have headers, in bytes.
-_WIDER = 1.5
-_HEADERS = 1 << 20
+_DTYPE_MARGIN = 1.5
+_HEADER_BYTES = 1 << 20
 
 
 def stage_bytes(facts: ModelFacts, layers: LayerRange) -> int:
@@ -24,7 +24,7 @@ def stage_bytes(facts: ModelFacts, layers: LayerRange) -> int:
     if facts.tied and last == facts.layers:
         ends += facts.first_bytes
     weights = (last - first) * facts.layer_bytes + ends
-    return round(_WIDER * weights) + facts.extra_bytes + _HEADERS
+    return round(_DTYPE_MARGIN * weights) + facts.extra_bytes + _HEADER_BYTES
 
 
 def fetched_bytes(facts: ModelFacts, layers: LayerRange) -> int:
@@ -37,20 +37,20 @@ def fetched_bytes(facts: ModelFacts, layers: LayerRange) -> int:
     return stage_bytes(facts, layers)
 
 
-class Transfer:
+class TransferDeadline:
     """One peer's transfer of at most ``most`` bytes, from the moment it was asked for."""
 
     def __init__(self, most: int, now: float) -> None:
-        self._most = most
-        self._begun = self._moved = now
+        self._max_bytes = most
+        self._started_at = self._progress_at = now
         self._done = 0
 
-    def observe(self, done: int, now: float) -> None:
+    def observe_bytes(self, done: int, now: float) -> None:
         """The peer says that it has ``done`` bytes."""
-        if self._done < done and self._done < self._most:
-            self._done, self._moved = min(done, self._most), now
+        if self._done < done and self._done < self._max_bytes:
+            self._done, self._progress_at = min(done, self._max_bytes), now
 
     @property
     def deadline(self) -> float:
         """When it is given up unless more is heard of it."""
-        return min(self._moved + STALL, self._begun + GRACE + self._done / MIN_RATE)
+        return min(self._progress_at + STALL_TIMEOUT, self._started_at + GRACE_PERIOD + self._done / MIN_RATE)

@@ -5,7 +5,7 @@ from molink.swarm.controller.fleet import Fleet
 from molink.swarm.controller.reconciler import Reconciler
 
 
-def audit(fleet: Fleet) -> None:
+def audit_fleet(fleet: Fleet) -> None:
     """Check sessions, and the formation and the move of each deployment.
 
     Raises:
@@ -17,7 +17,7 @@ def audit(fleet: Fleet) -> None:
     names = [one.pipeline for one in fleet.deployments]
     if len(set(names)) < len(names):
         raise InvariantError("two deployments have one pipeline", story)
-    begun = [one.used for one in fleet.deployments]
+    begun = [one.used_peers for one in fleet.deployments]
     if sum(map(len, begun)) > len(frozenset[str]().union(*begun)):
         raise InvariantError("two deployments use one peer", story)
     for one in fleet.deployments:
@@ -25,21 +25,21 @@ def audit(fleet: Fleet) -> None:
 
 
 def _audit_deployment(one: Reconciler) -> None:
-    registry, formation, move = one.registry, one.formation, one.move
-    story = one.commons.story
+    registry, formation, move = one.registry, one.formation, one.migration
+    story = one.context.story
     if move is not None:
         if formation is None:
             raise InvariantError("a move from nothing", story)
-        if not all(map(registry.live, move.peers)):
+        if not all(map(registry.is_live, move.peers)):
             raise InvariantError("a move to a peer that is not there", story)
-    beside = one.next
+    beside = one.successor
     if beside is not None:
         beside.validate()
         if formation is None or formation.state != "ready" or move is not None:
             raise InvariantError("something is made beside what doesn't serve", story)
         if beside.record.id == formation.record.id or beside.record.epoch != one.epoch:
             raise InvariantError("what is made beside is not the newest epoch", story)
-        if not all(map(registry.live, beside.peers)):
+        if not all(map(registry.is_live, beside.peers)):
             raise InvariantError("a stage's peer is not there", story)
     if formation is None:
         return
@@ -47,5 +47,5 @@ def _audit_deployment(one: Reconciler) -> None:
     record = formation.record
     if record.epoch > one.epoch or record.id != one.pipeline:
         raise InvariantError("the formation is not the newest epoch", story)
-    if formation.state != "adopting" and not all(map(registry.live, formation.peers)):
+    if formation.state != "adopting" and not all(map(registry.is_live, formation.peers)):
         raise InvariantError("a stage's peer is not there", story)

@@ -6,68 +6,68 @@ from dataclasses import dataclass, replace
 MAX_DELAY = 60.0
 #: Nothing that works is disturbed for a peer so soon after its first failure, in seconds; twice as
 #: long after the next, and so on up to :data:`MAX_DELAY`.
-FIRST_REST = 10.0
+FIRST_DELAY = 10.0
 #: A peer without a failure for this long, in seconds, has a clean record again.
-MEMORY = 600.0
+FORGET_AFTER = 600.0
 #: A peer that is lost within this time after a failure, in seconds, was already going then.
-SEEN_BEFORE = 10.0
+RETRACT_WINDOW = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class _FailureRecord:
     failures: int
-    last: float
-    until: float
+    failed_at: float
+    excluded_until: float
     #: Until when it gets no stage where another pipeline works.
-    rest: float
+    suspect_until: float
     reason: str
     #: What was known before the last failure.
-    before: "_Record | None" = None
+    previous: "_FailureRecord | None" = None
 
 
 class Backoff:
     """Failures per peer. The first is free; then 1, 2, 4 … seconds up to :data:`MAX_DELAY`."""
 
     def __init__(self) -> None:
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, _FailureRecord] = {}
 
-    def failed(self, peer: str, reason: str, now: float, *, at_once: bool = False) -> float:
+    def record_failure(self, peer: str, reason: str, now: float, *, at_once: bool = False) -> float:
         """Count a failure; returns for how many seconds the peer is left out.
 
         ``at_once``: it took so long that it isn't waited for, not even after the first.
         """
         before = self._records.get(peer)
-        clean = before is None or now - before.last > MEMORY
+        clean = before is None or now - before.failed_at > FORGET_AFTER
         failures = 1 if clean or before is None else before.failures + 1
         delay = min(MAX_DELAY, 2.0 ** min(failures - 2, 16)) if failures > 1 else 0.0
         if at_once:
-            delay = max(delay, FIRST_REST)
-        rest = min(MAX_DELAY, FIRST_REST * 2.0 ** min(failures - 1, 16))
-        earlier = None if clean or before is None else replace(before, before=None)
-        self._records[peer] = _Record(failures, now, now + delay, now + rest, reason, earlier)
+            delay = max(delay, FIRST_DELAY)
+        rest = min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(failures - 1, 16))
+        earlier = None if clean or before is None else replace(before, previous=None)
+        self._records[peer] = _FailureRecord(failures, now, now + delay, now + rest, reason, earlier)
         return delay
 
-    def lost(self, peer: str, now: float) -> None:
+    def retract_failure(self, peer: str, now: float) -> None:
         """The peer is gone: what its neighbours have just called its failure was that."""
         record = self._records.get(peer)
-        if record is None or now - record.last > SEEN_BEFORE:
+        if record is None or now - record.failed_at > RETRACT_WINDOW:
             return
-        if record.before is None:
+        if record.previous is None:
             del self._records[peer]
         else:
-            self._records[peer] = record.before
+            self._records[peer] = record.previous
 
-    def blocked(self, peer: str, now: float) -> bool:
+    def is_excluded(self, peer: str, now: float) -> bool:
         """Whether the peer is left out now."""
         record = self._records.get(peer)
-        return record is not None and now < record.until
+        return record is not None and now < record.excluded_until
 
-    def suspect(self, peer: str, now: float) -> bool:
+    def is_suspect(self, peer: str, now: float) -> bool:
         """Whether it failed so recently that nothing which works is disturbed for it."""
         record = self._records.get(peer)
-        return record is not None and now < record.rest
+        return record is not None and now < record.suspect_until
 
-    def explain(self, peer: str, now: float, suspects: bool = False) -> str:
+    def explain_exclusion(self, peer: str, now: float, suspects: bool = False) -> str:
         """Why the peer is left out, for a person; empty if it isn't.
 
         ``suspects``: they are left out too.
@@ -75,12 +75,12 @@ class Backoff:
         record = self._records.get(peer)
         if record is None:
             return ""
-        left = (record.rest if suspects else record.until) - now
+        left = (record.suspect_until if suspects else record.excluded_until) - now
         if left <= 0:
             return ""
         times = f"{record.failures} failures, the last" if record.failures > 1 else "a failure"
         return f"left out for {left:.0f} s more after {times}: {record.reason}"
 
-    def forget(self, peer: str) -> None:
+    def drop_peer(self, peer: str) -> None:
         """The peer is no member any more."""
         self._records.pop(peer, None)

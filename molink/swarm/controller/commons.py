@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from molink.swarm.controller.backoff import Backoff
-from molink.swarm.controller.events import Decision, SendMessage
-from molink.swarm.controller.reach import Reach
+from molink.swarm.controller.events import ControllerAction, SendMessageAction
+from molink.swarm.controller.reach import Reachability
 from molink.swarm.controller.records import MemberRecord
 from molink.swarm.controller.registry import Registry
 from molink.swarm.placement.links import Links
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 STORY_LENGTH = 200
 
 
-class Commons:
+class ControllerContext:
     """One for each run of the control plane."""
 
     def __init__(
@@ -33,57 +33,57 @@ class Commons:
         """``last``: the number of the newest pipeline and the newest epoch, of them all."""
         self.registry = Registry(swarm, members)
         self.backoff = Backoff()
-        self.reach = Reach()
+        self.reachability = Reachability()
         self.links = Links()
         #: Neither ever falls: daemons tell the old from the new by them.
-        self.number, self.epoch = last
+        self.pipeline_number, self.epoch = last
         #: Epochs that are made from now on are of this term.
         self.term = term
         #: The time of the last tick, in seconds, by which the story is told.
         self.clock = now
-        self._moves = 0
+        self._migrations = 0
         self._story: deque[str] = deque(maxlen=STORY_LENGTH)
-        self._out: list[Decision] = []
+        self._actions: list[ControllerAction] = []
 
     @property
     def story(self) -> tuple[str, ...]:
         """The last transitions, oldest first."""
         return tuple(self._story)
 
-    def note(self, now: float, text: str) -> None:
+    def log_transition(self, now: float, text: str) -> None:
         """Write down a transition."""
         self._story.append(f"{now:.1f} {text}")
         log.info("%s", text)
 
     # --- numbers -----------------------------------------------------------------------------
 
-    def new_name(self) -> str:
+    def new_pipeline_id(self) -> str:
         """For the next pipeline: ``p1``, ``p2`` …"""
-        self.number += 1
-        return f"p{self.number}"
+        self.pipeline_number += 1
+        return f"p{self.pipeline_number}"
 
     def new_epoch(self) -> int:
         """Larger than all before, of all pipelines."""
         self.epoch = next_epoch(self.epoch, self.term)
         return self.epoch
 
-    def new_move(self) -> int:
+    def new_migration_id(self) -> int:
         """Tells one move from all others."""
-        self._moves += 1
-        return self._moves
+        self._migrations += 1
+        return self._migrations
 
     # --- decisions ---------------------------------------------------------------------------
 
-    def decide(self, *decisions: Decision) -> None:
+    def add_actions(self, *decisions: ControllerAction) -> None:
         """To be carried out after those before."""
-        self._out += decisions
+        self._actions += decisions
 
-    def send(self, peer: str, message: Instruction) -> None:
+    def send_message(self, peer: str, message: Instruction) -> None:
         """Tell a peer, if it is there."""
-        if self.registry.live(peer):
-            self._out.append(SendMessage(peer, message))
+        if self.registry.is_live(peer):
+            self._actions.append(SendMessageAction(peer, message))
 
-    def take(self) -> list[Decision]:
+    def pop_actions(self) -> list[ControllerAction]:
         """All decisions since this was last called."""
-        decisions, self._out = self._out, []
+        decisions, self._actions = self._actions, []
         return decisions

@@ -7,13 +7,13 @@ from msgspec import structs
 
 from molink.facts.model import BLOCK_SIZE, LayerRange
 from molink.swarm.controller.formation import Formation
-from molink.swarm.controller.records import Desired, PipelineRecord, StageRecord
+from molink.swarm.controller.records import DesiredModel, PipelineRecord, StageRecord
 from molink.swarm.controller.registry import Registry
 from molink.swarm.placement.placement import Placement
 from molink.wire.messages.reports import StageFailed, StageLoaded
 
 
-def content(desired: Desired) -> Desired:
+def epoch_spec(desired: DesiredModel) -> DesiredModel:
     """What of a desired state needs another pipeline, or epoch, if it changes."""
     facts = structs.replace(desired.facts, hub="")
     return replace(
@@ -21,17 +21,17 @@ def content(desired: Desired) -> Desired:
     )
 
 
-def layout(stages: Iterable[StageRecord]) -> list[tuple[str, LayerRange]]:
+def stage_layout(stages: Iterable[StageRecord]) -> list[tuple[str, LayerRange]]:
     """Which peer runs which layers; epochs with the same layout differ in nothing else."""
     return [(stage.peer, stage.layers) for stage in stages]
 
 
-def same_layout(record: PipelineRecord, placed: Placement) -> bool:
+def has_layout(record: PipelineRecord, placed: Placement) -> bool:
     """Whether a pipeline has the stages of a placement."""
-    return layout(record.stages) == [(stage.peer, stage.layers) for stage in placed.stages]
+    return stage_layout(record.stages) == [(stage.peer, stage.layers) for stage in placed.stages]
 
 
-def block_size(stages: Iterable[StageRecord], desired: Desired, registry: Registry) -> int:
+def choose_block_size(stages: Iterable[StageRecord], desired: DesiredModel, registry: Registry) -> int:
     """The largest KV block that the attention of any stage wants, if it can run this model.
 
     Kernels that read pages in place know neither float32 nor scores that are capped.
@@ -45,7 +45,7 @@ def block_size(stages: Iterable[StageRecord], desired: Desired, registry: Regist
     return max([BLOCK_SIZE, *wanted])
 
 
-def formed(
+def formed_record(
     record: PipelineRecord, loaded: Sequence[StageLoaded], blocks: int, micro_batches: int
 ) -> PipelineRecord:
     """``record`` once all stages have ``loaded``; ``micro_batches`` 0 leaves it to the head."""
@@ -62,15 +62,15 @@ def formed(
     )
 
 
-def blame(formation: Formation, message: StageFailed, registry: Registry) -> tuple[str, str]:
+def attribute_failure(formation: Formation, message: StageFailed, registry: Registry) -> tuple[str, str]:
     """The peer whose fault a failed stage is, and what happened, for a person."""
     peers = formation.peers
     peer = peers[message.stage]
-    text = f"stage {message.stage} on {registry.name(peer)}: {message.reason}"
+    text = f"stage {message.stage} on {registry.name_of(peer)}: {message.reason}"
     if message.next_lost:
         peer = peers[(message.stage + 1) % len(peers)]
-        text += f" (next is {registry.name(peer)})"
+        text += f" (next is {registry.name_of(peer)})"
     elif message.previous_blocked:
         peer = peers[message.stage - 1]
-        text += f" (it had to cut off {registry.name(peer)})"
+        text += f" (it had to cut off {registry.name_of(peer)})"
     return peer, text

@@ -2,67 +2,67 @@
 
 from dataclasses import dataclass
 
-from molink.swarm.controller.records import Desired, MemberRecord, PipelineRecord
-from molink.wire.messages.instructions import Instruction, Member
+from molink.swarm.controller.records import DesiredModel, MemberRecord, PipelineRecord
+from molink.wire.messages.instructions import Instruction, PeerInfo
 from molink.wire.messages.reports import PeerReport, StageFailed, StageLoaded, StageReady
 
 # --- events ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class MemberAdded:
+class MemberAddedEvent:
     """A peer has become a member (again)."""
 
     member: MemberRecord
 
 
 @dataclass(frozen=True, slots=True)
-class MemberRemoved:
+class MemberRemovedEvent:
     """A peer left, or was revoked."""
 
     peer: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Departed:
+class PeerStoppedEvent:
     """A peer has stopped in good order; it stays a member."""
 
     peer: str
 
 
 @dataclass(frozen=True, slots=True)
-class Disconnected:
+class PeerDisconnectedEvent:
     """The connection on which a peer reported is no more. It may come back."""
 
     peer: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
-    """A peer's report. ``fresh``: it came over a connection that wasn't known before."""
+class PeerReportedEvent:
+    """A peer's report. ``is_new_connection``: it came over a connection that wasn't known before."""
 
     peer: str
     report: PeerReport
-    fresh: bool = False
+    is_new_connection: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """Peer ``by`` has tried to connect to ``to``.
+class ConnectionTriedEvent:
+    """Peer ``source`` has tried to connect to ``target``.
 
     One-way ``latency`` in seconds and ``rate`` in bytes/s, if they were measured.
     """
 
-    by: str
-    to: str
-    ok: bool
+    source: str
+    target: str
+    succeeded: bool
     latency: float | None = None
     rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class StageSaid:
+class StageReportedEvent:
     """A peer reports on its assignment."""
 
     peer: str
@@ -70,53 +70,53 @@ class StageSaid:
 
 
 @dataclass(frozen=True, slots=True)
-class Serve:
+class DesiredStateChangedEvent:
     """Another desired state: all models that are to be served."""
 
-    models: tuple[Desired, ...]
+    models: tuple[DesiredModel, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class TermRaised:
+class TermRaisedEvent:
     """This coordinator goes on in a higher term: another part of the swarm comes back."""
 
     term: int
 
 
 @dataclass(frozen=True, slots=True)
-class Rebalanced:
+class RebalanceRequestedEvent:
     """All models are to be placed anew, as if nothing served them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class TimePassedEvent:
     """Time has passed.
 
-    ``behind``: what peers have said in the last so many seconds may not have been heard yet.
+    ``read_lag``: what peers have said in the last so many seconds may not have been heard yet.
     """
 
-    behind: float = 0.0
+    read_lag: float = 0.0
 
 
-Event = (
-    MemberAdded
-    | MemberRemoved
-    | Departed
-    | Disconnected
-    | Reported
-    | Tried
-    | StageSaid
-    | Rebalanced
-    | Serve
-    | TermRaised
-    | Tick
+ControllerEvent = (
+    MemberAddedEvent
+    | MemberRemovedEvent
+    | PeerStoppedEvent
+    | PeerDisconnectedEvent
+    | PeerReportedEvent
+    | ConnectionTriedEvent
+    | StageReportedEvent
+    | RebalanceRequestedEvent
+    | DesiredStateChangedEvent
+    | TermRaisedEvent
+    | TimePassedEvent
 )
 
 # --- decisions, to be carried out in the order given --------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class SendMessage:
+class SendMessageAction:
     """Tell a live peer."""
 
     peer: str
@@ -124,14 +124,14 @@ class SendMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommitPipelineAction:
     """Write this to the state before going on."""
 
     pipeline: PipelineRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve:
+class ReserveEpochAction:
     """Write down that this epoch, and this name of a pipeline, have been used.
 
     What serves stays the committed one: this one is made beside it.
@@ -142,10 +142,10 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
+class AnnouncePeerAction:
     """Remember what the others are told of a member."""
 
-    member: Member
+    member: PeerInfo
 
 
-Decision = SendMessage | Commit | Reserve | Announce
+ControllerAction = SendMessageAction | CommitPipelineAction | ReserveEpochAction | AnnouncePeerAction

@@ -10,27 +10,27 @@ it doesn't know yet.
 from collections.abc import Iterable, Sequence
 
 from molink.swarm.controller import epochs
-from molink.swarm.controller.commons import Commons
+from molink.swarm.controller.commons import ControllerContext
 from molink.swarm.controller.events import (
-    Decision,
-    Departed,
-    Disconnected,
-    Event,
-    MemberAdded,
-    MemberRemoved,
-    Rebalanced,
-    Reported,
-    Serve,
-    StageSaid,
-    TermRaised,
-    Tick,
-    Tried,
+    ControllerAction,
+    PeerStoppedEvent,
+    PeerDisconnectedEvent,
+    ControllerEvent,
+    MemberAddedEvent,
+    MemberRemovedEvent,
+    RebalanceRequestedEvent,
+    PeerReportedEvent,
+    DesiredStateChangedEvent,
+    StageReportedEvent,
+    TermRaisedEvent,
+    TimePassedEvent,
+    ConnectionTriedEvent,
 )
 from molink.swarm.controller.reconciler import Reconciler
-from molink.swarm.controller.records import Desired, MemberRecord, PipelineRecord
+from molink.swarm.controller.records import DesiredModel, MemberRecord, PipelineRecord
 from molink.swarm.controller.registry import PeerSession, Registry
-from molink.swarm.controller.shares import Shares, called
-from molink.swarm.placement.allotment import Key
+from molink.swarm.controller.shares import PeerAllocator, deployment_name
+from molink.swarm.placement.allotment import DeploymentKey
 from molink.swarm.placement.links import Links
 from molink.swarm.running_time import RunningTime
 from molink.wire.messages.instructions import Unassign
@@ -48,51 +48,51 @@ class Fleet:
         members: Iterable[MemberRecord],
         now: float,
         *,
-        models: Sequence[Desired] = (),
+        models: Sequence[DesiredModel] = (),
         pipelines: Iterable[PipelineRecord] = (),
         last: tuple[int, int] = (0, 0),
         term: int = 0,
-        lost: str = "",
+        lost_peer: str = "",
     ) -> None:
         """``models``, ``pipelines`` and ``last`` (pipeline number, epoch) as the state has them.
 
-        ``term`` is that of the coordinator; ``lost`` is a peer that is known not to be there.
+        ``term`` is that of the coordinator; ``lost_peer`` is a peer that is known not to be there.
         """
-        self.commons = Commons(swarm, members, now, last, term)
-        self._running = RunningTime(now)
+        self.context = ControllerContext(swarm, members, now, last, term)
+        self._running_time = RunningTime(now)
         self._models = tuple(models)
-        self._deployments: dict[Key, Reconciler] = {}
-        self._shares = Shares(self.commons)
+        self._deployments: dict[DeploymentKey, Reconciler] = {}
+        self._allocator = PeerAllocator(self.context)
         #: Whether somebody has come since the peers were last shared out.
-        self._arrived = False
+        self._peer_arrived = False
         #: Why nothing is served, for a person; of no meaning while something is to be.
-        self._nothing = NO_MODEL
+        self._idle_reason = NO_MODEL
         records = {(one.model, one.replica): one for one in pipelines}
-        for key, desired in _wanted(models).items():
+        for key, desired in _desired_deployments(models).items():
             self._deployments[key] = Reconciler(
-                self.commons, now, desired, key[1], records.get(key), lost=lost
+                self.context, now, desired, key[1], records.get(key), lost_peer=lost_peer
             )
-        self._allot(now)
+        self._allocate_peers(now)
 
     # --- what there is -----------------------------------------------------------------------
 
     @property
     def registry(self) -> Registry:
         """Who is a member, and who is there."""
-        return self.commons.registry
+        return self.context.registry
 
     @property
     def story(self) -> tuple[str, ...]:
         """The last transitions, oldest first."""
-        return self.commons.story
+        return self.context.story
 
     @property
     def clock(self) -> float:
         """The time of the last tick, in seconds, by which the story is told."""
-        return self.commons.clock
+        return self.context.clock
 
     @property
-    def models(self) -> tuple[Desired, ...]:
+    def models(self) -> tuple[DesiredModel, ...]:
         """What is to be served."""
         return self._models
 
@@ -105,209 +105,209 @@ class Fleet:
     def reason(self) -> str:
         """Why something isn't served, or why a change was not followed; for a person."""
         if not self._deployments:
-            return self._nothing
+            return self._idle_reason
         reasons = {one.label: one.reason for one in self.deployments if one.reason}
         return "; ".join(f"{label}: {why}" if label else why for label, why in reasons.items())
 
-    def left_out(self, peer: str) -> str:
+    def explain_exclusion(self, peer: str) -> str:
         """Why a peer has no stage though it offers to run one; empty if that is not so."""
         if any(
             one.formation is not None and peer in one.formation.peers for one in self.deployments
         ):
             return ""
-        texts = (one.left_out(peer) for one in self.deployments if one.planner.may_use(peer))
+        texts = (one.explain_exclusion(peer) for one in self.deployments if one.planner.may_use(peer))
         return next(filter(None, texts), "")
 
     # --- events ------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> list[Decision]:
+    def handle(self, event: ControllerEvent, now: float) -> list[ControllerAction]:
         """Take an event; returns what to do, in order.
 
-        A :class:`Tick` is to come several times a second: time without any is nobody's silence.
+        A :class:`TimePassedEvent` is to come several times a second: time without any is nobody's silence.
         """
-        now = self._running.at(now)
+        now = self._running_time.counted_time(now)
         match event:
-            case MemberAdded() | MemberRemoved() | Departed() | Disconnected():
-                self._came_or_went(event, now)
-            case Reported():
-                self._reported(event, now)
-            case Tried():
-                self._tried(event)
-            case StageSaid():
+            case MemberAddedEvent() | MemberRemovedEvent() | PeerStoppedEvent() | PeerDisconnectedEvent():
+                self._on_membership_event(event, now)
+            case PeerReportedEvent():
+                self._on_peer_reported(event, now)
+            case ConnectionTriedEvent():
+                self._on_connection_tried(event)
+            case StageReportedEvent():
                 for one in self.deployments:
-                    one.stage_said(event, now)
-            case Serve():
-                self._serve(event.models, now)
-            case Rebalanced() | TermRaised():
-                self._tell_all(event, now)
-            case Tick(behind):
-                self.commons.clock = now
-                self.registry.heard(behind)
-                self._lose(self.registry.silent(now), "has not reported any more", now)
-        self._lose(self.registry.cut_off(now, self._doubted), "is not connected any more", now)
-        if self._arrived or not isinstance(event, Reported | Tried | StageSaid):
-            self._allot(now)
-        self._follow(now)
-        return self.commons.take()
+                    one.on_stage_reported(event, now)
+            case DesiredStateChangedEvent():
+                self._apply_desired_state(event.models, now)
+            case RebalanceRequestedEvent() | TermRaisedEvent():
+                self._on_deployments_event(event, now)
+            case TimePassedEvent(read_lag):
+                self.context.clock = now
+                self.registry.set_read_lag(read_lag)
+                self._drop_peers(self.registry.find_silent(now), "has not reported any more", now)
+        self._drop_peers(self.registry.find_disconnected(now, self._is_doubted), "is not connected any more", now)
+        if self._peer_arrived or not isinstance(event, PeerReportedEvent | ConnectionTriedEvent | StageReportedEvent):
+            self._allocate_peers(now)
+        self._advance_deployments(now)
+        return self.context.pop_actions()
 
-    def _tell_all(self, event: Rebalanced | TermRaised, now: float) -> None:
+    def _on_deployments_event(self, event: RebalanceRequestedEvent | TermRaisedEvent, now: float) -> None:
         """What is so for all deployments."""
-        if isinstance(event, TermRaised):
-            self.commons.term = event.term
+        if isinstance(event, TermRaisedEvent):
+            self.context.term = event.term
             for one in self.deployments:
-                one.term_raised(now)
+                one.on_term_raised(now)
             return
-        self._note(now, "all is placed anew, as asked for")
+        self._log_transition(now, "all is placed anew, as asked for")
         for one in self.deployments:
-            one.rebalance(now)
+            one.rebalance_ring(now)
 
-    def _came_or_went(
-        self, event: MemberAdded | MemberRemoved | Departed | Disconnected, now: float
+    def _on_membership_event(
+        self, event: MemberAddedEvent | MemberRemovedEvent | PeerStoppedEvent | PeerDisconnectedEvent, now: float
     ) -> None:
         match event:
-            case MemberAdded(member):
-                self.registry.add(member)
-                self._note(now, f"{member.name} ({member.peer}) is a member")
-            case MemberRemoved(peer, why):
-                self._removed(peer, why, now)
-            case Departed(peer):
-                if self.registry.live(peer):
-                    self.commons.backoff.forget(peer)
-                    self._lost(peer, "has stopped", now)
-            case Disconnected(peer):
-                self.registry.disconnected(peer, now)
+            case MemberAddedEvent(member):
+                self.registry.add_member(member)
+                self._log_transition(now, f"{member.name} ({member.peer}) is a member")
+            case MemberRemovedEvent(peer, why):
+                self._on_member_removed(peer, why, now)
+            case PeerStoppedEvent(peer):
+                if self.registry.is_live(peer):
+                    self.context.backoff.drop_peer(peer)
+                    self._drop_peer(peer, "has stopped", now)
+            case PeerDisconnectedEvent(peer):
+                self.registry.mark_disconnected(peer, now)
 
-    def _follow(self, now: float) -> None:
+    def _advance_deployments(self, now: float) -> None:
         """Do what is due, and tell everybody."""
         for one in self.deployments:
-            one.advance(now)
-        self._roll(now)
-        self._notify(now)
-        self.commons.decide(*self.registry.publish_members())
+            one.advance_state(now)
+        self._roll_out(now)
+        self._notify_users(now)
+        self.context.add_actions(*self.registry.publish_members())
         for one in self.deployments:
-            one.others = tuple(
+            one.sibling_pipelines = tuple(
                 other.pipeline
                 for other in self.deployments
                 if other is not one and other.key[0] == one.key[0]
             )
-            one.publish()
+            one.publish_route()
 
-    def _note(self, now: float, text: str) -> None:
-        self.commons.note(now, text)
+    def _log_transition(self, now: float, text: str) -> None:
+        self.context.log_transition(now, text)
 
     # --- peers -------------------------------------------------------------------------------
 
-    def _doubted(self, peer: str, session: PeerSession) -> bool:
-        return any(one.planner.doubted(peer, session) for one in self.deployments)
+    def _is_doubted(self, peer: str, session: PeerSession) -> bool:
+        return any(one.planner.is_doubted(peer, session) for one in self.deployments)
 
-    def _tried(self, event: Tried) -> None:
+    def _on_connection_tried(self, event: ConnectionTriedEvent) -> None:
         """What was tried of a PC that is off says nothing of its ports."""
-        if not (self.registry.live(event.by) and self.registry.live(event.to)):
+        if not (self.registry.is_live(event.source) and self.registry.is_live(event.target)):
             return
-        self.commons.reach.tried(event.by, event.to, event.ok)
-        for links in self._links():
-            links.measured(event.by, event.to, event.latency, event.rate)
+        self.context.reachability.record_attempt(event.source, event.target, event.succeeded)
+        for links in self._all_links():
+            links.record_measurement(event.source, event.target, event.latency, event.rate)
 
-    def _links(self) -> tuple[Links, ...]:
+    def _all_links(self) -> tuple[Links, ...]:
         """What is known of the ways between peers: each deployment has its own."""
-        return (self.commons.links, *(one.planner.links for one in self.deployments))
+        return (self.context.links, *(one.planner.links for one in self.deployments))
 
-    def _removed(self, peer: str, why: str, now: float) -> None:
+    def _on_member_removed(self, peer: str, why: str, now: float) -> None:
         if peer not in self.registry.members:
             return
-        name = self.registry.name(peer)
-        self._note(now, f"{name} ({peer}) {why}")
-        self.commons.decide(*self.registry.remove(peer))
-        self.commons.backoff.forget(peer)
+        name = self.registry.name_of(peer)
+        self._log_transition(now, f"{name} ({peer}) {why}")
+        self.context.add_actions(*self.registry.remove_member(peer))
+        self.context.backoff.drop_peer(peer)
         for one in self.deployments:
-            one.gone(peer, f"{name} {why}", now)
+            one.on_peer_lost(peer, f"{name} {why}", now)
 
-    def _lose(self, peers: list[str], why: str, now: float) -> None:
+    def _drop_peers(self, peers: list[str], why: str, now: float) -> None:
         """They are gone at once: nothing goes on with one of them for the loss of another."""
-        peers = [*peers, *(self.registry.lost_with(peers, now) if peers else ())]
+        peers = [*peers, *(self.registry.find_co_located(peers, now) if peers else ())]
         for peer in peers:
-            self.registry.drop(peer)
+            self.registry.drop_session(peer)
         for peer in peers:
-            self._lost(peer, why, now)
+            self._drop_peer(peer, why, now)
 
-    def _lost(self, peer: str, why: str, now: float) -> None:
-        name = self.registry.name(peer)
-        self._note(now, f"{name} ({peer}) {why}")
-        self.registry.drop(peer)
-        self.commons.backoff.lost(peer, now)
-        self.commons.reach.forget(peer)
-        self.commons.links.forget(peer)
+    def _drop_peer(self, peer: str, why: str, now: float) -> None:
+        name = self.registry.name_of(peer)
+        self._log_transition(now, f"{name} ({peer}) {why}")
+        self.registry.drop_session(peer)
+        self.context.backoff.retract_failure(peer, now)
+        self.context.reachability.drop_peer(peer)
+        self.context.links.drop_peer(peer)
         for one in self.deployments:
-            one.planner.lost(peer)
-            one.gone(peer, f"{name} {why}", now)
+            one.planner.drop_peer(peer)
+            one.on_peer_lost(peer, f"{name} {why}", now)
 
-    def _reported(self, event: Reported, now: float) -> None:
+    def _on_peer_reported(self, event: PeerReportedEvent, now: float) -> None:
         peer = event.peer
         if peer not in self.registry.members:
             return
-        if not self.registry.live(peer):
-            self._note(now, f"{event.report.name} ({peer}) is there")
-            self._arrived = True
+        if not self.registry.is_live(peer):
+            self._log_transition(now, f"{event.report.name} ({peer}) is there")
+            self._peer_arrived = True
         elif self.registry.sessions[peer].report.daemon_pid != event.report.daemon_pid:
-            self._lost(peer, "was started anew", now)
-        self.commons.decide(*self.registry.report(peer, event.report, event.fresh, now))
-        for links in self._links():
-            links.located(peer, event.report.pc)
+            self._drop_peer(peer, "was started anew", now)
+        self.context.add_actions(*self.registry.record_report(peer, event.report, event.is_new_connection, now))
+        for links in self._all_links():
+            links.set_primary_peer(peer, event.report.primary_peer)
         # First whom an instruction may name.
-        self.commons.decide(*self.registry.publish_members())
+        self.context.add_actions(*self.registry.publish_members())
         for one in self.deployments:
-            one.prefetched(event, now)
-        needed = set[str]().union(*(one.needed(peer) for one in self.deployments))
+            one.on_prefetch_reported(event, now)
+        needed = set[str]().union(*(one.needed_pipelines(peer) for one in self.deployments))
         for worker in event.report.workers:
             if worker.pipeline not in needed:
-                self.commons.send(peer, Unassign(pipeline=worker.pipeline))
+                self.context.send_message(peer, Unassign(pipeline=worker.pipeline))
         for one in self.deployments:
-            one.reported(event, now)
+            one.on_peer_reported(event, now)
         known = {one.pipeline for one in self.deployments}
-        if not any(one.adopting for one in self.deployments):
-            self.commons.decide(*self.registry.end_stale_routes(peer, known))
+        if not any(one.is_adopting for one in self.deployments):
+            self.context.add_actions(*self.registry.end_stale_routes(peer, known))
 
-    def _notify(self, now: float) -> None:
+    def _notify_users(self, now: float) -> None:
         """Tell the people at PCs that get no stage what they can do about it, once."""
         if not self._deployments:
             return
         texts = dict.fromkeys(self.registry.sessions, "")
         for one in self.deployments:
-            for peer, text in one.notices().items():
+            for peer, text in one.collect_notices().items():
                 texts[peer] = texts[peer] or text
         for peer, text in texts.items():
-            news = self.registry.notify(peer, text)
+            news = self.registry.notify_user(peer, text)
             if news and text:
-                self._note(now, f"{self.registry.name(peer)} is told: {text}")
-            self.commons.decide(*news)
+                self._log_transition(now, f"{self.registry.name_of(peer)} is told: {text}")
+            self.context.add_actions(*news)
 
     # --- models ------------------------------------------------------------------------------
 
-    def _serve(self, models: tuple[Desired, ...], now: float) -> None:
+    def _apply_desired_state(self, models: tuple[DesiredModel, ...], now: float) -> None:
         self._models = models
-        wanted = _wanted(models)
+        wanted = _desired_deployments(models)
         for key in [key for key in self._deployments if key not in wanted]:
             gone = self._deployments.pop(key)
-            self._note(now, f"{called(key)} is not served any more")
-            gone.dissolve()
+            self._log_transition(now, f"{deployment_name(key)} is not served any more")
+            gone.dissolve_pipelines()
         if not wanted:
-            self._note(now, "serve nothing")
-            self._nothing = STOPPED
-        deployments: dict[Key, Reconciler] = {}
+            self._log_transition(now, "serve nothing")
+            self._idle_reason = STOPPED
+        deployments: dict[DeploymentKey, Reconciler] = {}
         begun: list[Reconciler] = []
         for key, desired in wanted.items():
             known = self._deployments.get(key)
             if known is None:
-                known = Reconciler(self.commons, now, desired, key[1])
+                known = Reconciler(self.context, now, desired, key[1])
                 begun.append(known)
             deployments[key] = known
         self._deployments = deployments
-        self._allot(now)
+        self._allocate_peers(now)
         for one in begun:
-            one.begin(now)
-        self._roll(now)
+            one.start_serving(now)
+        self._roll_out(now)
 
-    def _roll(self, now: float) -> None:
+    def _roll_out(self, now: float) -> None:
         """Have deployments serve what is wanted: of one model, one after the other.
 
         One that doesn't stand has nothing to lose. While one that was changed isn't ready, the
@@ -317,27 +317,27 @@ class Fleet:
             mine = [one for one in self.deployments if one.key[0] == desired.facts.name]
             late = [one for one in mine if one.desired != desired]
             changing = any(
-                not one.ready and (one.begun or not self._shares.lacks(one.key))
+                not one.is_ready and (one.has_assigned or not self._allocator.lacks_room(one.key))
                 for one in mine
                 if one not in late
             )
             for one in late:
-                differs = epochs.content(one.desired) != epochs.content(desired)
-                one.lags = one.ready and changing and differs
-                if not one.lags:
-                    one.serve(desired, now)
-                    changing = changing or not one.ready
+                differs = epochs.epoch_spec(one.desired) != epochs.epoch_spec(desired)
+                one.is_deferred = one.is_ready and changing and differs
+                if not one.is_deferred:
+                    one.update_desired(desired, now)
+                    changing = changing or not one.is_ready
 
-    def _allot(self, now: float) -> None:
+    def _allocate_peers(self, now: float) -> None:
         """Share the peers out anew, if there is another reason than before to do so."""
-        self._arrived = False
-        self._shares.allot(self._deployments, now)
+        self._peer_arrived = False
+        self._allocator.allocate_peers(self._deployments, now)
 
 
-def _wanted(models: Iterable[Desired]) -> dict[Key, Desired]:
+def _desired_deployments(models: Iterable[DesiredModel]) -> dict[DeploymentKey, DesiredModel]:
     """All deployments that there are to be."""
     return {
         (desired.facts.name, replica): desired
         for desired in models
-        for replica in range(desired.pipelines)
+        for replica in range(desired.num_pipelines)
     }

@@ -4,7 +4,7 @@ from typing import Literal
 
 from molink.errors import InvariantError
 from molink.facts.model import ModelFacts
-from molink.swarm.artifacts.transfer import STALL, Transfer, fetched_bytes, stage_bytes
+from molink.swarm.artifacts.transfer import STALL_TIMEOUT, TransferDeadline, fetched_bytes, stage_bytes
 from molink.swarm.controller.records import PipelineRecord
 from molink.wire.messages.reports import (
     PeerReport,
@@ -21,7 +21,7 @@ FormationState = Literal["adopting", "loading", "linking", "ready"]
 LOAD_TIMEOUT = 120.0
 #: The slowest loading that is waited for, in bytes per second: that of an old disk.
 LOAD_RATE = 16 << 20
-#: From ``Form`` to the ring being there.
+#: From ``FormPipeline`` to the ring being there.
 LINK_TIMEOUT = 60.0
 #: How long the peers of a running pipeline have to report to a restarted coordinator.
 ADOPT_TIMEOUT = 8.0
@@ -44,14 +44,14 @@ class Formation:
         self.loaded: dict[int, StageLoaded] = {}
         #: Stages that stand in the ring of this epoch; all of them in state ``ready``.
         self.ready: set[int] = set()
-        wait = ADOPT_TIMEOUT if state == "adopting" else STALL
+        wait = ADOPT_TIMEOUT if state == "adopting" else STALL_TIMEOUT
         self._deadlines = [now + wait] * len(record.stages)
-        self._bytes = [stage_bytes(facts, stage.layers) for stage in record.stages]
+        self._stage_bytes = [stage_bytes(facts, stage.layers) for stage in record.stages]
         self._transfers = [
-            Transfer(fetched_bytes(facts, stage.layers), now) for stage in record.stages
+            TransferDeadline(fetched_bytes(facts, stage.layers), now) for stage in record.stages
         ]
         self._loading: set[int] = set()
-        self._missing: dict[int, float] = {}
+        self._missing_since: dict[int, float] = {}
 
     # --- who ---------------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ class Formation:
         """The stage that a peer runs."""
         return self.peers.index(peer) if peer in self.peers else None
 
-    def concerns(self, peer: str, message: StageLoaded | StageReady | StageFailed) -> bool:
+    def accepts_message(self, peer: str, message: StageLoaded | StageReady | StageFailed) -> bool:
         """Whether a message is of this epoch and from the peer that runs that stage."""
         return (
             message.pipeline == self.record.id
@@ -68,34 +68,34 @@ class Formation:
         )
 
     @property
-    def forming(self) -> bool:
+    def is_forming(self) -> bool:
         """Whether stages are loading, or about to take their places."""
         return self.state in ("loading", "linking")
 
     # --- what happens ------------------------------------------------------------------------
 
-    def linking(self, record: PipelineRecord, now: float) -> None:
+    def start_linking(self, record: PipelineRecord, now: float) -> None:
         """All have loaded and are told to form the ring."""
         self.record, self.state = record, "linking"
         self._deadlines = [now + LINK_TIMEOUT] * len(record.stages)
 
-    def observe(self, peer: str, report: PeerReport, now: float) -> str | None:
+    def observe_report(self, peer: str, report: PeerReport, now: float) -> str | None:
         """Compare a report with what this epoch asks of the peer; why it fails, if it does."""
         stage = self.stage_of(peer)
         if stage is None:
             return None
-        worker = self._worker(stage, report)
+        worker = self._find_worker(stage, report)
         if worker is None:
-            return self._absent(stage, now)
-        self._missing.pop(stage, None)
+            return self._on_worker_missing(stage, now)
+        self._missing_since.pop(stage, None)
         if worker.state == "failed":
             return "its worker has failed"
         if worker.state == "ready" and self.state != "loading":
             self.ready.add(stage)
-        self._progress(stage, worker, now)
+        self._track_progress(stage, worker, now)
         return None
 
-    def overdue(self, now: float) -> tuple[int, str] | None:
+    def find_overdue(self, now: float) -> tuple[int, str] | None:
         """The first stage that is late, and what it is late with."""
         done = self.loaded if self.state == "loading" else self.ready
         for stage, deadline in enumerate(self._deadlines):
@@ -109,7 +109,7 @@ class Formation:
                 return stage, what
         return None
 
-    def _worker(self, stage: int, report: PeerReport) -> WorkerState | None:
+    def _find_worker(self, stage: int, report: PeerReport) -> WorkerState | None:
         """The worker of this epoch's stage in a report."""
         for worker in report.workers:
             if (worker.pipeline, worker.stage, worker.layers, worker.epoch) == (
@@ -121,32 +121,32 @@ class Formation:
                 return worker
         return None
 
-    def _absent(self, stage: int, now: float) -> str | None:
+    def _on_worker_missing(self, stage: int, now: float) -> str | None:
         """A report lacks the worker: at once a failure only where none is on its way."""
         if self.state == "adopting":
             return "it no longer runs the layers that it had before this coordinator started"
-        since = self._missing.setdefault(stage, now)
+        since = self._missing_since.setdefault(stage, now)
         if self.state == "ready" and now - since >= MISSING_TIMEOUT:
             return "its worker is gone"
         return None
 
-    def unaware(self, stage: int, now: float) -> bool:
+    def needs_resend(self, stage: int, now: float) -> bool:
         """Whether reports have lacked an assignment so long that it must have got lost."""
-        since = self._missing.get(stage)
+        since = self._missing_since.get(stage)
         if self.state != "loading" or since is None or now - since < MISSING_TIMEOUT:
             return False
-        self._missing[stage] = now
+        self._missing_since[stage] = now
         return True
 
-    def _progress(self, stage: int, worker: WorkerState, now: float) -> None:
+    def _track_progress(self, stage: int, worker: WorkerState, now: float) -> None:
         if self.state != "loading" or stage in self._loading:
             return
         if worker.state == "fetching":
-            self._transfers[stage].observe(worker.done, now)
+            self._transfers[stage].observe_bytes(worker.done, now)
             self._deadlines[stage] = self._transfers[stage].deadline
         elif worker.state == "loading":
             self._loading.add(stage)
-            self._deadlines[stage] = now + LOAD_TIMEOUT + self._bytes[stage] / LOAD_RATE
+            self._deadlines[stage] = now + LOAD_TIMEOUT + self._stage_bytes[stage] / LOAD_RATE
 
     # --- invariants --------------------------------------------------------------------------
 

@@ -3,10 +3,10 @@
 from collections.abc import Collection
 
 from molink.facts.model import LayerRange, ModelFacts
-from molink.swarm.artifacts.copying import ranges
+from molink.swarm.artifacts.copying import to_ranges
 from molink.swarm.controller.registry import Registry
-from molink.wire.messages.instructions import MAX_HOLDERS
-from molink.wire.messages.reports import ModelParts, PeerReport
+from molink.wire.messages.instructions import MAX_SOURCES
+from molink.wire.messages.reports import PartialModel, PeerReport
 
 
 def part_holders(facts: ModelFacts, registry: Registry) -> tuple[str, ...]:
@@ -17,16 +17,16 @@ def part_holders(facts: ModelFacts, registry: Registry) -> tuple[str, ...]:
     if not facts.root:
         return ()
     found = {
-        peer: _layers(parts)
+        peer: _held_layers(parts)
         for peer in registry.members
         if peer in registry.sessions
-        and (parts := _parts(registry.sessions[peer].report, facts)) is not None
+        and (parts := _find_partial(registry.sessions[peer].report, facts)) is not None
     }
-    if len(found) <= MAX_HOLDERS:
+    if len(found) <= MAX_SOURCES:
         return tuple(found)
     chosen = set[str]()
     covered = set[int]()
-    while len(chosen) < MAX_HOLDERS:
+    while len(chosen) < MAX_SOURCES:
         rest = (peer for peer in found if peer not in chosen)
         best = max(rest, key=lambda peer: (len(found[peer] - covered), len(found[peer])))
         chosen.add(best)
@@ -39,11 +39,11 @@ def whole_holders(facts: ModelFacts, registry: Registry, *, only_model: bool) ->
     return [
         peer
         for peer, session in registry.sessions.items()
-        if facts.name in session.report.models or (only_model and session.report.copied == 100)
+        if facts.name in session.report.models or (only_model and session.report.replicated_percent == 100)
     ]
 
 
-def missing(
+def missing_layers(
     facts: ModelFacts, reports: Collection[PeerReport], *, only_model: bool
 ) -> tuple[LayerRange, ...]:
     """Layers whose files are on no PC that reports.
@@ -56,34 +56,34 @@ def missing(
     for report in reports:
         if facts.name in report.models:
             return ()
-        parts = _parts(report, facts)
+        parts = _find_partial(report, facts)
         known |= parts is not None
-        here |= _layers(parts)
+        here |= _held_layers(parts)
         for worker in report.workers if only_model else ():
             if worker.state not in ("fetching", "failed"):
                 here.update(range(*worker.layers))
-    return ranges(set(range(facts.layers)) - here) if known else ()
+    return to_ranges(set(range(facts.layers)) - here) if known else ()
 
 
-def where_to_get(facts: ModelFacts, layers: Collection[LayerRange]) -> str:
+def describe_missing(facts: ModelFacts, layers: Collection[LayerRange]) -> str:
     """Layers that nobody has, and what mends that; for a person."""
     if facts.files_bytes:
-        return f"layers {range_text(layers)} yet: the hub has them ({facts.hub.partition('@')[0]})"
+        return f"layers {format_ranges(layers)} yet: the hub has them ({facts.hub.partition('@')[0]})"
     return (
-        f"layers {range_text(layers)}. Start a PC that has them, or bring {facts.name} again "
+        f"layers {format_ranges(layers)}. Start a PC that has them, or bring {facts.name} again "
         "(`molink run`)"
     )
 
 
-def range_text(layers: Collection[LayerRange]) -> str:
+def format_ranges(layers: Collection[LayerRange]) -> str:
     """As ``2:4, 7:8``."""
     return ", ".join(f"{first}:{last}" for first, last in layers)
 
 
-def _parts(report: PeerReport, facts: ModelFacts) -> ModelParts | None:
-    return next((one for one in report.parts if one.root == facts.root), None)
+def _find_partial(report: PeerReport, facts: ModelFacts) -> PartialModel | None:
+    return next((one for one in report.partial_models if one.root == facts.root), None)
 
 
-def _layers(parts: ModelParts | None) -> set[int]:
+def _held_layers(parts: PartialModel | None) -> set[int]:
     held = () if parts is None else parts.layers
     return {layer for first, last in held for layer in range(first, min(last, 4096))}

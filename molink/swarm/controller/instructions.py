@@ -2,13 +2,13 @@
 
 from molink.swarm.controller.formation import Formation
 from molink.swarm.controller.holdings import part_holders
-from molink.swarm.controller.move import Move
-from molink.swarm.controller.records import Desired, PipelineRecord, StageRecord
+from molink.swarm.controller.move import Migration
+from molink.swarm.controller.records import DesiredModel, PipelineRecord, StageRecord
 from molink.swarm.controller.registry import Registry
-from molink.swarm.membership.hygiene import MAX_REASON
+from molink.swarm.membership.hygiene import MAX_REASON_CHARS
 from molink.wire.messages.instructions import (
     Assign,
-    Form,
+    FormPipeline,
     Prefetch,
     Route,
     StageAddress,
@@ -19,9 +19,9 @@ from molink.wire.messages.instructions import (
 MAX_SOURCES = 8
 
 
-def instruction(
-    formation: Formation, stage: int, desired: Desired, registry: Registry
-) -> Assign | Form | None:
+def build_instruction(
+    formation: Formation, stage: int, desired: DesiredModel, registry: Registry
+) -> Assign | FormPipeline | None:
     """What a stage's peer should be told now; ``None`` if it has done all it can."""
     record = formation.record
     if formation.state == "loading" and stage not in formation.loaded:
@@ -32,27 +32,27 @@ def instruction(
             stages=len(record.stages),
             layers=record.stages[stage].layers,
             model=record.model,
-            sources=sources(desired, registry),
+            sources=find_sources(desired, registry),
             dtype=desired.dtype,
             block_size=record.block_size,
             quantize=desired.quantize,
             root=desired.facts.root,
-            parts=part_holders(desired.facts, registry),
+            partial_sources=part_holders(desired.facts, registry),
             hub=desired.facts.hub,
-            context=desired.facts.context,
+            max_model_len=desired.facts.max_model_len,
         )
     if formation.state == "linking" and stage not in formation.ready:
-        return Form(
+        return FormPipeline(
             pipeline=record.id,
             epoch=record.epoch,
-            ring=tuple(address(one, registry) for one in record.stages),
+            ring=tuple(stage_address(one, registry) for one in record.stages),
             blocks=record.blocks,
             micro_batches=record.micro_batches,
         )
     return None
 
 
-def profiles(formation: Formation, stage: int) -> tuple[StageProfile, ...]:
+def build_profiles(formation: Formation, stage: int) -> tuple[StageProfile, ...]:
     """What a peer is told before it forms the ring: its head and links go by all stages' times."""
     record = formation.record
     if formation.state != "linking" or stage in formation.ready:
@@ -60,33 +60,33 @@ def profiles(formation: Formation, stage: int) -> tuple[StageProfile, ...]:
     return tuple(
         StageProfile(pipeline=record.id, epoch=record.epoch, stage=index, profile=one.profile)
         for index, one in enumerate(record.stages)
-        if one.profile.known
+        if one.profile.is_known
     )
 
 
-def prefetch(move: Move, peer: str, desired: Desired, registry: Registry) -> Prefetch:
+def build_prefetch(move: Migration, peer: str, desired: DesiredModel, registry: Registry) -> Prefetch:
     """The wish that a peer gets its files for the stage that it is to have."""
     return Prefetch(
         number=move.number,
-        layers=move.layers(peer),
+        layers=move.layers_of(peer),
         model=desired.facts.name,
-        sources=sources(desired, registry),
+        sources=find_sources(desired, registry),
         root=desired.facts.root,
-        parts=part_holders(desired.facts, registry),
+        partial_sources=part_holders(desired.facts, registry),
         hub=desired.facts.hub,
     )
 
 
-def route(
+def build_route(
     pipeline: str,
     epoch: int,
     ready: PipelineRecord | None,
-    desired: Desired,
+    desired: DesiredModel,
     registry: Registry,
     *,
     reason: str,
-    forming: int,
-    beside: tuple[str, ...] = (),
+    forming_progress: int,
+    sibling_pipelines: tuple[str, ...] = (),
 ) -> Route:
     """Where requests go: to the first stage of ``ready``, or nowhere, for that ``reason``.
 
@@ -97,37 +97,37 @@ def route(
         pipeline=pipeline,
         epoch=epoch,
         model=desired.facts.name,
-        ready=ready is not None,
-        head=None if ready is None else address(ready.stages[0], registry),
-        context=_context(desired, ready),
-        sources=sources(desired, registry),
+        is_ready=ready is not None,
+        scheduler=None if ready is None else stage_address(ready.stages[0], registry),
+        max_model_len=_max_model_len(desired, ready),
+        sources=find_sources(desired, registry),
         root=desired.facts.root,
-        parts=part_holders(desired.facts, registry),
+        partial_sources=part_holders(desired.facts, registry),
         hub=desired.facts.hub,
-        reason=reason[:MAX_REASON],
-        forming=forming,
-        beside=beside,
+        reason=reason[:MAX_REASON_CHARS],
+        forming_progress=forming_progress,
+        sibling_pipelines=sibling_pipelines,
     )
 
 
-def _context(desired: Desired, ready: PipelineRecord | None) -> int:
+def _max_model_len(desired: DesiredModel, ready: PipelineRecord | None) -> int:
     """Tokens that a request may have: the model's context, or what the KV blocks hold of it."""
-    context = desired.facts.context
+    context = desired.facts.max_model_len
     return context if ready is None else min(context, ready.blocks * ready.block_size)
 
 
-def sources(desired: Desired, registry: Registry) -> tuple[str, ...]:
+def find_sources(desired: DesiredModel, registry: Registry) -> tuple[str, ...]:
     """Peers to fetch all of the model's files from.
 
     If nobody has any, the one that brought it: it may be about to come back.
     """
-    whole = registry.holders(desired.facts.name)[:MAX_SOURCES]
+    whole = registry.find_holders(desired.facts.name)[:MAX_SOURCES]
     if whole or part_holders(desired.facts, registry):
         return whole
     return (desired.source,)
 
 
-def address(stage: StageRecord, registry: Registry) -> StageAddress:
+def stage_address(stage: StageRecord, registry: Registry) -> StageAddress:
     """Where the worker of a member's stage listens."""
     member = registry.members[stage.peer]
     return StageAddress(

@@ -6,17 +6,17 @@ the way needs more than to be said again.
 """
 
 from molink.facts.model import LayerRange, ModelFacts
-from molink.swarm.artifacts.transfer import Transfer, fetched_bytes
+from molink.swarm.artifacts.transfer import TransferDeadline, fetched_bytes
 from molink.swarm.controller.records import PipelineRecord, StageRecord
-from molink.wire.messages.reports import Prefetched
+from molink.wire.messages.reports import PrefetchState
 
 #: A report that shows no sign of the wish for this long, in seconds: it must have got lost.
-UNAWARE = 3.0
+RESEND_TIMEOUT = 3.0
 #: After a transfer that failed, what serves is left alone for this long, in seconds.
-RETRY = 60.0
+RETRY_DELAY = 60.0
 
 
-class Move:
+class Migration:
     """From the stages of ``old`` to ``stages``; ``number`` tells it from other moves."""
 
     def __init__(
@@ -30,13 +30,13 @@ class Move:
         self.number = number
         self.stages = stages
         held = {stage.peer: stage.layers for stage in old.stages}
-        self._asked: dict[str, float] = {
+        self._requested_at: dict[str, float] = {
             stage.peer: now
             for stage in stages
             if stage.peer not in held or not _within(stage.layers, held[stage.peer])
         }
         self._transfers = {
-            peer: Transfer(fetched_bytes(facts, self.layers(peer)), now) for peer in self._asked
+            peer: TransferDeadline(fetched_bytes(facts, self.layers_of(peer)), now) for peer in self._requested_at
         }
 
     @property
@@ -45,38 +45,38 @@ class Move:
         return frozenset(stage.peer for stage in self.stages)
 
     @property
-    def lacking(self) -> tuple[str, ...]:
+    def pending_peers(self) -> tuple[str, ...]:
         """Peers that don't have their files yet."""
-        return tuple(self._asked)
+        return tuple(self._requested_at)
 
-    def layers(self, peer: str) -> LayerRange:
+    def layers_of(self, peer: str) -> LayerRange:
         """The layers that ``peer`` gets."""
         return next(stage.layers for stage in self.stages if stage.peer == peer)
 
-    def observe(self, peer: str, said: Prefetched | None, now: float) -> str | None:
+    def observe_prefetch(self, peer: str, said: PrefetchState | None, now: float) -> str | None:
         """Take what a report says; why the transfer failed, if it did."""
-        if peer not in self._asked or said is None or said.number != self.number:
+        if peer not in self._requested_at or said is None or said.number != self.number:
             return None
         if said.state == "failed":
             return said.reason or "it gave no reason"
         if said.state == "done":
-            del self._asked[peer]
+            del self._requested_at[peer]
         else:
-            self._transfers[peer].observe(said.done, now)
+            self._transfers[peer].observe_bytes(said.done, now)
         return None
 
-    def overdue(self, now: float) -> str | None:
+    def find_overdue(self, now: float) -> str | None:
         """The first peer whose files come too slowly."""
-        late = (peer for peer in self._asked if now >= self._transfers[peer].deadline)
+        late = (peer for peer in self._requested_at if now >= self._transfers[peer].deadline)
         return next(late, None)
 
-    def unaware(self, peer: str, said: Prefetched | None, now: float) -> bool:
+    def needs_resend(self, peer: str, said: PrefetchState | None, now: float) -> bool:
         """Whether ``peer`` has to be asked again."""
-        if peer not in self._asked or (said is not None and said.number == self.number):
+        if peer not in self._requested_at or (said is not None and said.number == self.number):
             return False
-        if now - self._asked[peer] < UNAWARE:
+        if now - self._requested_at[peer] < RESEND_TIMEOUT:
             return False
-        self._asked[peer] = now
+        self._requested_at[peer] = now
         return True
 
 

@@ -6,36 +6,36 @@ from typing import Any
 
 from molink.facts.model import LayerRange, Objective
 from molink.swarm.controller.planner import Planner
-from molink.swarm.controller.records import Desired
-from molink.swarm.placement.placement import ROWS, Aim, Candidate, Placement, place
+from molink.swarm.controller.records import DesiredModel
+from molink.swarm.placement.placement import MICRO_BATCH_ROWS, PlacementGoal, Candidate, Placement, place_model
 
 #: Kinds of PCs that are tried: a placement among many takes most of a second.
-MOST = 3
-_NEW = "one more"
+MAX_KINDS = 3
+_NEW_PEER = "one more"
 
 
 @dataclass(frozen=True, slots=True)
-class RingProspect:
+class RingEstimate:
     """A ring as placement predicts it, with a PC more like that of ``device``; none if empty.
 
-    ``turn_s`` is the time per token of a micro-batch that waits for nothing, ``tokens_per_s`` what
+    ``round_trip_s`` is the time per token of a micro-batch that waits for nothing, ``tokens_per_s`` what
     all streams get: one of them for ``latency``, as many as the ring takes for ``throughput``.
     """
 
     device: str
     stages: int
-    turn_s: float
+    round_trip_s: float
     tokens_per_s: float
 
 
-def prospect(device: str, placed: Placement, objective: Objective) -> RingProspect:
+def estimate_ring(device: str, placed: Placement, objective: Objective) -> RingEstimate:
     """That of a placement."""
-    return RingProspect(device, len(placed.stages), placed.turn, ROWS[objective] / placed.cost)
+    return RingEstimate(device, len(placed.stages), placed.round_trip_time, MICRO_BATCH_ROWS[objective] / placed.cost)
 
 
-def outlook(
+def estimate_scale_out(
     planner: Planner,
-    desired: Desired,
+    desired: DesiredModel,
     candidates: Iterable[Candidate],
     devices: dict[str, str],
     serving: list[tuple[str, LayerRange]],
@@ -44,17 +44,17 @@ def outlook(
 
     ``devices`` are what peers have, ``serving`` is the ring that is there.
     """
-    known = planner.paces.applied(candidates)
-    links = planner.links.with_newcomer(_NEW, [one.peer for one in known])
-    aim = Aim(desired.objective, desired.stages)
+    known = planner.read_rates.apply_rates(candidates)
+    links = planner.links.with_newcomer(_NEW_PEER, [one.peer for one in known])
+    aim = PlacementGoal(desired.objective, desired.target_stages)
 
     def tried(candidates: list[Candidate], serving: list[tuple[str, LayerRange]]) -> Any:
-        return place(
+        return place_model(
             desired.facts,
             candidates,
             desired.dtype,
             desired.quantize,
-            aim=aim,
+            goal=aim,
             links=links,
             serving=serving,
         )
@@ -64,9 +64,9 @@ def outlook(
         return {}
     kinds = {devices.get(one.peer, ""): one for one in known if one.stage == "auto"}
     more = []
-    for device, one in list(kinds.items())[:MOST]:
-        another = replace(one, peer=_NEW, name=_NEW, blocked=frozenset())
+    for device, one in list(kinds.items())[:MAX_KINDS]:
+        another = replace(one, peer=_NEW_PEER, name=_NEW_PEER, unreachable=frozenset())
         placed = tried([*known, another], [])
         if isinstance(placed, Placement):
-            more.append(asdict(prospect(device, placed, desired.objective)))
-    return {"now": asdict(prospect("", now, desired.objective)), "more": more}
+            more.append(asdict(estimate_ring(device, placed, desired.objective)))
+    return {"now": asdict(estimate_ring("", now, desired.objective)), "more": more}

@@ -7,22 +7,22 @@ before may still have its last moments. What becomes of them the reconciler deci
 from collections.abc import Iterator
 
 from molink.swarm.controller import epochs, instructions
-from molink.swarm.controller.commons import Commons
-from molink.swarm.controller.events import Commit, Reserve
+from molink.swarm.controller.commons import ControllerContext
+from molink.swarm.controller.events import CommitPipelineAction, ReserveEpochAction
 from molink.swarm.controller.formation import Formation
-from molink.swarm.controller.move import Move
+from molink.swarm.controller.move import Migration
 from molink.swarm.controller.planner import Planner
-from molink.swarm.controller.records import Desired, PipelineRecord, StageRecord
-from molink.swarm.phases import Phases
+from molink.swarm.controller.records import DesiredModel, PipelineRecord, StageRecord
+from molink.swarm.phases import PhaseTimes
 from molink.swarm.placement.placement import Candidate
 from molink.swarm.terms import epoch_text
 from molink.wire.messages.instructions import Instruction, Unassign
 
 #: Daemons have this long, in seconds, to connect to the next pipeline's head before the one that
 #: served ends.
-RETIREMENT = 1.0
-WAITING = "waiting for peers"
-JUST_ASKED = "the model was just asked for"
+SWITCH_OVER_DELAY = 1.0
+WAITING_FOR_PEERS = "waiting for peers"
+JUST_REQUESTED = "the model was just asked for"
 
 
 class Pipelines:
@@ -30,16 +30,16 @@ class Pipelines:
 
     def __init__(
         self,
-        commons: Commons,
+        context: ControllerContext,
         now: float,
-        desired: Desired,
+        desired: DesiredModel,
         replica: int,
         pipeline: PipelineRecord | None,
     ) -> None:
-        self.commons = commons
-        self.registry = commons.registry
+        self.context = context
+        self.registry = context.registry
         self.planner = Planner(
-            now, commons.backoff, commons.reach, commons.links.copy(), restored=pipeline is not None
+            now, context.backoff, context.reachability, context.links.copy(), restored=pipeline is not None
         )
         self.desired = desired
         #: Which of the model's deployments this is, from 0 on.
@@ -47,28 +47,28 @@ class Pipelines:
         #: What the story calls it; empty where it is the only one.
         self.label = ""
         #: Pipelines of the other deployments of the same model.
-        self.others: tuple[str, ...] = ()
+        self.sibling_pipelines: tuple[str, ...] = ()
         #: The current epoch, if it is being formed or ready.
         self.formation: Formation | None = None
         #: Where a pipeline that serves goes once the files are there.
-        self.move: Move | None = None
+        self.migration: Migration | None = None
         #: What is being formed beside a pipeline that serves; it takes over once it is ready.
-        self.next: Formation | None = None
+        self.successor: Formation | None = None
         #: A pipeline that ends once its streams can go to the one that took over, and when it does.
-        self.retiring: tuple[Formation, float] | None = None
+        self.predecessor: tuple[Formation, float] | None = None
         #: Why no pipeline is ready, or why a change was not followed; for a person.
-        self.reason = WAITING
+        self.reason = WAITING_FOR_PEERS
         #: Whether stages were handed out for what is wanted now.
-        self.begun = False
+        self.has_assigned = False
         #: Its newest epoch, whether it stands or not.
-        self.epoch = commons.epoch
+        self.epoch = context.epoch
         #: Id of the pipeline, whether it stands or not: ``p1``, ``p2`` …
-        self.pipeline = pipeline.id if pipeline else commons.new_name()
+        self.pipeline = pipeline.id if pipeline else context.new_pipeline_id()
         #: Rises as long as what is being formed gets on; when it last did.
-        self._signs = 0
-        self._sign_at = now
+        self._progress_count = 0
+        self._progress_at = now
         #: What the last change's phases took.
-        self.phases = Phases()
+        self.phase_times = PhaseTimes()
 
     @property
     def key(self) -> tuple[str, int]:
@@ -76,43 +76,43 @@ class Pipelines:
         return self.desired.facts.name, self.replica
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether the pipeline can serve."""
         return self.formation is not None and self.formation.state == "ready"
 
     @property
-    def adopting(self) -> bool:
+    def is_adopting(self) -> bool:
         """Whether it was committed before this coordinator began, and may still serve."""
         return self.formation is not None and self.formation.state == "adopting"
 
     @property
-    def used(self) -> frozenset[str]:
+    def used_peers(self) -> frozenset[str]:
         """Peers that have, or are about to have, a worker of one of its pipelines."""
-        retiring = self.retiring[0].peers if self.retiring is not None else ()
-        planned = self.move.peers if self.move is not None else ()
+        retiring = self.predecessor[0].peers if self.predecessor is not None else ()
+        planned = self.migration.peers if self.migration is not None else ()
         formed = [peer for one in self._formations() for peer in one.peers]
         return frozenset((*formed, *retiring, *planned))
 
     # --- the one that serves -----------------------------------------------------------------
 
-    def _begin(self, stages: tuple[StageRecord, ...], now: float) -> None:
+    def _start_epoch(self, stages: tuple[StageRecord, ...], now: float) -> None:
         """Commit a placement as a new epoch and hand out its stages."""
         old = self.formation
-        formation = self.formation = self._new_epoch(self.pipeline, stages, now)
-        self.begun = True
-        self._sign(now)
+        formation = self.formation = self._create_epoch(self.pipeline, stages, now)
+        self.has_assigned = True
+        self._signal_progress(now)
         self.reason = "loading the model"
-        self.commons.decide(Commit(formation.record))
+        self.context.add_actions(CommitPipelineAction(formation.record))
         for peer in old.peers if old is not None else ():
             if peer not in formation.peers:
-                self._send(peer, Unassign(pipeline=self.pipeline))
+                self._send_message(peer, Unassign(pipeline=self.pipeline))
         for stage in range(len(stages)):
-            self._instruct(formation, stage)
+            self._send_instruction(formation, stage)
 
-    def _new_epoch(self, pipeline: str, stages: tuple[StageRecord, ...], now: float) -> Formation:
-        self.move = None
-        self.epoch = self.commons.new_epoch()
-        size = epochs.block_size(stages, self.desired, self.registry)
+    def _create_epoch(self, pipeline: str, stages: tuple[StageRecord, ...], now: float) -> Formation:
+        self.migration = None
+        self.epoch = self.context.new_epoch()
+        size = epochs.choose_block_size(stages, self.desired, self.registry)
         record = PipelineRecord(
             pipeline,
             self.desired.facts.name,
@@ -122,141 +122,141 @@ class Pipelines:
             replica=self.replica,
         )
         layout = ", ".join(
-            f"{self.registry.name(stage.peer)} {stage.layers[0]}:{stage.layers[1]}"
+            f"{self.registry.name_of(stage.peer)} {stage.layers[0]}:{stage.layers[1]}"
             for stage in stages
         )
-        self._note(now, f"epoch {epoch_text(record.epoch)}: {layout}")
-        self.phases.reach("decided", now)
+        self._log_transition(now, f"epoch {epoch_text(record.epoch)}: {layout}")
+        self.phase_times.record_phase("decided", now)
         return Formation(record, "loading", now, self.desired.facts)
 
-    def _finish(self, formation: Formation, now: float) -> None:
+    def _complete_formation(self, formation: Formation, now: float) -> None:
         """The ring stands if all stages are in it."""
         if formation.state in ("linking", "adopting") and formation.all_ready:
             if formation.state == "adopting":
-                kept = [one for one in self._candidates(now) if one.peer in formation.peers]
-                self.planner.settle(tuple(kept))  # the others may have been about to join in
-                self.planner.placed = True
+                kept = [one for one in self._find_candidates(now) if one.peer in formation.peers]
+                self.planner.mark_settled(tuple(kept))  # the others may have been about to join in
+                self.planner.has_placed = True
             formation.state = "ready"
             if self.desired is not None:
-                self.planner.formed(formation.record, self.desired, self.registry)
-            self.phases.reach("formed", now)
+                self.planner.on_ring_formed(formation.record, self.desired, self.registry)
+            self.phase_times.record_phase("formed", now)
             self.reason = ""
-            self._note(now, f"epoch {epoch_text(formation.record.epoch)} is ready")
+            self._log_transition(now, f"epoch {epoch_text(formation.record.epoch)} is ready")
 
-    def _sign(self, now: float) -> None:
+    def _signal_progress(self, now: float) -> None:
         """What is being formed gets on, or may still do so: it isn't late."""
-        self._signs, self._sign_at = self._signs + 1, now
+        self._progress_count, self._progress_at = self._progress_count + 1, now
 
     # --- the one beside it -------------------------------------------------------------------
 
-    def _begin_beside(self, stages: tuple[StageRecord, ...], now: float) -> None:
+    def _start_successor(self, stages: tuple[StageRecord, ...], now: float) -> None:
         """Hand out the stages of a pipeline of its own; what serves goes on meanwhile."""
-        formation = self.next = self._new_epoch(self.commons.new_name(), stages, now)
-        self.commons.decide(Reserve(formation.record.id, self.epoch))
+        formation = self.successor = self._create_epoch(self.context.new_pipeline_id(), stages, now)
+        self.context.add_actions(ReserveEpochAction(formation.record.id, self.epoch))
         for stage in range(len(stages)):
-            self._instruct(formation, stage)
+            self._send_instruction(formation, stage)
 
-    def _take_over(self, new: Formation, now: float) -> None:
+    def _switch_over(self, new: Formation, now: float) -> None:
         """It is ready: requests go there from now on, those under way in a moment."""
         assert self.formation is not None
-        self._retire(float("inf"))
-        self.retiring = (self.formation, now + RETIREMENT)
-        self._promoted(new)
-        self.commons.decide(Commit(new.record))
-        self._finish(new, now)
+        self._end_predecessor(float("inf"))
+        self.predecessor = (self.formation, now + SWITCH_OVER_DELAY)
+        self._promote_successor(new)
+        self.context.add_actions(CommitPipelineAction(new.record))
+        self._complete_formation(new, now)
 
-    def _promote(self, old: Formation, now: float) -> None:
+    def _fail_over(self, old: Formation, now: float) -> None:
         """What served is broken, and what was made beside it isn't: go on with that."""
-        assert self.next is not None
-        self._note(now, f"epoch {epoch_text(self.next.record.epoch)} goes on in its place")
-        self.commons.decide(*self.registry.end_route(self.pipeline))
-        self._unassign(old)
-        self.commons.decide(Commit(self.next.record))
-        self._promoted(self.next)
+        assert self.successor is not None
+        self._log_transition(now, f"epoch {epoch_text(self.successor.record.epoch)} goes on in its place")
+        self.context.add_actions(*self.registry.end_route(self.pipeline))
+        self._unassign_stages(old)
+        self.context.add_actions(CommitPipelineAction(self.successor.record))
+        self._promote_successor(self.successor)
         self.reason = "loading the model"
-        self._sign(now)
+        self._signal_progress(now)
 
-    def _promoted(self, new: Formation) -> None:
-        self.formation, self.next, self.pipeline = new, None, new.record.id
+    def _promote_successor(self, new: Formation) -> None:
+        self.formation, self.successor, self.pipeline = new, None, new.record.id
 
-    def _go_over_in_place(self, reason: str, now: float) -> None:
+    def _replace_in_place(self, reason: str, now: float) -> None:
         """A device has no room for two stages: the one that serves makes room."""
-        assert self.next is not None
-        self._note(now, f"not beside what serves: {reason}")
-        stages = tuple(StageRecord(one.peer, one.layers) for one in self.next.record.stages)
-        self._drop_next()
-        self._begin(stages, now)
+        assert self.successor is not None
+        self._log_transition(now, f"not beside what serves: {reason}")
+        stages = tuple(StageRecord(one.peer, one.layers) for one in self.successor.record.stages)
+        self._drop_successor()
+        self._start_epoch(stages, now)
 
-    def _drop_next(self) -> None:
+    def _drop_successor(self) -> None:
         """Give up what was made beside a pipeline that serves."""
-        dropped, self.next = self.next, None
+        dropped, self.successor = self.successor, None
         if dropped is not None:
-            self._unassign(dropped)
+            self._unassign_stages(dropped)
 
-    def _retire(self, now: float) -> None:
+    def _end_predecessor(self, now: float) -> None:
         """End the pipeline whose streams have had their time to move."""
-        if self.retiring is None or now < self.retiring[1]:
+        if self.predecessor is None or now < self.predecessor[1]:
             return
-        old, self.retiring = self.retiring[0], None
-        self.commons.decide(*self.registry.end_route(old.record.id))
-        self._unassign(old)
+        old, self.predecessor = self.predecessor[0], None
+        self.context.add_actions(*self.registry.end_route(old.record.id))
+        self._unassign_stages(old)
 
     # --- none ---------------------------------------------------------------------------------
 
-    def dissolve(self) -> None:
+    def dissolve_pipelines(self) -> None:
         """End all that there is: the memory of its stages is free."""
-        self._drop_next()
-        self._retire(float("inf"))
+        self._drop_successor()
+        self._end_predecessor(float("inf"))
         if self.formation is not None:
-            self._unassign(self.formation)
-        self.commons.decide(*self.registry.end_route(self.pipeline))
+            self._unassign_stages(self.formation)
+        self.context.add_actions(*self.registry.end_route(self.pipeline))
 
-    def _abolish(self) -> None:
+    def _discard_pipeline(self) -> None:
         """End the pipeline; the next one has a new name, so that no worker is taken over."""
-        self.dissolve()
-        self.pipeline = self.commons.new_name()
-        self.planner.restart()
+        self.dissolve_pipelines()
+        self.pipeline = self.context.new_pipeline_id()
+        self.planner.restart_planning()
 
     # --- what peers are told -----------------------------------------------------------------
 
-    def _instruct(self, formation: Formation, stage: int) -> None:
+    def _send_instruction(self, formation: Formation, stage: int) -> None:
         """Tell a stage's peer what it should be doing in this epoch."""
-        for known in instructions.profiles(formation, stage):
-            self._send(formation.peers[stage], known)
-        message = instructions.instruction(formation, stage, self.desired, self.registry)
+        for known in instructions.build_profiles(formation, stage):
+            self._send_message(formation.peers[stage], known)
+        message = instructions.build_instruction(formation, stage, self.desired, self.registry)
         if message is not None:
-            self._send(formation.peers[stage], message)
+            self._send_message(formation.peers[stage], message)
 
-    def publish(self) -> None:
+    def publish_route(self) -> None:
         """Tell every peer that is there where requests go, if it doesn't know yet."""
         formation = self.formation
-        if self.adopting:
+        if self.is_adopting:
             return  # what the peers know of a running pipeline stays true meanwhile
-        ready = formation.record if formation is not None and self.ready else None
-        route = instructions.route(
+        ready = formation.record if formation is not None and self.is_ready else None
+        route = instructions.build_route(
             self.pipeline,
             self.epoch if formation is None else formation.record.epoch,
             ready,
             self.desired,
             self.registry,
-            reason=self._hindrance,
-            forming=self._signs if formation is not None and formation.forming else 0,
-            beside=self.others,
+            reason=self._blocking_reason,
+            forming_progress=self._progress_count if formation is not None and formation.is_forming else 0,
+            sibling_pipelines=self.sibling_pipelines,
         )
-        self.commons.decide(*self.registry.publish_route(route))
+        self.context.add_actions(*self.registry.publish_route(route))
 
     @property
-    def _hindrance(self) -> str:
+    def _blocking_reason(self) -> str:
         """Why nothing is being formed; empty if something is, or is about to be."""
-        passing = self.formation is not None or self.reason in (WAITING, JUST_ASKED)
+        passing = self.formation is not None or self.reason in (WAITING_FOR_PEERS, JUST_REQUESTED)
         return "" if passing else self.reason
 
-    def _unassign(self, formation: Formation) -> None:
+    def _unassign_stages(self, formation: Formation) -> None:
         for peer in formation.peers:
-            self._send(peer, Unassign(pipeline=formation.record.id))
+            self._send_message(peer, Unassign(pipeline=formation.record.id))
 
-    def _send(self, peer: str, message: Instruction) -> None:
-        self.commons.send(peer, message)
+    def _send_message(self, peer: str, message: Instruction) -> None:
+        self.context.send_message(peer, message)
 
     # --- small things ------------------------------------------------------------------------
 
@@ -264,11 +264,11 @@ class Pipelines:
         """What serves or is to, then what is made beside it; if that is still there by then."""
         if self.formation is not None:
             yield self.formation
-        if self.next is not None:
-            yield self.next
+        if self.successor is not None:
+            yield self.successor
 
-    def _candidates(self, now: float) -> tuple[Candidate, ...]:
-        return self.planner.candidates(self.registry, self.formation, now)
+    def _find_candidates(self, now: float) -> tuple[Candidate, ...]:
+        return self.planner.find_candidates(self.registry, self.formation, now)
 
-    def _note(self, now: float, text: str) -> None:
-        self.commons.note(now, f"{self.label}: {text}" if self.label else text)
+    def _log_transition(self, now: float, text: str) -> None:
+        self.context.log_transition(now, f"{self.label}: {text}" if self.label else text)

@@ -7,130 +7,130 @@ from molink.swarm.controller.registry import Registry
 from molink.wire.messages.reports import PeerReport
 
 #: Steps of the search for an order in which peers can connect; most need one for each peer.
-_STEPS = 2000
+_MAX_STEPS = 2000
 #: Answers that are kept: each deployment asks for its own.
-_ANSWERS = 32
+_CACHE_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Unreachable:
-    """``peer`` gets no stage: ``by`` can't connect to ``to``; one of these two is the peer."""
+class UnreachablePeer:
+    """``peer`` gets no stage: ``source`` can't connect to ``target``; one of these two is the peer."""
 
     peer: str
-    by: str
-    to: str
+    source: str
+    target: str
 
 
-class Reach:
+class Reachability:
     """What peers have found out about each other. What none has tried counts as possible."""
 
     def __init__(self) -> None:
         self._failed: set[tuple[str, str]] = set()
-        self._steps = 0
+        self._steps_left = 0
         #: The last answers, by whom they were about: these are asked for after every event.
-        self._answers: dict[tuple[str, ...], dict[str, Unreachable]] = {}
+        self._cache: dict[tuple[str, ...], dict[str, UnreachablePeer]] = {}
 
-    def tried(self, by: str, to: str, ok: bool) -> None:
+    def record_attempt(self, source: str, target: str, ok: bool) -> None:
         """``by`` has tried to connect to ``to``."""
-        if ok == ((by, to) not in self._failed):
+        if ok == ((source, target) not in self._failed):
             return  # as known; when a swarm starts, each peer tells this of all others
-        self._answers.clear()
+        self._cache.clear()
         if ok:
-            self._failed.discard((by, to))
+            self._failed.discard((source, target))
         else:
-            self._failed.add((by, to))
+            self._failed.add((source, target))
 
-    def forget(self, peer: str) -> None:
+    def drop_peer(self, peer: str) -> None:
         """The peer is gone: whoever tried it then has learnt nothing about its ports."""
-        self._answers.clear()
+        self._cache.clear()
         self._failed = {pair for pair in self._failed if peer not in pair}
 
     @property
-    def failed(self) -> bool:
+    def has_failures(self) -> bool:
         """Whether any connection can't be made."""
         return bool(self._failed)
 
     @property
-    def pairs(self) -> list[tuple[str, str]]:
+    def failed_pairs(self) -> list[tuple[str, str]]:
         """Who has failed to connect to whom."""
         return sorted(self._failed)
 
-    def blocked(self, peer: str) -> frozenset[str]:
+    def unreachable_from(self, peer: str) -> frozenset[str]:
         """Those to whom ``peer`` has failed to connect."""
-        return frozenset(to for by, to in self._failed if by == peer)
+        return frozenset(target for source, target in self._failed if source == peer)
 
-    def left_out(self, peers: Iterable[str]) -> dict[str, Unreachable]:
+    def find_unreachable(self, peers: Iterable[str]) -> dict[str, UnreachablePeer]:
         """Who of ``peers`` can't be in a ring with those before it, whatever its order is."""
         if not self._failed:
             return {}
         peers = tuple(peers)
-        if peers not in self._answers:
-            if len(self._answers) >= _ANSWERS:
-                self._answers.clear()
-            self._answers[peers] = self._left_out(peers)
-        return self._answers[peers]
+        if peers not in self._cache:
+            if len(self._cache) >= _CACHE_SIZE:
+                self._cache.clear()
+            self._cache[peers] = self._compute_unreachable(peers)
+        return self._cache[peers]
 
-    def _left_out(self, peers: Sequence[str]) -> dict[str, Unreachable]:
+    def _compute_unreachable(self, peers: Sequence[str]) -> dict[str, UnreachablePeer]:
         accepted: list[str] = []
         waiting = list(peers)
-        while (fit := next((one for one in waiting if self._fits(one, accepted)), "")) != "":
+        while (fit := next((one for one in waiting if self._can_join_ring(one, accepted)), "")) != "":
             waiting.remove(fit)
             accepted.append(fit)
-        return {peer: Unreachable(peer, *next(self._closed(peer, accepted))) for peer in waiting}
+        return {peer: UnreachablePeer(peer, *next(self._failed_links(peer, accepted))) for peer in waiting}
 
-    def _fits(self, peer: str, others: Sequence[str]) -> bool:
-        return next(self._closed(peer, others), None) is None or self._ring([*others, peer])
+    def _can_join_ring(self, peer: str, others: Sequence[str]) -> bool:
+        return next(self._failed_links(peer, others), None) is None or self._has_ring([*others, peer])
 
-    def _closed(self, peer: str, others: Sequence[str]) -> Iterator[tuple[str, str]]:
+    def _failed_links(self, peer: str, others: Sequence[str]) -> Iterator[tuple[str, str]]:
         """The connections between ``peer`` and ``others`` that can't be made."""
-        pairs = ((by, to) for other in others for by, to in ((other, peer), (peer, other)))
+        pairs = ((source, target) for other in others for source, target in ((other, peer), (peer, other)))
         return (pair for pair in pairs if pair in self._failed)
 
-    def _ring(self, peers: Sequence[str]) -> bool:
+    def _has_ring(self, peers: Sequence[str]) -> bool:
         """Whether there is a ring of all ``peers`` in which each can connect to the next one.
 
         And all to the first one, where requests go. One that takes too long to find is none.
         """
-        self._steps = _STEPS
+        self._steps_left = _MAX_STEPS
         return any(
-            self._way(first, [one for one in peers if one != first])
+            self._has_path(first, [one for one in peers if one != first])
             for first in peers
             if not any((one, first) in self._failed for one in peers)
         )
 
-    def _way(self, at: str, others: Sequence[str]) -> bool:
+    def _has_path(self, at: str, others: Sequence[str]) -> bool:
         """Whether a way leads from ``at`` through all ``others``."""
-        self._steps -= 1
+        self._steps_left -= 1
         return not others or any(
-            self._way(to, [one for one in others if one != to])
-            for to in others
-            if (at, to) not in self._failed and self._steps > 0
+            self._has_path(target, [one for one in others if one != target])
+            for target in others
+            if (at, target) not in self._failed and self._steps_left > 0
         )
 
 
-def closed(found: Unreachable, registry: Registry) -> str:
+def describe_unreachable(found: UnreachablePeer, registry: Registry) -> str:
     """Which connection can't be made, and the command that opens the port; for a person."""
-    by, to = registry.name(found.by), registry.name(found.to)
-    report = registry.sessions[found.to].report
+    source, target = registry.name_of(found.source), registry.name_of(found.target)
+    report = registry.sessions[found.target].report
     at = report.addresses[0] if report.addresses else "an address that it doesn't tell"
     return (
-        f"{by} can't connect to {to} at {at} port {report.control_port}; on {to} open its "
-        f"ports: {how_to_open(report)}"
+        f"{source} can't connect to {target} at {at} port {report.control_port}; on {target} open its "
+        f"ports: {describe_firewall_fix(report)}"
     )
 
 
-def how_to_open(report: PeerReport) -> str:
+def describe_firewall_fix(report: PeerReport) -> str:
     """The command that opens a PC's ports, for a person; to be typed there."""
     tcp = [(report.control_port, report.control_port)]
     if report.worker_ports[1]:
         tcp.append(report.worker_ports)
-    (first, *others) = opening(report.system, tcp)
-    if report.system == "win32":
+    (first, *others) = firewall_commands(report.platform, tcp)
+    if report.platform == "win32":
         return f"{first} (in PowerShell as administrator)"
     return f"{first} (or: {', '.join(others)})"
 
 
-def opening(
+def firewall_commands(
     system: str, tcp: Sequence[tuple[int, int]], udp: Sequence[int] = ()
 ) -> tuple[str, ...]:
     """Commands that let others reach ranges of TCP ports, and UDP ports, on a PC.

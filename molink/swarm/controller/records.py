@@ -7,8 +7,8 @@ from msgspec import structs
 
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Objective, Quantize
-from molink.facts.profile import UNKNOWN, Profile
-from molink.wire.messages.instructions import Member
+from molink.facts.profile import UNKNOWN_PROFILE, Profile
+from molink.wire.messages.instructions import PeerInfo
 
 #: How many PCs may be members at once, unless the owner sets another number.
 MAX_PEERS = 64
@@ -33,7 +33,7 @@ class SwarmRecord:
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """A peer that has joined. An ``owner`` came in over the coordinator's own command line.
+    """A peer that has joined. An ``is_owner`` came in over the coordinator's own command line.
 
     ``announced`` is what the others were last told of it. ``invitation`` is the id of the one that
     it joined by last; empty if it is one of the first.
@@ -42,40 +42,40 @@ class MemberRecord:
     peer: str
     public_key: str
     name: str
-    owner: bool = False
+    is_owner: bool = False
     standing: Standing = "member"
-    announced: Member | None = None
+    announced: PeerInfo | None = None
     invitation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class InvitationUse:
     """A peer joined by an invitation, at that unix time."""
 
     peer: str
-    at: float
+    used_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class InvitationRecord:
     """An invitation: the public half of its key, and until when it holds (0 = for ever).
 
-    ``creator`` is the member that asked for it; it ends with its membership. ``uses`` is how many
-    peers may join by it, ``used`` who has, in that order. Times are unix time.
+    ``creator`` is the member that asked for it; it ends with its membership. ``max_uses`` is how many
+    peers may join by it, ``used_by`` who has, in that order. Times are unix time.
     """
 
     id: str
     public_key: str
-    expires: int
+    expires_at: int
     creator: str
-    created: float = 0.0
-    uses: int = 1
-    used: tuple[Use, ...] = ()
+    created_at: float = 0.0
+    max_uses: int = 1
+    used_by: tuple[InvitationUse, ...] = ()
 
     @property
-    def left(self) -> int:
+    def uses_left(self) -> int:
         """How many more peers may join by it."""
-        return self.uses - len(self.used)
+        return self.max_uses - len(self.used_by)
 
 
 #: A peer that a model is bound to, and its stage there: ``auto`` or ``A:B``.
@@ -83,7 +83,7 @@ Pin = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Desired:
+class DesiredModel:
     """A model to be served; ``source`` is the peer that asked for it and holds its files.
 
     ``min_stages`` 0 is as many as ``min_peers``. ``replicas`` is how many pipelines it has, where
@@ -106,22 +106,22 @@ class Desired:
     stopped: bool = False
 
     @property
-    def pipelines(self) -> int:
+    def num_pipelines(self) -> int:
         """How many pipelines it is to have now."""
         return 0 if self.stopped else self.replicas
 
     @property
-    def stages(self) -> int:
+    def target_stages(self) -> int:
         """How many stages its ring has at least, if there are so many peers."""
         return self.min_stages or self.min_peers
 
     @property
-    def weights(self) -> tuple[object, ...]:
+    def weight_key(self) -> tuple[object, ...]:
         """What makes every stage load anew if it changes."""
         return structs.replace(self.facts, hub=""), self.dtype, self.quantize
 
     @property
-    def mode(self) -> Quantize:
+    def quantization(self) -> Quantize:
         """How projections are kept: as asked for, or as the files have them."""
         return self.facts.quantized if self.facts.quantized != "none" else self.quantize
 
@@ -134,12 +134,12 @@ class StageRecord:
     layers: LayerRange
     port: int = 0
     max_blocks: int = 0
-    profile: Profile = UNKNOWN
+    profile: Profile = UNKNOWN_PROFILE
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineRecord:
-    """A pipeline in its newest epoch. ``formed``: all stages loaded, and ``Form`` may be out."""
+    """A pipeline in its newest epoch. ``formed``: all stages loaded, and ``FormPipeline`` may be out."""
 
     id: str
     model: str
@@ -154,6 +154,6 @@ class PipelineRecord:
     replica: int = 0
 
     @property
-    def tokens(self) -> int:
+    def kv_tokens(self) -> int:
         """Tokens whose keys and values it has room for."""
         return self.blocks * self.block_size

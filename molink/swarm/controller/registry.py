@@ -3,15 +3,15 @@
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from molink.swarm.controller.events import Announce, Decision, SendMessage
+from molink.swarm.controller.events import AnnouncePeerAction, ControllerAction, SendMessageAction
 from molink.swarm.controller.records import MemberRecord
 from molink.wire.messages.instructions import (
     Instruction,
-    Member,
-    MemberGone,
+    PeerInfo,
+    PeerRemoved,
     Notice,
     Route,
-    RouteGone,
+    RouteRemoved,
     Welcome,
 )
 from molink.wire.messages.reports import PeerReport
@@ -20,16 +20,16 @@ from molink.wire.messages.reports import PeerReport
 SESSION_TIMEOUT = 3.0
 #: What a coordinator has not read yet counts as said for this long, in seconds: one that never gets
 #: through has to find out too who is gone.
-MAX_BEHIND = 10.0
+MAX_READ_LAG = 10.0
 #: A peer whose connection has broken has this long for another one, in seconds.
 RECONNECT_TIMEOUT = 0.5
 #: The devices of one PC are gone together: who has been silent for this long, in seconds, when
 #: another of them is lost.
-TOGETHER = 1.0
+CO_LOCATED_TIMEOUT = 1.0
 #: So many reports in a row that show other routes than the peer was told: they came to nothing.
-MAX_ASTRAY = 6
+MAX_ROUTE_MISMATCHES = 6
 #: So many reports in a row that show a pipeline that is no more: the peer hasn't heard that.
-MAX_STALE = 4
+MAX_STALE_REPORTS = 4
 #: A header has to hold sixteen stages' addresses: more than these few of a peer aren't passed on.
 MAX_ADDRESSES = 3
 
@@ -39,34 +39,34 @@ class PeerSession:
     """A peer that is there: its last report, when that came, and what it has been told."""
 
     report: PeerReport
-    seen: float
+    last_seen: float
     #: When its connection broke; ``None`` once it has reported again.
-    cut: float | None = None
-    members: dict[str, Member] = field(default_factory=dict)
+    disconnected_at: float | None = None
+    members: dict[str, PeerInfo] = field(default_factory=dict)
     routes: dict[str, Route] = field(default_factory=dict)
     #: Reports in a row that show other routes than those.
-    astray: int = 0
+    route_mismatches: int = 0
     notice: str = ""
     #: Pipelines that reports show though there are none such: in how many reports in a row.
-    stale: dict[str, int] = field(default_factory=dict)
+    stale_pipelines: dict[str, int] = field(default_factory=dict)
 
     def find_stale(self, known: Collection[str]) -> list[str]:
         """Pipelines that the peer has to be told again are no more: none of ``known``."""
         shown = {pipeline for pipeline, _, _ in self.report.routes or ()}
-        self.stale = {one: self.stale.get(one, 0) + 1 for one in sorted(shown.difference(known))}
-        return [one for one, reports in self.stale.items() if reports % MAX_STALE == 0]
+        self.stale_pipelines = {one: self.stale_pipelines.get(one, 0) + 1 for one in sorted(shown.difference(known))}
+        return [one for one, reports in self.stale_pipelines.items() if reports % MAX_STALE_REPORTS == 0]
 
-    def find_astray(self) -> None:
+    def check_routes(self) -> None:
         """Forget what the peer was told of routes if its reports go on showing something else.
 
         What an earlier coordinator has said may be read late, after the words of this one.
         """
         shown = self.report.routes
-        told = {(route.pipeline, route.epoch, route.ready) for route in self.routes.values()}
-        self.astray = 0 if shown is None or told <= set(shown) else self.astray + 1
-        if self.astray >= MAX_ASTRAY:
+        told = {(route.pipeline, route.epoch, route.is_ready) for route in self.routes.values()}
+        self.route_mismatches = 0 if shown is None or told <= set(shown) else self.route_mismatches + 1
+        if self.route_mismatches >= MAX_ROUTE_MISMATCHES:
             self.routes.clear()
-            self.astray = 0
+            self.route_mismatches = 0
 
 
 class Registry:
@@ -84,164 +84,164 @@ class Registry:
         }
         #: Keys are members.
         self.sessions: dict[str, PeerSession] = {}
-        #: Of so many seconds not all is heard that peers have said, see :class:`Tick`.
-        self._behind = 0.0
+        #: Of so many seconds not all is heard that peers have said, see :class:`TimePassedEvent`.
+        self._read_lag = 0.0
         #: Whether somebody may have to be told of a member.
-        self._news = False
+        self._members_changed = False
 
-    def name(self, peer: str) -> str:
+    def name_of(self, peer: str) -> str:
         """What people call a peer."""
         member = self.members.get(peer)
         return member.name if member is not None else peer
 
-    def live(self, peer: str) -> bool:
+    def is_live(self, peer: str) -> bool:
         """Whether the peer has a session."""
         return peer in self.sessions
 
-    def add(self, member: MemberRecord) -> None:
+    def add_member(self, member: MemberRecord) -> None:
         """A peer has joined."""
         known = self.members.get(member.peer)
         if known is not None:
             member = replace(member, announced=known.announced)
         self.members[member.peer] = member
-        self._news = True
+        self._members_changed = True
 
-    def remove(self, peer: str) -> list[Decision]:
+    def remove_member(self, peer: str) -> list[ControllerAction]:
         """A peer is no member any more: everybody drops it."""
         if self.members.pop(peer, None) is None:
             return []
         self.sessions.pop(peer, None)
         for session in self.sessions.values():
             session.members.pop(peer, None)
-        return self.broadcast(MemberGone(peer=peer))
+        return self.broadcast_message(PeerRemoved(peer=peer))
 
-    def report(self, peer: str, report: PeerReport, fresh: bool, now: float) -> list[Decision]:
+    def record_report(self, peer: str, report: PeerReport, fresh: bool, now: float) -> list[ControllerAction]:
         """Take a member's report; greets it if its session begins."""
-        decisions: list[Decision] = []
+        decisions: list[ControllerAction] = []
         session = self.sessions.get(peer)
         if session is None or fresh:
             self.sessions[peer] = PeerSession(report, now)
-            self._news = True
-            decisions.append(SendMessage(peer, Welcome(swarm=self._swarm, peer=peer)))
+            self._members_changed = True
+            decisions.append(SendMessageAction(peer, Welcome(swarm=self._swarm, peer=peer)))
         else:
-            session.report, session.seen, session.cut = report, now, None
-            session.find_astray()
+            session.report, session.last_seen, session.disconnected_at = report, now, None
+            session.check_routes()
         member = self.members[peer]
-        told = Member(
+        told = PeerInfo(
             peer=peer,
             name=report.name,
             public_key=member.public_key,
             addresses=report.addresses[:MAX_ADDRESSES],
             control_port=report.control_port,
             models=report.models,
-            pc=report.pc,
+            primary_peer=report.primary_peer,
         )
         if told != member.announced:
             self.members[peer] = replace(member, name=report.name, announced=told)
-            self._news = True
-            decisions.append(Announce(told))
+            self._members_changed = True
+            decisions.append(AnnouncePeerAction(told))
         return decisions
 
-    def heard(self, behind: float) -> None:
+    def set_read_lag(self, read_lag: float) -> None:
         """All is heard but what peers have said in the last ``behind`` seconds."""
-        self._behind = min(behind, MAX_BEHIND)
+        self._read_lag = min(read_lag, MAX_READ_LAG)
 
-    def silence(self, session: PeerSession, now: float) -> float:
+    def silence_of(self, session: PeerSession, now: float) -> float:
         """For how long a peer has said nothing, in seconds, as far as it would have been heard."""
-        return now - self._behind - session.seen
+        return now - self._read_lag - session.last_seen
 
-    def silent(self, now: float) -> list[str]:
+    def find_silent(self, now: float) -> list[str]:
         """Peers whose session has timed out."""
         return [
             peer
             for peer, session in self.sessions.items()
-            if self.silence(session, now) > SESSION_TIMEOUT
+            if self.silence_of(session, now) > SESSION_TIMEOUT
         ]
 
-    def disconnected(self, peer: str, now: float) -> None:
+    def mark_disconnected(self, peer: str, now: float) -> None:
         """The connection on which the peer reported is no more."""
         session = self.sessions.get(peer)
-        if session is not None and session.cut is None:
-            session.cut = now
+        if session is not None and session.disconnected_at is None:
+            session.disconnected_at = now
 
-    def cut_off(self, now: float, doubted: Callable[[str, PeerSession], bool]) -> list[str]:
+    def find_disconnected(self, now: float, doubted: Callable[[str, PeerSession], bool]) -> list[str]:
         """Peers that have not connected again in time; at once those that are ``doubted`` too."""
         return [
             peer
             for peer, session in self.sessions.items()
-            if session.cut is not None
-            and (now - session.cut >= RECONNECT_TIMEOUT or doubted(peer, session))
+            if session.disconnected_at is not None
+            and (now - session.disconnected_at >= RECONNECT_TIMEOUT or doubted(peer, session))
         ]
 
-    def pc(self, peer: str) -> str:
+    def primary_peer(self, peer: str) -> str:
         """The peer that speaks for the PC: another one if ``peer`` is a further device of it."""
         member = self.members.get(peer)
         told = member.announced if member is not None else None
-        pc = told.pc if told is not None else ""
+        pc = told.primary_peer if told is not None else ""
         return pc if pc in self.members else peer
 
-    def lost_with(self, peers: Collection[str], now: float) -> list[str]:
+    def find_co_located(self, peers: Collection[str], now: float) -> list[str]:
         """Devices that are gone if ``peers`` are: of the same PCs, and as silent."""
-        pcs = {self.pc(peer) for peer in peers}
+        pcs = {self.primary_peer(peer) for peer in peers}
         return [
             peer
             for peer, session in self.sessions.items()
             if peer not in peers
-            and self.pc(peer) in pcs
-            and (session.cut is not None or self.silence(session, now) > TOGETHER)
+            and self.primary_peer(peer) in pcs
+            and (session.disconnected_at is not None or self.silence_of(session, now) > CO_LOCATED_TIMEOUT)
         ]
 
-    def drop(self, peer: str) -> None:
+    def drop_session(self, peer: str) -> None:
         """End a session; the peer stays a member."""
         self.sessions.pop(peer, None)
 
-    def broadcast(self, message: Instruction) -> list[Decision]:
+    def broadcast_message(self, message: Instruction) -> list[ControllerAction]:
         """Tell everybody who is there."""
-        return [SendMessage(peer, message) for peer in self.sessions]
+        return [SendMessageAction(peer, message) for peer in self.sessions]
 
-    def publish_members(self) -> list[Decision]:
+    def publish_members(self) -> list[ControllerAction]:
         """Tell everybody what they don't know yet of the others."""
-        if not self._news:
+        if not self._members_changed:
             return []
-        self._news = False
-        all_members = {peer: _describe(member) for peer, member in self.members.items()}
-        decisions: list[Decision] = []
+        self._members_changed = False
+        all_members = {peer: _peer_info(member) for peer, member in self.members.items()}
+        decisions: list[ControllerAction] = []
         for peer, session in self.sessions.items():
             for other, member in all_members.items():
                 if other != peer and session.members.get(other) != member:
                     session.members[other] = member
-                    decisions.append(SendMessage(peer, member))
+                    decisions.append(SendMessageAction(peer, member))
         return decisions
 
-    def publish_route(self, route: Route) -> list[Decision]:
+    def publish_route(self, route: Route) -> list[ControllerAction]:
         """Tell everybody a route that they don't know yet."""
-        decisions: list[Decision] = []
+        decisions: list[ControllerAction] = []
         for peer, session in self.sessions.items():
             if session.routes.get(route.pipeline) != route:
-                session.routes[route.pipeline], session.astray = route, 0
-                decisions.append(SendMessage(peer, route))
+                session.routes[route.pipeline], session.route_mismatches = route, 0
+                decisions.append(SendMessageAction(peer, route))
         return decisions
 
-    def notify(self, peer: str, text: str) -> list[Decision]:
+    def notify_user(self, peer: str, text: str) -> list[ControllerAction]:
         """Tell the person at a peer what they don't know yet; empty: that is over."""
         session = self.sessions[peer]
         if session.notice == text:
             return []
         session.notice = text
-        return [SendMessage(peer, Notice(text=text))]
+        return [SendMessageAction(peer, Notice(text=text))]
 
-    def end_route(self, pipeline: str) -> list[Decision]:
+    def end_route(self, pipeline: str) -> list[ControllerAction]:
         """Tell everybody that a pipeline is no more."""
         for session in self.sessions.values():
             session.routes.pop(pipeline, None)
-        return self.broadcast(RouteGone(pipeline=pipeline))
+        return self.broadcast_message(RouteRemoved(pipeline=pipeline))
 
-    def end_stale_routes(self, peer: str, known: Collection[str]) -> list[Decision]:
+    def end_stale_routes(self, peer: str, known: Collection[str]) -> list[ControllerAction]:
         """Tell a peer of pipelines that ended while it had no session: all but those ``known``."""
         stale = self.sessions[peer].find_stale(known)
-        return [SendMessage(peer, RouteGone(pipeline=pipeline)) for pipeline in stale]
+        return [SendMessageAction(peer, RouteRemoved(pipeline=pipeline)) for pipeline in stale]
 
-    def holders(self, model: str) -> tuple[str, ...]:
+    def find_holders(self, model: str) -> tuple[str, ...]:
         """Peers that are there and can serve every file of a model, in the order of joining."""
         return tuple(
             peer
@@ -250,9 +250,9 @@ class Registry:
         )
 
 
-def _describe(member: MemberRecord) -> Member:
+def _peer_info(member: MemberRecord) -> PeerInfo:
     """What others are told of a member; one that has never reported has no addresses yet."""
-    return member.announced or Member(
+    return member.announced or PeerInfo(
         peer=member.peer,
         name=member.name,
         public_key=member.public_key,

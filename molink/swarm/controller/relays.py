@@ -8,57 +8,57 @@ over which their way is shortest. All times are in seconds.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from molink.swarm.controller.events import SendMessage, Tried
-from molink.wire.messages.relaying import CloseRelay, Detour, OpenRelay, RelayOpen
+from molink.swarm.controller.events import SendMessageAction, ConnectionTriedEvent
+from molink.wire.messages.relaying import CloseRelay, RelayedRoute, OpenRelay, RelayOpened
 
 #: Relays at once, in the swarm and on one PC.
 MAX_RELAYS, MAX_OF_PEER = 64, 16
 #: Failures to get through after which another PC is asked.
-TRIES = 2
+MAX_FAILURES = 2
 
 Pair = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class RelayOfferedEvent:
     """A peer's report: where it is, and whether it passes on what others say."""
 
     peer: str
     addresses: tuple[str, ...]
-    relays: bool
+    can_relay: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class RelayOpenedEvent:
     """A peer has answered an :class:`OpenRelay`."""
 
     peer: str
-    answer: RelayOpen
+    answer: RelayOpened
 
 
 @dataclass(frozen=True, slots=True)
-class Attempted:
-    """A peer has tried to connect to another; ``relayed``: by way of its detour."""
+class RouteTriedEvent:
+    """A peer has tried to connect to another; ``is_relayed``: by way of its detour."""
 
-    tried: Tried
-    relayed: bool = False
+    attempt: ConnectionTriedEvent
+    is_relayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LivePeersChangedEvent:
     """Those that are there now; all others are gone."""
 
     peers: Collection[str]
 
 
-Event = Offered | Opened | Attempted | Live
-Decision = SendMessage | Tried
+RelayEvent = RelayOfferedEvent | RelayOpenedEvent | RouteTriedEvent | LivePeersChangedEvent
+RelayAction = SendMessageAction | ConnectionTriedEvent
 
 
 @dataclass(slots=True)
 class _Relay:
     id: int
-    through: str
+    relay_peer: str
     secret: bytes
     port: int = 0
     failures: int = 0
@@ -67,13 +67,13 @@ class _Relay:
 @dataclass(slots=True)
 class _Peer:
     addresses: tuple[str, ...] = ()
-    relays: bool = False
+    can_relay: bool = False
     #: Those that it has connected to, and how far away they are; and those that it could not reach.
-    reached: dict[str, float] = field(default_factory=dict)
-    failed: set[str] = field(default_factory=set)
+    latencies: dict[str, float] = field(default_factory=dict)
+    unreachable: set[str] = field(default_factory=set)
 
 
-class Relays:
+class RelayPlanner:
     """All relays of a swarm."""
 
     def __init__(self, make_secret: Callable[[], bytes]) -> None:
@@ -83,137 +83,137 @@ class Relays:
         #: By who can't connect to whom.
         self._relays: dict[Pair, _Relay] = {}
         #: Through whom a pair could not get.
-        self._spent: set[tuple[Pair, str]] = set()
+        self._exhausted: set[tuple[Pair, str]] = set()
 
-    def handle(self, event: Event) -> list[Decision]:
-        """What follows; a :class:`Tried` is for the reconciler: that way is closed again."""
-        out: list[Decision] = []
+    def handle(self, event: RelayEvent) -> list[RelayAction]:
+        """What follows; a :class:`ConnectionTriedEvent` is for the reconciler: that way is closed again."""
+        out: list[RelayAction] = []
         match event:
-            case Offered(peer, addresses, relays):
+            case RelayOfferedEvent(peer, addresses, relays):
                 known = self._peers.get(peer)
-                if known is not None and (known.addresses, known.relays) == (addresses, relays):
+                if known is not None and (known.addresses, known.can_relay) == (addresses, relays):
                     return []  # as most reports
                 known = self._peers.setdefault(peer, _Peer())
-                known.addresses, known.relays = addresses, relays
-            case Live(peers):
+                known.addresses, known.can_relay = addresses, relays
+            case LivePeersChangedEvent(peers):
                 gone = self._peers.keys() - set(peers)
                 if not gone:
                     return []
                 for peer in gone:
-                    self._forget(peer)
-            case Attempted():
-                out += self._found(event)
-            case Opened():
-                out += self._opened(event)
-        return [*out, *self._review()]
+                    self._drop_peer(peer)
+            case RouteTriedEvent():
+                out += self._on_route_tried(event)
+            case RelayOpenedEvent():
+                out += self._on_relay_opened(event)
+        return [*out, *self._review_relays()]
 
     @property
-    def ways(self) -> dict[Pair, str]:
+    def relay_peers(self) -> dict[Pair, str]:
         """Through whom each pair is connected, or is to be."""
-        return {pair: relay.through for pair, relay in self._relays.items()}
+        return {pair: relay.relay_peer for pair, relay in self._relays.items()}
 
     def validate(self) -> None:
         """Check the bounds; for tests."""
         assert len(self._relays) <= MAX_RELAYS
         for (by, to), relay in self._relays.items():
-            assert {by, to, relay.through} <= self._peers.keys()
-            assert relay.through != to
-            assert self._peers[relay.through].relays
-            assert self._of(relay.through) <= MAX_OF_PEER
+            assert {by, to, relay.relay_peer} <= self._peers.keys()
+            assert relay.relay_peer != to
+            assert self._peers[relay.relay_peer].can_relay
+            assert self._relay_count(relay.relay_peer) <= MAX_OF_PEER
 
     # --- events ------------------------------------------------------------------------------
 
-    def _forget(self, peer: str) -> None:
+    def _drop_peer(self, peer: str) -> None:
         del self._peers[peer]
         for other in self._peers.values():
-            other.reached.pop(peer, None)
-            other.failed.discard(peer)
-        self._spent = {
-            (pair, through) for pair, through in self._spent if peer != through and peer not in pair
+            other.latencies.pop(peer, None)
+            other.unreachable.discard(peer)
+        self._exhausted = {
+            (pair, through) for pair, through in self._exhausted if peer != through and peer not in pair
         }
 
-    def _found(self, event: Attempted) -> list[Decision]:
-        tried = event.tried
-        by, to = self._peers.get(tried.by), self._peers.get(tried.to)
+    def _on_route_tried(self, event: RouteTriedEvent) -> list[RelayAction]:
+        tried = event.attempt
+        by, to = self._peers.get(tried.source), self._peers.get(tried.target)
         if by is None or to is None:
             return []
-        pair = tried.by, tried.to
-        if not event.relayed:
-            if tried.ok:
-                by.failed.discard(tried.to)
-                by.reached[tried.to] = tried.latency or by.reached.get(tried.to, 0.0)
+        pair = tried.source, tried.target
+        if not event.is_relayed:
+            if tried.succeeded:
+                by.unreachable.discard(tried.target)
+                by.latencies[tried.target] = tried.latency or by.latencies.get(tried.target, 0.0)
             else:
-                by.reached.pop(tried.to, None)
-                by.failed.add(tried.to)
+                by.latencies.pop(tried.target, None)
+                by.unreachable.add(tried.target)
             return []
         relay = self._relays.get(pair)
-        if relay is None or tried.ok:
+        if relay is None or tried.succeeded:
             if relay is not None:
                 relay.failures = 0
             return []
         relay.failures += 1
-        return self._give_up(pair) if relay.failures >= TRIES else []
+        return self._give_up_relay(pair) if relay.failures >= MAX_FAILURES else []
 
-    def _opened(self, event: Opened) -> list[Decision]:
+    def _on_relay_opened(self, event: RelayOpenedEvent) -> list[RelayAction]:
         for pair, relay in self._relays.items():
-            if relay.id == event.answer.id and relay.through == event.peer and not relay.port:
+            if relay.id == event.answer.id and relay.relay_peer == event.peer and not relay.port:
                 if not event.answer.port:
-                    return self._give_up(pair)
+                    return self._give_up_relay(pair)
                 relay.port = event.answer.port
-                return self._tell(pair, relay)
+                return self._announce_relay(pair, relay)
         return []
 
     # --- decisions ---------------------------------------------------------------------------
 
-    def _review(self) -> list[Decision]:
-        out: list[Decision] = []
+    def _review_relays(self) -> list[RelayAction]:
+        out: list[RelayAction] = []
         for pair in list(self._relays):
-            if not self._wanted(pair) or not self._can(pair, self._relays[pair].through):
-                out += self._close(pair)
+            if not self._is_needed(pair) or not self._can_relay(pair, self._relays[pair].relay_peer):
+                out += self._close_relay(pair)
         for by in sorted(self._peers):
-            for to in sorted(self._peers[by].failed):
+            for to in sorted(self._peers[by].unreachable):
                 if (by, to) not in self._relays and len(self._relays) < MAX_RELAYS:
-                    out += self._open((by, to))
+                    out += self._open_relay((by, to))
         return out
 
-    def _wanted(self, pair: Pair) -> bool:
+    def _is_needed(self, pair: Pair) -> bool:
         by, to = pair
-        return by in self._peers and to in self._peers and to in self._peers[by].failed
+        return by in self._peers and to in self._peers and to in self._peers[by].unreachable
 
-    def _can(self, pair: Pair, through: str) -> bool:
+    def _can_relay(self, pair: Pair, through: str) -> bool:
         peer = self._peers.get(through)
-        if peer is None or not peer.relays or through == pair[1]:
+        if peer is None or not peer.can_relay or through == pair[1]:
             return False
-        return all(end == through or through in self._peers[end].reached for end in pair)
+        return all(end == through or through in self._peers[end].latencies for end in pair)
 
-    def _open(self, pair: Pair) -> list[Decision]:
+    def _open_relay(self, pair: Pair) -> list[RelayAction]:
         fit = [
             one
             for one in self._peers
-            if self._can(pair, one)
-            and (pair, one) not in self._spent
-            and self._of(one) < MAX_OF_PEER
+            if self._can_relay(pair, one)
+            and (pair, one) not in self._exhausted
+            and self._relay_count(one) < MAX_OF_PEER
         ]
         if not fit:
             return []
-        through = min(fit, key=lambda one: (one != pair[0], self._length(pair, one), one))
+        through = min(fit, key=lambda one: (one != pair[0], self._path_latency(pair, one), one))
         secret = self._make_secret()
         # By chance, too: what an earlier coordinator has opened may still be there.
         relay = self._relays[pair] = _Relay(int.from_bytes(secret[:6], "big"), through, secret[6:])
-        return [SendMessage(through, OpenRelay(id=relay.id, secret=relay.secret))]
+        return [SendMessageAction(through, OpenRelay(id=relay.id, secret=relay.secret))]
 
-    def _length(self, pair: Pair, through: str) -> float:
-        return sum(self._peers[end].reached.get(through, 0.0) for end in pair)
+    def _path_latency(self, pair: Pair, through: str) -> float:
+        return sum(self._peers[end].latencies.get(through, 0.0) for end in pair)
 
-    def _of(self, peer: str) -> int:
-        return sum(relay.through == peer for relay in self._relays.values())
+    def _relay_count(self, peer: str) -> int:
+        return sum(relay.relay_peer == peer for relay in self._relays.values())
 
-    def _tell(self, pair: Pair, relay: _Relay) -> list[Decision]:
+    def _announce_relay(self, pair: Pair, relay: _Relay) -> list[RelayAction]:
         by, to = pair
-        addresses = self._peers[relay.through].addresses
+        addresses = self._peers[relay.relay_peer].addresses
 
-        def detour(peer: str, dials: bool) -> Detour:
-            return Detour(
+        def detour(peer: str, dials: bool) -> RelayedRoute:
+            return RelayedRoute(
                 id=relay.id,
                 secret=relay.secret,
                 peer=peer,
@@ -222,16 +222,16 @@ class Relays:
                 port=relay.port,
             )
 
-        return [SendMessage(to, detour(by, False)), SendMessage(by, detour(to, True))]
+        return [SendMessageAction(to, detour(by, False)), SendMessageAction(by, detour(to, True))]
 
-    def _give_up(self, pair: Pair) -> list[Decision]:
-        self._spent.add((pair, self._relays[pair].through))
-        return self._close(pair)
+    def _give_up_relay(self, pair: Pair) -> list[RelayAction]:
+        self._exhausted.add((pair, self._relays[pair].relay_peer))
+        return self._close_relay(pair)
 
-    def _close(self, pair: Pair) -> list[Decision]:
+    def _close_relay(self, pair: Pair) -> list[RelayAction]:
         relay = self._relays.pop(pair)
-        told = [one for one in dict.fromkeys((*pair, relay.through)) if one in self._peers]
-        out: list[Decision] = [SendMessage(one, CloseRelay(id=relay.id)) for one in told]
-        if self._wanted(pair):
-            out.append(Tried(*pair, ok=False))
+        told = [one for one in dict.fromkeys((*pair, relay.relay_peer)) if one in self._peers]
+        out: list[RelayAction] = [SendMessageAction(one, CloseRelay(id=relay.id)) for one in told]
+        if self._is_needed(pair):
+            out.append(ConnectionTriedEvent(*pair, succeeded=False))
         return out

@@ -11,27 +11,27 @@ from molink.facts.ringtimes import HANDLING_S, TOKEN_BYTES, LinkFacts, RingTimes
 from molink.swarm.controller import epochs
 from molink.swarm.controller.fleet import Fleet
 from molink.swarm.controller.formation import Formation
-from molink.swarm.controller.holdings import missing, where_to_get, whole_holders
-from molink.swarm.controller.outlook import outlook
+from molink.swarm.controller.holdings import missing_layers, describe_missing, whole_holders
+from molink.swarm.controller.outlook import estimate_scale_out
 from molink.swarm.controller.reconciler import Reconciler
-from molink.swarm.controller.records import Desired, MemberRecord, StageRecord
+from molink.swarm.controller.records import DesiredModel, MemberRecord, StageRecord
 from molink.swarm.controller.registry import PeerSession
-from molink.swarm.membership.versions import Spoken, ours
-from molink.swarm.placement.first_token import first_token_s
+from molink.swarm.membership.versions import PeerVersion, own_version
+from molink.swarm.placement.first_token import predict_ttft
 from molink.swarm.placement.placement import row_bytes
-from molink.swarm.throughput import eta
+from molink.swarm.throughput import estimate_eta
 from molink.wire.messages.reports import PeerReport, TransferState, WorkerState
 
 #: Bound of the reply's payload, in bytes.
 MAX_BYTES = 192 * 1024
 #: An outlook is worked out at most once in so many seconds: nothing else is done meanwhile.
-OUTLOOK = 5.0
+SCALE_OUT_INTERVAL = 5.0
 #: Tokens of the prompt whose first token is foretold.
-PROMPT = 512
+PROMPT_TOKENS = 512
 #: Transitions that are shown: what fits a screen.
-_STORY = 20
+_MAX_TRANSITIONS = 20
 #: Pairs of peers that can't connect which are shown.
-_PAIRS = 64
+_MAX_PAIRS = 64
 
 
 def build_status(
@@ -40,7 +40,7 @@ def build_status(
     addresses: Sequence[str],
     pid: int,
     blocked: Collection[str] = (),
-    refused: Mapping[str, Spoken] = types.MappingProxyType({}),
+    refused: Mapping[str, PeerVersion] = types.MappingProxyType({}),
 ) -> dict[str, Any]:
     """The status of swarm ``swarm`` whose coordinator ``pid`` listens at ``addresses``.
 
@@ -51,15 +51,15 @@ def build_status(
     served = [one for one in fleet.models if not one.stopped]
     first = served[0] if served else None
     peers = [
-        _peer(member, registry.sessions.get(peer)) | {"reason": fleet.left_out(peer)}
+        _peer_status(member, registry.sessions.get(peer)) | {"reason": fleet.explain_exclusion(peer)}
         for peer, member in registry.members.items()
     ]
     joined = {peer: at for at, peer in enumerate(registry.members)}
-    peers.sort(key=lambda one: joined[registry.pc(one["id"])])  # a PC's devices after it
+    peers.sort(key=lambda one: joined[registry.primary_peer(one["id"])])  # a PC's devices after it
     for peer in peers:
         if peer["id"] in refused:
             spoken = refused[peer["id"]]
-            reason = f"refused: it runs {spoken}, and the swarm {ours()}"
+            reason = f"refused: it runs {spoken}, and the swarm {own_version()}"
             peer |= {"state": "refused", "version": spoken.version, "reason": reason}
     return {
         "swarm": swarm,
@@ -67,78 +67,78 @@ def build_status(
             "addresses": list(addresses),
             "state": "running",
             "pid": pid,
-            "version": ours().version,
+            "version": own_version().version,
         },
         "model": first.facts.name if first is not None else None,
-        "quantize": first.mode if first is not None else "none",
+        "quantize": first.quantization if first is not None else "none",
         "objective": first.objective if first is not None else "latency",
-        "models": [_model(fleet, desired) for desired in fleet.models],
+        "models": [_model_status(fleet, desired) for desired in fleet.models],
         "peers": [peer | {"state": "blocked"} if peer["id"] in blocked else peer for peer in peers],
-        "pipelines": [_pipeline(one) for one in fleet.deployments],
-        "files": "; ".join(filter(None, (_files(fleet, desired) for desired in served))),
+        "pipelines": [_pipeline_status(one) for one in fleet.deployments],
+        "files": "; ".join(filter(None, (_files_warning(fleet, desired) for desired in served))),
         "trouble": fleet.reason,
-        "unreachable": [list(pair) for pair in fleet.commons.reach.pairs[:_PAIRS]],
-        "story": list(fleet.story[-_STORY:]),
+        "unreachable": [list(pair) for pair in fleet.context.reachability.failed_pairs[:_MAX_PAIRS]],
+        "story": list(fleet.story[-_MAX_TRANSITIONS:]),
         "clock": round(fleet.clock, 1),
     }
 
 
-def _model(fleet: Fleet, desired: Desired) -> dict[str, Any]:
+def _model_status(fleet: Fleet, desired: DesiredModel) -> dict[str, Any]:
     """What is wanted of a model, and how many of its pipelines are ready."""
     mine = [one for one in fleet.deployments if one.key[0] == desired.facts.name]
     return {
         "name": desired.facts.name,
-        "quantize": desired.mode,
+        "quantize": desired.quantization,
         "dtype": desired.dtype,
         "objective": desired.objective,
         "min_stages": desired.min_stages,
         "replicas": desired.replicas,
-        "ready": sum(one.ready for one in mine),
+        "ready": sum(one.is_ready for one in mine),
         "applied": desired.applied,
         "stopped": desired.stopped,
     }
 
 
-class RareOutlook:
+class CachedScaleOut:
     """What a PC more would bring; whoever asks again soon is told the same again."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._last: dict[str, Any] = {}
-        self._until = -math.inf
+        self._valid_until = -math.inf
 
-    def at(self, now: float) -> dict[str, Any]:
+    def estimate_at(self, now: float) -> dict[str, Any]:
         """By pipeline, as it is now, in seconds, or was a moment ago."""
-        if now >= self._until:
+        if now >= self._valid_until:
             found = {
-                one.pipeline: build_outlook(one, self._fleet.clock) | _first_token(one)
+                one.pipeline: build_scale_out(one, self._fleet.clock) | _ttft_status(one)
                 for one in self._fleet.deployments
             }
-            self._last, self._until = found, now + OUTLOOK
+            self._last, self._valid_until = found, now + SCALE_OUT_INTERVAL
         return self._last
 
 
-def build_outlook(reconciler: Reconciler, now: float) -> dict[str, Any]:
+def build_scale_out(reconciler: Reconciler, now: float) -> dict[str, Any]:
     """What a PC more would bring; empty where no ring serves, or one that was made by hand."""
     registry, planner, formation = reconciler.registry, reconciler.planner, reconciler.formation
-    if formation is None or not reconciler.ready:
+    if formation is None or not reconciler.is_ready:
         return {}
     devices = {
-        peer: device_text(session.report.device) for peer, session in registry.sessions.items()
+        peer: describe_device(session.report.device) for peer, session in registry.sessions.items()
     }
-    candidates = planner.candidates(registry, formation, now)
-    serving = epochs.layout(formation.record.stages)
-    return outlook(planner, reconciler.desired, candidates, devices, serving)
+    candidates = planner.find_candidates(registry, formation, now)
+    serving = epochs.stage_layout(formation.record.stages)
+    return estimate_scale_out(planner, reconciler.desired, candidates, devices, serving)
 
 
-def _first_token(reconciler: Reconciler) -> dict[str, Any]:
+def _ttft_status(reconciler: Reconciler) -> dict[str, Any]:
     """When a request alone would have its first token; empty where no ring serves."""
     formation, desired = reconciler.formation, reconciler.desired
-    if formation is None or not reconciler.ready:
+    if formation is None or not reconciler.is_ready:
         return {}
     stages, links = formation.record.stages, []
     for stage, after in zip(stages, stages[1:] + stages[:1], strict=True):
-        latency, rate = reconciler.planner.links.between(stage.peer, after.peer)
+        latency, rate = reconciler.planner.links.latency_and_rate(stage.peer, after.peer)
         links.append(LinkFacts(latency + HANDLING_S, rate))
     times = RingTimes(
         [stage.profile for stage in stages],
@@ -146,18 +146,18 @@ def _first_token(reconciler: Reconciler) -> dict[str, Any]:
         row_bytes(desired.facts, desired.dtype),
     )
     sessions = reconciler.registry.sessions
-    paces = [_pace(sessions.get(stage.peer), formation.record.id) for stage in stages]
-    return {"prompt": PROMPT, "first_token_s": first_token_s(times, PROMPT, paces)}
+    slowdowns = [_stage_slowdown(sessions.get(stage.peer), formation.record.id) for stage in stages]
+    return {"prompt": PROMPT_TOKENS, "first_token_s": predict_ttft(times, PROMPT_TOKENS, slowdowns)}
 
 
 def encode_status(status: dict[str, Any]) -> bytes:
-    """As UTF-8 of at most :data:`MAX_BYTES`; what is too much is left out and ``truncated``.
+    """As UTF-8 of at most :data:`MAX_REPLICA_BYTES`; what is too much is left out and ``truncated``.
 
     How busy stages are goes first: peers are looked for here by their names.
     """
     text = json.dumps(status).encode("utf-8")
     if len(text) > MAX_BYTES:
-        status = {**status, "peers": [_idle(peer) for peer in status["peers"]], "truncated": True}
+        status = {**status, "peers": [_without_load(peer) for peer in status["peers"]], "truncated": True}
         text = json.dumps(status).encode("utf-8")
     while len(text) > MAX_BYTES:
         status = {
@@ -170,13 +170,13 @@ def encode_status(status: dict[str, Any]) -> bytes:
     return text
 
 
-def _idle(peer: dict[str, Any]) -> dict[str, Any]:
+def _without_load(peer: dict[str, Any]) -> dict[str, Any]:
     """A peer without its load."""
     workers = [{**worker, "load": None} for worker in peer.get("workers", ())]
     return {**peer, "workers": workers}
 
 
-def _peer(member: MemberRecord, session: PeerSession | None) -> dict[str, Any]:
+def _peer_status(member: MemberRecord, session: PeerSession | None) -> dict[str, Any]:
     told = member.announced
     shown: dict[str, Any] = {
         "id": member.peer,
@@ -184,32 +184,32 @@ def _peer(member: MemberRecord, session: PeerSession | None) -> dict[str, Any]:
         "address": told.addresses[0] if told is not None and told.addresses else "",
         "endpoint": "",
         "state": "away",
-        "pc": told.pc if told is not None else "",
+        "pc": told.primary_peer if told is not None else "",
         "device": "",
         "daemon_pid": 0,
         "workers": [],
         "transfers": [],
     }
     if session is not None:
-        shown |= show_report(session.report)
+        shown |= report_status(session.report)
     return shown
 
 
-def show_report(report: PeerReport) -> dict[str, Any]:
+def report_status(report: PeerReport) -> dict[str, Any]:
     """What a peer that is there says of itself."""
     return {
-        "endpoint": report.endpoint,
-        "pc": report.pc,
+        "endpoint": report.api_address,
+        "pc": report.primary_peer,
         "state": "here",
-        "device": device_text(report.device),
+        "device": describe_device(report.device),
         "daemon_pid": report.daemon_pid,
         "version": report.version,
         "stage": report.stage,
-        "paused": report.paused,
+        "paused": report.pause_reason,
         "memory": report.device.memory,
-        "copied": report.copied,
-        "held": {one.root[:16]: [list(layers) for layers in one.layers] for one in report.parts},
-        "transfers": [_transfer(one) for one in report.transfers],
+        "copied": report.replicated_percent,
+        "held": {one.root[:16]: [list(layers) for layers in one.layers] for one in report.partial_models},
+        "transfers": [_transfer_status(one) for one in report.transfers],
         "workers": [
             {
                 "pid": worker.pid,
@@ -217,31 +217,31 @@ def show_report(report: PeerReport) -> dict[str, Any]:
                 "stage": worker.stage,
                 "layers": list(worker.layers),
                 "state": worker.state,
-                "fetching": _bytes(worker, "fetching"),
-                "loading": _loading(worker),
-                "load": _stage_load(report, worker),
+                "fetching": _byte_progress(worker, "fetching"),
+                "loading": _load_progress(worker),
+                "load": _stage_usage(report, worker),
             }
             for worker in report.workers
         ],
     }
 
 
-def _bytes(worker: WorkerState, state: str) -> dict[str, Any] | None:
+def _byte_progress(worker: WorkerState, state: str) -> dict[str, Any] | None:
     """How far a worker is that is in that state; ``None`` if it isn't, or hasn't told."""
     told = worker.state == state and worker.total
     return {"done": worker.done, "total": worker.total} if told else None
 
 
-def _loading(worker: WorkerState) -> dict[str, Any] | None:
-    """As :func:`_bytes`, with bytes/s, and the seconds that are left."""
-    found = _bytes(worker, "loading")
+def _load_progress(worker: WorkerState) -> dict[str, Any] | None:
+    """As :func:`_byte_progress`, with bytes/s, and the seconds that are left."""
+    found = _byte_progress(worker, "loading")
     if found is None:
         return None
-    seconds = eta(worker.total - worker.done, worker.rate)
+    seconds = estimate_eta(worker.total - worker.done, worker.rate)
     return found | {"rate": worker.rate, "eta_s": None if seconds is None else round(seconds, 1)}
 
 
-def _stage_load(report: PeerReport, worker: WorkerState) -> dict[str, Any] | None:
+def _stage_usage(report: PeerReport, worker: WorkerState) -> dict[str, Any] | None:
     """How busy a stage and its link are; ``None`` if nothing was told."""
     told = () if report.load is None else report.load.stages
     name = worker.pipeline, worker.stage
@@ -252,8 +252,8 @@ def _stage_load(report: PeerReport, worker: WorkerState) -> dict[str, Any] | Non
         "busy": load.busy,
         "bubbles": load.bubbles,
         "requests": load.requests,
-        "weights": load.weights,
-        "kv": load.kv,
+        "weights": load.weight_bytes,
+        "kv": load.kv_bytes,
         "link": {
             "latency_s": load.latency_us / 1e6,
             "rate": load.rate,
@@ -263,9 +263,9 @@ def _stage_load(report: PeerReport, worker: WorkerState) -> dict[str, Any] | Non
     }
 
 
-def show_head(report: PeerReport, pipeline: str) -> dict[str, Any] | None:
+def scheduler_status(report: PeerReport, pipeline: str) -> dict[str, Any] | None:
     """What a peer says of the head of ``pipeline`` that runs there; ``None`` if nothing."""
-    told = () if report.load is None else report.load.heads
+    told = () if report.load is None else report.load.schedulers
     head = next((one for one in told if one.pipeline == pipeline), None)
     if head is None:
         return None
@@ -273,32 +273,32 @@ def show_head(report: PeerReport, pipeline: str) -> dict[str, Any] | None:
         "running": head.running,
         "waiting": head.waiting,
         "blocks": head.blocks,
-        "used": head.used,
+        "used": head.used_blocks,
         "micro_batches": head.micro_batches,
         "swapped": head.swapped,
         "host_blocks": head.host_blocks,
-        "host_used": head.host_used,
-        "swap_fallbacks": head.fallbacks,
-        "cached": head.cached,
+        "host_used": head.used_host_blocks,
+        "swap_fallbacks": head.swap_fallbacks,
+        "cached": head.cached_percent,
         "queues": list(head.queues),
         "requests": [
             {
-                "peer": one.owner,
+                "peer": one.peer,
                 "state": one.state,
                 "prompt": one.prompt,
                 "computed": one.computed,
                 "generated": one.generated,
-                "tokens_per_s": one.pace / 1000,
+                "tokens_per_s": one.token_rate / 1000,
                 "age_s": one.age,
-                "turn_s": one.turn_ms / 1000,
+                "turn_s": one.resume_ms / 1000,
             }
             for one in head.requests
         ],
     }
 
 
-def _transfer(one: TransferState) -> dict[str, Any]:
-    seconds = eta(one.total - one.done, one.rate)
+def _transfer_status(one: TransferState) -> dict[str, Any]:
+    seconds = estimate_eta(one.total - one.done, one.rate)
     return {
         "model": one.model,
         "bytes": one.done,
@@ -306,50 +306,50 @@ def _transfer(one: TransferState) -> dict[str, Any]:
         "rate": one.rate,
         "eta_s": None if seconds is None else round(seconds, 1),
         "from": one.source,
-        "copy": one.copy,
+        "copy": one.is_replica,
     }
 
 
-def _files(fleet: Fleet, desired: Desired) -> str:
+def _files_warning(fleet: Fleet, desired: DesiredModel) -> str:
     """Whose loss would be that of the model, for a person; empty if nobody's."""
     registry, facts, only_model = fleet.registry, desired.facts, len(fleet.models) == 1
-    if len({registry.pc(peer) for peer in registry.sessions}) < 2:
+    if len({registry.primary_peer(peer) for peer in registry.sessions}) < 2:
         return ""
     holders = whole_holders(facts, registry, only_model=only_model)
     if len(holders) > 1:
         return ""
     if holders:
-        return f"Only {registry.name(holders[0])} has all files of {facts.name} so far"
+        return f"Only {registry.name_of(holders[0])} has all files of {facts.name} so far"
     nobody = f"No PC that is here has all files of {facts.name}"
     reports = [one.report for one in registry.sessions.values()]
-    lacking = missing(facts, reports, only_model=only_model)
+    lacking = missing_layers(facts, reports, only_model=only_model)
     if lacking:
-        return f"{nobody}, and none has those of {where_to_get(facts, lacking)}"
+        return f"{nobody}, and none has those of {describe_missing(facts, lacking)}"
     return f"{nobody}; together they have all layers" if only_model else nobody
 
 
-def _pipeline(reconciler: Reconciler) -> dict[str, Any]:
+def _pipeline_status(reconciler: Reconciler) -> dict[str, Any]:
     formation = reconciler.formation
     return {
         "id": reconciler.pipeline,
         "model": reconciler.desired.facts.name,
         "replica": reconciler.replica,
         "epoch": reconciler.epoch,
-        "ready": reconciler.ready,
+        "ready": reconciler.is_ready,
         "micro_batches": _micro_batches(formation),
-        "stages": [] if formation is None else _stages(reconciler, formation),
+        "stages": [] if formation is None else _stage_statuses(reconciler, formation),
         "blocks": formation.record.blocks if formation is not None else 0,
         "state": formation.state if formation is not None else "waiting",
         "reason": reconciler.reason,
-        "phases": reconciler.phases.shown(),
-        "head": None if formation is None else _head(reconciler, formation),
+        "phases": reconciler.phase_times.to_status(),
+        "head": None if formation is None else _first_stage_scheduler(reconciler, formation),
     }
 
 
-def _head(reconciler: Reconciler, formation: Formation) -> dict[str, Any] | None:
+def _first_stage_scheduler(reconciler: Reconciler, formation: Formation) -> dict[str, Any] | None:
     """Only the peer of the first stage is believed."""
     session = reconciler.registry.sessions.get(formation.peers[0])
-    return None if session is None else show_head(session.report, formation.record.id)
+    return None if session is None else scheduler_status(session.report, formation.record.id)
 
 
 def _micro_batches(formation: Formation | None) -> int:
@@ -359,7 +359,7 @@ def _micro_batches(formation: Formation | None) -> int:
     return formation.record.micro_batches or len(formation.record.stages)
 
 
-def _stages(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]]:
+def _stage_statuses(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]]:
     stages, links = formation.record.stages, reconciler.planner.links
 
     def shown(stage: StageRecord, after: StageRecord) -> dict[str, Any]:
@@ -367,15 +367,15 @@ def _stages(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]
         return {
             "peer": stage.peer,
             "layers": list(stage.layers),
-            "device": device_text(session.report.device) if session is not None else "",
-            "decode_s": stage.profile.decode_s(1) * _pace(session, formation.record.id),
+            "device": describe_device(session.report.device) if session is not None else "",
+            "decode_s": stage.profile.decode_s(1) * _stage_slowdown(session, formation.record.id),
             "link_s": link_s(stage, after) if after is not stage else 0.0,
-            "link_measured": links.known(stage.peer, after.peer),
+            "link_measured": links.is_measured(stage.peer, after.peer),
         }
 
     def link_s(stage: StageRecord, after: StageRecord) -> float:
         """Seconds until a row, or its token, is at the next stage."""
-        latency, rate = links.between(stage.peer, after.peer)
+        latency, rate = links.latency_and_rate(stage.peer, after.peer)
         row = row_bytes(reconciler.desired.facts, reconciler.desired.dtype)
         return latency + HANDLING_S + (TOKEN_BYTES if after is stages[0] else row) / rate
 
@@ -384,13 +384,13 @@ def _stages(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]
     ]
 
 
-def _pace(session: PeerSession | None, pipeline: str) -> float:
+def _stage_slowdown(session: PeerSession | None, pipeline: str) -> float:
     """How many times as long as its profile says a peer's stage takes, as far as it has told."""
     workers = () if session is None else session.report.workers
-    return next((one.pace for one in workers if one.pipeline == pipeline and one.pace > 0), 1.0)
+    return next((one.slowdown for one in workers if one.pipeline == pipeline and one.slowdown > 0), 1.0)
 
 
-def device_text(device: Device) -> str:
+def describe_device(device: Device) -> str:
     """A device in a few words."""
     index = f" {device.index}" if device.kind == "cuda" else ""
     return f"{device.kind}{index}: {device.name}"

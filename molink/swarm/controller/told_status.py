@@ -18,14 +18,14 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=1e16)]
 LayerRange = tuple[Count, Count]
 
 
-class Bytes(msgspec.Struct, frozen=True):
+class ByteProgress(msgspec.Struct, frozen=True):
     """How far a transfer is, in bytes."""
 
     done: Count = 0
     total: Count = 0
 
 
-class LoadingBytes(Bytes, frozen=True):
+class LoadProgress(ByteProgress, frozen=True):
     """How far loading into memory is; bytes/s, and the seconds that are left if that is known."""
 
     rate: Amount = 0.0
@@ -44,23 +44,23 @@ class TransferStatus(msgspec.Struct, frozen=True, rename={"source": "from"}):
     copy: bool = False
 
 
-class LaneStatus(msgspec.Struct, frozen=True):
+class ChannelStatus(msgspec.Struct, frozen=True):
     """Bytes of one lane of a link."""
 
     queued: Count = 0
     in_flight: Count = 0
 
 
-class Link(msgspec.Struct, frozen=True):
+class LinkStatus(msgspec.Struct, frozen=True):
     """A stage's link to the next one: seconds one way, bytes/s (0 = unknown), and its lanes."""
 
     latency_s: Amount = 0.0
     rate: Amount = 0.0
-    decode: LaneStatus = LaneStatus()
-    bulk: LaneStatus = LaneStatus()
+    decode: ChannelStatus = ChannelStatus()
+    bulk: ChannelStatus = ChannelStatus()
 
 
-class StageUse(msgspec.Struct, frozen=True):
+class StageUsage(msgspec.Struct, frozen=True):
     """How busy a stage is: shares in percent, sizes in bytes."""
 
     busy: Count = 0
@@ -68,7 +68,7 @@ class StageUse(msgspec.Struct, frozen=True):
     requests: Count = 0
     weights: Count = 0
     kv: Count = 0
-    link: Link = Link()
+    link: LinkStatus = LinkStatus()
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
@@ -78,20 +78,20 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     pipeline: str = ""
     stage: Count = 0
     state: str = ""
-    fetching: Bytes | None = None
-    loading: LoadingBytes | None = None
-    load: StageUse | None = None
+    fetching: ByteProgress | None = None
+    loading: LoadProgress | None = None
+    load: StageUsage | None = None
 
     @property
-    def doing(self) -> str:
+    def activity(self) -> str:
         """What it does instead of serving, and how far that is; empty if nothing."""
         if self.state in ("", "ready"):
             return ""
         done = self.loading or self.fetching
-        return self.state if done is None else f"{self.state} {percent(done.done, done.total)}"
+        return self.state if done is None else f"{self.state} {format_percent(done.done, done.total)}"
 
 
-class Peer(msgspec.Struct, frozen=True):
+class PeerStatus(msgspec.Struct, frozen=True):
     """A member of the swarm."""
 
     id: str
@@ -114,7 +114,7 @@ class Peer(msgspec.Struct, frozen=True):
     workers: tuple[WorkerStatus, ...] = ()
 
 
-class PlacedStage(msgspec.Struct, frozen=True):
+class StageStatus(msgspec.Struct, frozen=True):
     """A stage as the coordinator has placed it."""
 
     peer: str
@@ -125,7 +125,7 @@ class PlacedStage(msgspec.Struct, frozen=True):
     link_s: Amount = 0.0
 
 
-class Request(msgspec.Struct, frozen=True):
+class RequestStatus(msgspec.Struct, frozen=True):
     """A request that a head serves; ``peer`` is the PC whose endpoint was asked."""
 
     peer: str
@@ -136,10 +136,10 @@ class Request(msgspec.Struct, frozen=True):
     tokens_per_s: Amount = 0.0
     age_s: Amount = 0.0
     #: Of one in host memory: seconds until it should come back.
-    turn_s: Amount = 0.0
+    resume_s: Amount = 0.0
 
 
-class HeadStatus(msgspec.Struct, frozen=True):
+class SchedulerStatus(msgspec.Struct, frozen=True):
     """What the head of a pipeline does."""
 
     running: Count = 0
@@ -157,7 +157,7 @@ class HeadStatus(msgspec.Struct, frozen=True):
     cached: Count = 0
     #: Requests in each queue of its scheduling policy, the best first; none if it has no queues.
     queues: tuple[Count, ...] = ()
-    requests: tuple[Request, ...] = ()
+    requests: tuple[RequestStatus, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -173,11 +173,11 @@ class PipelineStatus(msgspec.Struct, frozen=True):
     epoch: Count = 0
     ready: bool = False
     reason: str = ""
-    stages: tuple[PlacedStage, ...] = ()
-    head: HeadStatus | None = None
+    stages: tuple[StageStatus, ...] = ()
+    scheduler: SchedulerStatus | None = None
 
 
-class KnockStatus(msgspec.Struct, frozen=True):
+class PairingStatus(msgspec.Struct, frozen=True):
     """A PC that wants to join and shows ``code`` on its own screen."""
 
     name: str = ""
@@ -185,16 +185,16 @@ class KnockStatus(msgspec.Struct, frozen=True):
     address: str = ""
 
 
-class CutOff(msgspec.Struct, frozen=True):
+class BannedPeerStatus(msgspec.Struct, frozen=True):
     """A member that this PC has cut off."""
 
     peer: str = ""
     name: str = ""
-    by: str = ""
+    banned_by: str = ""
     reason: str = ""
 
 
-class RevokedStatus(msgspec.Struct, frozen=True):
+class RevokedPeerStatus(msgspec.Struct, frozen=True):
     """A peer that was shut out."""
 
     id: str = ""
@@ -218,7 +218,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     stopped: bool = False
 
 
-class Status(msgspec.Struct, frozen=True):
+class SwarmStatus(msgspec.Struct, frozen=True):
     """The swarm ``swarm`` (an id), called ``name``, which the peer ``leader`` leads."""
 
     swarm: str = ""
@@ -228,18 +228,18 @@ class Status(msgspec.Struct, frozen=True):
     model: str | None = None
     quantize: str = "none"
     models: tuple[ModelStatus, ...] = ()
-    peers: tuple[Peer, ...] = ()
+    peers: tuple[PeerStatus, ...] = ()
     pipelines: tuple[PipelineStatus, ...] = ()
     files: str = ""
     trouble: str = ""
     story: tuple[str, ...] = ()
     clock: Amount | None = None
-    cut_off: tuple[CutOff, ...] = ()
-    knocks: tuple[KnockStatus, ...] = ()
-    revoked: tuple[RevokedStatus, ...] = ()
+    banned_peers: tuple[BannedPeerStatus, ...] = ()
+    pairing_requests: tuple[PairingStatus, ...] = ()
+    revoked: tuple[RevokedPeerStatus, ...] = ()
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether each model that is served has a pipeline that is ready, and there is one."""
         ready: dict[str, bool] = {}
         for one in self.pipelines:
@@ -247,7 +247,7 @@ class Status(msgspec.Struct, frozen=True):
         return bool(ready) and all(ready.values())
 
 
-def same_names(status: Status) -> Iterator[str]:
+def duplicate_names(status: SwarmStatus) -> Iterator[str]:
     """What a person should know of PCs that are called alike."""
     counts = Counter(peer.name for peer in status.peers if not peer.pc)
     for name, count in counts.items():
@@ -258,24 +258,24 @@ def same_names(status: Status) -> Iterator[str]:
             )
 
 
-def percent(done: int, total: int) -> str:
+def format_percent(done: int, total: int) -> str:
     """How much of it is done, in words."""
     return f"{min(100, 100 * done // total)} %" if total > 0 else "0 %"
 
 
-def device_name(text: str) -> str:
+def short_device_name(text: str) -> str:
     """A device's name without what all of them begin with."""
     return text.replace("NVIDIA ", "").replace("GeForce ", "")
 
 
-def read_status(text: bytes) -> Status:
+def decode_status(text: bytes) -> SwarmStatus:
     """The status that a daemon has told (JSON as UTF-8).
 
     Raises:
         WireError: it is none.
     """
     try:
-        return msgspec.json.decode(text, type=Status)
+        return msgspec.json.decode(text, type=SwarmStatus)
     except msgspec.MsgspecError as error:
         raise WireError(
             f"the daemon tells what this version doesn't understand: {error}. "

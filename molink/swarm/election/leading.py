@@ -8,7 +8,7 @@ from molink.wire.messages.leading import LeaderView
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class CoordinatorHeardEvent:
     """The coordinator that this peer is connected to has spoken, in this term.
 
     ``leader`` is the peer on whose PC it runs; empty for one without a daemon.
@@ -19,12 +19,12 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectionLost:
+class ConnectionLostEvent:
     """The connection to the coordinator is lost."""
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class MembershipChangedEvent:
     """All members in the order of succession, and the replica (term, revision) that is held."""
 
     order: tuple[str, ...]
@@ -32,7 +32,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class PeerAnsweredEvent:
     """A peer has said whom it follows, as an answer or with a question of its own."""
 
     peer: str
@@ -40,15 +40,15 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Silent:
+class PeerTimedOutEvent:
     """A peer that was asked can't be reached, or doesn't answer."""
 
     peer: str
 
 
 @dataclass(frozen=True, slots=True)
-class Led:
-    """The coordinator of this PC runs, as :class:`Lead` asked for, in that term or a higher one."""
+class CoordinatorStartedEvent:
+    """The coordinator of this PC runs, as :class:`StartCoordinatorAction` asked for, in that term or a higher one."""
 
     term: int
     coordinator_key: str
@@ -56,35 +56,35 @@ class Led:
 
 
 @dataclass(frozen=True, slots=True)
-class NotLed:
+class CoordinatorFailedEvent:
     """The coordinator of this PC can't be started, or doesn't stay."""
 
 
 @dataclass(frozen=True, slots=True)
-class Resigned:
+class ResignedEvent:
     """This daemon ends in good order."""
 
 
 @dataclass(frozen=True, slots=True)
-class TimePassed:
+class ElectionTimePassedEvent:
     """Time has passed."""
 
 
-Event = Heard | ConnectionLost | Known | Answered | Silent | Led | NotLed | Resigned | TimePassed
+ElectionEvent = CoordinatorHeardEvent | ConnectionLostEvent | MembershipChangedEvent | PeerAnsweredEvent | PeerTimedOutEvent | CoordinatorStartedEvent | CoordinatorFailedEvent | ResignedEvent | ElectionTimePassedEvent
 
 
 # --- decisions ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Ask a peer whom it follows; :class:`Answered` or :class:`Silent` has to come of it."""
+class QueryLeaderAction:
+    """Ask a peer whom it follows; :class:`PeerAnsweredEvent` or :class:`PeerTimedOutEvent` has to come of it."""
 
     peer: str
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
+class FollowLeaderAction:
     """Connect to the coordinator that runs at ``leader``."""
 
     leader: str
@@ -94,26 +94,26 @@ class Follow:
 
 
 @dataclass(frozen=True, slots=True)
-class Lead:
+class StartCoordinatorAction:
     """Run the coordinator here, in this term, or start it again if it runs already.
 
-    ``lost`` is the peer that led until now and can't be reached; empty if there is none.
+    ``lost_leader`` is the peer that led until now and can't be reached; empty if there is none.
     """
 
     term: int
-    lost: str = ""
+    lost_leader: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Raise:
+class RaiseTermAction:
     """The coordinator here goes on in this term; none of its connections is lost."""
 
     term: int
 
 
 @dataclass(frozen=True, slots=True)
-class StepDown:
+class StepDownAction:
     """End the coordinator that runs here: another one leads."""
 
 
-Decision = Ask | Follow | Lead | Raise | StepDown
+ElectionAction = QueryLeaderAction | FollowLeaderAction | StartCoordinatorAction | RaiseTermAction | StepDownAction

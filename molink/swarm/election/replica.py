@@ -13,22 +13,22 @@ from typing import Literal
 import msgspec
 
 from molink.errors import StateError
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.swarm.controller.records import (
-    Desired,
+    DesiredModel,
     InvitationRecord,
     MemberRecord,
     PipelineRecord,
 )
 
 #: Bytes of an encoded replica: those of one message's payload.
-MAX_BYTES = 256 << 10
+MAX_REPLICA_BYTES = 256 << 10
 #: Earlier terms that are remembered.
 MAX_LINEAGE = 64
 #: Members of the past that are passed on; of older ones only the revoked.
-MAX_PAST = 128
+MAX_FORMER_MEMBERS = 128
 #: A peer that was asked for its replica has so long to send it, in seconds.
-PATIENCE = 5.0
+RESEND_TIMEOUT = 5.0
 
 #: A term, and a revision in it.
 Version = tuple[int, int]
@@ -47,16 +47,16 @@ class Replica:
     lineage: tuple[Version, ...]
     members: tuple[MemberRecord, ...]
     invitations: tuple[InvitationRecord, ...]
-    desired: Desired | None
+    desired: DesiredModel | None
     pipeline: PipelineRecord | None
     #: The number of the newest pipeline, and the newest epoch.
-    last: tuple[int, int]
+    last_numbers: tuple[int, int]
     #: Models and pipelines beside those, which earlier versions didn't know.
-    more_models: tuple[Desired, ...] = ()
+    more_models: tuple[DesiredModel, ...] = ()
     more_pipelines: tuple[PipelineRecord, ...] = ()
 
     @property
-    def models(self) -> tuple[Desired, ...]:
+    def models(self) -> tuple[DesiredModel, ...]:
         """All that are to be served."""
         return (() if self.desired is None else (self.desired,)) + self.more_models
 
@@ -76,16 +76,16 @@ class Replica:
         return tuple(one.peer for one in self.members if one.standing == "member")
 
     def encode(self) -> bytes:
-        """As msgpack, at most :data:`MAX_BYTES` long.
+        """As msgpack, at most :data:`MAX_REPLICA_BYTES` long.
 
         Raises:
             StateError: it is longer.
         """
         past = [one.peer for one in self.members if one.standing == "left"]
-        dropped = set(past[:-MAX_PAST])
+        dropped = set(past[:-MAX_FORMER_MEMBERS])
         kept = tuple(one for one in self.members if one.peer not in dropped)
         data = msgspec.msgpack.encode(replace(self, members=kept))
-        if len(data) > MAX_BYTES:
+        if len(data) > MAX_REPLICA_BYTES:
             raise StateError(f"the swarm's state has {len(data)} bytes, too many to pass it on")
         return data
 
@@ -101,12 +101,12 @@ def decode_replica(data: bytes | memoryview) -> Replica:
     except (msgspec.MsgspecError, ValueError) as error:
         raise StateError(f"this is no copy of a swarm's state: {error}") from None
     for member in found.members:
-        if not member.public_key.isascii() or member.peer != peer_id(member.public_key):
+        if not member.public_key.isascii() or member.peer != derive_peer_id(member.public_key):
             raise StateError(f"this copy of a swarm's state names {member.peer} by another's key")
     return found
 
 
-def descends(version: Version, term: int, revision: int, lineage: Sequence[Version]) -> bool:
+def includes_version(version: Version, term: int, revision: int, lineage: Sequence[Version]) -> bool:
     """Whether a state holds everything that was known in ``version``."""
     if version[0] == term:
         return version[1] <= revision
@@ -120,7 +120,7 @@ def next_lineage(lineage: Sequence[Version], term: int, revision: int) -> tuple[
     return (*lineage, (term, revision))[-MAX_LINEAGE:]
 
 
-def merge(ours: Replica, theirs: Replica, *, by_owner: bool) -> list[MemberRecord]:
+def merge_replicas(ours: Replica, theirs: Replica, *, by_owner: bool) -> list[MemberRecord]:
     """Members to write down when a part of the swarm comes back that another peer had led.
 
     Who is new there is a member here too. Who was revoked there is revoked, but only an owner is
@@ -132,46 +132,46 @@ def merge(ours: Replica, theirs: Replica, *, by_owner: bool) -> list[MemberRecor
     for other in theirs.members:
         mine = known.get(other.peer)
         if other.standing == "revoked":
-            if by_owner and not (mine is not None and (mine.owner or mine.standing == "revoked")):
-                changed.append(replace(mine or other, standing="revoked", owner=False))
+            if by_owner and not (mine is not None and (mine.is_owner or mine.standing == "revoked")):
+                changed.append(replace(mine or other, standing="revoked", is_owner=False))
         elif other.standing == "member" and (mine is None or mine.standing == "left"):
-            changed.append(replace(mine or other, standing="member", owner=False))
+            changed.append(replace(mine or other, standing="member", is_owner=False))
     return changed
 
 
-class Replication:
+class ReplicaSync:
     """What each peer has to be sent, by what its reports say that it holds."""
 
     def __init__(self) -> None:
         #: Peers that were asked for theirs, and when.
-        self._asked: dict[str, float] = {}
+        self._asked_at: dict[str, float] = {}
         #: The version that a peer was sent last.
         self._sent: dict[str, tuple[Version, float]] = {}
 
-    def forget(self, peer: str) -> None:
+    def drop_peer(self, peer: str) -> None:
         """A peer's connection is another one."""
-        self._asked.pop(peer, None)
+        self._asked_at.pop(peer, None)
         self._sent.pop(peer, None)
 
-    def asked(self, peer: str) -> bool:
+    def has_asked(self, peer: str) -> bool:
         """Whether a peer was asked for what it knows of."""
-        return peer in self._asked
+        return peer in self._asked_at
 
-    def due(
+    def plan_sync(
         self, peer: str, held: Version, ours: Version, lineage: Sequence[Version], now: float
     ) -> Literal["send", "ask"] | None:
         """What to do about a peer that holds ``held`` while the state is at ``ours``."""
         if held == ours:
-            self._asked.pop(peer, None)
+            self._asked_at.pop(peer, None)
             return None
-        if not descends(held, *ours, lineage):
-            asked = self._asked.setdefault(peer, now)
+        if not includes_version(held, *ours, lineage):
+            asked = self._asked_at.setdefault(peer, now)
             if asked == now:
                 return "ask"
-            if now - asked < PATIENCE:
+            if now - asked < RESEND_TIMEOUT:
                 return None
         sent = self._sent.get(peer)
-        if sent is not None and sent[0] == ours and now - sent[1] < PATIENCE:
+        if sent is not None and sent[0] == ours and now - sent[1] < RESEND_TIMEOUT:
             return None
         self._sent[peer] = ours, now
         return "send"

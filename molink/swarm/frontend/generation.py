@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from molink.wire.messages.data import Sampling
+from molink.wire.messages.data import SamplingParams
 from molink.wire.messages.serving import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRequest:
+class Request:
     """Token ids in, token ids out. ``max_tokens`` counts generated tokens.
 
     ``grammar`` is the text of what the answer is held to (:mod:`molink.text.grammar`), if it is.
@@ -21,8 +21,8 @@ class GenerationRequest:
     model: str
     prompt: Sequence[int]
     max_tokens: int
-    sampling: Sampling
-    stop_ids: tuple[int, ...] = ()
+    sampling_params: SamplingParams
+    stop_token_ids: tuple[int, ...] = ()
     grammar: bytes = b""
     client: str = ""
     priority: int = 0
@@ -34,13 +34,13 @@ class GenerationRequest:
 class GeneratedToken:
     """One token of the answer. ``top`` pairs ids with logprobs, most likely first.
 
-    ``finish`` is set on the last one; a stop id is reported as a token with ``finish="stop"``.
-    ``cached`` is the number of prompt tokens found in the prefix cache (first token only).
+    ``finish_reason`` is set on the last one; a stop id is reported as a token with ``finish="stop"``.
+    ``cached_tokens`` is the number of prompt tokens found in the prefix cache (first token only).
     """
 
     position: int
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    finish: FinishReason | None
-    cached: int = 0
+    finish_reason: FinishReason | None
+    cached_tokens: int = 0

@@ -2,68 +2,68 @@
 
 from collections.abc import Callable
 
-from molink.facts.identity import peer_id
-from molink.wire.messages.instructions import Member
-from molink.wire.messages.pipe import MemberKey, Members
+from molink.facts.identity import derive_peer_id
+from molink.wire.messages.instructions import PeerInfo
+from molink.wire.messages.pipe import PeerKey, PeerKeys
 
 
 class AddressBook:
     """All members but this peer itself. A member is never more than its key says it is."""
 
-    def __init__(self, me: MemberKey) -> None:
-        self._me = me
-        self._members: dict[str, Member] = {}
+    def __init__(self, own_key: PeerKey) -> None:
+        self._own_key = own_key
+        self._peers: dict[str, PeerInfo] = {}
         #: Members that the coordinator hasn't named since it welcomed us last.
         self._unconfirmed: set[str] = set()
         #: Called with a member that is new or has changed.
-        self.on_member: Callable[[Member], None] = lambda _: None
+        self.on_peer_changed: Callable[[PeerInfo], None] = lambda _: None
         #: Called with the id of a member that is gone.
-        self.on_gone: Callable[[str], None] = lambda _: None
+        self.on_peer_removed: Callable[[str], None] = lambda _: None
 
-    def add(self, member: Member) -> bool:
+    def add_peer(self, member: PeerInfo) -> bool:
         """Take in an announcement; ``False`` if it is false (an id that isn't its key's)."""
-        if member.peer != peer_id(member.public_key):
+        if member.peer != derive_peer_id(member.public_key):
             return False
         self._unconfirmed.discard(member.peer)
-        if member.peer != self._me.peer and self._members.get(member.peer) != member:
-            self._members[member.peer] = member
-            self.on_member(member)
+        if member.peer != self._own_key.peer and self._peers.get(member.peer) != member:
+            self._peers[member.peer] = member
+            self.on_peer_changed(member)
         return True
 
-    def remove(self, peer: str) -> None:
+    def remove_peer(self, peer: str) -> None:
         """A member has left or was revoked."""
         self._unconfirmed.discard(peer)
-        if self._members.pop(peer, None) is not None:
-            self.on_gone(peer)
+        if self._peers.pop(peer, None) is not None:
+            self.on_peer_removed(peer)
 
-    def welcomed(self) -> None:
+    def mark_unconfirmed(self) -> None:
         """A session begins: the coordinator names all members now."""
-        self._unconfirmed = set(self._members)
+        self._unconfirmed = set(self._peers)
 
-    def sweep(self) -> None:
-        """Drop members that went while there was no session; some time after :meth:`welcomed`."""
+    def drop_unconfirmed(self) -> None:
+        """Drop members that went while there was no session; some time after :meth:`mark_unconfirmed`."""
         for peer in sorted(self._unconfirmed):
-            self.remove(peer)
+            self.remove_peer(peer)
         self._unconfirmed.clear()
 
-    def get(self, peer: str) -> Member | None:
+    def get_peer(self, peer: str) -> PeerInfo | None:
         """The member with that id."""
-        return self._members.get(peer)
+        return self._peers.get(peer)
 
-    def name(self, peer: str) -> str:
+    def name_of(self, peer: str) -> str:
         """What people call a member; of anything else, itself."""
-        member = self._members.get(peer)
+        member = self._peers.get(peer)
         return peer if member is None else member.name
 
     @property
     def peers(self) -> frozenset[str]:
         """Ids of all members, this peer included."""
-        return frozenset((self._me.peer, *self._members))
+        return frozenset((self._own_key.peer, *self._peers))
 
-    def keys(self) -> Members:
+    def peer_keys(self) -> PeerKeys:
         """All members, this peer included, as workers need them."""
         others = (
-            MemberKey(peer=member.peer, public_key=member.public_key)
-            for member in self._members.values()
+            PeerKey(peer=member.peer, public_key=member.public_key)
+            for member in self._peers.values()
         )
-        return Members(members=(self._me, *others))
+        return PeerKeys(peers=(self._own_key, *others))

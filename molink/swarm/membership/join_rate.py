@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class RateLimit:
     """So many at once, and so many each second in the long run."""
 
     burst: int
@@ -12,49 +12,49 @@ class Rate:
 
 
 #: A class-room of PCs that are started together has joined within a few seconds.
-PER_INVITATION = Rate(8, 2.0)
-OVERALL = Rate(16, 4.0)
+PER_INVITATION_LIMIT = RateLimit(8, 2.0)
+OVERALL_LIMIT = RateLimit(16, 4.0)
 
 
 class TokenBucket:
     """Holds up to ``burst`` tokens and gains ``per_second``. Times are in seconds."""
 
-    def __init__(self, rate: Rate, now: float) -> None:
-        self._rate = rate
+    def __init__(self, rate: RateLimit, now: float) -> None:
+        self._limit = rate
         self._tokens = float(rate.burst)
-        self._at = now
+        self._updated_at = now
 
-    def wait(self, now: float) -> float:
+    def wait_time(self, now: float) -> float:
         """Seconds until there is a token; 0 if there is one."""
-        gained = max(0.0, now - self._at) * self._rate.per_second
-        self._tokens = min(float(self._rate.burst), self._tokens + gained)
-        self._at = max(self._at, now)
-        return max(0.0, 1.0 - self._tokens) / self._rate.per_second
+        gained = max(0.0, now - self._updated_at) * self._limit.per_second
+        self._tokens = min(float(self._limit.burst), self._tokens + gained)
+        self._updated_at = max(self._updated_at, now)
+        return max(0.0, 1.0 - self._tokens) / self._limit.per_second
 
-    def take(self) -> None:
-        """Take one; :meth:`wait` has just said that there is one."""
+    def take_token(self) -> None:
+        """Take one; :meth:`wait_time` has just said that there is one."""
         self._tokens -= 1.0
 
 
-class JoinRate:
+class JoinRateLimiter:
     """Bounds how fast members come in, by one invitation and in all."""
 
     def __init__(
-        self, now: float, per_invitation: Rate = PER_INVITATION, overall: Rate = OVERALL
+        self, now: float, per_invitation: RateLimit = PER_INVITATION_LIMIT, overall: RateLimit = OVERALL_LIMIT
     ) -> None:
         self._per_invitation = per_invitation
         self._overall = TokenBucket(overall, now)
         self._buckets: dict[str, TokenBucket] = {}
 
-    def admit(self, invitation: str, now: float) -> float:
+    def admit_join(self, invitation: str, now: float) -> float:
         """Somebody joins: 0 if that is well, else the seconds after which to try again."""
         own = self._buckets.setdefault(invitation, TokenBucket(self._per_invitation, now))
-        wait = max(own.wait(now), self._overall.wait(now))
+        wait = max(own.wait_time(now), self._overall.wait_time(now))
         if wait == 0.0:
-            own.take()
-            self._overall.take()
+            own.take_token()
+            self._overall.take_token()
         return wait
 
-    def forget(self, invitation: str) -> None:
+    def drop_invitation(self, invitation: str) -> None:
         """That invitation has ended."""
         self._buckets.pop(invitation, None)

@@ -4,35 +4,35 @@ import json
 from typing import Any
 
 #: The oldest are forgotten beyond this many: a person reads the list.
-_MAX = 32
+_MAX_ENTRIES = 32
 
 
-class Offenders:
+class BannedPeers:
     """Who was cut off, where and why; until it is no member any more."""
 
     def __init__(self) -> None:
         #: (peer, where) → reason.
         self._reasons: dict[tuple[str, str], str] = {}
 
-    def blocked(self, where: str, peer: str, reason: str) -> None:
+    def record_ban(self, socket_name: str, peer: str, reason: str) -> None:
         """A socket (``where``, for a person) has cut ``peer`` off."""
-        self._reasons.pop((peer, where), None)
-        self._reasons[peer, where] = reason[:200]
-        if len(self._reasons) > _MAX:
+        self._reasons.pop((peer, socket_name), None)
+        self._reasons[peer, socket_name] = reason[:200]
+        if len(self._reasons) > _MAX_ENTRIES:
             del self._reasons[next(iter(self._reasons))]
 
-    def forget(self, peer: str) -> None:
+    def drop_peer(self, peer: str) -> None:
         """That peer is no member any more."""
-        self._reasons = {key: why for key, why in self._reasons.items() if key[0] != peer}
+        self._reasons = {key: reason for key, reason in self._reasons.items() if key[0] != peer}
 
-    def shown_in(self, status: bytes) -> bytes:
+    def add_to_status(self, status: bytes) -> bytes:
         """``molink status --json`` (UTF-8) with these members under ``cut_off``."""
         if not self._reasons:
             return status
         shown: dict[str, Any] = json.loads(status)
         names = {peer["id"]: peer["name"] for peer in shown["peers"]}
         shown["cut_off"] = [
-            {"peer": peer, "name": names.get(peer, peer), "by": where, "reason": why}
-            for (peer, where), why in self._reasons.items()
+            {"peer": peer, "name": names.get(peer, peer), "by": socket_name, "reason": reason}
+            for (peer, socket_name), reason in self._reasons.items()
         ]
         return json.dumps(shown).encode("utf-8")

@@ -14,45 +14,45 @@ RETURNS, ONCE_S = 6, 0.5
 
 
 @dataclass(slots=True)
-class _Heard:
+class _ConnectionHistory:
     latest: bytes
-    before: bytes = b""
+    previous: bytes = b""
     #: Of the two the one that came later.
-    newer: bytes = b""
-    returns: int = 0
-    returned: float = -math.inf
+    second: bytes = b""
+    alternations: int = 0
+    alternated_at: float = -math.inf
     #: The PC that came later, once it is clear that there are two.
-    shut: bytes = b""
+    rejected: bytes = b""
 
 
-class Twins:
+class DuplicatePeers:
     """Which connection of each peer counts."""
 
     def __init__(self) -> None:
-        self._peers: dict[str, _Heard] = {}
+        self._peers: dict[str, _ConnectionHistory] = {}
 
-    def heard(self, peer: str, connection: bytes, now: float) -> bool:
+    def observe_connection(self, peer: str, connection: bytes, now: float) -> bool:
         """A peer reports on a connection; whether that is one of a PC that came second."""
-        heard = self._peers.get(peer)
-        if heard is None:
-            self._peers[peer] = _Heard(connection)
+        history = self._peers.get(peer)
+        if history is None:
+            self._peers[peer] = _ConnectionHistory(connection)
             return False
-        if connection == heard.shut:
+        if connection == history.rejected:
             return True
-        if connection == heard.latest:
+        if connection == history.latest:
             return False
-        if connection == heard.before:
-            if now >= heard.returned + ONCE_S:
-                heard.returns, heard.returned = heard.returns + 1, now
+        if connection == history.previous:
+            if now >= history.alternated_at + ONCE_S:
+                history.alternations, history.alternated_at = history.alternations + 1, now
         else:
-            heard.newer, heard.returns = connection, 0
-        heard.before, heard.latest = heard.latest, connection
-        if heard.returns >= RETURNS:
-            heard.shut = heard.newer
-            heard.latest = heard.before if heard.latest == heard.newer else heard.latest
-            heard.before, heard.returns = b"", 0
-        return connection == heard.shut
+            history.second, history.alternations = connection, 0
+        history.previous, history.latest = history.latest, connection
+        if history.alternations >= RETURNS:
+            history.rejected = history.second
+            history.latest = history.previous if history.latest == history.second else history.latest
+            history.previous, history.alternations = b"", 0
+        return connection == history.rejected
 
-    def forget(self, peer: str) -> None:
+    def drop_peer(self, peer: str) -> None:
         """A peer has gone, with all its connections."""
         self._peers.pop(peer, None)

@@ -6,11 +6,11 @@ import molink
 from molink.wire.protocol import PROTOCOL
 
 #: Who has not reported for so long, in seconds, is not refused any more, but away.
-GONE_S = 5.0
+REPORT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class PeerVersion:
     """A version of molink, and the number of what it speaks (see :mod:`molink.wire.protocol`)."""
 
     version: str
@@ -20,12 +20,12 @@ class Spoken:
         return f"molink {self.version or 'of an unknown version'} (protocol {self.protocol})"
 
 
-def ours() -> Spoken:
+def own_version() -> PeerVersion:
     """What runs here."""
-    return Spoken(molink.__version__, PROTOCOL)
+    return PeerVersion(molink.__version__, PROTOCOL)
 
 
-def mismatch(pc: Spoken, swarm: Spoken) -> str:
+def explain_mismatch(pc: PeerVersion, swarm: PeerVersion) -> str:
     """Why ``pc`` can't be in a swarm whose coordinator speaks ``swarm``; empty if it can.
 
     It is for a person at that PC.
@@ -39,21 +39,21 @@ def mismatch(pc: Spoken, swarm: Spoken) -> str:
     )
 
 
-class RefusedPeers:
+class IncompatiblePeers:
     """Members that report, and may not take part because of what they speak."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[Spoken, float]] = {}
+        self._seen: dict[str, tuple[PeerVersion, float]] = {}
 
-    def heard(self, peer: str, spoken: Spoken, now: float) -> bool:
+    def check_version(self, peer: str, peer_version: PeerVersion, now: float) -> bool:
         """A peer reports at ``now`` (monotonic seconds); whether it may take part."""
-        if mismatch(spoken, ours()):
-            self._seen[peer] = spoken, now
+        if explain_mismatch(peer_version, own_version()):
+            self._seen[peer] = peer_version, now
             return False
         self._seen.pop(peer, None)
         return True
 
-    def at(self, now: float) -> dict[str, Spoken]:
+    def list_active(self, now: float) -> dict[str, PeerVersion]:
         """Who is refused now, and what it speaks."""
-        self._seen = {peer: seen for peer, seen in self._seen.items() if now - seen[1] <= GONE_S}
-        return {peer: spoken for peer, (spoken, _) in self._seen.items()}
+        self._seen = {peer: seen for peer, seen in self._seen.items() if now - seen[1] <= REPORT_TIMEOUT_S}
+        return {peer: peer_version for peer, (peer_version, _) in self._seen.items()}

@@ -6,7 +6,7 @@ from molink.facts.ringtimes import RingTimes
 from molink.scheduler.chunk import ChunkSize
 
 
-def first_token_s(times: RingTimes, prompt: int, paces: Sequence[float] = ()) -> float:
+def predict_ttft(times: RingTimes, prompt: int, slowdowns: Sequence[float] = ()) -> float:
     """Seconds until a prompt of ``prompt`` tokens has its first one; 0 if a stage isn't measured.
 
     In the head's own chunks: each is computed by a stage that is through with the one before, and
@@ -21,10 +21,10 @@ def first_token_s(times: RingTimes, prompt: int, paces: Sequence[float] = ()) ->
     stage_free, link_free = [0.0] * stages, [0.0] * stages
     done, there = 0, 0.0
     while done < prompt:
-        rows = min(prompt - done, chunks.rows(0, prompt - done, done))
+        rows = min(prompt - done, chunks.choose_rows(0, prompt - done, done))
         there = 0.0
         for index, profile in enumerate(times.profiles):
-            step = profile.prefill_s(rows, done) * (paces[index] if paces else 1.0)
+            step = profile.prefill_s(rows, done) * (slowdowns[index] if slowdowns else 1.0)
             there = stage_free[index] = max(there, stage_free[index]) + step
             if index < stages - 1:
                 link_free[index] = max(there, link_free[index]) + times.send_s(index, rows)

@@ -13,8 +13,8 @@ LOCAL_LATENCY = 50e-6
 LOCAL_RATE = 1e9
 #: A measurement is news if it differs from what the last placement saw by this part of it, and
 #: latencies by this many seconds too: measurements jitter.
-_NEWS = 0.25
-_LATENCY_NEWS = 0.002
+_RELATIVE_CHANGE = 0.25
+_LATENCY_CHANGE = 0.002
 
 
 class Links:
@@ -23,51 +23,51 @@ class Links:
     def __init__(self) -> None:
         self._measured: dict[tuple[str, str], LinkFacts] = {}
         #: As they were when a model was last placed.
-        self._seen: dict[tuple[str, str], LinkFacts] = {}
+        self._at_placement: dict[tuple[str, str], LinkFacts] = {}
         #: The PC of each further device.
-        self._pcs: dict[str, str] = {}
+        self._primary_peers: dict[str, str] = {}
         #: Whether something was so different from that meanwhile that it may matter.
-        self.news = False
+        self.has_changed = False
 
     def copy(self) -> "Links":
         """What is known, for whom nothing has been placed by it."""
         found = Links()
         found._measured = dict(self._measured)
-        found._pcs = dict(self._pcs)
-        found.news = bool(found._measured)
+        found._primary_peers = dict(self._primary_peers)
+        found.has_changed = bool(found._measured)
         return found
 
-    def located(self, peer: str, pc: str) -> None:
+    def set_primary_peer(self, peer: str, pc: str) -> None:
         """``peer`` is a further device of the PC of ``pc``; empty: it is a PC of its own."""
         if pc:
-            self._pcs[peer] = pc
+            self._primary_peers[peer] = pc
         else:
-            self._pcs.pop(peer, None)
+            self._primary_peers.pop(peer, None)
 
-    def measured(self, by: str, to: str, latency: float | None, rate: float | None) -> None:
+    def record_measurement(self, source: str, target: str, latency: float | None, rate: float | None) -> None:
         """``by`` has measured the way to ``to``; ``None``: it says nothing of that."""
         if latency is None and rate is None:
             return
-        old = self._measured.get((by, to), LinkFacts())
-        new = self._measured[by, to] = LinkFacts(
+        old = self._measured.get((source, target), LinkFacts())
+        new = self._measured[source, target] = LinkFacts(
             old.latency if latency is None else latency, old.rate if rate is None else rate
         )
-        if _differ(new, self._seen.get((by, to), LinkFacts())):
-            self.news = True
+        if _links_differ(new, self._at_placement.get((source, target), LinkFacts())):
+            self.has_changed = True
 
-    def forget(self, peer: str) -> None:
+    def drop_peer(self, peer: str) -> None:
         """The peer is gone: it may come back elsewhere."""
-        for known in (self._measured, self._seen):
+        for known in (self._measured, self._at_placement):
             for pair in [pair for pair in known if peer in pair]:
                 del known[pair]
-        self._pcs.pop(peer, None)
+        self._primary_peers.pop(peer, None)
 
-    def between(self, by: str, to: str) -> tuple[float, float]:
+    def latency_and_rate(self, source: str, target: str) -> tuple[float, float]:
         """Latency and rate of that direction; what was measured in the other counts for both."""
-        there, back = (self._measured.get(pair, LinkFacts()) for pair in ((by, to), (to, by)))
+        there, back = (self._measured.get(pair, LinkFacts()) for pair in ((source, target), (target, source)))
         latency = back.latency if there.latency is None else there.latency
         rate = back.rate if there.rate is None else there.rate
-        local = self._pcs.get(by, by) == self._pcs.get(to, to)
+        local = self._primary_peers.get(source, source) == self._primary_peers.get(target, target)
         return (
             (LOCAL_LATENCY if local else ASSUMED_LATENCY) if latency is None else latency,
             (LOCAL_RATE if local else ASSUMED_RATE) if rate is None else rate,
@@ -84,24 +84,24 @@ class Links:
             median(latencies) if latencies else None, median(rates) if rates else None
         )
         found = Links()
-        found._pcs = dict(self._pcs)
+        found._primary_peers = dict(self._primary_peers)
         found._measured = {**self._measured, **{(peer, other): usual for other in others}}
         return found
 
-    def known(self, by: str, to: str) -> bool:
+    def is_measured(self, source: str, target: str) -> bool:
         """Whether anything was measured between them."""
-        return (by, to) in self._measured or (to, by) in self._measured
+        return (source, target) in self._measured or (target, source) in self._measured
 
-    def placed(self) -> None:
+    def mark_placed(self) -> None:
         """A model is being placed by what is known now."""
-        self._seen = dict(self._measured)
-        self.news = False
+        self._at_placement = dict(self._measured)
+        self.has_changed = False
 
 
-def _differ(new: LinkFacts, old: LinkFacts) -> bool:
+def _links_differ(new: LinkFacts, old: LinkFacts) -> bool:
     latencies = [ASSUMED_LATENCY if v is None else v for v in (new.latency, old.latency)]
     rates = [ASSUMED_RATE if v is None else v for v in (new.rate, old.rate)]
     apart = abs(latencies[0] - latencies[1])
-    return (apart > _LATENCY_NEWS and apart > _NEWS * max(latencies)) or abs(
+    return (apart > _LATENCY_CHANGE and apart > _RELATIVE_CHANGE * max(latencies)) or abs(
         rates[0] - rates[1]
-    ) > _NEWS * max(rates)
+    ) > _RELATIVE_CHANGE * max(rates)

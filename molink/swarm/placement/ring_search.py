@@ -2,7 +2,7 @@
 
 All layers weigh the same. So a set of peers, with one that opens the ring and one that closes it,
 has two questions that don't touch: the way through the others (a shortest path, Held and Karp), and
-the split of the layers (whoever reads fastest takes as many as fit). Up to :data:`EXACT` peers all
+the split of the layers (whoever reads fastest takes as many as fit). Up to :data:`MAX_EXACT_PEERS` peers all
 sets, openers and closers are tried: no ring is better. Among more see
 :mod:`molink.swarm.placement.ring_growth`.
 """
@@ -11,66 +11,66 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from molink.facts.model import Objective
-from molink.swarm.placement.ring_growth import Growth
-from molink.swarm.placement.rings import FLIGHTS, SAME, JudgedRing, Task, even, fill
+from molink.swarm.placement.ring_growth import RingGrowth
+from molink.swarm.placement.rings import MICRO_BATCHES_PER_STAGE, TOLERANCE, RatedRing, RingTask, even_ring, fill_ring
 
 #: Most peers of which the best ring is found for certain.
-EXACT = 8
+MAX_EXACT_PEERS = 8
 #: A placement may take this part longer for stages that are more even: they leave more room for KV,
 #: and several streams go faster.
 SLACK = 0.02
 
 
-def search(task: Task, least: int = 1, slack: float = SLACK) -> JudgedRing | None:
+def search_ring(task: RingTask, min_stages: int = 1, slack: float = SLACK) -> RatedRing | None:
     """The best ring of ``least`` stages or more; of as many as can be, if there is none.
 
     ``slack`` is the part of a turn that evener stages may cost (see :data:`SLACK`). ``None``: the
     peers can't hold the model, or can't be put in a ring.
     """
-    able = [i for i, one in enumerate(task.runners) if one.capacity() >= 1]
-    if len(able) <= EXACT:
-        found = _choose(_exact(task, able), least)
+    able = [i for i, one in enumerate(task.hosts) if one.max_layers() >= 1]
+    if len(able) <= MAX_EXACT_PEERS:
+        found = _choose_ring(_exact_rings(task, able), min_stages)
     else:
-        found = Growth(task, able, least).best(_starts(task, able, least))
-    return found and even(task, found, slack)
+        found = RingGrowth(task, able, min_stages).find_best(_starts(task, able, min_stages))
+    return found and even_ring(task, found, slack)
 
 
-def _choose(rings: dict[int, JudgedRing], least: int) -> JudgedRing | None:
+def _choose_ring(rings: dict[int, RatedRing], min_stages: int) -> RatedRing | None:
     """The best of at least so many stages, or of the most that there are."""
-    enough = [count for count in rings if count >= least] or sorted(rings)[-1:]
-    best: JudgedRing | None = None
+    enough = [count for count in rings if count >= min_stages] or sorted(rings)[-1:]
+    best: RatedRing | None = None
     for count in sorted(enough):
-        if rings[count].better(best):
+        if rings[count].is_better(best):
             best = rings[count]
     return best
 
 
 #: A way from the opener through some peers: its seconds, its busiest link, and itself.
-_Way = tuple[float, float, tuple[int, ...]]
+_Path = tuple[float, float, tuple[int, ...]]
 
 
-def _exact(task: Task, able: Sequence[int]) -> dict[int, JudgedRing]:
+def _exact_rings(task: RingTask, able: Sequence[int]) -> dict[int, RatedRing]:
     """The best ring of each number of stages."""
-    best: dict[int, JudgedRing] = {}
-    pace = sorted(able, key=lambda i: (task.lines[i][0].each, i))
-    for order_of in _ways(task, able):
-        ring = _best_of(task, order_of, pace, best.get(len(order_of[2])))
+    best: dict[int, RatedRing] = {}
+    by_speed = sorted(able, key=lambda i: (task.linear_times[i][0].per_layer, i))
+    for order_of in _paths(task, able):
+        ring = _best_ring(task, order_of, by_speed, best.get(len(order_of[2])))
         if ring is not None:
             best[len(ring.order)] = ring
     return best
 
 
-def _ways(task: Task, able: Sequence[int]) -> Iterator[_Way]:
+def _paths(task: RingTask, able: Sequence[int]) -> Iterator[_Path]:
     """For each set, opener and closer the shortest way; where links can be the bottleneck, also
     longer ones over quicker links. First those who joined first.
     """
-    size = min(task.most, task.layers, len(able))
+    size = min(task.max_stages, task.layers, len(able))
     for opener in able:
-        fronts: dict[tuple[int, int], list[_Way]] = {(1 << opener, opener): [(0.0, 0.0, (opener,))]}
+        fronts: dict[tuple[int, int], list[_Path]] = {(1 << opener, opener): [(0.0, 0.0, (opener,))]}
         yield 0.0, 0.0, (opener,)
         others = [i for i in able if i != opener and task.hops[i][opener] is not None]
         for _ in range(size - 1):
-            longer: dict[tuple[int, int], list[_Way]] = {}
+            longer: dict[tuple[int, int], list[_Path]] = {}
             for (members, at), ways in fronts.items():
                 for to in others:
                     hop = task.hops[at][to]
@@ -79,7 +79,7 @@ def _ways(task: Task, able: Sequence[int]) -> Iterator[_Way]:
                     front = longer.setdefault((members | 1 << to, to), [])
                     for length, busy, order in ways:
                         further = (length + hop.rows, max(busy, hop.rows_busy), (*order, to))
-                        _add(front, further, task.objective)
+                        _add_path(front, further, task.objective)
             fronts = longer
             for (_, closer), ways in fronts.items():
                 back = task.hops[closer][opener]
@@ -88,81 +88,81 @@ def _ways(task: Task, able: Sequence[int]) -> Iterator[_Way]:
                     yield length + back.tokens, max(busy, back.tokens_busy), order
 
 
-def _add(front: list[_Way], way: _Way, objective: Objective) -> None:
+def _add_path(front: list[_Path], way: _Path, objective: Objective) -> None:
     """Keep the ways that none before beats in length and, where that counts, in busiest link."""
     both = objective == "throughput"
     length, busy, _ = way
     for one in front:
-        if one[0] <= length * (1 + SAME) and (not both or one[1] <= busy * (1 + SAME)):
+        if one[0] <= length * (1 + TOLERANCE) and (not both or one[1] <= busy * (1 + TOLERANCE)):
             return
     front[:] = [one for one in front if one[0] < length or (both and one[1] < busy)]
     front.append(way)
 
 
-def _best_of(
-    task: Task,
-    way: _Way,
-    pace: Sequence[int],
-    best: JudgedRing | None,
-) -> JudgedRing | None:
+def _best_ring(
+    task: RingTask,
+    way: _Path,
+    by_speed: Sequence[int],
+    best: RatedRing | None,
+) -> RatedRing | None:
     """The best ring of that way if it is better than ``best``: most are dismissed by a sum."""
     length, busy, order = way
-    total = _total(task, order, pace, inf)
+    total = _total_time(task, order, by_speed, inf)
     if total is None:
         return None
     if best is not None:
-        turn = length + total
+        round_trip_time = length + total
         if task.objective == "latency":
-            if turn >= best.turn * (1 - SAME):
+            if round_trip_time >= best.round_trip_time * (1 - TOLERANCE):
                 return None
         else:
-            bound = best.cost * (1 + SAME)
-            flights = FLIGHTS * len(order)
-            if busy > bound or turn > bound * flights:
+            bound = best.cost * (1 + TOLERANCE)
+            flights = MICRO_BATCHES_PER_STAGE * len(order)
+            if busy > bound or round_trip_time > bound * flights:
                 return None
-            total = _total(task, order, pace, bound)
+            total = _total_time(task, order, by_speed, bound)
             if total is None or length + total > bound * flights:
                 return None
-    ring = fill(task, order)
-    return ring if ring is not None and ring.better(best) else None
+    ring = fill_ring(task, order)
+    return ring if ring is not None and ring.is_better(best) else None
 
 
-def _total(
-    task: Task,
+def _total_time(
+    task: RingTask,
     order: Sequence[int],
-    pace: Sequence[int],
+    by_speed: Sequence[int],
     ceiling: float,
 ) -> float | None:
     """Seconds of all stages together, as the best split has them; ``None``: no room."""
     first, last, left, total = order[0], order[-1], task.layers - len(order), 0.0
-    for i in pace:
+    for i in by_speed:
         if i not in order:
             continue
-        line = task.lines[i][(i == first) + 2 * (i == last)]
-        most = line.cap if ceiling == inf else line.max_within(ceiling)
+        line = task.linear_times[i][(i == first) + 2 * (i == last)]
+        most = line.max_layers if ceiling == inf else line.max_within(ceiling)
         if most < 1:
             return None
         more = min(left, most - 1)
         left -= more
-        total += line.seconds(1 + more)
+        total += line.time_of(1 + more)
     return total if left == 0 else None
 
 
 # --- many peers: where a ring begins to grow -----------------------------------------------------
 
 
-def _starts(task: Task, able: Sequence[int], least: int) -> Iterator[tuple[int, ...]]:
+def _starts(task: RingTask, able: Sequence[int], min_stages: int) -> Iterator[tuple[int, ...]]:
     """The best rings of those who read fastest, and of those with most room; all of these in a row
     where no ring of theirs has room."""
-    runners, size = task.runners, min(EXACT, task.most, task.layers)
+    hosts, size = task.hosts, min(MAX_EXACT_PEERS, task.max_stages, task.layers)
 
-    def pace(i: int) -> tuple[float, int]:
-        return runners[i].seconds(1), i
+    def by_speed(i: int) -> tuple[float, int]:
+        return hosts[i].step_time(1), i
 
     def room(i: int) -> tuple[float, int]:
-        return -min(runners[i].capacity(), task.layers), i
+        return -min(hosts[i].max_layers(), task.layers), i
 
-    by_pace, by_room = (sorted(sorted(able, key=key)[:size]) for key in (pace, room))
-    for some in (by_pace,) if by_pace == by_room else (by_pace, by_room):
-        ring = _choose(_exact(task, some), least)
+    fastest, largest = (sorted(sorted(able, key=key)[:size]) for key in (by_speed, room))
+    for some in (fastest,) if fastest == largest else (fastest, largest):
+        ring = _choose_ring(_exact_rings(task, some), min_stages)
         yield ring.order if ring is not None else tuple(some)

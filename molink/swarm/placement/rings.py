@@ -7,12 +7,12 @@ from itertools import pairwise
 from math import inf
 
 from molink.facts.model import Objective
-from molink.swarm.placement.partition import Line, Runner, min_slowest
+from molink.swarm.placement.partition import LinearTime, StageHost, min_slowest_time
 
 #: Micro-batches in flight for each stage, at most: the head goes up to twice as many as stages.
-FLIGHTS = 2
+MICRO_BATCHES_PER_STAGE = 2
 #: Costs that differ by less than this part are the same.
-SAME = 1e-9
+TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,56 +35,56 @@ Hops = Sequence[Sequence[HopTimes | None]]
 
 
 @dataclass(frozen=True)
-class Task:
-    """``layers`` to be shared out among some of ``runners``, at most ``most`` of them."""
+class RingTask:
+    """``layers`` to be shared out among some of ``hosts``, at most ``max_stages`` of them."""
 
     layers: int
-    runners: Sequence[Runner]
+    hosts: Sequence[StageHost]
     hops: Hops
     objective: Objective = "latency"
-    most: int = 16
+    max_stages: int = 16
 
     @cached_property
-    def lines(self) -> Sequence[Sequence[Line]]:
+    def linear_times(self) -> Sequence[Sequence[LinearTime]]:
         """Each runner's stage: in the middle, opening the ring, closing it, and both."""
         ends = (False, True)
         return [
-            [one.line(opens=opens, closes=closes) for closes in ends for opens in ends]
-            for one in self.runners
+            [one.linear_time(opens=opens, closes=closes) for closes in ends for opens in ends]
+            for one in self.hosts
         ]
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedRing:
+class RatedRing:
     """Indices of runners in ring order, and the layers of each.
 
-    ``turn`` and ``slowest`` (stage) are in seconds. ``cost`` is what the objective makes least:
+    ``round_trip_time`` and ``slowest_time`` (stage) are in seconds. ``cost`` is what the objective makes least:
     ``latency`` the turn, ``throughput`` the time from one micro-batch to the next.
     """
 
     order: tuple[int, ...]
     counts: tuple[int, ...]
     cost: float
-    turn: float
-    slowest: float
+    round_trip_time: float
+    slowest_time: float
 
-    def better(self, other: "JudgedRing | None") -> bool:
+    def is_better(self, other: "RatedRing | None") -> bool:
         """Whether it costs less, or the same with a shorter turn."""
-        if other is None or self.cost < other.cost * (1 - SAME):
+        if other is None or self.cost < other.cost * (1 - TOLERANCE):
             return True
-        return self.cost <= other.cost * (1 + SAME) and self.turn < other.turn * (1 - SAME)
+        return self.cost <= other.cost * (1 + TOLERANCE) and self.round_trip_time < other.round_trip_time * (1 - TOLERANCE)
 
 
-def judge(task: Task, order: Sequence[int], counts: Sequence[int]) -> JudgedRing | None:
+def rate_ring(task: RingTask, order: Sequence[int], counts: Sequence[int]) -> RatedRing | None:
     """A ring that is there, as a search would see it; ``None`` if it can't be."""
-    way = _way(task, order)
-    lines = lines_of(task, order)
-    if way is None or any(not 1 <= n <= one.cap for one, n in zip(lines, counts, strict=True)):
+    way = _path_time(task, order)
+    lines = linear_times(task, order)
+    if way is None or any(not 1 <= n <= one.max_layers for one, n in zip(lines, counts, strict=True)):
         return None
-    return _ring(task, order, lines, counts, way)
+    return _build_ring(task, order, lines, counts, way)
 
 
-def _way(task: Task, order: Sequence[int]) -> tuple[float, float] | None:
+def _path_time(task: RingTask, order: Sequence[int]) -> tuple[float, float] | None:
     """Seconds of all links of a ring, and of the busiest; ``None`` if one can't be.
 
     All its peers have to connect to the first one: their requests go there.
@@ -104,31 +104,31 @@ def _way(task: Task, order: Sequence[int]) -> tuple[float, float] | None:
     return length, busy
 
 
-def lines_of(task: Task, order: Sequence[int]) -> list[Line]:
+def linear_times(task: RingTask, order: Sequence[int]) -> list[LinearTime]:
     first, last = order[0], order[-1]
-    return [task.lines[i][(i == first) + 2 * (i == last)] for i in order]
+    return [task.linear_times[i][(i == first) + 2 * (i == last)] for i in order]
 
 
-def _ring(
-    task: Task,
+def _build_ring(
+    task: RingTask,
     order: Sequence[int],
-    lines: Sequence[Line],
+    lines: Sequence[LinearTime],
     counts: Sequence[int],
     way: tuple[float, float],
-) -> JudgedRing:
-    times = [line.seconds(count) for line, count in zip(lines, counts, strict=True)]
-    turn, slowest = way[0] + sum(times), max(times)
-    cost = turn
+) -> RatedRing:
+    times = [line.time_of(count) for line, count in zip(lines, counts, strict=True)]
+    round_trip_time, slowest = way[0] + sum(times), max(times)
+    cost = round_trip_time
     if task.objective == "throughput":
-        cost = max(slowest, way[1], turn / (FLIGHTS * len(order)))
-    return JudgedRing(tuple(order), tuple(counts), cost, turn, slowest)
+        cost = max(slowest, way[1], round_trip_time / (MICRO_BATCHES_PER_STAGE * len(order)))
+    return RatedRing(tuple(order), tuple(counts), cost, round_trip_time, slowest)
 
 
-def _split(layers: int, lines: Sequence[Line], ceiling: float = inf) -> list[int] | None:
+def _split_layers(layers: int, lines: Sequence[LinearTime], ceiling: float = inf) -> list[int] | None:
     """Layers of each stage for the least time of all together, none over ``ceiling`` seconds."""
     counts = [1] * len(lines)
     left = layers - len(lines)
-    for i in sorted(range(len(lines)), key=lambda i: (lines[i].each, i)):
+    for i in sorted(range(len(lines)), key=lambda i: (lines[i].per_layer, i)):
         most = lines[i].max_within(ceiling)
         if most < 1 or left < 0:
             return None
@@ -138,22 +138,22 @@ def _split(layers: int, lines: Sequence[Line], ceiling: float = inf) -> list[int
     return counts if left == 0 else None
 
 
-def fill(task: Task, order: Sequence[int]) -> JudgedRing | None:
+def fill_ring(task: RingTask, order: Sequence[int]) -> RatedRing | None:
     """The best ring of that order."""
-    way = _way(task, order)
-    lines = lines_of(task, order)
-    counts = None if way is None else _split(task.layers, lines)
+    way = _path_time(task, order)
+    lines = linear_times(task, order)
+    counts = None if way is None else _split_layers(task.layers, lines)
     if way is None or counts is None:
         return None
-    best = _ring(task, order, lines, counts, way)
+    best = _build_ring(task, order, lines, counts, way)
     if task.objective == "latency":
         return best
-    low = max(way[1], best.turn / (FLIGHTS * len(order)), min_slowest(task.layers, lines))
+    low = max(way[1], best.round_trip_time / (MICRO_BATCHES_PER_STAGE * len(order)), min_slowest_time(task.layers, lines))
     high = best.cost
-    while high - low > SAME * high:
+    while high - low > TOLERANCE * high:
         middle = (low + high) / 2
-        counts = _split(task.layers, lines, middle)
-        found = counts and _ring(task, order, lines, counts, way)
+        counts = _split_layers(task.layers, lines, middle)
+        found = counts and _build_ring(task, order, lines, counts, way)
         if found and found.cost <= middle:
             best, high = found, found.cost
         else:
@@ -161,60 +161,60 @@ def fill(task: Task, order: Sequence[int]) -> JudgedRing | None:
     return best
 
 
-def _level(lines: Sequence[Line], counts: list[int]) -> list[int]:
+def _level_counts(lines: Sequence[LinearTime], counts: list[int]) -> list[int]:
     """The same time of all together, with those who read equally fast taking turns."""
     for i, line in enumerate(lines):
         for j, other in enumerate(lines):
-            same = abs(line.each - other.each) <= SAME * line.each
+            same = abs(line.per_layer - other.per_layer) <= TOLERANCE * line.per_layer
             while (
                 same
                 and counts[i] > 1
-                and counts[j] < other.cap
-                and other.seconds(counts[j] + 1) < line.seconds(counts[i]) * (1 - SAME)
+                and counts[j] < other.max_layers
+                and other.time_of(counts[j] + 1) < line.time_of(counts[i]) * (1 - TOLERANCE)
             ):
                 counts[i], counts[j] = counts[i] - 1, counts[j] + 1
     return counts
 
 
-def even(task: Task, ring: JudgedRing, slack: float) -> JudgedRing:
+def even_ring(task: RingTask, ring: RatedRing, slack: float) -> RatedRing:
     """The most even split of the same ring that costs hardly more."""
-    way, lines = _way(task, ring.order), lines_of(task, ring.order)
+    way, lines = _path_time(task, ring.order), linear_times(task, ring.order)
     assert way is not None
-    best, low = ring, min_slowest(task.layers, lines)
+    best, low = ring, min_slowest_time(task.layers, lines)
     ceiling = low
-    while best.slowest - low > SAME * low:
-        counts = _split(task.layers, lines, ceiling)
-        found = counts and _ring(task, ring.order, lines, _level(lines, counts), way)
+    while best.slowest_time - low > TOLERANCE * low:
+        counts = _split_layers(task.layers, lines, ceiling)
+        found = counts and _build_ring(task, ring.order, lines, _level_counts(lines, counts), way)
         if found and found.cost <= ring.cost * (1 + slack):
             best = found
         else:
             low = ceiling
-        ceiling = (low + best.slowest) / 2
+        ceiling = (low + best.slowest_time) / 2
     return best
 
 
-def _slowest(layers: int, lines: Sequence[Line]) -> float:
+def _slowest_bound(layers: int, lines: Sequence[LinearTime]) -> float:
     """About the least time of the slowest stage: as if layers could be cut."""
     free, left, time = list(lines), float(layers), 0.0
     while free:
-        paces = [(line.fixed, 1 / max(line.each, 1e-12), line.cap) for line in free]
-        time = (left + sum(fixed * pace for fixed, pace, _ in paces)) / sum(p for _, p, _ in paces)
-        full = [line for line in free if line.seconds(line.cap) < time]
+        rates = [(line.fixed, 1 / max(line.per_layer, 1e-12), line.max_layers) for line in free]
+        time = (left + sum(fixed * rate for fixed, rate, _ in rates)) / sum(p for _, p, _ in rates)
+        full = [line for line in free if line.time_of(line.max_layers) < time]
         if not full:
             break
-        left -= sum(line.cap for line in full)
+        left -= sum(line.max_layers for line in full)
         free = [line for line in free if line not in full]
-    return time + max(line.each for line in lines)
+    return time + max(line.per_layer for line in lines)
 
 
-def quick(task: Task, order: Sequence[int]) -> float | None:
+def estimate_cost(task: RingTask, order: Sequence[int]) -> float | None:
     """About the cost of the best ring of that order: the split with the least slowest stage is
     taken where another one may be a little better."""
-    way, lines = _way(task, order), lines_of(task, order)
-    if way is None or min(line.cap for line in lines) < 1:
+    way, lines = _path_time(task, order), linear_times(task, order)
+    if way is None or min(line.max_layers for line in lines) < 1:
         return None
-    if sum(line.cap for line in lines) < task.layers:
+    if sum(line.max_layers for line in lines) < task.layers:
         return None
-    ceiling = inf if task.objective == "latency" else _slowest(task.layers, lines)
-    counts = _split(task.layers, lines, ceiling) or _split(task.layers, lines)
-    return _ring(task, order, lines, counts, way).cost if counts else None
+    ceiling = inf if task.objective == "latency" else _slowest_bound(task.layers, lines)
+    counts = _split_layers(task.layers, lines, ceiling) or _split_layers(task.layers, lines)
+    return _build_ring(task, order, lines, counts, way).cost if counts else None

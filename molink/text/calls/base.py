@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from typing import Protocol
 
 #: Most characters of white space that wait for what follows: around calls they are dropped.
-MAX_SPACE = 1024
+MAX_HELD_SPACE = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextDelta:
     """More of the content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningDelta:
     """More of what the model thinks before it answers."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegin:
+class ToolCallBegin:
     """A call of the tool ``name`` begins; ``index`` counts the answer's calls from 0."""
 
     index: int
@@ -35,7 +35,7 @@ class CallBegin:
 
 
 @dataclass(frozen=True, slots=True)
-class CallArguments:
+class ToolCallArguments:
     """More of a call's arguments: together they are JSON as the model writes it."""
 
     index: int
@@ -43,33 +43,33 @@ class CallArguments:
 
 
 @dataclass(frozen=True, slots=True)
-class CallEnd:
+class ToolCallEnd:
     """A call is complete."""
 
     index: int
 
 
-Part = Text | Thought | CallBegin | CallArguments | CallEnd
+AnswerPart = TextDelta | ReasoningDelta | ToolCallBegin | ToolCallArguments | ToolCallEnd
 
 
 class AnswerParser(Protocol):
     """Takes the text of one answer apart."""
 
     @property
-    def thinking(self) -> bool:
+    def is_reasoning(self) -> bool:
         """Whether the text so far ends in what the model thinks."""
         ...
 
-    def push(self, text: str) -> list[Part]:
+    def parse_delta(self, text: str) -> list[AnswerPart]:
         """The parts that are certain now that ``text`` follows."""
         ...
 
-    def finish(self) -> list[Part]:
+    def finish_parsing(self) -> list[AnswerPart]:
         """What was held back, when no more text follows."""
         ...
 
 
-class Parts:
+class AnswerPartBuilder:
     """Collects parts: texts side by side become one, and calls are numbered.
 
     White space waits until it is known what follows: around calls it is dropped, unless there is
@@ -77,61 +77,61 @@ class Parts:
     """
 
     def __init__(self) -> None:
-        self._found: list[Part] = []
+        self._parts: list[AnswerPart] = []
         self._space = ""
-        self._calls = 0
+        self._num_calls = 0
 
-    def text(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         """More content."""
         text = self._space + text
-        end = max(len(text.rstrip()), len(text) - MAX_SPACE)
+        end = max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
         self._space = text[end:]
         if end:
-            self._add_text(text[:end])
+            self._append_text(text[:end])
 
-    def thought(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         """More of what the model thinks."""
-        last = self._found[-1] if self._found else None
-        if isinstance(last, Thought):
-            self._found[-1] = Thought(last.text + text)
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, ReasoningDelta):
+            self._parts[-1] = ReasoningDelta(last.text + text)
         elif text:
-            self._found.append(Thought(text))
+            self._parts.append(ReasoningDelta(text))
 
-    def begin(self, name: str) -> None:
+    def begin_call(self, name: str) -> None:
         """A call begins."""
-        self._found.append(CallBegin(self._calls, name))
+        self._parts.append(ToolCallBegin(self._num_calls, name))
 
-    def arguments(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         """More arguments of the call that began last."""
-        last = self._found[-1] if self._found else None
-        if isinstance(last, CallArguments):
-            self._found[-1] = CallArguments(self._calls, last.text + text)
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, ToolCallArguments):
+            self._parts[-1] = ToolCallArguments(self._num_calls, last.text + text)
         elif text:
-            self._found.append(CallArguments(self._calls, text))
+            self._parts.append(ToolCallArguments(self._num_calls, text))
 
-    def end(self) -> None:
+    def end_call(self) -> None:
         """The call that began last is complete."""
-        self._found.append(CallEnd(self._calls))
-        self._calls += 1
+        self._parts.append(ToolCallEnd(self._num_calls))
+        self._num_calls += 1
 
-    def take(self) -> list[Part]:
+    def drain_parts(self) -> list[AnswerPart]:
         """What was found since the last time."""
-        found, self._found = self._found, []
+        found, self._parts = self._parts, []
         return found
 
-    def finish(self) -> list[Part]:
+    def finish_parts(self) -> list[AnswerPart]:
         """The last parts: white space at the end belongs to an answer without calls."""
-        if self._space and not self._calls:
-            self._add_text(self._space)
+        if self._space and not self._num_calls:
+            self._append_text(self._space)
         self._space = ""
-        return self.take()
+        return self.drain_parts()
 
-    def _add_text(self, text: str) -> None:
-        last = self._found[-1] if self._found else None
-        if isinstance(last, Text):
-            self._found[-1] = Text(last.text + text)
+    def _append_text(self, text: str) -> None:
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, TextDelta):
+            self._parts[-1] = TextDelta(last.text + text)
         else:
-            self._found.append(Text(text))
+            self._parts.append(TextDelta(text))
 
 
 class MarkerFinder:
@@ -145,13 +145,13 @@ class MarkerFinder:
         self._firsts = tuple({marker[0] for marker in markers})
         self._held = ""
 
-    def push(self, text: str, start: int) -> tuple[str, str | None, int]:
+    def find_marker(self, text: str, start: int) -> tuple[str, str | None, int]:
         """The text before the first marker, the marker, and where ``text`` goes on behind it."""
         buffer = self._held + text[start:]
         places = ((buffer.find(marker), marker) for marker in self._markers)
         found = min(((place, marker) for place, marker in places if place >= 0), default=None)
         if found is None:
-            keep = self._kept(buffer)
+            keep = self._marker_start(buffer)
             self._held = buffer[keep:]
             return buffer[:keep], None, len(text)
         place, marker = found
@@ -159,12 +159,12 @@ class MarkerFinder:
         self._held = ""
         return buffer[:place], marker, end
 
-    def flush(self) -> str:
+    def flush_text(self) -> str:
         """What was held back."""
         held, self._held = self._held, ""
         return held
 
-    def _kept(self, buffer: str) -> int:
+    def _marker_start(self, buffer: str) -> int:
         """Where the beginning of a marker begins in ``buffer``; its length if there is none."""
         for first in self._firsts:
             place = buffer.rfind(first)

@@ -10,19 +10,19 @@ from typing import Any
 
 from molink.errors import RequestError
 from molink.text.calls.create import AnswerFormat
-from molink.text.calls.thinking import is_opened
+from molink.text.calls.thinking import is_tag_open
 
 #: JSON as models write it; with white space left open some write it without end.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-_ANYTHING = r"/(.|\n)*/"
-_LINES = r"/\n{0,2}/"
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_TEXT_RULE = r"/(.|\n)*/"
+_LINE_RULE = r"/\n{0,2}/"
 
 #: Writes a marker, or any text, as a part of a rule.
 Quote = Callable[[str], str]
 
 
-def call_grammar(
+def build_call_grammar(
     form: AnswerFormat,
     tools: Mapping[str, dict[str, Any] | None],
     ids: Mapping[str, int],
@@ -43,45 +43,45 @@ def call_grammar(
         return f"<[{ids[text]}]>" if text in ids else json.dumps(text)
 
     named = "[ARGS]" in ids
-    rules = ["%llguidance {}", *_start(form, quote, ids, tail)]
-    rules.append(f"answer: {_answer(form, quote, named=named, parallel=parallel)}")
+    rules = ["%llguidance {}", *_start_rule(form, quote, ids, tail)]
+    rules.append(f"answer: {_answer_rule(form, quote, named=named, parallel=parallel)}")
     rules.append("call: " + " | ".join(f"call{number}" for number in range(len(tools))))
     for number, (name, schema) in enumerate(tools.items()):
-        shape = json.dumps({**(schema or _NOTHING), "x-guidance": _LAYOUT})
-        call = _call(form, quote, name, f"arguments{number}", named=named)
+        shape = json.dumps({**(schema or _NO_PARAMETERS), "x-guidance": _LAYOUT})
+        call = _call_rule(form, quote, name, f"arguments{number}", named=named)
         rules += [f"call{number}: {call}", f"arguments{number}: %json {shape}"]
     return "\n".join(rules) + "\n"
 
 
-def _start(form: AnswerFormat, quote: Quote, ids: Mapping[str, int], tail: str) -> list[str]:
+def _start_rule(form: AnswerFormat, quote: Quote, ids: Mapping[str, int], tail: str) -> list[str]:
     """An answer: what the model thinks, if it does, then its calls."""
-    if form.calls == "harmony":
+    if form.tool_calls == "harmony":
         opening = f'{quote("<|channel|>")} "analysis" {quote("<|message|>")}'
         behind = f'{quote("<|start|>")} "assistant"'
-        return ["start: thought? answer", *_thought(opening, "<|end|>", behind, quote, ids)]
-    if form.tags is None:
+        return ["start: thought? answer", *_reasoning_rule(opening, "<|end|>", behind, quote, ids)]
+    if form.reasoning_tags is None:
         return ["start: answer"]
-    opened = is_opened(tail, form.tags[0])
-    opening = "" if opened else quote(form.tags[0])
+    opened = is_tag_open(tail, form.reasoning_tags[0])
+    opening = "" if opened else quote(form.reasoning_tags[0])
     start = "start: thought answer" if opened else "start: thought? answer"
-    return [start, *_thought(opening, form.tags[1], _LINES, quote, ids)]
+    return [start, *_reasoning_rule(opening, form.reasoning_tags[1], _LINE_RULE, quote, ids)]
 
 
-def _thought(
+def _reasoning_rule(
     opening: str, closing: str, behind: str, quote: Quote, ids: Mapping[str, int]
 ) -> list[str]:
     """Text up to ``closing``, be it a special token or text itself."""
     if closing in ids:
-        return [f"thought: {opening} {_ANYTHING} {quote(closing)} {behind}"]
+        return [f"thought: {opening} {_ANY_TEXT_RULE} {quote(closing)} {behind}"]
     return [
         f"thought: {opening} thinking {behind}",
-        f"thinking[suffix={json.dumps(closing)}]: {_ANYTHING}",
+        f"thinking[suffix={json.dumps(closing)}]: {_ANY_TEXT_RULE}",
     ]
 
 
-def _answer(form: AnswerFormat, quote: Quote, *, named: bool, parallel: bool) -> str:
+def _answer_rule(form: AnswerFormat, quote: Quote, *, named: bool, parallel: bool) -> str:
     """One call or, where the format has that, several."""
-    match form.calls:
+    match form.tool_calls:
         case "hermes":
             return 'call ("\\n" call)*' if parallel else "call"
         case "mistral" if named:
@@ -94,10 +94,10 @@ def _answer(form: AnswerFormat, quote: Quote, *, named: bool, parallel: bool) ->
     raise RequestError("how this model writes calls is not known", "tool_choice")
 
 
-def _call(form: AnswerFormat, quote: Quote, name: str, arguments: str, *, named: bool) -> str:
-    key = "parameters" if form.calls == "llama" else "arguments"
+def _call_rule(form: AnswerFormat, quote: Quote, name: str, arguments: str, *, named: bool) -> str:
+    key = "parameters" if form.tool_calls == "llama" else "arguments"
     begin = f'{{"name": "{name}", "{key}": '
-    match form.calls:
+    match form.tool_calls:
         case "hermes":
             begin, end = quote("\n" + begin), quote("}\n")
             return f"{quote('<tool_call>')} {begin} {arguments} {end} {quote('</tool_call>')}"

@@ -7,7 +7,7 @@
 import re
 from typing import Literal
 
-from molink.text.calls.base import MarkerFinder, Part, Parts
+from molink.text.calls.base import MarkerFinder, AnswerPart, AnswerPartBuilder
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -15,12 +15,12 @@ MARKERS = frozenset({START, CHANNEL, MESSAGE, "<|constrain|>", *_ENDS})
 
 #: Most characters of a message's header.
 _MAX_HEADER = 256
-_CHANNEL = re.compile(r"<\|channel\|>\s*(analysis|commentary|final)\b")
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL_PATTERN = re.compile(r"<\|channel\|>\s*(analysis|commentary|final)\b")
+_RECIPIENT_PATTERN = re.compile(r"\bto=([^\s<]+)")
 #: A prompt that ends within a message: its header.
-_OPENED = re.compile(r"<\|start\|>assistant([^<]*<\|channel\|>[^<]*)<\|message\|>$")
+_OPEN_MESSAGE = re.compile(r"<\|start\|>assistant([^<]*<\|channel\|>[^<]*)<\|message\|>$")
 
-Kind = Literal["text", "thought", "call"]
+MessageKind = Literal["text", "thought", "call"]
 
 
 class HarmonyParser:
@@ -29,117 +29,117 @@ class HarmonyParser:
     def __init__(self, names: frozenset[str], tail: str) -> None:
         """``tail`` is the end of the prompt."""
         self._names = names
-        self._parts = Parts()
+        self._parts = AnswerPartBuilder()
         self._finder = MarkerFinder(tuple(MARKERS))
         self._state: Literal["header", "body", "between"] = "header"
         self._header = ""
-        self._kind: Kind = "text"
+        self._kind: MessageKind = "text"
         #: Whether the call's arguments are still to come.
-        self._empty = False
+        self._awaits_arguments = False
         #: Kinds of messages that there have been.
-        self._seen: set[Kind] = set()
-        opened = _OPENED.search(tail)
+        self._seen_kinds: set[MessageKind] = set()
+        opened = _OPEN_MESSAGE.search(tail)
         if opened is not None:
-            self._begin(opened[1])
+            self._begin_message(opened[1])
 
     @property
-    def thinking(self) -> bool:
+    def is_reasoning(self) -> bool:
         """See :class:`AnswerParser`."""
         return self._state == "body" and self._kind == "thought"
 
-    def push(self, text: str) -> list[Part]:
+    def parse_delta(self, text: str) -> list[AnswerPart]:
         """See :class:`AnswerParser`."""
         pos = 0
         while pos < len(text):
-            before, marker, pos = self._finder.push(text, pos)
-            self._take(before)
+            before, marker, pos = self._finder.find_marker(text, pos)
+            self._read_text(before)
             if marker is not None:
-                self._mark(marker)
-        return self._parts.take()
+                self._read_marker(marker)
+        return self._parts.drain_parts()
 
-    def finish(self) -> list[Part]:
+    def finish_parsing(self) -> list[AnswerPart]:
         """See :class:`AnswerParser`."""
-        self._take(self._finder.flush())
+        self._read_text(self._finder.flush_text())
         if self._state == "header":
-            self._parts.text(self._header)
+            self._parts.add_text(self._header)
         elif self._state == "body":
-            self._end()
-        return self._parts.finish()
+            self._end_message()
+        return self._parts.finish_parts()
 
-    def _take(self, text: str) -> None:
+    def _read_text(self, text: str) -> None:
         """Text between two marks."""
         if self._state == "between":
             text = text.lstrip()
             if text:
-                self._begin("")
+                self._begin_message("")
         if self._state == "body":
-            self._add(text)
+            self._add_content(text)
         elif self._state == "header":
             room = _MAX_HEADER - len(self._header)
             self._header += text[:room]
             if len(text) > room:
-                self._begin_text()
-                self._add(text[room:])
+                self._begin_text_message()
+                self._add_content(text[room:])
 
-    def _mark(self, marker: str) -> None:
+    def _read_marker(self, marker: str) -> None:
         if marker in _ENDS:
-            self._close(marker)
+            self._close_message(marker)
         elif marker == START or (marker == CHANNEL and self._state != "header"):
-            self._close("")
+            self._close_message("")
             self._state, self._header = "header", marker
         elif self._state == "header" and marker == MESSAGE:
-            self._begin(self._header)
+            self._begin_message(self._header)
         else:
-            self._take(marker)
+            self._read_text(marker)
 
-    def _begin(self, header: str) -> None:
+    def _begin_message(self, header: str) -> None:
         """A message begins; one of an unknown kind is text, its header included."""
-        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        channel, recipient = _CHANNEL_PATTERN.search(header), _RECIPIENT_PATTERN.search(header)
         name = recipient[1].removeprefix("functions.") if recipient is not None else ""
         self._header = ""
         if channel is not None and name in self._names:
-            self._enter("call")
-            self._parts.begin(name)
+            self._enter_message("call")
+            self._parts.begin_call(name)
         elif channel is not None and channel[1] == "analysis":
-            self._enter("thought")
+            self._enter_message("thought")
         elif channel is not None and recipient is None:
-            self._enter("text")
+            self._enter_message("text")
         else:
             self._header = header
-            self._begin_text(MESSAGE if header else "")
+            self._begin_text_message(MESSAGE if header else "")
 
-    def _begin_text(self, behind: str = "") -> None:
+    def _begin_text_message(self, behind: str = "") -> None:
         """What was read as a header is text."""
         header, self._header = self._header, ""
-        self._enter("text")
-        self._parts.text(header + behind)
+        self._enter_message("text")
+        self._parts.add_text(header + behind)
 
-    def _enter(self, kind: Kind) -> None:
-        self._state, self._kind, self._empty = "body", kind, True
-        if kind in self._seen and kind != "call":
-            self._add("\n\n")
-        self._seen.add(kind)
+    def _enter_message(self, kind: MessageKind) -> None:
+        self._state, self._kind, self._awaits_arguments = "body", kind, True
+        if kind in self._seen_kinds and kind != "call":
+            self._add_content("\n\n")
+        self._seen_kinds.add(kind)
 
-    def _add(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         if self._kind == "text":
-            self._parts.text(text)
+            self._parts.add_text(text)
         elif self._kind == "thought":
-            self._parts.thought(text)
+            self._parts.add_reasoning(text)
         else:
-            text = text.lstrip() if self._empty else text
-            self._parts.arguments(text)
-            self._empty = self._empty and not text
+            text = text.lstrip() if self._awaits_arguments else text
+            self._parts.add_arguments(text)
+            self._awaits_arguments = self._awaits_arguments and not text
 
-    def _close(self, marker: str) -> None:
+    def _close_message(self, marker: str) -> None:
         """A message ends; what has no body by then is text."""
         if self._state == "header" and self._header:
-            self._begin_text(marker)
+            self._begin_text_message(marker)
         elif self._state == "body":
-            self._end()
+            self._end_message()
         self._state, self._header = "between", ""
 
-    def _end(self) -> None:
+    def _end_message(self) -> None:
         if self._kind == "call":
-            if self._empty:
-                self._parts.arguments("{}")
-            self._parts.end()
+            if self._awaits_arguments:
+                self._parts.add_arguments("{}")
+            self._parts.end_call()

@@ -13,7 +13,7 @@ import msgspec
 from molink.errors import MessageTooLarge, WireError
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.data import Frame, StageMessage, Volume, VolumePart
+from molink.wire.messages.data import Frame, StageMessage, Volume, VolumeFragment
 from molink.wire.messages.serving import ServingMessage
 
 M = TypeVar("M")
@@ -111,7 +111,7 @@ def _check_payload(message: object, payload: Buffer | None) -> None:
 def _check_coding(message: object, promised: Payload) -> None:
     name = type(message).__name__
     body = message.body if isinstance(message, Frame) else message
-    if promised.coding is Coding.PLAIN or not isinstance(body, Volume | VolumePart):
+    if promised.coding is Coding.PLAIN or not isinstance(body, Volume | VolumeFragment):
         raise WireError(f"the payload of a {name} can't be packed")
     if promised.nbytes > MAX_PAYLOAD:
         raise MessageTooLarge(f"the payload of a {name} unpacks to over {MAX_PAYLOAD} bytes")

@@ -13,30 +13,30 @@ from molink.errors import MolinkError
 from molink.facts.scalars import Count, Sentence, Text
 from molink.wire.messages.base import Message
 from molink.wire.messages.instructions import Instruction
-from molink.wire.messages.joining import Elsewhere, Joined, JoinRequest
+from molink.wire.messages.joining import JoinRedirect, JoinReply, JoinRequest
 from molink.wire.messages.leading import LeaderReply, LeaderRequest
-from molink.wire.messages.relaying import RelayOpen
+from molink.wire.messages.relaying import RelayOpened
 from molink.wire.messages.reports import (
     Goodbye,
     PeerReport,
-    Reached,
+    ReachReport,
     StageFailed,
     StageLoaded,
     StageReady,
 )
 from molink.wire.messages.requests import (
-    Applied,
+    ApplyReply,
     ApplyFile,
     ApplyModels,
-    Bringing,
-    BringModel,
+    LoadModelReply,
+    LoadModel,
     DrainRequest,
     InvitationsReply,
     InvitationsRequest,
-    Invite,
+    InviteReply,
     InviteRequest,
-    JudgeReply,
-    JudgeRequest,
+    PairingDecisionReply,
+    PairingDecisionRequest,
     LeaveRequest,
     Rebalance,
     RevokeReply,
@@ -50,16 +50,16 @@ from molink.wire.messages.requests import (
     UnrevokeRequest,
 )
 from molink.wire.messages.transfer import (
-    ManifestPart,
+    ManifestChunk,
     ManifestRequest,
-    PartsHeld,
+    PartsReply,
     PartsRequest,
     ReadReply,
     ReadRequest,
 )
 
 
-class Failure(Message, frozen=True, kw_only=True, tag="failure"):
+class ErrorReply(Message, frozen=True, kw_only=True, tag="failure"):
     """The answer to a request that can't be met; ``code`` is the error's class name."""
 
     ref: Count
@@ -76,21 +76,21 @@ class Failure(Message, frozen=True, kw_only=True, tag="failure"):
         return error
 
 
-class Done(Message, frozen=True, kw_only=True, tag="done"):
+class DoneReply(Message, frozen=True, kw_only=True, tag="done"):
     """The answer to a request that needs no other."""
 
     ref: Count
 
 
 ControlMessage = (
-    Failure
-    | Done
+    ErrorReply
+    | DoneReply
     | JoinRequest
-    | Elsewhere
-    | Joined
+    | JoinRedirect
+    | JoinReply
     | PeerReport
-    | Reached
-    | RelayOpen
+    | ReachReport
+    | RelayOpened
     | StageLoaded
     | StageReady
     | StageFailed
@@ -99,12 +99,12 @@ ControlMessage = (
     | SwitchModel
     | Rebalance
     | ApplyModels
-    | Applied
+    | ApplyReply
     | ApplyFile
-    | BringModel
-    | Bringing
+    | LoadModel
+    | LoadModelReply
     | InviteRequest
-    | Invite
+    | InviteReply
     | InvitationsRequest
     | InvitationsReply
     | LeaveRequest
@@ -112,15 +112,15 @@ ControlMessage = (
     | RevokeRequest
     | RevokeReply
     | UnrevokeRequest
-    | JudgeRequest
-    | JudgeReply
+    | PairingDecisionRequest
+    | PairingDecisionReply
     | Instruction
     | LeaderRequest
     | LeaderReply
     | ManifestRequest
-    | ManifestPart
+    | ManifestChunk
     | PartsRequest
-    | PartsHeld
+    | PartsReply
     | ReadRequest
     | ReadReply
     | StatusRequest

@@ -13,10 +13,10 @@ import msgspec
 from molink.facts.drafts import MAX_DRAFTS
 from molink.facts.scalars import Count, Index, Text
 from molink.wire.messages.base import LeanMessage, Payload
-from molink.wire.messages.rounds import HostReport, LinkReport, PaceReport
+from molink.wire.messages.rounds import HostMemoryReport, LinkReport, SlowdownReport
 
 #: Rows groups of one volume, bounded so that its header stays under 4 KB.
-MAX_GROUPS = 128
+MAX_SLICES = 128
 #: Volumes of one kind (prefill or decode) that a head may have in flight.
 MAX_MICRO_BATCHES = 64
 #: Entries of a logit bias, bounded for the same reason.
@@ -28,12 +28,12 @@ MAX_TEMPERATURE = 100.0
 #: Alternatives to a token, as many as OpenAI's API allows.
 MAX_TOP_LOGPROBS = 20
 #: Blocks of one order to swap: their ids, there and here, go in one message.
-MAX_SWAP = 30_000
+MAX_SWAP_BLOCKS = 30_000
 #: Bytes of a grammar's text: it goes in one message.
-MAX_GRAMMAR = 128 * 1024
+MAX_GRAMMAR_BYTES = 128 * 1024
 
 Epoch = Count
-Tick = Count
+Seq = Count
 RequestId = Index
 RepetitionPenalty = Annotated[
     float, msgspec.Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
@@ -42,14 +42,14 @@ RepetitionPenalty = Annotated[
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 
 
-class Lane(IntEnum):
+class Channel(IntEnum):
     """The two connections of a hop: decode rows and control, or prefill rows in bulk."""
 
     DECODE = 0
     BULK = 1
 
 
-class Sampling(LeanMessage, frozen=True, tag=False):
+class SamplingParams(LeanMessage, frozen=True, tag=False):
     """How the tail picks a token; the ordinary parameters of OpenAI's and vLLM's API.
 
     ``temperature`` 0 is greedy; ``top_k`` 0 and ``min_p`` 0 are off. ``seed`` is always set (the
@@ -86,13 +86,13 @@ class Sampling(LeanMessage, frozen=True, tag=False):
 class Admit(LeanMessage, frozen=True, tag="admit"):
     """A request begins; sent once, so that decode frames can be lean."""
 
-    tick: Tick
+    seq: Seq
     request: RequestId
-    sampling: Sampling
+    sampling_params: SamplingParams
     #: Tokens that were given, not sampled by this request: its prompt as the client sent it.
     prompt_tokens: Count
     #: How many tokens' keys it may come to have: LongRoPE rotates all of them by that.
-    reach: Count = 0
+    max_positions: Count = 0
 
 
 class History(LeanMessage, frozen=True, tag="history"):
@@ -102,7 +102,7 @@ class History(LeanMessage, frozen=True, tag="history"):
     ``Admit.prompt_tokens`` count as generated (a resubmitted request has some).
     """
 
-    tick: Tick
+    seq: Seq
     request: RequestId
     first: Count
     payload: Payload
@@ -115,24 +115,24 @@ class Grammar(LeanMessage, frozen=True, tag="grammar"):
     has one gets too if some of its answer is known: the tail goes through that part again.
     """
 
-    tick: Tick
+    seq: Seq
     request: RequestId
     payload: Payload
 
 
-class Table(LeanMessage, frozen=True, tag="table"):
+class BlockTable(LeanMessage, frozen=True, tag="table"):
     """KV blocks that a request's block table begins with (payload ``i32 [n]``), in order.
 
     Sent after :class:`Admit`, and before any rows, if the prefix cache has the request's first
     tokens: its rows begin after them.
     """
 
-    tick: Tick
+    seq: Seq
     request: RequestId
     payload: Payload
 
 
-class Rows(LeanMessage, frozen=True, tag=False):
+class RequestSlice(LeanMessage, frozen=True, tag=False):
     """Consecutive rows of one request in a volume: tokens at ``start … start + count - 1``.
 
     The last of them may be ``drafts``: tokens that nobody has sampled. The tail samples from the
@@ -145,82 +145,82 @@ class Rows(LeanMessage, frozen=True, tag=False):
     start: Count
     count: Annotated[int, msgspec.Meta(ge=1, le=65536)]
     #: The latest earlier tick that writes or releases a block these rows use.
-    after: Tick
+    after_seq: Seq
     #: Ids of KV blocks appended to the request's block table before these rows run.
     blocks: tuple[Index, ...] = ()
     #: Whether the tail samples a token from the last of these rows.
     sample: bool = False
     #: Before these rows run, the positions before ``start`` in its block are copied from this one
     #: (the prefix cache has them there, followed by others); -1 if nothing is to be copied.
-    source: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
+    copy_from_block: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
     #: Tokens of the last rows, or of all; only of decode rows that are sampled from.
     drafts: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_DRAFTS)] = ()
 
     @property
-    def is_ahead(self) -> bool:
+    def is_lookahead(self) -> bool:
         """Whether nobody knew the token of its first row when it was issued."""
         return len(self.drafts) == self.count
 
     @property
-    def checked(self) -> tuple[int, ...]:
+    def verified_drafts(self) -> tuple[int, ...]:
         """The drafts that are compared with what is sampled from its own rows."""
-        return self.drafts[1:] if self.is_ahead else self.drafts
+        return self.drafts[1:] if self.is_lookahead else self.drafts
 
-    def follows(self, position: int, token: int) -> bool:
+    def continues_from(self, position: int, token: int) -> bool:
         """Whether they may be sampled from if ``token`` at ``position`` is the last one known."""
-        return not self.is_ahead or (self.start, self.drafts[0]) == (position, token)
+        return not self.is_lookahead or (self.start, self.drafts[0]) == (position, token)
 
 
 class Volume(LeanMessage, frozen=True, tag="volume"):
     """Activations of one micro-batch's decode rows, or of one prefill chunk.
 
     The payload is ``[n, hidden]`` rows, the first ``n`` of ``sum(count)``; the others follow in
-    :class:`VolumePart` messages of the same lane. Toward a stage's own executor it has none.
+    :class:`VolumeFragment` messages of the same lane. Toward a stage's own executor it has none.
     """
 
-    tick: Tick
+    seq: Seq
     prefill: bool
-    rows: Annotated[tuple[Rows, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
+    slices: Annotated[tuple[RequestSlice, ...], msgspec.Meta(min_length=1, max_length=MAX_SLICES)]
     payload: Payload
 
     @property
     def count(self) -> int:
         """Rows of all groups together."""
-        rows = self.rows
+        rows = self.slices
         return rows[0].count if len(rows) == 1 else sum(group.count for group in rows)
 
     @property
     def context(self) -> float:
         """How many tokens come before its row groups, on average of its rows."""
-        rows = self.rows
+        rows = self.slices
         if len(rows) == 1:
             return rows[0].start
         return sum(group.start * group.count for group in rows) / self.count
 
 
-class VolumePart(LeanMessage, frozen=True, tag="part"):
-    """More rows of the volume ``tick``, beginning with row ``first``."""
+class VolumeFragment(LeanMessage, frozen=True, tag="part"):
+    """More rows of the volume ``seq``, beginning with row ``first``."""
 
-    tick: Tick
+    seq: Seq
     first: Index
     payload: Payload
 
 
 class Release(LeanMessage, frozen=True, tag="release"):
-    """A request is over (finished, cancelled or preempted): forget it after tick ``after``.
+    """A request is over (finished, cancelled or preempted): forget it after tick ``after_seq``.
 
     Rows of it that arrive later are dropped. When this message has gone round the ring, every
     stage has completed it and the head may reuse the request's blocks.
 
-    ``also`` lists the other ticks with rows of the request that had not come back when it was
+    ``pending_seqs`` lists the other ticks with rows of the request that had not come back when it was
     released. They are named one by one because the last may be dropped, and so complete, at a stage
     where an earlier one is still on its way.
     """
 
-    tick: Tick
+    seq: Seq
     request: RequestId
-    after: Tick
-    also: Annotated[tuple[Tick, ...], msgspec.Meta(max_length=MAX_MICRO_BATCHES)] = ()
+    after_seq: Seq
+    pending_seqs: Annotated[tuple[Seq, ...], msgspec.Meta(max_length=MAX_MICRO_BATCHES)] = ()
 
 
 class SwapOut(LeanMessage, frozen=True, tag="swap_out"):
@@ -230,7 +230,7 @@ class SwapOut(LeanMessage, frozen=True, tag="swap_out"):
     None of its rows is on its way.
     """
 
-    tick: Tick
+    seq: Seq
     request: RequestId
     payload: Payload
 
@@ -238,24 +238,24 @@ class SwapOut(LeanMessage, frozen=True, tag="swap_out"):
 class SwapIn(LeanMessage, frozen=True, tag="swap_in"):
     """Blocks of a request's table are filled from memory of the host.
 
-    Sent after :class:`Table`, and before any rows, which begin after them. The payload is as that
-    of the :class:`SwapOut` with the tick ``filled``, which has filled the host blocks.
+    Sent after :class:`BlockTable`, and before any rows, which begin after them. The payload is as that
+    of the :class:`SwapOut` with the tick ``swap_out_seq``, which has filled the host blocks.
     """
 
-    tick: Tick
+    seq: Seq
     request: RequestId
-    filled: Tick
+    swap_out_seq: Seq
     payload: Payload
 
 
 class Tombstone(LeanMessage, frozen=True, tag="tombstone"):
     """A volume all of whose rows were dropped: its tick counts as completed."""
 
-    tick: Tick
+    seq: Seq
 
 
 class TopLogprobs(LeanMessage, frozen=True, tag="top"):
-    """Alternatives at a position; precedes the :class:`Sampled` that has the token."""
+    """Alternatives at a position; precedes the :class:`SamplerOutput` that has the token."""
 
     request: RequestId
     position: Count
@@ -263,7 +263,7 @@ class TopLogprobs(LeanMessage, frozen=True, tag="top"):
     logprobs: Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_TOP_LOGPROBS)]
 
 
-class Choice(LeanMessage, frozen=True, tag=False):
+class SampledId(LeanMessage, frozen=True, tag=False):
     """One sampled token. ``position`` is the token's own; ``logprob`` is NaN if not asked for."""
 
     request: RequestId
@@ -272,15 +272,15 @@ class Choice(LeanMessage, frozen=True, tag=False):
     logprob: float = float("nan")
 
 
-class Forced(LeanMessage, frozen=True, tag=False):
-    """Tokens that have to follow the last ``Choice`` of a request: its grammar allows no others."""
+class ForcedTokens(LeanMessage, frozen=True, tag=False):
+    """Tokens that have to follow the last ``SampledId`` of a request: its grammar allows no others."""
 
     request: RequestId
     tokens: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=MAX_DRAFTS)]
 
 
-class Sampled(LeanMessage, frozen=True, tag="sampled"):
-    """The tail completed tick ``tick``; ``choices`` has a token per row group that samples.
+class SamplerOutput(LeanMessage, frozen=True, tag="sampled"):
+    """The tail completed tick ``seq``; ``sampled`` has a token per row group that samples.
 
     Of a group with drafts it has those that were accepted, in order, and the token after them; of
     one that went ahead and is wrong, nothing.
@@ -289,35 +289,35 @@ class Sampled(LeanMessage, frozen=True, tag="sampled"):
     advice: which drafts are sure to be right.
     """
 
-    tick: Tick
-    choices: Annotated[tuple[Choice, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
-    failed: Annotated[tuple[RequestId, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
-    forced: Annotated[tuple[Forced, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
+    seq: Seq
+    sampled: Annotated[tuple[SampledId, ...], msgspec.Meta(max_length=MAX_SLICES)] = ()
+    failed: Annotated[tuple[RequestId, ...], msgspec.Meta(max_length=MAX_SLICES)] = ()
+    forced: Annotated[tuple[ForcedTokens, ...], msgspec.Meta(max_length=MAX_SLICES)] = ()
 
 
-class Probe(LeanMessage, frozen=True, tag="probe"):
+class Padding(LeanMessage, frozen=True, tag="probe"):
     """Bytes (payload ``u8 [n]``) that mean nothing: how fast they arrive tells the link's rate."""
 
     payload: Payload
 
 
-RingBody = (
+RingMessage = (
     Admit
     | History
     | Grammar
-    | Table
+    | BlockTable
     | Volume
-    | VolumePart
+    | VolumeFragment
     | Release
     | SwapOut
     | SwapIn
     | Tombstone
     | TopLogprobs
-    | Sampled
+    | SamplerOutput
     | LinkReport
-    | PaceReport
-    | HostReport
-    | Probe
+    | SlowdownReport
+    | HostMemoryReport
+    | Padding
 )
 
 
@@ -327,16 +327,16 @@ class LinkHello(LeanMessage, frozen=True, tag="hello"):
     pipeline: Text
     epoch: Epoch
     from_stage: Annotated[int, msgspec.Meta(ge=0, le=255)]
-    lane: Lane
+    channel: Channel
 
 
 class Frame(LeanMessage, frozen=True, tag="frame"):
-    """A numbered message of a lane: ``seq`` rises by one from 0 in each (epoch, lane)."""
+    """A numbered message of a lane: ``frame_number`` rises by one from 0 in each (epoch, lane)."""
 
     epoch: Epoch
-    lane: Lane
-    seq: Count
-    body: RingBody
+    channel: Channel
+    frame_number: Count
+    body: RingMessage
 
     @property
     def payload(self) -> Payload | None:
@@ -345,29 +345,29 @@ class Frame(LeanMessage, frozen=True, tag="frame"):
 
 
 class Ack(LeanMessage, frozen=True, tag="ack"):
-    """All frames below ``next`` of that (epoch, lane) have arrived."""
+    """All frames below ``next_frame`` of that (epoch, lane) have arrived."""
 
     epoch: Epoch
-    lane: Lane
-    next: Count
+    channel: Channel
+    next_frame: Count
 
 
-class Beat(LeanMessage, frozen=True, tag="beat"):
+class Heartbeat(LeanMessage, frozen=True, tag="beat"):
     """Application heartbeat on the decode lane: 1 s, and every 100 ms while requests live.
 
-    ``completed`` is the compute thread's last completed tick and ``queued`` how many volumes wait
+    ``completed_seq`` is the compute thread's last completed tick and ``queued`` how many volumes wait
     for it: no progress with work queued is death, whatever the sockets say. ``sent_at`` is the
     sender's monotonic clock in seconds; an answer returns it in ``echo``.
     """
 
     epoch: Epoch
-    completed: Tick
+    completed_seq: Seq
     queued: Count
     sent_at: float
     echo: float = 0.0
     #: How long the step that runs should take, in seconds: nobody is dead for working.
-    predicted: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
+    predicted_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
 
 
 #: What stages say to each other.
-StageMessage = LinkHello | Frame | Ack | Beat
+StageMessage = LinkHello | Frame | Ack | Heartbeat

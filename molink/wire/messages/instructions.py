@@ -5,19 +5,19 @@ from typing import Annotated
 import msgspec
 
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.model import BLOCK_SIZE, HubPlace, LayerRange, Quantize, Root
+from molink.facts.model import BLOCK_SIZE, HubRevision, LayerRange, Quantize, Root
 from molink.facts.profile import Profile
 from molink.facts.scalars import Addresses, Count, Index, Sentence, Text
 from molink.wire.messages.base import Message, Port, PublicKey
-from molink.wire.messages.leading import Noted, SendState, SharedState
-from molink.wire.messages.relaying import CloseRelay, Detour, OpenRelay
+from molink.wire.messages.leading import LeaderHeartbeat, StateRequest, StateReplica
+from molink.wire.messages.relaying import CloseRelay, RelayedRoute, OpenRelay
 
 #: Pipelines that a swarm is to have at once, of all models.
 MAX_PIPELINES = 8
 #: Peers that hold some of a model's files: as many as a ring has stages.
-MAX_HOLDERS = 16
+MAX_SOURCES = 16
 
-Holders = Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_HOLDERS)]
+Sources = Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_SOURCES)]
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
@@ -27,11 +27,11 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     peer: Text
 
 
-class StillThere(Message, frozen=True, kw_only=True, tag="knock"):
+class KeepAlive(Message, frozen=True, kw_only=True, tag="knock"):
     """Nothing to do: that it can be sent shows that the connection is there."""
 
 
-class Member(Message, frozen=True, kw_only=True, tag="member"):
+class PeerInfo(Message, frozen=True, kw_only=True, tag="member"):
     """A peer of the swarm, announced to all others one by one; also when its addresses change."""
 
     peer: Text
@@ -41,7 +41,7 @@ class Member(Message, frozen=True, kw_only=True, tag="member"):
     control_port: Port
     models: tuple[Text, ...] = ()
     #: Where it is a further device of a PC: the peer that is the PC's own.
-    pc: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    primary_peer: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class Revoked(Message, frozen=True, kw_only=True, tag="revoked"):
@@ -50,7 +50,7 @@ class Revoked(Message, frozen=True, kw_only=True, tag="revoked"):
     swarm: Text
 
 
-class Twin(Message, frozen=True, kw_only=True, tag="twin"):
+class DuplicatePeer(Message, frozen=True, kw_only=True, tag="twin"):
     """The receiver has the key of a PC that runs already: its state folder is a copy."""
 
 
@@ -60,7 +60,7 @@ class Notice(Message, frozen=True, kw_only=True, tag="notice"):
     text: Sentence
 
 
-class KnockingPc(Message, frozen=True, kw_only=True):
+class PendingPairing(Message, frozen=True, kw_only=True):
     """A PC that asks to be let in, and the code that it shows."""
 
     name: Text
@@ -68,13 +68,13 @@ class KnockingPc(Message, frozen=True, kw_only=True):
     address: Text
 
 
-class Knocking(Message, frozen=True, kw_only=True, tag="knocking"):
+class PendingPairings(Message, frozen=True, kw_only=True, tag="knocking"):
     """All PCs that ask to be let in, for the people at the receiver."""
 
-    knocks: Annotated[tuple[KnockingPc, ...], msgspec.Meta(max_length=8)] = ()
+    pairings: Annotated[tuple[PendingPairing, ...], msgspec.Meta(max_length=8)] = ()
 
 
-class MemberGone(Message, frozen=True, kw_only=True, tag="member-gone"):
+class PeerRemoved(Message, frozen=True, kw_only=True, tag="member-gone"):
     """A peer left or was revoked: drop what it sends from now on."""
 
     peer: Text
@@ -83,10 +83,10 @@ class MemberGone(Message, frozen=True, kw_only=True, tag="member-gone"):
 class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     """Load layers ``layers`` of ``model`` as stage ``stage`` of ``stages`` and report.
 
-    ``sources`` are peers that hold the model's files, and ``parts`` such as hold some of them;
+    ``sources`` are peers that hold the model's files, and ``partial_sources`` such as hold some of them;
     ``hub`` is where else they are. Only those of ``root`` are to be believed. A worker of the same
     pipeline with the same layers keeps its weights and only changes epoch. A request has at most
-    ``context`` tokens (0: as the model says).
+    ``max_model_len`` tokens (0: as the model says).
     """
 
     pipeline: Text
@@ -100,9 +100,9 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = BLOCK_SIZE
     quantize: Quantize = "none"
     root: Root = ""
-    parts: Holders = ()
-    hub: HubPlace = ""
-    context: Count = 0
+    partial_sources: Sources = ()
+    hub: HubRevision = ""
+    max_model_len: Count = 0
 
 
 class Prefetch(Message, frozen=True, kw_only=True, tag="prefetch"):
@@ -117,8 +117,8 @@ class Prefetch(Message, frozen=True, kw_only=True, tag="prefetch"):
     model: Text
     sources: tuple[Text, ...]
     root: Root = ""
-    parts: Holders = ()
-    hub: HubPlace = ""
+    partial_sources: Sources = ()
+    hub: HubRevision = ""
 
 
 class StageAddress(Message, frozen=True, kw_only=True):
@@ -130,7 +130,7 @@ class StageAddress(Message, frozen=True, kw_only=True):
     port: Port
 
 
-class Form(Message, frozen=True, kw_only=True, tag="form"):
+class FormPipeline(Message, frozen=True, kw_only=True, tag="form"):
     """All stages have loaded: allocate ``blocks`` KV blocks and take your place in the ring."""
 
     pipeline: Text
@@ -141,7 +141,7 @@ class Form(Message, frozen=True, kw_only=True, tag="form"):
 
 
 class StageProfile(Message, frozen=True, kw_only=True, tag="stage-profile"):
-    """How long a stage's steps take, for the head: it is told all stages' before its ``Form``.
+    """How long a stage's steps take, for the head: it is told all stages' before its ``FormPipeline``.
 
     One message each, since a header has no room for those of a whole ring. They are advice: a head
     that lacks one schedules without.
@@ -165,24 +165,24 @@ class Route(Message, frozen=True, kw_only=True, tag="route"):
     pipeline: Text
     epoch: Count
     model: Text
-    ready: bool
-    head: StageAddress | None
-    context: Count
+    is_ready: bool
+    scheduler: StageAddress | None
+    max_model_len: Count
     #: Peers that can serve the model's files (tokenizer, template) to those that lack them.
     sources: tuple[Text, ...] = ()
     root: Root = ""
     #: Peers that can serve some of them.
-    parts: Holders = ()
-    hub: HubPlace = ""
+    partial_sources: Sources = ()
+    hub: HubRevision = ""
     #: Why it isn't ready, for a person; empty where that is only a matter of moments.
     reason: Sentence = ""
     #: Rises as long as an epoch is being formed and gets on, 0 otherwise: who waits, waits on.
-    forming: Count = 0
+    forming_progress: Count = 0
     #: Other pipelines of the same model, which go on beside this one.
-    beside: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_PIPELINES)] = ()
+    sibling_pipelines: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_PIPELINES)] = ()
 
 
-class RouteGone(Message, frozen=True, kw_only=True, tag="route-gone"):
+class RouteRemoved(Message, frozen=True, kw_only=True, tag="route-gone"):
     """That pipeline is no more."""
 
     pipeline: Text
@@ -191,24 +191,24 @@ class RouteGone(Message, frozen=True, kw_only=True, tag="route-gone"):
 #: What the coordinator tells a peer unasked.
 Instruction = (
     Welcome
-    | Noted
-    | SharedState
-    | SendState
+    | LeaderHeartbeat
+    | StateReplica
+    | StateRequest
     | Revoked
-    | Twin
+    | DuplicatePeer
     | Notice
-    | StillThere
-    | Knocking
-    | Member
-    | MemberGone
+    | KeepAlive
+    | PendingPairings
+    | PeerInfo
+    | PeerRemoved
     | Prefetch
     | Assign
     | StageProfile
-    | Form
+    | FormPipeline
     | Unassign
     | Route
-    | RouteGone
+    | RouteRemoved
     | OpenRelay
-    | Detour
+    | RelayedRoute
     | CloseRelay
 )

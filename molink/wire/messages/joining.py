@@ -14,7 +14,7 @@ class JoinRequest(Message, frozen=True, kw_only=True, tag="join"):
     protocol: Count = 1
 
 
-class Elsewhere(Message, frozen=True, kw_only=True, tag="elsewhere"):
+class JoinRedirect(Message, frozen=True, kw_only=True, tag="elsewhere"):
     """A member's answer to :class:`JoinRequest`: the coordinator that takes it."""
 
     ref: Count
@@ -22,7 +22,7 @@ class Elsewhere(Message, frozen=True, kw_only=True, tag="elsewhere"):
     addresses: Addresses
 
 
-class Joined(Message, frozen=True, kw_only=True, tag="joined"):
+class JoinReply(Message, frozen=True, kw_only=True, tag="joined"):
     """The coordinator has made the sender of :class:`JoinRequest` a member."""
 
     ref: Count

@@ -14,16 +14,16 @@ from molink.wire.messages.base import Message, Payload
 class LeaderView(Message, frozen=True, kw_only=True):
     """Whom a peer follows as its coordinator (see :mod:`molink.swarm.election.succession`).
 
-    ``leads``: the coordinator runs at this very peer, with that key, at these addresses; ``hears``:
-    it runs elsewhere, and this peer is in touch with it; ``fit``: it could run here. ``replica`` is
+    ``is_leader``: the coordinator runs at this very peer, with that key, at these addresses; ``hears_leader``:
+    it runs elsewhere, and this peer is in touch with it; ``can_lead``: it could run here. ``replica`` is
     how far the copy of its state is that this peer holds: a term, and a revision in it.
     """
 
     term: Count
     leader: Text
-    leads: bool
-    hears: bool
-    fit: bool
+    is_leader: bool
+    hears_leader: bool
+    can_lead: bool
     replica: tuple[Count, Count]
     coordinator_key: Annotated[str, msgspec.Meta(max_length=40)] = ""
     addresses: Addresses = ()
@@ -44,7 +44,7 @@ class LeaderReply(Message, frozen=True, kw_only=True, tag="leader"):
     view: LeaderView
 
 
-class Noted(Message, frozen=True, kw_only=True, tag="noted"):
+class LeaderHeartbeat(Message, frozen=True, kw_only=True, tag="noted"):
     """The coordinator has read a report, so it is known to live. The first word of a session.
 
     It leads in ``term``, on the PC of peer ``leader`` (empty: one without a daemon). A peer that
@@ -57,14 +57,14 @@ class Noted(Message, frozen=True, kw_only=True, tag="noted"):
     protocol: Count = 1
 
 
-class SharedState(Message, frozen=True, kw_only=True, tag="shared-state"):
+class StateReplica(Message, frozen=True, kw_only=True, tag="shared-state"):
     """The coordinator's state for each peer to keep (payload ``u8 [n]``, see ``swarm/replica.py``).
 
-    A peer sends its own copy when the coordinator asks for it by :class:`SendState`.
+    A peer sends its own copy when the coordinator asks for it by :class:`StateRequest`.
     """
 
     payload: Payload
 
 
-class SendState(Message, frozen=True, kw_only=True, tag="send-state"):
+class StateRequest(Message, frozen=True, kw_only=True, tag="send-state"):
     """The copy of the state that a peer holds knows of changes that the coordinator doesn't."""

@@ -13,12 +13,12 @@ import msgspec
 from molink.errors import WireError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import LayerRange, Quantize
-from molink.facts.profile import UNKNOWN, Profile
+from molink.facts.profile import UNKNOWN_PROFILE, Profile
 from molink.facts.scalars import Count, Index, Sentence, Text
 from molink.facts.settings import PipelineSettings
 from molink.wire.messages.base import Message, Port, PublicKey
 from molink.wire.messages.instructions import StageAddress
-from molink.wire.messages.load import HeadLoad, StageLoad
+from molink.wire.messages.load import SchedulerLoad, StageLoad
 
 #: Bytes: nothing that goes over the pipe comes near, so a longer one is garbage.
 MAX_PIPE_MESSAGE = 1 << 20
@@ -26,11 +26,11 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _LENGTH = struct.Struct("<I")
 
 
-class Warm(Message, frozen=True, kw_only=True, tag="warm"):
-    """The first message to a spare: be ready for a :class:`Start` that resembles this.
+class WarmUp(Message, frozen=True, kw_only=True, tag="warm"):
+    """The first message to a spare: be ready for a :class:`LoadStage` that resembles this.
 
-    ``layers`` are in ``model_dir``; the rest is as in :class:`Start`. The spare takes no memory of
-    a GPU, and gives way to all other processes until it has said :class:`Warmed`. Without a
+    ``layers`` are in ``model_dir``; the rest is as in :class:`LoadStage`. The spare takes no memory of
+    a GPU, and gives way to all other processes until it has said :class:`WarmedUp`. Without a
     ``model_dir`` no model is known yet, and a stage will come soon: it imports what all need, and
     doesn't give way.
     """
@@ -44,19 +44,19 @@ class Warm(Message, frozen=True, kw_only=True, tag="warm"):
     quantize: Quantize = "none"
 
 
-class Warmed(Message, frozen=True, kw_only=True, tag="warmed"):
-    """A spare has imported and compiled what it can; a :class:`Start` now takes it least time."""
+class WarmedUp(Message, frozen=True, kw_only=True, tag="warmed"):
+    """A spare has imported and compiled what it can; a :class:`LoadStage` now takes it least time."""
 
 
-class DraftStart(Message, frozen=True, kw_only=True):
+class DraftModelSpec(Message, frozen=True, kw_only=True):
     """A small model to hold beside the first stage, whole, with ``kv_bytes`` for a pool."""
 
     model_dir: Annotated[str, msgspec.Meta(max_length=4096)]
     kv_bytes: Count
 
 
-class Start(Message, frozen=True, kw_only=True, tag="start"):
-    """The first message, or the first after :class:`Warm`: all a worker needs to load its stage.
+class LoadStage(Message, frozen=True, kw_only=True, tag="start"):
+    """The first message, or the first after :class:`WarmUp`: all a worker needs to load its stage.
 
     ``secret_key`` is the peer's CURVE key (it never appears in argv or the environment).
     ``kv_bytes`` bounds the KV pool; ``ports`` is the range to bind the
@@ -78,37 +78,37 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     ports: tuple[Port, Port]
     kv_bytes: Count
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
-    max_context: Count
+    max_model_len: Count
     #: How the pipeline serves; the same object that the daemon's settings hold.
     settings: PipelineSettings = PipelineSettings()
     #: Stages of this PC that share its memory, this one included.
-    stages_here: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    stages_per_host: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     #: Folder in which measured profiles are kept; empty: they are measured anew each time.
     profile_cache: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     quantize: Quantize = "none"
     #: Bytes of a GPU that the worker may allocate in all; 0 = no bound.
-    memory: Count = 0
+    memory_limit: Count = 0
     #: Whether requests may be waiting: what takes seconds and can be done later is left.
-    hurry: bool = False
+    skip_optional: bool = False
     #: Kernels that compute wrongly here, by :mod:`molink.facts.kernels`.
-    avoid: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
+    disabled_kernels: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
     #: File in which is kept how kernels were found to compute; empty: none is tried beforehand.
-    proofs: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    kernel_checks_path: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     #: What the head may ask for drafts, where it is here.
-    draft: DraftStart | None = None
+    draft: DraftModelSpec | None = None
 
 
-class MemberKey(Message, frozen=True, kw_only=True):
+class PeerKey(Message, frozen=True, kw_only=True):
     """A member that may speak to this worker."""
 
     peer: Text
     public_key: PublicKey
 
 
-class Members(Message, frozen=True, kw_only=True, tag="members"):
+class PeerKeys(Message, frozen=True, kw_only=True, tag="members"):
     """All members now; whoever is missing is dropped at once."""
 
-    members: tuple[MemberKey, ...]
+    peers: tuple[PeerKey, ...]
 
 
 class FormRing(Message, frozen=True, kw_only=True, tag="form-ring"):
@@ -129,19 +129,19 @@ class Ping(Message, frozen=True, kw_only=True, tag="ping"):
 
 
 class Pong(Message, frozen=True, kw_only=True, tag="pong"):
-    """The worker lives; ``stuck`` if the step that it computes takes far longer than it should."""
+    """The worker lives; ``is_stuck`` if the step that it computes takes far longer than it should."""
 
-    stuck: bool = False
+    is_stuck: bool = False
 
 
-class Loading(Message, frozen=True, kw_only=True, tag="loading"):
+class WeightLoadProgress(Message, frozen=True, kw_only=True, tag="loading"):
     """How far loading is: ``done`` of ``total`` bytes of the stage's files."""
 
     done: Count
     total: Count
 
 
-class Loaded(Message, frozen=True, kw_only=True, tag="loaded"):
+class WorkerLoaded(Message, frozen=True, kw_only=True, tag="loaded"):
     """Weights are loaded and the data socket is bound to ``port``.
 
     ``weights_s`` and ``profile_s`` are the seconds that loading and measuring took.
@@ -149,13 +149,13 @@ class Loaded(Message, frozen=True, kw_only=True, tag="loaded"):
 
     port: Port
     max_blocks: Index
-    profile: Profile = UNKNOWN
+    profile: Profile = UNKNOWN_PROFILE
     weight_bytes: Count
     weights_s: Seconds = 0.0
     profile_s: Seconds = 0.0
 
 
-class Formed(Message, frozen=True, kw_only=True, tag="formed"):
+class RingFormed(Message, frozen=True, kw_only=True, tag="formed"):
     """The ring of ``epoch`` can be used, as far as this stage is concerned."""
 
     epoch: Count
@@ -175,10 +175,10 @@ class NextStageLost(Message, frozen=True, kw_only=True, tag="next-lost"):
     reason: Sentence
 
 
-class MemberBlocked(Message, frozen=True, kw_only=True, tag="blocked"):
+class PeerBlocked(Message, frozen=True, kw_only=True, tag="blocked"):
     """A member has been cut off by this worker for misbehaving; it stays so until it is removed.
 
-    ``previous`` is whether it runs the previous stage of the ring of ``epoch`` (0 before the first
+    ``is_previous_stage`` is whether it runs the previous stage of the ring of ``epoch`` (0 before the first
     one). If so, no such ring can work, and not this stage is to blame for its silence. It is
     reported again with each ring that is formed with it.
     """
@@ -186,25 +186,25 @@ class MemberBlocked(Message, frozen=True, kw_only=True, tag="blocked"):
     epoch: Count
     peer: Text
     reason: Sentence
-    previous: bool
+    is_previous_stage: bool
 
 
-class Stats(Message, frozen=True, kw_only=True, tag="stats"):
+class WorkerStats(Message, frozen=True, kw_only=True, tag="stats"):
     """What ``/metrics`` shows of a worker: monotonic counters and gauges by name.
 
-    ``load`` and ``head`` are what others are told of it.
+    ``load`` and ``scheduler`` are what others are told of it.
     """
 
     epoch: Count
     counters: dict[Text, float]
     gauges: dict[Text, float]
     load: StageLoad | None = None
-    head: HeadLoad | None = None
+    scheduler: SchedulerLoad | None = None
 
 
-ToWorker = Warm | Start | Members | FormRing | Ping
+ToWorker = WarmUp | LoadStage | PeerKeys | FormRing | Ping
 FromWorker = (
-    Warmed | Loading | Loaded | Formed | Pong | WorkerFailed | NextStageLost | MemberBlocked | Stats
+    WarmedUp | WeightLoadProgress | WorkerLoaded | RingFormed | Pong | WorkerFailed | NextStageLost | PeerBlocked | WorkerStats
 )
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ ShortText = Annotated[str, msgspec.Meta(max_length=64)]
 #: What becomes of a stranger. ``twin``: a PC with its key is in the swarm, and runs.
 #: ``full``: the swarm has as many PCs as it may. ``busy``: too many ask at this moment.
 #: ``version``: it speaks another protocol.
-Outcome = Literal["admitted", "refused", "expired", "busy", "full", "revoked", "twin", "version"]
+PairingOutcome = Literal["admitted", "refused", "expired", "busy", "full", "revoked", "twin", "version"]
 
 
 class Commitment(Message, frozen=True, kw_only=True, tag="commitment"):
@@ -53,21 +53,21 @@ class Reveal(Message, frozen=True, kw_only=True, tag="reveal"):
     nonce: Nonce
 
 
-class Verdict(Message, frozen=True, kw_only=True, tag="verdict"):
+class PairingResult(Message, frozen=True, kw_only=True, tag="verdict"):
     """The last word. With ``admitted`` comes where the coordinator listens.
 
     With ``version`` comes which molink the swarm runs.
     """
 
-    outcome: Outcome
+    outcome: PairingOutcome
     port: Port = 0
     addresses: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=6)] = ()
     version: ShortText = ""
     protocol: Count = 1
 
 
-FromStranger = Commitment | Reveal
-FromSwarm = Challenge | Verdict
+PairingClientMessage = Commitment | Reveal
+PairingServerMessage = Challenge | PairingResult
 
 
 def encode_frame(message: Message) -> bytes:
@@ -78,7 +78,7 @@ def encode_frame(message: Message) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
-def frame_length(head: bytes) -> int:
+def parse_frame_length(head: bytes) -> int:
     """The length that the first bytes of a frame announce.
 
     Raises:

@@ -2,7 +2,7 @@
 
 The messages are between the coordinator and the three. What the ends and the relay say to each
 other is a few bytes of plain TCP: the relay sends a nonce, an end answers with a proof that it has
-been told the secret (:func:`proof`), which itself never travels there. What follows is what two
+been told the secret (:func:`compute_proof`), which itself never travels there. What follows is what two
 ZeroMQ sockets say to each other, encrypted between them.
 """
 
@@ -23,7 +23,7 @@ Role = Literal["dials", "waits"]
 #: Bytes of what the relay says first, and of the answer.
 NONCE_BYTES, PROOF_BYTES = 16, 8 + 1 + 32
 #: What the relay says to an end that has waited: another has come.
-GO = b"\x01"
+PEER_ARRIVED = b"\x01"
 #: Bytes of the port that the dialling end asks the other one for, once they are connected.
 PORT_BYTES = 2
 _ROLES: dict[Role, bytes] = {"dials": b"d", "waits": b"w"}
@@ -36,14 +36,14 @@ class OpenRelay(Message, frozen=True, kw_only=True, tag="open-relay"):
     secret: Secret
 
 
-class RelayOpen(Message, frozen=True, kw_only=True, tag="relay-open"):
+class RelayOpened(Message, frozen=True, kw_only=True, tag="relay-open"):
     """The answer: where the ends are to connect; port 0 if that can't be had."""
 
     id: Count
     port: Port
 
 
-class Detour(Message, frozen=True, kw_only=True, tag="detour"):
+class RelayedRoute(Message, frozen=True, kw_only=True, tag="detour"):
     """``peer`` is to be reached by way of a relay; or it is to reach you, if you ``wait``."""
 
     id: Count
@@ -60,13 +60,13 @@ class CloseRelay(Message, frozen=True, kw_only=True, tag="close-relay"):
     id: Count
 
 
-def proof(id: int, role: Role, secret: bytes, nonce: bytes) -> bytes:
+def compute_proof(id: int, role: Role, secret: bytes, nonce: bytes) -> bytes:
     """What an end answers to a relay's nonce."""
     begin = id.to_bytes(8, "big") + _ROLES[role]
     return begin + hmac.new(secret, nonce + begin, hashlib.sha256).digest()
 
 
-def claimed(answer: bytes) -> tuple[int, Role]:
+def parse_claim(answer: bytes) -> tuple[int, Role]:
     """Of which relay an answer speaks, and as whom; nothing of it is proved.
 
     Raises:
@@ -78,6 +78,6 @@ def claimed(answer: bytes) -> tuple[int, Role]:
     raise WireError("no answer to a relay's nonce")
 
 
-def is_proof(answer: bytes, id: int, role: Role, secret: bytes, nonce: bytes) -> bool:
+def is_valid_proof(answer: bytes, id: int, role: Role, secret: bytes, nonce: bytes) -> bool:
     """Whether an answer proves that its sender knows the secret."""
-    return hmac.compare_digest(answer, proof(id, role, secret, nonce))
+    return hmac.compare_digest(answer, compute_proof(id, role, secret, nonce))

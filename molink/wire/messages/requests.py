@@ -1,7 +1,7 @@
 """What a person asks for, by the command line or a daemon: of the coordinator, or of a daemon.
 
 Each has a ``ref`` that the answer repeats; where no other is named, it is
-:class:`molink.wire.messages.control.Done`. A daemon asks under its peer's key.
+:class:`molink.wire.messages.control.DoneReply`. A daemon asks under its peer's key.
 """
 
 from typing import Annotated, Literal
@@ -27,7 +27,7 @@ class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
     ref: Count
     model: ModelFacts
     #: A daemon that was started anew asks again: what was applied since goes on.
-    again: bool = False
+    is_retry: bool = False
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
     dtype: DTypeChoice = "auto"
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
@@ -64,7 +64,7 @@ MAX_MODELS = 8
 MAX_PINS = 64
 
 
-class ModelWish(Message, frozen=True, kw_only=True):
+class ModelSpec(Message, frozen=True, kw_only=True):
     """One of the models of :class:`ApplyModels`, with the pipelines that it is to have.
 
     ``pins`` are PCs by id or name, each with its stage: ``auto`` or ``A:B``.
@@ -80,26 +80,26 @@ class ModelWish(Message, frozen=True, kw_only=True):
     pins: Annotated[tuple[tuple[Text, Text], ...], msgspec.Meta(max_length=MAX_PINS)] = ()
 
 
-class Wishes(msgspec.Struct, frozen=True, kw_only=True):
+class DesiredModels(msgspec.Struct, frozen=True, kw_only=True):
     """All models that are to be served; ``molink`` is the version that PCs have to run, if any."""
 
-    models: Annotated[tuple[ModelWish, ...], msgspec.Meta(max_length=MAX_MODELS)]
+    models: Annotated[tuple[ModelSpec, ...], msgspec.Meta(max_length=MAX_MODELS)]
     molink: Text = ""
 
 
 class ApplyModels(Message, frozen=True, kw_only=True, tag="apply-models"):
     """Desired state, from an owner that holds the models: serve these, and no others.
 
-    The payload is msgpack of :class:`Wishes`. Answered by :class:`Applied`; all or nothing is done,
-    and nothing at all if it is ``dry``.
+    The payload is msgpack of :class:`DesiredModels`. Answered by :class:`ApplyReply`; all or nothing is done,
+    and nothing at all if it is ``dry_run``.
     """
 
     ref: Count
     payload: Payload
-    dry: bool = False
+    dry_run: bool = False
 
 
-class Applied(Message, frozen=True, kw_only=True, tag="applied"):
+class ApplyReply(Message, frozen=True, kw_only=True, tag="applied"):
     """What :class:`ApplyModels` changes, a line each (payload: UTF-8); none: there is nothing."""
 
     ref: Count
@@ -122,20 +122,20 @@ class ModelEntry(Message, frozen=True, kw_only=True):
 class ApplyFile(Message, frozen=True, kw_only=True, tag="apply-file"):
     """The command line asks its own daemon to have the swarm serve what a file names.
 
-    To be repeated: until the coordinator has answered (:class:`Applied`), :class:`Bringing` says
+    To be repeated: until the coordinator has answered (:class:`ApplyReply`), :class:`LoadModelReply` says
     how far it is.
     """
 
     ref: Count
     models: Annotated[tuple[ModelEntry, ...], msgspec.Meta(max_length=MAX_MODELS)]
     molink: Text = ""
-    dry: bool = False
+    dry_run: bool = False
 
 
-class BringModel(Message, frozen=True, kw_only=True, tag="bring-model"):
+class LoadModel(Message, frozen=True, kw_only=True, tag="bring-model"):
     """The command line asks its own daemon to have the swarm serve a model, until it is asked for.
 
-    To be repeated: each time the answer, :class:`Bringing`, says how far that is.
+    To be repeated: each time the answer, :class:`LoadModelReply`, says how far that is.
     ``model`` is a folder, or a name of the hub.
     """
 
@@ -143,8 +143,8 @@ class BringModel(Message, frozen=True, kw_only=True, tag="bring-model"):
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
 
 
-class Bringing(Message, frozen=True, kw_only=True, tag="bringing"):
-    """How far a daemon is with a :class:`BringModel`, in bytes of ``total``.
+class LoadModelReply(Message, frozen=True, kw_only=True, tag="bringing"):
+    """How far a daemon is with a :class:`LoadModel`, in bytes of ``total``.
 
     ``asked``: the coordinator knows, and serves it as ``name``.
     """
@@ -164,7 +164,7 @@ class InviteRequest(Message, frozen=True, kw_only=True, tag="invite"):
     uses: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
 
 
-class Invite(Message, frozen=True, kw_only=True, tag="invitation"):
+class InviteReply(Message, frozen=True, kw_only=True, tag="invitation"):
     """A join token to paste, and the id of its invitation (``invite:…``)."""
 
     ref: Count
@@ -204,13 +204,13 @@ class RevokeRequest(Message, frozen=True, kw_only=True, tag="revoke"):
 class RevokeReply(Message, frozen=True, kw_only=True, tag="revoke-reply"):
     """The answer to :class:`RevokeRequest`.
 
-    ``stayed`` are the names of members that came by an invitation which ended with it, ``others``
+    ``kept_peers`` are the names of members that came by an invitation which ended with it, ``num_others``
     how many more there are.
     """
 
     ref: Count
-    stayed: Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)] = ()
-    others: Count = 0
+    kept_peers: Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)] = ()
+    num_others: Count = 0
 
 
 class UnrevokeRequest(Message, frozen=True, kw_only=True, tag="un-revoke"):
@@ -220,7 +220,7 @@ class UnrevokeRequest(Message, frozen=True, kw_only=True, tag="un-revoke"):
     target: Text
 
 
-class JudgeRequest(Message, frozen=True, kw_only=True, tag="judge"):
+class PairingDecisionRequest(Message, frozen=True, kw_only=True, tag="judge"):
     """Let the PC in that knocks and shows ``code``, or refuse it. Who may invite may ask for it."""
 
     ref: Count
@@ -228,8 +228,8 @@ class JudgeRequest(Message, frozen=True, kw_only=True, tag="judge"):
     refuse: bool = False
 
 
-class JudgeReply(Message, frozen=True, kw_only=True, tag="judge-reply"):
-    """The name of the PC that :class:`JudgeRequest` was about."""
+class PairingDecisionReply(Message, frozen=True, kw_only=True, tag="judge-reply"):
+    """The name of the PC that :class:`PairingDecisionRequest` was about."""
 
     ref: Count
     name: Text
@@ -238,11 +238,11 @@ class JudgeReply(Message, frozen=True, kw_only=True, tag="judge-reply"):
 class StatusRequest(Message, frozen=True, kw_only=True, tag="status"):
     """Ask a daemon, or the coordinator, for the state of the swarm.
 
-    With its ``outlook``: what a PC more would bring; that takes a while.
+    With its ``scale_out``: what a PC more would bring; that takes a while.
     """
 
     ref: Count
-    outlook: bool = False
+    scale_out: bool = False
 
 
 class StatusReply(Message, frozen=True, kw_only=True, tag="status-reply"):

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from molink.facts.pace import MAX_PACE
+from molink.facts.pace import MAX_SLOWDOWN
 from molink.facts.scalars import Index
 from molink.wire.messages.base import LeanMessage
 
@@ -20,18 +20,18 @@ class LinkReport(LeanMessage, frozen=True, tag="link"):
     rate: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
-class PaceReport(LeanMessage, frozen=True, tag="pace"):
+class SlowdownReport(LeanMessage, frozen=True, tag="pace"):
     """How much longer the steps of stage ``stage`` take than its profile; goes once round the ring.
 
     A factor for ``decode`` steps and one for ``prefill`` steps.
     """
 
     stage: Annotated[int, msgspec.Meta(ge=0, le=255)]
-    decode: Annotated[float, msgspec.Meta(ge=1 / MAX_PACE, le=MAX_PACE)]
-    prefill: Annotated[float, msgspec.Meta(ge=1 / MAX_PACE, le=MAX_PACE)]
+    decode: Annotated[float, msgspec.Meta(ge=1 / MAX_SLOWDOWN, le=MAX_SLOWDOWN)]
+    prefill: Annotated[float, msgspec.Meta(ge=1 / MAX_SLOWDOWN, le=MAX_SLOWDOWN)]
 
 
-class HostReport(LeanMessage, frozen=True, tag="host"):
+class HostMemoryReport(LeanMessage, frozen=True, tag="host"):
     """How many KV blocks fit into the host memory of stage ``stage``; goes once round the ring.
 
     A block takes ``block_s`` seconds to be copied one way.

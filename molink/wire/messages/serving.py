@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from molink.facts.costs import Costs
+from molink.facts.costs import RequestCosts
 from molink.facts.scalars import Count, Index, Sentence, Text
 from molink.wire.messages.base import LeanMessage, Payload
-from molink.wire.messages.data import MAX_GROUPS, MAX_TOP_LOGPROBS, Epoch, Sampling
+from molink.wire.messages.data import MAX_SLICES, MAX_TOP_LOGPROBS, Epoch, SamplingParams
 
 #: Token ids that end an answer; models have a few of their own.
 MAX_STOP_IDS = 64
@@ -21,9 +21,9 @@ QueueSeconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 
 
 class Submit(LeanMessage, frozen=True, tag="submit"):
-    """A daemon asks a head to serve a request; the prompt's ids follow in :class:`Prompt` parts.
+    """A daemon asks a head to serve a request; the prompt's ids follow in :class:`PromptFragment` parts.
 
-    ``key`` is the daemon's own id of the request. ``tokens`` is how many ids are to come, of which
+    ``key`` is the daemon's own id of the request. ``num_tokens`` is how many ids are to come, of which
     the first ``prompt_tokens`` are the prompt and the others were generated in an earlier epoch.
     ``max_tokens`` counts tokens still to be generated. Its payload (``u8 [n]``), where there is
     one, is the grammar that the answer is held to.
@@ -32,17 +32,17 @@ class Submit(LeanMessage, frozen=True, tag="submit"):
     pipeline: Text
     epoch: Epoch
     key: Text
-    tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
     prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
-    sampling: Sampling
-    stop_ids: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_STOP_IDS)] = ()
+    sampling: SamplingParams
+    stop_token_ids: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_STOP_IDS)] = ()
     #: Tokens the head may be ahead of what the daemon has credited.
-    window: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 256
+    credit_window: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 256
     payload: Payload | None = None
     #: What the daemon knows of the head's prefix cache, by the version of the last
-    #: :class:`CacheNews` of this epoch (-1: nothing); ``None``: it need not be told.
-    cache: Annotated[int, msgspec.Meta(ge=-1, le=2**53)] | None = None
+    #: :class:`CacheUpdate` of this epoch (-1: nothing); ``None``: it need not be told.
+    cache_version: Annotated[int, msgspec.Meta(ge=-1, le=2**53)] | None = None
     #: Whose request it is: the daemon's own word for one of its clients, which tells nothing else.
     client: Annotated[str, msgspec.Meta(max_length=MAX_CLIENT)] = ""
     #: Among the requests of that client; the least goes first.
@@ -53,7 +53,7 @@ class Submit(LeanMessage, frozen=True, tag="submit"):
     deadline_s: QueueSeconds = 0.0
 
 
-class Prompt(LeanMessage, frozen=True, tag="prompt"):
+class PromptFragment(LeanMessage, frozen=True, tag="prompt"):
     """Ids of a submitted request from ``first`` on (payload ``i32 [n]``)."""
 
     key: Text
@@ -78,10 +78,10 @@ FinishReason = Literal["stop", "length"]
 RejectReason = Literal["overloaded", "too_long", "epoch", "failed", "invalid"]
 
 
-class Token(LeanMessage, frozen=True, tag=False):
-    """A token for a request's daemon; ``finish`` is set on the last one.
+class OutputToken(LeanMessage, frozen=True, tag=False):
+    """A token for a request's daemon; ``finish_reason`` is set on the last one.
 
-    ``cached`` is how many prompt tokens came from the prefix cache; ``top`` pairs ids and logprobs.
+    ``cached_tokens`` is how many prompt tokens came from the prefix cache; ``top`` pairs ids and logprobs.
     """
 
     epoch: Epoch
@@ -90,31 +90,31 @@ class Token(LeanMessage, frozen=True, tag=False):
     token: Index
     logprob: float = float("nan")
     top: Annotated[tuple[tuple[Index, float], ...], msgspec.Meta(max_length=MAX_TOP_LOGPROBS)] = ()
-    finish: FinishReason | None = None
-    cached: Count = 0
+    finish_reason: FinishReason | None = None
+    cached_tokens: Count = 0
 
 
-class CacheNews(LeanMessage, frozen=True):
+class CacheUpdate(LeanMessage, frozen=True):
     """What has come into a head's prefix cache and left it: a :class:`CacheReport` on its way.
 
-    The payload has digests of 8 bytes each (little-endian): ``added`` ones, then those evicted.
+    The payload has digests of 8 bytes each (little-endian): ``num_added`` ones, then those evicted.
     """
 
     version: Count
-    whole: bool
-    added: Index
-    room: Count = 0
-    costs: Costs | None = None
+    is_full: bool
+    num_added: Index
+    capacity: Count = 0
+    costs: RequestCosts | None = None
 
 
-class Tokens(LeanMessage, frozen=True, tag="tokens"):
+class OutputTokens(LeanMessage, frozen=True, tag="tokens"):
     """Tokens of one micro-batch for one daemon, of several requests.
 
     ``cache`` (payload ``u8 [8n]``) is for those who asked for it with :attr:`Submit.cache`.
     """
 
-    tokens: Annotated[tuple[Token, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
-    cache: CacheNews | None = None
+    tokens: Annotated[tuple[OutputToken, ...], msgspec.Meta(min_length=1, max_length=MAX_SLICES)]
+    cache: CacheUpdate | None = None
     payload: Payload | None = None
 
 
@@ -132,4 +132,4 @@ class Rejected(LeanMessage, frozen=True, tag="rejected"):
 
 
 #: What daemons and heads say to each other.
-ServingMessage = Submit | Prompt | Cancel | Credit | Tokens | Rejected
+ServingMessage = Submit | PromptFragment | Cancel | Credit | OutputTokens | Rejected

@@ -8,7 +8,7 @@ from molink.wire.messages.base import Message, Payload
 class ManifestRequest(Message, frozen=True, kw_only=True, tag="manifest"):
     """Read from byte ``offset`` the manifest of the model with that root.
 
-    What it is: :mod:`molink.checkpoint.manifest`. Answered by :class:`ManifestPart`.
+    What it is: :mod:`molink.checkpoint.manifest`. Answered by :class:`ManifestChunk`.
     """
 
     ref: Count
@@ -16,7 +16,7 @@ class ManifestRequest(Message, frozen=True, kw_only=True, tag="manifest"):
     offset: Index
 
 
-class ManifestPart(Message, frozen=True, kw_only=True, tag="manifest-part"):
+class ManifestChunk(Message, frozen=True, kw_only=True, tag="manifest-part"):
     """Bytes of a manifest (payload ``u8 [n]``) that has ``size`` of them in all."""
 
     ref: Count
@@ -25,7 +25,7 @@ class ManifestPart(Message, frozen=True, kw_only=True, tag="manifest-part"):
 
 
 class PartsRequest(Message, frozen=True, kw_only=True, tag="parts"):
-    """Which parts of the model with that root the receiver has. Answered by :class:`PartsHeld`.
+    """Which parts of the model with that root the receiver has. Answered by :class:`PartsReply`.
 
     Only for who says that it has some (``PeerReport.parts``): an older molink doesn't know it.
     """
@@ -34,7 +34,7 @@ class PartsRequest(Message, frozen=True, kw_only=True, tag="parts"):
     root: Root
 
 
-class PartsHeld(Message, frozen=True, kw_only=True, tag="parts-held"):
+class PartsReply(Message, frozen=True, kw_only=True, tag="parts-held"):
     """A bit for each part of the model, in its manifest's order (payload ``u8 [n]``)."""
 
     ref: Count
@@ -44,14 +44,14 @@ class PartsHeld(Message, frozen=True, kw_only=True, tag="parts-held"):
 class ReadRequest(Message, frozen=True, kw_only=True, tag="read"):
     """Read chunk ``index`` of a file or tensor of the model with that root.
 
-    With a ``length``, so many bytes of it from ``begin`` on.
+    With a ``length``, so many bytes of it from ``offset`` on.
     """
 
     ref: Count
     root: Root
     part: Text
     index: Index
-    begin: Index = 0
+    offset: Index = 0
     length: Index = 0
 
 

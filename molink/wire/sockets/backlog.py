@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from molink.wire.routing import is_later
 
 #: What a connection's handshake takes at most, in bytes; longer ones count as unread.
-HANDSHAKE = 1024
+HANDSHAKE_BYTES = 1024
 #: More than this, in bytes, is worth a closer look: no honest connection has it without a reason.
-SUSPECT = 1 << 20
+SUSPECT_BYTES = 1 << 20
 #: What CURVE adds to a part: the command's name, a nonce, a code, and the part's flags.
-_SEALED = 8 + 8 + 16 + 1
+_CURVE_OVERHEAD = 8 + 8 + 16 + 1
 
 
 def wire_size(nbytes: int) -> int:
     """Bytes on the wire of a part of ``nbytes``, in CURVE and in its frame."""
-    sealed = nbytes + _SEALED
+    sealed = nbytes + _CURVE_OVERHEAD
     return sealed + (2 if sealed < 256 else 9)
 
 
@@ -56,16 +56,16 @@ class OpenConnection:
     identity: bytes | None = None
     #: Bytes that libzmq has taken, and those of the messages that were read.
     received: int = 0
-    delivered: int = HANDSHAKE
+    delivered: int = HANDSHAKE_BYTES
     #: Bytes that came before a moment in which no whole message waited to be read.
     settled: int = 0
-    cut: bool = False
+    is_cut: bool = False
 
     def __post_init__(self) -> None:
         self.party = self.remote[0]
 
     @property
-    def ahead(self) -> int:
+    def unread(self) -> int:
         """Bytes that came and were not read."""
         return max(0, self.received - self.delivered)
 
@@ -89,18 +89,18 @@ class UnreadBytes:
         #: Whether no whole message waited since the last look.
         self._drained = False
 
-    def opened(self, descriptor: int, remote: tuple[str, int]) -> None:
+    def on_opened(self, descriptor: int, remote: tuple[str, int]) -> None:
         """There is a new connection."""
         with self._lock:
-            self._end(descriptor)
+            self._close_connection(descriptor)
             self._live[descriptor] = OpenConnection(descriptor, remote)
 
-    def ended(self, descriptor: int) -> None:
+    def on_closed(self, descriptor: int) -> None:
         """The connection with this descriptor is no more."""
         with self._lock:
-            self._end(descriptor)
+            self._close_connection(descriptor)
 
-    def delivered(
+    def on_delivered(
         self, descriptor: int, nbytes: int, identity: bytes = b"", user: str = ""
     ) -> None:
         """A whole message that took ``nbytes`` on the wire was read.
@@ -112,27 +112,27 @@ class UnreadBytes:
             connection = self._named.get(identity) if identity else self._live.get(descriptor)
             if connection is None:
                 connection = self._live.get(descriptor)
-                if connection is None or not self._name(connection, identity):
+                if connection is None or not self._assign_identity(connection, identity):
                     return
             connection.delivered += nbytes
             if user:
                 connection.party = user
 
-    def drained(self) -> None:
+    def on_drained(self) -> None:
         """All whole messages were read, so nothing is left of connections that have ended."""
         self._drained = True
         if not self._ended:
             return
         with self._lock:
             for connection in self._ended:
-                self._forget(connection)
+                self._drop_connection(connection)
             self._ended.clear()
 
-    def looked(self, counts: Iterable[tuple[OpenConnection, int]]) -> bool:
+    def on_counted(self, counts: Iterable[tuple[OpenConnection, int]]) -> bool:
         """Connections were looked at, and so many bytes have been taken of each.
 
         Returns whether so much is unread that one should know whether it could be read: look for
-        messages, then, and call :meth:`drained`.
+        messages, then, and call :meth:`on_drained`.
         """
         wanted = False
         with self._lock:
@@ -141,16 +141,16 @@ class UnreadBytes:
                 if drained:
                     connection.settled = connection.received
                 connection.received = count
-                wanted = wanted or connection.ahead > SUSPECT
+                wanted = wanted or connection.unread > SUSPECT_BYTES
         return wanted
 
     @property
     def connections(self) -> list[OpenConnection]:
         """Those that are open and shall be."""
         with self._lock:
-            return [connection for connection in self._live.values() if not connection.cut]
+            return [connection for connection in self._live.values() if not connection.is_cut]
 
-    def excess(self) -> OpenConnection | None:
+    def find_excess(self) -> OpenConnection | None:
         """The connection to cut next, or ``None`` if all is within the bounds.
 
         It is one of the party that exceeds them: the one furthest ahead, or the oldest if there are
@@ -158,20 +158,20 @@ class UnreadBytes:
         now on.
         """
         with self._lock:
-            found = self._excess()
+            found = self._find_excess()
             if found is not None:
-                found.cut = True
+                found.is_cut = True
             return found
 
-    def _excess(self) -> OpenConnection | None:
+    def _find_excess(self) -> OpenConnection | None:
         limits = self._limits
         ahead: dict[str, int] = defaultdict(int)
         unfinished: dict[str, int] = defaultdict(int)
         open_ones: dict[str, list[OpenConnection]] = defaultdict(list)
         for connection in self._live.values():
-            if not connection.cut:
+            if not connection.is_cut:
                 open_ones[connection.party].append(connection)
-                ahead[connection.party] += connection.ahead
+                ahead[connection.party] += connection.unread
                 unfinished[connection.party] += connection.unfinished
         if not open_ones:
             return None
@@ -180,7 +180,7 @@ class UnreadBytes:
         if len(open_ones[most]) > limits.party_connections or count > limits.total_connections:
             return open_ones[most][0]
         for connection in self._ended:
-            ahead[connection.party] += connection.ahead
+            ahead[connection.party] += connection.unread
         for bytes_of, each, together in (
             (unfinished, limits.party_unfinished, limits.total_unfinished),
             (ahead, limits.party_bytes, limits.total_bytes),
@@ -189,12 +189,12 @@ class UnreadBytes:
             too_much = sum(bytes_of.values()) > together
             for party, connections in open_ones.items():
                 if bytes_of[party] > each or (too_much and party == worst):
-                    furthest = max(connections, key=lambda connection: connection.ahead)
-                    if furthest.ahead:
+                    furthest = max(connections, key=lambda connection: connection.unread)
+                    if furthest.unread:
                         return furthest
         return None
 
-    def _name(self, connection: OpenConnection, identity: bytes) -> bool:
+    def _assign_identity(self, connection: OpenConnection, identity: bytes) -> bool:
         """Note the routing id of a connection; ``False`` if it is that of an earlier one.
 
         Routing ids rise. A message of an earlier connection may be read only after its descriptor
@@ -204,20 +204,20 @@ class UnreadBytes:
             if not is_later(identity, connection.identity):
                 return False
             self._named.pop(connection.identity, None)
-            connection.delivered = HANDSHAKE
+            connection.delivered = HANDSHAKE_BYTES
         connection.identity = identity
         self._named[identity] = connection
         return True
 
-    def _end(self, descriptor: int) -> None:
+    def _close_connection(self, descriptor: int) -> None:
         connection = self._live.pop(descriptor, None)
         if connection is None:
             return
-        if connection.ahead:
+        if connection.unread:
             self._ended.append(connection)
         else:
-            self._forget(connection)
+            self._drop_connection(connection)
 
-    def _forget(self, connection: OpenConnection) -> None:
+    def _drop_connection(self, connection: OpenConnection) -> None:
         if connection.identity is not None:
             self._named.pop(connection.identity, None)

@@ -21,24 +21,24 @@ from molink.errors import (
     WireError,
 )
 from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
-from molink.wire.messages.control import Failure
+from molink.wire.messages.control import ErrorReply
 from molink.wire.sockets.backlog import UnreadBytes
-from molink.wire.sockets.create import connect, create_client
+from molink.wire.sockets.create import connect_socket, create_client
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.inbox import Outbox
-from molink.wire.sockets.monitor import Change, Monitor
-from molink.wire.sockets.offences import Offences
+from molink.wire.sockets.monitor import SocketChange, SocketMonitor
+from molink.wire.sockets.offences import MisbehaviourScore
 from molink.wire.sockets.refusal import is_refused
-from molink.wire.sockets.traffic import Traffic
+from molink.wire.sockets.traffic import SocketPump
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
 #: How long one address is tried before the next, in seconds: as long as a handshake may take.
-_ADDRESS_TURN = 3.0
+_ADDRESS_TIMEOUT = 3.0
 #: The same if there is no other: a handshake takes five round trips.
-_ONLY_ADDRESS_TURN = 8.0
+_ONLY_ADDRESS_TIMEOUT = 8.0
 #: How long libzmq has to reconnect by itself, and the server to come to know a key it refused, in
 #: seconds.
 _NUDGE_PAUSE = 1.0
@@ -61,12 +61,12 @@ class ClientEvents(Generic[M]):
     on_connect: Callable[[], None] = _nothing
     on_disconnect: Callable[[], None] = _nothing
     #: The connection has broken, and where it led to nobody listens any more; why, for a person.
-    on_gone: Callable[[str], None] | None = None
+    on_lost: Callable[[str], None] | None = None
     #: Why a handshake failed, for a person.
     on_refused: Callable[[str], None] = _nothing
     #: A client that was ``congested`` no longer is.
     on_drained: Callable[[], None] = _nothing
-    #: As :class:`Monitor`'s.
+    #: As :class:`SocketMonitor`'s.
     on_open: Callable[[int], None] | None = None
 
 
@@ -99,23 +99,23 @@ class Client(Generic[M]):
         self._addresses = tuple(addresses)
         self._name = name
         self._events = events or ClientEvents()
-        self.connected = False
+        self.is_connected = False
         #: Why the last handshake failed; ``None`` once one has succeeded.
         self.failure: MolinkError | None = None
-        self._turn = 0
+        self._address_index = 0
         self._ref = 0
         self._pending: dict[int, asyncio.Future[Reply[M] | MolinkError]] = {}
         self._outbox = Outbox(max_messages, max_bytes)
-        self._offences = Offences()
+        self._misbehaviour = MisbehaviourScore()
         self._changed = asyncio.Event()
         self._nudge = asyncio.Event()
-        self._stalled = False
+        self._is_stalled = False
         self._socket: zmq.asyncio.Socket | None = None
-        self._traffic: Traffic | None = None
-        self._monitor: Monitor | None = None
+        self._pump: SocketPump | None = None
+        self._monitor: SocketMonitor | None = None
         self._dialing: asyncio.Task[None] | None = None
         #: Finds out why the connection broke.
-        self._asking: asyncio.Task[None] | None = None
+        self._refusal_check: asyncio.Task[None] | None = None
 
     # --- life --------------------------------------------------------------------------------
 
@@ -125,14 +125,14 @@ class Client(Generic[M]):
             raise UsageError(f"{self._name} has no address")
         self._socket = create_client(self._context, self._keys, self._server_key)
         backlog = UnreadBytes()
-        self._monitor = Monitor(self._socket, backlog, self._heard, self._events.on_open)
+        self._monitor = SocketMonitor(self._socket, backlog, self._on_change, self._events.on_open)
         try:
-            connect(self._socket, self._address)
+            connect_socket(self._socket, self._address)
         except MolinkError:
             self._release()
             raise
-        self._traffic = Traffic(
-            self._socket, MAX_FRAMES, self._take, self._flush, self._failed, backlog
+        self._pump = SocketPump(
+            self._socket, MAX_FRAMES, self._on_frames, self._flush, self._on_failed, backlog
         )
         self._dialing = asyncio.get_running_loop().create_task(
             self._redial(self._socket), name="molink-client-dial"
@@ -141,7 +141,7 @@ class Client(Generic[M]):
 
     async def close(self) -> None:
         """Disconnect; requests under way fail."""
-        tasks = [task for task in (self._dialing, self._asking) if task is not None]
+        tasks = [task for task in (self._dialing, self._refusal_check) if task is not None]
         self._dialing = None
         for task in tasks:
             task.cancel()
@@ -153,16 +153,16 @@ class Client(Generic[M]):
         if not task.cancelled():
             logger.error("%s failed", task.get_name(), exc_info=task.exception())
 
-    def redial(self) -> None:
+    def reconnect_now(self) -> None:
         """Give up the connection, or the attempt at one, for a new one to the same address.
 
         TCP doubles its pauses while nothing gets through, so a connection may stay silent for
         seconds after the network is there again. A new one is not.
         """
-        self._stalled = True
+        self._is_stalled = True
         self._nudge.set()
 
-    def _failed(self, error: Exception) -> None:
+    def _on_failed(self, error: Exception) -> None:
         logger.error("the connection to %s can't be read", self._name, exc_info=error)
 
     async def wait_connected(self, timeout: float) -> None:
@@ -175,7 +175,7 @@ class Client(Generic[M]):
         self.failure = None
         try:
             async with asyncio.timeout(timeout):
-                while not self.connected:
+                while not self.is_connected:
                     if isinstance(self.failure, NotAuthorized):
                         raise self.failure
                     self._changed.clear()
@@ -196,38 +196,38 @@ class Client(Generic[M]):
             Overloaded: too much is waiting already.
             WireError: the message breaks its own bounds.
         """
-        if not self.connected or self._traffic is None:
+        if not self.is_connected or self._pump is None:
             raise Unavailable(f"not connected to {self._name}")
         parts: list[object] = [*self._codec.encode(message, payload)]
         try:
-            if not self._outbox and self._traffic.send(parts):
+            if not self._outbox and self._pump.send(parts):
                 return
         except zmq.ZMQError as error:
             raise Unavailable(f"can't send to {self._name}: {error}") from error
-        if not self._outbox.put(parts, 0 if payload is None else memoryview(payload).nbytes):
+        if not self._outbox.add_message(parts, 0 if payload is None else memoryview(payload).nbytes):
             raise Overloaded(f"{self._name} takes messages more slowly than they are sent")
 
     @property
-    def congested(self) -> bool:
+    def is_congested(self) -> bool:
         """Whether messages wait for the socket; who can hold back should."""
         return len(self._outbox) > 0
 
     def _flush(self) -> None:
         """The socket has room again."""
-        assert self._traffic is not None
+        assert self._pump is not None
         try:
             while self._outbox:
-                if not self._traffic.send(self._outbox.first()):
+                if not self._pump.send(self._outbox.peek_message()):
                     return
-                self._outbox.pop()
+                self._outbox.pop_message()
         except zmq.ZMQError as error:
             logger.warning("can't send to %s: %s", self._name, error)
             self._outbox.clear()
-        self._call(self._events.on_drained)
+        self._call_back(self._events.on_drained)
 
     # --- requests ----------------------------------------------------------------------------
 
-    async def request(
+    async def send_request(
         self, message: M, payload: Buffer | None = None, *, timeout: float = 10.0
     ) -> Reply[M]:
         """Send ``message`` (with a ``ref`` of our choice) and wait for the reply.
@@ -258,87 +258,87 @@ class Client(Generic[M]):
 
     # --- receiving ---------------------------------------------------------------------------
 
-    def _take(self, frames: list[zmq.Frame], parts: int) -> None:
+    def _on_frames(self, frames: list[zmq.Frame], parts: int) -> None:
         try:
             if parts > MAX_FRAMES:
                 raise WireError(f"a message of {parts} parts")
             message, payload = self._codec.decode([frame.buffer for frame in frames])
         except WireError as error:
-            self._offend(str(error))
+            self._report_misbehaviour(str(error))
             return
         ref = getattr(message, "ref", None)
         if ref is None:
-            self._call(self._events.on_message, message, payload)
+            self._call_back(self._events.on_message, message, payload)
             return
         reply = self._pending.get(ref)
         if reply is None or reply.done():
             return  # the answer to a request that was given up, or a second one
-        reply.set_result(message.error if isinstance(message, Failure) else (message, payload))
+        reply.set_result(message.error if isinstance(message, ErrorReply) else (message, payload))
 
-    def _call(self, callback: Callable[..., None], *arguments: object) -> None:
+    def _call_back(self, callback: Callable[..., None], *arguments: object) -> None:
         """Call the owner back; its errors must not end our tasks."""
         try:
             callback(*arguments)
         except Exception:
             logger.exception("%s failed on the connection to %s", callback, self._name)
 
-    def _offend(self, reason: str) -> None:
-        if self._offences.count(self._server_key, asyncio.get_running_loop().time()):
+    def _report_misbehaviour(self, reason: str) -> None:
+        if self._misbehaviour.add_offence(self._server_key, asyncio.get_running_loop().time()):
             logger.warning("%s sends what is no message: %s", self._name, reason)
-            self._call(self._events.on_refused, f"{self._name} misbehaves: {reason}")
+            self._call_back(self._events.on_refused, f"{self._name} misbehaves: {reason}")
 
     # --- the connection ----------------------------------------------------------------------
 
     @property
     def _address(self) -> str:
-        return self._addresses[self._turn % len(self._addresses)]
+        return self._addresses[self._address_index % len(self._addresses)]
 
-    def _heard(self, change: Change) -> None:
-        if change in (Change.DISCONNECTED, Change.WAITING) and self._traffic is not None:
-            self._traffic.look()
-        if change is Change.CONNECTED:
+    def _on_change(self, change: SocketChange) -> None:
+        if change in (SocketChange.DISCONNECTED, SocketChange.WAITING) and self._pump is not None:
+            self._pump.check_unread()
+        if change is SocketChange.CONNECTED:
             self.failure = None
-            self.connected = True
-            self._call(self._events.on_connect)
-        elif change is Change.DISCONNECTED:
+            self.is_connected = True
+            self._call_back(self._events.on_connect)
+        elif change is SocketChange.DISCONNECTED:
             self._nudge.set()
-            self._lost()
-            self._ask_why()
-        elif change is Change.OVERRUN:
-            self._call(self._events.on_refused, f"{self._name} sends more than is read of it")
-        elif change in (Change.REFUSED, Change.FAILED):
+            self._on_disconnected()
+            self._start_refusal_check()
+        elif change is SocketChange.OVERRUN:
+            self._call_back(self._events.on_refused, f"{self._name} sends more than is read of it")
+        elif change in (SocketChange.REFUSED, SocketChange.FAILED):
             self.failure = self._explain(change)
-            if change is Change.REFUSED:
+            if change is SocketChange.REFUSED:
                 self._nudge.set()
-            self._call(self._events.on_refused, str(self.failure))
+            self._call_back(self._events.on_refused, str(self.failure))
         self._changed.set()
 
-    def _lost(self) -> None:
-        was, self.connected = self.connected, False
+    def _on_disconnected(self) -> None:
+        was, self.is_connected = self.is_connected, False
         self._drop(f"the connection to {self._name} broke")
         if was:
-            self._call(self._events.on_disconnect)
+            self._call_back(self._events.on_disconnect)
 
-    def _ask_why(self) -> None:
+    def _start_refusal_check(self) -> None:
         """Find out whether the server's process has ended, if anybody wants to know."""
-        if self._events.on_gone is None or self._asking is not None:
+        if self._events.on_lost is None or self._refusal_check is not None:
             return
         loop = asyncio.get_running_loop()
-        self._asking = loop.create_task(self._find_out(self._address), name="molink-client-ask")
-        self._asking.add_done_callback(self._asked)
+        self._refusal_check = loop.create_task(self._check_refusal(self._address), name="molink-client-ask")
+        self._refusal_check.add_done_callback(self._on_refusal_checked)
 
-    async def _find_out(self, address: str) -> None:
-        if await is_refused(address) and not self.connected and self._events.on_gone is not None:
+    async def _check_refusal(self, address: str) -> None:
+        if await is_refused(address) and not self.is_connected and self._events.on_lost is not None:
             reason = f"its process has ended: nobody listens at {address} any more"
-            self._call(self._events.on_gone, reason)
+            self._call_back(self._events.on_lost, reason)
 
-    def _asked(self, task: asyncio.Task[None]) -> None:
-        self._asking = None
+    def _on_refusal_checked(self, task: asyncio.Task[None]) -> None:
+        self._refusal_check = None
         if not task.cancelled() and task.exception() is not None:
             self._task_ended(task)
 
-    def _explain(self, change: Change) -> MolinkError:
-        if change is Change.REFUSED:
+    def _explain(self, change: SocketChange) -> MolinkError:
+        if change is SocketChange.REFUSED:
             return NotAuthorized(
                 f"{self._name} at {self._address} doesn't know this PC: join the swarm (again)"
             )
@@ -353,30 +353,30 @@ class Client(Generic[M]):
         The same one, if there is no other: libzmq never comes back to a server that refused it or
         broke the protocol.
         """
-        turn = _ADDRESS_TURN if len(self._addresses) > 1 else _ONLY_ADDRESS_TURN
+        turn = _ADDRESS_TIMEOUT if len(self._addresses) > 1 else _ONLY_ADDRESS_TIMEOUT
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(turn):
                     await self._nudge.wait()
-                    if not self._stalled:
+                    if not self._is_stalled:
                         await asyncio.sleep(_NUDGE_PAUSE)
             self._nudge.clear()
-            stalled, self._stalled = self._stalled, False
-            if self.connected and not stalled:
+            stalled, self._is_stalled = self._is_stalled, False
+            if self.is_connected and not stalled:
                 continue
             with contextlib.suppress(zmq.ZMQError):
                 socket.disconnect(self._address)
             if stalled:
                 # libzmq says nothing of a connection that was given up.
-                self._lost()
+                self._on_disconnected()
             else:
-                self._turn += 1
+                self._address_index += 1
             try:
-                connect(socket, self._address)
+                connect_socket(socket, self._address)
             except MolinkError as error:
                 logger.warning("%s", error)
-            if self._traffic is not None:
-                self._traffic.look()
+            if self._pump is not None:
+                self._pump.check_unread()
 
     def _drop(self, reason: str) -> None:
         self._outbox.clear()
@@ -385,13 +385,13 @@ class Client(Generic[M]):
                 reply.set_result(ConnectionBroken(reason))
 
     def _release(self) -> None:
-        self.connected = False
+        self.is_connected = False
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
-        if self._traffic is not None:
-            self._traffic.close()
-            self._traffic = None
+        if self._pump is not None:
+            self._pump.close()
+            self._pump = None
         if self._socket is not None:
             self._socket.close(linger=0)
             self._socket = None

@@ -5,7 +5,7 @@ import socket
 import sys
 from pathlib import Path
 
-from molink.wire.sockets.tcp import duplicate
+from molink.wire.sockets.tcp import duplicate_socket
 
 #: What suits few bytes at a time, best first. Without privileges Linux may refuse the first.
 _STEADY = (b"cubic", b"reno")
@@ -26,7 +26,7 @@ def avoid_bbr(descriptor: int) -> None:
     if sys.platform != "linux":
         return
     # By the time that we hear of it, it may be no connection any more.
-    with contextlib.suppress(OSError), duplicate(descriptor) as connection:
+    with contextlib.suppress(OSError), duplicate_socket(descriptor) as connection:
         used = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         if not used.startswith(b"bbr"):
             return
@@ -36,7 +36,7 @@ def avoid_bbr(descriptor: int) -> None:
                 return
 
 
-def spread_out(descriptor: int) -> None:
+def enable_pacing(descriptor: int) -> None:
     """Let Linux pace what the TCP connection ``descriptor`` sends, whatever controls it.
 
     In slow start two segments follow on each that is acknowledged, so half a window stands in a
@@ -45,11 +45,11 @@ def spread_out(descriptor: int) -> None:
     """
     if sys.platform != "linux":
         return
-    with contextlib.suppress(OSError), duplicate(descriptor) as connection:
+    with contextlib.suppress(OSError), duplicate_socket(descriptor) as connection:
         connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _NO_RATE)
 
 
-def forgets_in_pauses() -> bool:
+def has_idle_reset() -> bool:
     """Whether a connection that was silent for a while begins as slowly as a new one.
 
     Linux lets its congestion window fall in pauses unless it is told not to, or under BBR. Windows

@@ -68,11 +68,11 @@ def create_client(
     socket = _make(context, zmq.DEALER, keys)
     socket.set(zmq.CURVE_SERVERKEY, server_public_key.encode("ascii"))
     if address is not None:
-        connect(socket, address)
+        connect_socket(socket, address)
     return socket
 
 
-def connect(socket: zmq.asyncio.Socket, address: str) -> None:
+def connect_socket(socket: zmq.asyncio.Socket, address: str) -> None:
     """Begin to connect to ``address``.
 
     Raises:
@@ -94,7 +94,7 @@ def _make(context: zmq.asyncio.Context, kind: int, keys: KeyPair) -> zmq.asyncio
     return socket
 
 
-def bind(
+def bind_socket(
     socket: zmq.asyncio.Socket, host: str, ports: tuple[int, int], option: str = "--port"
 ) -> int:
     """Bind to the first free port of ``ports`` (half-open; port 0 takes any) and return it.

@@ -24,7 +24,7 @@ class Inbox:
         #: How many are waiting or being handled.
         self.count = 0
 
-    def put(self, work: Callable[[], Awaitable[None]], nbytes: int) -> bool:
+    def add_work(self, work: Callable[[], Awaitable[None]], nbytes: int) -> bool:
         """Have ``work`` done in its turn; ``False`` if the user has too much waiting already."""
         nbytes += _OVERHEAD
         if self.count >= self._max_messages or self.nbytes + nbytes > self._max_bytes:
@@ -71,7 +71,7 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, parts: list[object], nbytes: int) -> bool:
+    def add_message(self, parts: list[object], nbytes: int) -> bool:
         """Keep ``parts``; ``False`` if there is no room."""
         nbytes += _OVERHEAD
         if len(self._waiting) >= self._max_messages or self.nbytes + nbytes > self._max_bytes:
@@ -80,11 +80,11 @@ class Outbox:
         self.nbytes += nbytes
         return True
 
-    def first(self) -> list[object]:
+    def peek_message(self) -> list[object]:
         """The oldest message."""
         return self._waiting[0][0]
 
-    def pop(self) -> None:
+    def pop_message(self) -> None:
         """The oldest message has been sent."""
         self.nbytes -= self._waiting.popleft()[1]
 

@@ -14,8 +14,8 @@ from enum import Enum
 import zmq
 import zmq.asyncio
 
-from molink.wire.sockets.backlog import SUSPECT, OpenConnection, UnreadBytes
-from molink.wire.sockets.tcp import bytes_received, bytes_unread, cut, remote
+from molink.wire.sockets.backlog import SUSPECT_BYTES, OpenConnection, UnreadBytes
+from molink.wire.sockets.tcp import bytes_received, bytes_unread, cut_connection, remote_address
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _BUSY = 256 << 10
 #: Seconds before a thread that failed goes on, so that a lasting fault keeps no core busy.
 _RESTART_PAUSE = 0.1
 #: Changes that are told before others on the event loop get their turn.
-_TOLD_TURN = 64
+_CHANGE_BATCH = 64
 
 _EVENT = struct.Struct("=HI")
 
@@ -46,7 +46,7 @@ _EVENTS = (
 )
 
 
-class Change(Enum):
+class SocketChange(Enum):
     """An event of a connection."""
 
     #: TCP only: a server has accepted a connection and the handshake begins.
@@ -63,15 +63,15 @@ class Change(Enum):
     OVERRUN = "overrun"
 
 
-_CHANGES: dict[int, Change] = {
-    zmq.EVENT_ACCEPTED: Change.ACCEPTED,
-    zmq.EVENT_HANDSHAKE_SUCCEEDED: Change.CONNECTED,
-    zmq.EVENT_DISCONNECTED: Change.DISCONNECTED,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: Change.REFUSED,
+_CHANGES: dict[int, SocketChange] = {
+    zmq.EVENT_ACCEPTED: SocketChange.ACCEPTED,
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: SocketChange.CONNECTED,
+    zmq.EVENT_DISCONNECTED: SocketChange.DISCONNECTED,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: SocketChange.REFUSED,
 }
 
 
-class Monitor:
+class SocketMonitor:
     """The connection events of one socket, and the bounds of what its connections send.
 
     A thread of its own reads the events and looks at the connections, so that neither waits for a
@@ -82,7 +82,7 @@ class Monitor:
         self,
         socket: zmq.asyncio.Socket,
         backlog: UnreadBytes,
-        on_change: Callable[[Change], None],
+        on_change: Callable[[SocketChange], None],
         on_open: Callable[[int], None] | None = None,
     ) -> None:
         """``on_change`` is called on the event loop of the caller.
@@ -95,7 +95,7 @@ class Monitor:
         self._on_change = on_change
         self._on_open = on_open
         self._loop = asyncio.get_running_loop()
-        self._changes: deque[Change] = deque()
+        self._changes: deque[SocketChange] = deque()
         self._closed = False
         #: Connections that were cut, until they have ended.
         self._ending: list[OpenConnection] = []
@@ -126,15 +126,15 @@ class Monitor:
 
     # --- on the event loop -------------------------------------------------------------------
 
-    def _tell(self) -> None:
-        for _ in range(_TOLD_TURN):
+    def _report_changes(self) -> None:
+        for _ in range(_CHANGE_BATCH):
             if self._closed or not self._changes:
                 return
             try:
                 self._on_change(self._changes.popleft())
             except Exception:
                 logger.exception("a change of a connection")
-        self._loop.call_soon(self._tell)
+        self._loop.call_soon(self._report_changes)
 
     # --- the thread --------------------------------------------------------------------------
 
@@ -168,40 +168,40 @@ class Monitor:
                 number, value = _EVENT.unpack(frames[0])
                 if number == zmq.EVENT_MONITOR_STOPPED:
                     return
-                self._heard(number, value)
+                self._on_event(number, value)
             if time.monotonic() - looked_at >= interval:
-                interval = self._look(watched)
+                interval = self._check_unread(watched)
                 looked_at = time.monotonic()
 
-    def _heard(self, number: int, value: int) -> None:
+    def _on_event(self, number: int, value: int) -> None:
         if number in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED):
-            other_end = remote(value)
+            other_end = remote_address(value)
             if other_end is not None:
-                self._backlog.opened(value, other_end)
+                self._backlog.on_opened(value, other_end)
         elif number == zmq.EVENT_DISCONNECTED:
-            self._backlog.ended(value)
+            self._backlog.on_closed(value)
         if number != zmq.EVENT_CONNECTED:
-            self._report(_CHANGES.get(number, Change.FAILED))
+            self._report(_CHANGES.get(number, SocketChange.FAILED))
         elif self._on_open is not None:
             self._on_open(value)
 
-    def _look(self, watched: list[OpenConnection]) -> float:
+    def _check_unread(self, watched: list[OpenConnection]) -> float:
         """Look at the connections, and cut what has to be; when to look again, in seconds."""
         counts, came = [], 0
         for connection in watched:
             count = bytes_received(connection.descriptor)
             if count is None:
                 continue
-            if count - connection.delivered > SUSPECT:
+            if count - connection.delivered > SUSPECT_BYTES:
                 count -= bytes_unread(connection.descriptor)
             counts.append((connection, count))
             came += count - connection.received
-        if self._backlog.looked(counts):
-            self._report(Change.WAITING)
-        self._ending = [each for each in self._ending if cut(each.descriptor, each.remote)]
-        while (excess := self._backlog.excess()) is not None:
-            if not cut(excess.descriptor, excess.remote):
-                self._backlog.ended(excess.descriptor)
+        if self._backlog.on_counted(counts):
+            self._report(SocketChange.WAITING)
+        self._ending = [each for each in self._ending if cut_connection(each.descriptor, each.remote)]
+        while (excess := self._backlog.find_excess()) is not None:
+            if not cut_connection(excess.descriptor, excess.remote):
+                self._backlog.on_closed(excess.descriptor)
                 continue
             self._ending.append(excess)
             if excess.party not in self._logged:
@@ -210,12 +210,12 @@ class Monitor:
                 logger.warning(
                     "%s at %s loses a connection: %s", excess.party, excess.remote[0], reason
                 )
-            self._report(Change.OVERRUN)
+            self._report(SocketChange.OVERRUN)
         return _BUSY_INTERVAL if came > _BUSY else _QUIET_INTERVAL
 
-    def _report(self, change: Change) -> None:
+    def _report(self, change: SocketChange) -> None:
         self._changes.append(change)
         if len(self._changes) == 1:
             # The loop may have ended without closing us.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._tell)
+                self._loop.call_soon_threadsafe(self._report_changes)

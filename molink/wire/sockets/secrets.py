@@ -14,7 +14,7 @@ from pathlib import Path
 import zmq
 
 from molink.errors import UsageError
-from molink.files import patiently
+from molink.files import retry_while_busy
 from molink.wire.sockets.curve import KeyPair
 
 #: Windows changes line ends in what is no binary file.
@@ -48,7 +48,7 @@ def write_secret(path: Path, text: str) -> None:
 def write_secret_bytes(path: Path, data: bytes) -> None:
     """As :func:`write_secret`, for what is no text."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    patiently(lambda: draft.unlink(missing_ok=True))
+    retry_while_busy(lambda: draft.unlink(missing_ok=True))
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -56,9 +56,9 @@ def write_secret_bytes(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        patiently(lambda: draft.replace(path))
+        retry_while_busy(lambda: draft.replace(path))
     except BaseException:
-        patiently(lambda: draft.unlink(missing_ok=True))
+        retry_while_busy(lambda: draft.unlink(missing_ok=True))
         raise
 
 

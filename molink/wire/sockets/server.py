@@ -13,15 +13,15 @@ import zmq.asyncio
 
 from molink.errors import MolinkError, PortInUse, UsageError, WireError
 from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
-from molink.wire.messages.control import Failure
+from molink.wire.messages.control import ErrorReply
 from molink.wire.sockets.backlog import UnreadBytes
-from molink.wire.sockets.create import bind, create_server
+from molink.wire.sockets.create import bind_socket, create_server
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.inbox import Inbox, Outbox
-from molink.wire.sockets.monitor import Change, Monitor
-from molink.wire.sockets.offences import Offences
-from molink.wire.sockets.traffic import Traffic
-from molink.wire.sockets.zap import Gatekeeper
+from molink.wire.sockets.monitor import SocketChange, SocketMonitor
+from molink.wire.sockets.offences import MisbehaviourScore
+from molink.wire.sockets.traffic import SocketPump
+from molink.wire.sockets.zap import ZapAuthenticator
 
 logger = logging.getLogger(__name__)
 
@@ -30,23 +30,23 @@ M = TypeVar("M")
 #: Seconds between two tries of a connection that can't take more: at 100 Mbps it has sent 64 KB.
 _FLUSH_INTERVAL = 0.005
 #: Seconds that answers have to get out before all connections are cut for one member's sake.
-_FAREWELL = 0.05
+_CLOSE_DELAY = 0.05
 #: Seconds until a port that we have just let go is tried again: at first, and at most.
 _REBIND_FIRST, _REBIND_MAX = 0.02, 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sender:
+class MessageSender:
     """Whom a message came from: the connection to answer on, and the user it is authorised as."""
 
     identity: bytes
-    user_id: str
+    peer_id: str
 
 
 #: Handles a message. A plain function is called as it is read; a coroutine function runs in
 #: the sender's own turn, its messages one by one, while those of others go on. What it raises is
-#: sent back as :class:`Failure` if the message has a ``ref``.
-Handler = Callable[[Sender, M, memoryview | None], Awaitable[None] | None]
+#: sent back as :class:`ErrorReply` if the message has a ``ref``.
+Handler = Callable[[MessageSender, M, memoryview | None], Awaitable[None] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class ServerCounters:
     rebuilds: int = 0
 
     @property
-    def strangers(self) -> int:
+    def unauthenticated(self) -> int:
         """Connections that are no members': refused, broken off, or still in their handshake."""
         return max(0, self.accepted - self.admitted)
 
@@ -100,7 +100,7 @@ class Server(Generic[M]):
         context: zmq.asyncio.Context,
         keys: KeyPair,
         codec: Codec[M],
-        gatekeeper: Gatekeeper,
+        authenticator: ZapAuthenticator,
         handler: Handler[M],
         *,
         permits: Callable[[str, M], bool] | None = None,
@@ -108,15 +108,15 @@ class Server(Generic[M]):
         on_disconnect: Callable[[], None] | None = None,
         limits: ServerLimits | None = None,
     ) -> None:
-        """``permits(user_id, message)`` narrows what members may send.
+        """``permits(peer_id, message)`` narrows what members may send.
 
-        ``on_blocked(user_id, reason)`` is told of a member that was cut off for misbehaving, and
+        ``on_blocked(peer_id, reason)`` is told of a member that was cut off for misbehaving, and
         ``on_disconnect()`` whenever a connection has ended; libzmq doesn't say whose.
         """
         self._context = context
         self._keys = keys
         self._codec = codec
-        self._gatekeeper = gatekeeper
+        self._authenticator = authenticator
         self._handler = handler
         self._asynchronous = inspect.iscoroutinefunction(handler)
         self._permits = permits
@@ -124,12 +124,12 @@ class Server(Generic[M]):
         self._on_disconnect = on_disconnect
         self._limits = limits or ServerLimits()
         self.counters = ServerCounters()
-        self._offences = Offences()
+        self._misbehaviour = MisbehaviourScore()
         self._inboxes: dict[str, Inbox] = {}
         self._outboxes: dict[bytes, Outbox] = {}
         self._socket: zmq.asyncio.Socket | None = None
-        self._traffic: Traffic | None = None
-        self._monitor: Monitor | None = None
+        self._pump: SocketPump | None = None
+        self._monitor: SocketMonitor | None = None
         self._rebuilding: asyncio.Task[None] | None = None
         self._flushing: asyncio.TimerHandle | None = None
         self._host = ""
@@ -147,11 +147,11 @@ class Server(Generic[M]):
             zmq.ZMQError: this process has no descriptor left, or the like.
         """
         socket = create_server(self._context, self._keys, ipv6=":" in host)
-        monitor: Monitor | None = None
+        monitor: SocketMonitor | None = None
         try:
             backlog = UnreadBytes()
-            monitor = Monitor(socket, backlog, self._changed)
-            self.port = bind(socket, host, ports, option)
+            monitor = SocketMonitor(socket, backlog, self._on_change)
+            self.port = bind_socket(socket, host, ports, option)
         except (MolinkError, zmq.ZMQError):
             if monitor is not None:
                 monitor.close()
@@ -159,8 +159,8 @@ class Server(Generic[M]):
             raise
         self._host = host
         self._socket, self._monitor = socket, monitor
-        self._traffic = Traffic(
-            socket, MAX_FRAMES + 1, self._take, _nothing, self._failed_to_read, backlog
+        self._pump = SocketPump(
+            socket, MAX_FRAMES + 1, self._on_frames, _nothing, self._failed_to_read, backlog
         )
         return self.port
 
@@ -174,19 +174,19 @@ class Server(Generic[M]):
         inboxes, self._inboxes = self._inboxes, {}
         await asyncio.gather(*(inbox.close() for inbox in inboxes.values()))
 
-    def deny(self, user_id: str) -> None:
-        """Revoke ``user_id``: nothing it sends counts from now on, and its connections are cut.
+    def drop_peer(self, peer_id: str) -> None:
+        """Revoke ``peer_id``: nothing it sends counts from now on, and its connections are cut.
 
         ZAP is asked at handshakes only, so the socket is made anew on the same port, once what was
         answered before is out; the others reconnect within a fraction of a second.
         """
-        self._gatekeeper.deny(user_id)
+        self._authenticator.deny_peer(peer_id)
         self._rebuild_soon()
 
     @property
-    def behind(self) -> float:
+    def is_behind(self) -> float:
         """For how many seconds what came has not been read up to the last; 0: it all is."""
-        since = None if self._traffic is None else self._traffic.unread_since
+        since = None if self._pump is None else self._pump.unread_since
         return 0.0 if since is None else asyncio.get_running_loop().time() - since
 
     # --- sending -----------------------------------------------------------------------------
@@ -204,23 +204,23 @@ class Server(Generic[M]):
         parts: list[object] = [identity, *self._codec.encode(message, payload)]
         waiting = self._outboxes.get(identity)
         if waiting is None:
-            sent = self._try(parts)
+            sent = self._try_send(parts)
             if sent is not None:
                 return sent
             waiting = self._outboxes[identity] = Outbox(
                 self._limits.outbox_messages, self._limits.outbox_bytes
             )
-        if not waiting.put(parts, 0 if payload is None else memoryview(payload).nbytes):
+        if not waiting.add_message(parts, 0 if payload is None else memoryview(payload).nbytes):
             self.counters.congested += 1
             return False
         self._flush_soon()
         return True
 
-    def _try(self, parts: list[object]) -> bool | None:
+    def _try_send(self, parts: list[object]) -> bool | None:
         """Send now: whether it worked, or ``None`` if the connection is full."""
         try:
-            if self._traffic is not None:
-                if not self._traffic.send(parts):
+            if self._pump is not None:
+                if not self._pump.send(parts):
                     return None
                 self.counters.sent += 1
                 return True
@@ -239,11 +239,11 @@ class Server(Generic[M]):
         self._flushing = None
         for identity, waiting in list(self._outboxes.items()):
             while waiting:
-                sent = self._try(waiting.first())
+                sent = self._try_send(waiting.peek_message())
                 if sent is None:
                     break
                 if sent:
-                    waiting.pop()
+                    waiting.pop_message()
                 else:
                     waiting.clear()
             if not waiting:
@@ -252,9 +252,9 @@ class Server(Generic[M]):
 
     # --- receiving ---------------------------------------------------------------------------
 
-    def _take(self, frames: list[zmq.Frame], parts: int) -> None:
-        user_id = _user_id(frames[-1])
-        if not self._gatekeeper.admits(user_id):
+    def _on_frames(self, frames: list[zmq.Frame], parts: int) -> None:
+        peer_id = _peer_id_of(frames[-1])
+        if not self._authenticator.is_allowed(peer_id):
             self.counters.forbidden += 1
             return
         identity = frames[0].bytes
@@ -265,35 +265,35 @@ class Server(Generic[M]):
             message, payload = self._codec.decode([frame.buffer for frame in frames[1:]])
         except WireError as error:
             self.counters.malformed += 1
-            self.offend(user_id, str(error))
+            self.report_misbehaviour(peer_id, str(error))
             return
-        if self._permits is not None and not self._permits(user_id, message):
+        if self._permits is not None and not self._permits(peer_id, message):
             self.counters.forbidden += 1
-            self.offend(user_id, f"may not send {type(message).__name__}")
+            self.report_misbehaviour(peer_id, f"may not send {type(message).__name__}")
             return
         self.counters.received += 1
-        self._hand_over(Sender(identity, user_id), message, payload)
+        self._dispatch_message(MessageSender(identity, peer_id), message, payload)
 
-    def _hand_over(self, sender: Sender, message: M, payload: memoryview | None) -> None:
+    def _dispatch_message(self, sender: MessageSender, message: M, payload: memoryview | None) -> None:
         if not self._asynchronous:
             self._handle_now(sender, message, payload)
             return
-        inbox = self._inboxes.get(sender.user_id)
+        inbox = self._inboxes.get(sender.peer_id)
         if inbox is None:
             inbox = Inbox(self._limits.inbox_messages, self._limits.inbox_bytes)
-            self._inboxes[sender.user_id] = inbox
+            self._inboxes[sender.peer_id] = inbox
         size = 0 if payload is None else payload.nbytes
-        if not inbox.put(partial(self._handle, sender, message, payload), size):
+        if not inbox.add_work(partial(self._handle, sender, message, payload), size):
             self.counters.overflowed += 1
 
-    def _handle_now(self, sender: Sender, message: M, payload: memoryview | None) -> None:
+    def _handle_now(self, sender: MessageSender, message: M, payload: memoryview | None) -> None:
         try:
             self._handler(sender, message, payload)
         except Exception as error:
-            self._failed(sender, message, error)
+            self._on_handler_error(sender, message, error)
 
-    async def _handle(self, sender: Sender, message: M, payload: memoryview | None) -> None:
-        if not self._gatekeeper.admits(sender.user_id):
+    async def _handle(self, sender: MessageSender, message: M, payload: memoryview | None) -> None:
+        if not self._authenticator.is_allowed(sender.peer_id):
             self.counters.forbidden += 1
             return
         try:
@@ -301,40 +301,40 @@ class Server(Generic[M]):
             if rest is not None:
                 await rest
         except Exception as error:
-            self._failed(sender, message, error)
+            self._on_handler_error(sender, message, error)
 
-    def _failed(self, sender: Sender, message: M, error: Exception) -> None:
-        """Answer a request with its :class:`Failure`; log what is no error of the request."""
+    def _on_handler_error(self, sender: MessageSender, message: M, error: Exception) -> None:
+        """Answer a request with its :class:`ErrorReply`; log what is no error of the request."""
         name, text = type(error).__name__, str(error)
         if not isinstance(error, MolinkError):
             self.counters.failures += 1
-            logger.exception("handling a %s of %s", type(message).__name__, sender.user_id)
+            logger.exception("handling a %s of %s", type(message).__name__, sender.peer_id)
             name, text = MolinkError.__name__, f"internal error: {name}"
         ref = getattr(message, "ref", None)
         if ref is not None:
-            failure: Any = Failure(ref=ref, code=name, message=text[:1024])
+            failure: Any = ErrorReply(ref=ref, code=name, message=text[:1024])
             self.send(sender.identity, failure)
 
     # --- misbehaviour and revocation ---------------------------------------------------------
 
-    def offend(self, user_id: str, reason: str) -> None:
-        """Count a misdeed of ``user_id``; one too many within a minute and it is cut off."""
-        if not self._offences.count(user_id, asyncio.get_running_loop().time()):
+    def report_misbehaviour(self, peer_id: str, reason: str) -> None:
+        """Count a misdeed of ``peer_id``; one too many within a minute and it is cut off."""
+        if not self._misbehaviour.add_offence(peer_id, asyncio.get_running_loop().time()):
             return
-        self._gatekeeper.block(user_id)
+        self._authenticator.block_peer(peer_id)
         self.counters.blocked += 1
-        logger.warning("%s is cut off: %s", user_id, reason)
+        logger.warning("%s is cut off: %s", peer_id, reason)
         self._rebuild_soon()
         if self._on_blocked is not None:
-            self._on_blocked(user_id, reason)
+            self._on_blocked(peer_id, reason)
 
-    def _changed(self, change: Change) -> None:
-        self.counters.accepted += change is Change.ACCEPTED
-        self.counters.admitted += change is Change.CONNECTED
-        self.counters.overrun += change is Change.OVERRUN
-        if change in (Change.DISCONNECTED, Change.WAITING) and self._traffic is not None:
-            self._traffic.look()
-        if change is Change.DISCONNECTED and self._on_disconnect is not None:
+    def _on_change(self, change: SocketChange) -> None:
+        self.counters.accepted += change is SocketChange.ACCEPTED
+        self.counters.admitted += change is SocketChange.CONNECTED
+        self.counters.overrun += change is SocketChange.OVERRUN
+        if change in (SocketChange.DISCONNECTED, SocketChange.WAITING) and self._pump is not None:
+            self._pump.check_unread()
+        if change is SocketChange.DISCONNECTED and self._on_disconnect is not None:
             self._on_disconnect()
 
     def _failed_to_read(self, error: Exception) -> None:
@@ -349,7 +349,7 @@ class Server(Generic[M]):
     async def _rebuild(self) -> None:
         pause, told = _REBIND_FIRST, False
         try:
-            await asyncio.sleep(_FAREWELL)
+            await asyncio.sleep(_CLOSE_DELAY)
             await self._unbind()
             while self._socket is None:
                 try:
@@ -367,9 +367,9 @@ class Server(Generic[M]):
             self._rebuilding = None
 
     async def _unbind(self) -> None:
-        if self._traffic is not None:
-            self._traffic.close()
-            self._traffic = None
+        if self._pump is not None:
+            self._pump.close()
+            self._pump = None
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
@@ -386,7 +386,7 @@ def _nothing() -> None:
     pass
 
 
-def _user_id(frame: zmq.Frame) -> str:
+def _peer_id_of(frame: zmq.Frame) -> str:
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:

@@ -137,7 +137,7 @@ else:
 
 
 @contextlib.contextmanager
-def duplicate(descriptor: int) -> Iterator[socket.socket]:
+def duplicate_socket(descriptor: int) -> Iterator[socket.socket]:
     """A socket of one's own for the same connection, for the time of a ``with`` block.
 
     Raises:
@@ -162,24 +162,24 @@ def duplicate(descriptor: int) -> Iterator[socket.socket]:
         yield own
 
 
-def remote(descriptor: int) -> tuple[str, int] | None:
+def remote_address(descriptor: int) -> tuple[str, int] | None:
     """Address and port of a connection's other end; ``None`` if it is none (any more)."""
     try:
-        with duplicate(descriptor) as connection:
+        with duplicate_socket(descriptor) as connection:
             host, port = connection.getpeername()[:2]
     except (OSError, TypeError, ValueError):
         return None
     return str(host), int(port)
 
 
-def cut(descriptor: int, other_end: tuple[str, int]) -> bool:
+def cut_connection(descriptor: int, other_end: tuple[str, int]) -> bool:
     """End the connection to ``other_end``; ``False`` if the descriptor isn't that one's any more.
 
     libzmq then closes it, which resets it: nothing more of it is kept. On Windows it does so only
     once more has come on it, and not at the first try: there call this until it says ``False``.
     """
     try:
-        with duplicate(descriptor) as connection:
+        with duplicate_socket(descriptor) as connection:
             if connection.getpeername()[:2] != other_end:
                 return False
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)

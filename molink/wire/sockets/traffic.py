@@ -15,17 +15,17 @@ from molink.wire.sockets.backlog import UnreadBytes, wire_size
 
 #: Messages read, or frames of one that is too long, before others on the event loop get their
 #: turn: 16 messages of 256 KB take some ms, 256 empty frames less.
-_READ_TURN = 16
-_FRAME_TURN = 256
+_MAX_READS = 16
+_MAX_FRAMES = 256
 
 # Plain numbers: the flags of zmq are enums of Python's, and slow.
 _POLLIN = int(zmq.POLLIN)
 _POLLOUT = int(zmq.POLLOUT)
-_NOW = int(zmq.DONTWAIT)
-_NOW_MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
+_SEND_FLAGS = int(zmq.DONTWAIT)
+_SEND_MORE_FLAGS = int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
-class Traffic:
+class SocketPump:
     """Hands over every message that comes, and sends what the socket can take.
 
     All happens on the event loop's thread. libzmq's descriptor says only once that something may
@@ -45,15 +45,15 @@ class Traffic:
         """``take`` is given the first ``max_frames`` of a message, and how many it had in all.
 
         Frames beyond these are freed one by one: a member can send a message of any number of
-        parts. ``on_room`` is called once something can be sent again that could not be.
+        parts. ``on_writable`` is called once something can be sent again that could not be.
         ``on_failed`` is told of an error of the socket or of ``take``; nothing is read any more.
         ``backlog`` is told what is read of each TCP connection. The socket is the caller's to
-        close, and to connect; see :meth:`look`.
+        close, and to connect; see :meth:`check_unread`.
         """
         self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         self._max_frames = max_frames
-        self._take = take
-        self._on_room = on_room
+        self._on_frames = take
+        self._on_writable = on_room
         self._on_failed = on_failed
         self._backlog = backlog
         #: What the socket is watched for.
@@ -69,11 +69,11 @@ class Traffic:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._run)
         #: Whether the events will be looked at anyway.
-        self._looks = False
+        self._checks = False
         #: When nothing was left to be read.
         self._emptied = self._loop.time()
         self._closed = False
-        self._look_soon()
+        self._check_unread_soon()
 
     def close(self) -> None:
         """Leave the socket alone. To be called before it is closed."""
@@ -89,66 +89,66 @@ class Traffic:
         """
         try:
             for part in parts[:-1]:
-                self._socket.send(part, _NOW_MORE)
-            self._socket.send(parts[-1], _NOW)
+                self._socket.send(part, _SEND_MORE_FLAGS)
+            self._socket.send(parts[-1], _SEND_FLAGS)
         except zmq.Again:
             self._wanted |= _POLLOUT
             return False
         finally:
-            if not self._looks and self._events():
-                self._look_soon()
+            if not self._checks and self._events():
+                self._check_unread_soon()
         return True
 
     @property
     def unread_since(self) -> float | None:
         """When nothing was left to be read, on the loop's clock; ``None``: so it is now."""
-        if not self._looks:
+        if not self._checks:
             if not self._events() & _POLLIN:
                 return None
-            self._look_soon()
+            self._check_unread_soon()
         return self._emptied
 
     def _events(self) -> int:
         return int(self._socket.get(zmq.EVENTS)) & self._wanted
 
-    def look(self) -> None:
+    def check_unread(self) -> None:
         """The socket was used otherwise (connected, say): that may have noticed what came."""
-        if not self._looks:
-            self._look_soon()
+        if not self._checks:
+            self._check_unread_soon()
 
-    def _look_soon(self) -> None:
-        self._looks = True
+    def _check_unread_soon(self) -> None:
+        self._checks = True
         self._loop.call_soon(self._run)
 
     def _run(self) -> None:
         """Do what can be done now."""
-        self._looks = True
+        self._checks = True
         try:
-            for _ in range(_READ_TURN):
+            for _ in range(_MAX_READS):
                 if self._closed:  # perhaps by what was just handed over
                     return
                 events = self._events()
                 if not events:
-                    self._looks = False
+                    self._checks = False
                     self._emptied = self._loop.time()
                     if self._backlog is not None:
-                        self._backlog.drained()
+                        self._backlog.on_drained()
                     return
                 if events & _POLLOUT:
                     self._wanted = _POLLIN
-                    self._on_room()
+                    self._on_writable()
                 if events & _POLLIN:
                     self._read()
         except Exception as error:
             self.close()
             self._on_failed(error)
         else:
-            self._look_soon()
+            self._check_unread_soon()
 
     def _read(self) -> None:
         """The next message, or a part of one that has very many frames: all of them are there."""
-        for _ in range(_FRAME_TURN):
-            frame = self._socket.recv(_NOW, copy=False)
+        for _ in range(_MAX_FRAMES):
+            frame = self._socket.recv(_SEND_FLAGS, copy=False)
             self._parts += 1
             if self._parts <= self._max_frames:
                 self._frames.append(frame)
@@ -159,7 +159,7 @@ class Traffic:
                 self._frames, self._parts, self._nbytes = [], 0, 0
                 if self._backlog is not None:
                     self._count(self._backlog, frames[0], frame, nbytes)
-                self._take(frames, parts)
+                self._on_frames(frames, parts)
                 return
 
     def _count(self, backlog: UnreadBytes, first: zmq.Frame, last: zmq.Frame, nbytes: int) -> None:
@@ -171,4 +171,4 @@ class Traffic:
         except zmq.ZMQError:
             return  # a transport within this process
         identity = first.bytes if self._routes else b""
-        backlog.delivered(descriptor, nbytes, identity, user)
+        backlog.on_delivered(descriptor, nbytes, identity, user)

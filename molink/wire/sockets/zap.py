@@ -16,9 +16,9 @@ import zmq
 from zmq.utils import z85
 
 from molink.errors import UsageError
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.wire.sockets.create import DOMAIN
-from molink.wire.sockets.pace import Allowance
+from molink.wire.sockets.pace import PeerRateLimit
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class RefusedHandshake:
     peer: str
 
 
-class Gatekeeper:
+class ZapAuthenticator:
     """Answers every CURVE handshake of a ZeroMQ context, in a thread of its own.
 
     A thread, since handshakes should not wait for a busy event loop. Start it before any bind. An
@@ -56,17 +56,17 @@ class Gatekeeper:
         self.accepted = 0
         self.refused = 0
         #: Handshakes of members that were put off: they came too often.
-        self.put_off = 0
-        self._pace = Allowance(_HANDSHAKES, _HANDSHAKE_RATE)
+        self.deferred = 0
+        self._rate_limit = PeerRateLimit(_HANDSHAKES, _HANDSHAKE_RATE)
         self._on_refused = on_refused
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context)
         self._lock = threading.Lock()
         #: Public key → user id. Replaced, never changed, so the thread reads it without a lock.
         self._keys: dict[str, str] = {}
-        self._users: frozenset[str] = frozenset()
+        self._peers: frozenset[str] = frozenset()
         self._blocked: frozenset[str] = frozenset()
         self._thread: threading.Thread | None = None
-        self._bell: zmq.Socket[bytes] | None = None
+        self._wake_socket: zmq.Socket[bytes] | None = None
 
     def start(self) -> None:
         """Begin to answer. Raises :class:`UsageError` if the context has a handler already."""
@@ -77,11 +77,11 @@ class Gatekeeper:
         except zmq.ZMQError as error:
             raise UsageError(f"this context has a ZAP handler already: {error}") from error
         address = f"inproc://molink.gatekeeper.{secrets.token_hex(8)}"
-        bell = self._context.socket(zmq.PAIR)
-        bell.bind(address)
+        wake_socket = self._context.socket(zmq.PAIR)
+        wake_socket.bind(address)
         heard = self._context.socket(zmq.PAIR)
         heard.connect(address)
-        self._bell = bell
+        self._wake_socket = wake_socket
         self._thread = threading.Thread(
             target=self._run, args=(socket, heard), name="molink-gatekeeper", daemon=True
         )
@@ -89,43 +89,43 @@ class Gatekeeper:
 
     def close(self) -> None:
         """Stop answering; from then on every handshake of the context fails."""
-        if self._thread is None or self._bell is None:
+        if self._thread is None or self._wake_socket is None:
             return
-        self._bell.send(b"")
+        self._wake_socket.send(b"")
         self._thread.join()
-        self._bell.close(linger=0)
-        self._thread = self._bell = None
+        self._wake_socket.close(linger=0)
+        self._thread = self._wake_socket = None
 
     # --- membership --------------------------------------------------------------------------
 
-    def allow(self, public_key: str, user_id: str | None = None) -> str:
-        """Let the holder of ``public_key`` in, as ``user_id`` (default: its peer id)."""
-        user = user_id or peer_id(public_key)
+    def allow_peer(self, public_key: str, user_id: str | None = None) -> str:
+        """Let the holder of ``public_key`` in, as ``peer_id`` (default: its peer id)."""
+        user = user_id or derive_peer_id(public_key)
         with self._lock:
             self._replace({**self._keys, public_key: user})
         return user
 
-    def deny(self, user_id: str) -> None:
-        """Forget ``user_id`` and its keys, and whether it was blocked."""
+    def deny_peer(self, peer_id: str) -> None:
+        """Forget ``peer_id`` and its keys, and whether it was blocked."""
         with self._lock:
-            self._blocked -= {user_id}
-            self._pace.forget(user_id)
-            self._replace({key: user for key, user in self._keys.items() if user != user_id})
+            self._blocked -= {peer_id}
+            self._rate_limit.drop_peer(peer_id)
+            self._replace({key: user for key, user in self._keys.items() if user != peer_id})
 
-    def block(self, user_id: str) -> None:
-        """Refuse ``user_id``, although a member, until it is denied and allowed again."""
+    def block_peer(self, peer_id: str) -> None:
+        """Refuse ``peer_id``, although a member, until it is denied and allowed again."""
         with self._lock:
-            self._blocked |= {user_id}
+            self._blocked |= {peer_id}
             self._replace(self._keys)
 
-    def admits(self, user_id: str) -> bool:
-        """Whether messages of ``user_id`` count."""
-        return user_id in self._users
+    def is_allowed(self, peer_id: str) -> bool:
+        """Whether messages of ``peer_id`` count."""
+        return peer_id in self._peers
 
     @property
-    def users(self) -> frozenset[str]:
+    def peers(self) -> frozenset[str]:
         """The user ids that are let in now."""
-        return self._users
+        return self._peers
 
     @property
     def blocked(self) -> frozenset[str]:
@@ -134,7 +134,7 @@ class Gatekeeper:
 
     def _replace(self, keys: dict[str, str]) -> None:
         self._keys = keys
-        self._users = frozenset(keys.values()) - self._blocked
+        self._peers = frozenset(keys.values()) - self._blocked
 
     # --- the handler's thread ----------------------------------------------------------------
 
@@ -148,18 +148,18 @@ class Gatekeeper:
             raise
         return socket
 
-    def _run(self, socket: "zmq.Socket[bytes]", bell: "zmq.Socket[bytes]") -> None:
-        with bell:
-            while not self._served_out(socket, bell):
-                if bell.poll(int(_RESTART_PAUSE * 1000)):
+    def _run(self, socket: "zmq.Socket[bytes]", wake_socket: "zmq.Socket[bytes]") -> None:
+        with wake_socket:
+            while not self._serve_until_error(socket, wake_socket):
+                if wake_socket.poll(int(_RESTART_PAUSE * 1000)):
                     return
                 socket = self._bind()
 
-    def _served_out(self, socket: "zmq.Socket[bytes]", bell: "zmq.Socket[bytes]") -> bool:
+    def _serve_until_error(self, socket: "zmq.Socket[bytes]", wake_socket: "zmq.Socket[bytes]") -> bool:
         """Serve until the end; ``False`` if the handler failed before that."""
         try:
             with socket:
-                self._serve(socket, bell)
+                self._serve(socket, wake_socket)
         except zmq.ContextTerminated:
             pass
         except Exception:
@@ -167,13 +167,13 @@ class Gatekeeper:
             return False
         return True
 
-    def _serve(self, socket: "zmq.Socket[bytes]", bell: "zmq.Socket[bytes]") -> None:
+    def _serve(self, socket: "zmq.Socket[bytes]", wake_socket: "zmq.Socket[bytes]") -> None:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
-        poller.register(bell, zmq.POLLIN)
+        poller.register(wake_socket, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
-            if bell in ready:
+            if wake_socket in ready:
                 return
             frames = socket.recv_multipart()
             if len(frames) >= _REQUEST_FRAMES - 1:
@@ -182,32 +182,32 @@ class Gatekeeper:
     def _answer(self, frames: list[bytes]) -> list[bytes]:
         """The reply to a ZAP request: version, request id, status, text, user id, metadata."""
         try:
-            user = self._judge(frames)
+            user = self._authenticate(frames)
         except Exception:
             logger.exception("can't judge a handshake; refusing it")
             user = None
         if user is None:
             self.refused += 1
             status, text = b"400", b"not a member"
-        elif not self._pace.take(user, time.monotonic()):
+        elif not self._rate_limit.try_acquire(user, time.monotonic()):
             # A number from 300 on has the peer try again.
-            self.put_off += 1
+            self.deferred += 1
             status, text = b"300", b"too often"
         else:
             self.accepted += 1
             status, text = b"200", b"OK"
         return [*frames[:4], status, text, (user or "").encode(), b""]
 
-    def _judge(self, frames: list[bytes]) -> str | None:
+    def _authenticate(self, frames: list[bytes]) -> str | None:
         version, _, domain, address, _, mechanism, *credentials = frames[2:]
         proper = version == b"1.0" and domain == DOMAIN.encode() and mechanism == b"CURVE"
         if not proper or len(credentials) != 1:
             return None
         key = z85.encode(credentials[0]).decode("ascii")
         user = self._keys.get(key)
-        if user is not None and user in self._users:
+        if user is not None and user in self._peers:
             return user
-        refusal = RefusedHandshake(address.decode("utf-8", "replace"), peer_id(key))
+        refusal = RefusedHandshake(address.decode("utf-8", "replace"), derive_peer_id(key))
         if self._on_refused is not None:
             self._on_refused(refusal)
         return None

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from molink.facts.ringtimes import LinkFacts
 from molink.link.estimate.estimator import LinkEstimator
 from molink.link.policies.base import (
-    Acknowledged,
-    DecodeStarted,
-    Event,
-    LinkEstimate,
-    Reconnected,
-    Sent,
+    MessageAcknowledgedEvent,
+    DecodeStartedEvent,
+    LinkEvent,
+    LinkEstimatedEvent,
+    ChannelReconnectedEvent,
+    MessageSentEvent,
 )
-from molink.wire.messages.data import Lane
+from molink.wire.messages.data import Channel
 
 MBPS = 125_000.0
 _BEAT = 0.1
@@ -57,13 +57,13 @@ class Pipe:
         self.path = path
         self.estimator = estimator or LinkEstimator()
         self.now = 0.0
-        self.in_flight = dict.fromkeys(Lane, 0)
+        self.in_flight = dict.fromkeys(Channel, 0)
         self.seen: list[tuple[float, LinkFacts]] = []
-        self.told: list[tuple[float, LinkEstimate]] = []
+        self.told: list[tuple[float, LinkEstimatedEvent]] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = count()
-        self._queue: deque[tuple[int, Callable[[], None], Lane]] = deque()
-        self._lanes = {lane: _InLane() for lane in Lane}
+        self._queue: deque[tuple[int, Callable[[], None], Channel]] = deque()
+        self._lanes = {channel: _InLane() for channel in Channel}
         #: Called after every acknowledgement: what sends when there is room.
         self.refill: Callable[[], None] = lambda: None
 
@@ -82,9 +82,9 @@ class Pipe:
         while self._events and self._events[0][0] <= until:
             self.now, _, act = heapq.heappop(self._events)
             act()
-            if (news := self.estimator.news(self.now)) is not None:
+            if (news := self.estimator.poll_change(self.now)) is not None:
                 self.told.append((self.now, news))
-            self.seen.append((self.now, self.estimator.facts(self.now)))
+            self.seen.append((self.now, self.estimator.current_facts(self.now)))
         self.now = until
 
     # --- sending -----------------------------------------------------------------------------
@@ -94,34 +94,34 @@ class Pipe:
 
     def beat(self) -> None:
         sent_at = self.now
-        self.estimator.beat_left(sent_at)
+        self.estimator.on_heartbeat_sent(sent_at)
         self._carry(_BEAT_BYTES, lambda: self._answer(sent_at))
 
     def _answer(self, sent_at: float) -> None:
-        back = self._back(Lane.DECODE)
+        back = self._back(Channel.DECODE)
 
         def come_back() -> None:
-            assert self.estimator.beat_back(sent_at, self.now)
+            assert self.estimator.on_heartbeat_echoed(sent_at, self.now)
 
         self.at(back, come_back)
 
-    def send(self, nbytes: int, lane: Lane = Lane.BULK) -> None:
+    def send(self, nbytes: int, lane: Channel = Channel.BULK) -> None:
         sent_at = self.now
         self.in_flight[lane] += nbytes
-        self._tell(Sent(lane, nbytes))
+        self._tell(MessageSentEvent(lane, nbytes))
         self._carry(nbytes, lambda: self._arrive(lane, nbytes, sent_at), lane)
 
-    def _carry(self, nbytes: int, arrive: Callable[[], None], lane: Lane = Lane.DECODE) -> None:
+    def _carry(self, nbytes: int, arrive: Callable[[], None], lane: Channel = Channel.DECODE) -> None:
         """Through the narrowest point, which serves one message after another, and across."""
         self._queue.append((nbytes, arrive, lane))
         if len(self._queue) == 1:
             self._serve()
 
     def _serve(self) -> None:
-        nbytes, arrive, lane = self._queue[0]
-        self.at(self.now + nbytes / self.path.rate, lambda: self._served(arrive, lane))
+        nbytes, arrive, channel = self._queue[0]
+        self.at(self.now + nbytes / self.path.rate, lambda: self._served(arrive, channel))
 
-    def _served(self, arrive: Callable[[], None], lane: Lane) -> None:
+    def _served(self, arrive: Callable[[], None], lane: Channel) -> None:
         self._queue.popleft()
         into = self._lanes[lane]
         into.last = max(into.last, self.now + self.path.latency + self.path.delay())
@@ -133,7 +133,7 @@ class Pipe:
         """Send ``left[0]`` bytes in chunks, at most ``window`` bytes of them under way."""
 
         def refill() -> None:
-            while left[0] > 0 and self.in_flight[Lane.BULK] + chunk <= window:
+            while left[0] > 0 and self.in_flight[Channel.BULK] + chunk <= window:
                 left[0] -= chunk
                 self.send(chunk)
 
@@ -142,33 +142,33 @@ class Pipe:
 
     # --- receiving ---------------------------------------------------------------------------
 
-    def _arrive(self, lane: Lane, nbytes: int, sent_at: float) -> None:
+    def _arrive(self, lane: Channel, nbytes: int, sent_at: float) -> None:
         waiting = self._lanes[lane].waiting
         waiting.append((nbytes, sent_at))
-        if lane is Lane.BULK or len(waiting) >= _ACK_EVERY:
+        if lane is Channel.BULK or len(waiting) >= _ACK_EVERY:
             self._acknowledge(lane)
         elif len(waiting) == 1:
             self.at(self.now + _ACK_DELAY, lambda: self._acknowledge(lane))
 
-    def _acknowledge(self, lane: Lane) -> None:
+    def _acknowledge(self, lane: Channel) -> None:
         waiting, self._lanes[lane].waiting = self._lanes[lane].waiting, []
         if waiting:
             back = self._back(lane)
             nbytes, newest = sum(each for each, _ in waiting), waiting[-1][1]
             self.at(back, lambda: self._landed(lane, nbytes, newest))
 
-    def _back(self, lane: Lane) -> float:
+    def _back(self, lane: Channel) -> float:
         """When what leaves the receiver now will be back: nothing overtakes on a connection."""
         into = self._lanes[lane]
         into.back = max(into.back, self.now + self.path.latency + self.path.delay())
         return into.back
 
-    def _landed(self, lane: Lane, nbytes: int, newest: float) -> None:
+    def _landed(self, lane: Channel, nbytes: int, newest: float) -> None:
         self.in_flight[lane] -= nbytes
-        self._tell(Acknowledged(lane, nbytes, self.now - newest))
+        self._tell(MessageAcknowledgedEvent(lane, nbytes, self.now - newest))
         self.refill()
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: LinkEvent) -> None:
         self.estimator.handle(event, self.now)
 
 
@@ -209,7 +209,7 @@ def gaps(pipe: Pipe) -> None:
     """6 chunks every 90 ms, between decodes."""
 
     def chunks() -> None:
-        if pipe.in_flight[Lane.BULK] < 600_000:
+        if pipe.in_flight[Channel.BULK] < 600_000:
             for _ in range(6):
                 pipe.send(62_500)
 
@@ -233,7 +233,7 @@ def run(load: Load, before: Path, rate: float, latency: float, end: float = END)
     path = replace(before, noise=random.Random(1))
     pipe = Pipe(path)
     pipe.beats()
-    pipe.every(0.11, lambda: pipe.send(14_000, Lane.DECODE))
+    pipe.every(0.11, lambda: pipe.send(14_000, Channel.DECODE))
     pipe.at(0.01, lambda: probe(pipe))
     pipe.at(0.6, lambda: load(pipe))
 
@@ -307,7 +307,7 @@ def test_what_tcp_holds_back_does_not_lower_the_rate(one_is_late: bool) -> None:
     pipe.beats()
     back, beats = pipe._back, count()
 
-    def late(lane: Lane) -> float:
+    def late(lane: Channel) -> float:
         return back(lane) + (0.01 if one_is_late and next(beats) % 3 == 0 else 0.0)
 
     pipe._back = late  # type: ignore[method-assign]
@@ -315,8 +315,8 @@ def test_what_tcp_holds_back_does_not_lower_the_rate(one_is_late: bool) -> None:
     pipe.at(0.6, lambda: steady(pipe))
     carry, free = pipe._carry, [0.0]
 
-    def held(nbytes: int, arrive: Callable[[], None], lane: Lane = Lane.DECODE) -> None:
-        if lane is Lane.DECODE or pipe.now < CHANGE:
+    def held(nbytes: int, arrive: Callable[[], None], lane: Channel = Channel.DECODE) -> None:
+        if lane is Channel.DECODE or pipe.now < CHANGE:
             carry(nbytes, arrive, lane)
             return
         free[0] = max(free[0], pipe.now) + nbytes / (40 * MBPS)
@@ -333,7 +333,7 @@ def test_a_probe_gives_a_first_rate(rate: float) -> None:
     pipe.beats()
     pipe.at(0.0, lambda: probe(pipe))
     pipe.run(0.4)
-    assert agree([pipe.estimator.facts(0.4).rate or 0.0], rate, 0.15)
+    assert agree([pipe.estimator.current_facts(0.4).rate or 0.0], rate, 0.15)
 
 
 def test_a_probe_on_a_fast_link_gives_a_lower_bound() -> None:
@@ -341,7 +341,7 @@ def test_a_probe_on_a_fast_link_gives_a_lower_bound() -> None:
     pipe.beats()
     pipe.at(0.05, lambda: probe(pipe))
     pipe.run(0.2)
-    assert 300 * MBPS < (pipe.estimator.facts(0.2).rate or 0.0) <= 1000 * MBPS
+    assert 300 * MBPS < (pipe.estimator.current_facts(0.2).rate or 0.0) <= 1000 * MBPS
 
 
 # --- single events ---------------------------------------------------------------------------
@@ -349,19 +349,19 @@ def test_a_probe_on_a_fast_link_gives_a_lower_bound() -> None:
 
 def test_nothing_is_known_at_first() -> None:
     estimator = LinkEstimator()
-    assert estimator.facts(0.0) == LinkFacts()
-    assert estimator.news(0.0) is None
-    assert not estimator.beat_back(0.0, 1.0)
+    assert estimator.current_facts(0.0) == LinkFacts()
+    assert estimator.poll_change(0.0) is None
+    assert not estimator.on_heartbeat_echoed(0.0, 1.0)
 
 
 def test_what_is_remembered_counts_until_it_is_measured() -> None:
     estimator = LinkEstimator(LinkFacts(0.03, 1e7))
-    assert estimator.news(0.0) == LinkEstimate(0.06, 0.06, 1e7)
-    assert estimator.news(0.1) is None
-    estimator.beat_left(1.0)
-    assert estimator.beat_back(1.0, 1.02)
-    assert not estimator.beat_back(1.0, 1.03), "it came back already"
-    assert estimator.facts(1.02) == LinkFacts(pytest.approx(0.01), 1e7)
+    assert estimator.poll_change(0.0) == LinkEstimatedEvent(0.06, 0.06, 1e7)
+    assert estimator.poll_change(0.1) is None
+    estimator.on_heartbeat_sent(1.0)
+    assert estimator.on_heartbeat_echoed(1.0, 1.02)
+    assert not estimator.on_heartbeat_echoed(1.0, 1.03), "it came back already"
+    assert estimator.current_facts(1.02) == LinkFacts(pytest.approx(0.01), 1e7)
     pipe = Pipe(Path(SLOW, NEAR), LinkEstimator(LinkFacts(0.005, FAST)))
     pipe.beats()
     pipe.at(0.1, lambda: steady(pipe))
@@ -372,20 +372,20 @@ def test_what_is_remembered_counts_until_it_is_measured() -> None:
 
 def test_an_echo_of_nothing_is_no_measurement() -> None:
     estimator = LinkEstimator()
-    estimator.beat_left(1.0)
+    estimator.on_heartbeat_sent(1.0)
     for echo in (math.nan, 0.5, -1.0):
-        assert not estimator.beat_back(echo, 1.1)
-    assert estimator.beat_back(1.0, 1.1)
-    assert estimator.facts(1.1).latency == pytest.approx(0.05)
+        assert not estimator.on_heartbeat_echoed(echo, 1.1)
+    assert estimator.on_heartbeat_echoed(1.0, 1.1)
+    assert estimator.current_facts(1.1).latency == pytest.approx(0.05)
 
 
 def test_a_connection_that_broke_leaves_nothing_under_way() -> None:
     estimator = LinkEstimator()
-    for lane in Lane:
-        estimator.handle(Sent(lane, 1000), 0.0)
-        estimator.handle(Reconnected(lane), 1.0)
-        estimator.handle(Sent(lane, 1000), 1.0)
-        estimator.handle(Acknowledged(lane, 1000, 0.1), 1.1)
+    for channel in Channel:
+        estimator.handle(MessageSentEvent(channel, 1000), 0.0)
+        estimator.handle(ChannelReconnectedEvent(channel), 1.0)
+        estimator.handle(MessageSentEvent(channel, 1000), 1.0)
+        estimator.handle(MessageAcknowledgedEvent(channel, 1000, 0.1), 1.1)
     assert estimator._meter.in_flight == 0
 
 
@@ -393,18 +393,18 @@ def test_what_was_sent_twice_lands_once() -> None:
     estimator = LinkEstimator()
     for at in (0.0, 10.0):
         for each in range(3):
-            estimator.handle(Sent(Lane.BULK, 1000), at + each / 10)
-    estimator.handle(Acknowledged(Lane.BULK, 3000, 0.1), 10.3)
+            estimator.handle(MessageSentEvent(Channel.BULK, 1000), at + each / 10)
+    estimator.handle(MessageAcknowledgedEvent(Channel.BULK, 3000, 0.1), 10.3)
     assert estimator._meter.in_flight == 0
 
 
 amounts = st.integers(1, 256 * 1024)
 seconds = st.floats(0, 20)
 events = st.one_of(
-    st.builds(Sent, st.sampled_from(Lane), amounts),
-    st.builds(Acknowledged, st.sampled_from(Lane), amounts, seconds),
-    st.builds(Reconnected, st.sampled_from(Lane)),
-    st.just(DecodeStarted(1, 0.1)),
+    st.builds(MessageSentEvent, st.sampled_from(Channel), amounts),
+    st.builds(MessageAcknowledgedEvent, st.sampled_from(Channel), amounts, seconds),
+    st.builds(ChannelReconnectedEvent, st.sampled_from(Channel)),
+    st.just(DecodeStartedEvent(1, 0.1)),
     st.sampled_from(["leaves", "back"]),
     st.floats(),
 )
@@ -412,26 +412,26 @@ events = st.one_of(
 
 @given(st.lists(st.tuples(events, st.one_of(st.just(0.0), st.floats(-1, 5)))))
 def test_whatever_happens_the_estimate_is_a_sane_number(
-    story: list[tuple[Event | str | float, float]],
+    story: list[tuple[LinkEvent | str | float, float]],
 ) -> None:
     estimator, now, left = LinkEstimator(), 0.0, 0.0
     for event, pause in story:
         now += pause
         if event == "leaves":
             left = now
-            estimator.beat_left(now)
+            estimator.on_heartbeat_sent(now)
         elif event == "back":
-            estimator.beat_back(left, now)
+            estimator.on_heartbeat_echoed(left, now)
         elif isinstance(event, float):
-            estimator.beat_back(event, now)
+            estimator.on_heartbeat_echoed(event, now)
         elif not isinstance(event, str):
             estimator.handle(event, now)
-        facts = estimator.facts(now)
+        facts = estimator.current_facts(now)
         for value in (facts.latency, facts.rate):
             assert value is None or (math.isfinite(value) and value >= 0)
         assert facts.rate is None or 0 < facts.rate <= 1e12
         assert estimator._meter.in_flight >= 0
-        news = estimator.news(now)
+        news = estimator.poll_change(now)
         assert news is None or math.isfinite(news.rtt + news.min_rtt)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.facts.ringtimes import LinkFacts
-from molink.link.estimate.remembered import MAX_LINKS, SAVE_INTERVAL, LinkMemory
+from molink.link.estimate.remembered import MAX_REMEMBERED, SAVE_INTERVAL, LinkMemory
 
 FACTS = LinkFacts(0.03, 12.5e6)
 
@@ -19,56 +19,56 @@ def path(tmp_path: Path) -> Path:
 
 def test_what_was_measured_is_known_to_the_next(path: Path) -> None:
     memory = LinkMemory(path)
-    assert memory.find("a") == LinkFacts()
-    memory.keep("a", FACTS, 0.0)
-    assert memory.find("a") == LinkMemory(path).find("a") == FACTS
+    assert memory.find_facts("a") == LinkFacts()
+    memory.remember_link("a", FACTS, 0.0)
+    assert memory.find_facts("a") == LinkMemory(path).find_facts("a") == FACTS
     assert [each.name for each in path.parent.iterdir()] == ["peers.json"]
 
 
 def test_without_a_path_it_lasts_as_long_as_the_object() -> None:
     memory = LinkMemory(None)
-    memory.keep("a", FACTS, 0.0)
-    assert memory.find("a") == FACTS
+    memory.remember_link("a", FACTS, 0.0)
+    assert memory.find_facts("a") == FACTS
 
 
 def test_it_is_written_now_and_then_and_only_if_it_changed(path: Path) -> None:
     memory = LinkMemory(path)
-    memory.keep("a", FACTS, 0.0)
-    memory.keep("a", LinkFacts(0.03, 2.5e6), SAVE_INTERVAL - 1)
-    assert LinkMemory(path).find("a") == FACTS
-    memory.keep("a", LinkFacts(0.03, 2.5e6), SAVE_INTERVAL)
-    assert LinkMemory(path).find("a") == LinkFacts(0.03, 2.5e6)
+    memory.remember_link("a", FACTS, 0.0)
+    memory.remember_link("a", LinkFacts(0.03, 2.5e6), SAVE_INTERVAL - 1)
+    assert LinkMemory(path).find_facts("a") == FACTS
+    memory.remember_link("a", LinkFacts(0.03, 2.5e6), SAVE_INTERVAL)
+    assert LinkMemory(path).find_facts("a") == LinkFacts(0.03, 2.5e6)
     path.unlink()
-    memory.keep("a", LinkFacts(0.031, 2.5e6), 10 * SAVE_INTERVAL)
+    memory.remember_link("a", LinkFacts(0.031, 2.5e6), 10 * SAVE_INTERVAL)
     assert not path.exists()
-    assert memory.find("a") == LinkFacts(0.031, 2.5e6)
+    assert memory.find_facts("a") == LinkFacts(0.031, 2.5e6)
 
 
 def test_nothing_known_forgets_nothing(path: Path) -> None:
     memory = LinkMemory(path)
-    memory.keep("a", FACTS, 0.0)
-    memory.keep("a", LinkFacts(), 100.0)
-    assert memory.find("a") == FACTS
+    memory.remember_link("a", FACTS, 0.0)
+    memory.remember_link("a", LinkFacts(), 100.0)
+    assert memory.find_facts("a") == FACTS
 
 
 def test_two_workers_share_a_file(path: Path) -> None:
     first, second = LinkMemory(path), LinkMemory(path)
-    first.keep("a", FACTS, 0.0)
-    second.keep("b", FACTS, 0.0)
+    first.remember_link("a", FACTS, 0.0)
+    second.remember_link("b", FACTS, 0.0)
     memory = LinkMemory(path)
-    assert memory.find("a") == memory.find("b") == FACTS
+    assert memory.find_facts("a") == memory.find_facts("b") == FACTS
 
 
 def test_those_measured_last_are_kept(path: Path) -> None:
     memory = LinkMemory(path)
-    memory.keep("first", FACTS, 0.0)
-    for number in range(MAX_LINKS - 1):
-        memory.keep(f"peer {number}", FACTS, 100.0 * number)
-    memory.keep("first", FACTS, 0.0)
-    memory.keep("last", FACTS, 1e6)
-    assert len(memory) == len(LinkMemory(path)) == MAX_LINKS
-    assert memory.find("first") == FACTS
-    assert memory.find("peer 0") == LinkFacts()
+    memory.remember_link("first", FACTS, 0.0)
+    for number in range(MAX_REMEMBERED - 1):
+        memory.remember_link(f"peer {number}", FACTS, 100.0 * number)
+    memory.remember_link("first", FACTS, 0.0)
+    memory.remember_link("last", FACTS, 1e6)
+    assert len(memory) == len(LinkMemory(path)) == MAX_REMEMBERED
+    assert memory.find_facts("first") == FACTS
+    assert memory.find_facts("peer 0") == LinkFacts()
 
 
 @pytest.mark.parametrize(
@@ -94,20 +94,20 @@ def test_a_file_of_garbage_is_as_good_as_none(path: Path, content: bytes) -> Non
     path.write_bytes(content)
     memory = LinkMemory(path)
     assert len(memory) == 0
-    memory.keep("a", FACTS, 0.0)
-    assert LinkMemory(path).find("a") == FACTS
+    memory.remember_link("a", FACTS, 0.0)
+    assert LinkMemory(path).find_facts("a") == FACTS
 
 
 def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     in_the_way = tmp_path / "links"
     in_the_way.write_bytes(b"")
     memory = LinkMemory(in_the_way / "peers.json")
-    memory.keep("a", FACTS, 0.0)
-    assert memory.find("a") == FACTS
+    memory.remember_link("a", FACTS, 0.0)
+    assert memory.find_facts("a") == FACTS
 
 
 @given(st.binary(max_size=200))
 def test_no_content_stops_anybody(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.mktemp("links") / "peers.json"
     path.write_bytes(content)
-    assert len(LinkMemory(path)) <= MAX_LINKS
+    assert len(LinkMemory(path)) <= MAX_REMEMBERED

@@ -52,7 +52,7 @@ def packed(
     codec: RowCodec, dtype: str = "bf16", coding: Coding = Coding.LOSSLESS, hidden: int = 512
 ) -> tuple[Payload, bytes]:
     data = activations(dtype, hidden=hidden)
-    return codec.pack(header(dtype, data, hidden), data, coding)
+    return codec.pack_rows(header(dtype, data, hidden), data, coding)
 
 
 @pytest.mark.parametrize("dtype", TRAVEL)
@@ -66,9 +66,9 @@ def test_every_bit_pattern_of_16_comes_back(codec: RowCodec, dtype: str) -> None
         # Beside many equal ones, so that they are packed at all.
         data = rows.tobytes()[: MAX_PAYLOAD // 2] + bytes(rows.nbytes)
         plain = header(dtype, data, hidden)
-        coded, frame = codec.pack(plain, data, Coding.LOSSLESS)
+        coded, frame = codec.pack_rows(plain, data, Coding.LOSSLESS)
         assert coded.coding is Coding.LOSSLESS
-        back, out = codec.unpack(coded, frame)
+        back, out = codec.unpack_rows(coded, frame)
         assert (back, bytes(out)) == (plain, data)
 
 
@@ -84,10 +84,10 @@ def test_any_rows_come_back(
     row = hidden * DTYPE_SIZES[dtype]
     data = b"".join((each * row)[:row] for each in rows) * repeat
     plain = header(dtype, data, hidden)
-    coded, frame = codec.pack(plain, data, Coding.LOSSLESS)
+    coded, frame = codec.pack_rows(plain, data, Coding.LOSSLESS)
     assert memoryview(frame).nbytes == coded.wire_bytes <= plain.nbytes
     assert coded.nbytes == plain.nbytes
-    back, out = codec.unpack(coded, frame)
+    back, out = codec.unpack_rows(coded, frame)
     assert (back, bytes(out)) == (plain, data)
 
 
@@ -100,9 +100,9 @@ def test_activations_shrink(codec: RowCodec, dtype: str, ratio: float) -> None:
 def test_noise_stays_as_it_is(codec: RowCodec) -> None:
     data = np.random.default_rng(1).bytes(8192)
     plain = header("bf16", data, 512)
-    assert codec.pack(plain, data, Coding.LOSSLESS) == (plain, data)
-    assert codec.pack(plain, data, Coding.PLAIN) == (plain, data)
-    assert codec.unpack(plain, data) == (plain, data)
+    assert codec.pack_rows(plain, data, Coding.LOSSLESS) == (plain, data)
+    assert codec.pack_rows(plain, data, Coding.PLAIN) == (plain, data)
+    assert codec.unpack_rows(plain, data) == (plain, data)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_noise_stays_as_it_is(codec: RowCodec) -> None:
 )
 def test_only_plain_rows_are_packed(codec: RowCodec, payload: Payload) -> None:
     with pytest.raises(WireError):
-        codec.pack(payload, bytes(64), Coding.LOSSLESS)
+        codec.pack_rows(payload, bytes(64), Coding.LOSSLESS)
 
 
 def test_more_than_a_message_is_not_packed(codec: RowCodec) -> None:
     with pytest.raises(WireError, match="over"):
-        codec.pack(Payload("bf16", (1, MAX_PAYLOAD)), bytes(2 * MAX_PAYLOAD), Coding.LOSSLESS)
+        codec.pack_rows(Payload("bf16", (1, MAX_PAYLOAD)), bytes(2 * MAX_PAYLOAD), Coding.LOSSLESS)
 
 
 # --- 8 bits --------------------------------------------------------------------------------------
@@ -130,10 +130,10 @@ def test_more_than_a_message_is_not_packed(codec: RowCodec) -> None:
 @pytest.mark.parametrize("dtype", TRAVEL)
 def test_int8_is_off_by_half_a_step(codec: RowCodec, dtype: str) -> None:
     data = activations(dtype)
-    coded, frame = codec.pack(header(dtype, data, 512), data, Coding.INT8)
+    coded, frame = codec.pack_rows(header(dtype, data, 512), data, Coding.INT8)
     assert coded.coded == 16 * (4 + 512)
     before = numbers(data, dtype, 512)
-    after = numbers(codec.unpack(coded, frame)[1], dtype, 512)
+    after = numbers(codec.unpack_rows(coded, frame)[1], dtype, 512)
     scale = np.abs(before).max(axis=1, keepdims=True)
     rounding = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 2.0**-23}[dtype]
     assert (np.abs(after - before) <= scale / 254 * 1.0001 + np.abs(before) * rounding * 2).all()
@@ -151,7 +151,7 @@ def test_int8_keeps_failed_rows_failed_and_zeros_exact(
     values[1] = 0
     data = bits(values, dtype)
     after = numbers(
-        codec.unpack(*codec.pack(header(dtype, data, 64), data, Coding.INT8))[1], dtype, 64
+        codec.unpack_rows(*codec.pack_rows(header(dtype, data, 64), data, Coding.INT8))[1], dtype, 64
     )
     assert np.isnan(after[0]).all()
     np.testing.assert_array_equal(after[1:], values[1:])
@@ -164,7 +164,7 @@ def test_int8_takes_the_largest_and_the_smallest_numbers(codec: RowCodec, dtype:
     values = np.array([[top] * 8, [minimum] * 8], "<u4").view("<f4")
     data = bits(values, dtype)
     plain = header(dtype, data, 8)
-    out = codec.unpack(*codec.pack(plain, data, Coding.INT8))[1]
+    out = codec.unpack_rows(*codec.pack_rows(plain, data, Coding.INT8))[1]
     np.testing.assert_array_equal(numbers(out, dtype, 8), values)
 
 
@@ -173,8 +173,8 @@ def test_int8_of_any_bits_is_finite_where_the_row_was(
     codec: RowCodec, data: bytes, dtype: str
 ) -> None:
     data *= 2
-    coded, frame = codec.pack(header(dtype, data, 16), data, Coding.INT8)
-    after = numbers(codec.unpack(coded, frame)[1], dtype, 16)
+    coded, frame = codec.pack_rows(header(dtype, data, 16), data, Coding.INT8)
+    after = numbers(codec.unpack_rows(coded, frame)[1], dtype, 16)
     before = numbers(data, dtype, 16)
     np.testing.assert_array_equal(np.isfinite(before).all(axis=1), np.isfinite(after).all(axis=1))
 
@@ -198,7 +198,7 @@ def test_any_bytes_are_rows_or_an_error(
     shape = data.draw(st.sampled_from([coded.shape, (1, 32), (17, 32), (2**30, 2**30), (1, 1)]))
     told = Payload(dtype, shape, coding, len(damaged))
     try:
-        plain, out = codec.unpack(told, bytes(damaged))
+        plain, out = codec.unpack_rows(told, bytes(damaged))
     except WireError:
         return
     assert plain == Payload(dtype, shape)
@@ -241,7 +241,7 @@ HUGE = b"\x28\xb5\x2f\xfd" + bytes([0xE0]) + (2**60).to_bytes(8, "little") + byt
 )
 def test_other_frames_are_refused(codec: RowCodec, content: bytes) -> None:
     with pytest.raises(WireError):
-        codec.unpack(*frame_of(content))
+        codec.unpack_rows(*frame_of(content))
 
 
 @pytest.mark.parametrize(
@@ -260,4 +260,4 @@ def test_other_frames_are_refused(codec: RowCodec, content: bytes) -> None:
 )
 def test_headers_that_lie_are_refused(codec: RowCodec, payload: Payload) -> None:
     with pytest.raises(WireError):
-        codec.unpack(payload, bytes(64))
+        codec.unpack_rows(payload, bytes(64))

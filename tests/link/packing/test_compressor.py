@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.link.packing.compressor import Compressor, CompressorLimits, PackChoice, Packed, Worth
+from molink.link.packing.compressor import Compressor, CompressorLimits, PackDecision, PackedSample, PackingGain
 from molink.wire.messages.base import Coding
 
 MBPS = 125_000.0
 BULK, DECODE = True, False
 SIZE = 196_608
-PLAIN = PackChoice(Coding.PLAIN)
-LOSSLESS = PackChoice(Coding.LOSSLESS)
-SAMPLE = PackChoice(Coding.LOSSLESS, sample=True)
+PLAIN = PackDecision(Coding.PLAIN)
+LOSSLESS = PackDecision(Coding.LOSSLESS)
+SAMPLE = PackDecision(Coding.LOSSLESS, is_sample=True)
 
 
 def message(
@@ -21,177 +21,177 @@ def message(
     ratio: float = 1.5,
     size: int = SIZE,
     sample: bool = True,
-) -> Packed:
+) -> PackedSample:
     """A message packed and unpacked at these rates in bytes/s."""
-    return Packed(size, round(size / ratio), size / pack, size / unpack if sample else None)
+    return PackedSample(size, round(size / ratio), size / pack, size / unpack if sample else None)
 
 
 def compressor(
     rate: float | None = 100 * MBPS, setting: str = "lossless", **limits: float
 ) -> Compressor:
     made = Compressor(setting, CompressorLimits(**({"samples": 1} | limits)))
-    made.measured(rate)
+    made.set_rate(rate)
     return made
 
 
 def test_nothing_is_packed_if_nobody_asked() -> None:
     made = compressor(setting="none")
-    assert made.choose(BULK, 0.0) == made.choose(DECODE, 0.0) == PLAIN
+    assert made.choose_coding(BULK, 0.0) == made.choose_coding(DECODE, 0.0) == PLAIN
 
 
 def test_the_first_message_of_a_kind_is_a_sample() -> None:
     made = compressor()
-    assert made.choose(BULK, 0.0) == SAMPLE
-    assert made.choose(BULK, 0.1) == PLAIN
-    assert made.choose(DECODE, 0.1) == SAMPLE
-    assert made.worth(BULK) is None
+    assert made.choose_coding(BULK, 0.0) == SAMPLE
+    assert made.choose_coding(BULK, 0.1) == PLAIN
+    assert made.choose_coding(DECODE, 0.1) == SAMPLE
+    assert made.estimate_gain(BULK) is None
 
 
 def test_the_first_of_some_samples_may_find_cold_caches() -> None:
     made = compressor(samples=3)
     for pack in (1e7, 5e8, 1e9):
-        assert made.choose(BULK, 0.0) == SAMPLE
-        made.packed(BULK, message(pack=pack))
-    assert made.packs(BULK)
-    assert made.choose(BULK, 0.1) == LOSSLESS
-    assert made.choose(BULK, 1.0) == SAMPLE
+        assert made.choose_coding(BULK, 0.0) == SAMPLE
+        made.on_packed(BULK, message(pack=pack))
+    assert made.is_packing(BULK)
+    assert made.choose_coding(BULK, 0.1) == LOSSLESS
+    assert made.choose_coding(BULK, 1.0) == SAMPLE
 
 
 def test_it_packs_on_a_slow_link() -> None:
     made = compressor()
-    made.choose(BULK, 0.0)
-    made.packed(BULK, message())
-    assert made.choose(BULK, 0.1) == LOSSLESS
+    made.choose_coding(BULK, 0.0)
+    made.on_packed(BULK, message())
+    assert made.choose_coding(BULK, 0.1) == LOSSLESS
     # 1.5 ns a byte for work that saves 26.7 of 80 ns.
-    assert made.worth(BULK) == Worth(
+    assert made.estimate_gain(BULK) == PackingGain(
         pytest.approx(80 / (1.5 + 80 / 1.5)), pytest.approx(0.028, 0.01)
     )
 
 
 def test_it_sends_plain_on_a_fast_link() -> None:
     made = compressor(10_000 * MBPS)
-    made.choose(BULK, 0.0)
-    made.packed(BULK, message())
-    assert made.choose(BULK, 0.1) == PLAIN
+    made.choose_coding(BULK, 0.0)
+    made.on_packed(BULK, message())
+    assert made.choose_coding(BULK, 0.1) == PLAIN
 
 
 def test_int8_is_chosen_only_where_asked_for() -> None:
     made = compressor(setting="int8")
-    assert made.choose(BULK, 0.0) == PackChoice(Coding.INT8, sample=True)
-    made.packed(BULK, message(ratio=2))
-    assert made.choose(BULK, 0.1) == PackChoice(Coding.INT8)
+    assert made.choose_coding(BULK, 0.0) == PackDecision(Coding.INT8, is_sample=True)
+    made.on_packed(BULK, message(ratio=2))
+    assert made.choose_coding(BULK, 0.1) == PackDecision(Coding.INT8)
 
 
 def test_it_decides_again_when_the_rate_changes() -> None:
     made = compressor()
-    made.packed(BULK, message())
+    made.on_packed(BULK, message())
     rates = [100, 5000, 100, 20]
     decided = []
     for rate in rates:
-        made.measured(rate * MBPS)
-        decided.append(made.packs(BULK))
+        made.set_rate(rate * MBPS)
+        decided.append(made.is_packing(BULK))
     assert decided == [True, False, True, True]
 
 
 def test_a_link_that_was_not_measured_counts_as_100_mbps() -> None:
     made = compressor(None)
-    made.packed(BULK, message())
-    assert made.packs(BULK)
-    made.measured(5000 * MBPS)
-    assert not made.packs(BULK)
-    made.measured(0.0)
-    assert made.packs(BULK)
+    made.on_packed(BULK, message())
+    assert made.is_packing(BULK)
+    made.set_rate(5000 * MBPS)
+    assert not made.is_packing(BULK)
+    made.set_rate(0.0)
+    assert made.is_packing(BULK)
 
 
 def test_between_the_thresholds_it_goes_on_as_it_did() -> None:
     made = compressor(share=1.0)
     rate, size = 1000 * MBPS, 80_000
     # To be 1.06 times faster, of 8 ns a byte 2.67 may be saved and 2.21 spent.
-    middling = Packed(size, size * 2 // 3, size * 1.107e-9, size * 1.107e-9)
-    made.measured(rate)
-    made.packed(BULK, middling)
-    worth = made.worth(BULK)
+    middling = PackedSample(size, size * 2 // 3, size * 1.107e-9, size * 1.107e-9)
+    made.set_rate(rate)
+    made.on_packed(BULK, middling)
+    worth = made.estimate_gain(BULK)
     assert worth is not None
     assert worth.gain == pytest.approx(1.06, 0.005)
-    assert not made.packs(BULK)
-    made.measured(rate / 2)
-    assert made.packs(BULK)
-    made.measured(rate)
-    assert made.packs(BULK)
-    made.measured(rate * 1.2)
-    assert not made.packs(BULK)
+    assert not made.is_packing(BULK)
+    made.set_rate(rate / 2)
+    assert made.is_packing(BULK)
+    made.set_rate(rate)
+    assert made.is_packing(BULK)
+    made.set_rate(rate * 1.2)
+    assert not made.is_packing(BULK)
 
 
 def test_a_core_is_not_spent_on_it() -> None:
     # It would be faster, but a third of a core would be busy with it.
     made = compressor(1000 * MBPS)
-    made.packed(BULK, message(pack=1e9, unpack=1.3e9))
-    worth = made.worth(BULK)
+    made.on_packed(BULK, message(pack=1e9, unpack=1.3e9))
+    worth = made.estimate_gain(BULK)
     assert worth is not None
     assert worth.gain > 1.12
-    assert worth.share == pytest.approx(0.33, 0.02)
-    assert not made.packs(BULK)
+    assert worth.core_share == pytest.approx(0.33, 0.02)
+    assert not made.is_packing(BULK)
     # It begins below three quarters of the bound, and goes on up to the bound.
-    made.measured(560 * MBPS)
-    assert made.packs(BULK)
-    made.measured(740 * MBPS)
-    assert made.packs(BULK)
-    made.measured(770 * MBPS)
-    assert not made.packs(BULK)
-    made.measured(740 * MBPS)
-    assert not made.packs(BULK)
+    made.set_rate(560 * MBPS)
+    assert made.is_packing(BULK)
+    made.set_rate(740 * MBPS)
+    assert made.is_packing(BULK)
+    made.set_rate(770 * MBPS)
+    assert not made.is_packing(BULK)
+    made.set_rate(740 * MBPS)
+    assert not made.is_packing(BULK)
 
 
 def test_decode_rows_and_bulk_are_judged_apart() -> None:
     made = compressor(500 * MBPS)
-    made.packed(BULK, message(pack=1.5e9))
-    made.packed(DECODE, message(size=8192, pack=2e8, unpack=3e8))
-    assert made.packs(BULK)
-    assert not made.packs(DECODE)
+    made.on_packed(BULK, message(pack=1.5e9))
+    made.on_packed(DECODE, message(size=8192, pack=2e8, unpack=3e8))
+    assert made.is_packing(BULK)
+    assert not made.is_packing(DECODE)
 
 
 def test_what_does_not_shrink_is_not_packed() -> None:
     made = compressor()
-    made.packed(BULK, message(ratio=1.0))
-    assert not made.packs(BULK)
+    made.on_packed(BULK, message(ratio=1.0))
+    assert not made.is_packing(BULK)
     for _ in range(9):
-        made.packed(BULK, message(ratio=1.5))
-    assert made.packs(BULK)
+        made.on_packed(BULK, message(ratio=1.5))
+    assert made.is_packing(BULK)
 
 
 def test_one_slow_message_changes_nothing() -> None:
     made = compressor()
     for _ in range(3):
-        made.packed(BULK, message())
-    made.packed(BULK, message(pack=1e6, unpack=1e6))
-    assert made.packs(BULK)
+        made.on_packed(BULK, message())
+    made.on_packed(BULK, message(pack=1e6, unpack=1e6))
+    assert made.is_packing(BULK)
 
 
 def test_a_busy_machine_stops_it() -> None:
     made = compressor()
     for _ in range(9):
-        made.packed(BULK, message())
-    assert made.packs(BULK)
+        made.on_packed(BULK, message())
+    assert made.is_packing(BULK)
     for _ in range(12):
-        made.packed(BULK, message(pack=3e7, sample=False))
-    assert not made.packs(BULK)
+        made.on_packed(BULK, message(pack=3e7, sample=False))
+    assert not made.is_packing(BULK)
 
 
 def test_while_off_it_tries_a_message_now_and_then() -> None:
     made = compressor(10_000 * MBPS)
     chosen = []
     for tenth in range(25):
-        choice = made.choose(BULK, tenth / 10)
+        choice = made.choose_coding(BULK, tenth / 10)
         chosen.append(choice.coding is Coding.LOSSLESS)
         if chosen[-1]:
-            made.packed(BULK, message())
+            made.on_packed(BULK, message())
     assert [n for n, packed in enumerate(chosen) if packed] == [0, 10, 20]
 
 
 def test_while_on_the_time_to_unpack_is_measured_now_and_then() -> None:
     made = compressor()
-    made.packed(BULK, message())
-    assert [made.choose(BULK, now).sample for now in (0.0, 0.5, 1.0, 1.5)] == [
+    made.on_packed(BULK, message())
+    assert [made.choose_coding(BULK, now).is_sample for now in (0.0, 0.5, 1.0, 1.5)] == [
         True,
         False,
         True,
@@ -214,11 +214,11 @@ def test_it_packs_only_what_is_faster_and_leaves_the_core(
     made = compressor(rate)
     limits = CompressorLimits()
     for pack, unpack, ratio, size in messages:
-        made.packed(BULK, message(pack, unpack, ratio, size))
-        worth = made.worth(BULK)
+        made.on_packed(BULK, message(pack, unpack, ratio, size))
+        worth = made.estimate_gain(BULK)
         assert worth is not None
-        if made.packs(BULK):
-            assert worth.gain >= limits.keep
-            assert worth.share <= limits.share
+        if made.is_packing(BULK):
+            assert worth.gain >= limits.keep_gain
+            assert worth.core_share <= limits.max_core_share
         else:
-            assert worth.gain < limits.begin or worth.share > 0.75 * limits.share
+            assert worth.gain < limits.start_gain or worth.core_share > 0.75 * limits.max_core_share

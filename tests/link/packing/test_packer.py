@@ -23,39 +23,39 @@ def make(setting: str = "lossless", tick: float = 1e-6) -> tuple[RowPacker, Comp
 @pytest.mark.parametrize("bulk", [False, True])
 def test_it_packs_and_measures(bulk: bool) -> None:
     packer, compressor = make()
-    header, data = packer.pack(bulk, PLAIN, memoryview(ROWS))
+    header, data = packer.pack_rows(bulk, PLAIN, memoryview(ROWS))
     assert header.coding is Coding.LOSSLESS
     assert header.coded == len(data) < len(ROWS)
-    assert bytes(RowCodec().unpack(header, data)[1]) == ROWS
-    assert compressor.packs(bulk)
-    assert compressor.worth(not bulk) is None
-    worth = compressor.worth(bulk)
+    assert bytes(RowCodec().unpack_rows(header, data)[1]) == ROWS
+    assert compressor.is_packing(bulk)
+    assert compressor.estimate_gain(not bulk) is None
+    worth = compressor.estimate_gain(bulk)
     assert worth is not None
     # A microsecond to pack and one to unpack.
     ratio = len(ROWS) / len(data)
-    assert worth.share == pytest.approx(ratio * 12.5e6 * 2e-6 / len(ROWS))
+    assert worth.core_share == pytest.approx(ratio * 12.5e6 * 2e-6 / len(ROWS))
 
 
 def test_it_leaves_rows_alone_where_packing_is_too_slow() -> None:
     packer, compressor = make(tick=1.0)
-    for _ in range(CompressorLimits().samples):
-        header, _ = packer.pack(True, PLAIN, memoryview(ROWS))
+    for _ in range(CompressorLimits().samples_in_row):
+        header, _ = packer.pack_rows(True, PLAIN, memoryview(ROWS))
         assert header.coding is Coding.LOSSLESS
-    for _ in range(CompressorLimits().samples):
-        compressor.choose(True, 1e9)
+    for _ in range(CompressorLimits().samples_in_row):
+        compressor.choose_coding(True, 1e9)
     rows = memoryview(ROWS)
-    assert packer.pack(True, PLAIN, rows) == (PLAIN, rows)
+    assert packer.pack_rows(True, PLAIN, rows) == (PLAIN, rows)
 
 
 def test_it_decides_by_the_rate() -> None:
     packer, compressor = make(tick=1e-6)
-    packer.pack(True, PLAIN, memoryview(ROWS))
-    assert compressor.packs(True)
-    packer.measured(1e10)
-    assert not compressor.packs(True)
+    packer.pack_rows(True, PLAIN, memoryview(ROWS))
+    assert compressor.is_packing(True)
+    packer.set_rate(1e10)
+    assert not compressor.is_packing(True)
 
 
 def test_none_packs_nothing() -> None:
     packer, _ = make("none")
     rows = memoryview(ROWS)
-    assert packer.pack(True, PLAIN, rows) == (PLAIN, rows)
+    assert packer.pack_rows(True, PLAIN, rows) == (PLAIN, rows)

@@ -9,23 +9,23 @@ import pytest
 
 from molink.facts.ringtimes import LinkFacts
 from molink.link.estimate.estimator import LinkEstimator
-from molink.link.policies.base import Acknowledged, Echoed, Event, LinkEstimate, Reconnected, Sent
+from molink.link.policies.base import MessageAcknowledgedEvent, HeartbeatEchoedEvent, LinkEvent, LinkEstimatedEvent, ChannelReconnectedEvent, MessageSentEvent
 from molink.link.policies.credit import (
     FIRST_CHUNK,
-    LATE,
+    HIGH_DELAY,
     MAX_CHUNK,
     MAX_SHARE,
     MAX_WINDOW,
     MIN_CHUNK,
     MIN_SHARE,
-    PACE,
-    QUIET,
-    STEP,
-    TARGET,
-    VOUCHED,
+    FILL_FACTOR,
+    LOW_DELAY,
+    SHARE_STEP,
+    TARGET_DELAY,
+    VOUCH_S,
     CreditWindow,
 )
-from molink.wire.messages.data import Lane
+from molink.wire.messages.data import Channel
 
 MBPS = 1e6 / 8
 
@@ -61,14 +61,14 @@ class Bottleneck:
         while total > 0 and self.now < until:
             if self.now >= self._beat_at:
                 self._beat_at = self.now + 0.1
-                self.estimator.beat_left(self.now)
+                self.estimator.on_heartbeat_sent(self.now)
                 self._transmit(0)
-            chunk = int(min(total, self.window.chunk))
+            chunk = int(min(total, self.window.chunk_bytes))
             opens_at = self.window.opens_at
-            if self.window.fits(chunk) and opens_at <= self.now:
+            if self.window.has_credit(chunk) and opens_at <= self.now:
                 total -= chunk
                 arrived = self._transmit(chunk)
-            elif self.window.fits(chunk) and not (self._acks and self._acks[0][0] < opens_at):
+            elif self.window.has_credit(chunk) and not (self._acks and self._acks[0][0] < opens_at):
                 self.now = opens_at
             else:
                 self._step()
@@ -83,7 +83,7 @@ class Bottleneck:
         self._free_at = start + nbytes / self.rate
         if nbytes:
             self.log.append((self.now, start - self.now, self._free_at, nbytes))
-            self._tell(Sent(Lane.BULK, nbytes))
+            self._tell(MessageSentEvent(Channel.BULK, nbytes))
         back = self._free_at + 2 * self.latency
         back += self._random.uniform(0, self.jitter)
         if self._acks:
@@ -94,15 +94,15 @@ class Bottleneck:
     def _step(self) -> None:
         self.now, sent_at, nbytes = self._acks.popleft()
         if nbytes:
-            self._tell(Acknowledged(Lane.BULK, nbytes, self.now - sent_at))
-        elif self.estimator.beat_back(sent_at, self.now):
-            self._tell(Echoed(self.now - sent_at))
-        news = self.estimator.news(self.now)
+            self._tell(MessageAcknowledgedEvent(Channel.BULK, nbytes, self.now - sent_at))
+        elif self.estimator.on_heartbeat_echoed(sent_at, self.now):
+            self._tell(HeartbeatEchoedEvent(self.now - sent_at))
+        news = self.estimator.poll_change(self.now)
         if news is not None:
             self.window.handle(news, self.now)
         self.sizes.append((self.now, self.window.size))
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: LinkEvent) -> None:
         self.estimator.handle(event, self.now)
         self.window.handle(event, self.now)
 
@@ -143,7 +143,7 @@ def test_it_does_not_swing(rtt: float) -> None:
     mean = statistics.mean(sizes)
     assert max(sizes) < 1.125 * mean
     assert min(sizes) > 0.875 * mean
-    assert 0.85 < mean / (100 * MBPS * (rtt + 0.005 + TARGET)) < 1.15
+    assert 0.85 < mean / (100 * MBPS * (rtt + 0.005 + TARGET_DELAY)) < 1.15
 
 
 def test_a_gigabit_in_the_office() -> None:
@@ -164,7 +164,7 @@ def test_a_whole_prefill(known: bool, maximum: float) -> None:
     link = Bottleneck(100 * MBPS, 0.015)
     if known:
         link.estimator = LinkEstimator(LinkFacts(link.latency, link.rate))
-        link.window.handle(link.estimator.estimate(0.0), 0.0)
+        link.window.handle(link.estimator.current_estimate(0.0), 0.0)
     took = link.send(14e6)
     assert took <= maximum * (14e6 / link.rate + link.latency)
     assert link.delays()[-1] <= 0.020
@@ -198,130 +198,130 @@ def test_latency_falls_to_a_third() -> None:
 
 def test_two_chunks_always_fit() -> None:
     window = CreditWindow()
-    assert window.fits(1 << 20)
-    window.handle(Sent(Lane.BULK, 1 << 20), 0.0)
-    assert window.fits(1 << 20)
-    window.handle(Sent(Lane.BULK, 1 << 20), 0.0)
-    assert not window.fits(1)
+    assert window.has_credit(1 << 20)
+    window.handle(MessageSentEvent(Channel.BULK, 1 << 20), 0.0)
+    assert window.has_credit(1 << 20)
+    window.handle(MessageSentEvent(Channel.BULK, 1 << 20), 0.0)
+    assert not window.has_credit(1)
     assert window.in_flight == 2 << 20
 
 
 def test_only_the_bulk_lane_counts() -> None:
     window = CreditWindow()
-    window.handle(Sent(Lane.DECODE, 1000), 0.0)
-    window.handle(Reconnected(Lane.DECODE), 0.0)
-    window.handle(Acknowledged(Lane.DECODE, 1000, 0.03), 0.03)
+    window.handle(MessageSentEvent(Channel.DECODE, 1000), 0.0)
+    window.handle(ChannelReconnectedEvent(Channel.DECODE), 0.0)
+    window.handle(MessageAcknowledgedEvent(Channel.DECODE, 1000, 0.03), 0.03)
     assert window.in_flight == 0
 
 
 def test_what_is_sent_again_after_a_reconnect_counts_once() -> None:
     window = CreditWindow()
     for _ in range(3):
-        window.handle(Sent(Lane.BULK, 1000), 0.0)
-    window.handle(Reconnected(Lane.BULK), 1.0)
+        window.handle(MessageSentEvent(Channel.BULK, 1000), 0.0)
+    window.handle(ChannelReconnectedEvent(Channel.BULK), 1.0)
     assert window.in_flight == 0
     for _ in range(3):
-        window.handle(Sent(Lane.BULK, 1000), 1.0)
-    window.handle(Acknowledged(Lane.BULK, 3000, 0.03), 1.03)
-    window.handle(Acknowledged(Lane.BULK, 3000, 0.03), 1.04)
+        window.handle(MessageSentEvent(Channel.BULK, 1000), 1.0)
+    window.handle(MessageAcknowledgedEvent(Channel.BULK, 3000, 0.03), 1.03)
+    window.handle(MessageAcknowledgedEvent(Channel.BULK, 3000, 0.03), 1.04)
     assert window.in_flight == 0
 
 
 def test_a_chunk_is_five_milliseconds_of_the_rate() -> None:
     window = CreditWindow()
-    assert window.chunk == FIRST_CHUNK
+    assert window.chunk_bytes == FIRST_CHUNK
     for mbps, chunk in ((100, 62_500), (10, MIN_CHUNK), (1000, MAX_CHUNK)):
-        window.handle(LinkEstimate(0.03, 0.03, mbps * MBPS), 0.0)
-        assert window.chunk == chunk
-    assert window.size == 1000 * MBPS * (0.03 + TARGET) + MAX_CHUNK
-    window.handle(LinkEstimate(0.3, 0.3, 1000 * MBPS), 0.0)
+        window.handle(LinkEstimatedEvent(0.03, 0.03, mbps * MBPS), 0.0)
+        assert window.chunk_bytes == chunk
+    assert window.size == 1000 * MBPS * (0.03 + TARGET_DELAY) + MAX_CHUNK
+    window.handle(LinkEstimatedEvent(0.3, 0.3, 1000 * MBPS), 0.0)
     assert window.size == MAX_WINDOW
 
 
 def acknowledged(window: CreditWindow, queued: float, times: int = 1) -> float:
     """A full window of 100 Mbps and 30 ms has its oldest chunk acknowledged, ``queued`` s late."""
     for _ in range(times):
-        while window.fits(62_500):
-            window.handle(Sent(Lane.BULK, 62_500), 0.0)
-        window.handle(Acknowledged(Lane.BULK, 62_500, 0.035 + queued), 0.0)
+        while window.has_credit(62_500):
+            window.handle(MessageSentEvent(Channel.BULK, 62_500), 0.0)
+        window.handle(MessageAcknowledgedEvent(Channel.BULK, 62_500, 0.035 + queued), 0.0)
     return window.size
 
 
 def test_delay_corrects_the_estimate_within_bounds() -> None:
     window = CreditWindow()
-    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
-    wanted = 100 * MBPS * (0.03 + TARGET) + 62_500
+    window.handle(LinkEstimatedEvent(0.03, 0.03, 100 * MBPS), 0.0)
+    wanted = 100 * MBPS * (0.03 + TARGET_DELAY) + 62_500
     assert window.size == wanted
-    assert acknowledged(window, TARGET, 100) == wanted
+    assert acknowledged(window, TARGET_DELAY, 100) == wanted
     grown = acknowledged(window, 0.0)
-    assert grown == pytest.approx(wanted * (1 + STEP * 62_500 / wanted))
+    assert grown == pytest.approx(wanted * (1 + SHARE_STEP * 62_500 / wanted))
     assert acknowledged(window, 0.0, 1000) == pytest.approx(MAX_SHARE * wanted)
-    assert acknowledged(window, TARGET, 1000) == pytest.approx(wanted)
+    assert acknowledged(window, TARGET_DELAY, 1000) == pytest.approx(wanted)
     assert acknowledged(window, 0.1, 1000) == pytest.approx(MIN_SHARE * wanted)
-    window.handle(LinkEstimate(0.03, 0.03, 20 * MBPS), 0.0)
+    window.handle(LinkEstimatedEvent(0.03, 0.03, 20 * MBPS), 0.0)
     assert window.size < 0.25 * wanted
 
 
 def test_a_window_that_is_not_full_does_not_grow() -> None:
     window = CreditWindow()
-    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    window.handle(LinkEstimatedEvent(0.03, 0.03, 100 * MBPS), 0.0)
     before = window.size
-    window.handle(Sent(Lane.BULK, 62_500), 0.0)
-    window.handle(Acknowledged(Lane.BULK, 62_500, 0.03), 0.03)
+    window.handle(MessageSentEvent(Channel.BULK, 62_500), 0.0)
+    window.handle(MessageAcknowledgedEvent(Channel.BULK, 62_500, 0.03), 0.03)
     assert window.size == before
 
 
 def test_an_empty_window_is_not_filled_at_once() -> None:
     window = CreditWindow()
-    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
-    window.handle(Sent(Lane.BULK, 62_500), 1.0)  # 5 ms of the link's rate
-    assert window.opens_at == pytest.approx(1.0 + 0.005 / PACE - TARGET)
+    window.handle(LinkEstimatedEvent(0.03, 0.03, 100 * MBPS), 0.0)
+    window.handle(MessageSentEvent(Channel.BULK, 62_500), 1.0)  # 5 ms of the link's rate
+    assert window.opens_at == pytest.approx(1.0 + 0.005 / FILL_FACTOR - TARGET_DELAY)
     for _ in range(5):
-        window.handle(Sent(Lane.BULK, 62_500), 1.0)
-    assert window.opens_at == pytest.approx(1.0 + 0.030 / PACE - TARGET)
-    window.handle(Reconnected(Lane.BULK), 1.001)
+        window.handle(MessageSentEvent(Channel.BULK, 62_500), 1.0)
+    assert window.opens_at == pytest.approx(1.0 + 0.030 / FILL_FACTOR - TARGET_DELAY)
+    window.handle(ChannelReconnectedEvent(Channel.BULK), 1.001)
     assert window.opens_at < 1.001
 
 
 def late(window: CreditWindow, now: float) -> float:
     """A window's worth of chunks comes back 100 ms late; its size then."""
     for _ in range(8):
-        window.handle(Acknowledged(Lane.BULK, 62_500, 0.135), now)
+        window.handle(MessageAcknowledgedEvent(Channel.BULK, 62_500, 0.135), now)
     return window.size
 
 
 @pytest.mark.parametrize(
-    "message", [Echoed(0.03 + LATE / 2), Acknowledged(Lane.DECODE, 12_500, 0.031 + LATE / 2)]
+    "message", [HeartbeatEchoedEvent(0.03 + HIGH_DELAY / 2), MessageAcknowledgedEvent(Channel.DECODE, 12_500, 0.031 + HIGH_DELAY / 2)]
 )
-def test_chunks_late_by_a_loss_do_not_shrink_the_window(message: Event) -> None:
+def test_chunks_late_by_a_loss_do_not_shrink_the_window(message: LinkEvent) -> None:
     """While the decode lane finds no queue, the link has none."""
     window = CreditWindow()
-    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    window.handle(LinkEstimatedEvent(0.03, 0.03, 100 * MBPS), 0.0)
     whole = window.size
     window.handle(message, 1.0)
     assert late(window, 1.0) == whole
-    assert late(window, 1.0 + VOUCHED / 2) == whole
-    assert late(window, 1.0 + VOUCHED) < whole
+    assert late(window, 1.0 + VOUCH_S / 2) == whole
+    assert late(window, 1.0 + VOUCH_S) < whole
 
 
 def test_chunks_late_by_a_queue_shrink_it() -> None:
     window = CreditWindow()
-    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    window.handle(LinkEstimatedEvent(0.03, 0.03, 100 * MBPS), 0.0)
     whole = window.size
-    window.handle(Echoed(0.03), 1.0)
-    window.handle(Echoed(0.03 + 2 * LATE), 1.1)
+    window.handle(HeartbeatEchoedEvent(0.03), 1.0)
+    window.handle(HeartbeatEchoedEvent(0.03 + 2 * HIGH_DELAY), 1.1)
     assert late(window, 1.1) < whole
 
 
 def test_it_does_not_grow_while_a_beat_finds_a_queue() -> None:
     window = CreditWindow()
-    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    window.handle(LinkEstimatedEvent(0.03, 0.03, 100 * MBPS), 0.0)
     whole = window.size
-    window.handle(Echoed(0.03 + 2 * QUIET), -VOUCHED / 2)
+    window.handle(HeartbeatEchoedEvent(0.03 + 2 * LOW_DELAY), -VOUCH_S / 2)
     assert acknowledged(window, 0.0) == whole
-    window.handle(Echoed(0.03 + QUIET / 2), 0.0)
+    window.handle(HeartbeatEchoedEvent(0.03 + LOW_DELAY / 2), 0.0)
     assert acknowledged(window, 0.0) == whole, "the queue was there just now"
     window = CreditWindow()
-    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
-    window.handle(Echoed(0.03 + 2 * QUIET), -VOUCHED)
+    window.handle(LinkEstimatedEvent(0.03, 0.03, 100 * MBPS), 0.0)
+    window.handle(HeartbeatEchoedEvent(0.03 + 2 * LOW_DELAY), -VOUCH_S)
     assert acknowledged(window, 0.0) > whole

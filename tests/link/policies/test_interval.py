@@ -2,21 +2,21 @@
 
 import pytest
 
-from molink.link.policies.base import DecodeFinished, DecodeStarted, LinkEstimate
+from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent, LinkEstimatedEvent
 from molink.link.policies.interval import IdleInterval
 
 
 def test_case_1_the_transmission_starts_with_the_decode_execution() -> None:
     interval = IdleInterval()
-    interval.handle(DecodeStarted(4, predicted=0.020), 7.0)
-    assert interval.at(7.0) == pytest.approx(0.020)
+    interval.handle(DecodeStartedEvent(4, predicted=0.020), 7.0)
+    assert interval.interval_at(7.0) == pytest.approx(0.020)
 
 
 def test_case_2_a_decode_execution_is_running() -> None:
     # It began at 7.000 and ends at 7.020: at 7.008 there are 12 ms left.
     interval = IdleInterval()
-    interval.handle(DecodeStarted(4, predicted=0.020), 7.0)
-    assert interval.at(7.008) == pytest.approx(0.012)
+    interval.handle(DecodeStartedEvent(4, predicted=0.020), 7.0)
+    assert interval.interval_at(7.008) == pytest.approx(0.012)
 
 
 def test_case_3_the_first_batch_comes_round_after_a_turn() -> None:
@@ -24,15 +24,15 @@ def test_case_3_the_first_batch_comes_round_after_a_turn() -> None:
     # turn of 108 ms, so it will have finished here again at 2.108. The last batch finished at
     # 2.040, 68 ms before that; a transmission that starts at 2.050 has 58 ms.
     interval = IdleInterval()
-    interval.handle(DecodeFinished(4, next_predicted=0.068), 2.040)
-    assert interval.at(2.050) == pytest.approx(0.058)
+    interval.handle(DecodeFinishedEvent(4, next_predicted=0.068), 2.040)
+    assert interval.interval_at(2.050) == pytest.approx(0.058)
 
 
 def test_rows_that_are_late_leave_no_interval() -> None:
     interval = IdleInterval()
-    interval.handle(DecodeStarted(4, predicted=0.020), 7.0)
-    assert interval.at(7.021) == 0.0
-    assert interval.at(7.119) == 0.0, "up to 0.1 s late"
+    interval.handle(DecodeStartedEvent(4, predicted=0.020), 7.0)
+    assert interval.interval_at(7.021) == 0.0
+    assert interval.interval_at(7.119) == 0.0, "up to 0.1 s late"
 
 
 @pytest.mark.parametrize(
@@ -44,16 +44,16 @@ def test_rows_that_are_late_leave_no_interval() -> None:
 )
 def test_rows_that_are_far_too_late_are_given_up(predicted: float, expected_until: float) -> None:
     interval = IdleInterval()
-    interval.handle(DecodeFinished(4, next_predicted=predicted), 1.0)
-    assert interval.at(1.0 + expected_until - 0.001) == 0.0
-    assert interval.at(1.0 + expected_until + 0.001) is None
+    interval.handle(DecodeFinishedEvent(4, next_predicted=predicted), 1.0)
+    assert interval.interval_at(1.0 + expected_until - 0.001) == 0.0
+    assert interval.interval_at(1.0 + expected_until + 0.001) is None
 
 
 def test_nobody_decodes() -> None:
     interval = IdleInterval()
-    assert interval.at(1.0) is None
-    interval.handle(DecodeStarted(4, predicted=0.020), 1.0)
-    interval.handle(LinkEstimate(0.06, 0.06, 1e6), 1.01)
-    assert interval.at(1.01) is not None, "other events don't matter"
-    interval.handle(DecodeFinished(4, next_predicted=None), 1.02)
-    assert interval.at(1.02) is None
+    assert interval.interval_at(1.0) is None
+    interval.handle(DecodeStartedEvent(4, predicted=0.020), 1.0)
+    interval.handle(LinkEstimatedEvent(0.06, 0.06, 1e6), 1.01)
+    assert interval.interval_at(1.01) is not None, "other events don't matter"
+    interval.handle(DecodeFinishedEvent(4, next_predicted=None), 1.02)
+    assert interval.interval_at(1.02) is None

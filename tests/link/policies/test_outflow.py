@@ -2,25 +2,25 @@
 
 import pytest
 
-from molink.link.policies.base import Acknowledged, LinkEstimate, Reconnected, Sent
-from molink.link.policies.outflow import MAX_CORRECTION, MIN_PACE, Outflow
-from molink.wire.messages.data import Lane
+from molink.link.policies.base import MessageAcknowledgedEvent, LinkEstimatedEvent, ChannelReconnectedEvent, MessageSentEvent
+from molink.link.policies.outflow import MAX_CORRECTION, MIN_RATE_SHARE, Outflow
+from molink.wire.messages.data import Channel
 
 RTT = 0.05
 
 
 def known(rate: float = 1e6) -> Outflow:
     outflow = Outflow()
-    outflow.handle(LinkEstimate(RTT, RTT, rate), 0.0)
+    outflow.handle(LinkEstimatedEvent(RTT, RTT, rate), 0.0)
     return outflow
 
 
 def sent(outflow: Outflow, nbytes: int, now: float) -> None:
-    outflow.handle(Sent(Lane.BULK, nbytes), now)
+    outflow.handle(MessageSentEvent(Channel.BULK, nbytes), now)
 
 
 def back(outflow: Outflow, nbytes: int, now: float) -> None:
-    outflow.handle(Acknowledged(Lane.BULK, nbytes, 0.0), now)
+    outflow.handle(MessageAcknowledgedEvent(Channel.BULK, nbytes, 0.0), now)
 
 
 def test_messages_leave_one_after_another() -> None:
@@ -28,8 +28,8 @@ def test_messages_leave_one_after_another() -> None:
     sent(outflow, 10_000, 1.0)
     sent(outflow, 5_000, 1.002)
     assert outflow.leaves_at == pytest.approx(1.015)
-    assert outflow.busy(1.014)
-    assert not outflow.busy(1.016)
+    assert outflow.is_busy(1.014)
+    assert not outflow.is_busy(1.016)
     sent(outflow, 1_000, 2.0)
     assert outflow.leaves_at == pytest.approx(2.001)
 
@@ -37,12 +37,12 @@ def test_messages_leave_one_after_another() -> None:
 def test_while_the_rate_is_unknown_what_is_not_acknowledged_is_under_way() -> None:
     outflow = Outflow()
     sent(outflow, 1000, 0.0)
-    assert outflow.busy(10.0)
+    assert outflow.is_busy(10.0)
     back(outflow, 1000, 10.0)
-    assert not outflow.busy(10.0)
+    assert not outflow.is_busy(10.0)
     sent(outflow, 1000, 11.0)
-    outflow.handle(Reconnected(Lane.BULK), 11.5)
-    assert not outflow.busy(11.5)
+    outflow.handle(ChannelReconnectedEvent(Channel.BULK), 11.5)
+    assert not outflow.is_busy(11.5)
 
 
 def test_what_follows_a_message_that_left_late_leaves_late() -> None:
@@ -82,7 +82,7 @@ def test_the_pace_follows_a_link_that_is_slower_than_estimated() -> None:
     events += [(at + RTT, "back") for at in left]
     for at, what in sorted(events):
         (sent if what == "sent" else back)(outflow, 10_000, at)
-    assert MIN_PACE < outflow.pace < 0.97
+    assert MIN_RATE_SHARE < outflow.rate_share < 0.97
 
 
 def test_the_pace_stays_where_the_estimate_is_right() -> None:
@@ -91,5 +91,5 @@ def test_the_pace_stays_where_the_estimate_is_right() -> None:
         sent(outflow, 10_000, 0.001 * number)
     for number in range(99):
         back(outflow, 10_000, 0.010 * (number + 1) + RTT)
-    assert outflow.pace == pytest.approx(1.0)
+    assert outflow.rate_share == pytest.approx(1.0)
     assert outflow.leaves_at == pytest.approx(1.0)

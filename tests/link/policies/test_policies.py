@@ -8,23 +8,23 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from molink.errors import UsageError
-from molink.link.policies.adaptive import EVERY
+from molink.link.policies.adaptive import MAX_CHUNK_INTERVAL
 from molink.link.policies.base import (
-    Acknowledged,
-    Decision,
-    DecodeFinished,
-    DecodeStarted,
-    LinkEstimate,
-    Produced,
-    Reconnected,
-    SendRows,
-    Sent,
-    Wait,
+    MessageAcknowledgedEvent,
+    LinkAction,
+    DecodeFinishedEvent,
+    DecodeStartedEvent,
+    LinkEstimatedEvent,
+    RowsProducedEvent,
+    ChannelReconnectedEvent,
+    SendRowsAction,
+    MessageSentEvent,
+    WaitAction,
 )
 from molink.link.policies.create import POLICIES, create_policy
-from molink.wire.messages.data import Lane
+from molink.wire.messages.data import Channel
 
-BOTH = (Lane.DECODE, Lane.BULK)
+BOTH = (Channel.DECODE, Channel.BULK)
 #: Bytes of one message.
 MESSAGE = 192 * 1024
 
@@ -35,20 +35,20 @@ class Wire:
 
     name: str
     now: float = 0.0
-    ready: Collection[Lane] = BOTH
+    ready: Collection[Channel] = BOTH
     #: Rows produced and not sent, their size and kind, by volume.
-    left: dict[int, tuple[int, int, Lane]] = field(default_factory=dict)
+    left: dict[int, tuple[int, int, Channel]] = field(default_factory=dict)
     volumes: int = 0
     #: Messages not acknowledged.
-    flying: list[tuple[Lane, int, float]] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
+    flying: list[tuple[Channel, int, float]] = field(default_factory=list)
+    decisions: list[LinkAction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.policy = create_policy(self.name)
 
-    def produce(self, kind: Lane, rows: int, row_bytes: int) -> None:
+    def produce(self, kind: Channel, rows: int, row_bytes: int) -> None:
         self.left[self.volumes] = (rows, row_bytes, kind)
-        self.policy.handle(Produced(self.volumes, kind, rows, row_bytes), self.now)
+        self.policy.handle(RowsProducedEvent(self.volumes, kind, rows, row_bytes), self.now)
         self.volumes += 1
 
     def grow(self, which: int, rows: int) -> None:
@@ -57,38 +57,38 @@ class Wire:
         volume = which % self.volumes
         before, row_bytes, kind = self.left[volume]
         self.left[volume] = (before + rows, row_bytes, kind)
-        self.policy.handle(Produced(volume, kind, rows, row_bytes), self.now)
+        self.policy.handle(RowsProducedEvent(volume, kind, rows, row_bytes), self.now)
 
-    def decide(self) -> Decision:
-        decision = self.policy.decide(self.now, self.ready)
+    def decide(self) -> LinkAction:
+        decision = self.policy.choose_action(self.now, self.ready)
         self.decisions.append(decision)
-        if isinstance(decision, SendRows):
+        if isinstance(decision, SendRowsAction):
             left, row_bytes, kind = self.left[decision.volume]
             assert 1 <= decision.rows <= left, "no rows are sent that aren't there"
-            lane = Lane.BULK if self.policy.one_lane else kind
-            assert lane in self.ready
+            channel = Channel.BULK if self.policy.single_channel else kind
+            assert channel in self.ready
             self.left[decision.volume] = (left - decision.rows, row_bytes, kind)
-            self._transmit(lane, decision.rows * row_bytes)
+            self._transmit(channel, decision.rows * row_bytes)
         return decision
 
-    def _transmit(self, lane: Lane, nbytes: int) -> None:
+    def _transmit(self, lane: Channel, nbytes: int) -> None:
         while nbytes > 0:
             part = min(nbytes, MESSAGE)
-            self.policy.handle(Sent(lane, part + 128), self.now)
+            self.policy.handle(MessageSentEvent(lane, part + 128), self.now)
             self.flying.append((lane, part + 128, self.now))
             nbytes -= part
 
     def acknowledge(self, count: int) -> None:
-        for lane, nbytes, sent_at in self.flying[:count]:
-            self.policy.handle(Acknowledged(lane, nbytes, self.now - sent_at), self.now)
+        for channel, nbytes, sent_at in self.flying[:count]:
+            self.policy.handle(MessageAcknowledgedEvent(channel, nbytes, self.now - sent_at), self.now)
         del self.flying[:count]
 
-    def reconnect(self, lane: Lane) -> None:
+    def reconnect(self, lane: Channel) -> None:
         """Everything under way on ``lane`` goes again."""
-        self.policy.handle(Reconnected(lane), self.now)
+        self.policy.handle(ChannelReconnectedEvent(lane), self.now)
         for each, nbytes, _ in self.flying:
             if each is lane:
-                self.policy.handle(Sent(each, nbytes), self.now)
+                self.policy.handle(MessageSentEvent(each, nbytes), self.now)
 
     def drain(self) -> None:
         """Both lanes stay ready and everything is acknowledged: all rows leave, soon."""
@@ -97,7 +97,7 @@ class Wire:
             if not any(rows for rows, _, _ in self.left.values()):
                 return
             decision = self.decide()
-            if isinstance(decision, Wait):
+            if isinstance(decision, WaitAction):
                 assert self.flying or decision.until is not None, "nobody would ever ask again"
                 if decision.until is not None:
                     assert decision.until > self.now, "it would ask again at once"
@@ -111,16 +111,16 @@ class Wire:
 rows_of = st.integers(1, 60)
 row_bytes_of = st.sampled_from([128, 4096, 8192, 65_536])
 step = st.one_of(
-    st.tuples(st.just("produce"), st.sampled_from(Lane), rows_of, row_bytes_of),
+    st.tuples(st.just("produce"), st.sampled_from(Channel), rows_of, row_bytes_of),
     st.tuples(st.just("grow"), st.integers(0, 50), rows_of),
     st.tuples(st.just("decide"), st.integers(1, 20)),
     st.tuples(st.just("acknowledge"), st.integers(1, 5)),
     st.tuples(st.just("pass"), st.floats(0, 0.2)),
-    st.tuples(st.just("ready"), st.sets(st.sampled_from(Lane))),
+    st.tuples(st.just("ready"), st.sets(st.sampled_from(Channel))),
     st.tuples(st.just("start"), st.floats(0, 0.1)),
     st.tuples(st.just("finish"), st.one_of(st.none(), st.floats(0, 0.3))),
     st.tuples(st.just("estimate"), st.one_of(st.none(), st.floats(1e5, 1e9))),
-    st.tuples(st.just("reconnect"), st.sampled_from(Lane)),
+    st.tuples(st.just("reconnect"), st.sampled_from(Channel)),
 )
 
 
@@ -131,14 +131,14 @@ def play(wire: Wire, what: str, *args: object) -> None:
                 wire.decide()
         case "pass", (float(seconds),):
             wire.now += seconds
-        case "ready", (set(lanes),):
-            wire.ready = sorted(lanes)
+        case "ready", (set(channels),):
+            wire.ready = sorted(channels)
         case "start", (float(predicted),):
-            wire.policy.handle(DecodeStarted(4, predicted), wire.now)
+            wire.policy.handle(DecodeStartedEvent(4, predicted), wire.now)
         case "finish", (float() | None as after,):
-            wire.policy.handle(DecodeFinished(4, after), wire.now)
+            wire.policy.handle(DecodeFinishedEvent(4, after), wire.now)
         case "estimate", (float() | None as rate,):
-            wire.policy.handle(LinkEstimate(0.03, 0.03, rate), wire.now)
+            wire.policy.handle(LinkEstimatedEvent(0.03, 0.03, rate), wire.now)
         case _:
             getattr(wire, what)(*args)
 
@@ -154,17 +154,17 @@ def test_nothing_is_lost_and_everything_leaves(name: str, steps: list[tuple[str]
     wire.drain()
     twin.drain()
     assert wire.decisions == twin.decisions, "the same events, the same decisions"
-    assert isinstance(wire.decide(), Wait)
+    assert isinstance(wire.decide(), WaitAction)
 
 
 #: Nobody asks for so long that a chunk is due again.
 LATE = [
-    ("produce", Lane.DECODE, 1, 128),
-    ("produce", Lane.BULK, 1, 128),
-    ("produce", Lane.BULK, 1, 128),
-    ("pass", 2 * EVERY),
+    ("produce", Channel.DECODE, 1, 128),
+    ("produce", Channel.BULK, 1, 128),
+    ("produce", Channel.BULK, 1, 128),
+    ("pass", 2 * MAX_CHUNK_INTERVAL),
     ("decide", 1),
-    ("pass", 2 * EVERY),
+    ("pass", 2 * MAX_CHUNK_INTERVAL),
     ("decide", 1),
 ]
 
@@ -176,23 +176,23 @@ LATE = [
 def test_a_decode_never_waits_for_more_than_one_chunk(name: str, steps: list[tuple[str]]) -> None:
     """Between two decode volumes, at most one chunk; and after one, none for 50 ms."""
     wire = Wire(name)
-    chunk_at = -EVERY
+    chunk_at = -MAX_CHUNK_INTERVAL
     waited = False
 
     def decide() -> None:
         nonlocal chunk_at, waited
-        waiting = Lane.DECODE in wire.ready and any(
-            rows for rows, _, kind in wire.left.values() if kind is Lane.DECODE
+        waiting = Channel.DECODE in wire.ready and any(
+            rows for rows, _, kind in wire.left.values() if kind is Channel.DECODE
         )
         decision = wire.decide()
-        if not isinstance(decision, SendRows):
+        if not isinstance(decision, SendRowsAction):
             assert not waiting, "a decode volume that can go goes"
             return
         _, row_bytes, kind = wire.left[decision.volume]
-        if kind is Lane.BULK:
+        if kind is Channel.BULK:
             assert decision.rows == 1 or decision.rows * row_bytes <= 256 * 1024
             assert not (waiting and waited), "a second chunk while a decode volume waits"
-            assert not waiting or wire.now >= chunk_at + EVERY
+            assert not waiting or wire.now >= chunk_at + MAX_CHUNK_INTERVAL
             waited = waiting
             if waiting:
                 chunk_at = wire.now
@@ -211,6 +211,6 @@ def test_policies_by_name() -> None:
     assert POLICIES == ("concurrent", "fifo", "molink", "adaptive", "adaptive-unpredicted")
     for name in POLICIES:
         assert create_policy(name).name == name
-    assert [name for name in POLICIES if create_policy(name).one_lane] == ["fifo", "molink"]
+    assert [name for name in POLICIES if create_policy(name).single_channel] == ["fifo", "molink"]
     with pytest.raises(UsageError, match="choose one of concurrent, fifo, molink, adaptive"):
         create_policy("lifo")

@@ -12,7 +12,7 @@ from molinkd.api.app import create_app
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from tests.molinkd.cli.top import swarms
-from tests.support.direct_reader import DirectReader
+from tests.support.direct_reader import InlineReader
 from tests.support.fake_backend import FakeBackend, build_model
 from tools.browser import Browser, find_driver
 
@@ -31,7 +31,7 @@ def backend(model_folder: Path) -> FakeBackend:
 async def open_client(
     backend: FakeBackend, settings: ApiSettings | None = None
 ) -> AsyncIterator[TestClient]:
-    server = TestServer(create_app(backend, settings or ApiSettings(), DirectReader()))
+    server = TestServer(create_app(backend, settings or ApiSettings(), InlineReader()))
     async with TestClient(server) as client:
         yield client
 
@@ -50,7 +50,7 @@ async def client(backend: FakeBackend) -> AsyncIterator[TestClient]:
 
 @pytest.fixture
 def endpoint(backend: FakeBackend) -> Iterator[EndpointServer]:
-    server = EndpointServer(backend, ApiSettings(), DirectReader())
+    server = EndpointServer(backend, ApiSettings(), InlineReader())
     server.start(0)
     yield server
     server.stop()
@@ -77,7 +77,7 @@ def page(backend: FakeBackend, window: Browser) -> Iterator[Callable[..., Browse
     servers = []
 
     def open_page(served: FakeBackend = backend, **settings: Any) -> Browser:
-        server = EndpointServer(served, ApiSettings(**settings), DirectReader())
+        server = EndpointServer(served, ApiSettings(**settings), InlineReader())
         server.start(0)
         servers.append(server)
         window.open(server.url.removesuffix("/v1") + "/")

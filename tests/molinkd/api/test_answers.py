@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from aiohttp.test_utils import TestClient
 
-from molink.wire.messages.data import Sampling
+from molink.wire.messages.data import SamplingParams
 from tests.support.fake_backend import CONTEXT, FakeBackend
 
 HI = [{"role": "user", "content": "hi"}]
@@ -124,7 +124,7 @@ async def test_chat_defaults_to_what_the_context_leaves(
 ) -> None:
     await chat(client)
     request = backend.requests[0]
-    assert request.max_tokens == backend.models()[0].context - len(request.prompt)
+    assert request.max_tokens == backend.list_models()[0].max_model_len - len(request.prompt)
 
 
 async def test_a_short_chat_defaults_to_what_longrope_was_trained_with_at_first(
@@ -159,12 +159,12 @@ async def test_n_answers_have_seeds_of_their_own(
         assert answer["usage"]["prompt_tokens"] == len(backend.requests[0].prompt)
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
     assert set(indices) == {0, 1, 2}
-    seeds = [request.sampling.seed for request in backend.requests]
+    seeds = [request.sampling_params.seed for request in backend.requests]
     assert seeds[0] == 7
     assert len(set(seeds)) == 3
     backend.requests.clear()
     await chat(client, n=3, seed=7)
-    assert [request.sampling.seed for request in backend.requests] == seeds
+    assert [request.sampling_params.seed for request in backend.requests] == seeds
 
 
 async def test_seeds_are_drawn_and_negative_ones_accepted(
@@ -172,7 +172,7 @@ async def test_seeds_are_drawn_and_negative_ones_accepted(
 ) -> None:
     for seed in (None, None, -5, 2**62):
         await chat(client, seed=seed)
-    seeds = [request.sampling.seed for request in backend.requests]
+    seeds = [request.sampling_params.seed for request in backend.requests]
     assert len(set(seeds)) == 4
     assert all(0 <= seed < 2**53 for seed in seeds)
 
@@ -270,7 +270,7 @@ async def test_every_parameter_reaches_the_backend(
         response_format={"type": "text"},
     )
     request = backend.requests[0]
-    assert request.sampling == Sampling(
+    assert request.sampling_params == SamplingParams(
         temperature=0.5,
         top_p=0.9,
         top_k=40,
@@ -281,7 +281,7 @@ async def test_every_parameter_reaches_the_backend(
         repetition_penalty=1.1,
         logit_bias=((5, -100.0), (6, 1.5)),
     )
-    assert request.stop_ids == (*backend.tokenizer.eos_ids, 9)
+    assert request.stop_token_ids == (*backend.tokenizer.eos_ids, 9)
     assert request.max_tokens == 12
 
 
@@ -325,7 +325,7 @@ async def test_what_a_client_leaves_out_is_as_the_models_authors_want_it(
         await chat(client, temperature=1.2, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
     found = [
         (one.temperature, one.top_p, one.top_k, one.min_p, one.repetition_penalty)
-        for one in (request.sampling for request in backend.requests)
+        for one in (request.sampling_params for request in backend.requests)
     ]
     assert found == [(0.6, 0.95, 20, 0.05, 1.1), (1.2, 1.0, 0, 0.0, 1.0)]
 
@@ -336,14 +336,14 @@ async def test_nulls_and_neutral_values_mean_nothing(
     await chat(
         client, temperature=None, top_p=0, top_k=-1, stop=None, n=None, seed=None, max_tokens=None
     )
-    sampling = backend.requests[0].sampling
+    sampling = backend.requests[0].sampling_params
     assert (sampling.temperature, sampling.top_k) == (1.0, 0)
     assert 0 < sampling.top_p < 1e-3
 
 
 async def test_ignore_eos(client: TestClient, backend: FakeBackend) -> None:
     answer = await chat(client, ignore_eos=True, max_tokens=60)
-    assert backend.requests[0].stop_ids == ()
+    assert backend.requests[0].stop_token_ids == ()
     assert answer["usage"]["completion_tokens"] == 60
     assert answer["choices"][0]["finish_reason"] == "length"
 
@@ -395,7 +395,7 @@ async def test_chat_logprobs(client: TestClient, backend: FakeBackend) -> None:
     assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "aé"
     assert content[0]["logprob"] == -0.5
     assert [len(entry["top_logprobs"]) for entry in content] == [2, 2, 2]
-    assert backend.requests[0].sampling.logprobs == 2
+    assert backend.requests[0].sampling_params.logprobs == 2
     chunks = await events(client, "chat/completions", **body)
     streamed = [
         entry

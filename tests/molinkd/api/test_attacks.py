@@ -18,7 +18,7 @@ import pytest
 
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from molinkd.api.prompt_reader import PromptProcesses
+from molinkd.api.prompt_reader import PromptWorkers
 from tests.support.fake_backend import FakeBackend, build_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -38,7 +38,7 @@ class Attacked:
         raw["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
         path.write_text(json.dumps(raw), encoding="utf-8")
         backend = FakeBackend(folder, answer="ok", context=131072)
-        self.server = EndpointServer(backend, ApiSettings(), PromptProcesses({}))
+        self.server = EndpointServer(backend, ApiSettings(), PromptWorkers({}))
         self.server.start(0)
 
     def ask(self, route: str, body: bytes | None, **headers: str) -> tuple[int, float]:

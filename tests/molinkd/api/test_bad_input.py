@@ -356,7 +356,7 @@ async def test_counts_are_checked_before_any_work(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Tokenizer, "encode", None)
-    monkeypatch.setattr(ChatTemplate, "render", None)
+    monkeypatch.setattr(ChatTemplate, "render_prompt", None)
     tiny = {"role": "user", "content": ""}
     for route, body, param in (
         ("chat/completions", {"messages": [tiny] * 513}, "messages"),
@@ -372,7 +372,7 @@ async def test_counts_are_checked_before_any_work(
 async def test_an_echo_is_bounded_over_all_answers(
     client: TestClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_plan, "MAX_ECHOED", 100)
+    monkeypatch.setattr(request_plan, "MAX_ECHO_CHARACTERS", 100)
     body = {"prompt": "x" * 50, "echo": True, "max_tokens": 1}
     assert (await client.post("/v1/completions", json=body | {"n": 2})).status == 200
     error = await problem(await client.post("/v1/completions", json=body | {"n": 3}), 400)

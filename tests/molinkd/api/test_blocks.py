@@ -4,44 +4,44 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.errors import ContextTooLong, RequestError
-from molink.text.calls.base import CallArguments, CallBegin, CallEnd, Part, Text, Thought
-from molinkd.api.adapting import renamed
-from molinkd.api.blocks import BlockBegun, BlockEnded, BlockGrown, BlockReader, Step, blocks_of
+from molink.text.calls.base import ToolCallArguments, ToolCallBegin, ToolCallEnd, AnswerPart, TextDelta, ReasoningDelta
+from molinkd.api.adapting import rename_error_fields
+from molinkd.api.blocks import BlockStartedEvent, BlockEndedEvent, BlockGrownEvent, BlockReader, BlockEvent, read_blocks
 from molinkd.api.choice import TextPiece, TokenLogprob
 
-CALL: list[Part] = [CallBegin(0, "f"), CallArguments(0, '{"a'), CallArguments(0, '": 1}')]
+CALL: list[AnswerPart] = [ToolCallBegin(0, "f"), ToolCallArguments(0, '{"a'), ToolCallArguments(0, '": 1}')]
 RUNS = st.lists(
     st.sampled_from(
-        [[Text("a")], [Text("b"), Text("c")], [Thought("t")], CALL, [*CALL, CallEnd(0)]]
+        [[TextDelta("a")], [TextDelta("b"), TextDelta("c")], [ReasoningDelta("t")], CALL, [*CALL, ToolCallEnd(0)]]
     )
 )
 
 
-def steps_of(pieces: list[TextPiece]) -> tuple[list[Step], BlockReader]:
+def steps_of(pieces: list[TextPiece]) -> tuple[list[BlockEvent], BlockReader]:
     reader = BlockReader()
-    steps = [step for piece in pieces for step in reader.push(piece)]
-    return steps + reader.finish(), reader
+    steps = [step for piece in pieces for step in reader.push_piece(piece)]
+    return steps + reader.finish_blocks(), reader
 
 
 @given(RUNS, st.integers(1, 4))
-def test_cuts_change_nothing(runs: list[list[Part]], size: int) -> None:
+def test_cuts_change_nothing(runs: list[list[AnswerPart]], size: int) -> None:
     parts = [part for run in runs for part in run]
     pieces = [TextPiece("", parts=parts[at : at + size]) for at in range(0, len(parts), size)]
     steps, reader = steps_of(pieces)
     blocks = reader.blocks
-    assert blocks == blocks_of([TextPiece("", parts=parts)])
+    assert blocks == read_blocks([TextPiece("", parts=parts)])
     assert blocks
     assert [block.index for block in blocks] == list(range(len(blocks)))
     # Each begins when the one before has ended, and what it grows by is what it is.
-    ends = [step for step in steps if not isinstance(step, BlockGrown)]
-    assert ends == [step for block in blocks for step in (BlockBegun(block), BlockEnded(block))]
+    ends = [step for step in steps if not isinstance(step, BlockGrownEvent)]
+    assert ends == [step for block in blocks for step in (BlockStartedEvent(block), BlockEndedEvent(block))]
     for block in blocks:
         grown = [
-            step.text for step in steps if isinstance(step, BlockGrown) and step.block == block
+            step.text for step in steps if isinstance(step, BlockGrownEvent) and step.block == block
         ]
         assert "".join(grown) == block.text
         assert (block.arguments is not None) == (block.kind == "call")
-    said = [part.text for part in parts if not isinstance(part, CallBegin | CallEnd)]
+    said = [part.text for part in parts if not isinstance(part, ToolCallBegin | ToolCallEnd)]
     assert "".join(block.text for block in blocks) == "".join(said)
 
 
@@ -59,7 +59,7 @@ def test_logprobs_stay_with_texts() -> None:
 
 def test_arguments_that_are_no_object() -> None:
     for text in ("", "[]", '{"a": 1', "{} {}", "[" * 100_000, '"x"', '{"a": NaN}'):
-        (call,) = blocks_of([TextPiece("", parts=[CallBegin(0, "f"), CallArguments(0, text)])])
+        (call,) = read_blocks([TextPiece("", parts=[ToolCallBegin(0, "f"), ToolCallArguments(0, text)])])
         assert call.arguments is None
         assert call.as_text() == f"f({text})"
 
@@ -78,8 +78,8 @@ def test_fields_are_called_as_their_protocol_does() -> None:
         ("tools", "tools"),
         ("messages_more", "messages_more"),
     ):
-        error = renamed(RequestError(f"`{own}` and `n`: no", own), names)
+        error = rename_error_fields(RequestError(f"`{own}` and `n`: no", own), names)
         assert (str(error), error.param) == (f"`{other}` and `n`: no", other)
-    long = renamed(ContextTooLong("`messages`: long", "messages"), names)
+    long = rename_error_fields(ContextTooLong("`messages`: long", "messages"), names)
     assert isinstance(long, ContextTooLong)
-    assert renamed(RequestError("the body is bad"), names).param is None
+    assert rename_error_fields(RequestError("the body is bad"), names).param is None

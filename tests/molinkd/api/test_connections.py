@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from molinkd.api.backend import Figures
+from molinkd.api.backend import MetricValues
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from molinkd.api.problem import ProblemError
 from molinkd.api.protocol import Connections
-from tests.support.direct_reader import DirectReader
+from tests.support.direct_reader import InlineReader
 from tests.support.fake_backend import FakeBackend
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -32,7 +32,7 @@ Dial = Callable[[bytes], socket.socket]
 @contextmanager
 def serving(backend: FakeBackend, **settings: Any) -> Iterator[tuple[EndpointServer, Dial]]:
     """An endpoint, and what opens a connection to it and sends."""
-    server = EndpointServer(backend, ApiSettings(**settings), DirectReader())
+    server = EndpointServer(backend, ApiSettings(**settings), InlineReader())
     server.start(0)
     with ExitStack() as stack:
         stack.callback(server.stop)
@@ -152,7 +152,7 @@ def test_greedy_clients_come_to_have_the_same_share_and_leave_some() -> None:
         while True:
             connection: Any = object()
             try:
-                connections.claim(connection, name)
+                connections.assign_client(connection, name)
             except ProblemError:
                 return
             held[name].append(connection)
@@ -160,7 +160,7 @@ def test_greedy_clients_come_to_have_the_same_share_and_leave_some() -> None:
     fill("a")
     assert len(held["a"]) == 455
     for _ in range(2000):  # an answer of a's ends; b asks first
-        connections.left(held["a"].pop(0))
+        connections.remove_connection(held["a"].pop(0))
         fill("b")
         fill("a")
     assert len(held["a"]) == pytest.approx(len(held["b"]), abs=2)
@@ -173,7 +173,7 @@ def test_who_opens_most_loses_the_idle_ones() -> None:
     connections = Connections(None, ApiSettings(max_connections=4), None)  # type: ignore[arg-type]
     quiet, *loud = (_Idle() for _ in range(6))
     for address, each in (("10.0.0.1", quiet), *(("10.0.0.2", one) for one in loud)):
-        assert connections.admit(each, _Peer(address))  # type: ignore[arg-type]
+        assert connections.admit_connection(each, _Peer(address))  # type: ignore[arg-type]
     assert not quiet.closed
     assert [one.closed for one in loud] == [True, True, False, False, False]
 
@@ -209,7 +209,7 @@ def test_a_client_that_takes_nothing_is_cut_off(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = {f"{'x' * 4000}{number}": 1.0 for number in range(1000)}
-    monkeypatch.setattr(backend, "metrics", lambda: Figures(gauges=figures))
+    monkeypatch.setattr(backend, "collect_metrics", lambda: MetricValues(gauges=figures))
     with serving(backend, stall_timeout_s=0.05, min_body_rate=1 << 30) as (_, dial):
         metrics = GET.replace(b"/health", b"/metrics").replace(
             b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"

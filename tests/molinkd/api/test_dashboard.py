@@ -21,7 +21,7 @@ def asked() -> set[str]:
 
 def test_what_the_dashboard_asks_for_is_there() -> None:
     known = {f"molink_{name}" for name in HELP} | {"molink_build_info"}
-    known |= {family.name for family in RequestRecorder().families()}
+    known |= {family.name for family in RequestRecorder().metric_families()}
     names = {re.sub(r"_(total|bucket)$", "", name) for name in asked()}
     families = {name for name in names if name.endswith("_")}  # of a pattern
     assert names - families <= known

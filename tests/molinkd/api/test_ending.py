@@ -15,7 +15,7 @@ from molink.errors import Unavailable
 from molinkd.api import app as app_module
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from tests.support.direct_reader import DirectReader
+from tests.support.direct_reader import InlineReader
 from tests.support.fake_backend import FakeBackend
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -35,7 +35,7 @@ async def test_a_client_that_waits_hears_that_somebody_is_there(
     backend: FakeBackend, serve: Any, path: str, body: dict[str, Any], sign: bytes, end: bytes
 ) -> None:
     backend.gate = asyncio.Semaphore(0)
-    async with serve(backend, ApiSettings(keepalive_event_s=0.01)) as client:
+    async with serve(backend, ApiSettings(keepalive_interval_s=0.01)) as client:
         response = await client.post(path, json={**CHAT, **body})
         assert (await response.content.readline()).endswith(sign)
         for _ in range(200):
@@ -49,7 +49,7 @@ async def test_what_fails_while_it_waits_is_told_in_the_stream(
     backend: FakeBackend, serve: Any
 ) -> None:
     backend.gate, backend.error = asyncio.Semaphore(0), Unavailable("nobody came")
-    async with serve(backend, ApiSettings(keepalive_event_s=0.01)) as client:
+    async with serve(backend, ApiSettings(keepalive_interval_s=0.01)) as client:
         response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
         await response.content.readline()
         backend.gate.release()
@@ -61,7 +61,7 @@ async def test_what_fails_while_it_waits_is_told_in_the_stream(
 def test_who_has_waited_does_not_wait_twice_more(
     endpoint: EndpointServer, backend: FakeBackend, waited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app_module, "_WAITED_S", -1.0 if waited else 60.0)
+    monkeypatch.setattr(app_module, "_NO_RETRY_AFTER_S", -1.0 if waited else 60.0)
     backend.error = Unavailable("nobody came")
     with (
         openai.OpenAI(base_url=endpoint.url, api_key="-", max_retries=1) as ask,
@@ -74,7 +74,7 @@ def test_who_has_waited_does_not_wait_twice_more(
 
 @pytest.fixture
 def ending(backend: FakeBackend) -> Iterator[EndpointServer]:
-    endpoint = EndpointServer(backend, ApiSettings(finish_s=60.0), DirectReader())
+    endpoint = EndpointServer(backend, ApiSettings(shutdown_grace_period_s=60.0), InlineReader())
     endpoint.start(0)
     yield endpoint
     endpoint.stop()
@@ -110,7 +110,7 @@ async def test_streams_are_finished(ending: EndpointServer, backend: FakeBackend
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_takes_too_long_is_told_why(backend: FakeBackend, stream: bool) -> None:
-    endpoint = EndpointServer(backend, ApiSettings(finish_s=0.05), DirectReader())
+    endpoint = EndpointServer(backend, ApiSettings(shutdown_grace_period_s=0.05), InlineReader())
     endpoint.start(0)
     backend.gate = asyncio.Semaphore(1)
     async with aiohttp.ClientSession() as session:
@@ -132,7 +132,7 @@ async def test_what_takes_too_long_is_told_why(backend: FakeBackend, stream: boo
 async def test_models_that_can_serve_nothing_fail_at_once(
     client: TestClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "models", list)
+    monkeypatch.setattr(backend, "list_models", list)
     response = await client.post("/v1/chat/completions", json=CHAT)
     assert (response.status, response.headers["Retry-After"]) == (503, "1")
     assert "X-Should-Retry" not in response.headers

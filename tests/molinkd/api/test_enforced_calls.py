@@ -12,11 +12,11 @@ import openai
 import pytest
 import torch
 
-from molink.checkpoint.source import demo_model
+from molink.checkpoint.source import find_demo_model
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from tests.support import tool_templates
-from tests.support.direct_reader import DirectReader
+from tests.support.direct_reader import InlineReader
 from tests.support.ring_backend import RingBackend
 
 HI: Any = [{"role": "user", "content": "What is molink?"}]
@@ -41,9 +41,9 @@ NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 def toy(folder: Path, template: str) -> Iterator[openai.OpenAI]:
     """The bundled model, with another chat template."""
     torch.set_num_threads(1)
-    shutil.copytree(demo_model().path, folder)
+    shutil.copytree(find_demo_model().path, folder)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    server = EndpointServer(RingBackend(folder), ApiSettings(), DirectReader())
+    server = EndpointServer(RingBackend(folder), ApiSettings(), InlineReader())
     server.start(0)
     try:
         with openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client:

@@ -11,43 +11,43 @@ from molinkd.api.fair_queue import FairQueue
 def test_who_has_much_waits_for_his_own() -> None:
     queue: FairQueue[str] = FairQueue(10)
     for item in ("a1", "a2", "a3", "b1", "c1"):
-        queue.put(item[0], item)
-    assert [queue.take() for _ in range(2)] == ["a1", "b1"]
-    queue.put("b", "b2")
-    assert [queue.take() for _ in range(5)] == ["c1", "a2", "b2", "a3", None]
+        queue.add_item(item[0], item)
+    assert [queue.pop_item() for _ in range(2)] == ["a1", "b1"]
+    queue.add_item("b", "b2")
+    assert [queue.pop_item() for _ in range(5)] == ["c1", "a2", "b2", "a3", None]
 
 
 def test_only_so_many_wait() -> None:
     queue: FairQueue[int] = FairQueue(2)
-    queue.put("a", 1)
-    queue.put("b", 2)
+    queue.add_item("a", 1)
+    queue.add_item("b", 2)
     with pytest.raises(Overloaded):
-        queue.put("c", 3)
-    assert queue.take() == 1
-    queue.put("c", 3)
+        queue.add_item("c", 3)
+    assert queue.pop_item() == 1
+    queue.add_item("c", 3)
     assert len(queue) == 2
 
 
 def test_a_full_queue_has_a_place_for_who_has_less() -> None:
     queue: FairQueue[str] = FairQueue(4)
     for item in ("a1", "a2", "a3", "b1"):
-        queue.put(item[0], item)
-    assert queue.put("c", "c1") == "a3"
+        queue.add_item(item[0], item)
+    assert queue.add_item("c", "c1") == "a3"
     with pytest.raises(Overloaded):
-        queue.put("c", "c2")  # a has one more: nobody gains by turns
-    assert queue.put("d", "d1") == "a2"
-    assert [queue.take() for _ in range(5)] == ["a1", "b1", "c1", "d1", None]
+        queue.add_item("c", "c2")  # a has one more: nobody gains by turns
+    assert queue.add_item("d", "d1") == "a2"
+    assert [queue.pop_item() for _ in range(5)] == ["a1", "b1", "c1", "d1", None]
 
 
 def test_what_is_wanted_no_more_takes_no_place() -> None:
     queue: FairQueue[str] = FairQueue(2)
-    queue.put("a", "a1")
-    queue.put("b", "b1")
-    queue.discard("a", "a1")
-    queue.discard("a", "a1")
-    queue.discard("b", "b0")
-    assert queue.put("b", "b2") is None
-    assert [queue.take() for _ in range(3)] == ["b1", "b2", None]
+    queue.add_item("a", "a1")
+    queue.add_item("b", "b1")
+    queue.discard_item("a", "a1")
+    queue.discard_item("a", "a1")
+    queue.discard_item("b", "b0")
+    assert queue.add_item("b", "b2") is None
+    assert [queue.pop_item() for _ in range(3)] == ["b1", "b2", None]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
@@ -56,11 +56,11 @@ def test_nothing_is_lost_or_overtaken_by_its_owner(steps: list[tuple[str, bool]]
     put: list[tuple[str, int]] = []
     taken: list[tuple[str, int]] = []
     for number, (owner, takes) in enumerate(steps):
-        queue.put(owner, (owner, number))
+        queue.add_item(owner, (owner, number))
         put.append((owner, number))
-        if takes and (item := queue.take()) is not None:
+        if takes and (item := queue.pop_item()) is not None:
             taken.append(item)
-    while (item := queue.take()) is not None:
+    while (item := queue.pop_item()) is not None:
         taken.append(item)
     for owner in "abc":
         assert [i for i in taken if i[0] == owner] == [i for i in put if i[0] == owner]

@@ -14,7 +14,7 @@ import pytest
 
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from molinkd.api.prompt_reader import PromptProcesses
+from molinkd.api.prompt_reader import PromptWorkers
 from tests.support.fake_backend import FakeBackend, build_model
 from tests.support.http_fuzz import OTHERS, random_body, random_bytes, random_other
 from tests.support.tool_templates import HERMES
@@ -25,7 +25,7 @@ QUICK = ApiSettings(
     body_timeout_s=0.5,
     min_body_rate=1 << 20,
     keepalive_s=0.5,
-    max_bodies=256,
+    max_concurrent_bodies=256,
 )
 #: Connections of random bytes that are open at once.
 AT_ONCE = 64
@@ -43,7 +43,7 @@ def backend(tmp_path: Path) -> FakeBackend:
 @pytest.fixture
 def fuzzed(backend: FakeBackend, request: pytest.FixtureRequest) -> Iterator[EndpointServer]:
     settings = getattr(request, "param", ApiSettings())
-    server = EndpointServer(backend, settings, PromptProcesses({}))
+    server = EndpointServer(backend, settings, PromptWorkers({}))
     server.start(0)
     yield server
     server.stop()

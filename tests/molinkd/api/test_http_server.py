@@ -12,7 +12,7 @@ from molink.errors import PortInUse, UsageError
 from molinkd.api import http_server as server_module
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from tests.support.direct_reader import DirectReader
+from tests.support.direct_reader import InlineReader
 
 
 def get(port: int, path: str = "/health") -> bytes:
@@ -23,7 +23,7 @@ def get(port: int, path: str = "/health") -> bytes:
 
 
 def test_start_and_stop(backend: Any) -> None:
-    server = EndpointServer(backend, ApiSettings(), DirectReader())
+    server = EndpointServer(backend, ApiSettings(), InlineReader())
     port = server.start(0)
     assert server.port == port
     assert server.url == f"http://127.0.0.1:{port}/v1"
@@ -38,11 +38,11 @@ def test_start_and_stop(backend: Any) -> None:
 
 
 def test_stop_without_start(backend: Any) -> None:
-    EndpointServer(backend, ApiSettings(), DirectReader()).stop()
+    EndpointServer(backend, ApiSettings(), InlineReader()).stop()
 
 
 def test_the_next_free_port(backend: Any) -> None:
-    first, second = (EndpointServer(backend, ApiSettings(), DirectReader()) for _ in range(2))
+    first, second = (EndpointServer(backend, ApiSettings(), InlineReader()) for _ in range(2))
     port = first.start(0)
     try:
         assert port < second.start(port) < port + server_module.PORT_TRIES
@@ -55,7 +55,7 @@ def test_a_port_that_was_chosen_is_taken_or_none(backend: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PortInUse, match=f"port {port} is taken"):
-            EndpointServer(backend, ApiSettings(), DirectReader()).start(port, port + 1)
+            EndpointServer(backend, ApiSettings(), InlineReader()).start(port, port + 1)
 
 
 def test_no_free_port(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,17 +63,17 @@ def test_no_free_port(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PortInUse, match="--endpoint-port"):
-            EndpointServer(backend, ApiSettings(), DirectReader()).start(port)
+            EndpointServer(backend, ApiSettings(), InlineReader()).start(port)
 
 
 def test_an_address_of_another_pc(backend: Any) -> None:
-    server = EndpointServer(backend, ApiSettings(host="192.0.2.1", api_key="k"), DirectReader())
+    server = EndpointServer(backend, ApiSettings(host="192.0.2.1", api_key="k"), InlineReader())
     with pytest.raises(UsageError, match=r"192\.0\.2\.1"):
         server.start(0)
 
 
 def test_running_answers_end_with_the_endpoint(backend: Any) -> None:
-    endpoint = EndpointServer(backend, ApiSettings(grace_s=0.05), DirectReader())
+    endpoint = EndpointServer(backend, ApiSettings(close_timeout_s=0.05), InlineReader())
     endpoint.start(0)
     backend.gate = asyncio.Semaphore(0)
     body = b'{"model":"tiny","prompt":"x"}'
@@ -103,7 +103,7 @@ def test_what_is_no_http_gets_an_envelope(endpoint: EndpointServer, junk: bytes)
 
 @pytest.mark.parametrize("start", [b"", b"GET / HTTP/1.1\r\nHost: lo"])
 def test_a_connection_that_says_nothing_is_closed(backend: Any, start: bytes) -> None:
-    server = EndpointServer(backend, ApiSettings(header_timeout_s=0.05), DirectReader())
+    server = EndpointServer(backend, ApiSettings(header_timeout_s=0.05), InlineReader())
     port = server.start(0)
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:

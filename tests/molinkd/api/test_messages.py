@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestClient
 from molink.errors import Overloaded, Unavailable
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from tests.support.direct_reader import DirectReader
+from tests.support.direct_reader import InlineReader
 from tests.support.fake_backend import FakeBackend
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -47,8 +47,8 @@ def test_whole(ask: anthropic.Anthropic, backend: FakeBackend) -> None:
     request = backend.requests[0]
     assert answer.usage.input_tokens == len(request.prompt) - 3
     assert answer.usage.cache_read_input_tokens == 3
-    assert (request.max_tokens, request.sampling.temperature) == (99, 0.5)
-    assert request.sampling.top_k == 4
+    assert (request.max_tokens, request.sampling_params.temperature) == (99, 0.5)
+    assert request.sampling_params.top_k == 4
     text = backend.tokenizer.decode(request.prompt, skip_special=False)
     assert text.startswith("<|start|>system\nBe brief.<|end|>\n<|start|>user\na<|end|>\n")
 
@@ -93,7 +93,7 @@ def test_errors(ask: anthropic.Anthropic, backend: FakeBackend) -> None:
 
 
 def test_keys(backend: FakeBackend) -> None:
-    endpoint = EndpointServer(backend, ApiSettings(api_key="k"), DirectReader())
+    endpoint = EndpointServer(backend, ApiSettings(api_key="k"), InlineReader())
     endpoint.start(0)
     try:
         with client_of(endpoint, "k") as ask:

@@ -52,7 +52,7 @@ def test_chat(ask: ollama.Client, backend: FakeBackend) -> None:
     assert answer.logprobs is not None
     assert len(answer.logprobs) == 7
     request = backend.requests[0]
-    sampling = request.sampling
+    sampling = request.sampling_params
     assert answer.prompt_eval_count == len(request.prompt)
     assert request.max_tokens == 7
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 4, 0.9)

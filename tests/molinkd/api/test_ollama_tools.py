@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestClient
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from tests.support import tool_templates
-from tests.support.direct_reader import DirectReader
+from tests.support.direct_reader import InlineReader
 from tests.support.fake_backend import FakeBackend
 from tests.support.tool_answers import ANSWERS, CALL, HI, PARIS, TOOLS, backend_of, prompt_of
 
@@ -26,7 +26,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def ask(family: FakeBackend) -> Iterator[ollama.Client]:
-    server = EndpointServer(family, ApiSettings(), DirectReader())
+    server = EndpointServer(family, ApiSettings(), InlineReader())
     server.start(0)
     client = ollama.Client(host=server.url.removesuffix("/v1"))
     yield client

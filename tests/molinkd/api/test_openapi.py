@@ -6,8 +6,8 @@ import jsonschema
 import pytest
 from aiohttp.test_utils import TestClient
 
-from molinkd.api.guard import PAGE
-from molinkd.api.openapi import TAKES
+from molinkd.api.guard import PAGE_PREFIX
+from molinkd.api.openapi import REQUEST_BODIES
 from tests.support.fake_backend import FakeBackend
 
 HI = [{"role": "user", "content": "hi"}]
@@ -68,11 +68,11 @@ async def test_every_route_is_there(client: TestClient, document: dict[str, Any]
             address = path.replace("{name}", "tiny")
             response = await client.request(method, address, json={} if method == "post" else None)
             assert response.status in (200, 400), path
-    assert set(TAKES) <= set(document["paths"])
+    assert set(REQUEST_BODIES) <= set(document["paths"])
     routes = {
         route.resource.canonical
         for route in client.app.router.routes()  # type: ignore[union-attr]
-        if route.resource is not None and not route.resource.canonical.startswith(PAGE)
+        if route.resource is not None and not route.resource.canonical.startswith(PAGE_PREFIX)
     }
     assert routes == set(document["paths"])
 

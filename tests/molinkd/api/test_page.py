@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestClient
 
 from molink.errors import Unavailable
 from molinkd.api.endpoint_settings import ApiSettings
-from molinkd.api.swarm_picture import show_swarm
+from molinkd.api.swarm_picture import summarize_swarm
 from tests.molinkd.cli.top.swarms import peer, ring, told
 from tests.support.fake_backend import FakeBackend
 
@@ -126,7 +126,7 @@ async def test_a_status_that_cannot_be_told(
     async def status() -> bytes:
         raise Unavailable("the daemon is too busy")
 
-    monkeypatch.setattr(backend, "status", status)
+    monkeypatch.setattr(backend, "fetch_status", status)
     response = await client.get("/swarm")
     assert response.status == 503
     assert (await response.json())["error"]["message"] == "the daemon is too busy"
@@ -135,7 +135,7 @@ async def test_a_status_that_cannot_be_told(
 def test_how_one_more_pc_joins() -> None:
     listens = ["127.0.0.1:5466", "192.168.1.7:5466", "[fd00::7]:5466", "pc;rm -rf /:1", "pc:x"]
     status = {"coordinator": {"state": "running", "addresses": listens}}
-    shown = show_swarm(told(status))
+    shown = summarize_swarm(told(status))
     assert shown.join == ("molink join", "molink join 192.168.1.7", "molink join [fd00::7]")
     assert not shown.ready
 
@@ -147,11 +147,11 @@ def test_pcs_without_a_stage() -> None:
         peer(3, "game", paused="paused: its GPU is busy"),
         peer(4, "gone", state="away"),
     ]
-    shown = show_swarm(told({"peers": peers}))
+    shown = summarize_swarm(told({"peers": peers}))
     assert [one.doing for one in shown.others] == [
         "spare",
         "endpoint only",
         "paused: its GPU is busy",
         "away",
     ]
-    assert (shown.here, shown.away) == (3, 1)
+    assert (shown.online, shown.offline) == (3, 1)

@@ -9,7 +9,7 @@ import pytest
 
 from molink.errors import Overloaded, Unavailable
 from tests.support import tool_templates
-from tests.support.chat_page import ask, needs_chromium, prompt, ready, release
+from tests.support.chat_page import ask_question, needs_chromium, sent_prompt, wait_until_ready, release_tokens
 from tests.support.fake_backend import FakeBackend, build_model
 from tools.browser import ENTER, ESCAPE, Browser
 
@@ -46,8 +46,8 @@ The end."""
 
 def test_an_answer_is_formatted(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     backend.answer = FORMATTED
-    browser = ready(page())
-    ask(browser, "Show it.")
+    browser = wait_until_ready(page())
+    ask_question(browser, "Show it.")
     assert browser.text(".bubble") == "Show it."
     assert browser.text(".theirs strong") == "is"
     assert browser.text(".theirs li") == "first,second"
@@ -64,7 +64,7 @@ def test_an_answer_is_formatted(backend: FakeBackend, page: Callable[..., Browse
     assert "tokens," in browser.text(".note")
     browser.click(".code button")
     browser.until("document.querySelector('.code button.done')")
-    assert "think" not in prompt(backend)
+    assert "think" not in sent_prompt(backend)
 
 
 def test_thoughts_are_folded_and_not_sent_back(
@@ -72,23 +72,23 @@ def test_thoughts_are_folded_and_not_sent_back(
 ) -> None:
     folder = build_model(tmp_path / "tiny", tool_templates.THINKING)
     thinking = FakeBackend(folder, "They *ask*.\n</think>\nYes.")
-    browser = ready(page(thinking))
-    ask(browser, "Is it?")
+    browser = wait_until_ready(page(thinking))
+    ask_question(browser, "Is it?")
     assert browser.run("return document.querySelector('.thought').textContent") == "They *ask*."
     assert browser.run("return document.querySelector('.thoughts').open") is False
     assert browser.text(".theirs .body").strip() == "Yes."
-    ask(browser, "Sure?")
-    assert "Yes." in prompt(thinking)
-    assert "They" not in prompt(thinking)
+    ask_question(browser, "Sure?")
+    assert "Yes." in sent_prompt(thinking)
+    assert "They" not in sent_prompt(thinking)
 
 
 def test_what_a_model_writes_does_nothing(
     backend: FakeBackend, page: Callable[..., Browser]
 ) -> None:
     backend.answer = HOSTILE
-    browser = ready(page())
+    browser = wait_until_ready(page())
     browser.click("#open-swarm")
-    ask(browser, "Do harm.")
+    ask_question(browser, "Do harm.")
     browser.wait_for("#rings .stages li + li")
     assert "<img src=x onerror=window.hit=1>" in browser.text(".stages")
     assert "<script>window.hit=2</script>" in browser.text(".theirs .body")
@@ -124,12 +124,12 @@ def test_what_takes_a_parser_long_is_shown_as_it_is(page: Callable[..., Browser]
 
 def test_stop_again_and_edit(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     backend.gate = gate = asyncio.Semaphore(5)
-    browser = ready(page())
+    browser = wait_until_ready(page())
     browser.type("#text", "Count." + ENTER)
     browser.until("document.querySelector('.live .body')?.textContent")
     assert browser.run("return document.querySelector('#send').ariaLabel") == "Stop"
     browser.type("#text", "typed meanwhile")
-    release(gate, backend, 1)
+    release_tokens(gate, backend, 1)
     assert browser.run("return document.activeElement.id") == "text"
     browser.click("#send")
     browser.until("document.querySelector('.note')?.textContent.endsWith('stopped')")
@@ -149,17 +149,17 @@ def test_stop_again_and_edit(backend: FakeBackend, page: Callable[..., Browser])
     browser.until("document.querySelector('.body').textContent.trim() === 'Third.'")
     browser.until("!document.querySelector('.live')")
     assert browser.text(".bubble") == "Count. Slowly."
-    assert "Count. Slowly." in prompt(backend)
-    assert "Second." not in prompt(backend)
+    assert "Count. Slowly." in sent_prompt(backend)
+    assert "Second." not in sent_prompt(backend)
     browser.run("document.querySelector('#text').value = ''")
-    ask(browser, "Go on.")
-    assert "Third." in prompt(backend)
+    ask_question(browser, "Go on.")
+    assert "Third." in sent_prompt(backend)
 
 
 def test_errors_are_sentences(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     backend.error = Unavailable("no PC holds layers")
-    browser = ready(page())
-    ask(browser, "Hello")
+    browser = wait_until_ready(page())
+    ask_question(browser, "Hello")
     assert browser.text(".problem span") == (
         "The swarm can't answer now: no PC holds layers. It may work again in 1 s."
     )
@@ -172,13 +172,13 @@ def test_errors_are_sentences(backend: FakeBackend, page: Callable[..., Browser]
     browser.until("document.querySelector('.theirs .body').textContent.startsWith('Hello there')")
     assert browser.run("return document.querySelector('.theirs .versions').hidden") is True
     backend.error, backend.fail_at = Unavailable("the PC attic is gone"), 3
-    ask(browser, "And then?")
+    ask_question(browser, "And then?")
     assert browser.text(".problem span").endswith("The PC attic is gone.")
 
 
 def test_a_phone(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     backend.answer = FORMATTED + "\n\n" + "| wide " * 30 + "|\n" + "|--" * 30 + "|\n" + "x" * 300
-    browser = ready(page())
+    browser = wait_until_ready(page())
     browser.emulate(
         "Emulation.setDeviceMetricsOverride",
         width=360,
@@ -186,7 +186,7 @@ def test_a_phone(backend: FakeBackend, page: Callable[..., Browser]) -> None:
         deviceScaleFactor=1,
         mobile=False,
     )
-    ask(browser, "Hello")
+    ask_question(browser, "Hello")
     wide = "document.documentElement.scrollWidth"
     for panel in ("list", "swarm"):
         browser.click(f"#open-{panel}")
@@ -200,7 +200,7 @@ def test_a_phone(backend: FakeBackend, page: Callable[..., Browser]) -> None:
 
 
 def test_only_one_thing_shows_the_focus(page: Callable[..., Browser]) -> None:
-    browser = ready(page())
+    browser = wait_until_ready(page())
     browser.type("#text", "x")
     shown = """[...document.querySelectorAll("*")].filter((one) => {
           const style = getComputedStyle(one);
@@ -219,8 +219,8 @@ def test_accessibility(backend: FakeBackend, page: Callable[..., Browser]) -> No
         pytest.skip("name a copy of axe-core (npm) in AXE: its axe.min.js")
     axe = Path(os.environ["AXE"]).read_text(encoding="utf-8")
     backend.answer = FORMATTED
-    browser = ready(page())
-    ask(browser, "Show it.")
+    browser = wait_until_ready(page())
+    ask_question(browser, "Show it.")
     faults = []
     for scheme in ("light", "dark"):
         browser.run("document.documentElement.dataset.theme = arguments[0]", scheme)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.molinkd.cli.top import swarms
-from tests.support.chat_page import ask, needs_chromium, prompt, ready, release
+from tests.support.chat_page import ask_question, needs_chromium, sent_prompt, wait_until_ready, release_tokens
 from tests.support.fake_backend import FakeBackend
 from tools.browser import ENTER, Browser
 
@@ -16,13 +16,13 @@ pytestmark = needs_chromium
 def test_conversations_and_drafts_outlive_a_reload(
     backend: FakeBackend, page: Callable[..., Browser]
 ) -> None:
-    browser = ready(page())
-    ask(browser, "First talk.")
+    browser = wait_until_ready(page())
+    ask_question(browser, "First talk.")
     browser.type("#text", "a draft there")
     browser.click("#fresh")
     browser.type("#text", "a new draft")
     browser.run("location.reload()")
-    ready(browser)
+    wait_until_ready(browser)
     browser.until("document.querySelector('#text').value === 'a new draft'")
     browser.click("#open-list")
     browser.click("#conversations .title")
@@ -32,7 +32,7 @@ def test_conversations_and_drafts_outlive_a_reload(
     browser.click("[aria-label='Edit this message']")
     browser.type(".editor textarea", " More")
     browser.run("location.reload()")
-    ready(browser)
+    wait_until_ready(browser)
     browser.click("#conversations .title")
     edited = browser.run("return document.querySelector('.editor textarea').value")
     assert edited == "First talk. More"
@@ -48,11 +48,11 @@ def test_an_answer_that_a_reload_cuts_off_is_kept(
     backend: FakeBackend, page: Callable[..., Browser]
 ) -> None:
     backend.gate = asyncio.Semaphore(6)
-    browser = ready(page())
+    browser = wait_until_ready(page())
     browser.type("#text", "Count." + ENTER)
     browser.until("document.querySelector('.live .body')?.textContent.startsWith('Hello')")
     browser.run("location.reload()")
-    ready(browser)
+    wait_until_ready(browser)
     browser.click("#open-list")
     browser.click("#conversations .title")
     assert browser.text(".theirs .body").startswith("Hello")
@@ -61,8 +61,8 @@ def test_an_answer_that_a_reload_cuts_off_is_kept(
 
 
 def test_conversations_are_saved_as_files(page: Callable[..., Browser]) -> None:
-    browser = ready(page())
-    ask(browser, "What is it?")
+    browser = wait_until_ready(page())
+    ask_question(browser, "What is it?")
     saved = browser.run(
         """
         const tree = await import("/page/tree.js");
@@ -115,29 +115,29 @@ def test_what_is_kept_is_bounded(page: Callable[..., Browser]) -> None:
 
 
 def test_settings_are_sent_and_kept(backend: FakeBackend, page: Callable[..., Browser]) -> None:
-    browser = ready(page())
+    browser = wait_until_ready(page())
     browser.click("#open-settings")
     values = {"system": "Be brief.", "temperature": "0.5", "top_p": "0.9", "max_tokens": "3"}
     for field, value in {**values, "seed": "7"}.items():
         browser.type(f"#{field}", value)
     browser.click("#settings-done")
     browser.run("location.reload()")
-    ask(ready(browser), "Hello")
+    ask_question(wait_until_ready(browser), "Hello")
     request = backend.requests[-1]
-    assert (request.max_tokens, request.sampling.seed) == (3, 7)
-    assert request.sampling.temperature == pytest.approx(0.5)
-    assert request.sampling.top_p == pytest.approx(0.9)
-    assert "Be brief." in prompt(backend)
+    assert (request.max_tokens, request.sampling_params.seed) == (3, 7)
+    assert request.sampling_params.temperature == pytest.approx(0.5)
+    assert request.sampling_params.top_p == pytest.approx(0.9)
+    assert "Be brief." in sent_prompt(backend)
     assert "cut at the length limit" in browser.text(".note")
 
 
 def test_a_wrong_setting_is_not_sent(backend: FakeBackend, page: Callable[..., Browser]) -> None:
-    browser = ready(page())
+    browser = wait_until_ready(page())
     browser.click("#open-settings")
     browser.type("#temperature", "7")
     assert "Temperature" in browser.text("#settings-wrong")
     browser.click("#settings-done")
-    ask(browser, "Hello")
+    ask_question(browser, "Hello")
     assert browser.text(".problem") == ""
 
 
@@ -147,16 +147,16 @@ def test_the_key_is_asked_for(backend: FakeBackend, page: Callable[..., Browser]
     browser.type("#ask-key", "wrong" + ENTER)
     browser.until("document.querySelector('#ask').open")
     browser.type("#ask-key", "sécret" + ENTER)
-    ask(ready(browser), "Hello")
+    ask_question(wait_until_ready(browser), "Hello")
     assert browser.text(".theirs .body") == backend.answer
     browser.run("location.reload()")
-    ready(browser)
+    wait_until_ready(browser)
 
 
 def test_the_swarm_is_drawn(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     backend.swarm["coordinator"] = {"state": "running", "addresses": ["192.168.1.7:5466"]}
     backend.swarm["knocks"] = [{"name": "new"}]
-    browser = ready(page())
+    browser = wait_until_ready(page())
     browser.click("#open-swarm")
     browser.until("document.querySelectorAll('.ring .stage').length === 2")
     assert "attic · layers 1 to 12" in browser.text("#rings .stages")
@@ -171,11 +171,11 @@ def test_the_swarm_is_drawn(backend: FakeBackend, page: Callable[..., Browser]) 
 
 def test_it_is_said_why_one_waits(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     backend.gate = gate = asyncio.Semaphore(0)
-    browser = ready(page())
+    browser = wait_until_ready(page())
     browser.type("#text", "Hello" + ENTER)
     said = "document.querySelector('.theirs .note')?.textContent"
     browser.until(f"/^Waiting for|^The PCs read/.test({said})")
-    release(gate, backend, 100)
+    release_tokens(gate, backend, 100)
     browser.until("!document.querySelector('.live')")
     why = browser.run(
         """
@@ -200,11 +200,11 @@ def test_it_is_said_why_one_waits(backend: FakeBackend, page: Callable[..., Brow
 def test_models_follow_the_swarm(
     backend: FakeBackend, page: Callable[..., Browser], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = backend.models()
-    monkeypatch.setattr(backend, "models", list)
+    served = backend.list_models()
+    monkeypatch.setattr(backend, "list_models", list)
     browser = page()
     browser.until("document.querySelector('#model').textContent === 'no model yet'")
     browser.click("#open-swarm")
-    monkeypatch.setattr(backend, "models", lambda: served)
+    monkeypatch.setattr(backend, "list_models", lambda: served)
     backend.swarm = swarms.ring(["attic"], model="another")
-    ready(browser)
+    wait_until_ready(browser)

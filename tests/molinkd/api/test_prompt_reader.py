@@ -15,9 +15,9 @@ from molink.errors import BrokenModel, ContextTooLong, Overloaded, RequestError
 from molink.text.tokenizer import Tokenizer
 from molinkd.api import prompt_reader
 from molinkd.api.backend import ServedModel
-from molinkd.api.offer import Offer
-from molinkd.api.prompt_reader import PromptProcesses
-from tests.support.direct_reader import DirectReader
+from molinkd.api.offer import LoadedModel
+from molinkd.api.prompt_reader import PromptWorkers
+from tests.support.direct_reader import InlineReader
 from tests.support.fake_backend import build_model
 from tests.support.net import until
 
@@ -38,18 +38,18 @@ def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def offer_of(folder: Path, context: int = 65536) -> Offer:
-    return Offer(ServedModel("tiny", folder, context, 0), Tokenizer.open(folder))
+def offer_of(folder: Path, context: int = 65536) -> LoadedModel:
+    return LoadedModel(ServedModel("tiny", folder, context, 0), Tokenizer.open(folder))
 
 
 @pytest.fixture
-def offer(model_folder: Path) -> Offer:
+def offer(model_folder: Path) -> LoadedModel:
     return offer_of(model_folder)
 
 
 @pytest.fixture
-async def reader() -> AsyncIterator[PromptProcesses]:
-    reader = PromptProcesses({})
+async def reader() -> AsyncIterator[PromptWorkers]:
+    reader = PromptWorkers({})
     yield reader
     await reader.close()
     assert not children()
@@ -74,60 +74,60 @@ def completion(**fields: Any) -> bytes:
     return json.dumps(fields).encode()
 
 
-async def test_it_reads_as_this_process_would(reader: PromptProcesses, offer: Offer) -> None:
-    direct = DirectReader()
+async def test_it_reads_as_this_process_would(reader: PromptWorkers, offer: LoadedModel) -> None:
+    direct = InlineReader()
     for body, is_chat in (
         (chat("naïve 🦊 hello"), True),
         (chat("x " * 40_000), True),
         (completion(prompt="hello"), False),
         (completion(prompt=["hello", "world", [5, 6, 7]], echo=True), False),
     ):
-        read = await reader.read("", offer, body, chat=is_chat)
-        assert read == await direct.read("", offer, body, chat=is_chat)
+        read = await reader.tokenize_prompts("", offer, body, chat=is_chat)
+        assert read == await direct.tokenize_prompts("", offer, body, chat=is_chat)
     assert len(children()) == 2
 
 
 async def test_what_is_wrong_comes_back_as_itself(
-    reader: PromptProcesses, offer: Offer, tmp_path: Path
+    reader: PromptWorkers, offer: LoadedModel, tmp_path: Path
 ) -> None:
     with pytest.raises(RequestError) as refused:
-        await reader.read("", offer, completion(prompt=[10**6]), chat=False)
+        await reader.tokenize_prompts("", offer, completion(prompt=[10**6]), chat=False)
     assert refused.value.param == "prompt"
     with pytest.raises(ContextTooLong) as long:
-        await reader.read("", offer_of(offer.model.folder, 8), chat("x" * 20_000), chat=True)
+        await reader.tokenize_prompts("", offer_of(offer.model.folder, 8), chat("x" * 20_000), chat=True)
     assert long.value.param == "messages"
-    gone = Offer(ServedModel("tiny", tmp_path, 512, 0), offer.tokenizer)
+    gone = LoadedModel(ServedModel("tiny", tmp_path, 512, 0), offer.tokenizer)
     with pytest.raises(BrokenModel, match=r"tokenizer\.json"):
-        await reader.read("", gone, chat("x"), chat=True)
+        await reader.tokenize_prompts("", gone, chat("x"), chat=True)
 
 
 async def test_what_takes_too_long_is_ended_and_the_next_is_read(
-    reader: PromptProcesses,
-    offer: Offer,
+    reader: PromptWorkers,
+    offer: LoadedModel,
     hostile_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hostile = offer_of(hostile_folder)
     monkeypatch.setattr(prompt_reader, "SHORT_S", 0.5)
-    impatient = PromptProcesses({})
+    impatient = PromptWorkers({})
     try:
         with pytest.raises(RequestError, match=r"more than 0\.5 s"):
-            await impatient.read("", hostile, chat(HOSTILE_TEXT), chat=True)
+            await impatient.tokenize_prompts("", hostile, chat(HOSTILE_TEXT), chat=True)
     finally:
         await impatient.close()
     # Whoever waited for it is read by another process.
-    await reader.read("", hostile, chat("hello"), chat=True)
-    assert await reader.read("", offer, chat("hello"), chat=True)
+    await reader.tokenize_prompts("", hostile, chat("hello"), chat=True)
+    assert await reader.tokenize_prompts("", offer, chat("hello"), chat=True)
 
 
 async def test_a_long_prompt_holds_up_no_short_one(
-    reader: PromptProcesses, offer: Offer, hostile_folder: Path
+    reader: PromptWorkers, offer: LoadedModel, hostile_folder: Path
 ) -> None:
     hostile = offer_of(hostile_folder)
     text = HOSTILE_TEXT * 2
-    assert len(text) > prompt_reader.SHORT_BODY
-    long = asyncio.create_task(reader.read("", hostile, chat(text), chat=True))
-    assert await reader.read("", offer, chat("hello"), chat=True)
+    assert len(text) > prompt_reader.SHORT_BODY_BYTES
+    long = asyncio.create_task(reader.tokenize_prompts("", hostile, chat(text), chat=True))
+    assert await reader.tokenize_prompts("", offer, chat("hello"), chat=True)
     assert not long.done()
     await reader.close()
     with pytest.raises(asyncio.CancelledError):
@@ -135,15 +135,15 @@ async def test_a_long_prompt_holds_up_no_short_one(
 
 
 async def test_a_process_that_is_killed_is_no_reason_to_fail(
-    reader: PromptProcesses, offer: Offer
+    reader: PromptWorkers, offer: LoadedModel
 ) -> None:
-    expected = await reader.read("", offer, chat("hello"), chat=True)
+    expected = await reader.tokenize_prompts("", offer, chat("hello"), chat=True)
     for _ in range(2):
         for child in children():
             child.kill()
-        assert await reader.read("", offer, chat("hello"), chat=True) == expected
+        assert await reader.tokenize_prompts("", offer, chat("hello"), chat=True) == expected
     reads = [
-        asyncio.create_task(reader.read("", offer, chat("hello" * 1000), chat=True))
+        asyncio.create_task(reader.tokenize_prompts("", offer, chat("hello" * 1000), chat=True))
         for _ in range(8)
     ]
     await asyncio.sleep(0)
@@ -153,10 +153,10 @@ async def test_a_process_that_is_killed_is_no_reason_to_fail(
 
 
 async def test_a_client_that_leaves_is_not_waited_for(
-    reader: PromptProcesses, offer: Offer
+    reader: PromptWorkers, offer: LoadedModel
 ) -> None:
     reads = [
-        asyncio.create_task(reader.read("", offer, chat("hello"), chat=True)) for _ in range(6)
+        asyncio.create_task(reader.tokenize_prompts("", offer, chat("hello"), chat=True)) for _ in range(6)
     ]
     await asyncio.sleep(0)
     for read in reads[::2]:
@@ -170,11 +170,11 @@ async def test_a_client_that_leaves_is_not_waited_for(
 
 
 async def test_only_so_many_wait(
-    offer: Offer, reader: PromptProcesses, monkeypatch: pytest.MonkeyPatch
+    offer: LoadedModel, reader: PromptWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_reader, "MAX_SHORT", 2)
-    narrow = PromptProcesses({})
-    reads = [narrow.read("", offer, chat("x"), chat=True) for _ in range(5)]
+    narrow = PromptWorkers({})
+    reads = [narrow.tokenize_prompts("", offer, chat("x"), chat=True) for _ in range(5)]
     found = await asyncio.gather(*reads, return_exceptions=True)
     await narrow.close()
     # Two are being read, and two wait.
@@ -182,20 +182,20 @@ async def test_only_so_many_wait(
 
 
 async def test_one_client_cannot_keep_others_out(
-    offer: Offer, monkeypatch: pytest.MonkeyPatch
+    offer: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_reader, "MAX_SHORT", 3)
-    narrow = PromptProcesses({})
+    narrow = PromptWorkers({})
     # Two are being read, and three wait. The quiet one gets the last one's place; for the greedy
     # one's next there is none until one of his leaves.
     owners = ["greedy"] * 5 + ["quiet", "greedy"]
     reads = [
-        asyncio.create_task(narrow.read(owner, offer, chat("x"), chat=True)) for owner in owners
+        asyncio.create_task(narrow.tokenize_prompts(owner, offer, chat("x"), chat=True)) for owner in owners
     ]
     await asyncio.sleep(0)
     reads[2].cancel()
     await asyncio.sleep(0)
-    reads.append(asyncio.create_task(narrow.read("greedy", offer, chat("x"), chat=True)))
+    reads.append(asyncio.create_task(narrow.tokenize_prompts("greedy", offer, chat("x"), chat=True)))
     found = await asyncio.gather(*reads, return_exceptions=True)
     await narrow.close()
     refused = [isinstance(read, Overloaded) for read in found]
@@ -204,39 +204,39 @@ async def test_one_client_cannot_keep_others_out(
 
 
 async def test_one_bad_text_holds_up_nobody(
-    reader: PromptProcesses, offer: Offer, hostile_folder: Path
+    reader: PromptWorkers, offer: LoadedModel, hostile_folder: Path
 ) -> None:
     bad = asyncio.create_task(
-        reader.read("", offer_of(hostile_folder), chat(HOSTILE_TEXT[:20_000]), chat=True)
+        reader.tokenize_prompts("", offer_of(hostile_folder), chat(HOSTILE_TEXT[:20_000]), chat=True)
     )
-    assert await reader.read("", offer, chat("hello"), chat=True)
+    assert await reader.tokenize_prompts("", offer, chat("hello"), chat=True)
     assert not bad.done()
     with pytest.raises(RequestError, match="more than"):
         await bad
 
 
 async def test_processes_beyond_the_first_end_when_they_are_idle(
-    offer: Offer, reader: PromptProcesses, monkeypatch: pytest.MonkeyPatch
+    offer: LoadedModel, reader: PromptWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_reader, "IDLE_S", 0.05)
-    brief = PromptProcesses({})
+    monkeypatch.setattr(prompt_reader, "IDLE_TIMEOUT_S", 0.05)
+    brief = PromptWorkers({})
     for _ in range(2):
         bodies = [chat("x"), chat("y"), chat("z " * 40_000)]
-        await asyncio.gather(*(brief.read("", offer, body, chat=True) for body in bodies))
+        await asyncio.gather(*(brief.tokenize_prompts("", offer, body, chat=True) for body in bodies))
         await until(lambda: len(children()) == 1)
     await brief.close()
 
 
 async def test_a_tokenizer_that_was_loaded_anew_is_loaded_anew_there(
-    reader: PromptProcesses, tmp_path: Path
+    reader: PromptWorkers, tmp_path: Path
 ) -> None:
     folder = build_model(tmp_path / "model")
-    before = await reader.read("", offer_of(folder), completion(prompt="hello"), chat=False)
+    before = await reader.tokenize_prompts("", offer_of(folder), completion(prompt="hello"), chat=False)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config |= {"bos_token": "<|start|>", "add_bos_token": True}
     path.write_text(json.dumps(config), encoding="utf-8")
-    after = await reader.read("", offer_of(folder), completion(prompt="hello"), chat=False)
+    after = await reader.tokenize_prompts("", offer_of(folder), completion(prompt="hello"), chat=False)
     assert after.prompts[0].ids[1:] == before.prompts[0].ids
 
 

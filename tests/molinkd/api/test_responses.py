@@ -57,7 +57,7 @@ def test_whole(ask: openai.OpenAI, backend: FakeBackend) -> None:
     assert answer.usage is not None
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(request.prompt), tokens)
     assert answer.usage.input_tokens_details.cached_tokens == 3
-    assert (request.sampling.temperature, request.sampling.top_p) == (0.5, 0.9)
+    assert (request.sampling_params.temperature, request.sampling_params.top_p) == (0.5, 0.9)
     text = backend.tokenizer.decode(request.prompt, skip_special=False)
     assert text.startswith("<|start|>system\nBe brief.<|end|>\n<|start|>user\nhi<|end|>\n")
 

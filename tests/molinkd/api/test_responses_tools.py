@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestClient
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from tests.support import tool_templates
-from tests.support.direct_reader import DirectReader
+from tests.support.direct_reader import InlineReader
 from tests.support.fake_backend import FakeBackend
 from tests.support.tool_answers import ANSWERS, CITY, HI, PARIS, backend_of, prompt_of
 
@@ -32,7 +32,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def ask(family: FakeBackend) -> Iterator[openai.OpenAI]:
-    server = EndpointServer(family, ApiSettings(), DirectReader())
+    server = EndpointServer(family, ApiSettings(), InlineReader())
     server.start(0)
     with openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client:
         yield client

@@ -8,7 +8,7 @@ import pytest
 
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from molinkd.api.prompt_reader import PromptProcesses
+from molinkd.api.prompt_reader import PromptWorkers
 from tests.support.clients import python_program
 from tests.support.tool_answers import CALL, backend_of
 from tests.support.tool_templates import HERMES
@@ -25,7 +25,7 @@ SECONDS = "150"
 def url(tmp_path: Path) -> Iterator[str]:
     """An endpoint whose model takes tools, and calls one."""
     backend = backend_of(tmp_path / "tiny", HERMES, f"ok<tool_call>{CALL}</tool_call>")
-    server = EndpointServer(backend, ApiSettings(), PromptProcesses({}))
+    server = EndpointServer(backend, ApiSettings(), PromptWorkers({}))
     server.start(0)
     yield f"http://127.0.0.1:{server.port}"
     server.stop()

@@ -69,6 +69,6 @@ def test_histogram() -> None:
         histogram.observe(seconds)
     values = {
         sample.labels.get("le", sample.name): sample.value
-        for sample in histogram.family("x", "y").samples
+        for sample in histogram.to_metric("x", "y").samples
     }
     assert values == {"0.1": 2, "1.0": 3, "+Inf": 4, "x_count": 4, "x_sum": 3.65}

@@ -12,17 +12,17 @@ import pydantic
 import pytest
 import torch
 
-from molink.checkpoint.source import demo_model
-from molink.swarm.frontend.generation import GenerationRequest
-from molink.text.grammar import grammar_of
+from molink.checkpoint.source import find_demo_model
+from molink.swarm.frontend.generation import Request
+from molink.text.grammar import build_grammar
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import Sampling
+from molink.wire.messages.data import SamplingParams
 from molink.wire.messages.serving import Rejected
-from molinkd.api.constraint import read_constraint
+from molinkd.api.constraint import compile_grammar
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from molinkd.api.schema import ChatBody, decode_body
-from tests.support.direct_reader import DirectReader
+from tests.support.direct_reader import InlineReader
 from tests.support.ring_backend import RingBackend
 
 HI: Any = [{"role": "user", "content": "What is molink?"}]
@@ -41,12 +41,12 @@ PERSON = {
 @pytest.fixture(scope="module")
 def backend() -> RingBackend:
     torch.set_num_threads(1)
-    return RingBackend(demo_model().path)
+    return RingBackend(find_demo_model().path)
 
 
 @pytest.fixture(scope="module")
 def ask(backend: RingBackend) -> Iterator[openai.OpenAI]:
-    server = EndpointServer(backend, ApiSettings(), DirectReader())
+    server = EndpointServer(backend, ApiSettings(), InlineReader())
     server.start(0)
     with openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client:
         yield client
@@ -153,8 +153,8 @@ def test_white_space_is_free_if_asked_for() -> None:
         b' "structured_outputs": {"disable_any_whitespace": false}}',
         ChatBody,
     )
-    found = read_constraint(body, Tokenizer.open(demo_model().path))
-    assert found == grammar_of("json_schema", "{}", "free")
+    found = compile_grammar(body, Tokenizer.open(find_demo_model().path))
+    assert found == build_grammar("json_schema", "{}", "free")
 
 
 def test_any_object(ask: openai.OpenAI) -> None:
@@ -167,14 +167,14 @@ def test_any_object(ask: openai.OpenAI) -> None:
         assert isinstance(json.loads(choice.message.content or ""), dict)
 
 
-def request(backend: RingBackend, seed: int) -> GenerationRequest:
-    return GenerationRequest(
+def request(backend: RingBackend, seed: int) -> Request:
+    return Request(
         "tiny",
         backend.tokenizer.encode("molink"),
         120,
-        Sampling(temperature=1.2, seed=seed, repetition_penalty=1.0),
+        SamplingParams(temperature=1.2, seed=seed, repetition_penalty=1.0),
         backend.tokenizer.eos_ids,
-        grammar_of("json_schema", json.dumps(PERSON)),
+        build_grammar("json_schema", json.dumps(PERSON)),
     )
 
 
@@ -187,13 +187,13 @@ def test_an_answer_that_is_resumed_goes_on_as_it_would_have(backend: RingBackend
 
 def test_answers_that_make_way_for_others_stay_what_they_have_to_be() -> None:
     """With room for few tokens requests are preempted, and admitted again."""
-    backend = RingBackend(demo_model().path, blocks=8)
+    backend = RingBackend(find_demo_model().path, blocks=8)
     keys = [backend.submit(request(backend, seed)) for seed in range(4)]
     for key in keys:
         tokens = [told.token for told in backend.tokens(key)]
         text = backend.tokenizer.decode(tokens)
         jsonschema.validate(json.loads(text), PERSON)
-    assert backend.ring.head.stats()[0]["head_preemptions_total"] > 0
+    assert backend.ring.head.collect_stats()[0]["head_preemptions_total"] > 0
 
 
 def test_a_bad_grammar_of_a_peer_fails_its_answer_and_no_other(backend: RingBackend) -> None:

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestClient
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from tests.support import tool_templates
-from tests.support.direct_reader import DirectReader
+from tests.support.direct_reader import InlineReader
 from tests.support.fake_backend import FakeBackend, build_model
 from tests.support.tool_answers import (
     ANSWERS,
@@ -37,7 +37,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @contextmanager
 def clients(backend: FakeBackend, settings: ApiSettings | None = None) -> Iterator[openai.OpenAI]:
-    server = EndpointServer(backend, settings or ApiSettings(), DirectReader())
+    server = EndpointServer(backend, settings or ApiSettings(), InlineReader())
     server.start(0)
     try:
         with openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client:
@@ -226,11 +226,11 @@ async def test_the_setting(serve: Callable[..., Any], tmp_path: Path) -> None:
         error = (await post(client, 400, tools=TOOLS))["error"]
         assert error["param"] == "tools"
         assert "answer_format" in error["message"]
-    async with serve(model, ApiSettings(answer_format="mistral")) as client:
+    async with serve(model, ApiSettings(tool_call_parser="mistral")) as client:
         message, _ = await message_of(client, tools=TOOLS)
         assert message["tool_calls"][0]["function"]["name"] == "get_weather"
     model = backend_of(tmp_path / "other", tool_templates.THINKING, "Hm.</think>Yes.")
-    async with serve(model, ApiSettings(answer_format="raw")) as client:
+    async with serve(model, ApiSettings(tool_call_parser="raw")) as client:
         message, _ = await message_of(client)
         assert message["content"] == "Hm.</think>Yes."
         assert (await post(client, 400, tools=TOOLS))["error"]["param"] == "tools"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from molink.errors import RequestError, UsageError
-from molinkd.cli.apply import _located
+from molinkd.cli.apply import _locate_error
 from molinkd.cli.swarm_file import read_swarm_file
 
 TEXT = """\
@@ -40,7 +40,7 @@ def test_a_refusal_has_its_line(tmp_path: Path, said: str, line: int) -> None:
     path = tmp_path / "swarm.toml"
     path.write_text(TEXT, encoding="utf-8")
     file, lines = read_swarm_file(path)
-    located = _located(RequestError(said), file, lines)
+    located = _locate_error(RequestError(said), file, lines)
     assert isinstance(located, UsageError)
     assert str(located) == f"{path}, line {line}: {said}"
 
@@ -49,4 +49,4 @@ def test_what_is_of_no_model_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "swarm.toml"
     path.write_text(TEXT, encoding="utf-8")
     error = RequestError("only the swarm's first PC may apply a file")
-    assert _located(error, *read_swarm_file(path)) is error
+    assert _locate_error(error, *read_swarm_file(path)) is error

@@ -13,7 +13,7 @@ import pytest
 
 from molinkd.cli import bench_stage
 from molinkd.cli.main import run
-from molinkd.peer.agent.stage_bench import StageBench, StageResult
+from molinkd.peer.agent.stage_bench import StageBench, StageBenchResult
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +53,9 @@ def test_a_table_for_people(
 ) -> None:
     orders: list[StageBench] = []
 
-    def measure_stage(order: StageBench) -> StageResult:
+    def measure_stage(order: StageBench) -> StageBenchResult:
         orders.append(order)
-        return msgspec.json.decode(measured, type=StageResult)
+        return msgspec.json.decode(measured, type=StageBenchResult)
 
     monkeypatch.setattr(bench_stage, "measure_stage", measure_stage)
     assert measure(folder) == 0

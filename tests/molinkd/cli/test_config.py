@@ -11,7 +11,7 @@ from molinkd.cli.main import run
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Launch
 from molinkd.peer.remembered import read_options, write_options
-from molinkd.peer.settings import NAMES
+from molinkd.peer.settings import SETTING_NAMES
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
     monkeypatch.setenv("MOLINK_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(platformdirs, "user_config_path", lambda *_: tmp_path / "common")
-    return Home(tmp_path / "home").create()
+    return Home(tmp_path / "home").create_folders()
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -49,7 +49,7 @@ def test_where_each_value_is_from(
     ]
     assert run(["config", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert set(told) == set(NAMES)
+    assert set(told) == set(SETTING_NAMES)
     assert told["worker_ports"] == {"value": "5468-5479", "from": "default"}
     assert "secret" not in json.dumps(told)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from molink.errors import Unavailable
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.swarm.controller.records import MemberRecord
 from molink.swarm.election.replica import Replica
 from molink.wire.messages.requests import LeaveRequest
@@ -14,7 +14,7 @@ from molink.wire.sockets.curve import KeyPair
 from molinkd.cli import ending, local_daemon
 from molinkd.cli.main import run
 from molinkd.peer.home import Home
-from molinkd.peer.membership.membership import Membership
+from molinkd.peer.membership.membership import MembershipRecord
 from molinkd.peer.runfile import RunFile
 
 SWARM = "ab" * 8
@@ -23,19 +23,19 @@ SWARM = "ab" * 8
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
     """That of the PC which has made a swarm."""
-    home = Home(tmp_path / "my home").create()
-    mine = Membership(swarm=SWARM, coordinator_key="k" * 40, addresses=("10.0.0.1:5466",), own=True)
+    home = Home(tmp_path / "my home").create_folders()
+    mine = MembershipRecord(swarm=SWARM, coordinator_key="k" * 40, addresses=("10.0.0.1:5466",), is_founder=True)
     mine.save(home.membership)
     home.coordinator.mkdir()
     return home
 
 
 def _member(public_key: str, name: str) -> MemberRecord:
-    return MemberRecord(peer_id(public_key), public_key, name)
+    return MemberRecord(derive_peer_id(public_key), public_key, name)
 
 
 def _copy_of_the_state(home: Home, *others: str) -> None:
-    members = [_member(home.keys().public, "me")]
+    members = [_member(home.load_keys().public, "me")]
     members += [_member(KeyPair.generate().public, name) for name in others]
     replica = Replica(SWARM, "s", 64, 0, 1, (), tuple(members), (), None, None, (0, 0))
     home.replica.write_bytes(replica.encode())
@@ -67,7 +67,7 @@ def ended(home: Home, monkeypatch: pytest.MonkeyPatch) -> list[Home]:
     ended: list[Home] = []
     note = RunFile.of_this_process(1, "http://127.0.0.1:5465")
     monkeypatch.setattr("molinkd.peer.runfile.read_run_file", lambda _: note)
-    monkeypatch.setattr(ending, "end_daemon", lambda place, _, leave: ended.append(place))
+    monkeypatch.setattr(ending, "stop_daemon", lambda place, _, leave: ended.append(place))
     return ended
 
 
@@ -78,7 +78,7 @@ def _swarm(monkeypatch: pytest.MonkeyPatch, **status: Any) -> None:
         away: list[str] = status["away"]
         return away
 
-    monkeypatch.setattr(local_daemon, "revoke_all", revoke_all)
+    monkeypatch.setattr(local_daemon, "revoke_all_peers", revoke_all)
 
 
 def test_a_swarm_whose_coordinator_is_silent_goes_on(
@@ -111,12 +111,12 @@ def test_a_member_leaves_though_nobody_answers(
 ) -> None:
     asked: list[object] = []
 
-    def ask(_home: Home, _member: Membership, message: object) -> None:
+    def ask(_home: Home, _member: MembershipRecord, message: object) -> None:
         asked.append(message)
         raise Unavailable("nobody is there")
 
-    monkeypatch.setattr(local_daemon, "ask_coordinator", ask)
-    Membership(swarm=SWARM, coordinator_key="k" * 40, addresses=("10.0.0.1:5466",)).save(
+    monkeypatch.setattr(local_daemon, "request_coordinator", ask)
+    MembershipRecord(swarm=SWARM, coordinator_key="k" * 40, addresses=("10.0.0.1:5466",)).save(
         home.membership
     )
     assert run(["leave", "--home", str(home.root)]) == 0

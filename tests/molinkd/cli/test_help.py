@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import typer
 
-from molinkd.cli.late import GROUP_NAMES, LATE_NAMES
-from molinkd.cli.main import build, run
+from molinkd.cli.late import GROUP_NAMES, COMMAND_NAMES
+from molinkd.cli.main import build_app, run
 
 
 def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
     """All commands with the words that name them; groups among them."""
     waiting: list[tuple[tuple[str, ...], Any]] = [
-        ((), typer.main.get_command(build([*LATE_NAMES, *GROUP_NAMES])))
+        ((), typer.main.get_command(build_app([*COMMAND_NAMES, *GROUP_NAMES])))
     ]
     while waiting:
         words, command = waiting.pop()

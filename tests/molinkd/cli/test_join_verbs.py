@@ -11,25 +11,25 @@ from typing import Any
 
 import pytest
 
-from molink.errors import KnockRefused, RequestError
-from molink.swarm.membership.nearby import PORCH_PORT, Nearby
-from molink.wire.messages.instructions import KnockingPc
+from molink.errors import PairingRefused, RequestError
+from molink.swarm.membership.nearby import PAIRING_PORT, DiscoveredSwarm
+from molink.wire.messages.instructions import PendingPairing
 from molink.wire.messages.requests import LeaveRequest
 from molinkd.cli import local_daemon, main
 from molinkd.cli.console import DaemonConsole
-from molinkd.cli.doorbell import Doorbell
+from molinkd.cli.doorbell import PairingPrompt
 from molinkd.cli.join_verbs import is_address
 from molinkd.cli.main import run
 from molinkd.cli.typed_lines import TypedLines
 from molinkd.peer.demo import DemoSwarm
 from molinkd.peer.home import Home
-from molinkd.peer.launch import Invitation, KnocksNow, Launch
-from molinkd.peer.membership.knock import Code
-from molinkd.peer.membership.membership import Membership, read_membership
+from molinkd.peer.launch import InvitationCreatedEvent, PairingsChangedEvent, Launch
+from molinkd.peer.membership.knock import PairingCode
+from molinkd.peer.membership.membership import MembershipRecord, read_membership
 
-ATTIC = Nearby("ab" * 8, "attic", "k" * 40, ("192.168.1.7",), 5479)
-CELLAR = Nearby("cd" * 8, "cellar", "l" * 40, ("192.168.1.8",), 5479)
-MEMBER = Membership(swarm=ATTIC.swarm, coordinator_key="k" * 40, addresses=("192.168.1.7:5466",))
+ATTIC = DiscoveredSwarm("ab" * 8, "attic", "k" * 40, ("192.168.1.7",), 5479)
+CELLAR = DiscoveredSwarm("cd" * 8, "cellar", "l" * 40, ("192.168.1.8",), 5479)
+MEMBER = MembershipRecord(swarm=ATTIC.swarm, coordinator_key="k" * 40, addresses=("192.168.1.7:5466",))
 
 
 class Network:
@@ -37,19 +37,19 @@ class Network:
 
     def __init__(self) -> None:
         self.swarms = [ATTIC]
-        self.asked: list[Nearby] = []
+        self.asked: list[DiscoveredSwarm] = []
         self.launches: list[Launch] = []
         self.refusal: Exception | None = None
 
-    def look_around(self, _host: str) -> list[Nearby]:
+    def look_around(self, _host: str) -> list[DiscoveredSwarm]:
         return self.swarms
 
     async def knock(
-        self, nearby: Nearby, _keys: object, _name: str, show: Callable[[Code], None], *, join: str
-    ) -> Membership:
+        self, nearby: DiscoveredSwarm, _keys: object, _name: str, show: Callable[[PairingCode], None], *, join: str
+    ) -> MembershipRecord:
         assert join == "`molink join`"
         self.asked.append(nearby)
-        show(Code(ATTIC.swarm, "attic", "4827-1931"))
+        show(PairingCode(ATTIC.swarm, "attic", "4827-1931"))
         if self.refusal is not None:
             raise self.refusal
         return MEMBER
@@ -137,7 +137,7 @@ def test_an_address_is_where_to_knock(network: Network) -> None:
     network.swarms = []
     assert run(["join", "192.168.1.7"]) == 0
     (nearby,) = network.asked
-    assert (nearby.addresses, nearby.port) == (("192.168.1.7",), PORCH_PORT)
+    assert (nearby.addresses, nearby.port) == (("192.168.1.7",), PAIRING_PORT)
 
 
 def test_a_port_and_one_that_is_none(network: Network, home: Home) -> None:
@@ -155,7 +155,7 @@ def test_several_swarms(
     assert run(["join", "--swarm", "cellar"]) == 0
     assert network.asked == [CELLAR]
     network.asked.clear()
-    Home.find().membership.unlink()
+    Home.find_home().membership.unlink()
     monkeypatch.setattr(sys, "stdin", Terminal("0\n2\ny\n"))
     assert run(["join"]) == 0
     assert network.asked == [CELLAR]
@@ -181,12 +181,12 @@ def test_who_approves_may_be_an_impostor(
     network: Network, home: Home, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
 ) -> None:
     """Only the person knows whether the swarm's own PC has shown the code."""
-    said: list[tuple[Membership, object]] = []
+    said: list[tuple[MembershipRecord, object]] = []
 
-    def ask(_home: Home, member: Membership, message: object) -> None:
+    def ask(_home: Home, member: MembershipRecord, message: object) -> None:
         said.append((member, message))
 
-    monkeypatch.setattr(local_daemon, "ask_coordinator", ask)
+    monkeypatch.setattr(local_daemon, "request_coordinator", ask)
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     assert run(["join"]) == code
     # Where this PC was let in it would stay a member that never comes.
@@ -196,7 +196,7 @@ def test_who_approves_may_be_an_impostor(
 
 
 def test_a_refusal(network: Network, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
-    network.refusal = KnockRefused("the swarm refused this PC")
+    network.refusal = PairingRefused("the swarm refused this PC")
     assert run(["join"]) == 10
     assert "refused" in capsys.readouterr().err
     network.refusal = KeyboardInterrupt()  # type: ignore[assignment]
@@ -217,8 +217,8 @@ def test_approving(
         judged.append((code, refuse))
         return "p\x1bc"
 
-    monkeypatch.setattr(local_daemon, "fetch_knocks", lambda _: knocks)
-    monkeypatch.setattr(local_daemon, "judge", judge)
+    monkeypatch.setattr(local_daemon, "fetch_pairings", lambda _: knocks)
+    monkeypatch.setattr(local_daemon, "decide_pairing", judge)
     assert run(["approve"]) == 0
     out = capsys.readouterr().out
     assert "4827-1931  p\\x1bc (10.0.0.1)" in out
@@ -262,10 +262,10 @@ def test_codes_are_typed_while_somebody_knocks() -> None:
         return "pc"
 
     lines = Lines("", "1111-1111\n", "4827-1931\n")
-    bell = Doorbell(approve, said.append, lines)
-    bell.ring(somebody=False)
+    bell = PairingPrompt(approve, said.append, lines)
+    bell.set_pending(pending=False)
     assert not lines.read.is_set()
-    bell.ring(somebody=True)
+    bell.set_pending(pending=True)
     assert lines.read.wait(30)
     assert said == ["molink: no PC that waits shows 1111-1111", "pc is a member now."]
 
@@ -286,29 +286,29 @@ def test_typed_lines() -> None:
 
 
 def test_a_demo_is_announced_to_nobody() -> None:
-    swarm = DemoSwarm(Home.find(), 2, "auto", None, lambda *_: None)
-    assert not swarm._settings(1).discovery
+    swarm = DemoSwarm(Home.find_home(), 2, "auto", None, lambda *_: None)
+    assert not swarm._peer_settings(1).discovery
 
 
 def test_the_terminal_says_who_knocks(capsys: pytest.CaptureFixture[str]) -> None:
     console = DaemonConsole()
-    pc = KnockingPc(name="[bold]p\x1bc", code="4827-1931", address="10.0.0.1")
-    console.show(KnocksNow(knocks=(pc,)))
+    pc = PendingPairing(name="[bold]p\x1bc", code="4827-1931", address="10.0.0.1")
+    console.show_event(PairingsChangedEvent(pairings=(pc,)))
     out = capsys.readouterr().out
     assert "[bold]p\\x1bc (10.0.0.1) wants to join" in out
     assert "molink approve 4827-1931" in out
-    other = KnockingPc(name="pc", code="0000-0001", address="10.0.0.1")
-    console.show(KnocksNow(knocks=(pc, other)))
+    other = PendingPairing(name="pc", code="0000-0001", address="10.0.0.1")
+    console.show_event(PairingsChangedEvent(pairings=(pc, other)))
     out = capsys.readouterr().out
     assert ("4827-1931" in out, "0000-0001" in out) == (False, True), "each is told of once"
 
 
 def test_the_terminal_says_how_pcs_are_added(capsys: pytest.CaptureFixture[str]) -> None:
     console = DaemonConsole()
-    console.show(Invitation(token="molink-x", discovery=True))
+    console.show_event(InvitationCreatedEvent(token="molink-x", discovery=True))
     lines = capsys.readouterr().out.splitlines()
     assert "  .venv/bin/molink join molink-x" in lines
     assert r"  .venv\Scripts\molink join molink-x" in lines
     assert "is let in by a code" in lines[-2]
-    console.show(Invitation(token="molink-x", uses=3))
+    console.show_event(InvitationCreatedEvent(token="molink-x", uses=3))
     assert "To add up to 3 PCs" in capsys.readouterr().out

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from molink.errors import Unavailable
-from molinkd.cli.live_plan import explain, show
+from molinkd.cli.live_plan import explain_rings, print_plan
 from molinkd.cli.main import run
 
 
@@ -24,23 +24,23 @@ def status(*stages: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def test_the_links_are_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:
-    (plan,) = explain(status(stage("a", 0.010, 0.030), stage("b", 0.005, 0.020, measured=False)))
-    assert plan.turn_s == pytest.approx(0.065)
+    (plan,) = explain_rings(status(stage("a", 0.010, 0.030), stage("b", 0.005, 0.020, measured=False)))
+    assert plan.round_trip_s == pytest.approx(0.065)
     assert plan.bottleneck == "the links, most of all from A to B: 77 % of the time per token"
-    assert plan.spares == {"C": "a spare"}
+    assert plan.spare_peers == {"C": "a spare"}
     assert plan.as_json()["stages"][1]["measured"] is False
-    show(plan)
+    print_plan(plan)
     shown = capsys.readouterr().out
     for text in ("30.0 ms", "20.0 ms (assumed)", "65.0 ms", "No stage: C (a spare)"):
         assert text in shown
 
 
 def test_one_stage_is_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:
-    (plan,) = explain(status(stage("a", 0.010, 0.0)))
+    (plan,) = explain_rings(status(stage("a", 0.010, 0.0)))
     assert plan.bottleneck == "computing, most of all on A: 100 % of the time per token"
-    show(plan)
+    print_plan(plan)
     assert "assumed" not in capsys.readouterr().out
-    assert explain(status(stage("a", 0.0, 0.0)))[0].bottleneck == "nothing is measured yet"
+    assert explain_rings(status(stage("a", 0.0, 0.0)))[0].bottleneck == "nothing is measured yet"
 
 
 def test_what_a_pc_more_would_bring(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,16 +49,16 @@ def test_what_a_pc_more_would_bring(capsys: pytest.CaptureFixture[str]) -> None:
         {**now, "device": "cuda: fast", "stages": 1, "turn_s": 0.02, "tokens_per_s": 50.0},
         {**now, "device": "cpu: slow"},
     ]
-    outlook = {"p1": {"now": now, "more": more}}
-    (plan,) = explain(status(stage("a", 0.010, 0.030), outlook=outlook))
-    show(plan)
+    scale_out = {"p1": {"now": now, "more": more}}
+    (plan,) = explain_rings(status(stage("a", 0.010, 0.030), outlook=scale_out))
+    print_plan(plan)
     shown = " ".join(capsys.readouterr().out.split())
     assert "One more cuda: fast: 1 stage, 20.0 ms per token instead of 65.0 ms per token" in shown
     assert "with it and without, as placement reckons" in shown
     assert "One more cpu: slow would bring nothing: 65.0 ms per token with it and without" in shown
     assert plan.as_json()["more"][0]["turn_s"] == 0.02
-    (plan,) = explain(status(stage("a", 0.01, 0.03), outlook={}))
-    assert plan.more == ()
+    (plan,) = explain_rings(status(stage("a", 0.01, 0.03), outlook={}))
+    assert plan.prospects == ()
 
 
 def test_memory_and_the_first_token(
@@ -71,13 +71,13 @@ def test_memory_and_the_first_token(
     told["peers"][0] |= {"memory": 12 * 10**9, "workers": [{**worker, "pipeline": "p0"}, worker]}
     told["peers"][1] |= {"memory": 1, "workers": [{**worker, "stage": 1, "load": None}]}
     told["outlook"] = {"p1": {"prompt": 512, "first_token_s": 1.25}}
-    (plan,) = explain(told)
+    (plan,) = explain_rings(told)
     assert [(one.weights, one.kv, one.memory) for one in plan.stages] == [
         (3 * 10**9, 2 * 10**9, 12 * 10**9),
         (0, 0, 0),
     ]
     assert plan.as_json()["first_token_s"] == 1.25
-    show(plan)
+    print_plan(plan)
     shown = " ".join(capsys.readouterr().out.split())
     assert "512 prompt tokens: first token after about 1250 ms, then one every 65.0 ms" in shown
     assert "of 12.0 GB" in shown
@@ -87,9 +87,9 @@ def test_memory_and_the_first_token(
 def test_no_ring() -> None:
     waiting = {"ready": False, "stages": [], "reason": "waiting for peers"}
     with pytest.raises(Unavailable, match="no ring is ready: waiting for peers"):
-        explain(status(pipelines=[waiting]))
+        explain_rings(status(pipelines=[waiting]))
     with pytest.raises(Unavailable, match="nothing is served"):
-        explain(status(pipelines=[]))
+        explain_rings(status(pipelines=[]))
 
 
 def test_no_daemon(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,8 +102,8 @@ def test_each_model_has_its_ring() -> None:
     (one,) = told["pipelines"]
     other = {**one, "model": "other", "stages": [stage("b", 0.005, 0.0)]}
     told |= {"pipelines": [one, other], "models": [{"name": "other", "objective": "throughput"}]}
-    first, second = explain(told)
+    first, second = explain_rings(told)
     assert (first.model, second.model) == (told["model"], "other")
     assert second.objective == "throughput"
-    assert second.turn_s == 0.005
-    assert not {stage.peer for stage in second.stages} & second.spares.keys()
+    assert second.round_trip_s == 0.005
+    assert not {stage.peer for stage in second.stages} & second.spare_peers.keys()

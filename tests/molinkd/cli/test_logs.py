@@ -66,16 +66,16 @@ def test_json_has_a_traceback_in_its_record(home: Path, capsys: pytest.CaptureFi
 def test_what_is_written_later(home: Path) -> None:
     folder = home / "logs"
     ends: dict[Path, int] = {}
-    logs._later(folder, ends)
-    assert logs._later(folder, ends) == []
+    logs._new_records(folder, ends)
+    assert logs._new_records(folder, ends) == []
     with (folder / "daemon.log").open("a", encoding="utf-8") as file:
         file.write("2026-01-02 10:00:03,000 INFO molinkd.peer: goes on\n")
-    (one,) = logs._later(folder, ends)
+    (one,) = logs._new_records(folder, ends)
     assert one.text == "goes on"
     # It was moved aside, and begun anew.
     (folder / "daemon.log").replace(folder / "daemon.log.1")
     (folder / "daemon.log").write_text(WORKER, encoding="utf-8")
-    (one,) = logs._later(folder, ends)
+    (one,) = logs._new_records(folder, ends)
     assert one.text == "slow"
 
 

@@ -13,16 +13,16 @@ import pytest
 import molink
 from molink import errors
 from molink.errors import ConnectionBroken, Unavailable, UsageError
-from molink.wire.messages.requests import Invite, RevokeReply, StatusRequest
+from molink.wire.messages.requests import InviteReply, RevokeReply, StatusRequest
 from molinkd.cli import local_daemon
-from molinkd.cli.demonstration import sample
-from molinkd.cli.invitation_table import show_invitations, who_stays
-from molinkd.cli.main import run, speak_utf8
+from molinkd.cli.demonstration import sample_command
+from molinkd.cli.invitation_table import show_invitations, remaining_text
+from molinkd.cli.main import run, use_utf8
 from molinkd.peer.demo import first_peer
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Launch
 from molinkd.peer.runfile import RunFile
-from molinkd.peer.settings import Share
+from molinkd.peer.settings import MemoryShare
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +62,8 @@ def test_quantize_and_memory_reach_the_daemon(
     assert run(["up", "--quantize", "nf4", "--memory", "80%", "--context", "4096"]) == 0
     (launch,) = launches
     assert launch.settings.quantize == "nf4"
-    assert launch.settings.memory == Share(80.0)
-    assert launch.settings.context == 4096
+    assert launch.settings.memory == MemoryShare(80.0)
+    assert launch.settings.max_model_len == 4096
     assert run(["up", "--quantize", "int4"]) == 2
 
 
@@ -175,8 +175,8 @@ def test_a_token_leaves_the_command_line(
 def test_a_token_is_shown_with_its_command_to_people_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = Invite(ref=0, id="molink-ab", token="molink-token")
-    monkeypatch.setattr(local_daemon, "fetch_invite", lambda *_: made)
+    made = InviteReply(ref=0, id="molink-ab", token="molink-token")
+    monkeypatch.setattr(local_daemon, "create_invitation", lambda *_: made)
     assert run(["invite"]) == 0
     assert capsys.readouterr().out == "molink-token\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -201,9 +201,9 @@ def test_invitations_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("ab", "never", "1 of 2", "first", "tv\\x1b", "nobody", "unix time"):
         assert text in out
     assert "\x1b" not in out
-    assert who_stays(RevokeReply(ref=0)) == ""
-    ended = RevokeReply(ref=0, stayed=("a", "b"), others=3)
-    assert who_stays(ended) == " Who came by it stays: a, b, 3 more."
+    assert remaining_text(RevokeReply(ref=0)) == ""
+    ended = RevokeReply(ref=0, kept_peers=("a", "b"), num_others=3)
+    assert remaining_text(ended) == " Who came by it stays: a, b, 3 more."
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["up", "--bogus"], ["demo", "--peers", "0"]])
@@ -237,30 +237,30 @@ def test_a_live_daemon_comes_before_a_demo(home: Path) -> None:
     place = Home(home)
     assert local_daemon.find_daemon(place) is None
     with pytest.raises(Unavailable):
-        local_daemon.need_daemon(home)
-    demo = place.demo(2)
-    demo.create()
+        local_daemon.require_daemon(home)
+    demo = place.demo_home(2)
+    demo.create_folders()
     note = RunFile.of_this_process(1, "http://a", ("http://a", "http://b"))
-    note.save(demo.run_file)
-    found = local_daemon.need_daemon(home)
-    assert found.demo
+    note.save_file(demo.run_file)
+    found = local_daemon.require_daemon(home)
+    assert found.is_demo
     assert found.home == first_peer(demo)
     assert found.endpoints == ("http://a", "http://b")
-    RunFile.of_this_process(2, "http://live").save(place.run_file)
-    found = local_daemon.need_daemon(home)
-    assert not found.demo
+    RunFile.of_this_process(2, "http://live").save_file(place.run_file)
+    found = local_daemon.require_daemon(home)
+    assert not found.is_demo
     assert found.endpoints == ("http://live",)
 
 
 def test_a_daemon_that_does_not_answer_is_not_waited_for(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_daemon, "CONNECT_S", 0.2)
+    monkeypatch.setattr(local_daemon, "CONNECT_TIMEOUT_S", 0.2)
     place = Home(home)
-    place.create()
+    place.create_folders()
     # As that of a process that was stopped: connections get as far as the kernel.
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        RunFile.of_this_process(silent.getsockname()[1], "http://a").save(place.run_file)
+        RunFile.of_this_process(silent.getsockname()[1], "http://a").save_file(place.run_file)
         assert run(["status"]) == 6
     said = capsys.readouterr().err
     assert "did not answer within 0.2 s" in said
@@ -273,14 +273,14 @@ def test_a_status_that_is_cut_off_is_asked_for_again(
     """As when a member has just been shut out."""
     asked: list[object] = []
 
-    def ask(found: local_daemon.Found, message: StatusRequest) -> tuple[StatusRequest, bytes]:
+    def ask(found: local_daemon.RunningDaemon, message: StatusRequest) -> tuple[StatusRequest, bytes]:
         asked.append(found)
         if len(asked) == 1:
             raise ConnectionBroken("broke")
         return message, b'{"peers": []}'
 
-    monkeypatch.setattr(local_daemon, "ask", ask)
-    found = local_daemon.Found(Home(home), RunFile.of_this_process(1, "http://a"))
+    monkeypatch.setattr(local_daemon, "send_request", ask)
+    found = local_daemon.RunningDaemon(Home(home), RunFile.of_this_process(1, "http://a"))
     assert local_daemon.fetch_status(found) == {"peers": []}
     assert asked == [found, found]
 
@@ -295,7 +295,7 @@ def test_status_ends_by_whether_the_swarm_is_ready(
     def wait(seconds: float) -> None:
         slept.append(seconds)
         if len(slept) == 1:
-            RunFile.of_this_process(1, "http://a").save(Home(home).create().run_file)
+            RunFile.of_this_process(1, "http://a").save_file(Home(home).create_folders().run_file)
         else:
             pipeline["ready"] = True
 
@@ -303,7 +303,7 @@ def test_status_ends_by_whether_the_swarm_is_ready(
         return message, json.dumps(state).encode()
 
     monkeypatch.setattr("molinkd.cli.local_daemon.time.sleep", wait)
-    monkeypatch.setattr(local_daemon, "ask", ask)
+    monkeypatch.setattr(local_daemon, "send_request", ask)
     assert run(["status"]) == 6
     assert (run(["status", "--wait", "60"]), len(slept)) == (0, 2), "for molink, then for a model"
     assert run(["status", "--json"]) == 0
@@ -355,7 +355,7 @@ def test_each_error_ends_with_its_exit_code(
     def fail(*_: object) -> None:
         raise kind("it failed")
 
-    monkeypatch.setattr(local_daemon, "need_daemon", fail)
+    monkeypatch.setattr(local_daemon, "require_daemon", fail)
     assert run(["status"]) == kind.exit_code
 
 
@@ -365,7 +365,7 @@ def test_errors_drive_no_terminal(
     def fail(*_: object) -> None:
         raise Unavailable("\x1b[2J")
 
-    monkeypatch.setattr(local_daemon, "need_daemon", fail)
+    monkeypatch.setattr(local_daemon, "require_daemon", fail)
     assert run(["status"]) == 6
     assert capsys.readouterr().err == "molink: \\x1b[2J\n"
 
@@ -373,32 +373,32 @@ def test_errors_drive_no_terminal(
 def test_a_peer_is_found_by_name_or_id() -> None:
     peers = [{"id": i, "name": n} for i, n in (("1", "pc"), ("2", "tv"), ("3", "tv"), ("tv", "x"))]
     status = {"coordinator": {"state": "running"}, "peers": peers, "trouble": "gone"}
-    assert local_daemon.find_peer(Home.find(), status, "pc") == "1"
-    assert local_daemon.find_peer(Home.find(), status, "3") == "3"
+    assert local_daemon.find_peer(Home.find_home(), status, "pc") == "1"
+    assert local_daemon.find_peer(Home.find_home(), status, "3") == "3"
     # An id is nobody else's choice, a name is.
-    assert local_daemon.find_peer(Home.find(), status, "tv") == "tv"
+    assert local_daemon.find_peer(Home.find_home(), status, "tv") == "tv"
     with pytest.raises(UsageError, match="2 peers are called tv"):
-        local_daemon.find_peer(Home.find(), {**status, "peers": peers[:3]}, "tv")
+        local_daemon.find_peer(Home.find_home(), {**status, "peers": peers[:3]}, "tv")
     with pytest.raises(UsageError, match="no peer"):
-        local_daemon.find_peer(Home.find(), status, "nobody")
+        local_daemon.find_peer(Home.find_home(), status, "nobody")
     revoked = {**status, "revoked": [{"id": "9", "name": "old"}]}
-    assert local_daemon.find_peer(Home.find(), revoked, "old", "revoked") == "9"
+    assert local_daemon.find_peer(Home.find_home(), revoked, "old", "revoked") == "9"
     with pytest.raises(UsageError, match="no peer that was revoked is called pc"):
-        local_daemon.find_peer(Home.find(), revoked, "pc", "revoked")
+        local_daemon.find_peer(Home.find_home(), revoked, "pc", "revoked")
     unreachable = {**status, "coordinator": {"state": "unreachable"}}
     with pytest.raises(Unavailable, match="gone"):
-        local_daemon.find_peer(Home.find(), unreachable, "pc")
+        local_daemon.find_peer(Home.find_home(), unreachable, "pc")
 
 
 def test_events_of_a_daemon_drive_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     from molinkd.cli.console import DaemonConsole
     from molinkd.cli.demonstration import DemoConsole
-    from molinkd.peer.launch import ModelReady, StageNow, Trouble
+    from molinkd.peer.launch import ModelReadinessChangedEvent, StageStatusChangedEvent, ProblemReportedEvent
 
     evil = "\x1b]0;PWNED\x07[red]"
-    for event in (StageNow(text=evil), Trouble(text=evil), ModelReady(model=evil, ready=True)):
-        DaemonConsole().show(event)
-        DemoConsole().show(1, event)
+    for event in (StageStatusChangedEvent(text=evil), ProblemReportedEvent(text=evil), ModelReadinessChangedEvent(model=evil, ready=True)):
+        DaemonConsole().show_event(event)
+        DemoConsole().show_event(1, event)
     captured = capsys.readouterr()
     for text in (captured.out, captured.err):
         assert "PWNED" in text
@@ -408,13 +408,13 @@ def test_events_of_a_daemon_drive_no_terminal(capsys: pytest.CaptureFixture[str]
 def test_pipes_get_utf8() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="cp1252")
-    speak_utf8((stream, None))
+    use_utf8((stream, None))
     print("日本 …", file=stream, flush=True)
     assert raw.getvalue().decode("utf-8").strip() == "日本 …"
 
 
 def test_the_sample_suits_the_shell() -> None:
     typed = "`x/molink {}`".format
-    assert sample("http://u/v1", typed, "win32").strip() == 'x/molink chat "What is molink?"'
-    curl = sample("http://u/v1", typed, "linux")
+    assert sample_command("http://u/v1", typed, "win32").strip() == 'x/molink chat "What is molink?"'
+    curl = sample_command("http://u/v1", typed, "linux")
     assert json.loads(curl.split("'")[-2])["stream"] is True

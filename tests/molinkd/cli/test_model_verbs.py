@@ -20,7 +20,7 @@ def served(
 ) -> Iterator[FakeHub]:
     monkeypatch.setenv("MOLINK_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setattr(hub, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(hub, "RETRY_DELAYS_S", (0.0,))
     with in_place(make_model(tmp_path / "model"), tmp_path / "cache", monkeypatch) as made:
         yield made
 
@@ -79,7 +79,7 @@ def test_a_model_that_is_served_is_not_deleted(
     served: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(["pull", REPOSITORY]) == 0
-    monkeypatch.setattr(model_verbs, "_served", lambda _: ["some-model"])
+    monkeypatch.setattr(model_verbs, "_served_models", lambda _: ["some-model"])
     assert run(["rm", REPOSITORY, "--hf-cache"]) == 2
     assert "is being served: `molink stop` first" in capsys.readouterr().err
     capsys.readouterr()
@@ -90,7 +90,7 @@ def test_a_model_that_is_served_is_not_deleted(
 def test_progress_is_shown_and_errors_have_their_codes(
     served: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_verbs, "LOOK_S", 0.0)
+    monkeypatch.setattr(model_verbs, "POLL_INTERVAL_S", 0.0)
     assert run(["pull", REPOSITORY]) == 0
     assert run(["pull", str(served.folder)]) == 0
     assert run(["pull", "owner/none"]) == 5

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from molink.checkpoint.source import Uncounted, demo_model
-from molink.checkpoint.unpacking import unpacked
+from molink.checkpoint.source import NullCounter, find_demo_model
+from molink.checkpoint.unpacking import import_gguf
 from molinkd.cli.main import run
 from tests.support.gguf_models import Kind, write_gguf
 from tests.support.models import MakeModel
@@ -85,7 +85,7 @@ def test_many_streams_are_worth_more_stages(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_model_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = demo_model().path
+    folder = find_demo_model().path
     found = planned(capsys, "--device", "rtx3060", "--stages", "1", "--model", str(folder))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert found["model"] == folder.name
@@ -106,7 +106,7 @@ def test_a_gguf_file_takes_the_room_of_its_blocks(
     whole = write_gguf(folder, tmp_path / "tiny.gguf", Kind.Q8_0)
     part = write_gguf(folder, tmp_path / "parts.gguf", Kind.Q8_0, part=8)
     # As `molink up` makes it once, and as the other PCs fetch it.
-    unpacked_one = unpacked(whole, tmp_path / "unpacked", Uncounted(), Event())
+    unpacked_one = import_gguf(whole, tmp_path / "unpacked", NullCounter(), Event())
     stages = {
         (name, path): planned(
             capsys, "--stages", "1", "--device", f"{tmp_path}/{name}.toml", "--model", str(path)

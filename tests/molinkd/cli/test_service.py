@@ -10,11 +10,11 @@ import pytest
 from molink.errors import MolinkError
 from molinkd.cli.main import run
 from molinkd.cli.service import base, verbs
-from molinkd.cli.service.base import Answer
+from molinkd.cli.service.base import CommandResult
 from molinkd.cli.service.systemd import SystemdService
-from molinkd.cli.service.task_scheduler import TaskSchedulerService, describe
+from molinkd.cli.service.task_scheduler import TaskSchedulerService, task_xml
 from molinkd.peer.home import Home
-from molinkd.peer.membership.membership import Membership
+from molinkd.peer.membership.membership import MembershipRecord
 
 COMMAND = ["/opt/my python", "-m", "molinkd", "service", "run", "--home", "/home/a b/50%$x"]
 NAMESPACE = "{http://schemas.microsoft.com/windows/2004/02/mit/task}"
@@ -27,9 +27,9 @@ class System:
         self.told: list[list[str]] = []
         self._fails = fails
 
-    def run(self, command: Sequence[str]) -> Answer:
+    def run(self, command: Sequence[str]) -> CommandResult:
         self.told.append(list(command))
-        return Answer(1, "no such thing") if self._fails(command) else Answer(0, "active")
+        return CommandResult(1, "no such thing") if self._fails(command) else CommandResult(0, "active")
 
 
 def systemd(system: System, tmp_path: Path) -> SystemdService:
@@ -39,7 +39,7 @@ def systemd(system: System, tmp_path: Path) -> SystemdService:
 def test_a_unit_is_written_enabled_and_started(tmp_path: Path) -> None:
     system = System()
     service = systemd(system, tmp_path)
-    assert "enable-linger" in service.install(COMMAND)
+    assert "enable-linger" in service.install_service(COMMAND)
     text = (tmp_path / "systemd" / "user" / "molink.service").read_text(encoding="utf-8")
     assert '"/opt/my python" "-m" "molinkd"' in text
     assert '"/home/a b/50%%$$x"' in text  # `%` and `$` mean something to systemd
@@ -47,30 +47,30 @@ def test_a_unit_is_written_enabled_and_started(tmp_path: Path) -> None:
     assert "${" not in text
     verbs = [command[2] for command in system.told]
     assert verbs == ["daemon-reload", "daemon-reload", "enable", "restart"]
-    assert service.status() == (True, "active")
+    assert service.get_status() == (True, "active")
 
 
 def test_a_unit_that_cannot_be_started_is_not_left_behind(tmp_path: Path) -> None:
     service = systemd(System(lambda command: "enable" in command), tmp_path)
     with pytest.raises(MolinkError, match="no such thing"):
-        service.install(COMMAND)
+        service.install_service(COMMAND)
     assert not service.path.exists()
 
 
 def test_a_unit_goes(tmp_path: Path) -> None:
     system = System()
     service = systemd(system, tmp_path)
-    assert not service.uninstall()
+    assert not service.uninstall_service()
     assert not system.told
-    service.install(COMMAND)
-    assert service.uninstall()
+    service.install_service(COMMAND)
+    assert service.uninstall_service()
     assert not service.path.exists()
-    assert not service.status().installed
+    assert not service.get_status().installed
 
 
 def test_a_task_holds_its_command() -> None:
     root = ElementTree.fromstring(
-        describe([r"C:\Program Files\pythonw.exe", "-m", "molinkd", r"D:\a & b"], r"PC\<me>")
+        task_xml([r"C:\Program Files\pythonw.exe", "-m", "molinkd", r"D:\a & b"], r"PC\<me>")
         .partition("?>")[2]
         .strip()
     )
@@ -86,8 +86,8 @@ def test_a_task_holds_its_command() -> None:
 def test_a_task_is_made_started_and_deleted() -> None:
     system = System()
     service = TaskSchedulerService(system.run)
-    service.install(COMMAND)
-    assert service.uninstall()
+    service.install_service(COMMAND)
+    assert service.uninstall_service()
     assert [command[1] for command in system.told] == [
         "/Create",
         "/Run",
@@ -96,7 +96,7 @@ def test_a_task_is_made_started_and_deleted() -> None:
         "/Delete",
     ]
     assert all(Path(command[0]).name == "schtasks.exe" for command in system.told)
-    assert not TaskSchedulerService(System(lambda _: True).run).uninstall()
+    assert not TaskSchedulerService(System(lambda _: True).run).uninstall_service()
 
 
 def test_a_command_that_is_missing_is_an_error() -> None:
@@ -116,9 +116,9 @@ def test_installing_says_what_was_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     system = System()
-    monkeypatch.setattr(verbs, "the_service", lambda: systemd(system, tmp_path / "config"))
-    home = Home(tmp_path / "home").create()
-    Membership(swarm="s", coordinator_key="k", addresses=()).save(home.membership)
+    monkeypatch.setattr(verbs, "system_service", lambda: systemd(system, tmp_path / "config"))
+    home = Home(tmp_path / "home").create_folders()
+    MembershipRecord(swarm="s", coordinator_key="k", addresses=()).save(home.membership)
     assert run(["service", "install", "--home", str(home.root)]) == 0
     assert "swarm s is a service now" in capsys.readouterr().out
     assert run(["service", "status", "--home", str(home.root)]) == 1  # nothing runs
@@ -133,11 +133,11 @@ def test_without_a_session_the_daemon_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     system = System(lambda command: "--user" in command)
-    monkeypatch.setattr(verbs, "the_service", lambda: systemd(system, tmp_path / "config"))
+    monkeypatch.setattr(verbs, "system_service", lambda: systemd(system, tmp_path / "config"))
     monkeypatch.setattr(verbs, "read_run_file", lambda _: object())  # a daemon runs
     monkeypatch.setattr(verbs, "end_daemon", lambda *_: pytest.fail("it was ended"))
-    home = Home(tmp_path / "home").create()
-    Membership(swarm="s", coordinator_key="k", addresses=()).save(home.membership)
+    home = Home(tmp_path / "home").create_folders()
+    MembershipRecord(swarm="s", coordinator_key="k", addresses=()).save(home.membership)
     assert run(["service", "install", "--home", str(home.root)]) == 1
     told = capsys.readouterr().err
     assert "daemon-reload` failed" in told
@@ -150,7 +150,7 @@ def test_the_service_starts_what_ran_before(
 ) -> None:
     started: list[tuple[object, ...]] = []
     monkeypatch.setattr(verbs, "start", lambda *given, **more: started.append((*given, more)))
-    home = Home(tmp_path).create()
-    Membership(swarm="s", coordinator_key="k", addresses=(), own=own).save(home.membership)
+    home = Home(tmp_path).create_folders()
+    MembershipRecord(swarm="s", coordinator_key="k", addresses=(), is_founder=own).save(home.membership)
     assert run(["service", "run", "--home", str(tmp_path)]) == 0
     assert started == [(role, home, {}, {"invite": False})]

@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from molink.link.policies.base import Produced, Sent
+from molink.link.policies.base import RowsProducedEvent, MessageSentEvent
 from molink.link.policies.create import create_policy
-from molink.link.recording import RecordedPolicy
-from molink.wire.messages.data import Lane
+from molink.link.recording import RecordingPolicy
+from molink.wire.messages.data import Channel
 from molinkd.cli.main import run
 
 SHORT = ("--rate", "0.5", "--duration", "4", "--input-tokens", "64", "--output-tokens", "4")
@@ -142,12 +142,12 @@ def test_clear_errors(
 
 def test_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[bytes] = []
-    recorder = RecordedPolicy(create_policy("fifo"), lines.append)
+    recorder = RecordingPolicy(create_policy("fifo"), lines.append)
     for name in range(2):
-        recorder.handle(Produced(name, Lane.BULK, 10, 100), 1.0)
-        recorder.decide(1.0, list(Lane))
-        recorder.handle(Sent(Lane.BULK, 1000), 1.0)
-    recorder.decide(2.0, list(Lane))
+        recorder.handle(RowsProducedEvent(name, Channel.BULK, 10, 100), 1.0)
+        recorder.choose_action(1.0, list(Channel))
+        recorder.handle(MessageSentEvent(Channel.BULK, 1000), 1.0)
+    recorder.choose_action(2.0, list(Channel))
     recording = tmp_path / "link.jsonl"
     recording.write_bytes(b"".join(lines))
     assert simulate("--replay", str(recording)) == 0

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from molink.swarm.controller.told_status import read_status
+from molink.swarm.controller.told_status import decode_status
 from molink.swarm.terms import next_epoch, next_term
 from molinkd.cli.status_table import show_status
 from tests.molinkd.cli.top import swarms
@@ -33,7 +33,7 @@ STATE: dict[str, Any] = {
 
 def show(state: dict[str, Any], *, demo: bool = False) -> None:
     """Print a status as it comes from a daemon."""
-    show_status(read_status(msgspec.json.encode(state)), demo=demo)
+    show_status(decode_status(msgspec.json.encode(state)), demo=demo)
 
 
 def test_copies(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,10 +205,10 @@ def test_what_is_ready() -> None:
     ready, other = ({"id": one, "model": one, "ready": one == "a"} for one in "ab")
     for pipelines, expected in (([], False), ([ready], True), ([ready, other], False)):
         state = {**STATE, "pipelines": pipelines}
-        assert read_status(msgspec.json.encode(state)).ready == expected
+        assert decode_status(msgspec.json.encode(state)).is_ready == expected
     replica = {"id": "a2", "model": "a", "ready": False}
     state = {**STATE, "pipelines": [replica, ready]}
-    assert read_status(msgspec.json.encode(state)).ready, "another replica serves it"
+    assert decode_status(msgspec.json.encode(state)).is_ready, "another replica serves it"
 
 
 def test_lines_are_whole_for_programs(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from molink.errors import UsageError
-from molinkd.cli.swarm_file import MAX_BYTES, called, entries, read_swarm_file
+from molinkd.cli.swarm_file import MAX_BYTES, served_name, model_entries, read_swarm_file
 
 GOOD = """\
 molink = "1.2"
@@ -39,16 +39,16 @@ def test_all_that_it_may_say(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     found, lines = read_swarm_file(write(tmp_path, GOOD))
     assert found.molink == "1.2"
-    hub, folder, demo = entries(found, lines, tmp_path)
+    hub, folder, demo = model_entries(found, lines, tmp_path)
     assert (hub.source, hub.replicas, hub.min_stages) == ("Qwen/Qwen3-0.6B", 2, 2)
     assert (hub.objective, hub.quantize, hub.dtype) == ("throughput", "int8", "auto")
     assert folder.source == str((tmp_path / "tiny").resolve())
     assert folder.pins == (("first", "0:2"), ("attic", "2:6"))
     assert demo.source == "molink-demo"
     assert demo.pins == (("den", "0:2"), ("loft", "auto"))
-    assert [called(one.model) for one in found.models] == ["Qwen3-0.6B", "tiny", "molink-demo"]
-    assert [lines.at(index) for index in range(3)] == [3, 10, 14]
-    assert called("/some/where/tiny/") == "tiny"
+    assert [served_name(one.model) for one in found.models] == ["Qwen3-0.6B", "tiny", "molink-demo"]
+    assert [lines.find_line(index) for index in range(3)] == [3, 10, 14]
+    assert served_name("/some/where/tiny/") == "tiny"
 
 
 M = '[[models]]\nmodel = "a"\n'
@@ -94,7 +94,7 @@ def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     found, lines = read_swarm_file(path)
     with pytest.raises(UsageError, match="line 11: tiny is no folder"):
-        entries(found, lines, tmp_path)
+        model_entries(found, lines, tmp_path)
 
 
 def test_what_is_no_file_of_this_kind(tmp_path: Path) -> None:
@@ -115,5 +115,5 @@ def test_gguf_files(tmp_path: Path) -> None:
         ("owner/name/big.gguf", "owner/name/big.gguf", "big"),
     ):
         found, lines = read_swarm_file(write(tmp_path, f'[[models]]\nmodel = "{model}"\n'))
-        assert [one.source for one in entries(found, lines, tmp_path)] == [source]
-        assert called(model) == name
+        assert [one.source for one in model_entries(found, lines, tmp_path)] == [source]
+        assert served_name(model) == name

@@ -2,14 +2,14 @@ from pathlib import Path
 
 import pytest
 
-from molinkd.coordinator.arguments import Options, parse_options, reachable_at
+from molinkd.coordinator.arguments import CoordinatorOptions, parse_options, advertised_addresses
 
 KEY = "-:@3456789012345678901234567890123456789"
 
 
 def test_defaults(tmp_path: Path) -> None:
     options = parse_options(["--state", str(tmp_path), "--name", "home"])
-    assert options == Options(tmp_path, name="home")
+    assert options == CoordinatorOptions(tmp_path, name="home")
 
 
 def test_everything(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_everything(tmp_path: Path) -> None:
     arguments += ["--term", "7", "--leader", "p", "--lost", "q", "--swarm", "s", "--porch", "1"]
     arguments += ["--state", str(tmp_path), "--replica", "copy"]
     options = parse_options([*arguments, "--member", f"{KEY}:a:b", f"--member={KEY}:c"])
-    assert options == Options(
+    assert options == CoordinatorOptions(
         tmp_path,
         "1.2.3.4",
         0,
@@ -43,9 +43,9 @@ def test_everything(tmp_path: Path) -> None:
         term=7,
         leader="p",
         replica=Path("copy"),
-        lost="q",
+        lost_peer="q",
         swarm="s",
-        porch=1,
+        pairing_port=1,
     )
 
 
@@ -69,9 +69,9 @@ def test_mistakes_are_named(wrong: str, capsys: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_addresses(host: str, address: str) -> None:
-    assert reachable_at(Options(Path(), addresses=(host,)), 7) == (address,)
-    assert reachable_at(Options(Path(), host=host.removesuffix(":99")), 7)[0].endswith(":7")
+    assert advertised_addresses(CoordinatorOptions(Path(), addresses=(host,)), 7) == (address,)
+    assert advertised_addresses(CoordinatorOptions(Path(), host=host.removesuffix(":99")), 7)[0].endswith(":7")
 
 
 def test_on_all_interfaces_it_names_those_that_others_can_reach() -> None:
-    assert all(address.endswith(":7") for address in reachable_at(Options(Path()), 7))
+    assert all(address.endswith(":7") for address in advertised_addresses(CoordinatorOptions(Path()), 7))

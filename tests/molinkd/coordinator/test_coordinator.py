@@ -26,44 +26,44 @@ from molink.errors import (
     Overloaded,
     PortInUse,
     RequestError,
-    ShutOut,
+    PeerBanned,
     StateError,
     TokenError,
     Unavailable,
     UsageError,
     VersionMismatch,
 )
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.facts.profile import Profile
 from molink.swarm.controller import registry
 from molink.swarm.controller.records import MemberRecord, PipelineRecord
 from molink.swarm.election.replica import Replica, decode_replica
 from molink.swarm.membership import twins
 from molink.swarm.membership.invitations import MAX_INVITATIONS
-from molink.swarm.membership.join_rate import JoinRate, Rate
-from molink.swarm.membership.nearby import Nearby
+from molink.swarm.membership.join_rate import JoinRateLimiter, RateLimit
+from molink.swarm.membership.nearby import DiscoveredSwarm
 from molink.swarm.membership.token import JoinToken
 from molink.swarm.terms import next_term
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.instructions import (
     Assign,
-    Form,
-    Knocking,
-    Member,
-    MemberGone,
+    FormPipeline,
+    PendingPairings,
+    PeerInfo,
+    PeerRemoved,
     Prefetch,
     Revoked,
     Route,
-    RouteGone,
-    Twin,
+    RouteRemoved,
+    DuplicatePeer,
     Welcome,
 )
-from molink.wire.messages.joining import Joined, JoinRequest
-from molink.wire.messages.leading import Noted, SendState, SharedState
+from molink.wire.messages.joining import JoinReply, JoinRequest
+from molink.wire.messages.leading import LeaderHeartbeat, StateRequest, StateReplica
 from molink.wire.messages.reports import (
     Goodbye,
-    Prefetched,
+    PrefetchState,
     StageFailed,
     StageLoaded,
     StageReady,
@@ -72,11 +72,11 @@ from molink.wire.messages.requests import (
     ApplyModels,
     InvitationsReply,
     InvitationsRequest,
-    Invite,
+    InviteReply,
     InviteRequest,
-    JudgeRequest,
+    PairingDecisionRequest,
     LeaveRequest,
-    ModelWish,
+    ModelSpec,
     Rebalance,
     RevokeReply,
     RevokeRequest,
@@ -86,16 +86,16 @@ from molink.wire.messages.requests import (
     StopServing,
     SwitchModel,
     UnrevokeRequest,
-    Wishes,
+    DesiredModels,
 )
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molinkd.coordinator import coordinator as module
-from molinkd.coordinator.arguments import Options
+from molinkd.coordinator.arguments import CoordinatorOptions
 from molinkd.coordinator.coordinator import Coordinator
-from molinkd.coordinator.state import State
-from molinkd.peer.membership.knock import Code, knock
+from molinkd.coordinator.state import StateStore
+from molinkd.peer.membership.knock import PairingCode, request_pairing
 from tests.support.swarm import Kit
 
 
@@ -105,13 +105,13 @@ class Peer:
     def __init__(
         self, kit: Kit, context: Context, keys: KeyPair, server_key: str, port: int
     ) -> None:
-        self.kit, self.keys, self.id = kit, keys, peer_id(keys.public)
+        self.kit, self.keys, self.id = kit, keys, derive_peer_id(keys.public)
         self.told = []
         self.obeys = True
         self.workers = {}
         self.stage, self.models, self.pc = "auto", (), ""
         self.version, self.protocol = "1", PROTOCOL
-        self.prefetched: Prefetched | None = None
+        self.prefetched: PrefetchState | None = None
         self.replica, self.shared = (0, 0), None
         self.client = Client(
             context,
@@ -150,12 +150,12 @@ class Peer:
 
     def take(self, message: Any, payload: memoryview | None) -> None:
         self.told.append(message)
-        if isinstance(message, SharedState) and payload is not None:
+        if isinstance(message, StateReplica) and payload is not None:
             self.shared = decode_replica(payload)
         if not self.obeys:
             return
         if isinstance(message, Prefetch):
-            self.prefetched = Prefetched(number=message.number, state="done")
+            self.prefetched = PrefetchState(number=message.number, state="done")
         elif isinstance(message, Assign):
             ids = (message.epoch, message.stage, message.layers, message.pipeline)
             self.workers[message.pipeline] = self.kit.worker("loaded", *ids)
@@ -169,7 +169,7 @@ class Peer:
                     profile=Profile(decode=((1, 0.1),)),
                 )
             )
-        elif isinstance(message, Form):
+        elif isinstance(message, FormPipeline):
             worker = self.workers[message.pipeline]
             ids = (message.epoch, worker.stage, worker.layers, message.pipeline)
             self.workers[message.pipeline] = self.kit.worker("ready", *ids)
@@ -181,7 +181,7 @@ class Peer:
         return next((m for m in reversed(self.told) if isinstance(m, kind)), None)
 
     async def ask(self, message: Any) -> Any:
-        return (await self.client.request(message, timeout=30))[0]
+        return (await self.client.send_request(message, timeout=30))[0]
 
 
 def lasting_port() -> int:
@@ -205,7 +205,7 @@ class Scene:
         self.port = lasting_port()
 
     async def start(self, **changes: int | None) -> Self:
-        options = Options(
+        options = CoordinatorOptions(
             self.folder,
             **{
                 "host": "127.0.0.1",
@@ -215,7 +215,7 @@ class Scene:
                 **changes,
             },
         )
-        self.state = State.open(self.folder)
+        self.state = StateStore.open(self.folder)
         self.own_context = zmq.asyncio.Context()
         self.coordinator = Coordinator(self.own_context, self.state, self.keys, options)
         self.port = await self.coordinator.start()
@@ -235,7 +235,7 @@ class Scene:
 
     async def token(self, owner: Peer, ttl: float = 3600.0, **more: int) -> JoinToken:
         reply = await owner.ask(InviteRequest(ref=0, ttl=ttl, **more))
-        assert isinstance(reply, Invite)
+        assert isinstance(reply, InviteReply)
         return JoinToken.parse(reply.token, time.time())
 
     @contextlib.asynccontextmanager
@@ -257,9 +257,9 @@ class Scene:
     async def join(self, token: JoinToken, keys: KeyPair | None = None) -> Peer:
         keys = keys or KeyPair.generate()
         async with self.guest(token) as guest:
-            reply, _ = await guest.request(wish(keys), timeout=30)
-        assert reply == Joined(
-            ref=reply.ref, swarm=self.coordinator.swarm.id, peer=peer_id(keys.public)
+            reply, _ = await guest.send_request(wish(keys), timeout=30)
+        assert reply == JoinReply(
+            ref=reply.ref, swarm=self.coordinator.swarm.id, peer=derive_peer_id(keys.public)
         )
         return await self.peer(keys)
 
@@ -271,7 +271,7 @@ class Scene:
         return reply
 
     async def status(self, peer: Peer) -> dict[str, Any]:
-        _, payload = await peer.client.request(StatusRequest(ref=0), timeout=30)
+        _, payload = await peer.client.send_request(StatusRequest(ref=0), timeout=30)
         return json.loads(bytes(payload))
 
     async def until(self, condition: Callable[..., Any], *reporters: Peer) -> None:
@@ -292,7 +292,7 @@ def wish(keys: KeyPair) -> JoinRequest:
 
 @pytest.fixture
 async def scene(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
-    monkeypatch.setattr(module, "TICK", 0.02)
+    monkeypatch.setattr(module, "TIMER_INTERVAL", 0.02)
     async with contextlib.AsyncExitStack() as stack:
         scene = Scene(kit, tmp_path / "state", stack)
         stack.push_async_callback(scene.stop)
@@ -310,13 +310,13 @@ async def test_join_serve_and_route(scene: Scene, kit: Kit) -> None:
     await scene.until(
         lambda: all(p.last(Route) and p.last(Route).ready for p in (owner, guest)), owner, guest
     )
-    assert list(map(type, owner.told[:2])) == [Noted, Welcome]
-    assert owner.last(Member).peer == guest.id
+    assert list(map(type, owner.told[:2])) == [LeaderHeartbeat, Welcome]
+    assert owner.last(PeerInfo).peer == guest.id
     head = owner.last(Route).head
     assert (head.peer, head.port) == (owner.id, 5468)
     status = await scene.status(guest)
     assert "outlook" not in status
-    _, asked = await guest.client.request(StatusRequest(ref=0, outlook=True), timeout=30)
+    _, asked = await guest.client.send_request(StatusRequest(ref=0, scale_out=True), timeout=30)
     (found,) = json.loads(bytes(asked))["outlook"].values()
     assert found["now"]["stages"] == len(status["pipelines"][0]["stages"])
     assert len(found["more"]) == 1
@@ -360,7 +360,7 @@ async def test_one_token_lets_one_of_250_invented_peers_in(scene: Scene) -> None
     owner = await scene.peer()
     token = await scene.token(owner)
     async with scene.guest(token) as guest:
-        asked = [guest.request(wish(KeyPair.generate()), timeout=60) for _ in range(250)]
+        asked = [guest.send_request(wish(KeyPair.generate()), timeout=60) for _ in range(250)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
     refused = [one for one in answers if isinstance(one, BaseException)]
     assert len(scene.state.members()) == 2
@@ -397,7 +397,7 @@ async def test_a_lost_answer_burns_no_token(scene: Scene) -> None:
     assert (await scene.join(token, first.keys)).id == first.id
     async with scene.guest(token) as guest:
         with pytest.raises(TokenError, match="was for one PC"):
-            await guest.request(wish(KeyPair.generate()), timeout=30)
+            await guest.send_request(wish(KeyPair.generate()), timeout=30)
 
 
 async def test_invitations_are_listed_and_ended(scene: Scene) -> None:
@@ -407,7 +407,7 @@ async def test_invitations_are_listed_and_ended(scene: Scene) -> None:
     await scene.token(first)
 
     async def listed(peer: Peer) -> list[dict[str, Any]]:
-        reply, payload = await peer.client.request(InvitationsRequest(ref=0), timeout=30)
+        reply, payload = await peer.client.send_request(InvitationsRequest(ref=0), timeout=30)
         assert isinstance(reply, InvitationsReply)
         return json.loads(bytes(payload))
 
@@ -468,10 +468,10 @@ async def test_an_invitation_may_do_nothing_but_join(scene: Scene) -> None:
     try:
         for message in (InviteRequest(ref=0), StatusRequest(ref=0)):
             with pytest.raises(Unavailable):
-                await guest.request(message, timeout=0.3)
+                await guest.send_request(message, timeout=0.3)
         for key in (token.coordinator_key, KeyPair.from_secret(token.secret_key).public, "#" * 40):
             with pytest.raises(RequestError):
-                await guest.request(
+                await guest.send_request(
                     JoinRequest(ref=0, public_key=key, name="x", version="1", protocol=PROTOCOL),
                     timeout=30,
                 )
@@ -499,10 +499,10 @@ async def test_leaving_and_coming_back(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     guest = await scene.join(token)
-    await scene.until(lambda: owner.last(Member), owner, guest)
+    await scene.until(lambda: owner.last(PeerInfo), owner, guest)
     await guest.ask(LeaveRequest(ref=0))
-    await scene.until(lambda: owner.last(MemberGone), owner)
-    assert owner.last(MemberGone).peer == guest.id
+    await scene.until(lambda: owner.last(PeerRemoved), owner)
+    assert owner.last(PeerRemoved).peer == guest.id
     await guest.client.close()
     assert (await scene.join(token, guest.keys)).id == guest.id
 
@@ -510,7 +510,7 @@ async def test_leaving_and_coming_back(scene: Scene) -> None:
 async def test_a_goodbye_ends_the_session_but_no_membership(scene: Scene) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
-    await scene.until(lambda: owner.last(Member), owner, guest)
+    await scene.until(lambda: owner.last(PeerInfo), owner, guest)
     await guest.ask(Goodbye(ref=0))
     registry = scene.coordinator.fleet.registry
     assert guest.id in registry.members
@@ -521,18 +521,18 @@ async def test_a_revoked_peer_is_cut_off_for_good(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner, uses=3)
     guest, other = await scene.join(token), await scene.join(token)
-    await scene.until(lambda: other.last(Member), owner, guest, other)
+    await scene.until(lambda: other.last(PeerInfo), owner, guest, other)
     ended = await owner.ask(RevokeRequest(ref=0, target=guest.id))
     assert ended.stayed == (scene.coordinator.door.records[other.id].name,)
     await scene.until(lambda: guest.last(Revoked))
-    await scene.until(lambda: not guest.client.connected)
-    await scene.until(lambda: owner.client.connected)
+    await scene.until(lambda: not guest.client.is_connected)
+    await scene.until(lambda: owner.client.is_connected)
     # Neither its own key nor a new one gets in by the token that it has.
     with pytest.raises(NotAuthorized):
         await scene.join(token, guest.keys)
     with pytest.raises(NotAuthorized):
         await scene.join(token)
-    with pytest.raises(ShutOut, match="un-revoke"):
+    with pytest.raises(PeerBanned, match="un-revoke"):
         await scene.join(await scene.token(owner), guest.keys)
     for target in (owner.id, guest.id, "nobody"):
         with pytest.raises(RequestError, match="is no other member"):
@@ -555,7 +555,7 @@ async def test_with_a_pc_go_its_further_devices(scene: Scene, how: str) -> None:
         await guest.ask(LeaveRequest(ref=0))
     else:
         ended = await scene.revoke(owner, guest.id)
-        assert ended.stayed == (scene.coordinator.door.records[other.id].name,)
+        assert ended.kept_peers == (scene.coordinator.door.records[other.id].name,)
         await scene.until(lambda: device.last(Revoked))
     await scene.until(lambda: set(members) == {owner.id, other.id})
     if how == "revoked":
@@ -586,7 +586,7 @@ async def test_a_pc_that_was_off_is_told_that_it_is_revoked(scene: Scene) -> Non
     await scene.until(lambda: back.last(Revoked))
     assert back.told == [Revoked(swarm=scene.coordinator.swarm.id)]
     with pytest.raises(Unavailable):
-        await back.client.request(StatusRequest(ref=0), timeout=0.3)
+        await back.client.send_request(StatusRequest(ref=0), timeout=0.3)
     # One answer: a handshake is refused again, for a while.
     again = Peer(scene.kit, scene.context, guest.keys, scene.keys.public, scene.port)
     scene.stack.push_async_callback(again.client.close)
@@ -611,14 +611,14 @@ async def test_what_a_revoked_pc_asks_is_answered_so(scene: Scene) -> None:
     )
     scene.stack.push_async_callback(client.close)
     client.start()
-    with pytest.raises(ShutOut):
-        await client.request(LeaveRequest(ref=0), timeout=30)
+    with pytest.raises(PeerBanned):
+        await client.send_request(LeaveRequest(ref=0), timeout=30)
 
 
 async def test_a_revoked_peer_is_taken_back(scene: Scene) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
-    await scene.until(lambda: owner.last(Member), owner, guest)
+    await scene.until(lambda: owner.last(PeerInfo), owner, guest)
     await scene.revoke(owner, guest.id)
     await guest.client.close()
     (shown,) = (await scene.status(owner))["revoked"]
@@ -647,7 +647,7 @@ async def test_a_swarm_has_room_for_so_many(scene: Scene) -> None:
     await scene.start(port=None)
     async with scene.guest(token) as client:
         with pytest.raises(Unavailable, match=r"has 2 PCs, .*molink revoke.*max_peers"):
-            await client.request(wish(KeyPair.generate()), timeout=30)
+            await client.send_request(wish(KeyPair.generate()), timeout=30)
     await scene.revoke(owner, guest.id)
     await scene.join(await scene.token(owner))
     with pytest.raises(Unavailable, match="has 2 PCs"):
@@ -657,9 +657,9 @@ async def test_a_swarm_has_room_for_so_many(scene: Scene) -> None:
 async def test_too_many_at_once_come_later(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner, uses=5)
-    scene.coordinator.door._rate = JoinRate(time.monotonic(), Rate(2, 1e-6), Rate(9, 9.0))
+    scene.coordinator.door._rate = JoinRateLimiter(time.monotonic(), RateLimit(2, 1e-6), RateLimit(9, 9.0))
     async with scene.guest(token) as guest:
-        asked = [guest.request(wish(KeyPair.generate()), timeout=60) for _ in range(5)]
+        asked = [guest.send_request(wish(KeyPair.generate()), timeout=60) for _ in range(5)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
     refused = Counter(type(one) for one in answers if isinstance(one, BaseException))
     assert refused == {Overloaded: 3}
@@ -739,7 +739,7 @@ async def test_the_swarm_serves_nothing_once_it_is_told_to(scene: Scene, kit: Ki
     with pytest.raises(NotAuthorized, match="only the swarm's first PC, or the one"):
         await guest.ask(StopServing(ref=0))
     await owner.ask(StopServing(ref=0))
-    await scene.until(lambda: guest.last(RouteGone), owner, guest)
+    await scene.until(lambda: guest.last(RouteRemoved), owner, guest)
     assert (scene.state.models(), scene.state.pipelines()) == ((), ())
     status = await scene.status(owner)
     assert (status["model"], status["pipelines"]) == (None, [])
@@ -748,14 +748,14 @@ async def test_the_swarm_serves_nothing_once_it_is_told_to(scene: Scene, kit: Ki
 
 def asked_for(kit: Kit, *names: str, **changes: Any) -> bytes:
     models = [
-        ModelWish(model=msgspec.structs.replace(kit.facts, name=name), **changes) for name in names
+        ModelSpec(model=msgspec.structs.replace(kit.facts, name=name), **changes) for name in names
     ]
-    return msgspec.msgpack.encode(Wishes(models=tuple(models)))
+    return msgspec.msgpack.encode(DesiredModels(models=tuple(models)))
 
 
 async def apply(peer: Peer, wishes: bytes, *, dry: bool = False) -> list[str]:
-    message = ApplyModels(ref=0, payload=Payload("u8", (len(wishes),)), dry=dry)
-    _, text = await peer.client.request(message, wishes, timeout=30)
+    message = ApplyModels(ref=0, payload=Payload("u8", (len(wishes),)), dry_run=dry)
+    _, text = await peer.client.send_request(message, wishes, timeout=30)
     return bytes(text).decode().splitlines()
 
 
@@ -869,8 +869,8 @@ async def test_what_stages_say_is_cleaned(scene: Scene, kit: Kit) -> None:
 # --- who leads -------------------------------------------------------------------------------
 
 
-def noted(term: int) -> Noted:
-    return Noted(term=term, leader="x", version=__version__, protocol=PROTOCOL)
+def noted(term: int) -> LeaderHeartbeat:
+    return LeaderHeartbeat(term=term, leader="x", version=__version__, protocol=PROTOCOL)
 
 
 async def test_its_first_word_is_the_term_and_every_report_is_answered(scene: Scene) -> None:
@@ -894,15 +894,15 @@ async def test_peers_get_the_state_once(scene: Scene) -> None:
     guest = await scene.join(await scene.token(owner))
     await scene.until(lambda: owner.shared.order == (owner.id, guest.id), owner)
     owner.replica = owner.shared.version
-    told = sum(isinstance(one, SharedState) for one in owner.told)
+    told = sum(isinstance(one, StateReplica) for one in owner.told)
     for _ in range(3):
-        noted = sum(isinstance(one, Noted) for one in owner.told)
+        noted = sum(isinstance(one, LeaderHeartbeat) for one in owner.told)
         owner.report()
         await scene.until(
-            lambda: sum(isinstance(one, Noted) for one in owner.told) > noted  # noqa: B023
+            lambda: sum(isinstance(one, LeaderHeartbeat) for one in owner.told) > noted  # noqa: B023
         )
     assert scene.state.version() == owner.replica
-    assert sum(isinstance(one, SharedState) for one in owner.told) == told
+    assert sum(isinstance(one, StateReplica) for one in owner.told) == told
 
 
 def other_part(scene: Scene, *members: MemberRecord) -> Replica:
@@ -914,9 +914,9 @@ def other_part(scene: Scene, *members: MemberRecord) -> Replica:
 async def send_state(scene: Scene, peer: Peer, state: Replica) -> None:
     """Report another part's state, and send it when asked."""
     peer.replica = state.version
-    await scene.until(lambda: peer.last(SendState), peer)
+    await scene.until(lambda: peer.last(StateRequest), peer)
     data = state.encode()
-    peer.client.send(SharedState(payload=Payload("u8", (len(data),))), data)
+    peer.client.send(StateReplica(payload=Payload("u8", (len(data),))), data)
     version = scene.state.version()
     await scene.until(lambda: scene.state.version() > version)
 
@@ -925,7 +925,7 @@ async def test_members_of_another_part_are_taken_over(scene: Scene) -> None:
     owner = await scene.peer()
     await scene.until(lambda: owner.last(Welcome))
     keys = KeyPair.generate()
-    new = MemberRecord(peer_id(keys.public), keys.public, "new")
+    new = MemberRecord(derive_peer_id(keys.public), keys.public, "new")
     await send_state(scene, owner, other_part(scene, new))
     guest = await scene.peer(keys)
     await scene.until(lambda: guest.last(Welcome))
@@ -956,8 +956,8 @@ async def test_a_state_that_nobody_asked_for_is_refused(scene: Scene) -> None:
     owner = await scene.peer()
     await scene.until(lambda: owner.last(Welcome))
     keys = KeyPair.generate()
-    data = other_part(scene, MemberRecord(peer_id(keys.public), keys.public, "new")).encode()
-    owner.client.send(SharedState(payload=Payload("u8", (len(data),))), data)
+    data = other_part(scene, MemberRecord(derive_peer_id(keys.public), keys.public, "new")).encode()
+    owner.client.send(StateReplica(payload=Payload("u8", (len(data),))), data)
     assert await scene.status(owner)
     assert len(scene.state.members()) == 1
 
@@ -967,10 +967,10 @@ async def test_a_state_that_nobody_asked_for_is_refused(scene: Scene) -> None:
 
 async def knocking(scene: Scene, keys: KeyPair, name: str = "pc") -> tuple[asyncio.Task, str]:
     """A PC that knocks, and the code that it shows."""
-    codes: list[Code] = []
+    codes: list[PairingCode] = []
     port = scene.coordinator.porch_port
-    nearby = Nearby("", "", "", ("127.0.0.1",), port)
-    task = asyncio.create_task(knock(nearby, keys, name, codes.append))
+    nearby = DiscoveredSwarm("", "", "", ("127.0.0.1",), port)
+    task = asyncio.create_task(request_pairing(nearby, keys, name, codes.append))
     await scene.until(lambda: codes or task.done())
     return task, codes[0].code if codes else ""
 
@@ -984,23 +984,23 @@ async def test_a_pc_that_knocks_becomes_a_member(scene: Scene) -> None:
     await scene.until(lambda: owner.last(Welcome) and guest.last(Welcome), owner, guest)
     keys = KeyPair.generate()
     task, code = await knocking(scene, keys, "attic\x1b")
-    await scene.until(lambda: owner.last(Knocking) and owner.last(Knocking).knocks, owner)
-    (knock_,) = owner.last(Knocking).knocks
+    await scene.until(lambda: owner.last(PendingPairings) and owner.last(PendingPairings).knocks, owner)
+    (knock_,) = owner.last(PendingPairings).knocks
     assert (knock_.name, knock_.code, knock_.address) == ("attic", code, "127.0.0.1")
-    assert guest.last(Knocking) is None, "owners are told; others see it in the status"
+    assert guest.last(PendingPairings) is None, "owners are told; others see it in the status"
     (shown,) = (await scene.status(guest))["knocks"]
     assert (shown["name"], shown["code"]) == ("attic", code)
     assert abs(shown["since"] - time.time()) < 60
     with pytest.raises(RequestError, match="no PC that waits"):
-        await guest.ask(JudgeRequest(ref=0, code="0000-0001"))
-    assert (await guest.ask(JudgeRequest(ref=0, code=code))).name == "attic"
+        await guest.ask(PairingDecisionRequest(ref=0, code="0000-0001"))
+    assert (await guest.ask(PairingDecisionRequest(ref=0, code=code))).name == "attic"
     member = await task
     assert (member.swarm, member.coordinator_key) == (
         scene.coordinator.swarm.id,
         scene.keys.public,
     )
     assert f"127.0.0.1:{scene.port}" in member.addresses
-    await scene.until(lambda: owner.last(Knocking).knocks == (), owner)
+    await scene.until(lambda: owner.last(PendingPairings).knocks == (), owner)
     back = await scene.peer(keys)
     await scene.until(lambda: back.last(Welcome), back)
     (record,) = [one for one in scene.state.members() if one.peer == back.id]
@@ -1011,7 +1011,7 @@ async def test_a_pc_that_knocks_becomes_a_member(scene: Scene) -> None:
     with pytest.raises(UsageError, match=r"peer\.key"):
         await (await knocking(scene, keys))[0]
     await owner.ask(RevokeRequest(ref=0, target=back.id))
-    with pytest.raises(ShutOut):
+    with pytest.raises(PeerBanned):
         await (await knocking(scene, keys))[0]
 
 
@@ -1020,11 +1020,11 @@ async def test_a_full_swarm_takes_nobody_who_knocks(scene: Scene) -> None:
     await scene.start(porch=0, max_peers=2)
     owner = await scene.peer()
     (task, code), (other, _) = [await knocking(scene, KeyPair.generate()) for _ in range(2)]
-    await owner.ask(JudgeRequest(ref=0, code=code))
+    await owner.ask(PairingDecisionRequest(ref=0, code=code))
     await task
     (left,) = (await scene.status(owner))["knocks"]
     with pytest.raises(Unavailable, match="as many as it may have"):
-        await owner.ask(JudgeRequest(ref=0, code=left["code"]))
+        await owner.ask(PairingDecisionRequest(ref=0, code=left["code"]))
     with pytest.raises(Unavailable):
         await other
     with pytest.raises(Unavailable):
@@ -1038,7 +1038,7 @@ async def test_letting_a_pc_in_ends_no_token(scene: Scene) -> None:
     owner = await scene.peer()
     tokens = [await scene.token(owner) for _ in range(MAX_INVITATIONS)]
     task, code = await knocking(scene, KeyPair.generate())
-    await owner.ask(JudgeRequest(ref=0, code=code))
+    await owner.ask(PairingDecisionRequest(ref=0, code=code))
     await task
     await scene.join(tokens[0])
 
@@ -1047,7 +1047,7 @@ async def test_without_discovery_nobody_can_knock(scene: Scene) -> None:
     owner = await scene.peer()
     assert scene.coordinator.porch_port == 0
     with pytest.raises(RequestError, match="discovery"):
-        await owner.ask(JudgeRequest(ref=0, code="0000-0001"))
+        await owner.ask(PairingDecisionRequest(ref=0, code="0000-0001"))
     assert (await scene.status(owner))["knocks"] == []
 
 
@@ -1060,8 +1060,8 @@ async def test_of_two_pcs_with_one_key_the_second_is_told(
     first = await scene.join(await scene.token(owner))
     await scene.until(lambda: first.last(Welcome), first)
     second = await scene.peer(first.keys)
-    await scene.until(lambda: second.last(Twin), first, second, owner)
-    assert first.last(Twin) is None
+    await scene.until(lambda: second.last(DuplicatePeer), first, second, owner)
+    assert first.last(DuplicatePeer) is None
     told = len(first.told)
     await scene.until(lambda: len(first.told) > told + 2, first, second)
     assert scene.coordinator.fleet.registry.live(first.id)
@@ -1107,10 +1107,10 @@ async def test_who_speaks_otherwise_takes_no_part(
     await newer.connect()
 
     def refused(peer: Peer) -> bool:
-        return len(peer.told) > 2 and {type(one) for one in peer.told} == {Noted}
+        return len(peer.told) > 2 and {type(one) for one in peer.told} == {LeaderHeartbeat}
 
     await scene.until(lambda: refused(newer), owner, newer)
-    assert (newer.last(Noted).version, newer.last(Noted).protocol) == (__version__, PROTOCOL)
+    assert (newer.last(LeaderHeartbeat).version, newer.last(LeaderHeartbeat).protocol) == (__version__, PROTOCOL)
     live = scene.coordinator.fleet.registry.live
     await scene.until(lambda: not live(newer.id), owner, newer)
     (shown,) = [p for p in (await scene.status(owner))["peers"] if p["id"] == newer.id]
@@ -1138,12 +1138,12 @@ async def test_a_pc_that_speaks_otherwise_cannot_join(scene: Scene) -> None:
     strange = wish(KeyPair.generate())
     async with scene.guest(token) as guest:
         with pytest.raises(VersionMismatch) as refusal:
-            await guest.request(
+            await guest.send_request(
                 msgspec.structs.replace(strange, version="0.0.1", protocol=0), timeout=30
             )
         assert "this PC runs molink 0.0.1 (protocol 0)" in str(refusal.value)
         assert f"the swarm molink {__version__} (protocol {PROTOCOL})" in str(refusal.value)
         assert "Update this PC with" in str(refusal.value)
         # It has used up nothing.
-        reply, _ = await guest.request(strange, timeout=30)
-    assert isinstance(reply, Joined)
+        reply, _ = await guest.send_request(strange, timeout=30)
+    assert isinstance(reply, JoinReply)

@@ -12,11 +12,11 @@ import zmq.asyncio
 from zmq.asyncio import Context
 
 from molink.errors import NotAuthorized, TokenError
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.swarm.membership.token import JoinToken
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.joining import Joined, JoinRequest
-from molink.wire.messages.requests import Invite, InviteRequest, StatusReply, StatusRequest
+from molink.wire.messages.joining import JoinReply, JoinRequest
+from molink.wire.messages.requests import InviteReply, InviteRequest, StatusReply, StatusRequest
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
@@ -77,12 +77,12 @@ async def ask(
     addresses: list[str],
     message: InviteRequest | JoinRequest | StatusRequest,
     timeout: float = 60.0,
-) -> tuple[Invite | Joined | StatusReply, memoryview | None]:
+) -> tuple[InviteReply | JoinReply | StatusReply, memoryview | None]:
     """One request over a connection of its own."""
     client = Client(context, keys, control_codec(), server_key, addresses)
     client.start()
     try:
-        return await client.request(message, timeout=timeout)
+        return await client.send_request(message, timeout=timeout)
     finally:
         await client.close()
 
@@ -97,7 +97,7 @@ async def test_a_life(launch: Launch, context: Context) -> None:
     where = (said["public_key"], [f"tcp://127.0.0.1:{said['port']}"])
 
     reply, _ = await ask(context, owner, *where, InviteRequest(ref=0))
-    assert isinstance(reply, Invite)
+    assert isinstance(reply, InviteReply)
     token = JoinToken.parse(reply.token, time.time())
     assert (token.swarm, token.coordinator_key) == (said["swarm"], said["public_key"])
     assert token.addresses == (f"127.0.0.1:{said['port']}",)
@@ -113,8 +113,8 @@ async def test_a_life(launch: Launch, context: Context) -> None:
     )
     invited = KeyPair.from_secret(token.secret_key)
     joined, _ = await ask(context, invited, *where, request)
-    assert isinstance(joined, Joined)
-    assert joined.peer == peer_id(joiner.public)
+    assert isinstance(joined, JoinReply)
+    assert joined.peer == derive_peer_id(joiner.public)
 
     process.child.kill()
     process.child.communicate()

@@ -6,36 +6,36 @@ from pathlib import Path
 import pytest
 
 from molink.errors import DamagedState, StateError
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.swarm.controller.records import MemberRecord, SwarmRecord
 from molink.swarm.election.replica import Replica
 from molink.wire.sockets.curve import KeyPair
-from molinkd.coordinator.arguments import Options
+from molinkd.coordinator.arguments import CoordinatorOptions
 from molinkd.coordinator.restore import open_state, read_replica
-from molinkd.coordinator.state import FILE, State
+from molinkd.coordinator.state import STATE_FILE, StateStore
 
 KEYS = KeyPair.generate()
 OTHER = KeyPair.generate()
-ME = MemberRecord(peer_id(KEYS.public), KEYS.public, "me", owner=True)
+ME = MemberRecord(derive_peer_id(KEYS.public), KEYS.public, "me", is_owner=True)
 
 
 def make_state(folder: Path, swarm: str = "s1") -> Replica:
     """A state with one member, and what peers were told of it."""
-    with contextlib.closing(State.open(folder)) as state:
+    with contextlib.closing(StateStore.open(folder)) as state:
         state.create_swarm(SwarmRecord(swarm, "home", KEYS.public))
         state.save_member(ME)
-        return state.replica()
+        return state.to_replica()
 
 
-def options(root: Path, **more: object) -> Options:
+def options(root: Path, **more: object) -> CoordinatorOptions:
     values = {"swarm": "s1", "leader": ME.peer, "members": ((KEYS.public, "me"),), **more}
-    return Options(root / "state", replica=root / "replica.msgpack", **values)  # type: ignore[arg-type]
+    return CoordinatorOptions(root / "state", replica=root / "replica.msgpack", **values)  # type: ignore[arg-type]
 
 
-def opened(options: Options) -> tuple[Replica, str]:
+def opened(options: CoordinatorOptions) -> tuple[Replica, str]:
     state, said = open_state(options, KEYS)
     with contextlib.closing(state):
-        return state.replica(), said
+        return state.to_replica(), said
 
 
 def test_without_a_copy_it_is_this_pcs_own(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_lost_state_goes_on_from_the_copy_and_says_so(tmp_path: Path) -> None:
     found, said = opened(options(tmp_path))
     assert found == made
     assert said.endswith(
-        f"{FILE} was not there. The swarm goes on from the copy that this PC kept (term 0, "
+        f"{STATE_FILE} was not there. The swarm goes on from the copy that this PC kept (term 0, "
         f"revision {made.revision})."
     )
 
@@ -63,18 +63,18 @@ def test_a_lost_state_goes_on_from_the_copy_and_says_so(tmp_path: Path) -> None:
 def test_a_damaged_state_is_moved_aside(tmp_path: Path) -> None:
     made = make_state(tmp_path / "state")
     (tmp_path / "replica.msgpack").write_bytes(made.encode())
-    file = tmp_path / "state" / FILE
+    file = tmp_path / "state" / STATE_FILE
     file.write_bytes(b"SQLite format 3\0" + b"smashed" * 1000)
     found, said = opened(options(tmp_path))
     assert found == made
-    (aside,) = file.parent.glob(f"{FILE}.damaged-*")
+    (aside,) = file.parent.glob(f"{STATE_FILE}.damaged-*")
     assert aside.name in said
     assert "goes on from the copy" in said
 
 
 def test_a_damaged_state_without_a_copy_is_an_error(tmp_path: Path) -> None:
     make_state(tmp_path / "state")
-    (tmp_path / "state" / FILE).write_bytes(b"SQLite format 3\0" + b"smashed" * 1000)
+    (tmp_path / "state" / STATE_FILE).write_bytes(b"SQLite format 3\0" + b"smashed" * 1000)
     with pytest.raises(DamagedState, match=r"replica\.msgpack"):
         open_state(options(tmp_path), KEYS)
 
@@ -82,16 +82,16 @@ def test_a_damaged_state_without_a_copy_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("newer", ["state", "copy"])
 def test_the_newer_one_counts(tmp_path: Path, newer: str) -> None:
     made = make_state(tmp_path / "state")
-    with contextlib.closing(State.open(tmp_path / "state")) as state:
+    with contextlib.closing(StateStore.open(tmp_path / "state")) as state:
         if newer == "copy":
             state.begin_term(1 << 16)
-        later = state.replica()
+        later = state.to_replica()
         if newer == "state":
             state.save_standing(ME.peer, "left")
-            made = state.replica()
+            made = state.to_replica()
     (tmp_path / "replica.msgpack").write_bytes(later.encode())
     if newer == "copy":
-        (tmp_path / "state" / FILE).unlink()
+        (tmp_path / "state" / STATE_FILE).unlink()
         make_state(tmp_path / "state")
     assert opened(options(tmp_path)) == (made if newer == "state" else later, "")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from molinkd.peer.command_line import invoked, program, quoted, typed
+from molinkd.peer.command_line import join_words, molink_command, quote_word, format_command
 
 WINDOWS = sys.platform == "win32"
 SCRIPT = "molink.exe" if WINDOWS else "molink"
@@ -27,31 +27,31 @@ def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_molink_is_called_by_its_path_unless_it_is_on_the_path(
     venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = invoked([str(venv / SCRIPT)])
-    assert program() == full
+    full = join_words([str(venv / SCRIPT)])
+    assert molink_command() == full
     assert full[0] in "'&", "it is quoted"
     monkeypatch.chdir(venv.parent)
-    assert program() == str(Path("bin", SCRIPT))
-    assert typed("molink up  # or: molink join; see molink's state").startswith(
-        f"{program()} up  # or: {program()} join; see molink's"
+    assert molink_command() == str(Path("bin", SCRIPT))
+    assert format_command("molink up  # or: molink join; see molink's state").startswith(
+        f"{molink_command()} up  # or: {molink_command()} join; see molink's"
     )
     there = tmp_path / "path"
     there.mkdir()
     shutil.copy(venv / SCRIPT, there)
-    assert program() == "molink"
+    assert molink_command() == "molink"
     (there / SCRIPT).write_text("another molink\n", encoding="utf-8")
-    assert program() == str(Path("bin", SCRIPT))
+    assert molink_command() == str(Path("bin", SCRIPT))
 
 
 def test_without_a_script_python_runs_it(venv: Path) -> None:
     (venv / SCRIPT).unlink()
-    assert program() == invoked([str(venv / "python"), "-m", "molinkd"])
+    assert molink_command() == join_words([str(venv / "python"), "-m", "molinkd"])
 
 
 def test_quotes() -> None:
-    assert invoked(["/a b/molink", "x"], windows=False) == "'/a b/molink' x"
-    assert invoked([r"C:\venv\molink.exe", "x"], windows=True) == r"C:\venv\molink.exe x"
+    assert join_words(["/a b/molink", "x"], windows=False) == "'/a b/molink' x"
+    assert join_words([r"C:\venv\molink.exe", "x"], windows=True) == r"C:\venv\molink.exe x"
     # PowerShell takes a quoted word for a text, unless it is told to run it.
-    assert invoked([r"C:\a b\molink.exe", "x"], windows=True) == r'& "C:\a b\molink.exe" x'
-    assert quoted(r"C:\Users\$x's", windows=True) == r"'C:\Users\$x''s'"
-    assert quoted(r"C:\Users\ä", windows=True) == '"C:\\Users\\ä"'
+    assert join_words([r"C:\a b\molink.exe", "x"], windows=True) == r'& "C:\a b\molink.exe" x'
+    assert quote_word(r"C:\Users\$x's", windows=True) == r"'C:\Users\$x''s'"
+    assert quote_word(r"C:\Users\ä", windows=True) == '"C:\\Users\\ä"'

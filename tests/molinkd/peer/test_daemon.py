@@ -6,28 +6,28 @@ from typing import Any
 
 import pytest
 
-from molink.errors import MolinkError, ShutOut, TokenError, Unavailable
+from molink.errors import MolinkError, PeerBanned, TokenError, Unavailable
 from molink.swarm.membership.token import JoinToken
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer import daemon as module
 from molinkd.peer.daemon import Daemon
-from molinkd.peer.launch import AnyEvent, Launch, Trouble
-from molinkd.peer.membership.membership import Membership
+from molinkd.peer.launch import AnyDaemonEvent, Launch, ProblemReportedEvent
+from molinkd.peer.membership.membership import MembershipRecord
 from molinkd.peer.settings import Settings
 
 KEYS = KeyPair.generate()
-KNOWN = Membership(swarm="s", coordinator_key=KEYS.public, addresses=("10.0.0.1:5466",))
+KNOWN = MembershipRecord(swarm="s", coordinator_key=KEYS.public, addresses=("10.0.0.1:5466",))
 TOKEN = JoinToken("s", ("10.0.0.9:5466",), KEYS.public, KEYS.secret, int(time.time()) + 60)
 
 
 def failing(
     monkeypatch: pytest.MonkeyPatch, folder: Path, error: MolinkError
-) -> tuple[Daemon, list[AnyEvent]]:
-    async def join(*_: Any) -> Membership:
+) -> tuple[Daemon, list[AnyDaemonEvent]]:
+    async def join(*_: Any) -> MembershipRecord:
         raise error
 
     monkeypatch.setattr(module, "join", join)
-    events: list[AnyEvent] = []
+    events: list[AnyDaemonEvent] = []
     launch = Launch(home=str(folder), settings=Settings(name="pc"), role="join")
     return Daemon(launch, events.append), events
 
@@ -38,30 +38,30 @@ async def test_a_member_goes_on_without_a_token_that_does_not_hold(
 ) -> None:
     daemon, events = failing(monkeypatch, tmp_path, error)
     context: Any = None
-    membership = await daemon._join(context, KEYS, TOKEN, KNOWN)
+    membership = await daemon._join_swarm(context, KEYS, TOKEN, KNOWN)
     assert (membership.swarm, membership.addresses) == ("s", TOKEN.addresses)
     (told,) = events
-    assert isinstance(told, Trouble)
+    assert isinstance(told, ProblemReportedEvent)
     assert str(error) in told.text
     with pytest.raises(type(error)):
-        await daemon._join(context, KEYS, TOKEN, None)
+        await daemon._join_swarm(context, KEYS, TOKEN, None)
 
 
 async def test_one_that_was_revoked_does_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    daemon, events = failing(monkeypatch, tmp_path, ShutOut("revoked"))
+    daemon, events = failing(monkeypatch, tmp_path, PeerBanned("revoked"))
     context: Any = None
-    with pytest.raises(ShutOut):
-        await daemon._join(context, KEYS, TOKEN, KNOWN)
+    with pytest.raises(PeerBanned):
+        await daemon._join_swarm(context, KEYS, TOKEN, KNOWN)
     assert events == []
 
 
 def test_what_can_not_be_written_ends_nothing(tmp_path: Path) -> None:
     """A terminal that is a file on a full disk, say: who leads must still be able to give way."""
 
-    def full(_: AnyEvent) -> None:
+    def full(_: AnyDaemonEvent) -> None:
         raise OSError(28, "No space left on device")
 
     launch = Launch(home=str(tmp_path), settings=Settings(name="pc"), role="join")
-    Daemon(launch, full)._announce(Trouble(text="the coordinator ends again and again here"))
+    Daemon(launch, full)._announce(ProblemReportedEvent(text="the coordinator ends again and again here"))

@@ -8,27 +8,27 @@ import msgspec
 import pytest
 
 from molink.errors import UsageError
-from molinkd.peer.demo import take_home
-from molinkd.peer.home import Home, HomeLock, copy_measured
+from molinkd.peer.demo import acquire_demo_home
+from molinkd.peer.home import Home, HomeLock, copy_measurements
 from molinkd.peer.runfile import RunFile, read_run_file
 
 
 def test_where_the_home_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOLINK_HOME", str(tmp_path / "env"))
-    assert Home.find().root == tmp_path / "env"
-    assert Home.find(tmp_path / "given").root == tmp_path / "given"
+    assert Home.find_home().root == tmp_path / "env"
+    assert Home.find_home(tmp_path / "given").root == tmp_path / "given"
     monkeypatch.delenv("MOLINK_HOME")
-    assert Home.find().root.is_absolute()
+    assert Home.find_home().root.is_absolute()
 
 
 def test_commands_are_shown_as_they_are_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOLINK_HOME", str(tmp_path))
-    assert Home(tmp_path).typed("up") == "`molink up`"
+    assert Home(tmp_path).format_command("up") == "`molink up`"
     other = Home(tmp_path / "a b")
     quote = '"' if sys.platform == "win32" else "'"
-    assert other.typed("leave --dissolve") == (
+    assert other.format_command("leave --dissolve") == (
         f"`molink leave --dissolve --home {quote}{other.root}{quote}`"
     )
 
@@ -36,12 +36,12 @@ def test_commands_are_shown_as_they_are_typed(
 def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"can't make the state folder .*--home"):
-        Home(tmp_path / "file" / "home").create()
+        Home(tmp_path / "file" / "home").create_folders()
 
 
 def test_keys_stay_the_same(tmp_path: Path) -> None:
-    home = Home(tmp_path / "home").create()
-    assert home.keys() == home.keys()
+    home = Home(tmp_path / "home").create_folders()
+    assert home.load_keys() == home.load_keys()
     if sys.platform != "win32":
         assert (home.root.stat().st_mode & 0o077) == 0
 
@@ -49,13 +49,13 @@ def test_keys_stay_the_same(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are of POSIX")
 def test_a_demo_leaves_the_state_folder_private(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
-    made, lock = take_home(home)
+    made, lock = acquire_demo_home(home)
     lock.release()
     assert [one.root.stat().st_mode & 0o077 for one in (home, made)] == [0, 0]
 
 
 def test_two_daemons_cannot_share_a_home(tmp_path: Path) -> None:
-    home = Home(tmp_path).create()
+    home = Home(tmp_path).create_folders()
     first, second = HomeLock(home), HomeLock(home)
     first.acquire()
     with pytest.raises(UsageError, match="another molink daemon"):
@@ -67,7 +67,7 @@ def test_two_daemons_cannot_share_a_home(tmp_path: Path) -> None:
 
 
 def test_a_dead_process_holds_no_lock(tmp_path: Path) -> None:
-    home = Home(tmp_path).create()
+    home = Home(tmp_path).create_folders()
     code = (
         "import os, pathlib, sys\n"
         "from molinkd.peer.home import Home, HomeLock\n"
@@ -83,7 +83,7 @@ def test_a_dead_process_holds_no_lock(tmp_path: Path) -> None:
 def test_a_running_daemon_is_found(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     note = RunFile.of_this_process(5467, "http://127.0.0.1:5465")
-    note.save(path)
+    note.save_file(path)
     assert read_run_file(path) == note
 
 
@@ -92,25 +92,25 @@ def test_stale_notes_are_recognised(tmp_path: Path) -> None:
     assert read_run_file(path) is None
     note = RunFile.of_this_process(5467, "http://127.0.0.1:5465")
     # The process id has gone to another process since.
-    msgspec.structs.replace(note, started=note.started - 100).save(path)
+    msgspec.structs.replace(note, started=note.started - 100).save_file(path)
     assert read_run_file(path) is None
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait()
-    msgspec.structs.replace(note, pid=ended.pid).save(path)
+    msgspec.structs.replace(note, pid=ended.pid).save_file(path)
     assert read_run_file(path) is None
     path.write_text("{", encoding="utf-8")
     assert read_run_file(path) is None
 
 
 def test_a_home_gets_what_another_has_measured(tmp_path: Path) -> None:
-    one, two = Home(tmp_path / "one").create(), Home(tmp_path / "two")
-    copy_measured(one, two)
+    one, two = Home(tmp_path / "one").create_folders(), Home(tmp_path / "two")
+    copy_measurements(one, two)
     assert not two.root.exists()
-    one.keys()
+    one.load_keys()
     one.profiles.mkdir()
     for path in (one.device, one.profiles / "a.json", one.profiles / "b.json"):
         path.write_text(path.name, encoding="utf-8")
-    copy_measured(one, two)
+    copy_measurements(one, two)
     copied = [path for path in two.root.rglob("*") if path.is_file()]
     assert sorted(path.name for path in copied) == ["a.json", "b.json", "device.json"]
     assert all(path.read_text(encoding="utf-8") == path.name for path in copied)

@@ -11,43 +11,43 @@ import pytest
 from msgspec import structs
 
 from molink.facts.device import Device
-from molink.facts.identity import peer_id
-from molink.swarm.membership.offenders import Offenders
+from molink.facts.identity import derive_peer_id
+from molink.swarm.membership.offenders import BannedPeers
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import ControlMessage, Done
+from molink.wire.messages.control import ControlMessage, DoneReply
 from molink.wire.messages.instructions import (
-    Member,
-    MemberGone,
+    PeerInfo,
+    PeerRemoved,
     Notice,
     Revoked,
     Route,
     Welcome,
 )
-from molink.wire.messages.leading import Noted
-from molink.wire.messages.pipe import MemberBlocked
+from molink.wire.messages.leading import LeaderHeartbeat
+from molink.wire.messages.pipe import PeerBlocked
 from molink.wire.messages.reports import PeerReport
 from molink.wire.messages.requests import RevokeRequest, StatusReply, StatusRequest
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.server import Sender, Server
+from molink.wire.sockets.server import MessageSender, Server
 from molinkd.peer.agent import readiness
-from molinkd.peer.agent.device_probe import Measured
-from molinkd.peer.artifacts.library import Holding, Library
+from molinkd.peer.agent.device_probe import MeasuredDevice
+from molinkd.peer.artifacts.library import ModelFiles, ModelRepository
 from molinkd.peer.election.leadership import Leadership
 from molinkd.peer.election.replica_file import ReplicaFile
 from molinkd.peer.home import Home
-from molinkd.peer.launch import AnyEvent, NotServed, Transferring, Trouble
-from molinkd.peer.membership.membership import Membership
+from molinkd.peer.launch import AnyDaemonEvent, ModelUnavailableEvent, TransfersChangedEvent, ProblemReportedEvent
+from molinkd.peer.membership.membership import MembershipRecord
 from molinkd.peer.node import Node
 from molinkd.peer.resources import Resources
-from molinkd.peer.service import Service
+from molinkd.peer.service import ControlService
 from molinkd.peer.settings import Settings
 from tests.support.models import MakeModel
 from tests.support.net import Net
 
 OTHER = KeyPair.generate()
-STATUS = {"peers": [{"id": peer_id(OTHER.public), "name": "tv"}], "trouble": "1 of 2 are there"}
+STATUS = {"peers": [{"id": derive_peer_id(OTHER.public), "name": "tv"}], "trouble": "1 of 2 are there"}
 
 
 class Scene:
@@ -56,27 +56,27 @@ class Scene:
     def __init__(self, net: Net, folder: Path) -> None:
         self.revoked: list[str] = []
         self.coordinator = net.server(control_codec(), self._handle)
-        self.events: list[AnyEvent] = []
+        self.events: list[AnyDaemonEvent] = []
         keys = net.member()
         self.control = net.server(control_codec(), lambda *_: None)
         resources = Resources(
             settings=Settings(name="pc", stage="none"),
-            home=Home(folder).create(),
+            home=Home(folder).create_folders(),
             keys=keys,
             context=net.context,
-            gatekeeper=net.gatekeeper,
+            authenticator=net.gatekeeper,
             server=self.control,
-            library=Library(),
-            offenders=Offenders(),
+            repository=ModelRepository(),
+            banned_peers=BannedPeers(),
             announce=self.events.append,
         )
         address = f"127.0.0.1:{self.coordinator.port}"
-        membership = Membership(swarm="s", coordinator_key=net.keys.public, addresses=(address,))
+        membership = MembershipRecord(swarm="s", coordinator_key=net.keys.public, addresses=(address,))
         self.shut_out = 0
         replica = ReplicaFile(resources.home.replica, "s")
         self.leadership = Leadership(resources, replica, membership)
         self.node = Node(resources, self.leadership, lambda: "http://e", self._revoked)
-        self.node.start(Measured(Device(kind="cpu", name="x", memory=0), bf16=False))
+        self.node.start(MeasuredDevice(Device(kind="cpu", name="x", memory=0), bf16=False))
         self.identity = b""
 
     def _revoked(self) -> None:
@@ -84,7 +84,7 @@ class Scene:
 
     def _handle(
         self,
-        sender: Sender,
+        sender: MessageSender,
         message: PeerReport | RevokeRequest | StatusRequest,
         _payload: memoryview | None,
     ) -> None:
@@ -92,54 +92,54 @@ class Scene:
         match message:
             case PeerReport() if sender.identity != self.identity:
                 self.identity = sender.identity
-                send(sender.identity, Noted(term=0, leader="first", protocol=PROTOCOL))
-                send(sender.identity, Welcome(swarm="s", peer=sender.user_id))
+                send(sender.identity, LeaderHeartbeat(term=0, leader="first", protocol=PROTOCOL))
+                send(sender.identity, Welcome(swarm="s", peer=sender.peer_id))
             case StatusRequest():
                 text = json.dumps(STATUS).encode()
                 payload = Payload("u8", (len(text),))
                 send(sender.identity, StatusReply(ref=message.ref, payload=payload), text)
             case RevokeRequest():
                 self.revoked.append(message.target)
-                send(sender.identity, Done(ref=message.ref))
+                send(sender.identity, DoneReply(ref=message.ref))
 
 
 @pytest.fixture
 async def scene(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
-    monkeypatch.setattr(readiness, "WHY_S", 0.01)
+    monkeypatch.setattr(readiness, "REASON_DELAY_S", 0.01)
     scene = Scene(net, tmp_path)
-    await net.until(lambda: scene.node.session.welcome)
+    await net.until(lambda: scene.node.session.is_welcomed)
     yield scene
     await scene.node.close()
     await scene.leadership.close()
 
 
 async def test_status_shows_whom_a_worker_cut_off(scene: Scene, net: Net) -> None:
-    assert json.loads(await scene.node.status()) == STATUS
-    peer = peer_id(OTHER.public)
-    told = MemberBlocked(epoch=1, peer=peer, reason="nonsense", previous=False)
-    scene.node._assignments.supervisor._on_message(1, told)
-    (shown,) = json.loads(await scene.node.status())["cut_off"]
+    assert json.loads(await scene.node.query_status()) == STATUS
+    peer = derive_peer_id(OTHER.public)
+    told = PeerBlocked(epoch=1, peer=peer, reason="nonsense", is_previous_stage=False)
+    scene.node._stages.supervisor._on_message(1, told)
+    (shown,) = json.loads(await scene.node.query_status())["cut_off"]
     assert (shown["name"], shown["by"], shown["reason"]) == ("tv", "a stage of this PC", "nonsense")
-    assert "control_members_blocked" in scene.node.requests.metrics().counters
+    assert "control_members_blocked" in scene.node.backend.collect_metrics().counters
 
 
 async def test_why_a_pipeline_is_not_ready_is_logged(
     scene: Scene, net: Net, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    route = Route(pipeline="p1", epoch=1, model="m", ready=False, head=None, context=0)
+    route = Route(pipeline="p1", epoch=1, model="m", is_ready=False, scheduler=None, max_model_len=0)
     scene.coordinator.send(scene.identity, route)
     await net.until(lambda: "m is not ready: 1 of 2 are there" in caplog.text)
 
 
 async def test_why_a_model_cannot_be_served_is_said_once(scene: Scene, net: Net) -> None:
-    route = Route(pipeline="p1", epoch=1, model="m", ready=False, head=None, context=0)
+    route = Route(pipeline="p1", epoch=1, model="m", is_ready=False, scheduler=None, max_model_len=0)
     for reason in ("one", "one", "", "two"):
         scene.coordinator.send(scene.identity, structs.replace(route, reason=reason))
-    await net.until(lambda: NotServed(model="m", reason="two") in scene.events)
-    told = [event.reason for event in scene.events if isinstance(event, NotServed)]
+    await net.until(lambda: ModelUnavailableEvent(model="m", reason="two") in scene.events)
+    told = [event.reason for event in scene.events if isinstance(event, ModelUnavailableEvent)]
     assert told == ["one", "two"]
-    assert scene.node._heads.reason("m") == "two"
+    assert scene.node._schedulers.unready_reason("m") == "two"
 
 
 async def test_a_pipeline_that_a_new_session_does_not_name_is_no_more(
@@ -148,28 +148,28 @@ async def test_a_pipeline_that_a_new_session_does_not_name_is_no_more(
     """A coordinator that was started anew doesn't know what ended meanwhile."""
 
     def pipelines() -> set[str]:
-        return {route.pipeline for route in scene.node._heads.routes}
+        return {route.pipeline for route in scene.node._schedulers.routes}
 
     for pipeline in ("p1", "p2"):
-        route = Route(pipeline=pipeline, epoch=1, model="m", ready=False, head=None, context=0)
+        route = Route(pipeline=pipeline, epoch=1, model="m", is_ready=False, scheduler=None, max_model_len=0)
         scene.coordinator.send(scene.identity, route)
     await net.until(lambda: pipelines() == {"p1", "p2"})
     scene.coordinator.send(scene.identity, Welcome(swarm="s", peer="x"))
-    scene.coordinator.send(scene.identity, structs.replace(route, ready=True))
+    scene.coordinator.send(scene.identity, structs.replace(route, is_ready=True))
     await net.until(lambda: pipelines() == {"p2"})
 
 
 async def test_revoking_leaves_time_for_the_answer(scene: Scene, net: Net) -> None:
     """The one who is shut out counts for nothing at once; connections are cut a little later."""
-    reply, _ = await scene.node.relay(RevokeRequest(ref=0, target="x"))
-    assert isinstance(reply, Done)
+    reply, _ = await scene.node.forward_request(RevokeRequest(ref=0, target="x"))
+    assert isinstance(reply, DoneReply)
     assert scene.revoked == ["x"]
-    peer = peer_id(OTHER.public)
-    member = Member(peer=peer, name="tv", public_key=OTHER.public, addresses=(), control_port=0)
+    peer = derive_peer_id(OTHER.public)
+    member = PeerInfo(peer=peer, name="tv", public_key=OTHER.public, addresses=(), control_port=0)
     scene.coordinator.send(scene.identity, member)
-    await net.until(lambda: net.gatekeeper.admits(peer))
-    scene.coordinator.send(scene.identity, MemberGone(peer=peer))
-    await net.until(lambda: not net.gatekeeper.admits(peer))
+    await net.until(lambda: net.gatekeeper.is_allowed(peer))
+    scene.coordinator.send(scene.identity, PeerRemoved(peer=peer))
+    await net.until(lambda: not net.gatekeeper.is_allowed(peer))
     assert scene.control.counters.rebuilds == 0
     await net.until(lambda: scene.control.counters.rebuilds == 1)
 
@@ -179,49 +179,49 @@ async def test_what_the_coordinator_wants_a_person_to_know(scene: Scene, net: Ne
         scene.coordinator.send(scene.identity, Notice(text=text))
     scene.coordinator.send(scene.identity, Revoked(swarm="s"))
     await net.until(lambda: scene.shut_out == 1)
-    told = [event.text for event in scene.events if isinstance(event, Trouble)]
+    told = [event.text for event in scene.events if isinstance(event, ProblemReportedEvent)]
     assert told == ["--stage 6:99 is odd"]
 
 
 async def test_the_sweep_begins_anew_with_each_session(scene: Scene, net: Net) -> None:
-    first = scene.node._members._sweep
+    first = scene.node._peers._sweep
     assert first is not None
     scene.coordinator.send(scene.identity, Welcome(swarm="s", peer="x"))
-    await net.until(lambda: scene.node._members._sweep is not first)
+    await net.until(lambda: scene.node._peers._sweep is not first)
     assert first.cancelled()
 
 
-class AlteredHolding(Holding):
+class AlteredHolding(ModelFiles):
     """Has the right manifest, and says something else than the chat template."""
 
-    def read(self, name: str, index: int) -> bytes:
-        data = super().read(name, index)
+    def read_chunk(self, name: str, index: int) -> bytes:
+        data = super().read_chunk(name, index)
         return data.replace(b"im_start", b"im_evil_")
 
 
-def serve_files(net: Net, folder: Path, kind: type[Holding]) -> tuple[Member, Holding]:
+def serve_files(net: Net, folder: Path, kind: type[ModelFiles]) -> tuple[PeerInfo, ModelFiles]:
     """A peer with the model in ``folder``, on a control socket of its own."""
-    library = Library()
-    made = library.add("m", folder)
-    held = kind(made.folder, made.manifest, made.places, made.stamps)
-    library.held = lambda root: held  # type: ignore[method-assign]
+    repository = ModelRepository()
+    made = repository.add_model("m", folder)
+    held = kind(made.folder, made.manifest, made.ranges, made.stamps)
+    repository.require_model = lambda root: held  # type: ignore[method-assign]
     keys = net.member()
-    me = peer_id(keys.public)
+    me = derive_peer_id(keys.public)
     commands: Any = None
     leader: Any = None
-    service = Service(me, library, commands, leader)
+    service = ControlService(me, repository, commands, leader)
     server: Server[ControlMessage] = Server(
         net.context,
         keys,
         control_codec(),
         net.gatekeeper,
-        service.handle,
-        permits=service.permits,
+        service.handle_message,
+        permits=service.is_permitted,
     )
     service.send = server.send
     net.at_end(server.close)
     server.bind("127.0.0.1", (0, 1))
-    member = Member(
+    member = PeerInfo(
         peer=me,
         name=kind.__name__,
         public_key=keys.public,
@@ -236,7 +236,7 @@ async def test_a_source_that_alters_the_chat_template_is_named_and_left(
 ) -> None:
     folder = make_model(tmp_path / "model")
     liar, held = serve_files(net, folder, AlteredHolding)
-    honest, _ = serve_files(net, folder, Holding)
+    honest, _ = serve_files(net, folder, ModelFiles)
     for member in (liar, honest):
         scene.coordinator.send(scene.identity, member)
     route = Route(
@@ -245,32 +245,32 @@ async def test_a_source_that_alters_the_chat_template_is_named_and_left(
         model="m",
         root=held.manifest.root,
         sources=(liar.peer, honest.peer),
-        ready=False,
-        head=None,
-        context=0,
+        is_ready=False,
+        scheduler=None,
+        max_model_len=0,
     )
     scene.coordinator.send(scene.identity, route)
-    await net.until(lambda: scene.node.requests.models())
-    (model,) = scene.node.requests.models()
+    await net.until(lambda: scene.node.backend.list_models())
+    (model,) = scene.node.backend.list_models()
     for name in ("tokenizer_config.json", "tokenizer.json"):
         assert (model.folder / name).read_bytes() == (folder / name).read_bytes()
-    (shown,) = json.loads(await scene.node.status())["cut_off"]
+    (shown,) = json.loads(await scene.node.query_status())["cut_off"]
     assert (shown["peer"], shown["by"]) == (liar.peer, "this PC, as a source of models")
     assert "is not what the model's owner has there" in shown["reason"]
-    scene.coordinator.send(scene.identity, MemberGone(peer=liar.peer))
-    await net.until(lambda: scene.node._members.book.get(liar.peer) is None)
-    assert "cut_off" not in json.loads(await scene.node.status())
+    scene.coordinator.send(scene.identity, PeerRemoved(peer=liar.peer))
+    await net.until(lambda: scene.node._peers.book.get_peer(liar.peer) is None)
+    assert "cut_off" not in json.loads(await scene.node.query_status())
 
 
-class SlowHolding(Holding):
+class SlowHolding(ModelFiles):
     """Sends weights once it may."""
 
     may = threading.Event()
 
-    def read(self, name: str, index: int) -> bytes:
+    def read_chunk(self, name: str, index: int) -> bytes:
         if name == "tokenizer.json":
             self.may.wait()
-        return super().read(name, index)
+        return super().read_chunk(name, index)
 
 
 async def test_how_far_files_are_is_told_and_reported(
@@ -284,15 +284,15 @@ async def test_how_far_files_are_is_told_and_reported(
         model="m",
         root=held.manifest.root,
         sources=(slow.peer,),
-        ready=False,
-        head=None,
-        context=0,
+        is_ready=False,
+        scheduler=None,
+        max_model_len=0,
     )
     scene.coordinator.send(scene.identity, route)
-    told = [Transferring()]
+    told = [TransfersChangedEvent()]
 
     def coming() -> bool:
-        told[:] = [event for event in scene.events if isinstance(event, Transferring)] or told
+        told[:] = [event for event in scene.events if isinstance(event, TransfersChangedEvent)] or told
         return bool(told[-1].transfers) and told[-1].transfers[0].done > 0
 
     await net.until(coming)
@@ -300,8 +300,8 @@ async def test_how_far_files_are_is_told_and_reported(
         (state,) = told[-1].transfers
         assert (state.model, state.source) == ("m", "SlowHolding")
         assert state.done < state.total
-        (reported,) = scene.node._report().transfers
+        (reported,) = scene.node._build_report().transfers
         assert reported.source == "SlowHolding"
     finally:
         SlowHolding.may.set()
-    await net.until(lambda: scene.events[-1] == Transferring())
+    await net.until(lambda: scene.events[-1] == TransfersChangedEvent())

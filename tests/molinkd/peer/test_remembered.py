@@ -8,7 +8,7 @@ import pytest
 
 from molink.errors import UsageError
 from molinkd.peer.home import Home
-from molinkd.peer.remembered import as_typed, read_options, write_options
+from molinkd.peer.remembered import format_options, read_options, write_options
 from molinkd.peer.settings import load_settings
 
 
@@ -18,7 +18,7 @@ def test_they_are_read_again_and_private(tmp_path: Path) -> None:
     options = {"stage": "none", "threads": 2, "api_key": "k"}
     write_options(path, options)
     assert read_options(path) == options
-    assert as_typed(options) == "--stage none --threads 2 --api-key …"
+    assert format_options(options) == "--stage none --threads 2 --api-key …"
     if sys.platform != "win32":
         assert path.stat().st_mode & 0o077 == 0
 
@@ -40,12 +40,12 @@ def test_a_file_that_is_broken_is_named(text: str, tmp_path: Path) -> None:
 
 
 def test_what_wins(tmp_path: Path) -> None:
-    home = Home(tmp_path).create()
+    home = Home(tmp_path).create_folders()
     home.config.write_text('name = "file"\nstage = "0:1"\nhold = 5', encoding="utf-8")
     remembered = {"name": "last", "stage": "none", "threads": 3}
     environment = {**os.environ, "MOLINK_STAGE": "auto"}
     settings = load_settings(home, {"threads": 4}, environment, remembered)
-    assert (settings.name, settings.stage, settings.threads, settings.hold) == (
+    assert (settings.name, settings.stage, settings.threads, settings.pipeline_wait_timeout) == (
         "last",
         "auto",
         4,

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from molinkd.peer.running_clock import LOOK_S, RunningClock
+from molinkd.peer.running_clock import POLL_INTERVAL_S, RunningClock
 
 
 class StoppableLoop(asyncio.SelectorEventLoop):
@@ -18,7 +18,7 @@ def test_it_stands_still_with_its_daemon_and_calls_that_are_due_come_early() -> 
     loop = StoppableLoop()
     clock = RunningClock(loop)
     try:
-        loop.now += LOOK_S
+        loop.now += POLL_INTERVAL_S
         due = clock.time() + 30.0
         assert clock.call_at(due, print).when() == due
         loop.now += 60.0
@@ -34,9 +34,9 @@ def test_it_looks_by_itself() -> None:
     clock = RunningClock(loop)
     try:
         for _ in range(8):
-            loop.now += LOOK_S
+            loop.now += POLL_INTERVAL_S
             loop.run_until_complete(asyncio.sleep(0))
-        assert clock.time() == 100.0 + 8 * LOOK_S
+        assert clock.time() == 100.0 + 8 * POLL_INTERVAL_S
     finally:
         clock.close()
         loop.close()

@@ -7,26 +7,26 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from molink.checkpoint.manifest import root_of
+from molink.checkpoint.manifest import manifest_root
 from molink.errors import ModelNotFound, NotAuthorized, RequestError
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.swarm.membership.address_book import AddressBook
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import ControlMessage, Done
-from molink.wire.messages.instructions import Member
+from molink.wire.messages.control import ControlMessage, DoneReply
+from molink.wire.messages.instructions import PeerInfo
 from molink.wire.messages.joining import JoinRequest
 from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
-from molink.wire.messages.pipe import MemberKey
+from molink.wire.messages.pipe import PeerKey
 from molink.wire.messages.requests import (
-    Applied,
+    ApplyReply,
     ApplyFile,
-    Bringing,
-    BringModel,
+    LoadModelReply,
+    LoadModel,
     DrainRequest,
     InvitationsReply,
     InvitationsRequest,
-    Invite,
+    InviteReply,
     InviteRequest,
     RevokeRequest,
     ShutdownRequest,
@@ -38,9 +38,9 @@ from molink.wire.messages.requests import (
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Server
-from molinkd.peer.artifacts.library import Holding, Library
-from molinkd.peer.artifacts.sources import PeerSource, Sources
-from molinkd.peer.service import AboutLeader, Service, UserCommands
+from molinkd.peer.artifacts.library import ModelFiles, ModelRepository
+from molinkd.peer.artifacts.sources import PeerSource, PeerConnector
+from molinkd.peer.service import LeaderQueries, ControlService, UserCommands
 from tests.support.models import write_tensors
 from tests.support.net import Net
 
@@ -51,120 +51,120 @@ class Commands:
     def __init__(self) -> None:
         self.asked: list[object] = []
 
-    async def status(self, outlook: bool) -> bytes:
+    async def query_status(self, outlook: bool) -> bytes:
         return b'{"swarm": "s", "outlook": {}}' if outlook else b'{"swarm": "s"}'
 
-    async def relay(self, message: ControlMessage) -> tuple[ControlMessage, bytes]:
+    async def forward_request(self, message: ControlMessage) -> tuple[ControlMessage, bytes]:
         match message:
             case InviteRequest(ttl=ttl) if ttl < 0:
                 raise NotAuthorized("not you")
             case InviteRequest(ttl=ttl, uses=uses):
-                return Invite(ref=99, token=f"token {ttl:g} {uses}"), b""
+                return InviteReply(ref=99, token=f"token {ttl:g} {uses}"), b""
             case InvitationsRequest():
                 return InvitationsReply(ref=99, payload=Payload("u8", (2,))), b"[]"
         self.asked.append(message)
-        return Done(ref=99), b""
+        return DoneReply(ref=99), b""
 
-    def drain(self, drain: bool, device: str) -> None:
+    def set_drained(self, drain: bool, device: str) -> None:
         self.asked.append(("drain", drain, device))
 
-    async def bring(self, model: str) -> Bringing:
+    async def load_model(self, model: str) -> LoadModelReply:
         self.asked.append(model)
-        return Bringing(ref=0, state="hashing", name="m", done=1, total=2)
+        return LoadModelReply(ref=0, state="hashing", name="m", done=1, total=2)
 
-    async def apply(self, order: ApplyFile) -> tuple[Bringing | Applied, bytes]:
+    async def apply_file(self, order: ApplyFile) -> tuple[LoadModelReply | ApplyReply, bytes]:
         self.asked.append(order)
-        if order.dry:
-            return Applied(ref=0, payload=Payload("u8", (3,))), b"+ m"
-        return Bringing(ref=0, state="hashing"), b""
+        if order.dry_run:
+            return ApplyReply(ref=0, payload=Payload("u8", (3,))), b"+ m"
+        return LoadModelReply(ref=0, state="hashing"), b""
 
     async def shutdown(self, leave: bool) -> None:
         self.asked.append(leave)
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Library:
+def library(tmp_path: Path) -> ModelRepository:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     write_tensors(tmp_path / "model.safetensors", {"t": bytes(range(256)) * 1000})
-    library = Library()
-    library.add("m", tmp_path)
-    return library
+    repository = ModelRepository()
+    repository.add_model("m", tmp_path)
+    return repository
 
 
-def root(library: Library) -> str:
-    holding = library.get("m")
+def root(library: ModelRepository) -> str:
+    holding = library.get_model("m")
     assert holding is not None
     return holding.manifest.root
 
 
-def start(net: Net, library: Library, me: str) -> tuple[Server, Commands]:
+def start(net: Net, library: ModelRepository, me: str) -> tuple[Server, Commands]:
     commands = Commands()
-    service = Service(
+    service = ControlService(
         me,
         library,
         UserCommands(
-            commands.status,
-            commands.relay,
+            commands.query_status,
+            commands.forward_request,
             commands.shutdown,
-            commands.drain,
-            commands.bring,
-            commands.apply,
+            commands.set_drained,
+            commands.load_model,
+            commands.apply_file,
         ),
-        AboutLeader(
+        LeaderQueries(
             lambda peer, request: LeaderReply(
                 ref=request.ref, view=msgspec.structs.replace(request.view, leader=peer)
             ),
             lambda: ("k" * 40, ("h:1",)),
         ),
     )
-    server = net.server(control_codec(), service.handle, permits=service.permits)
+    server = net.server(control_codec(), service.handle_message, permits=service.is_permitted)
     service.send = server.send
     return server, commands
 
 
-async def test_members_read_files(net: Net, library: Library) -> None:
+async def test_members_read_files(net: Net, library: ModelRepository) -> None:
     server, _ = start(net, library, "me")
     source = PeerSource(net.client(control_codec(), net.member(), server.port))
-    size, raw = await source.manifest(root(library), 0)
+    size, raw = await source.read_manifest(root(library), 0)
     assert size == len(raw)
-    assert root_of(raw) == root(library)
-    assert await source.manifest(root(library), size - 3) == (size, raw[-3:])
-    assert await source.read(root(library), "config.json", 0) == b"{}"
-    whole = await source.read(root(library), "t", 0) + await source.read(root(library), "t", 1)
+    assert manifest_root(raw) == root(library)
+    assert await source.read_manifest(root(library), size - 3) == (size, raw[-3:])
+    assert await source.read_chunk(root(library), "config.json", 0) == b"{}"
+    whole = await source.read_chunk(root(library), "t", 0) + await source.read_chunk(root(library), "t", 1)
     assert whole == bytes(range(256)) * 1000
     for part, index, why in (("../x", 0, "no part"), ("t", 2, "has 2 chunks")):
         with pytest.raises(RequestError, match=why):
-            await source.read(root(library), part, index)
+            await source.read_chunk(root(library), part, index)
     with pytest.raises(ModelNotFound):
-        await source.manifest(f"{0:064}:1", 0)
+        await source.read_manifest(f"{0:064}:1", 0)
 
 
-async def test_members_ask_which_parts_there_are(net: Net, library: Library) -> None:
+async def test_members_ask_which_parts_there_are(net: Net, library: ModelRepository) -> None:
     server, _ = start(net, library, "me")
     source = PeerSource(net.client(control_codec(), net.member(), server.port))
-    whole = library.held(root(library))
+    whole = library.require_model(root(library))
     manifest = whole.manifest
-    everything = manifest.marked(await source.parts(root(library)))
+    everything = manifest.decode_bitfield(await source.read_parts(root(library)))
     assert everything == {*manifest.files, *manifest.tensors}
-    some = {name: place for name, place in whole.places.items() if name != "t"}
-    parts = Library()
-    parts.shelve({manifest.root: replace(whole, places=some)})
+    some = {name: place for name, place in whole.ranges.items() if name != "t"}
+    parts = ModelRepository()
+    parts.set_partial_models({manifest.root: replace(whole, ranges=some)})
     server, _ = start(net, parts, "me")
     source = PeerSource(net.client(control_codec(), net.member(), server.port))
-    assert manifest.marked(await source.parts(manifest.root)) == everything - {"t"}
+    assert manifest.decode_bitfield(await source.read_parts(manifest.root)) == everything - {"t"}
     with pytest.raises(ModelNotFound, match="doesn't hold t of that model"):
-        await source.read(manifest.root, "t", 0)
+        await source.read_chunk(manifest.root, "t", 0)
     with pytest.raises(ModelNotFound):
-        await source.parts(f"{0:064}:1")
+        await source.read_parts(f"{0:064}:1")
 
 
-async def test_a_source_is_found_by_its_id(net: Net, library: Library) -> None:
+async def test_a_source_is_found_by_its_id(net: Net, library: ModelRepository) -> None:
     server, _ = start(net, library, "me")
     mine = net.member()
-    book = AddressBook(MemberKey(peer=peer_id(mine.public), public_key=mine.public))
-    me = peer_id(net.keys.public)
-    book.add(
-        Member(
+    book = AddressBook(PeerKey(peer=derive_peer_id(mine.public), public_key=mine.public))
+    me = derive_peer_id(net.keys.public)
+    book.add_peer(
+        PeerInfo(
             peer=me,
             name="n",
             public_key=net.keys.public,
@@ -172,26 +172,26 @@ async def test_a_source_is_found_by_its_id(net: Net, library: Library) -> None:
             control_port=server.port,
         )
     )
-    sources = Sources(net.context, mine, book)
-    async with sources.connect(me) as source:
-        assert (await source.manifest(root(library), 0))[0] > 0
+    sources = PeerConnector(net.context, mine, book)
+    async with sources.connect_peer(me) as source:
+        assert (await source.read_manifest(root(library), 0))[0] > 0
 
 
 async def test_slices_of_a_chunk_are_read_from_the_disk_once(
-    net: Net, library: Library, monkeypatch: pytest.MonkeyPatch
+    net: Net, library: ModelRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _ = start(net, library, "me")
     source = PeerSource(net.client(control_codec(), net.member(), server.port))
     made = root(library)
-    whole = await source.read(made, "t", 0)
+    whole = await source.read_chunk(made, "t", 0)
     reads: list[int] = []
-    read = Holding.read
+    read = ModelFiles.read_chunk
 
-    def counted(self: Holding, name: str, index: int) -> bytes:
+    def counted(self: ModelFiles, name: str, index: int) -> bytes:
         reads.append(index)
         return read(self, name, index)
 
-    monkeypatch.setattr(Holding, "read", counted)
+    monkeypatch.setattr(ModelFiles, "read_chunk", counted)
     places = [(0, 100), (100, 1000), (len(whole) - 5, 5)]
     got = await asyncio.gather(*(source.read_slice(made, "t", 0, *place) for place in places))
     assert got == [whole[begin : begin + length] for begin, length in places]
@@ -202,36 +202,36 @@ async def test_slices_of_a_chunk_are_read_from_the_disk_once(
         assert len(reads) == 2 + index
 
 
-async def test_the_user_may_ask_for_everything(net: Net, library: Library) -> None:
+async def test_the_user_may_ask_for_everything(net: Net, library: ModelRepository) -> None:
     keys = net.member()
-    server, commands = start(net, library, peer_id(keys.public))
+    server, commands = start(net, library, derive_peer_id(keys.public))
     client = net.client(control_codec(), keys, server.port)
-    reply, payload = await client.request(StatusRequest(ref=0))
+    reply, payload = await client.send_request(StatusRequest(ref=0))
     assert isinstance(reply, StatusReply)
     assert payload is not None
     assert bytes(payload) == b'{"swarm": "s"}'
-    _, payload = await client.request(StatusRequest(ref=0, outlook=True))
+    _, payload = await client.send_request(StatusRequest(ref=0, scale_out=True))
     assert bytes(payload or b"") == b'{"swarm": "s", "outlook": {}}'
-    reply, _ = await client.request(InviteRequest(ref=0, ttl=5.0, uses=3))
-    assert isinstance(reply, Invite)
+    reply, _ = await client.send_request(InviteRequest(ref=0, ttl=5.0, uses=3))
+    assert isinstance(reply, InviteReply)
     assert reply.token == "token 5 3"
-    reply, payload = await client.request(InvitationsRequest(ref=0))
+    reply, payload = await client.send_request(InvitationsRequest(ref=0))
     assert isinstance(reply, InvitationsReply)
     assert payload is not None
     assert bytes(payload) == b"[]"
     with pytest.raises(NotAuthorized, match="not you"):
-        await client.request(InviteRequest(ref=0, ttl=-1.0))
-    await client.request(RevokeRequest(ref=0, target="p"))
-    await client.request(UnrevokeRequest(ref=0, target="p"))
-    await client.request(DrainRequest(ref=0, drain=True))
-    far, _ = await client.request(BringModel(ref=0, model="owner/m"))
+        await client.send_request(InviteRequest(ref=0, ttl=-1.0))
+    await client.send_request(RevokeRequest(ref=0, target="p"))
+    await client.send_request(UnrevokeRequest(ref=0, target="p"))
+    await client.send_request(DrainRequest(ref=0, drain=True))
+    far, _ = await client.send_request(LoadModel(ref=0, model="owner/m"))
     assert (far.state, far.name, far.done, far.total) == ("hashing", "m", 1, 2)
-    far, payload = await client.request(ApplyFile(ref=0, models=()))
+    far, payload = await client.send_request(ApplyFile(ref=0, models=()))
     assert (far.state, payload) == ("hashing", None)
-    done, payload = await client.request(ApplyFile(ref=0, models=(), dry=True))
-    assert (isinstance(done, Applied), bytes(payload or b"")) == (True, b"+ m")
-    await client.request(StopServing(ref=0))
-    await client.request(ShutdownRequest(ref=0, leave=True))
+    done, payload = await client.send_request(ApplyFile(ref=0, models=(), dry_run=True))
+    assert (isinstance(done, ApplyReply), bytes(payload or b"")) == (True, b"+ m")
+    await client.send_request(StopServing(ref=0))
+    await client.send_request(ShutdownRequest(ref=0, leave=True))
     revoke, unrevoke, drain, bring, _, _, stop, leave = commands.asked
     assert bring == "owner/m"
     assert isinstance(stop, StopServing)
@@ -241,7 +241,7 @@ async def test_the_user_may_ask_for_everything(net: Net, library: Library) -> No
     assert leave is True
 
 
-async def test_others_may_not(net: Net, library: Library) -> None:
+async def test_others_may_not(net: Net, library: ModelRepository) -> None:
     server, commands = start(net, library, "me")
     client = net.client(control_codec(), net.member(), server.port)
     await client.wait_connected(10.0)
@@ -252,32 +252,32 @@ async def test_others_may_not(net: Net, library: Library) -> None:
     client.send(InvitationsRequest(ref=5))
     client.send(UnrevokeRequest(ref=6, target="p"))
     client.send(DrainRequest(ref=9, drain=True))
-    client.send(BringModel(ref=7, model="/etc"))
+    client.send(LoadModel(ref=7, model="/etc"))
     client.send(StopServing(ref=8))
     client.send(ApplyFile(ref=10, models=()))
     await net.until(lambda: server.counters.forbidden == 10)
     assert commands.asked == []
 
 
-async def test_members_ask_who_leads(net: Net, library: Library) -> None:
+async def test_members_ask_who_leads(net: Net, library: ModelRepository) -> None:
     server, _ = start(net, library, "me")
     keys = net.member()
-    view = LeaderView(term=3, leader="", leads=False, hears=True, fit=True, replica=(0, 1))
-    reply, _ = await net.client(control_codec(), keys, server.port).request(
+    view = LeaderView(term=3, leader="", is_leader=False, hears_leader=True, can_lead=True, replica=(0, 1))
+    reply, _ = await net.client(control_codec(), keys, server.port).send_request(
         LeaderRequest(ref=0, swarm="s", view=view)
     )
-    assert reply.view == msgspec.structs.replace(view, leader=peer_id(keys.public))
+    assert reply.view == msgspec.structs.replace(view, leader=derive_peer_id(keys.public))
 
 
 async def test_a_guest_is_told_where_the_coordinator_is_and_nothing_else(
-    net: Net, library: Library
+    net: Net, library: ModelRepository
 ) -> None:
     server, _ = start(net, library, "me")
     keys = KeyPair.generate()
-    net.gatekeeper.allow(keys.public, "invite:1")
+    net.gatekeeper.allow_peer(keys.public, "invite:1")
     guest = net.client(control_codec(), keys, server.port)
     wish = JoinRequest(ref=0, public_key=keys.public, name="x", version="1", protocol=PROTOCOL)
-    reply, _ = await guest.request(wish)
+    reply, _ = await guest.send_request(wish)
     assert (reply.coordinator_key, reply.addresses) == ("k" * 40, ("h:1",))
     assert server._permits("invite:1", wish)
     assert not server._permits("invite:1", StatusRequest(ref=0))

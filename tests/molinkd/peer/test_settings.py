@@ -12,10 +12,10 @@ from molink.facts.settings import PipelineSettings
 from molinkd.peer.agent.devices import device_settings
 from molinkd.peer.home import Home
 from molinkd.peer.settings import (
-    NAMES,
-    PORTS_TRIED,
+    SETTING_NAMES,
+    MAX_PORTS_TRIED,
     Settings,
-    Share,
+    MemoryShare,
     load_settings,
     parse_size,
 )
@@ -37,7 +37,7 @@ def test_later_layers_win(tmp_path: Path, no_common_config: Path) -> None:
     settings = load_settings(
         Home(tmp_path), {"name": "given", "hold": None}, {"MOLINK_NAME": "env", "OTHER": "x"}
     )
-    assert (settings.name, settings.hold, settings.pipeline.max_running) == ("given", 6.0, 8)
+    assert (settings.name, settings.pipeline_wait_timeout, settings.pipeline.max_num_seqs) == ("given", 6.0, 8)
 
 
 def test_text_is_converted() -> None:
@@ -97,7 +97,7 @@ def test_what_cannot_work_is_named(options: dict[str, object], names: str) -> No
 
 @pytest.mark.parametrize(
     ("text", "memory"),
-    [("80%", Share(80)), (" 12.5 % ", Share(12.5)), ("12GB", 12 * 10**9), ("0", 0), (5000, 5000)],
+    [("80%", MemoryShare(80)), (" 12.5 % ", MemoryShare(12.5)), ("12GB", 12 * 10**9), ("0", 0), (5000, 5000)],
 )
 def test_memory_is_a_size_or_a_share(text: object, memory: object) -> None:
     settings = load_settings(Home(Path("nowhere")), {"memory": text}, {})
@@ -109,7 +109,7 @@ def test_memory_is_a_size_or_a_share(text: object, memory: object) -> None:
 def test_the_command_line_wins_over_a_share_of_the_environment() -> None:
     environment = {"MOLINK_VRAM_BUDGET": "80%", "MOLINK_QUANTIZE": "nf4"}
     settings = load_settings(Home(Path("nowhere")), {}, environment)
-    assert (settings.memory, settings.quantize) == (Share(80), "nf4")
+    assert (settings.memory, settings.quantize) == (MemoryShare(80), "nf4")
     options = {"memory": "2GB", "quantize": "int8"}
     settings = load_settings(Home(Path("nowhere")), options, environment)
     assert (settings.memory, settings.quantize) == (2 * 10**9, "int8")
@@ -146,10 +146,10 @@ def test_sizes(text: str, size: int) -> None:
 @pytest.mark.parametrize(("text", "rows"), [("auto", 0), (" AUTO", 0), ("0", 0), ("256", 256)])
 def test_rows_of_a_chunk(text: str, rows: int) -> None:
     nowhere = Home(Path("nowhere"))
-    assert load_settings(nowhere, {"chunk_tokens": text}, {}).pipeline.chunk_tokens == rows
+    assert load_settings(nowhere, {"chunk_tokens": text}, {}).pipeline.max_num_batched_tokens == rows
     settings = load_settings(nowhere, {}, {"MOLINK_CHUNK_TOKENS": text})
-    assert settings.pipeline.chunk_tokens == rows
-    assert load_settings(nowhere, {}, {}).pipeline.chunk_tokens == 0
+    assert settings.pipeline.max_num_batched_tokens == rows
+    assert load_settings(nowhere, {}, {}).pipeline.max_num_batched_tokens == 0
 
 
 def test_micro_batches_may_be_auto() -> None:
@@ -163,7 +163,7 @@ def test_micro_batches_may_be_auto() -> None:
 )
 def test_drafts(text: str, count: int) -> None:
     settings = load_settings(Home(Path("nowhere")), {}, {"MOLINK_DRAFT_TOKENS": text})
-    assert settings.pipeline.draft_tokens == count
+    assert settings.pipeline.num_speculative_tokens == count
 
 
 @pytest.mark.parametrize("text", ["16", "-1", "many"])
@@ -222,7 +222,7 @@ def test_whose_turn_it_is_among_requests(tmp_path: Path) -> None:
 
 def test_settings_of_the_pipeline_are_given_by_their_own_names() -> None:
     nowhere = Home(Path("nowhere"))
-    assert set(PipelineSettings.__struct_fields__) < set(NAMES)
+    assert set(PipelineSettings.__struct_fields__) < set(SETTING_NAMES)
     with pytest.raises(UsageError, match="there is no setting 'pipeline'"):
         load_settings(nowhere, {"pipeline": {}}, {})
     with pytest.raises(UsageError, match="`max_running` is at least 1, not 0"):
@@ -238,17 +238,17 @@ def test_stage_ranges() -> None:
 
 
 def test_only_a_port_that_nobody_has_chosen_moves_on(tmp_path: Path) -> None:
-    home = Home(tmp_path).create()
+    home = Home(tmp_path).create_folders()
     defaults = load_settings(home, {}, {})
-    assert defaults.tries("control_port") == (5467, 5467 + PORTS_TRIED)
+    assert defaults.ports_to_try("control_port") == (5467, 5467 + MAX_PORTS_TRIED)
     home.config.write_text("coordinator_port = 5466", encoding="utf-8")
     chosen = load_settings(home, {"endpoint_port": 5465}, {}, {"control_port": 65535})
-    assert chosen.tries("endpoint_port") == (5465, 5466), "the number of the default, but chosen"
-    assert chosen.tries("control_port") == (65535, 65536)
+    assert chosen.ports_to_try("endpoint_port") == (5465, 5466), "the number of the default, but chosen"
+    assert chosen.ports_to_try("control_port") == (65535, 65536)
     assert chosen.chosen_ports == ("control_port", "coordinator_port", "endpoint_port")
     environment = load_settings(home, {}, {"MOLINK_ENDPOINT_PORT": "0"})
-    assert environment.tries("endpoint_port") == (0, 1)
-    assert device_settings(chosen, "cuda:1", "pc/cuda:1").tries("control_port")[1] == 65536
+    assert environment.ports_to_try("endpoint_port") == (0, 1)
+    assert device_settings(chosen, "cuda:1", "pc/cuda:1").ports_to_try("control_port")[1] == 65536
     with pytest.raises(UsageError, match="no setting 'chosen_ports'"):
         load_settings(home, {}, {}, {"chosen_ports": "x"})
 
@@ -257,7 +257,7 @@ def test_the_example_can_be_copied(tmp_path: Path) -> None:
     example = files("molink.configs") / "examples" / "config.toml"
     (tmp_path / "config.toml").write_bytes(example.read_bytes())
     settings = load_settings(Home(tmp_path), {}, {})
-    assert (settings.name, settings.hold) == ("attic", 60.0)
+    assert (settings.name, settings.pipeline_wait_timeout) == ("attic", 60.0)
     assert settings.allowed_hosts == ("llm.home.example",)
 
 

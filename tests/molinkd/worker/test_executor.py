@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.ring.work import Segment, StepDone
+from molink.ring.work import StepInput, StepResult
 from molink.stage.stage import Stage
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Admit, Rows, Sampling, Volume
+from molink.wire.messages.data import Admit, RequestSlice, SamplingParams, Volume
 from molinkd.worker import executor as module
-from molinkd.worker.executor import Executor
+from molinkd.worker.executor import StageExecutor
 from molinkd.worker.request_table import RequestTable
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
@@ -50,16 +50,16 @@ def freed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def load(folder: ModelFolder, layers: tuple[int, int]) -> Any:
-    stage = Stage.load(folder, layers, "cpu", "f32")
-    stage.allocate(8, 4)
+    stage = Stage.load_layers(folder, layers, "cpu", "f32")
+    stage.allocate_kv_pool(8, 4)
     return HungryStage(stage)
 
 
-def step(stage: Any, data: Any, requests: RequestTable) -> StepDone:
-    done: queue.SimpleQueue[StepDone] = queue.SimpleQueue()
-    executor = Executor(stage, requests, lambda function, result: function(result))
-    volume = Volume(9, True, (Rows(0, 0, 2, 1, (0,), True),), Payload("i32", (2,)))
-    executor.submit([Segment(volume, data)], done.put)
+def step(stage: Any, data: Any, requests: RequestTable) -> StepResult:
+    done: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
+    executor = StageExecutor(stage, requests, lambda function, result: function(result))
+    volume = Volume(9, True, (RequestSlice(0, 0, 2, 1, (0,), True),), Payload("i32", (2,)))
+    executor.submit_step([StepInput(volume, data)], done.put)
     executor.close()
     return done.get_nowait()
 
@@ -86,12 +86,12 @@ class PreparingStage:
 def test_an_idle_stage_makes_graphs_one_at_a_time_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.01)
+    monkeypatch.setattr(module, "IDLE_BEFORE_CAPTURE_S", 0.01)
     stage: Any = PreparingStage(1 if fails else 3, fails)
-    executor = Executor(stage, table(), lambda function, result: function(result))
+    executor = StageExecutor(stage, table(), lambda function, result: function(result))
     assert stage.tried.wait(30)
-    done: queue.SimpleQueue[StepDone] = queue.SimpleQueue()
-    executor.submit([], done.put)  # of which this stage can make nothing, but the thread lives
+    done: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
+    executor.submit_step([], done.put)  # of which this stage can make nothing, but the thread lives
     assert done.get(timeout=30).error is not None
     executor.close()
     assert stage.made in ((1, 2) if fails else (3, 4))  # once more after the step
@@ -99,22 +99,22 @@ def test_an_idle_stage_makes_graphs_one_at_a_time_and_goes_on(
 
 def test_a_stage_that_has_steps_to_run_makes_none() -> None:
     stage: Any = PreparingStage(3, False)
-    executor = Executor(stage, table(), lambda function, result: function(result))
-    done: queue.SimpleQueue[StepDone] = queue.SimpleQueue()
+    executor = StageExecutor(stage, table(), lambda function, result: function(result))
+    done: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
     for _ in range(5):
-        executor.submit([], done.put)
+        executor.submit_step([], done.put)
     executor.close()
     assert stage.made == 0
 
 
 def table() -> RequestTable:
     requests = RequestTable()
-    requests.admit(Admit(1, 0, Sampling(temperature=0.0), 2))
+    requests.admit_request(Admit(1, 0, SamplingParams(temperature=0.0), 2))
     return requests
 
 
-def rows_of(done: StepDone) -> torch.Tensor:
-    (result,) = done.results
+def rows_of(done: StepResult) -> torch.Tensor:
+    (result,) = done.outputs
     assert result.rows is not None
     return torch.frombuffer(result.rows, dtype=torch.float32)
 
@@ -149,10 +149,10 @@ def test_at_the_tail_the_request_is_reported_as_failed(
     stage = load(folder, (1, 3))
     stage.error = NO_MEMORY
     done = step(stage, bytearray(2 * 64 * 4), table())
-    (result,) = done.results
+    (result,) = done.outputs
     assert result.sampled is not None
     assert result.sampled.failed == (0,)
-    assert result.sampled.choices == ()
+    assert result.sampled.sampled == ()
 
 
 def test_a_failed_step_makes_nothing_on_the_device(
@@ -162,7 +162,7 @@ def test_a_failed_step_makes_nothing_on_the_device(
     stage = load(folder, (1, 3))
     stage.error, stage.device = NO_MEMORY, torch.device("meta")
     done = step(stage, bytearray(2 * 64 * 4), table())
-    assert done.results
+    assert done.outputs
 
 
 def test_the_next_step_works_and_its_result_is_what_it_would_have_been(

@@ -8,27 +8,27 @@ import numpy as np
 import pytest
 
 from molink.errors import PortInUse
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.link.ends import LinkName
 from molink.link.heartbeat import StageProgress
 from molink.link.incoming import InLink, InLinkEvents
 from molink.link.outgoing import OutLink, OutLinkEvents
-from molink.link.policies.base import DecodeFinished, DecodeStarted, LanePolicy
+from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent, ChannelPolicy
 from molink.link.policies.create import POLICIES, create_policy
 from molink.link.receiver import Arrival, LinkReceiver
-from molink.link.recording import RecordedPolicy, replay
+from molink.link.recording import RecordingPolicy, replay_recording
 from molink.link.sender import LinkSender
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import Rows, Tombstone, Volume, VolumePart
+from molink.wire.messages.data import RequestSlice, Tombstone, Volume, VolumeFragment
 from molink.wire.sockets.server import Server
-from molinkd.worker.dial import Dialer
+from molinkd.worker.dial import StageConnector
 
 HIDDEN = 256
 
 
 def volume(tick: int, rows: int, prefill: bool) -> tuple[Volume, bytes]:
-    header = Volume(tick, prefill, (Rows(1, 0, rows, 0),), Payload("bf16", (rows, HIDDEN)))
+    header = Volume(tick, prefill, (RequestSlice(1, 0, rows, 0),), Payload("bf16", (rows, HIDDEN)))
     return header, np.random.default_rng(tick).bytes(rows * HIDDEN * 2)
 
 
@@ -36,7 +36,7 @@ class Pair:
     """Stage 0 linked to stage 1."""
 
     def __init__(
-        self, net: Any, policy: str | LanePolicy = "fifo", cut_through: bool = False
+        self, net: Any, policy: str | ChannelPolicy = "fifo", cut_through: bool = False
     ) -> None:
         self.net = net
         self.keys = net.member()
@@ -44,16 +44,16 @@ class Pair:
         self.deaths: list[str] = []
         self.server = self.listen(net.server(data_codec(), self.handle))
         receiver = LinkReceiver(1, HIDDEN, "bf16", cut_through=cut_through)
-        idle, name = StageProgress(0, 0, busy=False), LinkName("p", 0)
+        idle, name = StageProgress(0, 0, has_requests=False), LinkName("p", 0)
         loop = asyncio.get_running_loop()
-        user = peer_id(self.keys.public)
+        user = derive_peer_id(self.keys.public)
         taking = InLinkEvents(lambda: idle, self.arrivals.append)
         self.incoming = InLink(loop, self, receiver, name, user, taking)
         address = f"tcp://127.0.0.1:{self.server.port}"
-        self.dialer = Dialer(net.context, self.keys, net.keys.public, [address])
+        self.dialer = StageConnector(net.context, self.keys, net.keys.public, [address])
         sender = LinkSender(1, create_policy(policy) if isinstance(policy, str) else policy)
         sending = OutLinkEvents(lambda: idle, self.deaths.append)
-        self.outgoing = OutLink(loop, self.dialer.connect, sender, name, sending)
+        self.outgoing = OutLink(loop, self.dialer.open_connection, sender, name, sending)
         # Whatever comes of the test, or the context could never be closed.
         net.at_end(self.close)
 
@@ -61,12 +61,12 @@ class Pair:
         return server
 
     def handle(self, sender: Any, message: Any, payload: memoryview | None) -> None:
-        self.incoming.handle(sender, message, payload)
+        self.incoming.handle_message(sender, message, payload)
 
     def send(self, identity: bytes, message: Any, payload: Any = None) -> bool:
         return self.server.send(identity, message, payload)
 
-    def offend(self, user_id: str, reason: str) -> None:
+    def report_misbehaviour(self, user_id: str, reason: str) -> None:
         raise AssertionError(reason)
 
     async def restart(self) -> None:
@@ -100,13 +100,13 @@ async def test_a_link_survives_broken_connections(net: Any) -> None:
             tick = turn * 100 + step
             header, data = volume(tick, 700 if step % 3 else 3, prefill=step % 3 > 0)
             sent.append((header, data))
-            pair.outgoing.volume(header, data)
+            pair.outgoing.send_volume(header, data)
             if step == 6 and turn:
                 await pair.restart()
         sent.append((Tombstone(turn * 100 + 50), None))
-        pair.outgoing.control(Tombstone(turn * 100 + 50))
+        pair.outgoing.send_control(Tombstone(turn * 100 + 50))
         await net.until(lambda: len(pair.arrivals) == len(sent))
-    by_tick = sorted(pair.arrivals, key=lambda arrival: arrival.body.tick)  # type: ignore[union-attr]
+    by_tick = sorted(pair.arrivals, key=lambda arrival: arrival.body.seq)  # type: ignore[union-attr]
     for arrival, (body, data) in zip(by_tick, sent, strict=True):
         assert arrival.body == body
         assert arrival.payload == data
@@ -122,15 +122,15 @@ async def test_a_link_survives_connections_that_are_made_anew(net: Any) -> None:
     await net.until(lambda: pair.outgoing.stats.rtt > 0)
     sent = {tick: volume(tick, 700, prefill=tick % 3 > 0) for tick in range(30)}
     for tick, (header, data) in sent.items():
-        pair.outgoing.volume(header, data)
+        pair.outgoing.send_volume(header, data)
         if tick % 10 == 5:
             for client in pair.dialer.clients:
-                client.redial()
+                client.reconnect_now()
             await net.until(lambda tick=tick: len(pair.arrivals) > tick)
     await net.until(lambda: len(pair.arrivals) == len(sent))
     for arrival in pair.arrivals:
         assert isinstance(arrival.body, Volume)
-        assert (arrival.body, arrival.payload) == sent[arrival.body.tick]
+        assert (arrival.body, arrival.payload) == sent[arrival.body.seq]
     await net.until(lambda: not pair.outgoing.stats.unacknowledged_bytes)
     assert pair.outgoing.stats.connects >= 4
     assert pair.deaths == []
@@ -144,11 +144,11 @@ async def test_volumes_in_pieces_over_broken_connections(net: Any, policy: str) 
     sent = {tick: volume(tick, 2000, prefill=tick % 3 > 0) for tick in range(6)}
     row = HIDDEN * 2
     for header, data in sent.values():
-        pair.outgoing.volume(header, memoryview(data)[: 500 * row])
+        pair.outgoing.send_volume(header, memoryview(data)[: 500 * row])
     await net.until(lambda: rows_of(pair, 1) == 500)
     for first in (500, 1000, 1500):
         for tick, (_, data) in sent.items():
-            pair.outgoing.more(tick, memoryview(data)[first * row : (first + 500) * row])
+            pair.outgoing.send_more_rows(tick, memoryview(data)[first * row : (first + 500) * row])
             if tick == 2:
                 await pair.restart()
         await net.until(lambda first=first: rows_of(pair, 5) == first + 500)
@@ -157,7 +157,7 @@ async def test_volumes_in_pieces_over_broken_connections(net: Any, policy: str) 
     assert len(begun) == len(sent)
     for arrival in begun:
         assert isinstance(arrival.body, Volume)
-        assert (arrival.body, arrival.payload) == sent[arrival.body.tick]
+        assert (arrival.body, arrival.payload) == sent[arrival.body.seq]
     await net.until(lambda: not pair.outgoing.stats.unacknowledged_bytes)
     assert pair.deaths == []
 
@@ -165,20 +165,20 @@ async def test_volumes_in_pieces_over_broken_connections(net: Any, policy: str) 
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_a_recorded_run_decides_the_same_again(net: Any, policy: str) -> None:
     lines: list[bytes] = []
-    pair = Pair(net, RecordedPolicy(create_policy(policy), lines.append))
+    pair = Pair(net, RecordingPolicy(create_policy(policy), lines.append))
     pair.outgoing.start()
     sent = {tick: volume(tick, 1000, prefill=tick % 2 > 0) for tick in range(12)}
     for tick, (header, data) in sent.items():
-        pair.outgoing.handle(DecodeStarted(4, 0.001))
-        pair.outgoing.volume(header, memoryview(data)[: 2 * HIDDEN])
-        pair.outgoing.handle(DecodeFinished(4, 0.002 if tick % 3 else None))
-        pair.outgoing.more(tick, memoryview(data)[2 * HIDDEN :])
+        pair.outgoing.handle_event(DecodeStartedEvent(4, 0.001))
+        pair.outgoing.send_volume(header, memoryview(data)[: 2 * HIDDEN])
+        pair.outgoing.handle_event(DecodeFinishedEvent(4, 0.002 if tick % 3 else None))
+        pair.outgoing.send_more_rows(tick, memoryview(data)[2 * HIDDEN :])
         if tick == 7:
             await net.until(lambda: pair.arrivals)
             await pair.restart()
     await net.until(lambda: len(pair.arrivals) == len(sent))
     await net.until(lambda: not pair.outgoing.stats.unacknowledged_bytes)
-    assert replay(lines) == []
+    assert replay_recording(lines) == []
     told = {msgspec.json.decode(line).get("event") for line in lines}
     assert {"Produced", "DecodeStarted", "DecodeFinished", "Sent", "Acknowledged"} <= told
     assert sum(b'"send"' in line for line in lines) >= len(sent)
@@ -186,12 +186,12 @@ async def test_a_recorded_run_decides_the_same_again(net: Any, policy: str) -> N
 
 def rows_of(pair: Pair, tick: int) -> int:
     """How many rows of a volume have been reported."""
-    bodies = (Volume, VolumePart)
+    bodies = (Volume, VolumeFragment)
     return max(
         (
             arrival.rows
             for arrival in pair.arrivals
-            if isinstance(arrival.body, bodies) and arrival.body.tick == tick
+            if isinstance(arrival.body, bodies) and arrival.body.seq == tick
         ),
         default=0,
     )
@@ -201,8 +201,8 @@ async def test_the_next_stage_may_come_late(net: Any) -> None:
     pair = Pair(net)
     pair.incoming._receiver.epoch = 0
     pair.outgoing.start()
-    pair.outgoing.control(Tombstone(1))
-    await net.until(lambda: pair.incoming.stats.strangers >= 3)
+    pair.outgoing.send_control(Tombstone(1))
+    await net.until(lambda: pair.incoming.stats.foreign_hellos >= 3)
     pair.incoming._receiver.epoch = 1
     await net.until(lambda: pair.arrivals)
     await net.until(lambda: pair.outgoing.stats.rtt > 0)
@@ -214,7 +214,7 @@ async def test_a_large_volume_comes_whole(net: Any, prefill: bool) -> None:
     pair = Pair(net)
     pair.outgoing.start()
     header, data = volume(5, 40_000, prefill)
-    pair.outgoing.volume(header, data)
+    pair.outgoing.send_volume(header, data)
     await net.until(lambda: pair.arrivals)
     assert pair.arrivals[0].body == header
     assert pair.arrivals[0].payload == data

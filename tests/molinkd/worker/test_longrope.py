@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.ring.work import Segment
-from molink.scheduler.head import Head
-from molink.scheduler.limits import HeadLimits
-from molink.scheduler.request import HeadRequest
+from molink.ring.work import StepInput
+from molink.scheduler.head import Scheduler
+from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.request import SchedulerRequest
 from molink.stage.stage import Stage
-from molink.wire.messages.data import Admit, Release, Sampling, Table
-from molink.wire.messages.serving import Token
+from molink.wire.messages.data import Admit, Release, SamplingParams, BlockTable
+from molink.wire.messages.serving import OutputToken
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
 from tests.support.models import MakeModel
 from tests.support.stage import Reference
 
-GREEDY = Sampling(temperature=0.0, logprobs=0)
+GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 #: As Phi-3-mini-128k has it, with a smaller context.
 PHI3 = {
     "rope_parameters": {
@@ -43,58 +43,58 @@ class Workers:
     def __init__(self, folder: Path) -> None:
         opened = ModelFolder.open(folder)
         config = opened.config
-        limits = HeadLimits(
+        limits = SchedulerConfig(
             700,
             16,
             2,
-            chunk_tokens=512,
-            max_context=config.context,
+            max_num_batched_tokens=512,
+            max_model_len=config.max_model_len,
             short_context=config.short_context,
         )
-        self.head = Head(limits, 1)
+        self.head = Scheduler(limits, 1)
         bounds = (0, 1), (1, config.layers)
-        self._stages = [Stage.load(opened, layers, "cpu", "f32") for layers in bounds]
+        self._stages = [Stage.load_layers(opened, layers, "cpu", "f32") for layers in bounds]
         self._tables = [RequestTable() for _ in self._stages]
         for stage in self._stages:
-            stage.allocate(limits.blocks, limits.block_size)
+            stage.allocate_kv_pool(limits.num_blocks, limits.block_size)
 
-    def serve(self, *asked: tuple[Sequence[int], int]) -> list[list[Token]]:
+    def serve(self, *asked: tuple[Sequence[int], int]) -> list[list[OutputToken]]:
         """The answers to prompts that come at once, each of so many tokens: the first 32 of them.
 
         Then their client takes no more, and goes away.
         """
         for number, (tokens, count) in enumerate(asked):
             prompt = tuple(tokens)
-            request = HeadRequest("d", str(number), prompt, len(prompt), count, GREEDY, window=32)
-            self.head.submit(request, 0.0)
+            request = SchedulerRequest("d", str(number), prompt, len(prompt), count, GREEDY, credit_window=32)
+            self.head.submit_request(request, 0.0)
         told = self._run()
-        self.head.cancel_owner("d", 0.0)
+        self.head.cancel_peer("d", 0.0)
         told += self._run()
         return [[one for one in told if one.key == str(key)] for key in range(len(asked))]
 
-    def _run(self) -> list[Token]:
-        told: list[Token] = []
-        while (batch := self.head.next(0.0)) is not None:
-            for control in batch.control:
+    def _run(self) -> list[OutputToken]:
+        told: list[OutputToken] = []
+        while (batch := self.head.next_batch(0.0)) is not None:
+            for control in batch.controls:
                 for table in self._tables:
                     match control.body:
                         case Admit() as admit:
-                            table.admit(admit)
-                        case Table(request=one):
-                            table.table(one, control.ids or ())
+                            table.admit_request(admit)
+                        case BlockTable(request=one):
+                            table.append_blocks(one, control.ids or ())
                         case Release(request=one):
-                            table.release(one)
+                            table.release_request(one)
             for volume in batch.volumes:
-                segments = [Segment(volume.header, volume.tokens)]
+                step_inputs = [StepInput(volume.header, volume.tokens)]
                 for stage, table in zip(self._stages, self._tables, strict=True):
-                    results = run_step(stage, table, segments)
-                    segments = [Segment(result.volume, result.rows) for result in results]
+                    results = run_step(stage, table, step_inputs)
+                    step_inputs = [StepInput(result.volume, result.rows) for result in results]
                 assert results[0].sampled is not None
-                emissions = self.head.sampled(results[0].sampled, {}, 0.0)
-                told += [each.message for each in emissions if isinstance(each.message, Token)]
-            for control in batch.control:
+                emissions = self.head.on_sampled(results[0].sampled, {}, 0.0)
+                told += [each.message for each in emissions if isinstance(each.message, OutputToken)]
+            for control in batch.controls:
                 if isinstance(control.body, Release):
-                    self.head.released(control.body.tick, 0.0)
+                    self.head.on_released(control.body.seq, 0.0)
             self.head.validate()
         return told
 
@@ -117,7 +117,7 @@ def prompt(count: int) -> list[int]:
     return torch.randint(0, 256, (count,), generator=generator).tolist()
 
 
-def check(reference: Reference, tokens: Sequence[int], answer: Sequence[Token]) -> None:
+def check(reference: Reference, tokens: Sequence[int], answer: Sequence[OutputToken]) -> None:
     """The greedy tokens, and how likely each is, are those of one forward over all of them."""
     found = [one.token for one in answer]
     logits = reference.logits([*tokens, *found[:-1]])[len(tokens) - 1 :]
@@ -137,10 +137,10 @@ def test_short_and_long_prompts(folder: Path, reference: Reference) -> None:
     # One after the other: what one has left in the cache is of no use to the other.
     (again,) = workers.serve((prompt(60), 4))
     check(reference, prompt(60), again)
-    assert again[0].cached == 40  # and not the 60 that the long prompt begins with
+    assert again[0].cached_tokens == 40  # and not the 60 that the long prompt begins with
     (again,) = workers.serve(([*long, 5], 4))
     check(reference, [*long, 5], again)
-    assert again[0].cached == 4200
+    assert again[0].cached_tokens == 4200
 
 
 def test_a_prompt_whose_answer_may_be_long_is_rotated_for_that(

@@ -16,28 +16,28 @@ import pytest
 import torch
 import zmq.asyncio
 
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.facts.settings import PipelineSettings
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage, data_codec
-from molink.wire.messages.data import Sampling
+from molink.wire.messages.data import SamplingParams
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.pipe import (
-    DraftStart,
-    Formed,
+    DraftModelSpec,
+    RingFormed,
     FormRing,
     FromWorker,
-    Loaded,
-    MemberKey,
-    Members,
-    Start,
-    Stats,
-    Warm,
-    Warmed,
+    WorkerLoaded,
+    PeerKey,
+    PeerKeys,
+    LoadStage,
+    WorkerStats,
+    WarmUp,
+    WarmedUp,
     read_pipe,
     write_pipe,
 )
-from molink.wire.messages.serving import Cancel, Prompt, Rejected, Submit, Tokens
+from molink.wire.messages.serving import Cancel, PromptFragment, Rejected, Submit, OutputTokens
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 
@@ -69,7 +69,7 @@ class Stage:
 
     def address(self) -> StageAddress:
         return StageAddress(
-            peer=peer_id(self.keys.public),
+            peer=derive_peer_id(self.keys.public),
             public_key=self.keys.public,
             addresses=("127.0.0.1",),
             port=self.port,
@@ -94,16 +94,16 @@ def ring_of(
             stages.append(stage)
             start = _start(folder, index, len(ranges), layers, stage.keys)
             if draft is not None and index == 0:
-                beside = DraftStart(model_dir=str(draft), kv_bytes=1 << 20)
-                settings = PipelineSettings(chunk_tokens=16, draft_tokens=3)
+                beside = DraftModelSpec(model_dir=str(draft), kv_bytes=1 << 20)
+                settings = PipelineSettings(max_num_batched_tokens=16, num_speculative_tokens=3)
                 start = msgspec.structs.replace(start, draft=beside, settings=settings)
             stage.tell(start)
         keys = [client, *(stage.keys for stage in stages)]
-        members = tuple(MemberKey(peer=peer_id(key.public), public_key=key.public) for key in keys)
+        members = tuple(PeerKey(peer=derive_peer_id(key.public), public_key=key.public) for key in keys)
         blocks = []
         for stage in stages:
-            stage.tell(Members(members=members))
-            loaded = stage.hear(Loaded)
+            stage.tell(PeerKeys(peers=members))
+            loaded = stage.hear(WorkerLoaded)
             assert loaded.profile.known
             stage.port = loaded.port
             blocks.append(loaded.max_blocks)
@@ -134,11 +134,11 @@ def form(stages: list[Stage], epoch: int, blocks: int) -> None:
     for stage in stages:
         stage.tell(FormRing(epoch=epoch, ring=ring, blocks=blocks, micro_batches=len(stages)))
     for stage in stages:
-        assert stage.hear(Formed).epoch == epoch
+        assert stage.hear(RingFormed).epoch == epoch
 
 
-def _start(folder: Path, index: int, stages: int, layers: tuple[int, int], keys: KeyPair) -> Start:
-    return Start(
+def _start(folder: Path, index: int, stages: int, layers: tuple[int, int], keys: KeyPair) -> LoadStage:
+    return LoadStage(
         pipeline="p1",
         stage=index,
         stages=stages,
@@ -153,8 +153,8 @@ def _start(folder: Path, index: int, stages: int, layers: tuple[int, int], keys:
         ports=(20000, 65000),
         kv_bytes=1 << 20,
         block_size=4,
-        max_context=256,
-        settings=PipelineSettings(chunk_tokens=16),
+        max_model_len=256,
+        settings=PipelineSettings(max_num_batched_tokens=16),
     )
 
 
@@ -170,24 +170,24 @@ class Daemon:
         self._over: dict[str, asyncio.Event] = {}
 
     def heard(self, message: DataMessage, _: memoryview | None) -> None:
-        if isinstance(message, Tokens):
+        if isinstance(message, OutputTokens):
             for token in message.tokens:
                 assert token.position == len(self.tokens[token.key])
                 self.tokens[token.key].append(token.token)
-                self.cached.setdefault(token.key, token.cached)
-                if token.finish is not None:
+                self.cached.setdefault(token.key, token.cached_tokens)
+                if token.finish_reason is not None:
                     self._over[token.key].set()
         elif isinstance(message, Rejected):
             self.rejected[message.key] = message.reason
             self._over[message.key].set()
 
     def submit(self, key: str, prompt: list[int], epoch: int = 1, **settings: Any) -> None:
-        sampling = Sampling(**{"temperature": 0.0, **settings})
+        sampling = SamplingParams(**{"temperature": 0.0, **settings})
         count = len(prompt)
         self.tokens[key] = list(prompt)
         self._over[key] = asyncio.Event()
         self._client.send(Submit("p1", epoch, key, count, count, TOKENS, sampling))
-        part = Prompt(key, 0, Payload("i32", (count,)))
+        part = PromptFragment(key, 0, Payload("i32", (count,)))
         self._client.send(part, array("i", prompt).tobytes())
 
     def cancel(self, key: str) -> None:
@@ -290,9 +290,9 @@ async def test_a_worker_asks_its_draft_model(
             async with daemon_of(stages[0], client_keys) as daemon:
                 daemon.submit(f"r{epoch}", PROMPT, epoch=epoch)
                 assert await daemon.finished(f"r{epoch}") == expected
-        stats = stages[0].hear(Stats)
+        stats = stages[0].hear(WorkerStats)
         while stats.counters["head_finished_total"] < 2:
-            stats = stages[0].hear(Stats)
+            stats = stages[0].hear(WorkerStats)
         counters = stats.counters
         assert counters["head_guessed_tokens_total"] > 10
         assert counters["head_draft_tokens_accepted_total"] > 10
@@ -328,10 +328,10 @@ async def test_cancel_new_epoch_and_penalties(pair: Pair, client_keys: KeyPair) 
         plain = reference(pair.folder, PROMPT)
         assert first != plain
 
-        stats = stages[0].hear(Stats)
+        stats = stages[0].hear(WorkerStats)
         # The first reports may be from before the requests.
         while stats.counters["head_finished_total"] < 1 or stats.gauges["head_blocks_used"]:
-            stats = stages[0].hear(Stats)
+            stats = stages[0].hear(WorkerStats)
         assert stats.counters["head_finished_total"] == 1
 
         pair.epoch += 1
@@ -355,7 +355,7 @@ async def test_workers_hold_other_layers_without_another_process(
         pair.epoch += 1
         for index, layers in enumerate(itertools.pairwise(cuts)):
             stages[index].tell(_start(pair.folder, index, 2, layers, stages[index].keys))
-        loaded = [stage.hear(Loaded) for stage in stages]
+        loaded = [stage.hear(WorkerLoaded) for stage in stages]
         assert [each.port for each in loaded] == ports
         form(stages, pair.epoch, min(each.max_blocks for each in loaded))
         async with daemon_of(stages[0], client_keys) as daemon:
@@ -370,12 +370,12 @@ def spare_of(folder: Path) -> Iterator[Stage]:
         [sys.executable, "-m", "molinkd.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     spare = Stage(process, KeyPair.generate())
-    warm = Warm(
+    warm = WarmUp(
         layers=(1, 2), model_dir=str(folder), dtype="f32", device="cpu", threads=1, block_size=4
     )
     spare.tell(warm)
     try:
-        spare.hear(Warmed)
+        spare.hear(WarmedUp)
         yield spare
     finally:
         end(spare)
@@ -388,8 +388,8 @@ async def test_a_spare_serves_as_any_worker(
     with spare_of(folder) as spare:
         spare.tell(_start(folder, 0, 1, (0, 3), spare.keys))
         key = client_keys.public
-        spare.tell(Members(members=(MemberKey(peer=peer_id(key), public_key=key),)))
-        loaded = spare.hear(Loaded)
+        spare.tell(PeerKeys(peers=(PeerKey(peer=derive_peer_id(key), public_key=key),)))
+        loaded = spare.hear(WorkerLoaded)
         spare.port = loaded.port
         form([spare], 1, loaded.max_blocks)
         async with daemon_of(spare, client_keys) as daemon:

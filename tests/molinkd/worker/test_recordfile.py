@@ -9,14 +9,14 @@ from molinkd.worker.recordfile import RecordFile
 def test_whole_lines_under_a_name_that_is_safe(tmp_path: Path) -> None:
     record = RecordFile(tmp_path / "new", "a/../b c", 2, 7)
     assert record.path == tmp_path / "new" / "link-a_.._b_c-2-7.jsonl"
-    record.write(b"one\n")
+    record.write_line(b"one\n")
     assert record.path.read_bytes() == b""
-    record.write(b"x" * 20_000 + b"\n")
+    record.write_line(b"x" * 20_000 + b"\n")
     assert record.path.read_bytes() == b"one\n" + b"x" * 20_000 + b"\n"
-    record.write(b"last\n")
+    record.write_line(b"last\n")
     record.close()
     assert record.path.read_bytes().endswith(b"x\nlast\n")
-    record.write(b"too late\n")
+    record.write_line(b"too late\n")
     record.close()
 
 
@@ -42,10 +42,10 @@ def test_a_full_disk_ends_a_recording_after_a_whole_line(
 ) -> None:
     record = RecordFile(tmp_path, "p", 0, 1)
     line = b"x" * 20_000 + b"\n"
-    record.write(line)
+    record.write_line(line)
     record._file = FullDisk(record._file)  # type: ignore[arg-type, assignment]
-    record.write(line)
-    record.write(line)
+    record.write_line(line)
+    record.write_line(line)
     record.close()
     assert record.path.read_bytes() == line
     assert caplog.text.count("can't record") == 1
@@ -56,6 +56,6 @@ def test_a_folder_that_can_not_be_written_is_a_warning(
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     record = RecordFile(tmp_path / "file", "p", 0, 1)
-    record.write(b"line\n")
+    record.write_line(b"line\n")
     record.close()
     assert "can't record to" in caplog.text

@@ -10,19 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.checkpoint.source import demo_model
-from molink.stage.sampling.sampler import SampleRow, sample
-from molink.swarm.frontend.generation import GenerationRequest
-from molink.text.grammar import check_grammar, grammar_of
-from molink.text.matcher import Grammars
+from molink.checkpoint.source import find_demo_model
+from molink.stage.sampling.sampler import SampleRow, sample_tokens
+from molink.swarm.frontend.generation import Request
+from molink.text.grammar import check_grammar, build_grammar
+from molink.text.matcher import GrammarCompiler
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import Sampling
+from molink.wire.messages.data import SamplingParams
 from tests.support.ring_backend import RingBackend
 
-FOLDER = demo_model().path
+FOLDER = find_demo_model().path
 VOCABULARY = 2048
 TOKENIZER = Tokenizer.open(FOLDER)
-GRAMMARS = Grammars(FOLDER, VOCABULARY)
+GRAMMARS = GrammarCompiler(FOLDER, VOCABULARY)
 #: No answer to these schemas need be as long.
 MOST_TOKENS = 4000
 KEYS = st.sampled_from(["a", "b", "name", 'quo"te', "ключ", "x y", "🦊"])
@@ -77,23 +77,23 @@ SCHEMAS = st.recursive(leaves(), wider, max_leaves=6)
 
 def answer(schema: dict[str, Any], seed: int, temperature: float) -> str:
     """What random logits say under ``schema``, through the sampler."""
-    grammar = grammar_of("json_schema", json.dumps(schema))
+    grammar = build_grammar("json_schema", json.dumps(schema))
     check_grammar(grammar)
-    constraint = GRAMMARS.begin(grammar)
+    constraint = GRAMMARS.start_matcher(grammar)
     generator = torch.Generator().manual_seed(seed)
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=temperature, seed=seed, top_k=random.Random(seed).choice((0, 40))
     )
     tokens: list[int] = []
     while len(tokens) < MOST_TOKENS:
         logits = torch.randn(1, VOCABULARY, generator=generator) * 4
-        row = SampleRow(sampling, len(tokens), None, constraint.allowed()[0])
-        (drawn,) = sample(logits, [row])
+        row = SampleRow(sampling, len(tokens), None, constraint.compute_masks()[0])
+        (drawn,) = sample_tokens(logits, [row])
         assert drawn is not None
         if drawn.token in TOKENIZER.eos_ids:
             return TOKENIZER.decode(tokens, skip_special=False)
         tokens.append(drawn.token)
-        constraint.add([drawn.token])
+        constraint.add_tokens([drawn.token])
     raise AssertionError(f"no end: {TOKENIZER.decode(tokens)[:200]}")
 
 
@@ -128,16 +128,16 @@ def test_drafts_change_no_answer_that_is_held_to_a_schema() -> None:
         backend = RingBackend(FOLDER, draft_tokens=drafts, parts=parts)
         said = []
         for seed in range(3):
-            request = GenerationRequest(
+            request = Request(
                 "tiny",
                 TOKENIZER.encode("A list of things as JSON:", special=False),
                 200,
-                Sampling(temperature=0.8, seed=seed),
+                SamplingParams(temperature=0.8, seed=seed),
                 TOKENIZER.eos_ids,
-                grammar_of("json_schema", json.dumps(schema)),
+                build_grammar("json_schema", json.dumps(schema)),
             )
             said.append([told.token for told in backend.tokens(backend.submit(request))])
         found.append(said)
-        counters, _ = backend.ring.head.stats()
+        counters, _ = backend.ring.head.collect_stats()
         assert not drafts or counters["head_draft_tokens_accepted_total"] > 20
     assert found[0] == found[1] == found[2]

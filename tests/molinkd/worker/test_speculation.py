@@ -9,31 +9,31 @@ import pytest
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS, DraftModelFacts, DraftOrder, Guesses
+from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS, DraftModelFacts, DraftBatch, DraftResults
 from molink.facts.profile import Profile
-from molink.ring.work import Segment, StepDone
-from molink.scheduler.limits import HeadLimits
-from molink.scheduler.request import HeadRequest
-from molink.scheduler.speculation.base import Foretold
+from molink.ring.work import StepInput, StepResult
+from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.request import SchedulerRequest
+from molink.scheduler.speculation.base import DraftProposal
 from molink.scheduler.speculation.lookup import PromptLookup
-from molink.sim.agenda import Agenda
+from molink.sim.agenda import EventQueue
 from molink.stage.stage import Stage
-from molink.wire.messages.data import Sampling
-from molink.wire.messages.serving import Token
-from molinkd.worker.drafter import Drafter
+from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.serving import OutputToken
+from molinkd.worker.drafter import DraftProposer
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
 from tests.support.rings import Stages, VirtualRing, WholeLink
 
 STAGES, BLOCKS, BLOCK_SIZE = ((0, 1), (1, 2), (2, 3)), 64, 4
 SAMPLINGS = {
-    "greedy": Sampling(temperature=0.0),
-    "sampled": Sampling(temperature=0.7, seed=5),
-    "filtered": Sampling(temperature=0.9, top_k=40, top_p=0.8, min_p=0.02, seed=6),
-    "penalties": Sampling(
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=0.7, seed=5),
+    "filtered": SamplingParams(temperature=0.9, top_k=40, top_p=0.8, min_p=0.02, seed=6),
+    "penalties": SamplingParams(
         temperature=0.5, seed=7, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.4
     ),
-    "logprobs": Sampling(temperature=0.4, seed=8, logprobs=3, logit_bias=((5, 3.0),)),
+    "logprobs": SamplingParams(temperature=0.4, seed=8, logprobs=3, logit_bias=((5, 3.0),)),
 }
 
 
@@ -41,29 +41,29 @@ SAMPLINGS = {
 class Executor:
     """A stage with the requests that it knows."""
 
-    agenda: Agenda
+    agenda: EventQueue
     stage: Stage
     requests: RequestTable
 
-    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+    def submit(self, segments: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
         results = run_step(self.stage, self.requests, segments)
-        self.agenda.at(self.agenda.now + 0.01, done, StepDone(results, 0.01, None))
+        self.agenda.schedule_at(self.agenda.now + 0.01, done, StepResult(results, 0.01, None))
 
 
 @dataclass
 class Asked:
     """A draft model that answers after a millisecond for each token of the longest guess."""
 
-    agenda: Agenda
-    drafter: Drafter
+    agenda: EventQueue
+    drafter: DraftProposer
     #: Most KV blocks that its requests held.
     peak: int = 0
 
-    def ask(self, order: DraftOrder, done: Callable[[Guesses], None]) -> None:
-        guesses = self.drafter.answer(order)
-        self.peak = max(self.peak, self.drafter.held)
+    def request_drafts(self, order: DraftBatch, done: Callable[[DraftResults], None]) -> None:
+        guesses = self.drafter.propose_drafts(order)
+        self.peak = max(self.peak, self.drafter.num_held_blocks)
         seconds = 0.001 * max((len(guess.tokens) for guess in guesses), default=0)
-        self.agenda.at(self.agenda.now + seconds, done, Guesses(guesses, seconds))
+        self.agenda.schedule_at(self.agenda.now + seconds, done, DraftResults(guesses, seconds))
 
 
 class Known:
@@ -72,12 +72,12 @@ class Known:
     def __init__(self, texts: Sequence[Sequence[int]], rng: random.Random) -> None:
         self._texts, self._rng = texts, rng
 
-    def draft(self, tokens: Sequence[int], count: int) -> Foretold:
+    def draft(self, tokens: Sequence[int], count: int) -> DraftProposal:
         text = next(each for each in self._texts if list(each[: len(tokens)]) == list(tokens))
         drafts = list(text[len(tokens) : len(tokens) + self._rng.randint(1, count)])
         if drafts and self._rng.random() < 0.5:
             drafts[self._rng.randrange(len(drafts))] = self._rng.randrange(256)
-        return Foretold(drafts)
+        return DraftProposal(drafts)
 
 
 @dataclass
@@ -86,8 +86,8 @@ class Right:
 
     text: Sequence[int]
 
-    def draft(self, tokens: Sequence[int], count: int) -> Foretold:
-        return Foretold(self.text[len(tokens) : len(tokens) + count])
+    def draft(self, tokens: Sequence[int], count: int) -> DraftProposal:
+        return DraftProposal(self.text[len(tokens) : len(tokens) + count])
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def folder(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> ModelFo
 @pytest.fixture(scope="module")
 def stages(folder: ModelFolder) -> Sequence[Stage]:
     torch.set_num_threads(1)
-    return [Stage.load(folder, layers, "cpu", "f32") for layers in STAGES]
+    return [Stage.load_layers(folder, layers, "cpu", "f32") for layers in STAGES]
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -115,17 +115,17 @@ def answers(
     samplings: Sequence[str] = tuple(SAMPLINGS),
     count: int = 24,
     asked: Sequence[int] = range(5),
-    drafter: Drafter | None = None,
+    drafter: DraftProposer | None = None,
     **limits: Any,
-) -> tuple[dict[str, list[Token]], dict[str, float]]:
+) -> tuple[dict[str, list[OutputToken]], dict[str, float]]:
     """What the prompts of these numbers are answered, and the head's counters, with the time."""
-    agenda, tables = Agenda(), [RequestTable() for _ in stages]
+    agenda, tables = EventQueue(), [RequestTable() for _ in stages]
     for stage in stages:
-        stage.allocate(limits.get("blocks", BLOCKS), BLOCK_SIZE)
+        stage.allocate_kv_pool(limits.get("blocks", BLOCKS), BLOCK_SIZE)
     pairs = zip(stages, tables, strict=True)
     given = {"blocks": BLOCKS, "block_size": BLOCK_SIZE, "micro_batches": 2, "chunk_tokens": 16}
     ring = VirtualRing(
-        HeadLimits(**{**given, **limits}, draft_tokens=draft_tokens),
+        SchedulerConfig(**{**given, **limits}, num_speculative_tokens=draft_tokens),
         [Executor(agenda, stage, table) for stage, table in pairs],
         [WholeLink(agenda) for _ in stages],
         Stages(stages[0].config.hidden_size, stages[0].config.vocab_size, "f32"),
@@ -134,29 +134,29 @@ def answers(
         source,
         None if drafter is None else Asked(agenda, drafter),
     )
-    found: dict[str, list[Token]] = {}
+    found: dict[str, list[OutputToken]] = {}
     ring.on_emission = lambda emission, _: found.setdefault(emission.message.key, []).append(
         emission.message
     )
     for name in samplings:
         for index in asked:
             prompt = prompts()[index]
-            request = HeadRequest(
+            request = SchedulerRequest(
                 "d", f"{name} {index}", prompt, len(prompt), count, SAMPLINGS[name], (11,), 1 << 20
             )
-            ring.head.submit(request, 0.0)
-    ring.rings[0].pump()
-    ring.run(lambda: not ring.head.live)
+            ring.head.submit_request(request, 0.0)
+    ring.rings[0].run_pending()
+    ring.run_until(lambda: not ring.head.live_requests)
     seconds = agenda.now
     agenda.run(agenda.now + 1.0)
     ring.check_idle()
-    return found, ring.head.stats()[0] | {"seconds": seconds}
+    return found, ring.head.collect_stats()[0] | {"seconds": seconds}
 
 
-def plain(found: dict[str, list[Token]]) -> dict[str, list[Any]]:
+def plain(found: dict[str, list[OutputToken]]) -> dict[str, list[Any]]:
     """All but logprobs, which rows beside them may change in their last bits."""
     return {
-        key: [(each.position, each.token, each.finish) for each in tokens]
+        key: [(each.position, each.token, each.finish_reason) for each in tokens]
         for key, tokens in found.items()
     }
 
@@ -221,13 +221,13 @@ SMALL = DraftModelFacts(Profile(decode=((1, 0.001),), prefill=((16, 0.001), (64,
 
 def draft_model(
     folder: ModelFolder, stages: Sequence[Stage], **answered: Any
-) -> tuple[dict[str, list[Token]], dict[str, float]]:
+) -> tuple[dict[str, list[OutputToken]], dict[str, float]]:
     """Answers where all layers of ``folder`` are a draft model; no KV of it is left."""
-    whole = Stage.load(folder, (0, folder.config.layers), "cpu", "f32")
-    drafter = Drafter(whole, 40, BLOCK_SIZE, stages[0].config.vocab_size)
+    whole = Stage.load_layers(folder, (0, folder.config.layers), "cpu", "f32")
+    drafter = DraftProposer(whole, 40, BLOCK_SIZE, stages[0].config.vocab_size)
     found = answers(stages, drafter=drafter, profiles=(STAGE,) * 3, draft_model=SMALL, **answered)
-    drafter.answer(DraftOrder(over=range(len(found[0]))))
-    assert drafter.held == 0
+    drafter.propose_drafts(DraftBatch(finished=range(len(found[0]))))
+    assert drafter.num_held_blocks == 0
     return found
 
 

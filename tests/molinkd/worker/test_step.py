@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.ring.work import Segment, SegmentResult
+from molink.ring.work import StepInput, StepOutput
 from molink.stage.stage import Stage
-from molink.text.matcher import Grammars
+from molink.text.matcher import GrammarCompiler
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Admit, History, Rows, Sampling, Volume
+from molink.wire.messages.data import Admit, History, RequestSlice, SamplingParams, Volume
 from molinkd.worker.request_table import RequestTable
-from molinkd.worker.step import failed_step, run_step
+from molinkd.worker.step import fail_step, run_step
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -25,30 +25,30 @@ def folder(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> ModelFo
 
 
 def load(folder: ModelFolder, first: int, last: int) -> Stage:
-    stage = Stage.load(folder, (first, last), "cpu", "f32")
-    stage.allocate(8, 4)
+    stage = Stage.load_layers(folder, (first, last), "cpu", "f32")
+    stage.allocate_kv_pool(8, 4)
     return stage
 
 
-def table(*requests: int, sampling: Sampling = GREEDY, reach: int = 0) -> RequestTable:
+def table(*requests: int, sampling: SamplingParams = GREEDY, reach: int = 0) -> RequestTable:
     made = RequestTable()
     for request in requests:
-        made.admit(Admit(request + 1, request, sampling, 2, reach))
+        made.admit_request(Admit(request + 1, request, sampling, 2, reach))
     return made
 
 
-def volume(tick: int, *groups: Rows, prefill: bool = True) -> Volume:
+def volume(tick: int, *groups: RequestSlice, prefill: bool = True) -> Volume:
     count = sum(each.count for each in groups)
     return Volume(tick, prefill, groups, Payload("i32", (count,)))
 
 
-def two_requests() -> list[Segment]:
-    header = volume(9, Rows(0, 0, 2, 1, (0,), True), Rows(1, 0, 2, 2, (1,), True))
-    return [Segment(header, [1, 2, 3, 4])]
+def two_requests() -> list[StepInput]:
+    header = volume(9, RequestSlice(0, 0, 2, 1, (0,), True), RequestSlice(1, 0, 2, 2, (1,), True))
+    return [StepInput(header, [1, 2, 3, 4])]
 
 
-def pass_on(results: list[SegmentResult]) -> list[Segment]:
-    return [Segment(result.volume, result.rows) for result in results]
+def pass_on(results: list[StepOutput]) -> list[StepInput]:
+    return [StepInput(result.volume, result.rows) for result in results]
 
 
 def test_failed_rows_travel_as_nan_and_fail_at_the_tail(
@@ -65,34 +65,34 @@ def test_failed_rows_travel_as_nan_and_fail_at_the_tail(
     assert caplog.messages == ["rows of request 0 came that can't be used"]
     (expected,) = run_step(load(folder, 1, 3), table(0, 1), pass_on(healthy))
     assert expected.sampled is not None
-    assert result.sampled.choices == expected.sampled.choices[1:]
+    assert result.sampled.sampled == expected.sampled.sampled[1:]
 
 
 def test_a_step_that_could_not_run_fails_all_of_its_requests(folder: ModelFolder) -> None:
     first, middle, last = (load(folder, index, index + 1) for index in range(3))
-    segments = pass_on(failed_step(first, table(0, 1), two_requests()))
-    segments = pass_on(run_step(middle, table(0, 1), segments))
-    (result,) = run_step(last, table(0, 1), segments)
+    step_inputs = pass_on(fail_step(first, table(0, 1), two_requests()))
+    step_inputs = pass_on(run_step(middle, table(0, 1), step_inputs))
+    (result,) = run_step(last, table(0, 1), step_inputs)
     assert result.sampled is not None
-    assert (result.sampled.choices, result.sampled.failed) == ((), (0, 1))
-    (result,) = failed_step(last, table(0, 1), segments)
+    assert (result.sampled.sampled, result.sampled.failed) == ((), (0, 1))
+    (result,) = fail_step(last, table(0, 1), step_inputs)
     assert result.sampled is not None
-    assert (result.sampled.choices, result.sampled.failed) == ((), (0, 1))
+    assert (result.sampled.sampled, result.sampled.failed) == ((), (0, 1))
 
 
 def test_decode_and_prefill_are_fused_and_split_again(folder: ModelFolder) -> None:
     alone = load(folder, 0, 1)
     requests = table(0, 1)
-    (prefilled,) = run_step(alone, requests, [Segment(volume(3, Rows(0, 0, 2, 1, (0,))), [1, 2])])
-    decode = Segment(volume(4, Rows(0, 2, 1, 3), prefill=False), [7])
-    prefill = Segment(volume(5, Rows(1, 0, 3, 2, (1,))), [3, 4, 5])
+    (prefilled,) = run_step(alone, requests, [StepInput(volume(3, RequestSlice(0, 0, 2, 1, (0,))), [1, 2])])
+    decode = StepInput(volume(4, RequestSlice(0, 2, 1, 3), prefill=False), [7])
+    prefill = StepInput(volume(5, RequestSlice(1, 0, 3, 2, (1,))), [3, 4, 5])
     fused = run_step(alone, requests, [decode, prefill])
-    assert [result.volume.tick for result in fused] == [4, 5]
+    assert [result.volume.seq for result in fused] == [4, 5]
 
     again, others = load(folder, 0, 1), table(0, 1)
-    run_step(again, others, [Segment(prefilled.volume, [1, 2])])
-    for segment, result in zip([decode, prefill], fused, strict=True):
-        (single,) = run_step(again, others, [segment])
+    run_step(again, others, [StepInput(prefilled.volume, [1, 2])])
+    for step_input, result in zip([decode, prefill], fused, strict=True):
+        (single,) = run_step(again, others, [step_input])
         one, other = (torch.frombuffer(each.rows, dtype=torch.float32) for each in (single, result))
         torch.testing.assert_close(one, other)
 
@@ -101,34 +101,34 @@ def test_kept_rows_are_those_of_the_remaining_groups(folder: ModelFolder) -> Non
     stage = load(folder, 0, 3)
     whole = table(0, 1)
     (both,) = run_step(stage, whole, two_requests())
-    rest = volume(9, Rows(1, 0, 2, 2, (1,), True))
-    (result,) = run_step(load(folder, 0, 3), table(1), [Segment(rest, [1, 2, 3, 4], kept=(2, 3))])
+    rest = volume(9, RequestSlice(1, 0, 2, 2, (1,), True))
+    (result,) = run_step(load(folder, 0, 3), table(1), [StepInput(rest, [1, 2, 3, 4], row_indices=(2, 3))])
     assert both.sampled is not None
     assert result.sampled is not None
-    assert result.sampled.choices == both.sampled.choices[1:]
+    assert result.sampled.sampled == both.sampled.sampled[1:]
 
 
 def test_penalties_see_history_and_what_was_sampled_here(folder: ModelFolder) -> None:
     stage = load(folder, 0, 3)
-    never_again = Sampling(temperature=0.0, frequency_penalty=2.0, repetition_penalty=100.0)
+    never_again = SamplingParams(temperature=0.0, frequency_penalty=2.0, repetition_penalty=100.0)
     requests = table(0, sampling=never_again)
     body = History(2, 0, 0, Payload("i32", (3,)))
-    requests.history(body.request, body.first, [1, 2, 3])
-    assert requests[0].history.counts == {1: 0, 2: 0, 3: 1}
+    requests.add_history(body.request, body.first, [1, 2, 3])
+    assert requests[0].history.token_counts == {1: 0, 2: 0, 3: 1}
     (result,) = run_step(
-        stage, requests, [Segment(volume(3, Rows(0, 0, 3, 1, (0,), True)), [1, 2, 3])]
+        stage, requests, [StepInput(volume(3, RequestSlice(0, 0, 3, 1, (0,), True)), [1, 2, 3])]
     )
     assert result.sampled is not None
-    token = result.sampled.choices[0].token
-    assert requests[0].history.counts == {1: 0, 2: 0, 3: 1, token: 1}
+    token = result.sampled.sampled[0].token
+    assert requests[0].history.token_counts == {1: 0, 2: 0, 3: 1, token: 1}
 
 
 def test_top_logprobs_come_with_their_token(folder: ModelFolder) -> None:
-    requests = table(0, sampling=Sampling(temperature=0.0, logprobs=3))
-    segment = Segment(volume(3, Rows(0, 0, 2, 1, (0,), True)), [1, 2])
-    (result,) = run_step(load(folder, 0, 3), requests, [segment])
+    requests = table(0, sampling=SamplingParams(temperature=0.0, logprobs=3))
+    step_input = StepInput(volume(3, RequestSlice(0, 0, 2, 1, (0,), True)), [1, 2])
+    (result,) = run_step(load(folder, 0, 3), requests, [step_input])
     assert result.sampled is not None
-    (choice,), (top,) = result.sampled.choices, result.tops
+    (choice,), (top,) = result.sampled.sampled, result.tops
     assert (top.request, top.position, len(top.tokens)) == (0, 2, 3)
     assert (top.tokens[0], top.logprobs[0]) == (choice.token, choice.logprob)
     assert list(top.logprobs) == sorted(top.logprobs, reverse=True)
@@ -136,11 +136,11 @@ def test_top_logprobs_come_with_their_token(folder: ModelFolder) -> None:
 
 def test_history_needs_no_order_of_prompt_and_answer(tmp_path: Path) -> None:
     made = table(0)
-    made.history(0, 0, [1])
-    made.history(0, 1, [2, 3])
-    made.history(0, 3, [4])
-    assert made[0].history.counts == {1: 0, 2: 0, 3: 1, 4: 1}
-    made.release(0)
+    made.add_history(0, 0, [1])
+    made.add_history(0, 1, [2, 3])
+    made.add_history(0, 3, [4])
+    assert made[0].history.token_counts == {1: 0, 2: 0, 3: 1, 4: 1}
+    made.release_request(0)
     assert len(made) == 0
 
 
@@ -158,9 +158,9 @@ def test_a_prompts_first_chunk_is_rotated_like_its_last(make_model: Any, tmp_pat
         stage, requests, start, found = load(folder, 0, 2), table(0, reach=12), 0, []
         for count in counts:
             blocks = () if start else (0, 1, 2)
-            header = volume(start + 1, Rows(0, start, count, start, blocks))
+            header = volume(start + 1, RequestSlice(0, start, count, start, blocks))
             (result,) = run_step(
-                stage, requests, [Segment(header, list(range(start, start + count)))]
+                stage, requests, [StepInput(header, list(range(start, start + count)))]
             )
             assert result.rows is not None
             found.append(torch.frombuffer(result.rows, dtype=torch.float32))
@@ -179,21 +179,21 @@ def test_tables_are_whole_even_if_a_copy_fails(
         raise RuntimeError("no copy")
 
     monkeypatch.setattr(stage, "copy_block", fail)
-    header = volume(9, Rows(0, 2, 2, 1, (0,), True, 5), Rows(1, 0, 2, 2, (1,), True))
+    header = volume(9, RequestSlice(0, 2, 2, 1, (0,), True, 5), RequestSlice(1, 0, 2, 2, (1,), True))
     with pytest.raises(RuntimeError, match="no copy"):
-        run_step(stage, requests, [Segment(header, [1, 2, 3, 4])])
+        run_step(stage, requests, [StepInput(header, [1, 2, 3, 4])])
     assert [requests[request].blocks for request in (0, 1)] == [[0], [1]]
 
 
 def test_a_bad_grammar_fails_its_own_request_only(
     folder: ModelFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stage, requests = load(folder, 0, 3), RequestTable(Grammars(folder.path, 320))
+    stage, requests = load(folder, 0, 3), RequestTable(GrammarCompiler(folder.path, 320))
     for request in (0, 1):
-        requests.admit(Admit(request + 1, request, GREEDY, 2))
-    requests.grammar(0, b"\xff not a grammar")
+        requests.admit_request(Admit(request + 1, request, GREEDY, 2))
+    requests.set_grammar(0, b"\xff not a grammar")
     (result,) = run_step(stage, requests, two_requests())
     assert result.sampled is not None
     assert result.sampled.failed == (0,)
-    assert [choice.request for choice in result.sampled.choices] == [1]
+    assert [choice.request for choice in result.sampled.sampled] == [1]
     assert "a request fails" in caplog.text

@@ -11,23 +11,23 @@ import torch
 
 from molink.checkpoint.folder import ModelFolder
 from molink.facts.preemption import PreemptionMode
-from molink.ring.hosted import HostRoom
-from molink.ring.work import BlockCopy, Segment, StepDone
-from molink.scheduler.limits import HeadLimits
-from molink.scheduler.request import HeadRequest
-from molink.sim.agenda import Agenda
+from molink.ring.hosted import HostMemory
+from molink.ring.work import BlockCopy, StepInput, StepResult
+from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.request import SchedulerRequest
+from molink.sim.agenda import EventQueue
 from molink.stage.stage import Stage
-from molink.wire.messages.data import Admit, Sampling
-from molink.wire.messages.serving import Rejected, Token
-from molinkd.worker.executor import Executor
+from molink.wire.messages.data import Admit, SamplingParams
+from molink.wire.messages.serving import Rejected, OutputToken
+from molinkd.worker.executor import StageExecutor
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
 from tests.support.rings import Stages, VirtualRing, WholeLink
 
 STAGES, BLOCKS, FEW, BLOCK_SIZE, ANSWER = ((0, 2), (2, 3)), 96, 12, 4, 16
 SAMPLINGS = {
-    "greedy": Sampling(temperature=0.0),
-    "penalties": Sampling(
+    "greedy": SamplingParams(temperature=0.0),
+    "penalties": SamplingParams(
         temperature=0.5, seed=7, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.4
     ),
 }
@@ -37,53 +37,53 @@ SAMPLINGS = {
 class Computes:
     """A stage with the requests that it knows; steps and copies are done at once."""
 
-    agenda: Agenda
+    agenda: EventQueue
     stage: Stage
     requests: RequestTable
     copies: list[BlockCopy] = field(default_factory=list)
 
-    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+    def submit_step(self, segments: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
         results = run_step(self.stage, self.requests, segments)
-        self.agenda.at(self.agenda.now + 0.01, done, StepDone(results, 0.01, None))
+        self.agenda.schedule_at(self.agenda.now + 0.01, done, StepResult(results, 0.01, None))
 
-    def swap(self, copy: BlockCopy) -> None:
+    def submit_copy(self, copy: BlockCopy) -> None:
         self.copies.append(copy)
-        self.stage.swap(out=copy.out, blocks=copy.blocks, hosts=copy.hosts)
+        self.stage.swap_blocks(out=copy.is_swap_out, blocks=copy.blocks, hosts=copy.host_blocks)
 
 
 @pytest.fixture(scope="module")
 def stages(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Stage]:
     torch.set_num_threads(1)
     folder = ModelFolder.open(make_model(tmp_path_factory.mktemp("swapping")))
-    return [Stage.load(folder, layers, "cpu", "f32") for layers in STAGES]
+    return [Stage.load_layers(folder, layers, "cpu", "f32") for layers in STAGES]
 
 
-def requests() -> list[HeadRequest]:
+def requests() -> list[SchedulerRequest]:
     rng, found = random.Random(3), []
     for name, sampling in SAMPLINGS.items():
         for index, length in enumerate((3, 17, 8, 22)):
             prompt = tuple(rng.randrange(256) for _ in range(length))
             key = f"{name} {index}"
-            found.append(HeadRequest("d", key, prompt, length, ANSWER, sampling, (11,), 1 << 20))
+            found.append(SchedulerRequest("d", key, prompt, length, ANSWER, sampling, (11,), 1 << 20))
     return found
 
 
 def serve(
     stages: Sequence[Stage],
-    asked: Sequence[HeadRequest],
+    asked: Sequence[SchedulerRequest],
     policy: str = "fcfs",
     host_blocks: int = 64,
     until: Callable[[VirtualRing], bool] | None = None,
     **limits: Any,
-) -> tuple[dict[str, list[Token | Rejected]], VirtualRing, list[Computes]]:
+) -> tuple[dict[str, list[OutputToken | Rejected]], VirtualRing, list[Computes]]:
     """What they are answered, to the end or ``until`` then, the ring, and its stages."""
-    agenda, tables = Agenda(), [RequestTable() for _ in stages]
+    agenda, tables = EventQueue(), [RequestTable() for _ in stages]
     given = {"block_size": BLOCK_SIZE, "micro_batches": 2, "chunk_tokens": 16}
-    bounds = HeadLimits(**{"blocks": BLOCKS, "prefix_cache": False, **given, **limits})
+    bounds = SchedulerConfig(**{"blocks": BLOCKS, "prefix_cache": False, **given, **limits})
     rooms = []
     for stage in stages:
-        stage.allocate(bounds.blocks, BLOCK_SIZE)
-        rooms.append(HostRoom(*stage.open_host(host_blocks * stage.block_bytes(BLOCK_SIZE))))
+        stage.allocate_kv_pool(bounds.num_blocks, BLOCK_SIZE)
+        rooms.append(HostMemory(*stage.open_host_pool(host_blocks * stage.block_bytes(BLOCK_SIZE))))
     assert [room.blocks for room in rooms] == [host_blocks] * len(stages)
     computing = [Computes(agenda, *pair) for pair in zip(stages, tables, strict=True)]
     ring = VirtualRing(
@@ -94,24 +94,24 @@ def serve(
             stages[0].config.hidden_size,
             stages[0].config.vocab_size,
             "f32",
-            host=HostRoom(host_blocks, 0.0),
+            host=HostMemory(host_blocks, 0.0),
             scheduling_policy=policy,
         ),
         lambda index: tables[index],
         agenda,
     )
-    found: dict[str, list[Token | Rejected]] = {}
+    found: dict[str, list[OutputToken | Rejected]] = {}
     ring.on_emission = lambda emission, _: found.setdefault(emission.message.key, []).append(
         emission.message
     )
     agenda.run(1.0)  # each stage has told the others of its host memory
     for at, request in enumerate(asked):
-        agenda.at(1.0 + 0.01 * at, ring.head.submit, request, 1.0 + 0.01 * at)
-        agenda.at(1.0 + 0.01 * at, ring.rings[0].pump)
+        agenda.schedule_at(1.0 + 0.01 * at, ring.head.submit_request, request, 1.0 + 0.01 * at)
+        agenda.schedule_at(1.0 + 0.01 * at, ring.rings[0].run_pending)
     if until is not None:
-        ring.run(lambda: until(ring))
+        ring.run_until(lambda: until(ring))
         return found, ring, computing
-    ring.run(lambda: len(found) == len(asked) and not ring.head.live)
+    ring.run_until(lambda: len(found) == len(asked) and not ring.head.live_requests)
     agenda.run(agenda.now + 1.0)
     ring.check_idle()
     return found, ring, computing
@@ -123,7 +123,7 @@ def plenty(stages: Sequence[Stage]) -> dict[str, list[int]]:
     return texts(serve(stages, requests())[0])
 
 
-def texts(found: dict[str, list[Token | Rejected]]) -> dict[str, list[int]]:
+def texts(found: dict[str, list[OutputToken | Rejected]]) -> dict[str, list[int]]:
     return {key: [each.token for each in told] for key, told in found.items()}
 
 
@@ -147,14 +147,14 @@ def test_swaps_change_no_answer(
     few = {"blocks": FEW, "prefix_cache": prefix_cache, "preemption_mode": mode}
     found, ring, computing = serve(stages, requests(), policy, **few)
     assert texts(found) == plenty
-    counters, gauges = ring.head.stats()
+    counters, gauges = ring.head.collect_stats()
     assert counters["head_swaps_out_total"] >= 2
     assert counters["head_swaps_in_total"] >= 2
     assert gauges["head_host_blocks"] == 64
     assert gauges["head_host_blocks_used"] == 0
     # Every stage has copied the same blocks, in the same order.
     assert computing[0].copies == computing[1].copies
-    assert sum(copy.out for copy in computing[0].copies) == counters["head_swaps_out_total"]
+    assert sum(copy.is_swap_out for copy in computing[0].copies) == counters["head_swaps_out_total"]
 
 
 def test_what_finds_no_host_memory_is_computed_anew(
@@ -163,7 +163,7 @@ def test_what_finds_no_host_memory_is_computed_anew(
     few: Any = {"blocks": FEW, "preemption_mode": "reactive-swap", "host_blocks": 2}
     found, ring, _ = serve(stages, requests(), **few)
     assert texts(found) == plenty
-    counters, _ = ring.head.stats()
+    counters, _ = ring.head.collect_stats()
     assert counters["head_swap_fallbacks_total"] >= 1
 
 
@@ -171,21 +171,21 @@ def test_stages_of_one_pc_share_the_memory_that_is_free(
     stages: Sequence[Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = stages[0]
-    stage.allocate(4, BLOCK_SIZE)
+    stage.allocate_kv_pool(4, BLOCK_SIZE)
     each = stage.block_bytes(BLOCK_SIZE)
     free = SimpleNamespace(available=24 * each)
     monkeypatch.setattr("molink.stage.stage.psutil.virtual_memory", lambda: free)
-    blocks = [stage.open_host(*asked)[0] for asked in ((99 * each,), (99 * each, 3), (each, 3))]
+    blocks = [stage.open_host_pool(*requested)[0] for requested in ((99 * each,), (99 * each, 3), (each, 3))]
     assert blocks == [12, 4, 1]
 
 
 def test_what_could_not_be_copied_back_fails_its_request(stages: Sequence[Stage]) -> None:
     stage, table = stages[0], RequestTable()
-    stage.allocate(4, BLOCK_SIZE)
-    stage.open_host(4 * stage.block_bytes(BLOCK_SIZE))
-    executor = Executor(stage, table, lambda *_: None)
-    table.admit(Admit(1, 0, SAMPLINGS["greedy"], 3))
-    executor.swap(BlockCopy(0, False, (1,), (2,)))  # nothing was copied there
+    stage.allocate_kv_pool(4, BLOCK_SIZE)
+    stage.open_host_pool(4 * stage.block_bytes(BLOCK_SIZE))
+    executor = StageExecutor(stage, table, lambda *_: None)
+    table.admit_request(Admit(1, 0, SAMPLINGS["greedy"], 3))
+    executor.submit_copy(BlockCopy(0, False, (1,), (2,)))  # nothing was copied there
     executor.close()
     assert table[0].failed
 
@@ -195,19 +195,19 @@ def test_who_is_swapped_when_a_stage_is_lost_is_replayed(
 ) -> None:
     """A new ring knows nothing of host memory: all are submitted anew, as their daemons do."""
     few: Any = {"blocks": FEW, "preemption_mode": "reactive-swap"}
-    asked = requests()
+    requested = requests()
 
     def lost(ring: VirtualRing) -> bool:
-        return ring.head.stats()[1]["head_swapped"] >= 1
+        return ring.head.collect_stats()[1]["head_swapped"] >= 1
 
-    before, ring, _ = serve(stages, asked, until=lost, **few)
-    swapped = {job.request.key for job in ring.head._roster if job.copy is not None}
+    before, ring, _ = serve(stages, requested, until=lost, **few)
+    swapped = {job.request.key for job in ring.head._queues if job.host_copy is not None}
     assert swapped
-    assert {("d", key) for key in swapped} <= set(ring.head.live)
+    assert {("d", key) for key in swapped} <= set(ring.head.live_requests)
     left = []
-    for request in asked:
+    for request in requested:
         told = texts(before).get(request.key, [])
-        if ("d", request.key) in ring.head.live:
+        if ("d", request.key) in ring.head.live_requests:
             tokens, more = (*request.tokens, *told), request.max_tokens - len(told)
             left.append(replace(request, tokens=tokens, max_tokens=more))
     after, _, _ = serve(stages, left, **few)

@@ -9,17 +9,17 @@ import torch
 
 from molink.checkpoint.folder import ModelFolder
 from molink.facts.drafts import MAX_DRAFTS
-from molink.ring.work import Segment, SegmentResult
+from molink.ring.work import StepInput, StepOutput
 from molink.stage.batch import StageInput
 from molink.stage.stage import Stage
 from molink.text import matcher
-from molink.text.grammar import grammar_of
-from molink.text.matcher import Grammars
+from molink.text.grammar import build_grammar
+from molink.text.matcher import GrammarCompiler
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Admit, Forced, Rows, Sampled, Sampling, Volume
+from molink.wire.messages.data import Admit, ForcedTokens, RequestSlice, SamplerOutput, SamplingParams, Volume
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
-from molinkd.worker.tail import prepare
+from molinkd.worker.tail import precompute_masks
 
 SCHEMA = {
     "type": "object",
@@ -39,29 +39,29 @@ def folder(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> ModelFo
 class Tail:
     """A whole model, asked for one answer."""
 
-    def __init__(self, folder: ModelFolder, sampling: Sampling) -> None:
-        self.stage = Stage.load(folder, (0, folder.config.layers), "cpu", "f32")
-        self.stage.allocate(16, 8)
-        self.requests = RequestTable(Grammars(folder.path, folder.config.vocab_size))
-        self.requests.admit(Admit(1, 0, sampling, len(PROMPT)))
-        self.requests.grammar(0, grammar_of("json_schema", json.dumps(SCHEMA), "compact"))
+    def __init__(self, folder: ModelFolder, sampling: SamplingParams) -> None:
+        self.stage = Stage.load_layers(folder, (0, folder.config.layers), "cpu", "f32")
+        self.stage.allocate_kv_pool(16, 8)
+        self.requests = RequestTable(GrammarCompiler(folder.path, folder.config.vocab_size))
+        self.requests.admit_request(Admit(1, 0, sampling, len(PROMPT)))
+        self.requests.set_grammar(0, build_grammar("json_schema", json.dumps(SCHEMA), "compact"))
         self.logits: list[int] = []
         self._forward = self.stage.forward
         self.stage.forward = self.spy  # type: ignore[method-assign]
         self.tick = 1
-        self.last: Sequence[SegmentResult] = ()
+        self.last: Sequence[StepOutput] = ()
 
     def spy(self, batch: StageInput) -> torch.Tensor:
         self.logits.append(len(batch.logit_rows))
         return self._forward(batch)
 
-    def step(self, tokens: Sequence[int], start: int, drafts: Sequence[int] = ()) -> Sampled:
+    def step(self, tokens: Sequence[int], start: int, drafts: Sequence[int] = ()) -> SamplerOutput:
         self.tick += 1
         blocks = () if start else tuple(range(16))
         count = len(tokens) + len(drafts)
-        rows = Rows(0, start, count, self.tick - 1, blocks, True, -1, tuple(drafts))
+        rows = RequestSlice(0, start, count, self.tick - 1, blocks, True, -1, tuple(drafts))
         header = Volume(self.tick, start == 0, (rows,), Payload("i32", (count,)))
-        self.last = run_step(self.stage, self.requests, [Segment(header, [*tokens, *drafts])])
+        self.last = run_step(self.stage, self.requests, [StepInput(header, [*tokens, *drafts])])
         (result,) = self.last
         assert result.sampled is not None
         assert not result.sampled.failed
@@ -72,12 +72,12 @@ class Tail:
         found = [*PROMPT]
         sampled = self.step(PROMPT, 0)
         while True:
-            found += [choice.token for choice in sampled.choices]
+            found += [choice.token for choice in sampled.sampled]
             if found[-1] in ends:
                 return found
             if prepared:
-                prepare(self.requests, self.last)
-            (drafts,) = (each.tokens for each in sampled.forced or (Forced(0, ()),))
+                precompute_masks(self.requests, self.last)
+            (drafts,) = (each.tokens for each in sampled.forced or (ForcedTokens(0, ()),))
             drafts = tuple(token for token in drafts if token not in ends) if drafted else ()
             sampled = self.step(found[-1:], len(found) - 1, drafts)
 
@@ -88,7 +88,7 @@ def test_forced_tokens_come_many_at_a_time_and_take_no_logits(
     folder: ModelFolder, temperature: float, prepared: bool
 ) -> None:
     ends = matcher.Tokenizer.open(folder.path).eos_ids
-    sampling = Sampling(temperature=temperature, seed=4)
+    sampling = SamplingParams(temperature=temperature, seed=4)
     plain, ahead = Tail(folder, sampling), Tail(folder, sampling)
     expected = plain.answer(ends, drafted=False, prepared=False)
     assert ahead.answer(ends, drafted=True, prepared=prepared) == expected
@@ -97,40 +97,40 @@ def test_forced_tokens_come_many_at_a_time_and_take_no_logits(
 
 
 def test_logprobs_of_forced_tokens_are_the_models(folder: ModelFolder) -> None:
-    tail = Tail(folder, Sampling(temperature=0.0, logprobs=0))
+    tail = Tail(folder, SamplingParams(temperature=0.0, logprobs=0))
     first = tail.step(PROMPT, 0)
     ((forced,),) = ((each.tokens for each in first.forced),)
     assert 3 < len(forced) <= MAX_DRAFTS
-    drafted = tail.step([first.choices[0].token], 2, forced)
-    assert [choice.token for choice in drafted.choices][:-1] == list(forced)
+    drafted = tail.step([first.sampled[0].token], 2, forced)
+    assert [choice.token for choice in drafted.sampled][:-1] == list(forced)
     assert tail.logits[1] == 1 + len(forced)
-    assert all(choice.logprob < 0 for choice in drafted.choices)
+    assert all(choice.logprob < 0 for choice in drafted.sampled)
 
 
 def test_what_was_prepared_is_not_asked_again(
     folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tail = Tail(folder, Sampling(temperature=0.0))
+    tail = Tail(folder, SamplingParams(temperature=0.0))
     sampled = tail.step(PROMPT, 0)
-    prepare(tail.requests, tail.last)
-    asked = []
-    real = matcher._mask
-    monkeypatch.setattr(matcher, "_mask", lambda it: asked.append(it) or real(it))
-    constraint = tail.requests[0].constraint
+    precompute_masks(tail.requests, tail.last)
+    requested = []
+    real = matcher._compute_mask
+    monkeypatch.setattr(matcher, "_compute_mask", lambda it: requested.append(it) or real(it))
+    constraint = tail.requests[0].matcher
     assert constraint is not None
     forced = sampled.forced[0].tokens
-    masks = constraint.allowed(forced)
-    assert constraint.allowed(forced[:2]) == masks[:3]
-    assert not asked
+    masks = constraint.compute_masks(forced)
+    assert constraint.compute_masks(forced[:2]) == masks[:3]
+    assert not requested
     wrong = (forced[0], forced[0])
-    assert constraint.allowed(wrong)[:2] == masks[:2]
-    assert asked
-    constraint.add(forced[:1])
-    assert constraint.allowed() == masks[1:2]
+    assert constraint.compute_masks(wrong)[:2] == masks[:2]
+    assert requested
+    constraint.add_tokens(forced[:1])
+    assert constraint.compute_masks() == masks[1:2]
 
 
 def test_a_request_that_is_over_is_not_prepared_for(folder: ModelFolder) -> None:
-    tail = Tail(folder, Sampling(temperature=0.0))
+    tail = Tail(folder, SamplingParams(temperature=0.0))
     tail.step(PROMPT, 0)
-    tail.requests.release(0)
-    prepare(tail.requests, tail.last)
+    tail.requests.release_request(0)
+    precompute_masks(tail.requests, tail.last)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.ring.work import Segment
+from molink.ring.work import StepInput
 from molink.stage.stage import Stage
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Admit, Rows, Sampling, Volume
+from molink.wire.messages.data import Admit, RequestSlice, SamplingParams, Volume
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
 from tests.support.models import MakeModel
@@ -47,15 +47,15 @@ class Turns:
             start = 0 if whole else len(ids) - 1
             count = -(-len(ids) // BLOCK_SIZE) if whole else 0
             blocks = tuple(range(request * 16, request * 16 + count))
-            groups.append(Rows(request, start, len(ids) - start, 0, blocks, sample=True))
+            groups.append(RequestSlice(request, start, len(ids) - start, 0, blocks, sample=True))
             tokens += ids[start:]
         header = Volume(self.tick, whole, tuple(groups), Payload("i32", (len(tokens),)))
-        (first,) = run_step(self.stages[0], self.tables[0], [Segment(header, tokens)])
-        (last,) = run_step(self.stages[1], self.tables[1], [Segment(header, first.rows)])
+        (first,) = run_step(self.stages[0], self.tables[0], [StepInput(header, tokens)])
+        (last,) = run_step(self.stages[1], self.tables[1], [StepInput(header, first.rows)])
         assert first.rows is not None
         assert last.sampled is not None
         rows = torch.frombuffer(first.rows, dtype=torch.float32).view(len(tokens), -1)
-        return rows, [choice.token for choice in last.sampled.choices]
+        return rows, [choice.token for choice in last.sampled.sampled]
 
 
 @pytest.fixture
@@ -76,9 +76,9 @@ def test_no_row_is_that_of_another_request(
     if device != "cpu" and not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
     folder = ModelFolder.open(make_model(tmp_path))
-    stages = [Stage.load(folder, layers, device, "f32") for layers in ((0, 1), (1, 3))]
+    stages = [Stage.load_layers(folder, layers, device, "f32") for layers in ((0, 1), (1, 3))]
     for stage in stages:
-        threads[0].submit(stage.allocate, 16 * REQUESTS, BLOCK_SIZE).result()
+        threads[0].submit(stage.allocate_kv_pool, 16 * REQUESTS, BLOCK_SIZE).result()
     turns = Turns(stages, (_table(), _table()), [_prompt(request) for request in range(REQUESTS)])
     rng = random.Random(1)
 
@@ -103,7 +103,7 @@ def test_no_row_is_that_of_another_request(
 def _table() -> RequestTable:
     table = RequestTable()
     for request in range(REQUESTS):
-        table.admit(Admit(request + 1, request, Sampling(temperature=0.0), 1))
+        table.admit_request(Admit(request + 1, request, SamplingParams(temperature=0.0), 1))
     return table
 
 

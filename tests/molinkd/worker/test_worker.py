@@ -15,28 +15,28 @@ import molinkd.worker.loading
 import molinkd.worker.worker
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import MolinkError
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.facts.profile import Profile
 from molink.facts.settings import PipelineSettings
-from molink.ring.hosted import NO_ROOM, HostRoom
+from molink.ring.hosted import NO_HOST_MEMORY, HostMemory
 from molink.scheduler.policies.lengths import AnswerLengths
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.pipe import (
-    Formed,
+    RingFormed,
     FormRing,
-    Loaded,
-    MemberBlocked,
-    MemberKey,
-    Members,
-    Start,
-    Stats,
+    WorkerLoaded,
+    PeerBlocked,
+    PeerKey,
+    PeerKeys,
+    LoadStage,
+    WorkerStats,
     WorkerFailed,
 )
 from molink.wire.sockets.create import create_client
 from molink.wire.sockets.curve import KeyPair
 from molinkd.worker.loading import load_engine
-from molinkd.worker.place import Place
-from molinkd.worker.worker import Worker, _host_room
+from molinkd.worker.place import StageRuntime
+from molinkd.worker.worker import Worker, _open_host_pool
 from tests.support.models import MakeModel
 
 KEYS, PREVIOUS = KeyPair.generate(), KeyPair.generate()
@@ -87,24 +87,24 @@ class FakeStage:
 
 
 def test_host_memory_is_taken_only_where_it_is_to_be_used() -> None:
-    asked: list[tuple[int, int]] = []
+    requested: list[tuple[int, int]] = []
 
     def open_host(nbytes: int, stages_here: int) -> tuple[int, float]:
-        asked.append((nbytes, stages_here))
+        requested.append((nbytes, stages_here))
         return 7, 0.002
 
     stage: Any = SimpleNamespace(open_host=open_host)
     for settings in ({}, {"preemption_mode": "reactive-swap", "swap_space": 0}):
-        order = msgspec.structs.replace(start(), settings=PipelineSettings(**settings))
-        assert _host_room(stage, order) == NO_ROOM
+        command = msgspec.structs.replace(start(), settings=PipelineSettings(**settings))
+        assert _open_host_pool(stage, command) == NO_HOST_MEMORY
     settings = PipelineSettings(preemption_mode="reactive-swap", swap_space=900)
-    order = msgspec.structs.replace(start(), settings=settings, stages_here=3)
-    assert _host_room(stage, order) == HostRoom(7, 0.002)
-    assert asked == [(900, 3)]
+    command = msgspec.structs.replace(start(), settings=settings, stages_per_host=3)
+    assert _open_host_pool(stage, command) == HostMemory(7, 0.002)
+    assert requested == [(900, 3)]
 
 
-def start() -> Start:
-    return Start(
+def start() -> LoadStage:
+    return LoadStage(
         pipeline="p1",
         stage=1,
         stages=2,
@@ -119,23 +119,23 @@ def start() -> Start:
         ports=(20000, 65000),
         kv_bytes=16 << 20,
         block_size=4,
-        max_context=64,
+        max_model_len=64,
     )
 
 
 def ring(epoch: int) -> FormRing:
     stages = tuple(
         StageAddress(
-            peer=peer_id(keys.public), public_key=keys.public, addresses=("127.0.0.1",), port=1
+            peer=derive_peer_id(keys.public), public_key=keys.public, addresses=("127.0.0.1",), port=1
         )
         for keys in (PREVIOUS, KEYS)
     )
     return FormRing(epoch=epoch, ring=stages, blocks=7, micro_batches=2)
 
 
-def members(*keys: KeyPair) -> Members:
-    return Members(
-        members=tuple(MemberKey(peer=peer_id(key.public), public_key=key.public) for key in keys)
+def members(*keys: KeyPair) -> PeerKeys:
+    return PeerKeys(
+        peers=tuple(PeerKey(peer=derive_peer_id(key.public), public_key=key.public) for key in keys)
     )
 
 
@@ -178,13 +178,13 @@ def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "limit_memory", lambda *given: done.append(given))
     monkeypatch.setattr(
         module.Stage,
-        "load",
+        "load_layers",
         lambda *given, on_layer, **more: done.append((*given[1:], more)),
     )
-    order = msgspec.structs.replace(
-        start(), device="cuda:1", memory=8 << 30, quantize="nf4", avoid=("int8",)
+    command = msgspec.structs.replace(
+        start(), device="cuda:1", memory_limit=8 << 30, quantize="nf4", disabled_kernels=("int8",)
     )
-    module._load_stage(order, print)
+    module._load_stage(command, print)
     assert done == [
         ("cuda:1", 8 << 30),
         ((2, 4), "cuda:1", "f32", {"quantize": "nf4", "held": None, "avoid": ("int8",)}),
@@ -194,8 +194,8 @@ def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyP
 def test_how_far_loading_is_is_told(make_model: MakeModel, tmp_path: Path) -> None:
     model = ModelFolder.open(make_model(tmp_path / "model"))
     told: list[tuple[int, int]] = []
-    order = msgspec.structs.replace(start(), model_dir=str(model.path), layers=(0, 2))
-    molinkd.worker.loading._load_stage(order, lambda *bytes: told.append(bytes))
+    command = msgspec.structs.replace(start(), model_dir=str(model.path), layers=(0, 2))
+    molinkd.worker.loading._load_stage(command, lambda *bytes: told.append(bytes))
     total = sum(model.tensors[name].nbytes for name in model.stage_tensors(0, 2))
     assert told == [(0, total), (total // 2, total), (total, total)]
 
@@ -213,12 +213,12 @@ def test_kernels_are_tried_before_anything_is_loaded(
         return ("int8", "compiled-rows")
 
     monkeypatch.setattr(module, "prove", prove)
-    monkeypatch.setattr(module.Stage, "load", lambda *_, **more: done.append(more["avoid"]))
+    monkeypatch.setattr(module.Stage, "load_layers", lambda *_, **more: done.append(more["avoid"]))
     path = tmp_path / "proofs.json"
-    order = msgspec.structs.replace(
-        start(), quantize="int8", avoid=("compiled-rows",), proofs=str(path)
+    command = msgspec.structs.replace(
+        start(), quantize="int8", disabled_kernels=("compiled-rows",), kernel_checks_path=str(path)
     )
-    module._load_stage(order, print)
+    module._load_stage(command, print)
     given = (path, folder.config, torch.device("cpu"), "f32", "int8", 4, ("compiled-rows",))
     assert done == [given, ("int8", "compiled-rows")]
 
@@ -232,7 +232,7 @@ async def test_running_out_of_memory_for_blocks_is_reported(
             await task
     (failed,) = pipe.said(WorkerFailed)
     assert "no memory on cpu for 7 KV blocks (7 MiB) beside 3 MiB of weights" in failed.message
-    assert pipe.said(Formed) == []
+    assert pipe.said(RingFormed) == []
 
 
 async def test_a_repeated_order_is_answered_again(
@@ -240,7 +240,7 @@ async def test_a_repeated_order_is_answered_again(
 ) -> None:
     stage, learned = FakeStage(), list[object]()
 
-    class Listening(Place):
+    class Listening(StageRuntime):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             learned.append(given[-1])
@@ -249,8 +249,8 @@ async def test_a_repeated_order_is_answered_again(
     async with running(monkeypatch, lambda *_: stage) as (pipe, _, _task):
         for epoch in (3, 3, 2, 4):
             pipe.order(ring(epoch))
-        await net.until(lambda: len(pipe.said(Formed)) == 3)
-    assert [formed.epoch for formed in pipe.said(Formed)] == [3, 3, 4]
+        await net.until(lambda: len(pipe.said(RingFormed)) == 3)
+    assert [formed.epoch for formed in pipe.said(RingFormed)] == [3, 3, 4]
     assert stage.allocated == 2
     # What heads have learned of answers is in one place.
     first, second = learned
@@ -264,23 +264,23 @@ async def test_a_previous_stage_that_was_cut_off_is_reported_with_every_ring(
     async with running(monkeypatch, lambda *_: FakeStage()) as (pipe, worker, _):
         pipe.order(members(PREVIOUS))
         pipe.order(ring(1))
-        await net.until(lambda: pipe.said(Formed))
-        address = f"tcp://127.0.0.1:{pipe.said(Loaded)[0].port}"
+        await net.until(lambda: pipe.said(RingFormed))
+        address = f"tcp://127.0.0.1:{pipe.said(WorkerLoaded)[0].port}"
         with create_client(net.context, PREVIOUS, KEYS.public, address) as socket:
             for _ in range(20):
                 await socket.send_multipart([b"not", b"a", b"message"])
-            await net.until(lambda: pipe.said(MemberBlocked))
+            await net.until(lambda: pipe.said(PeerBlocked))
         pipe.order(ring(2))
-        await net.until(lambda: len(pipe.said(MemberBlocked)) == 2)
+        await net.until(lambda: len(pipe.said(PeerBlocked)) == 2)
         await net.until(
-            lambda: any(stats.counters["members_blocked_total"] == 1 for stats in pipe.said(Stats))
+            lambda: any(stats.counters["members_blocked_total"] == 1 for stats in pipe.said(WorkerStats))
         )
         # Removed and let in again, it may connect again.
-        for order in (members(), members(PREVIOUS), ring(3)):
-            pipe.order(order)
-        await net.until(lambda: len(pipe.said(Formed)) == 3)
-        assert peer_id(PREVIOUS.public) in worker._gatekeeper.users
-    first, second = pipe.said(MemberBlocked)
-    assert (first.peer, first.previous) == (peer_id(PREVIOUS.public), True)
+        for command in (members(), members(PREVIOUS), ring(3)):
+            pipe.order(command)
+        await net.until(lambda: len(pipe.said(RingFormed)) == 3)
+        assert derive_peer_id(PREVIOUS.public) in worker._authenticator.peers
+    first, second = pipe.said(PeerBlocked)
+    assert (first.peer, first.previous) == (derive_peer_id(PREVIOUS.public), True)
     assert "parts" in first.reason
     assert (first.epoch, second.epoch, second.reason) == (1, 2, first.reason)

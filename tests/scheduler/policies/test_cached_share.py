@@ -5,10 +5,10 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.scheduler.job import Job
+from molink.scheduler.job import RequestState
 from molink.scheduler.policies.cached_share import GROUPS, CachedShare
-from molink.scheduler.request import HeadRequest
-from molink.wire.messages.data import Sampling
+from molink.scheduler.request import SchedulerRequest
+from molink.wire.messages.data import SamplingParams
 
 
 class Queue:
@@ -16,29 +16,29 @@ class Queue:
 
     def __init__(self) -> None:
         self.policy = CachedShare()
-        self.waiting: list[Job] = []
+        self.waiting: list[RequestState] = []
         self.count = 0
 
-    def arrive(self, cached: int, owner: str = "d") -> Job:
+    def arrive(self, cached: int, owner: str = "d") -> RequestState:
         """``cached`` of its 100 tokens are."""
-        job = Job.of(HeadRequest(owner, str(self.count), (1,) * 100, 100, 9, Sampling()))
-        job.uncached = 100 - cached
+        state = RequestState.from_request(SchedulerRequest(owner, str(self.count), (1,) * 100, 100, 9, SamplingParams()))
+        state.num_uncached = 100 - cached
         self.count += 1
-        self.waiting.append(job)
-        self.policy.arrived(job, 0.0)
-        return job
+        self.waiting.append(state)
+        self.policy.on_arrived(state, 0.0)
+        return state
 
-    def admit(self) -> Job:
-        job = self.policy.next_admitted(self.waiting, [], 0.0)
-        assert job is not None
-        assert self.policy.next_admitted(self.waiting, [], 0.0) is job  # asking changes nothing
-        self.waiting.remove(job)
-        self.policy.issued(job, 0.0)
-        self.policy.issued(job, 0.0)
-        return job
+    def admit(self) -> RequestState:
+        state = self.policy.choose_admitted(self.waiting, [], 0.0)
+        assert state is not None
+        assert self.policy.choose_admitted(self.waiting, [], 0.0) is state  # asking changes nothing
+        self.waiting.remove(state)
+        self.policy.on_issued(state, 0.0)
+        self.policy.on_issued(state, 0.0)
+        return state
 
-    def end(self, job: Job) -> None:
-        self.policy.over(job, 0.0)
+    def end(self, job: RequestState) -> None:
+        self.policy.on_removed(job, 0.0)
 
 
 def test_groups_are_served_in_proportion() -> None:
@@ -46,7 +46,7 @@ def test_groups_are_served_in_proportion() -> None:
     for _ in range(400):
         for cached in (63, 5):  # groups 6 and 0
             queue.arrive(cached)
-    served = Counter(queue.admit().uncached for _ in range(400))
+    served = Counter(queue.admit().num_uncached for _ in range(400))
     assert served == {37: 350, 95: 50}
 
 
@@ -59,11 +59,11 @@ def test_within_a_group_who_came_first() -> None:
 
 def test_who_was_preempted_goes_first() -> None:
     queue = Queue()
-    job = queue.arrive(0)
+    state = queue.arrive(0)
     queue.admit()
     queue.arrive(99)
-    queue.waiting.insert(0, job)
-    assert queue.admit() is job
+    queue.waiting.insert(0, state)
+    assert queue.admit() is state
 
 
 def test_a_group_that_was_empty_has_saved_nothing_up() -> None:
@@ -74,14 +74,14 @@ def test_a_group_that_was_empty_has_saved_nothing_up() -> None:
         queue.admit()
     late = [queue.arrive(0) for _ in range(20)]
     served = [queue.admit() for _ in range(22)]
-    assert sum(job in late for job in served) == 2
+    assert sum(state in late for state in served) == 2
 
 
 def test_what_is_over_is_forgotten() -> None:
     queue = Queue()
-    jobs = [queue.arrive(50), queue.arrive(0)]
+    requests = [queue.arrive(50), queue.arrive(0)]
     queue.end(queue.admit())
-    queue.end(jobs[1])
+    queue.end(requests[1])
     assert not queue.policy._groups
     assert not queue.policy._admitted
 

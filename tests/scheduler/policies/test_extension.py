@@ -5,126 +5,126 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from molink.errors import InvariantError
-from molink.scheduler.batch import Batch
-from molink.scheduler.head import Head
-from molink.scheduler.job import Job
-from molink.scheduler.limits import HeadLimits
-from molink.scheduler.policies.base import Preemption, SchedulingPolicy
-from molink.scheduler.request import HeadRequest
-from molink.wire.messages.data import Admit, Choice, Release, Sampled, Sampling, Volume
+from molink.scheduler.batch import MicroBatch
+from molink.scheduler.head import Scheduler
+from molink.scheduler.job import RequestState
+from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.policies.base import PreemptionDecision, SchedulingPolicy
+from molink.scheduler.request import SchedulerRequest
+from molink.wire.messages.data import Admit, SampledId, Release, SamplerOutput, SamplingParams, Volume
 
 
 class LastComeFirstServed(SchedulingPolicy):
     """The latest arrival goes first, and the earliest one gives way."""
 
     def __init__(self) -> None:
-        self._places: dict[Job, int] = {}
+        self._places: dict[RequestState, int] = {}
         self._arrivals = 0
         self.heard: list[tuple[object, ...]] = []
 
-    def arrived(self, job: Job, now: float) -> None:
+    def on_arrived(self, job: RequestState, now: float) -> None:
         self._places[job] = self._arrivals
         self._arrivals += 1
         self.heard.append(("arrived", job.request.key, now))
 
-    def issued(self, job: Job, now: float) -> None:
+    def on_issued(self, job: RequestState, now: float) -> None:
         self.heard.append(("issued", job.request.key, now))
 
-    def ran(self, job: Job, seconds: float, now: float) -> None:
+    def on_rows_returned(self, job: RequestState, seconds: float, now: float) -> None:
         self.heard.append(("ran", job.request.key, seconds, now))
 
-    def over(self, job: Job, now: float) -> None:
+    def on_removed(self, job: RequestState, now: float) -> None:
         del self._places[job]
         self.heard.append(("over", job.request.key, now))
 
-    def next_admitted(
-        self, waiting: Sequence[Job], admitted: Collection[Job], now: float
-    ) -> Job | None:
+    def choose_admitted(
+        self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
+    ) -> RequestState | None:
         return max(waiting, key=self._places.__getitem__)
 
-    def running_order(self, jobs: Sequence[Job], now: float) -> Sequence[Job]:
+    def order_running(self, jobs: Sequence[RequestState], now: float) -> Sequence[RequestState]:
         return sorted(jobs, key=self._places.__getitem__, reverse=True)
 
-    def victim(
-        self, needy: Job, at_rest: Sequence[Job], admitted: Collection[Job], now: float
-    ) -> Preemption | None:
+    def choose_preempted(
+        self, needy: RequestState, at_rest: Sequence[RequestState], admitted: Collection[RequestState], now: float
+    ) -> PreemptionDecision | None:
         earliest = min(at_rest, key=self._places.__getitem__, default=needy)
         behind = self._places[earliest] < self._places[needy]
-        return Preemption(earliest) if behind else None
+        return PreemptionDecision(earliest) if behind else None
 
 
-def make_head(policy: SchedulingPolicy, **changes: int) -> Head:
+def make_head(policy: SchedulingPolicy, **changes: int) -> Scheduler:
     given = {"blocks": 64, "block_size": 4, "micro_batches": 1, "chunk_tokens": 64}
-    return Head(HeadLimits(**{**given, "prefix_cache": False, **changes}), 1, policy)
+    return Scheduler(SchedulerConfig(**{**given, "prefix_cache": False, **changes}), 1, policy)
 
 
-def submit(head: Head, *keys: str, tokens: int = 2, answer: int = 9, now: float = 0.0) -> None:
+def submit(head: Scheduler, *keys: str, tokens: int = 2, answer: int = 9, now: float = 0.0) -> None:
     for key in keys:
         prompt = tuple(range(tokens))
-        head.submit(HeadRequest("daemon", key, prompt, tokens, answer, Sampling()), now)
+        head.submit_request(SchedulerRequest("daemon", key, prompt, tokens, answer, SamplingParams()), now)
 
 
-def volumes(batch: Batch | None) -> list[Volume]:
+def volumes(batch: MicroBatch | None) -> list[Volume]:
     return [] if batch is None else [volume.header for volume in batch.volumes]
 
 
-def keys(head: Head, volume: Volume) -> list[str]:
+def keys(head: Scheduler, volume: Volume) -> list[str]:
     """Whose rows are in it, in order."""
-    jobs = [head._roster.of_id(rows.request) for rows in volume.rows]
-    return [job.request.key for job in jobs if job is not None]
+    requests = [head._queues.get_by_id(rows.request) for rows in volume.slices]
+    return [state.request.key for state in requests if state is not None]
 
 
-def back(head: Head, volume: Volume, now: float = 0.0) -> None:
+def back(head: Scheduler, volume: Volume, now: float = 0.0) -> None:
     """It has gone round, and each sampling row got a token."""
-    sampling = [rows for rows in volume.rows if rows.sample]
-    choices = tuple(Choice(rows.request, rows.start + rows.count, 50) for rows in sampling)
-    head.sampled(Sampled(volume.tick, choices), {}, now)
+    sampling = [rows for rows in volume.slices if rows.sample]
+    choices = tuple(SampledId(rows.request, rows.start + rows.count, 50) for rows in sampling)
+    head.on_sampled(SamplerOutput(volume.seq, choices), {}, now)
     head.validate()
 
 
 def test_it_decides_who_is_admitted_and_in_what_order() -> None:
     head = make_head(LastComeFirstServed(), max_running=2)
     submit(head, "a", "b", "c")
-    (prefill,) = volumes(head.next(0.0))
+    (prefill,) = volumes(head.next_batch(0.0))
     assert keys(head, prefill) == ["c", "b"]
 
 
 def test_it_may_keep_a_free_place_free() -> None:
     class Closed(LastComeFirstServed):
-        def next_admitted(
-            self, waiting: Sequence[Job], admitted: Collection[Job], now: float
-        ) -> Job | None:
+        def choose_admitted(
+            self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
+        ) -> RequestState | None:
             return None
 
     head = make_head(Closed())
     submit(head, "a")
-    assert head.next(0.0) is None
+    assert head.next_batch(0.0) is None
 
 
 def test_it_decides_the_order_within_an_iteration() -> None:
     head = make_head(LastComeFirstServed())
     submit(head, "a")
-    back(head, volumes(head.next(0.0))[0])
+    back(head, volumes(head.next_batch(0.0))[0])
     submit(head, "b", "c")
-    decode, prefill = volumes(head.next(0.0))
+    decode, prefill = volumes(head.next_batch(0.0))
     assert keys(head, prefill) == ["c", "b"]
     back(head, prefill)
     back(head, decode)  # "a" is the last to come back, and still runs last
-    (decode,) = volumes(head.next(0.0))
+    (decode,) = volumes(head.next_batch(0.0))
     assert keys(head, decode) == ["c", "b", "a"]
 
 
 def test_it_decides_whose_prompt_goes_on_first() -> None:
     head = make_head(LastComeFirstServed(), chunk_tokens=4, micro_batches=4)
     submit(head, "long", tokens=12)
-    (first,) = volumes(head.next(0.0))
+    (first,) = volumes(head.next_batch(0.0))
     submit(head, "new", tokens=6)
-    (second,), (third,) = volumes(head.next(0.0)), volumes(head.next(0.0))
+    (second,), (third,) = volumes(head.next_batch(0.0)), volumes(head.next_batch(0.0))
     # Who waits and comes before those that are admitted is admitted before they go on.
     assert [keys(head, first), keys(head, second)] == [["long"], ["new"]]
     assert keys(head, third) == ["new", "long"]
     submit(head, "newer", tokens=6)
-    (fourth,) = volumes(head.next(0.0))
+    (fourth,) = volumes(head.next_batch(0.0))
     assert keys(head, fourth) == ["newer"]
 
 
@@ -132,45 +132,45 @@ def test_it_decides_who_is_preempted() -> None:
     """Two decode with a full block each, and one block is free: the earlier one gives way."""
     head = make_head(LastComeFirstServed(), blocks=3, block_size=16)
     submit(head, "old", "young", tokens=15, answer=34)
-    back(head, volumes(head.next(0.0))[0])
-    back(head, volumes(head.next(0.0))[0])
+    back(head, volumes(head.next_batch(0.0))[0])
+    back(head, volumes(head.next_batch(0.0))[0])
     released = []
     while not released:
-        batch = head.next(0.0)
+        batch = head.next_batch(0.0)
         head.validate()
         assert batch is not None
         for volume in volumes(batch):
             back(head, volume)
-        released = [each.body for each in batch.control if isinstance(each.body, Release)]
-    old = head._roster.find("daemon", "old")
+        released = [each.body for each in batch.controls if isinstance(each.body, Release)]
+    old = head._queues.find_request("daemon", "old")
     assert old is not None
-    assert (old.state, old.admissions) == ("waiting", 1)
-    assert head.stats()[0]["head_preemptions_total"] == 1.0
+    assert (old.phase, old.num_admissions) == ("waiting", 1)
+    assert head.collect_stats()[0]["head_preemptions_total"] == 1.0
     # With the block that "old" had, "young" goes on to its end; then "old" does.
-    tick = released[0].tick
-    head.released(tick, 0.0)
-    while head.live:
-        batch = head.next(0.0)
+    seq = released[0].seq
+    head.on_released(seq, 0.0)
+    while head.live_requests:
+        batch = head.next_batch(0.0)
         assert batch is not None
         for volume in volumes(batch):
             back(head, volume)
-        for each in batch.control:
+        for each in batch.controls:
             if isinstance(each.body, Release):
-                head.released(each.body.tick, 0.0)
-    assert old.admissions == 2
-    assert old.generated == 34
+                head.on_released(each.body.seq, 0.0)
+    assert old.num_admissions == 2
+    assert old.num_generated == 34
 
 
 def test_who_is_at_rest_can_be_preempted_for_one_who_waits() -> None:
     """Before it goes into a volume again."""
     head = make_head(LastComeFirstServed(), max_running=1)
     submit(head, "a")
-    back(head, volumes(head.next(0.0))[0])
+    back(head, volumes(head.next_batch(0.0))[0])
     submit(head, "b")
-    batch = head.next(0.0)
+    batch = head.next_batch(0.0)
     assert batch is not None
-    release, admit = (each.body for each in batch.control)
-    assert release == Release(3, 0, after=2)
+    release, admit = (each.body for each in batch.controls)
+    assert release == Release(3, 0, after_seq=2)
     assert isinstance(admit, Admit)
     (prefill,) = volumes(batch)
     assert keys(head, prefill) == ["b"]
@@ -181,10 +181,10 @@ def test_it_hears_of_arrivals_iterations_and_ends() -> None:
     head = make_head(policy)
     submit(head, "a", answer=2, now=1.0)
     submit(head, "b", now=2.0)
-    (prefill,) = volumes(head.next(3.0))
+    (prefill,) = volumes(head.next_batch(3.0))
     back(head, prefill, now=3.5)
-    (decode,) = volumes(head.next(4.0))
-    head.cancel("daemon", "b", 4.25)
+    (decode,) = volumes(head.next_batch(4.0))
+    head.cancel_request("daemon", "b", 4.25)
     back(head, decode, now=4.5)
     assert policy.heard == [
         ("arrived", "a", 1.0),
@@ -203,13 +203,13 @@ def test_it_hears_of_arrivals_iterations_and_ends() -> None:
 
 def test_who_has_rows_in_a_volume_cannot_be_preempted() -> None:
     class Careless(LastComeFirstServed):
-        def victim(
-            self, needy: Job, at_rest: Sequence[Job], admitted: Collection[Job], now: float
-        ) -> Preemption | None:
-            return Preemption(next(iter(admitted)))
+        def choose_preempted(
+            self, needy: RequestState, at_rest: Sequence[RequestState], admitted: Collection[RequestState], now: float
+        ) -> PreemptionDecision | None:
+            return PreemptionDecision(next(iter(admitted)))
 
     head = make_head(Careless(), max_running=1)
     submit(head, "a", "b")
-    head.next(0.0)
+    head.next_batch(0.0)
     with pytest.raises(InvariantError, match="job b is to be preempted but can't give way"):
-        head.next(0.0)
+        head.next_batch(0.0)

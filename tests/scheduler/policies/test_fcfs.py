@@ -1,62 +1,62 @@
 """First come, first served: its answers, one by one."""
 
-from molink.scheduler.job import PATIENCE, Job
+from molink.scheduler.job import ABANDONED_AFTER_S, RequestState
 from molink.scheduler.policies.fcfs import Fcfs
-from molink.scheduler.request import HeadRequest
-from molink.wire.messages.data import Sampling
+from molink.scheduler.request import SchedulerRequest
+from molink.wire.messages.data import SamplingParams
 
 
-def waiting(key: str, owner: str = "d") -> Job:
-    return Job.of(HeadRequest(owner, key, (1,), 1, 9, Sampling(), window=1))
+def waiting(key: str, owner: str = "d") -> RequestState:
+    return RequestState.from_request(SchedulerRequest(owner, key, (1,), 1, 9, SamplingParams(), credit_window=1))
 
 
-def admitted(request_id: int, owner: str = "d", stalled_at: float | None = None) -> Job:
+def admitted(request_id: int, owner: str = "d", stalled_at: float | None = None) -> RequestState:
     """A job at rest that decodes, or has waited for its client since ``stalled_at``."""
-    job = waiting(str(request_id), owner)
-    job.state, job.id = "decode", request_id
+    state = waiting(str(request_id), owner)
+    state.phase, state.id = "decode", request_id
     if stalled_at is not None:
-        job.tokens.append(5)
-        job.stalled_at = stalled_at
-    return job
+        state.tokens.append(5)
+        state.stalled_at = stalled_at
+    return state
 
 
 def test_the_first_one_is_admitted() -> None:
-    jobs = [waiting("b0", "b"), waiting("a0", "a")]
-    assert Fcfs().next_admitted(jobs, [admitted(0, "a")], 0.0) is jobs[0]
+    requests = [waiting("b0", "b"), waiting("a0", "a")]
+    assert Fcfs().choose_admitted(requests, [admitted(0, "a")], 0.0) is requests[0]
 
 
 def test_jobs_run_as_they_came_back() -> None:
-    jobs = [admitted(3), admitted(1), admitted(2)]
-    assert Fcfs().running_order(jobs, 0.0) == jobs
+    requests = [admitted(3), admitted(1), admitted(2)]
+    assert Fcfs().order_running(requests, 0.0) == requests
 
 
 def test_the_latest_one_gives_way_to_an_older_one() -> None:
-    old, needy, young, younger = jobs = [admitted(number) for number in range(4)]
-    found = Fcfs().victim(needy, [young, younger, old], jobs, 0.0)
+    old, preemptor, young, younger = requests = [admitted(number) for number in range(4)]
+    found = Fcfs().choose_preempted(preemptor, [young, younger, old], requests, 0.0)
     assert found is not None
-    assert found.job is younger
-    assert Fcfs().victim(needy, [old], jobs, 0.0) is None
+    assert found.state is younger
+    assert Fcfs().choose_preempted(preemptor, [old], requests, 0.0) is None
 
 
 def test_who_waits_for_a_client_gives_way_first() -> None:
     paused, paused_later = admitted(0, stalled_at=1.0), admitted(1, stalled_at=2.0)
-    needy, young = admitted(2), admitted(3)
-    jobs = [paused, paused_later, needy, young]
-    found = Fcfs().victim(needy, [paused, paused_later, young], jobs, 3.0)
+    preemptor, young = admitted(2), admitted(3)
+    requests = [paused, paused_later, preemptor, young]
+    found = Fcfs().choose_preempted(preemptor, [paused, paused_later, young], requests, 3.0)
     assert found is not None
-    assert found.job is paused_later
+    assert found.state is paused_later
 
 
 def test_a_newcomer_gets_the_place_of_an_abandoned_one_or_where_nobody_can_go_on() -> None:
     new, busy = waiting("new"), admitted(2)
     paused, paused_first = admitted(0, stalled_at=2.0), admitted(1, stalled_at=1.0)
     policy = Fcfs()
-    assert policy.victim(new, [busy], [busy], 0.0) is None
-    assert policy.victim(new, [paused, busy], [paused, busy], 1.9 + PATIENCE) is None
-    for jobs, now in (
-        ([paused, paused_first, busy], 1.0 + PATIENCE),
+    assert policy.choose_preempted(new, [busy], [busy], 0.0) is None
+    assert policy.choose_preempted(new, [paused, busy], [paused, busy], 1.9 + ABANDONED_AFTER_S) is None
+    for requests, now in (
+        ([paused, paused_first, busy], 1.0 + ABANDONED_AFTER_S),
         ([paused, paused_first], 3.0),
     ):
-        found = policy.victim(new, jobs, jobs, now)
+        found = policy.choose_preempted(new, requests, requests, now)
         assert found is not None
-        assert found.job is paused_first
+        assert found.state is paused_first

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import RingTimes
 from molink.scheduler.host import HostCopy
-from molink.scheduler.job import Job
+from molink.scheduler.job import RequestState
 from molink.scheduler.policies.gittins import Gittins
-from molink.scheduler.policies.lengths import SIMILAR, AnswerLengths
-from molink.scheduler.policies.mlfq import ALPHA, PATIENCE
-from molink.scheduler.prefix import Match
-from molink.scheduler.request import HeadRequest
-from molink.wire.messages.data import Sampling
+from molink.scheduler.policies.lengths import MAX_SIMILAR, AnswerLengths
+from molink.scheduler.policies.mlfq import ALPHA, PROMOTION_QUANTA
+from molink.scheduler.prefix import PrefixMatch
+from molink.scheduler.request import SchedulerRequest
+from molink.wire.messages.data import SamplingParams
 
 #: An iteration takes a second, a prompt a second for each row.
 STAGE = Profile(decode=((1, 1.0), (64, 1.0)), prefill=((1, 1.0), (8, 8.0)))
@@ -23,11 +23,11 @@ TIMES = RingTimes((STAGE,), (), 0)
 def gittins(*answers: tuple[int, int], room: int = 64, places: int = 1) -> Gittins:
     """One that knows as many answers, prompt and answer, as it needs to."""
     lengths = AnswerLengths()
-    for prompt, answer in answers * SIMILAR:
-        lengths.add(prompt, answer)
+    for prompt, answer in answers * MAX_SIMILAR:
+        lengths.add_answer(prompt, answer)
     policy = Gittins()
-    policy.set_answers(lengths)
-    policy.set_room(room, places)
+    policy.set_answer_lengths(lengths)
+    policy.set_capacity(room, places)
     policy.set_times(TIMES)
     return policy
 
@@ -39,37 +39,37 @@ def make(
     now: float = 0.0,
     cached: int = 0,
     most: int = 1 << 12,
-) -> Job:
+) -> RequestState:
     """A job that has just arrived and waits."""
     prompt = tuple(range(tokens))
-    job = Job.of(HeadRequest("d", key, prompt, tokens, most, Sampling()), now)
-    job.uncached = tokens - cached
-    policy.arrived(job, now)
-    return job
+    state = RequestState.from_request(SchedulerRequest("d", key, prompt, tokens, most, SamplingParams()), now)
+    state.num_uncached = tokens - cached
+    policy.on_arrived(state, now)
+    return state
 
 
-def run(policy: Gittins, job: Job, now: float, tokens: int = 1) -> float:
+def run(policy: Gittins, job: RequestState, now: float, tokens: int = 1) -> float:
     """So many iterations of a second, the first of them with the prompt; the time after them."""
-    if job.state == "waiting":
-        job.begin(0, [], Match(tokens=len(job.tokens) - job.uncached))
+    if job.phase == "waiting":
+        job.start_admission(0, [], PrefixMatch(num_tokens=len(job.tokens) - job.num_uncached))
     for _ in range(tokens):
-        seconds = float(len(job.tokens) - job.issued)
-        job.issued, job.state = len(job.tokens), "decode"
-        policy.issued(job, now)
+        seconds = float(len(job.tokens) - job.num_issued)
+        job.num_issued, job.phase = len(job.tokens), "decode"
+        policy.on_issued(job, now)
         now += seconds
-        policy.ran(job, seconds, now)
+        policy.on_rows_returned(job, seconds, now)
         job.tokens.append(0)
     return now
 
 
-def order(policy: Gittins, jobs: list[Job], now: float = 0.0) -> str:
-    return "".join(job.request.key for job in policy.running_order(jobs, now))
+def order(policy: Gittins, jobs: list[RequestState], now: float = 0.0) -> str:
+    return "".join(state.request.key for state in policy.order_running(jobs, now))
 
 
 def test_short_prompts_go_first_and_what_is_cached_does_not_count() -> None:
     policy = gittins()
-    jobs = [make(policy, "a", 16), make(policy, "b", 4), make(policy, "c", 16, cached=15)]
-    assert order(policy, jobs) == "cba"
+    requests = [make(policy, "a", 16), make(policy, "b", 4), make(policy, "c", 16, cached=15)]
+    assert order(policy, requests) == "cba"
 
 
 def test_answers_of_similar_prompts_tell_which_are_short() -> None:
@@ -79,30 +79,30 @@ def test_answers_of_similar_prompts_tell_which_are_short() -> None:
 
 def test_no_answer_is_longer_than_the_client_lets_it_be() -> None:
     policy = gittins((4, 100))
-    jobs = [make(policy, "any", 4), make(policy, "short", 4, most=2)]
-    assert order(policy, jobs) == "shortany"
-    now = run(policy, jobs[1], 0.0)
-    assert order(policy, jobs, now) == "shortany"
+    requests = [make(policy, "any", 4), make(policy, "short", 4, most=2)]
+    assert order(policy, requests) == "shortany"
+    now = run(policy, requests[1], 0.0)
+    assert order(policy, requests, now) == "shortany"
 
 
 def test_answers_are_learned_as_requests_end() -> None:
     policy = gittins()
-    for _ in range(SIMILAR):
+    for _ in range(MAX_SIMILAR):
         for tokens, answer in ((3, 40), (4, 2)):
-            job = make(policy, "", tokens)
-            run(policy, job, 0.0, answer)
-            policy.answered(job)
-            policy.over(job, 0.0)
+            state = make(policy, "", tokens)
+            run(policy, state, 0.0, answer)
+            policy.on_answered(state)
+            policy.on_removed(state, 0.0)
     assert order(policy, [make(policy, "long", 3), make(policy, "s", 4)]) == "slong"
 
 
 def test_who_has_cancelled_teaches_nothing() -> None:
     policy = gittins((4, 2))
     for _ in range(999):
-        job = make(policy, "", 4)
-        run(policy, job, 0.0)
-        policy.over(job, 0.0)
-    assert policy._lengths.beyond(0, 4) == [2] * SIMILAR
+        state = make(policy, "", 4)
+        run(policy, state, 0.0)
+        policy.on_removed(state, 0.0)
+    assert policy._answer_lengths.longer_answers(0, 4) == [2] * MAX_SIMILAR
 
 
 def test_without_knowledge_the_least_attained_service_goes_first() -> None:
@@ -137,50 +137,50 @@ def test_who_gives_way_is_worth_what_it_takes_to_bring_him_back(
     policy = gittins((prompt, 32), (2000, 3), places=32, room=1 << 20)
     runs, waits = make(policy, "r", prompt), make(policy, "w", 2000, cached=1999)
     now = run(policy, runs, 0.0, 2)
-    found = policy.victim(waits, [runs], [runs], now)
+    found = policy.choose_preempted(waits, [runs], [runs], now)
     assert (found is not None) == gives_way
 
 
 def test_who_is_kept_in_host_memory_gives_way_sooner() -> None:
     policy = gittins((32, 32), (2000, 3), places=32, room=1 << 20)
-    policy.set_restoring(lambda job: 0.01 if job.copy or job.state != "waiting" else None)
+    policy.set_restore_cost(lambda job: 0.01 if job.host_copy or job.phase != "waiting" else None)
     runs, waits = make(policy, "r", 32), make(policy, "w", 2000, cached=1999)
     now = run(policy, runs, 0.0, 2)
-    found = policy.victim(waits, [runs], [runs], now)
+    found = policy.choose_preempted(waits, [runs], [runs], now)
     assert found is not None
     # And comes back sooner than one that has to be computed anew.
-    runs.state = "waiting"
-    anew = policy.rank(runs, now)
-    runs.copy = HostCopy((0,), 33)
-    assert policy.rank(runs, now) < anew
+    runs.phase = "waiting"
+    anew = policy.rank_request(runs, now)
+    runs.host_copy = HostCopy((0,), 33)
+    assert policy.rank_request(runs, now) < anew
 
 
 def test_of_a_prompt_that_is_kept_in_part_the_rest_is_still_to_be_computed() -> None:
     """Else one that waits to be back would seem nearer to its end than once it is back."""
     policy = gittins((32, 4), places=32, room=1 << 20)
-    policy.set_restoring(lambda job: 0.5 if job.copy is not None else None)
-    job = make(policy, "a", 32)
-    policy.issued(job, 0.0)
-    job.begin(0, [], Match())
-    job.issued = 12
-    assert policy._before_s(job) == pytest.approx(19)
-    assert policy._restoring_s(job) == pytest.approx(12)
-    job.state = "waiting"
-    assert policy._before_s(job) == pytest.approx(32)
-    job.copy = HostCopy((0,), 12)
-    assert policy._before_s(job) == pytest.approx(0.5 + 19)
+    policy.set_restore_cost(lambda state: 0.5 if state.host_copy is not None else None)
+    state = make(policy, "a", 32)
+    policy.on_issued(state, 0.0)
+    state.start_admission(0, [], PrefixMatch())
+    state.num_issued = 12
+    assert policy._next_token_s(state) == pytest.approx(19)
+    assert policy._restore_s(state) == pytest.approx(12)
+    state.phase = "waiting"
+    assert policy._next_token_s(state) == pytest.approx(32)
+    state.host_copy = HostCopy((0,), 12)
+    assert policy._next_token_s(state) == pytest.approx(0.5 + 19)
 
 
 def test_an_answer_that_happens_to_end_next_tells_nothing() -> None:
     """Of 64 like the old one one ends next, the others after 270 more tokens."""
     lengths = AnswerLengths()
-    for answer in (31, *[300] * (SIMILAR - 1)):
-        lengths.add(1, answer)
-    for _ in range(SIMILAR):
-        lengths.add(2000, 100)
+    for answer in (31, *[300] * (MAX_SIMILAR - 1)):
+        lengths.add_answer(1, answer)
+    for _ in range(MAX_SIMILAR):
+        lengths.add_answer(2000, 100)
     policy = Gittins()
-    policy.set_answers(lengths)
-    policy.set_room(1 << 20, 1)
+    policy.set_answer_lengths(lengths)
+    policy.set_capacity(1 << 20, 1)
     policy.set_times(TIMES)
     old, new = make(policy, "o"), make(policy, "n", 2000, cached=1999)
     now = run(policy, old, 0.0, 30)
@@ -197,17 +197,17 @@ def test_to_one_who_is_promoted_others_give_way() -> None:
     policy = gittins()
     runs, waits = make(policy, "r"), make(policy, "w", 32)
     run(policy, runs, 0.0)
-    assert policy.victim(waits, [runs], [runs], 1.0) is None
-    now = run(policy, runs, 1.0, PATIENCE * 33)
-    found = policy.victim(waits, [runs], [runs], now)
+    assert policy.choose_preempted(waits, [runs], [runs], 1.0) is None
+    now = run(policy, runs, 1.0, PROMOTION_QUANTA * 33)
+    found = policy.choose_preempted(waits, [runs], [runs], now)
     assert found is not None
-    assert found.job is runs
+    assert found.state is runs
 
 
 def test_who_rests_for_long_is_promoted_and_stays_for_his_turn() -> None:
     policy = gittins()
     a, b = make(policy, "a", 4), make(policy, "b")
-    patience = PATIENCE * 5.0  # a prompt of four rows, and a token
+    patience = PROMOTION_QUANTA * 5.0  # a prompt of four rows, and a token
     assert order(policy, [a, b], patience - 0.1) == "ba"
     now = patience + 32.0
     c = make(policy, "c", now=now)
@@ -221,18 +221,18 @@ def test_who_rests_for_long_is_promoted_and_stays_for_his_turn() -> None:
 def test_who_waits_for_his_client_is_not_promoted() -> None:
     policy = gittins()
     a, b = make(policy, "a", 4), make(policy, "b")
-    a.credited = -(1 << 20)
-    assert a.stalled
+    a.num_credited = -(1 << 20)
+    assert a.is_stalled
     assert order(policy, [a, b], 1e3) == "ba"
 
 
 def test_turns_come_when_those_before_are_over() -> None:
     """Four places, a token takes a quarter of a second of the ring; there are six jobs."""
     policy = gittins((1, 4), places=4, room=1 << 20)
-    jobs = [make(policy, key) for key in "abcdef"]
-    turns = policy.next_turns(jobs[3:], 4, 0.0)
+    requests = [make(policy, key) for key in "abcdef"]
+    turns = policy.estimate_next_scheduled(requests[3:], 4, 0.0)
     # e is the first that doesn't fit; what it takes before f's turn is a row and four tokens.
-    assert [turns[job] for job in jobs[3:]] == [0.0, 0.0, 2.0]
+    assert [turns[state] for state in requests[3:]] == [0.0, 0.0, 2.0]
 
 
 def test_a_turn_comes_at_the_latest_when_one_is_promoted() -> None:
@@ -240,17 +240,17 @@ def test_a_turn_comes_at_the_latest_when_one_is_promoted() -> None:
     make(policy, "a", 50)
     last = make(policy, "b", 50)
     short = make(policy, "c")
-    assert policy.next_turns([last], 1, 0.0)[last] > 400
-    rested = PATIENCE * policy._standing(last).turn_s - 3
-    assert policy.next_turns([last, short], 1, rested) == {last: pytest.approx(3), short: 0.0}
+    assert policy.estimate_next_scheduled([last], 1, 0.0)[last] > 400
+    rested = PROMOTION_QUANTA * policy._current_state(last).wall_s - 3
+    assert policy.estimate_next_scheduled([last, short], 1, rested) == {last: pytest.approx(3), short: 0.0}
 
 
 def test_a_token_takes_the_share_of_the_memory_that_the_job_will_have_in_the_mean() -> None:
     """Of 64 tokens' memory a job that begins with one and comes to 18 holds 9.5."""
     policy = gittins((1, 17), places=64)
-    job = make(policy, "a")
-    standing = policy._standing(job)
-    assert standing.turn_s == pytest.approx(1 + 17)
+    state = make(policy, "a")
+    standing = policy._current_state(state)
+    assert standing.wall_s == pytest.approx(1 + 17)
     assert standing.work_s == pytest.approx(1 + 17 * 9.5 / 64)
 
 
@@ -258,10 +258,10 @@ def test_what_was_answered_in_an_earlier_epoch_is_part_of_the_answer() -> None:
     """Of 100 tokens there are 6, and the client lets it take 2 more."""
     policy = gittins((4, 100))
     tokens = tuple(range(10))
-    job = Job.of(HeadRequest("d", "resumed", tokens, 4, 2, Sampling()))
-    job.uncached = len(tokens)
-    policy.arrived(job, 0.0)
-    assert policy._standing(job).turn_s == 10 + 2
+    state = RequestState.from_request(SchedulerRequest("d", "resumed", tokens, 4, 2, SamplingParams()))
+    state.num_uncached = len(tokens)
+    policy.on_arrived(state, 0.0)
+    assert policy._current_state(state).wall_s == 10 + 2
 
 
 def test_nobody_is_promoted_sooner_than_after_alpha() -> None:
@@ -278,7 +278,7 @@ def test_all_are_judged_anew_where_rows_take_another_time() -> None:
     """A long prompt that runs, and a short one whose answer will be longer."""
     policy = gittins((64, 2), (1, 20))
     long, short = make(policy, "l", 64), make(policy, "s", 1)
-    long.begin(0, [], Match())
+    long.start_admission(0, [], PrefixMatch())
     assert order(policy, [long, short]) == "ls"
     slow = Profile(decode=STAGE.decode, prefill=((1, 1000.0), (2, 2000.0)))
     policy.set_times(RingTimes((slow,), (), 0))
@@ -288,10 +288,10 @@ def test_all_are_judged_anew_where_rows_take_another_time() -> None:
 def test_less_is_left_of_a_prompt_with_each_chunk() -> None:
     policy = gittins((64, 2), (32, 2))
     a, b = make(policy, "a", 64), make(policy, "b", 32)
-    a.begin(0, [], Match())
+    a.start_admission(0, [], PrefixMatch())
     assert order(policy, [a, b]) == "ba"
-    a.issued = 48
-    policy.issued(a, 0.0)
+    a.num_issued = 48
+    policy.on_issued(a, 0.0)
     assert order(policy, [a, b]) == "ab"
 
 
@@ -304,24 +304,24 @@ def test_less_is_left_of_a_prompt_with_each_chunk() -> None:
 def test_nobody_starves(prompts: list[int], answers: list[tuple[int, int]], every: int) -> None:
     """Who has rested for so long waits only for those that had come by then, each for a turn."""
     policy, now = gittins(*answers), 0.0
-    jobs = [make(policy, str(number), tokens) for number, tokens in enumerate(prompts)]
-    watched, came = list(jobs), [0.0] * len(jobs)
-    since, longest = dict.fromkeys(jobs, 0.0), dict.fromkeys(jobs, 0.0)
-    waits: list[tuple[Job, float, float]] = []
+    requests = [make(policy, str(number), tokens) for number, tokens in enumerate(prompts)]
+    watched, came = list(requests), [0.0] * len(requests)
+    since, longest = dict.fromkeys(requests, 0.0), dict.fromkeys(requests, 0.0)
+    waits: list[tuple[RequestState, float, float]] = []
     for number in range(300):
         if number % every == 0:
             came.append(now)
-            jobs.append(make(policy, "new", now=now))
-            since[jobs[-1]] = longest[jobs[-1]] = now * 0
-        for job in jobs:
-            longest[job] = max(longest[job], policy._standing(job).turn_s)
-        job = policy.running_order(jobs, now)[0]
-        waits.append((job, since[job], now))
-        now = since[job] = run(policy, job, now)
-    waits += [(job, since[job], now) for job in watched]
+            requests.append(make(policy, "new", now=now))
+            since[requests[-1]] = longest[requests[-1]] = now * 0
+        for state in requests:
+            longest[state] = max(longest[state], policy._current_state(state).wall_s)
+        state = policy.order_running(requests, now)[0]
+        waits.append((state, since[state], now))
+        now = since[state] = run(policy, state, now)
+    waits += [(state, since[state], now) for state in watched]
     most = max(longest.values())
-    for job, start, end in waits:
-        if job in watched:
-            over = start + PATIENCE * longest[job]
+    for state, start, end in waits:
+        if state in watched:
+            over = start + PROMOTION_QUANTA * longest[state]
             before = sum(1 for each in came if each <= over)
             assert end <= max(over, start + 1) + before * (most + 8)

@@ -8,38 +8,38 @@ from hypothesis import strategies as st
 
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import RingTimes
-from molink.scheduler.job import Job
+from molink.scheduler.job import RequestState
 from molink.scheduler.policies.fixed_priority import FixedPriority
-from molink.scheduler.policies.mlfq import LEVELS, PATIENCE, WORTH, Mlfq
+from molink.scheduler.policies.mlfq import LEVELS, PROMOTION_QUANTA, MIN_QUANTUM_RATIO, Mlfq
 from molink.scheduler.policies.skip_join_mlfq import SkipJoinMlfq
-from molink.scheduler.prefix import Match
-from molink.scheduler.request import HeadRequest
-from molink.wire.messages.data import Sampling
+from molink.scheduler.prefix import PrefixMatch
+from molink.scheduler.request import SchedulerRequest
+from molink.wire.messages.data import SamplingParams
 
 #: An iteration takes a second, a prompt a second for each row.
 TIMES = RingTimes((Profile(decode=((1, 1.0),), prefill=((1, 1.0), (8, 8.0))),), (), 0)
 
 
-def make(policy: Mlfq, key: str, now: float = 0.0, tokens: int = 1, cached: int = 0) -> Job:
+def make(policy: Mlfq, key: str, now: float = 0.0, tokens: int = 1, cached: int = 0) -> RequestState:
     """A job that has just arrived, and has a place."""
     prompt = tuple(range(tokens))
-    job = Job.of(HeadRequest("d", key, prompt, tokens, 1000, Sampling()), now)
-    job.uncached = tokens - cached
-    policy.arrived(job, now)
-    job.begin(0, [], Match(tokens=cached))
-    return job
+    state = RequestState.from_request(SchedulerRequest("d", key, prompt, tokens, 1000, SamplingParams()), now)
+    state.num_uncached = tokens - cached
+    policy.on_arrived(state, now)
+    state.start_admission(0, [], PrefixMatch(num_tokens=cached))
+    return state
 
 
-def run(policy: Mlfq, job: Job, now: float, seconds: float) -> None:
+def run(policy: Mlfq, job: RequestState, now: float, seconds: float) -> None:
     """An iteration with all rows that are left."""
-    job.issued = len(job.tokens)
-    policy.issued(job, now)
-    policy.ran(job, seconds, now + seconds)
+    job.num_issued = len(job.tokens)
+    policy.on_issued(job, now)
+    policy.on_rows_returned(job, seconds, now + seconds)
     job.tokens.append(0)
 
 
-def order(policy: Mlfq, jobs: Sequence[Job], now: float) -> str:
-    return "".join(job.request.key for job in policy.running_order(jobs, now))
+def order(policy: Mlfq, jobs: Sequence[RequestState], now: float) -> str:
+    return "".join(state.request.key for state in policy.order_running(jobs, now))
 
 
 def skip_join() -> SkipJoinMlfq:
@@ -60,46 +60,46 @@ def test_a_job_falls_when_it_has_consumed_its_quantum() -> None:
 
 def test_it_joins_the_queue_that_covers_what_is_not_cached_of_its_prompt() -> None:
     policy = skip_join()
-    jobs = [
+    requests = [
         make(policy, "a", tokens=9),  # 9 s: the fifth queue, 16 s
         make(policy, "b", tokens=5),  # the fourth, 8 s
         make(policy, "c", tokens=9, cached=7),  # the second
         make(policy, "d", tokens=9, cached=6),  # the third
         make(policy, "e", tokens=1),  # the first
     ]
-    assert order(policy, jobs, 0.0) == "ecdba"
+    assert order(policy, requests, 0.0) == "ecdba"
 
 
 def test_it_falls_to_the_queue_that_covers_the_rest_of_its_prompt() -> None:
     policy = skip_join()
     a = make(policy, "a", tokens=9, cached=8)
     a.tokens += range(7)
-    a.issued = 8
-    policy.issued(a, 0.0)
-    policy.ran(a, 1.0, 1.0)  # 8 rows are left: the fourth queue
-    assert policy.rank(a, 1.0)[0] == 3
+    a.num_issued = 8
+    policy.on_issued(a, 0.0)
+    policy.on_rows_returned(a, 1.0, 1.0)  # 8 rows are left: the fourth queue
+    assert policy.rank_request(a, 1.0)[0] == 3
 
 
 def test_rows_that_fly_together_count_once() -> None:
     policy = skip_join()
     a = make(policy, "a", tokens=4)  # the third queue, 4 s
-    a.issued = 4
-    for tick in (1, 2):
-        a.flight[tick] = 0
-        policy.issued(a, 0.0)
-    del a.flight[1]
-    policy.ran(a, 3.0, 3.0)
-    del a.flight[2]
-    policy.ran(a, 3.5, 3.5)
-    assert policy.rank(a, 3.5)[0] == 2
+    a.num_issued = 4
+    for seq in (1, 2):
+        a.in_flight[seq] = 0
+        policy.on_issued(a, 0.0)
+    del a.in_flight[1]
+    policy.on_rows_returned(a, 3.0, 3.0)
+    del a.in_flight[2]
+    policy.on_rows_returned(a, 3.5, 3.5)
+    assert policy.rank_request(a, 3.5)[0] == 2
     run(policy, a, 3.5, 0.5)
-    assert policy.rank(a, 4.0)[0] == 3
+    assert policy.rank_request(a, 4.0)[0] == 3
 
 
 def test_who_waits_is_promoted_and_stays_for_its_own_quantum() -> None:
     policy = skip_join()
     a, b = make(policy, "a", tokens=2), make(policy, "b")
-    patience = PATIENCE * 2.0  # quanta of its queue
+    patience = PROMOTION_QUANTA * 2.0  # quanta of its queue
     assert order(policy, [a, b], patience - 0.1) == "ba"
     c = make(policy, "c", now=patience + 0.5)
     now = patience + 1.0
@@ -115,16 +115,16 @@ def test_who_waits_is_promoted_and_stays_for_its_own_quantum() -> None:
 def test_who_flies_does_not_wait() -> None:
     policy = skip_join()
     a, b = make(policy, "a", tokens=2), make(policy, "b")
-    a.flight[1] = 0
-    policy.issued(a, 0.0)
+    a.in_flight[1] = 0
+    policy.on_issued(a, 0.0)
     assert order(policy, [a, b], 99.0) == "ba"
 
 
 def test_who_waits_for_his_client_is_not_promoted() -> None:
     policy = skip_join()
     a, b = make(policy, "a", tokens=2), make(policy, "b")
-    a.credited = -1000
-    assert a.stalled
+    a.num_credited = -1000
+    assert a.is_stalled
     assert order(policy, [a, b], 99.0) == "ba"
 
 
@@ -140,15 +140,15 @@ def test_the_shortest_iteration_is_heard_where_profiles_say_nothing() -> None:
     a = make(policy, "a", tokens=100)
     run(policy, a, 0.0, 0.5)
     run(policy, a, 0.5, 0.25)
-    assert [policy.quantum(level) for level in (0, 1)] == [0.25, 0.5]
+    assert [policy.quantum_s(level) for level in (0, 1)] == [0.25, 0.5]
 
 
 def test_the_last_queue_is_the_last() -> None:
     policy = skip_join()
     a = make(policy, "a", tokens=1 << 20)
-    assert policy.rank(a, 0.0)[0] == LEVELS - 1
+    assert policy.rank_request(a, 0.0)[0] == LEVELS - 1
     run(policy, a, 0.0, 1e6)
-    assert policy.rank(a, 0.0)[0] == LEVELS - 1
+    assert policy.rank_request(a, 0.0)[0] == LEVELS - 1
 
 
 class Server:
@@ -157,23 +157,23 @@ class Server:
     def __init__(self, policy: Mlfq) -> None:
         self.policy = policy
         self.now = 0.0
-        self.jobs: list[Job] = []
+        self.jobs: list[RequestState] = []
         #: Since when each job has waited.
-        self.since: dict[Job, float] = {}
+        self.since: dict[RequestState, float] = {}
         #: Of each wait: the job, from when to when.
-        self.waits: list[tuple[Job, float, float]] = []
+        self.waits: list[tuple[RequestState, float, float]] = []
 
-    def add(self, job: Job) -> None:
+    def add(self, job: RequestState) -> None:
         self.jobs.append(job)
         self.since[job] = self.now
 
     def step(self) -> None:
-        job = self.policy.running_order(self.jobs, self.now)[0]
-        self.waits.append((job, self.since[job], self.now))
-        seconds = float(len(job.tokens) - job.issued)
-        run(self.policy, job, self.now, seconds)
+        state = self.policy.order_running(self.jobs, self.now)[0]
+        self.waits.append((state, self.since[state], self.now))
+        seconds = float(len(state.tokens) - state.num_issued)
+        run(self.policy, state, self.now, seconds)
         self.now += seconds
-        self.since[job] = self.now
+        self.since[state] = self.now
 
 
 @pytest.mark.parametrize("alpha", [0.3, 1e9])
@@ -187,8 +187,8 @@ def test_a_long_prompt_goes_on_though_short_ones_come_without_end(alpha: float) 
     for number in range(400):
         server.add(make(policy, str(number), server.now))
         server.step()
-    begun = [end for job, _, end in server.waits if job is long]
-    patience = PATIENCE * 8.0
+    begun = [end for state, _, end in server.waits if state is long]
+    patience = PROMOTION_QUANTA * 8.0
     if alpha < 1:  # each second one job more waits, and 32 s later it is promoted, for 2 s
         assert patience < begun[0] <= patience + 2 * (patience - 32)
     else:
@@ -198,38 +198,38 @@ def test_a_long_prompt_goes_on_though_short_ones_come_without_end(alpha: float) 
 def test_who_has_hardly_run_since_it_was_computed_does_not_give_way() -> None:
     policy = skip_join()
     new, old = make(policy, "new"), make(policy, "old", tokens=8)
-    new.state, old.state = "waiting", "decode"
-    old.issued = 8
-    assert policy.victim(new, [old], [old], 0.0) is None
-    while policy.quantum(int(policy.rank(old, 0.0)[0])) < WORTH * 8.0:
-        assert policy.victim(new, [old], [old], 0.0) is None
-        policy.issued(old, 0.0)
-        policy.ran(old, 1e3, 1e3)
-    found = policy.victim(new, [old], [old], 0.0)
+    new.phase, old.phase = "waiting", "decode"
+    old.num_issued = 8
+    assert policy.choose_preempted(new, [old], [old], 0.0) is None
+    while policy.quantum_s(int(policy.rank_request(old, 0.0)[0])) < MIN_QUANTUM_RATIO * 8.0:
+        assert policy.choose_preempted(new, [old], [old], 0.0) is None
+        policy.on_issued(old, 0.0)
+        policy.on_rows_returned(old, 1e3, 1e3)
+    found = policy.choose_preempted(new, [old], [old], 0.0)
     assert found is not None
-    assert found.job is old
+    assert found.state is old
 
 
 def test_to_a_shorter_prompt_any_job_gives_way_where_priorities_are_fixed() -> None:
     policy = FixedPriority()
     policy.set_times(TIMES)
     new, old = make(policy, "new"), make(policy, "old", tokens=8)
-    new.state, old.state = "waiting", "decode"
-    found = policy.victim(new, [old], [old], 0.0)
+    new.phase, old.phase = "waiting", "decode"
+    found = policy.choose_preempted(new, [old], [old], 0.0)
     assert found is not None
-    assert found.job is old
-    old.state, new.state = "waiting", "decode"
-    assert policy.victim(old, [new], [new], 0.0) is None
+    assert found.state is old
+    old.phase, new.phase = "waiting", "decode"
+    assert policy.choose_preempted(old, [new], [new], 0.0) is None
 
 
 def test_of_those_that_decode_the_first_gets_blocks_of_the_last() -> None:
     policy = skip_join()
     a, b = make(policy, "a"), make(policy, "b")
-    a.state = b.state = "decode"
-    found = policy.victim(a, [b], [a, b], 0.0)
+    a.phase = b.phase = "decode"
+    found = policy.choose_preempted(a, [b], [a, b], 0.0)
     assert found is not None
-    assert found.job is b
-    assert policy.victim(b, [a], [a, b], 0.0) is None
+    assert found.state is b
+    assert policy.choose_preempted(b, [a], [a, b], 0.0) is None
 
 
 @given(
@@ -251,18 +251,18 @@ def test_nobody_starves(prompts: list[int], alpha: float, every: int, naive: boo
     for number, tokens in enumerate(prompts):
         server.add(make(policy, str(number), 0.0, tokens))
     came = [0.0] * len(prompts)
-    homes: dict[Job, list[int]] = {job: [] for job in server.jobs}
+    homes: dict[RequestState, list[int]] = {state: [] for state in server.jobs}
     for number in range(300):
-        for job in homes:
-            homes[job].append(policy._places[job].home)
+        for state in homes:
+            homes[state].append(policy._positions[state].home_level)
         if number % every == 0:
             came.append(server.now)
             server.add(make(policy, "new", server.now))
         server.step()
-    waits = [(job, since, until) for job, since, until in server.waits if job in homes]
-    waits += [(job, server.since[job], server.now) for job in homes]
-    for job, since, until in waits:
-        longest = policy.quantum(max(homes[job]))
-        over = since + max(alpha, PATIENCE * longest)
+    waits = [(state, since, until) for state, since, until in server.waits if state in homes]
+    waits += [(state, server.since[state], server.now) for state in homes]
+    for state, since, until in waits:
+        longest = policy.quantum_s(max(homes[state]))
+        over = since + max(alpha, PROMOTION_QUANTA * longest)
         before = sum(1 for each in came if each <= over)
         assert until <= over + before * (longest + 2)

@@ -9,14 +9,14 @@ import pytest
 
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import RingTimes
-from molink.scheduler.job import Job
+from molink.scheduler.job import RequestState
 from molink.scheduler.policies.base import SchedulingPolicy
 from molink.scheduler.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
 from molink.scheduler.policies.gittins import Gittins
-from molink.scheduler.policies.lengths import LEAST, AnswerLengths
-from molink.scheduler.prefix import Match
-from molink.scheduler.request import HeadRequest
-from molink.wire.messages.data import Sampling
+from molink.scheduler.policies.lengths import MIN_ANSWERS, AnswerLengths
+from molink.scheduler.prefix import PrefixMatch
+from molink.scheduler.request import SchedulerRequest
+from molink.wire.messages.data import SamplingParams
 
 SECOND_PER_ROW = Profile(decode=((1, 1.0),), prefill=((1, 1.0), (8, 8.0)))
 PROMPTS = {"a": 5, "b": 1, "c": 2}
@@ -45,27 +45,27 @@ def schedule(policy: SchedulingPolicy, most: int = ANSWER) -> list[tuple[str, fl
     """What runs when if clients let answers take ``most`` tokens."""
     now = 0.0
     policy.set_times(RingTimes((SECOND_PER_ROW,), (), 0))
-    jobs = []
+    requests = []
     for number, (key, tokens) in enumerate(PROMPTS.items()):
         prompt = tuple(range(tokens))
-        job = Job.of(HeadRequest("d", key, prompt, tokens, most, Sampling()))
-        job.uncached = tokens
-        policy.arrived(job, now)
-        job.begin(number, [], Match())
-        jobs.append(job)
+        state = RequestState.from_request(SchedulerRequest("d", key, prompt, tokens, most, SamplingParams()))
+        state.num_uncached = tokens
+        policy.on_arrived(state, now)
+        state.start_admission(number, [], PrefixMatch())
+        requests.append(state)
     bars = []
-    while jobs:
-        job = policy.running_order(jobs, now)[0]
-        policy.issued(job, now)
-        seconds = float(len(job.tokens) - job.issued)
-        job.issued, job.state = len(job.tokens), "decode"
-        bars.append((job.request.key, now, now + seconds))
+    while requests:
+        state = policy.order_running(requests, now)[0]
+        policy.on_issued(state, now)
+        seconds = float(len(state.tokens) - state.num_issued)
+        state.num_issued, state.phase = len(state.tokens), "decode"
+        bars.append((state.request.key, now, now + seconds))
         now += seconds
-        policy.ran(job, seconds, now)
-        job.tokens.append(0)
-        if job.generated == ANSWER:
-            policy.over(job, now)
-            jobs.remove(job)
+        policy.on_rows_returned(state, seconds, now)
+        state.tokens.append(0)
+        if state.num_generated == ANSWER:
+            policy.on_removed(state, now)
+            requests.remove(state)
     return bars
 
 
@@ -95,10 +95,10 @@ def test_the_schedule(name: str, bars: list[tuple[str, float, float]], mean: flo
 
 def test_the_schedule_where_answers_are_known() -> None:
     lengths = AnswerLengths()
-    for _ in range(LEAST):
-        lengths.add(2, ANSWER)
+    for _ in range(MIN_ANSWERS):
+        lengths.add_answer(2, ANSWER)
     policy = Gittins()
-    policy.set_answers(lengths)
+    policy.set_answer_lengths(lengths)
     assert schedule(policy, 16) == KNOWN
 
 

@@ -20,11 +20,11 @@ def searched(tokens: Sequence[int], k: int, longest: int) -> tuple[Sequence[int]
 
 def test_a_draft_is_what_followed_the_latest_place_of_the_longest_match() -> None:
     tokens = [1, 2, 3, 4, 9, 2, 3, 5, 7, 2, 3]
-    assert PromptLookup().draft(tokens, 2) == ([5, 7], 2)
-    assert PromptLookup().draft([*tokens, 4], 2) == ([9, 2], 3)
-    assert PromptLookup().draft([*tokens, 9], 2) == ([2, 3], 1)
-    assert not PromptLookup().draft([1, 2, 3], 2).tokens
-    assert not PromptLookup().draft([1], 2).tokens
+    assert PromptLookup().propose_drafts(tokens, 2) == ([5, 7], 2)
+    assert PromptLookup().propose_drafts([*tokens, 4], 2) == ([9, 2], 3)
+    assert PromptLookup().propose_drafts([*tokens, 9], 2) == ([2, 3], 1)
+    assert not PromptLookup().propose_drafts([1, 2, 3], 2).tokens
+    assert not PromptLookup().propose_drafts([1], 2).tokens
 
 
 @given(
@@ -38,11 +38,11 @@ def test_any_text(tokens: list[int], begin: int, k: int, longest: int) -> None:
     lookup = PromptLookup(longest)
     for end in range(min(begin, len(tokens)), len(tokens) + 1):
         text = tokens[:end]
-        assert lookup.draft(text, k) == searched(text, k, longest)
+        assert lookup.propose_drafts(text, k) == searched(text, k, longest)
 
 
 def test_a_long_prompt_is_read_in_the_course_of_steps() -> None:
     lookup, prompt = PromptLookup(), list(range(5000))
     text = [*prompt, 3000, 3001]
-    assert not lookup.draft(text, 2).tokens
-    assert lookup.draft(text, 2).tokens == [3002, 3003]
+    assert not lookup.propose_drafts(text, 2).tokens
+    assert lookup.propose_drafts(text, 2).tokens == [3002, 3003]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from molink.stage.attention.base import Attention, AttentionShape
+from molink.stage.attention.base import AttentionBackend, AttentionShape
 from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
 
@@ -62,15 +62,15 @@ def fill(
     The block of position ``begun`` and all after it were cleared when they were begun.
     """
     size = pool.block_size
-    pool.clear([table[index] for index in range(begun // size, -(-len(both) // size))])
+    pool.zero_blocks([table[index] for index in range(begun // size, -(-len(both) // size))])
     slots = [table[p // size] * size + p % size for p in range(first, len(both))]
     device = pool._storage.device
-    pool.write(layer, torch.tensor(slots, device=device), both[first:].to(device))
+    pool.write_rows(layer, torch.tensor(slots, device=device), both[first:].to(device))
 
 
 @torch.inference_mode()
 def compare(
-    backend: Attention,
+    backend: AttentionBackend,
     shape: AttentionShape,
     requests: Requests,
     block_size: int = 4,
@@ -95,7 +95,7 @@ def compare(
         tables.append([order.pop(0) for _ in range(many)])
         # The stage's table may have blocks for rows to come.
         sequences.append(SequenceRows(before, count, [*tables[-1], 0]))
-    prepared = backend.prepare(sequences, block_size, dtype, torch.device(device))
+    prepared = backend.prepare_layers(sequences, block_size, dtype, torch.device(device))
     width = (shape.groups + 2) * shape.kv_heads
     sinks = None
     if shape.sinks:

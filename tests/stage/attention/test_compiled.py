@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from molink.errors import InvariantError, UsageError
 from molink.stage.attention.base import AttentionShape
-from molink.stage.attention.compiled import CompiledAttention, attend_shape
+from molink.stage.attention.compiled import CompiledAttention, kernel_shape
 from molink.stage.attention.create import create_attention
 from molink.stage.attention.gather import GatherAttention
-from molink.stage.attention.trial import try_compiled
+from molink.stage.attention.trial import create_checked_compiled
 from molink.stage.batch import SequenceRows
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, Float32
-from molink.stage.kernels.attend import Attend
+from molink.stage.kernels.attend import AttentionKernel
 from molink.stage.kernels.compiler import host_features
-from molink.stage.kernels.shape import AttendShape
+from molink.stage.kernels.shape import AttentionKernelShape
 from molink.stage.pool import KVPool
 from tests.stage.attention.conftest import Requests
 from tests.support.kernels import require
@@ -43,10 +43,10 @@ mixes = pytest.mark.parametrize("mix", MIXES)
 
 
 @cache
-def compiled(shape: AttendShape, kind: str, threads: int) -> Attend:
+def compiled(shape: AttentionKernelShape, kind: str, threads: int) -> AttentionKernel:
     arithmetic, wanted, features, _ = KINDS[kind]
     openmp = require(wanted, threads)
-    return Attend(shape, arithmetic, openmp, threads, features)
+    return AttentionKernel(shape, arithmetic, openmp, threads, features)
 
 
 class Backend:
@@ -60,7 +60,7 @@ class Backend:
     def __call__(
         self, mix: Requests, block_size: int = 16, seed: int = 0, loose: float = 1.0
     ) -> None:
-        attend = compiled(attend_shape(self._shape, block_size), self._kind, self._threads)
+        attend = compiled(kernel_shape(self._shape, block_size), self._kind, self._threads)
         made = CompiledAttention(self._shape, attend)
         given = (made, self._shape, mix, block_size, attend.dtype)
         self._check(*given, seed=seed, atol=loose * KINDS[self._kind][-1])
@@ -142,7 +142,7 @@ def test_a_row_gives_the_same_whatever_is_beside_it(
     shape_of: Callable[..., AttentionShape], kind: str
 ) -> None:
     shape = shape_of(head_dim=32, groups=3, windows=(0, 70))
-    attend = compiled(attend_shape(shape, 16), kind, 1)
+    attend = compiled(kernel_shape(shape, 16), kind, 1)
     pool = KVPool(shape, 2, 32, 16, attend.dtype, CPU)
     pool._storage.normal_(generator=torch.Generator().manual_seed(0))
     heads = torch.randn(40, 10, 32, generator=torch.Generator().manual_seed(1)).to(attend.dtype)
@@ -150,7 +150,7 @@ def test_a_row_gives_the_same_whatever_is_beside_it(
 
     def attended(first: int, count: int, layer: int) -> torch.Tensor:
         rows = [SequenceRows(300 + first, count, range(32))]
-        prepared = backend.prepare(rows, 16, attend.dtype, CPU)
+        prepared = backend.prepare_layers(rows, 16, attend.dtype, CPU)
         return prepared(layer, heads[first : first + count], pool)
 
     for layer in range(2):
@@ -161,9 +161,9 @@ def test_a_row_gives_the_same_whatever_is_beside_it(
 
 def test_threads_have_like_shares(shape_of: Callable[..., AttentionShape]) -> None:
     shape = shape_of(head_dim=32, groups=4)
-    attend = compiled(attend_shape(shape, 16), "AVX2", 3)
+    attend = compiled(kernel_shape(shape, 16), "AVX2", 3)
     backend = CompiledAttention(shape, attend)
-    passes = backend.prepare([SequenceRows(0, 960, range(60))], 16, attend.dtype, CPU).passes
+    passes = backend.prepare_layers([SequenceRows(0, 960, range(60))], 16, attend.dtype, CPU).passes
     work = [
         sum(count * (start + count) for _, count, start, _ in part.tolist())
         for part in passes.chunk(3)
@@ -208,14 +208,14 @@ def test_results_that_are_off_are_not_used(
     shape_of: Callable[..., AttentionShape], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = shape_of(head_dim=64)
-    if try_compiled(shape, 16, torch.float32, CPU)[0] is None:
+    if create_checked_compiled(shape, 16, torch.float32, CPU)[0] is None:
         pytest.skip("this CPU has no compiled attention")
     wrong = "molink.stage.attention.compiled.CompiledLayers.__call__"
     for bad in (1.0, float("nan")):
         monkeypatch.setattr(
             wrong, lambda _, layer, heads, pool, sinks, bad=bad: heads.new_full((10, 256), bad)
         )
-        found, reason = try_compiled(shape, 16, torch.float32, CPU)
+        found, reason = create_checked_compiled(shape, 16, torch.float32, CPU)
         assert found is None
         assert "off" in reason
 
@@ -225,9 +225,9 @@ def test_blocks_outside_the_pool_are_not_read(
     shape_of: Callable[..., AttentionShape], block: int
 ) -> None:
     shape = shape_of(head_dim=32)
-    attend = compiled(attend_shape(shape, 16), "AVX2", 1)
+    attend = compiled(kernel_shape(shape, 16), "AVX2", 1)
     pool = KVPool(shape, 1, 4, 16, attend.dtype, CPU)
     rows = [SequenceRows(20, 1, (block, 1))]
-    prepared = CompiledAttention(shape, attend).prepare(rows, 16, attend.dtype, CPU)
+    prepared = CompiledAttention(shape, attend).prepare_layers(rows, 16, attend.dtype, CPU)
     with pytest.raises(InvariantError, match="not in a pool of 4"):
         prepared(0, torch.zeros(1, 8, 32), pool)

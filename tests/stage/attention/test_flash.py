@@ -14,9 +14,9 @@ from molink.errors import UsageError
 from molink.stage.attention import trial as probe
 from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.create import create_attention
-from molink.stage.attention.flash import PAGE, FlashAttention, find_kernel
+from molink.stage.attention.flash import PAGE_MULTIPLE, FlashAttention, find_kernel
 from molink.stage.attention.gather import GatherAttention
-from molink.stage.attention.trial import try_flash, wanted_block_size
+from molink.stage.attention.trial import create_checked_flash, preferred_block_size
 
 MIXES = {
     "decode": [(7, 1), (40, 1), (8, 1), (0, 1)],
@@ -76,12 +76,12 @@ def test_a_kernel_that_is_right_is_taken(
 ) -> None:
     device = fake_cuda(monkeypatch, paged)
     shape = shape_of(windows=(0, 4096, 30))
-    found, reason = try_flash(shape, 2 * PAGE, torch.bfloat16, device)
+    found, reason = create_checked_flash(shape, 2 * PAGE_MULTIPLE, torch.bfloat16, device)
     assert isinstance(found, FlashAttention)
     assert reason == ""
-    made = create_attention("auto", shape, PAGE, torch.float16, device)
+    made = create_attention("auto", shape, PAGE_MULTIPLE, torch.float16, device)
     assert isinstance(made, FlashAttention)
-    assert wanted_block_size(device) == PAGE
+    assert preferred_block_size(device) == PAGE_MULTIPLE
 
 
 def without_a_window(paged: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -121,13 +121,13 @@ def test_anything_else_means_gather(
 ) -> None:
     device = fake_cuda(monkeypatch, make(paged))
     shape = shape_of(windows=(0, 4096))
-    found, reason = try_flash(shape, PAGE, torch.bfloat16, device)
+    found, reason = create_checked_flash(shape, PAGE_MULTIPLE, torch.bfloat16, device)
     assert found is None
     assert why in reason
-    made = create_attention("auto", shape, PAGE, torch.bfloat16, device)
+    made = create_attention("auto", shape, PAGE_MULTIPLE, torch.bfloat16, device)
     assert isinstance(made, GatherAttention)
     with pytest.raises(UsageError, match="use auto or gather"):
-        create_attention("flash", shape, PAGE, torch.bfloat16, device)
+        create_attention("flash", shape, PAGE_MULTIPLE, torch.bfloat16, device)
 
 
 def test_gathering_never_runs_cudnn(
@@ -149,13 +149,13 @@ def test_what_flash_is_not_made_for(
 ) -> None:
     device = fake_cuda(monkeypatch, paged)
     for shape, size, where, why in [
-        (shape_of(), PAGE, CPU, "CUDA"),
-        (shape_of(softcap=50.0), PAGE, device, "softcap"),
-        (shape_of(sinks=True), PAGE, device, "sinks"),
+        (shape_of(), PAGE_MULTIPLE, CPU, "CUDA"),
+        (shape_of(softcap=50.0), PAGE_MULTIPLE, device, "softcap"),
+        (shape_of(sinks=True), PAGE_MULTIPLE, device, "sinks"),
         (shape_of(), 16, device, "no multiple of 256"),
     ]:
-        assert why in try_flash(shape, size, torch.bfloat16, where)[1]
-    assert wanted_block_size(CPU) == 1
+        assert why in create_checked_flash(shape, size, torch.bfloat16, where)[1]
+    assert preferred_block_size(CPU) == 1
 
 
 def test_a_torch_without_a_block_table_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,23 +200,23 @@ def test_the_kernel_itself(
     groups: int,
     head_dim: int,
 ) -> None:
-    shape = shape_of(groups=groups, head_dim=head_dim, windows=(0, 1, 100, PAGE, PAGE + 1))
-    flash, reason = try_flash(shape, PAGE, dtype, torch.device(cuda))
+    shape = shape_of(groups=groups, head_dim=head_dim, windows=(0, 1, 100, PAGE_MULTIPLE, PAGE_MULTIPLE + 1))
+    flash, reason = create_checked_flash(shape, PAGE_MULTIPLE, dtype, torch.device(cuda))
     if flash is None:
         pytest.skip(f"no flash attention here ({reason}); run on a GPU since Ampere, torch >= 2.13")
-    edges = [PAGE - 2, PAGE - 1, PAGE, 2 * PAGE - 1, 0]
+    edges = [PAGE_MULTIPLE - 2, PAGE_MULTIPLE - 1, PAGE_MULTIPLE, 2 * PAGE_MULTIPLE - 1, 0]
     for mix in (
         [(before, 1) for before in edges],
         [(before, 5) for before in edges],
         [(700, 1), (0, 300), (255, 2)],
     ):
-        check(flash, shape, mix, block_size=PAGE, dtype=dtype, device=cuda, atol=3e-2)
+        check(flash, shape, mix, block_size=PAGE_MULTIPLE, dtype=dtype, device=cuda, atol=3e-2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
-@pytest.mark.parametrize("block_size", [16, PAGE])
+@pytest.mark.parametrize("block_size", [16, PAGE_MULTIPLE])
 def test_gathering_on_a_gpu(
     check: Callable[..., None],
     shape_of: Callable[..., AttentionShape],

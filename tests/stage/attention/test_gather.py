@@ -43,7 +43,7 @@ def test_sinks_in_slabs(
     shape_of: Callable[..., AttentionShape],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scores, "_SCORES", 1 << 8)
+    monkeypatch.setattr(scores, "_MAX_SCORES", 1 << 8)
     shape = shape_of(windows=WINDOWS, groups=3, sinks=True)
     check(GatherAttention(shape), shape, MIXES["fused"])
 
@@ -104,7 +104,7 @@ def test_long_requests_share_memory_over_the_layers(
     dtype: torch.dtype,
     atol: float,
 ) -> None:
-    monkeypatch.setattr(gather, "_CPU_SCRATCH", 1)
+    monkeypatch.setattr(gather, "_CPU_SCRATCH_BYTES", 1)
     shape = shape_of(windows=(0, 7, 0))
     for mix in MIXES.values():
         check(GatherAttention(shape), shape, mix, dtype=dtype, atol=atol)
@@ -115,7 +115,7 @@ def test_buckets_that_fit_a_cache(
     shape_of: Callable[..., AttentionShape],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gather, "_CPU_BUCKET", 1 << 14)
+    monkeypatch.setattr(gather, "_CPU_BUCKET_BYTES", 1 << 14)
     shape = shape_of(windows=(0, 7))
     check(GatherAttention(shape), shape, [(n, 1) for n in (5, 30, 6, 200, 7, 90, 8, 31)])
 

@@ -1,13 +1,13 @@
 """Which blocks and positions are read, and which rows run together."""
 
-from molink.stage.attention.spans import Span, block_ids, buckets, run, windows_in_use
+from molink.stage.attention.spans import Span, block_ids, bucket_spans, as_slice, effective_windows
 from molink.stage.batch import SequenceRows
 
 TABLE = (9, 8, 7, 6, 5, 4)
 
 
 def span(row: int, start: int, count: int = 1, window: int = 0) -> Span:
-    return Span.of(row, SequenceRows(start, count, TABLE), window, 4)
+    return Span.from_sequence(row, SequenceRows(start, count, TABLE), window, 4)
 
 
 def test_without_a_window_all_is_read() -> None:
@@ -26,7 +26,7 @@ def test_with_a_window_only_its_blocks_are_read() -> None:
 
 
 def test_windows_that_leave_nothing_out_are_none() -> None:
-    assert windows_in_use((0, 8, 9, 4096), 9) == (0, 8, 0, 0)
+    assert effective_windows((0, 8, 9, 4096), 9) == (0, 8, 0, 0)
 
 
 def test_padding_repeats_a_block_of_the_same_request() -> None:
@@ -35,17 +35,17 @@ def test_padding_repeats_a_block_of_the_same_request() -> None:
 
 def test_rows_that_suit_each_other_run_together() -> None:
     wide = [Span(row, 1, range(many), 0, 1) for row, many in enumerate([2, 300, 3, 290, 1])]
-    kept = [[s.row for s in bucket] for bucket in buckets(wide, 4, 1 << 62)]
+    kept = [[s.row for s in bucket] for bucket in bucket_spans(wide, 4, 1 << 62)]
     assert kept == [[1, 3], [0, 2, 4]]
     # A limit on what is gathered at once; a single row may be beyond it.
-    kept = [[s.row for s in bucket] for bucket in buckets(wide, 4, 24)]
+    kept = [[s.row for s in bucket] for bucket in bucket_spans(wide, 4, 24)]
     assert kept == [[1], [3], [0, 2], [4]]
-    assert buckets([], 4, 24) == []
+    assert bucket_spans([], 4, 24) == []
 
 
 def test_runs() -> None:
-    assert run([4]) == slice(4, 5)
-    assert run([4, 5, 6]) == slice(4, 7)
-    assert run([4, 6, 5]) is None
-    assert run([4, 4, 6]) is None
-    assert run(range(2, 9)) == slice(2, 9)
+    assert as_slice([4]) == slice(4, 5)
+    assert as_slice([4, 5, 6]) == slice(4, 7)
+    assert as_slice([4, 6, 5]) is None
+    assert as_slice([4, 4, 6]) is None
+    assert as_slice(range(2, 9)) == slice(2, 9)

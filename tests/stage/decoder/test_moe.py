@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from molink.checkpoint.folder import ModelFolder
 from molink.stage.decoder.mlp import GatedMlp, create_gate
 from molink.stage.decoder.moe import ExpertMlp
-from molink.stage.linear import Linear
+from molink.stage.linear import PlainLinear
 from molink.stage.stage import Stage
 from tests.support.models import MakeModel
 
@@ -41,8 +41,8 @@ def make(
 ) -> tuple[ExpertMlp, Generator]:
     generator = torch.Generator().manual_seed(seed)
 
-    def weight(rows: int, columns: int) -> Linear:
-        return Linear(torch.randn(rows, columns, generator=generator))
+    def weight(rows: int, columns: int) -> PlainLinear:
+        return PlainLinear(torch.randn(rows, columns, generator=generator))
 
     experts = tuple(
         Spy(GatedMlp(weight(2 * INNER, HIDDEN), weight(HIDDEN, INNER), create_gate(activation)))
@@ -91,17 +91,17 @@ def test_bytes_are_those_of_the_router_and_all_experts() -> None:
 
 def test_only_layers_without_experts_can_be_captured(make_model: MakeModel, tmp_path: Path) -> None:
     folder = ModelFolder.open(make_model(tmp_path, "qwen3_moe", mlp_only_layers=[0]))
-    assert Stage.load(folder, (0, 1))._decoder.capturable
-    assert not Stage.load(folder, (0, 2))._decoder.capturable
-    assert not Stage.load(folder, (2, 3))._decoder.capturable
+    assert Stage.load_layers(folder, (0, 1))._decoder.capturable
+    assert not Stage.load_layers(folder, (0, 2))._decoder.capturable
+    assert not Stage.load_layers(folder, (2, 3))._decoder.capturable
 
 
 def test_a_stage_reads_the_experts_of_its_layers_only(
     make_model: MakeModel, tmp_path: Path
 ) -> None:
     folder = ModelFolder.open(make_model(tmp_path, "mixtral", num_hidden_layers=4))
-    whole = Stage.load(folder, (0, 4)).weight_bytes
+    whole = Stage.load_layers(folder, (0, 4)).weight_bytes
     ends = 4 * (2 * 320 * 64 + 64)
-    middle = Stage.load(folder, (1, 2)).weight_bytes
+    middle = Stage.load_layers(folder, (1, 2)).weight_bytes
     assert whole == 4 * middle + ends
     assert middle > 4 * 6 * 3 * 48 * 64

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from molink.checkpoint.folder import ModelFolder
 from molink.stage.decoder import operators
-from molink.stage.decoder.norm import CompiledNorm, PlainNorm, WideNorm
+from molink.stage.decoder.norm import CompiledRmsNorm, RmsNorm, Float32RmsNorm
 from molink.stage.decoder.operators import create_operators
 from molink.stage.loading.weights import WeightReader
 from molink.stage.torch_dtypes import TORCH_DTYPES
@@ -17,22 +17,22 @@ from tests.support.models import MakeModel
 NAME = "model.layers.0.input_layernorm.weight"
 
 
-def load(folder: Path, dtype: str) -> tuple[CompiledNorm | PlainNorm | WideNorm, Tensor]:
+def load(folder: Path, dtype: str) -> tuple[CompiledRmsNorm | RmsNorm | Float32RmsNorm, Tensor]:
     opened, kind, cpu = ModelFolder.open(folder), TORCH_DTYPES[dtype], torch.device("cpu")
     norm = create_operators(opened.config, kind, cpu).norm
     with WeightReader(opened, kind, cpu) as reader:
-        return norm(reader.read(NAME)), reader.read(NAME)
+        return norm(reader.read_tensors(NAME)), reader.read_tensors(NAME)
 
 
 @pytest.mark.parametrize(
     ("family", "dtype", "kind", "kept"),
     [
-        ("llama", "f32", PlainNorm, torch.float32),
-        ("llama", "bf16", PlainNorm, torch.bfloat16),
-        ("llama", "f16", WideNorm, torch.float32),
-        ("gemma2", "f32", PlainNorm, torch.float32),
-        ("gemma2", "bf16", WideNorm, torch.float32),
-        ("gemma2", "f16", WideNorm, torch.float32),
+        ("llama", "f32", RmsNorm, torch.float32),
+        ("llama", "bf16", RmsNorm, torch.bfloat16),
+        ("llama", "f16", Float32RmsNorm, torch.float32),
+        ("gemma2", "f32", RmsNorm, torch.float32),
+        ("gemma2", "bf16", Float32RmsNorm, torch.float32),
+        ("gemma2", "f16", Float32RmsNorm, torch.float32),
     ],
 )
 def test_weights_are_offset_in_full_precision(
@@ -41,7 +41,7 @@ def test_weights_are_offset_in_full_precision(
     monkeypatch: pytest.MonkeyPatch,
     family: str,
     dtype: str,
-    kind: type[PlainNorm] | type[WideNorm],
+    kind: type[RmsNorm] | type[Float32RmsNorm],
     kept: torch.dtype,
 ) -> None:
     monkeypatch.setattr(operators, "create_rowwise", lambda *_: None)
@@ -57,7 +57,7 @@ def test_compiled_norms_are_wide_ones(
 ) -> None:
     folder = make_model(tmp_path, family, head_dim=32)
     compiled, _ = load(folder, "bf16")
-    if not isinstance(compiled, CompiledNorm):
+    if not isinstance(compiled, CompiledRmsNorm):
         pytest.skip("this CPU has no compiled norms")
     monkeypatch.setattr(operators, "create_rowwise", lambda *_: None)
     usual, stored = load(folder, "bf16")
@@ -71,6 +71,6 @@ def test_16_bit_rows_are_rounded_once() -> None:
     weight = torch.linspace(0.9, 1.1, 64)
     wide = rows.double()
     exact = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-    normed = WideNorm(weight, 1e-6, rows.dtype)(rows)
+    normed = Float32RmsNorm(weight, 1e-6, rows.dtype)(rows)
     assert normed.dtype == torch.bfloat16
     torch.testing.assert_close(normed.double(), exact, atol=0, rtol=2**-8)

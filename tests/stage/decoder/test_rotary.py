@@ -8,7 +8,7 @@ from torch import Tensor
 
 from molink.checkpoint.rope import RopeConfig
 from molink.stage.batch import SequenceRows
-from molink.stage.decoder.rotary import Rope, frequencies, rotate
+from molink.stage.decoder.rotary import Rope, rope_frequencies, rotate_half
 
 CPU = torch.device("cpu")
 
@@ -20,15 +20,15 @@ def make(kind: str = "default", **fields: float | tuple[float, ...]) -> Rope:
 def angles(rope: Rope, *rows: tuple[int, ...]) -> Tensor:
     """Angles of (start, count[, reach]) rows of several requests."""
     positions = torch.cat([torch.arange(row[0], row[0] + row[1]) for row in rows])
-    return rope.angles(positions, [SequenceRows(row[0], row[1], (), *row[2:]) for row in rows])
+    return rope.compute_angles(positions, [SequenceRows(row[0], row[1], (), *row[2:]) for row in rows])
 
 
 def test_rotation_turns_pairs_by_position_times_frequency() -> None:
     rows = torch.randn(3, 2, 16)
     turned = rows.clone()
-    rotate(turned, angles(make(), (5, 3)))
+    rotate_half(turned, angles(make(), (5, 3)))
     pairs = torch.complex(rows[..., :8], rows[..., 8:])
-    radians = torch.arange(5, 8)[:, None, None] * frequencies(RopeConfig(), 16)[0]
+    radians = torch.arange(5, 8)[:, None, None] * rope_frequencies(RopeConfig(), 16)[0]
     expected = pairs * torch.polar(torch.ones_like(radians), radians)
     torch.testing.assert_close(turned, torch.cat([expected.real, expected.imag], -1))
 
@@ -71,16 +71,16 @@ def test_longrope_goes_by_what_a_request_may_reach() -> None:
 
 def test_longrope_scales_attention_by_its_factor() -> None:
     scale = (1 + math.log(8) / math.log(32)) ** 0.5
-    assert frequencies(RopeConfig(kind="longrope", **LONG), 16)[1] == pytest.approx(scale)
+    assert rope_frequencies(RopeConfig(kind="longrope", **LONG), 16)[1] == pytest.approx(scale)
     for given, expected in (({"factor": 0.5}, 1.0), ({"attention_factor": 1.25}, 1.25)):
-        assert frequencies(RopeConfig(kind="longrope", **LONG | given), 16)[1] == expected
+        assert rope_frequencies(RopeConfig(kind="longrope", **LONG | given), 16)[1] == expected
 
 
 def test_a_partial_rotation_leaves_the_rest_alone() -> None:
     rope, rows = make(partial=0.75), torch.randn(3, 2, 16)
     turned = rows.clone()
-    rotate(turned, angles(rope, (5, 3)))
+    rotate_half(turned, angles(rope, (5, 3)))
     assert torch.equal(turned[..., 12:], rows[..., 12:])
     alone = rows[..., :12].clone()
-    rotate(alone, angles(Rope(RopeConfig(), 12, torch.float32, CPU), (5, 3)))
+    rotate_half(alone, angles(Rope(RopeConfig(), 12, torch.float32, CPU), (5, 3)))
     assert torch.equal(turned[..., :12], alone)

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from molink.stage.batch import SequenceRows
 from molink.stage.graphs import buckets
 from molink.stage.graphs.buckets import (
-    MAX_ROWS,
-    OVERDUE_RUNS,
-    Bucket,
+    MAX_GRAPH_ROWS,
+    MAX_RUNS_BEFORE_CAPTURE,
+    GraphBucket,
     GraphPlan,
     block_bucket,
     row_bucket,
@@ -29,69 +29,69 @@ def test_rows_and_tables_are_padded_to_few_sizes() -> None:
     ]  # fmt: skip
 
 
-@given(st.integers(1, MAX_ROWS), st.integers(1, 10**6))
+@given(st.integers(1, MAX_GRAPH_ROWS), st.integers(1, 10**6))
 def test_a_step_fits_its_bucket(rows: int, blocks: int) -> None:
-    assert rows <= row_bucket(rows) <= min(MAX_ROWS, max(2 * rows - 1, rows + 7))
+    assert rows <= row_bucket(rows) <= min(MAX_GRAPH_ROWS, max(2 * rows - 1, rows + 7))
     assert blocks <= block_bucket(blocks) <= max(2, 1.5 * blocks)
 
 
 @pytest.mark.parametrize(("block_size", "blocks"), [(16, 16), (256, 1), (1024, 1)])
 def test_short_contexts_share_a_bucket(block_size: int, blocks: int) -> None:
     plan = GraphPlan(block_size, 1 << 30)
-    assert plan.bucket(steps(0, 5, 255)) == Bucket(4, blocks)
+    assert plan.find_bucket(steps(0, 5, 255)) == GraphBucket(4, blocks)
 
 
 def test_only_decode_steps_have_one() -> None:
     plan = GraphPlan(16, 1 << 30)
-    assert plan.bucket(steps(300)) == Bucket(1, 24)
-    assert plan.bucket([*steps(4), *steps(0, count=2)]) is None
-    assert plan.bucket(steps(*range(MAX_ROWS))) == Bucket(64, 16)
-    assert plan.bucket(steps(*range(MAX_ROWS + 1))) is None
+    assert plan.find_bucket(steps(300)) == GraphBucket(1, 24)
+    assert plan.find_bucket([*steps(4), *steps(0, count=2)]) is None
+    assert plan.find_bucket(steps(*range(MAX_GRAPH_ROWS))) == GraphBucket(64, 16)
+    assert plan.find_bucket(steps(*range(MAX_GRAPH_ROWS + 1))) is None
 
 
 @pytest.fixture
 def nothing_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what was seen is wanted."""
-    monkeypatch.setattr(buckets, "_EXPECTED", ())
+    monkeypatch.setattr(buckets, "_EXPECTED_SHAPES", ())
 
 
 def test_a_bucket_that_came_again_is_wanted_and_run_without_a_graph_until_then(
     nothing_expected: None,
 ) -> None:
-    plan, one, other = GraphPlan(16, 1 << 30), Bucket(1, 16), Bucket(2, 16)
-    assert plan.use(one) == "eager"
-    assert plan.wanted() is None
-    assert [plan.use(one) for _ in range(9)] == ["eager"] * 9
-    assert [plan.use(other) for _ in range(20)] == ["eager"] * 20
-    assert plan.wanted() == other
-    plan.captured(other, 5 << 20, True)
-    assert plan.use(other) == "replay"
-    assert (plan.nbytes, plan.left) == (5 << 20, (1 << 30) - (5 << 20))
+    plan, one, other = GraphPlan(16, 1 << 30), GraphBucket(1, 16), GraphBucket(2, 16)
+    assert plan.choose_action(one) == "eager"
+    assert plan.next_bucket() is None
+    assert [plan.choose_action(one) for _ in range(9)] == ["eager"] * 9
+    assert [plan.choose_action(other) for _ in range(20)] == ["eager"] * 20
+    assert plan.next_bucket() == other
+    plan.record_capture(other, 5 << 20, True)
+    assert plan.choose_action(other) == "replay"
+    assert (plan.nbytes, plan.remaining_bytes) == (5 << 20, (1 << 30) - (5 << 20))
     # One that is no faster is neither kept nor tried again, but its memory isn't given back.
-    assert plan.wanted() == one
-    plan.captured(one, 4 << 20, False)
-    assert plan.wanted() is None
-    assert [plan.use(one) for _ in range(2 * OVERDUE_RUNS)] == ["eager"] * 2 * OVERDUE_RUNS
+    assert plan.next_bucket() == one
+    plan.record_capture(one, 4 << 20, False)
+    assert plan.next_bucket() is None
+    assert [plan.choose_action(one) for _ in range(2 * MAX_RUNS_BEFORE_CAPTURE)] == ["eager"] * 2 * MAX_RUNS_BEFORE_CAPTURE
     assert plan.nbytes == 9 << 20
 
 
 def test_a_stage_that_never_rests_gets_its_graph_in_the_end() -> None:
-    plan, one = GraphPlan(16, 1 << 30), Bucket(1, 16)
-    uses = [plan.use(one) for _ in range(OVERDUE_RUNS + 1)]
-    assert uses == ["eager"] * OVERDUE_RUNS + ["capture"]
+    plan, one = GraphPlan(16, 1 << 30), GraphBucket(1, 16)
+    uses = [plan.choose_action(one) for _ in range(MAX_RUNS_BEFORE_CAPTURE + 1)]
+    assert uses == ["eager"] * MAX_RUNS_BEFORE_CAPTURE + ["capture"]
 
 
 def test_a_stage_that_begins_expects_a_request_that_grows() -> None:
     plan, found = GraphPlan(16, 1 << 30), []
-    while (bucket := plan.wanted()) is not None:
+    while (bucket := plan.next_bucket()) is not None:
         found.append(bucket)
-        plan.captured(bucket, 0, True)
-    assert found == [Bucket(1, 32), Bucket(2, 16), Bucket(4, 16), Bucket(1, 64), Bucket(8, 16)]
+        plan.record_capture(bucket, 0, True)
+    assert found == [GraphBucket(1, 32), GraphBucket(2, 16), GraphBucket(4, 16), GraphBucket(1, 64), GraphBucket(8, 16)]
     for _ in range(2):
-        plan.use(Bucket(16, 16))
-    assert plan.wanted() == Bucket(16, 16)
-    plan.stop()
-    assert plan.wanted() is None
+        plan.choose_action(GraphBucket(16, 16))
+    assert plan.next_bucket() == GraphBucket(16, 16)
+    plan.disable_graphs()
+    assert plan.next_bucket() is None
 
 
 def test_graphs_are_bounded(nothing_expected: None) -> None:
@@ -99,13 +99,13 @@ def test_graphs_are_bounded(nothing_expected: None) -> None:
     made = 0
     for rows in range(1, 10):
         for _ in range(4):
-            plan.use(Bucket(rows, 16))
-        bucket = plan.wanted()
+            plan.choose_action(GraphBucket(rows, 16))
+        bucket = plan.next_bucket()
         if bucket is not None:
             made += 1
-            plan.captured(bucket, 0, True)  # as little as it may say, it counts
+            plan.record_capture(bucket, 0, True)  # as little as it may say, it counts
     assert made == 3
-    assert "capture" not in [plan.use(Bucket(9, 16)) for _ in range(2 * OVERDUE_RUNS)]
-    plan.stop()
-    assert plan.bucket(steps(1)) is None
+    assert "capture" not in [plan.choose_action(GraphBucket(9, 16)) for _ in range(2 * MAX_RUNS_BEFORE_CAPTURE)]
+    plan.disable_graphs()
+    assert plan.find_bucket(steps(1)) is None
     assert plan.nbytes == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from molink.stage.graphs import capture
-from molink.stage.graphs.capture import CudaCaptures
+from molink.stage.graphs.capture import CudaGraphCapturer
 
 MIB = 1 << 20
 
@@ -96,8 +96,8 @@ DEVICE = torch.device("cuda:0")
 
 
 def test_work_is_captured_after_two_runs(cuda: FakeCuda) -> None:
-    captures, runs = CudaCaptures(DEVICE), []
-    replay = captures.capture(lambda: runs.append(cuda.capturing), 64 * MIB)
+    captures, runs = CudaGraphCapturer(DEVICE), []
+    replay = captures.capture_work(lambda: runs.append(cuda.capturing), 64 * MIB)
     assert runs == [False, False, True]
     assert captures.nbytes == 8 * MIB
     assert replay is not None
@@ -106,7 +106,7 @@ def test_work_is_captured_after_two_runs(cuda: FakeCuda) -> None:
 
 
 def test_captures_share_a_stream_and_its_workspaces(cuda: FakeCuda) -> None:
-    assert CudaCaptures(DEVICE)._stream is CudaCaptures(DEVICE)._stream
+    assert CudaGraphCapturer(DEVICE)._stream is CudaGraphCapturer(DEVICE)._stream
 
 
 def test_work_that_needs_too_much_is_not_captured(cuda: FakeCuda) -> None:
@@ -114,19 +114,19 @@ def test_work_that_needs_too_much_is_not_captured(cuda: FakeCuda) -> None:
         cuda.take(65 * MIB)
         assert not cuda.capturing
 
-    captures = CudaCaptures(DEVICE)
-    assert captures.capture(work, 64 * MIB) is None
-    assert captures.capture(lambda: cuda.take(64 * MIB), 64 * MIB) is not None
+    captures = CudaGraphCapturer(DEVICE)
+    assert captures.capture_work(work, 64 * MIB) is None
+    assert captures.capture_work(lambda: cuda.take(64 * MIB), 64 * MIB) is not None
 
 
 def test_what_earlier_graphs_compute_in_is_there_for_the_next(cuda: FakeCuda) -> None:
-    captures = CudaCaptures(DEVICE)
-    assert captures.capture(lambda: cuda.take(6 * MIB), 6 * MIB) is not None
-    assert captures.capture(lambda: cuda.take(9 * MIB), 2 * MIB) is None
+    captures = CudaGraphCapturer(DEVICE)
+    assert captures.capture_work(lambda: cuda.take(6 * MIB), 6 * MIB) is not None
+    assert captures.capture_work(lambda: cuda.take(9 * MIB), 2 * MIB) is None
     cuda.grows = 2 * MIB
-    assert captures.capture(lambda: cuda.take(8 * MIB), 2 * MIB) is not None
-    assert captures.capture(lambda: cuda.take(8 * MIB), 0) is not None
-    assert CudaCaptures(DEVICE).capture(lambda: cuda.take(MIB), 0) is None
+    assert captures.capture_work(lambda: cuda.take(8 * MIB), 2 * MIB) is not None
+    assert captures.capture_work(lambda: cuda.take(8 * MIB), 0) is not None
+    assert CudaGraphCapturer(DEVICE).capture_work(lambda: cuda.take(MIB), 0) is None
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_nor_is_work_for_which_there_is_no_memory(cuda: FakeCuda, error: Excepti
     def work() -> Never:
         raise error
 
-    assert CudaCaptures(DEVICE).capture(work, 64 * MIB) is None
+    assert CudaGraphCapturer(DEVICE).capture_work(work, 64 * MIB) is None
     assert cuda.told == ["wait", "synchronize", "empty"]
     assert cuda.current is cuda.here
 
@@ -151,7 +151,7 @@ def test_the_quicker_of_two_runs_counts_after_one_that_warms_up(
     clock = iter([0.0, 5.0, 10.0, 13.0])
     monkeypatch.setattr(capture.time, "perf_counter", lambda: next(clock))
     runs: list[int] = []
-    assert CudaCaptures(DEVICE).seconds(lambda: runs.append(len(runs))) == 3.0
+    assert CudaGraphCapturer(DEVICE).time_work(lambda: runs.append(len(runs))) == 3.0
     assert runs == [0, 1, 2]
 
 
@@ -161,5 +161,5 @@ def test_a_capture_that_fails_leaves_no_stream_in_place(cuda: FakeCuda) -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="invalidated"):
-        CudaCaptures(DEVICE).capture(work, 64 * MIB)
+        CudaGraphCapturer(DEVICE).capture_work(work, 64 * MIB)
     assert cuda.current is cuda.here

@@ -23,8 +23,8 @@ from molink.stage.attention.flash import FlashAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.graphs import buckets
 from molink.stage.graphs import decode_graphs as graphs
-from molink.stage.graphs.buckets import OVERDUE_RUNS
-from molink.stage.layer_pass import PlacedRows
+from molink.stage.graphs.buckets import MAX_RUNS_BEFORE_CAPTURE
+from molink.stage.layer_pass import LocatedRows
 from molink.stage.stage import Stage
 from tests.support.models import MakeModel
 from tests.support.stage import Ring
@@ -35,7 +35,7 @@ MIXES = {"one": [5], "three": [30, 2, 17], "five": [1, 2, 3, 4, 5], "long": [300
 
 
 class WorkItself:
-    """Stands in for :class:`CudaCaptures`."""
+    """Stands in for :class:`CudaGraphCapturer`."""
 
     nbytes = 0
 
@@ -81,7 +81,7 @@ class WorkItself:
 @pytest.fixture(autouse=True)
 def nothing_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are made of steps that came, unless a test says otherwise."""
-    monkeypatch.setattr(buckets, "_EXPECTED", ())
+    monkeypatch.setattr(buckets, "_EXPECTED_SHAPES", ())
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 def idle(ring: Ring) -> None:
     """Time in which no step comes."""
     for stage in ring.stages:
-        while stage.capture_wanted():
+        while stage.capture_next_graph():
             pass
 
 
@@ -228,7 +228,7 @@ def test_a_slower_graph_lives_as_long_as_the_others(
     assert [each.captured for each in made] == [2, 2]
     assert [len(each.graphs) for each in made] == [2, 2]
     for stage in ring.stages:
-        stage.free()
+        stage.free_kv_pool()
     gc.collect()
     assert [len(each.graphs) for each in made] == [0, 0]
 
@@ -280,16 +280,16 @@ def test_graphs_that_give_other_rows_are_not_used(
 def test_a_row_without_numbers_is_no_fault_of_a_graph() -> None:
     before, plain = torch.zeros(2, 3), torch.ones(2, 3)
     plain[0] = torch.nan
-    assert graphs._error(plain, plain, before) == 0
-    assert graphs._error(torch.full((2, 3), torch.nan), plain, before) != 0
-    assert graphs._error(plain + 0.5, plain, before) == 0.5
-    assert graphs._error(before, plain[:1], before[:1]) == 0
+    assert graphs._relative_error(plain, plain, before) == 0
+    assert graphs._relative_error(torch.full((2, 3), torch.nan), plain, before) != 0
+    assert graphs._relative_error(plain + 0.5, plain, before) == 0.5
+    assert graphs._relative_error(before, plain[:1], before[:1]) == 0
 
 
 def test_graphs_are_avoided(make_model: MakeModel, tmp_path: Path) -> None:
     opened = ModelFolder.open(make_model(tmp_path, "qwen2", 2))
-    for avoid, may in (((), True), (("graphs",), False)):
-        stage = Stage.load(opened, (0, 2), "cpu", "f32", avoid=avoid)
+    for disabled_kernels, may in (((), True), (("graphs",), False)):
+        stage = Stage.load_layers(opened, (0, 2), "cpu", "f32", disabled_kernels=disabled_kernels)
         stage.device = torch.device("cuda", 0)
         assert stage._may_have_graphs is may
 
@@ -335,9 +335,9 @@ def test_no_graph_is_made_while_steps_come(
     ring = make_ring(make_model(tmp_path, "qwen2", 3), (1,), blocks=4)
     eager = [ring.run([1, 2], two_rows()) for _ in range(20)]
     assert [each.captured for each in made] == [1, 1]  # that of one row, before any step came
-    assert [stage.capture_wanted() for stage in ring.stages] == [True, True]
+    assert [stage.capture_next_graph() for stage in ring.stages] == [True, True]
     assert [each.captured for each in made] == [2, 2]
-    assert [stage.capture_wanted() for stage in ring.stages] == [False, False]
+    assert [stage.capture_next_graph() for stage in ring.stages] == [False, False]
     before = [each.replayed for each in made]
     torch.testing.assert_close(ring.run([1, 2], two_rows()), eager[-1], atol=1e-4, rtol=0)
     assert [each.replayed for each in made] == [count + 1 for count in before]
@@ -348,7 +348,7 @@ def test_but_once_where_a_stage_never_rests(
 ) -> None:
     made = captures()
     ring = make_ring(make_model(tmp_path, "qwen2", 1), blocks=4)
-    eager = [ring.run([1, 2], two_rows()) for _ in range(OVERDUE_RUNS)]
+    eager = [ring.run([1, 2], two_rows()) for _ in range(MAX_RUNS_BEFORE_CAPTURE)]
     assert [each.captured for each in made] == [1]
     torch.testing.assert_close(ring.run([1, 2], two_rows()), eager[-1], atol=1e-4, rtol=0)
     assert [each.captured for each in made] == [2]
@@ -365,7 +365,7 @@ def test_what_is_made_in_idle_time_touches_no_request(
     family: str,
 ) -> None:
     # More rows than a block has positions, beyond the window, and longer than the pool.
-    monkeypatch.setattr(buckets, "_EXPECTED", ((24, 256), (1, 600)))
+    monkeypatch.setattr(buckets, "_EXPECTED_SHAPES", ((24, 256), (1, 600)))
     made = captures()
     ring = make_ring(make_model(tmp_path, family, 3), (1,), blocks=4)
     ring.run(random_tokens(30), [SequenceRows(0, 30, (3, 0, 2, 1))])
@@ -410,16 +410,16 @@ def test_a_graph_takes_a_step_in_few_copies(
     made._graphs = {
         bucket: replace(graph, replay=lambda: None) for bucket, graph in made._graphs.items()
     }
-    step = PlacedRows(
+    step = LocatedRows(
         torch.zeros(3, 64),
         array("q", [1, 1, 1]),
         array("q", [1, 9, 17]),
         [SequenceRows(1, 1, (row,)) for row in range(3)],
     )
     with torch.inference_mode(), Launches() as counted:
-        made.run(step)
+        made.replay_step(step)
         counted.seen.clear()
-        made.run(step)
+        made.replay_step(step)
     # Rows, slots with angles, a table for each window, and what comes out.
     windows = 1 + (family == "gemma2")
     assert counted.seen == ["copy_"] * (2 + windows) + ["clone"]
@@ -441,18 +441,18 @@ def test_cuda_graphs_give_what_eager_steps_give(
 ) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
-    from molink.stage.graphs.capture import CudaCaptures
+    from molink.stage.graphs.capture import CudaGraphCapturer
 
     folder = make_model(tmp_path, "qwen3", 3, head_dim=64)
     monkeypatch.setattr(Stage, "_may_have_graphs", False)
 
-    class Always(CudaCaptures):
+    class Always(CudaGraphCapturer):
         """Whatever the times are: a graph has to be right before it is fast."""
 
         turn = 0
 
-        def seconds(self, work: Callable[..., Any]) -> float:
-            super().seconds(work)
+        def time_work(self, work: Callable[..., Any]) -> float:
+            super().time_work(work)
             self.turn += 1
             return 1.0 if self.turn % 2 else 0.5
 

@@ -8,13 +8,13 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 from torch import Tensor
 
-from molink.gguf.blocks import PACKED
-from molink.gguf.formats import FORMATS, HALF, BlockFormat, pieces, resident_bytes
+from molink.gguf.blocks import PACKED_TYPES
+from molink.gguf.formats import BLOCK_FORMATS, HALF_BITS, BlockFormat, locate_pair, resident_bytes
 from molink.stage.kernels import compiler, create
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16
 from molink.stage.kernels.block_matmul import BlockMatMul
-from molink.stage.kernels.create import create_block_matmul, keeps_blocks
-from molink.stage.kernels.repack import Blocks, arrange, parse, scales, take
+from molink.stage.kernels.create import create_block_matmul, supports_block_weights
+from molink.stage.kernels.repack import BlockCodes, pack_blocks, parse_blocks, packed_scales, unpack_rows
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from tests.support.gguf_models import random_rows
 from tests.support.kernels import require
@@ -27,7 +27,7 @@ _CPUS: dict[str, tuple[Arithmetic, tuple[str, ...], str | None]] = {
 _ROWS = 96
 
 cpus = pytest.mark.parametrize("cpu", _CPUS)
-names = pytest.mark.parametrize("name", FORMATS)
+names = pytest.mark.parametrize("name", BLOCK_FORMATS)
 
 
 @cache
@@ -40,7 +40,7 @@ def product(cpu: str, form: BlockFormat, threads: int = 1) -> BlockMatMul:
 def stored(name: str, blocks: int) -> tuple[Tensor, Tensor]:
     """Bytes of 96 rows, and the weights that they hold."""
     kind = Kind[name.upper()]
-    rows = random_rows(kind, (_ROWS, blocks * PACKED[name].weights))
+    rows = random_rows(kind, (_ROWS, blocks * PACKED_TYPES[name].block_size))
     return torch.from_numpy(rows), torch.from_numpy(dequantize(rows, kind))
 
 
@@ -48,35 +48,35 @@ def stored(name: str, blocks: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("columns", [16, 32])
 def test_weights_are_what_they_were(name: str, columns: int) -> None:
     rows, exact = stored(name, 3)
-    packed = arrange(FORMATS[name], parse(name, rows), columns)
-    assert packed.numel() == resident_bytes(FORMATS[name], exact.shape)
+    packed = pack_blocks(BLOCK_FORMATS[name], parse_blocks(name, rows), columns)
+    assert packed.numel() == resident_bytes(BLOCK_FORMATS[name], exact.shape)
     assert packed.numel() <= 1.03 * rows.numel()
     wanted = torch.tensor([0, 95, 7, 7, 64])
-    assert torch.equal(take(FORMATS[name], packed, columns, wanted), exact[wanted])
-    numbers = scales(FORMATS[name], packed, columns)
-    assert numbers.numel() == _ROWS * 3 * (1 + FORMATS[name].adds)
+    assert torch.equal(unpack_rows(BLOCK_FORMATS[name], packed, columns, wanted), exact[wanted])
+    numbers = packed_scales(BLOCK_FORMATS[name], packed, columns)
+    assert numbers.numel() == _ROWS * 3 * (1 + BLOCK_FORMATS[name].has_minimum)
     assert numbers[:, :, 0].abs().max() <= exact.abs().max()
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6])
 def test_no_bit_of_a_word_belongs_to_two_codes(bits: int) -> None:
-    form = next(one for one in FORMATS.values() if one.bits == bits)
+    form = next(one for one in BLOCK_FORMATS.values() if one.bits == bits)
     found = [
         (piece.word, bit)
         for index in range(form.group // 2)
-        for piece in pieces(bits, index)
-        for bit in range(piece.at, piece.at + piece.bits)
+        for piece in locate_pair(bits, index)
+        for bit in range(piece.source_bit, piece.source_bit + piece.bits)
     ]
-    assert sorted(found) == [(word, bit) for word in range(form.words) for bit in range(HALF)]
+    assert sorted(found) == [(word, bit) for word in range(form.words_per_group) for bit in range(HALF_BITS)]
 
 
 @cpus
 @names
 def test_it_gives_what_a_wide_product_gives(cpu: str, name: str) -> None:
-    multiply = product(cpu, FORMATS[name])
+    multiply = product(cpu, BLOCK_FORMATS[name])
     for blocks in (1, 3):
         rows, exact = stored(name, blocks)
-        weight = arrange(multiply.form, parse(name, rows), multiply.columns)
+        weight = pack_blocks(multiply.form, parse_blocks(name, rows), multiply.columns)
         check(multiply, weight, exact)
 
 
@@ -94,15 +94,15 @@ def check(multiply: BlockMatMul, weight: Tensor, exact: Tensor) -> None:
         assert result.dtype is multiply.dtype
         torch.testing.assert_close(result.double(), wide[:count], rtol=within, atol=within * peak)
     # Many rows are multiplied in another way.
-    few = torch.cat([multiply(weight, rows, bias) for rows in given.split(multiply.many - 1)])
+    few = torch.cat([multiply(weight, rows, bias) for rows in given.split(multiply.unpack_min_rows - 1)])
     assert torch.equal(multiply(weight, given, bias), few)
 
 
 #: Of checkpoints that aren't GGUF: a group in runs, scales in both types, zero points.
 _OTHERS = (
-    BlockFormat(4, 8, 128, 128, shifts=True),
-    BlockFormat(4, 8, 64, 64, numbers="bf16"),
-    BlockFormat(8, 0, 128, 128, shifts=True, numbers="bf16"),
+    BlockFormat(4, 8, 128, 128, has_shifts=True),
+    BlockFormat(4, 8, 64, 64, number_dtype="bf16"),
+    BlockFormat(8, 0, 128, 128, has_shifts=True, number_dtype="bf16"),
     BlockFormat(8, 0, 64, 64),
 )
 
@@ -114,26 +114,26 @@ def test_groups_of_other_checkpoints(cpu: str, form: BlockFormat) -> None:
     groups, low = 3, 0 if form.bits == 4 else -128
     high = low + 2**form.bits
     codes = torch.randint(low, high, (_ROWS, groups, form.group), generator=generator)
-    scale = torch.rand(_ROWS, groups, generator=generator).to(TORCH_DTYPES[form.numbers])
+    scale = torch.rand(_ROWS, groups, generator=generator).to(TORCH_DTYPES[form.number_dtype])
     # Zero points from the lowest code to the highest.
     shift = torch.randint(-(2 ** (form.bits - 1)), 2 ** (form.bits - 1), scale.shape)
-    shift *= form.shifts
-    halves = (scale, shift.to(scale.dtype)) if form.shifts else (scale,)
+    shift *= form.has_shifts
+    halves = (scale, shift.to(scale.dtype)) if form.has_shifts else (scale,)
     exact = (codes - form.offset + shift[:, :, None]) * scale[:, :, None].double()
-    blocks = Blocks(codes.to(torch.int8).view(torch.uint8), halves)
-    weight = arrange(form, blocks, multiply.columns)
+    blocks = BlockCodes(codes.to(torch.int8).view(torch.uint8), halves)
+    weight = pack_blocks(form, blocks, multiply.columns)
     assert weight.numel() == resident_bytes(form, (_ROWS, groups * form.group))
     rows = torch.tensor([0, 95, 7, 64])
-    assert torch.equal(take(form, weight, multiply.columns, rows), exact[rows].flatten(1).float())
+    assert torch.equal(unpack_rows(form, weight, multiply.columns, rows), exact[rows].flatten(1).float())
     check(multiply, weight, exact.flatten(1))
 
 
 @cpus
 @pytest.mark.parametrize(("name", "blocks"), [("q4_k", 2), ("q6_k", 3), ("q5_1", 19), ("q8_0", 64)])
 def test_a_row_gives_the_same_whatever_is_beside_it(cpu: str, name: str, blocks: int) -> None:
-    alone, shared = product(cpu, FORMATS[name]), product(cpu, FORMATS[name], 3)
+    alone, shared = product(cpu, BLOCK_FORMATS[name]), product(cpu, BLOCK_FORMATS[name], 3)
     stored_rows, exact = stored(name, blocks)
-    weight = arrange(alone.form, parse(name, stored_rows), alone.columns)
+    weight = pack_blocks(alone.form, parse_blocks(name, stored_rows), alone.columns)
     rows, bias = torch.randn(30, exact.shape[1]).to(alone.dtype), torch.randn(_ROWS)
     together = alone(weight, rows, bias)
     assert torch.equal(shared(weight, rows, bias), together)
@@ -144,9 +144,9 @@ def test_a_row_gives_the_same_whatever_is_beside_it(cpu: str, name: str, blocks:
 
 @cpus
 def test_rows_of_a_larger_tensor(cpu: str) -> None:
-    multiply = product(cpu, FORMATS["q8_0"])
+    multiply = product(cpu, BLOCK_FORMATS["q8_0"])
     rows, exact = stored("q8_0", 1)
-    weight = arrange(multiply.form, parse("q8_0", rows), multiply.columns)
+    weight = pack_blocks(multiply.form, parse_blocks("q8_0", rows), multiply.columns)
     strided = torch.ones(3, 40, dtype=multiply.dtype)[:, 4:36]
     expected = exact.sum(1).expand(3, -1)
     torch.testing.assert_close(
@@ -156,17 +156,17 @@ def test_rows_of_a_larger_tensor(cpu: str) -> None:
 
 def test_a_cpu_without_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "host_features", lambda: {"avx2": True, "fma": True})
-    assert not keeps_blocks()
-    assert create_block_matmul.__wrapped__(FORMATS["q4_0"], torch.float32, 1) is None
+    assert not supports_block_weights()
+    assert create_block_matmul.__wrapped__(BLOCK_FORMATS["q4_0"], torch.float32, 1) is None
 
 
 def test_a_product_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not keeps_blocks():
+    if not supports_block_weights():
         pytest.skip("this CPU has no product that could be wrong")
-    assert create_block_matmul.__wrapped__(FORMATS["q6_k"], torch.float32, 1) is not None
+    assert create_block_matmul.__wrapped__(BLOCK_FORMATS["q6_k"], torch.float32, 1) is not None
 
     def off(form: object, packed: Tensor, columns: int, rows: Tensor) -> Tensor:
-        return take(FORMATS["q6_k"], packed, columns, rows) * 1.001
+        return unpack_rows(BLOCK_FORMATS["q6_k"], packed, columns, rows) * 1.001
 
     monkeypatch.setattr(create, "take", off)
-    assert create_block_matmul.__wrapped__(FORMATS["q6_k"], torch.float32, 1) is None
+    assert create_block_matmul.__wrapped__(BLOCK_FORMATS["q6_k"], torch.float32, 1) is None

@@ -50,11 +50,11 @@ def test_it_gives_what_a_wide_product_gives(
     kind: str, threads: int, rows: int, blocks: int, pairs: int, seed: int
 ) -> None:
     multiply, generator = product(kind, threads), torch.Generator().manual_seed(seed)
-    weight = torch.randn(blocks * 32, pairs * 2, generator=generator).to(multiply.kept)
+    weight = torch.randn(blocks * 32, pairs * 2, generator=generator).to(multiply.weight_dtype)
     matrix = torch.randn(rows, pairs * 2, generator=generator).to(multiply.dtype)
     bias = torch.randn(blocks * 32, generator=generator)
-    assert multiply.fits(weight)
-    result = multiply(multiply.pack(weight), matrix, bias)
+    assert multiply.supports_weight(weight)
+    result = multiply(multiply.pack_weight(weight), matrix, bias)
     assert result.dtype is multiply.dtype
     exact = matrix.double() @ weight.double().T + bias
     within = 2**-7 if multiply.dtype is torch.bfloat16 else 1e-5
@@ -66,7 +66,7 @@ def test_it_gives_what_a_wide_product_gives(
 @pytest.mark.parametrize("depth", [96, 2048])  # many rows of the latter are laid apart
 def test_a_row_gives_the_same_whatever_is_beside_it(kind: str, threads: int, depth: int) -> None:
     multiply = product(kind, threads)
-    weight = multiply.pack(torch.randn(128, depth).to(multiply.kept))
+    weight = multiply.pack_weight(torch.randn(128, depth).to(multiply.weight_dtype))
     rows, bias = torch.randn(30, depth).to(multiply.dtype), torch.randn(128)
     together = multiply(weight, rows, bias)
     for count in (1, 2, 7, 13):
@@ -77,7 +77,7 @@ def test_a_row_gives_the_same_whatever_is_beside_it(kind: str, threads: int, dep
 @kinds
 def test_nothing_is_written_beyond_the_result(kind: str) -> None:
     multiply = product(kind, 1)
-    weight, bias = multiply.pack(torch.ones(32, 4).to(multiply.kept)), torch.zeros(32)
+    weight, bias = multiply.pack_weight(torch.ones(32, 4).to(multiply.weight_dtype)), torch.zeros(32)
     multiply(weight, torch.ones(3, 4, dtype=multiply.dtype), bias)
     strided = torch.ones(3, 9, dtype=multiply.dtype)[:, 1:5]
     assert torch.equal(multiply(weight, strided, bias), torch.full((3, 32), 4.0).to(multiply.dtype))
@@ -86,8 +86,8 @@ def test_nothing_is_written_beyond_the_result(kind: str) -> None:
 @kinds
 def test_packed_columns_are_had_again(kind: str) -> None:
     multiply, numbers = product(kind, 1), torch.tensor([95, 0, 17, 17, 40])
-    weight = torch.arange(96 * 20).view(96, 20).remainder(251).to(multiply.kept)
-    found = multiply.take(multiply.pack(weight), numbers)
+    weight = torch.arange(96 * 20).view(96, 20).remainder(251).to(multiply.weight_dtype)
+    found = multiply.gather_columns(multiply.pack_weight(weight), numbers)
     assert torch.equal(found, weight[numbers].to(multiply.dtype))
 
 
@@ -97,15 +97,15 @@ def test_float16_is_exact_to_its_smallest_and_largest_numbers() -> None:
     weight = torch.arange(2**16).to(torch.uint16).view(torch.float16)
     weight = torch.where(weight.isfinite(), weight, 0).view(-1, 32)
     rows = torch.eye(32)
-    given = multiply(multiply.pack(weight), rows, torch.zeros(len(weight)))
+    given = multiply(multiply.pack_weight(weight), rows, torch.zeros(len(weight)))
     assert torch.equal(given.T, weight.float())
 
 
 def test_shapes_that_do_not_fit() -> None:
     multiply = product("AVX2", 1)
-    assert multiply.fits(torch.empty(64, 6))
-    assert not multiply.fits(torch.empty(63, 6))
-    assert not multiply.fits(torch.empty(64, 5))
+    assert multiply.supports_weight(torch.empty(64, 6))
+    assert not multiply.supports_weight(torch.empty(63, 6))
+    assert not multiply.supports_weight(torch.empty(64, 5))
 
 
 def test_a_type_that_nothing_multiplies() -> None:
@@ -137,5 +137,5 @@ def test_a_system_that_hides_its_libraries_has_one_thread(monkeypatch: pytest.Mo
         raise psutil.AccessDenied
 
     monkeypatch.setattr(psutil.Process, "memory_maps", refuse)
-    assert OpenMp.find() is None
+    assert OpenMp.find_loaded() is None
     assert create_matmul.__wrapped__(torch.float32, 2) is None

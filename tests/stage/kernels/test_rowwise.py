@@ -10,11 +10,11 @@ from torch.nn.functional import rms_norm
 
 from molink.checkpoint.traits import Activation
 from molink.stage.decoder.mlp import create_gate
-from molink.stage.decoder.rotary import rotate
+from molink.stage.decoder.rotary import rotate_half
 from molink.stage.kernels import compiler
 from molink.stage.kernels.create import create_rowwise
-from molink.stage.kernels.rowwise import Rowwise
-from molink.stage.kernels.shape import fits_rowwise
+from molink.stage.kernels.rowwise import RowwiseKernels
+from molink.stage.kernels.shape import supports_rowwise
 from tests.support.kernels import require
 
 _KINDS: dict[str, tuple[torch.dtype, tuple[str, ...], str | None]] = {
@@ -28,13 +28,13 @@ sizes = given(rows=st.integers(0, 20), vectors=st.integers(1, 9), seed=st.intege
 
 
 @cache
-def rowwise(kind: str, threads: int, activation: Activation = "silu") -> Rowwise:
+def rowwise(kind: str, threads: int, activation: Activation = "silu") -> RowwiseKernels:
     dtype, wanted, features = _KINDS[kind]
     openmp = require(wanted, threads)
-    return Rowwise(dtype, 1e-5, activation, openmp, threads, features)
+    return RowwiseKernels(dtype, 1e-5, activation, openmp, threads, features)
 
 
-def within(made: Rowwise) -> dict[str, float]:
+def within(made: RowwiseKernels) -> dict[str, float]:
     """What its type rounds to."""
     rounding = 2**-7 if made.dtype is torch.bfloat16 else 1e-5
     return {"rtol": rounding, "atol": 1e-6}
@@ -49,7 +49,7 @@ def test_norms(kind: str, threads: int, rows: int, vectors: int, seed: int) -> N
     given = torch.randn(rows, 16 * vectors, generator=generator).mul(seed + 1).to(made.dtype)
     weight = torch.randn(16 * vectors, generator=generator)
     exact = rms_norm(given.float(), weight.shape, weight, 1e-5)
-    result = made.norm(given, weight)
+    result = made.normalize_rows(given, weight)
     assert result.dtype is made.dtype
     torch.testing.assert_close(result.float(), exact, **within(made))
 
@@ -65,7 +65,7 @@ def test_gates(
     made, generator = rowwise(kind, threads, activation), torch.Generator().manual_seed(seed)
     given = torch.randn(rows, 32 * vectors, generator=generator).mul(4 * seed + 1).to(made.dtype)
     exact = create_gate(activation)(given.double()).float()
-    torch.testing.assert_close(made.gate(given).float(), exact, **within(made))
+    torch.testing.assert_close(made.apply_gate(given).float(), exact, **within(made))
 
 
 @kinds
@@ -74,7 +74,7 @@ def test_gates_of_what_is_far_out(kind: str) -> None:
     far = torch.tensor([[-3e38, -1e4, -90.0, 90.0, 1e4, 3e38, 0.0, 1.0] * 2 + [1.0] * 16])
     given = far.to(made.dtype)
     exact = create_gate("silu")(given.float())
-    torch.testing.assert_close(made.gate(given).float(), exact, **within(made))
+    torch.testing.assert_close(made.apply_gate(given).float(), exact, **within(made))
 
 
 @kinds
@@ -85,16 +85,16 @@ def test_rotations_leave_alone_what_is_beyond(kind: str, threads: int, rotary: i
     every = torch.randn(50, 9, 64).to(made.dtype)
     angles = torch.randn(50, 1, 2, rotary).to(made.dtype)
     exact = every.float().clone()
-    rotate(exact[:, :7], angles.float())
-    made.rotate(every[:, :7], angles)
+    rotate_half(exact[:, :7], angles.float())
+    made.rotate_heads(every[:, :7], angles)
     rounding = within(made)["rtol"]
     torch.testing.assert_close(every.float(), exact, rtol=rounding, atol=2 * rounding)
 
 
 def test_which_widths_fit() -> None:
-    assert fits_rowwise([64, 2816], [64, 96])
-    assert not fits_rowwise([64, 2820], [64])
-    assert not fits_rowwise([64], [64, 48])
+    assert supports_rowwise([64, 2816], [64, 96])
+    assert not supports_rowwise([64, 2820], [64])
+    assert not supports_rowwise([64], [64, 48])
 
 
 def test_types_and_cpus_without_norms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from molink.stage.linear import Linear, PackedLinear, can_pack
+from molink.stage.linear import PlainLinear, PackedLinear, can_pack
 
 CPU = torch.device("cpu")
 
@@ -28,8 +28,8 @@ def test_packed_equals_plain(rows: int, biased: bool) -> None:
     weight = torch.randn(96, 64).bfloat16()
     bias = torch.randn(96).bfloat16() if biased else None
     given = torch.randn(rows, 64).bfloat16()
-    plain = Linear(weight, bias)
-    packed = PackedLinear.pack(weight, bias)
+    plain = PlainLinear(weight, bias)
+    packed = PackedLinear.pack_weight(weight, bias)
     assert packed.nbytes == plain.nbytes
     torch.testing.assert_close(packed(given), plain(given), atol=0.05, rtol=0.02)
 
@@ -38,6 +38,6 @@ def test_packed_equals_plain(rows: int, biased: bool) -> None:
 def test_strided_rows() -> None:
     if not can_pack(torch.bfloat16, CPU):
         pytest.skip("this torch can't pack bf16 weights here; the plain projection is used")
-    packed = PackedLinear.pack(torch.randn(96, 64).bfloat16(), None)
+    packed = PackedLinear.pack_weight(torch.randn(96, 64).bfloat16(), None)
     wide = torch.randn(5, 128).bfloat16()
     torch.testing.assert_close(packed(wide[:, 64:]), packed(wide[:, 64:].contiguous()))

@@ -13,7 +13,7 @@ from molink.stage.linear import int8, nf4, quantized
 from molink.stage.linear.int8 import CudaProduct, Int8Linear, has_onednn_int8, quantize_int8
 from molink.stage.linear.nf4 import NF4_VALUES, CudaNf4Linear, PackedNf4Linear
 from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
-from molink.stage.linear.unpacked import UnpackedLinear, part_rows
+from molink.stage.linear.unpacked import UnpackedLinear, rows_per_unpack
 
 CPU = torch.device("cpu")
 SHAPES = [(96, 128), (64, 96), (100, 96), (33, 64)]
@@ -42,10 +42,10 @@ def dequantized(mode: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def fill(mode: str, weight: torch.Tensor, device: torch.device = CPU) -> QuantizedWeight:
-    made = QuantizedWeight.empty(mode, tuple(weight.shape), device)
-    step = min(part_rows(weight.shape[1]), 64)
+    made = QuantizedWeight.create_empty(mode, tuple(weight.shape), device)
+    step = min(rows_per_unpack(weight.shape[1]), 64)
     for first in range(0, len(weight), step):
-        made.put(first, weight[first : first + step].to(device))
+        made.quantize_rows(first, weight[first : first + step].to(device))
     return made
 
 
@@ -80,8 +80,8 @@ def test_a_projection_is_that_of_its_dequantized_weight(
 ) -> None:
     weight = torch.randn(shape) * 0.05
     bias = torch.randn(shape[0]).to(dtype)
-    kernels = QuantizedKernels.probe(mode, dtype, CPU) if fast else QuantizedKernels(False, False)
-    projection = kernels.create(fill(mode, weight), bias)
+    kernels = QuantizedKernels.probe_device(mode, dtype, CPU) if fast else QuantizedKernels(False, False)
+    projection = kernels.create_projection(fill(mode, weight), bias)
     rows = rows_with_outliers(shape[1], dtype)
     for count in (21, 5, 1):
         compare(projection(rows[:count]), rows[:count], dequantized(mode, weight), bias)
@@ -93,8 +93,8 @@ def test_a_projection_is_that_of_its_dequantized_weight(
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
 @torch.inference_mode()
 def test_a_layer_with_zeros_only(mode: str) -> None:
-    kernels = QuantizedKernels.probe(mode, torch.bfloat16, CPU)
-    projection = kernels.create(fill(mode, torch.zeros(64, 128)), None)
+    kernels = QuantizedKernels.probe_device(mode, torch.bfloat16, CPU)
+    projection = kernels.create_projection(fill(mode, torch.zeros(64, 128)), None)
     assert not projection(torch.randn(3, 128).bfloat16()).any()
 
 
@@ -102,10 +102,10 @@ def test_a_layer_with_zeros_only(mode: str) -> None:
 @torch.inference_mode()
 def test_merged_projections_are_the_parts_side_by_side(mode: str) -> None:
     parts = [torch.randn(rows, 64) for rows in (96, 32, 32)]
-    kernels = QuantizedKernels.probe(mode, torch.float32, CPU)
+    kernels = QuantizedKernels.probe_device(mode, torch.float32, CPU)
     rows = torch.randn(4, 64)
-    whole = kernels.create(fill(mode, torch.cat(parts)), None)(rows)
-    each = [kernels.create(fill(mode, part), None)(rows) for part in parts]
+    whole = kernels.create_projection(fill(mode, torch.cat(parts)), None)(rows)
+    each = [kernels.create_projection(fill(mode, part), None)(rows) for part in parts]
     torch.testing.assert_close(whole, torch.cat(each, 1), rtol=1e-6, atol=1e-5)
 
 
@@ -147,19 +147,19 @@ def test_products_that_saturate_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
 def test_weights_too_wide_for_32_bit_sums_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "MAX_WIDTH", 64)
     kernels = QuantizedKernels(True, True)
-    assert isinstance(kernels.create(fill("int8", torch.randn(8, 128)), None), UnpackedLinear)
+    assert isinstance(kernels.create_projection(fill("int8", torch.randn(8, 128)), None), UnpackedLinear)
 
 
 @torch.inference_mode()
 def test_which_kind_is_chosen() -> None:
     fast = QuantizedKernels(has_onednn_int8(), True)
     if fast.int8:
-        made = fast.create(fill("int8", torch.randn(33, 64)), None)
+        made = fast.create_projection(fill("int8", torch.randn(33, 64)), None)
         assert isinstance(made, Int8Linear)
     weight = fill("nf4", torch.randn(64, 64))
-    assert isinstance(fast.create(weight, None), PackedNf4Linear)
-    assert isinstance(fast.create(fill("nf4", torch.randn(33, 64)), None), UnpackedLinear)
-    assert isinstance(fast.create(fill("nf4", torch.randn(32, 96)), None), UnpackedLinear)
+    assert isinstance(fast.create_projection(weight, None), PackedNf4Linear)
+    assert isinstance(fast.create_projection(fill("nf4", torch.randn(33, 64)), None), UnpackedLinear)
+    assert isinstance(fast.create_projection(fill("nf4", torch.randn(32, 96)), None), UnpackedLinear)
 
 
 @torch.inference_mode()
@@ -169,7 +169,7 @@ def test_the_product_of_a_gpu_with_bitsandbytes_on_a_cpu() -> None:
     load_library()
     weight = torch.randn(96, 128)
     made = fill("int8", weight)
-    projection = Int8Linear(CudaProduct.of(made.data, made.scales))
+    projection = Int8Linear(CudaProduct.from_weight(made.data, made.scales))
     rows = rows_with_outliers(128, torch.bfloat16)
     compare(projection(rows), rows, dequantized("int8", weight), torch.zeros(96))
 
@@ -198,7 +198,7 @@ def test_the_integer_product_of_a_gpu_takes_multiples_of_4(
 ) -> None:
     there = SimpleNamespace(device=torch.device("cuda:0"))  # its numbers don't matter
     weight = QuantizedWeight("int8", shape, there, torch.ones(shape[0]))
-    assert isinstance(QuantizedKernels(True, True).create(weight, None), kind)
+    assert isinstance(QuantizedKernels(True, True).create_projection(weight, None), kind)
 
 
 @torch.inference_mode()
@@ -222,8 +222,8 @@ def test_on_a_gpu(mode: str, shape: tuple[int, int], dtype: torch.dtype) -> None
     # Wide rows of outliers times larger weights would not fit float16.
     weight = torch.randn(shape) * 0.4 / shape[1] ** 0.5
     bias = torch.randn(shape[0], device=device).to(dtype)
-    kernels = QuantizedKernels.probe(mode, dtype, device)
-    projection = kernels.create(fill(mode, weight, device), bias)
+    kernels = QuantizedKernels.probe_device(mode, dtype, device)
+    projection = kernels.create_projection(fill(mode, weight, device), bias)
     rows = rows_with_outliers(shape[1], dtype).to(device)
     for count in (21, 5, 1):
         compare(projection(rows[:count]), rows[:count], dequantized(mode, weight), bias)

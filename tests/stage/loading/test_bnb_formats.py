@@ -141,7 +141,7 @@ def test_a_quantized_checkpoint(
     mode = "int8" if kind == "int8" else "nf4"
     opened = ModelFolder.open(quantized)
     assert opened.config.quantized == mode
-    assert opened.facts("q").quantized == mode
+    assert opened.placement_facts("q").quantized == mode
     tokens = random_tokens(40)
     check_logits(make_ring, make_reference, quantized, plain, tokens, 2e-3)
     check_logits(make_ring, make_reference, quantized, plain, tokens, 0.06, dtype="bf16")
@@ -218,7 +218,7 @@ def test_a_stage_is_smaller(make_model: MakeModel, tmp_path: Path) -> None:
         make_model(tmp_path, "llama", 0, hidden_size=256, intermediate_size=512, head_dim=64)
     )
     plain, eight, four = (
-        Stage.load(folder, (1, 2), dtype="f32", quantize=mode).weight_bytes
+        Stage.load_layers(folder, (1, 2), dtype="f32", quantize=mode).weight_bytes
         for mode in ("none", "int8", "nf4")
     )
     assert eight < 0.27 * plain
@@ -227,8 +227,8 @@ def test_a_stage_is_smaller(make_model: MakeModel, tmp_path: Path) -> None:
 
 def test_ends_of_the_model_stay_as_they_are(make_model: MakeModel, tmp_path: Path) -> None:
     folder = ModelFolder.open(make_model(tmp_path, "llama", 0))
-    whole = Stage.load(folder, (0, 3), dtype="f32", quantize="nf4").weight_bytes
-    inner = Stage.load(folder, (1, 2), dtype="f32", quantize="nf4").weight_bytes
+    whole = Stage.load_layers(folder, (0, 3), dtype="f32", quantize="nf4").weight_bytes
+    inner = Stage.load_layers(folder, (1, 2), dtype="f32", quantize="nf4").weight_bytes
     vocabulary = 2 * 320 * 64 * 4
     assert whole == 3 * inner + vocabulary + 64 * 4
 
@@ -236,9 +236,9 @@ def test_ends_of_the_model_stay_as_they_are(make_model: MakeModel, tmp_path: Pat
 def test_one_quantization_is_not_put_on_another(make_model: MakeModel, tmp_path: Path) -> None:
     quantized, _ = both(make_model(tmp_path / "model", "llama", 0), tmp_path, "int8")
     opened = ModelFolder.open(quantized)
-    assert Stage.load(opened, (1, 2), quantize="int8").weight_bytes > 0
+    assert Stage.load_layers(opened, (1, 2), quantize="int8").weight_bytes > 0
     with pytest.raises(UsageError, match="quantized as int8"):
-        Stage.load(opened, (1, 2), quantize="nf4")
+        Stage.load_layers(opened, (1, 2), quantize="nf4")
 
 
 def damage(folder: Path, suffix: str, value: Callable[[Tensor], Tensor | None]) -> str:
@@ -310,7 +310,7 @@ def test_a_damaged_checkpoint_is_named(make_model: MakeModel, tmp_path: Path, ca
     quantized, _ = both(make_model(tmp_path / "model", "qwen2", 0), tmp_path, kind)
     damage(quantized, suffix, change)
     with pytest.raises(error, match=message) as caught:
-        Stage.load(ModelFolder.open(quantized), (0, 3), dtype="f32")
+        Stage.load_layers(ModelFolder.open(quantized), (0, 3), dtype="f32")
     assert "model.layers." in str(caught.value)
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import BrokenModel
 from molink.stage.batch import SequenceRows
-from molink.stage.linear import CompiledLinear, Projections, quantized
+from molink.stage.linear import CompiledLinear, ProjectionFactory, quantized
 from molink.stage.loading.weights import WeightReader
 from molink.stage.stage import Stage
 from tests.support.models import MakeModel
@@ -75,7 +75,7 @@ def folder(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> M
     )
     opened = ModelFolder.open(made)
     # What is tried once in each process isn't counted.
-    Stage.load(opened, (0, 1), dtype="f32")
+    Stage.load_layers(opened, (0, 1), dtype="f32")
     return opened
 
 
@@ -84,13 +84,13 @@ def test_quantizing_takes_less_than_the_stage_and_two_layers(
     folder: ModelFolder, mode: str
 ) -> None:
     with counted() as allocations:
-        stage = Stage.load(folder, (0, LAYERS), dtype="f32", quantize=mode)
+        stage = Stage.load_layers(folder, (0, LAYERS), dtype="f32", quantize=mode)
     assert stage.weight_bytes < allocations.peak < stage.weight_bytes + 2 * LAYER_BYTES
 
 
 def test_the_measure_sees_what_is_not_quantized(folder: ModelFolder) -> None:
     with counted() as allocations:
-        stage = Stage.load(folder, (0, LAYERS), dtype="f32")
+        stage = Stage.load_layers(folder, (0, LAYERS), dtype="f32")
     assert LAYERS * LAYER_BYTES < stage.weight_bytes <= allocations.peak
 
 
@@ -100,15 +100,15 @@ def test_weights_that_stay_in_16_bits_are_packed_in_parts(
     make_ring: type[Ring],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    projections = Projections.probe(torch.float32, torch.device("cpu"))
-    if not projections.holds(torch.bfloat16):
+    projections = ProjectionFactory.probe_device(torch.float32, torch.device("cpu"))
+    if not projections.keeps_dtype(torch.bfloat16):
         pytest.skip("this CPU has no product for them")
     fields = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 512, "head_dim": 64}
     made = make_model(tmp_path, "qwen2", 0, dtype="bfloat16", **fields)
     monkeypatch.setattr("molink.stage.loading.weights._PACKED", 128 * 128)
     whole: list[str] = []
     parts: list[int] = []
-    merge, put = WeightReader._merge, CompiledLinear.put
+    merge, put = WeightReader._merge_tensors, CompiledLinear.put_rows
 
     def merged(reader: WeightReader, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
         whole.extend(names)
@@ -118,15 +118,15 @@ def test_weights_that_stay_in_16_bits_are_packed_in_parts(
         parts.append(part.numel())
         put(linear, first, part)
 
-    monkeypatch.setattr(WeightReader, "_merge", merged)
-    monkeypatch.setattr(CompiledLinear, "put", taken)
+    monkeypatch.setattr(WeightReader, "_merge_tensors", merged)
+    monkeypatch.setattr(CompiledLinear, "put_rows", taken)
     tokens, rows = [5, 300, 2, 77], [SequenceRows(0, 4, (0,))]
     found = make_ring(made).run(tokens, rows)
     # No copy of a whole projection, nor of the head; an embedding is kept as f32.
     assert {name for name in whole if "proj.weight" in name or "head" in name} == set()
     assert max(parts) == 128 * 512  # no fewer rows than a block has
     assert sum(parts) == 3 * 128 * (2 * 256 + 2 * 128 + 3 * 512) + 512 * 128
-    monkeypatch.setattr(Projections, "begin", lambda *_: None)
+    monkeypatch.setattr(ProjectionFactory, "create_empty", lambda *_: None)
     assert torch.equal(make_ring(made).run(tokens, rows), found)
     assert [name for name in whole if "head" in name] == ["lm_head.weight"]
 
@@ -141,7 +141,7 @@ def test_a_large_weight_is_quantized_in_parts(
     monkeypatch.setattr(
         quantized, "quantize_nf4", lambda rows: (given.append(rows.numel()), quantize(rows))[1]
     )
-    whole = Stage.load(folder, (1, 2), dtype="f32", quantize="nf4")
+    whole = Stage.load_layers(folder, (1, 2), dtype="f32", quantize="nf4")
     assert max(given) <= 2**16
     assert sum(given) == LAYER_BYTES // 4
     assert whole.weight_bytes < LAYER_BYTES / 6
@@ -171,7 +171,7 @@ def test_a_weight_that_is_no_number_is_named(
         (tmp_path / path.name).write_bytes(path.read_bytes())
     save_file(tensors, tmp_path / FILE)
     with pytest.raises(BrokenModel, match=f"{FILE}: tensor {name} holds NaN or infinity"):
-        Stage.load(ModelFolder.open(tmp_path), (0, 3), dtype="f32", quantize=mode)
+        Stage.load_layers(ModelFolder.open(tmp_path), (0, 3), dtype="f32", quantize=mode)
 
 
 FILE = "model.safetensors"
@@ -192,6 +192,6 @@ def test_large_weights_whose_sum_overflows_are_fine(qwen: Path, tmp_path: Path) 
         (tmp_path / path.name).write_bytes(path.read_bytes())
     save_file(tensors, tmp_path / FILE)
     opened = ModelFolder.open(tmp_path)
-    assert Stage.load(opened, (0, 3), dtype="f32").weight_bytes > 0
+    assert Stage.load_layers(opened, (0, 3), dtype="f32").weight_bytes > 0
     with pytest.raises(BrokenModel, match=rf"{name} holds .*float16"):
-        Stage.load(opened, (0, 3), dtype="f16")
+        Stage.load_layers(opened, (0, 3), dtype="f16")

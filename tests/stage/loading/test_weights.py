@@ -27,7 +27,7 @@ def test_tensors_of_several_shards_are_merged_and_converted(folder: Path) -> Non
         stored |= {name: tensor.clone() for name, tensor in load_file(shard).items()}
     opened = ModelFolder.open(folder)
     with WeightReader(opened, torch.bfloat16, CPU) as reader:
-        merged = reader.read(*NAMES)
+        merged = reader.read_tensors(*NAMES)
     for shard in folder.glob("*.safetensors"):
         shard.unlink()
     assert torch.equal(merged, torch.cat([stored[name] for name in NAMES]).bfloat16())
@@ -41,4 +41,4 @@ def test_a_file_that_changed_since_it_was_checked_is_named(folder: Path) -> None
         WeightReader(opened, torch.float32, CPU) as reader,
         pytest.raises(BrokenModel, match=rf"{file}: tensor {NAMES[0]} can't be read"),
     ):
-        reader.read(*NAMES)
+        reader.read_tensors(*NAMES)

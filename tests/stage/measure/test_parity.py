@@ -15,22 +15,22 @@ from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.kernels.create import create_rowwise
 from molink.stage.kernels.matmul import MatMul
-from molink.stage.kernels.rowwise import Rowwise
+from molink.stage.kernels.rowwise import RowwiseKernels
 from molink.stage.linear import quantized
-from molink.stage.linear.plain import Linear
+from molink.stage.linear.plain import PlainLinear
 from molink.stage.linear.quantized import QuantizedKernels
 from molink.stage.linear.unpacked import UnpackedLinear
 from molink.stage.measure import parity, trials
-from molink.stage.measure.dense import dense
-from molink.stage.measure.shapes import USUAL
-from molink.stage.measure.trials import chains, types_of
+from molink.stage.measure.dense import dense_attention
+from molink.stage.measure.shapes import USUAL_SHAPES
+from molink.stage.measure.trials import kernel_chains, supported_dtypes
 from tests.support.models import MakeModel
 
 CPU = torch.device("cpu")
 
 
 def results(*wanted: str) -> list[dict[str, Any]]:
-    return [one.result() for one in parity.trials(CPU) if one.kernel in wanted]
+    return [one.run_trial() for one in parity.run_trials(CPU) if one.kernel in wanted]
 
 
 def test_all_kernels_of_this_cpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,9 +57,9 @@ def test_all_kernels_of_this_cpu(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("kernel", "where", "name"),
     [
-        ("torch", Linear, "__call__"),
+        ("torch", PlainLinear, "__call__"),
         ("compiled-linear", MatMul, "__call__"),
-        ("compiled-rows", Rowwise, "gate"),
+        ("compiled-rows", RowwiseKernels, "gate"),
         ("int8", UnpackedLinear, "__call__"),
     ],
 )
@@ -68,10 +68,10 @@ def test_a_kernel_that_is_wrong(
     monkeypatch: pytest.MonkeyPatch, kernel: str, where: type, name: str, bad: float
 ) -> None:
     exact: Callable[..., Tensor] = getattr(where, name)
-    monkeypatch.setattr(QuantizedKernels, "probe", lambda *_: QuantizedKernels(True, True))
+    monkeypatch.setattr(QuantizedKernels, "probe_device", lambda *_: QuantizedKernels(True, True))
     monkeypatch.setattr(
         QuantizedKernels,
-        "create",
+        "create_projection",
         lambda self, weight, bias: UnpackedLinear(
             weight.mode, weight.data, weight.scales, weight.shape, bias
         ),
@@ -88,7 +88,7 @@ def test_a_kernel_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("CUDA error: no kernel image is available")
 
-    monkeypatch.setattr(GatherAttention, "prepare", refuse)
+    monkeypatch.setattr(GatherAttention, "prepare_layers", refuse)
     found = results("gather-attention")
     assert {one["state"] for one in found} == {"wrong"}
     assert "no kernel image" in found[0]["reason"]
@@ -98,16 +98,16 @@ def test_attention_of_one_head_by_hand() -> None:
     shape = AttentionShape(kv_heads=1, groups=1, head_dim=1, scale=1.0, windows=(0,))
     both = torch.tensor([[[[0.0]], [[1.0]]], [[[0.0]], [[3.0]]], [[[0.0]], [[8.0]]]])
     queries = torch.zeros(2, 1, 1)
-    assert dense(queries, both, shape, 0).tolist() == [[2.0], [4.0]]
-    assert dense(queries, both, shape, 1).tolist() == [[3.0], [8.0]]
-    assert dense(queries, both, shape, 1, torch.zeros(1)).tolist() == [[1.5], [4.0]]
+    assert dense_attention(queries, both, shape, 0).tolist() == [[2.0], [4.0]]
+    assert dense_attention(queries, both, shape, 1).tolist() == [[3.0], [8.0]]
+    assert dense_attention(queries, both, shape, 1, torch.zeros(1)).tolist() == [[1.5], [4.0]]
 
 
-@pytest.mark.parametrize("dtype", types_of(CPU))
+@pytest.mark.parametrize("dtype", supported_dtypes(CPU))
 @pytest.mark.parametrize("scores", [{"softcap": 30.0}, {"sinks": True}], ids=str)
 def test_attention_as_the_model_has_it(dtype: WeightDType, scores: dict[str, Any]) -> None:
-    shapes = replace(USUAL, attention=replace(USUAL.attention, **scores))
-    found = {one.kernel: one.result() for one in chains(shapes, dtype, "none", CPU)[-1]}
+    shapes = replace(USUAL_SHAPES, attention=replace(USUAL_SHAPES.attention, **scores))
+    found = {one.kernel: one.run_trial() for one in kernel_chains(shapes, dtype, "none", CPU)[-1]}
     assert found["gather-attention"]["state"] == "ok"
     assert found["compiled-attention"]["state"] in ("ok", "absent")
 
@@ -119,9 +119,9 @@ def test_products_of_a_gpu_that_are_wrong_are_not_used(
     cuda = torch.device("cuda", 0)
     for error in (float("nan"), 1.0, 0.001):
         monkeypatch.setattr(quantized, "relative_error", lambda *_, error=error: error)
-        made = QuantizedKernels.probe(mode, torch.float16, cuda)
+        made = QuantizedKernels.probe_device(mode, torch.float16, cuda)
         assert (made.int8, made.nf4) == ((mode == "int8", mode == "nf4") if error < 1 else (0, 0))
-        assert QuantizedKernels.probe(mode, torch.float16, cuda, {mode}) == QuantizedKernels(
+        assert QuantizedKernels.probe_device(mode, torch.float16, cuda, {mode}) == QuantizedKernels(
             False, False
         )
 
@@ -129,7 +129,7 @@ def test_products_of_a_gpu_that_are_wrong_are_not_used(
         raise RuntimeError("no such operator")
 
     monkeypatch.setattr(quantized, "relative_error", missing)
-    assert QuantizedKernels.probe(mode, torch.float16, cuda) == QuantizedKernels(False, False)
+    assert QuantizedKernels.probe_device(mode, torch.float16, cuda) == QuantizedKernels(False, False)
 
 
 def test_a_gpus_products_are_tried_once_their_library_is_loaded(
@@ -144,8 +144,8 @@ def test_a_gpus_products_are_tried_once_their_library_is_loaded(
     monkeypatch.setattr(trials, "has_bf16", lambda _: True)
     monkeypatch.setattr(trials, "load_library", lambda: asked.append("library"))
     monkeypatch.setattr(trials, "relative_error", error)
-    every = [one for one in parity.trials(torch.device("cuda", 0)) if one.kernel == "int8"]
-    assert [one.result()["state"] for one in every] == ["ok", "ok"]
+    every = [one for one in parity.run_trials(torch.device("cuda", 0)) if one.kernel == "int8"]
+    assert [one.run_trial()["state"] for one in every] == ["ok", "ok"]
     assert asked == ["library", "product"] * 2
 
 
@@ -161,7 +161,7 @@ def test_compiled_rows_that_are_wrong_are_not_used(
         "gate": lambda _, rows: rows[:, ::2],
         "rotate": lambda *_: None,
     }
-    monkeypatch.setattr(Rowwise, part, wrong[part])
+    monkeypatch.setattr(RowwiseKernels, part, wrong[part])
     assert create_rowwise.__wrapped__(dtype, 1e-5, "silu", 1) is None
 
 
@@ -171,8 +171,8 @@ def test_the_shapes_of_a_model(
     asked: list[Any] = []
     for folder in (make_model(tmp_path, "qwen2", 2), tmp_path / "none"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(parity, "trials", lambda *given: asked.append(given[2]) or ())
+            patch.setattr(parity, "run_trials", lambda *given: asked.append(given[2]) or ())
             parity.main(["--device", "cpu", "--model", str(folder)])
     assert asked[0].hidden == 64
-    assert asked[1] is USUAL
+    assert asked[1] is USUAL_SHAPES
     assert "config.json" in capsys.readouterr().err

@@ -17,19 +17,19 @@ from molink.stage.attention import scores
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.attention.plain import PlainAttention
 from molink.stage.batch import SequenceRows
-from molink.stage.decoder.norm import CompiledNorm
-from molink.stage.kernels.attend import Attend
+from molink.stage.decoder.norm import CompiledRmsNorm
+from molink.stage.kernels.attend import AttentionKernel
 from molink.stage.kernels.create import create_matmul
 from molink.stage.kernels.matmul import MatMul
-from molink.stage.kernels.rowwise import Rowwise
+from molink.stage.kernels.rowwise import RowwiseKernels
 from molink.stage.linear import CompiledLinear
 from molink.stage.linear.int8 import Int8Linear
-from molink.stage.linear.plain import Linear
+from molink.stage.linear.plain import PlainLinear
 from molink.stage.linear.unpacked import UnpackedLinear
 from molink.stage.measure import proof, trials
-from molink.stage.measure.proof import about_device, prove
-from molink.stage.measure.shapes import Shapes
-from molink.stage.measure.trials import Trial, chains
+from molink.stage.measure.proof import describe_environment, check_kernels
+from molink.stage.measure.shapes import TrialShapes
+from molink.stage.measure.trials import KernelTrial, kernel_chains
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from tests.support.models import MakeModel
 from tests.support.stage import Ring
@@ -38,8 +38,8 @@ CPU = torch.device("cpu")
 #: The kernel that is broken, where, and how weights are quantized.
 BROKEN = {
     "compiled-linear": (MatMul, "__call__", "none"),
-    "compiled-rows": (Rowwise, "norm", "none"),
-    "compiled-attention": (Attend, "__call__", "none"),
+    "compiled-rows": (RowwiseKernels, "norm", "none"),
+    "compiled-attention": (AttentionKernel, "__call__", "none"),
     "int8": (Int8Linear, "__call__", "int8"),
 }
 
@@ -48,8 +48,8 @@ def instead(ring: Ring) -> dict[str, bool]:
     block = ring.stages[0]._decoder.blocks[0]
     return {
         "compiled-linear": not isinstance(block.qkv, CompiledLinear),
-        "compiled-rows": not isinstance(block.input_norm, CompiledNorm),
-        "compiled-attention": isinstance(ring.stages[0]._attention(16), GatherAttention),
+        "compiled-rows": not isinstance(block.input_norm, CompiledRmsNorm),
+        "compiled-attention": isinstance(ring.stages[0]._attention_backend(16), GatherAttention),
         "int8": isinstance(block.qkv, UnpackedLinear),
     }
 
@@ -57,7 +57,7 @@ def instead(ring: Ring) -> dict[str, bool]:
 def looked_at(folder: Path, path: Path, **options: Any) -> tuple[str, ...]:
     config = ModelFolder.open(folder).config
     dtype, quantize = options.get("dtype", "f32"), options.get("quantize", "none")
-    return prove(path, config, CPU, dtype, quantize, 16, options.get("avoid", ()))
+    return check_kernels(path, config, CPU, dtype, quantize, 16, options.get("avoid", ()))
 
 
 @pytest.fixture
@@ -69,13 +69,13 @@ def model(make_model: MakeModel, tmp_path: Path) -> Path:
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels that are tried from now on."""
     names: list[str] = []
-    result = Trial.result
+    result = KernelTrial.run_trial
 
-    def noted(trial: Trial) -> dict[str, Any]:
+    def noted(trial: KernelTrial) -> dict[str, Any]:
         names.append(trial.kernel)
         return result(trial)
 
-    monkeypatch.setattr(Trial, "result", noted)
+    monkeypatch.setattr(KernelTrial, "run_trial", noted)
     return names
 
 
@@ -114,13 +114,13 @@ def test_the_next_one_is_used_in_the_place_of_one_that_is_wrong(
         wrong = make_ring(model, (1,), **options).run(tokens, rows)
         assert not torch.allclose(wrong, expected, atol=0.1)
     with caplog.at_level(logging.WARNING):
-        avoid = looked_at(model, tmp_path / "proofs.json", **options)
-    assert avoid == (kernel,)
+        disabled_kernels = looked_at(model, tmp_path / "proofs.json", **options)
+    assert disabled_kernels == (kernel,)
     (warning,) = [one for one in caplog.records if one.name == proof.__name__]
     assert warning.getMessage().startswith(f"{kernel} ({dtype}) fails on this ")
     assert "it is off by" in warning.getMessage()
 
-    ring = make_ring(model, (1,), avoid=avoid, **options)
+    ring = make_ring(model, (1,), avoid=disabled_kernels, **options)
     assert instead(ring)[kernel]
     assert (ring.run(tokens, rows) - expected).abs().mean() < 0.05 * expected.std()
 
@@ -141,10 +141,10 @@ def test_fused_attention_that_is_wrong(
         return exact(*given, **options) * (1 if plain else 1.5)
 
     monkeypatch.setattr(scores, "scaled_dot_product_attention", wrong)
-    avoid = looked_at(model, tmp_path / "proofs.json", avoid=("compiled-attention",))
-    assert avoid == ("compiled-attention", "gather-attention")
-    ring = make_ring(model, (1,), avoid=avoid, block_size=16)
-    assert isinstance(ring.stages[0]._attention(16), PlainAttention)
+    disabled_kernels = looked_at(model, tmp_path / "proofs.json", avoid=("compiled-attention",))
+    assert disabled_kernels == ("compiled-attention", "gather-attention")
+    ring = make_ring(model, (1,), avoid=disabled_kernels, block_size=16)
+    assert isinstance(ring.stages[0]._attention_backend(16), PlainAttention)
     torch.testing.assert_close(ring.run(tokens, rows), expected, atol=1e-4, rtol=1e-4)
     assert torch.backends.cuda.flash_sdp_enabled()
 
@@ -152,8 +152,8 @@ def test_fused_attention_that_is_wrong(
 def test_a_device_on_which_nothing_is_right_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = Linear.__call__
-    monkeypatch.setattr(Linear, "__call__", lambda *given: exact(*given) + 1)
+    exact = PlainLinear.__call__
+    monkeypatch.setattr(PlainLinear, "__call__", lambda *given: exact(*given) + 1)
     with pytest.raises(UsageError, match=r"computes wrongly, .* the place of torch \(f32\): it is"):
         looked_at(model, tmp_path / "proofs.json", avoid=("compiled-linear",))
 
@@ -181,7 +181,7 @@ def test_other_devices_drivers_and_versions_are_tried_anew(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: list[str], part: str
 ) -> None:
     path = tmp_path / "proofs.json"
-    before = about_device(CPU)
+    before = describe_environment(CPU)
     looked_at(model, path)
     tried.clear()
     if part == "threads":
@@ -197,9 +197,9 @@ def test_other_devices_drivers_and_versions_are_tried_anew(
         monkeypatch.setattr(proof, "device_name", lambda _: "RTX")
         cuda = torch.device("cuda", 0)
         assert "driver 599.1; cuda RTX" not in before
-        assert ", driver 599.1; cuda RTX, 0 threads" in about_device(cuda)
+        assert ", driver 599.1; cuda RTX, 0 threads" in describe_environment(cuda)
         return
-    assert about_device(CPU) != before
+    assert describe_environment(CPU) != before
     looked_at(model, path)
     assert "compiled-attention" in tried
 
@@ -216,7 +216,7 @@ def test_a_damaged_file_loses_nothing(
     assert looked_at(model, path) == ()
     assert "compiled-attention" in tried
     if text != "dir":
-        assert json.loads(path.read_bytes())["about"] == about_device(CPU)
+        assert json.loads(path.read_bytes())["about"] == describe_environment(CPU)
 
 
 def test_a_trial_that_never_ended_is_begun_once_more(
@@ -247,12 +247,12 @@ def test_no_memory_for_a_trial_is_no_fault_of_a_kernel() -> None:
     def run() -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    assert Trial("int8", "f32", 1.0, run).result()["state"] == "absent"
+    assert KernelTrial("int8", "f32", 1.0, run).run_trial()["state"] == "absent"
 
 
 def test_shapes_are_those_of_the_model(model: Path, make_model: MakeModel, tmp_path: Path) -> None:
     config = ModelFolder.open(model).config
-    shapes = Shapes.of(config, 16, CPU)
+    shapes = TrialShapes.from_config(config, 16, CPU)
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.heads * 32, config.kv_heads * 32
     assert set(shapes.products) == {
@@ -264,23 +264,23 @@ def test_shapes_are_those_of_the_model(model: Path, make_model: MakeModel, tmp_p
     }
     assert (shapes.attention.head_dim, shapes.rotary, shapes.block_size) == (32, (32,), 16)
     windowed = ModelFolder.open(make_model(tmp_path / "g", "gemma2", 4, dtype="bfloat16")).config
-    capped = Shapes.of(windowed, 16, CPU).attention
+    capped = TrialShapes.from_config(windowed, 16, CPU).attention
     assert capped.softcap > 0
     sunk = ModelFolder.open(make_model(tmp_path / "s", "gpt_oss", 2, dtype="bfloat16")).config
-    assert Shapes.of(sunk, 16, CPU).attention.sinks
+    assert TrialShapes.from_config(sunk, 16, CPU).attention.sinks
     assert set(capped.windows) == {0, min(max(windowed.windows), 33)}
     experts = ModelFolder.open(make_model(tmp_path / "m", "mixtral", 2, dtype="bfloat16")).config
     assert experts.experts is not None
-    assert (hidden, experts.experts.inner_size) in Shapes.of(experts, 16, CPU).products
+    assert (hidden, experts.experts.intermediate_size) in TrialShapes.from_config(experts, 16, CPU).products
 
 
 def test_a_gpus_chains_end_in_what_works_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = Shapes(
+    shapes = TrialShapes(
         (), 64, (64,), (32,), 1e-5, ("silu",), trials.AttentionShape(1, 1, 32, 1, ()), 256
     )
     names = [
         [trial.kernel for trial in chain]
-        for chain in chains(shapes, "f16", "nf4", torch.device("cuda", 0))
+        for chain in kernel_chains(shapes, "f16", "nf4", torch.device("cuda", 0))
     ]
     assert names == [
         ["nf4", "unpacked"],

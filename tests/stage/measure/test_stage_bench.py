@@ -60,6 +60,6 @@ def test_running_out_of_memory_is_said(
     def load(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(bench.Stage, "load", load)
+    monkeypatch.setattr(bench.Stage, "load_layers", load)
     assert run(folder, "--first", "0", "--last", "3") == 1
     assert "doesn't fit the memory of cpu: CUDA out of memory" in capsys.readouterr().err

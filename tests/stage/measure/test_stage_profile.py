@@ -10,10 +10,10 @@ import torch
 from molink.checkpoint.folder import ModelFolder
 from molink.facts.profile import Profile
 from molink.stage import stage as stages
-from molink.stage.graphs.capture import Work
+from molink.stage.graphs.capture import GraphWork
 from molink.stage.measure import stage_profile as module
 from molink.stage.measure.passes import StagePasses
-from molink.stage.measure.profile_cache import MAX_FILES, ProfileCache
+from molink.stage.measure.profile_cache import MAX_PROFILES, ProfileCache
 from molink.stage.measure.stage_profile import profile_key, profile_stage
 from molink.stage.measure.timing import DECODE_ROWS
 from molink.stage.stage import Stage
@@ -30,9 +30,9 @@ def folder(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> ModelFo
 
 @pytest.mark.parametrize("layers", [(0, 1), (1, 2), (2, 3), (0, 3)])
 def test_every_stage_of_a_ring_has_a_profile(folder: ModelFolder, layers: Any) -> None:
-    stage = Stage.load(folder, layers, "cpu", "f32")
+    stage = Stage.load_layers(folder, layers, "cpu", "f32")
     profile = profile_stage(stage, KV_BYTES, 16, seconds=0.2)
-    assert profile.known
+    assert profile.is_known
     assert profile.decode[0][0] == 1
     assert profile.prefill[0][0] == 8
     assert 0 < profile.decode_s(1) < 10
@@ -40,11 +40,11 @@ def test_every_stage_of_a_ring_has_a_profile(folder: ModelFolder, layers: Any) -
 
 
 def test_measuring_leaves_no_pool(folder: ModelFolder) -> None:
-    stage = Stage.load(folder, (0, 3), "cpu", "f32")
+    stage = Stage.load_layers(folder, (0, 3), "cpu", "f32")
     with StagePasses(stage, KV_BYTES, 16) as passes:
-        passes.decode(128, 128)
-        passes.prefill(512, 0)
-        passes.prefill(64, 448)
+        passes.run_decode(128, 128)
+        passes.run_prefill(512, 0)
+        passes.run_prefill(64, 448)
         assert stage._pool is not None
         assert passes.max_context == 512
     assert stage._pool is None
@@ -52,18 +52,18 @@ def test_measuring_leaves_no_pool(folder: ModelFolder) -> None:
 
 @pytest.mark.parametrize("kv_bytes", [0, 3 * 12288])
 def test_with_little_memory_requests_share_blocks(folder: ModelFolder, kv_bytes: int) -> None:
-    stage = Stage.load(folder, (0, 3), "cpu", "f32")
+    stage = Stage.load_layers(folder, (0, 3), "cpu", "f32")
     with StagePasses(stage, kv_bytes, 16) as passes:
         assert stage._pool is not None
         assert stage._pool.blocks == max(1, kv_bytes // stage.block_bytes(16))
-        passes.decode(8, 100)
-        passes.prefill(100, 0)
+        passes.run_decode(8, 100)
+        passes.run_prefill(100, 0)
 
 
 def test_no_graph_is_made_while_a_pass_is_timed(
     folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    captured: list[Work] = []
+    captured: list[GraphWork] = []
 
     class WorkItself:
         nbytes = 0
@@ -71,11 +71,11 @@ def test_no_graph_is_made_while_a_pass_is_timed(
         def __init__(self, device: torch.device) -> None:
             self.turn = 0
 
-        def capture(self, work: Work, max_bytes: int) -> Work:
+        def capture(self, work: GraphWork, max_bytes: int) -> GraphWork:
             captured.append(work)
             return work
 
-        def seconds(self, work: Work) -> float:
+        def seconds(self, work: GraphWork) -> float:
             work()
             self.turn += 1
             return 2.0 if self.turn % 2 else 1.0
@@ -83,13 +83,13 @@ def test_no_graph_is_made_while_a_pass_is_timed(
     monkeypatch.setattr(Stage, "_may_have_graphs", True)
     monkeypatch.setattr(stages, "CudaCaptures", WorkItself)
     monkeypatch.setattr(stages, "GRAPH_BYTES", 1 << 30)
-    stage = Stage.load(folder, (0, 3), "cpu", "f32")
+    stage = Stage.load_layers(folder, (0, 3), "cpu", "f32")
     with StagePasses(stage, KV_BYTES, 16) as passes:
         made = len(captured)
         assert made == 1 + 7  # one row at a deep context too
         for rows in DECODE_ROWS:
-            passes.decode(rows, 128)
-        passes.decode(1, 512 - 64)
+            passes.run_decode(rows, 128)
+        passes.run_decode(1, 512 - 64)
         assert len(captured) == made
 
 
@@ -100,20 +100,20 @@ def test_no_graph_is_made_while_a_pass_is_timed(
 def test_running_out_of_device_memory_is_a_memory_error(
     folder: ModelFolder, error: Exception
 ) -> None:
-    stage = Stage.load(folder, (0, 3), "cpu", "f32")
+    stage = Stage.load_layers(folder, (0, 3), "cpu", "f32")
 
     def forward(_: Any) -> Any:
         raise error
 
     stage.forward = forward  # type: ignore[method-assign]
     with StagePasses(stage, KV_BYTES, 16) as passes, pytest.raises(MemoryError, match="out of mem"):
-        passes.prefill(16, 0)
+        passes.run_prefill(16, 0)
 
 
 def test_a_stage_is_measured_once(
     folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = Stage.load(folder, (0, 3), "cpu", "f32")
+    stage = Stage.load_layers(folder, (0, 3), "cpu", "f32")
     measured = itertools.count()
 
     def measure(*_: Any) -> Profile:
@@ -135,9 +135,9 @@ def test_in_a_hurry_other_layers_tell_how_long_it_takes(
 ) -> None:
     monkeypatch.setattr(module, "measure_profile", lambda *_: PROFILE)
     two, one, all_ = (
-        Stage.load(folder, layers, "cpu", "f32") for layers in ((0, 2), (1, 2), (0, 3))
+        Stage.load_layers(folder, layers, "cpu", "f32") for layers in ((0, 2), (1, 2), (0, 3))
     )
-    other = Stage.load(folder, (0, 3), "cpu", "bf16")
+    other = Stage.load_layers(folder, (0, 3), "cpu", "bf16")
     assert profile_stage(two, KV_BYTES, 16, tmp_path, hurry=True) == PROFILE, "nothing to go by"
     kept = list(tmp_path.iterdir())
     predicted = profile_stage(one, KV_BYTES, 16, tmp_path, hurry=True)
@@ -156,10 +156,10 @@ def test_a_key_tells_apart_what_takes_another_time(
     folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = [
-        Stage.load(folder, (0, 3), "cpu", "f32"),
-        Stage.load(folder, (0, 3), "cpu", "bf16"),
-        Stage.load(folder, (0, 2), "cpu", "f32"),
-        Stage.load(folder, (1, 3), "cpu", "f32"),
+        Stage.load_layers(folder, (0, 3), "cpu", "f32"),
+        Stage.load_layers(folder, (0, 3), "cpu", "bf16"),
+        Stage.load_layers(folder, (0, 2), "cpu", "f32"),
+        Stage.load_layers(folder, (1, 3), "cpu", "f32"),
     ]
     keys = [profile_key(stage, 16) for stage in stages] + [profile_key(stages[0], 8)]
     for name, value in (("device_name", "another"), ("_FORMAT", 99)):
@@ -184,53 +184,53 @@ def only_file(folder: Path) -> Path:
 )
 def test_a_damaged_cache_is_ignored_and_mended(tmp_path: Path, damage: bytes) -> None:
     cache = ProfileCache(tmp_path / "new" / "folder")
-    assert cache.find("a") is None
-    cache.keep("a", PROFILE)
-    assert cache.find("a") == PROFILE
+    assert cache.find_profile("a") is None
+    cache.store_profile("a", PROFILE)
+    assert cache.find_profile("a") == PROFILE
     only_file(tmp_path / "new" / "folder").write_bytes(damage)
-    assert cache.find("a") is None
-    cache.keep("a", PROFILE)
-    assert cache.find("a") == PROFILE
+    assert cache.find_profile("a") is None
+    cache.store_profile("a", PROFILE)
+    assert cache.find_profile("a") == PROFILE
 
 
 def test_anothers_profile_is_none_of_ours(tmp_path: Path) -> None:
     cache = ProfileCache(tmp_path)
-    cache.keep("a", PROFILE)
+    cache.store_profile("a", PROFILE)
     path = only_file(tmp_path)
     path.write_bytes(path.read_bytes().replace(b'"key":"a"', b'"key":"b"'))
-    assert cache.find("a") is None
+    assert cache.find_profile("a") is None
     path.write_bytes(b" " * (1 << 20))
-    assert cache.find("a") is None
+    assert cache.find_profile("a") is None
 
 
 def test_a_cache_stays_small(tmp_path: Path) -> None:
     cache = ProfileCache(tmp_path)
-    for number in range(MAX_FILES + 5):
-        cache.keep(f"key {number}", PROFILE)
-    assert len(list(tmp_path.iterdir())) == MAX_FILES
+    for number in range(MAX_PROFILES + 5):
+        cache.store_profile(f"key {number}", PROFILE)
+    assert len(list(tmp_path.iterdir())) == MAX_PROFILES
 
 
 def test_an_old_profile_that_somebody_reads_may_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = ProfileCache(tmp_path)
-    for number in range(MAX_FILES):
-        cache.keep(f"key {number}", PROFILE)
+    for number in range(MAX_PROFILES):
+        cache.store_profile(f"key {number}", PROFILE)
 
     def refuse(path: Path, **_: Any) -> None:
         raise PermissionError(13, "in use", str(path))
 
     monkeypatch.setattr(Path, "unlink", refuse)  # as Windows does
-    cache.keep("a", PROFILE)
-    assert cache.find("a") == PROFILE
+    cache.store_profile("a", PROFILE)
+    assert cache.find_profile("a") == PROFILE
     assert not caplog.records
 
 
 def test_a_cache_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     cache = ProfileCache(tmp_path / "file")
-    cache.keep("a", PROFILE)
-    assert cache.find("a") is None
+    cache.store_profile("a", PROFILE)
+    assert cache.find_profile("a") is None
 
 
 @pytest.mark.gpu
@@ -238,8 +238,8 @@ def test_a_cache_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     not torch.cuda.is_available(), reason="needs a CUDA device: pytest -m gpu tests/stage"
 )
 def test_a_profile_of_a_gpu(folder: ModelFolder) -> None:
-    stage = Stage.load(folder, (0, 3), "cuda:0", "f32")
+    stage = Stage.load_layers(folder, (0, 3), "cuda:0", "f32")
     profile = profile_stage(stage, KV_BYTES, 16, seconds=2.0)
-    assert profile.known
+    assert profile.is_known
     assert 0 < profile.decode_s(1) < 1
     assert stage._pool is None

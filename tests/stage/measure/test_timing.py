@@ -26,10 +26,10 @@ class Machine:
     def clock(self) -> float:
         return self.now
 
-    def decode(self, rows: int, context: int) -> None:
+    def run_decode(self, rows: int, context: int) -> None:
         self._run("decode", rows, context)
 
-    def prefill(self, rows: int, before: int) -> None:
+    def run_prefill(self, rows: int, before: int) -> None:
         self._run("prefill", rows, before)
 
     def _run(self, kind: str, rows: int, context: int) -> None:
@@ -134,7 +134,7 @@ def test_what_does_not_fit_the_memory_is_left_out() -> None:
 def test_no_position_beyond_the_models_context(max_context: int) -> None:
     machine = Machine(prefill=lambda rows, _: 0.001 * -(-rows // 64), max_context=max_context)
     profile = measure_profile(machine, machine.clock, 30.0)
-    assert profile.known
+    assert profile.is_known
     assert max(rows for rows, _ in profile.prefill) <= max_context
 
 

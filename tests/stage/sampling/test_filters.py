@@ -4,28 +4,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from molink.stage.sampling.filters import Filters, cut, weigh
-from molink.wire.messages.data import Sampling
+from molink.stage.sampling.filters import SamplingFilters, find_cutoff, weigh_logits
+from molink.wire.messages.data import SamplingParams
 
 SETTINGS = [
-    Sampling(),
-    Sampling(top_k=1),
-    Sampling(top_k=50),
-    Sampling(top_k=100),
-    Sampling(top_k=10**6),
-    Sampling(top_p=1e-6),
-    Sampling(top_p=0.3),
-    Sampling(top_p=0.95),
-    Sampling(top_p=0.9999),
-    Sampling(min_p=0.3),
-    Sampling(min_p=1.0),
-    Sampling(top_k=80, top_p=0.6),
-    Sampling(top_k=3000, top_p=0.9999),
-    Sampling(top_k=20, top_p=0.99, min_p=0.05),
+    SamplingParams(),
+    SamplingParams(top_k=1),
+    SamplingParams(top_k=50),
+    SamplingParams(top_k=100),
+    SamplingParams(top_k=10**6),
+    SamplingParams(top_p=1e-6),
+    SamplingParams(top_p=0.3),
+    SamplingParams(top_p=0.95),
+    SamplingParams(top_p=0.9999),
+    SamplingParams(min_p=0.3),
+    SamplingParams(min_p=1.0),
+    SamplingParams(top_k=80, top_p=0.6),
+    SamplingParams(top_k=3000, top_p=0.9999),
+    SamplingParams(top_k=20, top_p=0.99, min_p=0.05),
 ]
 
 
-def kept_by_transformers(logits: Tensor, sampling: Sampling) -> Tensor:
+def kept_by_transformers(logits: Tensor, sampling: SamplingParams) -> Tensor:
     from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     scores, ids = logits[None].double(), torch.zeros(1, 1, dtype=torch.int64)
@@ -39,15 +39,15 @@ def kept_by_transformers(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def thresholds(
-    likeliest: Tensor, logits: Tensor, settings: list[Sampling]
+    likeliest: Tensor, logits: Tensor, settings: list[SamplingParams]
 ) -> tuple[Tensor, Tensor]:
     """Of rows ``logits``, by their tokens ``likeliest``."""
-    filters = Filters.of(settings, logits.shape[1], torch.device("cpu"))
-    totals = weigh(logits, logits.amax(-1, keepdim=True), filters).sum(-1, keepdim=True)
-    return cut(likeliest, totals, filters)
+    filters = SamplingFilters.from_sampling(settings, logits.shape[1], torch.device("cpu"))
+    totals = weigh_logits(logits, logits.amax(-1, keepdim=True), filters).sum(-1, keepdim=True)
+    return find_cutoff(likeliest, totals, filters)
 
 
-def kept(logits: Tensor, settings: list[Sampling]) -> Tensor:
+def kept(logits: Tensor, settings: list[SamplingParams]) -> Tensor:
     minimum, _ = thresholds(logits.sort(-1, descending=True).values, logits, settings)
     return logits >= minimum
 
@@ -58,10 +58,10 @@ def test_all_together_keep_what_each_keeps_alone(vocabulary: int, scale: float) 
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(len(SETTINGS), vocabulary, generator=generator) * scale
     found = kept(logits, SETTINGS)
-    for row, sampling in enumerate(SETTINGS):
-        expected = kept_by_transformers(logits[row], sampling)
+    for row, sampling_params in enumerate(SETTINGS):
+        expected = kept_by_transformers(logits[row], sampling_params)
         # Another order of summing may put the edge of a nucleus one token off.
-        assert (expected != found[row]).sum() <= (sampling.top_p < 1.0)
+        assert (expected != found[row]).sum() <= (sampling_params.top_p < 1.0)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 2999])
@@ -76,10 +76,10 @@ def test_a_cut_among_the_likeliest_is_that_of_the_whole_row(size: int, step: flo
     assert torch.equal(found[enough], minimum[enough])
     assert (minimum[enough, 0] > ordered[enough, size - 1]).all(), "more may be as likely"
     assert enough.any() or size == 1
-    assert not enough[SETTINGS.index(Sampling())]
+    assert not enough[SETTINGS.index(SamplingParams())]
 
 
 def test_ties_at_the_edge_stay_together() -> None:
     logits = torch.tensor([[0.5, 1.0, 0.5, 0.5, 0.1]]).log()
-    for sampling in (Sampling(top_k=2), Sampling(top_p=0.5)):
-        assert kept(logits, [sampling]).tolist() == [[True, True, True, True, False]]
+    for sampling_params in (SamplingParams(top_k=2), SamplingParams(top_p=0.5)):
+        assert kept(logits, [sampling_params]).tolist() == [[True, True, True, True, False]]

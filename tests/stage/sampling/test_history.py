@@ -21,9 +21,9 @@ def test_any_order_of_parts(parts: list[tuple[bool, list[int]]]) -> None:
         (history.add_generated if answered else history.add_prompt)(tokens)
     counts = Counter(generated)
     expected = {token: counts[token] for token in {*prompt, *generated} if token >= 0}
-    assert history.counts == expected
+    assert history.token_counts == expected
     for vocabulary in (0, 20, 1000):
-        ids, times = history.entries(vocabulary)
+        ids, times = history.token_entries(vocabulary)
         assert ids.dtype == torch.int64
         assert times.dtype == torch.float32
         found = dict(zip(ids.tolist(), times.tolist(), strict=True))
@@ -35,4 +35,4 @@ def test_one_token_at_a_time() -> None:
     history = TokenHistory([5, 6])
     for token in [6, 7, *range(300), 6]:
         history.add_generated([token])
-    assert history.counts == dict.fromkeys(range(300), 1) | {6: 3, 7: 2}
+    assert history.token_counts == dict.fromkeys(range(300), 1) | {6: 3, 7: 2}

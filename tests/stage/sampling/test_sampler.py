@@ -12,31 +12,31 @@ from torch import Tensor
 from molink.stage.sampling import draw as draws
 from molink.stage.sampling import sampler
 from molink.stage.sampling.history import TokenHistory
-from molink.stage.sampling.noise import uniform
-from molink.stage.sampling.sampler import SampleRow, sample
+from molink.stage.sampling.noise import uniform_noise
+from molink.stage.sampling.sampler import SampleRow, sample_tokens
 from molink.wire.messages.data import (
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
-    Sampling,
+    SamplingParams,
 )
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def logits_of(rows: int, vocabulary: int, seed: int = 0, scale: float = 3.0) -> Tensor:
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def draw(logits: Tensor, sampling: Sampling, seeds: range) -> list[int]:
+def draw(logits: Tensor, sampling: SamplingParams, seeds: range) -> list[int]:
     """The token drawn from one row of logits under each of many seeds."""
     rows = [
-        SampleRow(Sampling(**{**as_dict(sampling), "seed": seed}), position=7) for seed in seeds
+        SampleRow(SamplingParams(**{**as_dict(sampling), "seed": seed}), position=7) for seed in seeds
     ]
-    return [token.token for token in sample(logits.expand(len(rows), -1), rows)]
+    return [token.token for token in sample_tokens(logits.expand(len(rows), -1), rows)]
 
 
-def as_dict(sampling: Sampling) -> dict[str, float]:
+def as_dict(sampling: SamplingParams) -> dict[str, float]:
     return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
 
 
@@ -44,11 +44,11 @@ def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     logits = torch.zeros(3, 50)
     logits[0, [9, 30]] = 2.0
     logits[1, 49] = 1.0
-    assert [t.token for t in sample(logits, [SampleRow(GREEDY, 0)] * 3)] == [9, 49, 0]
+    assert [t.token for t in sample_tokens(logits, [SampleRow(GREEDY, 0)] * 3)] == [9, 49, 0]
 
 
 def test_no_rows() -> None:
-    assert sample(torch.empty(0, 50), []) == []
+    assert sample_tokens(torch.empty(0, 50), []) == []
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -56,8 +56,8 @@ def test_no_rows() -> None:
 def test_rows_that_are_not_finite(bad: float, temperature: float) -> None:
     logits = logits_of(3, 20)
     logits[1, 4] = bad
-    sampling = Sampling(temperature=temperature, logprobs=2)
-    found = sample(logits, [SampleRow(sampling, 0)] * 3)
+    sampling_params = SamplingParams(temperature=temperature, logprobs=2)
+    found = sample_tokens(logits, [SampleRow(sampling_params, 0)] * 3)
     assert found[1] is None
     assert found[0] is not None
     assert found[2] is not None
@@ -85,10 +85,10 @@ def test_rows_that_are_not_finite(bad: float, temperature: float) -> None:
 def test_every_extreme_that_the_wire_lets_through_gives_a_token(
     extreme: dict[str, Any], scale: float
 ) -> None:
-    sampling = msgspec.msgpack.decode(msgspec.msgpack.encode(Sampling(**extreme)), type=Sampling)
-    row = SampleRow(sampling, 2**53, TokenHistory([1, 2], [3] * 1000))
+    sampling_params = msgspec.msgpack.decode(msgspec.msgpack.encode(SamplingParams(**extreme)), type=SamplingParams)
+    row = SampleRow(sampling_params, 2**53, TokenHistory([1, 2], [3] * 1000))
     logits = logits_of(3, 256, scale=scale)
-    for found in sample(logits, [row] * 3):
+    for found in sample_tokens(logits, [row] * 3):
         assert found is not None
         assert 0 <= found.token < 256
 
@@ -96,22 +96,22 @@ def test_every_extreme_that_the_wire_lets_through_gives_a_token(
 def test_the_logits_are_left_unchanged() -> None:
     logits = logits_of(2, 40)
     before = logits.clone()
-    sampling = Sampling(
+    sampling_params = SamplingParams(
         temperature=0.5, top_p=0.8, repetition_penalty=1.3, logit_bias=((3, 5.0),), logprobs=3
     )
-    sample(logits, [SampleRow(sampling, 1, TokenHistory([1, 2], [3]))] * 2)
+    sample_tokens(logits, [SampleRow(sampling_params, 1, TokenHistory([1, 2], [3]))] * 2)
     assert torch.equal(logits, before)
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
     logits = logits_of(1, 300)
-    row = SampleRow(Sampling(seed=11), 5)
-    alone = sample(logits, [row])[0]
-    others = [SampleRow(Sampling(seed=3, top_k=5), 1), row, SampleRow(GREEDY, 1)]
-    among = sample(torch.cat([logits_of(1, 300, 1), logits, logits_of(1, 300, 2)]), others)[1]
+    row = SampleRow(SamplingParams(seed=11), 5)
+    alone = sample_tokens(logits, [row])[0]
+    others = [SampleRow(SamplingParams(seed=3, top_k=5), 1), row, SampleRow(GREEDY, 1)]
+    among = sample_tokens(torch.cat([logits_of(1, 300, 1), logits, logits_of(1, 300, 2)]), others)[1]
     assert among.token == alone.token
-    seeds = {sample(logits, [SampleRow(Sampling(seed=s), 5)])[0].token for s in range(30)}
-    places = {sample(logits, [SampleRow(Sampling(seed=11), p)])[0].token for p in range(30)}
+    seeds = {sample_tokens(logits, [SampleRow(SamplingParams(seed=s), 5)])[0].token for s in range(30)}
+    places = {sample_tokens(logits, [SampleRow(SamplingParams(seed=11), p)])[0].token for p in range(30)}
     assert len(seeds) > 3
     assert len(places) > 3
 
@@ -119,15 +119,15 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(),
-        Sampling(temperature=0.5),
-        Sampling(top_k=5),
-        Sampling(top_p=0.7),
-        Sampling(min_p=0.1),
-        Sampling(temperature=1.5, top_k=12, top_p=0.8, min_p=0.02),
+        SamplingParams(),
+        SamplingParams(temperature=0.5),
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.7),
+        SamplingParams(min_p=0.1),
+        SamplingParams(temperature=1.5, top_k=12, top_p=0.8, min_p=0.02),
     ],
 )
-def test_frequencies_follow_the_distribution(sampling: Sampling) -> None:
+def test_frequencies_follow_the_distribution(sampling: SamplingParams) -> None:
     logits, draws = logits_of(1, 40, scale=2.0), 4000
     expected = reference_weights(logits[0], sampling)
     counts = Counter(draw(logits, sampling, range(draws)))
@@ -158,15 +158,15 @@ def test_tokens_are_those_of_the_plain_formula(vocabulary: int, step: float) -> 
     if step:  # with many ties, as logits in bf16 have
         logits = (logits / step).round() * step
     for seed in range(5):
-        rows = [SampleRow(Sampling(seed=seed, **each), 3) for each in settings]
-        found = [each.token for each in sample(logits, rows)]
-        expected = [plain_formula(logits[i], row.sampling) for i, row in enumerate(rows)]
+        rows = [SampleRow(SamplingParams(seed=seed, **each), 3) for each in settings]
+        found = [each.token for each in sample_tokens(logits, rows)]
+        expected = [plain_formula(logits[i], row.sampling_params) for i, row in enumerate(rows)]
         assert found == expected
-        alone = [sample(logits[i : i + 1], [row])[0].token for i, row in enumerate(rows)]
+        alone = [sample_tokens(logits[i : i + 1], [row])[0].token for i, row in enumerate(rows)]
         assert alone == found
 
 
-def plain_formula(logits: Tensor, sampling: Sampling) -> int:
+def plain_formula(logits: Tensor, sampling: SamplingParams) -> int:
     """The token for noise at position 3: the filters by sorting, then the inverse cumulative sum.
 
     Tokens as likely as the last one kept stay.
@@ -178,11 +178,11 @@ def plain_formula(logits: Tensor, sampling: Sampling) -> int:
     inside = ordered.cumsum(0) - ordered < sampling.top_p * ordered.sum()
     weights[weights < max(ordered[inside][-1], sampling.min_p)] = 0
     cumulative = weights.cumsum(0)
-    aim = cumulative[-1] * uniform(sampling.seed, 3)
+    aim = cumulative[-1] * uniform_noise(sampling.seed, 3)
     return int((cumulative <= aim).sum())
 
 
-def reference_weights(logits: Tensor, sampling: Sampling) -> Tensor:
+def reference_weights(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """Probabilities by transformers' own processors."""
     from transformers import (
         MinPLogitsWarper,
@@ -206,16 +206,16 @@ def reference_weights(logits: Tensor, sampling: Sampling) -> Tensor:
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-3])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     logits = logits_of(4, 100)
-    rows = [SampleRow(Sampling(temperature=temperature, seed=i), i) for i in range(4)]
-    assert [t.token for t in sample(logits, rows)] == logits.argmax(-1).tolist()
+    rows = [SampleRow(SamplingParams(temperature=temperature, seed=i), i) for i in range(4)]
+    assert [t.token for t in sample_tokens(logits, rows)] == logits.argmax(-1).tolist()
 
 
 def test_logprobs_are_the_models_own() -> None:
     logits = logits_of(3, 60)
     expected = logits.log_softmax(-1)
-    biased = Sampling(temperature=0.0, logprobs=3, logit_bias=((5, 100.0),))
-    plain, none = Sampling(temperature=2.0, seed=4, logprobs=0), Sampling(seed=1)
-    first, second, third = sample(
+    biased = SamplingParams(temperature=0.0, logprobs=3, logit_bias=((5, 100.0),))
+    plain, none = SamplingParams(temperature=2.0, seed=4, logprobs=0), SamplingParams(seed=1)
+    first, second, third = sample_tokens(
         logits, [SampleRow(biased, 2), SampleRow(plain, 2), SampleRow(none, 2)]
     )
     assert first.token == 5
@@ -230,10 +230,10 @@ def test_logprobs_are_the_models_own() -> None:
 
 def test_a_token_that_is_found_late_has_its_own_logprob() -> None:
     logits = logits_of(3, 9000, scale=0.1)  # so flat that the likeliest 64 are not enough
-    wide = Sampling(temperature=1.0, top_p=0.99, logprobs=2, seed=4)
+    wide = SamplingParams(temperature=1.0, top_p=0.99, logprobs=2, seed=4)
     rows = [SampleRow(wide, 3), SampleRow(GREEDY, 3), SampleRow(wide, 4)]
     expected = logits.log_softmax(dim=-1)
-    found = sample(logits, rows)
+    found = sample_tokens(logits, rows)
     for row in (0, 2):
         assert found[row].token not in logits[row].topk(64).indices
         assert found[row].logprob == pytest.approx(float(expected[row, found[row].token]))
@@ -251,9 +251,9 @@ def test_a_gpu_is_asked_once_for_all(monkeypatch: pytest.MonkeyPatch, top_k: int
 
     monkeypatch.setattr(sampler, "fetch", fetch)
     monkeypatch.setattr(draws, "fetch", fetch)
-    usual = Sampling(temperature=0.7, top_p=0.9, top_k=top_k, logprobs=3, seed=1)
+    usual = SamplingParams(temperature=0.7, top_p=0.9, top_k=top_k, logprobs=3, seed=1)
     rows = [SampleRow(usual, 1), SampleRow(GREEDY, 1), SampleRow(usual, 2)]
-    assert None not in sample(logits_of(3, 9000), rows)
+    assert None not in sample_tokens(logits_of(3, 9000), rows)
     assert asked == [4]
 
 
@@ -263,10 +263,10 @@ def test_what_does_not_come_is_no_token(monkeypatch: pytest.MonkeyPatch) -> None
         return parts
 
     monkeypatch.setattr(sampler, "fetch", fetch)
-    found = sample(logits_of(3, 90), [SampleRow(GREEDY, 1)] * 3)
+    found = sample_tokens(logits_of(3, 90), [SampleRow(GREEDY, 1)] * 3)
     assert [each is None for each in found] == [False, True, False]
 
 
 def test_more_logprobs_than_tokens() -> None:
-    found = sample(logits_of(1, 5), [SampleRow(Sampling(logprobs=20), 0)])[0]
+    found = sample_tokens(logits_of(1, 5), [SampleRow(SamplingParams(logprobs=20), 0)])[0]
     assert len(found.top) == 5

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.swarm.agent.pausing import BUSY_S, DRAINED, FREE_S, USED, DailyTime, OthersUse, Pausing
+from molink.swarm.agent.pausing import BUSY_S, DRAINED_REASON, FREE_S, CONTENTION_REASON, DailyWindow, DeviceContention, PausePolicy
 
 MINUTES = st.integers(0, 24 * 60 - 1)
 
@@ -23,7 +23,7 @@ MINUTES = st.integers(0, 24 * 60 - 1)
     ],
 )
 def test_a_time_of_each_day(text: str, minute: int, holds: bool) -> None:
-    assert DailyTime.parse(text).holds(minute) is holds
+    assert DailyWindow.parse(text).contains_minute(minute) is holds
 
 
 @pytest.mark.parametrize(
@@ -32,35 +32,35 @@ def test_a_time_of_each_day(text: str, minute: int, holds: bool) -> None:
 )
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(ValueError, match="18:00-23:30"):
-        DailyTime.parse(text)
+        DailyWindow.parse(text)
 
 
 @given(begin=MINUTES, end=MINUTES, minute=MINUTES)
 def test_a_time_and_its_rest_are_the_day(begin: int, end: int, minute: int) -> None:
     if begin != end:
-        time, rest = DailyTime(begin, end), DailyTime(end, begin)
-        assert time.holds(minute) is not rest.holds(minute)
-        assert DailyTime.parse(str(time)) == time
+        time, rest = DailyWindow(begin, end), DailyWindow(end, begin)
+        assert time.contains_minute(minute) is not rest.contains_minute(minute)
+        assert DailyWindow.parse(str(time)) == time
 
 
 def test_the_user_and_the_day() -> None:
-    pausing = Pausing(["18:00-20:00", "23:00-1:00"])
-    assert pausing.reason(0) == "paused from 23:00 to 01:00"
-    assert pausing.reason(19 * 60) == "paused from 18:00 to 20:00"
-    assert pausing.reason(2 * 60) == ""
+    pausing = PausePolicy(["18:00-20:00", "23:00-1:00"])
+    assert pausing.pause_reason(0) == "paused from 23:00 to 01:00"
+    assert pausing.pause_reason(19 * 60) == "paused from 18:00 to 20:00"
+    assert pausing.pause_reason(2 * 60) == ""
     pausing.drained = True
-    assert pausing.reason(2 * 60) == DRAINED
+    assert pausing.pause_reason(2 * 60) == DRAINED_REASON
 
 
-def watch(others: OthersUse, share: float, begin: float, seconds: float) -> float:
+def watch(others: DeviceContention, share: float, begin: float, seconds: float) -> float:
     """Look once a second for so long; returns when the last look was."""
     for second in range(1, int(seconds) + 1):
-        others.observe(share, begin + second)
+        others.observe_usage(share, begin + second)
     return begin + int(seconds)
 
 
 def test_a_game_is_made_room_for_and_its_end_is_waited_for() -> None:
-    others = OthersUse()
+    others = DeviceContention()
     now = watch(others, 0.05, 0.0, 60)
     now = watch(others, 0.95, now, 5)
     assert not others.busy, "a film's first frames are no game"
@@ -77,7 +77,7 @@ def test_a_game_is_made_room_for_and_its_end_is_waited_for() -> None:
 
 
 def test_use_in_between_changes_nothing() -> None:
-    others = OthersUse()
+    others = DeviceContention()
     now = watch(others, 0.25, 0.0, 600)
     assert not others.busy
     now = watch(others, 0.9, now, 60)
@@ -87,35 +87,35 @@ def test_use_in_between_changes_nothing() -> None:
 
 
 def test_a_short_dip_does_not_hide_a_game() -> None:
-    others = OthersUse()
+    others = DeviceContention()
     for second in range(60):
-        others.observe(0.0 if second % 5 == 0 else 0.8, float(second))
+        others.observe_usage(0.0 if second % 5 == 0 else 0.8, float(second))
     assert others.busy
 
 
 def test_time_asleep_counts_for_nothing() -> None:
-    others = OthersUse()
-    others.observe(0.9, 0.0)
-    others.observe(0.9, 3600.0)
+    others = DeviceContention()
+    others.observe_usage(0.9, 0.0)
+    others.observe_usage(0.9, 3600.0)
     assert not others.busy
     now = watch(others, 0.9, 3600.0, 60)
-    others.observe(0.0, now + 3600)
+    others.observe_usage(0.0, now + 3600)
     assert others.busy
 
 
 @given(st.lists(st.floats(0, 1), max_size=300))
 def test_it_changes_only_after_a_while(shares: list[float]) -> None:
-    others, changes = OthersUse(), [0]
+    others, changes = DeviceContention(), [0]
     for second, share in enumerate(shares):
         was = others.busy
-        others.observe(share, float(second))
+        others.observe_usage(share, float(second))
         if others.busy != was:
             assert second - changes[-1] >= (BUSY_S if others.busy else FREE_S)
             changes.append(second)
 
 
 def test_what_a_person_is_told_of_a_game() -> None:
-    pausing = Pausing(["18:00-20:00"])
-    pausing.others.busy = True
-    assert pausing.reason(0) == USED
-    assert pausing.reason(19 * 60) == "paused from 18:00 to 20:00"
+    pausing = PausePolicy(["18:00-20:00"])
+    pausing.contention.busy = True
+    assert pausing.pause_reason(0) == CONTENTION_REASON
+    assert pausing.pause_reason(19 * 60) == "paused from 18:00 to 20:00"

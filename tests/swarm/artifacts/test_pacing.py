@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.errors import InvariantError
-from molink.swarm.artifacts.pacing import MAX_WINDOW, PROBE_EVERY, SLICE, TARGET, Pacer
+from molink.swarm.artifacts.pacing import MAX_WINDOW, PROBE_EVERY, SLICE, TARGET_DELAY, TransferRateLimiter
 
 
 class Line:
@@ -17,7 +17,7 @@ class Line:
     ``other`` of the rate is the other's, in frames of 8 KB.
     """
 
-    def __init__(self, mbps: float, rtt: float, pacer: Pacer, other: float = 0.0) -> None:
+    def __init__(self, mbps: float, rtt: float, pacer: TransferRateLimiter, other: float = 0.0) -> None:
         self.rate, self.rtt, self.pacer = mbps * 1e6 / 8, rtt, pacer
         self.now = self.free = 0.0
         self.frame = 8192
@@ -32,10 +32,10 @@ class Line:
     def run(self, until: float) -> None:
         """Let time pass."""
         while self.now < until:
-            wait = self.pacer.wait(self.now)
+            wait = self.pacer.wait_time(self.now)
             if wait == 0:
-                self.pacer.asked(self.now)
-                self.entering.append((self.now, self.pacer.slice))
+                self.pacer.on_request(self.now)
+                self.entering.append((self.now, self.pacer.slice_bytes))
                 continue
             events = [self.next_frame, self.now + wait if wait is not None else inf]
             events += [self.entering[0][0] + self.rtt / 2] if self.entering else []
@@ -46,7 +46,7 @@ class Line:
     def _happen(self) -> None:
         if self.coming and self.coming[0][0] <= self.now:
             _, asked, size = self.coming.popleft()
-            self.pacer.came(size, self.now - asked, self.now)
+            self.pacer.on_slice(size, self.now - asked, self.now)
             self.pacer.validate()
             self.bytes += size
         if self.entering and self.entering[0][0] + self.rtt / 2 <= self.now:
@@ -69,25 +69,25 @@ class Line:
 
 @pytest.mark.parametrize(("mbps", "rtt"), [(20, 0.03), (100, 0.03), (100, 0.002), (1000, 0.0005)])
 def test_an_idle_line_is_used(mbps: float, rtt: float) -> None:
-    share, _ = Line(mbps, rtt, Pacer()).measure(10.0, 40.0)
+    share, _ = Line(mbps, rtt, TransferRateLimiter()).measure(10.0, 40.0)
     assert share > 0.5
 
 
 @pytest.mark.parametrize(("mbps", "rtt"), [(20, 0.03), (100, 0.03)])
 def test_another_sender_hardly_waits(mbps: float, rtt: float) -> None:
-    _, alone = Line(mbps, rtt, _Never(), other=0.1).measure(10.0, 40.0)
-    share, wait = Line(mbps, rtt, Pacer(), other=0.1).measure(10.0, 40.0)
-    assert wait - alone < TARGET + SLICE * 8e-6 / mbps
+    _, alone = Line(mbps, rtt, _NeverProbing(), other=0.1).measure(10.0, 40.0)
+    share, wait = Line(mbps, rtt, TransferRateLimiter(), other=0.1).measure(10.0, 40.0)
+    assert wait - alone < TARGET_DELAY + SLICE * 8e-6 / mbps
     assert share > 0.3
 
 
-class _Never(Pacer):
-    def wait(self, now: float) -> float | None:
+class _NeverProbing(TransferRateLimiter):
+    def wait_time(self, now: float) -> float | None:
         return None
 
 
 def test_it_yields_to_a_line_that_fills() -> None:
-    pacer = Pacer()
+    pacer = TransferRateLimiter()
     line = Line(20, 0.03, pacer)
     line.run(10.0)
     assert pacer.window > 2
@@ -98,9 +98,9 @@ def test_it_yields_to_a_line_that_fills() -> None:
 
 
 def test_a_floor_is_kept_whatever_the_delay() -> None:
-    pacer = Pacer(floor=200_000.0)
+    pacer = TransferRateLimiter(floor=200_000.0)
     line = Line(20, 1.0, pacer)  # a line that was quicker
-    pacer._bases.append(0.03)
+    pacer._base_delays.append(0.03)
     pacer._probe = None
     line.run(5.0)
     line.bytes = 0
@@ -109,7 +109,7 @@ def test_a_floor_is_kept_whatever_the_delay() -> None:
 
 
 def test_a_longer_way_is_learnt() -> None:
-    pacer = Pacer()
+    pacer = TransferRateLimiter()
     Line(100, 0.01, pacer).run(5.0)
     line = Line(100, 0.05, pacer)
     line.now = line.free = 5.0
@@ -119,7 +119,7 @@ def test_a_longer_way_is_learnt() -> None:
 
 
 def test_invariants_are_checked() -> None:
-    pacer = Pacer()
+    pacer = TransferRateLimiter()
     pacer.in_flight = -1
     with pytest.raises(InvariantError):
         pacer.validate()
@@ -137,21 +137,21 @@ def test_invariants_are_checked() -> None:
 def test_it_never_asks_for_more_than_its_window(
     steps: list[tuple[float, str]], floor: float
 ) -> None:
-    pacer, now = Pacer(floor), 0.0
+    pacer, now = TransferRateLimiter(floor), 0.0
     under_way: list[float] = []
     for seconds, step in steps:
         now += seconds
-        if step == "ask" and pacer.wait(now) == 0:
-            pacer.asked(now)
+        if step == "ask" and pacer.wait_time(now) == 0:
+            pacer.on_request(now)
             under_way.append(now)
             assert pacer.in_flight <= MAX_WINDOW
             if not floor:
                 assert pacer.in_flight <= pacer.window
         elif under_way and step == "come":
-            pacer.came(pacer.slice, now - under_way.pop(0), now)
+            pacer.on_slice(pacer.slice_bytes, now - under_way.pop(0), now)
         elif under_way and step == "fail":
             under_way.pop(0)
-            pacer.failed()
+            pacer.on_failure()
         pacer.validate()
         assert pacer.in_flight == len(under_way)
-        assert pacer.in_flight or pacer.wait(now + 10.0) == 0  # it never stands still for ever
+        assert pacer.in_flight or pacer.wait_time(now + 10.0) == 0  # it never stands still for ever

@@ -3,41 +3,41 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.swarm.throughput import WINDOW, Throughput, eta
+from molink.swarm.throughput import RATE_WINDOW, TransferRate, estimate_eta
 
 
 def test_it_is_the_rate_of_the_last_seconds() -> None:
-    speed = Throughput(0.0)
+    speed = TransferRate(0.0)
     assert speed.rate == 0.0
     for second in range(1, 31):
-        speed.observe(second * 100, float(second))
+        speed.observe_bytes(second * 100, float(second))
     assert speed.rate == 100.0
     for second in range(31, 41):
-        speed.observe(3000, float(second))
+        speed.observe_bytes(3000, float(second))
     assert speed.rate == 0.0
 
 
 def test_a_transfer_that_begins_anew() -> None:
-    speed = Throughput(0.0)
-    speed.observe(1000, 1.0)
-    speed.observe(10, 2.0)
+    speed = TransferRate(0.0)
+    speed.observe_bytes(1000, 1.0)
+    speed.observe_bytes(10, 2.0)
     assert speed.rate == 0.0
-    speed.observe(20, 3.0)
+    speed.observe_bytes(20, 3.0)
     assert speed.rate == 10.0
 
 
 def test_how_long_it_will_take() -> None:
-    assert eta(100, 50.0) == 2.0
-    assert eta(100, 0.0) is None
+    assert estimate_eta(100, 50.0) == 2.0
+    assert estimate_eta(100, 0.0) is None
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 5.0), st.integers(0, 10**9)), max_size=200))
 def test_it_stays_small_and_never_falls_below_nothing(
     looks: list[tuple[float, int]],
 ) -> None:
-    speed, now, done = Throughput(0.0), 0.0, 0
+    speed, now, done = TransferRate(0.0), 0.0, 0
     for seconds, more in looks:
         now, done = now + seconds, done + more
-        speed.observe(done, now)
+        speed.observe_bytes(done, now)
         assert speed.rate >= 0.0
-        assert len(speed._seen) <= 2 * WINDOW / 0.25 + 3
+        assert len(speed._seen) <= 2 * RATE_WINDOW / 0.25 + 3

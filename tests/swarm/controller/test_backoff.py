@@ -1,53 +1,53 @@
-from molink.swarm.controller.backoff import MAX_DELAY, MEMORY, Backoff
+from molink.swarm.controller.backoff import MAX_DELAY, FORGET_AFTER, Backoff
 
 
 def test_the_first_failure_is_free_and_then_it_doubles() -> None:
     backoff = Backoff()
-    delays = [backoff.failed("a", "oops", now=0.0) for _ in range(40)]
+    delays = [backoff.record_failure("a", "oops", now=0.0) for _ in range(40)]
     assert delays[:9] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     assert delays[-1] == MAX_DELAY
-    assert backoff.blocked("a", now=59.9)
-    assert not backoff.blocked("a", now=60.0)
-    assert not backoff.blocked("b", now=0.0)
+    assert backoff.is_excluded("a", now=59.9)
+    assert not backoff.is_excluded("a", now=60.0)
+    assert not backoff.is_excluded("b", now=0.0)
 
 
 def test_a_long_time_without_failure_clears_the_record() -> None:
     backoff = Backoff()
-    backoff.failed("a", "oops", now=0.0)
-    assert backoff.failed("a", "oops", now=MEMORY + 1) == 0.0
-    assert backoff.failed("a", "oops", now=MEMORY + 2) == 1.0
+    backoff.record_failure("a", "oops", now=0.0)
+    assert backoff.record_failure("a", "oops", now=FORGET_AFTER + 1) == 0.0
+    assert backoff.record_failure("a", "oops", now=FORGET_AFTER + 2) == 1.0
 
 
 def test_what_works_is_left_alone_for_seconds_then_longer_but_never_over_a_minute() -> None:
     backoff = Backoff()
     rests = []
     for _ in range(5):
-        backoff.failed("a", "oops", now=0.0)
-        rests.append(next(s for s in range(100) if not backoff.suspect("a", now=float(s))))
+        backoff.record_failure("a", "oops", now=0.0)
+        rests.append(next(s for s in range(100) if not backoff.is_suspect("a", now=float(s))))
     assert rests == [10, 20, 40, 60, 60]
 
 
 def test_a_loss_that_a_neighbour_saw_first_is_no_failure() -> None:
     backoff = Backoff()
-    backoff.failed("a", "no sign of life", now=0.0)
-    backoff.lost("a", now=4.0)
-    assert not backoff.suspect("a", now=4.0)
-    backoff.failed("a", "oops", now=10.0)
-    assert backoff.failed("a", "no sign of life", now=20.0) == 1.0
-    backoff.lost("a", now=21.0)
-    assert not backoff.blocked("a", now=20.5)
-    assert backoff.failed("a", "oops", now=30.0) == 1.0
-    backoff.lost("a", now=90.0)  # much later: the failure was one
-    assert backoff.failed("a", "oops", now=91.0) == 2.0
+    backoff.record_failure("a", "no sign of life", now=0.0)
+    backoff.retract_failure("a", now=4.0)
+    assert not backoff.is_suspect("a", now=4.0)
+    backoff.record_failure("a", "oops", now=10.0)
+    assert backoff.record_failure("a", "no sign of life", now=20.0) == 1.0
+    backoff.retract_failure("a", now=21.0)
+    assert not backoff.is_excluded("a", now=20.5)
+    assert backoff.record_failure("a", "oops", now=30.0) == 1.0
+    backoff.retract_failure("a", now=90.0)  # much later: the failure was one
+    assert backoff.record_failure("a", "oops", now=91.0) == 2.0
 
 
 def test_it_explains_itself() -> None:
     backoff = Backoff()
-    backoff.failed("a", "oops", now=0.0)
-    assert backoff.explain("a", now=0.0) == ""
-    backoff.failed("a", "no memory", now=0.0)
-    assert backoff.explain("a", now=0.0) == (
+    backoff.record_failure("a", "oops", now=0.0)
+    assert backoff.explain_exclusion("a", now=0.0) == ""
+    backoff.record_failure("a", "no memory", now=0.0)
+    assert backoff.explain_exclusion("a", now=0.0) == (
         "left out for 1 s more after 2 failures, the last: no memory"
     )
-    backoff.forget("a")
-    assert backoff.explain("a", now=0.0) == ""
+    backoff.drop_peer("a")
+    assert backoff.explain_exclusion("a", now=0.0) == ""

@@ -8,26 +8,26 @@ import msgspec
 import pytest
 
 from molink.swarm.controller.events import (
-    Departed,
-    MemberRemoved,
-    Rebalanced,
-    Reported,
-    TermRaised,
-    Tried,
+    PeerStoppedEvent,
+    MemberRemovedEvent,
+    RebalanceRequestedEvent,
+    PeerReportedEvent,
+    TermRaisedEvent,
+    ConnectionTriedEvent,
 )
 from molink.swarm.controller.fleet import Fleet
-from molink.swarm.controller.records import Desired, PipelineRecord
-from molink.swarm.controller.shares import PRESSING
+from molink.swarm.controller.records import DesiredModel, PipelineRecord
+from molink.swarm.controller.shares import URGENT_AFTER
 from molink.swarm.terms import next_term
-from molink.wire.messages.instructions import Assign, Form, Route, RouteGone, Unassign
-from tests.support.swarm import FACTS, GB, Kit, Paper
+from molink.wire.messages.instructions import Assign, FormPipeline, Route, RouteRemoved, Unassign
+from tests.support.swarm import FACTS, GB, Kit, FakeFleet
 
 
-def wish(name: str, **changes: Any) -> Desired:
-    return Desired(msgspec.structs.replace(FACTS, name=name), "a", **changes)
+def wish(name: str, **changes: Any) -> DesiredModel:
+    return DesiredModel(msgspec.structs.replace(FACTS, name=name), "a", **changes)
 
 
-def settle(paper: Paper, peers: str, seconds: float = 2.0) -> list[Any]:
+def settle(paper: FakeFleet, peers: str, seconds: float = 2.0) -> list[Any]:
     """Let what is asked for happen; what was told."""
     told = []
     for _ in range(round(seconds / 0.5)):
@@ -36,12 +36,12 @@ def settle(paper: Paper, peers: str, seconds: float = 2.0) -> list[Any]:
     return told
 
 
-def peers_of(paper: Paper, model: str, replica: int = 0) -> str:
+def peers_of(paper: FakeFleet, model: str, replica: int = 0) -> str:
     formation = paper.deployment(model, replica).formation
     return "".join(sorted(formation.peers)) if formation is not None else ""
 
 
-def start(kit: Kit, peers: str, *models: Desired, **changes: Any) -> Paper:
+def start(kit: Kit, peers: str, *models: DesiredModel, **changes: Any) -> FakeFleet:
     paper = kit.Paper(*peers)
     for name in peers:
         paper.report(name, **changes)
@@ -51,11 +51,11 @@ def start(kit: Kit, peers: str, *models: Desired, **changes: Any) -> Paper:
 
 
 @pytest.fixture
-def both(kit: Kit) -> Paper:
+def both(kit: Kit) -> FakeFleet:
     """``x`` and ``y`` on a peer each; the third one is a spare of one of them."""
     paper = start(kit, "abc", wish("x"), wish("y"))
-    assert all(one.ready for one in paper.fleet.deployments)
-    paper.take()
+    assert all(one.is_ready for one in paper.fleet.deployments)
+    paper.pop_messages()
     return paper
 
 
@@ -66,47 +66,47 @@ def test_two_models_are_served_by_peers_of_their_own(kit: Kit) -> None:
     paper.serve_all(wish("x"), wish("y"))
     told = settle(paper, "ab")
     assert {peers_of(paper, "x"), peers_of(paper, "y")} == {"a", "b"}
-    routes = [m for p, m in told if p == "a" and isinstance(m, Route) and m.ready]
+    routes = [m for p, m in told if p == "a" and isinstance(m, Route) and m.is_ready]
     assert {(one.model, one.pipeline) for one in routes} == {("x", "p1"), ("y", "p2")}
     assert len({one.epoch for one in paper.committed}) == 2
     assert paper.fleet.reason == ""
 
 
-def test_a_loss_of_one_model_is_none_of_the_other(both: Paper) -> None:
+def test_a_loss_of_one_model_is_none_of_the_other(both: FakeFleet) -> None:
     x, y = both.deployment("x"), both.deployment("y")
-    lost = peers_of(both, "x")
-    rest = "".join(name for name in "abc" if name not in lost)
+    lost_peer = peers_of(both, "x")
+    rest = "".join(name for name in "abc" if name not in lost_peer)
     epoch = y.formation.record.epoch
-    both.do(Departed(lost[0]))
+    both.handle_event(PeerStoppedEvent(lost_peer[0]))
     told = settle(both, rest)
     assert not [m for _, m in told if getattr(m, "pipeline", "") == y.pipeline]
     assert y.formation.record.epoch == epoch
-    assert x.ready
-    assert not set(peers_of(both, "x")) & set(lost)
+    assert x.is_ready
+    assert not set(peers_of(both, "x")) & set(lost_peer)
 
 
-def test_what_two_pipelines_tell_is_not_mixed_up(both: Paper) -> None:
+def test_what_two_pipelines_tell_is_not_mixed_up(both: FakeFleet) -> None:
     """An epoch of one that begins before, and ends after, one of the other."""
     x, y = both.deployment("x"), both.deployment("y")
     for one in (x, y):
         both.failed(one.formation.peers[0], 0, one.formation.record.epoch, one.pipeline)
     both.wait(1, *"abc")
-    orders = {m.model: (p, m) for p, m in both.take() if isinstance(m, Assign)}
+    orders = {m.model: (p, m) for p, m in both.pop_messages() if isinstance(m, Assign)}
     assert orders["x"][1].epoch != orders["y"][1].epoch
     for name in ("y", "x"):  # and in the other order
         peer, order = orders[name]
         both.loaded(order, peer)
-        told = {p: m for p, m in both.take() if isinstance(m, Form)}
+        told = {p: m for p, m in both.pop_messages() if isinstance(m, FormPipeline)}
         assert list(told) == [peer]
         both.ready(peer, 0, order.epoch, order.pipeline)
-    assert x.ready
-    assert y.ready
+    assert x.is_ready
+    assert y.is_ready
 
 
 def test_one_that_has_too_little_waits_and_the_others_do_not(kit: Kit) -> None:
     huge = msgspec.structs.replace(FACTS, name="huge", layers=600)
-    paper = start(kit, "abc", Desired(huge, "a"), wish("x"))
-    assert paper.deployment("x").ready
+    paper = start(kit, "abc", DesiredModel(huge, "a"), wish("x"))
+    assert paper.deployment("x").is_ready
     assert len(peers_of(paper, "x")) == 1
     assert "huge needs" in paper.deployment("huge").reason
     assert paper.fleet.reason.startswith("huge: huge needs")
@@ -117,15 +117,15 @@ def test_a_second_model_takes_a_peer_of_the_first_only_after_a_while(kit: Kit) -
     assert peers_of(paper, "x") == "ab"
     first = paper.deployment("x").formation.record
     paper.serve_all(wish("x", min_stages=2), wish("y"))
-    settle(paper, "ab", PRESSING / 2)
+    settle(paper, "ab", URGENT_AFTER / 2)
     assert paper.deployment("x").formation.record == first
     assert paper.deployment("y").formation is None
-    told = settle(paper, "ab", PRESSING + 5)
+    told = settle(paper, "ab", URGENT_AFTER + 5)
     assert {peers_of(paper, "x"), peers_of(paper, "y")} == {"a", "b"}
     # It was drained first: the new pipeline of the one was ready before the old one ended.
-    mine = [m for p, m in told if p == "a" and isinstance(m, Route | RouteGone)]
-    gone = mine.index(RouteGone(pipeline=first.id))
-    assert any(isinstance(m, Route) and m.model == "x" and m.ready for m in mine[:gone])
+    mine = [m for p, m in told if p == "a" and isinstance(m, Route | RouteRemoved)]
+    gone = mine.index(RouteRemoved(pipeline=first.id))
+    assert any(isinstance(m, Route) and m.model == "x" and m.is_ready for m in mine[:gone])
     freed = peers_of(paper, "y")
     orders = [m for p, m in told if p == freed and isinstance(m, Assign | Unassign)]
     ended = orders.index(Unassign(pipeline=first.id))
@@ -133,12 +133,12 @@ def test_a_second_model_takes_a_peer_of_the_first_only_after_a_while(kit: Kit) -
     assert all(m.model == "x" for m in orders[:ended] if isinstance(m, Assign))
 
 
-def test_a_model_that_is_not_named_any_more_is_stopped(both: Paper) -> None:
+def test_a_model_that_is_not_named_any_more_is_stopped(both: FakeFleet) -> None:
     x, y = both.deployment("x"), both.deployment("y")
     kept = x.formation.record
     both.serve_all(wish("x"))
-    told = both.take()
-    assert ("a", RouteGone(pipeline=y.pipeline)) in told
+    told = both.pop_messages()
+    assert ("a", RouteRemoved(pipeline=y.pipeline)) in told
     assert {m.pipeline for _, m in told if isinstance(m, Unassign)} == {y.pipeline}
     settle(both, "abc")
     assert x.formation.record == kept
@@ -152,7 +152,7 @@ def test_a_stopped_model_comes_back_with_what_was_wanted_of_it(kit: Kit) -> None
     kept = paper.deployment("x").formation.record
     assert {peers_of(paper, "y"), peers_of(paper, "y", 1)} == {"b", "c"}
     paper.serve_all(x, replace(y, stopped=True))
-    gone = {m.pipeline for p, m in paper.take() if p == "a" and isinstance(m, RouteGone)}
+    gone = {m.pipeline for p, m in paper.pop_messages() if p == "a" and isinstance(m, RouteRemoved)}
     assert len(gone) == 2
     settle(paper, "abc")
     assert [one.key for one in paper.fleet.deployments] == [("x", 0)]
@@ -167,15 +167,15 @@ def test_a_stopped_model_comes_back_with_what_was_wanted_of_it(kit: Kit) -> None
 
 def test_replicas_of_a_second_model_come_and_go(kit: Kit) -> None:
     paper = start(kit, "abcd", wish("x"), wish("y", replicas=2))
-    assert all(one.ready for one in paper.fleet.deployments)
+    assert all(one.is_ready for one in paper.fleet.deployments)
     records = {one.key: one.formation.record for one in paper.fleet.deployments}
     used = [peer for one in paper.fleet.deployments for peer in one.formation.peers]
     assert len(set(used)) == len(used) == 3
     for replicas, ready in ((1, 1), (2, 2), (3, 3), (4, 3), (1, 1)):
         paper.serve_all(wish("x"), wish("y", replicas=replicas))
-        settle(paper, "abcd", PRESSING + 2)
+        settle(paper, "abcd", URGENT_AFTER + 2)
         of_y = [one for one in paper.fleet.deployments if one.key[0] == "y"]
-        assert (len(of_y), sum(one.ready for one in of_y)) == (replicas, ready)
+        assert (len(of_y), sum(one.is_ready for one in of_y)) == (replicas, ready)
         assert ("y #4: " in paper.fleet.reason) == (replicas == 4)
         for key in (("x", 0), ("y", 0)):
             assert paper.deployment(*key).formation.record == records[key]
@@ -192,7 +192,7 @@ def test_near_peers_are_together(kit: Kit, late: bool) -> None:
         for one, other in product("abcd", "abcd"):
             if one != other:
                 near = {one, other} in ({"a", "c"}, {"b", "d"})
-                paper.do(Tried(one, other, ok=True, latency=0.001 if near else 2.0, rate=None))
+                paper.handle_event(ConnectionTriedEvent(one, other, succeeded=True, latency=0.001 if near else 2.0, rate=None))
 
     if not late:
         measure()
@@ -202,21 +202,21 @@ def test_near_peers_are_together(kit: Kit, late: bool) -> None:
         measure()
     settle(paper, "abcd", 3.0)
     assert {peers_of(paper, "x"), peers_of(paper, "y")} == {"ac", "bd"}
-    assert all(one.ready for one in paper.fleet.deployments)
+    assert all(one.is_ready for one in paper.fleet.deployments)
 
 
-def test_what_nobody_asked_for_is_stopped(both: Paper, kit: Kit) -> None:
+def test_what_nobody_asked_for_is_stopped(both: FakeFleet, kit: Kit) -> None:
     """Drift: a stage of a pipeline that there isn't, or on a peer that is for another model."""
     x, y = both.deployment("x"), both.deployment("y")
     both.report("c", kit.worker("ready", 9, 0, (0, 6), pipeline="p9"))
-    assert ("c", Unassign(pipeline="p9")) in both.take()
+    assert ("c", Unassign(pipeline="p9")) in both.pop_messages()
     (at,) = peers_of(both, "y")
     shown = [
         kit.worker("ready", one.formation.record.epoch, 0, (0, 6), pipeline=one.pipeline)
         for one in (x, y)
     ]
     both.report(at, *shown)
-    assert [m for p, m in both.take() if p == at] == [Unassign(pipeline=x.pipeline)]
+    assert [m for p, m in both.pop_messages() if p == at] == [Unassign(pipeline=x.pipeline)]
 
 
 def test_replicas_come_and_go(kit: Kit) -> None:
@@ -226,15 +226,15 @@ def test_replicas_come_and_go(kit: Kit) -> None:
     told = settle(paper, "abc")
     assert paper.deployment("x").formation.record == first
     second = paper.deployment("x", 1)
-    assert second.ready
+    assert second.is_ready
     assert second.formation.record.replica == 1
     assert not set(peers_of(paper, "x", 1)) & set(peers_of(paper, "x"))
     # Each route names the other, so that a peer which has been away keeps both.
-    beside = {m.pipeline: m.beside for p, m in told if p == "a" and isinstance(m, Route)}
+    beside = {m.pipeline: m.sibling_pipelines for p, m in told if p == "a" and isinstance(m, Route)}
     assert beside == {first.id: (second.pipeline,), second.pipeline: (first.id,)}
     paper.serve_all(wish("x"))
-    told = paper.take()
-    assert ("b", RouteGone(pipeline=second.pipeline)) in told
+    told = paper.pop_messages()
+    assert ("b", RouteRemoved(pipeline=second.pipeline)) in told
     settle(paper, "abc")
     assert paper.deployment("x").formation.record == first
     assert len(paper.fleet.deployments) == 1
@@ -247,25 +247,25 @@ def test_the_devices_of_a_pc_are_lost_together(kit: Kit) -> None:
         paper.report(name)
     paper.serve()
     settle(paper, "abcd")
-    beside = msgspec.structs.replace(paper.fleet.registry.sessions["d"].report, pc="c")
-    paper.do(Reported("d", beside))
+    beside = msgspec.structs.replace(paper.fleet.registry.sessions["d"].report, primary_peer="c")
+    paper.handle_event(PeerReportedEvent("d", beside))
     assert len(paper.reconciler.formation.peers) == 4
-    assert paper.fleet.registry.pc("d") == "c"
+    assert paper.fleet.registry.primary_peer("d") == "c"
     # The last report of one device came half a second after that of the other.
     paper.wait(0.5, *"abd")
-    paper.take()
+    paper.pop_messages()
     epoch = paper.reconciler.epoch
     paper.wait(4.0, *"ab")
-    told = paper.take()
-    assert not paper.fleet.registry.live("d")
+    told = paper.pop_messages()
+    assert not paper.fleet.registry.is_live("d")
     assert {m.epoch for _, m in told if isinstance(m, Assign)} == {epoch + 1}
     assert set(paper.reconciler.formation.peers) == {"a", "b"}
     # One that still reports is not lost with the other: only that one's daemon has ended.
     paper.report("c", fresh=True)
     paper.report("d", fresh=True, pc="c")
     paper.wait(4.0, *"abd")
-    assert paper.fleet.registry.live("d")
-    assert not paper.fleet.registry.live("c")
+    assert paper.fleet.registry.is_live("d")
+    assert not paper.fleet.registry.is_live("c")
 
 
 def test_all_is_placed_anew_on_demand(kit: Kit) -> None:
@@ -275,20 +275,20 @@ def test_all_is_placed_anew_on_demand(kit: Kit) -> None:
     other = "b" if at == "a" else "a"
     report = paper.fleet.registry.sessions[other].report
     device = msgspec.structs.replace(report.device, name="a faster one", read_rate=10.5e9)
-    paper.do(Reported(other, msgspec.structs.replace(report, device=device)))
+    paper.handle_event(PeerReportedEvent(other, msgspec.structs.replace(report, device=device)))
     paper.wait(70.0, *"ab")
     assert peers_of(paper, "x") == at
-    paper.do(Rebalanced())
-    assert paper.deployment("x").ready  # and goes on until the other ring stands
+    paper.handle_event(RebalanceRequestedEvent())
+    assert paper.deployment("x").is_ready  # and goes on until the other ring stands
     paper.prefetched(other, 1)
     settle(paper, "ab", 5.0)
-    assert paper.deployment("x").ready
+    assert paper.deployment("x").is_ready
     assert peers_of(paper, "x") == other
 
 
 def test_a_replica_too_many_waits_for_peers(kit: Kit) -> None:
     paper = start(kit, "a", wish("x", replicas=2))
-    assert paper.deployment("x").ready
+    assert paper.deployment("x").is_ready
     assert paper.deployment("x", 1).formation is None
     assert "x #2:" in paper.fleet.reason
     paper.join("b")
@@ -302,12 +302,12 @@ OTHER_FILES = msgspec.structs.replace(FACTS, name="x", root="0f" * 32 + ":9")
 def test_another_version_of_a_model_comes_one_replica_after_the_other(kit: Kit) -> None:
     paper = start(kit, "ab", wish("x", replicas=2))
     one, two = paper.fleet.deployments
-    paper.serve_all(Desired(OTHER_FILES, "a", replicas=2))
+    paper.serve_all(DesiredModel(OTHER_FILES, "a", replicas=2))
     for _ in range(8):
-        assert one.ready or two.ready
+        assert one.is_ready or two.is_ready
         settle(paper, "ab", 0.5)
-    assert one.ready
-    assert two.ready
+    assert one.is_ready
+    assert two.is_ready
     assert {each.desired.facts.root for each in (one, two)} == {OTHER_FILES.root}
 
 
@@ -317,25 +317,25 @@ def test_a_version_that_does_not_start_ends_only_one_replica(kit: Kit) -> None:
     one, two = paper.fleet.deployments
     kept = two.formation.record
     (at,) = peers_of(paper, "x")
-    paper.serve_all(Desired(OTHER_FILES, "a", replicas=2))
+    paper.serve_all(DesiredModel(OTHER_FILES, "a", replicas=2))
     tries = []
     for _ in range(4 * 60):
         paper.wait(0.25, "a", "b")
-        for peer, message in paper.take():
+        for peer, message in paper.pop_messages():
             if isinstance(message, Assign):
                 assert (peer, message.root) == (at, OTHER_FILES.root)
                 tries.append(paper.now)
                 paper.failed(peer, message.stage, message.epoch, message.pipeline)
     assert two.formation.record == kept
-    assert two.ready
+    assert two.is_ready
     pauses = [later - earlier for earlier, later in pairwise(tries)]
     assert pauses == sorted(pauses)
     assert len(tries) < 10
-    assert not one.ready
+    assert not one.is_ready
     # What is wanted is as before again: it is served as before.
     paper.serve_all(wish("x", replicas=2))
     settle(paper, "ab", 70)
-    assert one.ready
+    assert one.is_ready
     assert two.formation.record == kept
 
 
@@ -350,7 +350,7 @@ def test_pinned_layers_are_where_they_are_said_to_be(kit: Kit) -> None:
     assert [(stage.peer, stage.layers) for stage in record.stages] == [("c", (0, 2)), ("b", (2, 6))]
 
 
-def test_a_restarted_coordinator_adopts_all_pipelines(both: Paper, kit: Kit) -> None:
+def test_a_restarted_coordinator_adopts_all_pipelines(both: FakeFleet, kit: Kit) -> None:
     records = [one.formation.record for one in both.fleet.deployments]
     again = kit.Paper(*"abc", now=both.now)
     again.fleet = Fleet(
@@ -358,20 +358,20 @@ def test_a_restarted_coordinator_adopts_all_pipelines(both: Paper, kit: Kit) -> 
     )
     reports = {name: both.fleet.registry.sessions[name].report for name in "abc"}
     for name, report in reports.items():
-        again.do(Reported(name, report, fresh=True))
+        again.handle_event(PeerReportedEvent(name, report, is_new_connection=True))
     again.wait(3, *"abc")
     assert [one.formation.record for one in again.fleet.deployments] == records
-    assert all(one.ready for one in again.fleet.deployments)
-    assert not [m for _, m in again.take() if isinstance(m, Assign | Form | Unassign)]
+    assert all(one.is_ready for one in again.fleet.deployments)
+    assert not [m for _, m in again.pop_messages() if isinstance(m, Assign | FormPipeline | Unassign)]
 
 
-def test_a_higher_term_is_that_of_all(both: Paper) -> None:
+def test_a_higher_term_is_that_of_all(both: FakeFleet) -> None:
     term = next_term(0, "a")
     before = [one.formation.record for one in both.fleet.deployments]
-    both.do(TermRaised(term))
+    both.handle_event(TermRaisedEvent(term))
     settle(both, "abc")
     assert [one.formation.record for one in both.fleet.deployments] == before
-    both.do(MemberRemoved(peers_of(both, "x")[0], "left"))
+    both.handle_event(MemberRemovedEvent(peers_of(both, "x")[0], "left"))
     settle(both, "".join(both.fleet.registry.sessions))
     assert both.deployment("x").epoch >> 16 == term
 
@@ -386,7 +386,7 @@ def test_a_peer_without_memory_is_for_nobody(kit: Kit) -> None:
     assert {peers_of(paper, "x"), peers_of(paper, "y")} == {"b", "c"}
 
 
-def test_one_pipeline_at_a_time_is_committed_for_each(both: Paper) -> None:
+def test_one_pipeline_at_a_time_is_committed_for_each(both: FakeFleet) -> None:
     newest: dict[tuple[str, int], PipelineRecord] = {
         (one.model, one.replica): one for one in both.committed
     }
@@ -395,17 +395,17 @@ def test_one_pipeline_at_a_time_is_committed_for_each(both: Paper) -> None:
     ]
 
 
-def test_a_peer_hears_again_of_a_pipeline_that_is_no_more(both: Paper) -> None:
+def test_a_peer_hears_again_of_a_pipeline_that_is_no_more(both: FakeFleet) -> None:
     """It had no session when that ended, or its coordinator was another one."""
     own = {one.pipeline for one in both.fleet.deployments}
     routes = tuple((pipeline, 1, True) for pipeline in ("p0", *sorted(own)))
-    both.take()
+    both.pop_messages()
     told: list[Any] = []
     for _ in range(4):
         both.report("c", routes=routes)
-        told += both.take()
-    assert [m for p, m in told if isinstance(m, RouteGone)] == [RouteGone(pipeline="p0")]
-    assert {p for p, m in told if isinstance(m, RouteGone)} == {"c"}
+        told += both.pop_messages()
+    assert [m for p, m in told if isinstance(m, RouteRemoved)] == [RouteRemoved(pipeline="p0")]
+    assert {p for p, m in told if isinstance(m, RouteRemoved)} == {"c"}
 
 
 def test_who_adopts_ends_no_pipeline_by_hearsay(kit: Kit) -> None:
@@ -414,8 +414,8 @@ def test_who_adopts_ends_no_pipeline_by_hearsay(kit: Kit) -> None:
     again = kit.Paper(
         "a", "b", "c", desired=wish("x", min_stages=2), pipeline=record, last=(record.epoch, 1)
     )
-    assert again.deployment("x").adopting
+    assert again.deployment("x").is_adopting
     for _ in range(8):
         again.report("c", routes=(("p0", 1, True),))
-    assert again.deployment("x").adopting
-    assert not [m for _, m in again.take() if isinstance(m, RouteGone)]
+    assert again.deployment("x").is_adopting
+    assert not [m for _, m in again.pop_messages() if isinstance(m, RouteRemoved)]

@@ -3,20 +3,20 @@
 import msgspec
 import pytest
 
-from molink.swarm.controller.events import Departed, MemberRemoved, Reported
-from molink.swarm.controller.holdings import missing, part_holders
+from molink.swarm.controller.events import PeerStoppedEvent, MemberRemovedEvent, PeerReportedEvent
+from molink.swarm.controller.holdings import missing_layers, part_holders
 from molink.swarm.controller.status import build_status
-from molink.swarm.lack import AGAIN
-from molink.wire.messages.instructions import MAX_HOLDERS, Assign, Route
-from molink.wire.messages.reports import ModelParts
-from tests.support.swarm import Kit, Paper
+from molink.swarm.lack import RETRY_INTERVAL
+from molink.wire.messages.instructions import MAX_SOURCES, Assign, Route
+from molink.wire.messages.reports import PartialModel
+from tests.support.swarm import Kit, FakeFleet
 
 ROOT = f"{7:064}:99"
 OTHER = f"{8:064}:99"
 
 
 @pytest.fixture
-def paper(kit: Kit) -> Paper:
+def paper(kit: Kit) -> FakeFleet:
     """Two PCs, and a model that ``a``, which holds no stage, has brought."""
     paper = kit.Paper("a", "b", "c", min_peers=2)
     paper.report("a", stage="none")
@@ -26,69 +26,69 @@ def paper(kit: Kit) -> Paper:
     return paper
 
 
-def have(paper: Paper, peer: str, *layers: tuple[int, int], root: str = ROOT) -> None:
+def have(paper: FakeFleet, peer: str, *layers: tuple[int, int], root: str = ROOT) -> None:
     """A peer's report says that it has the files of these layers."""
     report = paper.fleet.registry.sessions[peer].report
-    parts = (ModelParts(root=root, layers=layers),)
-    paper.do(Reported(peer, msgspec.structs.replace(report, parts=parts, workers=())))
+    parts = (PartialModel(root=root, layers=layers),)
+    paper.handle_event(PeerReportedEvent(peer, msgspec.structs.replace(report, partial_models=parts, workers=())))
 
 
-def assigned(paper: Paper) -> list[Assign]:
-    return [message for _, message in paper.take() if isinstance(message, Assign)]
+def assigned(paper: FakeFleet) -> list[Assign]:
+    return [message for _, message in paper.pop_messages() if isinstance(message, Assign)]
 
 
-def reason(paper: Paper) -> str:
+def reason(paper: FakeFleet) -> str:
     """Why requests can't be answered, as the endpoints of all PCs are told."""
     route = paper.fleet.registry.sessions["b"].routes["p1"]
     assert isinstance(route, Route)
     return route.reason
 
 
-def test_who_has_some_files_is_named(paper: Paper) -> None:
+def test_who_has_some_files_is_named(paper: FakeFleet) -> None:
     paper.wait(2, "a", "b", "c")
     first = assigned(paper)
-    assert {(one.sources, one.parts) for one in first} == {(("a",), ())}
+    assert {(one.sources, one.partial_sources) for one in first} == {(("a",), ())}
     have(paper, "b", (0, 3))
     have(paper, "c", (3, 6), root=OTHER)
-    paper.do(Departed("b"))
+    paper.handle_event(PeerStoppedEvent("b"))
     have_facts = paper.fleet.models[0].facts
     assert part_holders(have_facts, paper.fleet.registry) == ()
     paper.report("b")
     have(paper, "b", (0, 3))
     assert part_holders(have_facts, paper.fleet.registry) == ("b",)
-    paper.do(Departed("a"))
+    paper.handle_event(PeerStoppedEvent("a"))
     paper.wait(3, "b", "c")
     route = paper.fleet.registry.sessions["c"].routes["p1"]
-    assert (route.sources, route.parts) == ((), ("b",))
+    assert (route.sources, route.partial_sources) == ((), ("b",))
 
 
-def test_of_many_those_are_named_that_have_more_layers_together(paper: Paper) -> None:
+def test_of_many_those_are_named_that_have_more_layers_together(paper: FakeFleet) -> None:
     facts = paper.fleet.models[0].facts
-    for name in map(chr, range(ord("d"), ord("d") + MAX_HOLDERS)):
+    for name in map(chr, range(ord("d"), ord("d") + MAX_SOURCES)):
         paper.join(name)
         have(paper, name, (0, 2))
     paper.join("z")
     have(paper, "z", (2, 6))
     found = part_holders(facts, paper.fleet.registry)
-    assert len(found) == MAX_HOLDERS
+    assert len(found) == MAX_SOURCES
     assert found[-1] == "z"
-    reports = [one.report for one in paper.fleet.registry.sessions.values() if one.report.parts]
-    assert missing(facts, reports, only_model=False) == ()
+    reports = [one.report for one in paper.fleet.registry.sessions.values() if one.report.partial_models]
+    assert missing_layers(facts, reports, only_model=False) == ()
 
 
-def test_what_nobody_has_is_said_and_not_looked_for_again_and_again(paper: Paper) -> None:
+def test_what_nobody_has_is_said_and_not_looked_for_again_and_again(paper: FakeFleet) -> None:
     paper.wait(2, "a", "b", "c")
     paper.obey()
-    paper.do(MemberRemoved("a", "has left"))
+    paper.handle_event(MemberRemovedEvent("a", "has left"))
     paper.wait(1, "b", "c")
     paper.obey()
     have(paper, "b", (0, 3))
     have(paper, "c", (4, 6))
-    paper.fleet.deployments[0].rebalance(paper.now)
-    paper.do(Departed("c"))
+    paper.fleet.deployments[0].rebalance_ring(paper.now)
+    paper.handle_event(PeerStoppedEvent("c"))
     paper.wait(3, "b")
     (order,) = assigned(paper)
-    assert (order.layers, order.sources, order.parts) == ((0, 6), (), ("b",))
+    assert (order.layers, order.sources, order.partial_sources) == ((0, 6), (), ("b",))
     paper.failed("b", 0, order.epoch, no_files=True)
     have(paper, "b", (0, 3))
     paper.wait(10, "b")
@@ -104,14 +104,14 @@ def test_what_nobody_has_is_said_and_not_looked_for_again_and_again(paper: Paper
     assert assigned(paper)
 
 
-def test_it_is_tried_again_once_in_a_while(paper: Paper) -> None:
-    paper.do(Departed("a"))
+def test_it_is_tried_again_once_in_a_while(paper: FakeFleet) -> None:
+    paper.handle_event(PeerStoppedEvent("a"))
     have(paper, "b", (0, 3))
     have(paper, "c", (3, 6))
     paper.wait(2, "b", "c")
     order = assigned(paper)[0]
     paper.failed("b", 0, order.epoch, no_files=True)
-    paper.wait(AGAIN - 5, "b", "c")
+    paper.wait(RETRY_INTERVAL - 5, "b", "c")
     assert assigned(paper) == []
     paper.wait(10, "b", "c")
     assert assigned(paper)

@@ -6,41 +6,41 @@ import pytest
 
 from molink.errors import InvariantError
 from molink.facts.profile import Profile
-from molink.swarm.artifacts.transfer import MIN_RATE, STALL, stage_bytes
-from molink.swarm.controller.audit import audit
+from molink.swarm.artifacts.transfer import MIN_RATE, STALL_TIMEOUT, stage_bytes
+from molink.swarm.controller.audit import audit_fleet
 from molink.swarm.controller.events import (
-    Announce,
-    Departed,
-    Disconnected,
-    MemberRemoved,
-    Reported,
-    Reserve,
-    Serve,
-    TermRaised,
-    Tick,
-    Tried,
+    AnnouncePeerAction,
+    PeerStoppedEvent,
+    PeerDisconnectedEvent,
+    MemberRemovedEvent,
+    PeerReportedEvent,
+    ReserveEpochAction,
+    DesiredStateChangedEvent,
+    TermRaisedEvent,
+    TimePassedEvent,
+    ConnectionTriedEvent,
 )
 from molink.swarm.controller.formation import LOAD_RATE, LOAD_TIMEOUT
-from molink.swarm.controller.planner import REVIEW
+from molink.swarm.controller.planner import REVIEW_INTERVAL
 from molink.swarm.controller.records import PipelineRecord, StageRecord
-from molink.swarm.controller.registry import MAX_ASTRAY, MAX_BEHIND, SESSION_TIMEOUT
-from molink.swarm.placement.paces import REMEMBERED, STAYS
+from molink.swarm.controller.registry import MAX_ROUTE_MISMATCHES, MAX_READ_LAG, SESSION_TIMEOUT
+from molink.swarm.placement.paces import SLOWDOWN_TTL, SLOWDOWN_HOLD
 from molink.swarm.terms import next_term, term_of
 from molink.wire.messages.instructions import (
     Assign,
-    Form,
-    Member,
-    MemberGone,
+    FormPipeline,
+    PeerInfo,
+    PeerRemoved,
     Notice,
     Prefetch,
     Route,
-    RouteGone,
+    RouteRemoved,
     StageAddress,
     StageProfile,
     Unassign,
     Welcome,
 )
-from tests.support.swarm import GB, Kit, Paper
+from tests.support.swarm import GB, Kit, FakeFleet
 
 QUICK = Profile(decode=((1, 0.01),))
 
@@ -57,7 +57,7 @@ def assign(
         model="toy",
         sources=("a",),
         dtype="auto",
-        context=4096,
+        max_model_len=4096,
     )
 
 
@@ -70,9 +70,9 @@ def route(epoch: int, head: StageAddress | None = None, pipeline: str = "p1") ->
         pipeline=pipeline,
         epoch=epoch,
         model="toy",
-        ready=head is not None,
-        head=head,
-        context=1280 if head is not None else 4096,  # 80 blocks of 16 tokens
+        is_ready=head is not None,
+        scheduler=head,
+        max_model_len=1280 if head is not None else 4096,  # 80 blocks of 16 tokens
         sources=("a",),
     )
 
@@ -86,34 +86,34 @@ def address(name: str, port: int = 5468) -> StageAddress:
 def test_a_pipeline_forms_step_by_step(kit: Kit) -> None:
     paper = kit.Paper("a", "b", "c", min_peers=2)
     paper.serve()
-    assert paper.take() == []
+    assert paper.pop_messages() == []
     paper.report("a")
     paper.wait(2, "a")
-    assert paper.take() == [("a", route(0))]
+    assert paper.pop_messages() == [("a", route(0))]
     assert paper.reconciler.reason == "waiting for peers: 1 of 2 with a stage are there"
 
     paper.report("b")
     paper.report("c", stage="none")
     paper.wait(0.75, *"abc")
-    assert paper.take() == [("b", route(0)), ("c", route(0))]
+    assert paper.pop_messages() == [("b", route(0)), ("c", route(0))]
     paper.wait(0.5, *"abc")
     first, second = assign(1, 0, 2, (0, 3)), assign(1, 1, 2, (3, 6))
-    assert paper.take() == [("a", first), ("b", second)] + [(p, route(1)) for p in "abc"]
+    assert paper.pop_messages() == [("a", first), ("b", second)] + [(p, route(1)) for p in "abc"]
     assert paper.committed == [
         PipelineRecord("p1", "toy", 1, (StageRecord("a", (0, 3)), StageRecord("b", (3, 6))))
     ]
 
     paper.loaded(first, "a", port=5470)
-    assert paper.take() == []
+    assert paper.pop_messages() == []
     paper.loaded(second, "b", port=5471)
-    form = Form(
+    form = FormPipeline(
         pipeline="p1",
         epoch=1,
         ring=(address("a", 5470), address("b", 5471)),
         blocks=80,
         micro_batches=0,
     )
-    assert paper.take() == [("a", form), ("b", form)]
+    assert paper.pop_messages() == [("a", form), ("b", form)]
     assert paper.committed[-1] == PipelineRecord(
         "p1",
         "toy",
@@ -125,9 +125,9 @@ def test_a_pipeline_forms_step_by_step(kit: Kit) -> None:
     )
 
     paper.ready("b", 1, epoch=1)
-    assert paper.take() == []
+    assert paper.pop_messages() == []
     paper.ready("a", 0, epoch=1)
-    assert paper.take() == [(p, route(1, address("a", 5470))) for p in "abc"]
+    assert paper.pop_messages() == [(p, route(1, address("a", 5470))) for p in "abc"]
     assert paper.reconciler.reason == ""
 
 
@@ -149,14 +149,14 @@ def test_kv_blocks_are_the_largest_that_any_stage_wants(
     paper.report("a", block_size=256)
     paper.report("b")
     paper.wait(3, "a", "b")
-    orders = [message for _, message in paper.take() if isinstance(message, Assign)]
+    orders = [message for _, message in paper.pop_messages() if isinstance(message, Assign)]
     assert [order.block_size for order in orders] == [chosen, chosen]
     for order, peer in zip(orders, "ab", strict=True):
         paper.loaded(order, peer, blocks=3)
     for stage, peer in enumerate("ab"):
         paper.ready(peer, stage, epoch=1)
-    told = [message for _, message in paper.take() if isinstance(message, Route)]
-    assert told[-1].context == min(kit.facts.context, 3 * chosen)
+    told = [message for _, message in paper.pop_messages() if isinstance(message, Route)]
+    assert told[-1].max_model_len == min(kit.facts.max_model_len, 3 * chosen)
 
 
 def test_all_stages_are_told_how_long_steps_take_before_they_form_the_ring(kit: Kit) -> None:
@@ -166,7 +166,7 @@ def test_all_stages_are_told_how_long_steps_take_before_they_form_the_ring(kit: 
     paper.report("b")
     paper.wait(2, "a", "b")
     first, second = assign(1, 0, 2, (0, 3)), assign(1, 1, 2, (3, 6))
-    paper.take()
+    paper.pop_messages()
     profiles = [Profile(decode=((1, s),), prefill=((16, 2 * s),)) for s in (0.01, 0.02)]
     paper.loaded(first, "a", profile=profiles[0])
     paper.loaded(second, "b", profile=profiles[1])
@@ -174,8 +174,8 @@ def test_all_stages_are_told_how_long_steps_take_before_they_form_the_ring(kit: 
         StageProfile(pipeline="p1", epoch=1, stage=stage, profile=profile)
         for stage, profile in enumerate(profiles)
     ]
-    batch = paper.take()
-    assert [(peer, type(message)) for peer, message in batch[2::3]] == [("a", Form), ("b", Form)]
+    batch = paper.pop_messages()
+    assert [(peer, type(message)) for peer, message in batch[2::3]] == [("a", FormPipeline), ("b", FormPipeline)]
     assert [each for each in batch if isinstance(each[1], StageProfile)] == [
         (peer, profile) for peer in ("a", "b") for profile in told
     ]
@@ -183,7 +183,7 @@ def test_all_stages_are_told_how_long_steps_take_before_they_form_the_ring(kit: 
     # A connection was lost in between: the peer is told again.
     for peer in ("a", "b"):
         paper.report(peer, fresh=True)
-        assert paper.take()[:2] == [(peer, profile) for profile in told]
+        assert paper.pop_messages()[:2] == [(peer, profile) for profile in told]
 
 
 def test_who_waits_is_told_why(kit: Kit) -> None:
@@ -191,7 +191,7 @@ def test_who_waits_is_told_why(kit: Kit) -> None:
     paper.serve()
     paper.report("a")
     paper.wait(2, "a")
-    first, second = (m for _, m in paper.take(with_reasons=True) if isinstance(m, Route))
+    first, second = (m for _, m in paper.pop_messages(with_reasons=True) if isinstance(m, Route))
     assert (first.reason, second.reason) == (
         "",
         "waiting for peers: 1 of 2 with a stage are there",
@@ -199,18 +199,18 @@ def test_who_waits_is_told_why(kit: Kit) -> None:
     paper.report("b", stage="0:4")
     paper.report("a", stage="3:6")
     paper.wait(2, *"ab")
-    told = {p: m for p, m in paper.take(with_reasons=True) if isinstance(m, Route)}
+    told = {p: m for p, m in paper.pop_messages(with_reasons=True) if isinstance(m, Route)}
     assert "overlap" in told["a"].reason
     assert told["a"] == told["b"]
     paper.wait(5, *"ab")
-    assert paper.take(with_reasons=True) == []
+    assert paper.pop_messages(with_reasons=True) == []
     paper.report("b", stage="0:3")
     paper.wait(2, *"ab")
-    routes = [m for p, m in paper.take(with_reasons=True) if isinstance(m, Route) and p == "a"]
+    routes = [m for p, m in paper.pop_messages(with_reasons=True) if isinstance(m, Route) and p == "a"]
     assert routes[-1].reason == ""  # being formed
 
 
-def test_everybody_is_told_which_bytes_the_model_has(running: Paper, kit: Kit) -> None:
+def test_everybody_is_told_which_bytes_the_model_has(running: FakeFleet, kit: Kit) -> None:
     running.serve(facts=msgspec.structs.replace(kit.facts, root="0f" * 32 + ":9"))
     running.wait(1.25, *"abc")
     sent = running.obey()
@@ -228,7 +228,7 @@ def test_an_epoch_is_committed_before_anybody_hears_of_it(kit: Kit) -> None:
     paper.serve()
     paper.report("a")
     paper.wait(0.75, "a")
-    paper.take()
+    paper.pop_messages()
     paper.wait(0.25, "a")
     kinds = [type(getattr(d, "message", d)).__name__ for d in paper.decisions]
     assert kinds == ["Commit", "Assign", "Route"]
@@ -237,16 +237,16 @@ def test_an_epoch_is_committed_before_anybody_hears_of_it(kit: Kit) -> None:
 def test_peers_are_introduced_to_each_other(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     paper.report("a")
-    assert paper.take(about_members=True) == [
+    assert paper.pop_messages(about_members=True) == [
         ("a", Welcome(swarm="s1", peer="a")),
         (
             "a",
-            Member(peer="b", name="B", public_key="b" * 40, addresses=(), control_port=0),
+            PeerInfo(peer="b", name="B", public_key="b" * 40, addresses=(), control_port=0),
         ),
     ]
     paper.report("b")
     of_a, of_b = (
-        Member(
+        PeerInfo(
             peer=name,
             name=name.upper(),
             public_key=name * 40,
@@ -256,35 +256,35 @@ def test_peers_are_introduced_to_each_other(kit: Kit) -> None:
         )
         for name in "ab"
     )
-    assert Announce(of_b) in paper.decisions
-    assert paper.take(about_members=True) == [
+    assert AnnouncePeerAction(of_b) in paper.decisions
+    assert paper.pop_messages(about_members=True) == [
         ("b", Welcome(swarm="s1", peer="b")),
         ("a", of_b),
         ("b", of_a),
     ]
     paper.report("a")
-    assert paper.take(about_members=True) == []
+    assert paper.pop_messages(about_members=True) == []
 
 
-def test_a_peer_that_connects_again_is_told_everything_again(running: Paper) -> None:
-    running.do(Reported("c", running.fleet.registry.sessions["c"].report, fresh=True))
-    sent = running.take(about_members=True)
+def test_a_peer_that_connects_again_is_told_everything_again(running: FakeFleet) -> None:
+    running.handle_event(PeerReportedEvent("c", running.fleet.registry.sessions["c"].report, is_new_connection=True))
+    sent = running.pop_messages(about_members=True)
     assert [peer for peer, _ in sent] == ["c"] * 4
     assert sent[0][1] == Welcome(swarm="s1", peer="c")
     assert [message.peer for _, message in sent[1:3]] == ["a", "b"]
     assert sent[3][1] == route(1, address("a"))
-    assert running.reconciler.ready
+    assert running.reconciler.is_ready
 
 
-def test_a_joiner_is_placed_and_unchanged_stages_are_kept(running: Paper) -> None:
+def test_a_joiner_is_placed_and_unchanged_stages_are_kept(running: FakeFleet) -> None:
     running.join("d", stage="none")
-    assert ("d", route(1, address("a"))) in running.take()
+    assert ("d", route(1, address("a"))) in running.pop_messages()
     running.wait(3, *"abcd")
-    assert running.take() == []
+    assert running.pop_messages() == []
 
     running.join("e")
     running.wait(1.25, *"abcde")
-    sent = running.take()
+    sent = running.pop_messages()
     assert ("e", route(1, address("a"))) in sent
     # It goes on serving until the files are there: only `e` needs any that it hasn't.
     assert sent[-1:] == [("e", prefetch(1, (5, 6)))]
@@ -292,10 +292,10 @@ def test_a_joiner_is_placed_and_unchanged_stages_are_kept(running: Paper) -> Non
         running.prefetched("e", 1, "fetching", done=minute * 10**7)
         running.wait(29, *"abcde")
     assert running.reconciler.formation.record.epoch == 1
-    assert running.reconciler.ready
-    running.take()
+    assert running.reconciler.is_ready
+    running.pop_messages()
     running.prefetched("e", 1)
-    sent = running.take()
+    sent = running.pop_messages()
     assert sent == [
         ("a", assign(2, 0, 4, (0, 2), "p2")),
         ("b", assign(2, 1, 4, (2, 4), "p2")),
@@ -304,100 +304,100 @@ def test_a_joiner_is_placed_and_unchanged_stages_are_kept(running: Paper) -> Non
     ]
     for peer, message in sent:
         running.loaded(message, peer)
-    form = running.take()
+    form = running.pop_messages()
     assert [(p, m.pipeline, m.epoch) for p, m in form] == [(p, "p2", 2) for p in "abce"]
     assert running.reconciler.formation.record.epoch == 1  # which serves all the time
     assert len(running.committed) == 2
     for stage, peer in enumerate("abce"):
         running.ready(peer, stage, 2, "p2")
     context = 70 * 16
-    there = msgspec.structs.replace(route(2, address("a"), "p2"), context=context)
-    assert running.take() == [(p, there) for p in "abcde"]
+    there = msgspec.structs.replace(route(2, address("a"), "p2"), max_model_len=context)
+    assert running.pop_messages() == [(p, there) for p in "abcde"]
     assert running.committed[-1].id == "p2"
     assert running.committed[-1].formed
     running.show_workers()
     running.wait(0.75, *"abcde")
-    assert running.take() == []  # streams on the old one go on until all know the new one
+    assert running.pop_messages() == []  # streams on the old one go on until all know the new one
     running.wait(0.5, *"abcde")
-    assert running.take() == [
-        *[(p, RouteGone(pipeline="p1")) for p in "abcde"],
+    assert running.pop_messages() == [
+        *[(p, RouteRemoved(pipeline="p1")) for p in "abcde"],
         *[(p, Unassign(pipeline="p1")) for p in "abc"],
     ]
     running.wait(5, *"abcde")
-    assert running.take() == []
-    assert running.reconciler.ready
+    assert running.pop_messages() == []
+    assert running.reconciler.is_ready
 
 
-def beside(running: Paper) -> list[tuple[str, Assign]]:
+def beside(running: FakeFleet) -> list[tuple[str, Assign]]:
     """`d` has its files: a pipeline of all four is being made beside that of three."""
     joined(running)
     running.prefetched("d", 1)
-    assert running.reconciler.next.record.id == "p2"
-    assert Reserve("p2", 2) in running.decisions
-    return [(p, m) for p, m in running.take() if isinstance(m, Assign)]
+    assert running.reconciler.successor.record.id == "p2"
+    assert ReserveEpochAction("p2", 2) in running.decisions
+    return [(p, m) for p, m in running.pop_messages() if isinstance(m, Assign)]
 
 
-def test_a_newcomer_that_cannot_load_disturbs_nobody(running: Paper) -> None:
+def test_a_newcomer_that_cannot_load_disturbs_nobody(running: FakeFleet) -> None:
     beside(running)
     running.failed("d", 3, 2, "p2")
-    assert running.take() == [(p, Unassign(pipeline="p2")) for p in "abcd"]
+    assert running.pop_messages() == [(p, Unassign(pipeline="p2")) for p in "abcd"]
     running.wait(5, *"abcd")
-    assert running.take() == []
-    assert running.reconciler.ready
-    assert "left out for" in running.reconciler.left_out("d")
+    assert running.pop_messages() == []
+    assert running.reconciler.is_ready
+    assert "left out for" in running.reconciler.explain_exclusion("d")
     running.wait(8, *"abcd")  # well again
     running.obey()
     running.wait(1.25, *"abcd")
     assert running.reconciler.pipeline == "p3"
-    assert running.reconciler.ready
+    assert running.reconciler.is_ready
 
 
-def test_a_newcomer_that_is_never_reached_in_the_ring_disturbs_nobody(running: Paper) -> None:
+def test_a_newcomer_that_is_never_reached_in_the_ring_disturbs_nobody(running: FakeFleet) -> None:
     for peer, order in beside(running):
         running.loaded(order, peer)
     running.failed("c", 2, 2, "p2", next_lost=True)
-    assert ("d", Unassign(pipeline="p2")) in running.take()
+    assert ("d", Unassign(pipeline="p2")) in running.pop_messages()
     running.wait(5, *"abcd")
     assert running.reconciler.formation.record.id == "p1"
-    assert running.reconciler.ready
+    assert running.reconciler.is_ready
 
 
 @pytest.mark.parametrize("how", ["no room", "less KV"])
-def test_where_two_have_no_room_the_one_that_serves_makes_room(running: Paper, how: str) -> None:
+def test_where_two_have_no_room_the_one_that_serves_makes_room(running: FakeFleet, how: str) -> None:
     orders = beside(running)
     if how == "no room":
         running.failed("b", 1, 2, "p2", no_room=True)
     else:
         for peer, order in orders:
             running.loaded(order, peer, blocks=79)  # of 80
-    assert running.reconciler.next is None
+    assert running.reconciler.successor is None
     assert running.reconciler.formation.record.id == "p1"
     assert running.reconciler.formation.record.epoch == 3
     assert running.reconciler.formation.peers == ("a", "b", "c", "d")
     running.obey()
-    assert running.reconciler.ready
-    assert running.reconciler.left_out("b") == ""
+    assert running.reconciler.is_ready
+    assert running.reconciler.explain_exclusion("b") == ""
 
 
-def test_what_was_made_beside_goes_on_where_the_one_that_serves_breaks(running: Paper) -> None:
+def test_what_was_made_beside_goes_on_where_the_one_that_serves_breaks(running: FakeFleet) -> None:
     orders = beside(running)
     running.loaded(orders[0][1], "a")
     running.failed("b", 1, 1)
-    sent = running.take()
-    assert ("a", RouteGone(pipeline="p1")) in sent
+    sent = running.pop_messages()
+    assert ("a", RouteRemoved(pipeline="p1")) in sent
     assert ("b", Unassign(pipeline="p1")) in sent
     assert sent[-4:] == [(p, route(2, pipeline="p2")) for p in "abcd"]
     assert running.committed[-1].id == "p2"
     running.obey(orders[1:])
-    assert running.reconciler.ready
+    assert running.reconciler.is_ready
     assert running.reconciler.formation.record.epoch == 2
 
 
-def test_a_loss_of_who_is_in_both_ends_both(running: Paper) -> None:
+def test_a_loss_of_who_is_in_both_ends_both(running: FakeFleet) -> None:
     beside(running)
-    running.do(Departed("c"))
-    assert running.reconciler.next is None
-    assert ("d", Unassign(pipeline="p2")) in running.take()
+    running.handle_event(PeerStoppedEvent("c"))
+    assert running.reconciler.successor is None
+    assert ("d", Unassign(pipeline="p2")) in running.pop_messages()
     running.wait(0.5, *"abd")
     running.obey()
     assert running.reconciler.formation.record.id == "p1"
@@ -406,12 +406,12 @@ def test_a_loss_of_who_is_in_both_ends_both(running: Paper) -> None:
 
 
 @pytest.mark.parametrize("how", ["silent", "left", "stuck", "wants no stage"])
-def test_a_newcomer_that_goes_while_it_loads(running: Paper, how: str) -> None:
+def test_a_newcomer_that_goes_while_it_loads(running: FakeFleet, how: str) -> None:
     orders = beside(running)
     for peer, order in orders[:3]:
         running.loaded(order, peer)
     if how == "left":
-        running.do(MemberRemoved("d", "left"))
+        running.handle_event(MemberRemovedEvent("d", "left"))
     elif how == "silent":
         running.wait(4, *"abc")
     elif how == "stuck":
@@ -419,40 +419,40 @@ def test_a_newcomer_that_goes_while_it_loads(running: Paper, how: str) -> None:
     else:
         running.report("d", stage="none")
         running.wait(1.5, *"abcd")
-    assert running.reconciler.next is None
-    assert ("a", Unassign(pipeline="p2")) in running.take()
-    assert running.reconciler.ready
+    assert running.reconciler.successor is None
+    assert ("a", Unassign(pipeline="p2")) in running.pop_messages()
+    assert running.reconciler.is_ready
     assert running.reconciler.formation.record.epoch == 1
 
 
 @pytest.mark.parametrize("when", ["at once", "while it loads"])
 def test_who_cannot_be_reached_gets_no_stage_and_is_told_what_to_do(
-    running: Paper, when: str
+    running: FakeFleet, when: str
 ) -> None:
     if when == "at once":
         running.join("d")
     else:
         beside(running)
     for by in "abc":
-        running.do(Tried(by, "d", ok=False))
+        running.handle_event(ConnectionTriedEvent(by, "d", succeeded=False))
     running.wait(2.5, *"abcd")
-    sent = running.take()
-    assert running.reconciler.next is None
+    sent = running.pop_messages()
+    assert running.reconciler.successor is None
     assert running.reconciler.formation.record.epoch == 1
-    assert running.reconciler.ready
+    assert running.reconciler.is_ready
     (text,) = {m.text for _, m in sent if isinstance(m, Notice)}
     assert [p for p, m in sent if isinstance(m, Notice)] == ["d"]
     assert text.startswith("A can't connect to D at 10.0.0.100 port 5467; on D open its ports: ")
-    assert running.reconciler.left_out("d") == text
+    assert running.reconciler.explain_exclusion("d") == text
     running.wait(5, *"abcd")
     # One that can go before it is enough, and the ring is in such an order.
-    running.do(Tried("b", "d", ok=True))
+    running.handle_event(ConnectionTriedEvent("b", "d", succeeded=True))
     running.wait(2.5, *"abcd")
     running.obey()
     peers = running.reconciler.formation.peers
     assert sorted(peers) == ["a", "b", "c", "d"]
     assert peers[peers.index("d") - 1] == "b"
-    assert running.reconciler.left_out("d") == ""
+    assert running.reconciler.explain_exclusion("d") == ""
 
 
 def test_a_pc_more_gets_no_stage_where_a_hop_costs_more_than_it_brings(kit: Kit) -> None:
@@ -466,8 +466,8 @@ def test_a_pc_more_gets_no_stage_where_a_hop_costs_more_than_it_brings(kit: Kit)
     paper.obey()
     assert paper.reconciler.formation.peers == ("a",)
     assert paper.reconciler.formation.record.epoch == 1
-    assert paper.reconciler.left_out("b").startswith("a spare: the ring is as good without it")
-    assert not [m for _, m in paper.take() if isinstance(m, Notice)]
+    assert paper.reconciler.explain_exclusion("b").startswith("a spare: the ring is as good without it")
+    assert not [m for _, m in paper.pop_messages() if isinstance(m, Notice)]
 
 
 def test_what_serves_stays_until_another_ring_is_worth_it(kit: Kit) -> None:
@@ -480,35 +480,35 @@ def test_what_serves_stays_until_another_ring_is_worth_it(kit: Kit) -> None:
     assert paper.reconciler.formation.peers == ("a", "b")
 
     def link(one: str, other: str, latency: float) -> None:
-        paper.do(Tried(one, other, ok=True, latency=latency))
-        paper.do(Tried(other, one, ok=True, latency=latency))
+        paper.handle_event(ConnectionTriedEvent(one, other, succeeded=True, latency=latency))
+        paper.handle_event(ConnectionTriedEvent(other, one, succeeded=True, latency=latency))
 
     # 0.7 s of reading, and 40 ms of links: with c it would be 38.
     link("a", "b", 0.020)
     link("a", "c", 0.019)
     link("b", "c", 0.300)
-    paper.wait(2 * REVIEW, *"abc")
+    paper.wait(2 * REVIEW_INTERVAL, *"abc")
     assert paper.reconciler.formation.record.epoch == 1
-    assert paper.reconciler.move is None
+    assert paper.reconciler.migration is None
     link("a", "b", 0.5)
-    paper.wait(REVIEW / 2, *"abc")
+    paper.wait(REVIEW_INTERVAL / 2, *"abc")
     assert paper.reconciler.formation.peers == ("a", "b")  # not at once: it may pass
-    paper.wait(REVIEW, *"abc")
+    paper.wait(REVIEW_INTERVAL, *"abc")
     paper.obey()
     paper.wait(2.5, *"abc")
     paper.obey()
     assert set(paper.reconciler.formation.peers) == {"a", "c"}
 
 
-def paced(paper: Paper, peer: str, pace: float) -> None:
+def paced(paper: FakeFleet, peer: str, pace: float) -> None:
     """From now on its stage says that its steps take ``pace`` times as long."""
     old = paper.reconciler.registry.sessions[peer].report
-    workers = tuple(msgspec.structs.replace(one, pace=pace) for one in old.workers)
-    paper.do(Reported(peer, msgspec.structs.replace(old, workers=workers)))
+    workers = tuple(msgspec.structs.replace(one, slowdown=pace) for one in old.workers)
+    paper.handle_event(PeerReportedEvent(peer, msgspec.structs.replace(old, workers=workers)))
 
 
 @pytest.fixture
-def pair(kit: Kit) -> Paper:
+def pair(kit: Kit) -> FakeFleet:
     """A and B serve, and C, which is like them, is a spare."""
     paper = kit.Paper("a", "b", "c", min_peers=3)
     paper.serve(min_stages=2)
@@ -520,42 +520,42 @@ def pair(kit: Kit) -> Paper:
     return paper
 
 
-def test_a_stage_that_stays_slow_is_given_to_another_pc(pair: Paper) -> None:
+def test_a_stage_that_stays_slow_is_given_to_another_pc(pair: FakeFleet) -> None:
     paced(pair, "a", 1.0)
     paced(pair, "b", 4.0)
-    pair.wait(STAYS - 1, *"abc")
-    assert pair.reconciler.move is None, "it may pass"
-    pair.wait(REVIEW + 2, *"abc")
+    pair.wait(SLOWDOWN_HOLD - 1, *"abc")
+    assert pair.reconciler.migration is None, "it may pass"
+    pair.wait(REVIEW_INTERVAL + 2, *"abc")
     pair.obey()
     pair.wait(2.5, *"abc")
     pair.obey()
     assert set(pair.reconciler.formation.peers) == {"a", "c"}
     epoch = pair.reconciler.formation.record.epoch
-    pair.wait(REMEMBERED + 2 * REVIEW, *"abc")
+    pair.wait(SLOWDOWN_TTL + 2 * REVIEW_INTERVAL, *"abc")
     assert pair.reconciler.formation.record.epoch == epoch, "B is as good again, but no better"
 
 
-def test_links_that_were_looked_at_just_before_put_a_slow_stage_off_by_nothing(pair: Paper) -> None:
+def test_links_that_were_looked_at_just_before_put_a_slow_stage_off_by_nothing(pair: FakeFleet) -> None:
     paced(pair, "a", 1.0)
-    pair.wait(2 * REVIEW, *"abc")
+    pair.wait(2 * REVIEW_INTERVAL, *"abc")
     paced(pair, "b", 4.0)
-    pair.wait(STAYS - 5, *"abc")
-    pair.do(Tried("b", "c", ok=True, latency=0.005))
+    pair.wait(SLOWDOWN_HOLD - 5, *"abc")
+    pair.handle_event(ConnectionTriedEvent("b", "c", succeeded=True, latency=0.005))
     pair.wait(3, *"abc")
-    assert pair.reconciler.move is None
+    assert pair.reconciler.migration is None
     pair.wait(4, *"abc")
-    assert set(pair.reconciler.move.peers) == {"a", "c"}
+    assert set(pair.reconciler.migration.peers) == {"a", "c"}
 
 
-def test_a_pace_that_comes_and_goes_never_changes_the_ring(pair: Paper) -> None:
+def test_a_pace_that_comes_and_goes_never_changes_the_ring(pair: FakeFleet) -> None:
     paced(pair, "a", 1.0)
     for _ in range(6):
         paced(pair, "b", 4.0)
-        pair.wait(STAYS / 2, *"abc")
+        pair.wait(SLOWDOWN_HOLD / 2, *"abc")
         paced(pair, "b", 1.0)
-        pair.wait(STAYS / 2, *"abc")
+        pair.wait(SLOWDOWN_HOLD / 2, *"abc")
     assert pair.reconciler.formation.record.epoch == 1
-    assert pair.reconciler.move is None
+    assert pair.reconciler.migration is None
 
 
 def test_what_was_measured_counts_in_the_next_placement_only(kit: Kit) -> None:
@@ -564,24 +564,24 @@ def test_what_was_measured_counts_in_the_next_placement_only(kit: Kit) -> None:
     for name in "ab":
         paper.report(name, memory=100 * GB)
     paper.wait(1.25, *"ab")
-    for peer, message in paper.take():
+    for peer, message in paper.pop_messages():
         if isinstance(message, Assign):
             slow = Profile(decode=((1, 0.9 if peer == "b" else 0.3),))
             paper.loaded(message, peer, profile=slow)
     paper.obey()
-    paper.wait(3 * REVIEW, *"ab")
+    paper.wait(3 * REVIEW_INTERVAL, *"ab")
     assert paper.reconciler.formation.record.epoch == 1, "nobody has asked for anything yet"
     paper.join("c")
     paper.wait(2.5, *"abc")
-    assert set(paper.reconciler.move.peers) == {"a", "c"}
+    assert set(paper.reconciler.migration.peers) == {"a", "c"}
 
 
-def test_who_serves_is_not_put_out_by_a_try(running: Paper) -> None:
-    running.do(Tried("a", "b", ok=False))
-    running.do(Tried("z", "a", ok=False))
+def test_who_serves_is_not_put_out_by_a_try(running: FakeFleet) -> None:
+    running.handle_event(ConnectionTriedEvent("a", "b", succeeded=False))
+    running.handle_event(ConnectionTriedEvent("z", "a", succeeded=False))
     running.wait(5, *"abc")
-    assert running.take() == []
-    assert running.reconciler.ready
+    assert running.pop_messages() == []
+    assert running.reconciler.is_ready
 
 
 def test_the_first_pc_serves_alone_where_the_second_is_not_reached(kit: Kit) -> None:
@@ -589,13 +589,13 @@ def test_the_first_pc_serves_alone_where_the_second_is_not_reached(kit: Kit) -> 
     paper.serve()
     paper.report("a")
     paper.report("b")
-    paper.do(Tried("b", "a", ok=False))
-    paper.do(Tried("a", "b", ok=False))
+    paper.handle_event(ConnectionTriedEvent("b", "a", succeeded=False))
+    paper.handle_event(ConnectionTriedEvent("a", "b", succeeded=False))
     paper.wait(1.25, *"ab")
     assert paper.reconciler.formation.peers == ("a",)
     # What was tried while a PC was off says nothing of it.
-    paper.do(Departed("b"))
-    paper.do(Tried("a", "b", ok=False))
+    paper.handle_event(PeerStoppedEvent("b"))
+    paper.handle_event(ConnectionTriedEvent("a", "b", succeeded=False))
     paper.obey()
     paper.report("b", fresh=True)
     paper.wait(1.25, *"ab")
@@ -603,87 +603,87 @@ def test_the_first_pc_serves_alone_where_the_second_is_not_reached(kit: Kit) -> 
     assert paper.reconciler.formation.peers == ("a", "b")
 
 
-def test_a_newcomer_that_cannot_reach_another_stage_is_at_fault_itself(running: Paper) -> None:
+def test_a_newcomer_that_cannot_reach_another_stage_is_at_fault_itself(running: FakeFleet) -> None:
     for peer, order in beside(running):
         running.loaded(order, peer)
     running.failed("d", 3, 2, "p2", next_lost=True)  # it can't connect to `a`
     running.wait(3, *"abcd")
     assert running.reconciler.formation.peers == ("a", "b", "c")
-    assert running.reconciler.ready
-    assert "left out for" in running.reconciler.left_out("d")
+    assert running.reconciler.is_ready
+    assert "left out for" in running.reconciler.explain_exclusion("d")
 
 
-def test_who_joins_while_another_loads_comes_in_afterwards(running: Paper) -> None:
+def test_who_joins_while_another_loads_comes_in_afterwards(running: FakeFleet) -> None:
     orders = beside(running)
     running.join("e")
     running.wait(10, *"abcde")
-    assert running.reconciler.next.record.epoch == 2
+    assert running.reconciler.successor.record.epoch == 2
     running.obey(orders)
     running.wait(2.5, *"abcde")
     running.obey()
     assert running.reconciler.formation.peers == ("a", "b", "c", "d", "e")
 
 
-def test_another_model_ends_all_pipelines(running: Paper) -> None:
+def test_another_model_ends_all_pipelines(running: FakeFleet) -> None:
     running.obey(beside(running))
     running.serve(dtype="f32")
-    gone = [m.pipeline for p, m in running.take() if p == "a" and isinstance(m, RouteGone)]
+    gone = [m.pipeline for p, m in running.pop_messages() if p == "a" and isinstance(m, RouteRemoved)]
     assert gone == ["p1", "p2"]
-    assert running.reconciler.retiring is None
+    assert running.reconciler.predecessor is None
     assert running.reconciler.pipeline == "p3"
 
 
-def test_no_model_releases_all_memory(running: Paper, kit: Kit) -> None:
+def test_no_model_releases_all_memory(running: FakeFleet, kit: Kit) -> None:
     running.obey(beside(running))
-    running.do(Serve(()))
-    sent = running.take()
+    running.handle_event(DesiredStateChangedEvent(()))
+    sent = running.pop_messages()
     ended = {(p, m.pipeline) for p, m in sent if isinstance(m, Unassign)}
     assert {("a", "p1"), ("d", "p2")} <= ended
-    assert {m.pipeline for p, m in sent if p == "a" and isinstance(m, RouteGone)} == {"p1", "p2"}
-    audit(running.fleet)
+    assert {m.pipeline for p, m in sent if p == "a" and isinstance(m, RouteRemoved)} == {"p1", "p2"}
+    audit_fleet(running.fleet)
     # A worker that was about to begin meanwhile is ended too, and so is nothing else begun.
     running.report("a", kit.worker("ready", 1, 0, (0, 6), pipeline="p2"))
-    assert ("a", Unassign(pipeline="p2")) in running.take()
-    running.do(Departed("b"))
+    assert ("a", Unassign(pipeline="p2")) in running.pop_messages()
+    running.handle_event(PeerStoppedEvent("b"))
     running.wait(20, *"acd")
-    assert not [m for _, m in running.take() if isinstance(m, (Assign, Form, Route, Prefetch))]
+    assert not [m for _, m in running.pop_messages() if isinstance(m, (Assign, FormPipeline, Route, Prefetch))]
     assert "`molink run MODEL`" in running.fleet.reason
     running.serve()
     running.wait(1, *"acd")
     running.obey()
-    assert running.reconciler.ready
+    assert running.reconciler.is_ready
 
 
-def joined(running: Paper) -> list[tuple[str, Prefetch]]:
+def joined(running: FakeFleet) -> list[tuple[str, Prefetch]]:
     """`d` is asked to fetch."""
     running.join("d")
     running.wait(1.25, *"abcd")
-    return [(p, m) for p, m in running.take() if isinstance(m, Prefetch)]
+    return [(p, m) for p, m in running.pop_messages() if isinstance(m, Prefetch)]
 
 
-def test_a_wish_for_files_is_said_again_until_reports_show_it(running: Paper) -> None:
+def test_a_wish_for_files_is_said_again_until_reports_show_it(running: FakeFleet) -> None:
     asked = joined(running)
     assert asked == [("d", prefetch(1, (5, 6)))]
     running.wait(3.25, *"abcd")
-    assert running.take() == asked
+    assert running.pop_messages() == asked
     running.prefetched("d", 1, "fetching")
     running.wait(10, *"abcd")
-    assert running.take() == []
+    assert running.pop_messages() == []
     running.report("d", fresh=True)  # its daemon was started anew
-    assert asked[0] in running.take()
+    assert asked[0] in running.pop_messages()
     running.prefetched("d", 0)  # of another move
     assert running.reconciler.formation.record.epoch == 1
     running.prefetched("d", 1)
-    assert running.reconciler.next.record.epoch == 2
+    assert running.reconciler.successor.record.epoch == 2
 
 
-def test_a_newcomer_that_cannot_fetch_disturbs_nobody(running: Paper) -> None:
+def test_a_newcomer_that_cannot_fetch_disturbs_nobody(running: FakeFleet) -> None:
     joined(running)
     running.prefetched("d", 1, "failed", "the disk is full")
-    assert running.reconciler.move is None
+    assert running.reconciler.migration is None
     assert "D can't get its files: the disk is full" in " ".join(running.fleet.story)
     running.wait(5, *"abcd")
-    assert running.take() == []
+    assert running.pop_messages() == []
     assert running.reconciler.formation.record.epoch == 1
     running.join("e")  # others come in without it
     running.wait(1.25, *"abcde")
@@ -691,57 +691,57 @@ def test_a_newcomer_that_cannot_fetch_disturbs_nobody(running: Paper) -> None:
     assert running.reconciler.formation.peers == ("a", "b", "c", "e")
 
 
-def test_a_stage_that_cannot_fetch_more_goes_on_as_it_is(running: Paper) -> None:
+def test_a_stage_that_cannot_fetch_more_goes_on_as_it_is(running: FakeFleet) -> None:
     running.report("b", *running.fleet.registry.sessions["b"].report.workers, stage="none")
     running.wait(1.25, *"abc")
-    assert [p for p, m in running.take() if isinstance(m, Prefetch)] == ["a", "c"]
+    assert [p for p, m in running.pop_messages() if isinstance(m, Prefetch)] == ["a", "c"]
     running.prefetched("c", 1, "failed")
     running.wait(59, *"abc")
-    assert running.take() == []
-    assert running.reconciler.ready
+    assert running.pop_messages() == []
+    assert running.reconciler.is_ready
     running.wait(2, *"abc")
-    assert [p for p, m in running.take() if isinstance(m, Prefetch)] == ["a", "c"]
+    assert [p for p, m in running.pop_messages() if isinstance(m, Prefetch)] == ["a", "c"]
 
 
 @pytest.mark.parametrize("how", ["left", "silent"])
-def test_a_newcomer_that_goes_while_it_fetches(running: Paper, how: str) -> None:
+def test_a_newcomer_that_goes_while_it_fetches(running: FakeFleet, how: str) -> None:
     joined(running)
     if how == "left":
-        running.do(MemberRemoved("d", "left"))
+        running.handle_event(MemberRemovedEvent("d", "left"))
     running.wait(8, *"abc")
-    assert running.reconciler.move is None
-    assert running.reconciler.ready
+    assert running.reconciler.migration is None
+    assert running.reconciler.is_ready
     assert running.reconciler.formation.record.epoch == 1
 
 
-def test_a_loss_does_not_wait_for_files(running: Paper) -> None:
+def test_a_loss_does_not_wait_for_files(running: FakeFleet) -> None:
     joined(running)
     running.failed("b", 1, epoch=1)
     running.wait(0.5, *"abcd")
     assert running.reconciler.formation.record.epoch == 2
     assert running.reconciler.formation.peers == ("a", "b", "c", "d")
-    assert running.reconciler.move is None
+    assert running.reconciler.migration is None
 
 
-def test_what_is_being_formed_is_finished_before_it_is_improved(running: Paper) -> None:
+def test_what_is_being_formed_is_finished_before_it_is_improved(running: FakeFleet) -> None:
     running.wait(3.25, *"ab")
     running.wait(0.5, *"ab")
     assert running.reconciler.formation.record.epoch == 2
-    orders = [(p, m) for p, m in running.take() if isinstance(m, Assign)]
+    orders = [(p, m) for p, m in running.pop_messages() if isinstance(m, Assign)]
     running.report("c", fresh=True)
     running.join("d")
     running.wait(15, *"abcd")
     assert running.reconciler.formation.record.epoch == 2
     running.obey(orders)
     assert running.reconciler.formation.record.epoch == 2
-    assert running.reconciler.ready
+    assert running.reconciler.is_ready
     running.wait(1.25, *"abcd")
     running.obey()
     assert running.reconciler.formation.peers == ("a", "b", "c", "d")
 
 
 @pytest.mark.parametrize("change", [{"stage": "none"}, {"memory": 10**9}])
-def test_what_cannot_be_finished_is_begun_anew(running: Paper, change: dict[str, Any]) -> None:
+def test_what_cannot_be_finished_is_begun_anew(running: FakeFleet, change: dict[str, Any]) -> None:
     running.failed("b", 1, epoch=1)
     running.wait(0.5, *"abc")
     running.report("a", **change)
@@ -749,17 +749,17 @@ def test_what_cannot_be_finished_is_begun_anew(running: Paper, change: dict[str,
     assert running.reconciler.formation.record.epoch == 3
 
 
-def test_who_waits_hears_that_it_gets_on(running: Paper) -> None:
+def test_who_waits_hears_that_it_gets_on(running: FakeFleet) -> None:
     running.failed("b", 1, epoch=1)
-    said = [m.forming for p, m in running.take(with_reasons=True) if p == "b"]
+    said = [m.forming for p, m in running.pop_messages(with_reasons=True) if p == "b"]
     assert said == [0]
     running.wait(11, *"abc")
-    batch = [(p, m) for p, m in running.take(with_reasons=True) if p == "b"]
-    said += [m.forming for _, m in batch if isinstance(m, Route)]
+    batch = [(p, m) for p, m in running.pop_messages(with_reasons=True) if p == "b"]
+    said += [m.forming_progress for _, m in batch if isinstance(m, Route)]
     running.obey([each for each in batch if isinstance(each[1], Assign)])
     assert len(set(said)) == len(said) == 4  # when it began, after 5 and after 10 s
     running.wait(601, *"abc")
-    routes = [m for p, m in running.take(with_reasons=True) if p == "a" and isinstance(m, Route)]
+    routes = [m for p, m in running.pop_messages(with_reasons=True) if p == "a" and isinstance(m, Route)]
     assert len(routes) > 20
 
 
@@ -786,12 +786,12 @@ def test_joining_for_ever_does_not_put_it_off_for_ever(kit: Kit) -> None:
     assert paper.committed
 
 
-def test_a_failed_worker(running: Paper) -> None:
+def test_a_failed_worker(running: FakeFleet) -> None:
     running.failed("b", 1, epoch=1)
-    assert running.take() == [(p, route(1)) for p in "abc"]
+    assert running.pop_messages() == [(p, route(1)) for p in "abc"]
     assert running.reconciler.reason == "stage 1 on B: oops"
     running.wait(0.5, *"abc")
-    sent = running.take()
+    sent = running.pop_messages()
     # The first failure is free: the same stages, and those that stand only change epoch.
     assert [(p, m.layers, m.epoch) for p, m in sent if isinstance(m, Assign)] == [
         ("a", (0, 2), 2),
@@ -800,7 +800,7 @@ def test_a_failed_worker(running: Paper) -> None:
     ]
 
 
-def test_a_crash_loop_is_left_out_longer_and_longer(running: Paper) -> None:
+def test_a_crash_loop_is_left_out_longer_and_longer(running: FakeFleet) -> None:
     for name, memory in zip("abc", (3, 5, 3), strict=True):
         running.report(name, memory=memory * 10**9)  # without `b` there is no placement
     gaps = []
@@ -817,19 +817,19 @@ def test_a_crash_loop_is_left_out_longer_and_longer(running: Paper) -> None:
     assert "left out for" in " ".join(running.fleet.story)
 
 
-def test_what_works_is_not_disturbed_for_a_suspect(running: Paper) -> None:
+def test_what_works_is_not_disturbed_for_a_suspect(running: FakeFleet) -> None:
     fail_until_left_out(running, "b")
     running.obey()
     running.wait(50, *"abc")
-    assert running.reconciler.ready
+    assert running.reconciler.is_ready
     assert running.reconciler.formation.peers == ("a", "c")
-    assert "left out for 8 s more after 4 failures" in running.reconciler.left_out("b")
+    assert "left out for 8 s more after 4 failures" in running.reconciler.explain_exclusion("b")
     running.wait(12, *"abc")
     running.obey()
     assert running.reconciler.formation.peers == ("a", "b", "c")
 
 
-def test_a_second_failure_does_not_make_all_stages_load_anew(running: Paper) -> None:
+def test_a_second_failure_does_not_make_all_stages_load_anew(running: FakeFleet) -> None:
     for epoch in (1, 2):
         running.failed("b", 1, epoch)
         running.wait(1.5, *"abc")
@@ -837,32 +837,32 @@ def test_a_second_failure_does_not_make_all_stages_load_anew(running: Paper) -> 
         assert running.reconciler.formation.peers == ("a", "b", "c")
 
 
-def test_a_closed_connection_is_a_loss_unless_there_is_another_at_once(running: Paper) -> None:
-    running.do(Disconnected("c"))
+def test_a_closed_connection_is_a_loss_unless_there_is_another_at_once(running: FakeFleet) -> None:
+    running.handle_event(PeerDisconnectedEvent("c"))
     running.wait(0.25, *"ab")
     running.report("c", *running.fleet.registry.sessions["c"].report.workers, fresh=True)
     running.wait(5, *"abc")
     assert running.reconciler.formation.record.epoch == 1
-    running.do(Disconnected("c"))
-    running.do(Disconnected("z"))
+    running.handle_event(PeerDisconnectedEvent("c"))
+    running.handle_event(PeerDisconnectedEvent("z"))
     running.wait(0.25, *"ab")
-    assert running.reconciler.ready
+    assert running.reconciler.is_ready
     running.wait(0.25, *"ab")
     assert running.reconciler.reason == "C is not connected any more"
 
 
 @pytest.mark.parametrize("first", ["neighbour", "connection"])
-def test_a_neighbour_and_a_closed_connection_agree(running: Paper, first: str) -> None:
+def test_a_neighbour_and_a_closed_connection_agree(running: FakeFleet, first: str) -> None:
     if first == "connection":
-        running.do(Disconnected("c"))
+        running.handle_event(PeerDisconnectedEvent("c"))
     running.failed("b", 1, epoch=1, next_lost=True)
-    running.do(Disconnected("c"))
-    assert not running.fleet.registry.live("c")
+    running.handle_event(PeerDisconnectedEvent("c"))
+    assert not running.fleet.registry.is_live("c")
     running.wait(0.5, *"ab")
     assert running.reconciler.formation.peers == ("a", "b")
 
 
-def test_a_pc_that_is_well_again_is_used_within_seconds(running: Paper) -> None:
+def test_a_pc_that_is_well_again_is_used_within_seconds(running: FakeFleet) -> None:
     running.failed("c", 2, epoch=1)
     running.wait(6, *"ab")  # it fails, and then is gone for a while
     running.obey()
@@ -873,17 +873,17 @@ def test_a_pc_that_is_well_again_is_used_within_seconds(running: Paper) -> None:
     assert running.reconciler.formation.peers == ("a", "b", "c")
 
 
-def fail_until_left_out(running: Paper, peer: str) -> None:
+def fail_until_left_out(running: FakeFleet, peer: str) -> None:
     while peer in running.reconciler.formation.peers:
         formation = running.reconciler.formation
         running.failed(peer, formation.stage_of(peer), formation.record.epoch)
         running.wait(2.5, *"abc")
 
 
-def test_the_reason_names_who_is_left_out(running: Paper) -> None:
+def test_the_reason_names_who_is_left_out(running: FakeFleet) -> None:
     running.report("a", memory=4 * 10**9)
     running.report("b", memory=4 * 10**9)
-    running.do(MemberRemoved("c", "left"))
+    running.handle_event(MemberRemovedEvent("c", "left"))
     running.wait(0.5, *"ab")
     for _ in range(3):
         formation = running.reconciler.formation
@@ -899,7 +899,7 @@ def test_the_reason_names_who_is_left_out(running: Paper) -> None:
     )
 
 
-def test_the_next_stage_is_blamed_for_being_lost(running: Paper) -> None:
+def test_the_next_stage_is_blamed_for_being_lost(running: FakeFleet) -> None:
     for epoch in (1, 2, 3, 4):
         stage = running.reconciler.formation.stage_of("a")
         running.failed("a", stage, epoch, next_lost=True)
@@ -907,7 +907,7 @@ def test_the_next_stage_is_blamed_for_being_lost(running: Paper) -> None:
     assert running.reconciler.formation.peers == ("a", "c")
 
 
-def test_who_was_lost_to_its_neighbour_is_placed_once_it_has_reported(running: Paper) -> None:
+def test_who_was_lost_to_its_neighbour_is_placed_once_it_has_reported(running: FakeFleet) -> None:
     running.failed("b", 1, epoch=1, next_lost=True)  # `c`, and nobody knows why
     running.wait(0.5, *"ab")
     assert running.reconciler.formation is None
@@ -916,13 +916,13 @@ def test_who_was_lost_to_its_neighbour_is_placed_once_it_has_reported(running: P
     assert running.reconciler.formation.peers == ("a", "b", "c")
 
 
-def test_who_was_lost_to_its_neighbour_is_not_waited_for_longer(running: Paper) -> None:
+def test_who_was_lost_to_its_neighbour_is_not_waited_for_longer(running: FakeFleet) -> None:
     running.failed("b", 1, epoch=1, next_lost=True)
     running.wait(1.25, *"ab")
     assert running.reconciler.formation.peers == ("a", "b")
 
 
-def test_the_previous_stage_is_blamed_for_being_cut_off(running: Paper) -> None:
+def test_the_previous_stage_is_blamed_for_being_cut_off(running: FakeFleet) -> None:
     for epoch in (1, 2, 3, 4):
         peers = running.reconciler.formation.peers
         stage = (peers.index("b") + 1) % len(peers)
@@ -932,12 +932,12 @@ def test_the_previous_stage_is_blamed_for_being_cut_off(running: Paper) -> None:
     assert running.reconciler.formation.peers == ("a", "c")
 
 
-def test_a_silent_peer_is_replaced_by_who_is_left(running: Paper) -> None:
+def test_a_silent_peer_is_replaced_by_who_is_left(running: FakeFleet) -> None:
     running.wait(3.25, *"ab")
-    assert not running.reconciler.ready
-    assert running.take() == [(p, route(1)) for p in "ab"]
+    assert not running.reconciler.is_ready
+    assert running.pop_messages() == [(p, route(1)) for p in "ab"]
     running.wait(0.5, *"ab")
-    batch = running.take()
+    batch = running.pop_messages()
     assert [(p, m.layers) for p, m in batch if isinstance(m, Assign)] == [
         ("a", (0, 3)),
         ("b", (3, 6)),
@@ -948,95 +948,95 @@ def test_a_silent_peer_is_replaced_by_who_is_left(running: Paper) -> None:
     running.wait(1.25, *"abc")
     running.obey()
     assert running.reconciler.formation.peers == ("a", "b", "c")
-    assert running.reconciler.ready
+    assert running.reconciler.is_ready
 
 
-def test_nothing_goes_on_with_who_is_lost_at_the_same_time(running: Paper) -> None:
+def test_nothing_goes_on_with_who_is_lost_at_the_same_time(running: FakeFleet) -> None:
     beside(running)
-    running.take()
+    running.pop_messages()
     running.wait(5, "a", "d")
-    told = {peer for peer, _ in running.take()}
+    told = {peer for peer, _ in running.pop_messages()}
     assert told <= {"a", "d"}
     assert running.reconciler.formation.peers == ("a", "d")
 
 
-def test_a_peer_that_stops_in_good_order_is_no_suspect(running: Paper) -> None:
+def test_a_peer_that_stops_in_good_order_is_no_suspect(running: FakeFleet) -> None:
     fail_until_left_out(running, "c")
     running.obey()
-    assert "left out for" in running.reconciler.left_out("c")
-    running.do(Departed("c"))
-    assert not running.fleet.registry.live("c")
+    assert "left out for" in running.reconciler.explain_exclusion("c")
+    running.handle_event(PeerStoppedEvent("c"))
+    assert not running.fleet.registry.is_live("c")
     running.wait(1.25, *"ab")
     running.obey()
-    assert running.reconciler.ready
+    assert running.reconciler.is_ready
     assert running.reconciler.formation.peers == ("a", "b")
     running.report("c", fresh=True)
     running.wait(1.25, *"abc")
     running.obey()
     assert running.reconciler.formation.peers == ("a", "b", "c")
-    assert running.reconciler.left_out("c") == ""
+    assert running.reconciler.explain_exclusion("c") == ""
 
 
 @pytest.mark.parametrize("how", ["silent", "restarted", "at once"])
-def test_a_pc_that_was_killed_has_not_failed(running: Paper, how: str) -> None:
+def test_a_pc_that_was_killed_has_not_failed(running: FakeFleet, how: str) -> None:
     running.failed("b", 1, epoch=1, next_lost=True)  # before `c` counts as silent
     if how != "at once":
         running.wait(7 if how == "silent" else 2, *"ab")
         running.obey()
         assert running.reconciler.formation.peers == ("a", "b")
     running.report("c", fresh=True, pid=2)
-    assert running.reconciler.left_out("c") == ""
+    assert running.reconciler.explain_exclusion("c") == ""
     running.wait(1.25, *"abc")
     running.obey()
     assert running.reconciler.formation.peers == ("a", "b", "c")
 
 
-def test_a_peer_that_just_went_silent_is_not_placed(running: Paper) -> None:
+def test_a_peer_that_just_went_silent_is_not_placed(running: FakeFleet) -> None:
     running.wait(2, *"ab")
-    assert running.reconciler.ready
+    assert running.reconciler.is_ready
     running.failed("b", 1, epoch=1, next_lost=True)
     running.wait(0.5, *"ab")
     assert running.reconciler.formation.peers == ("a", "b")
 
 
-def test_a_short_silence_changes_nothing(running: Paper) -> None:
+def test_a_short_silence_changes_nothing(running: FakeFleet) -> None:
     running.wait(2.5, *"ab")
     running.report("c", *running.fleet.registry.sessions["c"].report.workers)
     running.wait(2, *"abc")
-    assert running.take() == []
-    assert running.reconciler.ready
+    assert running.pop_messages() == []
+    assert running.reconciler.is_ready
 
 
-def test_its_own_standstill_is_nobodys_silence(running: Paper) -> None:
+def test_its_own_standstill_is_nobodys_silence(running: FakeFleet) -> None:
     running.now += 60
-    running.do(Tick())
-    assert running.take() == []
+    running.handle_event(TimePassedEvent())
+    assert running.pop_messages() == []
     running.wait(6)
-    assert running.take() == []
+    assert running.pop_messages() == []
     assert not running.fleet.registry.sessions
 
 
-def test_what_is_not_read_yet_is_nobodys_silence(running: Paper) -> None:
+def test_what_is_not_read_yet_is_nobodys_silence(running: FakeFleet) -> None:
     """A coordinator whose PC is busy falls behind with what the peers have said."""
     for behind in range(1, 32):
         running.now += 0.25
-        running.do(Tick(behind=behind / 4))
-    assert running.take() == []
-    assert running.reconciler.ready
+        running.handle_event(TimePassedEvent(read_lag=behind / 4))
+    assert running.pop_messages() == []
+    assert running.reconciler.is_ready
     running.now += 0.25
-    running.do(Tick())
+    running.handle_event(TimePassedEvent())
     assert not running.fleet.registry.sessions, "it has read all, and none of them said anything"
 
 
-def test_one_that_never_reads_all_still_finds_out_who_is_gone(running: Paper) -> None:
-    for behind in range(1, 4 * round(MAX_BEHIND + SESSION_TIMEOUT) + 4):
+def test_one_that_never_reads_all_still_finds_out_who_is_gone(running: FakeFleet) -> None:
+    for behind in range(1, 4 * round(MAX_READ_LAG + SESSION_TIMEOUT) + 4):
         running.now += 0.25
-        running.do(Tick(behind=behind / 4))
+        running.handle_event(TimePassedEvent(read_lag=behind / 4))
     assert not running.fleet.registry.sessions
 
 
-def test_who_was_cut_off_may_come_back_after_our_standstill(running: Paper) -> None:
-    running.do(Disconnected("b"))
+def test_who_was_cut_off_may_come_back_after_our_standstill(running: FakeFleet) -> None:
+    running.handle_event(PeerDisconnectedEvent("b"))
     running.now += 60
     # What waits in the socket comes before any tick.
     workers = {name: one.report.workers for name, one in running.fleet.registry.sessions.items()}
@@ -1053,21 +1053,21 @@ def test_nobody_is_late_for_our_standstill(kit: Kit) -> None:
     paper.serve()
     paper.wait(2, *"ab")
     paper.now += 600
-    paper.do(Tick())
+    paper.handle_event(TimePassedEvent())
     assert paper.reconciler.formation.record.epoch == 1
     assert paper.reconciler.formation.state == "loading"
 
 
-def test_a_peer_that_leaves(running: Paper) -> None:
-    running.do(MemberRemoved("b", "left"))
-    assert running.take() == [
-        ("a", MemberGone(peer="b")),
-        ("c", MemberGone(peer="b")),
+def test_a_peer_that_leaves(running: FakeFleet) -> None:
+    running.handle_event(MemberRemovedEvent("b", "left"))
+    assert running.pop_messages() == [
+        ("a", PeerRemoved(peer="b")),
+        ("c", PeerRemoved(peer="b")),
         ("a", route(1)),
         ("c", route(1)),
     ]
-    running.do(Reported("b", running.fleet.registry.sessions["a"].report))
-    assert running.take() == []
+    running.handle_event(PeerReportedEvent("b", running.fleet.registry.sessions["a"].report))
+    assert running.pop_messages() == []
     running.wait(0.5, *"ac")
     assert running.reconciler.formation.peers == ("a", "c")
 
@@ -1078,25 +1078,25 @@ def test_without_enough_memory_it_waits_and_says_why(kit: Kit) -> None:
     paper.report("a", memory=4 * kit.GB)
     paper.wait(2, "a")
     assert paper.reconciler.reason.startswith("toy needs 6.0 GB, the swarm offers 3.8 GB on 1 peer")
-    assert paper.take() == [("a", route(0))]
+    assert paper.pop_messages() == [("a", route(0))]
     paper.report("b", memory=4 * kit.GB)
     paper.wait(1.25, *"ab")
     assert paper.reconciler.formation is not None
 
 
-def test_a_joiner_that_names_layers_which_do_not_exist_is_told_so(running: Paper) -> None:
+def test_a_joiner_that_names_layers_which_do_not_exist_is_told_so(running: FakeFleet) -> None:
     running.join("d", stage="0:99")
     running.wait(2, *"abcd")
     why = "names layers that toy doesn't have: it has 6"
-    notices = [told for told in running.take() if isinstance(told[1], Notice)]
+    notices = [told for told in running.pop_messages() if isinstance(told[1], Notice)]
     assert notices == [("d", Notice(text=f"--stage 0:99 {why}"))]
-    assert running.reconciler.left_out("d") == f"left out: --stage 0:99 {why}"
-    running.do(MemberRemoved("c", "left"))
+    assert running.reconciler.explain_exclusion("d") == f"left out: --stage 0:99 {why}"
+    running.handle_event(MemberRemovedEvent("c", "left"))
     running.wait(2, *"abd")
     running.obey()
-    assert running.reconciler.ready, "it hinders nobody"
+    assert running.reconciler.is_ready, "it hinders nobody"
     running.report("d", stage="auto")
-    assert ("d", Notice(text="")) in running.take()
+    assert ("d", Notice(text="")) in running.pop_messages()
 
 
 def test_alone_such_a_joiner_is_why_nothing_is_served(kit: Kit) -> None:
@@ -1107,20 +1107,20 @@ def test_alone_such_a_joiner_is_why_nothing_is_served(kit: Kit) -> None:
     assert "D (--stage 0:99) names layers that toy doesn't have" in paper.reconciler.reason
 
 
-def test_a_joiner_that_makes_placement_impossible_stops_nothing(running: Paper) -> None:
+def test_a_joiner_that_makes_placement_impossible_stops_nothing(running: FakeFleet) -> None:
     running.join("d", stage="0:2")
     running.join("e", stage="1:3")
     running.wait(2, *"abcde")
-    assert running.reconciler.ready
+    assert running.reconciler.is_ready
     assert "overlap" in running.reconciler.reason
-    running.do(MemberRemoved("d", "left"))
-    running.do(MemberRemoved("e", "left"))
+    running.handle_event(MemberRemovedEvent("d", "left"))
+    running.handle_event(MemberRemovedEvent("e", "left"))
     running.wait(2, *"abc")
     assert running.reconciler.reason == ""
     assert running.reconciler.formation.record.epoch == 1
 
 
-def test_messages_of_other_epochs_peers_and_pipelines_are_ignored(running: Paper) -> None:
+def test_messages_of_other_epochs_peers_and_pipelines_are_ignored(running: FakeFleet) -> None:
     running.failed("b", 1, epoch=0)
     running.failed("b", 1, epoch=2)
     running.failed("b", 0, epoch=1)
@@ -1129,8 +1129,8 @@ def test_messages_of_other_epochs_peers_and_pipelines_are_ignored(running: Paper
     running.failed("z", 1, epoch=1)
     running.ready("b", 1, epoch=1)
     running.loaded(assign(1, 1, 3, (2, 4)), "b")
-    assert running.take() == []
-    assert running.reconciler.ready
+    assert running.pop_messages() == []
+    assert running.reconciler.is_ready
 
 
 def test_a_formation_without_progress_is_given_up(kit: Kit) -> None:
@@ -1139,7 +1139,7 @@ def test_a_formation_without_progress_is_given_up(kit: Kit) -> None:
     for name in "ab":
         paper.report(name)
     paper.wait(1.25, *"ab")
-    first, second = (m for _, m in paper.take() if isinstance(m, Assign))
+    first, second = (m for _, m in paper.pop_messages() if isinstance(m, Assign))
     paper.loaded(first, "a")
     for step in range(1, 11):
         paper.report("b", kit.worker("fetching", 1, 1, second.layers, done=step * 10**7))
@@ -1155,14 +1155,14 @@ def test_a_formation_without_progress_is_given_up(kit: Kit) -> None:
     assert "B made too little progress with loading its stage" in " ".join(paper.fleet.story)
 
 
-def fetching_until_given_up(paper: Paper, kit: Kit, claim: Callable[[float], int]) -> float:
+def fetching_until_given_up(paper: FakeFleet, kit: Kit, claim: Callable[[float], int]) -> float:
     """Of three peers `c` fetches and claims ``claim(seconds)`` bytes; when the others go on."""
     small = msgspec.structs.replace(kit.facts, layer_bytes=10**7)
     paper.serve(facts=small)
     for name in "abc":
         paper.report(name)
     paper.wait(1.5, *"abc")
-    orders = {peer: m for peer, m in paper.take() if isinstance(m, Assign)}
+    orders = {peer: m for peer, m in paper.pop_messages() if isinstance(m, Assign)}
     begun = paper.now
     paper.loaded(orders["a"], "a")
     paper.loaded(orders["b"], "b")
@@ -1192,7 +1192,7 @@ def test_who_only_says_that_it_fetches_is_left_out(kit: Kit, claim: Callable[[fl
     paper.wait(0.5, "a", "b")
     assert paper.reconciler.formation.peers == ("a", "b")
     paper.obey()
-    assert paper.reconciler.ready
+    assert paper.reconciler.is_ready
     paper.wait(100, *"abc")
     assert paper.reconciler.formation.peers == ("a", "b")
 
@@ -1202,16 +1202,16 @@ def test_a_transfer_takes_no_longer_than_its_bytes(kit: Kit) -> None:
     paper = kit.Paper("a", "b", "c", min_peers=3)
     most = 1.5 * 2 * 10**7 + (1 << 20)
     taken = fetching_until_given_up(paper, kit, lambda s: round(2 * MIN_RATE * s) + 10**6)
-    assert taken <= most / MIN_RATE / 2 + STALL + 30
+    assert taken <= most / MIN_RATE / 2 + STALL_TIMEOUT + 30
 
 
-def test_a_peer_whose_files_never_come_is_not_waited_for(running: Paper) -> None:
+def test_a_peer_whose_files_never_come_is_not_waited_for(running: FakeFleet) -> None:
     joined(running)
     running.prefetched("d", 1, "fetching")
     running.wait(31, *"abcd")
-    assert running.reconciler.move is None
+    assert running.reconciler.migration is None
     assert "D can't get its files: they come too slowly" in " ".join(running.fleet.story)
-    assert running.reconciler.ready
+    assert running.reconciler.is_ready
 
 
 def test_a_stage_that_never_links_is_given_up(kit: Kit) -> None:
@@ -1220,7 +1220,7 @@ def test_a_stage_that_never_links_is_given_up(kit: Kit) -> None:
     for name in "ab":
         paper.report(name)
     paper.wait(1.25, *"ab")
-    for peer, message in paper.take():
+    for peer, message in paper.pop_messages():
         if isinstance(message, Assign):
             paper.loaded(message, peer)
     paper.ready("a", 0, epoch=1)
@@ -1234,19 +1234,19 @@ def test_lost_instructions_are_repeated(kit: Kit) -> None:
     paper.serve()
     paper.report("a")
     paper.wait(1.25, "a")
-    (message,) = (m for _, m in paper.take() if isinstance(m, Assign))
+    (message,) = (m for _, m in paper.pop_messages() if isinstance(m, Assign))
     # Its reports never show that it got the assignment.
     paper.wait(3.5, "a")
-    assert ("a", message) in paper.take()
+    assert ("a", message) in paper.pop_messages()
     paper.report("a", fresh=True)
-    assert ("a", message) in paper.take()
+    assert ("a", message) in paper.pop_messages()
     paper.loaded(message, "a")
-    form = paper.take()
+    form = paper.pop_messages()
     paper.report("a", fresh=True)
-    assert form[0] in paper.take()
+    assert form[0] in paper.pop_messages()
     # What StageReady would say, a report says as well.
     paper.report("a", kit.worker("ready", 1, 0, (0, 6)))
-    assert paper.reconciler.ready
+    assert paper.reconciler.is_ready
 
 
 def test_a_peer_without_room_for_kv_is_named(kit: Kit) -> None:
@@ -1254,55 +1254,55 @@ def test_a_peer_without_room_for_kv_is_named(kit: Kit) -> None:
     paper.serve()
     paper.report("a")
     paper.wait(1.25, "a")
-    (message,) = (m for _, m in paper.take() if isinstance(m, Assign))
+    (message,) = (m for _, m in paper.pop_messages() if isinstance(m, Assign))
     paper.loaded(message, "a", blocks=0)
     assert paper.reconciler.reason == "A has no memory left for KV"
 
 
 @pytest.mark.parametrize("how", ["failed", "gone", "restarted"])
-def test_reports_show_what_messages_did_not(running: Paper, kit: Kit, how: str) -> None:
+def test_reports_show_what_messages_did_not(running: FakeFleet, kit: Kit, how: str) -> None:
     if how == "failed":
         running.report("b", kit.worker("failed", 1, 1, (2, 4)))
     elif how == "gone":
         running.report("b")
-        assert running.reconciler.ready  # the report may be older than the readiness
+        assert running.reconciler.is_ready  # the report may be older than the readiness
         running.wait(3.25, *"abc")
     else:
         running.report("b", kit.worker("ready", 1, 1, (2, 4)), pid=2)
-    assert running.take()[0] == ("a", route(1))
+    assert running.pop_messages()[0] == ("a", route(1))
 
 
-def test_workers_of_nothing_are_stopped(running: Paper, kit: Kit) -> None:
+def test_workers_of_nothing_are_stopped(running: FakeFleet, kit: Kit) -> None:
     running.report("b", kit.worker("ready", 1, 1, (2, 4)), kit.worker("ready", 7, 0, (0, 2), "p9"))
-    assert running.take() == [("b", Unassign(pipeline="p9"))]
+    assert running.pop_messages() == [("b", Unassign(pipeline="p9"))]
     running.join("d", stage="none")
-    running.take()
+    running.pop_messages()
     running.report("d", kit.worker("ready", 1, 1, (2, 4)), stage="none")
-    assert running.take() == [("d", Unassign(pipeline="p1"))]
+    assert running.pop_messages() == [("d", Unassign(pipeline="p1"))]
 
 
-def test_a_peer_that_gets_no_stage_any_more_is_told_so(running: Paper) -> None:
+def test_a_peer_that_gets_no_stage_any_more_is_told_so(running: FakeFleet) -> None:
     running.report("b", *running.fleet.registry.sessions["b"].report.workers, stage="none")
     running.wait(1.25, *"abc")
     running.obey()
     running.wait(1.25, *"abc")
-    assert ("b", Unassign(pipeline="p1")) in running.take()
+    assert ("b", Unassign(pipeline="p1")) in running.pop_messages()
     assert running.reconciler.formation.peers == ("a", "c")
 
 
-def test_the_same_wish_changes_nothing(running: Paper) -> None:
+def test_the_same_wish_changes_nothing(running: FakeFleet) -> None:
     running.serve(min_peers=1, source="b")
     running.wait(2, *"abc")
-    assert running.take() == []
+    assert running.pop_messages() == []
 
 
 @pytest.mark.parametrize("change", [{"dtype": "f32"}, {"quantize": "int8"}])
-def test_another_model_gets_another_pipeline(running: Paper, change: dict[str, str]) -> None:
+def test_another_model_gets_another_pipeline(running: FakeFleet, change: dict[str, str]) -> None:
     running.serve(**change)
-    sent = running.take()
+    sent = running.pop_messages()
     assert sent == [
         *[(p, Unassign(pipeline="p1")) for p in "abc"],
-        *[(p, RouteGone(pipeline="p1")) for p in "abc"],
+        *[(p, RouteRemoved(pipeline="p1")) for p in "abc"],
         *[(p, route(1, pipeline="p2")) for p in "abc"],
     ]
     for name in "abc":
@@ -1310,12 +1310,12 @@ def test_another_model_gets_another_pipeline(running: Paper, change: dict[str, s
     running.wait(0.5, *"abc")
     assert running.committed[-1].id == "p2"
     assert running.committed[-1].epoch == 2
-    assert {m.quantize for _, m in running.take() if isinstance(m, Assign)} == {
+    assert {m.quantize for _, m in running.pop_messages() if isinstance(m, Assign)} == {
         change.get("quantize", "none")
     }
 
 
-def test_another_number_of_micro_batches_is_another_epoch(running: Paper) -> None:
+def test_another_number_of_micro_batches_is_another_epoch(running: FakeFleet) -> None:
     running.serve(micro_batches=5)
     running.wait(0.5, *"abc")
     running.obey()
@@ -1327,41 +1327,41 @@ def test_another_number_of_micro_batches_is_another_epoch(running: Paper) -> Non
 # --- restarts --------------------------------------------------------------------------------
 
 
-def restarted(running: Paper, kit: Kit) -> Paper:
+def restarted(running: FakeFleet, kit: Kit) -> FakeFleet:
     record = running.committed[-1]
     return kit.Paper(
         *"abc", desired=running.reconciler.desired, pipeline=record, last=(1, record.epoch)
     )
 
 
-def test_a_restarted_coordinator_adopts_the_running_pipeline(running: Paper, kit: Kit) -> None:
+def test_a_restarted_coordinator_adopts_the_running_pipeline(running: FakeFleet, kit: Kit) -> None:
     again = restarted(running, kit)
     layers = [(0, 2), (2, 4), (4, 6)]
     for stage, name in enumerate("abc"):
-        assert again.take() == []
+        assert again.pop_messages() == []
         again.report(name, kit.worker("ready", 1, stage, layers[stage]))
-    assert again.take() == [(p, route(1, address("a"))) for p in "abc"]
+    assert again.pop_messages() == [(p, route(1, address("a"))) for p in "abc"]
     again.wait(5, *"abc")
-    assert again.take() == []
+    assert again.pop_messages() == []
     assert again.committed == []
 
 
-def test_a_restart_before_the_ring_was_told_to_form(running: Paper, kit: Kit) -> None:
+def test_a_restart_before_the_ring_was_told_to_form(running: FakeFleet, kit: Kit) -> None:
     """What was committed may not have been said, or not to everybody."""
     again = restarted(running, kit)
     again.report("a", kit.worker("ready", 1, 0, (0, 2)))
     again.report("b", kit.worker("loaded", 1, 1, (2, 4)))
     again.report("c", kit.worker("loaded", 1, 2, (4, 6)))
-    told = [(peer, message) for peer, message in again.take() if isinstance(message, Form)]
+    told = [(peer, message) for peer, message in again.pop_messages() if isinstance(message, FormPipeline)]
     ring = tuple(address(name) for name in "abc")
-    form = Form(pipeline="p1", epoch=1, ring=ring, blocks=80, micro_batches=0)
+    form = FormPipeline(pipeline="p1", epoch=1, ring=ring, blocks=80, micro_batches=0)
     assert told == [("b", form), ("c", form)]
     again.ready("b", 1, epoch=1)
     again.ready("c", 2, epoch=1)
-    assert again.reconciler.ready
+    assert again.reconciler.is_ready
 
 
-def test_a_newcomer_is_not_forgotten_by_a_restart(running: Paper, kit: Kit) -> None:
+def test_a_newcomer_is_not_forgotten_by_a_restart(running: FakeFleet, kit: Kit) -> None:
     joined(running)
     again = restarted(running, kit)
     again.join("d")
@@ -1372,7 +1372,7 @@ def test_a_newcomer_is_not_forgotten_by_a_restart(running: Paper, kit: Kit) -> N
     assert again.reconciler.formation.peers == ("a", "b", "c", "d")
 
 
-def test_what_was_made_beside_is_forgotten_by_a_restart(running: Paper, kit: Kit) -> None:
+def test_what_was_made_beside_is_forgotten_by_a_restart(running: FakeFleet, kit: Kit) -> None:
     beside(running)
     again = kit.Paper(
         *"abcd", desired=running.reconciler.desired, pipeline=running.committed[-1], last=(2, 2)
@@ -1385,43 +1385,43 @@ def test_what_was_made_beside_is_forgotten_by_a_restart(running: Paper, kit: Kit
             kit.worker("loading", 2, stage, layers, "p2"),
         )
     again.report("d", kit.worker("loading", 2, 3, (5, 6), "p2"))
-    assert [p for p, m in again.take() if m == Unassign(pipeline="p2")] == list("abcd")
-    assert again.reconciler.ready
+    assert [p for p, m in again.pop_messages() if m == Unassign(pipeline="p2")] == list("abcd")
+    assert again.reconciler.is_ready
     again.wait(1.25, *"abcd")
     again.obey()
     assert again.reconciler.formation.record.epoch == 3
     assert again.reconciler.pipeline == "p3"
 
 
-def test_who_has_not_reported_is_not_adopted(running: Paper, kit: Kit) -> None:
+def test_who_has_not_reported_is_not_adopted(running: FakeFleet, kit: Kit) -> None:
     again = restarted(running, kit)
     for stage, name in enumerate("abc"):
         again.ready(name, stage, epoch=1)
     assert again.reconciler.formation.state == "adopting"
 
 
-def test_a_changed_stage_is_not_adopted(running: Paper, kit: Kit) -> None:
+def test_a_changed_stage_is_not_adopted(running: FakeFleet, kit: Kit) -> None:
     again = restarted(running, kit)
     again.report("a", kit.worker("ready", 1, 0, (0, 2)))
     again.report("b", kit.worker("ready", 1, 1, (2, 5)))
-    assert again.take() == [(p, route(1)) for p in "ab"]
+    assert again.pop_messages() == [(p, route(1)) for p in "ab"]
     again.report("c", kit.worker("ready", 1, 2, (4, 6)))
     again.wait(1.5, *"abc")
     assert again.committed[-1].epoch == 2
 
 
-def test_a_missing_peer_is_not_waited_for_beyond_its_time(running: Paper, kit: Kit) -> None:
+def test_a_missing_peer_is_not_waited_for_beyond_its_time(running: FakeFleet, kit: Kit) -> None:
     again = restarted(running, kit)
     again.report("a", kit.worker("ready", 1, 0, (0, 2)))
     again.report("b", kit.worker("ready", 1, 1, (2, 4)))
     again.wait(7.75, *"ab")
-    assert again.take() == []
+    assert again.pop_messages() == []
     again.wait(1, *"ab")
     assert again.committed[-1].epoch == 2
     assert again.reconciler.formation.peers == ("a", "b")
 
 
-def test_after_a_power_cut_it_waits_for_peers_but_not_for_ever(running: Paper, kit: Kit) -> None:
+def test_after_a_power_cut_it_waits_for_peers_but_not_for_ever(running: FakeFleet, kit: Kit) -> None:
     again = restarted(running, kit)
     again.report("a")
     again.report("b")
@@ -1431,16 +1431,16 @@ def test_after_a_power_cut_it_waits_for_peers_but_not_for_ever(running: Paper, k
     assert again.committed[-1].epoch == 2
 
 
-def test_after_a_power_cut_nobody_waits_for_who_is_no_member(running: Paper, kit: Kit) -> None:
+def test_after_a_power_cut_nobody_waits_for_who_is_no_member(running: FakeFleet, kit: Kit) -> None:
     again = restarted(running, kit)
-    again.do(MemberRemoved("c", "left"))
+    again.handle_event(MemberRemovedEvent("c", "left"))
     again.report("a")
     again.report("b")
     again.wait(1.5, *"ab")
     assert again.committed[-1].epoch == 2
 
 
-def test_an_unformed_epoch_is_not_adopted(running: Paper, kit: Kit) -> None:
+def test_an_unformed_epoch_is_not_adopted(running: FakeFleet, kit: Kit) -> None:
     record = PipelineRecord("p1", "toy", 4, running.committed[-1].stages)
     again = kit.Paper(*"abc", desired=running.reconciler.desired, pipeline=record, last=(1, 4))
     for stage, name in enumerate("abc"):
@@ -1449,10 +1449,10 @@ def test_an_unformed_epoch_is_not_adopted(running: Paper, kit: Kit) -> None:
     assert again.committed[-1].epoch == 5
 
 
-def test_broken_invariants_come_with_the_story(running: Paper) -> None:
+def test_broken_invariants_come_with_the_story(running: FakeFleet) -> None:
     running.fleet.registry.sessions["z"] = running.fleet.registry.sessions["a"]
     with pytest.raises(InvariantError) as caught:
-        running.do(Tick())
+        running.handle_event(TimePassedEvent())
     assert any("is ready" in line for line in caught.value.story)
 
 
@@ -1465,13 +1465,13 @@ def test_what_is_being_formed_begins_anew_in_a_higher_term(kit: Kit) -> None:
     paper.wait(2, *"ab")
     assert paper.reconciler.formation.state == "loading"
     term = next_term(0, "a")
-    paper.do(TermRaised(term))
+    paper.handle_event(TermRaisedEvent(term))
     paper.wait(2, *"ab")
     assert term_of(paper.reconciler.formation.record.epoch) == term
 
 
-def test_what_serves_is_not_touched_by_a_higher_term(running: Paper) -> None:
-    running.do(TermRaised(next_term(0, "a")))
+def test_what_serves_is_not_touched_by_a_higher_term(running: FakeFleet) -> None:
+    running.handle_event(TermRaisedEvent(next_term(0, "a")))
     running.wait(3, *"abc")
     assert running.reconciler.formation.record.epoch == 1
 
@@ -1483,13 +1483,13 @@ def test_a_route_that_a_peer_has_lost_is_told_again(kit: Kit) -> None:
         paper.report(name)
     paper.wait(2, *"ab")
     paper.obey()
-    paper.take()
+    paper.pop_messages()
     last = paper.fleet.registry.sessions["b"].report
     known = msgspec.structs.replace(last, routes=(("p1", 1, True),))
     earlier = msgspec.structs.replace(last, routes=(("p1", 1, False),))
-    for report in (*[earlier] * (MAX_ASTRAY - 1), known, *[earlier] * (MAX_ASTRAY - 1)):
-        paper.do(Reported("b", report))
-        assert paper.take() == []
-    paper.do(Reported("b", earlier))
-    ((peer, route),) = paper.take(with_reasons=True)
+    for report in (*[earlier] * (MAX_ROUTE_MISMATCHES - 1), known, *[earlier] * (MAX_ROUTE_MISMATCHES - 1)):
+        paper.handle_event(PeerReportedEvent("b", report))
+        assert paper.pop_messages() == []
+    paper.handle_event(PeerReportedEvent("b", earlier))
+    ((peer, route),) = paper.pop_messages(with_reasons=True)
     assert (peer, type(route), route.ready, route.epoch) == ("b", Route, True, 1)

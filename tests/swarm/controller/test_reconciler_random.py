@@ -6,18 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.swarm.controller.events import (
-    Commit,
-    Disconnected,
-    MemberRemoved,
-    Reported,
-    Reserve,
-    SendMessage,
-    Tick,
-    Tried,
+    CommitPipelineAction,
+    PeerDisconnectedEvent,
+    MemberRemovedEvent,
+    PeerReportedEvent,
+    ReserveEpochAction,
+    SendMessageAction,
+    TimePassedEvent,
+    ConnectionTriedEvent,
 )
 from molink.swarm.controller.records import PipelineRecord
-from molink.wire.messages.instructions import Assign, Form, Prefetch, Route
-from molink.wire.messages.reports import Prefetched
+from molink.wire.messages.instructions import Assign, FormPipeline, Prefetch, Route
+from molink.wire.messages.reports import PrefetchState
 from tests.support.swarm import Kit
 
 NAMES = "abcde"
@@ -60,8 +60,8 @@ class World:
         self.deliver()
 
     def report(self, name: str, fresh: bool = False) -> None:
-        self.paper.do(
-            Reported(
+        self.paper.handle_event(
+            PeerReportedEvent(
                 name,
                 self.kit.report(
                     name,
@@ -84,20 +84,20 @@ class World:
             self.paper.now += 0.25
             for name in sorted(alive & set(self.paper.fleet.registry.sessions)):
                 self.report(name)
-            self.paper.do(Tick())
+            self.paper.handle_event(TimePassedEvent())
 
     def obey(self, name: str, report: bool) -> None:
         if not self.inbox[name]:
             return
         message = self.inbox[name].pop(0)
         if isinstance(message, Prefetch):
-            self.prefetched[name] = Prefetched(number=message.number, state="done")
+            self.prefetched[name] = PrefetchState(number=message.number, state="done")
             self.report(name)
         elif isinstance(message, Assign):
             shown = (message.epoch, message.stage, message.layers, message.pipeline)
             self.workers[name][message.pipeline] = self.kit.worker("loaded", *shown)
             self.act(("loaded", message, name))
-        elif isinstance(message, Form):
+        elif isinstance(message, FormPipeline):
             stage = next(i for i, a in enumerate(message.ring) if a.peer == name)
             old = self.workers[name].get(message.pipeline)
             if old is not None and old.epoch == message.epoch:
@@ -143,12 +143,12 @@ class World:
     def cut(self, name: str, other: str) -> None:
         """One can't connect to another, or has lost the coordinator if that is itself."""
         if name == other:
-            self.paper.do(Disconnected(name))
+            self.paper.handle_event(PeerDisconnectedEvent(name))
         else:
-            self.paper.do(Tried(name, other, ok=False))
+            self.paper.handle_event(ConnectionTriedEvent(name, other, succeeded=False))
 
     def leave(self, name: str, _: None) -> None:
-        self.paper.do(MemberRemoved(name, "left"))
+        self.paper.handle_event(MemberRemovedEvent(name, "left"))
         self.workers[name] = {}
 
     def serve(self, dtype: str, min_peers: int) -> None:
@@ -174,11 +174,11 @@ class World:
         """What was decided reaches peers; and it was right to decide it."""
         decisions, self.paper.decisions = self.paper.decisions, []
         for decision in decisions:
-            if isinstance(decision, Commit):
+            if isinstance(decision, CommitPipelineAction):
                 self.committed(decision.pipeline)
-            elif isinstance(decision, Reserve):
+            elif isinstance(decision, ReserveEpochAction):
                 self.reserved(decision.pipeline, decision.epoch)
-            elif isinstance(decision, SendMessage):
+            elif isinstance(decision, SendMessageAction):
                 self.sent(decision.peer, decision.message)
 
     def committed(self, record: PipelineRecord) -> None:
@@ -197,7 +197,7 @@ class World:
         self.last = (max(self.last[0], int(pipeline[1:])), epoch)
 
     def sent(self, peer: str, message: Any) -> None:
-        if isinstance(message, Assign | Form):
+        if isinstance(message, Assign | FormPipeline):
             assert message.epoch == self.epoch
             beside = message.pipeline != self.record.id
             assert beside or message.epoch == self.record.epoch
@@ -205,23 +205,23 @@ class World:
             self.inbox[peer].append(message)
         elif isinstance(message, Prefetch):
             self.inbox[peer].append(message)
-        elif isinstance(message, Route) and message.ready:
+        elif isinstance(message, Route) and message.is_ready:
             assert (message.pipeline, message.epoch) == (self.record.id, self.record.epoch)
             assert self.record.formed
-            assert message.head.peer == self.record.stages[0].peer
+            assert message.scheduler.peer == self.record.stages[0].peer
 
     def check(self) -> None:
         reconciler = self.paper.reconciler
-        assert bool(reconciler.reason) or reconciler.ready
-        assert reconciler.move is None or reconciler.ready
-        if reconciler.ready:
+        assert bool(reconciler.reason) or reconciler.is_ready
+        assert reconciler.migration is None or reconciler.is_ready
+        if reconciler.is_ready:
             record = reconciler.formation.record
             said = {
                 call[1:] for call in self.history if call[0] == "ready" and call[3] == record.epoch
             }
             for stage, placed in enumerate(record.stages):
                 assert (placed.peer, stage, record.epoch, record.id) in said
-                assert self.paper.fleet.registry.live(placed.peer)
+                assert self.paper.fleet.registry.is_live(placed.peer)
 
 
 @given(st.lists(steps, min_size=5, max_size=40))
@@ -252,9 +252,9 @@ def test_it_always_recovers(kit: Kit, plan: list[Any]) -> None:
     for name in "cde":
         world.leave(name, None)
     for by, to in ("ab", "ba"):
-        world.paper.do(Tried(by, to, ok=True))
+        world.paper.handle_event(ConnectionTriedEvent(by, to, succeeded=True))
     for _ in range(400):
-        if world.paper.reconciler.ready:
+        if world.paper.reconciler.is_ready:
             return
         world.wait({"a", "b"}, 0.5)
         world.deliver()

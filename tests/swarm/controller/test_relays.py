@@ -5,18 +5,18 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.swarm.controller.events import SendMessage, Tried
+from molink.swarm.controller.events import SendMessageAction, ConnectionTriedEvent
 from molink.swarm.controller.relays import (
     MAX_OF_PEER,
     MAX_RELAYS,
-    Attempted,
-    Decision,
-    Live,
-    Offered,
-    Opened,
-    Relays,
+    RouteTriedEvent,
+    RelayAction,
+    LivePeersChangedEvent,
+    RelayOfferedEvent,
+    RelayOpenedEvent,
+    RelayPlanner,
 )
-from molink.wire.messages.relaying import CloseRelay, Detour, OpenRelay, RelayOpen
+from molink.wire.messages.relaying import CloseRelay, RelayedRoute, OpenRelay, RelayOpened
 
 
 class Swarm:
@@ -24,25 +24,25 @@ class Swarm:
 
     def __init__(self, *names: str) -> None:
         numbers = itertools.count(1)
-        self.relays = Relays(lambda: next(numbers).to_bytes(6, "big") + bytes(32))
+        self.relays = RelayPlanner(lambda: next(numbers).to_bytes(6, "big") + bytes(32))
         for name in names:
             self.offer(name)
 
-    def offer(self, name: str, relays: bool = True) -> list[Decision]:
-        return self.relays.handle(Offered(name, (f"{name}.lan",), relays))
+    def offer(self, name: str, relays: bool = True) -> list[RelayAction]:
+        return self.relays.handle(RelayOfferedEvent(name, (f"{name}.lan",), relays))
 
     def tried(
         self, by: str, to: str, ok: bool, latency: float | None = None, relayed: bool = False
-    ) -> list[Decision]:
-        found = self.relays.handle(Attempted(Tried(by, to, ok, latency), relayed))
+    ) -> list[RelayAction]:
+        found = self.relays.handle(RouteTriedEvent(ConnectionTriedEvent(by, to, ok, latency), relayed))
         self.relays.validate()
         return found
 
-    def opened(self, peer: str, id: int, port: int = 5479) -> list[Decision]:
-        return self.relays.handle(Opened(peer, RelayOpen(id=id, port=port)))
+    def opened(self, peer: str, id: int, port: int = 5479) -> list[RelayAction]:
+        return self.relays.handle(RelayOpenedEvent(peer, RelayOpened(id=id, port=port)))
 
 
-def apart(latency: float = 0.01) -> tuple[Swarm, list[Decision]]:
+def apart(latency: float = 0.01) -> tuple[Swarm, list[RelayAction]]:
     """``a`` and ``b`` can't reach each other, and both reach ``hub``."""
     swarm = Swarm("a", "b", "hub")
     for one in "ab":
@@ -53,12 +53,12 @@ def apart(latency: float = 0.01) -> tuple[Swarm, list[Decision]]:
 def test_one_that_both_have_reached_is_asked_then_the_ends_are_told() -> None:
     swarm, decisions = apart()
     secret = bytes(32)
-    assert decisions == [SendMessage("hub", OpenRelay(id=1, secret=secret))]
-    assert swarm.relays.ways == {("a", "b"): "hub"}
+    assert decisions == [SendMessageAction("hub", OpenRelay(id=1, secret=secret))]
+    assert swarm.relays.relay_peers == {("a", "b"): "hub"}
     told = {"id": 1, "secret": secret, "addresses": ("hub.lan",), "port": 5479}
     assert swarm.opened("hub", 1) == [
-        SendMessage("b", Detour(peer="a", role="waits", **told)),
-        SendMessage("a", Detour(peer="b", role="dials", **told)),
+        SendMessageAction("b", RelayedRoute(peer="a", role="waits", **told)),
+        SendMessageAction("a", RelayedRoute(peer="b", role="dials", **told)),
     ]
     # Said twice, or by somebody else, it changes nothing.
     assert swarm.opened("hub", 1) == swarm.opened("b", 1) == swarm.opened("hub", 9) == []
@@ -71,7 +71,7 @@ def test_who_can_be_dialled_back_is_the_relay_itself() -> None:
         swarm.tried(one, "hub", True, 0.0001)
     swarm.tried("b", "a", True, 0.5)
     (told,) = swarm.tried("a", "b", False)
-    assert isinstance(told, SendMessage)
+    assert isinstance(told, SendMessageAction)
     assert told.peer == "a"
 
 
@@ -82,7 +82,7 @@ def test_the_nearest_of_several() -> None:
         swarm.tried("b", one, True, away)
     swarm.tried("a", "unreached", True, 0.001)
     swarm.tried("a", "b", False)
-    assert swarm.relays.ways == {("a", "b"): "near"}
+    assert swarm.relays.relay_peers == {("a", "b"): "near"}
 
 
 def test_nobody_who_does_not_want_to() -> None:
@@ -103,37 +103,37 @@ def test_a_relay_whose_pc_is_drained_ends_and_another_takes_its_place() -> None:
     decisions = swarm.offer("hub", relays=False)
     close = CloseRelay(id=1)
     assert decisions[:4] == [
-        SendMessage("a", close),
-        SendMessage("b", close),
-        SendMessage("hub", close),
-        Tried("a", "b", ok=False),
+        SendMessageAction("a", close),
+        SendMessageAction("b", close),
+        SendMessageAction("hub", close),
+        ConnectionTriedEvent("a", "b", succeeded=False),
     ]
-    assert swarm.relays.ways == {("a", "b"): "second"}
+    assert swarm.relays.relay_peers == {("a", "b"): "second"}
 
 
 def test_a_relay_that_is_gone() -> None:
     swarm, _ = apart()
-    decisions = swarm.relays.handle(Live({"a", "b"}))
+    decisions = swarm.relays.handle(LivePeersChangedEvent({"a", "b"}))
     assert decisions == [
-        SendMessage("a", CloseRelay(id=1)),
-        SendMessage("b", CloseRelay(id=1)),
-        Tried("a", "b", ok=False),
+        SendMessageAction("a", CloseRelay(id=1)),
+        SendMessageAction("b", CloseRelay(id=1)),
+        ConnectionTriedEvent("a", "b", succeeded=False),
     ]
-    assert swarm.relays.ways == {}
+    assert swarm.relays.relay_peers == {}
     swarm.relays.validate()
 
 
 def test_an_end_that_is_gone_or_can_be_reached_again() -> None:
     swarm, _ = apart()
-    assert swarm.relays.handle(Live({"a", "hub"})) == [
-        SendMessage("a", CloseRelay(id=1)),
-        SendMessage("hub", CloseRelay(id=1)),
+    assert swarm.relays.handle(LivePeersChangedEvent({"a", "hub"})) == [
+        SendMessageAction("a", CloseRelay(id=1)),
+        SendMessageAction("hub", CloseRelay(id=1)),
     ]
     swarm, _ = apart()
     decisions = swarm.tried("a", "b", True)
-    assert {one.peer for one in decisions if isinstance(one, SendMessage)} == {"a", "b", "hub"}
-    assert not any(isinstance(one, Tried) for one in decisions)
-    assert swarm.relays.ways == {}
+    assert {one.peer for one in decisions if isinstance(one, SendMessageAction)} == {"a", "b", "hub"}
+    assert not any(isinstance(one, ConnectionTriedEvent) for one in decisions)
+    assert swarm.relays.relay_peers == {}
 
 
 def test_a_relay_that_does_not_get_through_is_not_asked_again() -> None:
@@ -143,31 +143,31 @@ def test_a_relay_that_does_not_get_through_is_not_asked_again() -> None:
     assert swarm.tried("a", "b", True, 0.02, relayed=True) == []
     assert swarm.tried("a", "b", False, relayed=True) == []
     decisions = swarm.tried("a", "b", False, relayed=True)
-    assert SendMessage("hub", CloseRelay(id=1)) in decisions
-    assert swarm.relays.ways == {}
+    assert SendMessageAction("hub", CloseRelay(id=1)) in decisions
+    assert swarm.relays.relay_peers == {}
     # Once it has been away, it may be.
-    swarm.relays.handle(Live({"a", "b"}))
+    swarm.relays.handle(LivePeersChangedEvent({"a", "b"}))
     swarm.offer("hub")
     swarm.tried("a", "hub", True)
     swarm.tried("b", "hub", True)
-    assert swarm.relays.ways == {("a", "b"): "hub"}
+    assert swarm.relays.relay_peers == {("a", "b"): "hub"}
 
 
 def test_a_pc_that_has_no_port_for_it() -> None:
     swarm, _ = apart()
-    assert SendMessage("hub", CloseRelay(id=1)) in swarm.opened("hub", 1, port=0)
-    assert swarm.relays.ways == {}
+    assert SendMessageAction("hub", CloseRelay(id=1)) in swarm.opened("hub", 1, port=0)
+    assert swarm.relays.relay_peers == {}
 
 
 def test_a_way_over_a_relay_is_no_way_of_its_own() -> None:
     """Or the next relay would be one that can't be reached either."""
     swarm, _ = apart()
     swarm.tried("a", "b", True, 0.02, relayed=True)
-    assert swarm.relays.ways == {("a", "b"): "hub"}
+    assert swarm.relays.relay_peers == {("a", "b"): "hub"}
     swarm.offer("c")
     swarm.tried("c", "b", True)
     swarm.tried("a", "c", False)
-    assert ("a", "c") not in swarm.relays.ways
+    assert ("a", "c") not in swarm.relays.relay_peers
 
 
 def test_there_are_not_too_many() -> None:
@@ -179,12 +179,12 @@ def test_there_are_not_too_many() -> None:
         for to in names:
             if by != to:
                 swarm.tried(by, to, False)
-    assert len(swarm.relays.ways) == MAX_OF_PEER
+    assert len(swarm.relays.relay_peers) == MAX_OF_PEER
     for number in range(9):
         swarm.offer(f"hub{number}")
         for one in names:
             swarm.tried(one, f"hub{number}", True)
-    assert len(swarm.relays.ways) == MAX_RELAYS
+    assert len(swarm.relays.relay_peers) == MAX_RELAYS
 
 
 def test_what_strangers_say_counts_for_nothing() -> None:
@@ -217,15 +217,15 @@ def test_whatever_happens(events: list[tuple]) -> None:
                 out = [] if by == to else swarm.tried(by, to, ok, relayed=relayed)
             case ("live", names):
                 present &= names
-                out = swarm.relays.handle(Live(names))
+                out = swarm.relays.handle(LivePeersChangedEvent(names))
             case ("open", name, id, port):
                 out = swarm.opened(name, id, port)
         swarm.relays.validate()
         for decision in out:
-            if isinstance(decision, SendMessage):
+            if isinstance(decision, SendMessageAction):
                 assert decision.peer in present
                 known = (decision.peer, decision.message.id)
                 open_at[known] = not isinstance(decision.message, CloseRelay)
-    running = len(swarm.relays.ways)
+    running = len(swarm.relays.relay_peers)
     there = {id for (name, id), is_open in open_at.items() if is_open and name in present}
     assert len(there) <= running

@@ -4,14 +4,14 @@ import msgspec
 
 from molink import __version__
 from molink.facts.ringtimes import HANDLING_S
-from molink.swarm.controller.records import Desired
+from molink.swarm.controller.records import DesiredModel
 from molink.swarm.controller.status import MAX_BYTES, build_status, encode_status
-from molink.wire.messages.load import HeadLoad, Load, RequestNow, StageLoad
-from molink.wire.messages.reports import ModelParts, TransferState
-from tests.support.swarm import Kit, Paper
+from molink.wire.messages.load import SchedulerLoad, PeerLoad, RequestLoad, StageLoad
+from molink.wire.messages.reports import PartialModel, TransferState
+from tests.support.swarm import Kit, FakeFleet
 
 
-def test_the_shape(running: Paper) -> None:
+def test_the_shape(running: FakeFleet) -> None:
     running.join("d", stage="none")
     running.wait(1, *"abcd")
     status = build_status(running.fleet, "s1", ["10.0.0.1:5466"], 42)
@@ -94,7 +94,7 @@ def test_each_model_and_pipeline_is_shown(kit: Kit) -> None:
         paper.report(name)
     facts = [msgspec.structs.replace(kit.facts, name=name) for name in ("x", "y", "z")]
     huge = msgspec.structs.replace(facts[2], layers=600)
-    paper.serve_all(Desired(facts[0], "a", replicas=2), Desired(facts[1], "b"), Desired(huge, "a"))
+    paper.serve_all(DesiredModel(facts[0], "a", replicas=2), DesiredModel(facts[1], "b"), DesiredModel(huge, "a"))
     for _ in range(4):
         paper.wait(0.5, *"abc")
         paper.obey()
@@ -125,12 +125,12 @@ def test_when_nothing_is_ready(kit: Kit) -> None:
     assert pipeline["reason"] == "waiting for peers: 1 of 2 with a stage are there"
 
 
-def test_who_alone_has_the_files(running: Paper) -> None:
+def test_who_alone_has_the_files(running: FakeFleet) -> None:
     def files(*models: str, **copied: int) -> str:
         for peer, session in running.fleet.registry.sessions.items():
             held = ("toy",) if peer in models else ()
             session.report = msgspec.structs.replace(
-                session.report, models=held, copied=copied.get(peer, 0)
+                session.report, models=held, replicated_percent=copied.get(peer, 0)
             )
         text: str = build_status(running.fleet, "s1", [], 1)["files"]
         return text
@@ -140,23 +140,23 @@ def test_who_alone_has_the_files(running: Paper) -> None:
     assert "has all files of toy; together they have all layers" in files(b=99)
     for peer, held in (("a", ((0, 2),)), ("b", ()), ("c", ((1, 2), (4, 5)))):
         session = running.fleet.registry.sessions[peer]
-        parts = (ModelParts(root=running.fleet.models[0].facts.root, layers=held),)
-        session.report = msgspec.structs.replace(session.report, parts=parts, workers=())
+        parts = (PartialModel(root=running.fleet.models[0].facts.root, layers=held),)
+        session.report = msgspec.structs.replace(session.report, partial_models=parts, workers=())
     assert "and none has those of layers 2:4, 5:6. Start a PC that has them" in files()
     for peer in "bc":
-        running.fleet.registry.drop(peer)
+        running.fleet.registry.drop_session(peer)
     assert files("a") == ""  # one PC is no swarm
 
 
-def test_how_busy_it_is(running: Paper) -> None:
+def test_how_busy_it_is(running: FakeFleet) -> None:
     """What the peers of a pipeline's stages say of them; of its head, only that of the first."""
-    request = RequestNow("a", "decode", 12, 20, 9, 41_300, 3)
+    request = RequestLoad("a", "decode", 12, 20, 9, 41_300, 3)
     for stage, peer in enumerate("abc"):
         session = running.fleet.registry.sessions[peer]
         one = StageLoad("p1", stage, 34, 12, 2, 100, 50, 15_000, 11_750_000, (1, 2), (3, 4))
-        head = HeadLoad("p1", 1, 2, 80, stage, 3, (request,), cached=83, queues=(2, 0, 1))
+        head = SchedulerLoad("p1", 1, 2, 80, stage, 3, (request,), cached_percent=83, queues=(2, 0, 1))
         other = StageLoad("p9", stage, 99)
-        load = Load((other, one), (head,))
+        load = PeerLoad((other, one), (head,))
         session.report = msgspec.structs.replace(session.report, load=load)
     status = build_status(running.fleet, "s1", [], 1)
     peer = status["peers"][1]
@@ -200,7 +200,7 @@ def test_how_busy_it_is(running: Paper) -> None:
     }
 
 
-def test_names_outlast_loads(running: Paper) -> None:
+def test_names_outlast_loads(running: FakeFleet) -> None:
     status = build_status(running.fleet, "s1", [], 1)
     loaded = {"workers": [{"pid": 1, "load": {"busy": "x" * 400}}]}
     status["peers"] = [{"id": str(i), **loaded} for i in range(600)]
@@ -209,10 +209,10 @@ def test_names_outlast_loads(running: Paper) -> None:
     assert len(json.loads(text)["peers"]) == 600
 
 
-def test_transfers(running: Paper) -> None:
+def test_transfers(running: FakeFleet) -> None:
     session = running.fleet.registry.sessions["b"]
     coming = TransferState(model="toy", done=20, total=100, rate=10, source="A")
-    stalled = TransferState(model="toy", done=1, total=2, copy=True)
+    stalled = TransferState(model="toy", done=1, total=2, is_replica=True)
     session.report = msgspec.structs.replace(session.report, transfers=(coming, stalled))
     first, second = build_status(running.fleet, "s1", [], 1)["peers"][1]["transfers"]
     assert first == {
@@ -227,7 +227,7 @@ def test_transfers(running: Paper) -> None:
     assert (second["eta_s"], second["copy"]) == (None, True)
 
 
-def test_it_is_bounded(running: Paper) -> None:
+def test_it_is_bounded(running: FakeFleet) -> None:
     status = build_status(running.fleet, "s1", [], 1)
     status["peers"] = [{"id": str(i), "name": "x" * 200} for i in range(3000)]
     text = encode_status(status)

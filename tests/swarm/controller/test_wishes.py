@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from molink.errors import NotAuthorized, RequestError
-from molink.swarm.controller.records import Desired
+from molink.swarm.controller.records import DesiredModel
 from molink.swarm.controller.registry import Registry
-from molink.swarm.controller.wishes import changes, decode_wishes, fulfil, switched
-from molink.wire.messages.requests import ModelWish, Wishes
+from molink.swarm.controller.wishes import describe_changes, decode_desired_models, resolve_desired_models, switch_model
+from molink.wire.messages.requests import ModelSpec, DesiredModels
 from tests.support.swarm import FACTS, GB, Kit
 
 
@@ -17,8 +17,8 @@ def facts(name: str, layers: int = 6) -> Any:
     return msgspec.structs.replace(FACTS, name=name, layers=layers)
 
 
-def wish(name: str, layers: int = 6, **changed: Any) -> ModelWish:
-    return ModelWish(model=facts(name, layers), **changed)
+def wish(name: str, layers: int = 6, **changed: Any) -> ModelSpec:
+    return ModelSpec(model=facts(name, layers), **changed)
 
 
 @pytest.fixture
@@ -27,12 +27,12 @@ def registry(kit: Kit) -> Registry:
     found = Registry("s1", [kit.member(name) for name in "abcd"])
     stages = {"a": "auto", "b": "auto", "c": "0:2", "d": "none"}
     for name, stage in stages.items():
-        found.report(name, kit.report(name, stage=stage, memory=10 * GB), True, 1.0)
+        found.record_report(name, kit.report(name, stage=stage, memory=10 * GB), True, 1.0)
     return found
 
 
-def served(registry: Registry, *models: ModelWish, molink: str = "") -> tuple[Desired, ...]:
-    return fulfil(Wishes(models=models, molink=molink), "a", registry)
+def served(registry: Registry, *models: ModelSpec, molink: str = "") -> tuple[DesiredModel, ...]:
+    return resolve_desired_models(DesiredModels(models=models, molink=molink), "a", registry)
 
 
 def test_a_wish_becomes_what_is_desired(registry: Registry) -> None:
@@ -41,7 +41,7 @@ def test_a_wish_becomes_what_is_desired(registry: Registry) -> None:
         wish("x", replicas=2, min_stages=2, quantize="int8", pins=(("B", "auto"), ("a", "auto"))),
         molink="1",
     )
-    assert x == Desired(
+    assert x == DesiredModel(
         facts("x"),
         "a",
         quantize="int8",
@@ -53,8 +53,8 @@ def test_a_wish_becomes_what_is_desired(registry: Registry) -> None:
 
 
 def test_with_a_pc_go_its_further_devices(registry: Registry, kit: Kit) -> None:
-    registry.add(kit.member("e"))
-    registry.report("e", kit.report("e", pc="b", memory=10 * GB), True, 1.0)
+    registry.add_member(kit.member("e"))
+    registry.record_report("e", kit.report("e", pc="b", memory=10 * GB), True, 1.0)
     (x,) = served(registry, wish("x", pins=(("B", "auto"),)))
     assert x.pins == (("b", "auto"), ("e", "auto"))
     (x,) = served(registry, wish("x", pins=(("E", "auto"),)))
@@ -90,7 +90,7 @@ def test_with_a_pc_go_its_further_devices(registry: Registry, kit: Kit) -> None:
     ],
 )
 def test_what_can_not_be_is_refused_whole(
-    registry: Registry, models: list[ModelWish], why: str
+    registry: Registry, models: list[ModelSpec], why: str
 ) -> None:
     with pytest.raises(RequestError, match=why):
         served(registry, *models)
@@ -106,61 +106,61 @@ def test_another_version_is_refused_with_both_named(registry: Registry) -> None:
 
 
 def test_what_is_no_wish_is_refused() -> None:
-    whole = Wishes(models=(wish("x"),))
-    assert decode_wishes(memoryview(msgspec.msgpack.encode(whole))) == whole
+    whole = DesiredModels(models=(wish("x"),))
+    assert decode_desired_models(memoryview(msgspec.msgpack.encode(whole))) == whole
     for payload in (None, memoryview(b""), memoryview(b"\xc1"), memoryview(b"\x80")):
         with pytest.raises(RequestError, match="names no models"):
-            decode_wishes(payload)
+            decode_desired_models(payload)
 
 
 def test_changes_are_told_and_nothing_twice(registry: Registry) -> None:
-    before = (Desired(facts("x"), "b", min_peers=2), Desired(facts("gone"), "b"))
+    before = (DesiredModel(facts("x"), "b", min_peers=2), DesiredModel(facts("gone"), "b"))
     after = served(registry, wish("x"), wish("y", replicas=2, objective="throughput"))
-    assert changes(before, after) == [
+    assert describe_changes(before, after) == [
         "- gone is stopped",
         "~ x: the file says so from now on",
         "+ y: 2 replicas, for throughput",
     ]
-    assert changes(after, after) == []
+    assert describe_changes(after, after) == []
     # Whoever applies it, and in whatever order it names them.
-    again = fulfil(
-        Wishes(models=(wish("y", replicas=2, objective="throughput"), wish("x"))), "b", registry
+    again = resolve_desired_models(
+        DesiredModels(models=(wish("y", replicas=2, objective="throughput"), wish("x"))), "b", registry
     )
-    assert changes(after, again) == []
+    assert describe_changes(after, again) == []
     (other,) = served(registry, wish("x", min_stages=2, replicas=3))
-    assert changes(after[:1], (other,)) == ["~ x: replicas 1 -> 3, min_stages 0 -> 2"]
+    assert describe_changes(after[:1], (other,)) == ["~ x: replicas 1 -> 3, min_stages 0 -> 2"]
     (other,) = served(registry, wish("x", 7, pins=(("b", "auto"),)))
-    assert changes(after[:1], (other,)) == [
+    assert describe_changes(after[:1], (other,)) == [
         "~ x: other files: all stages load anew, other PCs or layers"
     ]
 
 
 def test_one_of_several_models_is_stopped_and_comes_back(registry: Registry) -> None:
     models = served(registry, wish("x", 2), wish("y", 2, replicas=2))
-    without = switched(models, "y", served=False)
-    assert [one.pipelines for one in without] == [1, 0]
+    without = switch_model(models, "y", served=False)
+    assert [one.num_pipelines for one in without] == [1, 0]
     with pytest.raises(RequestError, match="y is stopped already; `molink run y` undoes that"):
-        switched(without, "y", served=False)
-    assert switched(without, "y", served=True) == models
-    assert changes(without, models) == ["~ y: it is served again"]
+        switch_model(without, "y", served=False)
+    assert switch_model(without, "y", served=True) == models
+    assert describe_changes(without, models) == ["~ y: it is served again"]
     with pytest.raises(RequestError, match="x is served already"):
-        switched(models, "x", served=True)
+        switch_model(models, "x", served=True)
     with pytest.raises(
         RequestError, match="no model of the swarm is called z; its models are x, y"
     ):
-        switched(models, "z", served=False)
+        switch_model(models, "z", served=False)
     with pytest.raises(RequestError, match="called z; it serves no model"):
-        switched((), "z", served=False)
+        switch_model((), "z", served=False)
     with pytest.raises(NotAuthorized, match="or the one that brought y, has it stop"):
-        switched(models, "y", served=False, by="b")
+        switch_model(models, "y", served=False, requester="b")
     # No file would bring this one back: it is gone.
-    assert switched((Desired(facts("x"), "b"),), "x", served=False, by="b") == ()
+    assert switch_model((DesiredModel(facts("x"), "b"),), "x", served=False, requester="b") == ()
 
 
 def test_two_pcs_of_one_name_are_told_apart_by_their_ids(registry: Registry, kit: Kit) -> None:
     report = msgspec.structs.replace(kit.report("e", memory=10 * GB), name="B")
-    registry.add(kit.member("e"))
-    registry.report("e", report, True, 1.0)
+    registry.add_member(kit.member("e"))
+    registry.record_report("e", report, True, 1.0)
     with pytest.raises(RequestError, match=r"2 PCs are called B: name one by its id \(b, e\)"):
         served(registry, wish("x", pins=(("B", "auto"),)))
     assert served(registry, wish("x", pins=(("e", "auto"),)))[0].pins == (("e", "auto"),)

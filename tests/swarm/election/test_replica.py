@@ -5,24 +5,24 @@ from dataclasses import replace
 import pytest
 
 from molink.errors import StateError
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.swarm.controller.records import MemberRecord, Standing
 from molink.swarm.election.replica import (
     MAX_LINEAGE,
-    MAX_PAST,
-    PATIENCE,
+    MAX_FORMER_MEMBERS,
+    RESEND_TIMEOUT,
     Replica,
-    Replication,
+    ReplicaSync,
     decode_replica,
-    descends,
-    merge,
+    includes_version,
+    merge_replicas,
     next_lineage,
 )
 
 
 def member(letter: str, standing: Standing = "member", *, owner: bool = False) -> MemberRecord:
     key = letter * 40
-    return MemberRecord(peer_id(key), key, letter, owner, standing)
+    return MemberRecord(derive_peer_id(key), key, letter, owner, standing)
 
 
 def replica(*members: MemberRecord, term: int = 0, revision: int = 1) -> Replica:
@@ -50,23 +50,23 @@ def test_an_id_that_is_not_its_keys_is_refused() -> None:
 
 def test_of_a_long_past_only_the_last_and_the_revoked_travel() -> None:
     past: list[MemberRecord] = []
-    for n in range(MAX_PAST + 10):
+    for n in range(MAX_FORMER_MEMBERS + 10):
         key = f"{n:040d}"
-        past.append(MemberRecord(peer_id(key), key, "x", False, "left"))
+        past.append(MemberRecord(derive_peer_id(key), key, "x", False, "left"))
     one = replica(member("r", "revoked"), *past, member("a"))
     kept = decode_replica(one.encode()).members
-    assert [m.name for m in kept].count("x") == MAX_PAST
+    assert [m.name for m in kept].count("x") == MAX_FORMER_MEMBERS
     assert {m.name for m in kept} == {"r", "x", "a"}
 
 
 def test_the_past_is_known_by_the_lineage() -> None:
     lineage = ((0, 5), (10, 9))
-    assert descends((20, 11), 20, 12, lineage)
-    assert not descends((20, 13), 20, 12, lineage)
-    assert descends((0, 5), 20, 12, lineage)
-    assert not descends((0, 6), 20, 12, lineage), "changes that the next leader never got"
-    assert not descends((15, 7), 20, 12, lineage), "another leader's"
-    assert descends((3, 99), 20, 12, ((5, 1),)), "older than all that is remembered"
+    assert includes_version((20, 11), 20, 12, lineage)
+    assert not includes_version((20, 13), 20, 12, lineage)
+    assert includes_version((0, 5), 20, 12, lineage)
+    assert not includes_version((0, 6), 20, 12, lineage), "changes that the next leader never got"
+    assert not includes_version((15, 7), 20, 12, lineage), "another leader's"
+    assert includes_version((3, 99), 20, 12, ((5, 1),)), "older than all that is remembered"
 
 
 def test_a_lineage_is_bounded() -> None:
@@ -90,27 +90,27 @@ def test_a_merge_takes_members_and_an_owners_revocations_but_no_owners() -> None
         member("g", "left"),
     )
     new = [member("d"), member("e")]
-    assert merge(ours, theirs, by_owner=False) == new
+    assert merge_replicas(ours, theirs, by_owner=False) == new
     revoked = [member("b", "revoked"), member("f", "revoked")]
-    merged = merge(ours, theirs, by_owner=True)
+    merged = merge_replicas(ours, theirs, by_owner=True)
     assert sorted(merged, key=lambda one: one.name) == [revoked[0], *new, revoked[1]]
     after = replace(ours, members=(first, out, *merged))
-    assert merge(after, theirs, by_owner=True) == []
+    assert merge_replicas(after, theirs, by_owner=True) == []
 
 
 def test_a_peer_is_sent_what_it_lacks_once() -> None:
-    one = Replication()
-    assert one.due("p", (0, 5), (0, 5), (), 0.0) is None
-    assert one.due("p", (0, 4), (0, 5), (), 0.0) == "send"
-    assert one.due("p", (0, 4), (0, 5), (), 1.0) is None
-    assert one.due("p", (0, 4), (0, 6), (), 1.0) == "send"
-    assert one.due("p", (0, 4), (0, 6), (), 1.1 + PATIENCE) == "send", "it must have got lost"
-    one.forget("p")
-    assert one.due("p", (0, 4), (0, 6), (), 1.2 + PATIENCE) == "send"
+    one = ReplicaSync()
+    assert one.plan_sync("p", (0, 5), (0, 5), (), 0.0) is None
+    assert one.plan_sync("p", (0, 4), (0, 5), (), 0.0) == "send"
+    assert one.plan_sync("p", (0, 4), (0, 5), (), 1.0) is None
+    assert one.plan_sync("p", (0, 4), (0, 6), (), 1.0) == "send"
+    assert one.plan_sync("p", (0, 4), (0, 6), (), 1.1 + RESEND_TIMEOUT) == "send", "it must have got lost"
+    one.drop_peer("p")
+    assert one.plan_sync("p", (0, 4), (0, 6), (), 1.2 + RESEND_TIMEOUT) == "send"
 
 
 def test_a_peer_of_another_part_is_asked_first() -> None:
-    one = Replication()
-    assert one.due("p", (7, 3), (9, 5), ((0, 2),), 0.0) == "ask"
-    assert one.due("p", (7, 3), (9, 5), ((0, 2),), 1.0) is None
-    assert one.due("p", (7, 3), (9, 5), ((0, 2),), PATIENCE) == "send", "it doesn't answer"
+    one = ReplicaSync()
+    assert one.plan_sync("p", (7, 3), (9, 5), ((0, 2),), 0.0) == "ask"
+    assert one.plan_sync("p", (7, 3), (9, 5), ((0, 2),), 1.0) is None
+    assert one.plan_sync("p", (7, 3), (9, 5), ((0, 2),), RESEND_TIMEOUT) == "send", "it doesn't answer"

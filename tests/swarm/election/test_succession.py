@@ -5,31 +5,31 @@ import random
 import pytest
 
 from molink.swarm.election.leading import (
-    Answered,
-    Ask,
-    ConnectionLost,
-    Decision,
-    Follow,
-    Heard,
-    Known,
-    Lead,
-    Led,
-    NotLed,
-    Raise,
-    Resigned,
-    Silent,
-    StepDown,
-    TimePassed,
+    PeerAnsweredEvent,
+    QueryLeaderAction,
+    ConnectionLostEvent,
+    ElectionAction,
+    FollowLeaderAction,
+    CoordinatorHeardEvent,
+    MembershipChangedEvent,
+    StartCoordinatorAction,
+    CoordinatorStartedEvent,
+    CoordinatorFailedEvent,
+    RaiseTermAction,
+    ResignedEvent,
+    PeerTimedOutEvent,
+    StepDownAction,
+    ElectionTimePassedEvent,
 )
 from molink.swarm.election.succession import (
-    AGAIN,
-    BOOT,
-    CLAIM,
-    FIRST_WORD,
-    LONE,
-    PROBE,
-    SILENCE,
-    Succession,
+    QUERY_INTERVAL,
+    RESTART_GRACE,
+    CLAIM_TIMEOUT,
+    STARTUP_TIMEOUT,
+    STANDALONE_GRACE,
+    PROBE_INTERVAL,
+    LEADER_TIMEOUT,
+    LeaderElection,
 )
 from molink.swarm.terms import first_term, next_term, round_of
 from molink.wire.messages.leading import LeaderView
@@ -38,23 +38,23 @@ KEY = "k" * 40
 ORDER = ("a", "b", "c")
 
 
-def peer(me: str = "b", *, term: int = 0, leader: str = "a", now: float = 9.9) -> Succession:
+def peer(me: str = "b", *, term: int = 0, leader: str = "a", now: float = 9.9) -> LeaderElection:
     """A member of a swarm that ``a`` has founded, in touch with its leader."""
-    one = Succession(me, now, known=Known(ORDER, (0, 5)), term=term, leader=leader)
-    one.handle(Heard(term, leader), now)
+    one = LeaderElection(me, now, known=MembershipChangedEvent(ORDER, (0, 5)), term=term, leader=leader)
+    one.handle(CoordinatorHeardEvent(term, leader), now)
     return one
 
 
 def test_one_that_is_not_able_never_leads() -> None:
     """A further device of a PC: whatever is lost, it looks for somebody else."""
-    one = Succession("b", 0.0, known=Known(ORDER, (0, 5)), leader="a", able=False)
-    assert not one.view(0.0).fit
+    one = LeaderElection("b", 0.0, known=MembershipChangedEvent(ORDER, (0, 5)), leader="a", can_lead=False)
+    assert not one.build_view(0.0).can_lead
     now = 0.0
     for _ in range(100):
         now += 1.0
-        decisions = one.handle(TimePassed(), now)
-        decisions += [each for peer in "ac" for each in one.handle(Silent(peer), now)]
-        assert not any(isinstance(each, Lead) for each in decisions)
+        decisions = one.handle(ElectionTimePassedEvent(), now)
+        decisions += [each for peer in "ac" for each in one.handle(PeerTimedOutEvent(peer), now)]
+        assert not any(isinstance(each, StartCoordinatorAction) for each in decisions)
 
 
 def view(
@@ -69,358 +69,358 @@ def view(
     return LeaderView(
         term=term,
         leader=leader,
-        leads=leads,
-        hears=hears,
-        fit=fit,
+        is_leader=leads,
+        hears_leader=hears,
+        can_lead=fit,
         replica=replica,
         coordinator_key=KEY if leads else "",
         addresses=("h:1",) if leads else (),
     )
 
 
-def leading(me: str = "a") -> Succession:
-    one = Succession(me, 0.0, known=Known(ORDER, (0, 5)), leader=me)
-    one.handle(TimePassed(), 0.0)
-    one.handle(Silent("b"), 0.1)
-    one.handle(Silent("c"), 0.1)
-    one.handle(Silent("a"), 0.1)
-    one.handle(Led(0, KEY, ("h:1",)), 0.2)
+def leading(me: str = "a") -> LeaderElection:
+    one = LeaderElection(me, 0.0, known=MembershipChangedEvent(ORDER, (0, 5)), leader=me)
+    one.handle(ElectionTimePassedEvent(), 0.0)
+    one.handle(PeerTimedOutEvent("b"), 0.1)
+    one.handle(PeerTimedOutEvent("c"), 0.1)
+    one.handle(PeerTimedOutEvent("a"), 0.1)
+    one.handle(CoordinatorStartedEvent(0, KEY, ("h:1",)), 0.2)
     assert one.role == "leading"
     return one
 
 
-def asking(one: Succession, others: str, since: float, until: float) -> None:
+def asking(one: LeaderElection, others: str, since: float, until: float) -> None:
     """Time passes in which it asks, and nobody answers; those of the last round still may."""
-    for step in range(int((until - since) / AGAIN) + 1):
+    for step in range(int((until - since) / QUERY_INTERVAL) + 1):
         for other in others:
-            one.handle(Silent(other), since + step * AGAIN)
-        one.handle(TimePassed(), since + step * AGAIN)
+            one.handle(PeerTimedOutEvent(other), since + step * QUERY_INTERVAL)
+        one.handle(ElectionTimePassedEvent(), since + step * QUERY_INTERVAL)
 
 
 def test_a_lost_connection_asks_everybody_and_the_next_one_leads() -> None:
     one = peer("b")
-    assert one.handle(ConnectionLost(), 10.0) == [Ask("a"), Ask("c")]
-    assert one.handle(Silent("a"), 10.2) == []
+    assert one.handle(ConnectionLostEvent(), 10.0) == [QueryLeaderAction("a"), QueryLeaderAction("c")]
+    assert one.handle(PeerTimedOutEvent("a"), 10.2) == []
     term = next_term(0, "b")
-    assert one.handle(Answered("c", view()), 10.2) == [Lead(term, lost="a")]
-    assert one.handle(Led(term, KEY, ("h:2",)), 10.7) == [
-        Follow("b", term, KEY, ("h:2",)),
-        Ask("a"),
-        Ask("c"),
+    assert one.handle(PeerAnsweredEvent("c", view()), 10.2) == [StartCoordinatorAction(term, lost_leader="a")]
+    assert one.handle(CoordinatorStartedEvent(term, KEY, ("h:2",)), 10.7) == [
+        FollowLeaderAction("b", term, KEY, ("h:2",)),
+        QueryLeaderAction("a"),
+        QueryLeaderAction("c"),
     ]
-    assert one.view(10.8).leads
+    assert one.build_view(10.8).is_leader
 
 
 def test_one_of_many_asks_a_few_first_and_turns_to_the_leader_that_one_names() -> None:
     """When fifty PCs start at once, and each asks all others, they are busy with that alone."""
-    one = Succession("b", 0.0, known=Known(tuple("abcdefghij"), (0, 5)), leader="a")
-    first = one.handle(TimePassed(), 0.0)
-    assert first == [Ask("a"), Ask("c")]
-    assert one.handle(Silent("a"), 0.1) == []
+    one = LeaderElection("b", 0.0, known=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a")
+    first = one.handle(ElectionTimePassedEvent(), 0.0)
+    assert first == [QueryLeaderAction("a"), QueryLeaderAction("c")]
+    assert one.handle(PeerTimedOutEvent("a"), 0.1) == []
     last = "c"
     term = next_term(0, "j")
-    assert one.handle(Answered(last, view("j", term, hears=True)), 0.2) == [Ask("j")]
-    assert one.handle(Answered(last, view("j", term, hears=True)), 0.2) == []
-    assert one.wants("j")
-    assert not one.wants(last)
+    assert one.handle(PeerAnsweredEvent(last, view("j", term, hears=True)), 0.2) == [QueryLeaderAction("j")]
+    assert one.handle(PeerAnsweredEvent(last, view("j", term, hears=True)), 0.2) == []
+    assert one.is_awaiting("j")
+    assert not one.is_awaiting(last)
     found = view("j", term, leads=True)
-    assert one.handle(Answered("j", found), 0.3) == [Follow("j", term, KEY, ("h:1",))]
-    assert not one.wants("a")
+    assert one.handle(PeerAnsweredEvent("j", found), 0.3) == [FollowLeaderAction("j", term, KEY, ("h:1",))]
+    assert not one.is_awaiting("a")
 
 
 def test_one_of_many_asks_ever_less_often_until_its_leader_has_had_its_time() -> None:
     """All of fifty PCs wait for the one that starts the coordinator; so they leave it time."""
-    one = Succession("b", 0.0, known=Known(tuple("abcdefghij"), (0, 5)), leader="a")
+    one = LeaderElection("b", 0.0, known=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a")
     asked = {}
-    for step in range(int(BOOT / 0.25)):
+    for step in range(int(RESTART_GRACE / 0.25)):
         now = step * 0.25
-        decisions = one.handle(TimePassed(), now)
+        decisions = one.handle(ElectionTimePassedEvent(), now)
         if decisions:
             asked[now] = len(decisions)
         for ask in decisions:
-            assert isinstance(ask, Ask)
-            more = one.handle(Silent(ask.peer), now)
+            assert isinstance(ask, QueryLeaderAction)
+            more = one.handle(PeerTimedOutEvent(ask.peer), now)
             assert more == []
     assert asked == {0.0: 2, 1.0: 2, 3.0: 2, 7.0: 2}
-    assert len(one.handle(TimePassed(), BOOT)) == 9, "all the others"
+    assert len(one.handle(ElectionTimePassedEvent(), RESTART_GRACE)) == 9, "all the others"
 
 
 @pytest.mark.parametrize("silent", [True, False])
 def test_one_of_many_asks_all_once_no_leader_is_among_the_few(silent: bool) -> None:
-    one = Succession("b", 9.9, known=Known(tuple("abcdefghij"), (0, 5)), leader="a")
-    one.handle(Heard(0, "a"), 9.9)
-    *rest, last = one.handle(ConnectionLost(), 10.0)
+    one = LeaderElection("b", 9.9, known=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a")
+    one.handle(CoordinatorHeardEvent(0, "a"), 9.9)
+    *rest, last = one.handle(ConnectionLostEvent(), 10.0)
     if silent:  # all of them have answered: no need to wait
         for ask in rest:
-            assert isinstance(ask, Ask)
-            assert one.handle(Silent(ask.peer), 10.1) == []
-        assert isinstance(last, Ask)
-        asked = one.handle(Silent(last.peer), 10.1)
+            assert isinstance(ask, QueryLeaderAction)
+            assert one.handle(PeerTimedOutEvent(ask.peer), 10.1) == []
+        assert isinstance(last, QueryLeaderAction)
+        asked = one.handle(PeerTimedOutEvent(last.peer), 10.1)
     else:
-        assert one.handle(TimePassed(), 10.0 + AGAIN / 2) == []
-        asked = one.handle(TimePassed(), 10.0 + AGAIN)
-    assert set(asked) == {Ask(other) for other in "acdefghij"}
+        assert one.handle(ElectionTimePassedEvent(), 10.0 + QUERY_INTERVAL / 2) == []
+        asked = one.handle(ElectionTimePassedEvent(), 10.0 + QUERY_INTERVAL)
+    assert set(asked) == {QueryLeaderAction(other) for other in "acdefghij"}
     asking(one, "cdefghij", 10.7, 10.7)
-    assert Lead(next_term(0, "b"), lost="a") in one.handle(Silent("a"), 11.0)
+    assert StartCoordinatorAction(next_term(0, "b"), lost_leader="a") in one.handle(PeerTimedOutEvent("a"), 11.0)
 
 
-@pytest.mark.parametrize(("me", "later"), [("b", 0.0), ("e", 0.0), ("f", AGAIN), ("j", 2 * AGAIN)])
+@pytest.mark.parametrize(("me", "later"), [("b", 0.0), ("e", 0.0), ("f", QUERY_INTERVAL), ("j", 2 * QUERY_INTERVAL)])
 def test_the_last_of_many_leave_it_to_the_first_to_ask_all(me: str, later: float) -> None:
     """Else a coordinator that is only slow has each of fifty PCs ask each other one."""
-    one = Succession(me, 9.9, known=Known(tuple("abcdefghij"), (0, 5)), leader="a")
-    one.handle(Heard(0, "a"), 9.9)
-    asked = {10.0: one.handle(ConnectionLost(), 10.0)}
+    one = LeaderElection(me, 9.9, known=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a")
+    one.handle(CoordinatorHeardEvent(0, "a"), 9.9)
+    asked = {10.0: one.handle(ConnectionLostEvent(), 10.0)}
     for step in range(1, 8):
-        now = 10.0 + step * AGAIN / 2
-        asked[now] = one.handle(TimePassed(), now)
-    assert min(now for now, asks in asked.items() if len(asks) > 2) == 10.0 + max(AGAIN, later)
+        now = 10.0 + step * QUERY_INTERVAL / 2
+        asked[now] = one.handle(ElectionTimePassedEvent(), now)
+    assert min(now for now, asks in asked.items() if len(asks) > 2) == 10.0 + max(QUERY_INTERVAL, later)
 
 
 def test_silence_counts_as_loss_and_hearing_puts_it_off() -> None:
     one = peer("b", now=0.0)
     for step in range(8):
-        assert one.handle(TimePassed(), step * 0.5) == []
-        one.handle(Heard(0, "a"), step * 0.5)
+        assert one.handle(ElectionTimePassedEvent(), step * 0.5) == []
+        one.handle(CoordinatorHeardEvent(0, "a"), step * 0.5)
     now = 3.5
-    while now <= 3.5 + SILENCE:
-        assert one.handle(TimePassed(), now) == []
+    while now <= 3.5 + LEADER_TIMEOUT:
+        assert one.handle(ElectionTimePassedEvent(), now) == []
         now += 0.5
-    assert one.handle(TimePassed(), now) == [Ask("a"), Ask("c")]
+    assert one.handle(ElectionTimePassedEvent(), now) == [QueryLeaderAction("a"), QueryLeaderAction("c")]
 
 
 def test_who_comes_later_in_the_order_waits_for_the_earlier_one() -> None:
     one = peer("c")
-    one.handle(ConnectionLost(), 10.0)
-    one.handle(Silent("a"), 10.1)
-    assert one.handle(Answered("b", view()), 10.1) == []
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("a"), 10.1)
+    assert one.handle(PeerAnsweredEvent("b", view()), 10.1) == []
     found = view("b", next_term(0, "b"), leads=True)
-    assert one.handle(Answered("b", found), 10.9) == [Follow("b", found.term, KEY, ("h:1",))]
-    assert one.handle(Heard(found.term, "b"), 11.0) == []
+    assert one.handle(PeerAnsweredEvent("b", found), 10.9) == [FollowLeaderAction("b", found.term, KEY, ("h:1",))]
+    assert one.handle(CoordinatorHeardEvent(found.term, "b"), 11.0) == []
     assert (one.role, one.leader, one.term) == ("following", "b", found.term)
 
 
 def test_a_newer_replica_goes_before_the_order() -> None:
     one = peer("c")
-    one.handle(Known(ORDER, (0, 6)), 9.0)
-    one.handle(ConnectionLost(), 10.0)
-    one.handle(Silent("a"), 10.1)
-    assert one.handle(Answered("b", view()), 10.1) == [Lead(next_term(0, "c"), lost="a")]
+    one.handle(MembershipChangedEvent(ORDER, (0, 6)), 9.0)
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("a"), 10.1)
+    assert one.handle(PeerAnsweredEvent("b", view()), 10.1) == [StartCoordinatorAction(next_term(0, "c"), lost_leader="a")]
 
 
 def test_who_does_not_take_its_turn_is_passed_over() -> None:
     one = peer("c")
-    one.handle(ConnectionLost(), 10.0)
+    one.handle(ConnectionLostEvent(), 10.0)
     now, decisions = 10.0, []
-    while now < 10.0 + CLAIM + 4 * AGAIN and not decisions:
-        one.handle(Silent("a"), now)
-        decisions = one.handle(Answered("b", view()), now)
-        one.handle(TimePassed(), now)
-        now += AGAIN
-    assert decisions == [Lead(next_term(0, "c"), lost="a")]
+    while now < 10.0 + CLAIM_TIMEOUT + 4 * QUERY_INTERVAL and not decisions:
+        one.handle(PeerTimedOutEvent("a"), now)
+        decisions = one.handle(PeerAnsweredEvent("b", view()), now)
+        one.handle(ElectionTimePassedEvent(), now)
+        now += QUERY_INTERVAL
+    assert decisions == [StartCoordinatorAction(next_term(0, "c"), lost_leader="a")]
 
 
 def test_nobody_takes_over_while_a_reachable_peer_hears_the_leader() -> None:
     one = peer("b")
-    one.handle(ConnectionLost(), 10.0)
-    one.handle(Silent("a"), 10.1)
-    assert one.handle(Answered("c", view(hears=True)), 10.1) == []
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("a"), 10.1)
+    assert one.handle(PeerAnsweredEvent("c", view(hears=True)), 10.1) == []
     assert one.role == "looking"
 
 
 def test_a_leader_whose_process_was_only_restarted_stays() -> None:
     one = peer("b")
-    one.handle(ConnectionLost(), 10.0)
-    one.handle(Silent("c"), 10.1)
-    assert one.handle(Answered("a", view(leads=True)), 10.1) == [Follow("a", 0, KEY, ("h:1",))]
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("c"), 10.1)
+    assert one.handle(PeerAnsweredEvent("a", view(leads=True)), 10.1) == [FollowLeaderAction("a", 0, KEY, ("h:1",))]
 
 
 def test_a_coordinator_without_a_daemon_gets_time_to_be_started_again() -> None:
     one = peer("b", leader="")
-    one.handle(ConnectionLost(), 10.0)
-    one.handle(Silent("a"), 10.1)
-    assert one.handle(Answered("c", view("")), 10.1) == []
-    asking(one, "ac", 10.25, 10.0 + LONE - 0.1)
-    one.handle(Silent("a"), 10.0 + LONE - 0.1)
-    assert one.handle(Answered("c", view("")), 10.0 + LONE - 0.1) == []
-    assert one.handle(Answered("c", view("")), 10.0 + LONE) == [Lead(next_term(0, "b"))]
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("a"), 10.1)
+    assert one.handle(PeerAnsweredEvent("c", view("")), 10.1) == []
+    asking(one, "ac", 10.25, 10.0 + STANDALONE_GRACE - 0.1)
+    one.handle(PeerTimedOutEvent("a"), 10.0 + STANDALONE_GRACE - 0.1)
+    assert one.handle(PeerAnsweredEvent("c", view("")), 10.0 + STANDALONE_GRACE - 0.1) == []
+    assert one.handle(PeerAnsweredEvent("c", view("")), 10.0 + STANDALONE_GRACE) == [StartCoordinatorAction(next_term(0, "b"))]
 
 
 def test_after_its_own_start_a_peer_waits_for_the_leader_it_knew() -> None:
-    one = Succession("b", 0.0, known=Known(ORDER, (0, 5)), leader="a")
-    assert one.handle(TimePassed(), 0.0) == [Ask("a"), Ask("c")]
-    one.handle(Silent("c"), 0.1)
-    assert one.handle(Silent("a"), 0.1) == []
-    asking(one, "ac", 0.5, BOOT - 0.1)
-    assert one.handle(Silent("a"), BOOT) == []
-    assert one.handle(Silent("c"), BOOT) == [Lead(next_term(0, "b"), lost="a")]
+    one = LeaderElection("b", 0.0, known=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
+    assert one.handle(ElectionTimePassedEvent(), 0.0) == [QueryLeaderAction("a"), QueryLeaderAction("c")]
+    one.handle(PeerTimedOutEvent("c"), 0.1)
+    assert one.handle(PeerTimedOutEvent("a"), 0.1) == []
+    asking(one, "ac", 0.5, RESTART_GRACE - 0.1)
+    assert one.handle(PeerTimedOutEvent("a"), RESTART_GRACE) == []
+    assert one.handle(PeerTimedOutEvent("c"), RESTART_GRACE) == [StartCoordinatorAction(next_term(0, "b"), lost_leader="a")]
 
 
 def test_the_last_leader_leads_again_at_once_and_in_its_term() -> None:
-    one = Succession("a", 0.0, known=Known(ORDER, (0, 5)), leader="a")
-    one.handle(TimePassed(), 0.0)
-    one.handle(Silent("b"), 0.1)
-    assert one.handle(Silent("c"), 0.1) == [Lead(0)]
+    one = LeaderElection("a", 0.0, known=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
+    one.handle(ElectionTimePassedEvent(), 0.0)
+    one.handle(PeerTimedOutEvent("b"), 0.1)
+    assert one.handle(PeerTimedOutEvent("c"), 0.1) == [StartCoordinatorAction(0)]
 
 
 def test_the_last_leader_follows_who_took_over_meanwhile() -> None:
-    one = Succession("a", 0.0, known=Known(ORDER, (0, 5)), leader="a")
-    one.handle(TimePassed(), 0.0)
+    one = LeaderElection("a", 0.0, known=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
+    one.handle(ElectionTimePassedEvent(), 0.0)
     found = view("b", next_term(0, "b"), leads=True)
-    assert one.handle(Answered("b", found), 0.1) == [Follow("b", found.term, KEY, ("h:1",))]
+    assert one.handle(PeerAnsweredEvent("b", found), 0.1) == [FollowLeaderAction("b", found.term, KEY, ("h:1",))]
 
 
 def test_an_older_term_is_not_followed() -> None:
     one = peer("b", term=next_term(0, "a"))
-    one.handle(ConnectionLost(), 10.0)
-    one.handle(Silent("c"), 10.1)
-    assert one.handle(Answered("a", view(leads=True)), 10.1) == []
-    assert one.handle(Heard(0, "a"), 10.2) == []
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("c"), 10.1)
+    assert one.handle(PeerAnsweredEvent("a", view(leads=True)), 10.1) == []
+    assert one.handle(CoordinatorHeardEvent(0, "a"), 10.2) == []
     assert one.role == "looking"
 
 
 def test_a_leader_takes_a_higher_term_for_a_peer_that_knows_a_higher_one() -> None:
     one = leading("a")
     known = next_term(next_term(0, "c"), "c")
-    assert one.handle(Answered("c", view("c", known)), 5.0) == [Raise(next_term(known, "a"))]
+    assert one.handle(PeerAnsweredEvent("c", view("c", known)), 5.0) == [RaiseTermAction(next_term(known, "a"))]
     assert round_of(one.term) == 3
 
 
 def test_a_term_out_of_all_proportion_is_no_term() -> None:
     one = leading("a")
     far = 5000 << 16
-    assert one.handle(Answered("c", view("c", far, leads=True)), 5.0) == []
-    assert one.handle(Answered("c", view("c", far)), 5.0) == []
+    assert one.handle(PeerAnsweredEvent("c", view("c", far, leads=True)), 5.0) == []
+    assert one.handle(PeerAnsweredEvent("c", view("c", far)), 5.0) == []
     assert one.term == 0
 
 
 def test_of_two_leaders_the_one_with_more_followers_goes_on() -> None:
     one = leading("a")
     rival = view("c", next_term(0, "c"), leads=True)
-    assert one.handle(Answered("c", rival), 5.0) == [Ask("b"), Ask("c")]
-    one.handle(Answered("c", rival), 5.1)
+    assert one.handle(PeerAnsweredEvent("c", rival), 5.0) == [QueryLeaderAction("b"), QueryLeaderAction("c")]
+    one.handle(PeerAnsweredEvent("c", rival), 5.1)
     followed = view("a", hears=True)
-    assert one.handle(Answered("b", followed), 5.1) == [Raise(next_term(rival.term, "a"))]
+    assert one.handle(PeerAnsweredEvent("b", followed), 5.1) == [RaiseTermAction(next_term(rival.term, "a"))]
 
     one = leading("a")
-    one.handle(Answered("c", rival), 5.0)
-    one.handle(Answered("c", rival), 5.1)
-    decisions = one.handle(Answered("b", view("c", rival.term, hears=True)), 5.1)
-    assert decisions == [StepDown(), Follow("c", rival.term, KEY, ("h:1",))]
+    one.handle(PeerAnsweredEvent("c", rival), 5.0)
+    one.handle(PeerAnsweredEvent("c", rival), 5.1)
+    decisions = one.handle(PeerAnsweredEvent("b", view("c", rival.term, hears=True)), 5.1)
+    assert decisions == [StepDownAction(), FollowLeaderAction("c", rival.term, KEY, ("h:1",))]
 
 
 def test_who_is_no_member_any_more_has_no_say_in_it() -> None:
     # Of those that are left nobody follows either leader: who comes first in the order goes on.
     term = next_term(0, "a")
     one = leading("b")
-    one.handle(Answered("c", view("b", 0, hears=True)), 0.5)
-    one.handle(Known(("a", "b"), (0, 6)), 5.0)
-    one.handle(Answered("a", view("a", term, leads=True)), 10.0)
-    assert StepDown() in one.handle(Answered("a", view("a", term, leads=True)), 10.1)
+    one.handle(PeerAnsweredEvent("c", view("b", 0, hears=True)), 0.5)
+    one.handle(MembershipChangedEvent(("a", "b"), (0, 6)), 5.0)
+    one.handle(PeerAnsweredEvent("a", view("a", term, leads=True)), 10.0)
+    assert StepDownAction() in one.handle(PeerAnsweredEvent("a", view("a", term, leads=True)), 10.1)
 
 
 def test_a_lone_member_that_says_it_leads_does_not_unseat_a_leader() -> None:
     """Its own word counts for nothing: nobody follows it."""
     one = leading("a")
     rival = view("c", next_term(0, "c"), leads=True)
-    one.handle(Answered("c", rival), 5.0)
-    one.handle(Answered("c", rival), 5.1)
-    one.handle(Silent("b"), 5.1)
+    one.handle(PeerAnsweredEvent("c", rival), 5.0)
+    one.handle(PeerAnsweredEvent("c", rival), 5.1)
+    one.handle(PeerTimedOutEvent("b"), 5.1)
     assert (one.role, round_of(one.term)) == ("leading", 2)
 
 
 def test_a_leader_asks_a_few_now_and_then_and_all_after_a_standstill() -> None:
     one = leading("a")
-    asked: list[Decision] = []
+    asked: list[ElectionAction] = []
     for step in range(1, 20):
-        now = 0.2 + step * PROBE / 4
-        one.handle(Heard(0, "a"), now)
-        asked += one.handle(TimePassed(), now)
-    assert asked.count(Ask("b")) == asked.count(Ask("c")) == 5
-    assert one.handle(TimePassed(), 60.0) == [Ask("b"), Ask("c")]
+        now = 0.2 + step * PROBE_INTERVAL / 4
+        one.handle(CoordinatorHeardEvent(0, "a"), now)
+        asked += one.handle(ElectionTimePassedEvent(), now)
+    assert asked.count(QueryLeaderAction("b")) == asked.count(QueryLeaderAction("c")) == 5
+    assert one.handle(ElectionTimePassedEvent(), 60.0) == [QueryLeaderAction("b"), QueryLeaderAction("c")]
 
 
 def test_who_just_woke_asks_again_before_it_leads() -> None:
     """What ran out while it stood still says nothing of the others: their answers still wait."""
     one = peer("b")
-    one.handle(ConnectionLost(), 10.0)
+    one.handle(ConnectionLostEvent(), 10.0)
     assert one.role == "looking"
     # It stands still. The questions are given up before anything else happens, then it looks.
-    assert one.handle(Silent("a"), 40.0) == []
-    assert one.handle(Silent("c"), 40.0) == []
-    assert one.handle(TimePassed(), 40.1) == [Ask("a"), Ask("c")]
-    one.handle(Silent("a"), 40.1)  # late ones of the round before
-    assert one.handle(Silent("c"), 40.1) == []
-    assert one.handle(ConnectionLost(), 40.2) == []
-    assert one.handle(TimePassed(), 40.6) == [Ask("a"), Ask("c")]
+    assert one.handle(PeerTimedOutEvent("a"), 40.0) == []
+    assert one.handle(PeerTimedOutEvent("c"), 40.0) == []
+    assert one.handle(ElectionTimePassedEvent(), 40.1) == [QueryLeaderAction("a"), QueryLeaderAction("c")]
+    one.handle(PeerTimedOutEvent("a"), 40.1)  # late ones of the round before
+    assert one.handle(PeerTimedOutEvent("c"), 40.1) == []
+    assert one.handle(ConnectionLostEvent(), 40.2) == []
+    assert one.handle(ElectionTimePassedEvent(), 40.6) == [QueryLeaderAction("a"), QueryLeaderAction("c")]
     found = view("c", next_term(0, "c"), leads=True)
-    assert one.handle(Answered("c", found), 40.7) == [Follow("c", found.term, KEY, ("h:1",))]
+    assert one.handle(PeerAnsweredEvent("c", found), 40.7) == [FollowLeaderAction("c", found.term, KEY, ("h:1",))]
 
 
 def test_who_just_woke_leads_where_nobody_answers_still() -> None:
     one = peer("b")
-    one.handle(ConnectionLost(), 10.0)
-    now, decisions = 40.0, one.handle(TimePassed(), 40.0)
-    while now < 42.0 and not any(isinstance(one, Lead) for one in decisions):
+    one.handle(ConnectionLostEvent(), 10.0)
+    now, decisions = 40.0, one.handle(ElectionTimePassedEvent(), 40.0)
+    while now < 42.0 and not any(isinstance(one, StartCoordinatorAction) for one in decisions):
         now += 0.25
-        decisions = one.handle(TimePassed(), now)
+        decisions = one.handle(ElectionTimePassedEvent(), now)
         for other in "ac":
-            decisions += one.handle(Silent(other), now)
-    assert decisions[-1] == Lead(next_term(0, "b"), lost="a")
+            decisions += one.handle(PeerTimedOutEvent(other), now)
+    assert decisions[-1] == StartCoordinatorAction(next_term(0, "b"), lost_leader="a")
 
 
 def test_a_turn_that_was_not_taken_while_it_stood_still_is_no_refusal() -> None:
     one = peer("c")
-    one.handle(ConnectionLost(), 10.0)
+    one.handle(ConnectionLostEvent(), 10.0)
     for now in (10.1, 50.0, 50.1, 50.7, 51.3):
-        one.handle(TimePassed(), now)
-        one.handle(Silent("a"), now)
-        assert Lead(next_term(0, "c"), lost="a") not in one.handle(Answered("b", view()), now)
+        one.handle(ElectionTimePassedEvent(), now)
+        one.handle(PeerTimedOutEvent("a"), now)
+        assert StartCoordinatorAction(next_term(0, "c"), lost_leader="a") not in one.handle(PeerAnsweredEvent("b", view()), now)
 
 
-@pytest.mark.parametrize(("heard", "after"), [(True, 2 * SILENCE), (False, FIRST_WORD)])
+@pytest.mark.parametrize(("heard", "after"), [(True, 2 * LEADER_TIMEOUT), (False, STARTUP_TIMEOUT)])
 def test_a_coordinator_that_hangs_is_started_again(heard: bool, after: float) -> None:
     """One that nobody has asked yet, as this PC still measures its device, has longer."""
     one = leading("a")
     if heard:
-        one.handle(Heard(0, "a"), 0.2)
+        one.handle(CoordinatorHeardEvent(0, "a"), 0.2)
     found = []
     for n in range(2, 4 * 150):
-        if Lead(0) in one.handle(TimePassed(), n * 0.25):
+        if StartCoordinatorAction(0) in one.handle(ElectionTimePassedEvent(), n * 0.25):
             found.append(n * 0.25)
     assert 0.2 + after < found[0] <= 0.2 + after + 0.25
 
 
 def test_who_can_not_lead_lets_the_next_one() -> None:
     one = peer("b")
-    one.handle(ConnectionLost(), 10.0)
-    one.handle(Silent("a"), 10.1)
-    one.handle(Answered("c", view()), 10.1)
-    assert one.handle(NotLed(), 10.5) == [Ask("a"), Ask("c")]
-    one.handle(Silent("a"), 10.6)
-    assert one.handle(Answered("c", view()), 10.6) == []
-    assert not one.view(10.6).fit
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("a"), 10.1)
+    one.handle(PeerAnsweredEvent("c", view()), 10.1)
+    assert one.handle(CoordinatorFailedEvent(), 10.5) == [QueryLeaderAction("a"), QueryLeaderAction("c")]
+    one.handle(PeerTimedOutEvent("a"), 10.6)
+    assert one.handle(PeerAnsweredEvent("c", view()), 10.6) == []
+    assert not one.build_view(10.6).can_lead
 
 
 def test_a_leader_whose_coordinator_does_not_stay_gives_way() -> None:
     """Its disk is full, say: the state can be written elsewhere."""
     one = leading("a")
-    assert one.handle(NotLed(), 5.0) == [StepDown(), Ask("b"), Ask("c")]
-    assert (one.view(5.0).leads, one.view(5.0).fit) == (False, False)
+    assert one.handle(CoordinatorFailedEvent(), 5.0) == [StepDownAction(), QueryLeaderAction("b"), QueryLeaderAction("c")]
+    assert (one.build_view(5.0).is_leader, one.build_view(5.0).can_lead) == (False, False)
     found = view("b", next_term(0, "b"), leads=True)
-    assert one.handle(Answered("b", found), 5.5) == [Follow("b", found.term, KEY, ("h:1",))]
+    assert one.handle(PeerAnsweredEvent("b", found), 5.5) == [FollowLeaderAction("b", found.term, KEY, ("h:1",))]
 
 
 def test_who_ends_is_not_waited_for() -> None:
     one = leading("a")
-    one.handle(Resigned(), 5.0)
-    assert (one.view(5.0).leads, one.view(5.0).fit) == (False, False)
-    assert one.handle(TimePassed(), 9.0) == []
+    one.handle(ResignedEvent(), 5.0)
+    assert (one.build_view(5.0).is_leader, one.build_view(5.0).can_lead) == (False, False)
+    assert one.handle(ElectionTimePassedEvent(), 9.0) == []
 
 
 def test_strangers_views_are_nothing() -> None:
     one = peer("b")
-    one.handle(ConnectionLost(), 10.0)
-    assert one.handle(Answered("x", view("x", 1 << 16, leads=True)), 10.1) == []
+    one.handle(ConnectionLostEvent(), 10.0)
+    assert one.handle(PeerAnsweredEvent("x", view("x", 1 << 16, leads=True)), 10.1) == []
 
 
 def test_no_leader_begins_in_anothers_term() -> None:
@@ -458,8 +458,8 @@ class Network:
         #: Who has led in which term.
         self.led: dict[int, str] = {}
 
-    def _start(self, me: str) -> Succession:
-        return Succession(me, self.now, known=Known(self.order, (0, 1)), leader=self.order[0])
+    def _start(self, me: str) -> LeaderElection:
+        return LeaderElection(me, self.now, known=MembershipChangedEvent(self.order, (0, 1)), leader=self.order[0])
 
     def reaches(self, one: str, other: str) -> bool:
         return (
@@ -476,9 +476,9 @@ class Network:
     def restart(self, who: str) -> None:
         self.dead.discard(who)
         before = self.peers[who]
-        known = Known(self.order, (0, 1))
+        known = MembershipChangedEvent(self.order, (0, 1))
         leader, term = before.leader, before.term
-        self.peers[who] = Succession(who, self.now, known=known, term=term, leader=leader)
+        self.peers[who] = LeaderElection(who, self.now, known=known, term=term, leader=leader)
 
     def run(self, seconds: float) -> None:
         until = self.now + seconds
@@ -496,31 +496,31 @@ class Network:
             for who in self.order:
                 if who not in self.dead and who not in self.frozen:
                     self.listen(who)
-                    self.tell(who, TimePassed())
+                    self.tell(who, ElectionTimePassedEvent())
 
     def listen(self, who: str) -> None:
         leader = self.session.get(who)
         if leader is None:
             return
         if leader in self.runs and self.reaches(who, leader):
-            self.tell(who, Heard(self.runs[leader], leader))
+            self.tell(who, CoordinatorHeardEvent(self.runs[leader], leader))
         elif self.part[who] == self.part[leader] and leader not in self.frozen:
             del self.session[who]
-            self.tell(who, ConnectionLost())
+            self.tell(who, ConnectionLostEvent())
 
     def tell(self, who: str, event: object) -> None:
         for decision in self.peers[who].handle(event, self.now):  # type: ignore[arg-type]
             match decision:
-                case Ask(other):
+                case QueryLeaderAction(other):
                     self.ask(who, other)
-                case Follow(leader):
+                case FollowLeaderAction(leader):
                     self.session[who] = leader
-                case StepDown():
+                case StepDownAction():
                     self.runs.pop(who, None)
-                case Raise(term):
+                case RaiseTermAction(term):
                     assert self.led.setdefault(term, who) == who, "two lead in one term"
                     self.runs[who] = term
-                case Lead(term):
+                case StartCoordinatorAction(term):
                     assert self.led.setdefault(term, who) == who, "two lead in one term"
                     self.runs.pop(who, None)
                     self.mail.append((self.now + 0.5, who, ("run", term)))
@@ -528,13 +528,13 @@ class Network:
             raise AssertionError
 
     def ask(self, who: str, other: str) -> None:
-        view = self.peers[who].view(self.now)
+        view = self.peers[who].build_view(self.now)
         delay = self.random.uniform(0.05, 0.4)
         if self.reaches(who, other):
-            self.tell_later(delay / 2, other, Answered(who, view))
+            self.tell_later(delay / 2, other, PeerAnsweredEvent(who, view))
             self.tell_later(delay, who, ("answer", other))
         else:
-            self.tell_later(1.0, who, Silent(other))
+            self.tell_later(1.0, who, PeerTimedOutEvent(other))
 
     def tell_later(self, delay: float, who: str, event: object) -> None:
         self.mail.append((self.now + delay, who, event))
@@ -554,12 +554,12 @@ class Postman(Network):
         match event:
             case ("run", int(term)):
                 self.runs[who] = term
-                event = Led(term, KEY, ("h:1",))
+                event = CoordinatorStartedEvent(term, KEY, ("h:1",))
             case ("answer", str(other)):
                 if self.reaches(who, other):
-                    event = Answered(other, self.peers[other].view(self.now))
+                    event = PeerAnsweredEvent(other, self.peers[other].build_view(self.now))
                 else:
-                    event = Silent(other)
+                    event = PeerTimedOutEvent(other)
         super().tell(who, event)
 
 

@@ -5,144 +5,144 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.errors import ContextTooLong, Overloaded, RequestError, Unavailable
-from molink.swarm.frontend.generation import GenerationRequest
+from molink.swarm.frontend.generation import Request
 from molink.swarm.frontend.stream import (
-    Act,
-    Emit,
-    Fail,
-    HeadEpoch,
-    SendSubmit,
-    SendToHead,
-    Stream,
+    StreamAction,
+    EmitTokenAction,
+    FailStreamAction,
+    PipelineEpoch,
+    SubmitAction,
+    SendToSchedulerAction,
+    RequestStream,
     StreamLimits,
 )
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Sampling
-from molink.wire.messages.serving import Cancel, Credit, Rejected, Token
+from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.serving import Cancel, Credit, Rejected, OutputToken
 
-ONE = HeadEpoch("p1", 1)
-TWO = HeadEpoch("p1", 2)
+ONE = PipelineEpoch("p1", 1)
+TWO = PipelineEpoch("p1", 2)
 PROMPT = (10, 11, 12)
-LIMITS = StreamLimits(hold_s=30.0, window=8, max_fruitless=3, retry_s=0.25, served_s=2.0)
+LIMITS = StreamLimits(pipeline_wait_timeout=30.0, credit_window=8, max_failed_attempts=3, retry_delay_s=0.25, min_service_s=2.0)
 
 
-def make(max_tokens: int = 5, now: float = 0.0) -> Stream:
-    request = GenerationRequest("m", PROMPT, max_tokens, Sampling(seed=7), (99,))
-    return Stream("k", request, LIMITS, now)
+def make(max_tokens: int = 5, now: float = 0.0) -> RequestStream:
+    request = Request("m", PROMPT, max_tokens, SamplingParams(seed=7), (99,))
+    return RequestStream("k", request, LIMITS, now)
 
 
 def token(
-    stream: Stream, position: int, value: int, epoch: int = 1, finish: str | None = None
-) -> Token:
-    return Token(epoch, stream.attempt_key, position, value, finish=finish)
+    stream: RequestStream, position: int, value: int, epoch: int = 1, finish: str | None = None
+) -> OutputToken:
+    return OutputToken(epoch, stream.attempt_key, position, value, finish_reason=finish)
 
 
-def rejected(stream: Stream, reason: str, epoch: int = 1, retry_after: float = 0.0) -> Rejected:
+def rejected(stream: RequestStream, reason: str, epoch: int = 1, retry_after: float = 0.0) -> Rejected:
     return Rejected(epoch, stream.attempt_key, reason, "because", retry_after)
 
 
-def emitted(acts: list[Act]) -> list[int]:
-    return [act.token.token for act in acts if isinstance(act, Emit)]
+def emitted(acts: list[StreamAction]) -> list[int]:
+    return [act.token.token for act in acts if isinstance(act, EmitTokenAction)]
 
 
-def submitted(acts: list[Act]) -> SendSubmit:
-    (act,) = [act for act in acts if isinstance(act, SendSubmit)]
+def submitted(acts: list[StreamAction]) -> SubmitAction:
+    (act,) = [act for act in acts if isinstance(act, SubmitAction)]
     return act
 
 
-def failure(acts: list[Act]) -> Exception:
-    (act,) = [act for act in acts if isinstance(act, Fail)]
+def failure(acts: list[StreamAction]) -> Exception:
+    (act,) = [act for act in acts if isinstance(act, FailStreamAction)]
     return act.error
 
 
 def test_an_undisturbed_request() -> None:
     stream = make(max_tokens=2)
     assert stream.state == "waiting"
-    submit = submitted(stream.head(ONE, 0.0))
+    submit = submitted(stream.set_target(ONE, 0.0))
     assert submit.target == ONE
-    assert submit.ids == PROMPT
-    assert (submit.submit.tokens, submit.submit.prompt_tokens) == (3, 3)
+    assert submit.token_ids == PROMPT
+    assert (submit.submit.num_tokens, submit.submit.prompt_tokens) == (3, 3)
     assert submit.submit.max_tokens == 2
-    assert submit.submit.stop_ids == (99,)
-    assert stream.next_wake is None
-    assert emitted(stream.token(token(stream, 3, 50), 1.0)) == [50]
-    last = stream.token(token(stream, 4, 99, finish="stop"), 2.0)
-    assert [act.token.finish for act in last if isinstance(act, Emit)] == ["stop"]
+    assert submit.submit.stop_token_ids == (99,)
+    assert stream.next_wake_at is None
+    assert emitted(stream.on_token(token(stream, 3, 50), 1.0)) == [50]
+    last = stream.on_token(token(stream, 4, 99, finish="stop"), 2.0)
+    assert [act.token.finish_reason for act in last if isinstance(act, EmitTokenAction)] == ["stop"]
     assert stream.state == "done"
     assert stream.cancel() == []
 
 
 def test_whose_turn_it_is_goes_along_and_the_wait_counts_from_the_beginning() -> None:
-    request = GenerationRequest(
-        "m", PROMPT, 5, Sampling(), (), b"", "abc", -1, max_queue_s=20.0, deadline_s=31.5
+    request = Request(
+        "m", PROMPT, 5, SamplingParams(), (), b"", "abc", -1, max_queue_s=20.0, deadline_s=31.5
     )
-    stream = Stream("k", request, LIMITS, 0.0)
-    submit = submitted(stream.head(ONE, 4.0)).submit
+    stream = RequestStream("k", request, LIMITS, 0.0)
+    submit = submitted(stream.set_target(ONE, 4.0)).submit
     assert (submit.client, submit.priority, submit.max_queue_s) == ("abc", -1, 16.0)
-    assert stream.head(None, 5.0) == []
-    submit = submitted(stream.head(TWO, 10.0)).submit
+    assert stream.set_target(None, 5.0) == []
+    submit = submitted(stream.set_target(TWO, 10.0)).submit
     assert (submit.max_queue_s, submit.deadline_s) == (10.0, 21.5)
-    assert emitted(stream.token(token(stream, 3, 50, epoch=2), 30.0)) == [50]
-    assert stream.head(None, 31.0) == []
-    three = HeadEpoch("p1", 3)
-    submit = submitted(stream.head(three, 32.0)).submit
+    assert emitted(stream.on_token(token(stream, 3, 50, epoch=2), 30.0)) == [50]
+    assert stream.set_target(None, 31.0) == []
+    three = PipelineEpoch("p1", 3)
+    submit = submitted(stream.set_target(three, 32.0)).submit
     assert submit.max_queue_s == 0.0, "it had its turn"
     assert 0 < submit.deadline_s < 0.1, "the endpoint ends it"
 
 
 def test_who_may_not_wait_for_longer_does_not_wait_for_a_pipeline() -> None:
-    request = GenerationRequest("m", PROMPT, 5, Sampling(), max_queue_s=3.0)
-    stream = Stream("k", request, LIMITS, 0.0)
-    assert stream.next_wake == 3.0
+    request = Request("m", PROMPT, 5, SamplingParams(), max_queue_s=3.0)
+    stream = RequestStream("k", request, LIMITS, 0.0)
+    assert stream.next_wake_at == 3.0
     assert isinstance(failure(stream.wake(3.0)), Unavailable)
-    late = Stream("k", request, LIMITS, 0.0)
-    assert isinstance(failure(late.head(ONE, 3.0)), Unavailable)
+    late = RequestStream("k", request, LIMITS, 0.0)
+    assert isinstance(failure(late.set_target(ONE, 3.0)), Unavailable)
 
 
 def test_a_new_epoch_resubmits_prompt_and_emitted_tokens() -> None:
     stream = make(max_tokens=5)
-    stream.head(ONE, 0.0)
-    stream.token(token(stream, 3, 50), 1.0)
-    stream.token(token(stream, 4, 51), 1.0)
-    assert stream.head(None, 2.0) == []
+    stream.set_target(ONE, 0.0)
+    stream.on_token(token(stream, 3, 50), 1.0)
+    stream.on_token(token(stream, 4, 51), 1.0)
+    assert stream.set_target(None, 2.0) == []
     assert stream.state == "waiting"
-    submit = submitted(stream.head(TWO, 9.0))
-    assert submit.ids == (*PROMPT, 50, 51)
+    submit = submitted(stream.set_target(TWO, 9.0))
+    assert submit.token_ids == (*PROMPT, 50, 51)
     assert (submit.submit.prompt_tokens, submit.submit.max_tokens) == (3, 3)
     assert submit.submit.epoch == 2
     # A repeated position is dropped, the next one goes out.
-    assert emitted(stream.token(token(stream, 4, 77, epoch=2), 9.1)) == []
-    assert emitted(stream.token(token(stream, 5, 52, epoch=2), 9.2)) == [52]
+    assert emitted(stream.on_token(token(stream, 4, 77, epoch=2), 9.1)) == []
+    assert emitted(stream.on_token(token(stream, 5, 52, epoch=2), 9.2)) == [52]
     stream.validate()
 
 
 def test_tokens_of_an_earlier_submission_are_dropped() -> None:
     stream = make()
-    stream.head(ONE, 0.0)
+    stream.set_target(ONE, 0.0)
     late = token(stream, 3, 50)
-    stream.head(None, 1.0)
-    stream.head(TWO, 2.0)
-    assert stream.token(late, 2.1) == []
-    assert stream.token(token(stream, 3, 50, epoch=1), 2.2) == []
+    stream.set_target(None, 1.0)
+    stream.set_target(TWO, 2.0)
+    assert stream.on_token(late, 2.1) == []
+    assert stream.on_token(token(stream, 3, 50, epoch=1), 2.2) == []
 
 
 def test_the_same_head_after_a_broken_connection_forgets_the_old_submission() -> None:
     stream = make()
-    stream.head(ONE, 0.0)
+    stream.set_target(ONE, 0.0)
     old = stream.attempt_key
-    stream.head(None, 1.0)
-    acts = stream.head(ONE, 1.5)
-    assert acts[0] == SendToHead(ONE, Cancel(old))
+    stream.set_target(None, 1.0)
+    acts = stream.set_target(ONE, 1.5)
+    assert acts[0] == SendToSchedulerAction(ONE, Cancel(old))
     assert submitted(acts).submit.key != old
 
 
 def test_a_gap_is_asked_for_again() -> None:
     stream = make()
-    stream.head(ONE, 0.0)
-    acts = stream.token(token(stream, 4, 51), 1.0)
-    assert [type(act) for act in acts] == [SendToHead]
-    assert stream.next_wake == 1.25
-    assert submitted(stream.wake(1.25)).ids == PROMPT
+    stream.set_target(ONE, 0.0)
+    acts = stream.on_token(token(stream, 4, 51), 1.0)
+    assert [type(act) for act in acts] == [SendToSchedulerAction]
+    assert stream.next_wake_at == 1.25
+    assert submitted(stream.wake(1.25)).token_ids == PROMPT
 
 
 def test_it_waits_as_long_as_a_pipeline_gets_on_with_being_formed() -> None:
@@ -150,11 +150,11 @@ def test_it_waits_as_long_as_a_pipeline_gets_on_with_being_formed() -> None:
     now = 0.0
     for sign in range(1, 8):
         now = 25.0 * sign
-        stream.forming(sign, now)
+        stream.on_formation_progress(sign, now)
         assert stream.wake(now) == []
-        assert stream.next_wake == now + 30.0
-    stream.forming(7, now + 20)  # no news
-    stream.forming(0, now + 25)  # it broke
+        assert stream.next_wake_at == now + 30.0
+    stream.on_formation_progress(7, now + 20)  # no news
+    stream.on_formation_progress(0, now + 25)  # it broke
     assert stream.wake(now + 29.9) == []
     assert "for 205 s" in str(failure(stream.wake(now + 30.0)))
 
@@ -162,17 +162,17 @@ def test_it_waits_as_long_as_a_pipeline_gets_on_with_being_formed() -> None:
 def test_it_waits_no_longer_than_ten_minutes_whatever_gets_on() -> None:
     stream = make()
     for sign in range(1, 24):
-        stream.forming(sign, 25.0 * sign)
+        stream.on_formation_progress(sign, 25.0 * sign)
         assert stream.wake(25.0 * sign) == []
-    stream.forming(24, 599.0)
-    assert stream.next_wake == 600.0
+    stream.on_formation_progress(24, 599.0)
+    assert stream.next_wake_at == 600.0
     assert "for 600 s" in str(failure(stream.wake(600.0)))
 
 
 def test_nobody_serves_it() -> None:
     stream = make()
-    assert stream.head(None, 0.0) == []
-    assert stream.next_wake == 30.0
+    assert stream.set_target(None, 0.0) == []
+    assert stream.next_wake_at == 30.0
     assert stream.wake(29.9) == []
     assert isinstance(failure(stream.wake(30.0)), Unavailable)
     assert stream.state == "done"
@@ -180,27 +180,27 @@ def test_nobody_serves_it() -> None:
 
 def test_a_loss_gives_the_whole_hold_time_again() -> None:
     stream = make()
-    stream.head(ONE, 0.0)
-    stream.head(None, 100.0)
-    assert stream.next_wake == 130.0
+    stream.set_target(ONE, 0.0)
+    stream.set_target(None, 100.0)
+    assert stream.next_wake_at == 130.0
 
 
 def test_overloaded_before_the_first_token_is_the_clients_matter() -> None:
     stream = make()
-    stream.head(ONE, 0.0)
-    error = failure(stream.rejected(rejected(stream, "overloaded", retry_after=3.0), 0.1))
+    stream.set_target(ONE, 0.0)
+    error = failure(stream.on_rejected(rejected(stream, "overloaded", retry_after=3.0), 0.1))
     assert isinstance(error, Overloaded)
     assert error.retry_after == 3.0
 
 
 def test_overloaded_in_mid_stream_is_a_pause() -> None:
     stream = make()
-    stream.head(ONE, 0.0)
-    stream.token(token(stream, 3, 50), 1.0)
-    stream.head(TWO, 2.0)
-    assert stream.rejected(rejected(stream, "overloaded", 2, 3.0), 2.1) == []
-    assert stream.next_wake == pytest.approx(5.1)
-    assert submitted(stream.wake(5.2)).ids == (*PROMPT, 50)
+    stream.set_target(ONE, 0.0)
+    stream.on_token(token(stream, 3, 50), 1.0)
+    stream.set_target(TWO, 2.0)
+    assert stream.on_rejected(rejected(stream, "overloaded", 2, 3.0), 2.1) == []
+    assert stream.next_wake_at == pytest.approx(5.1)
+    assert submitted(stream.wake(5.2)).token_ids == (*PROMPT, 50)
 
 
 @pytest.mark.parametrize(
@@ -208,29 +208,29 @@ def test_overloaded_in_mid_stream_is_a_pause() -> None:
 )
 def test_what_no_retry_can_mend(reason: str, kind: type[Exception]) -> None:
     stream = make()
-    stream.head(ONE, 0.0)
-    assert isinstance(failure(stream.rejected(rejected(stream, reason), 0.1)), kind)
+    stream.set_target(ONE, 0.0)
+    assert isinstance(failure(stream.on_rejected(rejected(stream, reason), 0.1)), kind)
 
 
 def test_an_old_epoch_is_waited_out() -> None:
     stream = make()
-    stream.head(ONE, 0.0)
-    assert stream.rejected(rejected(stream, "epoch"), 0.1) == []
+    stream.set_target(ONE, 0.0)
+    assert stream.on_rejected(rejected(stream, "epoch"), 0.1) == []
     assert stream.state == "waiting"
-    assert submitted(stream.head(TWO, 0.5)).target == TWO
+    assert submitted(stream.set_target(TWO, 0.5)).target == TWO
 
 
 def test_an_epoch_that_is_never_right_ends_with_the_hold_time() -> None:
     stream, now = make(), 0.0
-    stream.head(ONE, now)
+    stream.set_target(ONE, now)
     for _ in range(1000):
         if stream.state == "done":
             break
         if stream.state == "running":
-            acts = stream.rejected(rejected(stream, "epoch"), now)
+            acts = stream.on_rejected(rejected(stream, "epoch"), now)
         else:
-            assert stream.next_wake is not None
-            now = stream.next_wake
+            assert stream.next_wake_at is not None
+            now = stream.next_wake_at
             acts = stream.wake(now)
     assert isinstance(failure(acts), Unavailable)
     assert now == pytest.approx(30.0, abs=0.5)
@@ -238,35 +238,35 @@ def test_an_epoch_that_is_never_right_ends_with_the_hold_time() -> None:
 
 def test_failed_is_tried_again_a_few_times() -> None:
     stream, now = make(), 0.0
-    stream.head(ONE, now)
-    for _ in range(LIMITS.max_fruitless):
-        acts = stream.rejected(rejected(stream, "failed"), now)
-        assert not any(isinstance(act, Fail) for act in acts)
-        now += LIMITS.retry_s
+    stream.set_target(ONE, now)
+    for _ in range(LIMITS.max_failed_attempts):
+        acts = stream.on_rejected(rejected(stream, "failed"), now)
+        assert not any(isinstance(act, FailStreamAction) for act in acts)
+        now += LIMITS.retry_delay_s
         submitted(stream.wake(now))
-    assert isinstance(failure(stream.rejected(rejected(stream, "failed"), now)), Unavailable)
+    assert isinstance(failure(stream.on_rejected(rejected(stream, "failed"), now)), Unavailable)
 
 
 def test_a_request_that_takes_every_head_down_is_given_up() -> None:
     stream = make()
-    acts: list[Act] = []
+    acts: list[StreamAction] = []
     for epoch in range(1, 20):
-        acts = stream.head(HeadEpoch("p1", epoch), float(epoch))
+        acts = stream.set_target(PipelineEpoch("p1", epoch), float(epoch))
         if stream.state == "done":
             break
-        acts = stream.head(None, epoch + 0.5)
+        acts = stream.set_target(None, epoch + 0.5)
         if stream.state == "done":
             break
     assert isinstance(failure(acts), Unavailable)
-    assert epoch <= LIMITS.max_fruitless + 2
+    assert epoch <= LIMITS.max_failed_attempts + 2
 
 
-def flapping(stream: Stream, seconds: float, served: float) -> tuple[float, list[Act]]:
+def flapping(stream: RequestStream, seconds: float, served: float) -> tuple[float, list[StreamAction]]:
     """A connection that breaks ``served`` seconds after each submission, and is back at once."""
-    now, acts = 0.0, stream.head(ONE, 0.0)
+    now, acts = 0.0, stream.set_target(ONE, 0.0)
     while stream.state != "done" and now < seconds:
         now += served
-        acts = [*stream.head(None, now), *stream.head(ONE, now + 0.1)]
+        acts = [*stream.set_target(None, now), *stream.set_target(ONE, now + 0.1)]
         now += 0.1
     return now, acts
 
@@ -275,10 +275,10 @@ def test_a_connection_may_break_as_often_as_it_likes_within_the_hold_time() -> N
     stream = make()
     flapping(stream, seconds=29.0, served=0.5)
     assert stream.state == "running"
-    assert emitted(stream.token(token(stream, 3, 50), 29.5)) == [50]
+    assert emitted(stream.on_token(token(stream, 3, 50), 29.5)) == [50]
     # The next wait is a new one.
-    stream.head(None, 40.0)
-    assert stream.next_wake == 70.0
+    stream.set_target(None, 40.0)
+    assert stream.next_wake_at == 70.0
 
 
 def test_a_connection_that_breaks_at_each_submission_ends_with_the_hold_time() -> None:
@@ -296,55 +296,55 @@ def test_a_head_that_had_it_for_a_while_begins_a_new_wait_for_ten_minutes() -> N
 
 def test_credit_goes_out_in_quarters_of_the_window() -> None:
     stream = make(max_tokens=100)
-    stream.head(ONE, 0.0)
+    stream.set_target(ONE, 0.0)
     for position in range(3, 8):
-        stream.token(token(stream, position, 50), 0.1)
-    assert stream.taken(1) == []
-    assert stream.taken(1) == [SendToHead(ONE, Credit(stream.attempt_key, 5))]
-    assert stream.taken(1) == []
+        stream.on_token(token(stream, position, 50), 0.1)
+    assert stream.on_tokens_consumed(1) == []
+    assert stream.on_tokens_consumed(1) == [SendToSchedulerAction(ONE, Credit(stream.attempt_key, 5))]
+    assert stream.on_tokens_consumed(1) == []
 
 
 def test_a_slow_client_survives_any_number_of_new_epochs() -> None:
     stream = make(max_tokens=1000)
     position, windows = 3, []
     for epoch in range(1, 12):
-        windows.append(submitted(stream.head(HeadEpoch("p1", epoch), float(epoch))).submit.window)
+        windows.append(submitted(stream.set_target(PipelineEpoch("p1", epoch), float(epoch))).submit.credit_window)
         for _ in range(windows[-1]):
-            assert emitted(stream.token(token(stream, position, 50, epoch), float(epoch)))
+            assert emitted(stream.on_token(token(stream, position, 50, epoch), float(epoch)))
             position += 1
     assert windows == [8] + [1] * 10
     # Small windows are credited in small steps, or their heads would wait for ever.
-    credits = [act for _ in range(position - 3) for act in stream.taken(1)]
-    assert credits[-1] == SendToHead(HeadEpoch("p1", 11), Credit(stream.attempt_key, position))
+    credits = [act for _ in range(position - 3) for act in stream.on_tokens_consumed(1)]
+    assert credits[-1] == SendToSchedulerAction(PipelineEpoch("p1", 11), Credit(stream.attempt_key, position))
     stream.validate()
 
 
 def test_a_head_that_ignores_credit_is_dropped() -> None:
     stream = make(max_tokens=1000)
-    stream.head(ONE, 0.0)
-    acts: list[Act] = []
+    stream.set_target(ONE, 0.0)
+    acts: list[StreamAction] = []
     for position in range(3, 100):
-        acts = stream.token(token(stream, position, 50), 0.1)
+        acts = stream.on_token(token(stream, position, 50), 0.1)
         if stream.state == "done":
             break
     assert isinstance(failure(acts), Unavailable)
-    assert position < 3 + 3 * LIMITS.window
+    assert position < 3 + 3 * LIMITS.credit_window
 
 
 def test_cancel_tells_the_head() -> None:
     stream = make()
-    stream.head(ONE, 0.0)
-    assert stream.cancel() == [SendToHead(ONE, Cancel(stream.attempt_key))]
-    assert stream.head(TWO, 1.0) == []
-    assert stream.token(token(stream, 3, 50), 1.0) == []
+    stream.set_target(ONE, 0.0)
+    assert stream.cancel() == [SendToSchedulerAction(ONE, Cancel(stream.attempt_key))]
+    assert stream.set_target(TWO, 1.0) == []
+    assert stream.on_token(token(stream, 3, 50), 1.0) == []
 
 
 def test_a_head_that_goes_on_beyond_max_tokens_is_stopped() -> None:
     stream = make(max_tokens=1)
-    stream.head(ONE, 0.0)
-    acts = stream.token(token(stream, 3, 50), 0.1)
-    assert [act.token.finish for act in acts if isinstance(act, Emit)] == ["length"]
-    assert SendToHead(ONE, Cancel("k.1")) in acts
+    stream.set_target(ONE, 0.0)
+    acts = stream.on_token(token(stream, 3, 50), 0.1)
+    assert [act.token.finish_reason for act in acts if isinstance(act, EmitTokenAction)] == ["length"]
+    assert SendToSchedulerAction(ONE, Cancel("k.1")) in acts
 
 
 STEPS = st.lists(
@@ -363,33 +363,33 @@ STEPS = st.lists(
 @given(STEPS)
 def test_positions_go_out_once_and_in_order(steps: list[tuple[str, int | str]]) -> None:
     """The tokens that a client sees are those of one undisturbed run, whatever happens."""
-    stream = Stream(
-        "k", GenerationRequest("m", PROMPT, 12, Sampling(), ()), StreamLimits(window=64), 0.0
+    stream = RequestStream(
+        "k", Request("m", PROMPT, 12, SamplingParams(), ()), StreamLimits(credit_window=64), 0.0
     )
     now, epoch, seen = 0.0, 0, []
     sent_but_not_taken = 0
     for what, value in steps:
         now += 0.1
-        acts: list[Act] = []
+        acts: list[StreamAction] = []
         position = len(PROMPT) + len(seen)
         if what == "head":
             epoch += value
-            acts = stream.head(HeadEpoch("p", epoch) if value else None, now)
+            acts = stream.set_target(PipelineEpoch("p", epoch) if value else None, now)
         elif what == "token":
             at = max(0, position + value)
-            acts = stream.token(Token(epoch, stream.attempt_key, at, 1000 + at), now)
+            acts = stream.on_token(OutputToken(epoch, stream.attempt_key, at, 1000 + at), now)
         elif what == "reject":
-            acts = stream.rejected(Rejected(epoch, stream.attempt_key, value, "x"), now)
+            acts = stream.on_rejected(Rejected(epoch, stream.attempt_key, value, "x"), now)
         elif what == "late":
-            acts = stream.token(Token(epoch, f"k.{value}", position, 1000 + position), now)
+            acts = stream.on_token(OutputToken(epoch, f"k.{value}", position, 1000 + position), now)
         elif what == "taken" and sent_but_not_taken:
             sent_but_not_taken -= 1
-            acts = stream.taken(1)
+            acts = stream.on_tokens_consumed(1)
         elif what == "wake":
             now += value
             acts = stream.wake(now)
         for act in acts:
-            if isinstance(act, Emit):
+            if isinstance(act, EmitTokenAction):
                 seen.append((act.token.position, act.token.token))
                 sent_but_not_taken += 1
         stream.validate()
@@ -398,10 +398,10 @@ def test_positions_go_out_once_and_in_order(steps: list[tuple[str, int | str]]) 
 
 def test_each_submission_brings_its_grammar() -> None:
     grammar = b"start: /a/"
-    request = GenerationRequest("m", PROMPT, 5, Sampling(), (99,), grammar)
-    stream = Stream("k", request, StreamLimits(), 0.0)
+    request = Request("m", PROMPT, 5, SamplingParams(), (99,), grammar)
+    stream = RequestStream("k", request, StreamLimits(), 0.0)
     for epoch in (1, 2):
-        act = submitted(stream.head(HeadEpoch("p1", epoch), 0.0))
+        act = submitted(stream.set_target(PipelineEpoch("p1", epoch), 0.0))
         assert act.submit.payload == Payload("u8", (len(grammar),))
         assert act.grammar == grammar
-    assert submitted(make().head(ONE, 0.0)).submit.payload is None
+    assert submitted(make().set_target(ONE, 0.0)).submit.payload is None

@@ -1,68 +1,68 @@
 """The members as the coordinator announces them."""
 
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.swarm.membership.address_book import AddressBook
-from molink.wire.messages.instructions import Member
-from molink.wire.messages.pipe import MemberKey
+from molink.wire.messages.instructions import PeerInfo
+from molink.wire.messages.pipe import PeerKey
 from molink.wire.sockets.curve import KeyPair
 
 ME = KeyPair.generate()
 
 
-def member(keys: KeyPair, **changes: object) -> Member:
+def member(keys: KeyPair, **changes: object) -> PeerInfo:
     fields = {
-        "peer": peer_id(keys.public),
+        "peer": derive_peer_id(keys.public),
         "name": "n",
         "public_key": keys.public,
         "addresses": (),
         "control_port": 0,
     }
-    return Member(**{**fields, **changes})
+    return PeerInfo(**{**fields, **changes})
 
 
 def make() -> tuple[AddressBook, list[str], list[str]]:
-    book = AddressBook(MemberKey(peer=peer_id(ME.public), public_key=ME.public))
+    book = AddressBook(PeerKey(peer=derive_peer_id(ME.public), public_key=ME.public))
     came: list[str] = []
     gone: list[str] = []
-    book.on_member = lambda member: came.append(member.peer)
-    book.on_gone = gone.append
+    book.on_peer_changed = lambda member: came.append(member.peer)
+    book.on_peer_removed = gone.append
     return book, came, gone
 
 
 def test_members_come_and_go() -> None:
     book, came, gone = make()
     other = member(KeyPair.generate())
-    assert book.add(other)
-    assert book.add(other)
+    assert book.add_peer(other)
+    assert book.add_peer(other)
     assert came == [other.peer]
-    assert book.get(other.peer) == other
-    assert {key.peer for key in book.keys().members} == {peer_id(ME.public), other.peer}
-    book.remove(other.peer)
-    book.remove(other.peer)
+    assert book.get_peer(other.peer) == other
+    assert {key.peer for key in book.peer_keys().peers} == {derive_peer_id(ME.public), other.peer}
+    book.remove_peer(other.peer)
+    book.remove_peer(other.peer)
     assert gone == [other.peer]
-    assert book.peers == {peer_id(ME.public)}
+    assert book.peers == {derive_peer_id(ME.public)}
 
 
 def test_an_id_is_that_of_its_key() -> None:
     book, came, _ = make()
-    assert not book.add(member(KeyPair.generate(), peer=peer_id(ME.public)))
+    assert not book.add_peer(member(KeyPair.generate(), peer=derive_peer_id(ME.public)))
     assert came == []
 
 
 def test_this_peer_is_always_in() -> None:
     book, came, _ = make()
-    assert book.add(member(ME))
+    assert book.add_peer(member(ME))
     assert came == []
-    assert len(book.keys().members) == 1
+    assert len(book.peer_keys().peers) == 1
 
 
 def test_who_went_while_there_was_no_session_is_dropped() -> None:
     book, _, gone = make()
     stays, goes = member(KeyPair.generate()), member(KeyPair.generate())
     for one in (stays, goes):
-        book.add(one)
-    book.welcomed()
-    book.add(stays)
-    book.sweep()
-    book.sweep()
+        book.add_peer(one)
+    book.mark_unconfirmed()
+    book.add_peer(stays)
+    book.drop_unconfirmed()
+    book.drop_unconfirmed()
     assert gone == [goes.peer]

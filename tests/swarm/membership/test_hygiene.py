@@ -2,20 +2,20 @@ import msgspec
 import pytest
 
 from molink.swarm.membership.hygiene import (
-    clean_failed,
-    clean_name,
-    clean_report,
-    is_model_name,
+    sanitize_failure,
+    sanitize_name,
+    sanitize_report,
+    is_valid_model_name,
 )
 from molink.wire.messages.reports import StageFailed, TransferState
 from tests.support.swarm import Kit
 
 
 def test_names() -> None:
-    assert clean_name("  my PC\x1b[31m\n\u202e ", "p") == "my PC[31m"
-    assert clean_name("\0\n", "p") == "p"
-    assert len(clean_name("x" * 200, "p")) == 64
-    assert clean_name("Jürgens Büro", "p") == "Jürgens Büro"
+    assert sanitize_name("  my PC\x1b[31m\n\u202e ", "p") == "my PC[31m"
+    assert sanitize_name("\0\n", "p") == "p"
+    assert len(sanitize_name("x" * 200, "p")) == 64
+    assert sanitize_name("Jürgens Büro", "p") == "Jürgens Büro"
 
 
 def test_reports(kit: Kit) -> None:
@@ -33,33 +33,33 @@ def test_reports(kit: Kit) -> None:
         ),
     )
     device = msgspec.structs.replace(report.device, read_rate=float("nan"), name="\x07")
-    clean = clean_report(msgspec.structs.replace(report, device=device), "peer")
+    clean = sanitize_report(msgspec.structs.replace(report, device=device), "peer")
     assert clean.name == "peer"
     assert clean.addresses == ("10.0.0.1", "pc.lan", "fe80::1%eth0")
     assert (clean.stage, clean.models) == ("none", ("toy",))
     assert [worker.pipeline for worker in clean.workers] == ["p1"]
     assert [(one.model, one.source) for one in clean.transfers] == [("toy", "nas")]
     assert (clean.device.name, clean.device.read_rate) == ("cpu", 0.0)
-    assert clean_report(kit.report("a"), "a") == kit.report("a")
+    assert sanitize_report(kit.report("a"), "a") == kit.report("a")
 
 
 @pytest.mark.parametrize(
     ("told", "believed"), [(0.0, 0.0), (2.0, 2.0), (1e-300, 0.0), (1e300, 0.0), (float("nan"), 0.0)]
 )
 def test_paces(kit: Kit, told: float, believed: float) -> None:
-    worker = msgspec.structs.replace(kit.worker("ready", 1, 0, (0, 6)), pace=told)
-    (clean,) = clean_report(kit.report("a", worker), "a").workers
-    assert clean.pace == believed
+    worker = msgspec.structs.replace(kit.worker("ready", 1, 0, (0, 6)), slowdown=told)
+    (clean,) = sanitize_report(kit.report("a", worker), "a").workers
+    assert clean.slowdown == believed
 
 
 def test_reasons() -> None:
     failed = StageFailed(pipeline="p1", epoch=1, stage=0, reason="\x1b]0;PWNED\x07\n" + "x" * 999)
-    clean = clean_failed(failed).reason
+    clean = sanitize_failure(failed).reason
     assert clean.startswith("\\x1b]0;PWNED\\x07\\nxxx")
     assert clean.isprintable()
     assert len(clean) == 512
 
 
 def test_names_of_models() -> None:
-    assert is_model_name("Qwen/Qwen3-8B")
-    assert not any(map(is_model_name, ("", " ", "a\x1b[31m", "a\nb", "a\u202eb")))
+    assert is_valid_model_name("Qwen/Qwen3-8B")
+    assert not any(map(is_valid_model_name, ("", " ", "a\x1b[31m", "a\nb", "a\u202eb")))

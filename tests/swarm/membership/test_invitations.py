@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from molink.errors import NotAuthorized, TokenError, UsageError
-from molink.swarm.controller.records import Use
+from molink.swarm.controller.records import InvitationUse
 from molink.swarm.membership.invitations import MAX_INVITATIONS, Invitations, encode_invitations
 
 DAY = 86400
@@ -13,61 +13,61 @@ KEY = "k" * 40
 
 def test_it_holds_until_it_expires() -> None:
     invitations = Invitations()
-    record = invitations.create("a", KEY, 10, now=100.5, owner=True)
-    forever = invitations.create("a", KEY, 0, now=100.5, owner=True)
+    record = invitations.create_invitation("a", KEY, 10, now=100.5, owner=True)
+    forever = invitations.create_invitation("a", KEY, 0, now=100.5, owner=True)
     assert (record.public_key, record.creator) == (KEY, "a")
-    assert (record.expires, forever.expires) == (111, 0)
-    assert invitations.used(record.id, "b", now=110.9)
+    assert (record.expires_at, forever.expires_at) == (111, 0)
+    assert invitations.redeem_invitation(record.id, "b", now=110.9)
     for id, now in ((record.id, 111), ("invite:other", 0)):
         with pytest.raises(TokenError, match="expired"):
-            invitations.used(id, "b", now=now)
-    assert invitations.purge(now=110) == []
-    assert invitations.purge(now=111) == [record.id]
+            invitations.redeem_invitation(id, "b", now=now)
+    assert invitations.purge_expired(now=110) == []
+    assert invitations.purge_expired(now=111) == [record.id]
     assert [one.id for one in invitations] == [forever.id]
-    assert invitations.revoke(forever.id)
-    assert not invitations.revoke(forever.id)
+    assert invitations.revoke_invitation(forever.id)
+    assert not invitations.revoke_invitation(forever.id)
 
 
 def test_it_is_for_as_many_as_it_was_made_for() -> None:
     invitations = Invitations()
-    id = invitations.create("a", KEY, 0, now=1, owner=True, uses=2).id
-    assert invitations.used(id, "b", now=2).used == (Use("b", 2),)
-    assert invitations.used(id, "c", now=2).used == (Use("c", 2),), "nothing was kept yet"
-    invitations.keep(invitations.used(id, "b", now=2))
-    again = invitations.used(id, "b", now=3)
-    assert (again.used, again.left) == ((Use("b", 2),), 1), "coming again counts once"
-    invitations.keep(invitations.used(id, "c", now=4))
+    id = invitations.create_invitation("a", KEY, 0, now=1, owner=True, uses=2).id
+    assert invitations.redeem_invitation(id, "b", now=2).used_by == (InvitationUse("b", 2),)
+    assert invitations.redeem_invitation(id, "c", now=2).used_by == (InvitationUse("c", 2),), "nothing was kept yet"
+    invitations.put_record(invitations.redeem_invitation(id, "b", now=2))
+    again = invitations.redeem_invitation(id, "b", now=3)
+    assert (again.used_by, again.uses_left) == ((InvitationUse("b", 2),), 1), "coming again counts once"
+    invitations.put_record(invitations.redeem_invitation(id, "c", now=4))
     with pytest.raises(TokenError, match="was for 2 PCs, which have joined"):
-        invitations.used(id, "d", now=5)
-    assert invitations.used(id, "b", now=6).left == 0
-    assert invitations.by("c") == [id]
-    assert invitations.by("d") == []
-    one = invitations.create("a", KEY, 0, now=1, owner=True).id
-    invitations.keep(invitations.used(one, "b", now=2))
+        invitations.redeem_invitation(id, "d", now=5)
+    assert invitations.redeem_invitation(id, "b", now=6).uses_left == 0
+    assert invitations.redeemed_by("c") == [id]
+    assert invitations.redeemed_by("d") == []
+    one = invitations.create_invitation("a", KEY, 0, now=1, owner=True).id
+    invitations.put_record(invitations.redeem_invitation(one, "b", now=2))
     with pytest.raises(TokenError, match="was for one PC, which has joined"):
-        invitations.used(one, "c", now=2)
+        invitations.redeem_invitation(one, "c", now=2)
 
 
 @pytest.mark.parametrize("uses", [0, -1, 256])
 def test_a_nonsense_number_of_uses(uses: int) -> None:
     with pytest.raises(UsageError, match="for 1 to 255 PCs"):
-        Invitations().create("a", KEY, 1, now=0, owner=True, uses=uses)
+        Invitations().create_invitation("a", KEY, 1, now=0, owner=True, uses=uses)
 
 
 def test_those_that_are_used_up_do_not_end_those_that_are_not() -> None:
     invitations = Invitations()
-    fresh = invitations.create("a", KEY, 0, now=0, owner=True)
+    fresh = invitations.create_invitation("a", KEY, 0, now=0, owner=True)
     for number in range(MAX_INVITATIONS):
-        id = invitations.create("a", KEY, 0, now=1, owner=True).id
-        invitations.keep(invitations.used(id, f"b{number}", now=1))
-    assert invitations.purge(now=2) == []
-    assert invitations.get(fresh.id) == fresh
+        id = invitations.create_invitation("a", KEY, 0, now=1, owner=True).id
+        invitations.put_record(invitations.redeem_invitation(id, f"b{number}", now=1))
+    assert invitations.purge_expired(now=2) == []
+    assert invitations.get_invitation(fresh.id) == fresh
 
 
 def test_a_listing() -> None:
     invitations = Invitations()
-    id = invitations.create("a", KEY, 10, now=1, owner=True, uses=2).id
-    invitations.keep(invitations.used(id, "b", now=2))
+    id = invitations.create_invitation("a", KEY, 10, now=1, owner=True, uses=2).id
+    invitations.put_record(invitations.redeem_invitation(id, "b", now=2))
     (shown,) = json.loads(encode_invitations(list(invitations), str.upper))
     assert shown == {
         "id": id.removeprefix("invite:"),
@@ -78,7 +78,7 @@ def test_a_listing() -> None:
         "creator": {"peer": "a", "name": "A"},
         "used": [{"peer": "b", "name": "B", "at": 2}],
     }
-    many = [replace(record, uses=9) for record in invitations] * 5000
+    many = [replace(record, max_uses=9) for record in invitations] * 5000
     text = encode_invitations(many, str.upper)
     assert 0 < len(json.loads(text)) < 5000
     assert len(text) < 200_000
@@ -86,23 +86,23 @@ def test_a_listing() -> None:
 
 def test_a_flood_ends_the_flooders_own_only() -> None:
     invitations = Invitations()
-    owners = invitations.create("owner", KEY, 0, now=0, owner=True)
-    first = invitations.create("b", KEY, DAY, now=0, owner=False)
+    owners = invitations.create_invitation("owner", KEY, 0, now=0, owner=True)
+    first = invitations.create_invitation("b", KEY, DAY, now=0, owner=False)
     for _ in range(MAX_INVITATIONS):
-        invitations.create("b", KEY, DAY, now=0, owner=False)
-    assert invitations.purge(now=0) == [first.id]
-    assert invitations.of("owner") == [owners.id]
-    assert len(invitations.of("b")) == MAX_INVITATIONS
+        invitations.create_invitation("b", KEY, DAY, now=0, owner=False)
+    assert invitations.purge_expired(now=0) == [first.id]
+    assert invitations.created_by("owner") == [owners.id]
+    assert len(invitations.created_by("b")) == MAX_INVITATIONS
 
 
 @pytest.mark.parametrize("ttl", [-1, float("nan"), float("inf"), 1e18])
 def test_a_nonsense_duration(ttl: float) -> None:
     with pytest.raises(UsageError, match="can't be valid for"):
-        Invitations().create("a", KEY, ttl, now=0, owner=True)
+        Invitations().create_invitation("a", KEY, ttl, now=0, owner=True)
 
 
 @pytest.mark.parametrize("ttl", [0, 31 * DAY])
 def test_only_an_owners_is_for_ever(ttl: int) -> None:
     with pytest.raises(NotAuthorized, match="more than 30 days"):
-        Invitations().create("b", KEY, ttl, now=0, owner=False)
-    assert Invitations().create("a", KEY, ttl, now=0, owner=True)
+        Invitations().create_invitation("b", KEY, ttl, now=0, owner=False)
+    assert Invitations().create_invitation("a", KEY, ttl, now=0, owner=True)

@@ -4,28 +4,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.swarm.membership.nearby import Nearby, can_be_dialled, instance_name, read_announcement
+from molink.swarm.membership.nearby import DiscoveredSwarm, is_dialable, instance_name, parse_announcement
 
 KEY = "k" * 40
-SWARM = Nearby("ab" * 8, "attic", KEY, ("192.168.1.7",), 5479)
+SWARM = DiscoveredSwarm("ab" * 8, "attic", KEY, ("192.168.1.7",), 5479)
 
 
-def announced(nearby: Nearby, **changes: str) -> dict[bytes, bytes | None]:
+def announced(nearby: DiscoveredSwarm, **changes: str) -> dict[bytes, bytes | None]:
     return {k.encode(): v.encode() for k, v in (nearby.properties | changes).items()}
 
 
 def test_what_is_announced_is_read_again() -> None:
-    assert read_announcement(announced(SWARM), SWARM.addresses, SWARM.port) == SWARM
+    assert parse_announcement(announced(SWARM), SWARM.addresses, SWARM.port) == SWARM
     assert instance_name(SWARM.swarm) == f"molink-{SWARM.swarm}._molink._tcp.local."
 
 
 def test_a_name_is_fit_to_be_shown() -> None:
     hostile = "\x1b]0;attic\x07\nmolink: \u202edone" + "x" * 100
-    found = read_announcement(announced(SWARM, name=hostile), SWARM.addresses, 5479)
+    found = parse_announcement(announced(SWARM, name=hostile), SWARM.addresses, 5479)
     assert found is not None
     assert found.name.isprintable()
     assert len(found.name) <= 64
-    nameless = read_announcement(announced(SWARM, name="\n"), SWARM.addresses, 5479)
+    nameless = parse_announcement(announced(SWARM, name="\n"), SWARM.addresses, 5479)
     assert nameless is not None
     assert nameless.name == SWARM.swarm
 
@@ -35,17 +35,17 @@ def test_a_name_is_fit_to_be_shown() -> None:
     [{"v": "2"}, {"swarm": "../x"}, {"swarm": ""}, {"key": "k"}, {"key": "\n" * 40}],
 )
 def test_what_is_no_swarm(changes: dict[str, str]) -> None:
-    assert read_announcement(announced(SWARM, **changes), SWARM.addresses, 5479) is None
+    assert parse_announcement(announced(SWARM, **changes), SWARM.addresses, 5479) is None
 
 
 def test_where_nobody_is_to_be_led() -> None:
     """To programs of this PC, say, or to everybody."""
     for address in ("127.0.0.1", "::1", "224.0.0.1", "0.0.0.0", "attic", "", "255.255.255.255"):
-        assert not can_be_dialled(address)
-        assert read_announcement(announced(SWARM), [address], 5479) is None
+        assert not is_dialable(address)
+        assert parse_announcement(announced(SWARM), [address], 5479) is None
     for port in (0, 65536, None, -1):
-        assert read_announcement(announced(SWARM), SWARM.addresses, port) is None
-    many = read_announcement(announced(SWARM), [f"10.0.0.{n}" for n in range(1, 99)], 5479)
+        assert parse_announcement(announced(SWARM), SWARM.addresses, port) is None
+    many = parse_announcement(announced(SWARM), [f"10.0.0.{n}" for n in range(1, 99)], 5479)
     assert many is not None
     assert len(many.addresses) == 6
 
@@ -61,4 +61,4 @@ def test_where_nobody_is_to_be_led() -> None:
 def test_any_announcement_is_read(
     properties: dict[bytes, bytes | None], addresses: list[str], port: int | None
 ) -> None:
-    read_announcement(properties, addresses, port)
+    parse_announcement(properties, addresses, port)

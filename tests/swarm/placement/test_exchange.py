@@ -8,10 +8,10 @@ from random import Random
 import msgspec
 import pytest
 
-from molink.swarm.controller.records import Desired
-from molink.swarm.placement.allotment import Key, Need, allot, fits
+from molink.swarm.controller.records import DesiredModel
+from molink.swarm.placement.allotment import DeploymentKey, PeerDemand, allocate_peers, fits_model
 from molink.swarm.placement.links import Links
-from molink.swarm.placement.placement import Candidate, Placement, place
+from molink.swarm.placement.placement import Candidate, Placement, place_model
 from tests.support.swarm import FACTS, GB
 
 
@@ -19,13 +19,13 @@ def offer(name: str, gigabytes: float = 10, rate: float = 200e9) -> Candidate:
     return Candidate(name, name.upper(), round(gigabytes * GB), rate)
 
 
-def model(name: str, layers: int, **changes: object) -> Desired:
+def model(name: str, layers: int, **changes: object) -> DesiredModel:
     """One whose layers take a gigabyte each."""
-    return Desired(msgspec.structs.replace(FACTS, name=name, layers=layers), "a", **changes)
+    return DesiredModel(msgspec.structs.replace(FACTS, name=name, layers=layers), "a", **changes)
 
 
-def need(desired: Desired, replica: int = 0, holds: str = "", **changes: bool) -> Need:
-    return Need((desired.facts.name, replica), desired, frozenset(holds), **changes)
+def need(desired: DesiredModel, replica: int = 0, holds: str = "", **changes: bool) -> PeerDemand:
+    return PeerDemand((desired.facts.name, replica), desired, frozenset(holds), **changes)
 
 
 def far_apart(*sites: str, far: float = 0.03) -> Links:
@@ -33,18 +33,18 @@ def far_apart(*sites: str, far: float = 0.03) -> Links:
     links, site = Links(), {peer: at for at, peers in enumerate(sites) for peer in peers}
     for one, other in product(site, site):
         if one != other:
-            links.measured(one, other, 0.001 if site[one] == site[other] else far, 12.5e6)
+            links.record_measurement(one, other, 0.001 if site[one] == site[other] else far, 12.5e6)
     return links
 
 
-def by_name(owner: dict[str, Key]) -> dict[str, str]:
+def by_name(owner: dict[str, DeploymentKey]) -> dict[str, str]:
     """Peers of each deployment, by its model's name."""
     return {
         name: "".join(sorted(peer for peer in owner if owner[peer][0] == name)) for name in "xy"
     }
 
 
-def groups(owner: dict[str, Key]) -> set[str]:
+def groups(owner: dict[str, DeploymentKey]) -> set[str]:
     return {"".join(sorted(peer for peer in owner if owner[peer] == key)) for key in owner.values()}
 
 
@@ -53,19 +53,19 @@ def test_near_peers_are_together() -> None:
     offers = [offer(name, size) for name, size in zip("abcd", (10, 12, 11, 13), strict=True)]
     needs = [need(model("x", 15)), need(model("y", 14))]
     links = far_apart("ab", "cd")
-    assert groups(allot(needs, offers, {})) == {"bd", "ac"}
-    owner = allot(needs, offers, {}, links)
+    assert groups(allocate_peers(needs, offers, {})) == {"bd", "ac"}
+    owner = allocate_peers(needs, offers, {}, links)
     assert groups(owner) == {"ab", "cd"}
-    assert allot(needs, offers, owner, links) == owner
+    assert allocate_peers(needs, offers, owner, links) == owner
     twice = model("x", 14, replicas=2)
-    assert groups(allot([need(twice), need(twice, 1)], offers, {}, links)) == {"ab", "cd"}
+    assert groups(allocate_peers([need(twice), need(twice, 1)], offers, {}, links)) == {"ab", "cd"}
 
 
 def test_what_is_used_stays_where_it_is() -> None:
     offers = [offer(name) for name in "abcd"]
     links = far_apart("ab", "cd")
     x = need(model("x", 14), holds="ac", serves=True)
-    assert groups(allot([x, need(model("y", 14))], offers, {}, links)) == {"ac", "bd"}
+    assert groups(allocate_peers([x, need(model("y", 14))], offers, {}, links)) == {"ac", "bd"}
 
 
 def test_room_is_found_that_the_first_comer_would_take() -> None:
@@ -73,12 +73,12 @@ def test_room_is_found_that_the_first_comer_would_take() -> None:
     sizes = {"a": 10, "b": 9, "c": 6, "d": 10, "e": 8}
     offers = [offer(name, size) for name, size in sizes.items()]
     needs = [need(model("x", 16)), need(model("y", 21))]
-    assert not fits(needs[0].desired, [offers[at] for at in (2, 4)])
-    assert by_name(allot(needs, offers, {})) == {"x": "ce", "y": "abd"}
-    found = by_name(allot(needs, offers, {}, Links()))
+    assert not fits_model(needs[0].desired, [offers[at] for at in (2, 4)])
+    assert by_name(allocate_peers(needs, offers, {})) == {"x": "ce", "y": "abd"}
+    found = by_name(allocate_peers(needs, offers, {}, Links()))
     for one in needs:
         mine = [each for each in offers if each.peer in found[one.key[0]]]
-        assert fits(one.desired, mine)
+        assert fits_model(one.desired, mine)
 
 
 def test_a_small_gain_is_none() -> None:
@@ -86,32 +86,32 @@ def test_a_small_gain_is_none() -> None:
     offers = [offer(name) for name in "abcd"]
     needs = [need(model("x", 14)), need(model("y", 14))]
     before = {"a": ("x", 0), "c": ("x", 0), "b": ("y", 0), "d": ("y", 0)}
-    assert allot(needs, offers, before, far_apart("ab", "cd", far=0.0012)) == before
+    assert allocate_peers(needs, offers, before, far_apart("ab", "cd", far=0.0012)) == before
 
 
 def test_a_bound_peer_and_half_a_pc_are_not_given_away() -> None:
     links = far_apart("ab", "cd")
     offers = [offer(name) for name in "abcd"]
     needs = [need(model("x", 14, pins=(("a", "auto"), ("c", "auto")))), need(model("y", 14))]
-    assert groups(allot(needs, offers, {}, links)) == {"ac", "bd"}
-    offers = [offer("a"), replace(offer("c"), pc="a"), offer("b"), replace(offer("d"), pc="b")]
+    assert groups(allocate_peers(needs, offers, {}, links)) == {"ac", "bd"}
+    offers = [offer("a"), replace(offer("c"), primary_peer="a"), offer("b"), replace(offer("d"), primary_peer="b")]
     x = model("x", 14, replicas=2)
-    assert groups(allot([need(x), need(x, 1)], offers, {}, links)) == {"ac", "bd"}
+    assert groups(allocate_peers([need(x), need(x, 1)], offers, {}, links)) == {"ac", "bd"}
 
 
 def test_who_cannot_connect_is_not_put_together() -> None:
     """A ring of two needs both directions; by room alone two would be together that have one."""
     offers = [offer(name, size) for name, size in zip("abcd", (10, 12, 11, 13), strict=True)]
-    offers[1] = replace(offers[1], blocked=frozenset("d"))
+    offers[1] = replace(offers[1], unreachable=frozenset("d"))
     needs = [need(model("x", 15)), need(model("y", 14))]
-    assert groups(allot(needs, offers, {})) == {"bd", "ac"}
-    assert "bd" not in groups(allot(needs, offers, {}, Links()))
+    assert groups(allocate_peers(needs, offers, {})) == {"bd", "ac"}
+    assert "bd" not in groups(allocate_peers(needs, offers, {}, Links()))
 
 
 # --- beside an exhaustive search -----------------------------------------------------------------
 
 
-def random_swarm(seed: int) -> tuple[list[Need], list[Candidate], Links]:
+def random_swarm(seed: int) -> tuple[list[PeerDemand], list[Candidate], Links]:
     """Five or six unequal PCs in two or three houses, and two pipelines to be served."""
     draw = Random(seed)
     peers = "abcdef"[: draw.choice((5, 6))]
@@ -122,7 +122,7 @@ def random_swarm(seed: int) -> tuple[list[Need], list[Candidate], Links]:
         if one != other:
             near = site[one] == site[other]
             latency = draw.uniform(0.0005, 0.002) if near else draw.uniform(0.01, 0.05)
-            links.measured(one, other, latency, draw.uniform(2e6, 12.5e6))
+            links.record_measurement(one, other, latency, draw.uniform(2e6, 12.5e6))
     first = model("x", draw.randint(4, 22), replicas=2)
     if draw.random() < 0.4:
         return [need(first), need(first, 1)], offers, links
@@ -130,13 +130,13 @@ def random_swarm(seed: int) -> tuple[list[Need], list[Candidate], Links]:
 
 
 def cost(
-    needs: list[Need], offers: list[Candidate], links: Links, owner: dict[str, Key]
+    needs: list[PeerDemand], offers: list[Candidate], links: Links, owner: dict[str, DeploymentKey]
 ) -> float | None:
     """The mean (geometric) of all rings' times per token, in seconds; ``None`` without a ring."""
     total = 0.0
     for one in needs:
         mine = [each for each in offers if owner.get(each.peer) == one.key]
-        found = place(one.desired.facts, mine, links=links)
+        found = place_model(one.desired.facts, mine, links=links)
         if not isinstance(found, Placement):
             return None
         total += log(found.cost)
@@ -157,7 +157,7 @@ def beside_the_best(seed: int) -> tuple[float, float] | None:
     if not costs:
         return None
     ours, plain = (
-        cost(needs, offers, links, allot(needs, offers, {}, one)) or inf for one in (links, None)
+        cost(needs, offers, links, allocate_peers(needs, offers, {}, one)) or inf for one in (links, None)
     )
     return ours / min(costs), plain / min(costs)
 

@@ -8,24 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.facts.footprint import Footprint, StageSetup
-from molink.facts.memory_plan import MARGIN_PART, plan_memory
+from molink.facts.memory_plan import MARGIN_SHARE, plan_memory
 from molink.facts.model import ModelFacts
 from molink.swarm.placement.links import Links
-from molink.swarm.placement.partition import Gap, Runner, StageCosts, share_out
+from molink.swarm.placement.partition import Gap, StageHost, StageCosts, split_gaps
 from molink.swarm.placement.placement import (
     MAX_STAGES,
-    Aim,
+    PlacementGoal,
     Candidate,
     Placement,
     Unplaceable,
-    misfit,
-    parse_range,
+    explain_misfit,
+    parse_layers,
     placement,
 )
 
 GB = 10**9
 #: Part of a peer's memory that its plan leaves alone.
-MARGIN = 1 / MARGIN_PART
+MARGIN = 1 / MARGIN_SHARE
 
 
 def facts(
@@ -45,7 +45,7 @@ def facts(
         first_bytes=first,
         last_bytes=last,
         kv_bytes=kv,
-        context=context,
+        max_model_len=context,
         **more,
     )
 
@@ -58,13 +58,13 @@ def peer(
     bf16: bool = True,
     cuda: bool = False,
 ) -> Candidate:
-    return Candidate(name, name, memory, rate, stage, bf16, cuda, step=0.0)
+    return Candidate(name, name, memory, rate, stage, bf16, cuda, step_overhead=0.0)
 
 
 def place(model: ModelFacts, peers: list[Candidate], *args: str, **more: str) -> Placement:
     """A placement on as many peers as can be, by their slowest stage."""
-    aim = Aim("throughput", MAX_STAGES)
-    return placement.place(model, peers, *args, aim=aim, **more)
+    goal = PlacementGoal("throughput", MAX_STAGES)
+    return placement.place(model, peers, *args, aim=goal, **more)
 
 
 def memory_for(nbytes: float) -> int:
@@ -85,8 +85,8 @@ def test_equal_peers_share_equally_in_order_of_joining() -> None:
 def test_the_output_head_counts_as_work_of_the_last_stage() -> None:
     placed = place(facts(layers=9, last=3 * GB), [peer("a"), peer("b"), peer("c")])
     assert layers_of(placed) == {"a": (0, 4), "b": (4, 8), "c": (8, 9)}
-    assert placed.slowest == pytest.approx(0.4)
-    assert placed.total == pytest.approx(1.2)
+    assert placed.slowest_time == pytest.approx(0.4)
+    assert placed.total_time == pytest.approx(1.2)
 
 
 def test_a_faster_peer_takes_more() -> None:
@@ -108,7 +108,7 @@ def test_memory_limits_a_fast_peer_and_its_order() -> None:
 
 def test_room_for_kv_is_kept() -> None:
     one = facts(layers=4, first=0, last=0, kv=GB // 2048, context=2048)
-    needs = Footprint.of(one, StageSetup()).needs(4, opens=True, closes=True)
+    needs = Footprint.of_stage(one, StageSetup()).min_bytes(4, opens=True, closes=True)
     assert needs > 4 * (GB + GB // 2048 * 2048)
     memory = int(needs / (1 - MARGIN)) + 9
     assert isinstance(place(one, [peer("a", memory=memory)]), Placement)
@@ -135,24 +135,24 @@ def test_a_cpu_without_bf16_takes_fewer_layers() -> None:
 
 def test_a_draft_model_takes_room_of_the_first_stage_only() -> None:
     model, memory = facts(layers=8, first=0, last=0), memory_for(5 * GB)
-    peers = [replace(peer(name, memory), draft=2 * GB) for name in "ab"]
+    peers = [replace(peer(name, memory), draft_bytes=2 * GB) for name in "ab"]
     assert layers_of(place(model, peers)) == {"a": (0, 3), "b": (3, 8)}
-    without = [replace(one, draft=0) for one in peers]
+    without = [replace(one, draft_bytes=0) for one in peers]
     assert layers_of(place(model, without)) == {"a": (0, 4), "b": (4, 8)}
     # A PC more, rather than no draft model.
     assert len(layers_of(placement.place(model, [*peers, peer("c", memory)]))) == 2
-    tight = [replace(one, draft=3 * GB) for one in (*peers, peer("c", memory))]
+    tight = [replace(one, draft_bytes=3 * GB) for one in (*peers, peer("c", memory))]
     assert len(layers_of(placement.place(model, tight))) == 3
     # By hand too.
-    named = [replace(peer("a", memory, stage="0:4"), draft=GB), peer("b", memory)]
+    named = [replace(peer("a", memory, stage="0:4"), draft_bytes=GB), peer("b", memory)]
     assert layers_of(place(model, named)) == {"a": (0, 4), "b": (4, 8)}
 
 
 def test_a_draft_model_for_which_there_is_no_room_keeps_nothing_from_being_placed() -> None:
     model, memory = facts(layers=8, first=0, last=0), memory_for(5 * GB)
-    peers = [replace(peer(name, memory), draft=3 * GB) for name in "ab"]
+    peers = [replace(peer(name, memory), draft_bytes=3 * GB) for name in "ab"]
     assert layers_of(place(model, peers)) == {"a": (0, 4), "b": (4, 8)}
-    named = [replace(peer("a", memory, stage="0:5"), draft=GB), peer("b", memory)]
+    named = [replace(peer("a", memory, stage="0:5"), draft_bytes=GB), peer("b", memory)]
     assert layers_of(place(model, named)) == {"a": (0, 5), "b": (5, 8)}
     found = place(facts(layers=20), peers)
     assert isinstance(found, Unplaceable)
@@ -170,26 +170,26 @@ def test_explicit_ranges_are_respected_and_gaps_filled() -> None:
 def test_peers_without_room_for_a_layer_are_spares() -> None:
     placed = place(facts(), [peer("tiny", memory=GB // 2), peer("a")])
     assert layers_of(placed) == {"a": (0, 8)}
-    assert placed.spares == ("tiny",)
+    assert placed.spare_peers == ("tiny",)
 
 
 def test_more_peers_than_layers() -> None:
     placed = place(facts(layers=2), [peer("slow", rate=1e9), peer("a"), peer("b")])
     assert layers_of(placed) == {"a": (0, 1), "b": (1, 2)}
-    assert placed.spares == ("slow",)
+    assert placed.spare_peers == ("slow",)
 
 
 def test_a_ring_has_a_bounded_number_of_stages() -> None:
     placed = place(facts(layers=40), [peer(f"p{i:02}") for i in range(MAX_STAGES + 3)])
     assert len(placed.stages) == MAX_STAGES
-    assert len(placed.spares) == 3
+    assert len(placed.spare_peers) == 3
 
 
 def test_peers_that_fit_nowhere_beside_the_others_are_left_out() -> None:
     # Both ends are too much for `b`, and with two peers one of them is at each end.
     placed = place(facts(layers=4, first=5 * GB, last=5 * GB), [peer("a"), peer("b", 4 * GB)])
     assert layers_of(placed) == {"a": (0, 4)}
-    assert placed.spares == ("b",)
+    assert placed.spare_peers == ("b",)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_quantized_layers_take_less_and_are_read_sooner() -> None:
     placed = place(model, peers, quantize="nf4")
     assert layers_of(placed) == {"a": (0, 8)}
     # 8 × (0.1 + 0.225) GB and the output head.
-    assert placed.slowest == pytest.approx((8 * 0.325 + 0.5) / 10)
+    assert placed.slowest_time == pytest.approx((8 * 0.325 + 0.5) / 10)
 
 
 def test_widening_leaves_quantized_projections_as_they_are() -> None:
@@ -291,10 +291,10 @@ def test_a_gpu_keeps_room_for_graphs() -> None:
     [("0:4", (0, 4)), ("auto", None), ("none", None), ("4", None), ("-1:4", None), ("a:b", None)],
 )
 def test_parse_range(text: str, expected: tuple[int, int] | None) -> None:
-    assert parse_range(text) == expected
+    assert parse_layers(text) == expected
 
 
-def brute_force(gap: Gap, runners: list[Runner]) -> tuple[float, float] | None:
+def brute_force(gap: Gap, runners: list[StageHost]) -> tuple[float, float] | None:
     """The best (slowest, total) over every order and every composition."""
     best = None
     n = len(runners)
@@ -302,11 +302,11 @@ def brute_force(gap: Gap, runners: list[Runner]) -> tuple[float, float] | None:
         for cuts in itertools.combinations(range(1, gap.layers), n - 1):
             counts = [b - a for a, b in itertools.pairwise((0, *cuts, gap.layers))]
             times = []
-            for i, (runner, count) in enumerate(zip(order, counts, strict=True)):
+            for i, (host, count) in enumerate(zip(order, counts, strict=True)):
                 opens, closes = gap.opens and i == 0, gap.closes and i == n - 1
-                if runner.costs.memory(count, opens=opens, closes=closes) > runner.memory:
+                if host.costs.memory_needed(count, opens=opens, closes=closes) > host.memory:
                     break
-                times.append(runner.costs.seconds(count, runner.rate, closes=closes))
+                times.append(host.costs.step_time(count, host.rate, closes=closes))
             else:
                 cost = (max(times), sum(times))
                 best = cost if best is None else min(best, cost)
@@ -324,7 +324,7 @@ costs = st.builds(
 )
 runners = st.lists(
     st.builds(
-        Runner, st.just("p"), st.integers(0, 40), st.sampled_from([1.0, 2.0, 4.0, 8.0]), costs
+        StageHost, st.just("p"), st.integers(0, 40), st.sampled_from([1.0, 2.0, 4.0, 8.0]), costs
     ),
     min_size=1,
     max_size=4,
@@ -333,11 +333,11 @@ runners = st.lists(
 
 @given(runners, st.integers(1, 7), st.booleans(), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_no_split_is_better(runners: list[Runner], layers: int, opens: bool, closes: bool) -> None:
+def test_no_split_is_better(runners: list[StageHost], layers: int, opens: bool, closes: bool) -> None:
     gap = Gap(0, layers, opens, closes)
-    found = share_out([gap], runners)
+    found = split_gaps([gap], runners)
     expected = brute_force(gap, runners)
-    assert (found and (found[0].slowest, found[0].total)) == expected  # powers of two: exact
+    assert (found and (found[0].slowest_time, found[0].total_time)) == expected  # powers of two: exact
 
 
 stages = st.one_of(
@@ -395,17 +395,17 @@ def test_a_placement_covers_the_model_within_memory(
         assert plan.total <= candidate.memory
     assert at == model.layers
     left = [c for c in by_name.values() if c.stage == "auto"]
-    assert sorted(placed.spares) == sorted(c.peer for c in left)
-    assert all(misfit(c.stage, model) for c in by_name.values() if ":" in c.stage)
+    assert sorted(placed.spare_peers) == sorted(c.peer for c in left)
+    assert all(explain_misfit(c.stage, model) for c in by_name.values() if ":" in c.stage)
 
 
 @given(models, st.integers(0, 12), st.booleans(), st.booleans(), st.sampled_from(["cpu", "cuda"]))
 def test_costs_are_those_of_the_footprint(
     model: ModelFacts, layers: int, opens: bool, closes: bool, kind: str
 ) -> None:
-    need = Footprint.of(model, StageSetup(kind=kind))
-    expected = need.needs(layers, opens=opens, closes=closes)
-    assert StageCosts.of(need).memory(layers, opens=opens, closes=closes) == expected
+    need = Footprint.of_stage(model, StageSetup(kind=kind))
+    expected = need.min_bytes(layers, opens=opens, closes=closes)
+    assert StageCosts.from_footprint(need).memory_needed(layers, opens=opens, closes=closes) == expected
 
 
 # --- over links ----------------------------------------------------------------------------------
@@ -415,7 +415,7 @@ def over(latency: float, *names: str) -> Links:
     """Links of that latency between all, in seconds."""
     links = Links()
     for by, to in itertools.permutations(names, 2):
-        links.measured(by, to, latency, None)
+        links.record_measurement(by, to, latency, None)
     return links
 
 
@@ -429,14 +429,14 @@ def test_one_that_holds_the_model_is_enough() -> None:
     assert ring(placed) == ["b"]
     assert placed.spares == ("a", "c")
     assert placed.turn == placed.cost == pytest.approx(8.5 / 20)
-    wanted = placement.place(facts(), [peer("a"), peer("b"), peer("c")], aim=Aim("latency", 2))
+    wanted = placement.place(facts(), [peer("a"), peer("b"), peer("c")], aim=PlacementGoal("latency", 2))
     assert ring(wanted) == ["a", "b"]
 
 
 def test_many_streams_are_worth_more_stages() -> None:
     peers = [peer("a"), peer("b"), peer("c")]
-    assert len(ring(placement.place(facts(), peers, aim=Aim("throughput")))) == 3
-    far = placement.place(facts(), peers, aim=Aim("throughput"), links=over(30.0, *"abc"))
+    assert len(ring(placement.place(facts(), peers, aim=PlacementGoal("throughput")))) == 3
+    far = placement.place(facts(), peers, aim=PlacementGoal("throughput"), links=over(30.0, *"abc"))
     assert len(ring(far)) == 1
 
 
@@ -460,7 +460,7 @@ def test_what_serves_stays_where_another_ring_is_hardly_better() -> None:
     assert ring(placement.place(facts(), peers[:2], serving=[("a", (0, 8))])) == ["a"]
     assert ring(placement.place(facts(), peers, serving=[("a", (0, 8))])) == ["c"]
     # Too few stages, one that is not there, or layers that it has no room for.
-    pair = placement.place(facts(), peers, aim=Aim("latency", 2), serving=[("a", (0, 8))])
+    pair = placement.place(facts(), peers, aim=PlacementGoal("latency", 2), serving=[("a", (0, 8))])
     assert len(ring(pair)) == 2
     assert ring(placement.place(facts(), peers[:2], serving=[("z", (0, 8))])) == ["b"]
     small = [peer("a", memory_for(3 * GB)), peer("b")]
@@ -470,7 +470,7 @@ def test_what_serves_stays_where_another_ring_is_hardly_better() -> None:
 def test_closed_ports_are_named_where_memory_would_do() -> None:
     closed = frozenset("ab")
     peers = [
-        replace(peer(name, memory_for(5 * GB)), blocked=closed - {name}) for name in ("a", "b")
+        replace(peer(name, memory_for(5 * GB)), unreachable=closed - {name}) for name in ("a", "b")
     ]
     found = placement.place(facts(), peers)
     assert isinstance(found, Unplaceable)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.swarm.placement.partition import Runner, StageCosts
+from molink.swarm.placement.partition import StageHost, StageCosts
 from molink.swarm.placement.placement import ring_search
-from molink.swarm.placement.ring_search import EXACT, search
-from molink.swarm.placement.rings import FLIGHTS, HopTimes, JudgedRing, Task, judge
+from molink.swarm.placement.ring_search import MAX_EXACT_PEERS, search_ring
+from molink.swarm.placement.rings import MICRO_BATCHES_PER_STAGE, HopTimes, RatedRing, RingTask, rate_ring
 
 GB = 10**9
 
@@ -20,11 +20,11 @@ def all_splits(layers: int, stages: int) -> list[tuple[int, ...]]:
     return [tuple(b - a for a, b in itertools.pairwise((0, *cut, layers))) for cut in cuts]
 
 
-def exhaustive(task: Task) -> dict[int, tuple[float, float]]:
+def exhaustive(task: RingTask) -> dict[int, tuple[float, float]]:
     """The least cost of each number of stages, and the shortest turn at that cost."""
     best: dict[int, tuple[float, float]] = {}
-    n = len(task.runners)
-    splits = {m: all_splits(task.layers, m) for m in range(1, min(n, task.most) + 1)}
+    n = len(task.hosts)
+    splits = {m: all_splits(task.layers, m) for m in range(1, min(n, task.max_stages) + 1)}
     for m in splits:
         for order in itertools.permutations(range(n), m):
             for counts in splits[m]:
@@ -35,16 +35,16 @@ def exhaustive(task: Task) -> dict[int, tuple[float, float]]:
 
 
 def cost_of(
-    task: Task, order: tuple[int, ...], counts: tuple[int, ...]
+    task: RingTask, order: tuple[int, ...], counts: tuple[int, ...]
 ) -> tuple[float, float] | None:
     steps, links, busy = [], [], [0.0]
     m = len(order)
     for at, (i, count) in enumerate(zip(order, counts, strict=True)):
-        runner, opens, closes = task.runners[i], at == 0, at == m - 1
-        if runner.costs.memory(count, opens=opens, closes=closes) > runner.memory:
+        host, opens, closes = task.hosts[i], at == 0, at == m - 1
+        if host.costs.memory_needed(count, opens=opens, closes=closes) > host.memory:
             return None
-        read = runner.costs.seconds(count, runner.rate, closes=closes)
-        steps.append(runner.step + read)
+        read = host.costs.step_time(count, host.rate, closes=closes)
+        steps.append(host.step_overhead + read)
         to_head = task.hops[i][order[0]]
         if at and to_head is None:
             return None
@@ -57,7 +57,7 @@ def cost_of(
     turn = sum(steps) + sum(links)
     if task.objective == "latency":
         return turn, turn
-    return max(*steps, *busy, turn / (FLIGHTS * m)), turn
+    return max(*steps, *busy, turn / (MICRO_BATCHES_PER_STAGE * m)), turn
 
 
 def hop(latency: float, busy: float) -> HopTimes:
@@ -65,7 +65,7 @@ def hop(latency: float, busy: float) -> HopTimes:
 
 
 @st.composite
-def tasks(draw: st.DrawFn) -> Task:
+def tasks(draw: st.DrawFn) -> RingTask:
     n = draw(st.integers(1, 4))
     costs = StageCosts(
         layer_weights=draw(st.integers(1, 6)),
@@ -76,7 +76,7 @@ def tasks(draw: st.DrawFn) -> Task:
     )
     memory, rate = st.integers(0, 50), st.sampled_from([1.0, 2.0, 3.5, 8.0])
     step = st.sampled_from([0.0, 0.5, 3.0])
-    runners = [Runner(f"p{i}", draw(memory), draw(rate), costs, draw(step)) for i in range(n)]
+    hosts = [StageHost(f"p{i}", draw(memory), draw(rate), costs, draw(step)) for i in range(n)]
     link = st.one_of(
         st.none(),
         st.builds(
@@ -88,14 +88,14 @@ def tasks(draw: st.DrawFn) -> Task:
     )
     hops = [[draw(link) if i != j else None for j in range(n)] for i in range(n)]
     objective = draw(st.sampled_from(["latency", "throughput"]))
-    return Task(draw(st.integers(1, 7)), runners, hops, objective, most=draw(st.integers(1, 4)))
+    return RingTask(draw(st.integers(1, 7)), hosts, hops, objective, max_stages=draw(st.integers(1, 4)))
 
 
 @given(tasks(), st.integers(1, 4))
 @settings(max_examples=300, deadline=None)
-def test_no_ring_is_better(task: Task, least: int) -> None:
+def test_no_ring_is_better(task: RingTask, least: int) -> None:
     everything = exhaustive(task)
-    found = search(task, least, slack=0.0)
+    found = search_ring(task, least, slack=0.0)
     if not everything:
         assert found is None
         return
@@ -105,21 +105,21 @@ def test_no_ring_is_better(task: Task, least: int) -> None:
     assert cost == pytest.approx(min(everything[m][0] for m in enough), rel=1e-6)
     assert found.cost == pytest.approx(cost)
     assert len(found.order) in enough
-    again = judge(task, found.order, found.counts)
+    again = rate_ring(task, found.order, found.counts)
     assert again is not None
     assert again.cost == pytest.approx(cost)
-    even = search(task, least)
+    even = search_ring(task, least)
     assert even.cost <= 1.0201 * cost
-    assert even.slowest <= found.slowest * (1 + 1e-6)
+    assert even.slowest_time <= found.slowest_time * (1 + 1e-6)
 
 
-def swarm(seed: int, n: int, layers: int, objective: str = "latency") -> Task:
+def swarm(seed: int, n: int, layers: int, objective: str = "latency") -> RingTask:
     """PCs as people have them: 8 to 48 GB, 0.2 to 1 TB/s, at homes 1 to 60 ms apart."""
     rng = Random(seed)
     gigabytes = rng.uniform(12, 40) / layers  # more than most PCs hold
     costs = StageCosts(int(gigabytes * GB), GB // layers, GB // 2, GB, stage=GB // 2)
-    runners = [
-        Runner(
+    hosts = [
+        StageHost(
             f"p{i}",
             int(rng.choice((8, 12, 16, 24, 48)) * GB),
             rng.uniform(200, 1000) * 1e9,
@@ -145,7 +145,7 @@ def swarm(seed: int, n: int, layers: int, objective: str = "latency") -> Task:
         )
 
     hops = [[link(i, j) if i != j else None for j in range(n)] for i in range(n)]
-    return Task(layers, runners, hops, objective)
+    return RingTask(layers, hosts, hops, objective)
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
@@ -154,7 +154,7 @@ def test_twenty_swarms_of_unequal_pcs_and_links(objective: str) -> None:
     for seed in range(20):
         task = swarm(seed, 5, 8, objective)
         everything = exhaustive(task)
-        exact, placed = search(task, slack=0.0), search(task)
+        exact, placed = search_ring(task, slack=0.0), search_ring(task)
         assert (exact is None) == (placed is None) == (not everything)
         if placed is not None:
             best = min(cost for cost, _ in everything.values())
@@ -167,8 +167,8 @@ def test_twenty_swarms_of_unequal_pcs_and_links(objective: str) -> None:
 def test_what_grows_among_many_peers_is_nearly_the_best() -> None:
     worse = []
     for seed in range(6):
-        task = swarm(seed, EXACT + 1, 40)
-        found = search(task, slack=0.0)
+        task = swarm(seed, MAX_EXACT_PEERS + 1, 40)
+        found = search_ring(task, slack=0.0)
         best = least_of_all(task)
         assert (found is None) == (best is None)
         if found is not None:
@@ -178,53 +178,53 @@ def test_what_grows_among_many_peers_is_nearly_the_best() -> None:
     assert min(worse) >= -1e-9
 
 
-def least_of_all(task: Task) -> float | None:
+def least_of_all(task: RingTask) -> float | None:
     """The best ring among more peers than are searched exactly: leave out one after the other."""
-    n = len(task.runners)
-    found: list[JudgedRing] = []
+    n = len(task.hosts)
+    found: list[RatedRing] = []
     for out in range(n):
         kept = [i for i in range(n) if i != out]
         hops = [[task.hops[i][j] for j in kept] for i in kept]
-        part = Task(task.layers, [task.runners[i] for i in kept], hops, task.objective)
-        ring = search(part, slack=0.0)
+        part = RingTask(task.layers, [task.hosts[i] for i in kept], hops, task.objective)
+        ring = search_ring(part, slack=0.0)
         if ring is not None:
             found.append(ring)
     return min((ring.cost for ring in found), default=None)
 
 
-def line_of(n: int, latency: float = 0.001, memory: int = 100 * GB) -> Task:
+def line_of(n: int, latency: float = 0.001, memory: int = 100 * GB) -> RingTask:
     costs = StageCosts(GB, 0, 0, 0)
-    runners = [Runner(f"p{i}", memory, 1e12, costs) for i in range(n)]
+    hosts = [StageHost(f"p{i}", memory, 1e12, costs) for i in range(n)]
     hops = [[hop(latency, 0.0) if i != j else None for j in range(n)] for i in range(n)]
-    return Task(12, runners, hops)
+    return RingTask(12, hosts, hops)
 
 
 def test_a_stage_more_costs_a_hop() -> None:
-    assert search(line_of(3)).order == (0,)
-    assert search(line_of(3, memory=7 * GB)).order == (0, 1)
+    assert search_ring(line_of(3)).order == (0,)
+    assert search_ring(line_of(3, memory=7 * GB)).order == (0, 1)
 
 
 def test_a_ring_has_as_many_stages_as_are_asked_for_or_as_can_be() -> None:
-    assert search(line_of(4), 3).order == (0, 1, 2)
-    assert search(line_of(4), 3).counts == (4, 4, 4)
-    assert search(line_of(3), 9).order == (0, 1, 2)
-    assert search(line_of(20, memory=GB), 20).order == tuple(range(12))
+    assert search_ring(line_of(4), 3).order == (0, 1, 2)
+    assert search_ring(line_of(4), 3).counts == (4, 4, 4)
+    assert search_ring(line_of(3), 9).order == (0, 1, 2)
+    assert search_ring(line_of(20, memory=GB), 20).order == tuple(range(12))
 
 
 def test_many_peers_are_no_better_than_one_that_has_room() -> None:
-    assert len(search(line_of(30)).order) == 1
-    assert len(search(line_of(30), 11).order) == 11
+    assert len(search_ring(line_of(30)).order) == 1
+    assert len(search_ring(line_of(30), 11).order) == 11
 
 
 def test_the_ring_goes_round_a_pair_that_connects_one_way_only() -> None:
     task = line_of(3)
     closed = [list(row) for row in task.hops]
     closed[1][2] = None
-    ring = search(Task(12, task.runners, closed), 3)
+    ring = search_ring(RingTask(12, task.hosts, closed), 3)
     assert ring.order == (0, 2, 1)
     # All have to connect to the first one.
     closed[2][0] = None
-    ring = search(Task(12, task.runners, closed), 3)
+    ring = search_ring(RingTask(12, task.hosts, closed), 3)
     assert ring is not None
     assert ring.order[0] != 0
 
@@ -234,15 +234,15 @@ def test_peers_that_are_all_alike_are_searched_once(monkeypatch: pytest.MonkeyPa
     asked: list[list[int]] = []
     exact = ring_search._exact
 
-    def counted(task: Task, able: list[int]) -> dict[int, JudgedRing]:
+    def counted(task: RingTask, able: list[int]) -> dict[int, RatedRing]:
         asked.append(able)
         return exact(task, able)
 
     monkeypatch.setattr(ring_search, "_exact", counted)
-    n = EXACT + 4
+    n = MAX_EXACT_PEERS + 4
     costs = StageCosts(layer_weights=1, layer_room=0, first=0, last=0, stage=0)
-    runners = [Runner(f"p{i}", 2, 1.0, costs, 0.0) for i in range(n)]
+    hosts = [StageHost(f"p{i}", 2, 1.0, costs, 0.0) for i in range(n)]
     hops = [[None if i == j else hop(0.1, 0.1) for j in range(n)] for i in range(n)]
-    found = search(Task(8, runners, hops, "latency", 16))
+    found = search_ring(RingTask(8, hosts, hops, "latency", 16))
     assert found is not None
-    assert asked == [list(range(EXACT))]
+    assert asked == [list(range(MAX_EXACT_PEERS))]

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from molink.text.calls.base import AnswerParser, CallArguments, CallBegin, CallEnd, Text, Thought
-from molink.text.calls.create import AnswerFormat, create_parser
+from molink.text.calls.base import AnswerParser, ToolCallArguments, ToolCallBegin, ToolCallEnd, TextDelta, ReasoningDelta
+from molink.text.calls.create import AnswerFormat, create_answer_parser
 
 NAMES = frozenset({"get_weather", "now"})
 THINK = ("<think>", "</think>")
@@ -24,24 +24,24 @@ class Read:
 
 def read(parser: AnswerParser, pieces: Iterable[str]) -> Read:
     found = Read()
-    parts = [part for piece in pieces for part in parser.push(piece)]
-    for part in [*parts, *parser.finish()]:
+    parts = [part for piece in pieces for part in parser.parse_delta(piece)]
+    for part in [*parts, *parser.finish_parsing()]:
         match part:
-            case Text(text):
+            case TextDelta(text):
                 assert text
                 found.text += text
-            case Thought(text):
+            case ReasoningDelta(text):
                 assert text
                 found.thought += text
-            case CallBegin(index, name):
+            case ToolCallBegin(index, name):
                 assert index == len(found.calls)
                 found.calls.append((name, ""))
-            case CallArguments(index, text):
+            case ToolCallArguments(index, text):
                 assert text
                 assert index == len(found.calls) - 1
                 name, before = found.calls[index]
                 found.calls[index] = (name, before + text)
-            case CallEnd(index):
+            case ToolCallEnd(index):
                 assert index == len(found.calls) - 1
                 found.ended.append(index)
     return found
@@ -49,7 +49,7 @@ def read(parser: AnswerParser, pieces: Iterable[str]) -> Read:
 
 def parser_of(calls: Any, tail: str = "", *, thinks: bool = False) -> AnswerParser:
     tags = THINK if thinks else None
-    parser = create_parser(AnswerFormat(calls, tags), NAMES, tail)
+    parser = create_answer_parser(AnswerFormat(calls, tags), NAMES, tail)
     assert parser is not None
     return parser
 

@@ -8,10 +8,10 @@ import llguidance
 import pytest
 
 from molink.errors import RequestError
-from molink.text.calls.create import AnswerFormat, create_parser
-from molink.text.calls.grammar import call_grammar
-from molink.text.grammar import compile_grammar, grammar_of
-from molink.text.matcher import load_vocabulary
+from molink.text.calls.create import AnswerFormat, create_answer_parser
+from molink.text.calls.grammar import build_call_grammar
+from molink.text.grammar import compile_grammar, build_grammar
+from molink.text.matcher import load_grammar_tokenizer
 from molink.text.tokenizer import Tokenizer
 from tests.support.fake_backend import build_model
 from tests.text.calls.answers import THINK, called, read
@@ -85,14 +85,14 @@ def grammar_for(
     calls: Any, special: tuple[str, ...] = (), *, thinks: bool = False, **options: Any
 ) -> str:
     ids = {text: IDS[text] for text in special}
-    return call_grammar(AnswerFormat(calls, THINK if thinks else None), TOOLS, ids, **options)
+    return build_call_grammar(AnswerFormat(calls, THINK if thinks else None), TOOLS, ids, **options)
 
 
 @pytest.mark.parametrize(("calls", "special", "answer"), ANSWERS)
 def test_calls_are_let_through_and_read(calls: Any, special: tuple[str, ...], answer: str) -> None:
     grammar = grammar_for(calls, special)
     assert allows(grammar, answer, special)
-    parser = create_parser(AnswerFormat(calls), frozenset(TOOLS))
+    parser = create_answer_parser(AnswerFormat(calls), frozenset(TOOLS))
     assert parser is not None
     name, arguments = called(read(parser, [answer]))[0]
     assert arguments == ({"city": "Pa}is"} if name == "get_weather" else {})
@@ -139,9 +139,9 @@ def test_special_tokens_of_a_tokenizer(calls: Any, tmp_path: Path) -> None:
     folder = build_model(tmp_path / "m", "", SPECIAL, "<|call|>")
     tokenizer = Tokenizer.open(folder)
     form = AnswerFormat(calls)
-    ids = tokenizer.special_tokens(form.markers(tools=True))
-    grammar = grammar_of("grammar", call_grammar(form, TOOLS, ids))
-    matcher = compile_grammar(load_vocabulary(folder, tokenizer.vocab_size), grammar)
+    ids = tokenizer.find_special_ids(form.special_markers(tools=True))
+    grammar = build_grammar("grammar", build_call_grammar(form, TOOLS, ids))
+    matcher = compile_grammar(load_grammar_tokenizer(folder, tokenizer.vocab_size), grammar)
     answer = next(answer for each, _, answer in reversed(ANSWERS) if each == calls)
     tokens = tokenizer.encode(answer, special=False)
     assert matcher.try_consume_tokens(tokens) == len(tokens)

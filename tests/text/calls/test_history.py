@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from molink.errors import RequestError
-from molink.text.calls.create import detect_format
-from molink.text.calls.history import CallStyle, fit_calls
+from molink.text.calls.create import detect_answer_format
+from molink.text.calls.history import ToolCallStyle, apply_call_style
 from molink.text.template import ChatTemplate
 from tests.support.tool_templates import ALL
 
@@ -53,12 +53,12 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def test_styles(name: str) -> None:
     expected = {
-        "hermes": CallStyle(),
-        "thinking": CallStyle(),
-        "llama": CallStyle(one_call=True),
-        "mistral": CallStyle(short_ids=True),
-        "harmony": CallStyle(one_call=True, thinking=True),
-        "texts": CallStyle(objects=False, no_content=True),
+        "hermes": ToolCallStyle(),
+        "thinking": ToolCallStyle(),
+        "llama": ToolCallStyle(one_call_per_message=True),
+        "mistral": ToolCallStyle(needs_short_ids=True),
+        "harmony": ToolCallStyle(one_call_per_message=True, takes_reasoning=True),
+        "texts": ToolCallStyle(arguments_as_objects=False, omits_content=True),
     }
     assert ChatTemplate(ALL[name], SPECIAL, "x").call_style == expected[name]
 
@@ -66,9 +66,9 @@ def test_styles(name: str) -> None:
 def test_a_conversation_with_calls_renders(name: str) -> None:
     template = ChatTemplate(ALL[name], SPECIAL, "x")
     before = copy.deepcopy(MESSAGES)
-    fitted = fit_calls(MESSAGES, template.call_style)
+    fitted = apply_call_style(MESSAGES, template.call_style)
     assert before == MESSAGES
-    text = template.render(fitted, {}, [TOOL])
+    text = template.render_prompt(fitted, {}, [TOOL])
     assert '{"zone": "é\\n"}' in text
     assert "{}" in text
     assert text.count("result of call_") == 2
@@ -82,16 +82,16 @@ def test_a_conversation_with_calls_renders(name: str) -> None:
 def test_without_it_most_templates_refuse_or_garble(name: str) -> None:
     template = ChatTemplate(ALL[name], SPECIAL, "x")
     try:
-        text = template.render(MESSAGES, {}, [TOOL])
+        text = template.render_prompt(MESSAGES, {}, [TOOL])
     except RequestError:
         return
     assert '{"zone": "é\\n"}' not in text
 
 
 def test_one_call_a_message() -> None:
-    style = CallStyle(one_call=True)
+    style = ToolCallStyle(one_call_per_message=True)
     messages = [*MESSAGES[:2], answered("other"), *MESSAGES[2:]]
-    fitted = fit_calls(messages, style)
+    fitted = apply_call_style(messages, style)
     assert [message["role"] for message in fitted] == [
         *("user", "assistant", "tool", "assistant", "tool", "tool", "assistant")
     ]
@@ -102,8 +102,8 @@ def test_one_call_a_message() -> None:
 
 
 def test_ids_stay_paired() -> None:
-    style = CallStyle(short_ids=True)
-    fitted = fit_calls([*MESSAGES, answered("abcdef123")], style)
+    style = ToolCallStyle(needs_short_ids=True)
+    fitted = apply_call_style([*MESSAGES, answered("abcdef123")], style)
     first, second = (each["id"] for each in fitted[1]["tool_calls"])
     assert len({first, second}) == 2
     assert {len(first), len(second)} == {9}
@@ -114,20 +114,20 @@ def test_ids_stay_paired() -> None:
 @pytest.mark.parametrize("arguments", ['{"a": tru', "[1]", "5", '"x"', "{" * 5000])
 def test_arguments_that_are_no_object_stay_as_they_were(arguments: str) -> None:
     message = {"role": "assistant", "content": "", "tool_calls": [call("1", arguments)]}
-    fitted = fit_calls([message], CallStyle())
+    fitted = apply_call_style([message], ToolCallStyle())
     assert fitted[0]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 def test_objects_become_texts() -> None:
     message = {"role": "assistant", "content": "x", "tool_calls": [call("1", {"a": "é"})]}
-    fitted = fit_calls([message], CallStyle(objects=False, no_content=True))
+    fitted = apply_call_style([message], ToolCallStyle(arguments_as_objects=False, omits_content=True))
     assert json.loads(fitted[0]["tool_calls"][0]["function"]["arguments"]) == {"a": "é"}
     assert fitted[0]["content"] == "x"
 
 
 def test_formats_by_templates() -> None:
-    found = {name: detect_format(source, ()) for name, source in ALL.items()}
-    assert {name: form.calls for name, form in found.items()} == {
+    found = {name: detect_answer_format(source, ()) for name, source in ALL.items()}
+    assert {name: form.tool_calls for name, form in found.items()} == {
         "hermes": "hermes",
         "thinking": "hermes",
         "llama": "llama",
@@ -135,13 +135,13 @@ def test_formats_by_templates() -> None:
         "harmony": "harmony",
         "texts": "hermes",
     }
-    assert {name for name, form in found.items() if form.tags} == {"thinking"}
+    assert {name for name, form in found.items() if form.reasoning_tags} == {"thinking"}
 
 
 def test_formats_by_vocabulary_and_setting() -> None:
-    assert detect_format("", ("<think>", "</think>")).tags == ("<think>", "</think>")
-    assert detect_format("", ("[THINK]", "[/THINK]")).tags == ("[THINK]", "[/THINK]")
-    assert detect_format("", ("<think>",)).tags is None
-    assert detect_format(ALL["llama"], (), "mistral").calls == "mistral"
-    assert detect_format(ALL["thinking"], (), "raw").markers(tools=True) == frozenset()
-    assert detect_format("<tool_call><function= arguments", ()).calls is None
+    assert detect_answer_format("", ("<think>", "</think>")).reasoning_tags == ("<think>", "</think>")
+    assert detect_answer_format("", ("[THINK]", "[/THINK]")).reasoning_tags == ("[THINK]", "[/THINK]")
+    assert detect_answer_format("", ("<think>",)).reasoning_tags is None
+    assert detect_answer_format(ALL["llama"], (), "mistral").tool_calls == "mistral"
+    assert detect_answer_format(ALL["thinking"], (), "raw").special_markers(tools=True) == frozenset()
+    assert detect_answer_format("<tool_call><function= arguments", ()).tool_calls is None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.text.calls import call_reader
-from molink.text.calls.base import MAX_SPACE
+from molink.text.calls.base import MAX_HELD_SPACE
 from tests.text.calls.answers import called, parser_of, read, read_text
 
 PARIS = {"city": "Paris", "days": [1, {"x": '}]\\" </tool_call>'}]}
@@ -154,12 +154,12 @@ def test_a_second_call_that_is_none_is_text() -> None:
 
 
 def test_no_more_is_held_back_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_reader, "MAX_HELD", 1000)
+    monkeypatch.setattr(call_reader, "MAX_HELD_CHARACTERS", 1000)
     for form, opening in (("hermes", "<tool_call>"), ("llama", ""), ("mistral", "[TOOL_CALLS]")):
         answer = opening + '{"x": "' + "y" * 1000 + '", "name": "now"}'
         assert read_text(form, answer).text == answer
-    found = read_text("hermes", "a" + " " * 3 * MAX_SPACE + f"<tool_call>{NOW}</tool_call>")
-    assert len(found.text) == 1 + 2 * MAX_SPACE
+    found = read_text("hermes", "a" + " " * 3 * MAX_HELD_SPACE + f"<tool_call>{NOW}</tool_call>")
+    assert len(found.text) == 1 + 2 * MAX_HELD_SPACE
 
 
 THOUGHTS = [
@@ -206,11 +206,11 @@ def test_channels() -> None:
 @pytest.mark.parametrize("thinks", [False, True])
 def test_whether_it_thinks(thinks: bool) -> None:
     parser = parser_of("hermes", "<think>\n" if thinks else "", thinks=True)
-    assert parser.thinking == thinks
-    parser.push("x")
-    assert parser.thinking == thinks
-    parser.push("</think>")
-    assert not parser.thinking
+    assert parser.is_reasoning == thinks
+    parser.parse_delta("x")
+    assert parser.is_reasoning == thinks
+    parser.parse_delta("</think>")
+    assert not parser.is_reasoning
 
 
 PIECES = (

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from molink.errors import MessageTooLarge, WireError
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.codec import MAX_PAYLOAD, Codec, DataMessage, control_codec, data_codec
-from molink.wire.messages.control import ControlMessage, Done
-from molink.wire.messages.data import Frame, History, Lane, RingBody, Rows, Volume, VolumePart
+from molink.wire.messages.control import ControlMessage, DoneReply
+from molink.wire.messages.data import Frame, History, Channel, RingMessage, RequestSlice, Volume, VolumeFragment
 from molink.wire.messages.instructions import Welcome
-from molink.wire.messages.serving import Cancel, Prompt
+from molink.wire.messages.serving import Cancel, PromptFragment
 from molink.wire.messages.transfer import ReadReply
 
 CODECS: list[tuple[Codec[Any], Any]] = [
     (data_codec(), DataMessage),
     (control_codec(), ControlMessage),
-    (Codec(RingBody), RingBody),
+    (Codec(RingMessage), RingMessage),
 ]
 
 
@@ -97,7 +97,7 @@ def test_sizes_are_bounded() -> None:
     with pytest.raises(MessageTooLarge, match="header"):
         codec.decode([bytes(5000)])
     over = MAX_PAYLOAD + 1
-    message = Prompt("k", 0, Payload("u8", (over,)))
+    message = PromptFragment("k", 0, Payload("u8", (over,)))
     with pytest.raises(MessageTooLarge, match="payload"):
         codec.encode(message, bytes(over))
     header = msgspec.msgpack.encode(message)
@@ -107,13 +107,13 @@ def test_sizes_are_bounded() -> None:
 
 def test_the_payload_is_what_the_header_says() -> None:
     codec = data_codec()
-    message = Frame(1, Lane.BULK, 0, Volume(1, True, (), Payload("bf16", (3, 5))))
+    message = Frame(1, Channel.BULK, 0, Volume(1, True, (), Payload("bf16", (3, 5))))
     frames = codec.encode(message, bytes(30))
     assert len(frames) == 2
     for wrong in (None, bytes(29), bytes(31), b""):
         with pytest.raises(WireError):
             codec.encode(message, wrong)
-    huge = Prompt("k", 0, Payload("f32", (2**31 - 1, 2**31 - 1)))
+    huge = PromptFragment("k", 0, Payload("f32", (2**31 - 1, 2**31 - 1)))
     with pytest.raises(WireError):
         codec.decode([msgspec.msgpack.encode(huge), b""])
     with pytest.raises(WireError, match="announce"):
@@ -122,7 +122,7 @@ def test_the_payload_is_what_the_header_says() -> None:
         codec.decode([b"", b"", b""])
 
 
-GROUPS = (Rows(1, 0, 3, 0),)
+GROUPS = (RequestSlice(1, 0, 3, 0),)
 
 
 def packed(shape: tuple[int, ...], coded: int, coding: Coding = Coding.LOSSLESS) -> Payload:
@@ -133,8 +133,8 @@ def test_rows_of_volumes_may_be_packed() -> None:
     codec = data_codec()
     payload = packed((3, 5), 29)
     assert (payload.nbytes, payload.wire_bytes) == (30, 29)
-    for body in (Volume(1, True, GROUPS, payload), VolumePart(1, 4, payload)):
-        message = Frame(1, Lane.BULK, 0, body)
+    for body in (Volume(1, True, GROUPS, payload), VolumeFragment(1, 4, payload)):
+        message = Frame(1, Channel.BULK, 0, body)
         frames = [bytes(frame) for frame in codec.encode(message, bytes(29))]
         assert msgspec.msgpack.decode(frames[0])[4][-1] == ["bf16", [3, 5], 1, 29]
         for wrong in (28, 30):
@@ -149,16 +149,16 @@ def test_rows_of_volumes_may_be_packed() -> None:
     [
         (Volume(1, True, GROUPS, packed((3, 5), 30)), "no smaller"),
         (Volume(1, True, GROUPS, packed((0, 5), 0)), "no smaller"),
-        (VolumePart(1, 0, packed((3, 5), 29, Coding.PLAIN)), "not 30|packed"),
-        (VolumePart(1, 0, packed((3, 5), 30, Coding.PLAIN)), "packed"),
-        (VolumePart(1, 0, packed((1, MAX_PAYLOAD // 2 + 1), 9)), "unpacks to over"),
-        (VolumePart(1, 0, packed((2**31 - 1, 2**31 - 1), 9, Coding.INT8)), "unpacks to over"),
+        (VolumeFragment(1, 0, packed((3, 5), 29, Coding.PLAIN)), "not 30|packed"),
+        (VolumeFragment(1, 0, packed((3, 5), 30, Coding.PLAIN)), "packed"),
+        (VolumeFragment(1, 0, packed((1, MAX_PAYLOAD // 2 + 1), 9)), "unpacks to over"),
+        (VolumeFragment(1, 0, packed((2**31 - 1, 2**31 - 1), 9, Coding.INT8)), "unpacks to over"),
         (History(1, 0, 0, Payload("i32", (8,), Coding.LOSSLESS, 9)), "can't be packed"),
     ],
 )
 def test_nothing_else_may_be_packed(body: Any, why: str) -> None:
     codec = data_codec()
-    message = Frame(1, Lane.BULK, 0, body)
+    message = Frame(1, Channel.BULK, 0, body)
     frame = bytes(body.payload.wire_bytes)
     with pytest.raises(WireError, match=why):
         codec.encode(message, frame)
@@ -167,7 +167,7 @@ def test_nothing_else_may_be_packed(body: Any, why: str) -> None:
 
 
 def test_a_prompt_is_never_packed() -> None:
-    message = Prompt("k", 0, Payload("u8", (64,), Coding.LOSSLESS, 9))
+    message = PromptFragment("k", 0, Payload("u8", (64,), Coding.LOSSLESS, 9))
     with pytest.raises(WireError, match="can't be packed"):
         data_codec().decode([msgspec.msgpack.encode(message), bytes(9)])
 
@@ -200,6 +200,6 @@ def test_not_a_number_stays_out_of_bounded_fields() -> None:
 
 def test_the_registries_stay_apart() -> None:
     with pytest.raises(WireError):
-        data_codec().decode([bytes(control_codec().encode(Done(ref=1))[0])])
+        data_codec().decode([bytes(control_codec().encode(DoneReply(ref=1))[0])])
     with pytest.raises(WireError):
         data_codec().decode([bytes(control_codec().encode(Welcome(swarm="s", peer="p"))[0])])

@@ -12,13 +12,13 @@ from molink.wire.messages.porch import (
     MAX_FRAME,
     Challenge,
     Commitment,
-    FromStranger,
-    FromSwarm,
+    PairingClientMessage,
+    PairingServerMessage,
     Reveal,
-    Verdict,
+    PairingResult,
     decode_frame,
     encode_frame,
-    frame_length,
+    parse_frame_length,
 )
 
 KEY = "\\" * 40
@@ -26,17 +26,17 @@ MESSAGES = [
     Commitment(public_key=KEY, name="é" * 64, version="v" * 64, commitment=bytes(32)),
     Reveal(nonce=bytes(32)),
     Challenge(swarm="a" * 64, name="n" * 64, public_key=KEY, nonce=bytes(32)),
-    Verdict(outcome="admitted", port=65535, addresses=("a" * 64,) * 6),
+    PairingResult(outcome="admitted", port=65535, addresses=("a" * 64,) * 6),
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_round_trip(message: FromStranger | FromSwarm) -> None:
+def test_round_trip(message: PairingClientMessage | PairingServerMessage) -> None:
     frame = encode_frame(message)
     body = frame[LENGTH_BYTES:]
-    assert frame_length(frame[:LENGTH_BYTES]) == len(body) <= MAX_FRAME
-    own, other = FromStranger, FromSwarm
-    if isinstance(message, FromSwarm):
+    assert parse_frame_length(frame[:LENGTH_BYTES]) == len(body) <= MAX_FRAME
+    own, other = PairingClientMessage, PairingServerMessage
+    if isinstance(message, PairingServerMessage):
         own, other = other, own
     assert decode_frame(body, own) == message
     with pytest.raises(WireError):
@@ -46,8 +46,8 @@ def test_round_trip(message: FromStranger | FromSwarm) -> None:
 def test_lengths() -> None:
     for length in (0, MAX_FRAME + 1, 0xFFFF):
         with pytest.raises(WireError, match="a frame of"):
-            frame_length(length.to_bytes(2, "big"))
-    too_many = Verdict(outcome="admitted", addresses=("a" * 64,) * 20)
+            parse_frame_length(length.to_bytes(2, "big"))
+    too_many = PairingResult(outcome="admitted", addresses=("a" * 64,) * 20)
     with pytest.raises(WireError, match="over"):
         encode_frame(too_many)
 
@@ -55,4 +55,4 @@ def test_lengths() -> None:
 @given(st.binary(max_size=MAX_FRAME))
 def test_any_bytes(body: bytes) -> None:
     with contextlib.suppress(WireError):
-        decode_frame(body, FromStranger)
+        decode_frame(body, PairingClientMessage)

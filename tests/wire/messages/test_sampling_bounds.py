@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from molink.wire.messages.data import Sampling
+from molink.wire.messages.data import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,6 @@ from molink.wire.messages.data import Sampling
     ids=str,
 )
 def test_extremes_are_no_sampling(extreme: dict[str, Any]) -> None:
-    encoded = msgspec.msgpack.encode(Sampling(**extreme))
+    encoded = msgspec.msgpack.encode(SamplingParams(**extreme))
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(encoded, type=Sampling)
+        msgspec.msgpack.decode(encoded, type=SamplingParams)

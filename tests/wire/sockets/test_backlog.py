@@ -1,8 +1,8 @@
 import random
 
 from molink.wire.sockets.backlog import (
-    HANDSHAKE,
-    SUSPECT,
+    HANDSHAKE_BYTES,
+    SUSPECT_BYTES,
     BacklogLimits,
     OpenConnection,
     UnreadBytes,
@@ -30,7 +30,7 @@ class Book:
         self.backlog = UnreadBytes(LIMITS)
 
     def open(self, descriptor: int, host: str = "10.0.0.1", port: int = 1) -> OpenConnection:
-        self.backlog.opened(descriptor, (host, port))
+        self.backlog.on_opened(descriptor, (host, port))
         return self.backlog.connections[-1]
 
     def look(
@@ -38,9 +38,9 @@ class Book:
     ) -> OpenConnection | None:
         """Connections have sent so many bytes beside their handshake."""
         if drained:
-            self.backlog.drained()
-        self.backlog.looked([(one, HANDSHAKE + count) for one, count in counts])
-        return self.backlog.excess()
+            self.backlog.on_drained()
+        self.backlog.on_counted([(one, HANDSHAKE_BYTES + count) for one, count in counts])
+        return self.backlog.find_excess()
 
 
 def test_sizes_on_the_wire() -> None:
@@ -61,16 +61,16 @@ def test_what_is_read_counts_no_more() -> None:
     one = book.open(3)
     for number in range(1, 20):
         assert book.look((one, 4000 * number)) is None
-        book.backlog.delivered(3, 4000, identity(7), "ann")
+        book.backlog.on_delivered(3, 4000, identity(7), "ann")
 
 
 def test_more_than_is_read() -> None:
     book = Book()
     one, other = book.open(3), book.open(4)
     assert book.look((one, 4000), (other, 1500)) is one
-    assert one.cut
+    assert one.is_cut
     assert book.backlog.connections == [other]
-    assert book.backlog.excess() is None
+    assert book.backlog.find_excess() is None
 
 
 def test_a_message_without_end() -> None:
@@ -87,18 +87,18 @@ def test_what_came_since_nothing_waited_may_be_read_yet() -> None:
     one = book.open(3)
     assert book.look((one, 900)) is None
     assert book.look((one, 4000), drained=True) is None
-    book.backlog.delivered(3, 3500, identity(7), "ann")
+    book.backlog.on_delivered(3, 3500, identity(7), "ann")
     assert book.look((one, 4000), drained=True) is None
 
 
 def test_a_party_is_a_user_once_it_is_known() -> None:
     book = Book()
     ann, bob = book.open(3), book.open(4)
-    book.backlog.delivered(3, 0, identity(1), "ann")
-    book.backlog.delivered(4, 0, identity(2), "bob")
+    book.backlog.on_delivered(3, 0, identity(1), "ann")
+    book.backlog.on_delivered(4, 0, identity(2), "bob")
     assert book.look((ann, 3000), (bob, 3000)) is None
     more = book.open(5)
-    book.backlog.delivered(5, 0, identity(3), "ann")
+    book.backlog.on_delivered(5, 0, identity(3), "ann")
     assert book.look((more, 2500)) is ann
 
 
@@ -114,11 +114,11 @@ def test_what_an_ended_connection_left_counts_until_it_is_read() -> None:
     for descriptor in (3, 4):
         one = book.open(descriptor)
         assert book.look((one, 2400)) is None
-        book.backlog.ended(descriptor)
+        book.backlog.on_closed(descriptor)
     again = book.open(3, port=2)
     assert book.look((again, 300)) is again
-    book.backlog.ended(3)
-    book.backlog.drained()
+    book.backlog.on_closed(3)
+    book.backlog.on_drained()
     again = book.open(3, port=3)
     assert book.look((again, 300)) is None
 
@@ -129,7 +129,7 @@ def test_nobody_pays_for_what_another_left() -> None:
     for descriptor in (3, 4, 5):
         one = book.open(descriptor)
         book.look((one, 4000))
-        book.backlog.ended(descriptor)
+        book.backlog.on_closed(descriptor)
     assert book.look((other, 900)) is None
 
 
@@ -157,38 +157,38 @@ def test_too_many_from_everywhere() -> None:
 def test_a_late_message_of_an_earlier_connection_is_not_counted_for_the_next() -> None:
     book = Book()
     book.open(3)
-    book.backlog.delivered(3, 100, identity(7))
-    book.backlog.ended(3)
+    book.backlog.on_delivered(3, 100, identity(7))
+    book.backlog.on_closed(3)
     next_one = book.open(3, port=2)
-    book.backlog.delivered(3, 100, identity(8))
-    assert next_one.delivered == HANDSHAKE + 100
-    book.backlog.delivered(3, 5000, identity(6))
-    assert next_one.delivered == HANDSHAKE + 100
+    book.backlog.on_delivered(3, 100, identity(8))
+    assert next_one.delivered == HANDSHAKE_BYTES + 100
+    book.backlog.on_delivered(3, 5000, identity(6))
+    assert next_one.delivered == HANDSHAKE_BYTES + 100
 
 
 def test_routing_ids_rise_and_begin_again() -> None:
     book = Book()
     one = book.open(3)
-    book.backlog.delivered(3, 5000, identity(-1))
-    assert one.delivered == HANDSHAKE + 5000
+    book.backlog.on_delivered(3, 5000, identity(-1))
+    assert one.delivered == HANDSHAKE_BYTES + 5000
     # So that was an earlier one's, whose end was heard of before its first message was read.
-    book.backlog.delivered(3, 10, identity(0))
-    assert one.delivered == HANDSHAKE + 10
+    book.backlog.on_delivered(3, 10, identity(0))
+    assert one.delivered == HANDSHAKE_BYTES + 10
 
 
 def test_without_routing_ids() -> None:
     book = Book()
     one = book.open(3)
-    book.backlog.delivered(3, 10)
-    book.backlog.delivered(4, 10)
-    assert one.delivered == HANDSHAKE + 10
+    book.backlog.on_delivered(3, 10)
+    book.backlog.on_delivered(4, 10)
+    assert one.delivered == HANDSHAKE_BYTES + 10
 
 
 def test_a_closer_look_is_wanted_when_much_is_unread() -> None:
     book = Book()
     one = book.open(3)
-    assert not book.backlog.looked([(one, SUSPECT)])
-    assert book.backlog.looked([(one, HANDSHAKE + SUSPECT + 1)])
+    assert not book.backlog.on_counted([(one, SUSPECT_BYTES)])
+    assert book.backlog.on_counted([(one, HANDSHAKE_BYTES + SUSPECT_BYTES + 1)])
 
 
 def test_whatever_happens_the_sum_stays_within_the_bounds() -> None:
@@ -199,20 +199,20 @@ def test_whatever_happens_the_sum_stays_within_the_bounds() -> None:
         descriptor = chance.randrange(8)
         kind = chance.random()
         if kind < 0.2:
-            book.backlog.opened(descriptor, (f"10.0.0.{chance.randrange(3)}", chance.randrange(99)))
+            book.backlog.on_opened(descriptor, (f"10.0.0.{chance.randrange(3)}", chance.randrange(99)))
         elif kind < 0.3:
-            book.backlog.ended(descriptor)
+            book.backlog.on_closed(descriptor)
         elif kind < 0.35:
-            book.backlog.drained()
+            book.backlog.on_drained()
         elif kind < 0.6:
-            book.backlog.delivered(descriptor, 50, identity(chance.randrange(9)), "ann")
+            book.backlog.on_delivered(descriptor, 50, identity(chance.randrange(9)), "ann")
         counts = [(one, one.received + chance.randrange(300)) for one in book.backlog.connections]
-        book.backlog.looked(counts)
-        while book.backlog.excess() is not None:
+        book.backlog.on_counted(counts)
+        while book.backlog.find_excess() is not None:
             pass
         live = book.backlog.connections
         for party in {one.party for one in live}:
             theirs = [one for one in live if one.party == party]
             assert len(theirs) <= LIMITS.party_connections
-            assert sum(one.ahead for one in theirs) <= LIMITS.party_bytes
+            assert sum(one.unread for one in theirs) <= LIMITS.party_bytes
             assert sum(one.unfinished for one in theirs) <= LIMITS.party_unfinished

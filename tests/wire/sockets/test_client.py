@@ -8,15 +8,15 @@ import pytest
 from molink.errors import NotAuthorized, Overloaded, Unavailable, UsageError
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
-from molink.wire.messages.control import Done, Failure
+from molink.wire.messages.control import DoneReply, ErrorReply
 from molink.wire.messages.requests import StatusReply, StatusRequest
-from molink.wire.messages.serving import Cancel, Prompt
+from molink.wire.messages.serving import Cancel, PromptFragment
 from molink.wire.sockets import server as server_module
 from molink.wire.sockets.backlog import BacklogLimits, UnreadBytes
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.refusal import is_refused
-from molink.wire.sockets.server import Sender
+from molink.wire.sockets.server import MessageSender
 
 
 async def test_a_stranger_is_told_from_a_wrong_server(net: Any) -> None:
@@ -76,7 +76,7 @@ async def test_a_member_that_is_let_in_later_gets_in(net: Any) -> None:
 async def test_reconnecting(net: Any) -> None:
     events: list[str] = []
 
-    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+    async def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
         if isinstance(message, Cancel):
             events.append(message.key)
 
@@ -142,7 +142,7 @@ async def test_what_is_no_refusal() -> None:
 
 
 async def test_a_stalled_connection_is_given_up_for_a_new_one(net: Any) -> None:
-    senders: list[Sender] = []
+    senders: list[MessageSender] = []
     events: list[str] = []
     server = net.server(data_codec(), lambda sender, *_: senders.append(sender))
 
@@ -216,7 +216,7 @@ async def test_requests_fail_when_the_client_is_closed(net: Any) -> None:
 async def test_much_may_come_as_long_as_it_is_read(net: Any) -> None:
     data = bytes(192 << 10)
 
-    async def handle(sender: Sender, message: Any, _: memoryview | None) -> None:
+    async def handle(sender: MessageSender, message: Any, _: memoryview | None) -> None:
         reply = StatusReply(ref=message.ref, payload=Payload("u8", (len(data),)))
         server.send(sender.identity, reply, data)
 
@@ -236,7 +236,7 @@ async def test_much_may_come_as_long_as_it_is_read(net: Any) -> None:
 
 
 async def test_no_reply_in_time_and_a_late_one(net: Any) -> None:
-    senders: list[tuple[Sender, Any]] = []
+    senders: list[tuple[MessageSender, Any]] = []
     server = net.server(control_codec(), lambda sender, m, _: senders.append((sender, m)))
     client = net.client(control_codec(), net.member(), server.port, name="the coordinator")
     await client.wait_connected(5)
@@ -246,26 +246,26 @@ async def test_no_reply_in_time_and_a_late_one(net: Any) -> None:
     later = asyncio.create_task(client.request(StatusRequest(ref=0)))
     await net.until(lambda: len(senders) == 2)
     for sender, message in senders:
-        server.send(sender.identity, Done(ref=message.ref))
-    assert await later == (Done(ref=senders[1][1].ref), None)
+        server.send(sender.identity, DoneReply(ref=message.ref))
+    assert await later == (DoneReply(ref=senders[1][1].ref), None)
 
 
 async def test_the_first_reply_counts(net: Any) -> None:
-    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+    async def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
         for _ in range(3):
-            server.send(sender.identity, Done(ref=message.ref))
+            server.send(sender.identity, DoneReply(ref=message.ref))
 
     server = net.server(control_codec(), handle)
     client = net.client(control_codec(), net.member(), server.port)
     for _ in range(3):
         reply, _ = await client.request(StatusRequest(ref=0))
-        assert isinstance(reply, Done)
+        assert isinstance(reply, DoneReply)
     assert client._pending == {}
 
 
 async def test_an_unknown_failure_is_still_an_error(net: Any) -> None:
-    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
-        server.send(sender.identity, Failure(ref=message.ref, code="Iterable", message="no"))
+    async def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
+        server.send(sender.identity, ErrorReply(ref=message.ref, code="Iterable", message="no"))
 
     server = net.server(control_codec(), handle)
     client = net.client(control_codec(), net.member(), server.port)
@@ -275,7 +275,7 @@ async def test_an_unknown_failure_is_still_an_error(net: Any) -> None:
 
 
 async def test_a_callback_that_fails_does_not_end_the_client(net: Any) -> None:
-    senders: list[Sender] = []
+    senders: list[MessageSender] = []
     server = net.server(data_codec(), lambda sender, *_: senders.append(sender))
 
     def fail(*_: object) -> None:
@@ -301,18 +301,18 @@ def blocked_reader(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_slow_server_never_blocks_the_loop(net: Any) -> None:
     got: list[int] = []
 
-    def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+    def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
         got.append(message.first)
 
     server = net.server(data_codec(), handle)
     client = net.client(data_codec(), net.member(), server.port, max_bytes=8 << 20)
     await client.wait_connected(5)
     data = bytes(256 * 1024)
-    message = Prompt("k", 0, Payload("u8", (len(data),)))
+    message = PromptFragment("k", 0, Payload("u8", (len(data),)))
     sent = 0
     with contextlib.suppress(Overloaded):
         while sent < 1000:
-            client.send(Prompt("k", sent, message.payload), data)
+            client.send(PromptFragment("k", sent, message.payload), data)
             sent += 1
     assert client.congested
     assert sent < 200
@@ -331,8 +331,8 @@ async def test_what_comes_after_a_break_is_sent_however_full_the_socket_was(net:
     data = bytes(256 * 1024)
     payload = Payload("u8", (len(data),))
     while not client.congested:
-        client.send(Prompt("k", 0, payload), data)
+        client.send(PromptFragment("k", 0, payload), data)
     client._drop("the connection broke")
     assert not client.congested
-    client.send(Prompt("k", 1, payload), data)
+    client.send(PromptFragment("k", 1, payload), data)
     await net.until(lambda: got[-1:] == [1])

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from molink.wire.sockets import congestion
-from molink.wire.sockets.congestion import avoid_bbr, forgets_in_pauses, spread_out
+from molink.wire.sockets.congestion import avoid_bbr, has_idle_reset, enable_pacing
 
 
-@pytest.mark.parametrize("change", [avoid_bbr, spread_out])
+@pytest.mark.parametrize("change", [avoid_bbr, enable_pacing])
 def test_what_is_no_connection_is_left_alone(change: Callable[[int], None]) -> None:
     ours, theirs = os.pipe()
     change(ours)
@@ -24,7 +24,7 @@ def test_a_connection_is_paced() -> None:
     option, unlimited = 47, b"\xff" * 4
     with socket.socket() as connection:
         assert connection.getsockopt(socket.SOL_SOCKET, option, 4) == unlimited
-        spread_out(connection.fileno())
+        enable_pacing(connection.fileno())
         assert connection.getsockopt(socket.SOL_SOCKET, option, 4) != unlimited
         assert connection.fileno() >= 0
 
@@ -52,7 +52,7 @@ def test_whether_windows_fall_in_pauses(
     used: str, after_idle: str, forgets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(congestion, "_LINUX", tmp_path)
-    assert not forgets_in_pauses()
+    assert not has_idle_reset()
     (tmp_path / "tcp_congestion_control").write_text(f"{used}\n", encoding="ascii")
     (tmp_path / "tcp_slow_start_after_idle").write_text(f"{after_idle}\n", encoding="ascii")
-    assert forgets_in_pauses() == forgets
+    assert has_idle_reset() == forgets

@@ -12,13 +12,13 @@ import zmq
 
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
-from molink.wire.messages.control import Done
+from molink.wire.messages.control import DoneReply
 from molink.wire.messages.requests import StatusRequest
-from molink.wire.messages.serving import Cancel, Prompt
+from molink.wire.messages.serving import Cancel, PromptFragment
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.create import create_client
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.server import Sender, Server
+from molink.wire.sockets.server import MessageSender, Server
 
 _GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
 
@@ -35,13 +35,13 @@ class Victim:
         self.client: Client[Any] = net.client(control_codec(), net.member(), self.server.port)
         self.address = f"tcp://127.0.0.1:{self.server.port}"
 
-    async def handle(self, sender: Sender, message: Any, payload: memoryview | None) -> None:
-        self.server.send(sender.identity, Done(ref=message.ref))
+    async def handle(self, sender: MessageSender, message: Any, payload: memoryview | None) -> None:
+        self.server.send(sender.identity, DoneReply(ref=message.ref))
 
     async def serves(self) -> None:
         """Passes if the member still gets its answer."""
-        reply, _ = await self.client.request(StatusRequest(ref=0))
-        assert isinstance(reply, Done)
+        reply, _ = await self.client.send_request(StatusRequest(ref=0))
+        assert isinstance(reply, DoneReply)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ async def victim(net: Any) -> AsyncIterator[Victim]:
     made = Victim(net)
     await made.serves()
     # Its answer may come before the monitor says that the member is none of the strangers.
-    await net.until(lambda: made.server.counters.strangers == 0)
+    await net.until(lambda: made.server.counters.unauthenticated == 0)
     before = psutil.Process().memory_info().rss
     yield made
     await made.serves()
@@ -67,8 +67,8 @@ async def test_no_curve(victim: Victim) -> None:
     with victim.net.context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(victim.address)
-        strangers = victim.server.counters.strangers
-        await victim.net.until(lambda: victim.server.counters.strangers > strangers)
+        strangers = victim.server.counters.unauthenticated
+        await victim.net.until(lambda: victim.server.counters.unauthenticated > strangers)
         await victim.serves()
     assert victim.server.counters.received == 2
 
@@ -79,7 +79,7 @@ async def test_unknown_key(victim: Victim) -> None:
         with pytest.raises(zmq.Again):
             await socket.send(b"x", zmq.DONTWAIT)
         await victim.net.until(lambda: victim.net.gatekeeper.refused == 1)
-        await victim.net.until(lambda: victim.server.counters.strangers == 1)
+        await victim.net.until(lambda: victim.server.counters.unauthenticated == 1)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ async def test_unknown_key(victim: Victim) -> None:
     ids=["http", "bytes", "zmtp1", "command", "exbibytes", "message", "hello"],
 )
 async def test_raw_tcp(victim: Victim, noise: bytes) -> None:
-    strangers = victim.server.counters.strangers
+    strangers = victim.server.counters.unauthenticated
     connections = [await asyncio.open_connection("127.0.0.1", victim.server.port) for _ in range(5)]
     for reader, writer in connections:
         with contextlib.suppress(ConnectionError):
@@ -107,7 +107,7 @@ async def test_raw_tcp(victim: Victim, noise: bytes) -> None:
             await victim.serves()
             await closed_by_server(reader)
         writer.close()
-    await victim.net.until(lambda: victim.server.counters.strangers == strangers + 5)
+    await victim.net.until(lambda: victim.server.counters.unauthenticated == strangers + 5)
 
 
 @pytest.mark.parametrize("size", [0, 1, 3000])
@@ -119,7 +119,7 @@ async def test_800_parts_from_a_member(victim: Victim, size: int) -> None:
         await victim.net.until(lambda: victim.server.counters.malformed == 1)
         header = control_codec().encode(StatusRequest(ref=7))
         await socket.send_multipart(header)
-        assert control_codec().decode(await socket.recv_multipart(copy=False))[0] == Done(ref=7)
+        assert control_codec().decode(await socket.recv_multipart(copy=False))[0] == DoneReply(ref=7)
 
 
 async def test_a_member_that_goes_on_misbehaving_is_cut_off(victim: Victim) -> None:
@@ -133,7 +133,7 @@ async def test_a_member_that_goes_on_misbehaving_is_cut_off(victim: Victim) -> N
         await victim.net.until(lambda: victim.server.counters.rebuilds == 1)
         await victim.net.until(lambda: victim.net.gatekeeper.refused)
     assert victim.server.counters.malformed == 16
-    await victim.net.until(lambda: victim.client.connected)
+    await victim.net.until(lambda: victim.client.is_connected)
     victim.net.gatekeeper.deny("offender")
     victim.net.gatekeeper.allow(keys.public, "offender")
     client = victim.net.client(control_codec(), keys, victim.server.port)
@@ -142,7 +142,7 @@ async def test_a_member_that_goes_on_misbehaving_is_cut_off(victim: Victim) -> N
 
 async def test_oversize_from_a_member(victim: Victim) -> None:
     keys, server_key = victim.net.member("offender"), victim.net.keys.public
-    header = data_codec().encode(Prompt("k", 0, Payload("u8", (1,))), b"x")[0]
+    header = data_codec().encode(PromptFragment("k", 0, Payload("u8", (1,))), b"x")[0]
     with create_client(victim.net.context, keys, server_key, victim.address) as socket:
         await socket.send_multipart([header, bytes(300 * 1024)])
         await victim.net.until(lambda: victim.server.counters.malformed == 1)
@@ -171,7 +171,7 @@ async def test_a_message_of_the_other_plane(victim: Victim) -> None:
 
 async def test_a_server_that_sends_garbage(net: Any) -> None:
     told: list[str] = []
-    senders: list[Sender] = []
+    senders: list[MessageSender] = []
     server = net.server(control_codec(), lambda sender, *_: senders.append(sender))
     client = net.client(
         control_codec(), net.member(), server.port, on_refused=told.append, name="the head"

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import Done
+from molink.wire.messages.control import DoneReply
 from molink.wire.messages.reports import Goodbye
 from molink.wire.messages.requests import StatusRequest
 from molink.wire.sockets.curve import KeyPair
@@ -73,7 +73,7 @@ class Victim:
             try:
                 with self.dial("honest").handshake() as wire:
                     assert wire.send(wire.message(*control_codec().encode(StatusRequest(ref=7))))
-                    assert control_codec().decode(wire.receive())[0] == Done(ref=7)
+                    assert control_codec().decode(wire.receive())[0] == DoneReply(ref=7)
                 return
             except Refused:
                 if not left:

@@ -15,17 +15,17 @@ from molink.errors import (
     Unavailable,
     UsageError,
 )
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
-from molink.wire.messages.control import Done
+from molink.wire.messages.control import DoneReply
 from molink.wire.messages.instructions import Welcome
 from molink.wire.messages.requests import LeaveRequest, StatusRequest
-from molink.wire.messages.serving import Prompt
+from molink.wire.messages.serving import PromptFragment
 from molink.wire.messages.transfer import ReadReply, ReadRequest
 from molink.wire.sockets.create import create_client
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.server import Sender, Server, ServerLimits
+from molink.wire.sockets.server import MessageSender, Server, ServerLimits
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -34,16 +34,16 @@ class Echo:
     """A control server that answers every request and keeps who sent what."""
 
     def __init__(self, net: Any, **options: Any) -> None:
-        self.seen: list[tuple[Sender, Any]] = []
+        self.seen: list[tuple[MessageSender, Any]] = []
         self.error: Exception | None = None
         self.server: Server[Any] = net.server(control_codec(), self.handle, **options)
         self.port = self.server.port
 
-    async def handle(self, sender: Sender, message: Any, payload: memoryview | None) -> None:
+    async def handle(self, sender: MessageSender, message: Any, payload: memoryview | None) -> None:
         self.seen.append((sender, message))
         if self.error is not None:
             raise self.error
-        self.server.send(sender.identity, Done(ref=message.ref))
+        self.server.send(sender.identity, DoneReply(ref=message.ref))
 
 
 async def test_a_request_is_authorised_and_answered(net: Any) -> None:
@@ -51,9 +51,9 @@ async def test_a_request_is_authorised_and_answered(net: Any) -> None:
     keys = net.member()
     client = net.client(control_codec(), keys, echo.port)
     reply, payload = await client.request(StatusRequest(ref=0))
-    assert isinstance(reply, Done)
+    assert isinstance(reply, DoneReply)
     assert payload is None
-    assert echo.seen[0][0].user_id == peer_id(keys.public)
+    assert echo.seen[0][0].peer_id == derive_peer_id(keys.public)
     assert net.gatekeeper.accepted == 1
 
 
@@ -61,7 +61,7 @@ async def test_a_given_user_id(net: Any) -> None:
     echo = Echo(net)
     client = net.client(control_codec(), net.member("invite:abc"), echo.port)
     await client.request(StatusRequest(ref=0))
-    assert echo.seen[0][0].user_id == "invite:abc"
+    assert echo.seen[0][0].peer_id == "invite:abc"
 
 
 async def test_permits_narrows_what_a_user_may_say(net: Any) -> None:
@@ -95,7 +95,7 @@ async def test_what_a_handler_raises_comes_back(
 
 
 async def test_a_payload_in_a_reply(net: Any) -> None:
-    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+    async def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
         data = bytes(range(200)) * 5
         reply = ReadReply(ref=message.ref, payload=Payload("u8", (1000,)))
         server.send(sender.identity, reply, data)
@@ -121,7 +121,7 @@ async def test_the_server_speaks_first(net: Any) -> None:
 
 async def test_sending_to_nobody_is_counted(net: Any) -> None:
     echo = Echo(net)
-    assert not echo.server.send(b"\0abcd", Done(ref=1))
+    assert not echo.server.send(b"\0abcd", DoneReply(ref=1))
     assert echo.server.counters.unroutable == 1
 
 
@@ -153,7 +153,7 @@ async def test_revocation_is_immediate_and_leaves_the_others(net: Any) -> None:
     member = net.client(control_codec(), good, echo.port, on_disconnect=lambda: broken.append(True))
     await revoked.request(StatusRequest(ref=0))
     await member.request(StatusRequest(ref=0))
-    echo.server.deny(peer_id(bad.public))
+    echo.server.drop_peer(derive_peer_id(bad.public))
     revoked.send(StatusRequest(ref=9))
     await net.until(lambda: echo.server.counters.rebuilds == 1)
     await net.until(lambda: broken)
@@ -161,7 +161,7 @@ async def test_revocation_is_immediate_and_leaves_the_others(net: Any) -> None:
     await net.until(lambda: len(events) >= 2)
     with pytest.raises(NotAuthorized, match="join"):
         await revoked.request(StatusRequest(ref=0))
-    assert sum(sender.user_id == peer_id(bad.public) for sender, _ in echo.seen) == 1
+    assert sum(sender.peer_id == derive_peer_id(bad.public) for sender, _ in echo.seen) == 1
     net.gatekeeper.allow(bad.public)
     await revoked.request(StatusRequest(ref=0))
 
@@ -169,9 +169,9 @@ async def test_revocation_is_immediate_and_leaves_the_others(net: Any) -> None:
 async def test_a_revocation_is_answered(net: Any) -> None:
     """Who asks for it is connected to the socket that is made anew."""
 
-    def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+    def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
         server.deny("somebody")
-        server.send(sender.identity, Done(ref=message.ref))
+        server.send(sender.identity, DoneReply(ref=message.ref))
 
     server = net.server(control_codec(), handle)
     cuts: list[bool] = []
@@ -180,7 +180,7 @@ async def test_a_revocation_is_answered(net: Any) -> None:
     )
     for times in range(1, 6):
         reply, _ = await client.request(StatusRequest(ref=0))
-        assert isinstance(reply, Done)
+        assert isinstance(reply, DoneReply)
         await net.until(lambda times=times: len(cuts) == times)
 
 
@@ -205,7 +205,7 @@ async def test_a_server_listens_again_whatever_hinders_it(
         return work(*arguments, **options)
 
     monkeypatch.setattr(molink.wire.sockets.server, where, fail_twice)
-    echo.server.deny("somebody")
+    echo.server.drop_peer("somebody")
     await net.until(lambda: echo.server.counters.rebuilds == 1)
     assert len(tries) == 3
     assert sum("can't listen" in record.message for record in caplog.records) == 1
@@ -216,11 +216,11 @@ async def test_a_flood_fills_only_its_senders_inbox(net: Any) -> None:
     busy = asyncio.Event()
     flooder, member = net.member("flooder"), net.member("member")
 
-    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
-        if sender.user_id == "flooder":
+    async def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
+        if sender.peer_id == "flooder":
             await busy.wait()
         else:
-            server.send(sender.identity, Done(ref=message.ref))
+            server.send(sender.identity, DoneReply(ref=message.ref))
 
     limits = ServerLimits(inbox_messages=20, inbox_bytes=1 << 20)
     server = net.server(control_codec(), handle, limits=limits)
@@ -239,7 +239,7 @@ async def test_an_inbox_is_bounded_in_bytes(net: Any) -> None:
     busy = asyncio.Event()
     handled: list[int] = []
 
-    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+    async def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
         await busy.wait()
         handled.append(message.first)
 
@@ -249,7 +249,7 @@ async def test_an_inbox_is_bounded_in_bytes(net: Any) -> None:
     data = bytes(256 * 1024)
     tracemalloc.start()
     for number in range(300):
-        client.send(Prompt("k", number, Payload("u8", (len(data),))), data)
+        client.send(PromptFragment("k", number, Payload("u8", (len(data),))), data)
         if number % 10 == 9:  # a connection that is far ahead of its reader is cut
             sent = number + 1
             await net.until(lambda: server.counters.received == sent)  # noqa: B023
@@ -264,17 +264,17 @@ async def test_an_inbox_is_bounded_in_bytes(net: Any) -> None:
 
 async def test_a_slow_receiver_is_dropped_to_not_waited_for(net: Any) -> None:
     limits = ServerLimits(outbox_messages=100, outbox_bytes=4 << 20)
-    seen: list[Sender] = []
+    seen: list[MessageSender] = []
     server = net.server(data_codec(), lambda sender, *_: seen.append(sender), limits=limits)
     keys = net.member()
     with create_client(
         net.context, keys, net.keys.public, f"tcp://127.0.0.1:{server.port}"
     ) as socket:
-        prompt = Prompt("k", 0, Payload("u8", (4,)))
+        prompt = PromptFragment("k", 0, Payload("u8", (4,)))
         await socket.send_multipart(data_codec().encode(prompt, b"abcd"))
         await net.until(lambda: seen)
         data = bytes(256 * 1024)
-        big = Prompt("k", 0, Payload("u8", (len(data),)))
+        big = PromptFragment("k", 0, Payload("u8", (len(data),)))
         sent = [server.send(seen[0].identity, big, data) for _ in range(400)]
         assert not sent[-1]
         assert server.counters.congested > 0
@@ -287,7 +287,7 @@ async def test_a_slow_receiver_is_dropped_to_not_waited_for(net: Any) -> None:
 async def test_closing_drops_what_waits(net: Any) -> None:
     started: list[int] = []
 
-    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+    async def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
         started.append(message.ref)
         await asyncio.Event().wait()
 
@@ -299,7 +299,7 @@ async def test_closing_drops_what_waits(net: Any) -> None:
     await net.until(lambda: started)
     await server.close()
     assert started == [0]
-    assert not server.send(b"\0abcd", Done(ref=1))
+    assert not server.send(b"\0abcd", DoneReply(ref=1))
 
 
 def test_keys_do_not_show_their_secret() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
-from molink.wire.messages.serving import Prompt
-from molink.wire.sockets.backlog import HANDSHAKE, OpenConnection, UnreadBytes
-from molink.wire.sockets.tcp import bytes_received, bytes_unread, cut, duplicate, remote
+from molink.wire.messages.serving import PromptFragment
+from molink.wire.sockets.backlog import HANDSHAKE_BYTES, OpenConnection, UnreadBytes
+from molink.wire.sockets.tcp import bytes_received, bytes_unread, cut_connection, duplicate_socket, remote_address
 from tests.support.counted import counted
 
 Pair = tuple[socket.socket, socket.socket]
@@ -46,8 +46,8 @@ def test_what_is_no_connection(pair: Pair) -> None:
     one.close()
     assert bytes_received(number) is None
     assert bytes_unread(number) == 0
-    assert remote(number) is None
-    assert not cut(number, ("127.0.0.1", 1))
+    assert remote_address(number) is None
+    assert not cut_connection(number, ("127.0.0.1", 1))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a socket is no file there")
@@ -55,26 +55,26 @@ def test_a_number_that_is_used_again_for_a_file(tmp_path: Any) -> None:
     before = psutil.Process().num_fds()
     with (tmp_path / "file").open("wb") as file:
         assert bytes_received(file.fileno()) is None
-        assert remote(file.fileno()) is None
-        assert not cut(file.fileno(), ("127.0.0.1", 1))
+        assert remote_address(file.fileno()) is None
+        assert not cut_connection(file.fileno(), ("127.0.0.1", 1))
     assert psutil.Process().num_fds() == before
 
 
 async def test_only_the_right_connection_is_cut(pair: Pair, net: Any) -> None:
     one, other = pair
-    other_end = remote(other.fileno())
+    other_end = remote_address(other.fileno())
     assert other_end == one.getsockname()
-    assert not cut(other.fileno(), ("127.0.0.1", 1))
+    assert not cut_connection(other.fileno(), ("127.0.0.1", 1))
     one.sendall(b"x")
     assert other.recv(1) == b"x"
     other.setblocking(False)
-    assert cut(other.fileno(), other_end)
+    assert cut_connection(other.fileno(), other_end)
     if sys.platform == "win32":  # what comes is taken away, for its owner to close it
         one.sendall(b"x")
         number = other.fileno()
-        await net.until(lambda: cut(number, other_end) and not bytes_unread(number))
+        await net.until(lambda: cut_connection(number, other_end) and not bytes_unread(number))
         other.close()
-        assert not cut(number, other_end)
+        assert not cut_connection(number, other_end)
     else:
         assert one.recv(1) == b""
         assert not os.get_blocking(other.fileno())
@@ -105,13 +105,13 @@ async def test_bytes_that_came_are_those_that_were_read(
     await net.until(lambda: (bytes_received(connection.descriptor) or 0) > 500)
     handshake = bytes_received(connection.descriptor)
     assert handshake is not None
-    assert handshake <= HANDSHAKE
+    assert handshake <= HANDSHAKE_BYTES
     for size in (1, 200, 255, 256, 257, 5000, 200_000):
-        client.send(Prompt("k" * 20, 0, Payload("u8", (size,))), bytes(size))
+        client.send(PromptFragment("k" * 20, 0, Payload("u8", (size,))), bytes(size))
     await net.until(lambda: seen == 7)
     received = bytes_received(connection.descriptor)
     assert received is not None
-    assert received - handshake == connection.delivered - HANDSHAKE
+    assert received - handshake == connection.delivered - HANDSHAKE_BYTES
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the system as Linux has it")
@@ -134,7 +134,7 @@ async def test_a_host_that_vanishes_is_noticed_by_tcp(
 
     await net.until(lambda: len(connections()) == 2)
     for connection in connections():
-        with duplicate(connection.descriptor) as tcp:
+        with duplicate_socket(connection.descriptor) as tcp:
             assert tcp.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 2
             assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 1

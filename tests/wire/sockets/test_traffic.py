@@ -9,7 +9,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from molink.wire.sockets.traffic import Traffic
+from molink.wire.sockets.traffic import SocketPump
 
 
 class End:
@@ -20,7 +20,7 @@ class End:
         self.rooms = 0
         self.errors: list[Exception] = []
         self._answers = answers
-        self.traffic = Traffic(socket, 2, self._take, self._room, self.errors.append)
+        self.traffic = SocketPump(socket, 2, self._take, self._room, self.errors.append)
 
     def _take(self, frames: list[zmq.Frame], parts: int) -> None:
         if frames[0].bytes == b"bad":

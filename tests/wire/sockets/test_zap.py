@@ -5,20 +5,20 @@ import pytest
 import zmq
 
 from molink.errors import UsageError
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import Done
+from molink.wire.messages.control import DoneReply
 from molink.wire.messages.requests import StatusRequest
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.pace import Allowance
-from molink.wire.sockets.server import Sender, Server
-from molink.wire.sockets.zap import Gatekeeper, RefusedHandshake
+from molink.wire.sockets.pace import PeerRateLimit
+from molink.wire.sockets.server import MessageSender, Server
+from molink.wire.sockets.zap import ZapAuthenticator, RefusedHandshake
 
 
 @pytest.fixture
 async def echo(net: Any) -> Server[Any]:
-    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
-        server.send(sender.identity, Done(ref=message.ref))
+    async def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
+        server.send(sender.identity, DoneReply(ref=message.ref))
 
     server: Server[Any] = net.server(control_codec(), handle)
     return server
@@ -26,26 +26,26 @@ async def echo(net: Any) -> Server[Any]:
 
 def test_members_come_and_go() -> None:
     with zmq.Context() as context:
-        gate = Gatekeeper(context)
+        gate = ZapAuthenticator(context)
         one, two = KeyPair.generate().public, KeyPair.generate().public
-        assert gate.allow(one) == peer_id(one)
-        assert gate.allow(two, "invite:x") == "invite:x"
-        assert gate.users == {peer_id(one), "invite:x"}
-        gate.block("invite:x")
-        assert not gate.admits("invite:x")
-        gate.allow(two, "invite:x")
-        assert not gate.admits("invite:x")
-        gate.deny("invite:x")
+        assert gate.allow_peer(one) == derive_peer_id(one)
+        assert gate.allow_peer(two, "invite:x") == "invite:x"
+        assert gate.peers == {derive_peer_id(one), "invite:x"}
+        gate.block_peer("invite:x")
+        assert not gate.is_allowed("invite:x")
+        gate.allow_peer(two, "invite:x")
+        assert not gate.is_allowed("invite:x")
+        gate.deny_peer("invite:x")
         assert gate.blocked == frozenset()
-        gate.allow(two, "invite:x")
-        assert gate.admits("invite:x")
-        gate.deny("nobody")
+        gate.allow_peer(two, "invite:x")
+        assert gate.is_allowed("invite:x")
+        gate.deny_peer("nobody")
         gate.close()
 
 
 async def test_one_per_context(net: Any) -> None:
     with zmq.Context() as context:
-        one, two = Gatekeeper(context), Gatekeeper(context)
+        one, two = ZapAuthenticator(context), ZapAuthenticator(context)
         one.start()
         one.start()
         with pytest.raises(UsageError, match="already"):
@@ -121,7 +121,7 @@ async def test_other_domains_and_mechanisms_are_refused(net: Any, echo: Server[A
 
 
 async def test_who_comes_too_often_is_put_off_not_refused(net: Any, echo: Server[Any]) -> None:
-    net.gatekeeper._pace = Allowance(2, 2.0)
+    net.gatekeeper._pace = PeerRateLimit(2, 2.0)
     keys = net.member("often")
     clients = [net.client(control_codec(), keys, echo.port) for _ in range(3)]
     await net.until(lambda: net.gatekeeper.put_off)

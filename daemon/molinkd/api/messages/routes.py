@@ -3,40 +3,40 @@
 from aiohttp import web
 from msgspec import json
 
-from molinkd.api.body import Bodies
-from molinkd.api.generator import ClientRequest, Generator, json_answer
-from molinkd.api.messages.formats import MessageFormat
-from molinkd.api.messages.schema import NAMES, CountRequest, MessageRequest
+from molinkd.api.body import BodyReader
+from molinkd.api.generator import ClientRequest, GenerationHandler, json_response
+from molinkd.api.messages.formats import MessagesEncoder
+from molinkd.api.messages.schema import FIELD_NAMES, CountTokensRequest, MessageRequest
 from molinkd.api.schema import decode_struct
 
 #: Where its routes are.
-MESSAGES = "/v1/messages"
+MESSAGES_PREFIX = "/v1/messages"
 
 
 class MessageRoutes:
     """``POST /v1/messages`` and ``/v1/messages/count_tokens``."""
 
-    def __init__(self, bodies: Bodies, generator: Generator) -> None:
-        self._bodies = bodies
-        self._generator = generator
+    def __init__(self, bodies: BodyReader, generator: GenerationHandler) -> None:
+        self._body_reader = bodies
+        self._handler = generator
 
     @property
-    def table(self) -> list[web.RouteDef]:
+    def routes(self) -> list[web.RouteDef]:
         """All routes."""
         return [
-            web.post(MESSAGES, self.create),
-            web.post(f"{MESSAGES}/count_tokens", self.count),
+            web.post(MESSAGES_PREFIX, self.create_message),
+            web.post(f"{MESSAGES_PREFIX}/count_tokens", self.count_tokens),
         ]
 
-    async def create(self, request: web.Request) -> web.StreamResponse:
+    async def create_message(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/messages``."""
-        asked = decode_struct(await self._bodies.read(request), MessageRequest)
-        ask = ClientRequest(asked.as_openai(), MessageFormat, bool(asked.stream), names=NAMES)
-        return await self._generator.answer(request, ask)
+        body = decode_struct(await self._body_reader.read_body(request), MessageRequest)
+        client_request = ClientRequest(body.as_openai(), MessagesEncoder, bool(body.stream), field_names=FIELD_NAMES)
+        return await self._handler.handle_request(request, client_request)
 
-    async def count(self, request: web.Request) -> web.Response:
+    async def count_tokens(self, request: web.Request) -> web.Response:
         """``POST /v1/messages/count_tokens``."""
-        asked = decode_struct(await self._bodies.read(request), CountRequest)
-        ask = ClientRequest(asked.as_openai(), MessageFormat, False, names=NAMES)
-        tokens = await self._generator.prompt_tokens(request, ask)
-        return json_answer(json.encode({"input_tokens": tokens}))
+        body = decode_struct(await self._body_reader.read_body(request), CountTokensRequest)
+        client_request = ClientRequest(body.as_openai(), MessagesEncoder, False, field_names=FIELD_NAMES)
+        tokens = await self._handler.count_prompt_tokens(request, client_request)
+        return json_response(json.encode({"input_tokens": tokens}))

@@ -8,19 +8,19 @@ import msgspec
 from molink.errors import RequestError
 from molink.wire.messages.serving import Priority
 from molinkd.api.adapting import (
-    given,
-    joined,
-    json_form,
-    message,
-    named_choice,
-    offered,
-    take_turn,
-    text_of_part,
+    require_value,
+    join_texts,
+    json_response_format,
+    make_message,
+    make_tool_choice,
+    make_tool,
+    copy_scheduling,
+    part_text,
 )
 from molinkd.api.schema import (
     MAX_STOPS,
     MAX_TOOLS,
-    CalledFunction,
+    FunctionCall,
     CallId,
     ChatBody,
     ChatMessage,
@@ -33,7 +33,7 @@ from molinkd.api.schema import (
 )
 
 #: What fields of a chat are called here.
-NAMES = {
+FIELD_NAMES = {
     "stop": "stop_sequences",
     "tools[].function": "tools[]",
     "tools[].function.parameters": "tools[].input_schema",
@@ -98,7 +98,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     effort: str | None = None
 
 
-class CountRequest(msgspec.Struct, kw_only=True):
+class CountTokensRequest(msgspec.Struct, kw_only=True):
     """``POST /v1/messages/count_tokens``."""
 
     model: str | None = None
@@ -116,18 +116,18 @@ class CountRequest(msgspec.Struct, kw_only=True):
         Raises:
             RequestError: it asks for what is not there.
         """
-        body = ChatBody(model=self.model, messages=self._messages())
-        self._tools(body)
+        body = ChatBody(model=self.model, messages=self._chat_messages())
+        self._set_tools(body)
         output = self.output_config or OutputConfig()
         form = output.format or self.output_format
         if form is not None:
-            body.response_format = json_form(form.schema)
+            body.response_format = json_response_format(form.schema)
         body.reasoning_effort = output.effort
         if self.thinking is not None:
             body.chat_template_kwargs = {"enable_thinking": self.thinking.type != "disabled"}
         return body
 
-    def _tools(self, body: ChatBody) -> None:
+    def _set_tools(self, body: ChatBody) -> None:
         for index, tool in enumerate(self.tools or ()):
             if tool.type not in (None, "custom"):
                 field = f"tools[{index}].type"
@@ -135,7 +135,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
                 raise RequestError(text, field)
         if self.tools:
             body.tools = [
-                offered(one.name, one.description, one.input_schema) for one in self.tools
+                make_tool(one.name, one.description, one.input_schema) for one in self.tools
             ]
         choice = self.tool_choice
         if choice is None:
@@ -143,31 +143,31 @@ class CountRequest(msgspec.Struct, kw_only=True):
         if choice.disable_parallel_tool_use:
             body.parallel_tool_calls = False
         if choice.type == "tool":
-            body.tool_choice = named_choice(given(choice.name, "tool_choice.name"))
+            body.tool_choice = make_tool_choice(require_value(choice.name, "tool_choice.name"))
         else:
             body.tool_choice = "required" if choice.type == "any" else choice.type
 
-    def _messages(self) -> list[ChatMessage]:
+    def _chat_messages(self) -> list[ChatMessage]:
         messages: list[ChatMessage] = []
         if self.system:
             system = self.system
-            text = system if isinstance(system, str) else joined(system, ("text",), "system")
-            messages.append(message("system", text, "system"))
+            text = system if isinstance(system, str) else join_texts(system, ("text",), "system")
+            messages.append(make_message("system", text, "system"))
         for index, one in enumerate(self.messages):
             where = f"messages[{index}]"
             if isinstance(one.content, str):
-                messages.append(message(one.role, one.content, where))
+                messages.append(make_message(one.role, one.content, where))
             elif one.role == "user":
-                messages += _of_user(one.content, f"{where}.content")
+                messages += _user_messages(one.content, f"{where}.content")
             else:
-                messages.append(_of_assistant(one.content, f"{where}.content"))
+                messages.append(_assistant_message(one.content, f"{where}.content"))
         if self.messages[-1].role == "assistant":
             text = "`messages`: the last one is the user's; answers are not begun by the client"
             raise RequestError(text, "messages")
         return messages
 
 
-class MessageRequest(CountRequest, kw_only=True):
+class MessageRequest(CountTokensRequest, kw_only=True):
     """``POST /v1/messages``."""
 
     max_tokens: MaxTokens
@@ -181,47 +181,47 @@ class MessageRequest(CountRequest, kw_only=True):
     timeout: Seconds | None = None
 
     def as_openai(self) -> ChatBody:
-        """See :class:`CountRequest`."""
+        """See :class:`CountTokensRequest`."""
         body = super().as_openai()
         body.max_tokens, body.temperature = self.max_tokens, self.temperature
         body.top_k, body.top_p, body.stop = self.top_k, self.top_p, self.stop_sequences
-        take_turn(body, self)
+        copy_scheduling(body, self)
         return body
 
 
-def _of_user(parts: Sequence[MessagePart], where: str) -> Iterator[ChatMessage]:
+def _user_messages(parts: Sequence[MessagePart], where: str) -> Iterator[ChatMessage]:
     """What came of calls, each as a message, and what the user says."""
     texts: list[str] = []
     for place, part in enumerate(parts):
         field = f"{where}[{place}]"
         if part.type != "tool_result":
-            texts.append(text_of_part(part, ("text", "tool_result"), field))
+            texts.append(part_text(part, ("text", "tool_result"), field))
             continue
         if texts:
             yield ChatMessage(role="user", content="\n".join(texts))
             texts = []
         result = part.content or ""
         if not isinstance(result, str):
-            result = joined(result, ("text",), f"{field}.content")
-        ident = given(part.tool_use_id, f"{field}.tool_use_id")
+            result = join_texts(result, ("text",), f"{field}.content")
+        ident = require_value(part.tool_use_id, f"{field}.tool_use_id")
         yield ChatMessage(role="tool", content=result, tool_call_id=ident)
     if texts or not parts:
         yield ChatMessage(role="user", content="\n".join(texts))
 
 
-def _of_assistant(parts: Sequence[MessagePart], where: str) -> ChatMessage:
+def _assistant_message(parts: Sequence[MessagePart], where: str) -> ChatMessage:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
     for place, part in enumerate(parts):
         field = f"{where}[{place}]"
         if part.type == "tool_use":
-            ident, name = given(part.id, f"{field}.id"), given(part.name, f"{field}.name")
-            calls.append(ToolCall(id=ident, function=CalledFunction(name, part.input or {})))
+            ident, name = require_value(part.id, f"{field}.id"), require_value(part.name, f"{field}.name")
+            calls.append(ToolCall(id=ident, function=FunctionCall(name, part.input or {})))
         elif part.type == "thinking":
             thoughts.append(part.thinking or "")
         elif part.type != "redacted_thinking":
-            texts.append(text_of_part(part, ("text", "tool_use"), field))
+            texts.append(part_text(part, ("text", "tool_use"), field))
     return ChatMessage(
         role="assistant",
         content="\n".join(texts),

@@ -5,48 +5,48 @@ from collections.abc import Sequence
 
 import msgspec
 
-from molinkd.api.schema import CalledFunction, CallId, ChatMessage, ToolCall
+from molinkd.api.schema import FunctionCall, CallId, ChatMessage, ToolCall
 
 
-class Call(msgspec.Struct, kw_only=True):
+class OllamaToolCall(msgspec.Struct, kw_only=True):
     """A call in a message."""
 
-    function: CalledFunction
+    function: FunctionCall
     id: CallId | None = None
 
 
-class Calls:
+class ToolCallIds:
     """Gives calls ids, by which what came of them is found."""
 
     def __init__(self) -> None:
         self._count = 0
         #: Calls whose outcome isn't known, in their order; and the ids of each tool's calls.
-        self._waiting: dict[str, None] = {}
-        self._named: defaultdict[str, deque[str]] = defaultdict(deque)
+        self._pending: dict[str, None] = {}
+        self._ids_by_tool: defaultdict[str, deque[str]] = defaultdict(deque)
 
-    def made(self, calls: Sequence[Call]) -> list[ToolCall] | None:
+    def assign_ids(self, calls: Sequence[OllamaToolCall]) -> list[ToolCall] | None:
         """The calls of an answer."""
         found = []
         for call in calls:
-            ident = call.id or self._next()
-            self._waiting[ident] = None
-            self._named[call.function.name].append(ident)
+            ident = call.id or self._next_id()
+            self._pending[ident] = None
+            self._ids_by_tool[call.function.name].append(ident)
             found.append(ToolCall(id=ident, function=call.function))
         return found or None
 
-    def result(self, content: str, ident: str | None, name: str | None) -> ChatMessage:
+    def match_result(self, content: str, ident: str | None, name: str | None) -> ChatMessage:
         """What came of a call: of that one, of the first of that tool, or of the first."""
         if ident is None:
-            ident = self._first_of(name or "") or next(iter(self._waiting), None) or self._next()
-        self._waiting.pop(ident, None)
+            ident = self._first_pending(name or "") or next(iter(self._pending), None) or self._next_id()
+        self._pending.pop(ident, None)
         return ChatMessage(role="tool", content=content, tool_call_id=ident, name=name)
 
-    def _first_of(self, name: str) -> str | None:
-        queue = self._named.get(name, deque())
-        while queue and queue[0] not in self._waiting:
+    def _first_pending(self, name: str) -> str | None:
+        queue = self._ids_by_tool.get(name, deque())
+        while queue and queue[0] not in self._pending:
             queue.popleft()
         return queue[0] if queue else None
 
-    def _next(self) -> str:
+    def _next_id(self) -> str:
         self._count += 1
         return f"call_{self._count}"

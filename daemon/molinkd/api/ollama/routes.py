@@ -10,126 +10,126 @@ from msgspec import json
 from molink.checkpoint.fields import read_bytes
 from molink.errors import MolinkError, RequestError
 from molinkd.api.backend import Backend, ServedModel
-from molinkd.api.body import Bodies
-from molinkd.api.catalogue import Catalogue
-from molinkd.api.formats import Format
-from molinkd.api.generator import ClientRequest, Generator, json_answer
-from molinkd.api.offered_tools import abilities
-from molinkd.api.ollama.formats import OllamaFormat, now
-from molinkd.api.ollama.schema import NAMES, ChatRequest, GenerateRequest, Named
-from molinkd.api.request_plan import Plan
+from molinkd.api.body import BodyReader
+from molinkd.api.catalogue import ModelCatalog
+from molinkd.api.formats import ResponseEncoder
+from molinkd.api.generator import ClientRequest, GenerationHandler, json_response
+from molinkd.api.offered_tools import model_capabilities
+from molinkd.api.ollama.formats import OllamaEncoder, format_now
+from molinkd.api.ollama.schema import FIELD_NAMES, ChatRequest, GenerateRequest, ModelReference
+from molinkd.api.request_plan import RequestPlan
 from molinkd.api.schema import ChatBody, decode_struct
 
 #: The version of Ollama whose routes these are: clients look whether it has what they need.
-VERSION = "0.12.0"
+OLLAMA_VERSION = "0.12.0"
 #: Until when a model stays: until it is told to go, which clients want as a date.
-_FOR_EVER = "2318-01-01T00:00:00Z"
+_NEVER_EXPIRES = "2318-01-01T00:00:00Z"
 
 
 class OllamaRoutes:
-    """``/api/chat``, ``generate``, ``tags``, ``show``, ``ps``, ``version``."""
+    """``/api/chat``, ``generate_text``, ``list_models``, ``show_model``, ``ps``, ``get_version``."""
 
     def __init__(
-        self, backend: Backend, bodies: Bodies, catalogue: Catalogue, generator: Generator
+        self, backend: Backend, bodies: BodyReader, catalog: ModelCatalog, generator: GenerationHandler
     ) -> None:
         self._backend = backend
-        self._bodies = bodies
-        self._catalogue = catalogue
-        self._generator = generator
+        self._body_reader = bodies
+        self._catalog = catalog
+        self._handler = generator
 
     @property
-    def table(self) -> list[web.RouteDef]:
+    def routes(self) -> list[web.RouteDef]:
         """All routes."""
         return [
-            web.post("/api/chat", self.chat),
-            web.post("/api/generate", self.generate),
-            web.get("/api/tags", self.tags),
-            web.post("/api/show", self.show),
-            web.get("/api/ps", self.running),
-            web.get("/api/version", self.version),
+            web.post("/api/chat", self.create_chat),
+            web.post("/api/generate", self.generate_text),
+            web.get("/api/tags", self.list_models),
+            web.post("/api/show", self.show_model),
+            web.get("/api/ps", self.list_running),
+            web.get("/api/version", self.get_version),
         ]
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
+    async def create_chat(self, request: web.Request) -> web.StreamResponse:
         """``POST /api/chat``."""
-        body = decode_struct(await self._bodies.read(request), ChatRequest)
+        body = decode_struct(await self._body_reader.read_body(request), ChatRequest)
 
-        def form(plan: Plan) -> Format:
-            return OllamaFormat(plan, chat=True)
+        def form(plan: RequestPlan) -> ResponseEncoder:
+            return OllamaEncoder(plan, chat=True)
 
-        asked = body.as_openai()
+        openai_body = body.as_openai()
         if not body.messages:
-            return await self._loaded(body, {"message": {"role": "assistant", "content": ""}})
-        ask = ClientRequest(asked, form, body.stream is not False, names=NAMES)
-        return await self._generator.answer(request, ask)
+            return await self._load_response(body, {"message": {"role": "assistant", "content": ""}})
+        client_request = ClientRequest(openai_body, form, body.stream is not False, field_names=FIELD_NAMES)
+        return await self._handler.handle_request(request, client_request)
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
+    async def generate_text(self, request: web.Request) -> web.StreamResponse:
         """``POST /api/generate``."""
-        body = decode_struct(await self._bodies.read(request), GenerateRequest)
-        asked = body.as_openai()
+        body = decode_struct(await self._body_reader.read_body(request), GenerateRequest)
+        openai_body = body.as_openai()
 
-        def form(plan: Plan) -> Format:
-            return OllamaFormat(plan, chat=False)
+        def form(plan: RequestPlan) -> ResponseEncoder:
+            return OllamaEncoder(plan, chat=False)
 
         if not body.prompt:
-            return await self._loaded(body, {"response": ""})
-        names = NAMES | ({"messages": "prompt"} if isinstance(asked, ChatBody) else {})
-        ask = ClientRequest(asked, form, body.stream is not False, names=names)
-        return await self._generator.answer(request, ask)
+            return await self._load_response(body, {"response": ""})
+        names = FIELD_NAMES | ({"messages": "prompt"} if isinstance(openai_body, ChatBody) else {})
+        client_request = ClientRequest(openai_body, form, body.stream is not False, field_names=names)
+        return await self._handler.handle_request(request, client_request)
 
-    async def tags(self, request: web.Request) -> web.Response:
+    async def list_models(self, request: web.Request) -> web.Response:
         """``GET /api/tags``: all models."""
-        models = [await _shown(model) for model in self._backend.models()]
-        return json_answer(json.encode({"models": models}))
+        models = [await _model_json(model) for model in self._backend.list_models()]
+        return json_response(json.encode({"models": models}))
 
-    async def running(self, request: web.Request) -> web.Response:
+    async def list_running(self, request: web.Request) -> web.Response:
         """``GET /api/ps``: those that can be asked now."""
-        ready = [model for model in self._backend.models() if self._backend.ready(model.name)]
+        ready = [model for model in self._backend.list_models() if self._backend.is_ready(model.name)]
         models = [
-            {**await _shown(model), "expires_at": _FOR_EVER, "context_length": model.context}
+            {**await _model_json(model), "expires_at": _NEVER_EXPIRES, "context_length": model.max_model_len}
             for model in ready
         ]
-        return json_answer(json.encode({"models": models}))
+        return json_response(json.encode({"models": models}))
 
-    async def show(self, request: web.Request) -> web.Response:
+    async def show_model(self, request: web.Request) -> web.Response:
         """``POST /api/show``."""
-        body = decode_struct(await self._bodies.read(request), Named)
-        if body.asked is None:
+        body = decode_struct(await self._body_reader.read_body(request), ModelReference)
+        if body.served_name is None:
             raise RequestError("`model`: required, but missing", "model")
-        offer = await self._catalogue.offer(body.asked)
-        model, template = offer.model, offer.tokenizer.template
-        shown = await _shown(model)
-        family = shown["details"]["family"]
+        loaded_model = await self._catalog.load_model(body.served_name)
+        model, template = loaded_model.model, loaded_model.tokenizer.chat_template
+        model_json = await _model_json(model)
+        family = model_json["details"]["family"]
         found = {
             "modelfile": "",
             "parameters": "",
             "template": "" if template is None else template.source,
-            "details": shown["details"],
+            "details": model_json["details"],
             "model_info": {
                 "general.architecture": family,
-                f"{family}.context_length": model.context,
+                f"{family}.context_length": model.max_model_len,
             },
-            "capabilities": ["completion", *abilities(offer)],
-            "modified_at": shown["modified_at"],
+            "capabilities": ["completion", *model_capabilities(loaded_model)],
+            "modified_at": model_json["modified_at"],
         }
-        return json_answer(json.encode(found))
+        return json_response(json.encode(found))
 
-    async def version(self, request: web.Request) -> web.Response:
+    async def get_version(self, request: web.Request) -> web.Response:
         """``GET /api/version``."""
-        return json_answer(json.encode({"version": VERSION}))
+        return json_response(json.encode({"version": OLLAMA_VERSION}))
 
-    async def _loaded(
-        self, body: ChatRequest | GenerateRequest, said: dict[str, Any]
+    async def _load_response(
+        self, body: ChatRequest | GenerateRequest, fields: dict[str, Any]
     ) -> web.Response:
         """What a client is told that only wants the model loaded, or unloaded: it stays."""
-        offer = await self._catalogue.offer(body.asked)
+        loaded_model = await self._catalog.load_model(body.served_name)
         reason = "unload" if body.keep_alive in (0, "0", "0s", "0m", "0h") else "load"
-        found = {"model": offer.model.name, "created_at": now(), **said}
-        return json_answer(json.encode({**found, "done": True, "done_reason": reason}))
+        found = {"model": loaded_model.model.name, "created_at": format_now(), **fields}
+        return json_response(json.encode({**found, "done": True, "done_reason": reason}))
 
 
-async def _shown(model: ServedModel) -> dict[str, Any]:
+async def _model_json(model: ServedModel) -> dict[str, Any]:
     """A model as ``/api/tags`` lists it."""
-    family = await asyncio.to_thread(_family, model)
+    family = await asyncio.to_thread(_model_family, model)
     return {
         "name": model.name,
         "model": model.name,
@@ -147,7 +147,7 @@ async def _shown(model: ServedModel) -> dict[str, Any]:
     }
 
 
-def _family(model: ServedModel) -> str:
+def _model_family(model: ServedModel) -> str:
     """The architecture that the model's config names."""
     try:
         config = json.decode(read_bytes(model.folder / "config.json"), type=dict[str, Any])

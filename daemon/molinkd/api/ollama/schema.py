@@ -12,8 +12,8 @@ import msgspec
 from molink.errors import RequestError
 from molink.wire.messages.data import RepetitionPenalty
 from molink.wire.messages.serving import Priority
-from molinkd.api.adapting import json_form, message, offered, refuse, take_turn
-from molinkd.api.ollama.calls import Call, Calls
+from molinkd.api.adapting import json_response_format, make_message, make_tool, refuse_fields, copy_scheduling
+from molinkd.api.ollama.calls import OllamaToolCall, ToolCallIds
 from molinkd.api.schema import (
     MAX_STOP_LENGTH,
     MAX_STOPS,
@@ -21,7 +21,7 @@ from molinkd.api.schema import (
     CallId,
     ChatBody,
     CompletionBody,
-    FunctionOffer,
+    FunctionDefinition,
     GenerationBody,
     Penalty,
     Seconds,
@@ -30,7 +30,7 @@ from molinkd.api.schema import (
 )
 
 #: What fields of the OpenAI bodies are called here.
-NAMES = {"response_format.json_schema.schema": "format", "response_format": "format"}
+FIELD_NAMES = {"response_format.json_schema.schema": "format", "response_format": "format"}
 
 Kind = TypeVar("Kind", bound=GenerationBody)
 Context = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
@@ -60,20 +60,20 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     ) = None
 
 
-class Named(msgspec.Struct, kw_only=True):
+class ModelReference(msgspec.Struct, kw_only=True):
     """What names a model; older clients say ``name``."""
 
     model: str | None = None
     name: str | None = None
 
     @property
-    def asked(self) -> str | None:
+    def served_name(self) -> str | None:
         """The model's name, as it is served: ``latest`` is no name of ours."""
         name = self.model or self.name
         return None if name is None else name.removesuffix(":latest")
 
 
-class Asking(Named, kw_only=True):
+class OllamaRequest(ModelReference, kw_only=True):
     """What both routes that generate have in common."""
 
     stream: bool | None = None
@@ -92,7 +92,7 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | None = None
     images: list[Any] | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: CallId | None = None
     thinking: str | None = None
@@ -101,11 +101,11 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
 class OllamaTool(msgspec.Struct, kw_only=True):
     """A tool that the model may call."""
 
-    function: FunctionOffer
+    function: FunctionDefinition
     type: Literal["function"] | None = None
 
 
-class ChatRequest(Asking, kw_only=True):
+class ChatRequest(OllamaRequest, kw_only=True):
     """``POST /api/chat``."""
 
     messages: list[OllamaMessage] = []
@@ -117,26 +117,26 @@ class ChatRequest(Asking, kw_only=True):
         Raises:
             RequestError: it asks for what is not there.
         """
-        calls = Calls()
+        calls = ToolCallIds()
         messages = []
         for index, one in enumerate(self.messages):
             where = f"messages[{index}]"
-            refuse({f"{where}.images": one.images})
+            refuse_fields({f"{where}.images": one.images})
             if one.role == "tool":
-                messages.append(calls.result(one.content or "", one.tool_call_id, one.tool_name))
+                messages.append(calls.match_result(one.content or "", one.tool_call_id, one.tool_name))
                 continue
             content = "" if one.tool_calls and one.content is None else one.content
-            made = message(one.role, content, where)
+            made = make_message(one.role, content, where)
             made.reasoning_content = one.thinking
-            made.tool_calls = calls.made(one.tool_calls or ())
+            made.tool_calls = calls.assign_ids(one.tool_calls or ())
             messages.append(made)
-        body = ChatBody(model=self.asked, messages=messages)
+        body = ChatBody(model=self.served_name, messages=messages)
         functions = [tool.function for tool in self.tools or ()]
-        body.tools = [offered(one.name, one.description, one.parameters) for one in functions]
-        return _filled(body, self)
+        body.tools = [make_tool(one.name, one.description, one.parameters) for one in functions]
+        return _apply_options(body, self)
 
 
-class GenerateRequest(Asking, kw_only=True):
+class GenerateRequest(OllamaRequest, kw_only=True):
     """``POST /api/generate``."""
 
     prompt: str | None = None
@@ -153,39 +153,39 @@ class GenerateRequest(Asking, kw_only=True):
         Raises:
             RequestError: it asks for what is not there.
         """
-        refuse({"images": self.images, "template": self.template})
+        refuse_fields({"images": self.images, "template": self.template})
         if self.context:
             text = "`context` is not supported: send the conversation to /api/chat"
             raise RequestError(text, "context")
         prompt = self.prompt or ""
         if self.raw or self.suffix:
-            body = CompletionBody(model=self.asked, prompt=prompt, suffix=self.suffix)
-            return _filled(body, self)
-        messages = [] if self.system is None else [message("system", self.system, "system")]
-        messages.append(message("user", prompt, "prompt"))
-        return _filled(ChatBody(model=self.asked, messages=messages), self)
+            body = CompletionBody(model=self.served_name, prompt=prompt, suffix=self.suffix)
+            return _apply_options(body, self)
+        messages = [] if self.system is None else [make_message("system", self.system, "system")]
+        messages.append(make_message("user", prompt, "prompt"))
+        return _apply_options(ChatBody(model=self.served_name, messages=messages), self)
 
 
-def _filled(body: Kind, asking: Asking) -> Kind:
+def _apply_options(body: Kind, request: OllamaRequest) -> Kind:
     """``body`` with what the options say."""
-    options = asking.options or OllamaOptions()
+    options = request.options or OllamaOptions()
     for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop"):
         setattr(body, name, getattr(options, name))
-    take_turn(body, options)
+    copy_scheduling(body, options)
     body.presence_penalty = options.presence_penalty
     body.frequency_penalty = options.frequency_penalty
     body.repetition_penalty = options.repeat_penalty
-    if asking.format:
-        schema = asking.format if isinstance(asking.format, dict) else None
-        body.response_format = json_form(schema)
+    if request.format:
+        schema = request.format if isinstance(request.format, dict) else None
+        body.response_format = json_response_format(schema)
     limit = options.num_predict
     body.max_tokens = limit if limit is not None and limit > 0 else -1
     if isinstance(body, ChatBody):
-        body.logprobs, body.top_logprobs = asking.logprobs, asking.top_logprobs
-        if isinstance(asking.think, bool):
-            body.chat_template_kwargs = {"enable_thinking": asking.think}
+        body.logprobs, body.top_logprobs = request.logprobs, request.top_logprobs
+        if isinstance(request.think, bool):
+            body.chat_template_kwargs = {"enable_thinking": request.think}
         else:
-            body.reasoning_effort = asking.think
-    elif isinstance(body, CompletionBody) and asking.logprobs:
-        body.logprobs = asking.top_logprobs or 0
+            body.reasoning_effort = request.think
+    elif isinstance(body, CompletionBody) and request.logprobs:
+        body.logprobs = request.top_logprobs or 0
     return body

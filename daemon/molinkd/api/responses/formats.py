@@ -9,19 +9,19 @@ from msgspec import json
 
 from molinkd.api.answer import Usage
 from molinkd.api.blocks import (
-    Block,
-    BlockBegun,
-    BlockEnded,
-    BlockGrown,
+    ContentBlock,
+    BlockStartedEvent,
+    BlockEndedEvent,
+    BlockGrownEvent,
     BlockReader,
-    Step,
-    blocks_of,
+    BlockEvent,
+    read_blocks,
 )
 from molinkd.api.choice import AnswerFinish, TextPiece
-from molinkd.api.formats import EVENTS
+from molinkd.api.formats import EVENT_STREAM
 from molinkd.api.problem import Problem
-from molinkd.api.request_plan import Plan
-from molinkd.api.responses.items import Items, ItemStatus
+from molinkd.api.request_plan import RequestPlan
+from molinkd.api.responses.items import ResponseItems, ItemStatus
 from molinkd.api.responses.schema import ResponseRequest
 
 #: What the events of a block's text are called.
@@ -32,118 +32,118 @@ _EVENTS = {
 }
 
 
-class ResponseObjectFormat:
+class ResponsesEncoder:
     """One answer; ``asked`` is repeated in it, as OpenAI does."""
 
-    content_type = EVENTS
+    content_type = EVENT_STREAM
 
-    def __init__(self, plan: Plan, asked: ResponseRequest) -> None:
+    def __init__(self, plan: RequestPlan, request: ResponseRequest) -> None:
         self._plan = plan
-        self._asked = asked
+        self._request = request
         self._id = f"resp_{secrets.token_hex(24)}"
-        self._created = int(time.time())
-        self._number = 0
-        self._items = Items(plan)
+        self._created_at = int(time.time())
+        self._sequence_number = 0
+        self._items = ResponseItems(plan)
         self._blocks = BlockReader()
         self._finish: AnswerFinish | None = None
-        self._delta = b""
+        self._delta_start = b""
 
-    def opening(self, index: int) -> bytes:
+    def encode_start(self, index: int) -> bytes:
         """That the answer begins."""
-        response = self._response("in_progress", [])
-        return self._event("response.created", response=response) + self._event(
+        response = self._response_fields("in_progress", [])
+        return self._encode_event("response.created", response=response) + self._encode_event(
             "response.in_progress", response=response
         )
 
-    def event(self, index: int, piece: TextPiece) -> bytes:
+    def encode_piece(self, index: int, piece: TextPiece) -> bytes:
         """What was added to which item."""
         self._finish = piece.finish
-        return b"".join(map(self._step, self._blocks.push(piece)))
+        return b"".join(map(self._encode_block_event, self._blocks.push_piece(piece)))
 
-    def keepalive(self) -> bytes:
+    def encode_keepalive(self) -> bytes:
         """A comment."""
         return b": waiting\n\n"
 
-    def closing(self, usage: Usage) -> bytes:
+    def encode_end(self, usage: Usage) -> bytes:
         """That the last item and the answer are complete."""
-        steps = b"".join(map(self._step, self._blocks.finish()))
-        done = self._done(self._blocks.blocks, self._finish, usage)
-        return steps + self._event(f"response.{done['status']}", response=done)
+        steps = b"".join(map(self._encode_block_event, self._blocks.finish_blocks()))
+        done = self._final_response(self._blocks.blocks, self._finish, usage)
+        return steps + self._encode_event(f"response.{done['status']}", response=done)
 
-    def failure(self, problem: Problem) -> bytes:
+    def encode_error(self, problem: Problem) -> bytes:
         """An ``error`` event; with an envelope in it, at which clients raise."""
-        return self._event(
+        return self._encode_event(
             "error",
             code=problem.code,
             message=problem.message,
             param=problem.param,
-            error=problem.fields(),
+            error=problem.error_fields(),
         )
 
-    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
+    def encode_response(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
         """A ``response``."""
         pieces = answers[0]
-        return json.encode(self._done(blocks_of(pieces), pieces[-1].finish, usage))
+        return json.encode(self._final_response(read_blocks(pieces), pieces[-1].finish, usage))
 
-    def _step(self, step: Step) -> bytes:
+    def _encode_block_event(self, step: BlockEvent) -> bytes:
         match step:
-            case BlockBegun(block):
-                return self._begun(block)
-            case BlockGrown(block, text, logprobs):
-                delta = self._delta + json.encode(text)
+            case BlockStartedEvent(block):
+                return self._encode_block_start(block)
+            case BlockGrownEvent(block, text, logprobs):
+                delta = self._delta_start + json.encode(text)
                 if block.kind == "text":
-                    delta += b',"logprobs":' + json.encode(self._items.logprobs(logprobs))
-                return delta + b',"sequence_number":%d}\n\n' % self._next()
-            case BlockEnded(block):
-                return self._ended(block)
+                    delta += b',"logprobs":' + json.encode(self._items.make_logprobs(logprobs))
+                return delta + b',"sequence_number":%d}\n\n' % self._next_number()
+            case BlockEndedEvent(block):
+                return self._encode_block_end(block)
 
-    def _begun(self, block: Block) -> bytes:
-        kind, place = f"{_EVENTS[block.kind]}.delta", self._place(block)
-        delta = json.encode({"type": kind, **place})[:-1] + b',"delta":'
-        self._delta = b"event: " + kind.encode() + b"\ndata: " + delta
-        item = self._items.item(block, "in_progress")
-        begun = self._event("response.output_item.added", output_index=block.index, item=item)
+    def _encode_block_start(self, block: ContentBlock) -> bytes:
+        kind, position = f"{_EVENTS[block.kind]}.delta", self._item_position(block)
+        delta = json.encode({"type": kind, **position})[:-1] + b',"delta":'
+        self._delta_start = b"event: " + kind.encode() + b"\ndata: " + delta
+        item = self._items.make_item(block, "in_progress")
+        begun = self._encode_event("response.output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
             return begun
-        part = self._items.part(block, begun=True)
-        return begun + self._event("response.content_part.added", **place, part=part)
+        part = self._items.make_part(block, begun=True)
+        return begun + self._encode_event("response.content_part.added", **position, part=part)
 
-    def _ended(self, block: Block) -> bytes:
-        kind, place = f"{_EVENTS[block.kind]}.done", self._place(block)
+    def _encode_block_end(self, block: ContentBlock) -> bytes:
+        kind, position = f"{_EVENTS[block.kind]}.done", self._item_position(block)
         if block.kind == "call":
-            done = self._event(kind, **place, name=block.name, arguments=block.text)
+            done = self._encode_event(kind, **position, name=block.name, arguments=block.text)
         else:
-            part = self._items.part(block)
+            part = self._items.make_part(block)
             more = {"logprobs": part["logprobs"]} if block.kind == "text" else {}
-            done = self._event(kind, **place, text=block.text, **more)
-            done += self._event("response.content_part.done", **place, part=part)
-        item = self._items.item(block, self._status(block, self._blocks.blocks, self._finish))
-        return done + self._event("response.output_item.done", output_index=block.index, item=item)
+            done = self._encode_event(kind, **position, text=block.text, **more)
+            done += self._encode_event("response.content_part.done", **position, part=part)
+        item = self._items.make_item(block, self._item_status(block, self._blocks.blocks, self._finish))
+        return done + self._encode_event("response.output_item.done", output_index=block.index, item=item)
 
-    def _place(self, block: Block) -> dict[str, Any]:
-        place = {"item_id": self._items.id_of(block), "output_index": block.index}
-        return place if block.kind == "call" else {**place, "content_index": 0}
+    def _item_position(self, block: ContentBlock) -> dict[str, Any]:
+        position = {"item_id": self._items.item_id(block), "output_index": block.index}
+        return position if block.kind == "call" else {**position, "content_index": 0}
 
-    def _next(self) -> int:
-        number = self._number
-        self._number += 1
+    def _next_number(self) -> int:
+        number = self._sequence_number
+        self._sequence_number += 1
         return number
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        data = json.encode({"type": kind, **fields, "sequence_number": self._next()})
+    def _encode_event(self, kind: str, **fields: Any) -> bytes:
+        data = json.encode({"type": kind, **fields, "sequence_number": self._next_number()})
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
     @staticmethod
-    def _status(block: Block, blocks: Sequence[Block], finish: AnswerFinish | None) -> ItemStatus:
+    def _item_status(block: ContentBlock, blocks: Sequence[ContentBlock], finish: AnswerFinish | None) -> ItemStatus:
         """What is missing of a cut answer is missing of its last item."""
         cut = finish == "length" and block is blocks[-1]
         return "incomplete" if cut else "completed"
 
-    def _done(
-        self, blocks: Sequence[Block], finish: AnswerFinish | None, usage: Usage
+    def _final_response(
+        self, blocks: Sequence[ContentBlock], finish: AnswerFinish | None, usage: Usage
     ) -> dict[str, Any]:
-        items = [self._items.item(block, self._status(block, blocks, finish)) for block in blocks]
-        response = self._response("incomplete" if finish == "length" else "completed", items)
+        items = [self._items.make_item(block, self._item_status(block, blocks, finish)) for block in blocks]
+        response = self._response_fields("incomplete" if finish == "length" else "completed", items)
         response["completed_at"] = int(time.time())
         if finish == "length":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -154,39 +154,39 @@ class ResponseObjectFormat:
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": usage.thinking_tokens},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
         return response
 
-    def _response(self, status: ItemStatus, output: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _response_fields(self, status: ItemStatus, output: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The object, without figures."""
-        asked = self._asked
-        sampling = self._plan.choices[0].request.sampling
+        request = self._request
+        sampling = self._plan.choices[0].request.sampling_params
         return {
             "id": self._id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self._created_at,
             "status": status,
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
-            "model": self._plan.offer.model.name,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": self._plan.loaded_model.model.name,
             "output": output,
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {
-                "effort": asked.reasoning.effort if asked.reasoning is not None else None,
+                "effort": request.reasoning.effort if request.reasoning is not None else None,
                 "summary": None,
             },
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": asked.form},
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": asked.tools or [],
+            "text": {"format": request.text_format},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
             "top_logprobs": max(self._plan.logprobs, 0),
             "top_p": sampling.top_p,
             "truncation": "disabled",

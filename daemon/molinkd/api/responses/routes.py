@@ -2,33 +2,33 @@
 
 from aiohttp import web
 
-from molinkd.api.body import Bodies
-from molinkd.api.formats import Format
-from molinkd.api.generator import ClientRequest, Generator
-from molinkd.api.request_plan import Plan
-from molinkd.api.responses.formats import ResponseObjectFormat
-from molinkd.api.responses.schema import NAMES, ResponseRequest
+from molinkd.api.body import BodyReader
+from molinkd.api.formats import ResponseEncoder
+from molinkd.api.generator import ClientRequest, GenerationHandler
+from molinkd.api.request_plan import RequestPlan
+from molinkd.api.responses.formats import ResponsesEncoder
+from molinkd.api.responses.schema import FIELD_NAMES, ResponseRequest
 from molinkd.api.schema import decode_struct
 
 
 class ResponseRoutes:
     """``POST /v1/responses``."""
 
-    def __init__(self, bodies: Bodies, generator: Generator) -> None:
-        self._bodies = bodies
-        self._generator = generator
+    def __init__(self, bodies: BodyReader, generator: GenerationHandler) -> None:
+        self._body_reader = bodies
+        self._handler = generator
 
     @property
-    def table(self) -> list[web.RouteDef]:
+    def routes(self) -> list[web.RouteDef]:
         """All routes."""
-        return [web.post("/v1/responses", self.create)]
+        return [web.post("/v1/responses", self.create_response)]
 
-    async def create(self, request: web.Request) -> web.StreamResponse:
+    async def create_response(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/responses``."""
-        asked = decode_struct(await self._bodies.read(request), ResponseRequest)
+        body = decode_struct(await self._body_reader.read_body(request), ResponseRequest)
 
-        def form(plan: Plan) -> Format:
-            return ResponseObjectFormat(plan, asked)
+        def form(plan: RequestPlan) -> ResponseEncoder:
+            return ResponsesEncoder(plan, body)
 
-        ask = ClientRequest(asked.as_openai(), form, bool(asked.stream), names=NAMES)
-        return await self._generator.answer(request, ask)
+        client_request = ClientRequest(body.as_openai(), form, bool(body.stream), field_names=FIELD_NAMES)
+        return await self._handler.handle_request(request, client_request)

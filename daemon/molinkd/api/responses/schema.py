@@ -10,18 +10,18 @@ import msgspec
 from molink.errors import RequestError
 from molink.wire.messages.serving import Priority
 from molinkd.api.adapting import (
-    given,
-    joined,
-    json_form,
-    message,
-    named_choice,
-    offered,
-    refuse,
-    take_turn,
+    require_value,
+    join_texts,
+    json_response_format,
+    make_message,
+    make_tool_choice,
+    make_tool,
+    refuse_fields,
+    copy_scheduling,
 )
 from molinkd.api.schema import (
     MAX_TOOLS,
-    CalledFunction,
+    FunctionCall,
     CallId,
     ChatBody,
     ChatMessage,
@@ -34,11 +34,11 @@ from molinkd.api.schema import (
 )
 
 #: Kinds of a message's parts: what goes in, and what came out before.
-_TEXTS = ("input_text", "output_text", "text")
-_THOUGHTS = ("reasoning_text", "text", "summary_text")
+_TEXT_KINDS = ("input_text", "output_text", "text")
+_REASONING_KINDS = ("reasoning_text", "text", "summary_text")
 
 #: What fields of a chat are called here.
-NAMES = {
+FIELD_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "tools[].function": "tools[]",
@@ -127,7 +127,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     timeout: Seconds | None = None
 
     @property
-    def form(self) -> TextFormat:
+    def text_format(self) -> TextFormat:
         """``text.format``, or that of plain text."""
         asked = self.text.format if self.text is not None else None
         return asked or TextFormat(type="text")
@@ -142,11 +142,11 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
             if getattr(self, name):
                 text = f"`{name}`: answers are not kept here; send the conversation in `input`"
                 raise RequestError(text, name)
-        refuse({"prompt": self.prompt, "background": self.background})
+        refuse_fields({"prompt": self.prompt, "background": self.background})
         logprobs = "message.output_text.logprobs" in (self.include or ())
         body = ChatBody(
             model=self.model,
-            messages=self._messages(),
+            messages=self._chat_messages(),
             max_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -156,51 +156,51 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
             parallel_tool_calls=self.parallel_tool_calls,
         )
         if self.tools:
-            body.tools = [offered(one.name, one.description, one.parameters) for one in self.tools]
+            body.tools = [make_tool(one.name, one.description, one.parameters) for one in self.tools]
         choice = self.tool_choice
         if isinstance(choice, FunctionChoice):
-            body.tool_choice = named_choice(choice.name)
+            body.tool_choice = make_tool_choice(choice.name)
         else:
             body.tool_choice = choice
-        self._set_form(body)
-        take_turn(body, self)
+        self._set_response_format(body)
+        copy_scheduling(body, self)
         return body
 
-    def _set_form(self, body: ChatBody) -> None:
-        form = self.form
+    def _set_response_format(self, body: ChatBody) -> None:
+        form = self.text_format
         if form.type == "text":
             return
         if form.type == "json_schema" and form.schema is None:
             field = "text.format.schema"
             raise RequestError(f"`{field}`: required, but missing", field)
-        body.response_format = json_form(form.schema if form.type == "json_schema" else None)
+        body.response_format = json_response_format(form.schema if form.type == "json_schema" else None)
 
-    def _messages(self) -> list[ChatMessage]:
+    def _chat_messages(self) -> list[ChatMessage]:
         messages = []
         if self.instructions is not None:
-            messages.append(message("system", self.instructions, "instructions"))
+            messages.append(make_message("system", self.instructions, "instructions"))
         if isinstance(self.input, str):
-            messages.append(message("user", self.input, "input"))
+            messages.append(make_message("user", self.input, "input"))
             return messages
         thoughts = ""
         for index, item in enumerate(self.input):
             where = f"input[{index}]"
             match item.type:
                 case "reasoning":
-                    thoughts = _thoughts(item, where)
+                    thoughts = _reasoning_text(item, where)
                     continue
                 case "message":
-                    content = _text(item.content, f"{where}.content")
-                    messages.append(message(item.role or "", content, where))
+                    content = _content_text(item.content, f"{where}.content")
+                    messages.append(make_message(item.role or "", content, where))
                 case "function_call":
                     if not messages or messages[-1].role != "assistant":
                         messages.append(ChatMessage(role="assistant"))
                     calls = messages[-1].tool_calls or []
-                    messages[-1].tool_calls = [*calls, _call(item, where)]
+                    messages[-1].tool_calls = [*calls, _tool_call(item, where)]
                 case "function_call_output":
-                    messages.append(_result(item, where))
+                    messages.append(_tool_message(item, where))
                 case _:
-                    raise _unknown(item, f"{where}.type")
+                    raise _unsupported_item(item, f"{where}.type")
             if messages[-1].role == "assistant" and thoughts:
                 before = messages[-1].reasoning_content
                 messages[-1].reasoning_content = "\n".join(filter(None, (before, thoughts)))
@@ -208,7 +208,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
         return messages
 
 
-def _unknown(item: InputItem, where: str) -> RequestError:
+def _unsupported_item(item: InputItem, where: str) -> RequestError:
     text = f"`{where}`: {item.type[:32]!r} is not supported, only 'message', 'function_call', …"
     if item.type == "item_reference":
         text = (
@@ -217,26 +217,26 @@ def _unknown(item: InputItem, where: str) -> RequestError:
     return RequestError(text, where)
 
 
-def _thoughts(item: InputItem, where: str) -> str:
+def _reasoning_text(item: InputItem, where: str) -> str:
     """What was thought; a summary, where nothing else is known of it."""
     if item.content:
-        return _text(item.content, f"{where}.content", _THOUGHTS) or ""
-    return _text(item.summary, f"{where}.summary", _THOUGHTS) or ""
+        return _content_text(item.content, f"{where}.content", _REASONING_KINDS) or ""
+    return _content_text(item.summary, f"{where}.summary", _REASONING_KINDS) or ""
 
 
-def _call(item: InputItem, where: str) -> ToolCall:
-    name = given(item.name, f"{where}.name")
-    function = CalledFunction(name, item.arguments or "")
-    return ToolCall(id=given(item.call_id, f"{where}.call_id"), function=function)
+def _tool_call(item: InputItem, where: str) -> ToolCall:
+    name = require_value(item.name, f"{where}.name")
+    function = FunctionCall(name, item.arguments or "")
+    return ToolCall(id=require_value(item.call_id, f"{where}.call_id"), function=function)
 
 
-def _result(item: InputItem, where: str) -> ChatMessage:
-    content = given(_text(item.output, f"{where}.output"), f"{where}.output")
-    ident = given(item.call_id, f"{where}.call_id")
+def _tool_message(item: InputItem, where: str) -> ChatMessage:
+    content = require_value(_content_text(item.output, f"{where}.output"), f"{where}.output")
+    ident = require_value(item.call_id, f"{where}.call_id")
     return ChatMessage(role="tool", content=content, tool_call_id=ident)
 
 
-def _text(
-    content: str | list[ContentPart] | None, where: str, kinds: tuple[str, ...] = _TEXTS
+def _content_text(
+    content: str | list[ContentPart] | None, where: str, kinds: tuple[str, ...] = _TEXT_KINDS
 ) -> str | None:
-    return joined(content, kinds, where) if isinstance(content, list) else content
+    return join_texts(content, kinds, where) if isinstance(content, list) else content

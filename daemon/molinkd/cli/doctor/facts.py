@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from molinkd.peer.agent.self_test import SelfTest
+from molinkd.peer.agent.self_test import SelfTestResult
 
 Level = Literal["ok", "warning", "problem"]
 #: What ``--fix`` can do: nothing that takes rights, opens anything, or loses what is needed.
@@ -26,7 +26,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class NvidiaCard:
     """What ``nvidia-smi`` says. ``cuda`` is the latest version that the driver is for."""
 
     names: tuple[str, ...] = ()
@@ -39,24 +39,24 @@ class Card:
 class DeviceFacts:
     """Python, torch and the GPU. ``card`` is ``None`` where there is no ``nvidia-smi``.
 
-    ``on_bus``: whether an NVIDIA card is plugged in; ``None`` if that can't be seen.
+    ``is_plugged_in``: whether an NVIDIA card is plugged in; ``None`` if that can't be seen.
     """
 
     system: str
-    test: SelfTest
-    wanted: str = "auto"
-    card: Card | None = None
-    on_bus: bool | None = None
+    test: SelfTestResult
+    configured_device: str = "auto"
+    card: NvidiaCard | None = None
+    is_plugged_in: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PortFact:
-    """A port that molink would listen on. ``taken`` says by whom, or why it can't be had."""
+    """A port that molink would listen on. ``used_by`` says by whom, or why it can't be had."""
 
     setting: str
     port: int
-    taken: str = ""
-    refused: bool = False
+    used_by: str = ""
+    is_reserved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,48 +67,48 @@ class PeerFact:
     name: str
     version: str = ""
     address: str = ""
-    here: bool = True
+    is_online: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmFacts:
     """The swarm by ``molink status``; there is none of these facts where no daemon runs.
 
-    ``clock`` is how many seconds this PC's clock is ahead of the one that leads, give or take
-    ``unsure``; ``None`` if that isn't known. ``closed`` are pairs of ids: who can't reach whom;
+    ``clock_offset_s`` is how many seconds this PC's clock is ahead of the one that leads, give or take
+    ``clock_error_s``; ``None`` if that isn't known. ``unreachable`` are pairs of ids: who can't reach whom;
     ``relayed`` says who reaches whom by way of whom; ``model`` is
     what is served.
     """
 
     id: str
-    me: str = ""
+    own_id: str = ""
     leader: str = ""
-    porch: int = 0
+    pairing_port: int = 0
     trouble: str = ""
     peers: tuple[PeerFact, ...] = ()
-    closed: tuple[tuple[str, str], ...] = ()
+    unreachable: tuple[tuple[str, str], ...] = ()
     relayed: tuple[tuple[str, str, str], ...] = ()
     model: str = ""
-    clock: float | None = None
-    unsure: float = 0.0
+    clock_offset_s: float | None = None
+    clock_error_s: float = 0.0
 
-    def name(self, peer: str) -> str:
+    def peer_name(self, peer: str) -> str:
         """What a member is called."""
         return next((one.name for one in self.peers if one.id == peer), peer)
 
     @property
     def others(self) -> tuple[PeerFact, ...]:
         """All members but this PC."""
-        return tuple(one for one in self.peers if one.id != self.me)
+        return tuple(one for one in self.peers if one.id != self.own_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFacts:
     """How others reach this PC.
 
-    ``firewall`` is the one that runs here, empty if none was seen; ``rule`` whether it has a rule
+    ``firewall`` is the one that runs here, empty if none was seen; ``has_firewall_rule`` whether it has a rule
     of ours. ``wsl`` is the network of WSL 2 (``nat``, ``mirrored`` …), empty outside of it.
-    ``heard`` are the ids of swarms that are announced, ``deaf`` says why none could be heard.
+    ``announced_swarms`` are the ids of swarms that are announced, ``multicast_error`` says why none could be heard.
     """
 
     system: str
@@ -119,46 +119,46 @@ class NetworkFacts:
     control_port: int = 5467
     worker_ports: tuple[int, int] = (5468, 5479)
     coordinator_port: int = 5466
-    porch_port: int = 5479
+    pairing_port: int = 5479
     firewall: str = ""
-    rule: bool | None = None
+    has_firewall_rule: bool | None = None
     wsl: str = ""
     discovery: bool = True
     interfaces: tuple[str, ...] = ()
-    heard: tuple[str, ...] = ()
-    deaf: str = ""
+    announced_swarms: tuple[str, ...] = ()
+    multicast_error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceFacts:
+class HostFacts:
     """The state folder, the disk, and whether this PC may fall asleep. Sizes in bytes.
 
-    ``unwritable`` says why the folder can't be used; ``open_to_others`` that other users can read
-    it; ``damaged`` why the options of the last start can't be read.
+    ``write_error`` says why the folder can't be used; ``is_open_to_others`` that other users can read
+    it; ``options_error`` why the options of the last start can't be read.
     """
 
     system: str
     home: Path
     user: str = ""
-    unwritable: str = ""
-    open_to_others: bool = False
-    damaged: str = ""
-    free: int = 0
-    models: int = 0
+    write_error: str = ""
+    is_open_to_others: bool = False
+    options_error: str = ""
+    free_bytes: int = 0
+    model_bytes: int = 0
     year: int = 2026
     keep_awake: bool = True
-    inhibitor: bool = True
+    has_inhibitor: bool = True
     on_battery: bool = False
     version: str = ""
     trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """All of them. ``daemon`` is the process id of the daemon that runs here, 0 if none does."""
+class DoctorFacts:
+    """All of them. ``daemon_pid`` is the process id of the daemon that runs here, 0 if none does."""
 
     device: DeviceFacts
     network: NetworkFacts
-    place: PlaceFacts
-    daemon: int = 0
+    host: HostFacts
+    daemon_pid: int = 0
     swarm: SwarmFacts | None = field(default=None)

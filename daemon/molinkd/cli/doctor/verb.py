@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
-from molink.files import patiently
+from molink.files import retry_while_busy
 from molink.plaintext import printable
-from molinkd.cli.doctor.device import judge_device
-from molinkd.cli.doctor.facts import Facts, Finding
-from molinkd.cli.doctor.gather import gather
-from molinkd.cli.doctor.network import judge_network
-from molinkd.cli.doctor.place import judge_place
+from molinkd.cli.doctor.device import check_device
+from molinkd.cli.doctor.facts import DoctorFacts, Finding
+from molinkd.cli.doctor.gather import collect_facts
+from molinkd.cli.doctor.network import check_network
+from molinkd.cli.doctor.place import check_host
 from molinkd.cli.swarm_verbs import HomeOption
-from molinkd.peer.command_line import typed
+from molinkd.peer.command_line import format_command
 from molinkd.peer.home import Home
 
 
@@ -32,68 +32,68 @@ def doctor(
     Tries the kernels of its device too: workers don't use those that compute wrongly. Exit code 1
     if there is a problem.
     """
-    place = Home.find(home)
+    place = Home.find_home(home)
 
     def say(text: str) -> None:
         if not as_json:
             print(text, file=sys.stderr, flush=True)
 
-    facts = gather(place, say)
-    findings = judge(facts)
+    facts = collect_facts(place, say)
+    findings = run_checks(facts)
     if fix:
-        findings = [mend(one, place) for one in findings]
+        findings = [apply_fix(one, place) for one in findings]
     if as_json:
         problems = any(one.level == "problem" for one in findings)
-        told = {"ok": not problems, "checks": [_shown(one) for one in findings]}
+        told = {"ok": not problems, "checks": [_finding_json(one) for one in findings]}
         print(json.dumps(told, indent=2))
     else:
-        print(report(findings))
+        print(format_report(findings))
     raise typer.Exit(int(any(one.level == "problem" for one in findings)))
 
 
-def judge(facts: Facts) -> list[Finding]:
+def run_checks(facts: DoctorFacts) -> list[Finding]:
     """All checks, in the order of the report."""
-    found = [_daemon(facts)]
-    found += judge_device(facts.device)
-    found += judge_network(facts.network, facts.swarm, facts.daemon)
-    return found + judge_place(facts.place, facts.swarm)
+    found = [_check_daemon(facts)]
+    found += check_device(facts.device)
+    found += check_network(facts.network, facts.swarm, facts.daemon_pid)
+    return found + check_host(facts.host, facts.swarm)
 
 
-def _daemon(facts: Facts) -> Finding:
-    trouble = facts.place.trouble
-    if not facts.daemon:
+def _check_daemon(facts: DoctorFacts) -> Finding:
+    trouble = facts.host.trouble
+    if not facts.daemon_pid:
         text = "molink does not run on this PC now; what only a swarm can tell is left out"
         return Finding("daemon", "ok", text)
     if trouble:
-        text = f"molink runs (process {facts.daemon}), and says: {trouble}"
+        text = f"molink runs (process {facts.daemon_pid}), and says: {trouble}"
         return Finding("daemon", "warning", text, ("molink status", "molink logs"))
-    return Finding("daemon", "ok", f"molink runs (process {facts.daemon})")
+    return Finding("daemon", "ok", f"molink runs (process {facts.daemon_pid})")
 
 
-def report(findings: list[Finding]) -> str:
+def format_report(findings: list[Finding]) -> str:
     """For people: a line for each check, then what mends what is not in order."""
     width = max(len(one.check) for one in findings)
     lines = [f"{one.level:<8} {one.check:<{width}}  {printable(one.text)}" for one in findings]
     amiss = [one for one in findings if one.level != "ok" and one.commands]
     # Problems first, in the order of the checks.
     for one in sorted(amiss, key=lambda finding: finding.level != "problem"):
-        lines += ["", f"{one.check}:", *(f"    {printable(typed(text))}" for text in one.commands)]
+        lines += ["", f"{one.check}:", *(f"    {printable(format_command(text))}" for text in one.commands)]
     if any(one.fix is not None for one in findings):
-        fix = typed("molink doctor --fix")
+        fix = format_command("molink doctor --fix")
         lines += ["", f"`{fix}` mends the folder of molink's state by itself."]
     counts = [sum(one.level == level for one in findings) for level in ("problem", "warning")]
-    told = f"{_count(counts[0], 'problem')}, {_count(counts[1], 'warning')}."
+    told = f"{_count_text(counts[0], 'problem')}, {_count_text(counts[1], 'warning')}."
     lines += ["", told[0].upper() + told[1:]]
     return "\n".join(lines)
 
 
-def mend(finding: Finding, home: Home) -> Finding:
+def apply_fix(finding: Finding, home: Home) -> Finding:
     """Do what a finding says is safe to do; the finding that is left."""
     done = ""
     with contextlib.suppress(OSError):
         if finding.fix == "set-aside-options":
             aside = home.options.with_suffix(".damaged")
-            patiently(lambda: home.options.replace(aside))
+            retry_while_busy(lambda: home.options.replace(aside))
             done = f"mended: {home.options} was moved to {aside}; give your options again"
         elif finding.fix == "restrict-folder":
             home.root.chmod(0o700)
@@ -101,9 +101,9 @@ def mend(finding: Finding, home: Home) -> Finding:
     return Finding(finding.check, "ok", done) if done else finding
 
 
-def _count(number: int, what: str) -> str:
+def _count_text(number: int, what: str) -> str:
     return f"{number or 'no'} {what}{'s' * (number != 1)}"
 
 
-def _shown(finding: Finding) -> dict[str, object]:
+def _finding_json(finding: Finding) -> dict[str, object]:
     return {**dataclasses.asdict(finding), "commands": list(finding.commands)}

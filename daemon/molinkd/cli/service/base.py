@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol
 from molink.errors import MolinkError
 
 #: Longest time that a command of the system may take, in seconds.
-_PATIENCE_S = 60.0
+_COMMAND_TIMEOUT_S = 60.0
 
 
-class Answer(NamedTuple):
+class CommandResult(NamedTuple):
     """How a command of the system ended, and what it said."""
 
     code: int
@@ -19,7 +19,7 @@ class Answer(NamedTuple):
 
 
 #: Runs a command of the system.
-Run = Callable[[Sequence[str]], Answer]
+RunCommand = Callable[[Sequence[str]], CommandResult]
 
 
 class ServiceStatus(NamedTuple):
@@ -32,25 +32,25 @@ class ServiceStatus(NamedTuple):
 class SystemService(Protocol):
     """The service ``molink`` of the user who asks. All raise :class:`MolinkError`."""
 
-    def check(self) -> None:
+    def check_available(self) -> None:
         """Raise if this user can have no service here; changes nothing."""
 
-    def install(self, command: Sequence[str]) -> str:
+    def install_service(self, command: Sequence[str]) -> str:
         """Have ``command`` run now and after each start of the PC; returns what else to know."""
 
-    def uninstall(self) -> bool:
+    def uninstall_service(self) -> bool:
         """Stop it and take it away; whether there was one."""
 
-    def status(self) -> ServiceStatus:
+    def get_status(self) -> ServiceStatus:
         """Whether there is one."""
 
 
-def template(name: str) -> str:
+def read_template(name: str) -> str:
     """A file of ``daemon/units``."""
     return (resources.files("molinkd.units") / name).read_text(encoding="utf-8")
 
 
-def run_command(command: Sequence[str]) -> Answer:
+def run_command(command: Sequence[str]) -> CommandResult:
     """Run a command of the system.
 
     Raises:
@@ -62,15 +62,15 @@ def run_command(command: Sequence[str]) -> Answer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=_PATIENCE_S,
+            timeout=_COMMAND_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MolinkError(f"`{' '.join(command)}` can't be run: {error}") from error
-    return Answer(done.returncode, done.stdout.decode("utf-8", "replace").strip())
+    return CommandResult(done.returncode, done.stdout.decode("utf-8", "replace").strip())
 
 
-def demand(run: Run, command: Sequence[str]) -> Answer:
+def run_checked(run: RunCommand, command: Sequence[str]) -> CommandResult:
     """Run a command that has to succeed.
 
     Raises:

@@ -9,10 +9,10 @@ from pathlib import Path
 from string import Template
 from xml.sax.saxutils import escape
 
-from molinkd.cli.service.base import Run, ServiceStatus, demand, run_command, template
+from molinkd.cli.service.base import RunCommand, ServiceStatus, run_checked, run_command, read_template
 
-TASK = "molink"
-_XML = "molink.xml"
+TASK_NAME = "molink"
+_XML_TEMPLATE = "molink.xml"
 #: By its whole path: a program of the current directory must not be taken for it.
 _SCHTASKS = str(Path(os.environ.get("SYSTEMROOT", r"C:\Windows"), "System32", "schtasks.exe"))
 
@@ -20,47 +20,47 @@ _SCHTASKS = str(Path(os.environ.get("SYSTEMROOT", r"C:\Windows"), "System32", "s
 class TaskSchedulerService:
     """See :class:`molinkd.cli.service.base.SystemService`."""
 
-    def __init__(self, run: Run = run_command) -> None:
+    def __init__(self, run: RunCommand = run_command) -> None:
         self._run = run
 
-    def check(self) -> None:
+    def check_available(self) -> None:
         """Each user has tasks."""
 
-    def install(self, command: Sequence[str]) -> str:
+    def install_service(self, command: Sequence[str]) -> str:
         """Make and start the task; see the protocol."""
-        text = describe(command, _user())
+        text = task_xml(command, _qualified_user())
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / _XML
+            path = Path(folder) / _XML_TEMPLATE
             path.write_text(text, encoding="utf-16")
-            demand(self._run, [_SCHTASKS, "/Create", "/TN", TASK, "/XML", str(path), "/F"])
-        demand(self._run, [_SCHTASKS, "/Run", "/TN", TASK])
+            run_checked(self._run, [_SCHTASKS, "/Create", "/TN", TASK_NAME, "/XML", str(path), "/F"])
+        run_checked(self._run, [_SCHTASKS, "/Run", "/TN", TASK_NAME])
         return "It begins whenever you log on."
 
-    def uninstall(self) -> bool:
+    def uninstall_service(self) -> bool:
         """End and delete the task; whether there was one."""
-        if not self.status().installed:
+        if not self.get_status().installed:
             return False
-        self._run([_SCHTASKS, "/End", "/TN", TASK])
-        demand(self._run, [_SCHTASKS, "/Delete", "/TN", TASK, "/F"])
+        self._run([_SCHTASKS, "/End", "/TN", TASK_NAME])
+        run_checked(self._run, [_SCHTASKS, "/Delete", "/TN", TASK_NAME, "/F"])
         return True
 
-    def status(self) -> ServiceStatus:
+    def get_status(self) -> ServiceStatus:
         """By what ``schtasks`` knows of the task, in the words of the system's language."""
-        answer = self._run([_SCHTASKS, "/Query", "/TN", TASK, "/FO", "LIST"])
+        answer = self._run([_SCHTASKS, "/Query", "/TN", TASK_NAME, "/FO", "LIST"])
         return ServiceStatus(answer.code == 0, answer.text)
 
 
-def describe(command: Sequence[str], user: str) -> str:
+def task_xml(command: Sequence[str], user: str) -> str:
     """The task as XML. ``command`` is a program and its arguments."""
     program, *arguments = command
-    return Template(template(_XML)).substitute(
+    return Template(read_template(_XML_TEMPLATE)).substitute(
         USER=escape(user),
         PROGRAM=escape(program),
         ARGUMENTS=escape(subprocess.list2cmdline(arguments)),
     )
 
 
-def _user() -> str:
+def _qualified_user() -> str:
     domain = os.environ.get("USERDOMAIN")
     name = getpass.getuser()
     return f"{domain}\\{name}" if domain else name

@@ -9,20 +9,20 @@ import typer
 
 from molink.errors import UsageError
 from molink.plaintext import printable
-from molinkd.cli.ending import end_daemon
+from molinkd.cli.ending import stop_daemon
 from molinkd.cli.service.base import SystemService
 from molinkd.cli.service.systemd import SystemdService
 from molinkd.cli.service.task_scheduler import TaskSchedulerService
-from molinkd.cli.starting import start
+from molinkd.cli.starting import start_daemon
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.peer.home import Home
-from molinkd.peer.membership.membership import Membership, read_membership
+from molinkd.peer.membership.membership import MembershipRecord, read_membership
 from molinkd.peer.runfile import read_run_file
 
 service_app = typer.Typer(help="Keep molink running on this PC, from each start on.")
 
 
-def the_service() -> SystemService:
+def system_service() -> SystemService:
     """That of this PC's system."""
     return TaskSchedulerService() if sys.platform == "win32" else SystemdService()
 
@@ -33,22 +33,22 @@ def install(home: HomeOption = None) -> None:
 
     Also when the PC was switched off and on, and again if it has died.
     """
-    place = Home.find(home)
-    member = _member(place)
-    service = the_service()
-    service.check()  # before the daemon is ended for it
-    note = read_run_file(place.run_file)
-    if note is not None:
-        end_daemon(place, note)
+    place = Home.find_home(home)
+    member = _require_membership(place)
+    service = system_service()
+    service.check_available()  # before the daemon is ended for it
+    run_file = read_run_file(place.run_file)
+    if run_file is not None:
+        stop_daemon(place, run_file)
         print("The daemon that ran here was ended: the service goes on in its place.")
-    more = service.install(command(place))
+    more = service.install_service(service_command(place))
     print(printable(f"This PC's part in swarm {member.swarm} is a service now. {more}"))
 
 
 @service_app.command()
 def uninstall() -> None:
     """End the service and take it away; the swarm is not left."""
-    there = the_service().uninstall()
+    there = system_service().uninstall_service()
     print("The service is gone." if there else "There was no service.")
 
 
@@ -58,27 +58,27 @@ def status(
     home: HomeOption = None,
 ) -> None:
     """Say whether there is a service, and whether molink runs."""
-    found = the_service().status()
-    note = read_run_file(Home.find(home).run_file)
+    found = system_service().get_status()
+    run_file = read_run_file(Home.find_home(home).run_file)
     if as_json:
-        pid = note.pid if note is not None else None
+        pid = run_file.pid if run_file is not None else None
         print(json.dumps({"installed": found.installed, "pid": pid, "detail": found.detail}))
     else:
         print("The service is installed." if found.installed else "There is no service.")
-        print(f"molink runs (process {note.pid})." if note is not None else "molink does not run.")
+        print(f"molink runs (process {run_file.pid})." if run_file is not None else "molink does not run.")
         if found.detail:
             print(printable(found.detail, keep="\n"))
-    raise typer.Exit(0 if found.installed and note is not None else 1)
+    raise typer.Exit(0 if found.installed and run_file is not None else 1)
 
 
 @service_app.command(hidden=True)
 def run(home: HomeOption = None) -> None:
     """What the service runs: the daemon, as it was started last."""
-    place = Home.find(home)
-    start("up" if _member(place).own else "join", place, {}, invite=False)
+    place = Home.find_home(home)
+    start_daemon("up" if _require_membership(place).is_founder else "join", place, {}, invite=False)
 
 
-def command(home: Home) -> list[str]:
+def service_command(home: Home) -> list[str]:
     """The command line of the service."""
     python = Path(sys.executable)
     if sys.platform == "win32":
@@ -86,11 +86,11 @@ def command(home: Home) -> list[str]:
     return [str(python), "-P", "-m", "molinkd", "service", "run", "--home", str(home.root)]
 
 
-def _member(home: Home) -> Membership:
+def _require_membership(home: Home) -> MembershipRecord:
     member = read_membership(home.membership)
     if member is None:
         raise UsageError(
-            f"this PC is in no swarm (state folder {home.root}): run {home.typed('up')} or "
-            f"{home.typed('join')} once, with the options that the service is to have"
+            f"this PC is in no swarm (state folder {home.root}): run {home.format_command('up')} or "
+            f"{home.format_command('join')} once, with the options that the service is to have"
         )
     return member

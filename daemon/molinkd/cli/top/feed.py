@@ -5,16 +5,16 @@ from pathlib import Path
 import zmq.asyncio
 
 from molink.errors import MolinkError, Unavailable
-from molink.swarm.controller.told_status import Status, read_status
+from molink.swarm.controller.told_status import SwarmStatus, decode_status
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.requests import StatusRequest
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.endpoints import endpoints
-from molinkd.cli.local_daemon import CONNECT_S, Found, need_daemon
+from molinkd.cli.local_daemon import CONNECT_TIMEOUT_S, RunningDaemon, require_daemon
 
 #: Seconds for an answer, for which the daemon may have to ask the coordinator (3 s at most).
-ANSWER_S = 5.0
+REPLY_TIMEOUT_S = 5.0
 
 
 class StatusFeed:
@@ -27,10 +27,10 @@ class StatusFeed:
     def __init__(self, home: Path | None) -> None:
         self._home = home
         self._context = zmq.asyncio.Context()
-        self._found: Found | None = None
+        self._daemon: RunningDaemon | None = None
         self._client: Client[ControlMessage] | None = None
 
-    async def ask(self) -> tuple[Status, bool]:
+    async def fetch_status(self) -> tuple[SwarmStatus, bool]:
         """The status now, and whether it is that of a demo.
 
         Raises:
@@ -38,44 +38,44 @@ class StatusFeed:
             MolinkError: the daemon's refusal.
         """
         try:
-            found = need_daemon(self._home)
-            client = await self._connected(found)
-            _, payload = await client.request(StatusRequest(ref=0), timeout=ANSWER_S)
+            found = require_daemon(self._home)
+            client = await self._connect_client(found)
+            _, payload = await client.send_request(StatusRequest(ref=0), timeout=REPLY_TIMEOUT_S)
         except MolinkError:
             await self.close()
             raise
-        return read_status(b"" if payload is None else bytes(payload)), found.demo
+        return decode_status(b"" if payload is None else bytes(payload)), found.is_demo
 
-    async def tell(self, message: ControlMessage) -> ControlMessage:
+    async def send_request(self, message: ControlMessage) -> ControlMessage:
         """The daemon's answer to something that its user wants.
 
         Raises:
-            MolinkError: as :meth:`ask`, or it can't be done.
+            MolinkError: as :meth:`fetch_status`, or it can't be done.
         """
-        client = await self._connected(need_daemon(self._home))
-        reply, _ = await client.request(message, timeout=ANSWER_S)
+        client = await self._connect_client(require_daemon(self._home))
+        reply, _ = await client.send_request(message, timeout=REPLY_TIMEOUT_S)
         return reply
 
-    async def _connected(self, found: Found) -> Client[ControlMessage]:
-        if self._client is not None and found == self._found:
+    async def _connect_client(self, found: RunningDaemon) -> Client[ControlMessage]:
+        if self._client is not None and found == self._daemon:
             return self._client
         await self.close()
-        keys, note = found.home.keys(), found.note
-        name = f"the molink daemon on this PC (process {note.pid})"
+        keys, run_file = found.home.load_keys(), found.run_file
+        name = f"the molink daemon on this PC (process {run_file.pid})"
         client: Client[ControlMessage] = Client(
             self._context,
             keys,
             control_codec(),
             keys.public,
-            endpoints([note.control_host], note.control_port),
+            endpoints([run_file.control_host], run_file.control_port),
             name=name,
         )
-        self._client, self._found = client, found
+        self._client, self._daemon = client, found
         client.start()
         try:
-            await client.wait_connected(CONNECT_S)
+            await client.wait_connected(CONNECT_TIMEOUT_S)
         except Unavailable:
-            raise Unavailable(f"{name} runs, but did not answer within {CONNECT_S:g} s") from None
+            raise Unavailable(f"{name} runs, but did not answer within {CONNECT_TIMEOUT_S:g} s") from None
         return client
 
     async def close(self) -> None:
@@ -84,6 +84,6 @@ class StatusFeed:
         if client is not None:
             await client.close()
 
-    def end(self) -> None:
+    def destroy_context(self) -> None:
         """Give back what all connections share; nothing may be asked any more."""
         self._context.destroy(linger=0)

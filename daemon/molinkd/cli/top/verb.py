@@ -9,13 +9,13 @@ from typing import Annotated
 import msgspec
 import typer
 
-from molink.swarm.controller.told_status import read_status
+from molink.swarm.controller.told_status import decode_status
 from molink.wire.messages.requests import StatusRequest
 from molink.wire.sockets.loop import EventLoop
 from molinkd.cli import local_daemon
 from molinkd.cli.swarm_verbs import HomeOption
-from molinkd.cli.top.lines import NARROWEST, frame
-from molinkd.cli.top.view import View, make_view
+from molinkd.cli.top.lines import MIN_WIDTH, screen_lines
+from molinkd.cli.top.view import SwarmView, make_view
 
 
 def top(
@@ -24,24 +24,24 @@ def top(
     home: HomeOption = None,
 ) -> None:
     """Watch the swarm: stages, links, requests, transfers and events, as they are now."""
-    found = local_daemon.need_daemon(home)
+    found = local_daemon.require_daemon(home)
     # The screen is drawn on stderr.
     terminals = all(one.isatty() for one in (sys.stdin, sys.stdout, sys.stderr))
     # What is wrong now is said as by the other verbs.
-    view = _look(found)
+    view = _fetch_view(found)
     if as_json or once or not terminals:
         if as_json:
             print(json.dumps(msgspec.to_builtins(view), indent=2))
         else:
-            width = max(NARROWEST, shutil.get_terminal_size((NARROWEST, 24)).columns)
-            print("\n".join(line.plain.rstrip() for line in frame(view, width)))
+            width = max(MIN_WIDTH, shutil.get_terminal_size((MIN_WIDTH, 24)).columns)
+            print("\n".join(line.plain.rstrip() for line in screen_lines(view, width)))
         return
-    from molinkd.cli.top.app import watch
+    from molinkd.cli.top.app import run_top
 
     with asyncio.Runner(loop_factory=EventLoop) as runner:
-        runner.run(watch(home, view))
+        runner.run(run_top(home, view))
 
 
-def _look(found: local_daemon.Found) -> View:
-    _, payload = local_daemon.ask(found, StatusRequest(ref=0))
-    return make_view(read_status(payload), demo=found.demo)
+def _fetch_view(found: local_daemon.RunningDaemon) -> SwarmView:
+    _, payload = local_daemon.send_request(found, StatusRequest(ref=0))
+    return make_view(decode_status(payload), demo=found.is_demo)

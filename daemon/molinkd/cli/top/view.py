@@ -3,30 +3,30 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from molink.plaintext import plain
+from molink.plaintext import sanitize_text
 from molink.swarm.controller.told_status import (
-    HeadStatus,
-    Link,
-    Peer,
+    SchedulerStatus,
+    LinkStatus,
+    PeerStatus,
     PipelineStatus,
-    Request,
-    Status,
+    RequestStatus,
+    SwarmStatus,
     WorkerStatus,
-    device_name,
-    percent,
-    same_names,
+    short_device_name,
+    format_percent,
+    duplicate_names,
 )
 
 #: As many notices as leave room for the rest.
-_MOST_NOTICES = 4
+_MAX_NOTICES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LinkView:
-    """The link of a stage to the PC ``to``."""
+    """The link of a stage to the PC ``target``."""
 
-    to: str
-    figures: Link
+    target: str
+    figures: LinkStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class PcView:
 
 
 @dataclass(frozen=True, slots=True)
-class KnockView:
+class PairingView:
     """A PC that waits to be let in, and the code that it shows if it is the one it claims to be."""
 
     name: str
@@ -120,99 +120,99 @@ class TransferView:
 
 @dataclass(frozen=True, slots=True)
 class EventView:
-    """What happened ``ago`` seconds ago; ``None`` = it isn't known when."""
+    """What happened ``age_s`` seconds ago; ``None`` = it isn't known when."""
 
-    ago: float | None
+    age_s: float | None
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class SwarmView:
     """The swarm as it is shown. All texts are plain: nothing in them is obeyed by a terminal."""
 
     swarm: str
     model: str
     ready: bool
-    here: int
-    away: int
+    online: int
+    offline: int
     notices: tuple[str, ...]
-    knocks: tuple[KnockView, ...]
+    pairings: tuple[PairingView, ...]
     rings: tuple[RingView, ...]
     others: tuple[PcView, ...]
     transfers: tuple[TransferView, ...]
     events: tuple[EventView, ...]
 
 
-def make_view(status: Status, *, demo: bool = False) -> View:
+def make_view(status: SwarmStatus, *, demo: bool = False) -> SwarmView:
     """The view of a status that was told at ``now``, in seconds of any monotonic clock."""
-    names = {peer.id: plain(peer.name) for peer in status.peers}
+    names = {peer.id: sanitize_text(peer.name) for peer in status.peers}
     peers = {peer.id: peer for peer in status.peers}
     shown = {stage.peer for pipeline in status.pipelines for stage in pipeline.stages}
     pcs = [peer.state == "here" for peer in status.peers if not peer.pc]
-    here = sum(pcs)
-    return View(
-        swarm=plain(status.swarm) + (" (demo)" if demo else ""),
-        model=", ".join(plain(one) for one in _models(status)) or "no model",
-        ready=status.ready,
-        here=here,
-        away=len(pcs) - here,
-        notices=_first(list(_notices(status, names))),
-        knocks=tuple(
-            KnockView(plain(one.name), plain(one.code), plain(one.address)) for one in status.knocks
+    online = sum(pcs)
+    return SwarmView(
+        swarm=sanitize_text(status.swarm) + (" (demo)" if demo else ""),
+        model=", ".join(sanitize_text(one) for one in _model_names(status)) or "no model",
+        ready=status.is_ready,
+        online=online,
+        offline=len(pcs) - online,
+        notices=_limit_notices(list(_make_notices(status, names))),
+        pairings=tuple(
+            PairingView(sanitize_text(one.name), sanitize_text(one.code), sanitize_text(one.address)) for one in status.pairing_requests
         ),
         rings=tuple(
-            _ring(pipeline, peers, names, alone=len(status.pipelines) == 1)
+            _ring_view(pipeline, peers, names, alone=len(status.pipelines) == 1)
             for pipeline in status.pipelines
         ),
-        others=tuple(_other(peer) for peer in status.peers if peer.id not in shown),
-        transfers=tuple(_transfers(status)),
-        events=tuple(_event(line, status.clock) for line in reversed(status.story)),
+        others=tuple(_pc_view(peer) for peer in status.peers if peer.id not in shown),
+        transfers=tuple(_transfer_views(status)),
+        events=tuple(_event_view(line, status.clock) for line in reversed(status.story)),
     )
 
 
-def _first(notices: list[str]) -> tuple[str, ...]:
-    more = len(notices) - _MOST_NOTICES
+def _limit_notices(notices: list[str]) -> tuple[str, ...]:
+    more = len(notices) - _MAX_NOTICES
     if more <= 1:
         return tuple(notices)
-    return (*notices[:_MOST_NOTICES], f"and {more} notices more: `molink status` shows them")
+    return (*notices[:_MAX_NOTICES], f"and {more} notices more: `molink status` shows them")
 
 
-def _notices(status: Status, names: dict[str, str]) -> Iterator[str]:
+def _make_notices(status: SwarmStatus, names: dict[str, str]) -> Iterator[str]:
     """What a person should know, the most important first."""
     if status.coordinator.state != "running":
-        yield f"Only what this PC knows: {plain(status.trouble)}"
+        yield f"Only what this PC knows: {sanitize_text(status.trouble)}"
     elif not status.pipelines:
-        yield f"No pipeline: {plain(status.trouble)}"
+        yield f"No pipeline: {sanitize_text(status.trouble)}"
     for pipeline in status.pipelines:
         if pipeline.reason:
             ready = "is ready" if pipeline.ready else "is not ready"
-            of = f" of {plain(pipeline.model)}" if len(status.pipelines) > 1 else ""
-            yield f"Pipeline {plain(pipeline.id)}{of} {ready}: {plain(pipeline.reason)}"
+            of = f" of {sanitize_text(pipeline.model)}" if len(status.pipelines) > 1 else ""
+            yield f"Pipeline {sanitize_text(pipeline.id)}{of} {ready}: {sanitize_text(pipeline.reason)}"
     for peer in status.peers:
         if peer.reason:
-            yield f"{names[peer.id]} is {plain(peer.reason)}"
-    yield from map(plain, same_names(status))
+            yield f"{names[peer.id]} is {sanitize_text(peer.reason)}"
+    yield from map(sanitize_text, duplicate_names(status))
     if status.files:
-        yield plain(status.files)
-    for one in status.cut_off:
-        yield f"{plain(one.name)} was cut off by {plain(one.by)}: {plain(one.reason)}"
+        yield sanitize_text(status.files)
+    for one in status.banned_peers:
+        yield f"{sanitize_text(one.name)} was cut off by {sanitize_text(one.banned_by)}: {sanitize_text(one.reason)}"
 
 
-def _models(status: Status) -> list[str]:
+def _model_names(status: SwarmStatus) -> list[str]:
     named = [f"{one.name} (stopped)" if one.stopped else one.name for one in status.models]
     return named or ([status.model] if status.model else [])
 
 
-def _ring(
-    pipeline: PipelineStatus, peers: dict[str, Peer], names: dict[str, str], *, alone: bool
+def _ring_view(
+    pipeline: PipelineStatus, peers: dict[str, PeerStatus], names: dict[str, str], *, alone: bool
 ) -> RingView:
-    head, stages = pipeline.head or HeadStatus(), pipeline.stages
+    head, stages = pipeline.scheduler or SchedulerStatus(), pipeline.stages
     return RingView(
-        id=plain(pipeline.id),
-        model="" if alone else plain(pipeline.model),
+        id=sanitize_text(pipeline.id),
+        model="" if alone else sanitize_text(pipeline.model),
         epoch=pipeline.epoch,
         ready=pipeline.ready,
-        stages=tuple(_stage(pipeline, number, peers, names) for number in range(len(stages))),
+        stages=tuple(_stage_view(pipeline, number, peers, names) for number in range(len(stages))),
         running=head.running,
         waiting=head.waiting,
         used_blocks=head.used,
@@ -221,9 +221,9 @@ def _ring(
         cached=head.cached,
         requests=tuple(
             RequestView(
-                names.get(one.peer, plain(one.peer)),
+                names.get(one.peer, sanitize_text(one.peer)),
                 one.state,
-                _phase(one),
+                _phase_text(one),
                 one.prompt,
                 one.generated,
                 one.tokens_per_s,
@@ -240,81 +240,81 @@ def _ring(
     )
 
 
-def _phase(request: Request) -> str:
+def _phase_text(request: RequestStatus) -> str:
     """What becomes of it; of a prefill, how much of its tokens is computed.
 
     Of one in host memory, when its turn should come.
     """
     if request.state == "swapped":
-        return f"swapped {request.turn_s:.1f} s" if request.turn_s < 100 else "swapped"
+        return f"swapped {request.resume_s:.1f} s" if request.resume_s < 100 else "swapped"
     if request.state != "prefill":
-        return plain(request.state)
+        return sanitize_text(request.state)
     known = request.prompt + request.generated
-    return f"prefill {percent(request.computed, known)}"
+    return f"prefill {format_percent(request.computed, known)}"
 
 
-def _stage(
-    pipeline: PipelineStatus, number: int, peers: dict[str, Peer], names: dict[str, str]
+def _stage_view(
+    pipeline: PipelineStatus, number: int, peers: dict[str, PeerStatus], names: dict[str, str]
 ) -> StageView:
     stage, following = pipeline.stages[number], (*pipeline.stages[1:], pipeline.stages[0])[number]
     peer = peers.get(stage.peer)
-    worker = _worker(peer, pipeline.id, number)
+    worker = _find_worker(peer, pipeline.id, number)
     load = worker.load if worker is not None else None
     link = None
     if load is not None and len(pipeline.stages) > 1:
-        link = LinkView(names.get(following.peer, plain(following.peer)), load.link)
+        link = LinkView(names.get(following.peer, sanitize_text(following.peer)), load.link)
     return StageView(
         number=number,
-        pc=names.get(stage.peer, plain(stage.peer)),
-        layers=_layers(stage.layers),
-        device=plain(device_name(stage.device)),
+        pc=names.get(stage.peer, sanitize_text(stage.peer)),
+        layers=_layers_text(stage.layers),
+        device=sanitize_text(short_device_name(stage.device)),
         used=load.weights + load.kv if load is not None else 0,
         memory=peer.memory if peer is not None else 0,
         busy=load.busy if load is not None else None,
         bubbles=load.bubbles if load is not None else None,
         decode_s=stage.decode_s,
-        doing=plain(worker.doing) if worker is not None else "not there",
+        doing=sanitize_text(worker.activity) if worker is not None else "not there",
         link=link,
     )
 
 
-def _worker(peer: Peer | None, pipeline: str, number: int) -> WorkerStatus | None:
+def _find_worker(peer: PeerStatus | None, pipeline: str, number: int) -> WorkerStatus | None:
     """The worker of a stage, as its PC reports it."""
     workers = peer.workers if peer is not None and peer.state == "here" else ()
     mine = (one for one in workers if (one.pipeline, one.stage) == (pipeline, number))
     return next(mine, None)
 
 
-def _layers(layers: tuple[int, int]) -> str:
+def _layers_text(layers: tuple[int, int]) -> str:
     return f"{layers[0]}:{layers[1]}"
 
 
-def _other(peer: Peer) -> PcView:
-    stages = [f"{_layers(one.layers)} {plain(one.doing) or 'ready'}" for one in peer.workers]
+def _pc_view(peer: PeerStatus) -> PcView:
+    stages = [f"{_layers_text(one.layers)} {sanitize_text(one.activity) or 'ready'}" for one in peer.workers]
     return PcView(
-        plain(peer.name),
-        plain(peer.state),
-        plain(device_name(peer.device)),
+        sanitize_text(peer.name),
+        sanitize_text(peer.state),
+        sanitize_text(short_device_name(peer.device)),
         peer.memory,
         ", ".join(stages),
     )
 
 
-def _transfers(status: Status) -> Iterator[TransferView]:
+def _transfer_views(status: SwarmStatus) -> Iterator[TransferView]:
     for peer in status.peers:
         for one in peer.transfers if peer.state == "here" else ():
             what = "copy" if one.copy else "weights"
             source = f"{what} from {one.source}" if one.source else what
             yield TransferView(
-                plain(peer.name), plain(source), one.bytes, one.total, one.rate, one.eta_s
+                sanitize_text(peer.name), sanitize_text(source), one.bytes, one.total, one.rate, one.eta_s
             )
 
 
-def _event(line: str, clock: float | None) -> EventView:
+def _event_view(line: str, clock: float | None) -> EventView:
     """A line of the coordinator's story: the seconds of its clock, and what happened."""
     when, _, text = line.partition(" ")
     try:
         ago = None if clock is None else max(0.0, clock - float(when))
     except ValueError:
-        return EventView(None, plain(line))
-    return EventView(ago, plain(text))
+        return EventView(None, sanitize_text(line))
+    return EventView(ago, sanitize_text(text))

@@ -18,21 +18,21 @@ log = logging.getLogger(__name__)
 _CONTINUOUS, _SYSTEM_REQUIRED = 0x8000_0000, 0x0000_0001
 
 
-class Awake:
+class SleepInhibitor:
     """Call it from one thread only: Windows remembers who asked."""
 
     def __init__(self) -> None:
         self._needed = False
-        self._holder: subprocess.Popen[bytes] | None = None
+        self._inhibitor: subprocess.Popen[bytes] | None = None
 
-    def keep(self, needed: bool) -> None:
+    def inhibit_sleep(self, needed: bool) -> None:
         """From now on the PC has to stay awake, or may sleep. The screen may go dark."""
         if needed != self._needed:
             self._needed = needed
             if sys.platform == "win32":
-                _tell_windows(needed)
+                _set_windows_sleep(needed)
             elif needed:
-                self._hold()
+                self._start_inhibitor()
             else:
                 self.close()
 
@@ -40,22 +40,22 @@ class Awake:
         """The PC may sleep."""
         self._needed = False
         if sys.platform == "win32":
-            _tell_windows(False)
-        if self._holder is not None:
-            assert self._holder.stdin is not None
+            _set_windows_sleep(False)
+        if self._inhibitor is not None:
+            assert self._inhibitor.stdin is not None
             with contextlib.suppress(OSError):
-                self._holder.stdin.close()
-            self._holder.wait()
-            self._holder = None
+                self._inhibitor.stdin.close()
+            self._inhibitor.wait()
+            self._inhibitor = None
 
-    def _hold(self) -> None:
+    def _start_inhibitor(self) -> None:
         inhibit, reader = shutil.which("systemd-inhibit"), shutil.which("cat")
         if inhibit is None or reader is None:
             return
         why = ["--what=sleep:idle", "--who=molink", "--why=it holds layers of a model"]
         # The reader ends with our end of its pipe, however this process ends.
         try:
-            self._holder = subprocess.Popen(
+            self._inhibitor = subprocess.Popen(
                 [inhibit, *why, "--mode=block", reader],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -66,7 +66,7 @@ class Awake:
             log.info("this PC may fall asleep: %s", error)
 
 
-def _tell_windows(needed: bool) -> None:
+def _set_windows_sleep(needed: bool) -> None:
     if sys.platform == "win32":
         import ctypes
 

@@ -24,15 +24,15 @@ log = logging.getLogger(__name__)
 #: A log file is moved aside (one generation is kept) when it has grown to this many bytes.
 MAX_LOG_BYTES = 1 << 20
 #: Lines of the log that an error message may quote.
-TAIL_LINES = 12
+MAX_TAIL_LINES = 12
 #: Exit codes from here on are Windows' own.
-WINDOWS_CODES = 0x8000_0000
+FIRST_WINDOWS_CODE = 0x8000_0000
 
 #: Reads one message from the child's standard output; ``None`` at its end.
 Reader = Callable[[BinaryIO], object | None]
 
 
-class Child:
+class ChildProcess:
     """One child process. Callbacks run on the event loop that was running at :meth:`start`."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Child:
         self._on_message = on_message
         self._on_exit = on_exit
         self._log_file = log_file
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
         self._writes: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._exited = asyncio.Event()
 
@@ -71,9 +71,9 @@ class Child:
             stderr=subprocess.PIPE,
             **child_options(computes=self._computes),
         )
-        errors = self._thread(self._pump_log, "log")
-        self._thread(self._pump_writes, "writes")
-        self._thread(self._pump_messages, "messages", errors)
+        errors = self._start_thread(self._pump_log, "log")
+        self._start_thread(self._pump_writes, "writes")
+        self._start_thread(self._pump_messages, "messages", errors)
 
     @property
     def pid(self) -> int:
@@ -81,7 +81,7 @@ class Child:
         return self._process.pid
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether the process hasn't been seen to exit."""
         return not self._exited.is_set()
 
@@ -90,7 +90,7 @@ class Child:
         """The last lines of its log."""
         return "\n".join(self._tail)
 
-    def rename(self, name: str, log_file: Path) -> None:
+    def set_name(self, name: str, log_file: Path) -> None:
         """It does something else from now on: its log goes to another file."""
         self.name, self._log_file = name, log_file
 
@@ -117,12 +117,12 @@ class Child:
                 end()
         await self._exited.wait()
 
-    def _thread(self, work: Callable[..., None], what: str, *args: object) -> threading.Thread:
+    def _start_thread(self, work: Callable[..., None], what: str, *args: object) -> threading.Thread:
         thread = threading.Thread(target=work, args=args, name=f"{self.name}-{what}", daemon=True)
         thread.start()
         return thread
 
-    def _post(self, callback: Callable[..., None], *args: object) -> None:
+    def _call_on_loop(self, callback: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody listens any more
             self._loop.call_soon_threadsafe(callback, *args)
 
@@ -130,7 +130,7 @@ class Child:
         stream = cast(BinaryIO, self._process.stdout)
         try:
             while (message := self._reader(stream)) is not None:
-                self._post(self._on_message, message)
+                self._call_on_loop(self._on_message, message)
         except Exception as error:
             log.warning("%s: what it wrote can't be read: %s", self.name, error)
             with contextlib.suppress(OSError):
@@ -139,9 +139,9 @@ class Child:
         self.close_input()
         errors.join(timeout=5.0)
         stream.close()
-        self._post(self._finish, code)
+        self._call_on_loop(self._on_exited, code)
 
-    def _finish(self, code: int) -> None:
+    def _on_exited(self, code: int) -> None:
         self._exited.set()
         self._on_exit(code)
 
@@ -165,16 +165,16 @@ class Child:
                 file = BoundedLog(path)
             text = printable(line.decode("utf-8", "replace").rstrip(), keep="\t")
             self._tail.append(text)
-            file.write(f"{text}\n".encode())
+            file.write_line(f"{text}\n".encode())
         file.close()
         stream.close()
 
 
-def how_it_ended(code: int) -> str:
+def exit_text(code: int) -> str:
     """A process's exit in words. Windows' own codes are known in hexadecimal."""
     if code < 0:
         return f"was ended by signal {-code}"
-    return f"exited with code {f'0x{code:08X}' if code >= WINDOWS_CODES else code}"
+    return f"exited with code {f'0x{code:08X}' if code >= FIRST_WINDOWS_CODE else code}"
 
 
 class BoundedLog:
@@ -186,7 +186,7 @@ class BoundedLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
 
-    def write(self, line: bytes) -> None:
+    def write_line(self, line: bytes) -> None:
         """Append a line. A full disk loses the line, not the process that wrote it."""
         try:
             if self._file.tell() + len(line) > self._limit:

@@ -25,8 +25,8 @@ from molink.facts.model import Quantize
 from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.facts.settings import PipelineSettings
 from molink.wire.sockets.secrets import write_secret
-from molinkd.peer.platform import child_options, cores
-from molinkd.peer.settings import Settings, Share
+from molinkd.peer.platform import child_options, num_cores
+from molinkd.peer.settings import Settings, MemoryShare
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _TIMEOUT_S = 300.0
 _CPU_SHARE = 0.5
 _CUDA_SHARE = 0.9
 #: What the CUDA context and its libraries take of each stage's memory, in bytes.
-_CUDA_CONTEXT = 1 << 30
+_CUDA_CONTEXT_BYTES = 1 << 30
 
 
 class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredDevice:
     """The device as the coordinator gets it, and whether it computes in bf16 natively."""
 
     device: Device
@@ -72,82 +72,82 @@ class Measured:
         """As torch calls it."""
         return "cpu" if self.device.kind == "cpu" else f"cuda:{self.device.index}"
 
-    def setup(
+    def stage_setup(
         self, settings: PipelineSettings, dtype: DTypeChoice, quantize: Quantize = "none"
     ) -> StageSetup:
         """How a stage would run here."""
         return StageSetup(
             kind=self.device.kind,
             bf16=self.bf16,
-            blocks=self.device.blocks,
-            narrow=self.device.narrow,
+            has_block_kernels=self.device.has_block_kernels,
+            narrow_dtypes=self.device.narrow_dtypes,
             dtype=dtype,
             quantize=quantize,
-            load=StepLimits(settings.chunk_tokens or MAX_CHUNK_ROWS, settings.max_running),
+            step_limits=StepLimits(settings.max_num_batched_tokens or MAX_CHUNK_ROWS, settings.max_num_seqs),
         )
 
 
-class _Cache(msgspec.Struct, frozen=True, kw_only=True):
+class _CachedProbe(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     probe: DeviceProbe
 
 
-def worker_threads(settings: Settings) -> int:
+def num_worker_threads(settings: Settings) -> int:
     """Compute threads of one stage on this PC's CPU, at least 1."""
-    return settings.threads or max(1, cores() // settings.stages_here)
+    return settings.threads or max(1, num_cores() // settings.stages_per_host)
 
 
 async def measure_device(
     settings: Settings, cache: Path, command: Sequence[str] = PROBE_COMMAND
-) -> Measured:
+) -> MeasuredDevice:
     """This PC's device, with the memory that stages may use.
 
     Raises:
         WorkerError: the measurement failed; the message has its last line.
     """
-    threads = worker_threads(settings)
-    mbytes = 256 if settings.stages_here == 1 else 32
+    threads = num_worker_threads(settings)
+    mbytes = 256 if settings.stages_per_host == 1 else 32
     key = f"{settings.device} {threads} threads {mbytes} MB torch {torch_version()} narrow"
     probe = _read_cache(cache, key)
     if probe is None or probe.kind == "cuda":  # what is free there changes
         arguments = ["--device", settings.device, "--threads", str(threads)]
         arguments += ["--mbytes", str(mbytes)]
         probe = await _run_probe([*command, *arguments])
-        body = msgspec.json.encode(_Cache(key=key, probe=probe))
+        body = msgspec.json.encode(_CachedProbe(key=key, probe=probe))
         write_secret(cache, body.decode("utf-8"))
     device = Device(
         kind=probe.kind,
         index=probe.index,
         name=probe.name[:256],
-        memory=budget(settings, probe),
+        memory=stage_memory_budget(settings, probe),
         read_rate=probe.read_rate,
         bf16=probe.bf16,
-        blocks=probe.blocks,
-        narrow=probe.narrow,
+        has_block_kernels=probe.blocks,
+        narrow_dtypes=probe.narrow,
         block_size=probe.block_size,
     )
-    return Measured(device, probe.bf16, probe.gpus)
+    return MeasuredDevice(device, probe.bf16, probe.gpus)
 
 
-def budget(settings: Settings, probe: DeviceProbe) -> int:
+def stage_memory_budget(settings: Settings, probe: DeviceProbe) -> int:
     """Bytes of the device that one stage of this daemon may use.
 
     On a GPU a stage gets what the CUDA context leaves, however much it was promised.
     """
     asked = settings.memory
-    if isinstance(asked, Share):
+    if isinstance(asked, MemoryShare):
         asked = int(probe.total * asked.percent / 100)
     if asked:
-        return min(asked, max(0, probe.total - _CUDA_CONTEXT * (probe.kind == "cuda")))
+        return min(asked, max(0, probe.total - _CUDA_CONTEXT_BYTES * (probe.kind == "cuda")))
     if probe.kind == "cpu":
-        return int(probe.total * _CPU_SHARE) // settings.stages_here
+        return int(probe.total * _CPU_SHARE) // settings.stages_per_host
     usable = min(int(probe.total * _CUDA_SHARE), probe.free)
-    return max(0, usable // settings.stages_here - _CUDA_CONTEXT)
+    return max(0, usable // settings.stages_per_host - _CUDA_CONTEXT_BYTES)
 
 
 def _read_cache(path: Path, key: str) -> DeviceProbe | None:
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_Cache)
+        found = msgspec.json.decode(path.read_bytes(), type=_CachedProbe)
     except (OSError, msgspec.MsgspecError):
         return None
     return found.probe if found.key == key else None

@@ -16,30 +16,30 @@ from functools import partial
 import msgspec
 import zmq.asyncio
 
-from molink.errors import MolinkError, RequestError, ShutOut, Unavailable
-from molink.files import patiently, plain_name
+from molink.errors import MolinkError, RequestError, PeerBanned, Unavailable
+from molink.files import retry_while_busy, make_plain_name
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.requests import DrainRequest, Invite, InviteRequest, ShutdownRequest
+from molink.wire.messages.requests import DrainRequest, InviteReply, InviteRequest, ShutdownRequest
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.endpoints import endpoints
 from molink.wire.sockets.secrets import private_folder
-from molinkd.peer.agent.child import Child, how_it_ended
-from molinkd.peer.agent.device_probe import Measured
+from molinkd.peer.agent.child import ChildProcess, exit_text
+from molinkd.peer.agent.device_probe import MeasuredDevice
 from molinkd.peer.home import Home
 from molinkd.peer.launch import (
     DAEMON_COMMAND,
     Announce,
-    Ended,
+    DaemonEndedEvent,
     Launch,
-    Listening,
-    StageNow,
-    Trouble,
+    DaemonStartedEvent,
+    StageStatusChangedEvent,
+    ProblemReportedEvent,
     read_event,
 )
-from molinkd.peer.membership.addresses import from_here
-from molinkd.peer.membership.membership import Membership, parse_token, read_membership
-from molinkd.peer.settings import Settings, Share
+from molinkd.peer.membership.addresses import local_dial_host
+from molinkd.peer.membership.membership import MembershipRecord, parse_token, read_membership
+from molinkd.peer.settings import Settings, MemoryShare
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +53,15 @@ _RETRY_S = 1.0
 _GRACE_S, _ANSWER_S = 15.0, 5.0
 
 #: Asks the coordinator.
-Ask = Callable[[ControlMessage], Coroutine[None, None, ControlMessage]]
+AskCoordinator = Callable[[ControlMessage], Coroutine[None, None, ControlMessage]]
 
 
-def own_settings(settings: Settings) -> Settings:
+def primary_device_settings(settings: Settings) -> Settings:
     """Those of a PC's own daemon: of its devices it has the first."""
-    return _on(settings, settings.devices[0])
+    return _with_device(settings, settings.devices[0])
 
 
-def others(settings: Settings, measured: Measured) -> tuple[str, ...]:
+def additional_devices(settings: Settings, measured: MeasuredDevice) -> tuple[str, ...]:
     """The devices beside the PC's own, ``measured`` one. ``auto`` is all GPUs."""
     if settings.stage == "none":
         return ()
@@ -75,30 +75,30 @@ def others(settings: Settings, measured: Measured) -> tuple[str, ...]:
 def device_settings(settings: Settings, device: str, name: str) -> Settings:
     """Those of the daemon of a further device, called ``name``."""
     return msgspec.structs.replace(
-        _on(settings, device),
+        _with_device(settings, device),
         name=name,
         stage="auto",
-        endpoint_port=0,
+        api_port=0,
         chosen_ports=(),
         discovery=False,
         relay=False,
-        copies=False,
+        replicate_models=False,
     )
 
 
-def _on(settings: Settings, device: str) -> Settings:
+def _with_device(settings: Settings, device: str) -> Settings:
     """With that device; one that is named several times is shared."""
     times = max(1, settings.devices.count(device))
     memory = settings.memory
     return msgspec.structs.replace(
         settings,
         device=device,
-        stages_here=min(64, settings.stages_here * times),
-        memory=Share(memory.percent / times) if isinstance(memory, Share) else memory // times,
+        stages_per_host=min(64, settings.stages_per_host * times),
+        memory=MemoryShare(memory.percent / times) if isinstance(memory, MemoryShare) else memory // times,
     )
 
 
-def labels(own: str, further: Sequence[str]) -> list[str]:
+def device_labels(own: str, further: Sequence[str]) -> list[str]:
     """What further devices are called beside ``own``: ``cuda:1``, and ``cpu.2`` for a second."""
     known, found = [own], []
     for device in further:
@@ -109,104 +109,104 @@ def labels(own: str, further: Sequence[str]) -> list[str]:
 
 
 @dataclass(slots=True)
-class _Device:
+class _DeviceDaemon:
     label: str
     home: Home
     settings: Settings
-    child: Child | None = None
+    child: ChildProcess | None = None
     #: Of its daemon's control socket; 0 as long as that isn't up.
     port: int = 0
-    ended: Ended | None = None
-    drained: bool = False
+    ended: DaemonEndedEvent | None = None
+    is_drained: bool = False
 
 
-class FurtherDevices:
+class DeviceDaemons:
     """The daemons of this PC's further devices. All times are in seconds."""
 
     def __init__(
-        self, settings: Settings, home: Home, me: str, context: zmq.asyncio.Context, say: Announce
+        self, settings: Settings, home: Home, me: str, context: zmq.asyncio.Context, announce: Announce
     ) -> None:
         """``settings`` are those of the whole PC, whose peer is ``me``."""
         self._settings, self._home, self._me = settings, home, me
-        self._context, self._say = context, say
-        self._devices: list[_Device] = []
+        self._context, self._announce = context, announce
+        self._daemons: list[_DeviceDaemon] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._keeping: list[asyncio.Task[None]] = []
+        self._runners: list[asyncio.Task[None]] = []
         #: None is started again: a cancellation may be lost in a wait that ends at the same time.
-        self._ending = False
+        self._is_ending = False
 
-    def start(self, measured: Measured, swarm: Callable[[], Membership], ask: Ask) -> None:
+    def start_daemons(self, measured: MeasuredDevice, swarm: Callable[[], MembershipRecord], ask: AskCoordinator) -> None:
         """Have a daemon for each device beside the ``measured`` one; ``ask`` as this PC.
 
         ``swarm()`` is where this PC knows its coordinator.
         """
-        devices = others(self._settings, measured)
-        for device, label in zip(devices, labels(measured.name, devices), strict=True):
+        devices = additional_devices(self._settings, measured)
+        for device, label in zip(devices, device_labels(measured.name, devices), strict=True):
             # Bound to this PC's key: a copied state folder has devices of another PC.
-            home = Home(self._home.devices / self._me / plain_name(label, "device"))
+            home = Home(self._home.devices / self._me / make_plain_name(label, "device"))
             name = f"{self._settings.name[:48]}/{label}"
-            one = _Device(label, home, device_settings(self._settings, device, name))
-            self._devices.append(one)
-            task = asyncio.create_task(self._keep(one, swarm, ask), name=f"molink-{label}")
-            self._keeping.append(task)
+            one = _DeviceDaemon(label, home, device_settings(self._settings, device, name))
+            self._daemons.append(one)
+            task = asyncio.create_task(self._keep_running(one, swarm, ask), name=f"molink-{label}")
+            self._runners.append(task)
 
     async def close(self) -> None:
         """End all of them."""
-        self._ending = True
-        for task in (*self._keeping, *self._tasks):
+        self._is_ending = True
+        for task in (*self._runners, *self._tasks):
             task.cancel()
-        await asyncio.gather(*self._keeping, *self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._runners, *self._tasks, return_exceptions=True)
 
-    def drain(self, drain: bool, label: str = "") -> None:
+    def set_drained(self, drain: bool, label: str = "") -> None:
         """Have all of them, or that one, hold no layers for now, or do so again.
 
         Raises:
             RequestError: there is no such device.
         """
-        named = [one for one in self._devices if label in ("", one.label)]
+        named = [one for one in self._daemons if label in ("", one.label)]
         if label and not named:
-            have = ", ".join(one.label for one in self._devices) or "none beside its own"
+            have = ", ".join(one.label for one in self._daemons) or "none beside its own"
             raise RequestError(f"this PC has no device {label}; it has {have}", param="device")
         for one in named:
-            one.drained = drain
-            self._spawn(self._tell(one, DrainRequest(ref=0, drain=drain)))
+            one.is_drained = drain
+            self._spawn(self._send_request(one, DrainRequest(ref=0, drain=drain)))
 
-    async def leave(self) -> None:
+    async def leave_swarm(self) -> None:
         """Have all of them leave the swarm for good."""
-        self._ending = True
-        told = (self._tell(one, ShutdownRequest(ref=0, leave=True)) for one in self._devices)
+        self._is_ending = True
+        told = (self._send_request(one, ShutdownRequest(ref=0, leave=True)) for one in self._daemons)
         await asyncio.gather(*told)
 
     # --- one device ------------------------------------------------------------------------------
 
-    async def _keep(self, one: _Device, swarm: Callable[[], Membership], ask: Ask) -> None:
+    async def _keep_running(self, one: _DeviceDaemon, swarm: Callable[[], MembershipRecord], ask: AskCoordinator) -> None:
         """Start it again and again, if it has to be."""
         loop, pause = asyncio.get_running_loop(), FIRST_PAUSE_S
         while True:
             began = loop.time()
             try:
-                ended = await self._run(one, await self._token(one, swarm(), ask))
+                ended = await self._run_daemon(one, await self._request_token(one, swarm(), ask))
             except (MolinkError, OSError) as error:
-                ended = Ended(code=1, text=str(error))
-            if self._ending:
+                ended = DaemonEndedEvent(code=1, text=str(error))
+            if self._is_ending:
                 return
-            if ended.code == ShutOut.exit_code:
-                self._say(Trouble(text=f"{one.label}: {ended.text}"))
+            if ended.code == PeerBanned.exit_code:
+                self._announce(ProblemReportedEvent(text=f"{one.label}: {ended.text}"))
                 return
             if loop.time() - began > LAST_PAUSE_S:
                 pause = FIRST_PAUSE_S
             again = f"it is started again in {pause:g} s"
-            self._say(Trouble(text=f"{one.label} holds no layers: {ended.text}; {again}"))
+            self._announce(ProblemReportedEvent(text=f"{one.label} holds no layers: {ended.text}; {again}"))
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE_S)
 
-    async def _token(self, one: _Device, swarm: Membership, ask: Ask) -> str | None:
+    async def _request_token(self, one: _DeviceDaemon, swarm: MembershipRecord, ask: AskCoordinator) -> str | None:
         """An invitation for a device that is no member yet."""
         known = read_membership(one.home.membership)
         if known is not None and known.swarm == swarm.swarm:
             return None
         if known is not None:  # of a swarm that this PC was in before
-            await asyncio.to_thread(patiently, partial(shutil.rmtree, one.home.root))
+            await asyncio.to_thread(retry_while_busy, partial(shutil.rmtree, one.home.root))
         while True:
             try:
                 reply = await ask(InviteRequest(ref=0, ttl=_INVITATION_S, uses=1))
@@ -214,29 +214,29 @@ class FurtherDevices:
                 log.info("%s: %s", one.label, error)
                 await asyncio.sleep(_RETRY_S)
             else:
-                assert isinstance(reply, Invite)
+                assert isinstance(reply, InviteReply)
                 # Others may know the coordinator by an address that leads nowhere from here.
                 token = parse_token(reply.token)
                 return str(msgspec.structs.replace(token, addresses=swarm.addresses))
 
-    async def _run(self, one: _Device, token: str | None) -> Ended:
+    async def _run_daemon(self, one: _DeviceDaemon, token: str | None) -> DaemonEndedEvent:
         """Its daemon, from the start to the end."""
         exited = asyncio.get_running_loop().create_future()
         private_folder(self._home.devices)
         private_folder(one.home.root.parent)
         private_folder(one.home.root)
-        self._hand_down(one)
+        self._copy_measurements(one)
         launch = Launch(
             home=str(one.home.root), settings=one.settings, role="join", token=token, pc=self._me
         )
         one.ended, one.port = None, 0
-        one.child = child = Child(
+        one.child = child = ChildProcess(
             f"device {one.label}",
             DAEMON_COMMAND,
             reader=read_event,
-            on_message=partial(self._said, one),
+            on_message=partial(self._on_event, one),
             on_exit=lambda code: None if exited.done() else exited.set_result(code),
-            log_file=self._home.logs / f"device-{plain_name(one.label, 'device')}.log",
+            log_file=self._home.logs / f"device-{make_plain_name(one.label, 'device')}.log",
         )
         child.start()
         child.send(msgspec.json.encode(launch) + b"\n")
@@ -246,35 +246,35 @@ class FurtherDevices:
             one.port = 0
             await child.stop(_GRACE_S)
         last = (child.tail.splitlines() or [""])[-1]
-        return one.ended or Ended(code=1, text=f"its daemon {how_it_ended(code)}. {last}".strip())
+        return one.ended or DaemonEndedEvent(code=1, text=f"its daemon {exit_text(code)}. {last}".strip())
 
-    def _hand_down(self, one: _Device) -> None:
+    def _copy_measurements(self, one: _DeviceDaemon) -> None:
         """What is known of this PC's device, if it is the same one, and of kernels to avoid."""
-        known = [(self._home.avoid, one.home.avoid)]
+        known = [(self._home.disabled_kernels, one.home.disabled_kernels)]
         if one.settings.device == self._settings.devices[0]:
             known.append((self._home.device, one.home.device))
         for here, there in known:
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(here, there)
 
-    def _said(self, one: _Device, event: object) -> None:
+    def _on_event(self, one: _DeviceDaemon, event: object) -> None:
         match event:
-            case Listening():
+            case DaemonStartedEvent():
                 one.port = event.control_port
-                if one.drained:
-                    self._spawn(self._tell(one, DrainRequest(ref=0, drain=True)))
-            case StageNow():
-                self._say(StageNow(text=f"{one.label}: {event.text}"))
-            case Trouble():
-                self._say(Trouble(text=f"{one.label}: {event.text}"))
-            case Ended():
+                if one.is_drained:
+                    self._spawn(self._send_request(one, DrainRequest(ref=0, drain=True)))
+            case StageStatusChangedEvent():
+                self._announce(StageStatusChangedEvent(text=f"{one.label}: {event.text}"))
+            case ProblemReportedEvent():
+                self._announce(ProblemReportedEvent(text=f"{one.label}: {event.text}"))
+            case DaemonEndedEvent():
                 one.ended = event
 
-    async def _tell(self, one: _Device, message: ControlMessage) -> None:
+    async def _send_request(self, one: _DeviceDaemon, message: ControlMessage) -> None:
         """Ask its daemon, as its user; one that isn't up, or doesn't answer, is logged."""
         if not one.port:
             return
-        keys, hosts = one.home.keys(), [from_here(self._settings.host)]
+        keys, hosts = one.home.load_keys(), [local_dial_host(self._settings.host)]
         client: Client[ControlMessage] = Client(
             self._context,
             keys,
@@ -285,7 +285,7 @@ class FurtherDevices:
         )
         client.start()
         try:
-            await client.request(message, timeout=_ANSWER_S)
+            await client.send_request(message, timeout=_ANSWER_S)
         except MolinkError as error:
             log.warning("%s", error)
         finally:

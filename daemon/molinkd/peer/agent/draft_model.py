@@ -14,19 +14,19 @@ from molink.facts.footprint import StageSetup
 from molink.facts.memory_plan import plan_memory
 from molink.facts.model import BLOCK_SIZE
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.pipe import DraftStart
-from molinkd.peer.agent.device_probe import Measured
+from molink.wire.messages.pipe import DraftModelSpec
+from molinkd.peer.agent.device_probe import MeasuredDevice
 from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.settings import Settings
 
 #: Tokens of KV that it has room for, all requests together; or one request's, if that is more.
 _KV_TOKENS = 16_384
 #: Longest request that it is asked of.
-_MOST_CONTEXT = 32_768
+_MAX_MODEL_LEN = 32_768
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModel:
+class DraftModelFolder:
     """A checked folder, by the name that was asked for."""
 
     name: str
@@ -34,9 +34,9 @@ class DraftModel:
     folder: ModelFolder
 
     @classmethod
-    def find(
+    def find_draft(
         cls, name: str, unpack_into: Path, progress: Progress, stop: threading.Event
-    ) -> "DraftModel":
+    ) -> "DraftModelFolder":
         """What ``name`` is, fetched or unpacked if need be.
 
         Raises:
@@ -46,13 +46,13 @@ class DraftModel:
         source = find_model(name, progress, stop, unpack_into=unpack_into)
         return cls(name, source.path, ModelFolder.open(source.path))
 
-    def check(self, served: Path) -> None:
+    def check_vocabulary(self, served: Path) -> None:
         """Whether its tokens are those of the model in the folder ``served``.
 
         Raises:
             UsageError: they are others.
         """
-        mine, others = (Tokenizer.open(path).vocabulary for path in (self.path, served))
+        mine, others = (Tokenizer.open(path).token_texts for path in (self.path, served))
         if _digest(mine) == _digest(others):
             return
         differs = next((one for one in sorted(others) if mine.get(one) != others[one]), None)
@@ -66,17 +66,17 @@ class DraftModel:
             f" ({what}); its guesses would be other tokens. Take a smaller model of the same family"
         )
 
-    def plan(self, setup: StageSetup, budget: int, block_size: int, context: int) -> "PlannedDraft":
+    def plan_memory(self, setup: StageSetup, budget: int, block_size: int, context: int) -> "DraftPlan":
         """What it takes of ``budget`` bytes, for requests of up to ``context`` tokens.
 
         Raises:
             UsageError: it doesn't fit.
         """
-        facts = self.folder.facts(self.name)
-        longest = min(facts.context, context, _MOST_CONTEXT)
+        facts = self.folder.placement_facts(self.name)
+        longest = min(facts.max_model_len, context, _MAX_MODEL_LEN)
         layers = (0, self.folder.config.layers)
         plan = plan_memory(
-            msgspec.structs.replace(facts, context=longest),
+            msgspec.structs.replace(facts, max_model_len=longest),
             layers,
             replace(setup, quantize="none"),
             budget,
@@ -84,28 +84,28 @@ class DraftModel:
             block_size=block_size,
         )
         needed = plan.without_kv + plan.kv  # the stage's budget has the margin
-        return PlannedDraft(DraftStart(model_dir=str(self.path), kv_bytes=plan.kv), needed)
+        return DraftPlan(DraftModelSpec(model_dir=str(self.path), kv_bytes=plan.kv), needed)
 
-    def beside(self, measured: Measured, settings: Settings) -> Measured:
+    def reserve_memory(self, measured: MeasuredDevice, settings: Settings) -> MeasuredDevice:
         """The device, with the bytes of it that placement is to leave for this; none if too few.
 
-        As :meth:`plan` has them for the longest requests, and the dtype that this PC has set:
+        As :meth:`plan_memory` has them for the longest requests, and the dtype that this PC has set:
         what will be served isn't known yet.
         """
-        setup = measured.setup(settings.pipeline, settings.dtype)
-        context = settings.context or _MOST_CONTEXT
+        setup = measured.stage_setup(settings.pipeline, settings.dtype)
+        context = settings.max_model_len or _MAX_MODEL_LEN
         try:
-            nbytes = self.plan(setup, measured.device.memory, BLOCK_SIZE, context).nbytes
+            nbytes = self.plan_memory(setup, measured.device.memory, BLOCK_SIZE, context).nbytes
         except UsageError:
             return measured
-        return replace(measured, device=msgspec.structs.replace(measured.device, draft=nbytes))
+        return replace(measured, device=msgspec.structs.replace(measured.device, can_draft=nbytes))
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedDraft:
+class DraftPlan:
     """What a worker is told of a draft model, and the bytes of the device that this takes."""
 
-    start: DraftStart
+    start: DraftModelSpec
     nbytes: int
 
 

@@ -21,31 +21,31 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class OwnUse:
+class OwnGpuUsage:
     """Our own stages: ids of their processes, and the part of the time (0 to 1) they compute."""
 
     pids: Collection[int] = ()
     share: float = 0.0
 
 
-class GpuUse:
+class GpuMonitor:
     """One GPU. Its methods wait for the driver: call them in a thread."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         """``nvml`` is the module ``pynvml``, which was initialised."""
         self._nvml, self._handle = nvml, handle
         #: The driver's time of the newest sample that was read, in microseconds.
-        self._newest = 0
+        self._last_sample_us = 0
 
     @property
-    def display(self) -> bool:
+    def has_display(self) -> bool:
         """Whether a screen is driven by it, so that somebody may sit there."""
         try:
             return bool(self._nvml.nvmlDeviceGetDisplayActive(self._handle))
         except self._nvml.NVMLError:
             return False
 
-    def by_others(self, own: OwnUse) -> float:
+    def measure_other_usage(self, own: OwnGpuUsage) -> float:
         """The part of its time (0 to 1) that other programs take; 0 if that can't be told."""
         try:
             whole = float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100
@@ -53,31 +53,31 @@ class GpuUse:
             log.debug("the GPU doesn't tell how busy it is: %s", error)
             return 0.0
         rest = max(0.0, whole - own.share)
-        return min(whole, max(rest, self._told(_family(own.pids))))
+        return min(whole, max(rest, self._read_process_share(_with_children(own.pids))))
 
     def close(self) -> None:
         """Ask no more."""
         with contextlib.suppress(self._nvml.NVMLError):
             self._nvml.nvmlShutdown()
 
-    def _told(self, own: set[int]) -> float:
+    def _read_process_share(self, own: set[int]) -> float:
         """What the driver says of processes that aren't ours; 0 where it says nothing of use."""
         nvml = self._nvml
         try:
             running = nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
             if own and not own & {one.pid for one in running}:
                 return 0.0  # it knows our processes by other ids
-            samples = nvml.nvmlDeviceGetProcessUtilization(self._handle, self._newest)
+            samples = nvml.nvmlDeviceGetProcessUtilization(self._handle, self._last_sample_us)
         except nvml.NVMLError:
             return 0.0
         newest = {one.pid: one for one in sorted(samples, key=lambda one: one.timeStamp)}
-        self._newest = max((one.timeStamp for one in newest.values()), default=self._newest)
+        self._last_sample_us = max((one.timeStamp for one in newest.values()), default=self._last_sample_us)
         # A newer driver says 4294967295 where there is no value.
         shares = [float(one.smUtil) for pid, one in newest.items() if pid not in own]
         return sum(share for share in shares if share <= 100) / 100
 
 
-def open_gpu(device: Device) -> GpuUse | None:
+def open_gpu(device: Device) -> GpuMonitor | None:
     """The GPU that a stage computes on; ``None`` if there is none, or no driver that tells."""
     if device.kind != "cuda":
         return None
@@ -89,15 +89,15 @@ def open_gpu(device: Device) -> GpuUse | None:
         log.info("how busy the GPU is can't be told: %s", error)
         return None
     with contextlib.suppress(pynvml.NVMLError):
-        handle = _find(pynvml, device)
+        handle = _find_handle(pynvml, device)
         if handle is not None:
-            return GpuUse(pynvml, handle)
+            return GpuMonitor(pynvml, handle)
     with contextlib.suppress(pynvml.NVMLError):
         pynvml.nvmlShutdown()
     return None
 
 
-def _find(nvml: Any, device: Device) -> Any:
+def _find_handle(nvml: Any, device: Device) -> Any:
     """The driver counts by slots, CUDA as it likes: the name decides, and then the number."""
     count = nvml.nvmlDeviceGetCount()
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
@@ -107,7 +107,7 @@ def _find(nvml: Any, device: Device) -> Any:
     return handles[device.index] if device.index < count else None
 
 
-def _family(pids: Collection[int]) -> set[int]:
+def _with_children(pids: Collection[int]) -> set[int]:
     """These processes; on Windows, the Python of a virtual environment is a child of each."""
     found = set(pids)
     for pid in pids if sys.platform == "win32" else ():

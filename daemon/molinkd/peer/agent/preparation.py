@@ -9,17 +9,17 @@ import msgspec
 
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import MolinkError, UsageError
-from molink.facts.kernels import INSTEAD
+from molink.facts.kernels import FALLBACKS
 from molink.facts.memory_plan import MemoryPlan, plan_memory
 from molink.facts.settings import PipelineSettings
-from molink.swarm.agent.recovery import Recovery
+from molink.swarm.agent.recovery import RecoveryTimer
 from molink.wire.messages.instructions import Assign
-from molink.wire.messages.pipe import Start
+from molink.wire.messages.pipe import LoadStage
 from molink.wire.sockets.curve import KeyPair
-from molinkd.peer.agent.device_probe import Measured, worker_threads
-from molinkd.peer.agent.draft_model import DraftModel, PlannedDraft
-from molinkd.peer.agent.self_test import remembered
-from molinkd.peer.artifacts.hashing import in_thread
+from molinkd.peer.agent.device_probe import MeasuredDevice, num_worker_threads
+from molinkd.peer.agent.draft_model import DraftModelFolder, DraftPlan
+from molinkd.peer.agent.self_test import load_disabled_kernels
+from molinkd.peer.artifacts.hashing import run_in_thread
 from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.home import Home
 from molinkd.peer.quantize import check_quantize
@@ -32,10 +32,10 @@ class NoRoomBesideError(UsageError):
     """A stage would fit by itself, but not beside those that run already."""
 
 
-class Preparation:
+class StagePreparation:
     """Plans the stages of this PC, one beside the other."""
 
-    def __init__(self, settings: Settings, keys: KeyPair, home: Home, recovery: Recovery) -> None:
+    def __init__(self, settings: Settings, keys: KeyPair, home: Home, recovery: RecoveryTimer) -> None:
         """While a ``recovery`` is under way, what is started has to hurry."""
         self._settings = settings
         self._keys = keys
@@ -43,9 +43,9 @@ class Preparation:
         self._recovery = recovery
         #: What the stage of each generation takes of the device.
         self._plans: dict[int, MemoryPlan] = {}
-        self._measured: asyncio.Future[Measured] = asyncio.get_running_loop().create_future()
+        self._measured: asyncio.Future[MeasuredDevice] = asyncio.get_running_loop().create_future()
 
-    def measured(self, device: Measured) -> None:
+    def set_device(self, device: MeasuredDevice) -> None:
         """The device is known: stages may be started on it."""
         self._measured.set_result(device)
 
@@ -54,7 +54,7 @@ class Preparation:
         """Whether the device is known."""
         return self._measured.done()
 
-    def over(self, generation: int) -> None:
+    def release_memory(self, generation: int) -> None:
         """That stage needs no memory any more."""
         self._plans.pop(generation, None)
 
@@ -62,7 +62,7 @@ class Preparation:
         """Nothing more is to be started."""
         self._measured.cancel()
 
-    async def start(self, generation: int, assign: Assign, folder: Path) -> Start:
+    async def prepare_stage(self, generation: int, assign: Assign, folder: Path) -> LoadStage:
         """The order to a worker that is to hold a stage of the model in ``folder``.
 
         Waits until the device is known.
@@ -75,14 +75,14 @@ class Preparation:
         settings = self._settings
         check_quantize(assign.quantize, opened.config, measured.device.kind)
         draft = await self._plan_draft(folder, opened, assign, measured)
-        beside = draft.nbytes if draft is not None else 0
-        plan = plan_stage(opened, assign, measured, settings.pipeline, taken=beside)
+        draft_bytes = draft.nbytes if draft is not None else 0
+        plan = plan_stage(opened, assign, measured, settings.pipeline, taken=draft_bytes)
         # What the same worker held before makes room.
         self._plans.pop(generation, None)
-        plan = self._plans[generation] = self._beside(plan, opened, assign, measured, beside)
+        plan = self._plans[generation] = self._plan_beside_others(plan, opened, assign, measured, draft_bytes)
         log.info("layers %d:%d of %s: %s", *assign.layers, assign.model, plan)
         first, last = settings.worker_ports
-        return Start(
+        return LoadStage(
             pipeline=assign.pipeline,
             stage=assign.stage,
             stages=assign.stages,
@@ -90,61 +90,61 @@ class Preparation:
             model_dir=str(folder),
             dtype=assign.dtype,
             device=measured.name,
-            threads=worker_threads(settings) if measured.name == "cpu" else 0,
+            threads=num_worker_threads(settings) if measured.name == "cpu" else 0,
             public_key=self._keys.public,
             secret_key=self._keys.secret,
             bind=settings.host,
             ports=(first, last + 1),
             kv_bytes=plan.kv,
             block_size=assign.block_size,
-            max_context=_context(opened, assign),
+            max_model_len=_max_model_len(opened, assign),
             settings=settings.pipeline,
-            stages_here=settings.stages_here,
+            stages_per_host=settings.stages_per_host,
             profile_cache=str(self._home.profiles),
             quantize=assign.quantize,
-            memory=0 if measured.name == "cpu" else plan.budget + beside,
-            hurry=self._recovery.under_way,
-            avoid=self._avoided(measured),
-            proofs=str(self._home.proofs),
+            memory_limit=0 if measured.name == "cpu" else plan.budget + draft_bytes,
+            skip_optional=self._recovery.is_active,
+            disabled_kernels=self._disabled_kernels(measured),
+            kernel_checks_path=str(self._home.kernel_checks),
             draft=None if draft is None else draft.start,
         )
 
     async def _plan_draft(
-        self, folder: Path, opened: ModelFolder, assign: Assign, measured: Measured
-    ) -> PlannedDraft | None:
+        self, folder: Path, opened: ModelFolder, assign: Assign, measured: MeasuredDevice
+    ) -> DraftPlan | None:
         """The draft model beside the first stage, if one is set and there is room for both."""
         name = self._settings.draft_model
         if not name or assign.stage:
             return None
-        setup = measured.setup(self._settings.pipeline, assign.dtype, assign.quantize)
-        context, into = _context(opened, assign), self._home.unpacked
+        setup = measured.stage_setup(self._settings.pipeline, assign.dtype, assign.quantize)
+        context, into = _max_model_len(opened, assign), self._home.unpacked
 
-        def plan(stop: threading.Event) -> PlannedDraft:
-            model = DraftModel.find(name, into, Progress(), stop)
-            model.check(folder)
-            found = model.plan(setup, measured.device.memory, assign.block_size, context)
+        def plan(stop: threading.Event) -> DraftPlan:
+            model = DraftModelFolder.find_draft(name, into, Progress(), stop)
+            model.check_vocabulary(folder)
+            found = model.plan_memory(setup, measured.device.memory, assign.block_size, context)
             plan_stage(opened, assign, measured, self._settings.pipeline, taken=found.nbytes)
             return found
 
         try:
-            return await in_thread(plan)
+            return await run_in_thread(plan)
         except (MolinkError, OSError) as error:
             log.warning("no draft model: %s", error)
             return None
 
-    def _avoided(self, measured: Measured) -> tuple[str, ...]:
+    def _disabled_kernels(self, measured: MeasuredDevice) -> tuple[str, ...]:
         """Kernels that failed `molink doctor` here."""
-        avoid = remembered(self._home.avoid, measured.device.name)
+        avoid = load_disabled_kernels(self._home.disabled_kernels, measured.device.name)
         for name in avoid:
-            log.warning("%s failed `molink doctor` here: %s in its place", name, INSTEAD[name])
+            log.warning("%s failed `molink doctor` here: %s in its place", name, FALLBACKS[name])
         return avoid
 
-    def _beside(
+    def _plan_beside_others(
         self,
         alone: MemoryPlan,
         opened: ModelFolder,
         assign: Assign,
-        measured: Measured,
+        measured: MeasuredDevice,
         draft: int,
     ) -> MemoryPlan:
         """The plan of a stage beside those that run already, and ``draft`` bytes of a draft model.
@@ -161,21 +161,21 @@ class Preparation:
             return alone
         try:
             settings = self._settings.pipeline
-            beside = plan_stage(opened, assign, measured, settings, taken=taken + draft)
+            draft_bytes = plan_stage(opened, assign, measured, settings, taken=taken + draft)
         except UsageError as error:
             raise NoRoomBesideError(f"beside another stage: {error}") from error
-        return alone if on_cpu else beside
+        return alone if on_cpu else draft_bytes
 
 
-def _context(folder: ModelFolder, assign: Assign) -> int:
+def _max_model_len(folder: ModelFolder, assign: Assign) -> int:
     """Most tokens of a request."""
-    return min(folder.config.context, assign.context or folder.config.context)
+    return min(folder.config.max_model_len, assign.max_model_len or folder.config.max_model_len)
 
 
 def plan_stage(
     folder: ModelFolder,
     assign: Assign,
-    measured: Measured,
+    measured: MeasuredDevice,
     settings: PipelineSettings,
     *,
     taken: int = 0,
@@ -186,10 +186,10 @@ def plan_stage(
         UsageError: it isn't enough; says what would fit.
     """
     return plan_memory(
-        msgspec.structs.replace(folder.facts(assign.model), context=_context(folder, assign)),
+        msgspec.structs.replace(folder.placement_facts(assign.model), max_model_len=_max_model_len(folder, assign)),
         assign.layers,
-        measured.setup(settings, assign.dtype, assign.quantize),
+        measured.stage_setup(settings, assign.dtype, assign.quantize),
         max(0, measured.device.memory - taken),
-        requests=settings.max_running,
+        requests=settings.max_num_seqs,
         block_size=assign.block_size,
     )

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from molink.facts.kernels import INSTEAD
+from molink.facts.kernels import FALLBACKS
 from molink.wire.sockets.secrets import write_secret
 from molinkd.peer.agent.device_probe import torch_version
 from molinkd.peer.platform import child_options
@@ -24,88 +24,88 @@ PARITY_COMMAND = (sys.executable, "-P", "-m", "molink.stage.measure.parity")
 _TIMEOUT_S = 120.0
 _MAX_BYTES = 1 << 16
 
-_Short = Annotated[str, msgspec.Meta(max_length=512)]
+_ShortText = Annotated[str, msgspec.Meta(max_length=512)]
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+class TorchGpu(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU that torch can use."""
 
-    name: _Short
-    capability: _Short
+    name: _ShortText
+    capability: _ShortText
 
 
-class AboutTorch(msgspec.Struct, frozen=True, kw_only=True):
+class TorchInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What torch is here. ``cuda`` is the version it was built for, ``None`` for the CPU build.
 
     ``reason`` says why it can use no GPU, ``kernels_for`` which architectures it was built for
     (``sm_86``).
     """
 
-    torch: _Short
-    cuda: _Short | None = None
-    gpus: tuple[Gpu, ...] = ()
-    reason: _Short = ""
-    kernels_for: tuple[_Short, ...] = ()
+    torch: _ShortText
+    cuda: _ShortText | None = None
+    gpus: tuple[TorchGpu, ...] = ()
+    reason: _ShortText = ""
+    kernels_for: tuple[_ShortText, ...] = ()
 
 
 class KernelResult(msgspec.Struct, frozen=True, kw_only=True):
     """How the trial of a kernel in one type went; see :mod:`molink.stage.measure.parity`."""
 
-    kernel: _Short
-    dtype: _Short
+    kernel: _ShortText
+    dtype: _ShortText
     state: Literal["ok", "absent", "wrong"]
     error: float | None = None
     tolerance: float = 0.0
-    reason: _Short = ""
+    reason: _ShortText = ""
 
 
-class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
+class SelfTestResult(msgspec.Struct, frozen=True, kw_only=True):
     """All of them, on one device. ``failure`` says why there are none."""
 
-    about: AboutTorch | None = None
-    device: _Short = ""
-    name: _Short = ""
+    about: TorchInfo | None = None
+    device: _ShortText = ""
+    name: _ShortText = ""
     results: tuple[KernelResult, ...] = ()
-    failure: _Short = ""
+    failure: _ShortText = ""
 
     @property
-    def wrong(self) -> tuple[str, ...]:
+    def failed_kernels(self) -> tuple[str, ...]:
         """Kernels that failed, in any type."""
         return tuple(dict.fromkeys(one.kernel for one in self.results if one.state == "wrong"))
 
     @property
-    def avoid(self) -> tuple[str, ...]:
+    def disabled_kernels(self) -> tuple[str, ...]:
         """Those of them that something else can take the place of."""
-        return tuple(name for name in self.wrong if name in INSTEAD)
+        return tuple(name for name in self.failed_kernels if name in FALLBACKS)
 
 
-class _Begun(msgspec.Struct, frozen=True, kw_only=True):
-    kernel: _Short
-    dtype: _Short
+class _TrialStart(msgspec.Struct, frozen=True, kw_only=True):
+    kernel: _ShortText
+    dtype: _ShortText
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True):
-    about: AboutTorch | None = None
-    device: _Short | None = None
-    name: _Short = ""
-    begin: _Begun | None = None
+    about: TorchInfo | None = None
+    device: _ShortText | None = None
+    name: _ShortText = ""
+    begin: _TrialStart | None = None
     result: KernelResult | None = None
 
 
-class _Kept(msgspec.Struct, frozen=True, kw_only=True):
+class _StoredResult(msgspec.Struct, frozen=True, kw_only=True):
     """What is remembered, and of what."""
 
-    torch: _Short
-    name: _Short
-    avoid: tuple[_Short, ...]
+    torch: _ShortText
+    name: _ShortText
+    avoid: tuple[_ShortText, ...]
 
 
-def self_test(
+def run_self_test(
     device: str,
     threads: int,
     command: Sequence[str] = PARITY_COMMAND,
     model: Path | None = None,
-) -> SelfTest:
+) -> SelfTestResult:
     """Try all kernels of ``device`` (``auto``, ``cpu`` or ``cuda:N``); takes some seconds.
 
     With the shapes of ``model`` if one is named: a folder that has a ``config.json``.
@@ -117,10 +117,10 @@ def self_test(
         arguments += [] if model is None else ["--model", str(model)]
         arguments += ["--skip", skip]
         try:
-            ending, output, errors = _run([*command, *arguments])
+            ending, output, errors = _run_process([*command, *arguments])
             read = [msgspec.json.decode(line, type=_Line) for line in output.splitlines()]
         except (OSError, msgspec.MsgspecError) as error:
-            return SelfTest(failure=f"the self-test can't be run: {error}"[:512])
+            return SelfTestResult(failure=f"the self-test can't be run: {error}"[:512])
         where = next((one for one in read if one.device is not None), _Line())
         results = [one.result for one in read if one.result is not None]
         begun = [one.begin for one in read if one.begin is not None]
@@ -130,7 +130,7 @@ def self_test(
                 KernelResult(kernel=last.kernel, dtype=last.dtype, state="wrong", reason=reason)
             )
             continue
-        return SelfTest(
+        return SelfTestResult(
             about=next((one.about for one in read if one.about is not None), None),
             device=where.device or "",
             name=where.name,
@@ -139,21 +139,21 @@ def self_test(
         )
 
 
-def remember(path: Path, tested: SelfTest) -> None:
+def save_disabled_kernels(path: Path, tested: SelfTestResult) -> None:
     """Have workers avoid what failed, from their next start on; forgets what works now."""
-    if tested.avoid:
-        kept = _Kept(torch=torch_version(), name=tested.name, avoid=tested.avoid)
+    if tested.disabled_kernels:
+        kept = _StoredResult(torch=torch_version(), name=tested.name, avoid=tested.disabled_kernels)
         write_secret(path, msgspec.json.encode(kept).decode("utf-8"))
     else:
         path.unlink(missing_ok=True)
 
 
-def remembered(path: Path, name: str) -> tuple[str, ...]:
+def load_disabled_kernels(path: Path, name: str) -> tuple[str, ...]:
     """What workers are to avoid on the device of that name, with the torch that is installed."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             return ()
-        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
+        kept = msgspec.json.decode(path.read_bytes(), type=_StoredResult)
     except FileNotFoundError:
         return ()
     except (OSError, msgspec.MsgspecError) as error:
@@ -161,10 +161,10 @@ def remembered(path: Path, name: str) -> tuple[str, ...]:
         return ()
     if (kept.torch, kept.name) != (torch_version(), name):
         return ()
-    return tuple(one for one in kept.avoid if one in INSTEAD)
+    return tuple(one for one in kept.avoid if one in FALLBACKS)
 
 
-def _run(command: Sequence[str]) -> tuple[str, bytes, str]:
+def _run_process(command: Sequence[str]) -> tuple[str, bytes, str]:
     """How the process has failed (empty if it hasn't), its output, and its last line of errors.
 
     Raises:
@@ -179,7 +179,7 @@ def _run(command: Sequence[str]) -> tuple[str, bytes, str]:
     ) as process:
         try:
             output, errors = process.communicate(timeout=_TIMEOUT_S)
-            ending = _ending(process.returncode)
+            ending = _exit_text(process.returncode)
         except subprocess.TimeoutExpired:
             process.kill()
             output, errors = process.communicate()
@@ -190,7 +190,7 @@ def _run(command: Sequence[str]) -> tuple[str, bytes, str]:
     return ending, output, lines[-1] if lines else ""
 
 
-def _ending(code: int) -> str:
+def _exit_text(code: int) -> str:
     """How a process has failed; Windows' codes are known in hexadecimal."""
     if code < 0:
         return f"signal {-code}"

@@ -17,7 +17,7 @@ BENCH_COMMAND = (sys.executable, "-P", "-m", "molink.stage.measure.stage_bench")
 #: Loading takes as long as it takes, but not for ever.
 _TIMEOUT_S = 3600.0
 #: Windows delivers Ctrl-C only between waits.
-_TURN_S = 0.5
+_WAIT_S = 0.5
 
 
 class BenchPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class BenchPoint(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
 
 
-class Read(msgspec.Struct, frozen=True, kw_only=True):
+class ReadRate(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that a single decode row reads, and how quickly, beside the device's best."""
 
     bytes: int
@@ -37,7 +37,7 @@ class Read(msgspec.Struct, frozen=True, kw_only=True):
     share: float
 
 
-class Compute(msgspec.Struct, frozen=True, kw_only=True):
+class ComputeRate(msgspec.Struct, frozen=True, kw_only=True):
     """Operations of the best chunk, and how quick they are, beside the device's best."""
 
     rows: int
@@ -47,7 +47,7 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True):
     share: float
 
 
-class StageResult(msgspec.Struct, frozen=True, kw_only=True):
+class StageBenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """What :mod:`molink.stage.measure.stage_bench` prints, with the model's name."""
 
     model: str = ""
@@ -63,8 +63,8 @@ class StageResult(msgspec.Struct, frozen=True, kw_only=True):
     prefill: tuple[BenchPoint, ...]
     context: int
     tile: int
-    read: Read
-    compute: Compute
+    read: ReadRate
+    compute: ComputeRate
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class StageBench:
     threads: int = 0
     seconds: float = 20.0
 
-    def arguments(self) -> list[str]:
+    def build_arguments(self) -> list[str]:
         """Of the process."""
         given = {
             "--model-dir": self.folder,
@@ -94,7 +94,7 @@ class StageBench:
         return [text for name, value in given.items() for text in (name, str(value))]
 
 
-def measure_stage(order: StageBench, command: Sequence[str] = BENCH_COMMAND) -> StageResult:
+def measure_stage(order: StageBench, command: Sequence[str] = BENCH_COMMAND) -> StageBenchResult:
     """Run the measurement and wait for it; Ctrl-C ends it.
 
     Raises:
@@ -103,7 +103,7 @@ def measure_stage(order: StageBench, command: Sequence[str] = BENCH_COMMAND) -> 
     """
     try:
         process = subprocess.Popen(
-            [*command, *order.arguments()],
+            [*command, *order.build_arguments()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -126,23 +126,23 @@ def _communicate(process: "subprocess.Popen[bytes]") -> tuple[bytes, bytes]:
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
         try:
-            return process.communicate(timeout=_TURN_S)
+            return process.communicate(timeout=_WAIT_S)
         except subprocess.TimeoutExpired:  # what has been read is kept for the next turn
             if time.monotonic() >= deadline:
                 raise
 
 
-def _parse(code: int, output: bytes, errors: bytes) -> StageResult:
+def _parse(code: int, output: bytes, errors: bytes) -> StageBenchResult:
     if code:
         lines = errors.decode("utf-8", "replace").strip().splitlines()
-        raise _error(code, lines[-1] if lines else f"no message, exit code {code}")
+        raise _error_of(code, lines[-1] if lines else f"no message, exit code {code}")
     try:
-        return msgspec.json.decode(output.strip().splitlines()[-1], type=StageResult)
+        return msgspec.json.decode(output.strip().splitlines()[-1], type=StageBenchResult)
     except (msgspec.MsgspecError, IndexError) as error:
         raise WorkerError(f"the measurement of the stage is unreadable: {error}") from error
 
 
-def _error(code: int, line: str) -> MolinkError:
+def _error_of(code: int, line: str) -> MolinkError:
     if "not compiled with CUDA" in line or "this torch sees no such GPU" in line:
         return UsageError(
             "a cuda device can't be used: torch here sees no such GPU; see `nvidia-smi`, and run "

@@ -5,29 +5,29 @@ from collections.abc import Awaitable, Callable
 
 from molink.errors import MolinkError, WorkerError
 from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.requests import Bringing
-from molinkd.peer.artifacts.founder import Founder
+from molink.wire.messages.requests import LoadModelReply
+from molinkd.peer.artifacts.founder import Bootstrap
 
 
-class Bringer:
+class ModelLoader:
     """The newest wish; an earlier one ends with it."""
 
     def __init__(
         self,
-        begin: Callable[[str], Founder],
+        make_bootstrap: Callable[[str], Bootstrap],
         serve: Callable[[ControlMessage], Awaitable[object]],
-        served: Callable[[str], None],
+        on_served: Callable[[str], None],
     ) -> None:
-        """``begin`` makes what finds a model; ``serve`` asks the coordinator for it.
+        """``make_bootstrap`` makes what finds a model; ``serve`` asks the coordinator for it.
 
-        ``served`` is told of each wish that was carried out.
+        ``on_served`` is told of each wish that was carried out.
         """
-        self._begin, self._serve, self._served = begin, serve, served
+        self._make_bootstrap, self._request_serving, self._on_served = make_bootstrap, serve, on_served
         self._model = ""
-        self._founder: Founder | None = None
+        self._bootstrap: Bootstrap | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def ask(self, model: str) -> Bringing:
+    async def load_model(self, model: str) -> LoadModelReply:
         """How far it is with ``model``; begins it if that is another wish, or the last has ended.
 
         Raises:
@@ -35,14 +35,14 @@ class Bringer:
         """
         if self._task is None or self._model != model:
             await self.close()
-            self._model, self._founder = model, self._begin(model)
+            self._model, self._bootstrap = model, self._make_bootstrap(model)
             loop = asyncio.get_running_loop()
-            self._task = loop.create_task(self._bring(self._founder))
-        founder, task = self._founder, self._task
-        assert founder is not None
+            self._task = loop.create_task(self._load(self._bootstrap))
+        bootstrap, task = self._bootstrap, self._task
+        assert bootstrap is not None
         if not task.done():
-            done, total = founder.progress.shown
-            return Bringing(ref=0, state=founder.state, name=founder.name, done=done, total=total)
+            done, total = bootstrap.progress.totals
+            return LoadModelReply(ref=0, state=bootstrap.state, name=bootstrap.name, done=done, total=total)
         self._task = None
         try:
             await task
@@ -50,7 +50,7 @@ class Bringer:
             raise
         except Exception as error:
             raise WorkerError(f"{model} can't be served: internal error: {error!r}") from error
-        return Bringing(ref=0, state="asked", name=founder.name)
+        return LoadModelReply(ref=0, state="asked", name=bootstrap.name)
 
     async def close(self) -> None:
         """End what is under way; what was fetched is kept."""
@@ -59,10 +59,10 @@ class Bringer:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _bring(self, founder: Founder) -> None:
-        await founder.find_model()
-        await founder.hash_model()
-        order = founder.order()
+    async def _load(self, bootstrap: Bootstrap) -> None:
+        await bootstrap.find_model()
+        await bootstrap.hash_model()
+        order = bootstrap.build_order()
         assert order is not None
-        await self._serve(order)
-        self._served(self._model)
+        await self._request_serving(order)
+        self._on_served(self._model)

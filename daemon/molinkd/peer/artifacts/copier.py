@@ -15,31 +15,31 @@ from pathlib import Path
 from molink.checkpoint.manifest import Manifest
 from molink.errors import MolinkError, Unavailable
 from molink.facts.model import LayerRange
-from molink.swarm.artifacts.copying import CopyPace, distance
+from molink.swarm.artifacts.copying import ReplicationSchedule, layer_distance
 from molink.swarm.artifacts.fetch_plan import GroupPlan
-from molink.swarm.artifacts.supply import Supply
-from molinkd.peer.artifacts.library import Holding, Library
+from molink.swarm.artifacts.supply import ModelSources
+from molinkd.peer.artifacts.library import ModelFiles, ModelRepository
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.store import Store
-from molinkd.peer.artifacts.stored import all_plans, holding_of, remove_drafts, stored_manifest
+from molinkd.peer.artifacts.store import ModelStore
+from molinkd.peer.artifacts.stored import all_plans, stored_files, remove_replica_partials, read_stored_manifest
 
 log = logging.getLogger(__name__)
 
 #: How often the files of a copy are looked at: a stat of each, in seconds.
-WATCH_S = 60.0
+CHECK_INTERVAL_S = 60.0
 
 
-class Copier:
+class ModelReplicator:
     """The copy of one model."""
 
     def __init__(
         self,
-        store: Store,
-        library: Library,
+        store: ModelStore,
+        repository: ModelRepository,
         model: tuple[str, str],
         layers: Callable[[], LayerRange],
         on_change: Callable[[], None],
-        may: Callable[[], bool],
+        is_allowed: Callable[[], bool],
     ) -> None:
         """``model`` is its name and its root.
 
@@ -48,116 +48,116 @@ class Copier:
         any more, or can't be made.
         """
         self._store = store
-        self._library = library
+        self._library = repository
         self.model = model
         self._layers = layers
-        self._on_change = on_change
-        self._may = may
-        self._pace = CopyPace()
+        self._notify_change = on_change
+        self._is_allowed = is_allowed
+        self._rate_limit = ReplicationSchedule()
         #: Set when something has changed that the pace, or whose turn it is, depends on.
-        self._news = asyncio.Event()
-        self._supply = Supply()
+        self._changed = asyncio.Event()
+        self._supply = ModelSources()
         #: Of all files, those that are here and the one that comes.
         self._progress = Progress()
-        self._whole = False
-        self._stuck = False
-        self._task = asyncio.get_running_loop().create_task(self._keep(*model))
+        self._is_complete = False
+        self._is_stuck = False
+        self._task = asyncio.get_running_loop().create_task(self._maintain_replica(*model))
 
     @property
     def percent(self) -> int:
         """How much of the model is here; 100 only if it is whole."""
-        if self._whole:
+        if self._is_complete:
             return 100
         done, total = self._progress.done, self._progress.total
         return min(99, 100 * done // total) if total else 0
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether it is whole, or can't go on for now: others may have their turn."""
-        return self._whole or self._stuck
+        return self._is_complete or self._is_stuck
 
-    def look(self, supply: Supply | None = None, *, serving: bool) -> None:
+    def on_change(self, supply: ModelSources | None = None, *, serving: bool) -> None:
         """Something has changed: the sources, whether a pipeline serves, or whose turn it is."""
-        self._pace.serving = serving
+        self._rate_limit.is_serving = serving
         if supply is not None and self._supply != supply:
             self._supply = supply
-            self._pace.again()
-        self._news.set()
+            self._rate_limit.retry_now()
+        self._changed.set()
 
-    def end(self) -> asyncio.Task[None]:
+    def stop_replication(self) -> asyncio.Task[None]:
         """End what is under way; files that are whole are kept, but not offered any more."""
         self._task.cancel()
-        self._library.withdraw(self.model[1])
+        self._library.remove_replica(self.model[1])
         return self._task
 
-    async def _keep(self, model: str, root: str) -> None:
+    async def _maintain_replica(self, model: str, root: str) -> None:
         """Have a whole copy for as long as the model is served."""
         while True:
             try:
-                if self._store.brought(root):
-                    self._change(whole=True)
+                if self._store.is_in_repository(root):
+                    self._set_complete(whole=True)
                     return
-                copy = await self._make(model, root)
+                copy = await self._make_replica(model, root)
             except (MolinkError, OSError) as error:
-                self._failed(model, str(error))
+                self._on_failure(model, str(error))
             except Exception as error:
                 log.exception("the copy of %s", model)
-                self._failed(model, f"internal error: {error!r}")
+                self._on_failure(model, f"internal error: {error!r}")
             else:
-                self._library.offer(model, copy)
-                self._change(whole=True)
+                self._library.add_replica(model, copy)
+                self._set_complete(whole=True)
                 await _until_changed(copy)
                 log.warning("the copy of %s in %s has changed", model, copy.folder)
-                self._library.withdraw(root)
-                self._change(whole=False)
+                self._library.remove_replica(root)
+                self._set_complete(whole=False)
 
-    def _change(self, *, whole: bool) -> None:
-        self._whole, self._stuck = whole, False
-        self._on_change()
+    def _set_complete(self, *, whole: bool) -> None:
+        self._is_complete, self._is_stuck = whole, False
+        self._notify_change()
 
-    def _failed(self, model: str, reason: str) -> None:
-        if not self._stuck:
-            self._stuck = True
-            self._on_change()
-        if self._pace.failed(reason, self._now()):
+    def _on_failure(self, model: str, reason: str) -> None:
+        if not self._is_stuck:
+            self._is_stuck = True
+            self._notify_change()
+        if self._rate_limit.record_failure(reason, self._now()):
             log.info("no whole copy of %s here yet; it is tried again: %s", model, reason)
 
-    async def _make(self, model: str, root: str) -> Holding:
+    async def _make_replica(self, model: str, root: str) -> ModelFiles:
         """Look which files are here and fetch the others, the nearest first.
 
         Raises:
             MolinkError: one can't be had now; says why.
             OSError: a file that was here is gone.
         """
-        await self._allowed(fetch=False)
-        folder = await self._store.metadata(model, root, self._supply, paced=self._pace.serving)
-        manifest = await asyncio.to_thread(stored_manifest, folder, root)
+        await self._wait_for_turn(fetch=False)
+        folder = await self._store.fetch_metadata(model, root, self._supply, rate_limited=self._rate_limit.is_serving)
+        manifest = await asyncio.to_thread(read_stored_manifest, folder, root)
         if manifest is None:
             raise Unavailable(f"{folder} was altered at this moment")
-        await asyncio.to_thread(remove_drafts, folder)
+        await asyncio.to_thread(remove_replica_partials, folder)
         plans = await asyncio.to_thread(all_plans, folder, manifest)
         missing = {plan.file: (layer, plan) for layer, plan in plans}
         progress = self._progress = Progress(total=sum(plan.nbytes for _, plan in plans))
         for _, plan in plans:
-            async with self._turn(fetch=False):
-                sound = await self._store.sound.has(folder, plan, progress)
+            async with self._limit_rate(fetch=False):
+                sound = await self._store.verified.is_verified(folder, plan, progress)
             if sound:
                 del missing[plan.file]
-        with self._store.transfers.under_way(model, progress, copy=True):
+        with self._store.transfers.track_transfer(model, progress, copy=True):
             while missing:
-                await self._allowed(fetch=True)
+                await self._wait_for_turn(fetch=True)
                 held = self._layers()
-                _, plan = min(missing.values(), key=lambda one: distance(one[0], held))
-                await self._have(folder, manifest, plan, missing.values())
+                _, plan = min(missing.values(), key=lambda one: layer_distance(one[0], held))
+                await self._fetch_file(folder, manifest, plan, missing.values())
                 del missing[plan.file]
-                self._stuck = False
-                self._pace.got_on()
+                self._is_stuck = False
+                self._rate_limit.reset_backoff()
         log.info("all of %s is here (%.0f MB)", model, progress.total / 1e6)
         return await asyncio.to_thread(
-            holding_of, model, folder, manifest, [plan for _, plan in plans]
+            stored_files, model, folder, manifest, [plan for _, plan in plans]
         )
 
-    async def _have(
+    async def _fetch_file(
         self,
         folder: Path,
         manifest: Manifest,
@@ -167,13 +167,13 @@ class Copier:
         """Fetch one of the ``missing`` files, unless a stage needed it meanwhile."""
         progress = self._progress
         here = progress.done
-        if await self._store.sound.has(folder, plan, progress):
+        if await self._store.verified.is_verified(folder, plan, progress):
             return
         rest = sum(one.nbytes for _, one in missing)
-        await asyncio.to_thread(self._store.refuse_copy, rest)
-        turn = partial(self._turn, fetch=True)
+        await asyncio.to_thread(self._store.check_replica_room, rest)
+        turn = partial(self._limit_rate, fetch=True)
         try:
-            await self._store.copy_file(
+            await self._store.replicate_file(
                 self.model[0], folder, manifest, plan, self._supply, turn, progress
             )
         except BaseException:
@@ -187,28 +187,28 @@ class Copier:
         return asyncio.get_running_loop().time()
 
     @asynccontextmanager
-    async def _turn(self, *, fetch: bool) -> AsyncIterator[None]:
+    async def _limit_rate(self, *, fetch: bool) -> AsyncIterator[None]:
         """One chunk or one look: when it may begin, and what it took."""
-        await self._allowed(fetch=fetch)
+        await self._wait_for_turn(fetch=fetch)
         begun = self._now()
         yield
-        self._pace.took(self._now() - begun, self._now(), fetch=fetch)
+        self._rate_limit.record_duration(self._now() - begun, self._now(), fetch=fetch)
 
-    async def _allowed(self, *, fetch: bool) -> None:
+    async def _wait_for_turn(self, *, fetch: bool) -> None:
         while True:
             await self._store.idle.wait()
-            self._news.clear()
-            turn = not fetch or self._may()
-            wait = self._pace.wait(self._now(), fetch=fetch) if turn else None
+            self._changed.clear()
+            turn = not fetch or self._is_allowed()
+            wait = self._rate_limit.wait_time(self._now(), fetch=fetch) if turn else None
             if wait == 0:
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait):
-                    await self._news.wait()
+                    await self._changed.wait()
 
 
-async def _until_changed(copy: Holding) -> None:
+async def _until_changed(copy: ModelFiles) -> None:
     while True:
-        await asyncio.sleep(WATCH_S)
-        if await asyncio.to_thread(copy.changed):
+        await asyncio.sleep(CHECK_INTERVAL_S)
+        if await asyncio.to_thread(copy.find_changed):
             return

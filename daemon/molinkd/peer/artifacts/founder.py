@@ -12,39 +12,39 @@ from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.source import (
     ModelSource,
     find_model,
-    is_here,
+    is_local,
     is_repository,
-    local_model,
+    find_local_model,
     short_name,
 )
 from molink.errors import BrokenModel, MolinkError, Unavailable, UsageError
 from molink.facts.model import ModelFacts
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.requests import Invite, InviteRequest, ServeModel
+from molink.wire.messages.requests import InviteReply, InviteRequest, ServeModel
 from molink.wire.sockets.curve import KeyPair
-from molinkd.peer.artifacts.hashing import in_thread
-from molinkd.peer.artifacts.in_shards import keep_model, kept_model, spans
-from molinkd.peer.artifacts.library import Holding, Library, watch
+from molinkd.peer.artifacts.hashing import run_in_thread
+from molinkd.peer.artifacts.in_shards import store_model, find_stored_model, tensor_spans
+from molinkd.peer.artifacts.library import ModelFiles, ModelRepository, make_change_watcher
 from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.artifacts.transfers import Transfers
 from molinkd.peer.home import Home
-from molinkd.peer.launch import Announce, Invitation, Launch, Serving, StageNow, Trouble
+from molinkd.peer.launch import Announce, InvitationCreatedEvent, Launch, ModelFoundEvent, StageStatusChangedEvent, ProblemReportedEvent
 from molinkd.peer.membership.addresses import is_loopback
 from molinkd.peer.membership.membership import read_membership
 from molinkd.peer.membership.session import CoordinatorSession
-from molinkd.peer.quantize import check_files, check_quantize
+from molinkd.peer.quantize import check_quantize_files, check_quantize
 
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 #: How often a person is told how far hashing is.
-_SHOW_S = 2.0
+_PROGRESS_INTERVAL_S = 2.0
 #: How often the model's files are looked at: a stat of each.
-_WATCH_S = 10.0
+_CHECK_INTERVAL_S = 10.0
 
 
-class Founder:
+class Bootstrap:
     """The part of a daemon that brings a model, and for ``up`` asks for the first token too."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Founder:
         launch: Launch,
         home: Home,
         keys: KeyPair,
-        library: Library,
+        repository: ModelRepository,
         announce: Announce,
         transfers: Transfers | None = None,
     ) -> None:
@@ -65,17 +65,17 @@ class Founder:
         self._settings = launch.settings
         self._home = home
         self._keys = keys
-        self._library = library
+        self._library = repository
         self._announce = announce
         self._facts: ModelFacts | None = None
         #: What ``up`` is to serve again next time.
         self.model: str | None = None
         #: Whether it served that the last time, and what else was asked for here then.
-        self.again = False
-        self.brought: tuple[str, ...] = ()
+        self.is_resumed = False
+        self.extra_models: tuple[str, ...] = ()
         self._source: ModelSource | None = None
         #: What is here already of a model in shards.
-        self._kept: Holding | None = None
+        self._stored: ModelFiles | None = None
 
     async def find_model(self) -> None:
         """Find and check the model before anything is started.
@@ -87,30 +87,30 @@ class Founder:
         self.model = self._launch.model
         if self._launch.role == "up":
             known = read_membership(self._home.membership)
-            if known is not None and not known.own:
+            if known is not None and not known.is_founder:
                 raise UsageError(
                     f"this PC is a member of swarm {known.swarm}: start it with "
-                    f"{self._home.typed('join')}, or run {self._home.typed('leave')} first."
+                    f"{self._home.format_command('join')}, or run {self._home.format_command('leave')} first."
                 )
             before = known.model if known is not None else None
             self.model = self.model or before
-            self.again = before is not None and self.model == before
-            self.brought = known.brought if known is not None and self.again else ()
+            self.is_resumed = before is not None and self.model == before
+            self.extra_models = known.extra_models if known is not None and self.is_resumed else ()
         elif self.model is None:
             return
-        source = await self._find(self.model)
-        folder = await asyncio.to_thread(self._open, source)
+        source = await self._find_source(self.model)
+        folder = await asyncio.to_thread(self._open_folder, source)
         await asyncio.to_thread(Tokenizer.open, source.path)
-        check = check_files if self._settings.stage == "none" else check_quantize
+        check = check_quantize_files if self._settings.stage == "none" else check_quantize
         check(self._settings.quantize, folder.config)
-        facts = folder.facts(source.name)
-        context = min(facts.context, self._settings.context or facts.context)
-        self._facts = msgspec.structs.replace(facts, hub=source.hub, context=context)
+        facts = folder.placement_facts(source.name)
+        context = min(facts.max_model_len, self._settings.max_model_len or facts.max_model_len)
+        self._facts = msgspec.structs.replace(facts, hub=source.hub_place, max_model_len=context)
         self._source = source
-        self._announce(Serving(model=source.name, path=str(source.path), sees=folder.config.sees))
+        self._announce(ModelFoundEvent(model=source.name, path=str(source.path), has_vision=folder.config.has_vision))
         for note in folder.config.notes:
             log.warning("%s", note)
-            self._announce(Trouble(text=note))
+            self._announce(ProblemReportedEvent(text=note))
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -127,35 +127,35 @@ class Founder:
         """Where the model's files are; ``None`` until it is found."""
         return None if self._source is None else self._source.path
 
-    async def _find(self, model: str | None) -> ModelSource:
+    async def _find_source(self, model: str | None) -> ModelSource:
         self.state, progress = "fetching", self.progress
-        if model is not None and local_model(model) is not None:
-            progress.comes_from("disk, to unpack it once")
-        with self._transfers.under_way(model or "", progress):
-            return await in_thread(lambda stop: self._find_in_thread(model, progress, stop))
+        if model is not None and find_local_model(model) is not None:
+            progress.set_source("disk, to unpack it once")
+        with self._transfers.track_transfer(model or "", progress):
+            return await run_in_thread(lambda stop: self._find_in_thread(model, progress, stop))
 
     def _find_in_thread(
         self, model: str | None, progress: Progress, stop: threading.Event
     ) -> ModelSource:
         in_shards = self._settings.hub_files
-        if in_shards and model is not None and is_repository(model) and not is_here(model):
-            kept = self._kept = kept_model(self._home.models, model)
+        if in_shards and model is not None and is_repository(model) and not is_local(model):
+            kept = self._stored = find_stored_model(self._home.models, model)
             if kept is not None:
                 return ModelSource(short_name(model), kept.folder, kept.manifest.hub)
         into = self._home.unpacked
         return find_model(model, progress, stop, unpack_into=into, in_shards=in_shards)
 
-    def _open(self, source: ModelSource) -> ModelFolder:
-        if self._kept is not None:
-            return ModelFolder.of_heads(source.path, spans(self._kept.manifest))
+    def _open_folder(self, source: ModelSource) -> ModelFolder:
+        if self._stored is not None:
+            return ModelFolder.open_remote(source.path, tensor_spans(self._stored.manifest))
         if source.shards is not None:
-            return source.shards.open()
+            return source.shards.open_folder()
         try:
             return ModelFolder.open(source.path)
         except BrokenModel as error:
-            if not source.hub:
+            if not source.hub_place:
                 raise
-            mend = self._home.typed(f"pull {self.model}")
+            mend = self._home.format_command(f"pull {self.model}")
             raise BrokenModel(f"{error}. {mend} fetches what is cut off") from error
 
     async def hash_model(self) -> None:
@@ -167,31 +167,31 @@ class Founder:
         source = self._source
         if source is None or self._facts is None:
             return
-        if self._kept is not None or source.shards is not None:
+        if self._stored is not None or source.shards is not None:
             await asyncio.to_thread(self._offer_shards, source)
             return
         self.state = "hashing"
         progress = self.progress = Progress()
-        showing = asyncio.create_task(self._show(progress))
+        showing = asyncio.create_task(self._announce_progress(progress))
         try:
-            holding = await in_thread(
-                lambda stop: self._library.add(source.name, source.path, progress, stop)
+            model_files = await run_in_thread(
+                lambda stop: self._library.add_model(source.name, source.path, progress, stop)
             )
         finally:
             showing.cancel()
             await asyncio.gather(showing, return_exceptions=True)
-        made = holding.manifest
+        made = model_files.manifest
         self._facts = msgspec.structs.replace(
             self._facts, root=made.root, extra_bytes=made.extra_bytes
         )
 
     def _offer_shards(self, source: ModelSource) -> None:
         """Have others find here what a model in shards consists of; its shards aren't here."""
-        kept = self._kept
+        kept = self._stored
         if kept is None:
             assert source.shards is not None
-            kept = keep_model(self._home.models, source.name, source.shards)
-        self._library.keep(kept)
+            kept = store_model(self._home.models, source.name, source.shards)
+        self._library.add_partial_model(kept)
         made = kept.manifest
         assert self._facts is not None
         self._facts = msgspec.structs.replace(
@@ -201,22 +201,22 @@ class Founder:
             files_bytes=sum(shard.nbytes for shard in made.shards.values()),
         )
 
-    async def watch(self) -> None:
+    async def watch_files(self) -> None:
         """Say so when files of the model change: those who fetch them are refused then."""
-        look = watch(self._library, lambda text: self._announce(Trouble(text=text)))
+        look = make_change_watcher(self._library, lambda text: self._announce(ProblemReportedEvent(text=text)))
         while True:
-            await asyncio.sleep(_WATCH_S)
+            await asyncio.sleep(_CHECK_INTERVAL_S)
             await asyncio.to_thread(look)
 
-    async def _show(self, progress: Progress) -> None:
+    async def _announce_progress(self, progress: Progress) -> None:
         while True:
-            await asyncio.sleep(_SHOW_S)
-            self._announce(StageNow(text=f"hashing the model's files, once: {progress}"))
+            await asyncio.sleep(_PROGRESS_INTERVAL_S)
+            self._announce(StageStatusChangedEvent(text=f"hashing the model's files, once: {progress}"))
 
-    def order(self, *, again: bool = False) -> ServeModel | None:
+    def build_order(self, *, is_resumed: bool = False) -> ServeModel | None:
         """What to ask the coordinator for, once the model is hashed; ``None`` without a model.
 
-        ``again``: nobody asks for it but the daemon, which has served it before.
+        ``is_resumed``: nobody asks for it but the daemon, which has served it before.
         """
         settings = self._settings
         if self._facts is None:
@@ -224,7 +224,7 @@ class Founder:
         return ServeModel(
             ref=0,
             model=self._facts,
-            again=again,
+            is_retry=is_resumed,
             min_peers=settings.min_peers,
             dtype=settings.dtype,
             micro_batches=settings.micro_batches,
@@ -233,9 +233,9 @@ class Founder:
             min_stages=settings.min_stages,
         )
 
-    async def serve(self, session: CoordinatorSession) -> None:
+    async def request_serving(self, session: CoordinatorSession) -> None:
         """Ask the coordinator to serve the model and, for ``up``, for a join token."""
-        order, settings = self.order(again=self.again), self._settings
+        order, settings = self.build_order(is_resumed=self.is_resumed), self._settings
         if order is None:
             return
         requests: list[ControlMessage] = [order]
@@ -251,11 +251,11 @@ class Founder:
                     log.info("%s", error)
                     await asyncio.sleep(_RETRY_S)
                 except MolinkError as error:
-                    self._announce(Trouble(text=str(error)))
+                    self._announce(ProblemReportedEvent(text=str(error)))
                     return
-            if isinstance(reply, Invite):
+            if isinstance(reply, InviteReply):
                 self._announce(
-                    Invitation(
+                    InvitationCreatedEvent(
                         token=reply.token,
                         uses=settings.token_uses,
                         discovery=settings.discovery and not is_loopback(settings.host),

@@ -13,26 +13,26 @@ from typing import TypeVar
 
 import msgspec
 
-from molink.checkpoint.manifest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digests
+from molink.checkpoint.manifest import CHUNK_BYTES, DIGEST_BYTES, count_chunks, hash_chunks
 from molink.errors import Unavailable
-from molink.files import patiently
+from molink.files import retry_while_busy
 from molink.wire.sockets.secrets import private_folder
 from molinkd.peer.artifacts.progress import Progress
 
 log = logging.getLogger(__name__)
 
 #: Bytes that one thread hashes at a time.
-_RUN_BYTES = 64 * CHUNK_BYTES
+_SPLIT_BYTES = 64 * CHUNK_BYTES
 #: More threads than this only make a disk slower.
 _MAX_THREADS = 8
 #: Files whose hashes are remembered.
-_MAX_REMEMBERED = 256
+_MAX_CACHED_FILES = 256
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ByteRange:
     """``nbytes`` bytes at ``offset`` of a file."""
 
     path: Path
@@ -40,7 +40,7 @@ class Stretch:
     nbytes: int
 
 
-class Stamp(msgspec.Struct, frozen=True):
+class FileStamp(msgspec.Struct, frozen=True):
     """What changes whenever a file does."""
 
     size: int
@@ -48,20 +48,20 @@ class Stamp(msgspec.Struct, frozen=True):
     inode: int
 
     @classmethod
-    def of(cls, path: Path) -> "Stamp":
+    def of_path(cls, path: Path) -> "FileStamp":
         """That of a file; raises ``OSError``."""
         found = path.stat()
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
 
-class _Remembered(msgspec.Struct, frozen=True):
+class _CachedDigests(msgspec.Struct, frozen=True):
     path: str
-    stamp: Stamp
+    stamp: FileStamp
     digests: dict[str, bytes]
 
 
-class _Named(msgspec.Struct, frozen=True):
-    """What :class:`_Remembered` says of its file, without its hashes."""
+class _CachedPath(msgspec.Struct, frozen=True):
+    """What :class:`_CachedDigests` says of its file, without its hashes."""
 
     path: str
 
@@ -72,10 +72,10 @@ class Hasher:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
 
-    def digests(
+    def hash_parts(
         self,
         path: Path,
-        parts: Mapping[str, Stretch],
+        parts: Mapping[str, ByteRange],
         progress: Progress,
         stop: threading.Event,
     ) -> dict[str, bytes]:
@@ -86,60 +86,60 @@ class Hasher:
             BrokenModel: it became shorter.
             Unavailable: ``stop`` was set.
         """
-        stamp = Stamp.of(path)
-        known = self._recall(path, stamp)
-        sizes = {name: DIGEST_BYTES * chunk_count(part.nbytes) for name, part in parts.items()}
+        stamp = FileStamp.of_path(path)
+        known = self._load_digests(path, stamp)
+        sizes = {name: DIGEST_BYTES * count_chunks(part.nbytes) for name, part in parts.items()}
         if known is not None and {name: len(one) for name, one in known.items()} == sizes:
-            progress.add(sum(part.nbytes for part in parts.values()))
+            progress.add_bytes(sum(part.nbytes for part in parts.values()))
             return known
-        found = dict(zip(parts, hash_stretches([*parts.values()], progress, stop), strict=True))
-        if Stamp.of(path) == stamp:
+        found = dict(zip(parts, hash_ranges([*parts.values()], progress, stop), strict=True))
+        if FileStamp.of_path(path) == stamp:
             try:
-                self._remember(_Remembered(str(path), stamp, found))
+                self._save_digests(_CachedDigests(str(path), stamp, found))
             except OSError as error:
                 log.warning("the hashes of %s can't be kept, only computed again: %s", path, error)
         return found
 
-    def known(self) -> Iterator[Path]:
+    def cached_paths(self) -> Iterator[Path]:
         """The files whose hashes are remembered, whether they are still there or not."""
         if self._folder is None or not self._folder.is_dir():
             return
         for file in self._folder.iterdir():
             try:
-                yield Path(msgspec.msgpack.decode(file.read_bytes(), type=_Named).path)
+                yield Path(msgspec.msgpack.decode(file.read_bytes(), type=_CachedPath).path)
             except (OSError, msgspec.MsgspecError):
                 continue
 
-    def _file(self, path: str) -> Path | None:
+    def _cache_file(self, path: str) -> Path | None:
         if self._folder is None:
             return None
         return self._folder / f"{hashlib.sha256(path.encode('utf-8', 'replace')).hexdigest()[:32]}"
 
-    def _recall(self, path: Path, stamp: Stamp) -> dict[str, bytes] | None:
-        file = self._file(str(path))
+    def _load_digests(self, path: Path, stamp: FileStamp) -> dict[str, bytes] | None:
+        file = self._cache_file(str(path))
         try:
             if file is None:
                 return None
-            found = msgspec.msgpack.decode(file.read_bytes(), type=_Remembered)
+            found = msgspec.msgpack.decode(file.read_bytes(), type=_CachedDigests)
         except (OSError, msgspec.MsgspecError):
             return None
         return found.digests if (found.path, found.stamp) == (str(path), stamp) else None
 
-    def _remember(self, found: _Remembered) -> None:
-        file = self._file(found.path)
+    def _save_digests(self, found: _CachedDigests) -> None:
+        file = self._cache_file(found.path)
         if file is None:
             return
         folder = private_folder(file.parent)
         draft = file.with_suffix(".part")
         draft.write_bytes(msgspec.msgpack.encode(found))
-        patiently(lambda: draft.replace(file))
+        retry_while_busy(lambda: draft.replace(file))
         others = sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
-        for old in others[_MAX_REMEMBERED:]:
+        for old in others[_MAX_CACHED_FILES:]:
             old.unlink(missing_ok=True)
 
 
-def hash_stretches(
-    stretches: Sequence[Stretch], progress: Progress, stop: threading.Event
+def hash_ranges(
+    stretches: Sequence[ByteRange], progress: Progress, stop: threading.Event
 ) -> list[bytes]:
     """The chunks' digests of each stretch, in a row; several are hashed at once.
 
@@ -148,15 +148,15 @@ def hash_stretches(
         BrokenModel: one became shorter.
         Unavailable: ``stop`` was set.
     """
-    runs = [(number, run) for number, one in enumerate(stretches) for run in _runs(one)]
+    runs = [(number, run) for number, one in enumerate(stretches) for run in _split_range(one)]
     results = [bytearray() for _ in stretches]
 
-    def work(run: Stretch) -> bytes:
+    def work(run: ByteRange) -> bytes:
         if stop.is_set():
             raise Unavailable("hashing was ended")
         with run.path.open("rb") as file:
-            found = b"".join(chunk_digests(file, run.offset, run.nbytes))
-        progress.add(run.nbytes)
+            found = b"".join(hash_chunks(file, run.offset, run.nbytes))
+        progress.add_bytes(run.nbytes)
         return found
 
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "hash") as pool:
@@ -169,7 +169,7 @@ def hash_stretches(
     return [bytes(one) for one in results]
 
 
-async def in_thread(act: Callable[[threading.Event], T]) -> T:
+async def run_in_thread(act: Callable[[threading.Event], T]) -> T:
     """``act(stop)`` in a thread; cancelled, it is asked to end rather than waited for."""
     stop = threading.Event()
     try:
@@ -178,7 +178,7 @@ async def in_thread(act: Callable[[threading.Event], T]) -> T:
         stop.set()
 
 
-def _runs(whole: Stretch) -> Iterator[Stretch]:
-    for done in range(0, whole.nbytes, _RUN_BYTES):
-        length = min(_RUN_BYTES, whole.nbytes - done)
-        yield Stretch(whole.path, whole.offset + done, length)
+def _split_range(whole: ByteRange) -> Iterator[ByteRange]:
+    for done in range(0, whole.nbytes, _SPLIT_BYTES):
+        length = min(_SPLIT_BYTES, whole.nbytes - done)
+        yield ByteRange(whole.path, whole.offset + done, length)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from molink.checkpoint.hub_parts import HubParts
+from molink.checkpoint.hub_parts import HubReader
 from molink.errors import Unavailable
 
 
@@ -13,26 +13,26 @@ class HubSource:
 
     def __init__(self, place: str) -> None:
         """``place`` is ``OWNER/NAME@COMMIT``."""
-        self._parts = HubParts.of(place)
+        self._parts = HubReader.open_place(place)
 
-    async def manifest(self, root: str, offset: int) -> tuple[int, bytes]:
+    async def read_manifest(self, root: str, offset: int) -> tuple[int, bytes]:
         """Only peers have one."""
         raise Unavailable("the hub has no list of hashes")
 
-    async def parts(self, root: str) -> bytes:
+    async def read_parts(self, root: str) -> bytes:
         """It has all tensors, and is not asked."""
         raise Unavailable("the hub has no list of hashes")
 
-    async def read(self, root: str, part: str, index: int) -> bytes:
+    async def read_chunk(self, root: str, part: str, index: int) -> bytes:
         """A chunk of a tensor."""
-        return await asyncio.to_thread(self._parts.chunk, part, index)
+        return await asyncio.to_thread(self._parts.read_chunk, part, index)
 
-    async def read_slice(self, root: str, part: str, index: int, begin: int, length: int) -> bytes:
-        """``length`` bytes of a chunk from ``begin`` on."""
-        return await asyncio.to_thread(self._parts.chunk, part, index, begin, length)
+    async def read_slice(self, root: str, part: str, index: int, offset: int, length: int) -> bytes:
+        """``length`` bytes of a chunk from ``offset`` on."""
+        return await asyncio.to_thread(self._parts.read_chunk, part, index, offset, length)
 
 
 @asynccontextmanager
-async def hub_source(place: str) -> AsyncIterator[HubSource]:
+async def open_hub_source(place: str) -> AsyncIterator[HubSource]:
     """The hub, which is connected to with each request."""
     yield HubSource(place)

@@ -10,18 +10,18 @@ from pathlib import Path
 from molink.checkpoint.folder import METADATA_FILES
 from molink.checkpoint.header import TensorSpan
 from molink.checkpoint.hub_shards import HubModel
-from molink.checkpoint.manifest import Manifest, Part, chunk_digests, root_of
+from molink.checkpoint.manifest import Manifest, HashedEntry, hash_chunks, manifest_root
 from molink.checkpoint.source import short_name
 from molink.errors import BrokenModel, MolinkError
-from molink.files import patiently, plain_name
+from molink.files import retry_while_busy, make_plain_name
 from molink.wire.sockets.secrets import private_folder
-from molinkd.peer.artifacts.library import Holding, folder_name
-from molinkd.peer.artifacts.stored import MANIFEST_FILE, altered_parts, holding_of, metadata_parts
+from molinkd.peer.artifacts.library import ModelFiles, folder_name
+from molinkd.peer.artifacts.stored import MANIFEST_FILE, altered_parts, stored_files, metadata_parts
 
 log = logging.getLogger(__name__)
 
 
-def keep_model(store: Path, name: str, model: HubModel) -> Holding:
+def store_model(store: Path, name: str, model: HubModel) -> ModelFiles:
     """Have what there is of a model in a folder below ``store``, which appears once it is whole.
 
     Raises:
@@ -29,38 +29,38 @@ def keep_model(store: Path, name: str, model: HubModel) -> Holding:
     """
     try:
         present = [one for one in METADATA_FILES if (model.folder / one).is_file()]
-        manifest = model.manifest([_part(model.folder / one) for one in present])
+        manifest = model.build_manifest([_hash_file(model.folder / one) for one in present])
         parts = metadata_parts(name, manifest)
         folder = store / folder_name(name, manifest.root)
         if not folder.is_dir():
             draft = private_folder(folder.with_name(f".{folder.name}.part"))
-            _copy(model.folder, draft, parts)
+            _copy_parts(model.folder, draft, parts)
             (draft / MANIFEST_FILE).write_bytes(manifest.raw)
-            patiently(lambda: draft.rename(folder))
-        _copy(model.folder, folder, altered_parts(folder, manifest, parts))
-        return holding_of(name, folder, manifest, ())
+            retry_while_busy(lambda: draft.rename(folder))
+        _copy_parts(model.folder, folder, altered_parts(folder, manifest, parts))
+        return stored_files(name, folder, manifest, ())
     except OSError as error:
         raise BrokenModel(f"the files of {name} can't be kept in {store}: {error}") from error
 
 
-def kept_model(store: Path, repository: str) -> Holding | None:
+def find_stored_model(store: Path, repository: str) -> ModelFiles | None:
     """What is kept of a model of the hub since an earlier time; the newest of several versions."""
     name = short_name(repository)
-    found = sorted(store.glob(f"{plain_name(name, 'model')}-*"), key=_time, reverse=True)
+    found = sorted(store.glob(f"{make_plain_name(name, 'model')}-*"), key=_modified_at, reverse=True)
     for folder in found:
         try:
             raw = (folder / MANIFEST_FILE).read_bytes()
-            manifest = Manifest.open(raw, root_of(raw))
+            manifest = Manifest.open(raw, manifest_root(raw))
             if manifest.hub.partition("@")[0] != repository:
                 continue
             if not altered_parts(folder, manifest, metadata_parts(name, manifest)):
-                return holding_of(name, folder, manifest, ())
+                return stored_files(name, folder, manifest, ())
         except (OSError, MolinkError) as error:
             log.info("%s: %s", folder, error)
     return None
 
 
-def spans(manifest: Manifest) -> dict[str, TensorSpan]:
+def tensor_spans(manifest: Manifest) -> dict[str, TensorSpan]:
     """The tensors of a model in shards; where in these they lie only the shards know."""
     shards = [*manifest.shards]
     return {
@@ -69,18 +69,18 @@ def spans(manifest: Manifest) -> dict[str, TensorSpan]:
     }
 
 
-def _part(path: Path) -> Part:
+def _hash_file(path: Path) -> HashedEntry:
     size = path.stat().st_size
     with path.open("rb") as file:
-        return Part(path.name, size, b"".join(chunk_digests(file, 0, size)))
+        return HashedEntry(path.name, size, b"".join(hash_chunks(file, 0, size)))
 
 
-def _copy(source: Path, target: Path, parts: list[Part]) -> None:
+def _copy_parts(source: Path, target: Path, parts: list[HashedEntry]) -> None:
     for part in parts:
         (target / part.name).write_bytes((source / part.name).read_bytes())
 
 
-def _time(folder: Path) -> float:
+def _modified_at(folder: Path) -> float:
     try:
         return folder.stat().st_mtime
     except OSError:

@@ -15,47 +15,47 @@ from pathlib import Path
 from molink.checkpoint.fields import refuse_irregular
 from molink.checkpoint.folder import METADATA_FILES, scan_tensors
 from molink.checkpoint.header import TensorSpan
-from molink.checkpoint.manifest import CHUNK_BYTES, Manifest, Part, Shard, Unit
+from molink.checkpoint.manifest import CHUNK_BYTES, Manifest, HashedEntry, ShardEntry, ManifestEntry
 from molink.errors import AlteredModel, BrokenModel, ModelNotFound, RequestError
-from molink.files import plain_name
-from molinkd.peer.artifacts.hashing import Hasher, Stamp, Stretch
+from molink.files import make_plain_name
+from molinkd.peer.artifacts.hashing import Hasher, FileStamp, ByteRange
 from molinkd.peer.artifacts.progress import Progress
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class ModelFiles:
     """One model: its folder, what it consists of, and where each part that is here lies."""
 
     folder: Path
     manifest: Manifest
-    places: dict[str, Stretch] = field(repr=False)
+    ranges: dict[str, ByteRange] = field(repr=False)
     #: What the files looked like when they were hashed.
-    stamps: dict[Path, Stamp] = field(repr=False)
+    stamps: dict[Path, FileStamp] = field(repr=False)
 
-    def changed(self) -> list[Path]:
+    def find_changed(self) -> list[Path]:
         """Files that aren't as they were when they were hashed. Blocks on the disk."""
-        return [path for path, stamp in self.stamps.items() if stamp_of(path) != stamp]
+        return [path for path, stamp in self.stamps.items() if file_stamp(path) != stamp]
 
-    def check(self) -> None:
+    def verify_files(self) -> None:
         """Whether the files still hold the model. Blocks; reads only those that were touched.
 
         Raises:
             BrokenModel: they don't; names the file.
         """
-        for path in self.changed():
-            stamp = stamp_of(path)
-            for name, place in self.places.items():
+        for path in self.find_changed():
+            stamp = file_stamp(path)
+            for name, place in self.ranges.items():
                 if place.path == path:
-                    part = self.manifest.part(name)
+                    part = self.manifest.find_entry(name)
                     assert part is not None
-                    for index in range(part.chunks):
-                        self._chunk(part, place, index)
+                    for index in range(part.chunk_count):
+                        self._read_verified(part, place, index)
             if stamp is not None:
                 self.stamps[path] = stamp
 
-    def read(self, name: str, index: int) -> bytes:
+    def read_chunk(self, name: str, index: int) -> bytes:
         """A chunk of a part; blocks on the disk.
 
         Raises:
@@ -63,101 +63,101 @@ class Holding:
             ModelNotFound: the part isn't here.
             BrokenModel: the file has changed since it was added.
         """
-        part, place = self.manifest.part(name), self.places.get(name)
+        part, place = self.manifest.find_entry(name), self.ranges.get(name)
         if part is None:
             raise RequestError(f"the model has no part {name!r}", "part")
         if place is None:
             raise ModelNotFound(f"this peer doesn't hold {name} of that model")
-        if not 0 <= index < part.chunks:
-            raise RequestError(f"{name} has {part.chunks} chunks, no number {index}", "index")
-        return self._chunk(part, place, index)
+        if not 0 <= index < part.chunk_count:
+            raise RequestError(f"{name} has {part.chunk_count} chunks, no number {index}", "index")
+        return self._read_verified(part, place, index)
 
-    def _chunk(self, part: Unit, place: Stretch, index: int) -> bytes:
-        if isinstance(part, Shard) and self.stamps.get(place.path) != stamp_of(place.path):
+    def _read_verified(self, part: ManifestEntry, place: ByteRange, index: int) -> bytes:
+        if isinstance(part, ShardEntry) and self.stamps.get(place.path) != file_stamp(place.path):
             raise BrokenModel(changed_text(place.path))  # a chunk of it shows nothing
         try:
             with place.path.open("rb") as stream:
                 stream.seek(place.offset + index * CHUNK_BYTES)
-                data = stream.read(part.length(index))
+                data = stream.read(part.chunk_length(index))
         except OSError as error:
             raise BrokenModel(f"{place.path}: can't be read: {error}") from error
         try:
-            part.check(index, data)
+            part.verify_chunk(index, data)
         except AlteredModel as error:
             raise BrokenModel(changed_text(place.path)) from error
         return data
 
 
-class Library:
+class ModelRepository:
     """The models that this peer serves to others."""
 
     def __init__(self, hasher: Hasher | None = None) -> None:
         self._hasher = hasher or Hasher()
-        self._models: dict[str, Holding] = {}
+        self._models: dict[str, ModelFiles] = {}
         #: Copies in the store that are whole, by root; with their models' names.
-        self._copies: dict[str, tuple[str, Holding]] = {}
+        self._replicas: dict[str, tuple[str, ModelFiles]] = {}
         #: What lies in the store, by root: a part of a model as well as all of it.
-        self._parts: Mapping[str, Holding] = {}
+        self._partial_models: Mapping[str, ModelFiles] = {}
 
-    def add(
+    def add_model(
         self,
         name: str,
         folder: Path,
         progress: Progress | None = None,
         stop: threading.Event | None = None,
-    ) -> Holding:
+    ) -> ModelFiles:
         """Serve the model in ``folder`` as ``name``. Hashes every file that isn't known yet.
 
         Raises:
             BrokenModel: the folder can't be read, or has a link that leads out of it.
             Unavailable: ``stop`` was set meanwhile.
         """
-        holding = _hold(folder, self._hasher, progress or Progress(), stop or threading.Event())
-        self._models[name] = holding
-        return holding
+        model_files = _scan_folder(folder, self._hasher, progress or Progress(), stop or threading.Event())
+        self._models[name] = model_files
+        return model_files
 
-    def offer(self, name: str, copy: Holding) -> None:
+    def add_replica(self, name: str, copy: ModelFiles) -> None:
         """Let others read a copy of ``name`` that came from peers."""
-        self._copies[copy.manifest.root] = name, copy
+        self._replicas[copy.manifest.root] = name, copy
 
-    def withdraw(self, root: str) -> None:
+    def remove_replica(self, root: str) -> None:
         """That copy isn't whole any more."""
-        self._copies.pop(root, None)
+        self._replicas.pop(root, None)
 
-    def shelve(self, parts: Mapping[str, Holding]) -> None:
+    def set_partial_models(self, parts: Mapping[str, ModelFiles]) -> None:
         """Let others read what there is of models in the store: this, and no more of others."""
-        self._parts = parts
+        self._partial_models = parts
 
-    def keep(self, part: Holding) -> None:
+    def add_partial_model(self, part: ModelFiles) -> None:
         """Let others read this too, which was laid into the store now."""
-        self._parts = {**self._parts, part.manifest.root: part}
+        self._partial_models = {**self._partial_models, part.manifest.root: part}
 
-    def get(self, name: str) -> Holding | None:
+    def get_model(self, name: str) -> ModelFiles | None:
         """The model of that name, if this PC has brought it."""
         return self._models.get(name)
 
-    def find(self, root: str) -> Holding | None:
+    def find_by_root(self, root: str) -> ModelFiles | None:
         """The model with that root, if this PC has brought it."""
         return next((one for one in self._models.values() if one.manifest.root == root), None)
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def model_names(self) -> tuple[str, ...]:
         """All models of which every file is here."""
-        return tuple(sorted({*self._models, *(name for name, _ in self._copies.values())}))
+        return tuple(sorted({*self._models, *(name for name, _ in self._replicas.values())}))
 
-    def held(self, root: str) -> Holding:
+    def require_model(self, root: str) -> ModelFiles:
         """The model with that root, a copy too, or as much of it as is here.
 
         Raises:
             ModelNotFound: it isn't here.
         """
-        holding = self.find(root)
-        if holding is None and root in self._copies:
-            return self._copies[root][1]
-        holding = holding or self._parts.get(root)
-        if holding is None:
+        model_files = self.find_by_root(root)
+        if model_files is None and root in self._replicas:
+            return self._replicas[root][1]
+        model_files = model_files or self._partial_models.get(root)
+        if model_files is None:
             raise ModelNotFound("this peer doesn't hold that model, or another version of it")
-        return holding
+        return model_files
 
 
 def changed_text(path: Path) -> str:
@@ -174,17 +174,17 @@ def folder_name(model: str, root: str) -> str:
     Names come from other peers: only plain characters are kept, and the root tells apart what this
     makes equal.
     """
-    return f"{plain_name(model, 'model')}-{root[:16]}"
+    return f"{make_plain_name(model, 'model')}-{root[:16]}"
 
 
-def watch(library: Library, tell: Callable[[str], None]) -> Callable[[], None]:
+def make_change_watcher(repository: ModelRepository, tell: Callable[[str], None]) -> Callable[[], None]:
     """A function that tells of each file once that it has changed. It blocks on the disk."""
     told: set[Path] = set()
 
     def look() -> None:
-        for name in library.names:
-            holding = library.get(name)
-            for path in holding.changed() if holding is not None else ():
+        for name in repository.model_names:
+            model_files = repository.get_model(name)
+            for path in model_files.find_changed() if model_files is not None else ():
                 if path not in told:
                     told.add(path)
                     tell(changed_text(path))
@@ -192,7 +192,7 @@ def watch(library: Library, tell: Callable[[str], None]) -> Callable[[], None]:
     return look
 
 
-def _hold(folder: Path, hasher: Hasher, progress: Progress, stop: threading.Event) -> Holding:
+def _scan_folder(folder: Path, hasher: Hasher, progress: Progress, stop: threading.Event) -> ModelFiles:
     try:
         metadata = {name: folder / name for name in METADATA_FILES if (folder / name).exists()}
         tensors = scan_tensors(folder)
@@ -200,28 +200,28 @@ def _hold(folder: Path, hasher: Hasher, progress: Progress, stop: threading.Even
         for path in paths:
             refuse_irregular(path)
             _refuse_stray_link(path, folder)
-        stamps = {path: Stamp.of(path) for path in paths}
-        places = {name: Stretch(path, 0, stamps[path].size) for name, path in metadata.items()}
+        stamps = {path: FileStamp.of_path(path) for path in paths}
+        places = {name: ByteRange(path, 0, stamps[path].size) for name, path in metadata.items()}
         progress.total = sum(place.nbytes for place in places.values())
         progress.total += sum(span.nbytes for span in tensors.values())
         files = []
         for name, place in places.items():
-            digests = hasher.digests(place.path, {name: place}, progress, stop)
-            files.append(Part(name, place.nbytes, digests[name]))
+            digests = hasher.hash_parts(place.path, {name: place}, progress, stop)
+            files.append(HashedEntry(name, place.nbytes, digests[name]))
         parts = []
         for path in sorted(paths - {*metadata.values()}):
             inside = {name: span for name, span in tensors.items() if folder / span.file == path}
-            here = {name: Stretch(path, s.offset, s.nbytes) for name, s in inside.items()}
-            digests = hasher.digests(path, here, progress, stop)
-            parts += [_part(name, span, digests[name]) for name, span in inside.items()]
+            here = {name: ByteRange(path, s.offset, s.nbytes) for name, s in inside.items()}
+            digests = hasher.hash_parts(path, here, progress, stop)
+            parts += [_tensor_part(name, span, digests[name]) for name, span in inside.items()]
             places |= here
     except OSError as error:
         raise BrokenModel(f"{folder}: can't be read: {error}") from error
-    return Holding(folder, Manifest.of(files, parts), places, stamps)
+    return ModelFiles(folder, Manifest.build_hashed(files, parts), places, stamps)
 
 
-def _part(name: str, span: TensorSpan, digests: bytes) -> Part:
-    return Part(name, span.nbytes, digests, span.dtype, span.shape)
+def _tensor_part(name: str, span: TensorSpan, digests: bytes) -> HashedEntry:
+    return HashedEntry(name, span.nbytes, digests, span.dtype, span.shape)
 
 
 def _refuse_stray_link(path: Path, folder: Path) -> None:
@@ -237,9 +237,9 @@ def _refuse_stray_link(path: Path, folder: Path) -> None:
     )
 
 
-def stamp_of(path: Path) -> Stamp | None:
+def file_stamp(path: Path) -> FileStamp | None:
     """What a file looks like; ``None`` if it can't be had."""
     try:
-        return Stamp.of(path)
+        return FileStamp.of_path(path)
     except OSError:
         return None

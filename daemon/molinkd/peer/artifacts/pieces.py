@@ -7,26 +7,26 @@ from threading import Lock
 from typing import BinaryIO
 
 from molink.errors import Unavailable
-from molink.swarm.artifacts.fetch_plan import Piece
-from molinkd.peer.artifacts.suppliers import Suppliers
-from molinkd.peer.gate import together
+from molink.swarm.artifacts.fetch_plan import ChunkRun
+from molinkd.peer.artifacts.suppliers import SourcePool
+from molinkd.peer.gate import run_together
 
 #: Requests under way to one source.
-IN_FLIGHT = 8
+MAX_IN_FLIGHT = 8
 
 #: A context for each piece of a transfer: when it may begin, and how long it takes.
-Turn = Callable[[], AbstractAsyncContextManager[None]]
+Throttle = Callable[[], AbstractAsyncContextManager[None]]
 #: Takes a piece, its bytes and who sent them, in a thread.
-Keep = Callable[[Piece, bytes, str], None]
+RunWriter = Callable[[ChunkRun, bytes, str], None]
 
 
-async def fetch_pieces(
-    suppliers: Suppliers,
-    pieces: Iterable[Piece],
-    keep: Keep,
+async def fetch_runs(
+    pool: SourcePool,
+    runs: Iterable[ChunkRun],
+    write: RunWriter,
     count: Callable[[int], None],
-    at_once: int = IN_FLIGHT,
-    turn: Turn = nullcontext,
+    at_once: int = MAX_IN_FLIGHT,
+    turn: Throttle = nullcontext,
     *,
     to_the_end: bool = False,
 ) -> None:
@@ -34,37 +34,37 @@ async def fetch_pieces(
 
     ``to_the_end``: if one can't be had, those that are under way still are.
 
-    Raises as :meth:`Suppliers.read`.
+    Raises as :meth:`SourcePool.read`.
     """
-    waiting = iter(pieces)
+    waiting = iter(runs)
     failures: list[Unavailable] = []
 
     async def work() -> None:
-        for piece in waiting:
+        for run in waiting:
             if failures:
                 return
             try:
                 async with turn():
-                    await suppliers.read(piece, partial(keep, piece))
+                    await pool.read_run(run, partial(write, run))
             except Unavailable as error:
                 if not to_the_end:
                     raise
                 failures.append(error)
                 return
-            count(piece.length)
+            count(run.nbytes)
 
-    await together(work() for _ in range(at_once))
+    await run_together(work() for _ in range(at_once))
     if failures:
         raise failures[0]
 
 
-def into(file: BinaryIO) -> Keep:
+def write_into(file: BinaryIO) -> RunWriter:
     """Writes pieces to their places in a file."""
     lock = Lock()
 
-    def write(piece: Piece, data: bytes, _sender: str) -> None:
+    def write(run: ChunkRun, data: bytes, _sender: str) -> None:
         with lock:
-            file.seek(piece.target)
+            file.seek(run.offset)
             file.write(data)
 
     return write

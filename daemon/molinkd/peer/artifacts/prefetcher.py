@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from molink.errors import MolinkError
-from molink.swarm.artifacts.supply import Supply
-from molink.swarm.membership.hygiene import MAX_REASON
+from molink.swarm.artifacts.supply import ModelSources
+from molink.swarm.membership.hygiene import MAX_REASON_CHARS
 from molink.wire.messages.instructions import Prefetch
-from molink.wire.messages.reports import Prefetched
+from molink.wire.messages.reports import PrefetchState
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.store import Store
+from molinkd.peer.artifacts.store import ModelStore
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class Prefetcher:
     """The newest :class:`Prefetch` of the coordinator; an earlier one ends with it."""
 
     def __init__(
-        self, store: Store, on_change: Callable[[], None], ready: Callable[[], Awaitable[None]]
+        self, store: ModelStore, on_change: Callable[[], None], ready: Callable[[], Awaitable[None]]
     ) -> None:
         """``ready()`` waits until a stage could begin here at once.
 
@@ -30,32 +30,32 @@ class Prefetcher:
         """
         self._store = store
         self._on_change = on_change
-        self._ready = ready
+        self._wait_until_ready = ready
         self._message: Prefetch | None = None
         self._task: asyncio.Task[None] | None = None
         self._progress = Progress()
-        self._state: Prefetched | None = None
+        self._state: PrefetchState | None = None
 
     @property
-    def state(self) -> Prefetched | None:
+    def state(self) -> PrefetchState | None:
         """What reports say of it."""
         if self._state is None or self._state.state != "fetching":
             return self._state
-        done, total = self._progress.shown
+        done, total = self._progress.totals
         return msgspec.structs.replace(self._state, done=done, total=total)
 
-    def begin(self, message: Prefetch) -> None:
+    def start_prefetch(self, message: Prefetch) -> None:
         """Get the files; the same wish again changes nothing while it is carried out or done."""
         if self._message == message and self._state is not None and self._state.state != "failed":
             self._on_change()
             return
-        self.cancel()
+        self.cancel_prefetch()
         self._message = message
         self._progress = Progress()
-        self._say(Prefetched(number=message.number, state="fetching"))
+        self._set_state(PrefetchState(number=message.number, state="fetching"))
         self._task = asyncio.get_running_loop().create_task(self._fetch(message))
 
-    def cancel(self) -> None:
+    def cancel_prefetch(self) -> None:
         """End the transfer; what is whole is kept."""
         if self._task is not None:
             self._task.cancel()
@@ -64,12 +64,12 @@ class Prefetcher:
     async def close(self) -> None:
         """End the transfer and wait for it."""
         task = self._task
-        self.cancel()
+        self.cancel_prefetch()
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
 
     @property
-    def under_way(self) -> str:
+    def describe_transfer(self) -> str:
         """What is fetched, for a person; empty if nothing is."""
         if self._message is None or self._state is None or self._state.state != "fetching":
             return ""
@@ -78,15 +78,15 @@ class Prefetcher:
     async def _fetch(self, message: Prefetch) -> None:
         reason = ""
         try:
-            await self._store.stage(
+            await self._store.fetch_stage(
                 message.model,
                 message.root,
                 message.layers,
-                Supply.of(message),
+                ModelSources.from_message(message),
                 self._progress,
-                paced=True,
+                rate_limited=True,
             )
-            await self._ready()
+            await self._wait_until_ready()
         except MolinkError as error:
             reason = str(error)
             log.warning("layers %d:%d of %s: %s", *message.layers, message.model, reason)
@@ -95,10 +95,10 @@ class Prefetcher:
             log.exception("layers %d:%d of %s", *message.layers, message.model)
         number = message.number
         if reason:
-            self._say(Prefetched(number=number, state="failed", reason=reason[:MAX_REASON]))
+            self._set_state(PrefetchState(number=number, state="failed", reason=reason[:MAX_REASON_CHARS]))
         else:
-            self._say(Prefetched(number=number, state="done"))
+            self._set_state(PrefetchState(number=number, state="done"))
 
-    def _say(self, said: Prefetched) -> None:
+    def _set_state(self, said: PrefetchState) -> None:
         self._state = said
         self._on_change()

@@ -11,40 +11,40 @@ class Progress:
     done: int = 0
     total: int = 0
     #: Of ``done``, what lay here before.
-    kept: int = 0
+    existing: int = 0
     #: Who sends the bytes: the id of a peer, or ``hub``; empty if nobody does yet.
     source: str = ""
     #: Work of somebody else that has to be done first.
-    ahead: "Progress | None" = field(default=None, repr=False, compare=False)
+    prerequisite: "Progress | None" = field(default=None, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def add(self, nbytes: int) -> None:
+    def add_bytes(self, nbytes: int) -> None:
         """So many more are done."""
         with self._lock:
             self.done += nbytes
 
-    def keep(self, nbytes: int) -> None:
+    def add_existing(self, nbytes: int) -> None:
         """So many lie here already."""
         with self._lock:
             self.done += nbytes
-            self.kept += nbytes
+            self.existing += nbytes
 
-    def comes_from(self, source: str) -> None:
+    def set_source(self, source: str) -> None:
         """Who sends the bytes from now on."""
         self.source = source
 
-    def begin(self) -> None:
+    def merge_prerequisite(self) -> None:
         """What was to be done first is: from now on it counts as ours."""
-        ahead, self.ahead = self.ahead, None
+        ahead, self.prerequisite = self.prerequisite, None
         if ahead is not None:
-            self.add(ahead.done)
+            self.add_bytes(ahead.done)
             self.total += ahead.done
 
     @property
-    def shown(self) -> tuple[int, int]:
+    def totals(self) -> tuple[int, int]:
         """What is done, of all, with what has to be done first; the former never falls."""
-        if self.ahead is not None:
-            return self.ahead.done, self.ahead.total
+        if self.prerequisite is not None:
+            return self.prerequisite.done, self.prerequisite.total
         return self.done, self.total
 
     def __str__(self) -> str:

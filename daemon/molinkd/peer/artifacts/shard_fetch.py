@@ -11,40 +11,40 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from molink.checkpoint.manifest import Manifest, Shard
+from molink.checkpoint.manifest import Manifest, ShardEntry
 from molink.errors import FilesMissing, ModelError, Unavailable
-from molink.swarm.artifacts.supply import HUB, Supply
-from molinkd.peer.artifacts.pieces import IN_FLIGHT, Turn, fetch_pieces
+from molink.swarm.artifacts.supply import HUB, ModelSources
+from molinkd.peer.artifacts.pieces import MAX_IN_FLIGHT, Throttle, fetch_runs
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.shard_draft import ShardDraft
-from molinkd.peer.artifacts.suppliers import Reputation, Suppliers
+from molinkd.peer.artifacts.shard_draft import PartialShard
+from molinkd.peer.artifacts.suppliers import Reputation, SourcePool
 
 log = logging.getLogger(__name__)
 
 #: Where nobody sends one more byte, all are asked again after pauses of so many seconds: together
 #: less than what a coordinator grants a transfer that stands still.
-PAUSES_S = (1.0, 2.0, 4.0, 8.0)
+RETRY_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardFetch:
     """One transfer of shards of ``model``, from those of ``supply``.
 
-    ``connect`` makes a context of the sources that it is given. ``count`` is told of bytes that
-    came. Nobody waits for a ``copy``.
+    ``connect`` makes a context of the sources that it is given. ``on_bytes`` is told of bytes that
+    came. Nobody waits for a ``is_replica``.
     """
 
     model: str
     manifest: Manifest
-    supply: Supply
-    connect: Callable[[Supply], Suppliers]
+    supply: ModelSources
+    connect: Callable[[ModelSources], SourcePool]
     reputation: Reputation
     progress: Progress
-    count: Callable[[int], None]
-    turn: Turn
-    copy: bool = False
+    on_bytes: Callable[[int], None]
+    throttle: Throttle
+    is_replica: bool = False
 
-    async def have(self, path: Path, shard: Shard) -> None:
+    async def fetch_shard(self, path: Path, shard: ShardEntry) -> None:
         """Have a shard at ``path``, whole and right; what has come is kept if that fails.
 
         Raises:
@@ -52,49 +52,49 @@ class ShardFetch:
             MolinkError: nobody gives it as it should be, or the disk is full; says why.
         """
         try:
-            draft = await asyncio.to_thread(partial(ShardDraft, path, shard, copy=self.copy))
+            draft = await asyncio.to_thread(partial(PartialShard, path, shard, copy=self.is_replica))
             try:
-                await self._recall(draft)
-                await self._fetch(draft, shard, self.supply, () if self.copy else PAUSES_S)
-                if not draft.right:
-                    await self._mend(draft, shard)
-                await asyncio.to_thread(draft.finish)
+                await self._count_existing(draft)
+                await self._fetch_runs(draft, shard, self.supply, () if self.is_replica else RETRY_PAUSES_S)
+                if not draft.is_valid:
+                    await self._refetch_alone(draft, shard)
+                await asyncio.to_thread(draft.commit_shard)
             finally:
                 await asyncio.to_thread(draft.close)
         except OSError as error:
             raise ModelError(f"can't write {path}: {error}") from error
 
-    async def _recall(self, draft: ShardDraft) -> None:
+    async def _count_existing(self, draft: PartialShard) -> None:
         """What came at an earlier time counts, as it is hashed."""
         kept = 0
         while nbytes := await asyncio.to_thread(draft.hash_next):
-            self.progress.keep(nbytes)
+            self.progress.add_existing(nbytes)
             kept += nbytes
-        self.progress.keep(draft.nbytes - kept)
+        self.progress.add_existing(draft.nbytes - kept)
 
-    async def _fetch(
-        self, draft: ShardDraft, shard: Shard, supply: Supply, pauses: Sequence[float]
+    async def _fetch_runs(
+        self, draft: PartialShard, shard: ShardEntry, supply: ModelSources, pauses: Sequence[float]
     ) -> None:
         """Have all pieces; again and again while that brings any."""
-        fruitless, at_once = 0, 1 if self.copy else IN_FLIGHT
-        while missing := draft.missing():
+        fruitless, at_once = 0, 1 if self.is_replica else MAX_IN_FLIGHT
+        while missing := draft.missing_runs():
             before = draft.nbytes
-            async with self.connect(supply) as suppliers:
-                suppliers.knows(self.manifest)
+            async with self.connect(supply) as pool:
+                pool.set_manifest(self.manifest)
                 try:
-                    await fetch_pieces(
-                        suppliers,
+                    await fetch_runs(
+                        pool,
                         missing,
-                        draft.write,
-                        self.count,
+                        draft.write_run,
+                        self.on_bytes,
                         at_once,
-                        self.turn,
+                        self.throttle,
                         to_the_end=True,
                     )
                     break
                 except Unavailable as error:
-                    if suppliers.lacks([shard.name]):
-                        raise FilesMissing(self._nobody_has(shard)) from error
+                    if pool.are_unavailable([shard.name]):
+                        raise FilesMissing(self._missing_text(shard)) from error
                     fruitless = 0 if draft.nbytes > before else fruitless + 1
                     if fruitless > len(pauses):
                         raise
@@ -110,48 +110,48 @@ class ShardFetch:
         while await asyncio.to_thread(draft.hash_next):
             pass
 
-    async def _mend(self, draft: ShardDraft, shard: Shard) -> None:
+    async def _refetch_alone(self, draft: PartialShard, shard: ShardEntry) -> None:
         """Have it from one source alone, and find out who sent other bytes."""
         what = f"{shard.name} of {self.model}"
         log.warning("%s is not what the hub says it is (SHA-256): it is fetched again", what)
-        sent = await asyncio.to_thread(draft.sent)
+        sent = await asyncio.to_thread(draft.sender_digests)
         senders = {who for who, _ in sent.values()}
-        if len(senders) == 1 and len(sent) == draft.pieces:
-            self.reputation.lied(senders.pop(), _altered(shard))
+        if len(senders) == 1 and len(sent) == draft.num_runs:
+            self.reputation.record_misbehaviour(senders.pop(), _altered_text(shard))
         reasons = []
-        for who, alone in self._one_by_one():
-            await asyncio.to_thread(draft.discard)
+        for who, alone in self._single_sources():
+            await asyncio.to_thread(draft.discard_runs)
             try:
                 self.progress.total += shard.nbytes
-                await self._fetch(draft, shard, alone, ())
+                await self._fetch_runs(draft, shard, alone, ())
             except Unavailable as error:
                 reasons.append(str(error))
                 continue
-            if draft.right:
-                for liar in await asyncio.to_thread(draft.differs, sent):
-                    self.reputation.lied(liar, _altered(shard))
+            if draft.is_valid:
+                for liar in await asyncio.to_thread(draft.find_altered, sent):
+                    self.reputation.record_misbehaviour(liar, _altered_text(shard))
                 return
-            self.reputation.lied(who, _altered(shard))
-            reasons.append(_altered(shard))
-        if draft.whole:  # what came from the last one alone may be right so far
-            await asyncio.to_thread(draft.discard)
+            self.reputation.record_misbehaviour(who, _altered_text(shard))
+            reasons.append(_altered_text(shard))
+        if draft.is_complete:  # what came from the last one alone may be right so far
+            await asyncio.to_thread(draft.discard_runs)
         raise Unavailable(f"nobody gives {what} as the hub says it is: {'; '.join(reasons)}")
 
-    def _nobody_has(self, shard: Shard) -> str:
+    def _missing_text(self, shard: ShardEntry) -> str:
         return (
             f"no PC that is here has {shard.name} of {self.model}, and this PC doesn't ask the hub "
             "for it (setting hub_files). Start a PC that has it, or have one bring all of the "
             f"model (`molink pull {self.manifest.hub.partition('@')[0]}`, then `molink run`)"
         )
 
-    def _one_by_one(self) -> Iterator[tuple[str, Supply]]:
+    def _single_sources(self) -> Iterator[tuple[str, ModelSources]]:
         if self.supply.hub:
-            yield HUB, Supply(hub=self.supply.hub)
-        for peer in self.supply.whole:
-            yield peer, Supply((peer,))
-        for peer in self.supply.some:
-            yield peer, Supply((), (peer,))
+            yield HUB, ModelSources(hub=self.supply.hub)
+        for peer in self.supply.full_peers:
+            yield peer, ModelSources((peer,))
+        for peer in self.supply.partial_peers:
+            yield peer, ModelSources((), (peer,))
 
 
-def _altered(shard: Shard) -> str:
+def _altered_text(shard: ShardEntry) -> str:
     return f"its bytes of {shard.name} are not what the hub says (SHA-256)"

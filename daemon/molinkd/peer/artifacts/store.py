@@ -17,62 +17,62 @@ from functools import partial
 from pathlib import Path
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Part, Shard, manifest_bytes
-from molink.checkpoint.room import OTHER_HOME, RESERVE_BYTES, check_room
+from molink.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, HashedEntry, ShardEntry, manifest_size
+from molink.checkpoint.room import OTHER_HOME_HINT, DISK_RESERVE_BYTES, check_free_space
 from molink.errors import BrokenModel, FilesMissing, ModelError, Unavailable
-from molink.files import patiently
-from molink.swarm.artifacts.copying import has_room
-from molink.swarm.artifacts.fetch_plan import GroupPlan, cut
-from molink.swarm.artifacts.supply import Supply
+from molink.files import retry_while_busy
+from molink.swarm.artifacts.copying import has_disk_room
+from molink.swarm.artifacts.fetch_plan import GroupPlan, split_part
+from molink.swarm.artifacts.supply import ModelSources
 from molink.swarm.artifacts.transfer import MIN_RATE
 from molink.wire.sockets.secrets import private_folder
-from molinkd.peer.artifacts.library import Library, folder_name
-from molinkd.peer.artifacts.pieces import Turn, fetch_pieces, into
+from molinkd.peer.artifacts.library import ModelRepository, folder_name
+from molinkd.peer.artifacts.pieces import Throttle, fetch_runs, write_into
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.shard_draft import draft_bytes
+from molinkd.peer.artifacts.shard_draft import partial_bytes
 from molinkd.peer.artifacts.shard_fetch import ShardFetch
-from molinkd.peer.artifacts.sound_files import SoundFiles
+from molinkd.peer.artifacts.sound_files import VerifiedFiles
 from molinkd.peer.artifacts.stored import (
-    COPY,
+    REPLICA_SUFFIX,
     MANIFEST_FILE,
     altered_parts,
     group_plans,
     metadata_parts,
-    new_file,
-    nobody_has,
-    stored_manifest,
+    create_file,
+    missing_files_text,
+    read_stored_manifest,
 )
-from molinkd.peer.artifacts.suppliers import Connect, OnLiar, Reputation, Suppliers
+from molinkd.peer.artifacts.suppliers import Connect, OnMisbehaviour, Reputation, SourcePool
 from molinkd.peer.artifacts.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
 #: A paced transfer that somebody waits for asks for so many bytes per second at least: more than
 #: what the coordinator takes for too slow.
-PACED_FLOOR = 1.25 * MIN_RATE
+MIN_LIMITED_RATE = 1.25 * MIN_RATE
 #: Folders of other versions of a model that are kept, beside those that are in use.
-MAX_OTHERS = 2
+MAX_OLD_VERSIONS = 2
 
 
-class Store:
+class ModelStore:
     """Gets files of models from peers and keeps them under ``root``."""
 
     def __init__(
         self,
         root: Path,
         me: str,
-        library: Library,
+        repository: ModelRepository,
         connect: Connect,
-        bundled: Library,
-        on_liar: OnLiar,
+        bundled: ModelRepository,
+        on_liar: OnMisbehaviour,
         transfers: Transfers | None = None,
-        near: Callable[[str], bool] = lambda _: True,
+        is_nearby: Callable[[str], bool] = lambda _: True,
         *,
         hub: bool = False,
     ) -> None:
         """``bundled`` holds models that this PC has but doesn't serve: copies of them are used.
 
-        ``near`` says whether a peer is close by; ``hub``, whether the Hugging Face hub is asked.
+        ``is_nearby`` says whether a peer is close by; ``hub``, whether the Hugging Face hub is asked.
 
         ``on_liar`` is told of each source that sent altered bytes; ``transfers`` of what is under
         way.
@@ -80,9 +80,9 @@ class Store:
         self.transfers = transfers or Transfers()
         self._root = root
         self._me = me
-        self._libraries = (library, bundled)
+        self._repositories = (repository, bundled)
         self._connect = connect
-        self._near, self._hub = near, hub
+        self._is_nearby, self._use_hub = is_nearby, hub
         self._reputation = Reputation(on_liar)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         #: Models whose metadata is being fetched.
@@ -90,17 +90,17 @@ class Store:
         #: Folders that were handed out: workers and the endpoint read from them.
         self._in_use: set[Path] = set()
         #: Files of weights that were found to be right.
-        self.sound = SoundFiles()
+        self.verified = VerifiedFiles()
         #: Bytes received so far.
-        self.received = 0
+        self.bytes_received = 0
         #: Set while nobody waits for files.
         self.idle = asyncio.Event()
         self.idle.set()
-        self._waiting = 0
+        self._num_waiting = 0
         for left_over in root.glob(".*.part"):
             shutil.rmtree(left_over, ignore_errors=True)
 
-    async def metadata(self, model: str, root: str, supply: Supply, *, paced: bool = False) -> Path:
+    async def fetch_metadata(self, model: str, root: str, supply: ModelSources, *, rate_limited: bool = False) -> Path:
         """A folder with at least config, tokenizer and chat template of the model with that root.
 
         ``paced``: a pipeline serves, to which it gives way.
@@ -108,24 +108,24 @@ class Store:
         Raises:
             MolinkError: no source could give them; says what each answered.
         """
-        with self._at_work():
+        with self._mark_busy():
             async with self._locks[model]:
                 progress = self._metadata[model] = Progress()
                 try:
-                    with self.transfers.under_way(model, progress):
-                        return await self._get(model, root, supply, None, progress, paced)
+                    with self.transfers.track_transfer(model, progress):
+                        return await self._fetch(model, root, supply, None, progress, rate_limited)
                 finally:
                     del self._metadata[model]
 
-    async def stage(
+    async def fetch_stage(
         self,
         model: str,
         root: str,
         layers: tuple[int, int],
-        supply: Supply,
+        supply: ModelSources,
         progress: Progress | None = None,
         *,
-        paced: bool = False,
+        rate_limited: bool = False,
     ) -> Path:
         """A folder with all that a stage of ``layers`` (half-open) loads; ``paced`` as above.
 
@@ -133,38 +133,38 @@ class Store:
             MolinkError: no source could give it, or the disk is full; says what each answered.
         """
         progress = progress or Progress()
-        progress.ahead = self._metadata.get(model)
-        with self._at_work(), self.transfers.under_way(model, progress):
+        progress.prerequisite = self._metadata.get(model)
+        with self._mark_busy(), self.transfers.track_transfer(model, progress):
             async with self._locks[model]:
-                progress.begin()
-                return await self._get(model, root, supply, layers, progress, paced)
+                progress.merge_prerequisite()
+                return await self._fetch(model, root, supply, layers, progress, rate_limited)
 
-    async def copy_file(
+    async def replicate_file(
         self,
         model: str,
         folder: Path,
         manifest: Manifest,
         plan: GroupPlan,
-        supply: Supply,
-        turn: Turn,
+        supply: ModelSources,
+        turn: Throttle,
         progress: Progress,
     ) -> None:
         """Have one file of weights here that nobody waits for: one chunk after the other.
 
-        ``folder`` is that of :meth:`metadata`. What is needed now may come in beside this, the same
+        ``folder`` is that of :meth:`fetch_metadata`. What is needed now may come in beside this, the same
         file too.
 
         Raises:
             MolinkError: no source could give it, or the disk is full.
         """
-        path, others = folder / plan.file, supply.without(self._me, hub=False)
+        path, others = folder / plan.file, supply.without_peer(self._me, hub=False)
 
-        def connect(supply: Supply) -> Suppliers:
-            source = progress.comes_from
+        def connect(supply: ModelSources) -> SourcePool:
+            source = progress.set_source
             known = self._connect, self._reputation, manifest.root, supply
-            return Suppliers(*known, source, patient=True, paced=True)
+            return SourcePool(*known, source, patient=True, rate_limited=True)
 
-        count = partial(self._count, progress)
+        count = partial(self._count_bytes, progress)
         if plan.shard is not None:
             made = ShardFetch(
                 model,
@@ -175,74 +175,74 @@ class Store:
                 progress,
                 count,
                 turn,
-                copy=True,
+                is_replica=True,
             )
-            await made.have(path, plan.shard)
+            await made.fetch_shard(path, plan.shard)
         else:
-            async with connect(others) as suppliers, new_file(path, COPY) as file:
-                suppliers.knows(manifest)
+            async with connect(others) as pool, create_file(path, REPLICA_SUFFIX) as file:
+                pool.set_manifest(manifest)
                 await asyncio.to_thread(file.write, plan.header)
-                await fetch_pieces(suppliers, plan.pieces(), into(file), count, 1, turn)
-        await self.sound.add(path)
+                await fetch_runs(pool, plan.chunk_runs(), write_into(file), count, 1, turn)
+        await self.verified.mark_verified(path)
 
-    def refuse_copy(self, missing: int) -> None:
+    def check_replica_room(self, missing: int) -> None:
         """Whether a copy that takes ``missing`` bytes more may be begun.
 
         Raises:
             ModelError: the disk would be left with too little room.
         """
         disk = shutil.disk_usage(self._root)
-        if not has_room(missing, disk.free - RESERVE_BYTES, disk.total):
+        if not has_disk_room(missing, disk.free - DISK_RESERVE_BYTES, disk.total):
             raise ModelError(
                 f"the disk of {self._root} has {disk.free / 1e9:.1f} GB free; a copy of the rest "
                 f"of the model would take {missing / 1e9:.1f} GB and leave too little"
             )
 
-    def brought(self, root: str) -> bool:
+    def is_in_repository(self, root: str) -> bool:
         """Whether all files of that model are here, but not in the store."""
-        return any(library.find(root) is not None for library in self._libraries)
+        return any(repository.find_by_root(root) is not None for repository in self._repositories)
 
-    def forget(self, peer: str) -> None:
+    def drop_peer(self, peer: str) -> None:
         """It is no member any more: what it did counts no longer."""
-        self._reputation.forget(peer)
+        self._reputation.drop_peer(peer)
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _mark_busy(self) -> Iterator[None]:
         """Somebody waits for files."""
-        self._waiting += 1
+        self._num_waiting += 1
         self.idle.clear()
         try:
             yield
         finally:
-            self._waiting -= 1
-            if not self._waiting:
+            self._num_waiting -= 1
+            if not self._num_waiting:
                 self.idle.set()
 
-    async def _get(
+    async def _fetch(
         self,
         model: str,
         root: str,
-        supply: Supply,
+        supply: ModelSources,
         layers: tuple[int, int] | None,
         progress: Progress,
-        paced: bool,
+        rate_limited: bool,
     ) -> Path:
         if not root:
             raise Unavailable(
                 f"nobody said which bytes {model} consists of: start molink anew on the PC that "
                 "brought the model"
             )
-        for library in self._libraries:
-            held = library.find(root)
+        for repository in self._repositories:
+            held = repository.find_by_root(root)
             if held is not None:
-                await asyncio.to_thread(held.check)
+                await asyncio.to_thread(held.verify_files)
                 return held.folder
-        if manifest_bytes(root) > MAX_MANIFEST_BYTES:
+        if manifest_size(root) > MAX_MANIFEST_BYTES:
             raise BrokenModel(f"{model} is too large to be fetched from peers")
-        wish = _Wish(model, root, supply.without(self._me, hub=self._hub), progress, paced)
+        request = _FetchRequest(model, root, supply.without_peer(self._me, hub=self._use_hub), progress, rate_limited)
         try:
-            async with self._suppliers(wish) as suppliers:
-                folder = await self._from(suppliers, wish, layers)
+            async with self._make_pool(request) as pool:
+                folder = await self._fetch_from(pool, request, layers)
         except FilesMissing:
             raise
         except Unavailable as error:
@@ -250,35 +250,35 @@ class Store:
         self._in_use.add(folder)
         return folder
 
-    def _suppliers(self, wish: "_Wish", supply: Supply | None = None) -> Suppliers:
+    def _make_pool(self, request: "_FetchRequest", supply: ModelSources | None = None) -> SourcePool:
         """Those of a wish, or of ``supply`` alone."""
-        return Suppliers(
+        return SourcePool(
             self._connect,
             self._reputation,
-            wish.root,
-            wish.supply if supply is None else supply,
-            wish.progress.comes_from,
-            near=self._near,
-            paced=wish.paced,
-            floor=PACED_FLOOR,
+            request.root,
+            request.supply if supply is None else supply,
+            request.progress.set_source,
+            is_nearby=self._is_nearby,
+            rate_limited=request.rate_limited,
+            floor=MIN_LIMITED_RATE,
         )
 
-    async def _from(
-        self, suppliers: Suppliers, wish: "_Wish", layers: tuple[int, int] | None
+    async def _fetch_from(
+        self, pool: SourcePool, request: "_FetchRequest", layers: tuple[int, int] | None
     ) -> Path:
-        root, progress = wish.root, wish.progress
-        folder = self._root / folder_name(wish.model, root)
-        manifest = await asyncio.to_thread(stored_manifest, folder, root)
+        root, progress = request.root, request.progress
+        folder = self._root / folder_name(request.model, root)
+        manifest = await asyncio.to_thread(read_stored_manifest, folder, root)
         if manifest is None:
-            manifest = await suppliers.manifest(progress)
+            manifest = await pool.fetch_manifest(progress)
         else:
-            suppliers.knows(manifest)
+            pool.set_manifest(manifest)
         if not await asyncio.to_thread(folder.is_dir):
-            await asyncio.to_thread(self._prune, folder)
-        await self._keep_metadata(suppliers, wish.model, manifest, folder, progress)
+            await asyncio.to_thread(self._prune_versions, folder)
+        await self._download_metadata(pool, request.model, manifest, folder, progress)
         try:
             if layers is not None:
-                await self._keep_layers(suppliers, wish, manifest, folder, layers)
+                await self._download_layers(pool, request, manifest, folder, layers)
         except BaseException:
             # Of a model in shards this may be the only list of hashes, and drafts are kept.
             few = not manifest.shards and not any(folder.glob("*.safetensors"))
@@ -287,7 +287,7 @@ class Store:
             raise
         return folder
 
-    def _prune(self, folder: Path) -> None:
+    def _prune_versions(self, folder: Path) -> None:
         """Before ``folder`` is begun: of other versions of its model the newest few are kept."""
         model, _, identity = folder.name.rpartition("-")
         version = re.compile(rf"{re.escape(model)}-[0-9a-f]{{{len(identity)}}}\Z")
@@ -297,15 +297,15 @@ class Store:
             if version.match(path.name) and path not in self._in_use
         ]
         others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-        for old in others[MAX_OTHERS:]:
+        for old in others[MAX_OLD_VERSIONS:]:
             log.info("removing %s: newer versions of the model are here", old)
             shutil.rmtree(old, ignore_errors=True)
 
     # --- metadata ---
 
-    async def _keep_metadata(
+    async def _download_metadata(
         self,
-        suppliers: Suppliers,
+        pool: SourcePool,
         model: str,
         manifest: Manifest,
         folder: Path,
@@ -317,106 +317,106 @@ class Store:
             altered = await asyncio.to_thread(altered_parts, folder, manifest, parts)
             for part in altered:
                 log.warning("%s is not as it was fetched: fetching it again", folder / part.name)
-                await self._fetch_file(suppliers, part, folder, progress)
+                await self._download_file(pool, part, folder, progress)
             return
-        check_room(self._root, sum(part.nbytes for part in parts), model, OTHER_HOME)
+        check_free_space(self._root, sum(part.nbytes for part in parts), model, OTHER_HOME_HINT)
         draft = private_folder(folder.with_name(f".{folder.name}.part"))
         try:
             await asyncio.to_thread((draft / MANIFEST_FILE).write_bytes, manifest.raw)
             for part in parts:
-                await self._fetch_file(suppliers, part, draft, progress)
-            await asyncio.to_thread(ModelConfig.load, draft)
-            await asyncio.to_thread(patiently, lambda: draft.rename(folder))
+                await self._download_file(pool, part, draft, progress)
+            await asyncio.to_thread(ModelConfig.load_folder, draft)
+            await asyncio.to_thread(retry_while_busy, lambda: draft.rename(folder))
         except OSError as error:
             raise ModelError(f"can't make {folder}: {error}") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
-    async def _fetch_file(
-        self, suppliers: Suppliers, part: Part, folder: Path, progress: Progress
+    async def _download_file(
+        self, pool: SourcePool, part: HashedEntry, folder: Path, progress: Progress
     ) -> None:
         progress.total += part.nbytes
-        count = partial(self._count, progress)
-        async with new_file(folder / part.name) as file:
-            await fetch_pieces(suppliers, cut(part), into(file), count)
+        count = partial(self._count_bytes, progress)
+        async with create_file(folder / part.name) as file:
+            await fetch_runs(pool, split_part(part), write_into(file), count)
 
-    def _count(self, progress: Progress, nbytes: int) -> None:
-        progress.add(nbytes)
-        self.received += nbytes
+    def _count_bytes(self, progress: Progress, nbytes: int) -> None:
+        progress.add_bytes(nbytes)
+        self.bytes_received += nbytes
 
     # --- weights ---
 
-    async def _keep_layers(
+    async def _download_layers(
         self,
-        suppliers: Suppliers,
-        wish: "_Wish",
+        pool: SourcePool,
+        request: "_FetchRequest",
         manifest: Manifest,
         folder: Path,
         layers: tuple[int, int],
     ) -> None:
-        model, progress = wish.model, wish.progress
+        model, progress = request.model, request.progress
         plans = await asyncio.to_thread(group_plans, folder, manifest, layers)
         progress.total = progress.done + sum(plan.nbytes for plan in plans)
-        wanted = [plan for plan in plans if not await self.sound.has(folder, plan, progress)]
+        wanted = [plan for plan in plans if not await self.verified.is_verified(folder, plan, progress)]
         if not wanted:
             return
         shards = [folder / plan.file for plan in wanted if plan.shard is not None]
-        here = await asyncio.to_thread(draft_bytes, shards)
+        here = await asyncio.to_thread(partial_bytes, shards)
         missing = sum(plan.nbytes for plan in wanted) - here
-        check_room(self._root, missing, model, OTHER_HOME)
+        check_free_space(self._root, missing, model, OTHER_HOME_HINT)
         log.info("fetching layers %d:%d of %s (%s)", *layers, model, progress)
         for plan in wanted:
             if plan.shard is not None:
-                await self._keep_shard(wish, manifest, folder, plan.shard)
+                await self._download_shard(request, manifest, folder, plan.shard)
             else:
-                await self._keep_group(suppliers, wish, folder, plan, wanted)
+                await self._download_group(pool, request, folder, plan, wanted)
             path = folder / plan.file
-            await self.sound.add(path)
+            await self.verified.mark_verified(path)
             log.info("%s of %s is here (%s)", plan.file, model, progress)
 
-    async def _keep_group(
+    async def _download_group(
         self,
-        suppliers: Suppliers,
-        wish: "_Wish",
+        pool: SourcePool,
+        request: "_FetchRequest",
         folder: Path,
         plan: GroupPlan,
         wanted: Sequence[GroupPlan],
     ) -> None:
-        count = partial(self._count, wish.progress)
+        count = partial(self._count_bytes, request.progress)
         try:
-            async with new_file(folder / plan.file) as file:
+            async with create_file(folder / plan.file) as file:
                 await asyncio.to_thread(file.write, plan.header)
-                wish.progress.add(len(plan.header))
-                await fetch_pieces(suppliers, plan.pieces(), into(file), count)
+                request.progress.add_bytes(len(plan.header))
+                await fetch_runs(pool, plan.chunk_runs(), write_into(file), count)
         except Unavailable as error:
             parts = {one.file: [part.name for part in one.parts] for one in wanted}
-            lacking = [file for file, names in parts.items() if suppliers.lacks(names)]
+            lacking = [file for file, names in parts.items() if pool.are_unavailable(names)]
             if not lacking:
                 raise
-            raise FilesMissing(nobody_has(wish.model, lacking)) from error
+            raise FilesMissing(missing_files_text(request.model, lacking)) from error
 
-    async def _keep_shard(
-        self, wish: "_Wish", manifest: Manifest, folder: Path, shard: Shard
+    async def _download_shard(
+        self, request: "_FetchRequest", manifest: Manifest, folder: Path, shard: ShardEntry
     ) -> None:
         made = ShardFetch(
-            wish.model,
+            request.model,
             manifest,
-            wish.supply,
-            partial(self._suppliers, wish),
+            request.supply,
+            partial(self._make_pool, request),
             self._reputation,
-            wish.progress,
-            partial(self._count, wish.progress),
+            request.progress,
+            partial(self._count_bytes, request.progress),
             nullcontext,
         )
-        await made.have(folder / shard.name, shard)
+        await made.fetch_shard(folder / shard.name, shard)
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _FetchRequest:
     """What somebody waits for, and from whom it may come."""
 
     model: str
     root: str
-    supply: Supply
+    supply: ModelSources
     progress: Progress
-    paced: bool
+    rate_limited: bool

@@ -15,15 +15,15 @@ import msgspec
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.fields import MAX_JSON_BYTES
 from molink.checkpoint.folder import METADATA_FILES, REQUIRED_FILES
-from molink.checkpoint.manifest import Manifest, Part, Shard, root_of
+from molink.checkpoint.manifest import Manifest, HashedEntry, ShardEntry, manifest_root
 from molink.errors import AlteredModel, BrokenModel, ModelError, Unavailable
 from molink.facts.model import LayerRange
-from molink.files import patiently
-from molink.swarm.artifacts.copying import ranges
-from molink.swarm.artifacts.fetch_plan import GroupPlan, cut, plan_files
-from molink.swarm.controller.holdings import range_text
-from molinkd.peer.artifacts.hashing import Stamp, Stretch, hash_stretches
-from molinkd.peer.artifacts.library import Holding, stamp_of
+from molink.files import retry_while_busy
+from molink.swarm.artifacts.copying import to_ranges
+from molink.swarm.artifacts.fetch_plan import GroupPlan, split_part, plan_files
+from molink.swarm.controller.holdings import format_ranges
+from molinkd.peer.artifacts.hashing import FileStamp, ByteRange, hash_ranges
+from molinkd.peer.artifacts.library import ModelFiles, file_stamp
 from molinkd.peer.artifacts.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -34,14 +34,14 @@ MAX_METADATA_BYTES = 16 << 20
 #: Of a shard so much is read at a time.
 _READ_BYTES = 4 << 20
 #: What sets a draft of a copy apart from one that somebody waits for.
-COPY = "copy"
+REPLICA_SUFFIX = "copy"
 #: The manifest of a stored model, in its folder.
 MANIFEST_FILE = "manifest.molink"
 #: Which of its shards were found to be right, beside it.
-NOTED_FILE = ".shards"
+VERIFIED_SHARDS_FILE = ".shards"
 
 
-def stored_manifest(folder: Path, root: str) -> Manifest | None:
+def read_stored_manifest(folder: Path, root: str) -> Manifest | None:
     """That of a stored model; ``None`` if it isn't here, or was altered."""
     try:
         return Manifest.open((folder / MANIFEST_FILE).read_bytes(), root)
@@ -52,22 +52,22 @@ def stored_manifest(folder: Path, root: str) -> Manifest | None:
         return None
 
 
-def noted(folder: Path) -> dict[str, Stamp]:
+def load_verified_shards(folder: Path) -> dict[str, FileStamp]:
     """What shards looked like when they were found to be right; others aren't passed on."""
     try:
-        return msgspec.json.decode((folder / NOTED_FILE).read_bytes(), type=dict[str, Stamp])
+        return msgspec.json.decode((folder / VERIFIED_SHARDS_FILE).read_bytes(), type=dict[str, FileStamp])
     except (OSError, msgspec.MsgspecError):
         return {}
 
 
-def note(folder: Path, shard: str, stamp: Stamp) -> None:
+def record_verified_shard(folder: Path, shard: str, stamp: FileStamp) -> None:
     """A shard with that stamp is right; raises ``OSError``."""
-    draft = folder / f"{NOTED_FILE}.new"
-    draft.write_bytes(msgspec.json.encode({**noted(folder), shard: stamp}))
-    patiently(lambda: draft.replace(folder / NOTED_FILE))
+    draft = folder / f"{VERIFIED_SHARDS_FILE}.new"
+    draft.write_bytes(msgspec.json.encode({**load_verified_shards(folder), shard: stamp}))
+    retry_while_busy(lambda: draft.replace(folder / VERIFIED_SHARDS_FILE))
 
 
-def metadata_parts(model: str, manifest: Manifest) -> list[Part]:
+def metadata_parts(model: str, manifest: Manifest) -> list[HashedEntry]:
     """What is to be had of a model beside weights."""
     missing = [name for name in REQUIRED_FILES if name not in manifest.files]
     if missing:
@@ -82,9 +82,9 @@ def metadata_parts(model: str, manifest: Manifest) -> list[Part]:
     return parts
 
 
-def altered_parts(folder: Path, manifest: Manifest, parts: Iterable[Part]) -> list[Part]:
+def altered_parts(folder: Path, manifest: Manifest, parts: Iterable[HashedEntry]) -> list[HashedEntry]:
     """Stored metadata that is missing or isn't as it was fetched; mends the manifest's own file."""
-    if not _is_same(folder / MANIFEST_FILE, manifest.root):
+    if not _has_root(folder / MANIFEST_FILE, manifest.root):
         (folder / MANIFEST_FILE).write_bytes(manifest.raw)
     found = []
     for part in parts:
@@ -92,23 +92,23 @@ def altered_parts(folder: Path, manifest: Manifest, parts: Iterable[Part]) -> li
             data = (folder / part.name).read_bytes()
             if len(data) != part.nbytes:
                 raise AlteredModel("it has another size")
-            for piece in cut(part):
-                part.check(piece.index, data[piece.target : piece.target + piece.length])
+            for run in split_part(part):
+                part.verify_chunk(run.index, data[run.offset : run.offset + run.nbytes])
         except (OSError, AlteredModel):
             found.append(part)
     return found
 
 
-def _is_same(path: Path, root: str) -> bool:
+def _has_root(path: Path, root: str) -> bool:
     try:
-        return root_of(path.read_bytes()) == root
+        return manifest_root(path.read_bytes()) == root
     except OSError:
         return False
 
 
 def group_plans(folder: Path, manifest: Manifest, layers: LayerRange) -> list[GroupPlan]:
     """The files that a stage of ``layers`` consists of, one for each group."""
-    return plan_files(ModelConfig.load(folder), manifest, *layers)
+    return plan_files(ModelConfig.load_folder(folder), manifest, *layers)
 
 
 def all_plans(folder: Path, manifest: Manifest) -> list[tuple[int, GroupPlan]]:
@@ -122,15 +122,15 @@ def all_plans(folder: Path, manifest: Manifest) -> list[tuple[int, GroupPlan]]:
 
 def plans_by_layer(folder: Path, manifest: Manifest) -> list[list[GroupPlan]]:
     """For each layer the files that a stage with that layer alone needs."""
-    config = ModelConfig.load(folder)
+    config = ModelConfig.load_folder(folder)
     return [plan_files(config, manifest, layer, layer + 1) for layer in range(config.layers)]
 
 
-def nobody_has(model: str, files: Iterable[str]) -> str:
+def missing_files_text(model: str, files: Iterable[str]) -> str:
     """Which files are missing and what mends that, for a person."""
     names = [file.partition(".")[0] for file in files]
     layers = {int(name.rpartition("-")[2]) for name in names if name.startswith("layer-")}
-    texts = [f"layers {range_text(ranges(layers))}"] if layers else []
+    texts = [f"layers {format_ranges(to_ranges(layers))}"] if layers else []
     texts += [name for name in names if not name.startswith("layer-")]
     return (
         f"no PC that is here has the files of {' and '.join(texts)} of {model}. Start a PC that "
@@ -138,30 +138,30 @@ def nobody_has(model: str, files: Iterable[str]) -> str:
     )
 
 
-def remove_drafts(folder: Path) -> None:
+def remove_replica_partials(folder: Path) -> None:
     """Remove what copies left that a crash broke off."""
-    for draft in folder.glob(f".*.{COPY}"):
+    for draft in folder.glob(f".*.{REPLICA_SUFFIX}"):
         draft.unlink(missing_ok=True)
 
 
-def holding_of(model: str, folder: Path, manifest: Manifest, plans: Iterable[GroupPlan]) -> Holding:
+def stored_files(model: str, folder: Path, manifest: Manifest, plans: Iterable[GroupPlan]) -> ModelFiles:
     """A stored model that is whole, as others may read it.
 
     Raises:
         OSError: a file is not there any more.
     """
     places = {
-        part.name: Stretch(folder / part.name, 0, part.nbytes)
+        part.name: ByteRange(folder / part.name, 0, part.nbytes)
         for part in metadata_parts(model, manifest)
     }
     for plan in plans:
-        for part, offset in plan.offsets():
-            places[part.name] = Stretch(folder / plan.file, offset, part.nbytes)
-    stamps = {path: Stamp.of(path) for path in {place.path for place in places.values()}}
-    return Holding(folder, manifest, places, stamps)
+        for part, offset in plan.part_offsets():
+            places[part.name] = ByteRange(folder / plan.file, offset, part.nbytes)
+    stamps = {path: FileStamp.of_path(path) for path in {place.path for place in places.values()}}
+    return ModelFiles(folder, manifest, places, stamps)
 
 
-def check_file(path: Path, plan: GroupPlan, progress: Progress, stop: threading.Event) -> None:
+def verify_file(path: Path, plan: GroupPlan, progress: Progress, stop: threading.Event) -> None:
     """Whether a stored file is what ``plan`` says; ``progress`` keeps its bytes then.
 
     Raises:
@@ -173,19 +173,19 @@ def check_file(path: Path, plan: GroupPlan, progress: Progress, stop: threading.
     if path.stat().st_size != plan.nbytes:
         raise AlteredModel("it has another size")
     if plan.shard is not None:
-        _check_shard(path, plan.shard, progress, stop)
+        _verify_shard(path, plan.shard, progress, stop)
         return
     with path.open("rb") as file:
         if file.read(len(plan.header)) != plan.header:
             raise AlteredModel("it has another header")
-    places = [Stretch(path, offset, part.nbytes) for part, offset in plan.offsets()]
-    for part, found in zip(plan.parts, hash_stretches(places, Progress(), stop), strict=True):
-        if isinstance(part, Part) and found != part.digests:
+    places = [ByteRange(path, offset, part.nbytes) for part, offset in plan.part_offsets()]
+    for part, found in zip(plan.parts, hash_ranges(places, Progress(), stop), strict=True):
+        if isinstance(part, HashedEntry) and found != part.digests:
             raise AlteredModel(f"tensor {part.name} has other bytes")
-    progress.keep(plan.nbytes)
+    progress.add_existing(plan.nbytes)
 
 
-def _check_shard(path: Path, shard: Shard, progress: Progress, stop: threading.Event) -> None:
+def _verify_shard(path: Path, shard: ShardEntry, progress: Progress, stop: threading.Event) -> None:
     """As it is read it is progress: those who wait for it leave who stands still."""
     found, kept = hashlib.sha256(), 0
     with path.open("rb") as file:
@@ -193,7 +193,7 @@ def _check_shard(path: Path, shard: Shard, progress: Progress, stop: threading.E
             if stop.is_set():
                 raise Unavailable("hashing was ended")
             found.update(data)
-            progress.keep(len(data))
+            progress.add_existing(len(data))
             kept += len(data)
     if found.digest() != shard.sha256:
         progress.total += kept  # all of it comes once more
@@ -201,28 +201,28 @@ def _check_shard(path: Path, shard: Shard, progress: Progress, stop: threading.E
 
 
 @asynccontextmanager
-async def new_file(path: Path, kind: str = "part") -> AsyncIterator[BinaryIO]:
+async def create_file(path: Path, suffix: str = "part") -> AsyncIterator[BinaryIO]:
     """A file that appears under its name once it is whole; disks are waited for in threads.
 
     Of two of different ``kind`` for the same place the one that is whole first stays.
     """
-    draft = path.with_name(f".{path.name}.{kind}")
-    before = stamp_of(path)
+    draft = path.with_name(f".{path.name}.{suffix}")
+    before = file_stamp(path)
 
     def finish() -> None:
         file.flush()
         os.fsync(file.fileno())
 
     def replace() -> None:
-        if stamp_of(path) == before:
+        if file_stamp(path) == before:
             draft.replace(path)
 
     try:
         with draft.open("wb") as file:
             yield file
             await asyncio.to_thread(finish)
-        await asyncio.to_thread(patiently, replace)
+        await asyncio.to_thread(retry_while_busy, replace)
     except OSError as error:
         raise ModelError(f"can't write {path}: {error}") from error
     finally:
-        patiently(lambda: draft.unlink(missing_ok=True))
+        retry_while_busy(lambda: draft.unlink(missing_ok=True))

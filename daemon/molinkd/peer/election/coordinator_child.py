@@ -11,32 +11,32 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from molink.errors import PortInUse, UsageError, WorkerError
-from molink.swarm.election.leading import Lead
+from molink.swarm.election.leading import StartCoordinatorAction
 from molink.wire.sockets.curve import KeyPair
-from molinkd.peer.agent.child import Child, how_it_ended
+from molinkd.peer.agent.child import ChildProcess, exit_text
 from molinkd.peer.home import Home
-from molinkd.peer.membership.addresses import advertised
-from molinkd.peer.membership.membership import Membership
+from molinkd.peer.membership.addresses import advertised_addresses
+from molinkd.peer.membership.membership import MembershipRecord
 from molinkd.peer.settings import Settings
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-P", "-m", "molinkd.coordinator")
+COORDINATOR_COMMAND = (sys.executable, "-P", "-m", "molinkd.coordinator")
 START_TIMEOUT_S = 150.0 if sys.platform == "win32" else 30.0
 #: Pauses before a coordinator that died is started again, in seconds.
 BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 #: So many ends in a row say that it can't run here: its disk is full, say.
-FAILING = 3
+FAILURES_TO_REPORT = 3
 #: A coordinator that ran for this long begins with the shortest pause again.
 _SETTLED_S = 60.0
 GRACE_S = 5.0
 
 
-class Announcement(msgspec.Struct, frozen=True, kw_only=True):
+class CoordinatorAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
     """The line that a coordinator prints once it listens.
 
     ``restored``: how its state was got back, if it was lost; for a person. ``name`` is the
-    swarm's, ``porch`` the port where PCs without a token may knock (0: nowhere).
+    swarm's, ``pairing_port`` the port where PCs without a token may knock (0: nowhere).
     """
 
     port: int
@@ -46,10 +46,10 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...] = ()
     restored: str = ""
     name: str = ""
-    porch: int = 0
+    pairing_port: int = 0
 
 
-class Host(Protocol):
+class CoordinatorHost(Protocol):
     """What running a coordinator takes of its PC."""
 
     @property
@@ -68,7 +68,7 @@ class CoordinatorProcess:
         arguments: Callable[[int], list[str]],
         port: int,
         logs: Path,
-        command: tuple[str, ...] = COMMAND,
+        command: tuple[str, ...] = COORDINATOR_COMMAND,
         on_failing: Callable[[], None] = lambda: None,
     ) -> None:
         """``arguments(port)`` are those of ``python -m molinkd.coordinator``.
@@ -80,16 +80,16 @@ class CoordinatorProcess:
         self._port = port
         self._log_file = logs / "coordinator.log"
         self._command = command
-        self._child: Child | None = None
-        self._announced: asyncio.Future[Announcement] | None = None
+        self._child: ChildProcess | None = None
+        self._announced: asyncio.Future[CoordinatorAnnouncement] | None = None
         #: What it has said of itself last; ``None`` while none runs.
-        self.announcement: Announcement | None = None
+        self.announcement: CoordinatorAnnouncement | None = None
         self._exited = asyncio.Event()
         #: The term that it was last told to go on in.
         self._term = 0
-        self._watcher: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
 
-    async def start(self) -> Announcement:
+    async def start(self) -> CoordinatorAnnouncement:
         """Start it and wait until it listens; from then on it is kept running.
 
         Raises:
@@ -98,14 +98,14 @@ class CoordinatorProcess:
         announcement = await self._launch()
         # Members know this port: a restart has to take it again.
         self._port = announcement.port
-        self._watcher = asyncio.get_running_loop().create_task(self._keep())
+        self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
         return announcement
 
     async def close(self) -> None:
         """End it for good."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
         if self._child is not None:
             await self._child.stop(GRACE_S)
 
@@ -123,19 +123,19 @@ class CoordinatorProcess:
     @property
     def pid(self) -> int:
         """Its process id; 0 while there is none."""
-        return self._child.pid if self._child is not None and self._child.running else 0
+        return self._child.pid if self._child is not None and self._child.is_running else 0
 
-    async def _launch(self) -> Announcement:
+    async def _launch(self) -> CoordinatorAnnouncement:
         loop = asyncio.get_running_loop()
-        announced: asyncio.Future[Announcement] = loop.create_future()
+        announced: asyncio.Future[CoordinatorAnnouncement] = loop.create_future()
         self._announced = announced
         self._exited.clear()
-        child = Child(
+        child = ChildProcess(
             "coordinator",
             [*self._command, *self._arguments(self._port)],
             reader=read_announcement,
-            on_message=self._said,
-            on_exit=self._ended,
+            on_message=self._on_message,
+            on_exit=self._on_exit,
             log_file=self._log_file,
         )
         child.start()
@@ -146,23 +146,23 @@ class CoordinatorProcess:
             await child.stop(0.0)
             raise WorkerError(f"the coordinator did not start; see {self._log_file}") from None
 
-    def _said(self, message: object) -> None:
+    def _on_message(self, message: object) -> None:
         if self._announced is not None and not self._announced.done():
-            assert isinstance(message, Announcement)
+            assert isinstance(message, CoordinatorAnnouncement)
             self.announcement = message
             self._announced.set_result(message)
 
-    def _ended(self, code: int) -> None:
+    def _on_exit(self, code: int) -> None:
         self._exited.set()
         self.announcement = None
         if self._announced is not None and not self._announced.done() and self._child is not None:
             last = (self._child.tail.splitlines() or [""])[-1].removeprefix("molink: ")
             kind = PortInUse if code == PortInUse.exit_code else UsageError
             self._announced.set_exception(
-                kind(f"the coordinator can't start: {last or how_it_ended(code)}")
+                kind(f"the coordinator can't start: {last or exit_text(code)}")
             )
 
-    async def _keep(self) -> None:
+    async def _supervise(self) -> None:
         loop = asyncio.get_running_loop()
         failures, begun = 0, loop.time()
         while True:
@@ -171,7 +171,7 @@ class CoordinatorProcess:
                 failures = 0
             pause = BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)]
             failures += 1
-            if failures == FAILING:
+            if failures == FAILURES_TO_REPORT:
                 self._on_failing()
             log.warning("the coordinator has ended; starting it again in %.1f s", pause)
             await asyncio.sleep(pause)
@@ -185,11 +185,11 @@ class CoordinatorProcess:
                 self._exited.set()
 
 
-def coordinator_process(
-    host: Host,
-    membership: Membership | None,
+def create_coordinator_process(
+    host: CoordinatorHost,
+    membership: MembershipRecord | None,
     replica: Path | None,
-    deed: Lead,
+    action: StartCoordinatorAction,
     leader: str,
     on_failing: Callable[[], None] = lambda: None,
 ) -> CoordinatorProcess:
@@ -199,16 +199,16 @@ def coordinator_process(
     """
     settings, home = host.settings, host.home
     #: Only the first run is told.
-    once = ["--lost", deed.lost] if deed.lost else []
+    once = ["--lost", action.lost_leader] if action.lost_leader else []
     if membership is None and "coordinator_port" in settings.chosen_ports:
         once.append("--only-port")  # of a swarm that exists the members know the port
 
     def arguments(port: int) -> list[str]:
         options = ["--state", str(home.coordinator), "--host", settings.host, "--port", str(port)]
-        options += ["--term", str(deed.term), "--leader", leader]
+        options += ["--term", str(action.term), "--leader", leader]
         if replica is not None:
             options += ["--replica", str(replica)]
-        if membership is None or membership.own:
+        if membership is None or membership.is_founder:
             options += ["--member", f"{host.keys.public}:{settings.name}"]
             options += ["--max-peers", str(settings.max_peers)]
         if membership is None:
@@ -216,8 +216,8 @@ def coordinator_process(
         else:
             options += ["--swarm", membership.swarm]
         if settings.discovery:
-            options += ["--porch", str(settings.porch_port)]
-        for address in advertised(settings.host, settings.advertise):
+            options += ["--porch", str(settings.pairing_port)]
+        for address in advertised_addresses(settings.host, settings.advertise):
             options += ["--address", address]
         options += once
         once.clear()
@@ -225,7 +225,7 @@ def coordinator_process(
 
     port = settings.coordinator_port
     led = membership is not None and (
-        membership.leader == leader or (membership.own and not membership.leader)
+        membership.leader == leader or (membership.is_founder and not membership.leader)
     )
     if membership is not None and led and port:
         # The members know the port of the last run.
@@ -237,5 +237,5 @@ def read_announcement(stream: BinaryIO) -> object | None:
     """The next announcement of a coordinator; other lines are passed over."""
     for line in iter(lambda: stream.readline(65536), b""):
         with contextlib.suppress(msgspec.MsgspecError):
-            return msgspec.json.decode(line, type=Announcement)
+            return msgspec.json.decode(line, type=CoordinatorAnnouncement)
     return None

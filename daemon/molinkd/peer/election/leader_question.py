@@ -8,7 +8,7 @@ import zmq.asyncio
 from molink.errors import MolinkError, WireError
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.instructions import Member
+from molink.wire.messages.instructions import PeerInfo
 from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
@@ -18,15 +18,15 @@ from molink.wire.sockets.refusal import is_refused
 log = logging.getLogger(__name__)
 
 #: How long a peer has to answer whom it follows, in seconds.
-ANSWER_S = 1.0
+REPLY_TIMEOUT_S = 1.0
 
 
-async def ask_leader(
-    context: zmq.asyncio.Context, keys: KeyPair, member: Member, request: LeaderRequest
+async def query_leader(
+    context: zmq.asyncio.Context, keys: KeyPair, member: PeerInfo, request: LeaderRequest
 ) -> LeaderView | None:
     """What a peer answers first, asked at all its addresses; ``None`` if it doesn't."""
     found = endpoints(member.addresses, member.control_port)
-    asking = [asyncio.ensure_future(_ask_at(context, keys, member, one, request)) for one in found]
+    asking = [asyncio.ensure_future(_query_address(context, keys, member, one, request)) for one in found]
     answer: LeaderView | None = None
     try:
         for done in asyncio.as_completed(asking):
@@ -40,10 +40,10 @@ async def ask_leader(
     return answer
 
 
-async def _ask_at(
+async def _query_address(
     context: zmq.asyncio.Context,
     keys: KeyPair,
-    member: Member,
+    member: PeerInfo,
     address: str,
     request: LeaderRequest,
 ) -> LeaderView | None:
@@ -53,7 +53,7 @@ async def _ask_at(
     )
     try:
         client.start()
-        asking = asyncio.ensure_future(client.request(request, timeout=ANSWER_S))
+        asking = asyncio.ensure_future(client.send_request(request, timeout=REPLY_TIMEOUT_S))
         refusing = asyncio.ensure_future(is_refused(address))
         try:
             await asyncio.wait((asking, refusing), return_when=asyncio.FIRST_COMPLETED)

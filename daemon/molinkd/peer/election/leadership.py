@@ -13,47 +13,47 @@ import msgspec
 import zmq.asyncio
 
 from molink.errors import MolinkError, NotAuthorized, Unavailable, UsageError
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.swarm.election.leading import (
-    Answered,
-    Ask,
-    ConnectionLost,
-    Event,
-    Follow,
-    Heard,
-    Known,
-    Lead,
-    Led,
-    NotLed,
-    Raise,
-    Resigned,
-    Silent,
-    StepDown,
-    TimePassed,
+    PeerAnsweredEvent,
+    QueryLeaderAction,
+    ConnectionLostEvent,
+    ElectionEvent,
+    FollowLeaderAction,
+    CoordinatorHeardEvent,
+    MembershipChangedEvent,
+    StartCoordinatorAction,
+    CoordinatorStartedEvent,
+    CoordinatorFailedEvent,
+    RaiseTermAction,
+    ResignedEvent,
+    PeerTimedOutEvent,
+    StepDownAction,
+    ElectionTimePassedEvent,
 )
-from molink.swarm.election.succession import Succession
-from molink.wire.messages.instructions import Member
+from molink.swarm.election.succession import LeaderElection
+from molink.wire.messages.instructions import PeerInfo
 from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
 from molinkd.peer.election.coordinator_child import (
-    Announcement,
+    CoordinatorAnnouncement,
     CoordinatorProcess,
-    Host,
-    coordinator_process,
+    CoordinatorHost,
+    create_coordinator_process,
 )
-from molinkd.peer.election.leader_question import ask_leader
+from molinkd.peer.election.leader_question import query_leader
 from molinkd.peer.election.replica_file import ReplicaFile
-from molinkd.peer.launch import Announce, Trouble
-from molinkd.peer.membership.addresses import from_here
-from molinkd.peer.membership.membership import Membership
+from molinkd.peer.launch import Announce, ProblemReportedEvent
+from molinkd.peer.membership.addresses import local_dial_host
+from molinkd.peer.membership.membership import MembershipRecord
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.25
+INTERVAL_S = 0.25
 #: So many peers are asked at once.
-_ASKED_AT_ONCE = 8
+_MAX_QUERIES = 8
 
 
-class DaemonHost(Host, Protocol):
+class DaemonHost(CoordinatorHost, Protocol):
     """What leading takes of a daemon."""
 
     @property
@@ -69,8 +69,8 @@ class Leadership:
         self,
         host: DaemonHost,
         replica: ReplicaFile,
-        membership: Membership | None,
-        on_follow: Callable[[Membership], None] = lambda _: None,
+        membership: MembershipRecord | None,
+        on_follow: Callable[[MembershipRecord], None] = lambda _: None,
         *,
         able: bool = True,
     ) -> None:
@@ -82,99 +82,99 @@ class Leadership:
         self.replica = replica
         self.membership = membership
         self.on_follow = on_follow
-        self._able = able
-        self._me = peer_id(host.keys.public)
+        self._can_lead = able
+        self._me = derive_peer_id(host.keys.public)
         self._process: CoordinatorProcess | None = None
         #: Addresses of the coordinator here, as others reach it.
-        self._announced: tuple[str, ...] = ()
-        self._deeds: asyncio.Queue[Lead | StepDown | None] = asyncio.Queue()
+        self._own_addresses: tuple[str, ...] = ()
+        self._actions: asyncio.Queue[StartCoordinatorAction | StepDownAction | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         #: Peers that are being asked.
-        self._asking: set[str] = set()
-        self._turns = asyncio.Semaphore(_ASKED_AT_ONCE)
+        self._querying: set[str] = set()
+        self._query_slots = asyncio.Semaphore(_MAX_QUERIES)
         #: Who did not answer last time; and where all are asked beside what they have told.
-        self._silent: set[str] = set()
-        self._heard_at: tuple[str, ...] = ()
+        self._unresponsive: set[str] = set()
+        self._extra_addresses: tuple[str, ...] = ()
         self._loop = asyncio.get_running_loop()
         #: Done once this peer leads what it founds, or can't.
-        self._begun: asyncio.Future[None] = self._loop.create_future()
+        self._started: asyncio.Future[None] = self._loop.create_future()
         #: ``None`` until :meth:`start`.
-        self._succession: Succession | None = None
+        self._election: LeaderElection | None = None
 
     # --- life --------------------------------------------------------------------------------
 
-    async def found(self) -> None:
+    async def found_swarm(self) -> None:
         """Lead a new swarm, or one whose state nobody else has; returns once this peer does.
 
         Raises:
             UsageError: it can't; says why.
         """
         self.start()
-        self._happened(TimePassed())
-        await self._begun
+        self._dispatch_event(ElectionTimePassedEvent())
+        await self._started
 
-    def serves(self, models: Sequence[str]) -> None:
+    def save_models(self, models: Sequence[str]) -> None:
         """Remember the swarm, and what ``up`` serves here, if it does."""
         if models:
             first, *more = models
-            changed = msgspec.structs.replace(self.target, model=first, brought=tuple(more))
+            changed = msgspec.structs.replace(self.target, model=first, extra_models=tuple(more))
             self.membership = changed
         self.target.save(self._host.home.membership)
 
     @property
-    def founds(self) -> bool:
+    def is_founder(self) -> bool:
         """Whether nobody else can lead, or is known to."""
-        return self.membership is None or (self.membership.own and self.replica.held is None)
+        return self.membership is None or (self.membership.is_founder and self.replica.replica is None)
 
     def start(self) -> None:
         """Begin to look for the leader, if that hasn't begun; the session is about to."""
-        if self._succession is not None:
+        if self._election is not None:
             return
         membership = self.membership
-        known = Known(self.replica.order or (self._me,), self.replica.version)
-        self._succession = Succession(
+        known = MembershipChangedEvent(self.replica.order or (self._me,), self.replica.version)
+        self._election = LeaderElection(
             self._me,
             self._loop.time(),
             known=known,
             term=0 if membership is None else max(membership.term, known.replica[0]),
-            leader=self._me if self.founds or membership is None else membership.leader,
-            able=self._able,
+            leader=self._me if self.is_founder or membership is None else membership.leader,
+            can_lead=self._can_lead,
         )
-        self._spawn(self._act(), "molink-lead")
-        self._spawn(self._ticks(), "molink-succession")
+        self._spawn(self._run_actions(), "molink-lead")
+        self._spawn(self._run_timer(), "molink-succession")
 
     def resign(self) -> None:
         """This daemon ends: others need not wait for it."""
-        self._happened(Resigned())
+        self._dispatch_event(ResignedEvent())
 
     async def close(self) -> None:
         """End the coordinator, if it runs here."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._begun.cancel()
-        await self._end_process()
+        self._started.cancel()
+        await self._stop_coordinator()
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether the coordinator runs here."""
         return self._process is not None
 
     @property
-    def coordinator(self) -> Announcement | None:
+    def coordinator(self) -> CoordinatorAnnouncement | None:
         """What the coordinator here says of itself; ``None`` while none runs here."""
         return None if self._process is None else self._process.announcement
 
     @property
-    def target(self) -> Membership:
+    def target(self) -> MembershipRecord:
         """The swarm, and where its coordinator is as far as is known."""
         assert self.membership is not None
         return self.membership
 
-    def where(self) -> tuple[str, tuple[str, ...]]:
+    def coordinator_location(self) -> tuple[str, tuple[str, ...]]:
         """The key of the coordinator, and the addresses at which others reach it."""
         target = self.target
-        return target.coordinator_key, self._announced if self.leads else target.addresses
+        return target.coordinator_key, self._own_addresses if self.is_leader else target.addresses
 
     # --- who has moved -----------------------------------------------------------------------
 
@@ -184,38 +184,38 @@ class Leadership:
         return self.target.swarm
 
     @property
-    def missing(self) -> bool:
+    def has_missing_peers(self) -> bool:
         """Whether a member didn't answer when it was asked last, and this PC follows nobody."""
-        follows = self._succession is None or self._succession.role == "following"
-        return not follows and not self._silent.isdisjoint(self.replica.order)
+        follows = self._election is None or self._election.role == "following"
+        return not follows and not self._unresponsive.isdisjoint(self.replica.order)
 
-    def heard_at(self, addresses: tuple[str, ...]) -> None:
+    def add_addresses(self, addresses: tuple[str, ...]) -> None:
         """Ask members there too from now on."""
-        if addresses and addresses != self._heard_at:
+        if addresses and addresses != self._extra_addresses:
             log.info("the swarm is heard at %s", ", ".join(addresses))
-        self._heard_at = addresses or self._heard_at
+        self._extra_addresses = addresses or self._extra_addresses
 
     # --- what happens ------------------------------------------------------------------------
 
-    def noted(self, term: int, leader: str) -> bool:
+    def on_heartbeat(self, term: int, leader: str) -> bool:
         """The coordinator has spoken; whether it is one to follow."""
-        found = self._happened(Heard(term, leader))
+        found = self._dispatch_event(CoordinatorHeardEvent(term, leader))
         if found is None or term < found.term:
             return False
-        self._remember(term=found.term, leader=found.leader)
+        self._update_membership(term=found.term, leader=found.leader)
         return True
 
-    def cut(self) -> None:
+    def on_connection_lost(self) -> None:
         """The connection to the coordinator is lost."""
-        self._happened(ConnectionLost())
+        self._dispatch_event(ConnectionLostEvent())
 
-    def shared(self, data: memoryview) -> None:
+    def on_shared_state(self, data: memoryview) -> None:
         """The coordinator shares its state."""
         assert self.membership is not None
-        if self.replica.take(data, self.membership.swarm):
-            self._happened(Known(self.replica.order, self.replica.version))
+        if self.replica.save_replica(data, self.membership.swarm):
+            self._dispatch_event(MembershipChangedEvent(self.replica.order, self.replica.version))
 
-    def answer(self, peer: str, request: LeaderRequest) -> LeaderReply:
+    def answer_request(self, peer: str, request: LeaderRequest) -> LeaderReply:
         """A peer asks whom this one follows, and says whom it follows itself.
 
         Raises:
@@ -224,40 +224,40 @@ class Leadership:
         """
         if request.swarm != self.target.swarm:
             raise NotAuthorized(f"this PC is not of swarm {request.swarm}")
-        found = self._happened(Answered(peer, request.view))
+        found = self._dispatch_event(PeerAnsweredEvent(peer, request.view))
         if found is None:
             raise Unavailable("this daemon is still starting")
-        return LeaderReply(ref=request.ref, view=found.view(self._loop.time()))
+        return LeaderReply(ref=request.ref, view=found.build_view(self._loop.time()))
 
-    def _happened(self, event: Event) -> Succession | None:
+    def _dispatch_event(self, event: ElectionEvent) -> LeaderElection | None:
         """Decide, and begin to carry it out; nothing happens before :meth:`start`."""
-        succession = self._succession
-        if succession is None:
+        election = self._election
+        if election is None:
             return None
-        role = succession.role
-        for decision in succession.handle(event, self._loop.time()):
+        role = election.role
+        for decision in election.handle(event, self._loop.time()):
             match decision:
-                case Ask(peer):
-                    self._ask_once(peer, succession)
-                case Follow():
-                    self._follow(decision)
-                case Raise(term):
+                case QueryLeaderAction(peer):
+                    self._query_once(peer, election)
+                case FollowLeaderAction():
+                    self._follow_leader(decision)
+                case RaiseTermAction(term):
                     if self._process is not None:
                         self._process.raise_term(term)
-                    self._remember(term=term)
-                case Lead() | StepDown():
-                    if self.leads:
-                        log.warning("the coordinator here is ended: %s", succession.story[-1])
-                    self._deeds.put_nowait(decision)
-        if succession.role != role:
-            log.info("%s", succession.story[-1])
-        return succession
+                    self._update_membership(term=term)
+                case StartCoordinatorAction() | StepDownAction():
+                    if self.is_leader:
+                        log.warning("the coordinator here is ended: %s", election.story[-1])
+                    self._actions.put_nowait(decision)
+        if election.role != role:
+            log.info("%s", election.story[-1])
+        return election
 
-    def _follow(self, decision: Follow) -> None:
+    def _follow_leader(self, decision: FollowLeaderAction) -> None:
         addresses = decision.addresses
         if decision.leader == self._me and self._process is not None:
-            addresses = (f"{from_here(self._host.settings.host)}:{self._process.port}",)
-        self._remember(
+            addresses = (f"{local_dial_host(self._host.settings.host)}:{self._process.port}",)
+        self._update_membership(
             term=decision.term,
             leader=decision.leader,
             coordinator_key=decision.coordinator_key,
@@ -266,7 +266,7 @@ class Leadership:
         if self.membership is not None:
             self.on_follow(self.membership)
 
-    def _remember(self, **changes: object) -> None:
+    def _update_membership(self, **changes: object) -> None:
         if self.membership is None:
             return
         changed = msgspec.structs.replace(self.membership, **changes)
@@ -279,108 +279,108 @@ class Leadership:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def _ask_once(self, peer: str, succession: Succession) -> None:
+    def _query_once(self, peer: str, election: LeaderElection) -> None:
         """Ask, unless that is under way: questions of others must not make ever more of ours."""
-        if peer not in self._asking:
-            self._asking.add(peer)
-            self._spawn(self._ask(peer, succession), f"molink-ask-{peer}")
+        if peer not in self._querying:
+            self._querying.add(peer)
+            self._spawn(self._query_peer(peer, election), f"molink-ask-{peer}")
 
-    async def _ask(self, peer: str, succession: Succession) -> None:
-        async with self._turns:
-            if not succession.wants(peer):
-                self._asking.discard(peer)
+    async def _query_peer(self, peer: str, election: LeaderElection) -> None:
+        async with self._query_slots:
+            if not election.is_awaiting(peer):
+                self._querying.discard(peer)
                 return
-            answer = await self._answer_of(peer, succession)
-        self._asking.discard(peer)
+            answer = await self._request_view(peer, election)
+        self._querying.discard(peer)
         if answer is None:
-            self._silent.add(peer)
+            self._unresponsive.add(peer)
         else:
-            self._silent.discard(peer)
-        self._happened(Silent(peer) if answer is None else Answered(peer, answer))
+            self._unresponsive.discard(peer)
+        self._dispatch_event(PeerTimedOutEvent(peer) if answer is None else PeerAnsweredEvent(peer, answer))
 
-    async def _answer_of(self, peer: str, succession: Succession) -> LeaderView | None:
-        member = self._member(peer)
+    async def _request_view(self, peer: str, election: LeaderElection) -> LeaderView | None:
+        member = self._find_peer(peer)
         if member is None or self.membership is None:
             return None
-        view = succession.view(self._loop.time())
+        view = election.build_view(self._loop.time())
         request = LeaderRequest(ref=0, swarm=self.membership.swarm, view=view)
-        return await ask_leader(self._host.context, self._host.keys, member, request)
+        return await query_leader(self._host.context, self._host.keys, member, request)
 
-    def _member(self, peer: str) -> Member | None:
-        held = self.replica.held
+    def _find_peer(self, peer: str) -> PeerInfo | None:
+        held = self.replica.replica
         for one in () if held is None else held.members:
             if one.peer == peer and one.announced is not None and one.announced.addresses:
-                addresses = dict.fromkeys((*one.announced.addresses, *self._heard_at))
+                addresses = dict.fromkeys((*one.announced.addresses, *self._extra_addresses))
                 return msgspec.structs.replace(one.announced, addresses=tuple(addresses))
         return None
 
     # --- leading -----------------------------------------------------------------------------
 
-    async def _act(self) -> None:
+    async def _run_actions(self) -> None:
         """Start and end the coordinator as decided, one after the other."""
         while True:
-            deed = await self._deeds.get()
-            await self._end_process()
-            if isinstance(deed, Lead):
-                await self._lead(deed)
+            action = await self._actions.get()
+            await self._stop_coordinator()
+            if isinstance(action, StartCoordinatorAction):
+                await self._start_coordinator(action)
 
-    async def _lead(self, deed: Lead) -> None:
-        held = self.replica.path if self.replica.held is not None else None
-        process = coordinator_process(
-            self._host, self.membership, held, deed, self._me, self._failing
+    async def _start_coordinator(self, action: StartCoordinatorAction) -> None:
+        held = self.replica.path if self.replica.replica is not None else None
+        process = create_coordinator_process(
+            self._host, self.membership, held, action, self._me, self._on_failing
         )
         try:
             announcement = await process.start()
         except MolinkError as error:
             await process.close()
-            if self.founds and not self._begun.done():
-                self._begun.set_exception(UsageError(str(error)))
+            if self.is_founder and not self._started.done():
+                self._started.set_exception(UsageError(str(error)))
                 return
-            self._happened(NotLed())
-            self._host.announce(Trouble(text=str(error)))
+            self._dispatch_event(CoordinatorFailedEvent())
+            self._host.announce(ProblemReportedEvent(text=str(error)))
             return
-        self._process, self._announced = process, announcement.addresses
+        self._process, self._own_addresses = process, announcement.addresses
         if announcement.restored:
-            self._host.announce(Trouble(text=announcement.restored))
+            self._host.announce(ProblemReportedEvent(text=announcement.restored))
         if self.membership is None:
-            self.membership = self._founded(announcement)
-        self._happened(
-            Led(announcement.term, announcement.public_key, tuple(announcement.addresses))
+            self.membership = self._founded_membership(announcement)
+        self._dispatch_event(
+            CoordinatorStartedEvent(announcement.term, announcement.public_key, tuple(announcement.addresses))
         )
-        if not self._begun.done():
-            self._begun.set_result(None)
+        if not self._started.done():
+            self._started.set_result(None)
 
-    def _founded(self, announcement: Announcement) -> Membership:
-        return Membership(
+    def _founded_membership(self, announcement: CoordinatorAnnouncement) -> MembershipRecord:
+        return MembershipRecord(
             swarm=announcement.swarm,
             coordinator_key=announcement.public_key,
             addresses=tuple(announcement.addresses),
-            own=True,
+            is_founder=True,
             leader=self._me,
         )
 
-    def _failing(self) -> None:
-        self._happened(NotLed())
+    def _on_failing(self) -> None:
+        self._dispatch_event(CoordinatorFailedEvent())
         self._host.announce(
-            Trouble(text="the coordinator ends again and again here: another PC is to run it")
+            ProblemReportedEvent(text="the coordinator ends again and again here: another PC is to run it")
         )
 
-    async def _end_process(self) -> None:
+    async def _stop_coordinator(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             await process.close()
 
-    async def _ticks(self) -> None:
+    async def _run_timer(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
-            self._happened(TimePassed())
+            await asyncio.sleep(INTERVAL_S)
+            self._dispatch_event(ElectionTimePassedEvent())
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
         task = self._loop.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_done)
 
-    def _ended(self, task: "asyncio.Task[None]") -> None:
+    def _on_task_done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("%s failed", task.get_name(), exc_info=task.exception())

@@ -18,19 +18,19 @@ class ReplicaFile:
         """``swarm`` is the one that the PC is a member of; a copy of another one's is no use."""
         self.path = path
         found = read_replica(path)
-        self.held: Replica | None = found if found is not None and found.swarm == swarm else None
+        self.replica: Replica | None = found if found is not None and found.swarm == swarm else None
 
     @property
     def version(self) -> Version:
         """How far the copy is; (0, 0) if there is none."""
-        return (0, 0) if self.held is None else self.held.version
+        return (0, 0) if self.replica is None else self.replica.version
 
     @property
     def order(self) -> tuple[str, ...]:
         """Members in the order of succession."""
-        return () if self.held is None else self.held.order
+        return () if self.replica is None else self.replica.order
 
-    def take(self, data: bytes | memoryview, swarm: str) -> bool:
+    def save_replica(self, data: bytes | memoryview, swarm: str) -> bool:
         """Keep what the coordinator sent; whether it is a copy of our swarm's state."""
         try:
             replica = decode_replica(data)
@@ -39,7 +39,7 @@ class ReplicaFile:
         except StateError as error:
             log.warning("the coordinator sent a copy of its state that can't be used: %s", error)
             return False
-        self.held = replica
+        self.replica = replica
         try:
             write_secret_bytes(self.path, bytes(data))
         except OSError as error:

@@ -6,12 +6,12 @@ import sys
 from molinkd.api.backend import Backend
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from molinkd.api.prompt_reader import PromptProcesses
+from molinkd.api.prompt_reader import PromptWorkers
 from molinkd.peer.platform import child_options
 from molinkd.peer.settings import Settings
 
 #: Windows waits only some seconds for a program whose console or session ends.
-MAX_FINISH_S = 3.0 if sys.platform == "win32" else 20.0
+MAX_GRACE_PERIOD_S = 3.0 if sys.platform == "win32" else 20.0
 
 
 def api_settings(settings: Settings) -> ApiSettings:
@@ -21,25 +21,25 @@ def api_settings(settings: Settings) -> ApiSettings:
         UsageError: they would let strangers in, or can't work.
     """
     return ApiSettings(
-        host=settings.endpoint_host,
+        host=settings.api_host,
         api_key=settings.api_key,
         api_keys=settings.api_keys,
         allowed_hosts=settings.allowed_hosts,
         cors_origins=settings.cors_origins,
         max_body_bytes=settings.max_body,
-        finish_s=min(settings.finish, MAX_FINISH_S),
-        answer_format=settings.answer_format,
+        shutdown_grace_period_s=min(settings.shutdown_grace_period, MAX_GRACE_PERIOD_S),
+        tool_call_parser=settings.tool_call_parser,
     )
 
 
-class Endpoint:
+class ApiEndpoint:
     """Starts and stops the endpoint without holding up the daemon's event loop."""
 
     def __init__(self, settings: Settings, backend: Backend) -> None:
         """Raises :class:`UsageError` if the settings would let strangers in."""
         api = api_settings(settings)
-        self._ports = settings.tries("endpoint_port")
-        self._server = EndpointServer(backend, api, PromptProcesses(child_options()))
+        self._ports = settings.ports_to_try("endpoint_port")
+        self._server = EndpointServer(backend, api, PromptWorkers(child_options()))
 
     async def start(self) -> None:
         """Listen on the port of the settings, or the next free one if nobody has chosen it.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import zmq.asyncio
 
 from molink.errors import Unavailable
-from molink.facts.identity import peer_id
-from molink.swarm.frontend.stream import HeadEpoch
+from molink.facts.identity import derive_peer_id
+from molink.swarm.frontend.stream import PipelineEpoch
 from molink.wire.messages.codec import Buffer, DataMessage, data_codec
 from molink.wire.messages.instructions import Route, StageAddress
 from molink.wire.sockets.client import Client, ClientEvents
@@ -19,23 +19,23 @@ from molink.wire.sockets.endpoints import endpoints
 log = logging.getLogger(__name__)
 
 #: Routes that a report shows at most.
-MAX_SHOWN = 16
+MAX_SUMMARIES = 16
 
 
 @dataclass(slots=True)
-class _HeadClient:
+class _SchedulerClient:
     route: Route
     client: Client[DataMessage] | None = None
 
     @property
-    def target(self) -> HeadEpoch | None:
+    def target(self) -> PipelineEpoch | None:
         """Where to submit; ``None`` while the pipeline or its head can't be reached."""
-        if self.client is None or not self.client.connected or not self.route.ready:
+        if self.client is None or not self.client.is_connected or not self.route.is_ready:
             return None
-        return HeadEpoch(self.route.pipeline, self.route.epoch)
+        return PipelineEpoch(self.route.pipeline, self.route.epoch)
 
 
-class Heads:
+class SchedulerConnections:
     """One connection per pipeline, to the worker of its stage 0.
 
     ``on_change`` is told of a model whose usable heads may have changed; ``on_message`` gets what a
@@ -56,17 +56,17 @@ class Heads:
         self._codec = data_codec()
         self._on_change = on_change
         self._on_message = on_message
-        self._via = via
-        self._heads: dict[str, _HeadClient] = {}
+        self._localize = via
+        self._schedulers: dict[str, _SchedulerClient] = {}
         #: Pipelines that the coordinator hasn't named since it welcomed us last.
         self._unconfirmed: set[str] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
-    def welcomed(self) -> None:
+    def on_welcome(self) -> None:
         """A session begins: what is known is of another one, or of another coordinator."""
-        self._unconfirmed = set(self._heads)
+        self._unconfirmed = set(self._schedulers)
 
-    def update(self, route: Route) -> list[str]:
+    def update_route(self, route: Route) -> list[str]:
         """Take in where a pipeline's requests go; an older epoch than known is ignored.
 
         Unless it is the first word on that pipeline of a session: then that is what holds.
@@ -75,74 +75,74 @@ class Heads:
             Pipelines that are found to have ended while there was no session: a coordinator names
             one of their model that is ready, and not them.
         """
-        head = self._heads.get(route.pipeline)
+        scheduler = self._schedulers.get(route.pipeline)
         known = route.pipeline not in self._unconfirmed
-        if head is not None and known and route.epoch < head.route.epoch:
+        if scheduler is not None and known and route.epoch < scheduler.route.epoch:
             return []
         self._unconfirmed.discard(route.pipeline)
         ended = [
             pipeline
             for pipeline in sorted(self._unconfirmed)
-            if route.ready
-            and self._heads[pipeline].route.model == route.model
-            and pipeline not in route.beside
+            if route.is_ready
+            and self._schedulers[pipeline].route.model == route.model
+            and pipeline not in route.sibling_pipelines
         ]
         for pipeline in ended:
-            self.remove(pipeline)
-        if head is None:
-            head = self._heads[route.pipeline] = _HeadClient(route)
-        elif head.route.head != route.head or route.head is None:
-            self._disconnect(head)
-        head.route = route
-        if head.client is None:
-            self._connect(head)
+            self.remove_pipeline(pipeline)
+        if scheduler is None:
+            scheduler = self._schedulers[route.pipeline] = _SchedulerClient(route)
+        elif scheduler.route.scheduler != route.scheduler or route.scheduler is None:
+            self._close_client(scheduler)
+        scheduler.route = route
+        if scheduler.client is None:
+            self._open_client(scheduler)
         self._on_change(route.model)
         return ended
 
-    def moved(self, peer: str) -> None:
+    def reconnect_peer(self, peer: str) -> None:
         """There is another way to a member than before."""
-        for head in self._heads.values():
-            if head.route.head is not None and head.route.head.peer == peer:
-                self._disconnect(head)
-                self._connect(head)
+        for scheduler in self._schedulers.values():
+            if scheduler.route.scheduler is not None and scheduler.route.scheduler.peer == peer:
+                self._close_client(scheduler)
+                self._open_client(scheduler)
 
-    def remove(self, pipeline: str) -> None:
+    def remove_pipeline(self, pipeline: str) -> None:
         """A pipeline is no more."""
         self._unconfirmed.discard(pipeline)
-        head = self._heads.pop(pipeline, None)
-        if head is not None:
-            self._disconnect(head)
-            self._on_change(head.route.model)
+        scheduler = self._schedulers.pop(pipeline, None)
+        if scheduler is not None:
+            self._close_client(scheduler)
+            self._on_change(scheduler.route.model)
 
-    def targets(self, model: str) -> list[HeadEpoch]:
+    def ready_targets(self, model: str) -> list[PipelineEpoch]:
         """Pipelines that can take requests for ``model`` now."""
         return [
             target
-            for head in self._heads.values()
-            if head.route.model == model and (target := head.target) is not None
+            for scheduler in self._schedulers.values()
+            if scheduler.route.model == model and (target := scheduler.target) is not None
         ]
 
-    def reason(self, model: str) -> str:
+    def unready_reason(self, model: str) -> str:
         """Why the coordinator has no ready pipeline for ``model``; empty if it hasn't said."""
-        routes = [head.route for head in self._heads.values() if head.route.model == model]
+        routes = [scheduler.route for scheduler in self._schedulers.values() if scheduler.route.model == model]
         return next((route.reason for route in routes if route.reason), "")
 
-    def forming(self, model: str) -> int:
+    def forming_progress(self, model: str) -> int:
         """Another number than before while a pipeline for ``model`` gets on with being formed."""
-        return sum(head.route.forming for head in self._heads.values() if head.route.model == model)
+        return sum(scheduler.route.forming_progress for scheduler in self._schedulers.values() if scheduler.route.model == model)
 
     @property
     def routes(self) -> tuple[Route, ...]:
         """All pipelines that are known."""
-        return tuple(head.route for head in self._heads.values())
+        return tuple(scheduler.route for scheduler in self._schedulers.values())
 
     @property
-    def known(self) -> tuple[tuple[str, int, bool], ...]:
+    def route_summaries(self) -> tuple[tuple[str, int, bool], ...]:
         """The newest routes as reports show them."""
-        routes = [*self.routes][-MAX_SHOWN:]
-        return tuple((route.pipeline, route.epoch, route.ready) for route in routes)
+        routes = [*self.routes][-MAX_SUMMARIES:]
+        return tuple((route.pipeline, route.epoch, route.is_ready) for route in routes)
 
-    def send(self, target: HeadEpoch, message: DataMessage, payload: Buffer | None = None) -> None:
+    def send(self, target: PipelineEpoch, message: DataMessage, payload: Buffer | None = None) -> None:
         """Send to the head of ``target``.
 
         Raises:
@@ -150,32 +150,32 @@ class Heads:
             Overloaded: it takes no more at the moment.
             MessageTooLarge: the message is too long for its header.
         """
-        head = self._heads.get(target.pipeline)
-        if head is None or head.client is None or head.route.epoch != target.epoch:
+        scheduler = self._schedulers.get(target.pipeline)
+        if scheduler is None or scheduler.client is None or scheduler.route.epoch != target.epoch:
             raise Unavailable(f"the head of {target.pipeline} in epoch {target.epoch} is gone")
-        head.client.send(message, payload)
+        scheduler.client.send(message, payload)
 
     async def close(self) -> None:
         """End all connections."""
-        for head in self._heads.values():
-            self._disconnect(head)
-        self._heads.clear()
+        for scheduler in self._schedulers.values():
+            self._close_client(scheduler)
+        self._schedulers.clear()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def _connect(self, head: _HeadClient) -> None:
-        address = head.route.head
+    def _open_client(self, scheduler: _SchedulerClient) -> None:
+        address = scheduler.route.scheduler
         if address is None or not address.addresses:
             return
-        if address.peer != peer_id(address.public_key):
-            log.warning("the route of %s names a peer by another's id", head.route.pipeline)
+        if address.peer != derive_peer_id(address.public_key):
+            log.warning("the route of %s names a peer by another's id", scheduler.route.pipeline)
             return
-        pipeline = head.route.pipeline
-        address = self._via(address)
+        pipeline = scheduler.route.pipeline
+        address = self._localize(address)
 
         def changed() -> None:
-            self._on_change(head.route.model)
+            self._on_change(scheduler.route.model)
 
-        head.client = Client(
+        scheduler.client = Client(
             self._context,
             self._keys,
             self._codec,
@@ -188,11 +188,11 @@ class Heads:
                 on_disconnect=changed,
             ),
         )
-        head.client.start()
+        scheduler.client.start()
 
-    def _disconnect(self, head: _HeadClient) -> None:
-        if head.client is not None:
-            task = asyncio.get_running_loop().create_task(head.client.close())
+    def _close_client(self, scheduler: _SchedulerClient) -> None:
+        if scheduler.client is not None:
+            task = asyncio.get_running_loop().create_task(scheduler.client.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-            head.client = None
+            scheduler.client = None

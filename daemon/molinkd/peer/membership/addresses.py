@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 import psutil
 
-from molink.swarm.membership.nearby import can_be_dialled
+from molink.swarm.membership.nearby import is_dialable
 
 MAX_ADDRESSES = 8
 LOOPBACK = "127.0.0.1"
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9])?\.?")
 #: What looks like an address, and is none.
-_NUMBERS = re.compile(r"[0-9.]+")
+_NUMERIC = re.compile(r"[0-9.]+")
 
 
 def is_loopback(host: str) -> bool:
@@ -36,21 +36,21 @@ def is_reachable_name(text: str) -> bool:
     try:
         return not ipaddress.ip_address(text).is_unspecified
     except ValueError:
-        return _HOST_NAME.fullmatch(text) is not None and not _NUMBERS.fullmatch(text)
+        return _HOST_NAME.fullmatch(text) is not None and not _NUMERIC.fullmatch(text)
 
 
-def from_here(host: str) -> str:
+def local_dial_host(host: str) -> str:
     """The address under which this PC itself reaches sockets that are bound to ``host``."""
     return LOOPBACK if is_wildcard(host) else host
 
 
-def advertised(host: str, explicit: Sequence[str] = ()) -> tuple[str, ...]:
+def advertised_addresses(host: str, explicit: Sequence[str] = ()) -> tuple[str, ...]:
     """Addresses to tell to others, best first, for sockets that are bound to ``host``."""
     if explicit:
         return tuple(explicit)[:MAX_ADDRESSES]
     if not is_wildcard(host):
         return (host,)
-    return rank(_interface_addresses(), _outgoing_address())
+    return rank_addresses(_interface_addresses(), _outgoing_address())
 
 
 def multicast_addresses(host: str) -> tuple[str, ...]:
@@ -59,10 +59,10 @@ def multicast_addresses(host: str) -> tuple[str, ...]:
     None where only this PC can reach them.
     """
     found = _interface_addresses() if is_wildcard(host) else [host]
-    return tuple(dict.fromkeys(one for one in found if can_be_dialled(one)))
+    return tuple(dict.fromkeys(one for one in found if is_dialable(one)))
 
 
-def rank(found: Iterable[str], outgoing: str | None) -> tuple[str, ...]:
+def rank_addresses(found: Iterable[str], outgoing: str | None) -> tuple[str, ...]:
     """The address of the default route first, loopback only if there is no other."""
     usable: list[str] = [outgoing] if outgoing else []
     for text in found:

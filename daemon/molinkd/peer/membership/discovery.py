@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Protocol
 from molink.errors import Unavailable
 from molink.swarm.membership.nearby import (
     MAX_SWARMS,
-    SERVICE,
-    Nearby,
-    can_be_dialled,
+    SERVICE_TYPE,
+    DiscoveredSwarm,
+    is_dialable,
     instance_name,
-    read_announcement,
+    parse_announcement,
 )
-from molinkd.peer.election.coordinator_child import Announcement
-from molinkd.peer.membership.addresses import advertised, multicast_addresses
+from molinkd.peer.election.coordinator_child import CoordinatorAnnouncement
+from molinkd.peer.membership.addresses import advertised_addresses, multicast_addresses
 from molinkd.peer.settings import Settings
 
 if TYPE_CHECKING:
@@ -40,28 +40,28 @@ LOOK_S, MORE_S = 6.0, 1.5
 #: done again, in seconds.
 MISSED_S, SELDOM_S = 3.0, 60.0
 #: Addresses that are asked because of what was heard.
-_MAX_HEARD = 8
+_MAX_ADDRESSES = 8
 #: How long one announcement is waited for that names no details, in milliseconds.
 _DETAILS_MS = 800
 #: Announcements that are looked at: a hostile PC can make any number.
-_MAX_SEEN = 64
+_MAX_ANNOUNCEMENTS = 64
 
 #: What is announced, and from which of this PC's addresses.
-_Told = tuple[Nearby, tuple[str, ...]]
+_Announced = tuple[DiscoveredSwarm, tuple[str, ...]]
 
 
-class Announcer:
+class SwarmAnnouncer:
     """Announces the swarm that is led from this PC, for as long as it is."""
 
-    def __init__(self, settings: Settings, coordinator: Callable[[], Announcement | None]) -> None:
+    def __init__(self, settings: Settings, coordinator: Callable[[], CoordinatorAnnouncement | None]) -> None:
         """``coordinator()`` is that which runs here."""
         self._settings, self._coordinator = settings, coordinator
         self._zeroconf: Zeroconf | None = None
-        self._told: _Told | None = None
+        self._announced: _Announced | None = None
         self._task: asyncio.Task[None] | None = None
         #: Held while a thread announces something, or ends it.
-        self._telling = threading.Lock()
-        self._closed = False
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def start(self) -> None:
         """Begin; does nothing where only this PC could hear it, or nobody is to."""
@@ -73,66 +73,66 @@ class Announcer:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-            self._closed = True
-            await asyncio.to_thread(self._tell, None)
+            self._is_closed = True
+            await asyncio.to_thread(self._set_announced, None)
 
     async def _run(self) -> None:
         while True:
-            wanted = self._wanted()
-            if wanted != self._told:
-                await asyncio.to_thread(self._tell, wanted)
+            wanted = self._wanted_announcement()
+            if wanted != self._announced:
+                await asyncio.to_thread(self._set_announced, wanted)
             await asyncio.sleep(POLL_S)
 
-    def _wanted(self) -> _Told | None:
+    def _wanted_announcement(self) -> _Announced | None:
         found, settings = self._coordinator(), self._settings
         interfaces = multicast_addresses(settings.host)
-        if found is None or not found.porch or not interfaces:
+        if found is None or not found.pairing_port or not interfaces:
             return None
-        told = advertised(settings.host, settings.advertise)
-        addresses = tuple(one for one in told if can_be_dialled(one))
-        nearby = Nearby(found.swarm, found.name, found.public_key, addresses, found.porch)
+        told = advertised_addresses(settings.host, settings.advertise)
+        addresses = tuple(one for one in told if is_dialable(one))
+        nearby = DiscoveredSwarm(found.swarm, found.name, found.public_key, addresses, found.pairing_port)
         return (nearby, interfaces) if addresses else None
 
-    def _tell(self, wanted: _Told | None) -> None:
+    def _set_announced(self, wanted: _Announced | None) -> None:
         """Announce that in the place of what was; in a thread."""
         from zeroconf import Error
 
-        with self._telling:
-            if self._closed and wanted is not None:
+        with self._lock:
+            if self._is_closed and wanted is not None:
                 return
-            before, self._zeroconf, self._told = self._zeroconf, None, wanted
+            before, self._zeroconf, self._announced = self._zeroconf, None, wanted
             try:
                 if before is not None:
                     before.close()
                 if wanted is not None:
-                    self._zeroconf = _announce(*wanted)
+                    self._zeroconf = _register_service(*wanted)
             except (OSError, Error) as error:
                 log.warning("the swarm can't be announced on the local network: %r", error)
 
 
-class Missed(Protocol):
-    """What a :class:`Lookout` looks for."""
+class MissingSwarm(Protocol):
+    """What a :class:`DiscoveryScanner` looks for."""
 
     @property
     def swarm(self) -> str: ...
     @property
-    def missing(self) -> bool:
+    def has_missing_peers(self) -> bool:
         """Whether a member isn't found where it was."""
         ...
 
-    def heard_at(self, addresses: tuple[str, ...]) -> None:
+    def add_addresses(self, addresses: tuple[str, ...]) -> None:
         """The swarm announces itself there, or somebody says so."""
         ...
 
 
-class Lookout:
+class DiscoveryScanner:
     """Looks on the local network for a swarm whose members aren't at their addresses any more.
 
     A new router gives all PCs others. What is heard is only where to ask: members have keys.
     """
 
-    def __init__(self, settings: Settings, missed: Missed) -> None:
-        self._settings, self._missed = settings, missed
+    def __init__(self, settings: Settings, missed: MissingSwarm) -> None:
+        self._settings, self._swarm = settings, missed
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -150,39 +150,39 @@ class Lookout:
         pause = POLL_S
         while True:
             await asyncio.sleep(pause)
-            if not self._missed.missing:
+            if not self._swarm.has_missing_peers:
                 pause = POLL_S
                 continue
-            self._missed.heard_at(await asyncio.to_thread(self._look))
+            self._swarm.add_addresses(await asyncio.to_thread(self._scan))
             pause = min(2 * pause, SELDOM_S)
 
-    def _look(self) -> tuple[str, ...]:
+    def _scan(self) -> tuple[str, ...]:
         try:
-            found = look_around(self._settings.host, MISSED_S)
+            found = scan_network(self._settings.host, MISSED_S)
         except Unavailable as error:
             log.info("%s", error)
             return ()
         here = {*multicast_addresses(self._settings.host)}
         addresses = (
-            one for near in found if near.swarm == self._missed.swarm for one in near.addresses
+            one for near in found if near.swarm == self._swarm.swarm for one in near.addresses
         )
-        return tuple(one for one in dict.fromkeys(addresses) if one not in here)[:_MAX_HEARD]
+        return tuple(one for one in dict.fromkeys(addresses) if one not in here)[:_MAX_ADDRESSES]
 
 
-def _announce(nearby: Nearby, interfaces: Sequence[str]) -> "Zeroconf":
+def _register_service(nearby: DiscoveredSwarm, interfaces: Sequence[str]) -> "Zeroconf":
     from zeroconf import ServiceInfo
 
     name = instance_name(nearby.swarm)
     families = {True: socket.AF_INET6, False: socket.AF_INET}
     info = ServiceInfo(
-        SERVICE,
+        SERVICE_TYPE,
         name,
         port=nearby.port,
         properties=nearby.properties,
         addresses=[socket.inet_pton(families[":" in one], one) for one in nearby.addresses],
         server=f"{name.partition('.')[0]}.local.",
     )
-    zeroconf = _open(interfaces)
+    zeroconf = _open_zeroconf(interfaces)
     try:
         # Where another PC has this name already, ours gets a number.
         zeroconf.register_service(info, allow_name_change=True)
@@ -193,7 +193,7 @@ def _announce(nearby: Nearby, interfaces: Sequence[str]) -> "Zeroconf":
     return zeroconf
 
 
-def look_around(host: str, seconds: float = LOOK_S, more: float = MORE_S) -> list[Nearby]:
+def scan_network(host: str, seconds: float = LOOK_S, more: float = MORE_S) -> list[DiscoveredSwarm]:
     """Swarms that announce themselves where ``host`` can be reached; blocks for so long at most.
 
     Raises:
@@ -203,7 +203,7 @@ def look_around(host: str, seconds: float = LOOK_S, more: float = MORE_S) -> lis
 
     interfaces = multicast_addresses(host)
     try:
-        return _Look(interfaces).run(seconds, more) if interfaces else []
+        return _Scan(interfaces).run_scan(seconds, more) if interfaces else []
     except (OSError, Error) as error:
         raise Unavailable(
             f"can't look for swarms on this network: {error!r}. Name the first PC instead, as in "
@@ -211,59 +211,59 @@ def look_around(host: str, seconds: float = LOOK_S, more: float = MORE_S) -> lis
         ) from None
 
 
-class _Look:
+class _Scan:
     """One look around."""
 
     def __init__(self, interfaces: Sequence[str]) -> None:
         self._interfaces = interfaces
         self._seen: dict[str, None] = {}
-        self._found: dict[tuple[str, str], Nearby] = {}
-        self._news = threading.Event()
+        self._found: dict[tuple[str, str], DiscoveredSwarm] = {}
+        self._changed = threading.Event()
 
-    def run(self, seconds: float, more: float) -> list[Nearby]:
+    def run_scan(self, seconds: float, more: float) -> list[DiscoveredSwarm]:
         from zeroconf import ServiceBrowser
 
-        zeroconf = _open(self._interfaces)
+        zeroconf = _open_zeroconf(self._interfaces)
         until = time.monotonic() + seconds
         try:
-            browser = ServiceBrowser(zeroconf, SERVICE, handlers=[self._noticed])
+            browser = ServiceBrowser(zeroconf, SERVICE_TYPE, handlers=[self._on_service])
             done = 0
             while (left := until - time.monotonic()) > 0:
-                self._news.wait(min(left, 0.5))
-                self._news.clear()
+                self._changed.wait(min(left, 0.5))
+                self._changed.clear()
                 for name in list(self._seen)[done:]:
                     done += 1
-                    if self._take(zeroconf, name) and len(self._found) == 1:
+                    if self._resolve_service(zeroconf, name) and len(self._found) == 1:
                         until = min(until, time.monotonic() + more)
             browser.cancel()
         finally:
             zeroconf.close()
         return list(self._found.values())[:MAX_SWARMS]
 
-    def _noticed(
+    def _on_service(
         self, zeroconf: "Zeroconf", service_type: str, name: str, state_change: "ServiceStateChange"
     ) -> None:
         """Called by zeroconf, in its thread, with exactly these names."""
         del zeroconf, service_type, state_change
-        if len(self._seen) < _MAX_SEEN:
+        if len(self._seen) < _MAX_ANNOUNCEMENTS:
             self._seen[name] = None
-            self._news.set()
+            self._changed.set()
 
-    def _take(self, zeroconf: "Zeroconf", name: str) -> bool:
+    def _resolve_service(self, zeroconf: "Zeroconf", name: str) -> bool:
         from zeroconf import IPVersion, ServiceInfo
 
         with contextlib.suppress(Exception):  # a stranger's bytes, read by another's code
-            info = ServiceInfo(SERVICE, name)
+            info = ServiceInfo(SERVICE_TYPE, name)
             if info.request(zeroconf, _DETAILS_MS):
                 addresses = info.parsed_addresses(IPVersion.V4Only)
-                nearby = read_announcement(info.properties, addresses, info.port)
+                nearby = parse_announcement(info.properties, addresses, info.port)
                 if nearby is not None and len(self._found) < MAX_SWARMS:
                     self._found[nearby.swarm, nearby.public_key] = nearby
                     return True
         return False
 
 
-def _open(interfaces: Sequence[str]) -> "Zeroconf":
+def _open_zeroconf(interfaces: Sequence[str]) -> "Zeroconf":
     from zeroconf import IPVersion, Zeroconf
 
     usable = [one for one in interfaces if ":" not in one]

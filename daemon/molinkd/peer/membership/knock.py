@@ -10,42 +10,42 @@ from typing import Any
 
 import molink
 from molink.errors import (
-    KnockRefused,
-    KnockUnanswered,
-    ShutOut,
+    PairingRefused,
+    PairingUnanswered,
+    PeerBanned,
     Unavailable,
     UsageError,
     VersionMismatch,
     WireError,
 )
-from molink.facts.identity import peer_id
-from molink.swarm.membership.hygiene import clean_name
-from molink.swarm.membership.knocks import WAIT_S, Knocker
-from molink.swarm.membership.nearby import PORCH_PORT, Nearby, is_swarm_id
-from molink.swarm.membership.versions import Spoken, mismatch, ours
+from molink.facts.identity import derive_peer_id
+from molink.swarm.membership.hygiene import sanitize_name
+from molink.swarm.membership.knocks import WAIT_S, PairingInitiator
+from molink.swarm.membership.nearby import PAIRING_PORT, DiscoveredSwarm, is_swarm_id
+from molink.swarm.membership.versions import PeerVersion, explain_mismatch, own_version
 from molink.wire.messages.base import Message
 from molink.wire.messages.porch import (
     LENGTH_BYTES,
     MAX_FRAME,
     Challenge,
-    Verdict,
+    PairingResult,
     decode_frame,
     encode_frame,
-    frame_length,
+    parse_frame_length,
 )
 from molink.wire.sockets.curve import KeyPair, is_public_key
-from molinkd.peer.membership.membership import Membership
+from molinkd.peer.membership.membership import MembershipRecord
 
 #: Seconds for a connection to one address, and for an answer to what a program says.
 _CONNECT_S, _ANSWER_S = 4.0, 10.0
 #: The swarm ends a knock by itself; this PC waits a little longer, in seconds.
 _WAIT_S = WAIT_S + 15.0
-_MAX_ADDRESSES = 8
+_MAX_NUM_ADDRESSES = 8
 _HOST_PORT = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,58}:[0-9]{1,5}\Z")
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
+class PairingCode:
     """What a person has to compare: the swarm, by its own word, and the code."""
 
     swarm: str
@@ -53,15 +53,15 @@ class Code:
     code: str
 
 
-async def knock(
-    nearby: Nearby,
+async def request_pairing(
+    nearby: DiscoveredSwarm,
     keys: KeyPair,
     name: str,
-    show: Callable[[Code], None],
-    patience: float = _WAIT_S,
+    show: Callable[[PairingCode], None],
+    timeout: float = _WAIT_S,
     *,
     join: str = "`molink join`",
-) -> Membership:
+) -> MembershipRecord:
     """Knock, have the code shown, and wait until a person at the swarm has let this PC in.
 
     What it returns is the swarm's own word: it holds if the person saw the same code there.
@@ -69,28 +69,28 @@ async def knock(
 
     Raises:
         Unavailable: nobody answers there, or the swarm is full.
-        KnockRefused: a person, or the swarm, refused.
-        KnockUnanswered: nobody has approved it in time.
-        ShutOut: this PC was revoked.
+        PairingRefused: a person, or the swarm, refused.
+        PairingUnanswered: nobody has approved it in time.
+        PeerBanned: this PC was revoked.
         UsageError: another PC has this one's key.
         VersionMismatch: this PC's molink and the swarm's don't understand each other.
         WireError: what answers is no swarm, or not the one that was announced.
     """
     reader, writer, address = await _connect(nearby)
     try:
-        knocker = Knocker(keys.public, name, molink.__version__, secrets.token_bytes(32))
-        challenge = await _exchange(reader, writer, knocker.asked, join)
-        if not _is_as_announced(challenge, nearby):
+        knocker = PairingInitiator(keys.public, name, molink.__version__, secrets.token_bytes(32))
+        challenge = await _request_challenge(reader, writer, knocker.commitment, join)
+        if not _matches_announcement(challenge, nearby):
             raise WireError(
                 f"what answers at {address} is not the swarm that was announced: another program "
                 "or PC pretends to be it. Join by a token (`molink invite` prints one)"
             )
-        reveal, code = knocker.answer(challenge)
+        reveal, code = knocker.answer_challenge(challenge)
         writer.write(encode_frame(reveal))
-        show(Code(challenge.swarm, clean_name(challenge.name, challenge.swarm), code))
-        verdict = await _verdict(reader, patience, join)
-        _check(verdict, peer_id(keys.public), join)
-        return _membership(challenge, verdict, address)
+        show(PairingCode(challenge.swarm, sanitize_name(challenge.name, challenge.swarm), code))
+        verdict = await _await_result(reader, timeout, join)
+        _raise_unless_admitted(verdict, derive_peer_id(keys.public), join)
+        return _membership_record(challenge, verdict, address)
     finally:
         writer.close()
         with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ async def knock(
 
 
 async def _connect(
-    nearby: Nearby,
+    nearby: DiscoveredSwarm,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
     failure = ""
     for address in nearby.addresses:
@@ -116,13 +116,13 @@ async def _connect(
     )
 
 
-async def _exchange(
+async def _request_challenge(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: Message, join: str
 ) -> Challenge:
     writer.write(encode_frame(message))
     try:
-        answer: Challenge | Verdict = await asyncio.wait_for(
-            _read(reader, Challenge | Verdict), _ANSWER_S
+        answer: Challenge | PairingResult = await asyncio.wait_for(
+            _read_message(reader, Challenge | PairingResult), _ANSWER_S
         )
     except (OSError, asyncio.IncompleteReadError, TimeoutError):
         raise Unavailable(
@@ -131,20 +131,20 @@ async def _exchange(
         ) from None
     except WireError as error:
         raise WireError(
-            f"what answers there is no swarm's door ({error}): that is port {PORCH_PORT}, unless "
+            f"what answers there is no swarm's door ({error}): that is port {PAIRING_PORT}, unless "
             "`porch_port` is set on the PC that runs the swarm"
         ) from None
-    if isinstance(answer, Verdict):
-        _check(answer, "", join)
+    if isinstance(answer, PairingResult):
+        _raise_unless_admitted(answer, "", join)
         raise WireError("the swarm lets this PC in before it has asked anything")
     return answer
 
 
-async def _verdict(reader: asyncio.StreamReader, patience: float, join: str) -> Verdict:
+async def _await_result(reader: asyncio.StreamReader, timeout: float, join: str) -> PairingResult:
     try:
-        verdict: Verdict = await asyncio.wait_for(_read(reader, Verdict), patience)
+        verdict: PairingResult = await asyncio.wait_for(_read_message(reader, PairingResult), timeout)
     except TimeoutError:
-        return Verdict(outcome="expired")
+        return PairingResult(outcome="expired")
     except (OSError, asyncio.IncompleteReadError):
         raise Unavailable(
             f"the connection to the swarm was lost before somebody approved: run {join} again"
@@ -152,12 +152,12 @@ async def _verdict(reader: asyncio.StreamReader, patience: float, join: str) -> 
     return verdict
 
 
-async def _read(reader: asyncio.StreamReader, types: Any) -> Any:
-    length = frame_length(await reader.readexactly(LENGTH_BYTES))
+async def _read_message(reader: asyncio.StreamReader, types: Any) -> Any:
+    length = parse_frame_length(await reader.readexactly(LENGTH_BYTES))
     return decode_frame(await reader.readexactly(length), types)
 
 
-def _is_as_announced(challenge: Challenge, nearby: Nearby) -> bool:
+def _matches_announcement(challenge: Challenge, nearby: DiscoveredSwarm) -> bool:
     return (
         is_swarm_id(challenge.swarm)
         and is_public_key(challenge.public_key)
@@ -166,15 +166,15 @@ def _is_as_announced(challenge: Challenge, nearby: Nearby) -> bool:
     )
 
 
-def _check(verdict: Verdict, me: str, join: str) -> None:
+def _raise_unless_admitted(verdict: PairingResult, me: str, join: str) -> None:
     """Raise what a verdict means, unless it is that this PC is let in."""
     match verdict.outcome:
         case "admitted":
             return
         case "refused":
-            raise KnockRefused("the swarm refused this PC")
+            raise PairingRefused("the swarm refused this PC")
         case "expired":
-            raise KnockUnanswered(
+            raise PairingUnanswered(
                 f"nobody has approved this PC in time: run {join} again, and `molink approve` on "
                 "a PC of the swarm while this one waits"
             )
@@ -186,12 +186,12 @@ def _check(verdict: Verdict, me: str, join: str) -> None:
                 "with a higher `max_peers`"
             )
         case "revoked":
-            raise ShutOut(
+            raise PeerBanned(
                 f"this PC was shut out of the swarm. `molink un-revoke {me}` on the PC that runs "
                 "it lets it in again"
             )
         case "version":
-            raise VersionMismatch(mismatch(ours(), Spoken(verdict.version, verdict.protocol)))
+            raise VersionMismatch(explain_mismatch(own_version(), PeerVersion(verdict.version, verdict.protocol)))
         case "twin":
             raise UsageError(
                 "a PC with this one's key is in the swarm, and runs: this state folder is a copy "
@@ -200,14 +200,14 @@ def _check(verdict: Verdict, me: str, join: str) -> None:
             )
 
 
-def _membership(challenge: Challenge, verdict: Verdict, address: str) -> Membership:
+def _membership_record(challenge: Challenge, verdict: PairingResult, address: str) -> MembershipRecord:
     """The swarm; its coordinator is first looked for where it was knocked."""
     host = f"[{address}]" if ":" in address else address
     first = (f"{host}:{verdict.port}",) if verdict.port else ()
     others = filter(_HOST_PORT.match, verdict.addresses)
-    addresses = tuple(dict.fromkeys((*first, *others)))[:_MAX_ADDRESSES]
+    addresses = tuple(dict.fromkeys((*first, *others)))[:_MAX_NUM_ADDRESSES]
     if not addresses:
         raise WireError("the swarm doesn't say where it is to be found")
-    return Membership(
+    return MembershipRecord(
         swarm=challenge.swarm, coordinator_key=challenge.public_key, addresses=addresses
     )

@@ -14,17 +14,17 @@ from molink.errors import (
     MolinkError,
     NotAuthorized,
     Overloaded,
-    ShutOut,
+    PeerBanned,
     TokenError,
     Unavailable,
     UsageError,
     WireError,
 )
 from molink.swarm.membership.token import JoinToken
-from molink.swarm.membership.versions import ours
+from molink.swarm.membership.versions import own_version
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.joining import Elsewhere, Joined, JoinRequest
+from molink.wire.messages.joining import JoinRedirect, JoinReply, JoinRequest
 from molink.wire.messages.requests import StatusRequest
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
@@ -33,24 +33,24 @@ from molinkd.peer.home import Home
 
 log = logging.getLogger(__name__)
 
-_JOIN_S = 20.0
+_JOIN_TIMEOUT_S = 20.0
 #: The same for each place that may answer, where a token names several.
-_GUIDE_S = 6.0
+_GUIDE_TIMEOUT_S = 6.0
 #: From being told that too many join at this moment, or a broken connection, to the next try, in
 #: seconds.
-_AGAIN_S = 1.0
+_RETRY_S = 1.0
 #: Failed handshakes after which a server at a token's address is taken for another one.
-_HANDSHAKES = 4
+_MAX_HANDSHAKES = 4
 
 
-class Membership(msgspec.Struct, frozen=True, kw_only=True):
+class MembershipRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The swarm that this peer is a member of. ``addresses`` of its coordinator, ``host:port``."""
 
     swarm: str
     coordinator_key: str
     addresses: tuple[str, ...]
     #: Whether ``molink up`` has founded it here.
-    own: bool = False
+    is_founder: bool = False
     #: The peer that led last, as far as is known (see ``molink.swarm.election.succession``), and
     #: its term.
     leader: str = ""
@@ -58,9 +58,9 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     #: What ``molink up`` served last.
     model: str | None = None
     #: Whether this PC was told that it is no member any more.
-    shut_out: bool = False
+    is_banned: bool = False
     #: What else was asked for here (``molink apply``): others fetch its files from this PC.
-    brought: tuple[str, ...] = ()
+    extra_models: tuple[str, ...] = ()
 
     def save(self, path: Path) -> None:
         """Remember it."""
@@ -72,14 +72,14 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(f"tcp://{address}" for address in self.addresses)
 
 
-def read_membership(path: Path) -> Membership | None:
+def read_membership(path: Path) -> MembershipRecord | None:
     """The remembered swarm, if there is one.
 
     Raises:
         UsageError: the file is there but unreadable.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Membership)
+        return msgspec.json.decode(path.read_bytes(), type=MembershipRecord)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
@@ -97,7 +97,7 @@ def parse_token(text: str) -> JoinToken:
     return JoinToken.parse(text, time.time())
 
 
-def choose(home: Home, known: Membership | None, text: str | None) -> Membership | JoinToken:
+def choose_membership(home: Home, record: MembershipRecord | None, text: str | None) -> MembershipRecord | JoinToken:
     """Return to the swarm that is ``known``, or join one by the token in ``text``.
 
     A token of the known swarm counts: the coordinator may have forgotten this PC, or have moved.
@@ -107,67 +107,67 @@ def choose(home: Home, known: Membership | None, text: str | None) -> Membership
         UsageError: there is neither, or the PC is a member of another swarm.
     """
     token = None if text is None else parse_token(text)
-    if known is None and token is None:
+    if record is None and token is None:
         raise UsageError(
             "this PC is in no swarm: paste the token that `molink up` printed, as in "
-            f"{home.typed('join molink-…')}, or run {home.typed('join')} in a terminal, which asks "
+            f"{home.format_command('join molink-…')}, or run {home.format_command('join')} in a terminal, which asks "
             "for it"
         )
-    if known is not None and token is not None and known.swarm != token.swarm:
+    if record is not None and token is not None and record.swarm != token.swarm:
         raise UsageError(
-            f"this PC is a member of swarm {known.swarm}. Run {home.typed('leave')} first, or give "
+            f"this PC is a member of swarm {record.swarm}. Run {home.format_command('leave')} first, or give "
             "another state folder with --home."
         )
-    if known is not None and known.own:
-        raise UsageError(f"this PC runs its own swarm: start it with {home.typed('up')}")
-    chosen = token or known
+    if record is not None and record.is_founder:
+        raise UsageError(f"this PC runs its own swarm: start it with {home.format_command('up')}")
+    chosen = token or record
     assert chosen is not None
     return chosen
 
 
-async def ask_again(context: zmq.asyncio.Context, keys: KeyPair, known: Membership) -> Membership:
+async def renew_membership(context: zmq.asyncio.Context, keys: KeyPair, record: MembershipRecord) -> MembershipRecord:
     """Ask the swarm that has shut this PC out whether it has taken it back.
 
     Raises:
-        ShutOut: it has not, or nobody answers there.
+        PeerBanned: it has not, or nobody answers there.
     """
     refusals: asyncio.Queue[str] = asyncio.Queue()
     client: Client[ControlMessage] = Client(
         context,
         keys,
         control_codec(),
-        known.coordinator_key,
-        known.endpoints,
+        record.coordinator_key,
+        record.endpoints,
         name="the swarm's coordinator",
         events=ClientEvents(on_refused=refusals.put_nowait),
     )
     client.start()
     try:
-        refused = _refused(refusals, len(known.addresses))
-        await _ask(client, StatusRequest(ref=0), refused, _GUIDE_S)
+        refused = _wait_until_refused(refusals, len(record.addresses))
+        await _request(client, StatusRequest(ref=0), refused, _GUIDE_TIMEOUT_S)
     except MolinkError as error:
-        raise ShutOut(str(error)) from error
+        raise PeerBanned(str(error)) from error
     finally:
         await client.close()
-    return msgspec.structs.replace(known, shut_out=False)
+    return msgspec.structs.replace(record, is_banned=False)
 
 
-async def join(
+async def join_swarm(
     context: zmq.asyncio.Context, keys: KeyPair, token: JoinToken, name: str
-) -> Membership:
+) -> MembershipRecord:
     """Become a member under this peer's own key.
 
     Raises:
         TokenError: the coordinator doesn't accept the invitation (any more), or is another's.
-        ShutOut: this PC was revoked.
+        PeerBanned: this PC was revoked.
         Unavailable: it can't be reached, or the swarm is full.
         VersionMismatch: this PC's molink and the swarm's don't understand each other.
     """
     targets = [(token.coordinator_key, token.addresses)]
-    targets += [(guide.public_key, guide.addresses) for guide in token.guides]
-    patience = _JOIN_S if len(targets) == 1 else _GUIDE_S
+    targets += [(guide.public_key, guide.addresses) for guide in token.contact_points]
+    timeout = _JOIN_TIMEOUT_S if len(targets) == 1 else _GUIDE_TIMEOUT_S
     failure: MolinkError | None = None
-    speaks = ours()
+    speaks = own_version()
     request = JoinRequest(
         ref=0,
         public_key=keys.public,
@@ -177,19 +177,19 @@ async def join(
     )
     for key, addresses in targets:
         try:
-            reply = await _join_at(context, token, request, key, addresses, patience)
-            if isinstance(reply, Elsewhere):
+            reply = await _join_at(context, token, request, key, addresses, timeout)
+            if isinstance(reply, JoinRedirect):
                 key, addresses = reply.coordinator_key, reply.addresses
-                reply = await _join_at(context, token, request, key, addresses, _JOIN_S)
-        except ShutOut:
+                reply = await _join_at(context, token, request, key, addresses, _JOIN_TIMEOUT_S)
+        except PeerBanned:
             raise
         except (TokenError, Unavailable) as error:
             failure = failure or error
             continue
-        if not isinstance(reply, Joined):
+        if not isinstance(reply, JoinReply):
             raise WireError(f"the coordinator answered a join with a {type(reply).__name__}")
         log.info("joined swarm %s", reply.swarm)
-        return Membership(swarm=reply.swarm, coordinator_key=key, addresses=addresses)
+        return MembershipRecord(swarm=reply.swarm, coordinator_key=key, addresses=addresses)
     assert failure is not None
     raise failure
 
@@ -200,9 +200,9 @@ async def _join_at(
     request: JoinRequest,
     key: str,
     addresses: tuple[str, ...],
-    patience: float,
+    timeout: float,
 ) -> ControlMessage:
-    """What the coordinator, or a member, at these addresses answers within ``patience`` seconds."""
+    """What the coordinator, or a member, at these addresses answers within ``timeout`` seconds."""
     refusals: asyncio.Queue[str] = asyncio.Queue()
     client: Client[ControlMessage] = Client(
         context,
@@ -215,8 +215,8 @@ async def _join_at(
     )
     client.start()
     try:
-        return await _ask(client, request, _refused(refusals, len(addresses)), patience)
-    except ShutOut:
+        return await _request(client, request, _wait_until_refused(refusals, len(addresses)), timeout)
+    except PeerBanned:
         raise
     except NotAuthorized as error:
         raise TokenError(
@@ -230,14 +230,14 @@ async def _join_at(
         await client.close()
 
 
-async def _ask(
+async def _request(
     client: Client[ControlMessage],
     request: ControlMessage,
     refused: Coroutine[None, None, NotAuthorized],
-    patience: float,
+    timeout: float,
 ) -> ControlMessage:
     """The reply; raises what ``refused`` returns, should that come first."""
-    asking = asyncio.create_task(_request_again(client, request, patience))
+    asking = asyncio.create_task(_request_with_retry(client, request, timeout))
     refusing = asyncio.create_task(refused)
     try:
         await asyncio.wait((asking, refusing), return_when=asyncio.FIRST_COMPLETED)
@@ -250,31 +250,31 @@ async def _ask(
         await asyncio.gather(asking, refusing, return_exceptions=True)
 
 
-async def _request_again(
-    client: Client[ControlMessage], request: ControlMessage, patience: float
+async def _request_with_retry(
+    client: Client[ControlMessage], request: ControlMessage, timeout: float
 ) -> ControlMessage:
     """Ask again for a while if too many join at this moment, or the connection breaks.
 
     A coordinator that shuts a PC out makes all connections anew. What is asked here may be asked
     twice: who is a member already stays one.
     """
-    deadline = asyncio.get_running_loop().time() + patience
+    deadline = asyncio.get_running_loop().time() + timeout
     while True:
         left = deadline - asyncio.get_running_loop().time()
         try:
-            return (await client.request(request, timeout=max(0.1, left)))[0]
+            return (await client.send_request(request, timeout=max(0.1, left)))[0]
         except (ConnectionBroken, Overloaded):
-            if left < _AGAIN_S:
+            if left < _RETRY_S:
                 raise
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RETRY_S)
 
 
-async def _refused(refusals: "asyncio.Queue[str]", addresses: int) -> NotAuthorized:
+async def _wait_until_refused(refusals: "asyncio.Queue[str]", addresses: int) -> NotAuthorized:
     """Wait until handshakes have failed often enough for all addresses to have been tried.
 
     A coordinator that is just being started may refuse one.
     """
     reason = ""
-    for _ in range(_HANDSHAKES + addresses):
+    for _ in range(_MAX_HANDSHAKES + addresses):
         reason = await refusals.get()
     return NotAuthorized(reason)

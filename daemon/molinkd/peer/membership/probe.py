@@ -12,28 +12,28 @@ from typing import Any
 import zmq.asyncio
 
 from molink.errors import MolinkError, NotAuthorized
-from molink.swarm.running_time import STANDSTILL
+from molink.swarm.running_time import MAX_STEP
 from molink.wire.messages.codec import Codec, control_codec
-from molink.wire.messages.instructions import Member
+from molink.wire.messages.instructions import PeerInfo
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.endpoints import endpoints
-from molinkd.peer.membership.detours import Detours
+from molinkd.peer.membership.detours import RelayedRoutes
 
 #: How long a try may take, in seconds: a handshake takes five round trips.
-PATIENCE_S = 3.0
+TIMEOUT_S = 3.0
 #: Until a member that could not be reached is tried again, in seconds.
 RETRY_S = 5.0
 #: Until the way to a member that was reached is measured again, in seconds.
 MEASURE_S = 600.0
 #: The same of a way over a relay, which may be gone.
-DETOUR_S = 30.0
+RELAYED_MEASURE_S = 30.0
 #: So many members are tried at once: when a swarm starts, each PC tries all others.
-_AT_ONCE = 4
+_MAX_CONCURRENT = 4
 #: Where there are more than so many, whoever has answered is followed by a pause, in which others
 #: get on: so many times as long as the answer took, which is longer where PCs are busy; and how
 #: long at most, in seconds.
-_MANY = 8
+_MANY_PEERS = 8
 _PAUSE, _MOST_PAUSE_S = 9, 3.0
 #: Another latency is told if it differs by this part and by so many seconds.
 _NEWS, _NEWS_S = 0.2, 0.001
@@ -57,13 +57,13 @@ async def can_connect(
     loop = asyncio.get_running_loop()
     while True:
         began = loop.time()
-        if await _try(context, keys, codec, server_key, targets):
+        if await _try_targets(context, keys, codec, server_key, targets):
             return True
-        if loop.time() - began <= PATIENCE_S + STANDSTILL:
+        if loop.time() - began <= TIMEOUT_S + MAX_STEP:
             return False
 
 
-async def _try(
+async def _try_targets(
     context: zmq.asyncio.Context,
     keys: KeyPair,
     codec: Codec[Any],
@@ -71,7 +71,7 @@ async def _try(
     targets: Sequence[str],
 ) -> bool:
     tries = [
-        asyncio.ensure_future(_answers(context, keys, codec, server_key, target))
+        asyncio.ensure_future(_is_answering(context, keys, codec, server_key, target))
         for target in targets
     ]
     try:
@@ -85,13 +85,13 @@ async def _try(
         await asyncio.gather(*tries, return_exceptions=True)
 
 
-async def _answers(
+async def _is_answering(
     context: zmq.asyncio.Context, keys: KeyPair, codec: Codec[Any], server_key: str, target: str
 ) -> bool:
     client: Client[Any] = Client(context, keys, codec, server_key, [target])
     try:
         client.start()
-        await client.wait_connected(PATIENCE_S)
+        await client.wait_connected(TIMEOUT_S)
     except NotAuthorized:
         return True
     except MolinkError:
@@ -101,7 +101,7 @@ async def _answers(
     return True
 
 
-async def latency(hosts: Sequence[str], port: int) -> float | None:
+async def measure_latency(hosts: Sequence[str], port: int) -> float | None:
     """Seconds of the one way to the nearest of ``hosts``: half of what it takes to connect to it.
 
     TCP's handshake is one round trip, and the other PC's daemon has no part in it. ``None``: none
@@ -110,12 +110,12 @@ async def latency(hosts: Sequence[str], port: int) -> float | None:
     trips: list[float] = []
     for host in hosts:
         with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(PATIENCE_S):
-                trips += await _trips(host, port)
+            async with asyncio.timeout(TIMEOUT_S):
+                trips += await _time_connects(host, port)
     return min(trips) / 2 if trips else None
 
 
-async def _trips(host: str, port: int) -> list[float]:
+async def _time_connects(host: str, port: int) -> list[float]:
     """Seconds of connecting to ``host``, a few times.
 
     Raises:
@@ -136,7 +136,7 @@ async def _trips(host: str, port: int) -> list[float]:
     return trips
 
 
-class Prober:
+class PeerProber:
     """Tries every member's control port until it answers, and again if its addresses change.
 
     The way to those who answered is measured now and then.
@@ -147,60 +147,60 @@ class Prober:
         context: zmq.asyncio.Context,
         keys: KeyPair,
         tell: Callable[[str, bool, float | None, bool], None],
-        detours: Detours | None = None,
+        relayed_routes: RelayedRoutes | None = None,
     ) -> None:
         """``tell`` is called with a peer, whether it was reached, and its latency in seconds.
 
-        And whether that was by one of the ``detours``. After each try, and when the latency is
+        And whether that was by one of the ``relayed_routes``. After each try, and when the latency is
         news; it is ``None`` until it is known.
         """
         self._context = context
         self._keys = keys
-        self._tell = tell
-        self._detours = detours
+        self._report = tell
+        self._routes = relayed_routes
         self._codec = control_codec()
         #: Where each member listens, as it was tried.
         self._targets: dict[str, tuple[str, ...]] = {}
-        self._reached: dict[str, tuple[bool, float | None, bool]] = {}
-        self._members: dict[str, Member] = {}
-        self._tries: dict[str, asyncio.Task[None]] = {}
+        self._results: dict[str, tuple[bool, float | None, bool]] = {}
+        self._peers: dict[str, PeerInfo] = {}
+        self._probes: dict[str, asyncio.Task[None]] = {}
         #: All that have not ended, those that were given up too.
         self._tasks: set[asyncio.Task[None]] = set()
-        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
 
-    def member(self, member: Member) -> None:
+    def add_peer(self, member: PeerInfo) -> None:
         """A member is there, or listens elsewhere."""
         targets = tuple(endpoints(member.addresses, member.control_port))
         if not targets or self._targets.get(member.peer) == targets:
             return
-        self.forget(member.peer)
+        self.drop_peer(member.peer)
         self._targets[member.peer] = targets
-        self._members[member.peer] = member
-        task = asyncio.get_running_loop().create_task(self._try(member, targets))
-        self._tries[member.peer] = task
+        self._peers[member.peer] = member
+        task = asyncio.get_running_loop().create_task(self._probe_peer(member, targets))
+        self._probes[member.peer] = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def forget(self, peer: str) -> None:
+    def drop_peer(self, peer: str) -> None:
         """It is no member any more."""
         self._targets.pop(peer, None)
-        self._members.pop(peer, None)
-        self._reached.pop(peer, None)
-        task = self._tries.pop(peer, None)
+        self._peers.pop(peer, None)
+        self._results.pop(peer, None)
+        task = self._probes.pop(peer, None)
         if task is not None:
             task.cancel()
 
-    def again(self, peer: str) -> None:
+    def retry_peer(self, peer: str) -> None:
         """There is another way to it than before."""
-        member = self._members.get(peer)
+        member = self._peers.get(peer)
         if member is not None:
-            self.forget(peer)
-            self.member(member)
+            self.drop_peer(peer)
+            self.add_peer(member)
 
-    def repeat(self) -> None:
+    def report_all(self) -> None:
         """Tell all again, to who may have missed it."""
-        for peer, (reached, away, relayed) in self._reached.items():
-            self._tell(peer, reached, away, relayed)
+        for peer, (reached, latency, relayed) in self._results.items():
+            self._report(peer, reached, latency, relayed)
 
     async def close(self) -> None:
         """Try no more."""
@@ -208,66 +208,66 @@ class Prober:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _try(self, member: Member, targets: Sequence[str]) -> None:
+    async def _probe_peer(self, member: PeerInfo, targets: Sequence[str]) -> None:
         while True:
-            async with self._turns:
+            async with self._slots:
                 began = self._now()
-                reached, relayed = await self._reach(member, targets)
+                reached, relayed = await self._try_routes(member, targets)
                 took = self._now() - began
-                self._say(member.peer, reached, None, relayed)
+                self._record_result(member.peer, reached, None, relayed)
                 if reached:
-                    await asyncio.sleep(pause_after(took, len(self._members)))
+                    await asyncio.sleep(pause_after(took, len(self._peers)))
             if reached:
-                await self._measure(member, relayed)
+                await self._measure_periodically(member, relayed)
             else:
                 await asyncio.sleep(RETRY_S)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def _reach(self, member: Member, targets: Sequence[str]) -> tuple[bool, bool]:
+    async def _try_routes(self, member: PeerInfo, targets: Sequence[str]) -> tuple[bool, bool]:
         """Whether it can be reached, and whether only by a detour."""
         context, keys, codec, key = self._context, self._keys, self._codec, member.public_key
         if await can_connect(context, keys, codec, key, targets):
             return True, False
-        detours = self._detours
-        around = "" if detours is None else detours.endpoint(member.peer, member.control_port)
+        relayed_routes = self._routes
+        around = "" if relayed_routes is None else relayed_routes.local_endpoint(member.peer, member.control_port)
         if not around:
             return False, False
         return await can_connect(context, keys, codec, key, [around]), True
 
-    async def _measure(self, member: Member, relayed: bool) -> None:
+    async def _measure_periodically(self, member: PeerInfo, relayed: bool) -> None:
         """Tell how far away it is, until a detour leads there no more."""
         told: float | None = None
         while True:
             if relayed:
-                assert self._detours is not None
-                away = await self._detours.latency(member.peer)
+                assert self._routes is not None
+                away = await self._routes.measure_latency(member.peer)
                 if away is None:
                     return
             else:
-                async with self._turns:
-                    away = await latency(member.addresses, member.control_port)
-            if away is not None and _is_news(away, told):
+                async with self._slots:
+                    away = await measure_latency(member.addresses, member.control_port)
+            if away is not None and _is_changed(away, told):
                 told = away
-                self._say(member.peer, True, away, relayed)
-            await asyncio.sleep(DETOUR_S if relayed else MEASURE_S)
+                self._record_result(member.peer, True, away, relayed)
+            await asyncio.sleep(RELAYED_MEASURE_S if relayed else MEASURE_S)
 
-    def away(self, peer: str) -> float | None:
+    def known_latency(self, peer: str) -> float | None:
         """How far away a member is, in seconds of the one way; ``None`` where that isn't known."""
-        return self._reached.get(peer, (False, None, False))[1]
+        return self._results.get(peer, (False, None, False))[1]
 
-    def _say(self, peer: str, reached: bool, away: float | None, relayed: bool) -> None:
-        self._reached[peer] = reached, away, relayed
-        self._tell(peer, reached, away, relayed)
+    def _record_result(self, peer: str, reached: bool, latency: float | None, relayed: bool) -> None:
+        self._results[peer] = reached, latency, relayed
+        self._report(peer, reached, latency, relayed)
 
 
 def pause_after(took: float, members: int) -> float:
     """Seconds to leave to others after a try that ``took`` so long, where so many are tried."""
-    return min(_PAUSE * took, _MOST_PAUSE_S) if members > _MANY else 0.0
+    return min(_PAUSE * took, _MOST_PAUSE_S) if members > _MANY_PEERS else 0.0
 
 
-def _is_news(away: float, told: float | None) -> bool:
+def _is_changed(latency: float, told: float | None) -> bool:
     if told is None:
         return True
-    return abs(away - told) > max(_NEWS_S, _NEWS * max(away, told))
+    return abs(latency - told) > max(_NEWS_S, _NEWS * max(latency, told))

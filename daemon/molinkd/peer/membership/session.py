@@ -12,23 +12,23 @@ import msgspec
 import zmq.asyncio
 
 from molink.errors import MessageTooLarge, MolinkError
-from molink.swarm.membership.versions import Spoken, mismatch, ours
+from molink.swarm.membership.versions import PeerVersion, explain_mismatch, own_version
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.instructions import StillThere, Welcome
-from molink.wire.messages.leading import Noted
+from molink.wire.messages.instructions import KeepAlive, Welcome
+from molink.wire.messages.leading import LeaderHeartbeat
 from molink.wire.messages.reports import Goodbye, PeerReport
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
-from molinkd.peer.membership.membership import Membership
+from molinkd.peer.membership.membership import MembershipRecord
 
 log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.5
 #: Refused handshakes in a row of which a person is told: one that starts or ends may refuse a few.
-LASTING = 4
+MAX_REFUSALS = 4
 #: For how long the coordinator may take note of our end, in seconds.
-GOODBYE_S = 0.5
+GOODBYE_TIMEOUT_S = 0.5
 
 
 class CoordinatorSession:
@@ -38,7 +38,7 @@ class CoordinatorSession:
         self,
         context: zmq.asyncio.Context,
         keys: KeyPair,
-        membership: Membership,
+        membership: MembershipRecord,
         report: Callable[[], PeerReport],
         on_message: Callable[[ControlMessage, memoryview | None], None],
         on_welcome: Callable[[], None],
@@ -56,25 +56,25 @@ class CoordinatorSession:
         self._on_message = on_message
         self._on_welcome = on_welcome
         self._on_refused = on_refused
-        self._on_noted = on_noted
-        self._on_cut = on_cut
-        self._client = self._connection(membership)
-        self._left: set[asyncio.Task[None]] = set()
-        self._beat: asyncio.Task[None] | None = None
+        self._on_heartbeat = on_noted
+        self._on_connection_lost = on_cut
+        self._client = self._make_client(membership)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._reporter: asyncio.Task[None] | None = None
         self._last_refusal = ""
         #: Handshakes that were refused since the last that was not.
         self._refusals = 0
-        self._ending = False
+        self._is_ending = False
         #: Whether the coordinator has answered the first report of this connection.
-        self.welcome = False
+        self.is_welcomed = False
         #: Whether the coordinator at the other end is the one to obey.
-        self._obeys = False
+        self._is_obeyed = False
         #: Why it isn't understood here; empty if it is.
-        self._unlike = ""
+        self._version_mismatch = ""
         #: Whether it has begun a session on this connection when it was not.
-        self._unheeded = False
+        self._missed_welcome = False
 
-    def _connection(self, membership: Membership) -> Client[ControlMessage]:
+    def _make_client(self, membership: MembershipRecord) -> Client[ControlMessage]:
         self._target = (membership.coordinator_key, membership.endpoints)
         return Client(
             self._context,
@@ -84,59 +84,59 @@ class CoordinatorSession:
             membership.endpoints,
             name="the swarm's coordinator",
             events=ClientEvents(
-                on_message=self._take,
-                on_connect=self._connected,
-                on_disconnect=self._disconnected,
-                on_refused=self._refused,
+                on_message=self._handle_message,
+                on_connect=self._on_connected,
+                on_disconnect=self._on_disconnected,
+                on_refused=self._on_refusal,
             ),
         )
 
-    def follow(self, membership: Membership) -> None:
+    def follow_coordinator(self, membership: MembershipRecord) -> None:
         """Connect to where the coordinator is now."""
         if (membership.coordinator_key, membership.endpoints) == self._target:
             return
-        before, self._client = self._client, self._connection(membership)
-        self.welcome, self._refusals, self._last_refusal = False, 0, ""
-        if self._beat is None:
+        before, self._client = self._client, self._make_client(membership)
+        self.is_welcomed, self._refusals, self._last_refusal = False, 0, ""
+        if self._reporter is None:
             return  # not begun yet
         leaving = asyncio.get_running_loop().create_task(before.close())
-        self._left.add(leaving)
-        leaving.add_done_callback(self._left.discard)
+        self._closing.add(leaving)
+        leaving.add_done_callback(self._closing.discard)
         self._client.start()
 
     def start(self) -> None:
         """Begin to connect."""
         self._client.start()
-        self._beat = asyncio.get_running_loop().create_task(self._beats(), name="molink-reports")
+        self._reporter = asyncio.get_running_loop().create_task(self._send_reports(), name="molink-reports")
 
-    async def goodbye(self) -> None:
+    async def send_goodbye(self) -> None:
         """Report no more, and tell the coordinator so if it can be told."""
-        self._ending = True
-        if not self.welcome:
+        self._is_ending = True
+        if not self.is_welcomed:
             return
         try:
-            await self._client.request(Goodbye(ref=0), timeout=GOODBYE_S)
+            await self._client.send_request(Goodbye(ref=0), timeout=GOODBYE_TIMEOUT_S)
         except MolinkError as error:
             log.info("no goodbye to the coordinator: %s", error)
 
     async def close(self) -> None:
         """Disconnect."""
-        if self._beat is not None:
-            self._beat.cancel()
-            await asyncio.gather(self._beat, return_exceptions=True)
+        if self._reporter is not None:
+            self._reporter.cancel()
+            await asyncio.gather(self._reporter, return_exceptions=True)
         await self._client.close()
-        await asyncio.gather(*self._left)
+        await asyncio.gather(*self._closing)
 
     @property
-    def failure(self) -> str:
+    def failure_reason(self) -> str:
         """Why there is no connection, for a person; empty if there is one."""
-        if self._client.connected:
-            return self._unlike
+        if self._client.is_connected:
+            return self._version_mismatch
         return self._last_refusal or "the coordinator doesn't answer"
 
-    def tell(self, message: ControlMessage, payload: bytes | None = None) -> None:
+    def send_message(self, message: ControlMessage, payload: bytes | None = None) -> None:
         """Send, if there is a session; else the next session's first reports tell it."""
-        if not self.welcome or self._ending:
+        if not self.is_welcomed or self._is_ending:
             return
         try:
             self._client.send(message, payload)
@@ -151,60 +151,60 @@ class CoordinatorSession:
         self, message: ControlMessage, timeout: float = 10.0, payload: bytes | None = None
     ) -> tuple[ControlMessage, bytes]:
         """As :meth:`request`, with payloads."""
-        reply, answer = await self._client.request(message, payload, timeout=timeout)
+        reply, answer = await self._client.send_request(message, payload, timeout=timeout)
         return reply, b"" if answer is None else bytes(answer)
 
-    def _connected(self) -> None:
+    def _on_connected(self) -> None:
         self._last_refusal = ""
         self._refusals = 0
-        self._obeys = self._unheeded = False
+        self._is_obeyed = self._missed_welcome = False
         self.report_now()
 
-    def _disconnected(self) -> None:
-        self.welcome = False
+    def _on_disconnected(self) -> None:
+        self.is_welcomed = False
         log.warning("the connection to the coordinator is lost; trying again")
-        self._on_cut()
+        self._on_connection_lost()
 
-    def _refused(self, reason: str) -> None:
+    def _on_refusal(self, reason: str) -> None:
         if reason != self._last_refusal:
             log.warning("%s", reason)
             self._last_refusal = reason
         self._refusals += 1
-        if self._refusals == LASTING:
+        if self._refusals == MAX_REFUSALS:
             self._on_refused(reason)
 
-    def _take(self, message: ControlMessage, payload: memoryview | None) -> None:
+    def _handle_message(self, message: ControlMessage, payload: memoryview | None) -> None:
         match message:
-            case Noted(term=term, leader=leader):
-                self._compare(Spoken(message.version, message.protocol))
-                self._obeys = self._on_noted(term, leader) and not self._unlike
-                if self._obeys and self._unheeded:
+            case LeaderHeartbeat(term=term, leader=leader):
+                self._check_version(PeerVersion(message.version, message.protocol))
+                self._is_obeyed = self._on_heartbeat(term, leader) and not self._version_mismatch
+                if self._is_obeyed and self._missed_welcome:
                     # It leads after all, in a higher term by now; what it said before is lost.
-                    self._unheeded = False
-                    self._client.redial()
-            case StillThere():
+                    self._missed_welcome = False
+                    self._client.reconnect_now()
+            case KeepAlive():
                 pass
-            case Welcome() if self._obeys:
-                self.welcome = True
+            case Welcome() if self._is_obeyed:
+                self.is_welcomed = True
                 self._on_welcome()
             case Welcome():
-                self._unheeded = True
-            case _ if self.welcome:
+                self._missed_welcome = True
+            case _ if self.is_welcomed:
                 self._on_message(message, payload)
             case _:
                 log.debug("a %s before the welcome", type(message).__name__)
 
-    def _compare(self, coordinator: Spoken) -> None:
+    def _check_version(self, coordinator: PeerVersion) -> None:
         """Whether to understand what follows; a person is told once if not."""
-        unlike = mismatch(ours(), coordinator)
-        if unlike and unlike != self._unlike:
+        unlike = explain_mismatch(own_version(), coordinator)
+        if unlike and unlike != self._version_mismatch:
             log.warning("%s", unlike)
             self._on_refused(unlike)
-        self._unlike = unlike
+        self._version_mismatch = unlike
 
     def report_now(self) -> None:
         """Report at once: something has changed."""
-        if self._ending or not self._client.connected:
+        if self._is_ending or not self._client.is_connected:
             return
         report = self._report()
         try:
@@ -215,7 +215,7 @@ class CoordinatorSession:
         except MolinkError as error:
             log.debug("no report: %s", error)
 
-    async def _beats(self) -> None:
+    async def _send_reports(self) -> None:
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             self.report_now()

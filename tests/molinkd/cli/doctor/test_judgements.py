@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from molinkd.cli.doctor.device import judge_device
-from molinkd.cli.doctor.facts import Card, Finding, PeerFact, PortFact
-from molinkd.cli.doctor.network import judge_network
-from molinkd.cli.doctor.place import judge_place
-from molinkd.peer.agent.self_test import AboutTorch, Gpu, KernelResult
+from molinkd.cli.doctor.device import check_device
+from molinkd.cli.doctor.facts import NvidiaCard, Finding, PeerFact, PortFact
+from molinkd.cli.doctor.network import check_network
+from molinkd.cli.doctor.place import check_host
+from molinkd.peer.agent.self_test import TorchInfo, TorchGpu, KernelResult
 from tests.molinkd.cli.doctor.situations import (
     CPU_BUILD,
     CUDA_BUILD,
@@ -20,8 +20,8 @@ from tests.molinkd.cli.doctor.situations import (
 )
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
-CARD = Card(names=("NVIDIA GeForce RTX 3060",), driver="550.54", cuda="12.4")
-NEW = Card(names=CARD.names, driver="580.65", cuda="13.0")
+CARD = NvidiaCard(names=("NVIDIA GeForce RTX 3060",), driver="550.54", cuda="12.4")
+NEW = NvidiaCard(names=CARD.names, driver="580.65", cuda="13.0")
 MIRRORED = 'Add-Content "$env:USERPROFILE\\.wslconfig" "[wsl2]`nnetworkingMode=mirrored"'
 
 
@@ -77,14 +77,14 @@ def expect(found: Finding, level: str, text: str, command: str | None = None) ->
     ],
 )
 def test_torch(facts: Any, level: str, text: str, command: str | None) -> None:
-    expect(of(judge_device(facts), "torch"), level, text, command)
+    expect(of(check_device(facts), "torch"), level, text, command)
 
 
-def gpu(**changes: Any) -> AboutTorch:
-    return AboutTorch(torch="2", cuda="13.0", **changes)
+def gpu(**changes: Any) -> TorchInfo:
+    return TorchInfo(torch="2", cuda="13.0", **changes)
 
 
-PASCAL = Gpu(name="GTX 1080", capability="6.1")
+PASCAL = TorchGpu(name="GTX 1080", capability="6.1")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ PASCAL = Gpu(name="GTX 1080", capability="6.1")
             ".venv\\Scripts\\python -m pip uninstall -y torch; powershell -Exec",
         ),
         (
-            device(CUDA_BUILD, card=Card(error="couldn't communicate with the NVIDIA driver")),
+            device(CUDA_BUILD, card=NvidiaCard(error="couldn't communicate with the NVIDIA driver")),
             "problem",
             "the driver does not answer: couldn't communicate",
             "sudo reboot",
@@ -131,7 +131,7 @@ PASCAL = Gpu(name="GTX 1080", capability="6.1")
             "nvidia-smi",
         ),
         (device(gpu(), card=NEW), "problem", "is CUDA_VISIBLE_DEVICES set?", "nvidia-smi"),
-        (device(gpu(), card=Card(), system="win32"), "problem", "can't use", "Restart-Computer"),
+        (device(gpu(), card=NvidiaCard(), system="win32"), "problem", "can't use", "Restart-Computer"),
         (
             device(gpu(gpus=(PASCAL,), kernels_for=("sm_75", "sm_86"))),
             "problem",
@@ -145,12 +145,12 @@ PASCAL = Gpu(name="GTX 1080", capability="6.1")
     ],
 )
 def test_the_gpu(facts: Any, level: str, text: str, command: str | None) -> None:
-    expect(of(judge_device(facts), "gpu"), level, text, command)
+    expect(of(check_device(facts), "gpu"), level, text, command)
 
 
 def test_no_gpu_is_judged_where_none_is_wanted() -> None:
     for facts in (device(CPU_BUILD), device(WORKING, wanted="cpu")):
-        assert [one.check for one in judge_device(facts)] == ["torch", "kernels"]
+        assert [one.check for one in check_device(facts)] == ["torch", "kernels"]
 
 
 def failed(kernel: str, **changes: Any) -> KernelResult:
@@ -185,19 +185,19 @@ def failed(kernel: str, **changes: Any) -> KernelResult:
     ],
 )
 def test_kernels(facts: Any, level: str, text: str, command: str | None) -> None:
-    expect(of(judge_device(facts), "kernels"), level, text, command)
+    expect(of(check_device(facts), "kernels"), level, text, command)
 
 
 def test_a_gpu_that_computes_wrongly_leaves_the_cpu() -> None:
     results = failed("gather-attention"), failed("plain-attention")
     facts = device(WORKING, results=results, where="cuda:0")
-    found = of(judge_device(facts), "kernels")
+    found = of(check_device(facts), "kernels")
     expect(found, "problem", "nothing can take the place of plain-attention", "--device cpu")
 
 
 def test_what_is_wrong_but_not_needed_is_no_problem() -> None:
     facts = device(WORKING, results=(failed("plain-attention"), failed("unpacked")), where="cuda:0")
-    expect(of(judge_device(facts), "kernels"), "ok", "compute what plain torch does")
+    expect(of(check_device(facts), "kernels"), "ok", "compute what plain torch does")
 
 
 # --- the network ------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def port(number: int, setting: str = "control_port", **changes: Any) -> PortFact
     ],
 )
 def test_ports(facts: Any, daemon: int, level: str, text: str, command: str | None) -> None:
-    expect(of(judge_network(facts, None, daemon), "ports"), level, text, command)
+    expect(of(check_network(facts, None, daemon), "ports"), level, text, command)
 
 
 CLOSED = ((B, A),)
@@ -304,7 +304,7 @@ CLOSED = ((B, A),)
     ],
 )
 def test_the_firewall(facts: Any, known: Any, level: str, text: str, command: str | None) -> None:
-    expect(of(judge_network(facts, known, 0), "firewall"), level, text, command)
+    expect(of(check_network(facts, known, 0), "firewall"), level, text, command)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_the_firewall(facts: Any, known: Any, level: str, text: str, command: st
     ],
 )
 def test_nat(facts: Any, known: Any, level: str, text: str, command: str | None) -> None:
-    expect(of(judge_network(facts, known, 0), "nat"), level, text, command)
+    expect(of(check_network(facts, known, 0), "nat"), level, text, command)
 
 
 @pytest.mark.parametrize(
@@ -368,11 +368,11 @@ def test_nat(facts: Any, known: Any, level: str, text: str, command: str | None)
     ],
 )
 def test_wsl(facts: Any, level: str, text: str, command: str | None) -> None:
-    expect(of(judge_network(facts, None, 0), "wsl"), level, text, command)
+    expect(of(check_network(facts, None, 0), "wsl"), level, text, command)
 
 
 def test_outside_of_wsl_it_is_not_mentioned() -> None:
-    assert "wsl" not in [one.check for one in judge_network(network(), None, 0)]
+    assert "wsl" not in [one.check for one in check_network(network(), None, 0)]
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_outside_of_wsl_it_is_not_mentioned() -> None:
     ],
 )
 def test_discovery(facts: Any, known: Any, level: str, text: str, command: str | None) -> None:
-    expect(of(judge_network(facts, known, 0), "discovery"), level, text, command)
+    expect(of(check_network(facts, known, 0), "discovery"), level, text, command)
 
 
 # --- folder, disk, sleep, clock, version ------------------------------------------------------
@@ -493,4 +493,4 @@ def test_discovery(facts: Any, known: Any, level: str, text: str, command: str |
 def test_the_place(
     check: str, facts: Any, known: Any, level: str, text: str, command: str | None
 ) -> None:
-    expect(of(judge_place(facts, known), check), level, text, command)
+    expect(of(check_host(facts, known), check), level, text, command)

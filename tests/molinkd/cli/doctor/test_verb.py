@@ -9,13 +9,13 @@ import pytest
 
 from molinkd.cli import main
 from molinkd.cli.doctor import verb
-from molinkd.cli.doctor.facts import Facts, Finding
+from molinkd.cli.doctor.facts import DoctorFacts, Finding
 from molinkd.peer.home import Home
 from tests.molinkd.cli.doctor.situations import facts, network, place, swarm
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, known: Facts, *options: str, home: Path = Path("nowhere")
+    monkeypatch: pytest.MonkeyPatch, known: DoctorFacts, *options: str, home: Path = Path("nowhere")
 ) -> int:
     monkeypatch.setattr(verb, "gather", lambda *_: known)
     # As it is called where it is installed, also where it isn't beside this Python.
@@ -90,13 +90,13 @@ def test_a_folder_that_others_can_read_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o755)
-    known = facts(place=replace(place(), open_to_others=True))
+    known = facts(place=replace(place(), is_open_to_others=True))
     assert run(monkeypatch, known, "--fix", home=tmp_path) == 0
     assert tmp_path.stat().st_mode & 0o077 == 0
 
 
 def test_what_can_not_be_mended_stays(tmp_path: Path) -> None:
     finding = Finding("state", "problem", "damaged", (), "set-aside-options")
-    assert verb.mend(finding, Home(tmp_path)) == finding
+    assert verb.apply_fix(finding, Home(tmp_path)) == finding
     plain = Finding("disk", "problem", "full")
-    assert verb.mend(plain, Home(tmp_path)) == plain
+    assert verb.apply_fix(plain, Home(tmp_path)) == plain

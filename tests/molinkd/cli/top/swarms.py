@@ -4,14 +4,14 @@ from typing import Any
 
 import msgspec
 
-from molink.swarm.controller.told_status import Status, read_status
+from molink.swarm.controller.told_status import SwarmStatus, decode_status
 
 GB = 10**9
 
 
-def told(status: dict[str, Any]) -> Status:
+def told(status: dict[str, Any]) -> SwarmStatus:
     """A status as it comes from a daemon."""
-    return read_status(msgspec.json.encode(status))
+    return decode_status(msgspec.json.encode(status))
 
 
 def stage_of(number: int, layers: list[int], **changes: Any) -> dict[str, Any]:

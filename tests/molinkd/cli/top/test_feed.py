@@ -10,9 +10,9 @@ import pytest
 from molink.errors import Unavailable, WireError
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import Done
+from molink.wire.messages.control import DoneReply
 from molink.wire.messages.requests import DrainRequest, StatusReply
-from molink.wire.sockets.server import Sender, Server
+from molink.wire.sockets.server import MessageSender, Server
 from molinkd.cli.top import feed as feed_module
 from molinkd.cli.top.feed import StatusFeed
 from molinkd.peer.home import Home
@@ -27,15 +27,15 @@ class FakeDaemon:
     def __init__(self, net: Net, place: Home, status: bytes) -> None:
         self.status = status
         self.asked: list[bytes] = []
-        net.keys = place.keys()
-        net.gatekeeper.allow(net.keys.public)
+        net.keys = place.load_keys()
+        net.gatekeeper.allow_peer(net.keys.public)
         self.server: Server[Any] = net.server(control_codec(), self._handle)
-        RunFile.of_this_process(self.server.port, "http://e").save(place.run_file)
+        RunFile.of_this_process(self.server.port, "http://e").save_file(place.run_file)
 
-    def _handle(self, sender: Sender, message: Any, _payload: memoryview | None) -> None:
+    def _handle(self, sender: MessageSender, message: Any, _payload: memoryview | None) -> None:
         self.asked.append(sender.identity)
         if isinstance(message, DrainRequest):
-            self.server.send(sender.identity, Done(ref=message.ref))
+            self.server.send(sender.identity, DoneReply(ref=message.ref))
             return
         reply = StatusReply(ref=message.ref, payload=Payload("u8", (len(self.status),)))
         self.server.send(sender.identity, reply, self.status)
@@ -43,30 +43,30 @@ class FakeDaemon:
 
 async def test_one_connection_until_the_daemon_is_another(net: Net, tmp_path: Path) -> None:
     place = Home(tmp_path)
-    place.create()
+    place.create_folders()
     feed = StatusFeed(tmp_path)
     try:
         with pytest.raises(Unavailable, match="no molink runs here"):
-            await feed.ask()
+            await feed.fetch_status()
         first = FakeDaemon(net, place, msgspec.json.encode(swarms.serving()))
         for _ in range(3):
-            status, demo = await feed.ask()
+            status, demo = await feed.fetch_status()
             assert (status.swarm, demo) == ("home", False)
-        assert isinstance(await feed.tell(DrainRequest(ref=0, drain=True)), Done)
+        assert isinstance(await feed.send_request(DrainRequest(ref=0, drain=True)), DoneReply)
         assert len(set(first.asked)) == 1
         place.run_file.unlink()
         with pytest.raises(Unavailable):
-            await feed.ask()
+            await feed.fetch_status()
         second = FakeDaemon(net, place, msgspec.json.encode(swarms.alone()))
-        status, _ = await feed.ask()
+        status, _ = await feed.fetch_status()
         assert len(status.peers) == len(second.asked) == 1
         assert len(first.asked) == 4
         second.status = b"{"
         with pytest.raises(WireError):
-            await feed.ask()
+            await feed.fetch_status()
     finally:
         await feed.close()
-        feed.end()
+        feed.destroy_context()
 
 
 async def test_a_daemon_that_does_not_answer(
@@ -74,15 +74,15 @@ async def test_a_daemon_that_does_not_answer(
 ) -> None:
     monkeypatch.setattr(feed_module, "CONNECT_S", 0.2)
     place = Home(tmp_path)
-    place.create()
+    place.create_folders()
     feed = StatusFeed(tmp_path)
     # As that of a process that was stopped: connections get as far as the kernel.
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        RunFile.of_this_process(silent.getsockname()[1], "http://e").save(place.run_file)
+        RunFile.of_this_process(silent.getsockname()[1], "http://e").save_file(place.run_file)
         try:
             for _ in range(2):
                 with pytest.raises(Unavailable, match="runs, but did not answer within"):
-                    await feed.ask()
+                    await feed.fetch_status()
         finally:
             await feed.close()
-            feed.end()
+            feed.destroy_context()

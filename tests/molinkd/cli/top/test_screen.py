@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from molink.errors import MolinkError, RequestError, Unavailable
-from molink.swarm.controller.told_status import Status
-from molink.wire.messages.control import ControlMessage, Done
-from molink.wire.messages.requests import DrainRequest, JudgeReply, JudgeRequest, Rebalance
+from molink.swarm.controller.told_status import SwarmStatus
+from molink.wire.messages.control import ControlMessage, DoneReply
+from molink.wire.messages.requests import DrainRequest, PairingDecisionReply, PairingDecisionRequest, Rebalance
 from molinkd.cli.top.app import TopApp
 from tests.molinkd.cli.top import swarms
 
@@ -32,13 +32,13 @@ SWARMS: tuple[Callable[[], dict[str, Any]], ...] = (
 class Daemon:
     """Answers with what it is given: a status, or an error."""
 
-    def __init__(self, answer: Status | MolinkError) -> None:
+    def __init__(self, answer: SwarmStatus | MolinkError) -> None:
         self.answer = answer
         self.told: list[ControlMessage] = []
         self.refusal: MolinkError | None = None
         self.now = 1000.0
 
-    async def ask(self) -> tuple[Status, bool]:
+    async def ask(self) -> tuple[SwarmStatus, bool]:
         if isinstance(self.answer, MolinkError):
             raise self.answer
         return self.answer, False
@@ -47,9 +47,9 @@ class Daemon:
         self.told.append(message)
         if self.refusal is not None:
             raise self.refusal
-        if isinstance(message, JudgeRequest):
-            return JudgeReply(ref=0, name="den\x1b[2J")
-        return Done(ref=0)
+        if isinstance(message, PairingDecisionRequest):
+            return PairingDecisionReply(ref=0, name="den\x1b[2J")
+        return DoneReply(ref=0)
 
     def clock(self) -> float:
         return self.now
@@ -79,7 +79,7 @@ def swarm_of(status: dict[str, Any]) -> tuple[Daemon, TopApp]:
 async def test_frames(swarm: Callable[[], dict[str, Any]], size: tuple[int, int]) -> None:
     _, app = swarm_of(swarm())
     async with app.run_test(size=size) as pilot:
-        await app.look()
+        await app.refresh_status()
         await pilot.pause()
         text = screen(app)
     assert not any(ord(c) < 32 for c in text.replace("\n", ""))
@@ -90,11 +90,11 @@ async def test_it_scrolls() -> None:
     _, app = swarm_of(swarms.sixteen())
     app.animation_level = "none"
     async with app.run_test(size=(80, 24)) as pilot:
-        await app.look()
+        await app.refresh_status()
         await pilot.press("end")
         await pilot.pause()
         compare("sixteen-end-80x24", screen(app))
-        await app.look()
+        await app.refresh_status()
         await pilot.pause()
         assert "epoch 3 is ready" in screen(app), "what is new doesn't scroll back"
 
@@ -102,9 +102,9 @@ async def test_it_scrolls() -> None:
 async def test_help() -> None:
     _, app = swarm_of(swarms.serving())
     async with app.run_test(size=(80, 24)) as pilot:
-        await app.look()
+        await app.refresh_status()
         await pilot.press("question_mark")
-        await app.look()
+        await app.refresh_status()
         await pilot.pause()
         compare("help-80x24", screen(app))
         await pilot.press("x")
@@ -115,7 +115,7 @@ async def test_help() -> None:
 async def test_a_pc_is_let_in_by_the_code_that_is_typed() -> None:
     daemon, app = swarm_of(swarms.knocking())
     async with app.run_test(size=(80, 24)) as pilot:
-        await app.look()
+        await app.refresh_status()
         await pilot.press("a")
         await pilot.pause()
         compare("approve-80x24", screen(app))
@@ -126,7 +126,7 @@ async def test_a_pc_is_let_in_by_the_code_that_is_typed() -> None:
         assert "is a member now." in screen(app)
         assert "\x1b" not in screen(app)
         daemon.now += 60.0
-        await app.look()
+        await app.refresh_status()
         await pilot.pause()
         assert "? help" in screen(app)
         daemon.refusal = RequestError("no PC that waits shows the code 1")
@@ -136,15 +136,15 @@ async def test_a_pc_is_let_in_by_the_code_that_is_typed() -> None:
         await pilot.press("a", "2", "escape")
         await pilot.pause()
     assert daemon.told == [
-        JudgeRequest(ref=0, code="4829-", refuse=False),
-        JudgeRequest(ref=0, code="1", refuse=True),
+        PairingDecisionRequest(ref=0, code="4829-", refuse=False),
+        PairingDecisionRequest(ref=0, code="1", refuse=True),
     ]
 
 
 async def test_this_pc_gives_its_layers_away_and_takes_some_again() -> None:
     daemon, app = swarm_of(swarms.serving())
     async with app.run_test(size=(80, 24)) as pilot:
-        await app.look()
+        await app.refresh_status()
         for keys in ("dx", "dd", "dr"):
             await pilot.press(*keys)
             await pilot.pause()
@@ -155,7 +155,7 @@ async def test_this_pc_gives_its_layers_away_and_takes_some_again() -> None:
 async def test_all_is_placed_anew_once_that_is_confirmed() -> None:
     daemon, app = swarm_of(swarms.serving())
     async with app.run_test(size=(80, 24)) as pilot:
-        await app.look()
+        await app.refresh_status()
         for keys in ("rx", "ry"):
             await pilot.press(*keys)
             await pilot.pause()
@@ -166,15 +166,15 @@ async def test_all_is_placed_anew_once_that_is_confirmed() -> None:
 async def test_a_pause_keeps_the_figures() -> None:
     daemon, app = swarm_of(swarms.serving())
     async with app.run_test(size=(80, 24)) as pilot:
-        await app.look()
+        await app.refresh_status()
         await pilot.press("p")
         daemon.answer = swarms.told(swarms.not_ready())
-        await app.look()
+        await app.refresh_status()
         await pilot.pause()
         assert "PAUSED" in screen(app)
         assert "NOT READY" not in screen(app)
         await pilot.press("space")
-        await app.look()
+        await app.refresh_status()
         await pilot.pause()
         assert "NOT READY" in screen(app)
 
@@ -182,7 +182,7 @@ async def test_a_pause_keeps_the_figures() -> None:
 async def test_the_order_of_requests() -> None:
     _, app = swarm_of(swarms.serving())
     async with app.run_test(size=(80, 24)) as pilot:
-        await app.look()
+        await app.refresh_status()
         orders = []
         for _ in range(4):
             await pilot.pause()
@@ -202,17 +202,17 @@ async def test_the_daemon_goes_and_comes_back() -> None:
     daemon, app = swarm_of(swarms.serving())
     status = daemon.answer
     async with app.run_test(size=(80, 24)) as pilot:
-        await app.look()
+        await app.refresh_status()
         daemon.answer = Unavailable(
             "no molink runs [bold]here[/bold]: start one with `molink up`, or\x1b"
         )
-        await app.look()
+        await app.refresh_status()
         daemon.now += 12
-        await app.look()
+        await app.refresh_status()
         await pilot.pause()
         compare("gone-80x24", screen(app))
         daemon.answer = status
-        await app.look()
+        await app.refresh_status()
         await pilot.pause()
         assert "NO ANSWER" not in screen(app)
 

@@ -6,21 +6,21 @@ import pytest
 from rich.cells import cell_len
 
 from molink.errors import WireError
-from molink.swarm.controller.told_status import read_status
-from molinkd.cli.top.lines import NARROWEST, ORDERS, body_lines, frame, head_lines
-from molinkd.cli.top.view import View, make_view
-from molinkd.cli.units import bandwidth, long_time, seconds, size
+from molink.swarm.controller.told_status import decode_status
+from molinkd.cli.top.lines import MIN_WIDTH, SORT_ORDERS, body_lines, screen_lines, header_lines
+from molinkd.cli.top.view import SwarmView, make_view
+from molinkd.cli.units import format_bandwidth, format_duration, format_seconds, format_size
 from tests.molinkd.cli.top import swarms
 from tests.molinkd.cli.top.test_screen import SWARMS
 
 
-def view_of(status: dict[str, Any]) -> View:
+def view_of(status: dict[str, Any]) -> SwarmView:
     return make_view(swarms.told(status))
 
 
 def test_a_ring() -> None:
     view = view_of(swarms.serving())
-    assert (view.swarm, view.model, view.ready, view.here, view.away) == (
+    assert (view.swarm, view.model, view.ready, view.online, view.offline) == (
         "home",
         "qwen3-8b",
         True,
@@ -33,14 +33,14 @@ def test_a_ring() -> None:
     first = ring.stages[0]
     assert (first.pc, first.layers, first.device) == ("alice", "0:8", "cuda 0: RTX 3060")
     assert (first.used, first.memory, first.busy, first.bubbles) == (4 * 10**9, 12 * 10**9, 34, 12)
-    assert [stage.link.to for stage in ring.stages if stage.link] == ["bob", "carol", "alice"]
+    assert [stage.link.target for stage in ring.stages if stage.link] == ["bob", "carol", "alice"]
     assert [(one.pc, one.phase) for one in ring.requests] == [
         ("alice", "decode"),
         ("bob", "prefill 10 %"),
         ("alice", "waiting"),
     ]
     assert [(pc.name, pc.state) for pc in view.others] == [("laptop", "here"), ("attic", "away")]
-    assert [(event.ago, event.text) for event in view.events] == [
+    assert [(event.age_s, event.text) for event in view.events] == [
         (7.5, "epoch 3 is ready"),
         (20.0, "epoch 3: alice 0:8, bob 8:16"),
     ]
@@ -98,7 +98,7 @@ def test_an_older_daemon() -> None:
     view = view_of(status)
     assert [stage.busy for stage in view.rings[0].stages] == [None] * 3
     assert view.transfers == ()
-    assert view.events[0].ago is None
+    assert view.events[0].age_s is None
     assert body_lines(view, 80)
 
 
@@ -115,7 +115,7 @@ def test_what_is_no_status() -> None:
         head % (b"9" * 400),
     ):
         with pytest.raises(WireError, match="doesn't understand"):
-            read_status(text)
+            decode_status(text)
 
 
 def test_transfers() -> None:
@@ -128,12 +128,12 @@ def test_transfers() -> None:
     assert (copy.what, copy.rate, copy.left_s) == ("copy", 0, None)
 
 
-@pytest.mark.parametrize("width", [1, 20, 40, NARROWEST, 119, 300])
+@pytest.mark.parametrize("width", [1, 20, 40, MIN_WIDTH, 119, 300])
 @pytest.mark.parametrize("swarm", SWARMS, ids=lambda swarm: swarm.__name__)
 def test_no_line_is_wider_than_the_screen(swarm: Any, width: int) -> None:
     view = view_of(swarm())
-    for order in ORDERS:
-        for line in frame(view, width, order):
+    for order in SORT_ORDERS:
+        for line in screen_lines(view, width, order):
             assert cell_len(line.plain) <= width
             assert line.plain.isprintable()
 
@@ -143,7 +143,7 @@ def test_figures_of_usual_sizes_are_shown_whole() -> None:
     for one in status["peers"]:
         one["memory"] = 12_600_000_000
         one["workers"][0]["load"] |= {"weights": 69_300_000, "kv": 0}
-    lines = [line.plain for line in frame(view_of(status), NARROWEST)]
+    lines = [line.plain for line in screen_lines(view_of(status), MIN_WIDTH)]
     assert sum("69.3 MB/12.6 GB" in line and line.endswith(" 2.1 ms") for line in lines) == 2
 
 
@@ -152,9 +152,9 @@ def test_what_a_head_has_beside_its_blocks_is_shown_where_there_is_any() -> None
     assert not any("queues" in line or "swapped" in line for line in shown(status, 120))
     head = status["pipelines"][0]["head"]
     head |= {"queues": [2, 0, 1], "swapped": 1, "host_blocks": 40}
-    assert "queues 2 0 1   swapped 1, 0/40" in shown(status, NARROWEST)
+    assert "queues 2 0 1   swapped 1, 0/40" in shown(status, MIN_WIDTH)
     head |= {"swap_fallbacks": 7, "host_used": 40, "queues": [64] * 16}
-    lines = shown(status, NARROWEST)
+    lines = shown(status, MIN_WIDTH)
     assert "queues " + " ".join(["64"] * 16) in lines
     assert "swapped 1, 40/40, no room for 7" in lines
 
@@ -162,7 +162,7 @@ def test_what_a_head_has_beside_its_blocks_is_shown_where_there_is_any() -> None
 def test_each_of_several_pipelines_has_figures_of_its_own() -> None:
     status = swarms.several()
     status["pipelines"][1]["head"] |= {"running": 5, "used": 700, "queues": [0, 3]}
-    lines = shown(status, NARROWEST)
+    lines = shown(status, MIN_WIDTH)
     first, second = (lines.index(f"{name}") + 1 for name in ("qwen3-8b, p1", "llama-3b, p2"))
     assert lines[first] == "2 running, 1 waiting   21.4 tokens/s   KV 12/800  K 3"
     assert lines[second] == "5 running, 1 waiting   21.4 tokens/s   KV 700/800  K 3   queues 0 3"
@@ -170,12 +170,12 @@ def test_each_of_several_pipelines_has_figures_of_its_own() -> None:
 
 
 def shown(status: dict[str, Any], width: int) -> list[str]:
-    return [line.plain for line in frame(view_of(status), width)]
+    return [line.plain for line in screen_lines(view_of(status), width)]
 
 
 def test_hostile_texts_are_shown_as_they_are() -> None:
     view = view_of(swarms.hostile())
-    text = "\n".join(line.plain for line in frame(view, 300))
+    text = "\n".join(line.plain for line in screen_lines(view, 300))
     assert "[red]x[/red]\\x1b[2J" in text
     assert not set("\x1b\x07\r\u202e\u200b") & set(text)
 
@@ -202,9 +202,9 @@ def test_the_largest_figures() -> None:
     transfer = {"bytes": most, "total": most, "rate": most, "eta_s": most}
     status["peers"][0]["transfers"] = [transfer]
     view = view_of(status)
-    assert frame(view, 80)
+    assert screen_lines(view, 80)
     worker["state"] = "ready"
-    assert frame(view_of(status), 80)
+    assert screen_lines(view_of(status), 80)
 
 
 def test_a_wide_reason_is_shown_whole() -> None:
@@ -224,11 +224,11 @@ def test_the_sums_fit_a_narrow_screen() -> None:
     status = swarms.sixteen()
     status["pipelines"][0]["head"] |= {"running": 128, "waiting": 64, "blocks": 9999, "used": 9999}
     status["pipelines"][0]["head"]["requests"][0]["tokens_per_s"] = 2345.6
-    assert head_lines(view_of(status), NARROWEST)[1].plain.endswith("K 3")
+    assert header_lines(view_of(status), MIN_WIDTH)[1].plain.endswith("K 3")
 
 
 def test_units() -> None:
-    assert [size(n) for n in (0, 999, 1000, 64_000, 99_960, 999_499, 999_500, 12 * 10**9)] == [
+    assert [format_size(n) for n in (0, 999, 1000, 64_000, 99_960, 999_499, 999_500, 12 * 10**9)] == [
         "0 B",
         "999 B",
         "1.0 kB",
@@ -238,16 +238,16 @@ def test_units() -> None:
         "1.0 MB",
         "12.0 GB",
     ]
-    assert max(len(size(10.0**n)) for n in range(18)) <= 7
-    assert [bandwidth(n) for n in (0, 12_500_000, 125_000_000)] == ["?", "100 Mbit/s", "1.0 Gbit/s"]
-    assert [seconds(s) for s in (0, 0.0003, 0.015, 0.25, 2.1)] == [
+    assert max(len(format_size(10.0**n)) for n in range(18)) <= 7
+    assert [format_bandwidth(n) for n in (0, 12_500_000, 125_000_000)] == ["?", "100 Mbit/s", "1.0 Gbit/s"]
+    assert [format_seconds(s) for s in (0, 0.0003, 0.015, 0.25, 2.1)] == [
         "?",
         "0.3 ms",
         "15.0 ms",
         "250 ms",
         "2.1 s",
     ]
-    assert [long_time(s) for s in (0, 99, 120, 7200, 200_000)] == [
+    assert [format_duration(s) for s in (0, 99, 120, 7200, 200_000)] == [
         "0 s",
         "99 s",
         "2 min",

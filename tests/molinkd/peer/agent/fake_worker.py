@@ -12,18 +12,18 @@ import msgspec
 
 from molink.wire.messages.load import StageLoad
 from molink.wire.messages.pipe import (
-    Formed,
+    RingFormed,
     FormRing,
-    Loaded,
-    Loading,
-    Members,
+    WorkerLoaded,
+    WeightLoadProgress,
+    PeerKeys,
     Ping,
     Pong,
-    Start,
-    Stats,
+    LoadStage,
+    WorkerStats,
     ToWorker,
-    Warm,
-    Warmed,
+    WarmUp,
+    WarmedUp,
     read_pipe,
     write_pipe,
 )
@@ -37,23 +37,23 @@ def main() -> None:
         sink.write(b"\xff" * 64)
         sink.flush()
     if how == "deaf":
-        write_pipe(sink, Loaded(port=4242, max_blocks=10, weight_bytes=1))
+        write_pipe(sink, WorkerLoaded(port=4242, max_blocks=10, weight_bytes=1))
     while how in ("deaf", "mute"):
         time.sleep(3600)
     while (message := read_pipe(source, decoder)) is not None:
-        if isinstance(message, Warm) and how != "cold":
-            write_pipe(sink, Warmed())
-        elif isinstance(message, Start):
+        if isinstance(message, WarmUp) and how != "cold":
+            write_pipe(sink, WarmedUp())
+        elif isinstance(message, LoadStage):
             if how == "loads":
-                write_pipe(sink, Loading(done=1, total=4))
+                write_pipe(sink, WeightLoadProgress(done=1, total=4))
                 continue
-            write_pipe(sink, Loaded(port=4242, max_blocks=10, weight_bytes=1))
+            write_pipe(sink, WorkerLoaded(port=4242, max_blocks=10, weight_bytes=1))
             if how == "crash":
                 print("RuntimeError: out of luck", file=sys.stderr, flush=True)
                 sys.exit(3)
-        elif isinstance(message, Members):
-            count = float(len(message.members))
-            stats = Stats(
+        elif isinstance(message, PeerKeys):
+            count = float(len(message.peers))
+            stats = WorkerStats(
                 epoch=0,
                 counters={"steps": 2.0},
                 gauges={"members": count},
@@ -61,7 +61,7 @@ def main() -> None:
             )
             write_pipe(sink, stats)
         elif isinstance(message, FormRing):
-            write_pipe(sink, Formed(epoch=message.epoch))
+            write_pipe(sink, RingFormed(epoch=message.epoch))
         elif isinstance(message, Ping):
             write_pipe(sink, Pong())
 

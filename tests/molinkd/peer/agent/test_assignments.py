@@ -12,29 +12,29 @@ import pytest
 from molink.checkpoint.folder import ModelFolder
 from molink.facts.device import Device
 from molink.facts.settings import PipelineSettings
-from molink.wire.messages.instructions import Assign, Form, StageAddress, Unassign
-from molink.wire.messages.pipe import Formed, FormRing, Loaded, Ping, Start
+from molink.wire.messages.instructions import Assign, FormPipeline, StageAddress, Unassign
+from molink.wire.messages.pipe import RingFormed, FormRing, WorkerLoaded, Ping, LoadStage
 from molink.wire.messages.reports import StageFailed
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer import quantize as module
-from molinkd.peer.agent.assignments import Assignments
-from molinkd.peer.agent.device_probe import Measured
-from molinkd.peer.agent.self_test import KernelResult, SelfTest, remember
+from molinkd.peer.agent.assignments import StageManager
+from molinkd.peer.agent.device_probe import MeasuredDevice
+from molinkd.peer.agent.self_test import KernelResult, SelfTestResult, save_disabled_kernels
 from molinkd.peer.home import Home
 from molinkd.peer.settings import Settings
 
 ASSIGN = Assign(
     pipeline="p1", epoch=1, stage=0, stages=1, layers=(0, 3), model="m", sources=(), dtype="auto"
 )
-PIPELINE = PipelineSettings(max_running=4, chunk_tokens=64, link_policy="fifo", record="/records")
-SETTINGS = Settings(name="n", pipeline=PIPELINE, stages_here=2)
+PIPELINE = PipelineSettings(max_num_seqs=4, max_num_batched_tokens=64, link_policy="fifo", record="/records")
+SETTINGS = Settings(name="n", pipeline=PIPELINE, stages_per_host=2)
 
 
 class FakeStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    async def stage(self, *_: Any) -> Path:
+    async def fetch_stage(self, *_: Any) -> Path:
         return self.folder
 
 
@@ -47,29 +47,29 @@ class FakeSupervisor:
     """Starts nothing, and keeps what it should have started."""
 
     def __init__(self) -> None:
-        self.started: list[Start] = []
+        self.started: list[LoadStage] = []
         self.prepared = False
         self.spares: list[int] = []
         self.told: list[Any] = []
 
-    def tell(self, generation: int, message: Any) -> None:
+    def send_to_worker(self, generation: int, message: Any) -> None:
         self.told.append(message)
 
-    def start(self, generation: int, start: Start, keys: Any) -> int:
+    def start_worker(self, generation: int, start: LoadStage, keys: Any) -> int:
         self.started.append(start)
         return 1
 
-    def keep_spare(self, generation: int) -> None:
+    def schedule_standby(self, generation: int) -> None:
         self.spares.append(generation)
 
-    def prepare(self) -> None:
+    def start_standby(self) -> None:
         self.prepared = True
 
-    def drop_spare(self) -> None:
+    def drop_standby(self) -> None:
         self.prepared = False
         self.spares.clear()
 
-    def stop(self, generation: int, *, kill: bool = False) -> None:
+    def stop_worker(self, generation: int, *, kill: bool = False) -> None:
         pass
 
     async def close(self) -> None:
@@ -85,7 +85,7 @@ class Bench:
         store: Any = FakeStore(folder)
         book: Any = FakeAddressBook()
         self.done = asyncio.Event()
-        self.assignments = Assignments(
+        self.assignments = StageManager(
             SETTINGS,
             KeyPair.generate(),
             store,
@@ -106,11 +106,11 @@ class Bench:
     def _tell(self, message: Any) -> None:
         self.told.append(message)
 
-    async def assign(self, memory: int, kind: str = "cpu", **changes: Any) -> Start | str:
+    async def assign(self, memory: int, kind: str = "cpu", **changes: Any) -> LoadStage | str:
         """What comes of an assignment: the worker's first message, or the reason of a failure."""
         device = Device(kind=kind, name="x", memory=memory)  # type: ignore[arg-type]
-        self.assignments.measured(Measured(device, bf16=True))
-        self.assignments.handle(msgspec.structs.replace(ASSIGN, **changes))
+        self.assignments.set_device(MeasuredDevice(device, bf16=True))
+        self.assignments.handle_order(msgspec.structs.replace(ASSIGN, **changes))
         await asyncio.wait([*self.assignments._fetches.values()])
         if self.supervisor.started:
             return self.supervisor.started[0]
@@ -135,12 +135,12 @@ async def bench(folder: Path) -> AsyncIterator[Bench]:
 
 async def test_the_rest_is_for_kv(bench: Bench, folder: Path) -> None:
     start = await bench.assign(1 << 30)
-    assert isinstance(start, Start)
+    assert isinstance(start, LoadStage)
     config = ModelFolder.open(folder).config
     # As many blocks as four requests of the model's whole context can use.
-    assert start.kv_bytes == 4 * config.context * 3 * 2 * 2 * 16 * 2
-    assert (start.quantize, start.memory) == ("none", 0)
-    assert (start.settings, start.stages_here) == (PIPELINE, 2)
+    assert start.kv_bytes == 4 * config.max_model_len * 3 * 2 * 2 * 16 * 2
+    assert (start.quantize, start.memory_limit) == ("none", 0)
+    assert (start.settings, start.stages_per_host) == (PIPELINE, 2)
 
 
 async def test_the_first_stage_has_the_draft_model_beside_it(
@@ -150,12 +150,12 @@ async def test_the_first_stage_has_the_draft_model_beside_it(
     preparation = bench.assignments._preparation
     preparation._settings = msgspec.structs.replace(SETTINGS, draft_model=str(draft))
     start = await bench.assign(1 << 27, "cuda")
-    assert isinstance(start, Start)
+    assert isinstance(start, LoadStage)
     assert start.draft is not None
     assert start.draft.model_dir == str(draft)
     assert start.draft.kv_bytes > 0
     # Both are within the same memory.
-    assert start.memory == 1 << 27
+    assert start.memory_limit == 1 << 27
     assert start.kv_bytes + start.draft.kv_bytes < 1 << 27
 
 
@@ -171,34 +171,34 @@ async def test_where_a_draft_model_can_not_be_the_stage_is_as_without(
     preparation._settings = msgspec.structs.replace(SETTINGS, draft_model=str(draft))
     other: Any = {"stage": 1, "stages": 2} if why == "another stage" else {}
     start = await bench.assign(40 << 20, "cuda", **other)
-    assert isinstance(start, Start)
+    assert isinstance(start, LoadStage)
     assert start.draft is None
-    assert start.memory == 40 << 20
+    assert start.memory_limit == 40 << 20
 
 
 async def test_a_lower_context_takes_less_kv(bench: Bench) -> None:
     start = await bench.assign(1 << 30, context=64)
-    assert isinstance(start, Start)
-    assert (start.max_context, start.kv_bytes) == (64, 4 * 64 * 3 * 2 * 2 * 16 * 2)
+    assert isinstance(start, LoadStage)
+    assert (start.max_model_len, start.kv_bytes) == (64, 4 * 64 * 3 * 2 * 2 * 16 * 2)
 
 
 async def test_a_worker_avoids_what_failed_the_doctor(
     bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = KernelResult(kernel="compiled-rows", dtype="bf16", state="wrong")
-    monkeypatch.setattr(Home, "avoid", folder / "avoid.json")
-    remember(folder / "avoid.json", SelfTest(name="x", results=(failed,)))
+    monkeypatch.setattr(Home, "disabled_kernels", folder / "avoid.json")
+    save_disabled_kernels(folder / "avoid.json", SelfTestResult(name="x", results=(failed,)))
     start = await bench.assign(1 << 30)
-    assert isinstance(start, Start)
-    assert start.avoid == ("compiled-rows",)
-    assert start.proofs == str(folder / "proofs.json")
+    assert isinstance(start, LoadStage)
+    assert start.disabled_kernels == ("compiled-rows",)
+    assert start.kernel_checks_path == str(folder / "proofs.json")
     (folder / "avoid.json").unlink()
 
 
 async def test_a_gpu_is_bounded_by_its_budget(bench: Bench) -> None:
     start = await bench.assign(1 << 30, "cuda")
-    assert isinstance(start, Start)
-    assert start.memory == 1 << 30
+    assert isinstance(start, LoadStage)
+    assert start.memory_limit == 1 << 30
 
 
 async def test_too_small_a_budget_is_refused_with_the_numbers(bench: Bench) -> None:
@@ -211,8 +211,8 @@ async def test_too_small_a_budget_is_refused_with_the_numbers(bench: Bench) -> N
 
 async def test_two_stages_share_the_memory_while_both_are_there(bench: Bench) -> None:
     first = await bench.assign(1 << 30)
-    assert isinstance(first, Start)
-    bench.assignments.handle(msgspec.structs.replace(ASSIGN, pipeline="p2", epoch=2))
+    assert isinstance(first, LoadStage)
+    bench.assignments.handle_order(msgspec.structs.replace(ASSIGN, pipeline="p2", epoch=2))
     await asyncio.wait([*bench.assignments._fetches.values()])
     assert [start.pipeline for start in bench.supervisor.started] == ["p1", "p2"]
     assert bench.supervisor.started[1].kv_bytes == first.kv_bytes
@@ -221,16 +221,16 @@ async def test_two_stages_share_the_memory_while_both_are_there(bench: Bench) ->
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 async def test_a_stage_that_fits_only_by_itself_says_so(bench: Bench, kind: str) -> None:
     first = await bench.assign(1_200_000 if kind == "cpu" else 40_000_000, kind)
-    assert isinstance(first, Start), first
+    assert isinstance(first, LoadStage), first
     other = msgspec.structs.replace(ASSIGN, pipeline="p2", epoch=2)
-    bench.assignments.handle(other)
+    bench.assignments.handle_order(other)
     await asyncio.wait([*bench.assignments._fetches.values()])
     (failed,) = bench.told
     assert failed.no_room
     assert "beside another stage: layers 0:3 of m need at least" in failed.reason
     # Once the first is gone there is room.
-    bench.assignments.handle(Unassign(pipeline="p1"))
-    bench.assignments.handle(msgspec.structs.replace(other, epoch=3))
+    bench.assignments.handle_order(Unassign(pipeline="p1"))
+    bench.assignments.handle_order(msgspec.structs.replace(other, epoch=3))
     await asyncio.wait([*bench.assignments._fetches.values()])
     assert [start.pipeline for start in bench.supervisor.started] == ["p1", "p2"]
 
@@ -240,30 +240,30 @@ async def test_a_worker_that_changes_its_layers_is_not_beside_itself(
     bench: Bench, kind: str
 ) -> None:
     first = await bench.assign(1_200_000 if kind == "cpu" else 40_000_000, kind, stages=2)
-    assert isinstance(first, Start), first
-    bench.assignments._worker_said(1, Loaded(port=9, max_blocks=10, weight_bytes=1))
+    assert isinstance(first, LoadStage), first
+    bench.assignments._on_worker_message(1, WorkerLoaded(port=9, max_blocks=10, weight_bytes=1))
     bench.told.clear()
-    bench.assignments.handle(msgspec.structs.replace(ASSIGN, epoch=2, layers=(0, 2), stages=2))
+    bench.assignments.handle_order(msgspec.structs.replace(ASSIGN, epoch=2, layers=(0, 2), stages=2))
     await asyncio.wait([*bench.assignments._fetches.values()])
     assert bench.told == []
-    assert [type(message) for message in bench.supervisor.told] == [Ping, Start]
+    assert [type(message) for message in bench.supervisor.told] == [Ping, LoadStage]
 
 
 @pytest.mark.parametrize("port", [1, 2])
 async def test_a_ring_is_formed_once_the_next_stage_has_answered(bench: Bench, port: int) -> None:
     start = await bench.assign(1 << 30, stages=2)
-    assert isinstance(start, Start)
-    loaded = Loaded(port=9, max_blocks=10, weight_bytes=1)
-    bench.assignments._worker_said(1, loaded)
+    assert isinstance(start, LoadStage)
+    loaded = WorkerLoaded(port=9, max_blocks=10, weight_bytes=1)
+    bench.assignments._on_worker_message(1, loaded)
     me = bench.assignments._me
     ring = tuple(
         StageAddress(peer=peer, public_key="x" * 40, addresses=("10.0.0.9",), port=at)
         for peer, at in ((me, 9), ("other", port))
     )
-    order = Form(pipeline="p1", epoch=1, ring=ring, blocks=10, micro_batches=0)
-    bench.assignments.handle(order)
-    bench.assignments.handle(order)
-    await asyncio.wait(bench.assignments._reaching)
+    order = FormPipeline(pipeline="p1", epoch=1, ring=ring, blocks=10, micro_batches=0)
+    bench.assignments.handle_order(order)
+    bench.assignments.handle_order(order)
+    await asyncio.wait(bench.assignments._form_tasks)
     assert bench.tried == [port]
     if port == 2:
         assert [type(message) for message in bench.supervisor.told] == [FormRing]
@@ -277,7 +277,7 @@ async def test_a_ring_is_formed_once_the_next_stage_has_answered(bench: Bench, p
 async def test_quantize_reaches_the_worker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda _: object())
     start = await bench.assign(1 << 30, quantize="nf4")
-    assert isinstance(start, Start)
+    assert isinstance(start, LoadStage)
     assert start.quantize == "nf4"
 
 
@@ -293,40 +293,40 @@ async def test_without_bitsandbytes_it_says_what_to_install(
 
 @pytest.mark.parametrize("wanted", [True, False])
 async def test_a_pc_has_a_spare_at_first_and_beside_a_stage(bench: Bench, wanted: bool) -> None:
-    settings = msgspec.structs.replace(SETTINGS, spare_worker=wanted)
+    settings = msgspec.structs.replace(SETTINGS, standby_worker=wanted)
     bench.assignments._settings = settings
     await bench.assign(1 << 30)
-    bench.assignments._worker_said(1, Loaded(port=1, max_blocks=1, weight_bytes=1))
+    bench.assignments._on_worker_message(1, WorkerLoaded(port=1, max_blocks=1, weight_bytes=1))
     assert bench.supervisor.prepared == wanted
     assert bench.supervisor.spares == []
-    bench.assignments._worker_said(1, Formed(epoch=1))
+    bench.assignments._on_worker_message(1, RingFormed(epoch=1))
     assert bench.supervisor.spares == ([1] if wanted else [])
 
 
 async def test_a_pc_that_is_paused_has_no_spare(bench: Bench) -> None:
     await bench.assign(1 << 30)
-    bench.assignments._worker_said(1, Loaded(port=1, max_blocks=1, weight_bytes=1))
-    bench.assignments.pause(True)
+    bench.assignments._on_worker_message(1, WorkerLoaded(port=1, max_blocks=1, weight_bytes=1))
+    bench.assignments.set_paused(True)
     assert not bench.supervisor.prepared
-    bench.assignments._worker_said(1, Formed(epoch=1))
+    bench.assignments._on_worker_message(1, RingFormed(epoch=1))
     assert bench.supervisor.spares == []
-    bench.assignments.pause(False)
+    bench.assignments.set_paused(False)
     assert bench.supervisor.prepared
 
 
 async def test_a_pc_that_begins_paused_has_none_either(bench: Bench) -> None:
-    bench.assignments.pause(True)
-    bench.assignments.measured(Measured(Device(kind="cpu", name="x", memory=1), bf16=True))
+    bench.assignments.set_paused(True)
+    bench.assignments.set_device(MeasuredDevice(Device(kind="cpu", name="x", memory=1), bf16=True))
     assert not bench.supervisor.prepared
-    bench.assignments.pause(False)
+    bench.assignments.set_paused(False)
     assert bench.supervisor.prepared
 
 
 async def test_only_who_serves_no_more_is_in_a_hurry(bench: Bench) -> None:
     start = await bench.assign(1 << 30)
-    assert isinstance(start, Start)
-    assert not start.hurry
-    bench.assignments._worker_exited(1, "it was killed")
-    bench.assignments.handle(msgspec.structs.replace(ASSIGN, epoch=2))
+    assert isinstance(start, LoadStage)
+    assert not start.skip_optional
+    bench.assignments._on_worker_exit(1, "it was killed")
+    bench.assignments.handle_order(msgspec.structs.replace(ASSIGN, epoch=2))
     await asyncio.wait([*bench.assignments._fetches.values()])
-    assert bench.supervisor.started[1].hurry
+    assert bench.supervisor.started[1].skip_optional

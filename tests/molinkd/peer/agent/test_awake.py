@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from molinkd.peer.agent.awake import Awake
+from molinkd.peer.agent.awake import SleepInhibitor
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows is told by a call, not by a process")
@@ -25,21 +25,21 @@ def test_a_lock_is_held_as_long_as_it_is_needed(
         return len(psutil.Process().children())
 
     before = held()
-    awake = Awake()
-    awake.keep(False)
+    awake = SleepInhibitor()
+    awake.inhibit_sleep(False)
     assert held() == before
     for _ in range(2):
-        awake.keep(True)
+        awake.inhibit_sleep(True)
         assert held() == before + 1
-    awake.keep(False)
+    awake.inhibit_sleep(False)
     assert held() == before
-    awake.keep(True)
+    awake.inhibit_sleep(True)
     awake.close()
     assert held() == before
 
 
 def test_a_pc_that_has_no_such_command_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    awake = Awake()
-    awake.keep(True)
+    awake = SleepInhibitor()
+    awake.inhibit_sleep(True)
     awake.close()

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from molink.errors import WorkerError
-from molinkd.peer.agent.device_probe import DeviceProbe, budget, measure_device, worker_threads
-from molinkd.peer.platform import cores
-from molinkd.peer.settings import Settings, Share
+from molinkd.peer.agent.device_probe import DeviceProbe, stage_memory_budget, measure_device, num_worker_threads
+from molinkd.peer.platform import num_cores
+from molinkd.peer.settings import Settings, MemoryShare
 from tests.support.net import until
 
 RESULT = {
@@ -81,25 +81,25 @@ async def test_a_cancelled_measurement_ends_its_process(tmp_path: Path) -> None:
 
 
 def test_budgets() -> None:
-    assert budget(Settings(name="n"), PROBE) == 8_000
-    assert budget(Settings(name="n", stages_here=2), PROBE) == 4_000
-    assert budget(Settings(name="n", memory=100), PROBE) == 100
-    assert budget(Settings(name="n", memory=10**9), PROBE) == 16_000
-    assert budget(Settings(name="n", memory=Share(25.0)), PROBE) == 4_000
-    assert budget(Settings(name="n", memory=Share(100.0)), PROBE) == 16_000
+    assert stage_memory_budget(Settings(name="n"), PROBE) == 8_000
+    assert stage_memory_budget(Settings(name="n", stages_per_host=2), PROBE) == 4_000
+    assert stage_memory_budget(Settings(name="n", memory=100), PROBE) == 100
+    assert stage_memory_budget(Settings(name="n", memory=10**9), PROBE) == 16_000
+    assert stage_memory_budget(Settings(name="n", memory=MemoryShare(25.0)), PROBE) == 4_000
+    assert stage_memory_budget(Settings(name="n", memory=MemoryShare(100.0)), PROBE) == 16_000
 
 
 def test_a_gpu_leaves_room_for_its_context_and_for_others() -> None:
     gib = 1 << 30
     gpu = DeviceProbe(**RESULT | {"kind": "cuda", "total": 10 * gib, "free": 10 * gib})
-    assert budget(Settings(name="n"), gpu) == 8 * gib
+    assert stage_memory_budget(Settings(name="n"), gpu) == 8 * gib
     busy = DeviceProbe(**RESULT | {"kind": "cuda", "total": 10 * gib, "free": 3 * gib})
-    assert budget(Settings(name="n"), busy) == 2 * gib
+    assert stage_memory_budget(Settings(name="n"), busy) == 2 * gib
     full = DeviceProbe(**RESULT | {"kind": "cuda", "total": 10 * gib, "free": 0})
-    assert budget(Settings(name="n"), full) == 0
+    assert stage_memory_budget(Settings(name="n"), full) == 0
     # What the user says holds whatever others use now, but the context is always there.
-    assert budget(Settings(name="n", memory=Share(80.0)), busy) == 8 * gib
-    assert budget(Settings(name="n", memory=12 * gib), busy) == 9 * gib
+    assert stage_memory_budget(Settings(name="n", memory=MemoryShare(80.0)), busy) == 8 * gib
+    assert stage_memory_budget(Settings(name="n", memory=12 * gib), busy) == 9 * gib
 
 
 async def test_free_memory_of_a_gpu_is_measured_each_time(tmp_path: Path) -> None:
@@ -110,5 +110,5 @@ async def test_free_memory_of_a_gpu_is_measured_each_time(tmp_path: Path) -> Non
 
 
 def test_threads() -> None:
-    assert worker_threads(Settings(name="n", threads=5)) == 5
-    assert worker_threads(Settings(name="n", stages_here=64)) == max(1, cores() // 64)
+    assert num_worker_threads(Settings(name="n", threads=5)) == 5
+    assert num_worker_threads(Settings(name="n", stages_per_host=64)) == max(1, num_cores() // 64)

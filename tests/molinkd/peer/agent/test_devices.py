@@ -10,24 +10,24 @@ import msgspec
 import pytest
 import zmq.asyncio
 
-from molink.errors import RequestError, ShutOut, Unavailable
+from molink.errors import RequestError, PeerBanned, Unavailable
 from molink.facts.device import Device
 from molink.swarm.membership.token import JoinToken
-from molink.wire.messages.requests import Invite, InviteRequest
+from molink.wire.messages.requests import InviteReply, InviteRequest
 from molinkd.peer.agent import devices
-from molinkd.peer.agent.device_probe import Measured
-from molinkd.peer.agent.devices import FurtherDevices, device_settings, labels, others, own_settings
+from molinkd.peer.agent.device_probe import MeasuredDevice
+from molinkd.peer.agent.devices import DeviceDaemons, device_settings, device_labels, additional_devices, primary_device_settings
 from molinkd.peer.home import Home
-from molinkd.peer.launch import Launch, Trouble
-from molinkd.peer.membership.membership import Membership
-from molinkd.peer.settings import Settings, Share
+from molinkd.peer.launch import Launch, ProblemReportedEvent
+from molinkd.peer.membership.membership import MembershipRecord
+from molinkd.peer.settings import Settings, MemoryShare
 
 
-def gpu(index: int, of: int) -> Measured:
-    return Measured(Device(kind="cuda", index=index, name="x", memory=1), bf16=True, gpus=of)
+def gpu(index: int, of: int) -> MeasuredDevice:
+    return MeasuredDevice(Device(kind="cuda", index=index, name="x", memory=1), bf16=True, gpus=of)
 
 
-CPU = Measured(Device(kind="cpu", name="x", memory=1), bf16=True, gpus=0)
+CPU = MeasuredDevice(Device(kind="cpu", name="x", memory=1), bf16=True, gpus=0)
 
 
 @pytest.mark.parametrize(
@@ -45,29 +45,29 @@ CPU = Measured(Device(kind="cpu", name="x", memory=1), bf16=True, gpus=0)
     ],
 )
 def test_which_devices_there_are_beside_the_first(
-    settings: dict[str, str], measured: Measured, expected: tuple[str, ...]
+    settings: dict[str, str], measured: MeasuredDevice, expected: tuple[str, ...]
 ) -> None:
-    assert others(Settings(name="pc", **settings), measured) == expected
+    assert additional_devices(Settings(name="pc", **settings), measured) == expected
 
 
 def test_what_is_named_twice_is_shared_and_has_another_label() -> None:
-    assert labels("cpu", ["cpu", "cuda:0", "cpu"]) == ["cpu.2", "cuda:0", "cpu.3"]
+    assert device_labels("cpu", ["cpu", "cuda:0", "cpu"]) == ["cpu.2", "cuda:0", "cpu.3"]
     whole = Settings(name="pc", device="cpu,cuda:0,cpu", memory=8 << 30, stage="auto")
-    own = own_settings(whole)
-    assert (own.device, own.memory, own.stages_here) == ("cpu", 4 << 30, 2)
-    assert own.copies
+    own = primary_device_settings(whole)
+    assert (own.device, own.memory, own.stages_per_host) == ("cpu", 4 << 30, 2)
+    assert own.replicate_models
     card = device_settings(whole, "cuda:0", "pc/cuda:0")
-    assert (card.name, card.device, card.memory, card.stages_here) == (
+    assert (card.name, card.device, card.memory, card.stages_per_host) == (
         *("pc/cuda:0", "cuda:0"),
         *(8 << 30, 1),
     )
     # What it would copy, pass on or announce is lost with the PC.
-    assert [card.copies, card.relay, card.discovery] == [False] * 3
-    half = own_settings(msgspec.structs.replace(whole, memory=Share(50.0)))
-    assert half.memory == Share(25.0)
+    assert [card.replicate_models, card.relay, card.discovery] == [False] * 3
+    half = primary_device_settings(msgspec.structs.replace(whole, memory=MemoryShare(50.0)))
+    assert half.memory == MemoryShare(25.0)
 
 
-SWARM = Membership(swarm="s", coordinator_key="k" * 40, addresses=("127.0.0.1:5466",))
+SWARM = MembershipRecord(swarm="s", coordinator_key="k" * 40, addresses=("127.0.0.1:5466",))
 TOKEN = JoinToken("s", ("203.0.113.7:5466",), "k" * 40, "i" * 40)
 
 #: A daemon of a device that ends as its home's folder says.
@@ -89,12 +89,12 @@ class Pc:
     """A PC with two devices, whose second one's daemon does as it is told."""
 
     def __init__(self, folder: Path) -> None:
-        self.home = Home(folder).create()
+        self.home = Home(folder).create_folders()
         self.said: list[Any] = []
         self.asked = 0
         settings = Settings(name="pc", host="127.0.0.1", device="cpu,cpu")
         self.context = zmq.asyncio.Context()
-        self.devices = FurtherDevices(settings, self.home, "me", self.context, self.said.append)
+        self.devices = DeviceDaemons(settings, self.home, "me", self.context, self.said.append)
         self.place = Home(self.home.devices / "me" / "cpu.2")
 
     async def ask(self, message: Any) -> Any:
@@ -103,7 +103,7 @@ class Pc:
         self.asked += 1
         if self.asked == 1:
             raise Unavailable("nobody leads yet")
-        return Invite(ref=0, token=str(TOKEN), id="i")
+        return InviteReply(ref=0, token=str(TOKEN), id="i")
 
     def ends(self, code: int) -> None:
         (self.home.root / "code").write_text(str(code))
@@ -133,7 +133,7 @@ def pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pc]:
 
 async def test_a_daemon_that_ends_is_started_again_and_a_person_is_told(pc: Pc) -> None:
     pc.ends(3)
-    pc.devices.start(CPU, lambda: SWARM, pc.ask)
+    pc.devices.start_daemons(CPU, lambda: SWARM, pc.ask)
     try:
         await pc.until(lambda: len(pc.starts()) >= 2)
         pc.ends(0)
@@ -143,23 +143,23 @@ async def test_a_daemon_that_ends_is_started_again_and_a_person_is_told(pc: Pc) 
         assert first.token is not None
         assert JoinToken.parse(first.token, 0).addresses == SWARM.addresses
         assert first.settings.name == "pc/cpu.2"
-        told = next(one.text for one in pc.said if isinstance(one, Trouble))
+        told = next(one.text for one in pc.said if isinstance(one, ProblemReportedEvent))
         assert told.startswith("cpu.2 holds no layers: no luck; it is started again in")
         with pytest.raises(RequestError, match=r"no device cuda:1; it has cpu\.2"):
-            pc.devices.drain(True, "cuda:1")
+            pc.devices.set_drained(True, "cuda:1")
     finally:
         await pc.devices.close()
 
 
 async def test_one_that_was_shut_out_stays_out(pc: Pc) -> None:
     """It goes back to the swarm that it knows without an invitation, and forgets another one."""
-    pc.ends(ShutOut.exit_code)
-    pc.place.create()
+    pc.ends(PeerBanned.exit_code)
+    pc.place.create_folders()
     SWARM.save(pc.place.membership)
-    pc.devices.start(CPU, lambda: SWARM, pc.ask)
+    pc.devices.start_daemons(CPU, lambda: SWARM, pc.ask)
     try:
-        await pc.until(lambda: any(isinstance(one, Trouble) for one in pc.said))
-        assert pc.said == [Trouble(text="cpu.2: no luck")]
+        await pc.until(lambda: any(isinstance(one, ProblemReportedEvent) for one in pc.said))
+        assert pc.said == [ProblemReportedEvent(text="cpu.2: no luck")]
         assert [one.token for one in pc.starts()] == [None]
     finally:
         await pc.devices.close()
@@ -167,9 +167,9 @@ async def test_one_that_was_shut_out_stays_out(pc: Pc) -> None:
 
 async def test_what_is_left_of_another_swarm_is_deleted(pc: Pc) -> None:
     pc.ends(0)
-    pc.place.create()
-    Membership(swarm="other", coordinator_key="k", addresses=()).save(pc.place.membership)
-    pc.devices.start(CPU, lambda: SWARM, pc.ask)
+    pc.place.create_folders()
+    MembershipRecord(swarm="other", coordinator_key="k", addresses=()).save(pc.place.membership)
+    pc.devices.start_daemons(CPU, lambda: SWARM, pc.ask)
     try:
         await pc.until(lambda: len(pc.starts()) == 1)
         assert not pc.place.membership.exists()

@@ -11,17 +11,17 @@ import pytest
 from molink.errors import ModelNotFound, UsageError
 from molink.facts.device import Device
 from molink.facts.footprint import StageSetup
-from molink.swarm.controller.planner import offer_of
-from molinkd.peer.agent.device_probe import Measured
-from molinkd.peer.agent.draft_model import DraftModel
+from molink.swarm.controller.planner import candidate_from_report
+from molinkd.peer.agent.device_probe import MeasuredDevice
+from molinkd.peer.agent.draft_model import DraftModelFolder
 from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.home import Home
 from molinkd.peer.settings import load_settings
 from tests.support.swarm import report
 
 
-def find(path: Path) -> DraftModel:
-    return DraftModel.find(str(path), path.parent, Progress(), threading.Event())
+def find(path: Path) -> DraftModelFolder:
+    return DraftModelFolder.find_draft(str(path), path.parent, Progress(), threading.Event())
 
 
 def renamed(folder: Path, old: str, new: str) -> None:
@@ -35,7 +35,7 @@ def renamed(folder: Path, old: str, new: str) -> None:
 
 def test_a_model_of_the_same_tokens_may_draft(make_model: Any, tmp_path: Path) -> None:
     served = make_model(tmp_path / "served", "llama")
-    find(make_model(tmp_path / "draft", seed=3)).check(served)
+    find(make_model(tmp_path / "draft", seed=3)).check_vocabulary(served)
 
 
 def test_one_of_other_tokens_is_refused_by_name(make_model: Any, tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_one_of_other_tokens_is_refused_by_name(make_model: Any, tmp_path: Path)
     draft = find(make_model(tmp_path / "draft"))
     renamed(tmp_path / "draft", "a", "aa")
     with pytest.raises(UsageError) as caught:
-        draft.check(served)
+        draft.check_vocabulary(served)
     text = str(caught.value)
     assert text.startswith(f"--draft-model {tmp_path / 'draft'} has another vocabulary")
     assert "is 'aa' there, and 'a' here" in text
@@ -58,27 +58,27 @@ def test_it_takes_kv_for_some_requests_and_no_more(make_model: Any, tmp_path: Pa
     model = find(make_model(tmp_path / "draft"))
     config = model.folder.config
     token = 2 * config.layers * config.kv_heads * config.head_dim * 4
-    for context, tokens in ((64, 16384), (1 << 20, -(-16384 // config.context) * config.context)):
-        planned = model.plan(StageSetup(dtype="f32"), 1 << 30, 16, context)
+    for context, tokens in ((64, 16384), (1 << 20, -(-16384 // config.max_model_len) * config.max_model_len)):
+        planned = model.plan_memory(StageSetup(dtype="f32"), 1 << 30, 16, context)
         assert planned.start.kv_bytes == tokens * token
         assert planned.start.kv_bytes < planned.nbytes < planned.start.kv_bytes + (32 << 20)
     with pytest.raises(UsageError):
-        model.plan(StageSetup(dtype="f32"), 100_000, 16, 64)
+        model.plan_memory(StageSetup(dtype="f32"), 100_000, 16, 64)
 
 
 def test_placement_is_told_what_it_takes(make_model: Any, tmp_path: Path) -> None:
     model = find(make_model(tmp_path / "draft"))
     settings = load_settings(Home(tmp_path), {}, {"MOLINK_DTYPE": "f32"})
-    measured = Measured(Device(kind="cpu", name="x", memory=1 << 30), bf16=True)
-    told = model.beside(measured, settings).device
-    setup = measured.setup(settings.pipeline, "f32")
-    planned = model.plan(setup, 1 << 30, 16, model.folder.config.context)
-    assert told.draft == planned.nbytes > planned.start.kv_bytes
-    offered = offer_of("a", msgspec.structs.replace(report("a"), device=told))
+    measured = MeasuredDevice(Device(kind="cpu", name="x", memory=1 << 30), bf16=True)
+    told = model.reserve_memory(measured, settings).device
+    setup = measured.stage_setup(settings.pipeline, "f32")
+    planned = model.plan_memory(setup, 1 << 30, 16, model.folder.config.max_model_len)
+    assert told.can_draft == planned.nbytes > planned.start.kv_bytes
+    offered = candidate_from_report("a", msgspec.structs.replace(report("a"), device=told))
     assert offered is not None
-    assert offered.draft == told.draft
-    small = Measured(Device(kind="cpu", name="x", memory=100_000), bf16=True)
-    assert model.beside(small, settings) is small
+    assert offered.draft_bytes == told.can_draft
+    small = MeasuredDevice(Device(kind="cpu", name="x", memory=100_000), bf16=True)
+    assert model.reserve_memory(small, settings) is small
 
 
 def test_a_folder_is_kept_as_a_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from molink.facts.device import Device
 from molinkd.peer.agent import gpu_use
-from molinkd.peer.agent.gpu_use import GpuUse, OwnUse, open_gpu
+from molinkd.peer.agent.gpu_use import GpuMonitor, OwnGpuUsage, open_gpu
 
 CARD = "NVIDIA GeForce RTX 3090"
 
@@ -76,34 +76,34 @@ class Driver:
     ("driver", "own", "share"),
     [
         # WDDM, or a card that tells no shares: what our stages don't take is others'.
-        (Driver(whole=90), OwnUse(), 0.9),
-        (Driver(whole=90), OwnUse([1], 0.3), 0.6),
-        (Driver(whole=50), OwnUse([1], 0.8), 0.0),
-        (Driver(whole=None), OwnUse(), 0.0),
+        (Driver(whole=90), OwnGpuUsage(), 0.9),
+        (Driver(whole=90), OwnGpuUsage([1], 0.3), 0.6),
+        (Driver(whole=50), OwnGpuUsage([1], 0.8), 0.0),
+        (Driver(whole=None), OwnGpuUsage(), 0.0),
         # It tells shares, and knows our processes: a game slows our stages down.
-        (Driver(100, [1], [(1, 5, 40), (2, 5, 60)]), OwnUse([1], 1.0), 0.6),
-        (Driver(100, [1], [(2, 5, 60), (2, 4, 10), (3, 5, 10)]), OwnUse([1], 1.0), 0.7),
-        (Driver(100, [1], [(1, 5, 100)]), OwnUse([1], 1.0), 0.0),
-        (Driver(100, [1], [(2, 5, 4294967295)]), OwnUse([1], 1.0), 0.0),
-        (Driver(100, [], []), OwnUse(), 1.0),
+        (Driver(100, [1], [(1, 5, 40), (2, 5, 60)]), OwnGpuUsage([1], 1.0), 0.6),
+        (Driver(100, [1], [(2, 5, 60), (2, 4, 10), (3, 5, 10)]), OwnGpuUsage([1], 1.0), 0.7),
+        (Driver(100, [1], [(1, 5, 100)]), OwnGpuUsage([1], 1.0), 0.0),
+        (Driver(100, [1], [(2, 5, 4294967295)]), OwnGpuUsage([1], 1.0), 0.0),
+        (Driver(100, [], []), OwnGpuUsage(), 1.0),
         # In a container it calls our processes by other ids: they are no game.
-        (Driver(100, [77], [(77, 5, 100)]), OwnUse([1], 1.0), 0.0),
+        (Driver(100, [77], [(77, 5, 100)]), OwnGpuUsage([1], 1.0), 0.0),
     ],
 )
-def test_what_others_take(driver: Driver, own: OwnUse, share: float) -> None:
-    assert GpuUse(driver, 0).by_others(own) == pytest.approx(share)
+def test_what_others_take(driver: Driver, own: OwnGpuUsage, share: float) -> None:
+    assert GpuMonitor(driver, 0).measure_other_usage(own) == pytest.approx(share)
 
 
 def test_only_new_samples_are_asked_for() -> None:
     driver = Driver(100, [1], [(2, 7, 60)])
-    gpu = GpuUse(driver, 0)
+    gpu = GpuMonitor(driver, 0)
     for _ in range(2):
-        gpu.by_others(OwnUse([1], 1.0))
+        gpu.measure_other_usage(OwnGpuUsage([1], 1.0))
     assert driver.since == [0, 7]
 
 
 def test_the_card_that_a_stage_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(driver: Driver, index: int = 0, kind: str = "cuda") -> GpuUse | None:
+    def opened(driver: Driver, index: int = 0, kind: str = "cuda") -> GpuMonitor | None:
         monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
         device = Device(kind=kind, name=CARD, index=index, memory=1)  # type: ignore[arg-type]
         return open_gpu(device)
@@ -125,11 +125,11 @@ def test_a_driver_that_is_not_there() -> None:
     """With the library itself, on a PC without a card; with one it tells something."""
     gpu = open_gpu(Device(kind="cuda", name=CARD, memory=1))
     if gpu is not None:
-        assert 0.0 <= gpu.by_others(gpu_use.OwnUse()) <= 1.0
+        assert 0.0 <= gpu.measure_other_usage(gpu_use.OwnGpuUsage()) <= 1.0
         gpu.close()
 
 
 def test_a_screen() -> None:
-    assert GpuUse(Driver(display=1), 0).display
-    assert not GpuUse(Driver(display=0), 0).display
-    assert not GpuUse(Driver(display=None), 0).display
+    assert GpuMonitor(Driver(display=1), 0).has_display
+    assert not GpuMonitor(Driver(display=0), 0).has_display
+    assert not GpuMonitor(Driver(display=None), 0).has_display

@@ -4,31 +4,31 @@ import pytest
 
 from molink.wire.messages.reports import MAX_RATE
 from molinkd.peer.agent import link_rates as module
-from molinkd.peer.agent.link_rates import LinkRates
+from molinkd.peer.agent.link_rates import LinkRateReporter
 
 
 def test_a_rate_is_told_where_it_is_news() -> None:
     rates: dict[str, float] = {}
     told: list[tuple[str, float]] = []
-    watched = LinkRates(lambda: rates, lambda *said: told.append(said))
-    watched.look()
+    watched = LinkRateReporter(lambda: rates, lambda *said: told.append(said))
+    watched.report_changes()
     for rate in (0.0, 1e6, 1.2e6, 1.6e6, 1.3e6, 2 * MAX_RATE, float("nan"), 1e6):
         rates["b"] = rate
-        watched.look()
+        watched.report_changes()
     assert told == [("b", 1e6), ("b", 1.6e6), ("b", 1e6)]
     told.clear()
     rates.clear()
-    watched.repeat()
+    watched.report_all()
     assert told == [("b", 1e6)]
-    watched.forget("b")
-    watched.repeat()
+    watched.drop_peer("b")
+    watched.report_all()
     assert told == [("b", 1e6)]
 
 
 async def test_it_looks_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.001)
     told: asyncio.Queue[tuple[str, float]] = asyncio.Queue()
-    watched = LinkRates(lambda: {"b": 1e6}, lambda *said: told.put_nowait(said))
+    watched = LinkRateReporter(lambda: {"b": 1e6}, lambda *said: told.put_nowait(said))
     watched.start()
     assert await asyncio.wait_for(told.get(), 30) == ("b", 1e6)
     await watched.close()

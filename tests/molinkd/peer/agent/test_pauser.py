@@ -8,10 +8,10 @@ import pytest
 
 from molink.facts.device import Device
 from molink.swarm.agent import pausing
-from molink.swarm.agent.pausing import DRAINED, USED
+from molink.swarm.agent.pausing import DRAINED_REASON, CONTENTION_REASON
 from molinkd.peer.agent import pauser as pauser_module
-from molinkd.peer.agent.gpu_use import GpuUse, OwnUse
-from molinkd.peer.agent.pauser import Pauser
+from molinkd.peer.agent.gpu_use import GpuMonitor, OwnGpuUsage
+from molinkd.peer.agent.pauser import PauseController
 from molinkd.peer.settings import Settings
 from tests.support.net import until
 
@@ -22,10 +22,10 @@ class Card:
     """A GPU of which others take ``share``."""
 
     def __init__(self, *, display: bool = True) -> None:
-        self.display, self.share, self.closed = display, 0.0, False
-        self.asked: list[OwnUse] = []
+        self.has_display, self.share, self.closed = display, 0.0, False
+        self.asked: list[OwnGpuUsage] = []
 
-    def by_others(self, own: OwnUse) -> float:
+    def measure_other_usage(self, own: OwnGpuUsage) -> float:
         self.asked.append(own)
         return self.share
 
@@ -37,24 +37,24 @@ class Scene:
     def __init__(self) -> None:
         self.card: Card | None = Card()
         self.reasons: list[str] = []
-        self.pausers: list[Pauser] = []
+        self.pausers: list[PauseController] = []
 
-    def pauser(self, **settings: Any) -> Pauser:
-        def find(_: Device) -> GpuUse | None:
+    def pauser(self, **settings: Any) -> PauseController:
+        def find(_: Device) -> GpuMonitor | None:
             return self.card  # type: ignore[return-value]
 
         def changed() -> None:
-            self.reasons.append(made.reason)
+            self.reasons.append(made.stage_pause_reason)
 
-        own = OwnUse([1], 0.25)
-        made = Pauser(Settings(name="pc", **settings), lambda: own, changed, find)
+        own = OwnGpuUsage([1], 0.25)
+        made = PauseController(Settings(name="pc", **settings), lambda: own, changed, find)
         self.pausers.append(made)
         return made
 
 
 @pytest.fixture
 async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
-    monkeypatch.setattr(pauser_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(pauser_module, "POLL_INTERVAL_S", 0.001)
     for name in ("BUSY_S", "FREE_S", "_MEAN_S"):
         monkeypatch.setattr(pausing, name, 1e-3)
     scene = Scene()
@@ -69,12 +69,12 @@ async def test_a_game_begins_and_ends(scene: Scene) -> None:
     pauser = scene.pauser()
     pauser.start(GPU)
     await until(lambda: card.asked)
-    assert card.asked[0] == OwnUse([1], 0.25)
+    assert card.asked[0] == OwnGpuUsage([1], 0.25)
     card.share = 0.9
-    await until(lambda: pauser.reason == USED)
+    await until(lambda: pauser.stage_pause_reason == CONTENTION_REASON)
     card.share = 0.0
-    await until(lambda: not pauser.reason)
-    assert scene.reasons == [USED, ""]
+    await until(lambda: not pauser.stage_pause_reason)
+    assert scene.reasons == [CONTENTION_REASON, ""]
     await pauser.close()
     assert card.closed
 
@@ -95,7 +95,7 @@ async def test_which_cards_are_watched(
 ) -> None:
     scene.card = Card(display=display)
     pauser = scene.pauser(**settings)
-    assert (await asyncio.to_thread(pauser._gpu_to_watch, GPU) is scene.card) is watched
+    assert (await asyncio.to_thread(pauser._open_gpu, GPU) is scene.card) is watched
     assert scene.card.closed is (not watched and settings == {})
 
 
@@ -104,7 +104,7 @@ async def test_a_pc_without_a_card_keeps_the_time(
 ) -> None:
     scene.card = None
     pauser = scene.pauser(pause_when_busy="on", pause_times=("0:00-24:00",))
-    assert pauser.reason == "paused from 00:00 to 24:00", "from the first report on"
+    assert pauser.stage_pause_reason == "paused from 00:00 to 24:00", "from the first report on"
     pauser.start(Device(kind="cpu", name="x", memory=1))
     await until(lambda: "can't be told" in caplog.text)
     assert scene.reasons == []
@@ -112,11 +112,11 @@ async def test_a_pc_without_a_card_keeps_the_time(
 
 async def test_the_user_is_obeyed_at_once(scene: Scene) -> None:
     pauser = scene.pauser()
-    pauser.drain(True)
-    pauser.drain(True)
-    pauser.drain(False)
-    assert scene.reasons == [DRAINED, ""]
+    pauser.set_drained(True)
+    pauser.set_drained(True)
+    pauser.set_drained(False)
+    assert scene.reasons == [DRAINED_REASON, ""]
     idle = scene.pauser(stage="none")
-    idle.drain(True)
-    assert idle.reason == "", "it offers no layers anyway"
-    assert idle.resting == DRAINED, "and passes on nothing now"
+    idle.set_drained(True)
+    assert idle.stage_pause_reason == "", "it offers no layers anyway"
+    assert idle.pause_reason == DRAINED_REASON, "and passes on nothing now"

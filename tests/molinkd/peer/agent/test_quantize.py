@@ -7,7 +7,7 @@ import pytest
 
 from molink.errors import UsageError
 from molinkd.peer import quantize as module
-from molinkd.peer.quantize import check_files, check_quantize
+from molinkd.peer.quantize import check_quantize_files, check_quantize
 
 
 def config(stored: str) -> Any:
@@ -16,9 +16,9 @@ def config(stored: str) -> Any:
 
 @pytest.mark.parametrize("wanted", ["none", "int8", "nf4"])
 def test_files_that_are_quantized_otherwise(wanted: Any) -> None:
-    check_files(wanted, config("none"))
-    check_files(wanted, config(wanted))
-    check_files("none", config(wanted))
+    check_quantize_files(wanted, config("none"))
+    check_quantize_files(wanted, config(wanted))
+    check_quantize_files("none", config(wanted))
 
 
 @pytest.mark.parametrize(("wanted", "stored"), [("int8", "nf4"), ("nf4", "int8")])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from molinkd.peer.agent import self_test as module
-from molinkd.peer.agent.self_test import KernelResult, SelfTest, remember, remembered, self_test
+from molinkd.peer.agent.self_test import KernelResult, SelfTestResult, save_disabled_kernels, load_disabled_kernels, run_self_test
 
 WHERE = {"device": "cpu", "name": "a CPU"}
 
@@ -26,7 +26,7 @@ def tried(kernel: str, state: str = "ok", **more: Any) -> str:
 
 def test_results_are_read() -> None:
     about = {"torch": "2.13", "cuda": "13.0", "gpus": [{"name": "RTX", "capability": "8.6"}]}
-    found = self_test(
+    found = run_self_test(
         "auto",
         1,
         command(
@@ -40,11 +40,11 @@ def test_results_are_read() -> None:
     assert (found.about.cuda, found.about.gpus[0].name) == ("13.0", "RTX")
     assert (found.device, found.name, found.failure) == ("cpu", "a CPU", "")
     assert [one.state for one in found.results] == ["ok", "wrong", "absent"]
-    assert found.avoid == ("int8",)
+    assert found.disabled_kernels == ("int8",)
 
 
 def test_a_kernel_that_ends_the_process_has_failed_and_the_others_are_tried() -> None:
-    found = self_test(
+    found = run_self_test(
         "auto",
         1,
         command(
@@ -55,7 +55,7 @@ def test_a_kernel_that_ends_the_process_has_failed_and_the_others_are_tried() ->
             tried("int8"),
         ),
     )
-    assert found.wrong == ("compiled-rows",)
+    assert found.failed_kernels == ("compiled-rows",)
     assert "exit code 139" in found.results[0].reason
     assert [one.kernel for one in found.results] == ["compiled-rows", "torch", "int8"]
     assert found.failure == ""
@@ -65,8 +65,8 @@ def test_a_kernel_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TIMEOUT_S", 2.0)
     hang = "if 'nf4' not in skip: say(begin={'kernel': 'nf4', 'dtype': 'f32'}); sys.stdin.read()"
     wait = "if 'nf4' not in skip: import threading; threading.Event().wait()"
-    found = self_test("auto", 1, command(f"say(**{WHERE})", hang, wait))
-    assert found.wrong == ("nf4",)
+    found = run_self_test("auto", 1, command(f"say(**{WHERE})", hang, wait))
+    assert found.failed_kernels == ("nf4",)
     assert "no result within" in found.results[0].reason
 
 
@@ -79,37 +79,37 @@ def test_a_kernel_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_process_that_gives_nothing(lines: list[str], text: str) -> None:
-    found = self_test("auto", 1, command(*lines))
+    found = run_self_test("auto", 1, command(*lines))
     assert text in found.failure
     assert found.results == ()
 
 
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
-    assert "can't be run" in self_test("auto", 1, (str(tmp_path / "none"),)).failure
+    assert "can't be run" in run_self_test("auto", 1, (str(tmp_path / "none"),)).failure
 
 
-def failing(*kernels: str) -> SelfTest:
+def failing(*kernels: str) -> SelfTestResult:
     results = tuple(KernelResult(kernel=one, dtype="f32", state="wrong") for one in kernels)
-    return SelfTest(device="cpu", name="a CPU", results=results)
+    return SelfTestResult(device="cpu", name="a CPU", results=results)
 
 
 def test_it_is_remembered_of_one_device_and_one_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "avoid.json"
-    assert remembered(path, "a CPU") == ()
-    remember(path, failing("int8", "torch"))
-    assert remembered(path, "a CPU") == ("int8",)  # nothing takes the place of torch
-    assert remembered(path, "another") == ()
+    assert load_disabled_kernels(path, "a CPU") == ()
+    save_disabled_kernels(path, failing("int8", "torch"))
+    assert load_disabled_kernels(path, "a CPU") == ("int8",)  # nothing takes the place of torch
+    assert load_disabled_kernels(path, "another") == ()
     monkeypatch.setattr(module, "torch_version", lambda: "3.0")
-    assert remembered(path, "a CPU") == ()
-    remember(path, failing())
+    assert load_disabled_kernels(path, "a CPU") == ()
+    save_disabled_kernels(path, failing())
     assert not path.exists()
-    remember(path, failing())
+    save_disabled_kernels(path, failing())
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", json.dumps({"avoid": 3}), "x" * (1 << 17)])
 def test_a_damaged_memory_is_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "avoid.json"
     path.write_text(text, encoding="utf-8")
-    assert remembered(path, "a CPU") == ()
+    assert load_disabled_kernels(path, "a CPU") == ()

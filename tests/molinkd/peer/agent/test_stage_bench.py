@@ -41,11 +41,11 @@ def command(code: str) -> tuple[str, ...]:
 
 
 def test_the_order_reaches_the_process_and_its_result_us() -> None:
-    code = f"import sys; assert sys.argv[1:] == {ORDER.arguments()!r}; print('noise')\n"
+    code = f"import sys; assert sys.argv[1:] == {ORDER.build_arguments()!r}; print('noise')\n"
     found = measure_stage(ORDER, command(f"{code}print({json.dumps(RESULT)!r})"))
     assert (found.layers, found.threads, found.read.share) == ((0, 3), 2, 0.5)
     assert found.decode[0].tokens_per_s == 2.0
-    assert ORDER.arguments()[:6] == ["--model-dir", "model", "--first", "0", "--last", "3"]
+    assert ORDER.build_arguments()[:6] == ["--model-dir", "model", "--first", "0", "--last", "3"]
 
 
 @pytest.mark.parametrize(

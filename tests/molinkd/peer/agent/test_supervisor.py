@@ -11,18 +11,18 @@ import pytest
 
 import molink
 from molink.wire.messages.instructions import StageAddress
-from molink.wire.messages.load import Load, StageLoad
-from molink.wire.messages.pipe import Formed, FormRing, Loaded, MemberKey, Members, Start
-from molinkd.api.backend import Figures, StageFigures, StageName
+from molink.wire.messages.load import PeerLoad, StageLoad
+from molink.wire.messages.pipe import RingFormed, FormRing, WorkerLoaded, PeerKey, PeerKeys, LoadStage
+from molinkd.api.backend import MetricValues, StageMetricValues, StageLabels
 from molinkd.peer.agent import supervisor as supervisor_module
-from molinkd.peer.agent.child import BoundedLog, Child, how_it_ended
-from molinkd.peer.agent.supervisor import Supervisor, exit_reason
+from molinkd.peer.agent.child import BoundedLog, ChildProcess, exit_text
+from molinkd.peer.agent.supervisor import WorkerSupervisor, exit_reason
 from tests.support.net import until
 
 KEY = "k" * 40
 FAKE = Path(__file__).with_name("fake_worker.py")
-MEMBERS = Members(members=(MemberKey(peer="a", public_key=KEY),))
-START = Start(
+MEMBERS = PeerKeys(peers=(PeerKey(peer="a", public_key=KEY),))
+START = LoadStage(
     pipeline="p1",
     stage=0,
     stages=1,
@@ -37,7 +37,7 @@ START = Start(
     ports=(0, 1),
     kv_bytes=1,
     block_size=16,
-    max_context=128,
+    max_model_len=128,
 )
 
 
@@ -49,7 +49,7 @@ class Heard:
         self.exits: list[tuple[int, str]] = []
         self.news = asyncio.Event()
         command = (sys.executable, str(FAKE), how)
-        self.supervisor = Supervisor(folder, self._said, self._exited, command)
+        self.supervisor = WorkerSupervisor(folder, self._said, self._exited, command)
 
     def _said(self, generation: int, message: object) -> None:
         self.messages.append((generation, message))
@@ -87,82 +87,82 @@ def _line(process: psutil.Process) -> str:
 
 
 async def test_a_worker_loads_forms_and_stops(heard: Heard) -> None:
-    pid = heard.supervisor.start(1, START, MEMBERS)
+    pid = heard.supervisor.start_worker(1, START, MEMBERS)
     await heard.until(lambda: len(heard.messages) == 1)
     generation, loaded = heard.messages[0]
     assert generation == 1
-    assert isinstance(loaded, Loaded)
+    assert isinstance(loaded, WorkerLoaded)
     ring = (StageAddress(peer="a", public_key=KEY, addresses=(), port=1),)
-    heard.supervisor.tell(1, FormRing(epoch=7, ring=ring, blocks=1, micro_batches=1))
+    heard.supervisor.send_to_worker(1, FormRing(epoch=7, ring=ring, blocks=1, micro_batches=1))
     await heard.until(lambda: len(heard.messages) == 2)
-    assert heard.messages[1] == (1, Formed(epoch=7))
-    heard.supervisor.stop(1)
+    assert heard.messages[1] == (1, RingFormed(epoch=7))
+    heard.supervisor.stop_worker(1)
     await heard.supervisor.close()
     assert not psutil.pid_exists(pid)
     assert heard.exits == []
 
 
 async def test_metrics_never_fall(heard: Heard) -> None:
-    heard.supervisor.start(1, START, MEMBERS)
+    heard.supervisor.start_worker(1, START, MEMBERS)
     await _until_steps(heard, 2.0)
-    first = StageName("p1", "0:4", "0-0", "0-0")
-    assert heard.supervisor.metrics().stages == {
-        first: StageFigures({"steps": 2.0}, {"members": 1.0})
+    first = StageLabels("p1", "0:4", "0-0", "0-0")
+    assert heard.supervisor.collect_metrics().stages == {
+        first: StageMetricValues({"steps": 2.0}, {"members": 1.0})
     }
-    assert heard.supervisor.gauges("members") == {"p1": 1.0}
-    assert heard.supervisor.gauges("stage_decode_pace") == {}, "it has told none"
-    heard.supervisor.start(2, msgspec.structs.replace(START, layers=(4, 6)), MEMBERS)
+    assert heard.supervisor.read_gauges("members") == {"p1": 1.0}
+    assert heard.supervisor.read_gauges("stage_decode_pace") == {}, "it has told none"
+    heard.supervisor.start_worker(2, msgspec.structs.replace(START, layers=(4, 6)), MEMBERS)
     await _until_steps(heard, 4.0)
-    figures = heard.supervisor.metrics()
+    figures = heard.supervisor.collect_metrics()
     assert figures.gauges == {"workers": 2.0, "spare_workers": 0.0}
-    second = StageName("p1", "4:6", "0-0", "0-0")
-    assert figures.stages[second] == StageFigures({"steps": 2.0}, {"members": 1.0})
+    second = StageLabels("p1", "4:6", "0-0", "0-0")
+    assert figures.stages[second] == StageMetricValues({"steps": 2.0}, {"members": 1.0})
     await heard.supervisor.close()
-    assert heard.supervisor.metrics() == Figures(
+    assert heard.supervisor.collect_metrics() == MetricValues(
         {},
         {"workers": 0.0, "spare_workers": 0.0},
-        {first: StageFigures({"steps": 2.0}), second: StageFigures({"steps": 2.0})},
+        {first: StageMetricValues({"steps": 2.0}), second: StageMetricValues({"steps": 2.0})},
     )
 
 
 async def test_a_stage_that_comes_back_counts_on(heard: Heard) -> None:
-    heard.supervisor.start(1, START, MEMBERS)
+    heard.supervisor.start_worker(1, START, MEMBERS)
     await _until_steps(heard, 2.0)
-    heard.supervisor.stop(1)
-    await until(lambda: not heard.supervisor.metrics().gauges["workers"])
-    heard.supervisor.start(2, START, MEMBERS)
+    heard.supervisor.stop_worker(1)
+    await until(lambda: not heard.supervisor.collect_metrics().gauges["workers"])
+    heard.supervisor.start_worker(2, START, MEMBERS)
     await _until_steps(heard, 4.0)
-    (figures,) = heard.supervisor.metrics().stages.values()
-    assert figures == StageFigures({"steps": 4.0}, {"members": 1.0})
+    (figures,) = heard.supervisor.collect_metrics().stages.values()
+    assert figures == StageMetricValues({"steps": 4.0}, {"members": 1.0})
 
 
 async def test_only_the_latest_stages_are_remembered(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "MAX_PAST", 2)
+    monkeypatch.setattr(supervisor_module, "MAX_RETIRED_STAGES", 2)
     for number in range(1, 4):
-        heard.supervisor.start(
+        heard.supervisor.start_worker(
             number, msgspec.structs.replace(START, layers=(number, number + 1)), MEMBERS
         )
     await _until_steps(heard, 6.0)
     await heard.supervisor.close()
-    assert len(heard.supervisor.metrics().stages) == 2
+    assert len(heard.supervisor.collect_metrics().stages) == 2
 
 
 async def test_what_others_are_told(heard: Heard) -> None:
-    heard.supervisor.start(1, START, MEMBERS)
-    assert heard.supervisor.own_use.share == 1.0, "it loads and measures, which is no game"
+    heard.supervisor.start_worker(1, START, MEMBERS)
+    assert heard.supervisor.own_gpu_usage.share == 1.0, "it loads and measures, which is no game"
     await _until_steps(heard, 2.0)
-    assert heard.supervisor.load() == Load((StageLoad("p1", 0, busy=34),))
-    assert heard.supervisor.own_use.share == pytest.approx(0.34)
+    assert heard.supervisor.measure_load() == PeerLoad((StageLoad("p1", 0, busy=34),))
+    assert heard.supervisor.own_gpu_usage.share == pytest.approx(0.34)
 
 
 async def _spare(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
     """Start worker 1 and a spare beside it."""
-    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 0.0)
-    first = heard.supervisor.start(1, START, MEMBERS)
+    monkeypatch.setattr(supervisor_module, "STANDBY_DELAY_S", 0.0)
+    first = heard.supervisor.start_worker(1, START, MEMBERS)
     await heard.until(lambda: len(heard.messages) == 1)
-    heard.supervisor.keep_spare(1)
+    heard.supervisor.schedule_standby(1)
 
     def others() -> list[psutil.Process]:
         children = psutil.Process().children()  # those of other tests of this process too
@@ -177,14 +177,14 @@ async def test_a_spare_is_the_next_worker(
     heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = await _spare(heard, monkeypatch)
-    await until(lambda: heard.supervisor.metrics().gauges["spare_workers"] == 1.0)
-    heard.supervisor.keep_spare(1)  # one is enough
+    await until(lambda: heard.supervisor.collect_metrics().gauges["spare_workers"] == 1.0)
+    heard.supervisor.schedule_standby(1)  # one is enough
     other = msgspec.structs.replace(START, pipeline="p2", stage=3)
-    assert heard.supervisor.start(2, other, MEMBERS) == spare.pid
+    assert heard.supervisor.start_worker(2, other, MEMBERS) == spare.pid
     await heard.until(lambda: len(heard.messages) == 2)
     generation, loaded = heard.messages[1]
-    assert (generation, type(loaded)) == (2, Loaded)
-    assert heard.supervisor.metrics().gauges == {"workers": 2.0, "spare_workers": 0.0}
+    assert (generation, type(loaded)) == (2, WorkerLoaded)
+    assert heard.supervisor.collect_metrics().gauges == {"workers": 2.0, "spare_workers": 0.0}
     spare.kill()
     await heard.until(lambda: bool(heard.exits))
     assert [generation for generation, _ in heard.exits] == [2]
@@ -192,10 +192,10 @@ async def test_a_spare_is_the_next_worker(
 
 @pytest.mark.parametrize("heard", ["loads"], indirect=True)
 async def test_how_far_loading_is_is_known_while_it_lasts(heard: Heard) -> None:
-    heard.supervisor.start(1, START, MEMBERS)
-    await until(lambda: heard.supervisor.loading() == {1: (1, 4, 0)})
-    heard.supervisor.stop(1)
-    await until(lambda: heard.supervisor.loading() == {})
+    heard.supervisor.start_worker(1, START, MEMBERS)
+    await until(lambda: heard.supervisor.loading_progress() == {1: (1, 4, 0)})
+    heard.supervisor.stop_worker(1)
+    await until(lambda: heard.supervisor.loading_progress() == {})
     assert heard.messages == []
 
 
@@ -204,14 +204,14 @@ async def test_a_spare_that_is_not_ready_is_not_waited_for(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = await _spare(heard, monkeypatch)
-    assert heard.supervisor.start(2, START, MEMBERS) != spare.pid
+    assert heard.supervisor.start_worker(2, START, MEMBERS) != spare.pid
     await heard.until(lambda: len(heard.messages) == 2)
 
 
 @pytest.mark.parametrize("heard", ["cold"], indirect=True)
 async def test_the_first_spare_is_taken_as_it_is(heard: Heard) -> None:
-    heard.supervisor.prepare()
-    heard.supervisor.start(1, START, MEMBERS)
+    heard.supervisor.start_standby()
+    heard.supervisor.start_worker(1, START, MEMBERS)
     await heard.until(lambda: len(heard.messages) == 1)
     children = [each for each in psutil.Process().children() if FAKE.name in _line(each)]
     assert len(children) == 1
@@ -220,49 +220,49 @@ async def test_the_first_spare_is_taken_as_it_is(heard: Heard) -> None:
 async def test_a_first_stage_can_wait_for_the_spare_that_starts(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await heard.supervisor.quick()  # there is none
-    heard.supervisor.prepare()
-    await heard.supervisor.quick()
-    assert heard.supervisor.metrics().gauges["spare_workers"] == 1.0
+    await heard.supervisor.wait_until_ready()  # there is none
+    heard.supervisor.start_standby()
+    await heard.supervisor.wait_until_ready()
+    assert heard.supervisor.collect_metrics().gauges["spare_workers"] == 1.0
 
 
 @pytest.mark.parametrize("heard", ["cold"], indirect=True)
 async def test_a_spare_that_never_gets_ready_is_waited_for_no_longer_than_that(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard.supervisor.prepare()
-    monkeypatch.setattr(supervisor_module, "SPARE_WAIT_S", 0.0)
-    await heard.supervisor.quick()
-    monkeypatch.setattr(supervisor_module, "SPARE_WAIT_S", 1e6)
-    (spare,) = heard.supervisor.own_use.pids
-    waiting = asyncio.create_task(heard.supervisor.quick())
+    heard.supervisor.start_standby()
+    monkeypatch.setattr(supervisor_module, "STANDBY_WAIT_S", 0.0)
+    await heard.supervisor.wait_until_ready()
+    monkeypatch.setattr(supervisor_module, "STANDBY_WAIT_S", 1e6)
+    (spare,) = heard.supervisor.own_gpu_usage.pids
+    waiting = asyncio.create_task(heard.supervisor.wait_until_ready())
     psutil.Process(spare).kill()
     await waiting
 
 
 async def test_a_spare_makes_room(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     spare = await _spare(heard, monkeypatch)
-    own = heard.supervisor.own_use
+    own = heard.supervisor.own_gpu_usage
     assert (len(own.pids), spare.pid in own.pids) == (2, True)
-    heard.supervisor.drop_spare()
+    heard.supervisor.drop_standby()
     await until(lambda: not psutil.pid_exists(spare.pid))
-    assert heard.supervisor.metrics().gauges == {"workers": 1.0, "spare_workers": 0.0}
+    assert heard.supervisor.collect_metrics().gauges == {"workers": 1.0, "spare_workers": 0.0}
     assert heard.exits == []
-    heard.supervisor.drop_spare()
-    heard.supervisor.prepare()
-    heard.supervisor.prepare()
-    assert len(heard.supervisor.own_use.pids) == 2, "one spare, not two"
+    heard.supervisor.drop_standby()
+    heard.supervisor.start_standby()
+    heard.supervisor.start_standby()
+    assert len(heard.supervisor.own_gpu_usage.pids) == 2, "one spare, not two"
 
 
 async def test_a_spare_that_was_to_come_does_not(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 1e6)
-    heard.supervisor.start(1, START, MEMBERS)
+    monkeypatch.setattr(supervisor_module, "STANDBY_DELAY_S", 1e6)
+    heard.supervisor.start_worker(1, START, MEMBERS)
     await heard.until(lambda: len(heard.messages) == 1)
-    heard.supervisor.keep_spare(1)
-    heard.supervisor.drop_spare()
-    assert heard.supervisor._spare_timer is None
+    heard.supervisor.schedule_standby(1)
+    heard.supervisor.drop_standby()
+    assert heard.supervisor._standby_timer is None
 
 
 @pytest.mark.parametrize("heard", ["deaf"], indirect=True)
@@ -270,8 +270,8 @@ async def test_a_worker_that_does_not_answer_is_killed(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_module, "GRACE_S", 1e6)
-    pid = heard.supervisor.start(1, START, MEMBERS)
-    heard.supervisor.stop(1, kill=True)
+    pid = heard.supervisor.start_worker(1, START, MEMBERS)
+    heard.supervisor.stop_worker(1, kill=True)
     await heard.supervisor.close()
     assert not psutil.pid_exists(pid)
 
@@ -281,8 +281,8 @@ async def test_a_worker_that_still_loads_is_not_waited_for(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_module, "GRACE_S", 1e6)
-    pid = heard.supervisor.start(1, START, MEMBERS)
-    heard.supervisor.stop(1)
+    pid = heard.supervisor.start_worker(1, START, MEMBERS)
+    heard.supervisor.stop_worker(1)
     await heard.supervisor.close()
     assert not psutil.pid_exists(pid)
 
@@ -291,16 +291,16 @@ async def test_the_end_of_a_spare_is_no_failure_of_a_stage(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = await _spare(heard, monkeypatch)
-    await until(lambda: heard.supervisor.metrics().gauges["spare_workers"] == 1.0)
+    await until(lambda: heard.supervisor.collect_metrics().gauges["spare_workers"] == 1.0)
     spare.kill()
-    await until(lambda: heard.supervisor.metrics().gauges["spare_workers"] == 0.0)
+    await until(lambda: heard.supervisor.collect_metrics().gauges["spare_workers"] == 0.0)
     assert heard.exits == []
-    assert heard.supervisor.start(2, START, MEMBERS) != spare.pid
+    assert heard.supervisor.start_worker(2, START, MEMBERS) != spare.pid
 
 
 async def _until_steps(heard: Heard, steps: float) -> None:
     def counted() -> float:
-        stages = heard.supervisor.metrics().stages.values()
+        stages = heard.supervisor.collect_metrics().stages.values()
         return sum(figures.counters.get("steps", 0.0) for figures in stages)
 
     await until(lambda: counted() == steps)
@@ -308,7 +308,7 @@ async def _until_steps(heard: Heard, steps: float) -> None:
 
 @pytest.mark.parametrize("heard", ["crash"], indirect=True)
 async def test_a_crash_is_reported_with_its_last_line(heard: Heard, tmp_path: Path) -> None:
-    heard.supervisor.start(5, START, MEMBERS)
+    heard.supervisor.start_worker(5, START, MEMBERS)
     await heard.until(lambda: bool(heard.exits))
     assert heard.exits == [(5, "the worker exited with code 3: RuntimeError: out of luck")]
     assert "out of luck" in (tmp_path / "worker-p1-0.log").read_text(encoding="utf-8")
@@ -316,7 +316,7 @@ async def test_a_crash_is_reported_with_its_last_line(heard: Heard, tmp_path: Pa
 
 @pytest.mark.parametrize("heard", ["garbage"], indirect=True)
 async def test_a_worker_that_writes_garbage_is_ended(heard: Heard) -> None:
-    heard.supervisor.start(1, START, MEMBERS)
+    heard.supervisor.start_worker(1, START, MEMBERS)
     await heard.until(lambda: bool(heard.exits))
     assert heard.messages == []
 
@@ -324,18 +324,18 @@ async def test_a_worker_that_writes_garbage_is_ended(heard: Heard) -> None:
 @pytest.mark.parametrize("heard", ["deaf"], indirect=True)
 async def test_a_deaf_worker_is_killed(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "GRACE_S", 0.2)
-    pid = heard.supervisor.start(1, START, MEMBERS)
+    pid = heard.supervisor.start_worker(1, START, MEMBERS)
     await heard.until(lambda: bool(heard.messages))
     await heard.supervisor.close()
     assert not psutil.pid_exists(pid)
 
 
 async def test_what_cannot_be_started_says_so(tmp_path: Path) -> None:
-    supervisor = Supervisor(
+    supervisor = WorkerSupervisor(
         tmp_path, lambda *_: None, lambda *_: None, (str(tmp_path / "no-such-program"),)
     )
     with pytest.raises(FileNotFoundError):
-        supervisor.start(1, START, MEMBERS)
+        supervisor.start_worker(1, START, MEMBERS)
     await supervisor.close()
 
 
@@ -348,7 +348,7 @@ def test_exit_reasons() -> None:
 @pytest.mark.parametrize("code", [-9, 1, 0, 0xC0000005])
 def test_no_line_of_the_log_gets_to_clients(code: int) -> None:
     line = "2026-11-22 05:14:52,123 INFO molinkd.worker: connected to 192.168.1.7"
-    assert exit_reason(code, line) == f"the worker {how_it_ended(code)}"
+    assert exit_reason(code, line) == f"the worker {exit_text(code)}"
 
 
 def test_an_error_that_ended_a_worker_is_told_without_its_place_in_the_log() -> None:
@@ -359,7 +359,7 @@ def test_an_error_that_ended_a_worker_is_told_without_its_place_in_the_log() -> 
 def test_logs_are_bounded(tmp_path: Path) -> None:
     log = BoundedLog(tmp_path / "x.log", limit=100)
     for number in range(100):
-        log.write(f"line {number:04d}\n".encode())
+        log.write_line(f"line {number:04d}\n".encode())
     log.close()
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     assert set(sizes) == {"x.log", "x.log.1"}
@@ -376,7 +376,7 @@ def test_a_log_that_cannot_be_moved_goes_on(
     monkeypatch.setattr(Path, "replace", replace)
     log = BoundedLog(tmp_path / "x.log", limit=20)
     for number in range(9):
-        log.write(f"line {number}\n".encode())
+        log.write_line(f"line {number}\n".encode())
     log.close()
     assert (tmp_path / "x.log").read_text(encoding="utf-8").count("line") == 9
 
@@ -392,7 +392,7 @@ async def test_a_child_gets_no_secrets_and_its_log_is_plain(
     )
     said: list[object] = []
     ended = asyncio.Event()
-    child = Child(
+    child = ChildProcess(
         "child",
         [sys.executable, "-c", code],
         reader=lambda stream: stream.readline().split() or None,

@@ -11,14 +11,14 @@ import pytest
 from molink.errors import ModelNotFound, NotAuthorized, RequestError, UsageError, WorkerError
 from molink.wire.messages.base import Payload
 from molink.wire.messages.requests import (
-    Applied,
+    ApplyReply,
     ApplyFile,
     ApplyModels,
-    Bringing,
+    LoadModelReply,
     ModelEntry,
-    Wishes,
+    DesiredModels,
 )
-from molinkd.peer.artifacts.applier import Applier
+from molinkd.peer.artifacts.applier import ApplyHandler
 from molinkd.peer.artifacts.progress import Progress
 from tests.support.swarm import FACTS
 
@@ -45,43 +45,43 @@ class FakeFounder:
 class Scene:
     def __init__(self) -> None:
         self.begun: list[ModelEntry] = []
-        self.asked: list[tuple[ApplyModels, Wishes]] = []
+        self.asked: list[tuple[ApplyModels, DesiredModels]] = []
         self.applied: list[Sequence[str]] = []
         self.forbidden: Exception | None = None
         self.refusal: Exception | None = None
-        self.applier = Applier(self.begin, self.ask, self.applied.append)
+        self.applier = ApplyHandler(self.begin, self.ask, self.applied.append)
 
     def begin(self, entry: ModelEntry) -> Any:
         self.begun.append(entry)
         return FakeFounder(entry.source)
 
     async def ask(self, message: Any, payload: bytes) -> tuple[Any, bytes]:
-        wishes = msgspec.msgpack.decode(payload, type=Wishes)
+        wishes = msgspec.msgpack.decode(payload, type=DesiredModels)
         if self.forbidden is not None:
             raise self.forbidden
         if not wishes.models:
             assert message.dry
-            return Applied(ref=0, payload=Payload("u8", (0,))), b""
+            return ApplyReply(ref=0, payload=Payload("u8", (0,))), b""
         self.asked.append((message, wishes))
         if self.refusal is not None:
             raise self.refusal
-        return Applied(ref=0, payload=Payload("u8", (3,))), b"+ m"
+        return ApplyReply(ref=0, payload=Payload("u8", (3,))), b"+ m"
 
     async def end(self, order: ApplyFile) -> tuple[list[str], bytes]:
         """The states on the way, and the answer."""
         states = []
         while True:
-            far, text = await self.applier.apply(order)
-            if isinstance(far, Applied):
+            far, text = await self.applier.apply_file(order)
+            if isinstance(far, ApplyReply):
                 return states, text
-            assert isinstance(far, Bringing)
+            assert isinstance(far, LoadModelReply)
             states.append(far.state)
             await asyncio.sleep(0)
 
 
 def order(*sources: str, dry: bool = False, **more: Any) -> ApplyFile:
     entries = tuple(ModelEntry(source=source, **more) for source in sources)
-    return ApplyFile(ref=7, models=entries, molink="1", dry=dry)
+    return ApplyFile(ref=7, models=entries, molink="1", dry_run=dry)
 
 
 async def test_all_models_are_found_and_then_asked_for_together() -> None:
@@ -90,7 +90,7 @@ async def test_all_models_are_found_and_then_asked_for_together() -> None:
     assert text == b"+ m"
     assert states[0] == "looking"
     ((message, wishes),) = scene.asked
-    assert (message.dry, wishes.molink) == (False, "1")
+    assert (message.dry_run, wishes.molink) == (False, "1")
     assert [(one.model.name, one.replicas, one.pins) for one in wishes.models] == [
         ("m", 2, (("a", "auto"),)),
         ("n", 2, (("a", "auto"),)),
@@ -103,7 +103,7 @@ async def test_all_models_are_found_and_then_asked_for_together() -> None:
 
 async def test_another_file_ends_the_first() -> None:
     scene = Scene()
-    await scene.applier.apply(order("m"))
+    await scene.applier.apply_file(order("m"))
     await scene.end(order("n"))
     assert [[one.model.name for one in wishes.models] for _, wishes in scene.asked] == [["n"]]
 
@@ -143,5 +143,5 @@ async def test_a_dry_run_fetches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pa
         await scene.end(order("o/here", "o/far", dry=True))
     assert [entry.source for entry in scene.begun] == ["o/here"]
     await scene.end(order("o/here", dry=True))
-    assert [message.dry for message, _ in scene.asked] == [True]
+    assert [message.dry_run for message, _ in scene.asked] == [True]
     assert scene.applied == []

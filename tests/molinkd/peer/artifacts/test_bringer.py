@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from molink.errors import ModelNotFound, NotAuthorized, WorkerError
-from molinkd.peer.artifacts.bringer import Bringer
+from molinkd.peer.artifacts.bringer import ModelLoader
 from molinkd.peer.artifacts.progress import Progress
 
 
@@ -28,7 +28,7 @@ class FakeFounder:
     async def hash_model(self) -> None:
         self.state = "hashing"
 
-    def order(self) -> str:
+    def build_order(self) -> str:
         return f"serve {self.model}"
 
 
@@ -38,7 +38,7 @@ class Scene:
         self.asked: list[object] = []
         self.served: list[str] = []
         self.refusal: Exception | None = None
-        self.bringer = Bringer(self.begin, self.serve, self.served.append)
+        self.bringer = ModelLoader(self.begin, self.serve, self.served.append)
 
     def begin(self, model: str) -> Any:
         self.founders.append(FakeFounder(model))
@@ -51,7 +51,7 @@ class Scene:
 
     async def until(self, model: str, met: Callable[[Any], bool]) -> Any:
         while True:
-            far = await self.bringer.ask(model)
+            far = await self.bringer.load_model(model)
             if met(far):
                 return far
             await asyncio.sleep(0)
@@ -65,15 +65,15 @@ async def test_it_is_asked_for_until_it_is_there() -> None:
     far = await scene.until("m", lambda far: far.state == "asked")
     assert far.name == "name of m"
     assert (scene.asked, scene.served) == (["serve m"], ["m"])
-    await scene.bringer.ask("m")  # once more, since it may have been stopped meanwhile
+    await scene.bringer.load_model("m")  # once more, since it may have been stopped meanwhile
     assert len(scene.founders) == 2
     await scene.bringer.close()
 
 
 async def test_another_wish_ends_the_first() -> None:
     scene = Scene()
-    await scene.bringer.ask("m")
-    await scene.bringer.ask("n")
+    await scene.bringer.load_model("m")
+    await scene.bringer.load_model("n")
     assert [one.model for one in scene.founders] == ["m", "n"]
     scene.founders[1].gate.set()
     await scene.until("n", lambda far: far.state == "asked")
@@ -83,7 +83,7 @@ async def test_another_wish_ends_the_first() -> None:
 @pytest.mark.parametrize("error", [ModelNotFound("no such model"), NotAuthorized("not you")])
 async def test_why_it_can_not_be_served(error: Exception) -> None:
     scene = Scene()
-    await scene.bringer.ask("m")
+    await scene.bringer.load_model("m")
     if isinstance(error, NotAuthorized):
         scene.refusal = error
     else:
@@ -92,7 +92,7 @@ async def test_why_it_can_not_be_served(error: Exception) -> None:
     with pytest.raises(type(error), match=str(error)):
         await scene.until("m", lambda far: far.state == "asked")
     assert scene.served == []
-    await scene.bringer.ask("m")  # tried again
+    await scene.bringer.load_model("m")  # tried again
     assert len(scene.founders) == 2
     scene.founders[1].error = RuntimeError("oops")
     scene.founders[1].gate.set()

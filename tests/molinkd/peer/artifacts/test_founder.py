@@ -11,14 +11,14 @@ import pytest
 
 from molink.checkpoint.source import ModelSource
 from molink.errors import BrokenModel, UsageError
-from molink.wire.messages.control import Done
-from molink.wire.messages.requests import Invite, InviteRequest, ServeModel
+from molink.wire.messages.control import DoneReply
+from molink.wire.messages.requests import InviteReply, InviteRequest, ServeModel
 from molinkd.peer import quantize as module
 from molinkd.peer.artifacts import founder as founder_module
-from molinkd.peer.artifacts.founder import Founder
-from molinkd.peer.artifacts.library import Library
+from molinkd.peer.artifacts.founder import Bootstrap
+from molinkd.peer.artifacts.library import ModelRepository
 from molinkd.peer.home import Home
-from molinkd.peer.launch import Announce, AnyEvent, Launch, Serving, StageNow, Trouble
+from molinkd.peer.launch import Announce, AnyDaemonEvent, Launch, ModelFoundEvent, StageStatusChangedEvent, ProblemReportedEvent
 from molinkd.peer.settings import Settings
 
 
@@ -28,7 +28,7 @@ class FakeSession:
 
     async def request(self, message: Any) -> Any:
         self.asked.append(message)
-        return Invite(ref=0, token="t") if isinstance(message, InviteRequest) else Done(ref=0)
+        return InviteReply(ref=0, token="t") if isinstance(message, InviteRequest) else DoneReply(ref=0)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def model(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def founder(
     home: Path, model: Path | str, announce: Announce = lambda _: None, **settings: Any
-) -> Founder:
-    place = Home(home).create()
+) -> Bootstrap:
+    place = Home(home).create_folders()
     launch = Launch(
         home=str(home),
         settings=Settings(name="n", **settings),
@@ -48,7 +48,7 @@ def founder(
         model=str(model),
         token=None,
     )
-    return Founder(launch, place, place.keys(), Library(), announce)
+    return Bootstrap(launch, place, place.load_keys(), ModelRepository(), announce)
 
 
 async def test_it_asks_for_the_model_as_the_user_wants_it(
@@ -59,12 +59,12 @@ async def test_it_asks_for_the_model_as_the_user_wants_it(
     await made.find_model()
     await made.hash_model()
     session: Any = FakeSession()
-    await made.serve(session)
+    await made.request_serving(session)
     order = session.asked[0]
     assert isinstance(order, ServeModel)
     assert (order.quantize, order.dtype, order.min_peers) == ("nf4", "f32", 2)
     assert (order.objective, order.min_stages) == ("latency", 3)
-    assert order.model.root == Library().add("m", model).manifest.root
+    assert order.model.root == ModelRepository().add_model("m", model).manifest.root
     assert 0 < order.model.nf4_bytes < order.model.int8_bytes < order.model.projection_bytes
 
 
@@ -75,7 +75,7 @@ async def test_the_context_can_be_lowered(
     made = founder(tmp_path, model, context=wanted)
     await made.find_model()
     assert made.facts is not None
-    assert made.facts.context == found
+    assert made.facts.max_model_len == found
 
 
 async def test_what_of_a_model_cannot_be_had_is_said(model: Path, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ async def test_what_of_a_model_cannot_be_had_is_said(model: Path, tmp_path: Path
     made = founder(tmp_path, model, announce=said.append)
     await made.find_model()
     assert made.facts is not None
-    assert made.facts.context == 64
+    assert made.facts.max_model_len == 64
     assert any("the context is 64 tokens" in getattr(event, "text", "") for event in said)
 
 
@@ -135,7 +135,7 @@ async def test_without_a_model_there_is_nothing_to_hash(tmp_path: Path, model: P
     made = founder(tmp_path, model)
     await made.hash_model()
     session: Any = FakeSession()
-    await made.serve(session)
+    await made.request_serving(session)
     assert session.asked == []
 
 
@@ -143,13 +143,13 @@ async def test_without_a_model_there_is_nothing_to_hash(tmp_path: Path, model: P
 async def test_a_model_that_sees_is_said_to(
     make_model: Any, tmp_path: Path, family: str, sees: bool
 ) -> None:
-    told: list[AnyEvent] = []
+    told: list[AnyDaemonEvent] = []
     await founder(
         tmp_path / "home", make_model(tmp_path / "model", family), told.append
     ).find_model()
     (event,) = told
-    assert isinstance(event, Serving)
-    assert event.sees is sees
+    assert isinstance(event, ModelFoundEvent)
+    assert event.has_vision is sees
 
 
 async def test_whoever_started_it_is_told_of_files_that_change(
@@ -157,40 +157,40 @@ async def test_whoever_started_it_is_told_of_files_that_change(
 ) -> None:
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
-    told: asyncio.Queue[AnyEvent] = asyncio.Queue()
+    told: asyncio.Queue[AnyDaemonEvent] = asyncio.Queue()
     made = founder(tmp_path / "home", copy, announce=told.put_nowait)
     await made.find_model()
-    assert isinstance(await told.get(), Serving)
+    assert isinstance(await told.get(), ModelFoundEvent)
     await made.hash_model()
-    monkeypatch.setattr(founder_module, "_WATCH_S", 0.001)
-    watching = asyncio.create_task(made.watch())
+    monkeypatch.setattr(founder_module, "_CHECK_INTERVAL_S", 0.001)
+    watching = asyncio.create_task(made.watch_files())
     (copy / "tokenizer_config.json").write_text("{}", encoding="utf-8")
     said = await told.get()
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
-    assert isinstance(said, Trouble)
+    assert isinstance(said, ProblemReportedEvent)
     assert "tokenizer_config.json has changed since molink read it" in said.text
 
 
 async def test_how_far_hashing_is_is_shown(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: asyncio.Queue[AnyEvent] = asyncio.Queue()
+    told: asyncio.Queue[AnyDaemonEvent] = asyncio.Queue()
     shown = threading.Event()
     made = founder(tmp_path, model, announce=told.put_nowait)
     await made.find_model()
     await told.get()
-    hashed = Library.add
+    hashed = ModelRepository.add_model
 
     def slow(*arguments: Any) -> Any:
         shown.wait(60)
         return hashed(*arguments)
 
-    monkeypatch.setattr(Library, "add", slow)
-    monkeypatch.setattr(founder_module, "_SHOW_S", 0.001)
+    monkeypatch.setattr(ModelRepository, "add_model", slow)
+    monkeypatch.setattr(founder_module, "_PROGRESS_INTERVAL_S", 0.001)
     hashing = asyncio.create_task(made.hash_model())
     said = await told.get()
     shown.set()
     await hashing
-    assert isinstance(said, StageNow)
+    assert isinstance(said, StageStatusChangedEvent)
     assert said.text.startswith("hashing the model's files, once: 0 of")

@@ -4,36 +4,36 @@ import asyncio
 
 import pytest
 
-from molinkd.peer.gate import Gate, together
+from molinkd.peer.gate import SliceLimiter, run_together
 
 
 async def test_slices_go_one_after_the_other_at_first() -> None:
-    gate, at_once, most = Gate(0.0), 0, 0
+    gate, at_once, most = SliceLimiter(0.0), 0, 0
 
     async def one() -> None:
         nonlocal at_once, most
-        async with gate.slice(gate.size):
+        async with gate.limit_slice(gate.slice_bytes):
             at_once += 1
             most = max(most, at_once)
             await asyncio.sleep(0)
             at_once -= 1
 
-    await together(one() for _ in range(3))
+    await run_together(one() for _ in range(3))
     assert most == 1
 
 
 async def test_one_that_fails_lets_the_next_go() -> None:
-    gate = Gate(0.0)
+    gate = SliceLimiter(0.0)
     with pytest.raises(OSError, match="broken"):
-        async with gate.slice(gate.size):
+        async with gate.limit_slice(gate.slice_bytes):
             raise OSError("broken")
-    async with gate.slice(gate.size):
-        blocked = asyncio.create_task(gate.slice(gate.size).__aenter__())
+    async with gate.limit_slice(gate.slice_bytes):
+        blocked = asyncio.create_task(gate.limit_slice(gate.slice_bytes).__aenter__())
         await asyncio.sleep(0)
         assert not blocked.done()
         blocked.cancel()
         await asyncio.gather(blocked, return_exceptions=True)
-    async with gate.slice(gate.size):
+    async with gate.limit_slice(gate.slice_bytes):
         pass
 
 
@@ -50,5 +50,5 @@ async def test_the_first_error_ends_all() -> None:
         raise OSError("broken")
 
     with pytest.raises(OSError, match="broken"):
-        await together([endless(), failing()])
+        await run_together([endless(), failing()])
     assert ended == ["it"]

@@ -10,7 +10,7 @@ import pytest
 from molink.checkpoint.manifest import CHUNK_BYTES
 from molink.errors import BrokenModel
 from molinkd.peer.artifacts import hashing as module
-from molinkd.peer.artifacts.hashing import Hasher, Stretch, hash_stretches
+from molinkd.peer.artifacts.hashing import Hasher, ByteRange, hash_ranges
 from molinkd.peer.artifacts.progress import Progress
 
 
@@ -29,13 +29,13 @@ def data() -> bytes:
 def test_many_stretches_in_several_runs(
     tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_RUN_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(module, "_SPLIT_BYTES", CHUNK_BYTES)
     path = tmp_path / "f"
     path.write_bytes(data)
     ranges = [(0, len(data)), (5, 0), (1, CHUNK_BYTES), (9, 2 * CHUNK_BYTES + 1)]
     progress = Progress()
-    found = hash_stretches(
-        [Stretch(path, offset, nbytes) for offset, nbytes in ranges], progress, threading.Event()
+    found = hash_ranges(
+        [ByteRange(path, offset, nbytes) for offset, nbytes in ranges], progress, threading.Event()
     )
     assert found == [expected(data[offset : offset + nbytes]) for offset, nbytes in ranges]
     assert progress.done == sum(nbytes for _, nbytes in ranges)
@@ -44,7 +44,7 @@ def test_many_stretches_in_several_runs(
 def test_a_file_that_ends_early(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "f").write_bytes(data)
     with pytest.raises(BrokenModel, match="shorter"):
-        hash_stretches([Stretch(tmp_path / "f", 0, len(data) + 1)], Progress(), threading.Event())
+        hash_ranges([ByteRange(tmp_path / "f", 0, len(data) + 1)], Progress(), threading.Event())
 
 
 def test_a_file_is_hashed_once_while_it_stays_as_it_is(
@@ -54,19 +54,19 @@ def test_a_file_is_hashed_once_while_it_stays_as_it_is(
 
     def counted(*arguments: object) -> list[bytes]:
         hashed.append(1)
-        return hash_stretches(*arguments)  # type: ignore[arg-type]
+        return hash_ranges(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "hash_stretches", counted)
+    monkeypatch.setattr(module, "hash_ranges", counted)
     path = tmp_path / "f"
     path.write_bytes(data)
 
-    def digests(**parts: Stretch) -> dict[str, bytes]:
+    def digests(**parts: ByteRange) -> dict[str, bytes]:
         progress = Progress()
-        found = Hasher(tmp_path / "memory").digests(path, parts, progress, threading.Event())
+        found = Hasher(tmp_path / "memory").hash_parts(path, parts, progress, threading.Event())
         assert progress.done == sum(part.nbytes for part in parts.values())
         return found
 
-    whole = Stretch(path, 0, len(data))
+    whole = ByteRange(path, 0, len(data))
     for _ in range(2):
         assert digests(a=whole) == {"a": expected(data)}
     assert len(hashed) == 1
@@ -86,6 +86,6 @@ def test_hashes_that_cannot_be_kept_are_hashes_too(tmp_path: Path, data: bytes) 
     path = tmp_path / "f"
     path.write_bytes(data)
     (tmp_path / "memory").write_bytes(b"no folder")
-    part = Stretch(path, 0, len(data))
+    part = ByteRange(path, 0, len(data))
     hasher = Hasher(tmp_path / "memory")
-    assert hasher.digests(path, {"a": part}, Progress(), threading.Event())["a"] == expected(data)
+    assert hasher.hash_parts(path, {"a": part}, Progress(), threading.Event())["a"] == expected(data)

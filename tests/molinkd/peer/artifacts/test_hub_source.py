@@ -7,13 +7,13 @@ import pytest
 
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import BrokenModel, Unavailable
-from molink.swarm.artifacts.supply import Supply
+from molink.swarm.artifacts.supply import ModelSources
 from molinkd.peer.artifacts.hub_source import HubSource
-from molinkd.peer.artifacts.library import Library
-from molinkd.peer.artifacts.store import Store
+from molinkd.peer.artifacts.library import ModelRepository
+from molinkd.peer.artifacts.store import ModelStore
 from tests.support.fake_hub import COMMIT, REPOSITORY, FakeHub, in_place
 from tests.support.models import write_plain_model
-from tests.support.sources import LibrarySource, connect_to
+from tests.support.sources import RepositorySource, connect_to
 
 PLACE = f"{REPOSITORY}@{COMMIT}"
 TENSOR = "model.layers.1.mlp.up_proj.weight"
@@ -27,17 +27,17 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield made
 
 
-class Peer(LibrarySource):
-    """Has all of the model; ``read_parts`` has what was read."""
+class Peer(RepositorySource):
+    """Has all of the model; ``entries_read`` has what was read."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(Library())
-        self.root = self.library.add("m", folder).manifest.root
-        self.read_parts: set[str] = set()
+        super().__init__(ModelRepository())
+        self.root = self.library.add_model("m", folder).manifest.root
+        self.entries_read: set[str] = set()
 
-    async def read(self, root: str, part: str, index: int) -> bytes:
-        self.read_parts.add(part)
-        return await super().read(root, part, index)
+    async def read_chunk(self, root: str, part: str, index: int) -> bytes:
+        self.entries_read.add(part)
+        return await super().read_chunk(root, part, index)
 
 
 class Case:
@@ -49,21 +49,21 @@ class Case:
         self.connected: list[str] = []
         self.liars: dict[str, str] = {}
         (tmp_path / "store").mkdir()
-        self.store = Store(
+        self.store = ModelStore(
             tmp_path / "store",
             "me",
-            Library(),
+            ModelRepository(),
             connect_to({"a": self.peer, PLACE: HubSource(PLACE)}, self.connected),
-            Library(),
+            ModelRepository(),
             self.liars.__setitem__,
-            near=lambda _: near,
+            is_nearby=lambda _: near,
             hub=use_hub,
         )
 
     async def stage(self, *, paced: bool = False) -> None:
-        supply = Supply(("a",), hub=PLACE)
+        supply = ModelSources(("a",), hub=PLACE)
         root = self.peer.root
-        folder = await self.store.stage("m", root, (1, 3), supply, paced=paced)
+        folder = await self.store.fetch_stage("m", root, (1, 3), supply, rate_limited=paced)
         here, there = ModelFolder.open(folder, (1, 3)), ModelFolder.open(self.folder)
         for name in here.stage_tensors(1, 3):
             assert _bytes(here, folder, name) == _bytes(there, self.folder, name)
@@ -92,7 +92,7 @@ async def test_the_hub_goes_before_pcs_that_are_far_away(
     await case.stage(paced=paced)
     assert hub.asked
     # What only a peer has comes from there: the hashes, and the files beside the weights.
-    assert all("tokenizer" in part or "config" in part for part in case.peer.read_parts)
+    assert all("tokenizer" in part or "config" in part for part in case.peer.entries_read)
     # Ranges of tensors that the stage needs, and no whole file.
     assert all(asked.rpartition("-")[2] for _, asked in hub.asked)
 
@@ -109,7 +109,7 @@ async def test_where_the_hub_gives_nothing_peers_do(tmp_path: Path, hub: FakeHub
     hub.gated, hub.ranges = how == "gated", how != "no ranges"
     case = Case(tmp_path, near=False)
     await case.stage()
-    assert TENSOR in case.peer.read_parts
+    assert TENSOR in case.peer.entries_read
     assert case.liars == {}
 
 
@@ -118,7 +118,7 @@ async def test_other_bytes_of_the_hub_are_no_weights(tmp_path: Path, hub: FakeHu
     case = Case(tmp_path, near=False)
     await case.stage()
     assert list(case.liars) == ["hub"]
-    assert TENSOR in case.peer.read_parts
+    assert TENSOR in case.peer.entries_read
 
 
 async def test_where_the_hub_sends_us_nobody_gets_its_token(
@@ -126,23 +126,23 @@ async def test_where_the_hub_sends_us_nobody_gets_its_token(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 20)
     source = HubSource(PLACE)
-    whole = await source.read("root", TENSOR, 0)
+    whole = await source.read_chunk("root", TENSOR, 0)
     assert set(hub.said) == {"Bearer hf_" + "x" * 20}
     hub.said.clear()
     hub.elsewhere = hub.url.replace("127.0.0.1", "localhost")
     for _ in range(3):
-        assert await source.read("root", TENSOR, 0) == whole
+        assert await source.read_chunk("root", TENSOR, 0) == whole
     assert set(hub.said) == {""}
     hub.expired, hub.elsewhere = hub.elsewhere, ""
-    assert await source.read("root", TENSOR, 0) == whole
+    assert await source.read_chunk("root", TENSOR, 0) == whole
 
 
 async def test_what_the_hub_sends_is_bounded(tmp_path: Path, hub: FakeHub) -> None:
     source = HubSource(PLACE)
-    whole = await source.read("root", TENSOR, 0)
+    whole = await source.read_chunk("root", TENSOR, 0)
     assert await source.read_slice("root", TENSOR, 0, 7, 20) == whole[7:27]
     with pytest.raises(BrokenModel, match="has no tensor other"):
-        await source.read("root", "other", 0)
+        await source.read_chunk("root", "other", 0)
     hub.ranges = False
     with pytest.raises(Unavailable, match="gives no part of"):
-        await source.read("root", TENSOR, 0)
+        await source.read_chunk("root", TENSOR, 0)

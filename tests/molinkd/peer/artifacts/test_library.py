@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from molink.errors import BrokenModel, ModelNotFound, RequestError, Unavailable
-from molinkd.peer.artifacts.hashing import Hasher, in_thread
-from molinkd.peer.artifacts.library import Library, folder_name, watch
+from molinkd.peer.artifacts.hashing import Hasher, run_in_thread
+from molinkd.peer.artifacts.library import ModelRepository, folder_name, make_change_watcher
 from molinkd.peer.artifacts.progress import Progress
 from tests.support.models import write_tensors
 
@@ -32,19 +32,19 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_only_a_models_parts_are_there(folder: Path) -> None:
-    library = Library()
-    manifest = library.add("m", folder).manifest
+    repository = ModelRepository()
+    manifest = repository.add_model("m", folder).manifest
     assert (set(manifest.files), set(manifest.tensors)) == ({"config.json"}, {"a", "b"})
-    assert library.names == ("m",)
-    assert library.held(manifest.root) is library.get("m")
+    assert repository.model_names == ("m",)
+    assert repository.require_model(manifest.root) is repository.get_model("m")
     with pytest.raises(ModelNotFound):
-        library.held(f"{0:064}:1")
+        repository.require_model(f"{0:064}:1")
 
 
 def test_reading(folder: Path) -> None:
-    holding = Library().add("m", folder)
-    assert holding.read("b", 0) == DATA[::-1]
-    assert holding.read("config.json", 0) == b"{}"
+    model_files = ModelRepository().add_model("m", folder)
+    assert model_files.read_chunk("b", 0) == DATA[::-1]
+    assert model_files.read_chunk("config.json", 0) == b"{}"
 
 
 @pytest.mark.parametrize(
@@ -52,19 +52,19 @@ def test_reading(folder: Path) -> None:
 )
 def test_nothing_else_can_be_read(folder: Path, name: str) -> None:
     with pytest.raises(RequestError, match="no part"):
-        Library().add("m", folder).read(name, 0)
+        ModelRepository().add_model("m", folder).read_chunk(name, 0)
 
 
 def test_bounds(folder: Path) -> None:
-    holding = Library().add("m", folder)
+    model_files = ModelRepository().add_model("m", folder)
     for index in (1, 2**31 - 1, -1):
         with pytest.raises(RequestError, match="1 chunks"):
-            holding.read("a", index)
+            model_files.read_chunk("a", index)
 
 
 @pytest.mark.parametrize("how", ["shorter", "altered", "gone"])
 def test_what_has_changed_is_passed_on_to_nobody(folder: Path, how: str) -> None:
-    holding = Library().add("m", folder)
+    model_files = ModelRepository().add_model("m", folder)
     file = folder / "model.safetensors"
     if how == "shorter":
         os.truncate(file, 100)
@@ -75,15 +75,15 @@ def test_what_has_changed_is_passed_on_to_nobody(folder: Path, how: str) -> None
     else:
         file.unlink()
     with pytest.raises(BrokenModel, match=r"model\.safetensors(:| has changed since)"):
-        holding.read("b", 0)
+        model_files.read_chunk("b", 0)
     with pytest.raises(BrokenModel, match=r"model\.safetensors(:| has changed since)"):
-        holding.check()
+        model_files.verify_files()
 
 
 def test_the_person_is_told_once_that_a_file_has_changed(folder: Path) -> None:
-    library, told = Library(), list[str]()
-    holding = library.add("m", folder)
-    look = watch(library, told.append)
+    repository, told = ModelRepository(), list[str]()
+    model_files = repository.add_model("m", folder)
+    look = make_change_watcher(repository, told.append)
     look()
     assert told == []
     (folder / "config.json").write_text('{"x": 1}', encoding="utf-8")
@@ -92,31 +92,31 @@ def test_the_person_is_told_once_that_a_file_has_changed(folder: Path) -> None:
     (text,) = told
     assert "config.json has changed since molink read it. Start molink anew" in text
     with pytest.raises(BrokenModel, match="has changed since"):
-        holding.check()
+        model_files.verify_files()
 
 
 def test_a_file_that_was_only_touched_is_the_same(folder: Path) -> None:
-    holding = Library().add("m", folder)
+    model_files = ModelRepository().add_model("m", folder)
     os.utime(folder / "model.safetensors", ns=(1, 1))
-    assert holding.changed() == [folder / "model.safetensors"]
-    holding.check()
-    assert holding.changed() == []
+    assert model_files.find_changed() == [folder / "model.safetensors"]
+    model_files.verify_files()
+    assert model_files.find_changed() == []
 
 
 def test_copies_are_told_apart_by_content(folder: Path, tmp_path: Path) -> None:
-    root = Library().add("m", folder).manifest.root
+    root = ModelRepository().add_model("m", folder).manifest.root
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "config.json").write_bytes((folder / "config.json").read_bytes())
     # The same tensors in other files are the same model.
     write_tensors(copy / "one.safetensors", {"b": DATA[::-1]})
     write_tensors(copy / "two.safetensors", {"a": DATA})
-    assert Library().add("m", copy).manifest.root == root
+    assert ModelRepository().add_model("m", copy).manifest.root == root
     write_tensors(copy / "two.safetensors", {"a": DATA[:-1] + b"?"})
-    assert Library().add("m", copy).manifest.root != root
+    assert ModelRepository().add_model("m", copy).manifest.root != root
     write_tensors(copy / "two.safetensors", {"a": DATA})
     (copy / "chat_template.jinja").write_text("{{ evil }}", encoding="utf-8")
-    assert Library().add("m", copy).manifest.root != root
+    assert ModelRepository().add_model("m", copy).manifest.root != root
 
 
 @links
@@ -127,7 +127,7 @@ def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path, name:
     if name == "config.json":
         write_tensors(tmp_path / "outside.safetensors", {"c": DATA})
     with pytest.raises(BrokenModel, match=r"is a link to .*outside\.safetensors, outside of"):
-        Library().add("m", folder)
+        ModelRepository().add_model("m", folder)
 
 
 @links
@@ -137,7 +137,7 @@ def test_links_of_the_hubs_cache_lead_to_its_blobs(tmp_path: Path) -> None:
     (repository / "blobs").mkdir()
     (snapshot / "model.safetensors").rename(repository / "blobs" / "1234")
     (snapshot / "model.safetensors").symlink_to("../../blobs/1234")
-    assert Library().add("m", snapshot).read("a", 0) == DATA
+    assert ModelRepository().add_model("m", snapshot).read_chunk("a", 0) == DATA
     # Those of another repository are another's.
     other = tmp_path / "models--o--other" / "blobs"
     other.mkdir(parents=True)
@@ -145,7 +145,7 @@ def test_links_of_the_hubs_cache_lead_to_its_blobs(tmp_path: Path) -> None:
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to(other / "1234")
     with pytest.raises(BrokenModel, match="outside of the model's folder"):
-        Library().add("m", snapshot)
+        ModelRepository().add_model("m", snapshot)
 
 
 @links
@@ -153,16 +153,16 @@ def test_links_inside_the_folder_are_followed(folder: Path) -> None:
     (folder / "deep").mkdir()
     (folder / "model.safetensors").rename(folder / "deep" / "x")
     (folder / "model.safetensors").symlink_to("deep/x")
-    assert Library().add("m", folder).read("a", 0) == DATA
+    assert ModelRepository().add_model("m", folder).read_chunk("a", 0) == DATA
 
 
 @links
 def test_a_file_that_becomes_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
-    holding = Library().add("m", folder)
+    model_files = ModelRepository().add_model("m", folder)
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to(tmp_path / "outside.safetensors")
     with pytest.raises(BrokenModel, match="has changed since"):
-        holding.read("a", 0)
+        model_files.read_chunk("a", 0)
 
 
 @pytest.mark.parametrize("name", ["../../etc", "a/b\\c", "..", "C:evil", "x" * 300, "", "nul\0"])
@@ -176,7 +176,7 @@ def test_folder_names_are_plain(name: str) -> None:
 async def test_hashing_can_be_ended(folder: Path) -> None:
     def act(stop: object) -> None:
         stop.set()  # type: ignore[attr-defined]
-        Library(Hasher()).add("m", folder, Progress(), stop)  # type: ignore[arg-type]
+        ModelRepository(Hasher()).add_model("m", folder, Progress(), stop)  # type: ignore[arg-type]
 
     with pytest.raises(Unavailable, match="ended"):
-        await in_thread(act)
+        await run_in_thread(act)

@@ -7,59 +7,59 @@ from pathlib import Path
 import pytest
 
 from molink.checkpoint import hub
-from molink.checkpoint.source import DEMO_MODEL, demo_model
+from molink.checkpoint.source import DEMO_MODEL_NAME, find_demo_model
 from molink.errors import ModelNotFound, UsageError
-from molink.swarm.artifacts.supply import Supply
+from molink.swarm.artifacts.supply import ModelSources
 from molinkd.peer.artifacts.hashing import Hasher
-from molinkd.peer.artifacts.library import Library
-from molinkd.peer.artifacts.models_here import ModelHere, choose, delete, models_here
+from molinkd.peer.artifacts.library import ModelRepository
+from molinkd.peer.artifacts.models_here import InstalledModel, choose_deletable, delete_model, list_installed_models
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.store import Store
+from molinkd.peer.artifacts.store import ModelStore
 from molinkd.peer.home import Home
 from tests.support.fake_hub import REPOSITORY, FakeHub, in_place
 from tests.support.models import write_plain_model
-from tests.support.sources import LibrarySource, connect_to
+from tests.support.sources import RepositorySource, connect_to
 
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    monkeypatch.setattr(hub, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(hub, "RETRY_DELAYS_S", (0.0,))
     with in_place(write_plain_model(tmp_path / "model"), tmp_path / "cache", monkeypatch) as made:
         yield made
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
-    return Home(tmp_path / "home").create()
+    return Home(tmp_path / "home").create_folders()
 
 
-def by_place(home: Home) -> dict[str, ModelHere]:
-    return {one.where: one for one in models_here(home)}
+def by_place(home: Home) -> dict[str, InstalledModel]:
+    return {one.location: one for one in list_installed_models(home)}
 
 
 def test_the_bundled_model_is_no_folder_of_a_user(home: Home) -> None:
-    Library(Hasher(home.hashes)).add(DEMO_MODEL, demo_model().path)  # it was served from here
-    assert [(one.name, one.where) for one in models_here(home)] == [(DEMO_MODEL, "bundled")]
+    ModelRepository(Hasher(home.hashes)).add_model(DEMO_MODEL_NAME, find_demo_model().path)  # it was served from here
+    assert [(one.name, one.location) for one in list_installed_models(home)] == [(DEMO_MODEL_NAME, "bundled")]
 
 
 async def test_all_places(served: FakeHub, home: Home, tmp_path: Path) -> None:
-    assert [(one.name, one.where) for one in models_here(home)] == [(DEMO_MODEL, "bundled")]
+    assert [(one.name, one.location) for one in list_installed_models(home)] == [(DEMO_MODEL_NAME, "bundled")]
     own = write_plain_model(tmp_path / "own")
-    library = Library(Hasher(home.hashes))
-    root = library.add("own", own).manifest.root
-    sources = connect_to({"a": LibrarySource(library)}, [])
-    store = Store(home.models, "me", Library(), sources, Library(), lambda *_: None)
-    part = await store.stage("own", root, (0, 1), Supply(("a",)))
-    hub.pull(REPOSITORY, Progress(), threading.Event())
+    repository = ModelRepository(Hasher(home.hashes))
+    root = repository.add_model("own", own).manifest.root
+    sources = connect_to({"a": RepositorySource(repository)}, [])
+    store = ModelStore(home.models, "me", ModelRepository(), sources, ModelRepository(), lambda *_: None)
+    part = await store.fetch_stage("own", root, (0, 1), ModelSources(("a",)))
+    hub.pull_model(REPOSITORY, Progress(), threading.Event())
 
     found = by_place(home)
     assert {where: one.name for where, one in found.items()} == {
         "swarm": "own",
         "cache": REPOSITORY,
         "folder": "own",
-        "bundled": DEMO_MODEL,
+        "bundled": DEMO_MODEL_NAME,
     }
-    assert {where: one.whole for where, one in found.items()} == {
+    assert {where: one.is_complete for where, one in found.items()} == {
         "swarm": False,
         "cache": True,
         "folder": True,
@@ -72,31 +72,31 @@ async def test_all_places(served: FakeHub, home: Home, tmp_path: Path) -> None:
     assert weights < found["cache"].size < 1.2 * weights
 
     # What came from others goes; a folder of a user's own stays.
-    (chosen,) = choose(home, models_here(home), "own", hf_cache=True)
+    (chosen,) = choose_deletable(home, list_installed_models(home), "own", hf_cache=True)
     assert chosen == found["swarm"]
-    assert delete(chosen) == chosen.size
+    assert delete_model(chosen) == chosen.size
     assert not part.exists()
     with pytest.raises(UsageError, match="a folder of yours: delete it yourself"):
-        choose(home, models_here(home), "own", hf_cache=True)
+        choose_deletable(home, list_installed_models(home), "own", hf_cache=True)
     with pytest.raises(UsageError, match="--hf-cache"):
-        choose(home, models_here(home), REPOSITORY, hf_cache=False)
+        choose_deletable(home, list_installed_models(home), REPOSITORY, hf_cache=False)
     with pytest.raises(UsageError, match="came with molink"):
-        choose(home, models_here(home), DEMO_MODEL, hf_cache=True)
+        choose_deletable(home, list_installed_models(home), DEMO_MODEL_NAME, hf_cache=True)
     with pytest.raises(ModelNotFound, match="`molink list --home"):
-        choose(home, models_here(home), "other", hf_cache=True)
-    for one in choose(home, models_here(home), "some-model", hf_cache=True):
-        delete(one)
+        choose_deletable(home, list_installed_models(home), "other", hf_cache=True)
+    for one in choose_deletable(home, list_installed_models(home), "some-model", hf_cache=True):
+        delete_model(one)
     assert "cache" not in by_place(home)
 
 
 def test_half_a_download_is_shown_and_can_be_deleted(served: FakeHub, home: Home) -> None:
     served.cuts = [1000, 0, 0]
     with pytest.raises(Exception, match="broke off"):
-        hub.pull(REPOSITORY, Progress(), threading.Event())
+        hub.pull_model(REPOSITORY, Progress(), threading.Event())
     half = by_place(home)["cache"]
-    assert (half.name, half.whole) == (REPOSITORY, False)
+    assert (half.name, half.is_complete) == (REPOSITORY, False)
     assert half.size >= 1000
-    delete(half)
+    delete_model(half)
     assert "cache" not in by_place(home)
 
 
@@ -105,9 +105,9 @@ def test_a_gguf_file_of_the_hub(served: FakeHub, home: Home) -> None:
         (served.folder / name).write_bytes(b"GGUF" + bytes(5000))
     hub.pull_file(REPOSITORY, ("a.gguf",), Progress(), threading.Event())
     found = by_place(home)["cache"]
-    assert (found.name, found.whole) == (REPOSITORY, True)
-    for one in choose(home, models_here(home), REPOSITORY, hf_cache=True):
-        delete(one)
+    assert (found.name, found.is_complete) == (REPOSITORY, True)
+    for one in choose_deletable(home, list_installed_models(home), REPOSITORY, hf_cache=True):
+        delete_model(one)
     assert "cache" not in by_place(home)
 
 
@@ -124,6 +124,6 @@ def test_what_was_made_of_a_gguf_file_is_molinks_to_delete(home: Home) -> None:
     (home.unpacked / ".half.part").mkdir()
     found = by_place(home)["unpacked"]
     assert (found.name, found.size) == ("some-model.Q4_K_M", 100)
-    chosen = choose(home, models_here(home), "some-model.Q4_K_M", hf_cache=False)
-    assert [delete(one) for one in chosen] == [100]
+    chosen = choose_deletable(home, list_installed_models(home), "some-model.Q4_K_M", hf_cache=False)
+    assert [delete_model(one) for one in chosen] == [100]
     assert not made.exists()

@@ -8,40 +8,40 @@ import pytest
 
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import ModelNotFound, Unavailable, WireError
-from molink.swarm.artifacts.supply import Supply
+from molink.swarm.artifacts.supply import ModelSources
 from molinkd.peer.artifacts import suppliers as suppliers_module
-from molinkd.peer.artifacts.library import Library
-from molinkd.peer.artifacts.shelf import Shelf
-from molinkd.peer.artifacts.store import Store
+from molinkd.peer.artifacts.library import ModelRepository
+from molinkd.peer.artifacts.shelf import PartialModels
+from molinkd.peer.artifacts.store import ModelStore
 from molinkd.peer.artifacts.suppliers import Source
 from tests.support.models import write_plain_model
-from tests.support.sources import LibrarySource, connect_to
+from tests.support.sources import RepositorySource, connect_to
 
 LAYERS = 4
 UP = "model.layers.{}.mlp.up_proj.weight"
 
 
-class Pc(LibrarySource):
-    """A PC with a store, from which others read; ``read_parts`` has what they read."""
+class Pc(RepositorySource):
+    """A PC with a store, from which others read; ``entries_read`` has what they read."""
 
     def __init__(self, root: Path, peers: Mapping[str, Source] | None = None) -> None:
-        super().__init__(Library())
+        super().__init__(ModelRepository())
         root.mkdir()
         self.connected: list[str] = []
         self.liars: dict[str, str] = {}
-        self.read_parts: set[str] = set()
+        self.entries_read: set[str] = set()
         self.changes = 0
         connect = connect_to(peers or {}, self.connected)
-        own, bundled = self.library, Library()
-        self.store = Store(root, "me", own, connect, bundled, self.liars.__setitem__)
-        self.shelf = Shelf(root, self.library, self._changed)
+        own, bundled = self.library, ModelRepository()
+        self.store = ModelStore(root, "me", own, connect, bundled, self.liars.__setitem__)
+        self.shelf = PartialModels(root, self.library, self._changed)
 
     def _changed(self) -> None:
         self.changes += 1
 
-    async def read(self, root: str, part: str, index: int) -> bytes:
-        self.read_parts.add(part)
-        return await super().read(root, part, index)
+    async def read_chunk(self, root: str, part: str, index: int) -> bytes:
+        self.entries_read.add(part)
+        return await super().read_chunk(root, part, index)
 
 
 class Model:
@@ -50,21 +50,21 @@ class Model:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.places = folder.parent
-        library = Library()
-        self.manifest = library.add("m", write_plain_model(folder)).manifest
+        repository = ModelRepository()
+        self.manifest = repository.add_model("m", write_plain_model(folder)).manifest
         self.root = self.manifest.root
-        self.owner = LibrarySource(library)
+        self.owner = RepositorySource(repository)
 
     async def pc(self, name: str, *layers: tuple[int, int], kind: type[Pc] = Pc) -> Pc:
         """One that has the files of these layers."""
         pc = kind(self.places / name, {"owner": self.owner})
         for one in layers:
-            await pc.store.stage("m", self.root, one, Supply(("owner",)))
-        await pc.shelf.look()
+            await pc.store.fetch_stage("m", self.root, one, ModelSources(("owner",)))
+        await pc.shelf.scan_store()
         return pc
 
-    async def fetch(self, pc: Pc, layers: tuple[int, int], supply: Supply) -> None:
-        folder = await pc.store.stage("m", self.root, layers, supply)
+    async def fetch(self, pc: Pc, layers: tuple[int, int], supply: ModelSources) -> None:
+        folder = await pc.store.fetch_stage("m", self.root, layers, supply)
         here, there = ModelFolder.open(folder, layers), ModelFolder.open(self.folder)
         for name in here.stage_tensors(*layers):
             assert _bytes(here, folder, name) == _bytes(there, self.folder, name)
@@ -85,48 +85,48 @@ def model(tmp_path: Path) -> Model:
 async def test_a_stage_comes_from_those_that_have_its_layers(model: Model) -> None:
     first, last = await model.pc("first", (0, 2)), await model.pc("last", (2, LAYERS))
     late = Pc(model.places / "late", {"a": first, "b": last})
-    await model.fetch(late, (1, 3), Supply((), ("a", "b")))
-    assert UP.format(1) in first.read_parts
-    assert UP.format(2) in last.read_parts
-    assert {UP.format(2), UP.format(3)}.isdisjoint(first.read_parts)
-    assert UP.format(1) not in last.read_parts
+    await model.fetch(late, (1, 3), ModelSources((), ("a", "b")))
+    assert UP.format(1) in first.entries_read
+    assert UP.format(2) in last.entries_read
+    assert {UP.format(2), UP.format(3)}.isdisjoint(first.entries_read)
+    assert UP.format(1) not in last.entries_read
     assert late.liars == {}
     # And again from there.
-    await late.shelf.look()
-    (parts,) = late.shelf.parts()
+    await late.shelf.scan_store()
+    (parts,) = late.shelf.list_models()
     assert (parts.root, parts.layers) == (model.root, ((1, 3),))
     next_one = Pc(model.places / "next", {"c": late})
-    await model.fetch(next_one, (1, 3), Supply((), ("c",)))
+    await model.fetch(next_one, (1, 3), ModelSources((), ("c",)))
 
 
 async def test_several_are_read_from_at_once(model: Model) -> None:
     peers = {name: await model.pc(name, (0, LAYERS)) for name in "abcd"}
     late = Pc(model.places / "late", peers)
-    await model.fetch(late, (0, LAYERS), Supply(("a", "b"), ("c", "d")))
+    await model.fetch(late, (0, LAYERS), ModelSources(("a", "b"), ("c", "d")))
     assert late.connected == ["a", "b", "c"]
-    assert all(peers[name].read_parts for name in "abc")
+    assert all(peers[name].entries_read for name in "abc")
 
 
 async def test_what_is_paced_comes_from_one_at_a_time(model: Model) -> None:
     peers = {name: await model.pc(name, (0, LAYERS)) for name in "ab"}
     late = Pc(model.places / "late", peers)
-    await late.store.stage("m", model.root, (0, 2), Supply(("a", "b")), paced=True)
+    await late.store.fetch_stage("m", model.root, (0, 2), ModelSources(("a", "b")), rate_limited=True)
     assert late.connected == ["a"]
 
 
 async def test_what_nobody_has_is_named(model: Model) -> None:
     first, last = await model.pc("first", (0, 1)), await model.pc("last", (3, LAYERS))
     late = Pc(model.places / "late", {"a": first, "b": last})
-    supply = Supply((), ("a", "b"))
+    supply = ModelSources((), ("a", "b"))
     with pytest.raises(Unavailable, match="no PC that is here has the files of layers 1:3 of m"):
         await model.fetch(late, (0, LAYERS), supply)
     # What somebody has is here, and not fetched again.
-    first.read_parts.clear()
+    first.entries_read.clear()
     await model.fetch(late, (0, 1), supply)
-    assert first.read_parts == {"model.embed_tokens.weight"}
+    assert first.entries_read == {"model.embed_tokens.weight"}
     # While one can't be asked nothing is said of what nobody has.
     with pytest.raises(Unavailable, match="gone is not there"):
-        await model.fetch(late, (0, LAYERS), Supply((), ("a", "b", "gone")))
+        await model.fetch(late, (0, LAYERS), ModelSources((), ("a", "b", "gone")))
 
 
 # --- who says something else than is so ---
@@ -135,31 +135,31 @@ async def test_what_nobody_has_is_named(model: Model) -> None:
 class Boaster(Pc):
     """Says that it has everything."""
 
-    async def parts(self, root: str) -> bytes:
-        manifest = self.library.held(root).manifest
-        return manifest.marks({*manifest.files, *manifest.tensors})
+    async def read_parts(self, root: str) -> bytes:
+        manifest = self.library.require_model(root).manifest
+        return manifest.encode_bitfield({*manifest.files, *manifest.tensors})
 
 
 class Scrambler(Pc):
     """What it says is no list of this model's parts."""
 
-    async def parts(self, root: str) -> bytes:
+    async def read_parts(self, root: str) -> bytes:
         return b"\xff" * 10_000
 
 
 class Forger(Pc):
     """Sends other bytes than it has."""
 
-    async def read(self, root: str, part: str, index: int) -> bytes:
-        data = await super().read(root, part, index)
+    async def read_chunk(self, root: str, part: str, index: int) -> bytes:
+        data = await super().read_chunk(root, part, index)
         return bytes([data[0] ^ 1]) + data[1:]
 
 
 class Shortener(Pc):
     """Sends less."""
 
-    async def read(self, root: str, part: str, index: int) -> bytes:
-        return (await super().read(root, part, index))[:-1]
+    async def read_chunk(self, root: str, part: str, index: int) -> bytes:
+        return (await super().read_chunk(root, part, index))[:-1]
 
 
 @pytest.mark.parametrize(
@@ -169,47 +169,47 @@ async def test_a_false_source_costs_a_retry(model: Model, kind: type[Pc], lied: 
     false = await model.pc("false", (0, 2), kind=kind)
     honest = await model.pc("honest", (0, LAYERS))
     late = Pc(model.places / "late", {"f": false, "h": honest})
-    await model.fetch(late, (1, LAYERS), Supply((), ("f", "h")))
+    await model.fetch(late, (1, LAYERS), ModelSources((), ("f", "h")))
     assert (list(late.liars) == ["f"]) is lied
     alone = Pc(model.places / "alone", {"f": false})
     with pytest.raises(Unavailable, match=r"f: |no PC that is here"):
-        await model.fetch(alone, (1, LAYERS), Supply((), ("f",)))
+        await model.fetch(alone, (1, LAYERS), ModelSources((), ("f",)))
 
 
 async def test_one_that_never_says_what_it_has_holds_up_nobody(model: Model) -> None:
     class Silent(Pc):
-        async def parts(self, root: str) -> bytes:
+        async def read_parts(self, root: str) -> bytes:
             await asyncio.Event().wait()
             raise AssertionError
 
     silent, honest = await model.pc("s", (0, 2), kind=Silent), await model.pc("h", (0, LAYERS))
     late = Pc(model.places / "late", {"s": silent, "h": honest})
-    await model.fetch(late, (0, 2), Supply(("h",), ("s",)))
+    await model.fetch(late, (0, 2), ModelSources(("h",), ("s",)))
 
 
 async def test_one_that_hangs_is_left_once_its_time_is_up(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suppliers_module, "AT_ONCE", 2)
+    monkeypatch.setattr(suppliers_module, "MAX_CONNECTED", 2)
 
     class Hanging(Pc):
-        async def read(self, root: str, part: str, index: int) -> bytes:
+        async def read_chunk(self, root: str, part: str, index: int) -> bytes:
             await asyncio.sleep(0)
             raise Unavailable("no answer in 15 s")  # what the client makes of silence
 
     hanging, honest = await model.pc("s", (0, 2), kind=Hanging), await model.pc("h", (0, LAYERS))
     late = Pc(model.places / "late", {"s": hanging, "h": honest})
-    await model.fetch(late, (0, 2), Supply((), ("s", "h")))
+    await model.fetch(late, (0, 2), ModelSources((), ("s", "h")))
     assert late.liars == {}
 
 
 def test_marks_are_of_one_model(model: Model) -> None:
     manifest = model.manifest
     some = frozenset(list(manifest.tensors)[::3])
-    assert manifest.marked(manifest.marks(some)) == some
-    for wrong in (b"", manifest.marks(some) + b"\0", manifest.marks(some)[1:]):
+    assert manifest.decode_bitfield(manifest.encode_bitfield(some)) == some
+    for wrong in (b"", manifest.encode_bitfield(some) + b"\0", manifest.encode_bitfield(some)[1:]):
         with pytest.raises(WireError):
-            manifest.marked(wrong)
+            manifest.decode_bitfield(wrong)
 
 
 # --- what is in the store ---
@@ -218,20 +218,20 @@ def test_marks_are_of_one_model(model: Model) -> None:
 async def test_the_shelf_follows_the_disk(model: Model, tmp_path: Path) -> None:
     pc = await model.pc("pc", (1, 2))
     assert pc.changes == 1
-    await pc.shelf.look()
+    await pc.shelf.scan_store()
     assert pc.changes == 1  # nothing is new
-    assert await pc.read(model.root, UP.format(1), 0)
+    assert await pc.read_chunk(model.root, UP.format(1), 0)
     with pytest.raises(ModelNotFound, match=r"doesn't hold model\.layers\.3"):
-        await pc.read(model.root, UP.format(3), 0)
-    assert pc.library.names == ()
-    await pc.store.stage("m", model.root, (3, LAYERS), Supply(("owner",)))
+        await pc.read_chunk(model.root, UP.format(3), 0)
+    assert pc.library.model_names == ()
+    await pc.store.fetch_stage("m", model.root, (3, LAYERS), ModelSources(("owner",)))
     (tmp_path / "pc" / "other-0123456789abcdef").mkdir()
     (tmp_path / "pc" / "other-0123456789abcdef" / "manifest.molink").write_bytes(b"x")
-    await pc.shelf.look()
-    assert pc.shelf.parts()[0].layers == ((1, 2), (3, LAYERS))
+    await pc.shelf.scan_store()
+    assert pc.shelf.list_models()[0].layers == ((1, 2), (3, LAYERS))
     (folder,) = (tmp_path / "pc").glob("m-*")
     (folder / "layer-0003.safetensors").write_bytes(b"short")
-    await pc.shelf.look()
-    assert pc.shelf.parts()[0].layers == ((1, 2),)
+    await pc.shelf.scan_store()
+    assert pc.shelf.list_models()[0].layers == ((1, 2),)
     with pytest.raises(ModelNotFound):
-        await pc.read(model.root, UP.format(3), 0)
+        await pc.read_chunk(model.root, UP.format(3), 0)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from molink.errors import Unavailable
-from molink.swarm.artifacts.supply import Supply
+from molink.swarm.artifacts.supply import ModelSources
 from molink.wire.messages.instructions import Prefetch
-from molink.wire.messages.reports import Prefetched
+from molink.wire.messages.reports import PrefetchState
 from molinkd.peer.artifacts.prefetcher import Prefetcher
 from molinkd.peer.artifacts.progress import Progress
 
@@ -20,12 +20,12 @@ class FakeStore:
         self.asked = asyncio.Event()
         self.answers: asyncio.Queue[Exception | None] = asyncio.Queue()
 
-    async def stage(
+    async def fetch_stage(
         self,
         model: str,
         root: str,
         layers: tuple[int, int],
-        supply: Supply,
+        supply: ModelSources,
         progress: Progress,
         *,
         paced: bool,
@@ -43,7 +43,7 @@ class FakeStore:
 class Scene:
     def __init__(self) -> None:
         self.store = FakeStore()
-        self.said: asyncio.Queue[Prefetched | None] = asyncio.Queue()
+        self.said: asyncio.Queue[PrefetchState | None] = asyncio.Queue()
         self.ready = asyncio.Event()
         self.ready.set()
         self.prefetcher = Prefetcher(self.store, self._changed, self._ready)  # type: ignore[arg-type]
@@ -68,26 +68,26 @@ def wish(number: int = 1, layers: tuple[int, int] = (0, 2)) -> Prefetch:
 
 
 async def test_files_are_fetched_once(scene: Scene) -> None:
-    scene.prefetcher.begin(wish())
-    assert await scene.said.get() == Prefetched(number=1, state="fetching")
-    scene.prefetcher.begin(wish())
+    scene.prefetcher.start_prefetch(wish())
+    assert await scene.said.get() == PrefetchState(number=1, state="fetching")
+    scene.prefetcher.start_prefetch(wish())
     await scene.said.get()
-    assert "layers 0:2" in scene.prefetcher.under_way
+    assert "layers 0:2" in scene.prefetcher.describe_transfer
     await scene.store.asked.wait()
     state = scene.prefetcher.state
     assert state is not None
     assert (state.done, state.total) == (1_000_000, 4_000_000)
     scene.store.answers.put_nowait(None)
-    assert await scene.said.get() == Prefetched(number=1, state="done")
-    scene.prefetcher.begin(wish())
-    assert await scene.said.get() == Prefetched(number=1, state="done")
+    assert await scene.said.get() == PrefetchState(number=1, state="done")
+    scene.prefetcher.start_prefetch(wish())
+    assert await scene.said.get() == PrefetchState(number=1, state="done")
     assert scene.store.calls == [(0, 2)]
-    assert scene.prefetcher.under_way == ""
+    assert scene.prefetcher.describe_transfer == ""
 
 
 async def test_files_are_not_all_that_a_stage_waits_for(scene: Scene) -> None:
     scene.ready.clear()
-    scene.prefetcher.begin(wish())
+    scene.prefetcher.start_prefetch(wish())
     scene.store.answers.put_nowait(None)
     await scene.store.asked.wait()
     await asyncio.sleep(0)
@@ -96,15 +96,15 @@ async def test_files_are_not_all_that_a_stage_waits_for(scene: Scene) -> None:
     assert state.state == "fetching"
     scene.ready.set()
     await scene.said.get()
-    assert await scene.said.get() == Prefetched(number=1, state="done")
+    assert await scene.said.get() == PrefetchState(number=1, state="done")
 
 
 async def test_a_failure_is_said_and_may_be_tried_again(scene: Scene) -> None:
-    scene.prefetcher.begin(wish())
+    scene.prefetcher.start_prefetch(wish())
     scene.store.answers.put_nowait(Unavailable("nobody has it"))
     await scene.said.get()
-    assert await scene.said.get() == Prefetched(number=1, state="failed", reason="nobody has it")
-    scene.prefetcher.begin(wish())
+    assert await scene.said.get() == PrefetchState(number=1, state="failed", reason="nobody has it")
+    scene.prefetcher.start_prefetch(wish())
     scene.store.answers.put_nowait(RuntimeError("oops"))
     await scene.said.get()
     said = await scene.said.get()
@@ -113,11 +113,11 @@ async def test_a_failure_is_said_and_may_be_tried_again(scene: Scene) -> None:
 
 
 async def test_another_wish_ends_the_one_before(scene: Scene) -> None:
-    scene.prefetcher.begin(wish())
+    scene.prefetcher.start_prefetch(wish())
     await asyncio.sleep(0)
-    scene.prefetcher.begin(wish(2, (0, 3)))
+    scene.prefetcher.start_prefetch(wish(2, (0, 3)))
     await asyncio.sleep(0)
     scene.store.answers.put_nowait(None)
     said = [await scene.said.get() for _ in range(3)]
-    assert said[-1] == Prefetched(number=2, state="done")
+    assert said[-1] == PrefetchState(number=2, state="done")
     assert scene.store.calls == [(0, 2), (0, 3)]

@@ -16,22 +16,22 @@ import pytest
 from molink.checkpoint import hub as hub_module
 from molink.checkpoint import hub_parts, manifest
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.manifest import Shard
+from molink.checkpoint.manifest import ShardEntry
 from molink.errors import BrokenModel, FilesMissing, ModelError, Unavailable
 from molink.facts.model import ModelFacts
 from molink.swarm.artifacts import fetch_plan
-from molink.swarm.artifacts.supply import HUB, Supply
+from molink.swarm.artifacts.supply import HUB, ModelSources
 from molinkd.peer.artifacts import library as library_module
 from molinkd.peer.artifacts import shard_draft, shard_fetch
 from molinkd.peer.artifacts import suppliers as suppliers_module
-from molinkd.peer.artifacts.copier import Copier
-from molinkd.peer.artifacts.founder import Founder
+from molinkd.peer.artifacts.copier import ModelReplicator
+from molinkd.peer.artifacts.founder import Bootstrap
 from molinkd.peer.artifacts.hub_source import HubSource
-from molinkd.peer.artifacts.library import Library
+from molinkd.peer.artifacts.library import ModelRepository
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.shard_draft import ShardDraft
-from molinkd.peer.artifacts.shelf import Shelf
-from molinkd.peer.artifacts.store import Store
+from molinkd.peer.artifacts.shard_draft import PartialShard
+from molinkd.peer.artifacts.shelf import PartialModels
+from molinkd.peer.artifacts.store import ModelStore
 from molinkd.peer.artifacts.suppliers import Source
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Launch
@@ -40,7 +40,7 @@ from tests.support import sources
 from tests.support.fake_hub import COMMIT, REPOSITORY, FakeHub, in_place
 from tests.support.models import write_plain_model
 from tests.support.shards import shard_name, write_shards
-from tests.support.sources import LibrarySource
+from tests.support.sources import RepositorySource
 
 PLACE = f"{REPOSITORY}@{COMMIT}"
 #: Bytes of a chunk here.
@@ -58,8 +58,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     for module in chunked:
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(fetch_plan, "RUN_CHUNKS", 2)
-    monkeypatch.setattr(shard_draft, "_NOTE_EVERY", 2)
-    monkeypatch.setattr(shard_fetch, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(shard_draft, "_INDEX_INTERVAL", 2)
+    monkeypatch.setattr(shard_fetch, "RETRY_PAUSES_S", (0.0, 0.0))
     plain = write_plain_model(tmp_path / "model")
     (plain / "tokenizer.json").write_text(TOKENIZER, encoding="utf-8")
     model = write_shards(plain)
@@ -80,11 +80,11 @@ class CountingHub(HubSource):
         return data
 
 
-class Pc(LibrarySource):
+class Pc(RepositorySource):
     """A PC with a store, from which others read."""
 
     def __init__(self, root: Path, peers: Mapping[str, Source] | None = None) -> None:
-        super().__init__(Library())
+        super().__init__(ModelRepository())
         (root / "models").mkdir(parents=True, exist_ok=True)
         self.home = Home(root)
         self.peers = dict(peers or {})
@@ -92,16 +92,16 @@ class Pc(LibrarySource):
         #: Pieces that others read here.
         self.given = Counter[str]()
         self.liars: dict[str, str] = {}
-        self.store = Store(
+        self.store = ModelStore(
             self.home.models,
             "me",
             self.library,
             self._connect,
-            Library(),
+            ModelRepository(),
             self.liars.__setitem__,
             hub=True,
         )
-        self.shelf = Shelf(self.home.models, self.library, lambda: None)
+        self.shelf = PartialModels(self.home.models, self.library, lambda: None)
 
     @asynccontextmanager
     async def _connect(self, peer: str) -> AsyncIterator[Source]:
@@ -112,21 +112,21 @@ class Pc(LibrarySource):
         else:
             raise Unavailable(f"{peer} is not there")
 
-    async def read(self, root: str, part: str, index: int) -> bytes:
-        data = await super().read(root, part, index)
+    async def read_chunk(self, root: str, part: str, index: int) -> bytes:
+        data = await super().read_chunk(root, part, index)
         self.given[part] += len(data)
         return data
 
     async def bring(self, model: str = REPOSITORY, **settings: Any) -> ModelFacts:
         """What ``molink up --model`` does about the model."""
-        founder = self.founder(model, **settings)
-        await founder.find_model()
-        await founder.hash_model()
-        assert founder.facts is not None
-        return founder.facts
+        bootstrap = self.founder(model, **settings)
+        await bootstrap.find_model()
+        await bootstrap.hash_model()
+        assert bootstrap.facts is not None
+        return bootstrap.facts
 
-    def founder(self, model: str = REPOSITORY, **settings: Any) -> Founder:
-        home = self.home.create()
+    def founder(self, model: str = REPOSITORY, **settings: Any) -> Bootstrap:
+        home = self.home.create_folders()
         launch = Launch(
             home=str(home.root),
             settings=Settings(name="n", **settings),
@@ -134,7 +134,7 @@ class Pc(LibrarySource):
             model=model,
             token=None,
         )
-        return Founder(launch, home, home.keys(), self.library, lambda _: None)
+        return Bootstrap(launch, home, home.load_keys(), self.library, lambda _: None)
 
     async def stage(
         self,
@@ -144,9 +144,9 @@ class Pc(LibrarySource):
         use_hub: bool = True,
         progress: Progress | None = None,
     ) -> ModelFolder:
-        supply = Supply((), peers, PLACE if use_hub else "")
-        folder = await self.store.stage(facts.name, facts.root, layers, supply, progress)
-        await self.shelf.look()
+        supply = ModelSources((), peers, PLACE if use_hub else "")
+        folder = await self.store.fetch_stage(facts.name, facts.root, layers, supply, progress)
+        await self.shelf.scan_store()
         return ModelFolder.open(folder, layers)
 
 
@@ -174,12 +174,12 @@ async def test_the_bringer_has_a_root_before_any_weights(tmp_path: Path, hub: Fa
     whole = facts.files_bytes
     read = sum(int(to) - int(begin) + 1 for _, said in hub.asked for begin, to in [ends(said)])
     assert 0 < read < whole / 4  # heads alone
-    held = pc.library.held(facts.root).manifest
+    held = pc.library.require_model(facts.root).manifest
     assert {name: shard.nbytes for name, shard in held.shards.items()} == sizes(hub, *SHARDS)
     for name, shard in held.shards.items():
         assert shard.sha256 == hashlib.sha256((hub.folder / name).read_bytes()).digest()
     # Placement goes by the same facts as that of the whole folder.
-    there = ModelFolder.open(hub.folder).facts("some-model")
+    there = ModelFolder.open(hub.folder).placement_facts("some-model")
     for field in ("layers", "layer_bytes", "first_bytes", "last_bytes", "context", "narrow"):
         assert getattr(facts, field) == getattr(there, field)
 
@@ -187,7 +187,7 @@ async def test_the_bringer_has_a_root_before_any_weights(tmp_path: Path, hub: Fa
 async def test_heads_are_asked_for_again(
     tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_module, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(hub_module, "RETRY_DELAYS_S", (0.0, 0.0))
     hub.cuts = [3, 0]
     facts = await Pc(tmp_path / "a").bring()
     assert hub.cuts == []
@@ -209,7 +209,7 @@ async def test_its_stage_gets_its_shards_alone(tmp_path: Path, hub: FakeHub) -> 
     assert pc.from_hub == sizes(hub, SHARDS[2], SHARDS[3])
     assert progress.done == progress.total == pc.from_hub.total()
     assert progress.source == HUB
-    (told,) = pc.shelf.parts()
+    (told,) = pc.shelf.list_models()
     assert (told.root, told.layers) == (facts.root, ((1, 3),))
     # Nor does it come again, in this run or the next.
     await pc.stage(facts, (1, 3))
@@ -272,11 +272,11 @@ async def test_a_copy_has_all_shards(tmp_path: Path, hub: FakeHub) -> None:
     b = Pc(tmp_path / "b", {"a": a})
     whole = asyncio.Event()
     model = facts.name, facts.root
-    copier = Copier(b.store, b.library, model, lambda: (0, 0), whole.set, lambda: True)
-    copier.look(Supply((), ("a",), PLACE), serving=True)
+    copier = ModelReplicator(b.store, b.library, model, lambda: (0, 0), whole.set, lambda: True)
+    copier.on_change(ModelSources((), ("a",), PLACE), serving=True)
     await whole.wait()
     assert copier.percent == 100
-    await asyncio.gather(copier.end(), return_exceptions=True)
+    await asyncio.gather(copier.stop_replication(), return_exceptions=True)
     assert b.from_hub.total() == 0  # nobody waits for copies, and a line may be paid by volume
     same(await b.stage(facts, (0, 4), use_hub=False), hub, (0, 4))
     assert left(b) == []
@@ -321,7 +321,7 @@ async def test_what_has_come_of_a_shard_is_kept(tmp_path: Path, hub: FakeHub) ->
     same(await again.stage(facts, (1, 2), progress=progress), hub, (1, 2))
     size = sizes(hub, SHARDS[2])[SHARDS[2]]
     assert again.from_hub.total() == size - came
-    assert (progress.done, progress.total, progress.kept) == (size, size, came)
+    assert (progress.done, progress.total, progress.existing) == (size, size, came)
     assert left(again) == []
 
 
@@ -363,39 +363,39 @@ async def test_a_draft_that_was_altered_costs_a_second_try(tmp_path: Path, hub: 
 
 def test_a_crash_loses_few_pieces(tmp_path: Path, hub: FakeHub) -> None:
     data = bytes(range(256)) * 33
-    shard = Shard("m.safetensors", len(data), hashlib.sha256(data).digest())
-    pieces = list(fetch_plan.cut(shard))
-    assert [piece.length for piece in pieces] == [2 * CHUNK] * 4 + [256]
+    shard = ShardEntry("m.safetensors", len(data), hashlib.sha256(data).digest())
+    runs = list(fetch_plan.split_part(shard))
+    assert [run.nbytes for run in runs] == [2 * CHUNK] * 4 + [256]
 
-    def write(draft: ShardDraft, *numbers: int) -> None:
+    def write(draft: PartialShard, *numbers: int) -> None:
         for number in numbers:
-            piece = pieces[number]
-            draft.write(piece, data[piece.target :][: piece.length], "a")
+            run = runs[number]
+            draft.write_run(run, data[run.offset :][: run.nbytes], "a")
 
-    before = ShardDraft(tmp_path / shard.name, shard)
+    before = PartialShard(tmp_path / shard.name, shard)
     write(before, 4, 1, 3)
-    after = ShardDraft(tmp_path / shard.name, shard)  # nothing was closed
-    assert [piece.index // 2 for piece in after.missing()] == [0, 2, 3]
+    after = PartialShard(tmp_path / shard.name, shard)  # nothing was closed
+    assert [run.index // 2 for run in after.missing_runs()] == [0, 2, 3]
     before.close()
-    after = ShardDraft(tmp_path / shard.name, shard)
-    assert [piece.index // 2 for piece in after.missing()] == [0, 2]
+    after = PartialShard(tmp_path / shard.name, shard)
+    assert [run.index // 2 for run in after.missing_runs()] == [0, 2]
     write(after, 2)
     assert after.hash_next() == 0
-    assert not after.whole
+    assert not after.is_complete
     write(after, 0)
     while after.hash_next():
         pass
-    assert after.right
-    after.finish()
+    assert after.is_valid
+    after.commit_shard()
     assert (tmp_path / shard.name).read_bytes() == data
     write(after, 0)  # too late
     assert [path.name for path in tmp_path.glob(".m.*")] == []
     # What is noted and isn't there doesn't count.
-    before = ShardDraft(tmp_path / "other", shard)
+    before = PartialShard(tmp_path / "other", shard)
     write(before, 0, 1, 2)
     before.close()
     os.truncate(tmp_path / ".other.shard", 2 * CHUNK)
-    assert len(ShardDraft(tmp_path / "other", shard).missing()) == 4
+    assert len(PartialShard(tmp_path / "other", shard).missing_runs()) == 4
 
 
 async def test_a_shard_that_is_altered_here_comes_again(tmp_path: Path, hub: FakeHub) -> None:
@@ -421,18 +421,18 @@ async def test_a_shard_that_is_altered_here_is_given_to_nobody(
     same(await b.stage(facts, (1, 2), "a"), hub, (1, 2))  # it has changed since
     assert (b.from_hub, b.liars) == (sizes(hub, SHARDS[2]), {})
     again = Pc(tmp_path / "a")
-    await again.shelf.look()
-    assert again.shelf.parts()[0].layers == ((0, 1), (2, 4))
+    await again.shelf.scan_store()
+    assert again.shelf.list_models()[0].layers == ((0, 1), (2, 4))
     same(await again.stage(facts, (0, 4)), hub, (0, 4))
-    assert again.shelf.parts()[0].layers == ((0, 4),)
+    assert again.shelf.list_models()[0].layers == ((0, 4),)
     # One that was touched is looked at again, and is right.
     os.utime(path)
-    await again.shelf.look()
+    await again.shelf.scan_store()
     third = Pc(tmp_path / "a")
-    await third.shelf.look()
-    assert third.shelf.parts()[0].layers == ((0, 1), (2, 4))
+    await third.shelf.scan_store()
+    assert third.shelf.list_models()[0].layers == ((0, 1), (2, 4))
     await third.stage(facts, (1, 2), use_hub=False)
-    assert third.shelf.parts()[0].layers == ((0, 4),)
+    assert third.shelf.list_models()[0].layers == ((0, 4),)
 
 
 async def test_the_disk_is_looked_at_before(
@@ -453,8 +453,8 @@ async def test_the_disk_is_looked_at_before(
 class Liar(Pc):
     """Sends other bytes of shards."""
 
-    async def read(self, root: str, part: str, index: int) -> bytes:
-        data = await super().read(root, part, index)
+    async def read_chunk(self, root: str, part: str, index: int) -> bytes:
+        data = await super().read_chunk(root, part, index)
         return data[:-1] + bytes([data[-1] ^ 1]) if part in SHARDS else data
 
 
@@ -503,15 +503,15 @@ async def test_the_hub_is_not_believed_either(tmp_path: Path, hub: FakeHub) -> N
     hub.altered = True
     b = Pc(tmp_path / "b")
     b.peers["a"] = a
-    b.store._near = lambda _: False  # so the hub is asked first
+    b.store._is_nearby = lambda _: False  # so the hub is asked first
     same(await b.stage(facts, (1, 2), "a"), hub, (1, 2))
     assert list(b.liars) == [HUB]
 
 
 async def test_pieces_of_another_length_are_none(tmp_path: Path, hub: FakeHub) -> None:
     class Shortener(Pc):
-        async def read(self, root: str, part: str, index: int) -> bytes:
-            data = await super().read(root, part, index)
+        async def read_chunk(self, root: str, part: str, index: int) -> bytes:
+            data = await super().read_chunk(root, part, index)
             return data + data if part in SHARDS else data
 
     a = Pc(tmp_path / "a")
@@ -529,8 +529,8 @@ async def test_a_paced_stage(tmp_path: Path, hub: FakeHub, paced: bool) -> None:
     await have_all(a, facts)
     b = Pc(tmp_path / "b", {"a": a})
     for layers, peers in (((1, 2), ("a",)), ((2, 3), ())):
-        supply = Supply((), ("a", *peers), PLACE)
-        folder = await b.store.stage(facts.name, facts.root, layers, supply, paced=paced)
+        supply = ModelSources((), ("a", *peers), PLACE)
+        folder = await b.store.fetch_stage(facts.name, facts.root, layers, supply, rate_limited=paced)
         same(ModelFolder.open(folder, layers), hub, layers)
 
 
@@ -546,7 +546,7 @@ async def comes_whole(tmp_path: Path, hub: FakeHub) -> None:
     pc = Pc(tmp_path / "a")
     facts = await pc.bring()
     assert facts.files_bytes == 0
-    held = pc.library.find(facts.root)
+    held = pc.library.find_by_root(facts.root)
     assert held is not None
     assert held.manifest.tensors
 
@@ -574,7 +574,7 @@ async def test_a_setting_does_without(tmp_path: Path, hub: FakeHub) -> None:
 
 
 async def test_what_is_whole_in_the_cache_stays_there(tmp_path: Path, hub: FakeHub) -> None:
-    hub_module.pull(REPOSITORY, Progress(), threading.Event())
+    hub_module.pull_model(REPOSITORY, Progress(), threading.Event())
     await comes_whole(tmp_path, hub)
 
 

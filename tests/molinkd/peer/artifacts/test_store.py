@@ -15,28 +15,28 @@ import pytest
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.header import TensorSpan
-from molink.checkpoint.low_bit import LowBit
-from molink.checkpoint.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Part, manifest_bytes
+from molink.checkpoint.low_bit import LowBitScheme
+from molink.checkpoint.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, HashedEntry, manifest_size
 from molink.errors import BrokenModel, MolinkError, Unavailable
 from molink.swarm.artifacts import pacing
 from molink.swarm.artifacts.fetch_plan import group_tensors, plan_group
-from molink.swarm.artifacts.supply import Supply
+from molink.swarm.artifacts.supply import ModelSources
 from molinkd.peer.artifacts import store as store_module
 from molinkd.peer.artifacts import suppliers as suppliers_module
-from molinkd.peer.artifacts.library import Library
+from molinkd.peer.artifacts.library import ModelRepository
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.store import Store
+from molinkd.peer.artifacts.store import ModelStore
 from molinkd.peer.artifacts.suppliers import Source
 from tests.support import sources
 from tests.support.models import PLAIN_CONFIG as CONFIG
 from tests.support.models import write_plain_model as write_model
-from tests.support.sources import LibrarySource, connect_to
+from tests.support.sources import RepositorySource, connect_to
 
 
-class FakeSource(LibrarySource):
+class FakeSource(RepositorySource):
     """A peer that answers from a library; counts what is read."""
 
-    def __init__(self, library: Library, *, break_after: int | None = None) -> None:
+    def __init__(self, library: ModelRepository, *, break_after: int | None = None) -> None:
         super().__init__(library)
         self.read_bytes: Counter[str] = Counter()
         self.reads = 0
@@ -44,7 +44,7 @@ class FakeSource(LibrarySource):
         self.max_at_once = 0
         self.break_after = break_after
 
-    async def read(self, root: str, part: str, index: int) -> bytes:
+    async def read_chunk(self, root: str, part: str, index: int) -> bytes:
         self.reads += 1
         if self.break_after is not None and self.reads > self.break_after:
             raise Unavailable("the connection broke")
@@ -52,7 +52,7 @@ class FakeSource(LibrarySource):
         self.max_at_once = max(self.max_at_once, self.at_once)
         await asyncio.sleep(0)
         self.at_once -= 1
-        data = await super().read(root, part, index)
+        data = await super().read_chunk(root, part, index)
         self.read_bytes[part] += len(data)
         return data
 
@@ -60,40 +60,40 @@ class FakeSource(LibrarySource):
 class Case:
     """A store, and what it was told of liars."""
 
-    def __init__(self, root: Path, peers: Mapping[str, Source], own: Library | None = None) -> None:
+    def __init__(self, root: Path, peers: Mapping[str, Source], own: ModelRepository | None = None) -> None:
         root.mkdir(exist_ok=True)
         self.connected: list[str] = []
         self.liars: dict[str, str] = {}
-        self.store = Store(
+        self.store = ModelStore(
             root,
             "me",
-            own or Library(),
+            own or ModelRepository(),
             connect_to(peers, self.connected),
-            Library(),
+            ModelRepository(),
             self.liars.__setitem__,
         )
         self.library = next(one.library for one in peers.values() if isinstance(one, FakeSource))
 
     @property
     def root(self) -> str:
-        holding = self.library.get("m")
-        assert holding is not None
-        return holding.manifest.root
+        model_files = self.library.get_model("m")
+        assert model_files is not None
+        return model_files.manifest.root
 
     async def stage(
         self, layers: tuple[int, int], *sources: str, progress: Progress | None = None
     ) -> Path:
-        return await self.store.stage("m", self.root, layers, Supply(sources or ("a",)), progress)
+        return await self.store.fetch_stage("m", self.root, layers, ModelSources(sources or ("a",)), progress)
 
     async def metadata(self, *sources: str) -> Path:
-        return await self.store.metadata("m", self.root, Supply(sources or ("a",)))
+        return await self.store.fetch_metadata("m", self.root, ModelSources(sources or ("a",)))
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> FakeSource:
-    library = Library()
-    library.add("m", write_model(tmp_path / "model"))
-    return FakeSource(library)
+    repository = ModelRepository()
+    repository.add_model("m", write_model(tmp_path / "model"))
+    return FakeSource(repository)
 
 
 async def test_a_stage_fetches_its_layers_only(tmp_path: Path, source: FakeSource) -> None:
@@ -109,7 +109,7 @@ async def test_a_stage_fetches_its_layers_only(tmp_path: Path, source: FakeSourc
         here, there = opened.tensors[name], original.tensors[name]
         assert _bytes(folder, here) == _bytes(tmp_path / "model", there)
     assert 0 < progress.done == progress.total
-    assert (progress.source, progress.kept) == ("a", 0)
+    assert (progress.source, progress.existing) == ("a", 0)
     weights = sum(n for name, n in source.read_bytes.items() if name.startswith("model."))
     whole = sum(p.stat().st_size for p in (tmp_path / "model").glob("*.safetensors"))
     assert weights < 0.75 * whole
@@ -124,9 +124,9 @@ def _bytes(folder: Path, span: TensorSpan) -> bytes:
 
 @pytest.mark.parametrize("tied", [False, True])
 async def test_the_ends_of_the_model(tmp_path: Path, tied: bool) -> None:
-    library = Library()
-    library.add("m", write_model(tmp_path / "model", tied=tied))
-    case = Case(tmp_path / "store", {"a": FakeSource(library)})
+    repository = ModelRepository()
+    repository.add_model("m", write_model(tmp_path / "model", tied=tied))
+    case = Case(tmp_path / "store", {"a": FakeSource(repository)})
     first = await case.stage((0, 2))
     ModelFolder.open(first, (0, 2))
     last = await case.stage((2, 4))
@@ -198,7 +198,7 @@ async def test_the_next_source_goes_on_where_one_breaks_off(
 
 
 async def test_no_source_says_what_each_answered(tmp_path: Path, source: FakeSource) -> None:
-    case = Case(tmp_path / "store", {"x": source, "a": FakeSource(Library())})
+    case = Case(tmp_path / "store", {"x": source, "a": FakeSource(ModelRepository())})
     with pytest.raises(Unavailable, match=r"a: this peer doesn't hold.*b: b is not there"):
         await case.stage((0, 4), "a", "b")
     with pytest.raises(Unavailable, match="no peer"):
@@ -208,7 +208,7 @@ async def test_no_source_says_what_each_answered(tmp_path: Path, source: FakeSou
 async def test_without_a_root_nobody_is_believed(tmp_path: Path, source: FakeSource) -> None:
     case = Case(tmp_path / "store", {"a": source})
     with pytest.raises(Unavailable, match="nobody said which bytes m consists of"):
-        await case.store.metadata("m", "", Supply(("a",)))
+        await case.store.fetch_metadata("m", "", ModelSources(("a",)))
     assert case.connected == []
 
 
@@ -228,7 +228,7 @@ async def test_metadata_that_has_to_come_first_is_progress_too(
 ) -> None:
     case = Case(tmp_path / "store", {"a": source})
     go_on = asyncio.Event()
-    read = source.read
+    read = source.read_chunk
 
     async def slowly(root: str, part: str, index: int) -> bytes:
         if part == "tokenizer_config.json":
@@ -237,38 +237,38 @@ async def test_metadata_that_has_to_come_first_is_progress_too(
         return await read(root, part, index)
 
     waiting = asyncio.Event()
-    source.read = slowly  # type: ignore[method-assign]
-    progress, before = Progress(), manifest_bytes(case.root)
+    source.read_chunk = slowly  # type: ignore[method-assign]
+    progress, before = Progress(), manifest_size(case.root)
     async with asyncio.TaskGroup() as group:
         group.create_task(case.metadata())
         await waiting.wait()
         group.create_task(case.stage((1, 3), progress=progress))
         await asyncio.sleep(0)
-        done, total = progress.shown
+        done, total = progress.totals
         assert before < done < total
         go_on.set()
     assert done < progress.done == progress.total
-    assert progress.shown == (progress.done, progress.total)
+    assert progress.totals == (progress.done, progress.total)
 
 
 async def test_a_copy_of_our_own_is_used_if_it_is_the_same(
     tmp_path: Path, source: FakeSource
 ) -> None:
-    mine = Library()
-    mine.add("m", write_model(tmp_path / "mine"))
+    mine = ModelRepository()
+    mine.add_model("m", write_model(tmp_path / "mine"))
     case = Case(tmp_path / "store", {"a": source}, mine)
     assert await case.stage((0, 4)) == tmp_path / "mine"
     assert case.connected == []
-    other = Library()
-    other.add("m", write_model(tmp_path / "other", seed=1))
+    other = ModelRepository()
+    other.add_model("m", write_model(tmp_path / "other", seed=1))
     case = Case(tmp_path / "store2", {"a": source}, other)
     assert await case.stage((0, 1)) != tmp_path / "other"
 
 
 async def test_models_of_one_name_but_other_content_do_not_mix(tmp_path: Path) -> None:
-    old, new = Library(), Library()
-    old.add("m", write_model(tmp_path / "old", seed=0))
-    new.add("m", write_model(tmp_path / "new", seed=1))
+    old, new = ModelRepository(), ModelRepository()
+    old.add_model("m", write_model(tmp_path / "old", seed=0))
+    new.add_model("m", write_model(tmp_path / "new", seed=1))
     root = tmp_path / "store"
     before = await Case(root, {"a": FakeSource(old)}).stage((0, 2))
     after = await Case(root, {"a": FakeSource(new)}).stage((0, 2))
@@ -290,7 +290,7 @@ async def test_a_full_disk_is_said_before_anything_is_fetched(
 
 async def test_a_hostile_name_stays_in_the_store(tmp_path: Path, source: FakeSource) -> None:
     case = Case(tmp_path / "store", {"a": source})
-    folder = await case.store.metadata("../../evil", case.root, Supply(("a",)))
+    folder = await case.store.fetch_metadata("../../evil", case.root, ModelSources(("a",)))
     assert folder.parent == tmp_path / "store"
 
 
@@ -319,11 +319,11 @@ async def test_old_versions_do_not_fill_the_disk(tmp_path: Path) -> None:
     root = tmp_path / "store"
     sources = []
     for version in range(6):
-        library = Library()
-        library.add("m", write_model(tmp_path / f"m{version}", seed=version))
-        sources.append(FakeSource(library))
+        repository = ModelRepository()
+        repository.add_model("m", write_model(tmp_path / f"m{version}", seed=version))
+        sources.append(FakeSource(repository))
         await Case(root, {"a": sources[-1]}).stage((0, 1))
-    assert len(list(root.iterdir())) == 1 + store_module.MAX_OTHERS
+    assert len(list(root.iterdir())) == 1 + store_module.MAX_OLD_VERSIONS
 
 
 # --- sources that lie ---
@@ -332,14 +332,14 @@ async def test_old_versions_do_not_fill_the_disk(tmp_path: Path) -> None:
 class Liar(FakeSource):
     """Has the right manifest and the right sizes, but other bytes in some parts."""
 
-    def __init__(self, library: Library, *parts: str) -> None:
+    def __init__(self, library: ModelRepository, *parts: str) -> None:
         super().__init__(library)
-        self.parts = parts
+        self.read_parts = parts
         self.lies = 0
 
-    async def read(self, root: str, part: str, index: int) -> bytes:
-        data = await super().read(root, part, index)
-        if self.parts and part not in self.parts:
+    async def read_chunk(self, root: str, part: str, index: int) -> bytes:
+        data = await super().read_chunk(root, part, index)
+        if self.read_parts and part not in self.read_parts:
             return data
         self.lies += 1
         return bytes([data[0] ^ 1]) + data[1:]
@@ -362,7 +362,7 @@ TENSOR = "model.layers.2.mlp.up_proj.weight"
 async def test_altered_bytes_are_noticed_and_the_next_source_goes_on(
     tmp_path: Path, source: FakeSource, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suppliers_module, "AT_ONCE", 1)
+    monkeypatch.setattr(suppliers_module, "MAX_CONNECTED", 1)
     liar = Liar(source.library, part)
     case = Case(tmp_path / "store", {"l": liar, "b": source})
     folder = await case.stage((1, 4), "l", "b")
@@ -378,8 +378,8 @@ async def test_altered_bytes_are_noticed_and_the_next_source_goes_on(
     with pytest.raises(Unavailable, match="l: not asked again, since chunk 1 of 1 of"):
         await case.stage((1, 4), "l")
     assert case.connected == []
-    case.store.forget("l")
-    liar.parts = ("none",)
+    case.store.drop_peer("l")
+    liar.read_parts = ("none",)
     await case.stage((1, 4), "l")
 
 
@@ -394,11 +394,11 @@ async def test_a_liar_alone_gives_nothing(tmp_path: Path, source: FakeSource) ->
 class WrongManifest(FakeSource):
     """Another model's manifest, or one of any size, under the root that is asked for."""
 
-    def __init__(self, library: Library, size: int, raw: bytes) -> None:
+    def __init__(self, library: ModelRepository, size: int, raw: bytes) -> None:
         super().__init__(library)
         self.size, self.raw, self.asked = size, raw, 0
 
-    async def manifest(self, root: str, offset: int) -> tuple[int, bytes]:
+    async def read_manifest(self, root: str, offset: int) -> tuple[int, bytes]:
         self.asked += 1
         return self.size, self.raw[offset : offset + CHUNK_BYTES]
 
@@ -419,8 +419,8 @@ async def test_a_wrong_manifest(
     tmp_path: Path, source: FakeSource, size: int | str, sent: int | str, why: str
 ) -> None:
     case = Case(tmp_path / "store", {"a": source})
-    due = manifest_bytes(case.root)
-    other = Library().add("m", write_model(tmp_path / "other", seed=3)).manifest.raw
+    due = manifest_size(case.root)
+    other = ModelRepository().add_model("m", write_model(tmp_path / "other", seed=3)).manifest.raw
     assert len(other) == due
     raw = bytes(sent) if isinstance(sent, int) else other
     liar = WrongManifest(source.library, size if isinstance(size, int) else due, raw)
@@ -438,13 +438,13 @@ async def test_a_manifest_comes_in_parts(
         monkeypatch.setattr(module, "CHUNK_BYTES", 100)
     case = Case(tmp_path / "store", {"a": source})
     folder = await case.stage((0, 1))
-    assert (folder / "manifest.molink").read_bytes() == source.library.held(case.root).manifest.raw
+    assert (folder / "manifest.molink").read_bytes() == source.library.require_model(case.root).manifest.raw
 
 
 async def test_a_manifest_of_any_size_is_not_asked_for(tmp_path: Path, source: FakeSource) -> None:
     case = Case(tmp_path / "store", {"a": source})
     with pytest.raises(BrokenModel, match="too large"):
-        await case.store.metadata("m", f"{'0' * 64}:{MAX_MANIFEST_BYTES + 1}", Supply(("a",)))
+        await case.store.fetch_metadata("m", f"{'0' * 64}:{MAX_MANIFEST_BYTES + 1}", ModelSources(("a",)))
     assert case.connected == []
 
 
@@ -452,7 +452,7 @@ async def test_a_source_that_is_too_slow_is_left(
     tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suppliers_module, "TRIAL_S", 0.0)
-    monkeypatch.setattr(suppliers_module, "SLOW_RATE", 1e15)
+    monkeypatch.setattr(suppliers_module, "MIN_SOURCE_RATE", 1e15)
     slow = FakeSource(source.library)
     case = Case(tmp_path / "store", {"s": slow, "b": source})
     folder = await case.stage((0, 4), "s", "b")
@@ -496,7 +496,7 @@ async def test_an_altered_copy_is_noticed_before_its_use(
     original = {"tokenizer_config.json": (tmp_path / "model" / name)}
     if name in original:
         assert (folder / name).read_bytes() == original[name].read_bytes()
-    assert (folder / "manifest.molink").read_bytes() == source.library.held(case.root).manifest.raw
+    assert (folder / "manifest.molink").read_bytes() == source.library.require_model(case.root).manifest.raw
     assert 0 < progress.done == progress.total
     fetched = source.reads - before
     assert fetched <= 12  # that file alone
@@ -518,10 +518,10 @@ async def test_a_copy_that_changes_while_the_daemon_runs(
 
 
 def test_sizes_follow_from_the_config(tmp_path: Path, source: FakeSource) -> None:
-    config = ModelConfig.load(tmp_path / "model")
+    config = ModelConfig.load_folder(tmp_path / "model")
     groups = group_tensors(config, 0, 4)
-    tensors = source.library.add("m", tmp_path / "model").manifest.tensors
-    huge = Part("model.norm.weight", 2**45, b"", "U8", (2**45,))
+    tensors = source.library.add_model("m", tmp_path / "model").manifest.tensors
+    huge = HashedEntry("model.norm.weight", 2**45, b"", "U8", (2**45,))
     with pytest.raises(MolinkError, match=r"tensor .* is U8 \[35184372088832\], not \["):
         plan_group("final", groups["final"], {**tensors, huge.name: huge})
     del tensors["model.norm.weight"]
@@ -531,20 +531,20 @@ def test_sizes_follow_from_the_config(tmp_path: Path, source: FakeSource) -> Non
 
 def test_a_plan_of_a_huge_group_is_small() -> None:
     extent = 1 << 20
-    part = Part("t", 4 * extent * extent, b"", "F32", (extent, extent))
+    part = HashedEntry("t", 4 * extent * extent, b"", "F32", (extent, extent))
     plan = plan_group("embed", {"t": (extent, extent)}, {"t": part})
     assert plan.nbytes > 2**42
-    pieces = plan.pieces()
-    first, second = next(pieces), next(pieces)
-    assert (first.index, first.target) == (0, len(plan.header))
-    assert (second.index, second.target) == (1, first.target + CHUNK_BYTES)
+    runs = plan.chunk_runs()
+    first, second = next(runs), next(runs)
+    assert (first.index, first.offset) == (0, len(plan.header))
+    assert (second.index, second.offset) == (1, first.offset + CHUNK_BYTES)
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size"])
 async def test_a_config_of_absurd_size(tmp_path: Path, source: FakeSource, field: str) -> None:
     config = {**CONFIG, "head_dim": 4, field: 2**31 - 1}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    source.library.add("m", tmp_path / "model")
+    source.library.add_model("m", tmp_path / "model")
     case = Case(tmp_path / "store", {"a": source})
     with pytest.raises(MolinkError, match=f"{field} has to be at most"):
         await case.stage((0, 4))
@@ -560,7 +560,7 @@ async def test_metadata_is_bounded(
 ) -> None:
     with (tmp_path / "model" / name).open("r+b") as file:
         file.truncate(size)
-    source.library.add("m", tmp_path / "model")
+    source.library.add_model("m", tmp_path / "model")
     case = Case(tmp_path / "store", {"a": source})
     with pytest.raises(MolinkError, match=f"{name} of m has {size} bytes"):
         await case.metadata()
@@ -568,7 +568,7 @@ async def test_metadata_is_bounded(
     assert left_behind(tmp_path / "store") == []
 
 
-def quantized_parts(state_bytes: int) -> dict[str, Part]:
+def quantized_parts(state_bytes: int) -> dict[str, HashedEntry]:
     """An nf4 weight ``[64, 64]`` as a manifest describes it."""
     name = "model.layers.0.mlp.up_proj.weight"
     parts = {
@@ -578,7 +578,7 @@ def quantized_parts(state_bytes: int) -> dict[str, Part]:
         f"{name}.quant_state.bitsandbytes__nf4": ("U8", (state_bytes,)),
     }
     return {
-        name: Part(name, shape[0] * (4 if dtype == "F32" else 1), b"", dtype, shape)
+        name: HashedEntry(name, shape[0] * (4 if dtype == "F32" else 1), b"", dtype, shape)
         for name, (dtype, shape) in parts.items()
     }
 
@@ -597,11 +597,11 @@ def test_a_quantized_weight_is_fetched_with_what_belongs_to_it() -> None:
 
 
 def test_a_low_bit_weight_is_fetched_with_what_is_read_of_it() -> None:
-    module, scheme = "model.layers.0.mlp.up_proj", LowBit("gptq", 4, (1, 32))
+    module, scheme = "model.layers.0.mlp.up_proj", LowBitScheme("gptq", 4, (1, 32))
     wanted = {"qweight": ("I32", (8, 64)), "scales": ("F16", (2, 64)), "qzeros": ("I32", (2, 8))}
     shapes = {**wanted, "g_idx": ("I32", (64,)), "bias": ("F16", (64,))}
     parts = {
-        f"{module}.{end}": Part(f"{module}.{end}", 0, b"", dtype, shape)
+        f"{module}.{end}": HashedEntry(f"{module}.{end}", 0, b"", dtype, shape)
         for end, (dtype, shape) in shapes.items()
     }
     asked = {f"{module}.weight": (64, 64)}
@@ -624,7 +624,7 @@ def test_what_a_quantized_weight_takes_is_bounded() -> None:
 class SlicedSource(FakeSource):
     """Knows in which slices it was read; sends less than it should if it is ``short``."""
 
-    def __init__(self, library: Library, *, short: bool = False) -> None:
+    def __init__(self, library: ModelRepository, *, short: bool = False) -> None:
         super().__init__(library)
         self.slices: list[int] = []
         self.short = short
@@ -643,7 +643,7 @@ async def test_a_paced_stage_comes_slice_by_slice(
     sliced = SlicedSource(source.library)
     short = SlicedSource(source.library, short=True)
     case = Case(tmp_path / "store", {"a": short, "b": sliced})
-    folder = await case.store.stage("m", case.root, (1, 3), Supply(("a", "b")), paced=True)
+    folder = await case.store.fetch_stage("m", case.root, (1, 3), ModelSources(("a", "b")), rate_limited=True)
     ModelFolder.open(folder, (1, 3))
     assert short.slices
     assert case.connected == ["a", "b"]
@@ -652,5 +652,5 @@ async def test_a_paced_stage_comes_slice_by_slice(
     assert len(sliced.slices) > 20
     # Other stages, and those that nothing serves meanwhile, come as fast as they can.
     sliced.slices.clear()
-    await case.store.stage("m", case.root, (0, 1), Supply(("b",)))
+    await case.store.fetch_stage("m", case.root, (0, 1), ModelSources(("b",)))
     assert sliced.slices == []

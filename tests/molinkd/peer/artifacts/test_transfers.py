@@ -13,37 +13,37 @@ def test_what_is_shown() -> None:
     transfers = Transfers(lambda: times[0])
     copy, stage, waiting = Progress(total=100), Progress(), Progress(total=5)
     with (
-        transfers.under_way("m", copy, copy=True),
-        transfers.under_way("m", stage),
-        transfers.under_way("m", waiting),
+        transfers.track_transfer("m", copy, copy=True),
+        transfers.track_transfer("m", stage),
+        transfers.track_transfer("m", waiting),
     ):
-        waiting.ahead = stage
-        assert [one.copy for one in transfers.shown()] == [True]
+        waiting.prerequisite = stage
+        assert [one.is_replica for one in transfers.transfer_states()] == [True]
         stage.total = 50
-        stage.keep(20)  # what lay here is no speed
-        stage.add(10)
-        stage.comes_from("peer")
+        stage.add_existing(20)  # what lay here is no speed
+        stage.add_bytes(10)
+        stage.set_source("peer")
         times[0] = 2.0
-        first, second = transfers.shown()
+        first, second = transfers.transfer_states()
         assert (first.done, first.total, first.rate, first.source) == (30, 50, 5, "peer")
-        assert second.copy
-        stage.add(20)
-        assert transfers.shown() == (second,)
-    assert transfers.shown() == ()
+        assert second.is_replica
+        stage.add_bytes(20)
+        assert transfers.transfer_states() == (second,)
+    assert transfers.transfer_states() == ()
 
 
 def test_there_are_never_more_than_a_report_has_room_for() -> None:
     transfers, progress = Transfers(), Progress(total=1)
     with ExitStack() as stack:
         for _ in range(9):
-            stack.enter_context(transfers.under_way("m", progress))
-        assert len(transfers.shown()) == MAX_TRANSFERS
+            stack.enter_context(transfers.track_transfer("m", progress))
+        assert len(transfers.transfer_states()) == MAX_TRANSFERS
 
 
 async def test_it_is_told_while_there_are_any() -> None:
     transfers, told = Transfers(), asyncio.Queue[int]()
-    watching = asyncio.create_task(transfers.watch(lambda: told.put_nowait(len(transfers.shown()))))
-    with transfers.under_way("m", Progress(total=1)):
+    watching = asyncio.create_task(transfers.watch_transfers(lambda: told.put_nowait(len(transfers.transfer_states()))))
+    with transfers.track_transfer("m", Progress(total=1)):
         assert await told.get() == 1
     while await told.get():
         pass

@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from molink.errors import PortInUse, UsageError
-from molink.swarm.election.leading import Lead
+from molink.swarm.election.leading import StartCoordinatorAction
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.election import coordinator_child as coordinator_module
-from molinkd.peer.election.coordinator_child import CoordinatorProcess, coordinator_process
+from molinkd.peer.election.coordinator_child import CoordinatorProcess, create_coordinator_process
 from molinkd.peer.home import Home
 from molinkd.peer.settings import Settings, load_settings
 from tests.support.net import Net
@@ -89,12 +89,12 @@ async def test_why_it_cannot_start(tmp_path: Path) -> None:
 
 async def test_a_chosen_port_that_is_taken_keeps_its_exit_code(tmp_path: Path) -> None:
     """With the real program; a swarm's first coordinator takes no other port."""
-    home = Home(tmp_path / "home").create()
+    home = Home(tmp_path / "home").create_folders()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         options = {"host": "127.0.0.1", "coordinator_port": port, "discovery": False}
-        host = ChosenPort(load_settings(home, options, {}), home, home.keys())
-        process = coordinator_process(host, None, None, Lead(0), leader="")
+        host = ChosenPort(load_settings(home, options, {}), home, home.load_keys())
+        process = create_coordinator_process(host, None, None, StartCoordinatorAction(0), leader="")
         with pytest.raises(PortInUse, match=f"port {port} is in use"):
             await process.start()
 

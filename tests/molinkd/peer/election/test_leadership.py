@@ -8,23 +8,23 @@ import pytest
 import zmq.asyncio
 
 from molink.errors import NotAuthorized
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.swarm.controller.records import MemberRecord
 from molink.swarm.election.replica import Replica
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.instructions import Member
+from molink.wire.messages.instructions import PeerInfo
 from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.server import Sender
+from molink.wire.sockets.server import MessageSender
 from molinkd.peer.election.leadership import Leadership
 from molinkd.peer.election.replica_file import ReplicaFile
 from molinkd.peer.home import Home
-from molinkd.peer.launch import AnyEvent
-from molinkd.peer.membership.membership import Membership
+from molinkd.peer.launch import AnyDaemonEvent
+from molinkd.peer.membership.membership import MembershipRecord
 from molinkd.peer.settings import Settings
 from tests.support.net import Net
 
-VIEW = LeaderView(term=0, leader="", leads=False, hears=True, fit=True, replica=(0, 1))
+VIEW = LeaderView(term=0, leader="", is_leader=False, hears_leader=True, can_lead=True, replica=(0, 1))
 
 
 @dataclass
@@ -35,9 +35,9 @@ class Host:
     keys: KeyPair
     context: zmq.asyncio.Context
     settings: Settings = field(default_factory=lambda: Settings(name="pc"))
-    events: list[AnyEvent] = field(default_factory=list)
+    events: list[AnyDaemonEvent] = field(default_factory=list)
 
-    def announce(self, event: AnyEvent) -> None:
+    def announce(self, event: AnyDaemonEvent) -> None:
         self.events.append(event)
 
 
@@ -51,7 +51,7 @@ class Other:
         self.key = net.keys.public
 
     async def _handle(
-        self, sender: Sender, message: LeaderRequest, _payload: memoryview | None
+        self, sender: MessageSender, message: LeaderRequest, _payload: memoryview | None
     ) -> None:
         self.asked += 1
         await self.may_answer.wait()
@@ -59,8 +59,8 @@ class Other:
 
     def record(self, addresses: tuple[str, ...] = ("127.0.0.1",)) -> MemberRecord:
         """As the replica has it."""
-        peer = peer_id(self.key)
-        told = Member(
+        peer = derive_peer_id(self.key)
+        told = PeerInfo(
             peer=peer,
             name="other",
             public_key=self.key,
@@ -71,11 +71,11 @@ class Other:
 
 
 def make(net: Net, folder: Path, other: Other, **told: tuple[str, ...]) -> Leadership:
-    host = Host(Home(folder).create(), net.member(), net.context)
-    me = MemberRecord(peer_id(host.keys.public), host.keys.public, "pc")
+    host = Host(Home(folder).create_folders(), net.member(), net.context)
+    me = MemberRecord(derive_peer_id(host.keys.public), host.keys.public, "pc")
     replica = Replica("s", "s", 8, 0, 1, (), (other.record(**told), me), (), None, None, (0, 0))
     host.home.replica.write_bytes(replica.encode())
-    membership = Membership(swarm="s", coordinator_key=other.key, addresses=("127.0.0.1:1",))
+    membership = MembershipRecord(swarm="s", coordinator_key=other.key, addresses=("127.0.0.1:1",))
     leadership = Leadership(host, ReplicaFile(host.home.replica, "s"), membership)
     leadership.start()
     return leadership
@@ -85,15 +85,15 @@ async def test_a_peer_is_asked_once_at_a_time(net: Net, tmp_path: Path) -> None:
     """However often others name it: their questions make no flood of ours."""
     other = Other(net)
     leadership = make(net, tmp_path, other)
-    succession, peer = leadership._succession, other.record().peer
-    assert succession is not None
+    election, peer = leadership._election, other.record().peer
+    assert election is not None
     for _ in range(100):
-        leadership._ask_once(peer, succession)
+        leadership._query_once(peer, election)
     await net.until(lambda: other.asked == 1)
     assert sum(task.get_name().startswith("molink-ask") for task in leadership._tasks) == 1
     other.may_answer.set()
-    await net.until(lambda: not leadership._asking)
-    leadership._ask_once(peer, succession)
+    await net.until(lambda: not leadership._querying)
+    leadership._query_once(peer, election)
     await net.until(lambda: other.asked >= 2)
     await leadership.close()
 
@@ -102,10 +102,10 @@ async def test_many_are_asked_a_few_at_a_time_and_none_in_vain(
     net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leadership = make(net, tmp_path, Other(net))
-    succession = leadership._succession
-    assert succession is not None
+    election = leadership._election
+    assert election is not None
     wanted = [f"p{number}" for number in range(20)]
-    monkeypatch.setattr(succession, "wants", wanted.__contains__)
+    monkeypatch.setattr(election, "is_awaiting", wanted.__contains__)
     under_way, most = set[str](), 0
     asked: list[str] = []
 
@@ -117,10 +117,10 @@ async def test_many_are_asked_a_few_at_a_time_and_none_in_vain(
         await asyncio.sleep(0)
         under_way.remove(peer)
 
-    monkeypatch.setattr(leadership, "_answer_of", answer_of)
+    monkeypatch.setattr(leadership, "_request_view", answer_of)
     for peer in (*wanted, "who answers nothing that counts"):
-        leadership._ask_once(peer, succession)
-    await net.until(lambda: not leadership._asking)
+        leadership._query_once(peer, election)
+    await net.until(lambda: not leadership._querying)
     await leadership.close()
     assert asked == wanted
     assert most == 8
@@ -133,18 +133,18 @@ async def test_a_member_that_has_moved_is_asked_where_the_swarm_is_heard(
     other = Other(net)
     other.may_answer.set()
     leadership = make(net, tmp_path, other, addresses=("127.0.0.77",))
-    await net.until(lambda: leadership.missing)
+    await net.until(lambda: leadership.has_missing_peers)
     assert other.asked == 0
-    leadership.heard_at(("127.0.0.1",))
-    leadership.heard_at(())  # a look that found nothing
-    await net.until(lambda: other.asked and not leadership.missing)
+    leadership.add_addresses(("127.0.0.1",))
+    leadership.add_addresses(())  # a look that found nothing
+    await net.until(lambda: other.asked and not leadership.has_missing_peers)
     await leadership.close()
 
 
 async def test_another_swarms_question_is_refused(net: Net, tmp_path: Path) -> None:
     leadership = make(net, tmp_path, Other(net))
     with pytest.raises(NotAuthorized, match="not of swarm x"):
-        leadership.answer("p", LeaderRequest(ref=1, swarm="x", view=VIEW))
-    reply = leadership.answer("p", LeaderRequest(ref=1, swarm="s", view=VIEW))
-    assert (reply.ref, reply.view.leads) == (1, False)
+        leadership.answer_request("p", LeaderRequest(ref=1, swarm="x", view=VIEW))
+    reply = leadership.answer_request("p", LeaderRequest(ref=1, swarm="s", view=VIEW))
+    assert (reply.ref, reply.view.is_leader) == (1, False)
     await leadership.close()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from molink.swarm.artifacts.supply import Supply
+from molink.swarm.artifacts.supply import ModelSources
 from molink.wire.messages.instructions import Route
 from molinkd.api.backend import ServedModel
 from molinkd.peer.frontend import served as module
@@ -19,23 +19,23 @@ class FakeStore:
         self.go_on = asyncio.Event()
         self.go_on.set()
 
-    async def metadata(self, model: str, root: str, supply: Supply, *, paced: bool) -> Path:
+    async def fetch_metadata(self, model: str, root: str, supply: ModelSources, *, paced: bool) -> Path:
         await self.go_on.wait()
         return Path(model)
 
 
 def route(context: int, *, ready: bool, epoch: int = 1) -> Route:
-    return Route(pipeline="p1", epoch=epoch, model="m", ready=ready, head=None, context=context)
+    return Route(pipeline="p1", epoch=epoch, model="m", is_ready=ready, scheduler=None, max_model_len=context)
 
 
 @pytest.fixture
 async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SimpleNamespace]:
     config = SimpleNamespace(context=999, short_context=0)
-    monkeypatch.setattr(module.ModelConfig, "load", lambda _: config)
+    monkeypatch.setattr(module.ModelConfig, "load_folder", lambda _: config)
     changes: asyncio.Queue[list[int]] = asyncio.Queue()
 
     def changed(models: Sequence[ServedModel]) -> None:
-        changes.put_nowait([model.context for model in models])
+        changes.put_nowait([model.max_model_len for model in models])
 
     store = FakeStore()
     served = ServedModels(store, changed, lambda _: None)  # type: ignore[arg-type]

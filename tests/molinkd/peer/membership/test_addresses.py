@@ -1,19 +1,19 @@
 """Which addresses are told to others."""
 
-from molinkd.peer.membership.addresses import advertised, is_loopback, is_wildcard, rank
+from molinkd.peer.membership.addresses import advertised_addresses, is_loopback, is_wildcard, rank_addresses
 
 
 def test_ranking() -> None:
     found = ["127.0.0.1", "169.254.3.4", "172.17.0.1", "192.168.1.5"]
-    assert rank(found, "192.168.1.5") == ("192.168.1.5", "172.17.0.1")
-    assert rank(["127.0.0.1"], None) == ("127.0.0.1",)
-    assert len(rank([f"10.0.0.{n}" for n in range(20)], None)) == 8
+    assert rank_addresses(found, "192.168.1.5") == ("192.168.1.5", "172.17.0.1")
+    assert rank_addresses(["127.0.0.1"], None) == ("127.0.0.1",)
+    assert len(rank_addresses([f"10.0.0.{n}" for n in range(20)], None)) == 8
 
 
 def test_what_is_bound_is_what_is_told() -> None:
-    assert advertised("127.0.0.1") == ("127.0.0.1",)
-    assert advertised("0.0.0.0", ("pc.example",)) == ("pc.example",)
-    assert advertised("0.0.0.0")
+    assert advertised_addresses("127.0.0.1") == ("127.0.0.1",)
+    assert advertised_addresses("0.0.0.0", ("pc.example",)) == ("pc.example",)
+    assert advertised_addresses("0.0.0.0")
 
 
 def test_kinds_of_hosts() -> None:

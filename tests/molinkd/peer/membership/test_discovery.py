@@ -10,24 +10,24 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import pytest
 
-from molink.swarm.membership.nearby import Nearby
-from molinkd.peer.election.coordinator_child import Announcement
-from molinkd.peer.membership.discovery import Announcer, Lookout, look_around
+from molink.swarm.membership.nearby import DiscoveredSwarm
+from molinkd.peer.election.coordinator_child import CoordinatorAnnouncement
+from molinkd.peer.membership.discovery import SwarmAnnouncer, DiscoveryScanner, scan_network
 from molinkd.peer.membership.membership import discovery
 from molinkd.peer.settings import Settings
 from tests.support.net import until
 
-SAID = Announcement(port=5466, public_key="k" * 40, swarm="ab" * 8, name="attic", porch=5479)
+SAID = CoordinatorAnnouncement(port=5466, public_key="k" * 40, swarm="ab" * 8, name="attic", pairing_port=5479)
 
 
 class Air:
     """What is announced now."""
 
     def __init__(self) -> None:
-        self.announced: list[Nearby] = []
+        self.announced: list[DiscoveredSwarm] = []
         self.interfaces: tuple[str, ...] = ("10.0.0.1", "10.0.1.1")
 
-    def announce(self, nearby: Nearby, _interfaces: Sequence[str]) -> "Air.Sign":
+    def announce(self, nearby: DiscoveredSwarm, _interfaces: Sequence[str]) -> "Air.Sign":
         self.announced.append(nearby)
         return Air.Sign(self)
 
@@ -51,16 +51,16 @@ def air(monkeypatch: pytest.MonkeyPatch) -> Iterator[Air]:
 
 
 async def test_it_follows_the_coordinator_and_the_addresses(air: Air) -> None:
-    said: list[Announcement | None] = [None]
-    announcer = Announcer(Settings(name="pc"), lambda: said[0])
+    said: list[CoordinatorAnnouncement | None] = [None]
+    announcer = SwarmAnnouncer(Settings(name="pc"), lambda: said[0])
     announcer.start()
     said[0] = SAID
     await until(lambda: air.announced)
-    nearby = Nearby("ab" * 8, "attic", "k" * 40, ("10.0.0.1", "10.0.1.1"), 5479)
+    nearby = DiscoveredSwarm("ab" * 8, "attic", "k" * 40, ("10.0.0.1", "10.0.1.1"), 5479)
     assert air.announced == [nearby]
     air.interfaces = ("10.0.0.2",)
     await until(lambda: air.announced and air.announced[0].addresses == ("10.0.0.2",))
-    said[0] = msgspec.structs.replace(SAID, porch=0)
+    said[0] = msgspec.structs.replace(SAID, pairing_port=0)
     await until(lambda: not air.announced)
     said[0] = SAID
     await until(lambda: air.announced)
@@ -72,7 +72,7 @@ async def test_it_follows_the_coordinator_and_the_addresses(air: Air) -> None:
 
 
 async def test_it_ends_while_it_begins(air: Air) -> None:
-    announcer = Announcer(Settings(name="pc"), lambda: SAID)
+    announcer = SwarmAnnouncer(Settings(name="pc"), lambda: SAID)
     announcer.start()
     await announcer.close()
 
@@ -84,16 +84,16 @@ async def test_what_cannot_be_announced_ends_nothing(
         raise OSError("no multicast")
 
     monkeypatch.setattr(discovery, "_announce", fail)
-    announcer = Announcer(Settings(name="pc"), lambda: SAID)
+    announcer = SwarmAnnouncer(Settings(name="pc"), lambda: SAID)
     announcer.start()
     await until(lambda: "no multicast" in caplog.text)
     await announcer.close()
 
 
 async def test_nothing_is_announced_unless_it_is_to_be(air: Air) -> None:
-    silent = Announcer(Settings(name="pc", discovery=False), lambda: SAID)
+    silent = SwarmAnnouncer(Settings(name="pc", discovery=False), lambda: SAID)
     air.interfaces = ()
-    alone = Announcer(Settings(name="pc", host="127.0.0.1"), lambda: SAID)
+    alone = SwarmAnnouncer(Settings(name="pc", host="127.0.0.1"), lambda: SAID)
     for announcer in (silent, alone):
         announcer.start()
         assert announcer._task is None
@@ -106,39 +106,39 @@ class Swarm:
     swarm = "ab" * 8
 
     def __init__(self) -> None:
-        self.missing = False
+        self.has_missing_peers = False
         self.heard: list[tuple[str, ...]] = []
 
-    def heard_at(self, addresses: tuple[str, ...]) -> None:
+    def add_addresses(self, addresses: tuple[str, ...]) -> None:
         self.heard.append(addresses)
 
 
 async def test_a_swarm_is_looked_for_while_a_member_is_missing(
     air: Air, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    near = Nearby("ab" * 8, "attic", "k" * 40, ("10.0.0.1", "10.0.0.7"), 5479)
-    other = Nearby("cd" * 8, "den", "k" * 40, ("10.0.0.9",), 5479)
+    near = DiscoveredSwarm("ab" * 8, "attic", "k" * 40, ("10.0.0.1", "10.0.0.7"), 5479)
+    other = DiscoveredSwarm("cd" * 8, "den", "k" * 40, ("10.0.0.9",), 5479)
     looks: list[str] = []
 
-    def look(host: str, *_: float) -> list[Nearby]:
+    def look(host: str, *_: float) -> list[DiscoveredSwarm]:
         looks.append(host)
         return [near, other]
 
     monkeypatch.setattr(discovery, "look_around", look)
     swarm = Swarm()
-    lookout = Lookout(Settings(name="pc"), swarm)
+    lookout = DiscoveryScanner(Settings(name="pc"), swarm)
     lookout.start()
     await asyncio.sleep(0.05)
     assert looks == [], "everybody is there"
-    swarm.missing = True
+    swarm.has_missing_peers = True
     await until(lambda: swarm.heard)
     assert swarm.heard[0] == ("10.0.0.7",), "neither this PC nor another swarm"
     await lookout.close()
-    silent = Lookout(Settings(name="pc", discovery=False), swarm)
+    silent = DiscoveryScanner(Settings(name="pc", discovery=False), swarm)
     silent.start()
     assert silent._task is None
     await silent.close()
 
 
 def test_nobody_is_looked_for_on_loopback() -> None:
-    assert look_around("127.0.0.1") == []
+    assert scan_network("127.0.0.1") == []

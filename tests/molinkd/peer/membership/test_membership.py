@@ -9,26 +9,26 @@ import pytest
 from molink.errors import (
     MolinkError,
     Overloaded,
-    ShutOut,
+    PeerBanned,
     TokenError,
     Unavailable,
     UsageError,
 )
-from molink.swarm.membership.token import Guide, JoinToken
+from molink.swarm.membership.token import ContactPoint, JoinToken
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.joining import Elsewhere, Joined, JoinRequest
+from molink.wire.messages.joining import JoinRedirect, JoinReply, JoinRequest
 from molink.wire.messages.requests import StatusReply, StatusRequest
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.server import Sender
+from molink.wire.sockets.server import MessageSender
 from molinkd.peer.home import Home
-from molinkd.peer.membership.membership import Membership, ask_again, choose, join, read_membership
+from molinkd.peer.membership.membership import MembershipRecord, renew_membership, choose_membership, join_swarm, read_membership
 from tests.support.net import Net
 
 HOME = Home(Path("nowhere"))
 COORDINATOR = KeyPair.generate()
 INVITATION = KeyPair.generate()
-KNOWN = Membership(
+KNOWN = MembershipRecord(
     swarm="s", coordinator_key=COORDINATOR.public, addresses=("10.0.0.1:5466",), model="m"
 )
 
@@ -49,50 +49,50 @@ def test_it_is_remembered(tmp_path: Path) -> None:
 
 
 def test_a_new_peer_needs_a_token() -> None:
-    assert choose(HOME, None, str(make_token())) == make_token()
+    assert choose_membership(HOME, None, str(make_token())) == make_token()
     with pytest.raises(UsageError, match="in no swarm"):
-        choose(HOME, None, None)
+        choose_membership(HOME, None, None)
 
 
 def test_a_member_returns_without_one() -> None:
-    assert choose(HOME, KNOWN, None) == KNOWN
+    assert choose_membership(HOME, KNOWN, None) == KNOWN
     with pytest.raises(UsageError, match="molink up"):
-        choose(HOME, msgspec.structs.replace(KNOWN, own=True), None)
+        choose_membership(HOME, msgspec.structs.replace(KNOWN, is_founder=True), None)
 
 
 def test_a_token_of_the_same_swarm_counts() -> None:
     """The coordinator may have forgotten this PC."""
-    assert choose(HOME, KNOWN, str(make_token())) == make_token()
+    assert choose_membership(HOME, KNOWN, str(make_token())) == make_token()
     with pytest.raises(UsageError, match="molink up"):
-        choose(HOME, msgspec.structs.replace(KNOWN, own=True), str(make_token()))
+        choose_membership(HOME, msgspec.structs.replace(KNOWN, is_founder=True), str(make_token()))
 
 
 def test_a_member_does_not_change_swarms_by_accident() -> None:
     with pytest.raises(UsageError, match="molink leave"):
-        choose(HOME, KNOWN, str(msgspec.structs.replace(make_token(), swarm="another")))
+        choose_membership(HOME, KNOWN, str(msgspec.structs.replace(make_token(), swarm="another")))
     # Another PC may lead the same swarm by now, with a key of its own.
     moved = make_token(key=KeyPair.generate().public)
-    assert choose(HOME, KNOWN, str(moved)) == moved
+    assert choose_membership(HOME, KNOWN, str(moved)) == moved
 
 
 def test_an_expired_token() -> None:
     token = msgspec.structs.replace(make_token(), expires=1)
     with pytest.raises(TokenError, match="expired"):
-        choose(HOME, None, str(token))
+        choose_membership(HOME, None, str(token))
 
 
 async def test_joining(net: Net) -> None:
     seen: list[JoinRequest] = []
 
-    def handle(sender: Sender, message: JoinRequest, _payload: memoryview | None) -> None:
+    def handle(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
         seen.append(message)
-        server.send(sender.identity, Joined(ref=message.ref, swarm="s2", peer="p"))
+        server.send(sender.identity, JoinReply(ref=message.ref, swarm="s2", peer="p"))
 
-    net.gatekeeper.allow(INVITATION.public, "invite:1")
+    net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
     server = net.server(control_codec(), handle)
     token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
     mine = KeyPair.generate()
-    membership = await join(net.context, mine, token, "pc")
+    membership = await join_swarm(net.context, mine, token, "pc")
     assert membership.swarm == "s2"
     assert membership.coordinator_key == net.keys.public
     assert (seen[0].public_key, seen[0].name) == (mine.public, "pc")
@@ -102,7 +102,7 @@ async def test_an_invitation_that_is_not_known(net: Net) -> None:
     server = net.server(control_codec(), lambda *_: None)
     token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
     with pytest.raises(TokenError, match="was ended or has expired"):
-        await join(net.context, KeyPair.generate(), token, "pc")
+        await join_swarm(net.context, KeyPair.generate(), token, "pc")
 
 
 class Refusing:
@@ -110,21 +110,21 @@ class Refusing:
 
     def __init__(self, net: Net, *errors: MolinkError) -> None:
         self.errors = list(errors)
-        net.gatekeeper.allow(INVITATION.public, "invite:1")
+        net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
         self.server = net.server(control_codec(), self._handle)
         self.token = make_token(f"127.0.0.1:{self.server.port}", net.keys.public)
 
-    def _handle(self, sender: Sender, message: JoinRequest, _payload: memoryview | None) -> None:
+    def _handle(self, sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
         if self.errors:
             raise self.errors.pop(0)
-        self.server.send(sender.identity, Joined(ref=message.ref, swarm="s2", peer="p"))
+        self.server.send(sender.identity, JoinReply(ref=message.ref, swarm="s2", peer="p"))
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         (TokenError("was for one PC"), TokenError),
-        (ShutOut("was for one PC"), ShutOut),
+        (PeerBanned("was for one PC"), PeerBanned),
         (Unavailable("was for one PC"), Unavailable),
     ],
 )
@@ -133,7 +133,7 @@ async def test_what_the_coordinator_says_is_passed_on(
 ) -> None:
     refusing = Refusing(net, error)
     with pytest.raises(kind, match="was for one PC"):
-        await join(net.context, KeyPair.generate(), refusing.token, "pc")
+        await join_swarm(net.context, KeyPair.generate(), refusing.token, "pc")
 
 
 async def test_one_of_too_many_at_once_tries_again(
@@ -141,12 +141,12 @@ async def test_one_of_too_many_at_once_tries_again(
 ) -> None:
     monkeypatch.setattr("molinkd.peer.membership.membership._AGAIN_S", 0.01)
     refusing = Refusing(net, Overloaded("too many"), Overloaded("too many"))
-    assert (await join(net.context, KeyPair.generate(), refusing.token, "pc")).swarm == "s2"
+    assert (await join_swarm(net.context, KeyPair.generate(), refusing.token, "pc")).swarm == "s2"
     assert refusing.errors == []
     monkeypatch.setattr("molinkd.peer.membership.membership._JOIN_S", 0.0)
     refusing.errors = [Overloaded("too many")] * 9
     with pytest.raises(Unavailable, match="can't join"):
-        await join(net.context, KeyPair.generate(), refusing.token, "pc")
+        await join_swarm(net.context, KeyPair.generate(), refusing.token, "pc")
 
 
 async def test_a_connection_that_breaks_before_the_answer(
@@ -154,19 +154,19 @@ async def test_a_connection_that_breaks_before_the_answer(
 ) -> None:
     """The coordinator shuts another PC out at that moment."""
 
-    def handle(sender: Sender, message: JoinRequest, _payload: memoryview | None) -> None:
+    def handle(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
         seen.append(message)
         if len(seen) == 1:
-            server.deny("another")
+            server.drop_peer("another")
         else:
-            server.send(sender.identity, Joined(ref=message.ref, swarm="s2", peer="p"))
+            server.send(sender.identity, JoinReply(ref=message.ref, swarm="s2", peer="p"))
 
     monkeypatch.setattr("molinkd.peer.membership.membership._AGAIN_S", 0.01)
     seen: list[JoinRequest] = []
-    net.gatekeeper.allow(INVITATION.public, "invite:1")
+    net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
     server = net.server(control_codec(), handle)
     token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
-    assert (await join(net.context, KeyPair.generate(), token, "pc")).swarm == "s2"
+    assert (await join_swarm(net.context, KeyPair.generate(), token, "pc")).swarm == "s2"
     assert len(seen) == 2
 
 
@@ -174,44 +174,44 @@ async def test_a_coordinator_with_another_key(net: Net) -> None:
     server = net.server(control_codec(), lambda *_: None)
     token = make_token(f"127.0.0.1:{server.port}", KeyPair.generate().public)
     with pytest.raises(TokenError, match="another swarm"):
-        await join(net.context, KeyPair.generate(), token, "pc")
+        await join_swarm(net.context, KeyPair.generate(), token, "pc")
 
 
 async def test_nobody_there(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("molinkd.peer.membership.membership._JOIN_S", 0.2)
     with pytest.raises(Unavailable, match="can't join"):
-        await join(net.context, KeyPair.generate(), make_token("127.0.0.1:9"), "pc")
+        await join_swarm(net.context, KeyPair.generate(), make_token("127.0.0.1:9"), "pc")
 
 
 async def test_a_member_sends_a_guest_on_to_the_coordinator(net: Net) -> None:
     """The one that the token names is gone, and another PC leads."""
 
-    def admit(sender: Sender, message: JoinRequest, _payload: memoryview | None) -> None:
-        coordinator.send(sender.identity, Joined(ref=message.ref, swarm="s", peer="me"))
+    def admit(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
+        coordinator.send(sender.identity, JoinReply(ref=message.ref, swarm="s", peer="me"))
 
-    def send_on(sender: Sender, message: JoinRequest, _payload: memoryview | None) -> None:
+    def send_on(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
         where = (f"127.0.0.1:{coordinator.port}",)
         member.send(
             sender.identity,
-            Elsewhere(ref=message.ref, coordinator_key=net.keys.public, addresses=where),
+            JoinRedirect(ref=message.ref, coordinator_key=net.keys.public, addresses=where),
         )
 
     coordinator = net.server(control_codec(), admit)
     member = net.server(control_codec(), send_on)
-    net.gatekeeper.allow(INVITATION.public, "invite:1")
+    net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
     token = msgspec.structs.replace(
         make_token("127.0.0.1:1"),
-        guides=(Guide(net.keys.public, (f"127.0.0.1:{member.port}",)),),
+        contact_points=(ContactPoint(net.keys.public, (f"127.0.0.1:{member.port}",)),),
     )
-    joined = await join(net.context, KeyPair.generate(), token, "pc")
+    joined = await join_swarm(net.context, KeyPair.generate(), token, "pc")
     assert joined.addresses == (f"127.0.0.1:{coordinator.port}",)
 
 
-@pytest.mark.parametrize("answer", [ShutOut("this PC was shut out"), None])
+@pytest.mark.parametrize("answer", [PeerBanned("this PC was shut out"), None])
 async def test_a_swarm_that_has_shut_this_pc_out_is_asked_again(
     net: Net, answer: MolinkError | None
 ) -> None:
-    def handle(sender: Sender, message: StatusRequest, _payload: memoryview | None) -> None:
+    def handle(sender: MessageSender, message: StatusRequest, _payload: memoryview | None) -> None:
         if answer is not None:
             raise answer
         server.send(
@@ -220,23 +220,23 @@ async def test_a_swarm_that_has_shut_this_pc_out_is_asked_again(
 
     mine = net.member("pc")
     server = net.server(control_codec(), handle)
-    known = Membership(
+    known = MembershipRecord(
         swarm="s",
         coordinator_key=net.keys.public,
         addresses=(f"127.0.0.1:{server.port}",),
-        shut_out=True,
+        is_banned=True,
     )
     if answer is None:
-        assert not (await ask_again(net.context, mine, known)).shut_out
+        assert not (await renew_membership(net.context, mine, known)).is_banned
         return
-    with pytest.raises(ShutOut, match="was shut out"):
-        await ask_again(net.context, mine, known)
+    with pytest.raises(PeerBanned, match="was shut out"):
+        await renew_membership(net.context, mine, known)
 
 
 async def test_a_swarm_that_has_ended_takes_nobody_back(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("molinkd.peer.membership.membership._GUIDE_S", 0.1)
-    known = msgspec.structs.replace(KNOWN, addresses=("127.0.0.1:1",), shut_out=True)
-    with pytest.raises(ShutOut):
-        await ask_again(net.context, KeyPair.generate(), known)
+    known = msgspec.structs.replace(KNOWN, addresses=("127.0.0.1:1",), is_banned=True)
+    with pytest.raises(PeerBanned):
+        await renew_membership(net.context, KeyPair.generate(), known)

@@ -5,18 +5,18 @@ import socket
 
 import pytest
 
-from molink.facts.identity import peer_id
+from molink.facts.identity import derive_peer_id
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.instructions import Member
+from molink.wire.messages.instructions import PeerInfo
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.membership.membership import probe as module
-from molinkd.peer.membership.probe import Prober
+from molinkd.peer.membership.probe import PeerProber
 from tests.support.net import Net
 
 
-def member(public_key: str, port: int, *addresses: str) -> Member:
-    return Member(
-        peer=peer_id(public_key),
+def member(public_key: str, port: int, *addresses: str) -> PeerInfo:
+    return PeerInfo(
+        peer=derive_peer_id(public_key),
         name="x",
         public_key=public_key,
         addresses=addresses or ("127.0.0.1",),
@@ -28,27 +28,27 @@ async def test_it_tries_until_the_port_is_open(net: Net, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "PATIENCE_S", 0.2)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
     told: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
-    prober = Prober(net.context, net.member(), lambda *said: told.put_nowait(said))
+    prober = PeerProber(net.context, net.member(), lambda *said: told.put_nowait(said))
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         target = member(net.keys.public, closed.getsockname()[1])
-        prober.member(target)
+        prober.add_peer(target)
         assert await told.get() == (target.peer, False, None, False)
         assert await told.get() == (target.peer, False, None, False)
     monkeypatch.setattr(module, "PATIENCE_S", 10.0)
     server = net.server(control_codec(), lambda *_: None)
     # It listens elsewhere now; one of its addresses is enough.
-    prober.member(member(net.keys.public, server.port, "127.0.0.9", "127.0.0.1"))
+    prober.add_peer(member(net.keys.public, server.port, "127.0.0.9", "127.0.0.1"))
     while not (said := await told.get())[1]:
         pass
     assert said == (target.peer, True, None, False)
-    peer, reached, away, relayed = said = await told.get()
+    peer, reached, latency, relayed = said = await told.get()
     assert (peer, reached, relayed) == (target.peer, True, False)
-    assert 0 < away < 5.0
-    prober.repeat()
+    assert 0 < latency < 5.0
+    prober.report_all()
     assert told.get_nowait() == said
-    prober.forget(target.peer)
-    prober.repeat()
+    prober.drop_peer(target.peer)
+    prober.report_all()
     assert told.empty()
     await prober.close()
 
@@ -68,9 +68,9 @@ async def test_a_latency_is_told_again_where_it_has_changed(
 
     monkeypatch.setattr(module, "latency", latency)
     told: list[float | None] = []
-    prober = Prober(net.context, net.member(), lambda *said: told.append(said[2]))
+    prober = PeerProber(net.context, net.member(), lambda *said: told.append(said[2]))
     server = net.server(control_codec(), lambda *_: None)
-    prober.member(member(net.keys.public, server.port))
+    prober.add_peer(member(net.keys.public, server.port))
     await asyncio.wait_for(over.wait(), 30)
     await prober.close()
     assert told == [None, 0.010, 0.014, 0.030]
@@ -91,10 +91,10 @@ async def test_a_few_members_are_tried_at_once(net: Net, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "can_connect", can_connect)
     monkeypatch.setattr(module, "latency", lambda *_: asyncio.sleep(0, 0.001))
     told: asyncio.Queue[str] = asyncio.Queue()
-    prober = Prober(net.context, net.member(), lambda *said: told.put_nowait(said[0]))
+    prober = PeerProber(net.context, net.member(), lambda *said: told.put_nowait(said[0]))
     targets = [member(net.member().public, 1) for _ in range(20)]
     for target in targets:
-        prober.member(target)
+        prober.add_peer(target)
     reached = {await told.get() for _ in range(2 * len(targets))}
     await prober.close()
     assert reached == {target.peer for target in targets}
@@ -126,10 +126,10 @@ class FakeDetours:
         self.port = port
         self.latencies: list[float | None] = [0.02, None]
 
-    def endpoint(self, peer: str, port: int) -> str:
+    def local_endpoint(self, peer: str, port: int) -> str:
         return f"tcp://127.0.0.1:{self.port}" if self.port else ""
 
-    async def latency(self, peer: str) -> float | None:
+    async def measure_latency(self, peer: str) -> float | None:
         return self.latencies.pop(0) if self.latencies else None
 
 
@@ -141,17 +141,17 @@ async def test_a_member_that_is_reached_by_a_detour(
     monkeypatch.setattr(module, "RETRY_S", 0.01)
     told: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
     server = net.server(control_codec(), lambda *_: None)
-    detours = FakeDetours(0)
-    prober = Prober(net.context, net.member(), lambda *said: told.put_nowait(said), detours)
+    relayed_routes = FakeDetours(0)
+    prober = PeerProber(net.context, net.member(), lambda *said: told.put_nowait(said), relayed_routes)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         target = member(net.keys.public, closed.getsockname()[1])
-        prober.member(target)
+        prober.add_peer(target)
         assert await told.get() == (target.peer, False, None, False)
         monkeypatch.setattr(module, "PATIENCE_S", 5.0)
-        detours.port = server.port
-        prober.again(target.peer)
-        prober.again("nobody")
+        relayed_routes.port = server.port
+        prober.retry_peer(target.peer)
+        prober.retry_peer("nobody")
         while not (said := await told.get())[1]:
             pass
         assert said == (target.peer, True, None, True)

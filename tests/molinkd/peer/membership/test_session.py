@@ -9,16 +9,16 @@ from molink import __version__
 from molink.errors import PortInUse, RequestError
 from molink.facts.device import Device
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import Done
-from molink.wire.messages.instructions import Member, Welcome
-from molink.wire.messages.leading import Noted
-from molink.wire.messages.load import MAX_REQUESTS, HeadLoad, Load, RequestNow
+from molink.wire.messages.control import DoneReply
+from molink.wire.messages.instructions import PeerInfo, Welcome
+from molink.wire.messages.leading import LeaderHeartbeat
+from molink.wire.messages.load import MAX_REQUESTS, SchedulerLoad, PeerLoad, RequestLoad
 from molink.wire.messages.reports import Goodbye, PeerReport, StageReady
-from molink.wire.messages.requests import Invite, InviteRequest
+from molink.wire.messages.requests import InviteReply, InviteRequest
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.server import Sender, Server
-from molinkd.peer.membership.membership import Membership
+from molink.wire.sockets.server import MessageSender, Server
+from molinkd.peer.membership.membership import MembershipRecord
 from molinkd.peer.membership.membership import session as session_module
 from molinkd.peer.membership.session import CoordinatorSession
 from tests.support.net import Net
@@ -28,7 +28,7 @@ REPORT = PeerReport(
     version="0",
     addresses=("127.0.0.1",),
     control_port=1,
-    endpoint="",
+    api_address="",
     daemon_pid=1,
     stage="auto",
     device=Device(kind="cpu", name="x", memory=1),
@@ -45,26 +45,26 @@ class FakeCoordinator:
         self.identity, self.term, self.protocol = b"", 0, PROTOCOL
         self.server = net.server(control_codec(), self._handle)
 
-    def _handle(self, sender: Sender, message: Any, _payload: memoryview | None) -> None:
+    def _handle(self, sender: MessageSender, message: Any, _payload: memoryview | None) -> None:
         self.got.append(message)
         if isinstance(message, PeerReport) and sender.identity != self.identity:
             self.identity = sender.identity
-            noted = Noted(term=self.term, leader="first", version="2", protocol=self.protocol)
+            noted = LeaderHeartbeat(term=self.term, leader="first", version="2", protocol=self.protocol)
             self.server.send(sender.identity, noted)
-            self.server.send(sender.identity, Welcome(swarm="s", peer=sender.user_id))
+            self.server.send(sender.identity, Welcome(swarm="s", peer=sender.peer_id))
         elif isinstance(message, Goodbye):
-            self.server.send(sender.identity, Done(ref=message.ref))
+            self.server.send(sender.identity, DoneReply(ref=message.ref))
         elif isinstance(message, InviteRequest):
             if message.ttl < 0:
                 raise RequestError("a negative time", "ttl")
-            self.server.send(sender.identity, Invite(ref=message.ref, token="t"))
+            self.server.send(sender.identity, InviteReply(ref=message.ref, token="t"))
 
 
 def make_session(
     net: Net, keys: KeyPair, port: int, heard: list[object], term: int = 0
 ) -> CoordinatorSession:
     """A session that obeys no coordinator of a term before ``term``."""
-    membership = Membership(
+    membership = MembershipRecord(
         swarm="s", coordinator_key=net.keys.public, addresses=(f"127.0.0.1:{port}",)
     )
     return CoordinatorSession(
@@ -86,14 +86,14 @@ async def test_a_report_comes_first_and_then_again_and_again(
     monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.02)
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, net.member(), coordinator.server.port, heard)
-    session.tell(READY)
-    assert session.failure
+    session.send_message(READY)
+    assert session.failure_reason
     session.start()
     await net.until(lambda: len(coordinator.got) >= 3)
     assert coordinator.got[:3] == [REPORT, REPORT, REPORT]
     await net.until(lambda: heard == ["welcome"])
-    assert session.failure == ""
-    session.tell(READY)
+    assert session.failure_reason == ""
+    session.send_message(READY)
     await net.until(lambda: READY in coordinator.got)
     await session.close()
 
@@ -110,15 +110,15 @@ async def test_a_coordinator_that_speaks_otherwise_is_heard_but_not_obeyed(net: 
     ):
         assert part in heard[0]
     coordinator.server.send(
-        coordinator.identity, Noted(term=0, leader="first", protocol=PROTOCOL + 1)
+        coordinator.identity, LeaderHeartbeat(term=0, leader="first", protocol=PROTOCOL + 1)
     )
-    await net.until(lambda: "of an unknown version" in session.failure)
-    assert not session.welcome
+    await net.until(lambda: "of an unknown version" in session.failure_reason)
+    assert not session.is_welcomed
     assert "welcome" not in heard
     # It was updated in turn.
     coordinator.identity, coordinator.protocol = b"", PROTOCOL
-    await net.until(lambda: session.welcome)
-    assert session.failure == ""
+    await net.until(lambda: session.is_welcomed)
+    assert session.failure_reason == ""
     await session.close()
 
 
@@ -126,8 +126,8 @@ async def test_a_report_that_is_too_long_goes_without_its_load(net: Net) -> None
     """What only people look at never keeps a peer from being there."""
     coordinator, heard = FakeCoordinator(net), []
     long = msgspec.structs.replace(REPORT, models=("m" * 250,) * 14)
-    requests = (RequestNow("o" * 32, "decode", 1),) * MAX_REQUESTS
-    load = Load((), (HeadLoad("p1", requests=requests),))
+    requests = (RequestLoad("o" * 32, "decode", 1),) * MAX_REQUESTS
+    load = PeerLoad((), (SchedulerLoad("p1", requests=requests),))
     session = make_session(net, net.member(), coordinator.server.port, heard)
     session._report = lambda: msgspec.structs.replace(long, load=load)
     session.start()
@@ -140,12 +140,12 @@ async def test_announcements_and_requests(net: Net) -> None:
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, net.member(), coordinator.server.port, heard)
     session.start()
-    await net.until(lambda: session.welcome)
-    member = Member(peer="p", name="n", public_key=net.keys.public, addresses=(), control_port=0)
+    await net.until(lambda: session.is_welcomed)
+    member = PeerInfo(peer="p", name="n", public_key=net.keys.public, addresses=(), control_port=0)
     coordinator.server.send(coordinator.identity, member)
     await net.until(lambda: heard == ["welcome", member])
     reply = await session.request(InviteRequest(ref=0))
-    assert isinstance(reply, Invite)
+    assert isinstance(reply, InviteReply)
     with pytest.raises(RequestError, match="negative"):
         await session.request(InviteRequest(ref=0, ttl=-1.0))
     await session.close()
@@ -155,12 +155,12 @@ async def test_goodbye_is_the_last_word(net: Net) -> None:
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, net.member(), coordinator.server.port, heard)
     session.start()
-    await net.until(lambda: session.welcome)
-    await session.goodbye()
+    await net.until(lambda: session.is_welcomed)
+    await session.send_goodbye()
     assert isinstance(coordinator.got[-1], Goodbye)
     said = len(coordinator.got)
     session.report_now()
-    session.tell(READY)
+    session.send_message(READY)
     await session.request(InviteRequest(ref=0))
     assert not {type(one) for one in coordinator.got[said:]} & {PeerReport, StageReady}
     await session.close()
@@ -174,10 +174,10 @@ async def test_who_was_not_obeyed_and_then_leads_in_a_higher_term_begins_anew(
     session = make_session(net, net.member(), coordinator.server.port, heard, term=2)
     session.start()
     await net.until(lambda: len(coordinator.got) >= 3)
-    assert not session.welcome
+    assert not session.is_welcomed
     first, coordinator.term = coordinator.identity, 2
-    coordinator.server.send(first, Noted(term=2, leader="first", protocol=PROTOCOL))
-    await net.until(lambda: session.welcome)
+    coordinator.server.send(first, LeaderHeartbeat(term=2, leader="first", protocol=PROTOCOL))
+    await net.until(lambda: session.is_welcomed)
     assert coordinator.identity != first
     await session.close()
 
@@ -187,11 +187,11 @@ async def test_it_comes_back(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, net.member(), coordinator.server.port, heard)
     session.start()
-    await net.until(lambda: session.welcome)
+    await net.until(lambda: session.is_welcomed)
     port = coordinator.server.port
     await coordinator.server.close()
-    await net.until(lambda: not session.welcome)
-    assert session.failure
+    await net.until(lambda: not session.is_welcomed)
+    assert session.failure_reason
     again = FakeCoordinator.__new__(FakeCoordinator)
     again.got, again.identity, again.term, again.protocol = [], b"", 0, PROTOCOL
     again.server = Server(net.context, net.keys, control_codec(), net.gatekeeper, again._handle)
@@ -217,11 +217,11 @@ async def test_a_stranger_is_told_so(net: Net) -> None:
     session = make_session(net, KeyPair.generate(), coordinator.server.port, heard)
     for number in range(session_module.LASTING):
         assert heard == []
-        session._refused(f"{number}")
-    session._refused("more")
+        session._on_refusal(f"{number}")
+    session._on_refusal("more")
     assert heard == ["3"], "once, when it lasts"
     session.start()
-    await net.until(lambda: "doesn't know this PC" in session.failure)
+    await net.until(lambda: "doesn't know this PC" in session.failure_reason)
     await session.close()
 
 
@@ -230,7 +230,7 @@ async def test_a_coordinator_of_an_earlier_term_is_not_obeyed(net: Net) -> None:
     session = make_session(net, net.member(), coordinator.server.port, heard, term=5)
     session.start()
     await net.until(lambda: len(coordinator.got) >= 2)
-    assert (heard, session.welcome) == ([], False)
+    assert (heard, session.is_welcomed) == ([], False)
     await session.close()
 
 
@@ -238,15 +238,15 @@ async def test_it_follows_the_coordinator_to_another_place(net: Net) -> None:
     first, second, heard = FakeCoordinator(net), FakeCoordinator(net), []
     session = make_session(net, net.member(), first.server.port, heard)
     session.start()
-    await net.until(lambda: session.welcome)
-    place = Membership(
+    await net.until(lambda: session.is_welcomed)
+    place = MembershipRecord(
         swarm="s",
         coordinator_key=net.keys.public,
         addresses=(f"127.0.0.1:{second.server.port}",),
     )
-    session.follow(place)
-    await net.until(lambda: session.welcome)
+    session.follow_coordinator(place)
+    await net.until(lambda: session.is_welcomed)
     assert REPORT in second.got
-    session.follow(place)  # there it is already
-    assert session.welcome
+    session.follow_coordinator(place)  # there it is already
+    assert session.is_welcomed
     await session.close()
