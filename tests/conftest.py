@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from molink.wire.sockets.loop import EventLoop
+from molink.wire.sockets.event_loop import EventLoop
 from molinkd.imports import permanent_imports
 from tests.support.models import MakeModel
 from tests.support.net import Net
@@ -41,10 +41,10 @@ STARTING_PROCESSES = (
     "tests/chaos/",
     "tests/e2e/",
     "tests/molinkd/coordinator/test_main.py",
-    "tests/molinkd/peer/election/test_coordinator_child.py",
+    "tests/molinkd/peer/election/test_coordinator_process.py",
     "tests/molinkd/peer/agent/test_device_probe.py",
     "tests/molinkd/peer/agent/test_stage_bench.py",
-    "tests/molinkd/peer/agent/test_supervisor.py",
+    "tests/molinkd/peer/agent/test_worker_supervisor.py",
     "tests/molinkd/worker/test_processes.py",
     "tests/stage/linear/test_bnb.py",
     "tests/test_repository.py",
@@ -65,7 +65,7 @@ SHARING_DEMO = (
 LANES = 2
 
 #: Fixtures that several folders share.
-pytest_plugins = ["tests.support.swarm"]
+pytest_plugins = ["tests.support.fake_fleet"]
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

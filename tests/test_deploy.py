@@ -5,7 +5,7 @@ import re
 import kubernetes_validate
 import pytest
 
-from molinkd.api.guard import PUBLIC_PATHS
+from molinkd.api.access_guard import PUBLIC_PATHS
 from molinkd.peer.settings import SETTING_NAMES, Settings, apply_layer, read_environment
 from tests.support import manifests
 from tests.support.manifests import ROOT, Manifest, container, environment, find, workloads

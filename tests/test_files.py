@@ -1,7 +1,7 @@
 import pytest
 
 from molink import files
-from molink.files import retry_while_busy, make_plain_name
+from molink.files import make_plain_name, retry_while_busy
 
 
 class Locked:

@@ -29,8 +29,8 @@ from molink.stage.attention.compiled import CompiledAttention, kernel_shape
 from molink.stage.attention.create import create_attention
 from molink.stage.batch import SequenceRows
 from molink.stage.kernels.arithmetic import Float32
-from molink.stage.kernels.attend import AttentionKernel
-from molink.stage.pool import KVPool
+from molink.stage.kernels.attention_kernel import AttentionKernel
+from molink.stage.kv_pool import KVPool
 from molink.stage.torch_dtypes import TORCH_DTYPES
 
 _CONTEXTS, _BATCHES = (1024, 8192), (1, 8)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.footprint import StageSetup, StepLimits
 from molink.facts.memory_plan import plan_memory
 from molink.facts.model import BLOCK_SIZE, Quantize
@@ -32,7 +32,7 @@ from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.sampling.penalties import SampleRow
 from molink.stage.sampling.sampler import sample_tokens
 from molink.stage.stage import Stage
-from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.data_plane import SamplingParams
 
 #: Rows of a decode step, and the tokens before each.
 _STEPS = ((1, 128), (1, 2000), (4, 128), (8, 128), (8, 1000), (16, 128), (32, 500), (64, 128))

@@ -16,9 +16,9 @@ import sys
 
 import psutil
 
+from molink.bench.client import BenchClient, BenchTarget
 from molink.bench.clock import MonotonicClock
-from molink.bench.http import BenchClient, BenchTarget
-from molink.bench.planned import plan_sizes
+from molink.bench.planned_requests import plan_sizes
 from molink.bench.runner import run_plan
 from tools.swarm_processes import swarm_processes
 

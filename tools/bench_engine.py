@@ -35,15 +35,15 @@ from typing import Any
 
 import torch
 
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import NullCounter
-from molink.checkpoint.unpacking import GGUF_SUFFIX, import_gguf
+from molink.checkpoint.gguf_import import GGUF_SUFFIX, import_gguf
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_source import NullCounter
 from molink.stage.batch import SequenceRows, StageInput
+from molink.stage.diagnostics.peak_rates import peak_read_rate
 from molink.stage.kernels import compiler
-from molink.stage.measure.peaks import peak_read_rate
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES
-from molinkd.peer.platform import huge_pages
+from molinkd.platform import huge_pages
 from tools.serving.rounds import compare
 
 BLOCK = 16
@@ -102,7 +102,9 @@ def _measured(options: argparse.Namespace, made: Path) -> dict[str, Any]:
     )
     avoid = tuple(filter(None, options.avoid.split(",")))
     dtype = "f32" if options.avx2 else options.dtype
-    stage = Stage.load_layers(folder, (0, folder.config.layers), dtype=dtype, disabled_kernels=avoid)
+    stage = Stage.load_layers(
+        folder, (0, folder.config.layers), dtype=dtype, disabled_kernels=avoid
+    )
     longest = max(options.long, default=0) + LONG_DECODE + 1
     stage.allocate_kv_pool(max(BATCH * 128, -(-longest // BLOCK)), BLOCK)
     decode(stage, 1, 0, 8)  # warm

@@ -22,7 +22,7 @@ from torch import Tensor
 from molink.stage.kernels.arithmetic import WidenedBf16, WidenedF16
 from molink.stage.kernels.create import create_matmul
 from molink.stage.kernels.matmul import MatMul
-from molink.stage.linear import PlainLinear, PackedLinear, can_pack
+from molink.stage.linear import PackedLinear, PlainLinear, can_pack
 
 _ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256)
 _WEIGHTS, _ROUNDS = 12, 5

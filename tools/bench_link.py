@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.key_pair import KeyPair
 from tools.link_ends import DECODE_ROWS, ROW
 from tools.wan import Node, Rig, RigError, VethPair, unavailable
 

@@ -27,13 +27,13 @@ import numpy as np
 import torch
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.layout import layer_tensors
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.tensor_layout import layer_tensors
 from molink.facts.model import Quantize
-from molink.gguf.blocks import PACKED_TYPES, packed_name, packed_shape
-from molink.stage.loading.weights import WeightReader
+from molink.gguf.ggml_types import PACKED_TYPES, packed_name, packed_shape
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype
+from molink.stage.weights.weight_reader import WeightReader
 from tools.make_bench_model import Shape, model_config
 
 SHAPE, LAYERS, STAGE = Shape(4096, 32, 32, 11008), 32, (8, 16)

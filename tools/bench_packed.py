@@ -19,12 +19,12 @@ from statistics import median
 
 import torch
 
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import NullCounter
-from molink.checkpoint.unpacking import GGUF_SUFFIX, import_gguf
+from molink.checkpoint.gguf_import import GGUF_SUFFIX, import_gguf
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_source import NullCounter
 from molink.stage.kernels import compiler
 from molink.stage.stage import Stage
-from molinkd.peer.platform import huge_pages
+from molinkd.platform import huge_pages
 from tools.bench_engine import AVX2_ONLY, BLOCK, decode, prefill, without_avx512
 
 _MEASURES = "MOLINK_BENCH_PACKED"
@@ -63,7 +63,11 @@ def _measure(model: Path, made: Path, options: argparse.Namespace) -> None:
     sides = []
     for avoid in ((), ("gguf-blocks",)):
         dtype = "f32" if options.avx2 else "auto"
-        sides.append(Stage.load_layers(folder, (0, folder.config.layers), dtype=dtype, disabled_kernels=avoid))
+        sides.append(
+            Stage.load_layers(
+                folder, (0, folder.config.layers), dtype=dtype, disabled_kernels=avoid
+            )
+        )
         sides[-1].allocate_kv_pool(max(128, -(-max(options.prompts) // BLOCK)), BLOCK)
     rates: dict[str, tuple[list[float], list[float]]] = {}
     for _ in range(1 + options.rounds):

@@ -10,17 +10,17 @@ import statistics
 import time
 
 from molink.link.policies.base import (
-    MessageAcknowledgedEvent,
+    ChannelPolicy,
     DecodeFinishedEvent,
     DecodeStartedEvent,
-    ChannelPolicy,
     LinkEstimatedEvent,
+    MessageAcknowledgedEvent,
+    MessageSentEvent,
     RowsProducedEvent,
     SendRowsAction,
-    MessageSentEvent,
 )
 from molink.link.policies.create import POLICIES, create_policy
-from molink.wire.messages.data import Channel
+from molink.wire.messages.data_plane import Channel
 
 BOTH = (Channel.DECODE, Channel.BULK)
 ROW = 8192

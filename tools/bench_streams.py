@@ -32,14 +32,14 @@ from pathlib import Path
 from typing import Any
 
 from molink.bench.report import percentile
-from molink.checkpoint.source import find_demo_model
-from molink.swarm.frontend.generation import GeneratedToken, Request
+from molink.checkpoint.model_source import find_demo_model
+from molink.swarm.frontend.request import GeneratedToken, Request
+from molinkd.api.api_settings import ApiSettings
 from molinkd.api.backend import MetricValues, ServedModel
-from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from molinkd.api.prompt_reader import PromptWorkers
+from molinkd.api.prompt_worker_pool import PromptWorkers
 from molinkd.peer.feed import TokenQueue
-from molinkd.peer.platform import child_options
+from molinkd.platform import child_options
 from tools.serving.process import molink_swarm
 
 _BUCKET = re.compile(r'molink_endpoint_loop_delay_seconds_bucket\{le="([^"]+)"\} (\S+)')

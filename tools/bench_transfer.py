@@ -28,8 +28,8 @@ from typing import Any
 
 import msgspec
 
-from molink.bench.planned import PlannedRequest
-from molink.wire.sockets.curve import KeyPair
+from molink.bench.planned_requests import PlannedRequest
+from molink.wire.sockets.key_pair import KeyPair
 from tools.emulation.activations import BUNDLED, make_recording
 from tools.emulation.drive import Spec
 from tools.emulation.model import Emulation

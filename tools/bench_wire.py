@@ -19,23 +19,23 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from molink.link.ends import LinkName
+from molink.link.base import LinkName
 from molink.link.heartbeat import StageProgress
-from molink.link.incoming import InLink, InLinkEvents
-from molink.link.outgoing import OutLink, OutLinkEvents
+from molink.link.in_link import InLink, InLinkEvents
+from molink.link.out_link import OutLink, OutLinkEvents
 from molink.link.policies.create import create_policy
 from molink.link.receiver import LinkReceiver
 from molink.link.sender import LinkSender
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import RequestSlice, Volume
+from molink.wire.messages.data_plane import RequestSlice, Volume
 from molink.wire.messages.serving import Cancel, PromptFragment
 from molink.wire.sockets.client import Client, ClientEvents
-from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.loop import EventLoop
+from molink.wire.sockets.event_loop import EventLoop
+from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import ZapAuthenticator
-from molinkd.worker.dial import StageConnector
+from molinkd.worker.connector import StageConnector
 
 SMALL, LARGE, HIDDEN = 4096, 192 * 1024, 1024
 PIPELINE = "bench"

@@ -36,9 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import NullCounter
-from molink.checkpoint.unpacking import import_gguf
+from molink.checkpoint.gguf_import import import_gguf
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_source import NullCounter
 from molink.stage.stage import Stage
 from molink.text.tokenizer import Tokenizer
 from tools.greedy import greedy, whole_model

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from molink.errors import ModelError
 from molink.gguf.header import read_gguf
-from molink.gguf.tokens import build_tokenizer_files
+from molink.gguf.tokenizer_files import build_tokenizer_files
 
 _BETWEEN = "\n__ggml_vocab_test__\n"
 

@@ -28,12 +28,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import NullCounter
-from molink.checkpoint.unpacking import import_gguf
+from molink.checkpoint.gguf_import import import_gguf
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_source import NullCounter
 from molink.stage.batch import SequenceRows, StageInput
-from molink.stage.loading.weights import WeightReader
 from molink.stage.stage import Stage
+from molink.stage.weights.weight_reader import WeightReader
 from molink.text.tokenizer import Tokenizer
 
 _TOPICS = """the moon;volcanoes;a small garden;chess;baking bread;honey bees;the Roman army;sleep;
@@ -87,7 +87,8 @@ def write(path: Path, texts: Path, part: int, seconds: float) -> None:
     torch.manual_seed(part)
     asked = [
         tokenizer.encode(
-            tokenizer.chat_template.render_prompt([{"role": "user", "content": text}]), special=False
+            tokenizer.chat_template.render_prompt([{"role": "user", "content": text}]),
+            special=False,
         )
         for text in prompts(part)
     ]

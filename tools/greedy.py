@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
 from molink.stage.batch import SequenceRows, StageInput

@@ -14,22 +14,22 @@ from typing import Any
 
 import zmq.asyncio
 
-from molink.link.ends import LinkName
+from molink.link.base import LinkName
 from molink.link.heartbeat import StageProgress
-from molink.link.incoming import InLink, InLinkEvents
-from molink.link.outgoing import OutLink, OutLinkEvents
+from molink.link.in_link import InLink, InLinkEvents
+from molink.link.out_link import OutLink, OutLinkEvents
 from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent
 from molink.link.policies.create import create_policy
 from molink.link.receiver import Arrival, LinkReceiver
 from molink.link.sender import LinkSender
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import RequestSlice, Volume
-from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.loop import EventLoop
+from molink.wire.messages.data_plane import RequestSlice, Volume
+from molink.wire.sockets.event_loop import EventLoop
+from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender, Server
 from molink.wire.sockets.zap import ZapAuthenticator
-from molinkd.worker.dial import StageConnector
+from molinkd.worker.connector import StageConnector
 
 LINK, HIDDEN = LinkName("bench", 0), 4096
 ROW = HIDDEN * 2

@@ -18,7 +18,7 @@ import gguf
 import torch
 from safetensors.torch import load_file
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from tools.demo_model.tokenizer import render
 from tools.demo_model.train import conversations
 from tools.train_demo_model import FOLDER

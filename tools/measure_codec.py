@@ -16,7 +16,7 @@ import msgspec
 
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage
-from molink.wire.messages.data import Frame, Channel, RequestSlice, Volume
+from molink.wire.messages.data_plane import Channel, Frame, RequestSlice, Volume
 
 ROWS = 64
 LOOPS = 2000
@@ -115,7 +115,9 @@ def microseconds(work: Callable[[], object]) -> float:
 def main() -> None:
     msgpack = importlib.import_module("msgpack")
     rows = tuple(
-        RequestSlice(request=i, start=900 + i, count=1, after_seq=70_000 + i, blocks=(), sample=True)
+        RequestSlice(
+            request=i, start=900 + i, count=1, after_seq=70_000 + i, blocks=(), sample=True
+        )
         for i in range(ROWS)
     )
     payload = Payload("bf16", (ROWS, 4096))

@@ -32,7 +32,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.dtypes import DTYPE_SIZES, WEIGHT_DTYPES, DType
 from molink.link.packing.compression import RowCodec, entropy_coder
 from molink.link.packing.planes import BytePlanes

@@ -30,18 +30,18 @@ from typing import Any, get_args
 
 import torch
 
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import NullCounter
-from molink.checkpoint.unpacking import import_gguf
+from molink.checkpoint.gguf_import import import_gguf
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_source import NullCounter
 from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
+from molink.sim.known_text import KnownText, rows_of
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import simulate_scenarios
-from molink.sim.texts import KnownText, rows_of
 from molink.sim.workload import Workload
 from molink.stage.stage import Stage
 from molink.text.grammar import JsonLayout, build_grammar
-from molink.text.matcher import GrammarMatcher, GrammarCompiler
+from molink.text.grammar_matcher import GrammarCompiler, GrammarMatcher
 from molink.text.tokenizer import Tokenizer
 from tools.greedy import next_logits, whole_model
 

@@ -23,15 +23,15 @@ from pathlib import Path
 import torch
 
 import molink.text.grammar
-import molink.text.matcher
+import molink.text.grammar_matcher
 from molink.checkpoint.config import ModelConfig
 from molink.errors import RequestError
 from molink.facts.drafts import MAX_DRAFTS
 from molink.stage.sampling.sampler import SampleRow, sample_tokens
-from molink.text.grammar import GrammarKind, check_grammar, build_grammar
-from molink.text.matcher import GrammarMatcher, GrammarCompiler
+from molink.text.grammar import GrammarKind, build_grammar, check_grammar
+from molink.text.grammar_matcher import GrammarCompiler, GrammarMatcher
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.data_plane import SamplingParams
 
 SCHEMA = {
     "type": "object",
@@ -67,7 +67,7 @@ def main() -> None:
         check_hostile()
         return
     torch.set_num_threads(1)
-    molink.text.matcher.COMPILE_TIMEOUT_S = 60.0
+    molink.text.grammar_matcher.COMPILE_TIMEOUT_S = 60.0
     tokenizer = Tokenizer.open(options.folder)
     vocabulary = ModelConfig.load_folder(options.folder).vocab_size
     grammar = build_grammar("json_schema", json.dumps(SCHEMA), "line")
@@ -114,7 +114,9 @@ def main() -> None:
     said = tokenizer.encode(json.dumps(ANSWER), special=False)
     for layout in ("line", "free"):
         held = grammars.start_matcher(build_grammar("json_schema", json.dumps(SCHEMA), layout))
-        only = [int.from_bytes(mask, "little").bit_count() == 1 for mask in held.compute_masks(said)]
+        only = [
+            int.from_bytes(mask, "little").bit_count() == 1 for mask in held.compute_masks(said)
+        ]
         print(
             f"{layout}: of an example's {len(only)} tokens {sum(only)} are forced, its end included"
         )

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from molink.checkpoint.folder import ModelFolder
-from molink.facts.drafts import DraftRequest, DraftBatch
-from molink.scheduler.speculation.asking import MAX_MODEL_DRAFTS
-from molink.sim.texts import KnownText
+from molink.checkpoint.model_folder import ModelFolder
+from molink.facts.drafts import DraftBatch, DraftRequest
+from molink.scheduler.speculation.draft_model_queue import MAX_MODEL_DRAFTS
+from molink.sim.known_text import KnownText
 from molink.stage.stage import Stage
-from molinkd.worker.drafter import DraftProposer
+from molinkd.worker.draft_proposer import DraftProposer
 from tools.simulate_drafts import ANSWERS, known_texts
 
 _BLOCK = 16
@@ -97,7 +97,9 @@ def main() -> None:
     stage = Stage.load_layers(folder, (0, folder.config.layers), "cpu", options.dtype)
     answers = []
     for kind, texts in known_texts(options.answers, loops=False).items():
-        tokens = sum(len(text.prompt) + len(text.answer) + MAX_MODEL_DRAFTS + _BLOCK for text in texts)
+        tokens = sum(
+            len(text.prompt) + len(text.answer) + MAX_MODEL_DRAFTS + _BLOCK for text in texts
+        )
         drafter = DraftProposer(stage, tokens // _BLOCK, _BLOCK, folder.config.vocab_size)
         found = guess(drafter, texts)
         answers += [{"kind": kind, "guesses": guesses} for guesses in found]

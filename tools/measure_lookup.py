@@ -33,11 +33,14 @@ from typing import Any
 
 import torch
 
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import NullCounter
-from molink.checkpoint.unpacking import import_gguf
-from molink.gguf import blocks, formats, header, parts
-from molink.scheduler.speculation.lookup import MAX_NGRAM, PromptLookup
+from molink.checkpoint.gguf_import import import_gguf
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_source import NullCounter
+from molink.gguf import block_formats as formats
+from molink.gguf import ggml_types as blocks
+from molink.gguf import header
+from molink.gguf import split_files as parts
+from molink.scheduler.speculation.prompt_lookup import MAX_NGRAM, PromptLookup
 from molink.text.tokenizer import Tokenizer
 from tools.greedy import greedy, whole_model
 from tools.simulate_drafts import until_loop

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import find_model
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_source import find_model
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
 from molink.stage.batch import SequenceRows, StageInput
@@ -77,7 +77,9 @@ def measure(folder: ModelFolder, texts: Sequence[Any], masks: Sequence[Any]) -> 
     longest = max(map(len, texts))
     exact: Tensor | None = None
     for mode, (dtype, quantize) in MODES.items():
-        stage = Stage.load_layers(folder, (0, folder.config.layers), "cpu", dtype, quantize=quantize)
+        stage = Stage.load_layers(
+            folder, (0, folder.config.layers), "cpu", dtype, quantize=quantize
+        )
         stage.allocate_kv_pool(-(-longest // _BLOCK), _BLOCK)
         found = torch.cat(list(log_probabilities(stage, texts)))
         exact = found if exact is None else exact

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import NullCounter
-from molink.checkpoint.unpacking import import_gguf
+from molink.checkpoint.gguf_import import import_gguf
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_source import NullCounter
 from molink.link.packing.compression import RowCodec
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage

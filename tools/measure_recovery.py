@@ -31,7 +31,7 @@ import psutil
 
 from molink.errors import MolinkError
 from molink.swarm.agent.recovery import RECOVERY_PHASES
-from molinkd.cli.local_daemon import RunningDaemon, fetch_status, find_daemon
+from molinkd.cli.daemon_client import RunningDaemon, fetch_status, find_daemon
 from molinkd.peer.home import Home
 
 _QUESTION = [{"role": "user", "content": "What is molink?"}]

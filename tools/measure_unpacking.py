@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.layout import stage_tensors
 from molink.checkpoint.low_bit import can_be_low_bit
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.tensor_layout import stage_tensors
 from molink.stage.stage import Stage
 
 _GPTQ = {"quant_method": "gptq", "group_size": 128, "checkpoint_format": "gptq"}

@@ -7,7 +7,7 @@ python -m tools.page_screenshot docs/page.png [--question "What is molink?"]
 import argparse
 from pathlib import Path
 
-from molinkd.cli import local_daemon
+from molinkd.cli import daemon_client as local_daemon
 from tools.browser import Browser, find_driver
 
 

@@ -1,4 +1,4 @@
-"""The MoLinkPolicy paper's tables: ``python tools/paper.py --help``."""
+"""The MoLink paper's tables: ``python tools/paper.py --help``."""
 
 import sys
 from pathlib import Path

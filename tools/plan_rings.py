@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.sim.profiles import LinkProfile
 from molink.sim.swarm_plan import ModelDescription, SwarmPlan, plan_swarm
 from molink.swarm.placement.placement import PlacementGoal

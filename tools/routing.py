@@ -34,13 +34,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.bench.report import percentile
 from molink.bench.trace import HASH_BLOCK_TOKENS, TraceRow, read_trace
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
+from molink.routing.cache_report import CacheReport
 from molink.routing.create import create_router
 from molink.routing.e2 import E2Router
-from molink.routing.report import CacheReport
 from molink.routing.spans import SPAN_TOKENS, span_digests
 from molink.sim.fleet import FleetOutcome, FleetScenario, simulate_fleet
 from molink.sim.profiles import LinkProfile, ModelProfile
@@ -102,7 +102,9 @@ def alone(rows: Sequence[TraceRow], seed: int) -> Rows:
     chosen = random.Random(f"alone {seed}").sample(rows, COUNTS["alone"])
     return tuple(
         replace(
-            row, arrival_s=float(index), hash_ids=tuple(range(1000 * index, 1000 * index + len(row.hash_ids)))
+            row,
+            arrival_s=float(index),
+            hash_ids=tuple(range(1000 * index, 1000 * index + len(row.hash_ids))),
         )
         for index, row in enumerate(chosen)
     )
@@ -132,7 +134,9 @@ class Oracle(Router):
             place = self._places[each] = loads.index(min(loads))
             loads[place] += tokens
 
-    def choose_pipeline(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose_pipeline(
+        self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float
+    ) -> PipelineLoad:
         """The one that its family is at."""
         row = self._rows[int(prompt.key) % len(self._rows)]  # a trace may begin again
         return up[self._places[family(row)]]
@@ -147,7 +151,9 @@ class Watched(E2Router):
         self._asked: dict[str, tuple[float, int]] = {}
         self.waits: list[float] = []
 
-    def choose_pipeline(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose_pipeline(
+        self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float
+    ) -> PipelineLoad:
         """As E2 does."""
         self._asked[prompt.key] = now, prompt.num_tokens
         return super().choose_pipeline(prompt, up, now)
@@ -295,7 +301,9 @@ def speed(options: argparse.Namespace) -> dict[str, float]:
     tracemalloc.stop()
     prompts = []
     for row in rows:
-        tokens = [part for part in row.hash_ids for _ in range(HASH_BLOCK_TOKENS)][: row.input_tokens]
+        tokens = [part for part in row.hash_ids for _ in range(HASH_BLOCK_TOKENS)][
+            : row.input_tokens
+        ]
         prompts.append(tuple(tokens))
     began = time.process_time()
     for index, tokens in enumerate(prompts):

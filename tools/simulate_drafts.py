@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import Any
 
 from molink.facts.drafts import AUTO_DRAFTS
-from molink.scheduler.speculation.lookup import PromptLookup
+from molink.scheduler.speculation.prompt_lookup import PromptLookup
+from molink.sim.known_text import KnownText, rows_of
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import SimulationOutcome, simulate_scenarios
-from molink.sim.texts import KnownText, rows_of
 from molink.sim.workload import Workload
 
 ANSWERS = Path(__file__).parents[1] / "docs" / "results" / "lookup.json"
@@ -169,7 +169,9 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         for drafts in options.drafts:
             drafting = replace(plain, num_speculative_tokens=drafts)
             if drafts == AUTO_DRAFTS and options.plain:
-                yield Case(ring, kind, streams, drafts, False, replace(drafting, lookahead_volumes=0))
+                yield Case(
+                    ring, kind, streams, drafts, False, replace(drafting, lookahead_volumes=0)
+                )
             yield Case(ring, kind, streams, drafts, True, drafting)
             if drafts == AUTO_DRAFTS and options.draft_model:
                 asking = replace(drafting, draft_model=options.draft_model)

@@ -27,9 +27,9 @@ from typing import Any
 
 import psutil
 
+from molink.bench.client import BenchClient, BenchTarget
 from molink.bench.clock import MonotonicClock
-from molink.bench.http import BenchClient, BenchTarget
-from molink.bench.planned import PlannedRequest, plan_sizes
+from molink.bench.planned_requests import PlannedRequest, plan_sizes
 from molink.bench.report import summarize
 from molink.bench.runner import run_plan
 from molink.bench.sample import Sample

@@ -8,9 +8,9 @@ import asyncio
 import re
 from pathlib import Path
 
-from molink.wire.sockets.loop import EventLoop
+from molink.wire.sockets.event_loop import EventLoop
 from molinkd.cli.top.app import TopApp
-from molinkd.cli.top.feed import StatusFeed
+from molinkd.cli.top.status_feed import StatusFeed
 
 
 async def picture(size: tuple[int, int]) -> str:

@@ -23,22 +23,22 @@ import msgspec
 import zmq.asyncio
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.layout import stage_tensors
+from molink.checkpoint.tensor_layout import stage_tensors
 from molink.facts.identity import derive_peer_id
 from molink.swarm.membership.address_book import AddressBook
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.instructions import PeerInfo, Route
-from molink.wire.messages.pipe import PeerKey
-from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.loop import EventLoop
+from molink.wire.messages.worker_pipe import PeerKey
+from molink.wire.sockets.event_loop import EventLoop
+from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import ZapAuthenticator
-from molinkd.peer.artifacts.copier import ModelReplicator
-from molinkd.peer.artifacts.library import ModelRepository
+from molinkd.peer.artifacts.model_replicator import ModelReplicator
+from molinkd.peer.artifacts.model_repository import ModelRepository
+from molinkd.peer.artifacts.model_store import ModelStore
+from molinkd.peer.artifacts.peer_source import PeerConnector
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.sources import PeerConnector
-from molinkd.peer.artifacts.store import ModelStore
-from molinkd.peer.service import ControlService
+from molinkd.peer.control_service import ControlService
 from tools.emulation.drive import Spec
 from tools.emulation.load import load_on, run_load
 from tools.emulation.ring import ring_of
@@ -96,7 +96,12 @@ async def source(config: dict[str, Any]) -> None:
     nobody: Any = None
     service = ControlService("me", library, nobody, nobody)
     server: Any = Server(
-        context, keys, control_codec(), gatekeeper, service.handle_message, permits=service.is_permitted
+        context,
+        keys,
+        control_codec(),
+        gatekeeper,
+        service.handle_message,
+        permits=service.is_permitted,
     )
     service.send = server.send
     _say({"port": server.bind(config["address"], (0, 1)), "key": keys.public, "root": root})
@@ -119,7 +124,10 @@ async def _store(config: dict[str, Any], folder: Path) -> AsyncIterator[tuple[Mo
         )
     )
     connect = PeerConnector(context, keys, book).connect_peer
-    yield ModelStore(folder, "me", ModelRepository(), connect, ModelRepository(), lambda *_: None), holder
+    yield (
+        ModelStore(folder, "me", ModelRepository(), connect, ModelRepository(), lambda *_: None),
+        holder,
+    )
 
 
 async def _fetch(config: dict[str, Any], folder: Path) -> None:

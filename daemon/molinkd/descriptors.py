@@ -20,7 +20,11 @@ def raise_descriptor_limit() -> None:
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        maximum = _WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_WANTED_DESCRIPTORS, hard)
+        maximum = (
+            _WANTED_DESCRIPTORS
+            if hard == resource.RLIM_INFINITY
+            else min(_WANTED_DESCRIPTORS, hard)
+        )
         if soft == resource.RLIM_INFINITY:
             return
         for wanted in (min(maximum, _OPEN_MAX), maximum):

@@ -36,7 +36,9 @@ async def splice_streams(one: Stream, other: Stream, rate_limit: RateLimit = _un
         await asyncio.gather(*ways, return_exceptions=True)
 
 
-async def _copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rate_limit: RateLimit) -> None:
+async def _copy_stream(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rate_limit: RateLimit
+) -> None:
     with contextlib.suppress(OSError):
         while data := await reader.read(CHUNK_BYTES):
             await rate_limit(len(data))

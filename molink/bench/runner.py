@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from molink.bench.clock import Clock
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.bench.sample import Sample
 
 #: Sends one request and returns what it measured; never raises for a failed one.

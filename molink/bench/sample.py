@@ -8,8 +8,8 @@ from itertools import pairwise
 class Sample:
     """Times in seconds on the run's clock.
 
-    ``piece_times`` are the moments at which a piece of the answer arrived, rising; ``finished_at`` is when
-    the last piece, or the word that it was the last, did. ``output_tokens`` is the server's
+    ``piece_times`` are the moments at which a piece of the answer arrived, rising; ``finished_at``
+    is when the last piece, or the word that it was the last, did. ``output_tokens`` is the server's
     ``usage`` where it sends one, else the number of pieces. A failed request has an ``error``, and
     its figures count for nothing.
     """

@@ -30,8 +30,8 @@ Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 class TraceRow:
     """One request of a trace: ``arrival_s`` in seconds after the trace's first; sizes in tokens.
 
-    ``hash_ids`` has an id for each part of :data:`HASH_BLOCK_TOKENS` tokens of the prompt, if it is known
-    what it shares with others.
+    ``hash_ids`` has an id for each part of :data:`HASH_BLOCK_TOKENS` tokens of the prompt, if it is
+    known what it shares with others.
     """
 
     arrival_s: float
@@ -51,7 +51,8 @@ class _MooncakeRow(msgspec.Struct, frozen=True):
     input_length: Tokens
     output_length: Tokens
     hash_ids: Annotated[
-        tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=MAX_HASH_IDS)
+        tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...],
+        msgspec.Meta(max_length=MAX_HASH_IDS),
     ] = ()
 
 
@@ -74,7 +75,10 @@ def read_trace(path: Path) -> list[TraceRow]:
     rows = sorted(parse(path, lines), key=lambda row: row.arrival_s)
     if not rows:
         raise UsageError(f"the trace {path} has no requests")
-    return [TraceRow(r.arrival_s - rows[0].arrival_s, r.input_tokens, r.output_tokens, r.hash_ids) for r in rows]
+    return [
+        TraceRow(r.arrival_s - rows[0].arrival_s, r.input_tokens, r.output_tokens, r.hash_ids)
+        for r in rows
+    ]
 
 
 def _parse_azure(path: Path, lines: list[str]) -> Iterator[TraceRow]:

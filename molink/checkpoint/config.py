@@ -6,8 +6,8 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, cast
 
+from molink.checkpoint.config_fields import ConfigFields, read_json
 from molink.checkpoint.families import ARCHITECTURES, CONFIG_DEFAULTS, Family, parse_traits
-from molink.checkpoint.fields import ConfigFields, read_json
 from molink.checkpoint.low_bit import LowBitScheme
 from molink.checkpoint.low_bit_config import parse_low_bit
 from molink.checkpoint.multimodal import TEXT_MODELS, extract_text_config
@@ -32,10 +32,11 @@ _MAX_VOCABULARY = 2**21
 class ModelConfig(FamilyTraits):
     """A decoder: the traits of its family, its size, and what belongs to no layer.
 
-    ``max_model_len`` is the longest sequence in tokens (prompt and answer). ``eos_ids`` ends an answer;
-    those of ``generation_config.json`` are included. ``quantized`` is how the checkpoint is stored
-    where a stage keeps it so, ``low_bit`` where it unpacks it. ``has_vision``: it is the text model of
-    one that takes images too. ``notes`` are for people: what of the model can't be had here.
+    ``max_model_len`` is the longest sequence in tokens (prompt and answer). ``eos_ids`` ends an
+    answer; those of ``generation_config.json`` are included. ``quantized`` is how the checkpoint is
+    stored where a stage keeps it so, ``low_bit`` where it unpacks it. ``has_vision``: it is the
+    text model of one that takes images too. ``notes`` are for people: what of the model can't be
+    had here.
     """
 
     family: Family

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from molink.checkpoint.fields import ConfigFields
+from molink.checkpoint.config_fields import ConfigFields
 from molink.errors import BrokenModel
 
 #: A damaged config must not make a list of tensors that exhausts memory.
@@ -92,7 +92,9 @@ def qwen_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
         top_k=fields.get_integer("num_experts_per_tok", 8),
         intermediate_size=fields.get_integer("moe_intermediate_size", 768, maximum=MAX_EXPERT_SIZE),
         renormalize=fields.get_boolean("norm_topk_prob", False),
-        dense_layers=frozenset(layer for layer in range(layers) if layer in plain or (layer + 1) % step),
+        dense_layers=frozenset(
+            layer for layer in range(layers) if layer in plain or (layer + 1) % step
+        ),
     )
     return _check_experts(experts, layers, fields.where)
 

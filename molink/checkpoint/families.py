@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from molink.checkpoint import family_traits
-from molink.checkpoint.fields import ConfigFields
+from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.rope import check_rope
 from molink.checkpoint.traits import FamilyTraits
 from molink.errors import BrokenModel

@@ -7,8 +7,13 @@ for a field that is missing, of the wrong type or impossible; both name it.
 
 from dataclasses import replace
 
-from molink.checkpoint.experts import MAX_EXPERT_SIZE, gpt_oss_experts, mixtral_experts, qwen_experts
-from molink.checkpoint.fields import ConfigFields
+from molink.checkpoint.config_fields import ConfigFields
+from molink.checkpoint.experts import (
+    MAX_EXPERT_SIZE,
+    gpt_oss_experts,
+    mixtral_experts,
+    qwen_experts,
+)
 from molink.checkpoint.rope import (
     RopeConfig,
     RopeDefaults,
@@ -16,13 +21,13 @@ from molink.checkpoint.rope import (
     parse_rope,
     parse_two_ropes,
 )
-from molink.checkpoint.traits import SWIGLU_ALPHA, Activation, LayerNorms, FamilyTraits
-from molink.checkpoint.windows import (
-    refuse_windows,
-    parse_uniform_windows,
+from molink.checkpoint.sliding_windows import (
     parse_typed_windows,
+    parse_uniform_windows,
     parse_upper_windows,
+    refuse_windows,
 )
+from molink.checkpoint.traits import SWIGLU_ALPHA, Activation, FamilyTraits, LayerNorms
 from molink.errors import BrokenModel, UnsupportedModel
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -136,7 +141,9 @@ def _olmo_traits(fields: ConfigFields, layers: int, rope: RopeConfig) -> FamilyT
 
 def mistral(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Mistral: a window."""
-    return replace(_base_traits(fields, layers), windows=parse_uniform_windows(fields, layers, 4096))
+    return replace(
+        _base_traits(fields, layers), windows=parse_uniform_windows(fields, layers, 4096)
+    )
 
 
 def qwen2(fields: ConfigFields, layers: int) -> FamilyTraits:

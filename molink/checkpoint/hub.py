@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Protocol
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.folder import read_weight_map
+from molink.checkpoint.disk_space import check_free_space
 from molink.checkpoint.hub_errors import (
     first_line,
-    translate_hub_errors,
     is_refusal,
     network_errors,
     raise_if_stopped,
+    translate_hub_errors,
 )
-from molink.checkpoint.layout import stage_tensors
-from molink.checkpoint.room import check_free_space
-from molink.checkpoint.stacked import stack_names
+from molink.checkpoint.model_folder import read_weight_map
+from molink.checkpoint.stacked_experts import stack_names
+from molink.checkpoint.tensor_layout import stage_tensors
 from molink.errors import (
     BrokenModel,
     ModelError,
@@ -34,7 +34,7 @@ from molink.errors import (
 )
 from molink.facts.model import LayerRange
 from molink.files import retry_while_busy
-from molink.gguf.parts import find_first_splits
+from molink.gguf.split_files import find_first_splits
 
 #: What is fetched: weights and metadata, no pickles.
 FILE_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
@@ -213,7 +213,8 @@ def fetch_files(
 def pull_file(
     repository: str, files: Sequence[str], counter: ByteCounter, stop: threading.Event
 ) -> Path:
-    """Have some files of a repository in the cache; returns the first. Raises as :func:`pull_model`."""
+    """Have some files of a repository in the cache; returns the first. Raises as
+    :func:`pull_model`."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     with translate_hub_errors(repository):
@@ -226,7 +227,9 @@ def pull_file(
         return _link_snapshot(found, {*files}) / files[0]
 
 
-def query_repository(repository: str, commit: str | None = None, files: Sequence[str] = ()) -> HubRepository:
+def query_repository(
+    repository: str, commit: str | None = None, files: Sequence[str] = ()
+) -> HubRepository:
     """Ask the hub what a model, or some ``files`` of it, are. Raises what its library does."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
@@ -313,7 +316,9 @@ def _link_snapshot(found: HubRepository, names: set[str]) -> Path:
 # --- one file --------------------------------------------------------------------------------
 
 
-def _ensure_file(found: HubRepository, file: HubFile, counter: ByteCounter, stop: threading.Event) -> None:
+def _ensure_file(
+    found: HubRepository, file: HubFile, counter: ByteCounter, stop: threading.Event
+) -> None:
     """Have a file of weights in the cache, whole and right."""
     from huggingface_hub.utils._fixes import WeakFileLock
 
@@ -346,7 +351,9 @@ def _reopen_partial(found: HubRepository, file: HubFile) -> None:
             retry_while_busy(partial(path.unlink, missing_ok=True))
 
 
-def _fetch_file(found: HubRepository, file: HubFile, counter: ByteCounter, stop: threading.Event) -> None:
+def _fetch_file(
+    found: HubRepository, file: HubFile, counter: ByteCounter, stop: threading.Event
+) -> None:
     """Fetch what is missing of a file, again and again while that brings anything."""
     partial_path = found.partial_path(file)
     fruitless = 0

@@ -13,11 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from molink.checkpoint import hub
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.header import TensorSpan
-from molink.checkpoint.hub_errors import translate_hub_errors, is_refusal, network_errors, raise_if_stopped
-from molink.checkpoint.hub_parts import HubReader
-from molink.checkpoint.manifest import DIGEST_BYTES, SHARD_SUFFIX, Manifest, HashedEntry, ShardEntry
+from molink.checkpoint.hub_errors import (
+    is_refusal,
+    network_errors,
+    raise_if_stopped,
+    translate_hub_errors,
+)
+from molink.checkpoint.hub_reader import HubReader
+from molink.checkpoint.manifest import DIGEST_BYTES, SHARD_SUFFIX, HashedEntry, Manifest, ShardEntry
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.safetensors_header import TensorSpan
 from molink.files import is_plain
 
 #: Heads that are read at once.
@@ -29,7 +34,7 @@ class HubModel:
     """A model whose ``shards`` are on the hub, at ``place`` (``OWNER/NAME@COMMIT``).
 
     ``folder`` is that of the hub's cache and has all but them; ``tensors`` are those that they
-    hold, as :func:`molink.checkpoint.folder.scan_tensors` has them.
+    hold, as :func:`molink.checkpoint.model_folder.scan_tensors` has them.
     """
 
     folder: Path
@@ -57,7 +62,9 @@ class HubModel:
         return Manifest.build_sharded(files, self.place, self.shards, tensors)
 
 
-def find_shards(repository: str, counter: hub.ByteCounter, stop: threading.Event) -> HubModel | None:
+def find_shards(
+    repository: str, counter: hub.ByteCounter, stop: threading.Event
+) -> HubModel | None:
     """The model of a repository without its shards; ``None`` where it has to be fetched whole.
 
     That is so where there is only one file of weights, where the hub names no SHA-256 of one, where
@@ -104,7 +111,9 @@ def _merge_tensors(
     return found
 
 
-def _read_header(reader: HubReader, file: hub.HubFile, stop: threading.Event) -> dict[str, TensorSpan]:
+def _read_header(
+    reader: HubReader, file: hub.HubFile, stop: threading.Event
+) -> dict[str, TensorSpan]:
     """The tensors of a file; asked for again where the line is the reason that they don't come."""
     for pause in hub.RETRY_DELAYS_S:
         raise_if_stopped(reader.repository, stop)

@@ -2,18 +2,19 @@
 
 A weight ``[out, in]`` is stored as numbers of few bits, with a scale for each *block* of it (some
 rows, mostly one, by some columns, a *group*) and perhaps a zero point: ``(number - zero) * scale``.
-On disk and between PCs it stays so, and in some forms on CPUs (:mod:`molink.checkpoint.resident`);
-else a stage unpacks it as it loads (:mod:`molink.stage.loading`). Projections that the checkpoint's
-author left out are stored as in any other model: what there is of a projection decides.
+On disk and between PCs it stays so, and in some forms on CPUs
+(:mod:`molink.checkpoint.resident_format`); else a stage unpacks it as it loads
+(:mod:`molink.stage.weights`). Projections that the checkpoint's author left out are stored as in
+any other model: what there is of a projection decides.
 """
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from molink.checkpoint.header import TensorSpec
 from molink.checkpoint.quantization import is_quantizable
-from molink.checkpoint.stored import FLOAT_DTYPES, TensorRequirement
+from molink.checkpoint.safetensors_header import TensorSpec
+from molink.checkpoint.tensor_requirement import FLOAT_DTYPES, TensorRequirement
 
 #: Where the numbers and zero points of a weight lie.
 #:
@@ -41,10 +42,10 @@ _UNUSED_SUFFIXES = ("input_scale", "activation_scale", "weight_shape", "g_idx", 
 class LowBitScheme:
     """How a checkpoint's projections are stored.
 
-    ``scale_block`` are the rows and columns of ``[out, in]`` that share a scale, 0 = all. ``has_zero_points``:
-    there are zero points; without, it is the middle of what the bits can be. ``has_column_order``: a tensor
-    ``g_idx`` (int32 ``[in]``) names the group of each column ("act-order"), else they follow each
-    other. ``number_kind`` is the type of ``plain`` numbers.
+    ``scale_block`` are the rows and columns of ``[out, in]`` that share a scale, 0 = all.
+    ``has_zero_points``: there are zero points; without, it is the middle of what the bits can be.
+    ``has_column_order``: a tensor ``g_idx`` (int32 ``[in]``) names the group of each column
+    ("act-order"), else they follow each other. ``number_kind`` is the type of ``plain`` numbers.
     """
 
     layout: LowBitLayout
@@ -92,7 +93,10 @@ class LowBitScheme:
         if self.layout == "plain":
             kinds = (EIGHT_BIT_DTYPES[self.number_kind],)
             wanted = self._plain_scales(shape, found.get(scales))
-            return {name: TensorRequirement(kinds, shape), scales: TensorRequirement(FLOAT_DTYPES, wanted)}
+            return {
+                name: TensorRequirement(kinds, shape),
+                scales: TensorRequirement(FLOAT_DTYPES, wanted),
+            }
         words = {
             "awq": (width, self._count_words(rows)),
             "packed": (rows, self._count_words(width)),

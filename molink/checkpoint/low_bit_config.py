@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from molink.checkpoint.fields import ConfigFields
+from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.low_bit import LowBitLayout, LowBitScheme
 from molink.errors import BrokenModel, UnsupportedModel
 
@@ -40,12 +40,16 @@ def _parse_gptq(fields: ConfigFields) -> LowBitScheme:
         )
     layout_found: LowBitLayout = "gptq" if layout == "gptq" else "gptq_v2"
     ordered = fields.get_boolean("desc_act", False)
-    return LowBitScheme(layout_found, bits, (1, _parse_group_size(fields, "group_size")), has_column_order=ordered)
+    return LowBitScheme(
+        layout_found, bits, (1, _parse_group_size(fields, "group_size")), has_column_order=ordered
+    )
 
 
 def _parse_awq(fields: ConfigFields) -> LowBitScheme:
     # AutoAWQ's own names, and those of transformers.
-    bits = _check_value(fields, "bits", fields.get_integer("bits", fields.get_integer("w_bit", 4)), (4,))
+    bits = _check_value(
+        fields, "bits", fields.get_integer("bits", fields.get_integer("w_bit", 4)), (4,)
+    )
     version = fields.get_string("version", fields.get_string("format", "gemm")).lower()
     _check_value(fields, "version", version, ("gemm",))
     group = _parse_group_size(fields, "group_size", fields.get_number("q_group_size", 128))
@@ -54,18 +58,28 @@ def _parse_awq(fields: ConfigFields) -> LowBitScheme:
 
 def _parse_fp8(fields: ConfigFields) -> LowBitScheme:
     _check_value(fields, "fmt", fields.get_string("fmt", "e4m3").lower(), ("e4m3", "float8_e4m3fn"))
-    return LowBitScheme("plain", 8, _parse_pair(fields, "weight_block_size"), has_zero_points=False, number_kind="float")
+    return LowBitScheme(
+        "plain",
+        8,
+        _parse_pair(fields, "weight_block_size"),
+        has_zero_points=False,
+        number_kind="float",
+    )
 
 
 def _parse_compressed(fields: ConfigFields) -> LowBitScheme:
     for name in ("kv_cache_scheme", "transform_config"):
         if fields.get_object(name):
             raise UnsupportedModel(f"{fields.where}: {name} is not supported")
-    sparsity = ConfigFields(fields.get_object("sparsity_config"), f"{fields.where}: sparsity_config")
+    sparsity = ConfigFields(
+        fields.get_object("sparsity_config"), f"{fields.where}: sparsity_config"
+    )
     _check_value(sparsity, "format", sparsity.get_string("format", "dense"), ("dense",))
     listed, where = fields.get_object("config_groups"), f"{fields.where}: config_groups"
     groups, common = ConfigFields(listed, where), fields.get_string("format", "")
-    found = {_parse_weight_group(ConfigFields(groups.get_object(name), where), common) for name in listed}
+    found = {
+        _parse_weight_group(ConfigFields(groups.get_object(name), where), common) for name in listed
+    }
     if len(found) != 1:
         raise UnsupportedModel(
             f"{where}: weights of {len(found)} kinds in one model are not supported (only of one)"
@@ -83,15 +97,21 @@ def _parse_weight_group(group: ConfigFields, common: str) -> LowBitScheme:
     if layout == "pack-quantized" and kind == "int":
         _check_value(weights, "num_bits", bits, _PACKED_BITS)
         if block[0] != 1:
-            raise _make_unsupported(weights, "strategy", weights.get_string("strategy", "tensor"), _SCALE_PER_ROW)
+            raise _make_unsupported(
+                weights, "strategy", weights.get_string("strategy", "tensor"), _SCALE_PER_ROW
+            )
         ordered = weights.get_string("actorder", "none") in ("group", "dynamic")
-        return LowBitScheme("packed", bits, block, has_zero_points=not symmetric, has_column_order=ordered)
+        return LowBitScheme(
+            "packed", bits, block, has_zero_points=not symmetric, has_column_order=ordered
+        )
     plain = {"int-quantized": "int", "float-quantized": "float", "naive-quantized": kind}
     if plain.get(layout) != kind:
         raise _make_unsupported(group, "format", layout, ("pack-quantized", *plain))
     _check_value(weights, "num_bits", bits, (8,))
     _check_value(weights, "symmetric", symmetric, (True,))
-    return LowBitScheme("plain", bits, block, has_zero_points=False, number_kind="int" if kind == "int" else "float")
+    return LowBitScheme(
+        "plain", bits, block, has_zero_points=False, number_kind="int" if kind == "int" else "float"
+    )
 
 
 _SCALE_PER_ROW = ("channel", "group")

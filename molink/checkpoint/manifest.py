@@ -20,7 +20,7 @@ from typing import Annotated, BinaryIO, Literal
 
 import msgspec
 
-from molink.checkpoint.header import DTYPE_BYTES, TensorSpec
+from molink.checkpoint.safetensors_header import DTYPE_BYTES, TensorSpec
 from molink.errors import AlteredModel, BrokenModel, WireError
 from molink.facts.model import HubRevision
 from molink.facts.scalars import Count, Index
@@ -107,7 +107,8 @@ class HashedEntry(ManifestEntry, frozen=True, array_like=True):
         """
         if hashlib.sha256(data).digest() != self.chunk_digest(index):
             raise AlteredModel(
-                f"chunk {index + 1} of {self.chunk_count} of {self.name} is not what the model's owner "
+                f"chunk {index + 1} of {self.chunk_count} of {self.name} is not what the model's "
+                "owner "
                 "has there"
             )
 
@@ -150,7 +151,9 @@ class Manifest:
     hub: str = ""
 
     @classmethod
-    def build_hashed(cls, files: Iterable[HashedEntry], tensors: Iterable[HashedEntry]) -> "Manifest":
+    def build_hashed(
+        cls, files: Iterable[HashedEntry], tensors: Iterable[HashedEntry]
+    ) -> "Manifest":
         """Make the manifest of a model.
 
         Raises:
@@ -204,7 +207,9 @@ class Manifest:
                     "1 and 2: update molink on this PC"
                 )
             if version == 2:
-                return cls._decode_sharded(raw, root, msgspec.msgpack.decode(raw, type=_ShardedContent))
+                return cls._decode_sharded(
+                    raw, root, msgspec.msgpack.decode(raw, type=_ShardedContent)
+                )
             content = msgspec.msgpack.decode(raw, type=_HashedContent)
         except msgspec.MsgspecError as error:
             raise BrokenModel(f"the model's list of hashes can't be read: {error}") from error

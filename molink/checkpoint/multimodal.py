@@ -1,14 +1,15 @@
 """Folders of models that see images too: molink serves their text model, as one without eyes.
 
-Their ``config.json`` has the text model's fields in ``extract_text_config``. Their tensors have names of
-their own, which come in two spellings: those of the text model begin with ``language_model.``, or
-from transformers 4.52 on with ``model.language_model.``; all others belong to what sees.
+Their ``config.json`` has the text model's fields in ``extract_text_config``. Their tensors have
+names of their own, which come in two spellings: those of the text model begin with
+``language_model.``, or from transformers 4.52 on with ``model.language_model.``; all others belong
+to what sees.
 """
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from molink.checkpoint.fields import ConfigFields
+from molink.checkpoint.config_fields import ConfigFields
 from molink.errors import BrokenModel
 
 #: ``architectures`` of such models → ``model_type`` of their text model, where they don't say.
@@ -17,7 +18,13 @@ TEXT_MODELS = {
     "Mistral3ForConditionalGeneration": "mistral",
 }
 #: What stands beside ``text_config`` and is about the text model, or about all of the model.
-_OUTER_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
+_OUTER_FIELDS = (
+    "dtype",
+    "torch_dtype",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "quantization_config",
+)
 #: How names in a file begin → how the text model's own names do.
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",

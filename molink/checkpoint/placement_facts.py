@@ -4,8 +4,11 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.header import TensorSpec
-from molink.checkpoint.layout import (
+from molink.checkpoint.quantization import can_hold, is_quantizable, quantized_bytes
+from molink.checkpoint.resident_format import find_resident_format
+from molink.checkpoint.safetensors_header import TensorSpec
+from molink.checkpoint.stacked_experts import find_stack
+from molink.checkpoint.tensor_layout import (
     EMBEDDING_NAME,
     OUTPUT_HEAD_NAME,
     TensorShapes,
@@ -13,14 +16,11 @@ from molink.checkpoint.layout import (
     last_stage_tensors,
     layer_tensors,
 )
-from molink.checkpoint.quantization import can_hold, is_quantizable, quantized_bytes
-from molink.checkpoint.resident import find_resident_format
-from molink.checkpoint.stacked import find_stack
 from molink.facts.dtypes import DTYPE_SIZES
-from molink.facts.kept import OUTPUT_MULTIPLE, narrow_dtype
 from molink.facts.model import BlockWeights, ModelFacts, NarrowWeights, Quantize
-from molink.gguf.blocks import find_packed
-from molink.gguf.formats import resident_bytes
+from molink.facts.narrow_weights import OUTPUT_MULTIPLE, narrow_dtype
+from molink.gguf.block_formats import resident_bytes
+from molink.gguf.ggml_types import find_packed
 
 
 def model_facts(
@@ -63,7 +63,9 @@ def _narrow_weights(
     config: ModelConfig, layers: Sequence[TensorShapes], tensors: Mapping[str, TensorSpec]
 ) -> NarrowWeights | None:
     """What of projections may stay in 16 bits; nothing where they are stored in different types."""
-    dtype = narrow_dtype({_stored_dtype(name, config, tensors) for shapes in layers for name in shapes})
+    dtype = narrow_dtype(
+        {_stored_dtype(name, config, tensors) for shapes in layers for name in shapes}
+    )
     if dtype is None or config.quantized != "none":
         return None
     head: TensorShapes = {

@@ -6,10 +6,11 @@ packed, ``x.weight.absmax`` has a scale per block of 64 (float32, or quantized a
 values, and ``x.weight.quant_state.bitsandbytes__nf4`` a JSON object as bytes. Projections that the
 checkpoint's author left out are stored as in any other model.
 
-Weights that came from a GGUF file are stored in its blocks (:mod:`molink.gguf.blocks`), those of
-GPTQ, AWQ and FP8 as :mod:`molink.checkpoint.low_bit` says, experts perhaps in stacks, and in MXFP4
-(:mod:`molink.checkpoint.stacked`). Such a checkpoint counts as not quantized: where its weights
-don't stay so (:mod:`molink.checkpoint.resident`), they become what a stage computes with.
+Weights that came from a GGUF file are stored in its blocks (:mod:`molink.gguf.ggml_types`), those
+of GPTQ, AWQ and FP8 as :mod:`molink.checkpoint.low_bit` says, experts perhaps in stacks, and in
+MXFP4 (:mod:`molink.checkpoint.stacked_experts`). Such a checkpoint counts as not quantized: where
+its weights don't stay so (:mod:`molink.checkpoint.resident_format`), they become what a stage
+computes with.
 """
 
 import json
@@ -17,16 +18,16 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from molink.checkpoint.fields import ConfigFields
-from molink.checkpoint.header import TensorSpec
+from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.low_bit import LowBitScheme, can_be_low_bit
 from molink.checkpoint.low_bit_config import LOW_BIT_METHODS
 from molink.checkpoint.quantization import NF4_BLOCK, can_hold, is_quantizable
-from molink.checkpoint.stacked import StackedExpert, find_stack
-from molink.checkpoint.stored import FLOAT_DTYPES, MAX_STATE_BYTES, TensorRequirement
+from molink.checkpoint.safetensors_header import TensorSpec
+from molink.checkpoint.stacked_experts import StackedExpert, find_stack
+from molink.checkpoint.tensor_requirement import FLOAT_DTYPES, MAX_STATE_BYTES, TensorRequirement
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.facts.model import Quantize
-from molink.gguf.blocks import GgmlType, find_packed, packed_name, packed_shape
+from molink.gguf.ggml_types import GgmlType, find_packed, packed_name, packed_shape
 
 #: Scales that share one of the second quantization.
 NESTED_BLOCK = 256
@@ -47,7 +48,9 @@ def parse_quantized(raw: Mapping[str, Any], where: str) -> Quantize:
         return "none"
     fields = ConfigFields(section, f"{where}: quantization_config")
     eight, four = (fields.get_boolean(f"load_in_{bits}bit", False) for bits in (8, 4))
-    method = fields.get_string("quant_method", _QUANT_METHOD if eight or four else "unnamed").lower()
+    method = fields.get_string(
+        "quant_method", _QUANT_METHOD if eight or four else "unnamed"
+    ).lower()
     if method == "mxfp4" or method in LOW_BIT_METHODS:
         return "none"
     if method != _QUANT_METHOD:
@@ -122,7 +125,9 @@ def _block_tensors(name: str, shape: tuple[int, ...], kind: GgmlType) -> TensorR
     return TensorRequirement(("U8",), found)
 
 
-def _stack_tensors(name: str, shape: tuple[int, ...], place: StackedExpert) -> dict[str, TensorRequirement]:
+def _stack_tensors(
+    name: str, shape: tuple[int, ...], place: StackedExpert
+) -> dict[str, TensorRequirement]:
     found = place.stack_shapes(shape)
     if not found:
         raise BrokenModel(f"tensor {name}: shape {list(shape)} is none of whole blocks of MXFP4")
@@ -130,15 +135,22 @@ def _stack_tensors(name: str, shape: tuple[int, ...], place: StackedExpert) -> d
     return {stack: TensorRequirement(dtypes, full) for stack, full in found.items()}
 
 
-def _int8_tensors(name: str, shape: tuple[int, ...], found: Mapping[str, TensorSpec]) -> dict[str, TensorRequirement]:
+def _int8_tensors(
+    name: str, shape: tuple[int, ...], found: Mapping[str, TensorSpec]
+) -> dict[str, TensorRequirement]:
     scales, layout, *_ = companion_names(name)
-    wanted = {name: TensorRequirement(("I8",), shape), scales: TensorRequirement(("F32",), shape[:1])}
+    wanted = {
+        name: TensorRequirement(("I8",), shape),
+        scales: TensorRequirement(("F32",), shape[:1]),
+    }
     if layout in found:
         wanted[layout] = TensorRequirement(("U8",), ())
     return wanted
 
 
-def _nf4_tensors(name: str, shape: tuple[int, ...], found: Mapping[str, TensorSpec]) -> dict[str, TensorRequirement]:
+def _nf4_tensors(
+    name: str, shape: tuple[int, ...], found: Mapping[str, TensorSpec]
+) -> dict[str, TensorRequirement]:
     if not can_hold("nf4", [shape]):
         raise UnsupportedModel(
             f"tensor {name}: nf4 weights of shape {list(shape)} are not supported (their number "

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
-from molink.checkpoint.fields import ConfigFields
+from molink.checkpoint.config_fields import ConfigFields
 from molink.errors import BrokenModel, UnsupportedModel
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -25,8 +25,8 @@ class RopeConfig:
     """How positions turn into rotation angles; fields beyond ``factor`` belong to some kinds only.
 
     ``original_context`` (tokens) is the length that the model was trained with before scaling: for
-    ``dynamic`` always ``max_position_embeddings``, as in transformers. ``partial_rotary_factor`` is the part of a
-    head that is rotated, its first dimensions.
+    ``dynamic`` always ``max_position_embeddings``, as in transformers. ``partial_rotary_factor`` is
+    the part of a head that is rotated, its first dimensions.
     """
 
     theta: float = DEFAULT_THETA
@@ -97,7 +97,10 @@ def parse_two_ropes(
     """
     found = config.get_object("rope_parameters")
     both = ConfigFields(found, f"{config.where}: rope_parameters")
-    full_found, local_found = both.get_object("full_attention"), both.get_object("sliding_attention")
+    full_found, local_found = (
+        both.get_object("full_attention"),
+        both.get_object("sliding_attention"),
+    )
     if not full_found and not local_found:
         full_found = found or config.get_object("rope_scaling")
     theta = config.get_number("rope_local_base_freq", local.theta)
@@ -107,7 +110,9 @@ def parse_two_ropes(
     )
 
 
-def _parse_scaling(found: Mapping[str, Any], outer: ConfigFields, habits: RopeDefaults) -> RopeConfig:
+def _parse_scaling(
+    found: Mapping[str, Any], outer: ConfigFields, habits: RopeDefaults
+) -> RopeConfig:
     where = outer.where
     fields = ConfigFields(found, f"{where}: rope settings")
     named = fields.get_string("rope_type", fields.get_string("type", "default"))
@@ -115,7 +120,9 @@ def _parse_scaling(found: Mapping[str, Any], outer: ConfigFields, habits: RopeDe
     if kind not in get_args(RopeKind):
         known = ", ".join(get_args(RopeKind))
         raise UnsupportedModel(f"{where}: rope scaling {kind!r} is not supported (only {known})")
-    partial = fields.get_number("partial_rotary_factor", outer.get_number("partial_rotary_factor", 1.0))
+    partial = fields.get_number(
+        "partial_rotary_factor", outer.get_number("partial_rotary_factor", 1.0)
+    )
     if not 0 < partial <= 1:
         raise BrokenModel(f"{where}: partial_rotary_factor {partial} is not in 0 … 1")
     if partial != 1.0 and not habits.allows_partial:
@@ -144,7 +151,9 @@ def _original_context(
     return outer.get_integer(name, inner, MAX_MODEL_LEN)
 
 
-def _scale_rope(plain: RopeConfig, positions: int, original: int, fields: ConfigFields) -> RopeConfig:
+def _scale_rope(
+    plain: RopeConfig, positions: int, original: int, fields: ConfigFields
+) -> RopeConfig:
     # A yarn config without a factor means the ratio of the two lengths.
     implied = positions / original if plain.kind == "yarn" else None
     rope = replace(
@@ -176,7 +185,9 @@ def _scale_rope(plain: RopeConfig, positions: int, original: int, fields: Config
     return rope
 
 
-def _parse_longrope(plain: RopeConfig, positions: int, original: int, fields: ConfigFields) -> RopeConfig:
+def _parse_longrope(
+    plain: RopeConfig, positions: int, original: int, fields: ConfigFields
+) -> RopeConfig:
     """LongRoPE (arXiv 2402.13753): the divisors are listed, the factor only scales attention."""
     rope = replace(
         plain,
@@ -203,7 +214,8 @@ def check_rope(rope: RopeConfig, head_dim: int, where: str) -> None:
     rotary = rope.rotary_dim(head_dim)
     if rotary < 2 or rotary % 2:
         raise BrokenModel(
-            f"{where}: partial_rotary_factor {rope.partial_rotary_factor} rotates {rotary} of {head_dim} "
+            f"{where}: partial_rotary_factor {rope.partial_rotary_factor} rotates {rotary} of "
+            f"{head_dim} "
             "dimensions; their number has to be even"
         )
     if rope.kind == "dynamic" and rotary == 2:

@@ -38,19 +38,19 @@ class FamilyTraits:
     Attention: ``attention_bias`` is about the q, k and v projections, ``output_bias`` about o;
     ``attention_scale`` is the factor of q·k. ``windows`` has an entry for each layer: how many
     positions a row attends to, its own included, 0 = all before it. ``sliding_rope`` is the rope of
-    layers with a window, where they have one of their own; those in ``unrotated_layers`` have none. With
-    ``interleaved_rope`` the two dimensions that are turned together are neighbours, else half of what is
-    rotated lies between them. With ``sinks`` each query head has a score that takes its share of
-    the weights, and gives nothing. ``attention_softcap`` and ``final_softcap`` bound scores and
-    logits to ``cap * tanh(x / cap)``; 0 = unbounded.
+    layers with a window, where they have one of their own; those in ``unrotated_layers`` have none.
+    With ``interleaved_rope`` the two dimensions that are turned together are neighbours, else half
+    of what is rotated lies between them. With ``sinks`` each query head has a score that takes its
+    share of the weights, and gives nothing. ``attention_softcap`` and ``final_softcap`` bound
+    scores and logits to ``cap * tanh(x / cap)``; 0 = unbounded.
 
     Layers: ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to the
     weights of all norms. What attention and MLP give is multiplied by ``residual_scale``.
     ``merged_qkv`` and ``merged_gate_up``: the checkpoint has them in one tensor. ``experts`` stand
     for the MLP in some or all layers.
 
-    Embeddings are multiplied by ``embedding_scale``, logits by ``logit_scale``; ``tied_embeddings``: the
-    embedding is the output head too.
+    Embeddings are multiplied by ``embedding_scale``, logits by ``logit_scale``;
+    ``tied_embeddings``: the embedding is the output head too.
     """
 
     heads: int

@@ -28,9 +28,9 @@ class DraftModelFacts:
 class DraftRequest(NamedTuple):
     """What a draft model is asked of a request.
 
-    It was told the tokens before position ``position``; ``tokens`` come from there on, whatever it has
-    guessed. It is to guess up to ``max_drafts`` more (0: only to take these in), as long as the chance
-    that all of them are right is at least ``min_probability``.
+    It was told the tokens before position ``position``; ``tokens`` come from there on, whatever it
+    has guessed. It is to guess up to ``max_drafts`` more (0: only to take these in), as long as the
+    chance that all of them are right is at least ``min_probability``.
     """
 
     request: int

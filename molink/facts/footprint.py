@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from molink.facts.dtypes import DTYPE_SIZES
-from molink.facts.kept import NarrowDType, weight_dtype
 from molink.facts.model import BLOCK_SIZE, ModelFacts, NarrowWeights, Quantize
+from molink.facts.narrow_weights import NarrowDType, weight_dtype
 from molink.facts.profile import MAX_CHUNK_ROWS
 
 #: A stage must have room for the KV blocks of this many tokens (or the whole context, if less).
@@ -30,7 +30,8 @@ _PADDING_FACTOR = 2
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Rows that one step has at most: ``max_chunk_rows`` of a prompt, and ``max_decode_rows`` streams' next ones."""
+    """Rows that one step has at most: ``max_chunk_rows`` of a prompt, and ``max_decode_rows``
+    streams' next ones."""
 
     max_chunk_rows: int = MAX_CHUNK_ROWS
     max_decode_rows: int = 64
@@ -102,7 +103,11 @@ class Footprint:
     @classmethod
     def of_stage(cls, facts: ModelFacts, target: StageSetup) -> "Footprint":
         """That of a model on a target."""
-        element, mode, load = target.element_bytes(facts), target.quantize_mode(facts), target.step_limits
+        element, mode, load = (
+            target.element_bytes(facts),
+            target.quantize_mode(facts),
+            target.step_limits,
+        )
 
         def scaled(stored: int) -> int:
             return -(-stored * element // facts.element_bytes)
@@ -149,12 +154,18 @@ class Footprint:
 
     def weight_bytes(self, layers: int, *, opens: bool, closes: bool) -> int:
         """Of a stage that holds ``layers`` layers and the ends that it touches."""
-        ends = self.first_bytes * opens + self.last_bytes * closes - self.shared_bytes * (opens and closes)
+        ends = (
+            self.first_bytes * opens
+            + self.last_bytes * closes
+            - self.shared_bytes * (opens and closes)
+        )
         return layers * self.layer_bytes + ends
 
     def activation_bytes(self, tokens: int, *, closes: bool) -> int:
         """What a step takes beside, while up to ``tokens`` tokens are in the pool."""
-        attention = tokens * self.attention_copy_bytes + min(tokens, self.max_model_len) * self.mask_bytes
+        attention = (
+            tokens * self.attention_copy_bytes + min(tokens, self.max_model_len) * self.mask_bytes
+        )
         return self.step_bytes + self.logits_bytes * closes + attention
 
     def cuda_graph_bytes(self, layers: int) -> int:

@@ -99,7 +99,8 @@ def _plan(
 
 
 def _blocks(footprint: Footprint, layers: int, free: int, size: int) -> int:
-    """Most KV blocks of ``format_size`` tokens that fit ``free`` bytes with attention's copies of them."""
+    """Most KV blocks of ``format_size`` tokens that fit ``free`` bytes with attention's copies of
+    them."""
     token = layers * footprint.token_bytes + footprint.attention_copy_bytes
     # Beyond one request's context its mask grows no more.
     many = (free - footprint.max_model_len * footprint.mask_bytes) // max(1, size * token)

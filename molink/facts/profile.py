@@ -1,6 +1,6 @@
 """How long a stage's forward passes take, as it measured them: ``T_d(x)`` and ``T_p(x)``.
 
-The papers' profile of a device (MoLinkPolicy, Algorithm 1 and its just-in-time chunks; SARATHI's choice
+The papers' profile of a device (MoLink, Algorithm 1 and its just-in-time chunks; SARATHI's choice
 of a chunk size). A stage measures its own after loading; everybody else computes with it.
 """
 

@@ -33,7 +33,9 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     #: Whether prefill chunks also go without decode rows, while no stream waits for them.
     prefill_only_batches: bool = True
     #: Tokens of each request that are guessed ahead and verified in one pass; -1 = as many as pay.
-    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=AUTO_DRAFTS, le=MAX_DRAFTS)] = AUTO_DRAFTS
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=AUTO_DRAFTS, le=MAX_DRAFTS)] = (
+        AUTO_DRAFTS
+    )
     #: Whether the KV of requests that are over is kept for others that begin alike.
     prefix_cache: bool = True
     #: How links between stages share their bandwidth (``molink.link.policies.create``).

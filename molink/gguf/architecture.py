@@ -48,7 +48,9 @@ def read_vocab_size(file: GgufFile) -> int:
     """
     tensor = file.tensors.get(_EMBEDDING_NAME)
     if tensor is None or len(tensor.shape) != 2:
-        raise BrokenModel(f"{file.path}: there is no tensor {_EMBEDDING_NAME} with rows and columns")
+        raise BrokenModel(
+            f"{file.path}: there is no tensor {_EMBEDDING_NAME} with rows and columns"
+        )
     return tensor.shape[0]
 
 
@@ -85,7 +87,11 @@ class _ArchMetadata:
     def read_factors(self, name: str) -> list[float]:
         """The numbers of a small tensor."""
         tensor = self.file.tensors[name]
-        if len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS or tensor.ggml_type.name != "f32":
+        if (
+            len(tensor.shape) != 1
+            or tensor.shape[0] > _MAX_FACTORS
+            or tensor.ggml_type.name != "f32"
+        ):
             raise BrokenModel(f"{self.file.path}: tensor {name} is no short list of f32 numbers")
         return self.read(tensor)
 
@@ -104,7 +110,8 @@ def _base_config(about: _ArchMetadata) -> dict[str, Any]:
         )
     if about.get_integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(
-            f"{about.metadata.where}: {about.full_key('attention.value_length')} is not the length of "
+            f"{about.metadata.where}: {about.full_key('attention.value_length')} is not the "
+            "length of "
             "keys, which is not supported"
         )
     key_heads = "attention.head_count_kv"
@@ -114,7 +121,9 @@ def _base_config(about: _ArchMetadata) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": about.get_uniform(key_heads, layers) if about.has_key(key_heads) else heads,
+        "num_key_value_heads": about.get_uniform(key_heads, layers)
+        if about.has_key(key_heads)
+        else heads,
         "head_dim": head_dim,
         "intermediate_size": about.get_uniform("feed_forward_length", layers),
         "rms_norm_eps": about.get_number("attention.layer_norm_rms_epsilon"),
@@ -168,7 +177,8 @@ def _yarn_config(about: _ArchMetadata) -> dict[str, Any]:
     extrapolated = about.get_number("rope.scaling.yarn_ext_factor", 1.0)
     if extrapolated != 1.0:
         raise UnsupportedModel(
-            f"{about.metadata.where}: {about.full_key('rope.scaling.yarn_ext_factor')} {extrapolated} "
+            f"{about.metadata.where}: {about.full_key('rope.scaling.yarn_ext_factor')} "
+            f"{extrapolated} "
             "is not supported (only 1)"
         )
     names = {
@@ -209,7 +219,9 @@ def _mistral3_config(about: _ArchMetadata) -> dict[str, Any]:
 
 def _granite_config(about: _ArchMetadata) -> dict[str, Any]:
     heads = about.get_uniform("attention.head_count", about.layers)
-    head_dim = about.get_integer("attention.key_length", about.get_integer("embedding_length") // heads)
+    head_dim = about.get_integer(
+        "attention.key_length", about.get_integer("embedding_length") // heads
+    )
     return {
         "architectures": ["GraniteForCausalLM"],
         "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
@@ -234,7 +246,8 @@ def _olmo2_config(about: _ArchMetadata) -> dict[str, Any]:
     windowed = about.metadata.get_integers(about.full_key(key), about.layers)
     if not set(windowed) <= {0, 1}:
         raise BrokenModel(
-            f"{about.metadata.where}: metadata {about.full_key(key)} doesn't tell each layer's window"
+            f"{about.metadata.where}: metadata {about.full_key(key)} doesn't tell each layer's "
+            "window"
         )
     return {**made, "layer_types": [_LAYER_TYPES[each] for each in windowed]}
 

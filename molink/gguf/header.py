@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from molink.errors import BrokenModel, UnsupportedModel
-from molink.gguf.blocks import TYPES_BY_NUMBER, GgmlType
+from molink.gguf.ggml_types import TYPES_BY_NUMBER, GgmlType
 from molink.gguf.metadata import GgufMetadata, MetadataValue
 
 _MAGIC = b"GGUF"
@@ -85,7 +85,10 @@ def read_gguf(path: Path) -> GgufFile:
 def _parse_gguf(path: Path, data: mmap.mmap, size: int) -> GgufFile:
     read = _HeaderReader(path, data, min(size, MAX_HEADER_BYTES), size)
     _check_version(path, read)
-    tensors, keys = read.read_count("tensors", MAX_TENSORS), read.read_count("metadata keys", _MAX_KEYS)
+    tensors, keys = (
+        read.read_count("tensors", MAX_TENSORS),
+        read.read_count("metadata keys", _MAX_KEYS),
+    )
     values: dict[str, MetadataValue] = {}
     for _ in range(keys):
         read.where = "its metadata"
@@ -163,7 +166,8 @@ class _HeaderReader:
         (length,) = self.read_numbers("Q")
         if length > _MAX_LIST_ENTRIES:
             raise BrokenModel(
-                f"{self._path}: {self.where}: a list of {length} entries (at most {_MAX_LIST_ENTRIES})"
+                f"{self._path}: {self.where}: a list of {length} entries (at most "
+                f"{_MAX_LIST_ENTRIES})"
             )
         if inner == _STRING:
             self._check_end(8 * length)

@@ -61,7 +61,11 @@ class GgufMetadata:
     def get_number(self, key: str, default: float | None = None) -> float:
         """A finite number."""
         value = self._get_value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not _check_finite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not _check_finite(value)
+        ):
             raise self._wrong_value(key, "a finite number", value)
         return float(value)
 

@@ -7,7 +7,7 @@ import msgspec
 from molink.errors import WireError
 from molink.facts.dtypes import DTYPE_SIZES, DType
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Volume, VolumeFragment
+from molink.wire.messages.data_plane import Volume, VolumeFragment
 
 
 class AssembledRows(msgspec.Struct, frozen=True):

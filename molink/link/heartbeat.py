@@ -52,9 +52,9 @@ _LOCAL_PAUSE = 0.5
 class StageProgress(msgspec.Struct, frozen=True):
     """What a stage tells its neighbours of itself.
 
-    ``completed_seq`` is the last tick its compute thread has completed, ``num_queued`` how many volumes
-    wait for it or are being run, ``has_requests`` whether any request lives, ``predicted_s`` how long the
-    step that runs should take, in seconds.
+    ``completed_seq`` is the last tick its compute thread has completed, ``num_queued`` how many
+    volumes wait for it or are being run, ``has_requests`` whether any request lives,
+    ``predicted_s`` how long the step that runs should take, in seconds.
     """
 
     completed_seq: int
@@ -131,7 +131,9 @@ class RoundTripEstimator:
         self.smoothed_rtt += (seconds - self.smoothed_rtt) / (_SMOOTHING if self._measured else 1)
         if not self._measured:
             self._measured, self._minimum = True, None
-        self._trips.append(_HeartbeatTrip(now, seconds, max(seconds - wait, 0.0), bytes_ahead, rate))
+        self._trips.append(
+            _HeartbeatTrip(now, seconds, max(seconds - wait, 0.0), bytes_ahead, rate)
+        )
         return True
 
     def add_upper_bound(self, seconds: float, now: float) -> bool:
@@ -159,7 +161,10 @@ class RoundTripEstimator:
                     longest = trip.round_trip_s
                 if trip.unqueued_s < alone and _load_share(trip, rate) <= _LOW_LOAD:
                     alone = trip.unqueued_s
-        if alone == _MAX_ROUND_TRIP and now - self._trips[0].at >= _CONSENSUS_WINDOW - BUSY_INTERVAL:
+        if (
+            alone == _MAX_ROUND_TRIP
+            and now - self._trips[0].at >= _CONSENSUS_WINDOW - BUSY_INTERVAL
+        ):
             shares = [_load_share(trip, rate) for trip in self._trips]
             if max(shares) < _FULL_LOAD:
                 alone = min(trip.unqueued_s for trip in self._trips)
@@ -205,7 +210,9 @@ class LinkLiveness:
         self._num_queued = 0
         self._interval = _ATTENTIVE
 
-    def on_heartbeat(self, completed_seq: int, num_queued: int, predicted_s: float, now: float) -> None:
+    def on_heartbeat(
+        self, completed_seq: int, num_queued: int, predicted_s: float, now: float
+    ) -> None:
         """The stage has completed tick ``completed`` and ``queued`` volumes wait for it.
 
         ``predicted`` is how long the step that runs there should take, in seconds.

@@ -1,6 +1,6 @@
 """The receiving end of a link, without I/O: every message once, in order, volumes put together.
 
-What is sent by :mod:`molink.link.sender` comes here by :mod:`molink.link.incoming`, and goes to
+What is sent by :mod:`molink.link.sender` comes here by :mod:`molink.link.in_link`, and goes to
 ``Ring.arrive``.
 """
 
@@ -13,21 +13,21 @@ import msgspec
 from molink.errors import InvariantError, WireError
 from molink.facts.dtypes import DType
 from molink.link.assembly import VolumeAssembly
-from molink.link.window import header_fits
+from molink.link.send_window import header_fits
 from molink.wire.messages.base import Coding
-from molink.wire.messages.data import (
+from molink.wire.messages.data_plane import (
     Ack,
     Admit,
+    BlockTable,
+    Channel,
     Frame,
     Grammar,
     History,
-    Channel,
     Padding,
     Release,
     RingMessage,
     SwapIn,
     SwapOut,
-    BlockTable,
     Volume,
     VolumeFragment,
 )
@@ -45,8 +45,8 @@ class Arrival(msgspec.Struct, frozen=True):
 
     A volume is reported once, when all its ``rows`` have come; with cut-through, one of prefill
     rows is reported when the first have. Then ``payload`` has room for all that ``body.payload``
-    describes, and further rows are written into it: each :class:`VolumeFragment`, without a payload,
-    tells how many rows there are by now, in all.
+    describes, and further rows are written into it: each :class:`VolumeFragment`, without a
+    payload, tells how many rows there are by now, in all.
 
     ``payload`` belongs to who is told: but for rows that are still to come, it may be changed and
     kept.
@@ -193,7 +193,9 @@ class LinkReceiver:
             self._ack_by(channel, now + self._limits.ack_delay)
         else:
             self.counters.gaps += 1
-            self._log_transition(now, f"{frame.channel.name} {frame.frame_number} came, {channel.next_frame} was due")
+            self._log_transition(
+                now, f"{frame.channel.name} {frame.frame_number} came, {channel.next_frame} was due"
+            )
 
     # --- acknowledgements --------------------------------------------------------------------
 

@@ -13,9 +13,15 @@ from typing import Annotated, Any, get_args
 import msgspec
 
 from molink.errors import UsageError
-from molink.link.policies.base import LinkAction, LinkEvent, ChannelPolicy, SendRowsAction, WaitAction
+from molink.link.policies.base import (
+    ChannelPolicy,
+    LinkAction,
+    LinkEvent,
+    SendRowsAction,
+    WaitAction,
+)
 from molink.link.policies.create import create_policy
-from molink.wire.messages.data import Channel
+from molink.wire.messages.data_plane import Channel
 
 VERSION = 1
 #: Bytes of a recording; it ends there and can be replayed up to there.
@@ -98,7 +104,9 @@ class RecordingPolicy:
         channels = tuple(ready)
         decision = self._policy.choose_action(now, ready)
         if isinstance(decision, SendRowsAction):
-            self._write_line(_ActionRecord(at=now, ready=channels, send=(decision.volume, decision.rows)))
+            self._write_line(
+                _ActionRecord(at=now, ready=channels, send=(decision.volume, decision.rows))
+            )
         else:
             self._write_line(_ActionRecord(at=now, ready=channels, wait=decision.until))
         return decision

@@ -7,22 +7,22 @@ from math import inf
 
 from molink.errors import InvariantError, MessageTooLarge, Overloaded
 from molink.link.estimate.estimator import LinkEstimator
-from molink.link.packing.packing import MessagePacker, Packer
+from molink.link.link_queues import LinkQueues
+from molink.link.packing.base import MessagePacker, Packer
 from molink.link.policies.base import (
-    MessageAcknowledgedEvent,
-    HeartbeatEchoedEvent,
-    LinkEvent,
     ChannelPolicy,
-    LinkEstimatedEvent,
     ChannelReconnectedEvent,
-    SendRowsAction,
+    HeartbeatEchoedEvent,
+    LinkEstimatedEvent,
+    LinkEvent,
+    MessageAcknowledgedEvent,
     MessageSentEvent,
+    SendRowsAction,
 )
-from molink.link.queues import LinkQueues
-from molink.link.volume import UnsentVolume
-from molink.link.window import Packet, SendWindow, header_fits
+from molink.link.send_window import Packet, SendWindow, header_fits
+from molink.link.unsent_volume import UnsentVolume
 from molink.wire.messages.codec import MAX_HEADER, Buffer
-from molink.wire.messages.data import Ack, Channel, RingMessage, Volume
+from molink.wire.messages.data_plane import Ack, Channel, RingMessage, Volume
 
 BOTH_CHANNELS = (Channel.DECODE, Channel.BULK)
 
@@ -95,7 +95,8 @@ class LinkSender:
         """Send a volume, of which ``rows`` are the first rows or all.
 
         ``header.payload`` describes all of them, ``[total, hidden]``; the others are handed over
-        with :meth:`queue_rows`. ``rows`` is not copied and must not change until it is acknowledged.
+        with :meth:`queue_rows`. ``rows`` is not copied and must not change until it is
+        acknowledged.
 
         Raises:
             WireError: ``rows`` is not what the header says, or a volume of that tick lacks rows.
@@ -123,7 +124,11 @@ class LinkSender:
             self.packing.set_rate(event.rate)
         self._policy.handle(event, now)
 
-    def _dispatch_event(self, event: MessageSentEvent | MessageAcknowledgedEvent | ChannelReconnectedEvent, now: float) -> None:
+    def _dispatch_event(
+        self,
+        event: MessageSentEvent | MessageAcknowledgedEvent | ChannelReconnectedEvent,
+        now: float,
+    ) -> None:
         """Tell the policy, and the estimator, what became of messages."""
         self.estimator.handle(event, now)
         self._policy.handle(event, now)
@@ -229,7 +234,9 @@ class LinkSender:
                 return self._send_body(channel, *message, now)
         return None
 
-    def _send_body(self, channel: Channel, body: RingMessage, payload: Buffer | None, now: float) -> Packet:
+    def _send_body(
+        self, channel: Channel, body: RingMessage, payload: Buffer | None, now: float
+    ) -> Packet:
         self._channels[channel].append_frame(body, payload, now)
         return self._channels[channel].next_packet(now)
 
@@ -238,11 +245,15 @@ class LinkSender:
             waiting = out.is_connected and out.num_unacknowledged
             if waiting and now - out.progress_at >= self._limits.resend_after:
                 out.rewind_unacknowledged()
-                self._log_transition(now, f"{out.channel.name} acknowledges nothing: again from {out.oldest_frame}")
+                self._log_transition(
+                    now, f"{out.channel.name} acknowledges nothing: again from {out.oldest_frame}"
+                )
                 self._dispatch_event(ChannelReconnectedEvent(out.channel), now)
 
     def _expect_stalls(self) -> None:
-        waiting = [out for out in self._channels.values() if out.is_connected and out.num_unacknowledged]
+        waiting = [
+            out for out in self._channels.values() if out.is_connected and out.num_unacknowledged
+        ]
         since = min((out.progress_at for out in waiting), default=inf)
         self._stalled_at = since + self._limits.resend_after
 

@@ -8,31 +8,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile
-from molink.facts.ringtimes import LinkFacts
-from molink.link.ends import LinkServer, Connect, LinkName, Timers
+from molink.facts.ring_times import LinkFacts
+from molink.link.base import Connect, LinkName, LinkServer, Timers
 from molink.link.estimate.estimator import LinkEstimator
-from molink.link.incoming import InLink, InLinkEvents
-from molink.link.outgoing import OutLink, OutLinkEvents
-from molink.link.packing.packing import Packer
+from molink.link.in_link import InLink, InLinkEvents
+from molink.link.out_link import OutLink, OutLinkEvents
+from molink.link.packing.base import Packer
 from molink.link.policies.base import ChannelPolicy
 from molink.link.policies.create import create_policy
 from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.recording import RecordingPolicy
 from molink.link.sender import LinkSender
-from molink.ring.ends import SchedulerBridge, EmissionReceiver
-from molink.ring.hosted import NO_HOST_MEMORY, HostMemory
-from molink.ring.known import ScoreboardLimits
-from molink.ring.pieces import SubChunkPolicy, create_sub_chunk_policy
+from molink.ring.host_memory import NO_HOST_MEMORY, HostMemory
 from molink.ring.ring import Ring, RingConfig
-from molink.ring.stage import StepExecutor, DraftRunner, NextStage, StageRequests, StageShape
-from molink.scheduler.chunk import max_chunk_rows
-from molink.scheduler.head import Scheduler
-from molink.scheduler.limits import SchedulerConfig
+from molink.ring.scheduler_bridge import EmissionReceiver, SchedulerBridge
+from molink.ring.stage import DraftRunner, NextStage, StageRequests, StageShape, StepExecutor
+from molink.ring.sub_chunks import SubChunkPolicy, create_sub_chunk_policy
+from molink.ring.tracked_requests import ScoreboardLimits
+from molink.scheduler.chunk_size import max_chunk_rows
+from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.policies.answer_lengths import AnswerLengths
 from molink.scheduler.policies.create import create_scheduling_policy
-from molink.scheduler.policies.lengths import AnswerLengths
+from molink.scheduler.scheduler import Scheduler
 from molink.scheduler.speculation.base import DraftSource
-from molink.scheduler.speculation.lookup import PromptLookup
-from molink.wire.messages.data import MAX_SLICES, MAX_MICRO_BATCHES
+from molink.scheduler.speculation.prompt_lookup import PromptLookup
+from molink.wire.messages.data_plane import MAX_MICRO_BATCHES, MAX_SLICES
 
 #: Requests that any head may run, which other stages aren't told.
 MAX_REQUESTS = 1024
@@ -44,12 +44,13 @@ MIN_WAITING_BYTES = 256 << 20
 class RingPlan:
     """One stage's place in a ring of one epoch: what it is told, and the switches.
 
-    ``scheduler_limits`` are the bounds of the ring's head, and so of what it may ask of every stage;
-    ``max_model_len`` tokens are in the longest request of any head. ``profile`` is this stage's own,
-    ``link_policy`` that of its link, ``scheduling_policy`` the head's, ``previous_peer`` the one
-    that runs the previous stage. Volumes are cut into pieces as ``sub_chunk_policy`` says, or else as
-    ``cut_through`` and the profile do. ``create_draft_source`` makes what guesses the tokens of a request.
-    ``host_memory`` is this stage's host memory for KV.
+    ``scheduler_limits`` are the bounds of the ring's head, and so of what it may ask of every
+    stage; ``max_model_len`` tokens are in the longest request of any head. ``profile`` is this
+    stage's own, ``link_policy`` that of its link, ``scheduling_policy`` the head's,
+    ``previous_peer`` the one that runs the previous stage. Volumes are cut into pieces as
+    ``sub_chunk_policy`` says, or else as ``cut_through`` and the profile do.
+    ``create_draft_source`` makes what guesses the tokens of a request. ``host_memory`` is this
+    stage's host memory for KV.
     """
 
     epoch: int
@@ -106,8 +107,8 @@ class LinkEnvironment:
 
     ``connect`` makes the channels to the next stage, and the previous one is answered through
     ``server``. ``on_dead`` is told, once, why the next stage is dead. ``remembered`` is what is
-    remembered of the link; ``on_estimate`` is told what it is measured to be, ``write_record`` takes
-    lines of a recording of its decisions. ``keep_warm`` is as of :class:`OutLink`.
+    remembered of the link; ``on_estimate`` is told what it is measured to be, ``write_record``
+    takes lines of a recording of its decisions. ``keep_warm`` is as of :class:`OutLink`.
     """
 
     connect: Connect
@@ -122,12 +123,13 @@ class LinkEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class StageEnvironment:
-    """What a stage has around it; ``create_receiver`` is asked for the front desk of the head at stage 0.
+    """What a stage has around it; ``create_receiver`` is asked for the front desk of the head at
+    stage 0.
 
     Without ``link`` the ring has no links of its own: it is a whole one, or who opens it says what
     follows. ``on_broken`` is as :class:`Ring` says. ``draft_model`` is what the head asks for
-    drafts, where its limits say that there is one. What is known of answers' lengths (``answer_lengths``)
-    outlives the ring.
+    drafts, where its limits say that there is one. What is known of answers' lengths
+    (``answer_lengths``) outlives the ring.
     """
 
     timers: Timers
@@ -188,20 +190,37 @@ def build_ring(plan: RingPlan, environment: StageEnvironment) -> RingStage:
         policy = create_scheduling_policy(plan.scheduling_policy)
         policy.set_answer_lengths(environment.answer_lengths)
         scheduler = Scheduler(plan.scheduler_limits, plan.epoch, policy, plan.create_draft_source)
-        bridge = SchedulerBridge(scheduler, environment.create_receiver(scheduler), plan.shape.vocabulary, environment.draft_model)
+        bridge = SchedulerBridge(
+            scheduler,
+            environment.create_receiver(scheduler),
+            plan.shape.vocabulary,
+            environment.draft_model,
+        )
     sub_chunk_policy = plan.sub_chunk_policy or create_sub_chunk_policy(
         plan.profile, cut_through=plan.cut_through, forwards=not plan.shape.is_last
     )
     config = RingConfig(
-        plan.shape, plan.profile, plan.scheduler_limits.profiles, plan.scoreboard_limits, sub_chunk_policy, plan.host_memory
+        plan.shape,
+        plan.profile,
+        plan.scheduler_limits.profiles,
+        plan.scoreboard_limits,
+        sub_chunk_policy,
+        plan.host_memory,
     )
     ring = Ring(
-        config, environment.requests, environment.executor, bridge, environment.timers.time, environment.on_broken
+        config,
+        environment.requests,
+        environment.executor,
+        bridge,
+        environment.timers.time,
+        environment.on_broken,
     )
     if environment.link is None:
         return RingStage(ring, scheduler, None, None)
     outgoing = _build_out_link(plan, ring, environment.timers, environment.link)
-    return RingStage(ring, scheduler, outgoing, _build_in_link(plan, ring, environment.timers, environment.link))
+    return RingStage(
+        ring, scheduler, outgoing, _build_in_link(plan, ring, environment.timers, environment.link)
+    )
 
 
 def _build_out_link(plan: RingPlan, ring: Ring, timers: Timers, link: LinkEnvironment) -> OutLink:
@@ -216,7 +235,9 @@ def _build_out_link(plan: RingPlan, ring: Ring, timers: Timers, link: LinkEnviro
     return OutLink(
         timers,
         link.connect,
-        LinkSender(plan.epoch, policy, packer=link.packer, estimator=LinkEstimator(link.remembered)),
+        LinkSender(
+            plan.epoch, policy, packer=link.packer, estimator=LinkEstimator(link.remembered)
+        ),
         LinkName(plan.pipeline, plan.shape.index),
         OutLinkEvents(lambda: ring.progress, link.on_dead, ring.run_pending, measured),
         probe=True,

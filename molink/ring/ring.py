@@ -6,32 +6,32 @@ from dataclasses import dataclass, field
 import msgspec
 
 from molink.facts.profile import Profile
-from molink.facts.ringtimes import LinkFacts
+from molink.facts.ring_times import LinkFacts
 from molink.link.heartbeat import StageProgress, timeout_for
 from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent
 from molink.ring.bubbles import BubbleMeter
-from molink.ring.controls import ControlApplier
-from molink.ring.ends import SampleCollector, SchedulerBridge
-from molink.ring.hosted import NO_HOST_MEMORY, HostMemory
-from molink.ring.knowledge import RingMeasurements
-from molink.ring.known import ScoreboardLimits
-from molink.ring.pace import SlowdownMeter
-from molink.ring.pieces import SubChunkPolicy, WholeVolumePolicy
+from molink.ring.control_applier import ControlApplier
+from molink.ring.error_guard import ErrorGuard
+from molink.ring.host_memory import NO_HOST_MEMORY, HostMemory
+from molink.ring.ring_measurements import RingMeasurements
+from molink.ring.round_trip import RoundTripClock
+from molink.ring.scheduler_bridge import SampleCollector, SchedulerBridge
 from molink.ring.scoreboard import Scoreboard
-from molink.ring.stage import StepExecutor, NextStage, StageRequests, StageShape
-from molink.ring.steps import StepLog, StepTimePredictor
-from molink.ring.turn import RoundTripClock
-from molink.ring.unbroken import ErrorGuard
-from molink.ring.work import (
+from molink.ring.slowdown import SlowdownMeter
+from molink.ring.stage import NextStage, StageRequests, StageShape, StepExecutor
+from molink.ring.step import (
     ControlMessage,
+    Step,
     StepInput,
     StepOutput,
     StepResult,
-    Step,
 )
+from molink.ring.step_monitor import StepLog, StepTimePredictor
+from molink.ring.sub_chunks import SubChunkPolicy, WholeVolumePolicy
+from molink.ring.tracked_requests import ScoreboardLimits
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
-from molink.wire.messages.data import (
+from molink.wire.messages.data_plane import (
     Release,
     RingMessage,
     SamplerOutput,
@@ -40,7 +40,7 @@ from molink.wire.messages.data import (
     Volume,
     VolumeFragment,
 )
-from molink.wire.messages.rounds import HostMemoryReport, LinkReport, SlowdownReport
+from molink.wire.messages.ring_reports import HostMemoryReport, LinkReport, SlowdownReport
 
 #: What the scoreboard of a later stage puts in order, parts of volumes aside.
 _SCOREBOARD_MESSAGES = ControlMessage | Volume
@@ -51,8 +51,8 @@ class RingConfig:
     """What a stage is and how it works.
 
     ``profile`` is how long its steps have been measured to take, ``profiles`` are those of all
-    stages. ``sub_chunk_policy`` decides in which pieces prefill rows are computed and sent on, perhaps while
-    more are coming. ``host_memory`` is its host memory for KV.
+    stages. ``sub_chunk_policy`` decides in which pieces prefill rows are computed and sent on,
+    perhaps while more are coming. ``host_memory`` is its host memory for KV.
     """
 
     shape: StageShape
@@ -68,8 +68,8 @@ class Ring:
 
     It has no clock, threads or sockets of its own: ``clock`` is in seconds, every method is called
     on one thread, and ``executor`` keeps at most one step and reports on that thread, so a
-    simulation can run it in virtual time. ``run_pending`` is called after every event and does whatever
-    can be done now.
+    simulation can run it in virtual time. ``run_pending`` is called after every event and does
+    whatever can be done now.
     """
 
     def __init__(
@@ -109,7 +109,9 @@ class Ring:
         self._slowdown_meter = SlowdownMeter(config.profile)
         self._round_trips = RoundTripClock(self._measurements.times)
         self._host_memory = config.host_memory
-        self._controls = ControlApplier(shape, requests, executor, self._round_trips.on_request_finished, self._forward)
+        self._controls = ControlApplier(
+            shape, requests, executor, self._round_trips.on_request_finished, self._forward
+        )
         #: How long the step that runs should take at most, in seconds; 0 between steps.
         self.predicted_s = 0.0
         #: When that step began.
@@ -137,8 +139,8 @@ class Ring:
         """A message came from the previous stage, as :class:`molink.link.receiver.Arrival` says.
 
         Of a volume the first ``rows`` rows are in ``data``, which has room for all, or all of them
-        (``None``). Further rows are announced by a :class:`VolumeFragment` without data: ``rows`` are
-        there then, in all.
+        (``None``). Further rows are announced by a :class:`VolumeFragment` without data: ``rows``
+        are there then, in all.
         """
         with self._error_guard:
             self._on_message(body, data, rows)
@@ -165,7 +167,9 @@ class Ring:
                 self.scoreboard.on_message(body, data, now, rows)
             case SamplerOutput() | TopLogprobs() | Release() | Tombstone():
                 self._on_last_stage_message(body, now)
-            case LinkReport() | SlowdownReport() | HostMemoryReport() if self._measurements.accept_report(body):
+            case LinkReport() | SlowdownReport() | HostMemoryReport() if (
+                self._measurements.accept_report(body)
+            ):
                 if self._measurements.should_forward(body, now):
                     self._forward(body)
                 self._update_times()
@@ -210,11 +214,15 @@ class Ring:
         self._slowdown_meter.begin_step(volumes)
         self.predicted_s, self._step_began_at = expected.max_s, now
         if step.decode is not None and self._next_stage is not None:
-            self._next_stage.handle_event(DecodeStartedEvent(step.decode.volume.count, expected.expected_s))
+            self._next_stage.handle_event(
+                DecodeStartedEvent(step.decode.volume.count, expected.expected_s)
+            )
         # On the compute thread, by molinkd.worker.step.
         self._executor.submit_step(step_inputs, self._on_step_result)
 
-    def _on_last_stage_message(self, body: SamplerOutput | TopLogprobs | Release | Tombstone, now: float) -> None:
+    def _on_last_stage_message(
+        self, body: SamplerOutput | TopLogprobs | Release | Tombstone, now: float
+    ) -> None:
         if self._bridge is not None:
             self._bridge.on_last_stage_message(body, now)
 
@@ -280,7 +288,9 @@ class Ring:
         # One by one: what waits for the decode rows need not wait for the prefill beside them.
         for result in done.outputs:
             self._send_output(result, now)
-            self._controls.apply_controls(self.scoreboard.complete_volumes([result.volume.seq], now))
+            self._controls.apply_controls(
+                self.scoreboard.complete_volumes([result.volume.seq], now)
+            )
         self._report_decode_finished(done.outputs, now)
 
     def _report_decode_finished(self, results: Sequence[StepOutput], now: float) -> None:
@@ -325,13 +335,20 @@ class Ring:
     @property
     def is_stuck(self) -> bool:
         """Whether the step that runs takes as long as a dead stage's would."""
-        return self._computing and self._clock() - self._step_began_at >= timeout_for(self.predicted_s)
+        return self._computing and self._clock() - self._step_began_at >= timeout_for(
+            self.predicted_s
+        )
 
     @property
     def progress(self) -> StageProgress:
         """What the neighbours are told; work that a full link holds back is not waited for."""
         queued = self.scoreboard.num_queued
-        if queued and not self._computing and self._next_stage is not None and self._next_stage.is_full:
+        if (
+            queued
+            and not self._computing
+            and self._next_stage is not None
+            and self._next_stage.is_full
+        ):
             queued = 0
         return StageProgress(
             completed_seq=self.scoreboard.last_completed_seq,

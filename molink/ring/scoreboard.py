@@ -3,9 +3,9 @@
 One per stage and epoch, sans-IO. Messages of the two lanes arrive in any interleaving, each lane in
 its order; ticks say what has to come before what. At one stage a tick is *complete*
 
-- of an ``Admit``, ``Grammar``, ``History``, ``BlockTable``, ``SwapOut`` or ``SwapIn``: when it arrives
-  (they share a lane, so in the order of issue; what a swap copies is copied in this order, before
-  any step that is taken later);
+- of an ``Admit``, ``Grammar``, ``History``, ``BlockTable``, ``SwapOut`` or ``SwapIn``: when it
+  arrives (they share a lane, so in the order of issue; what a swap copies is copied in this order,
+  before any step that is taken later);
 - of a ``Volume``: when all of its rows have run, or at once when none is left to run;
 - of a ``Tombstone``: when it arrives (an earlier stage completed that volume without running it);
 - of a ``Release``: when all of ``after`` and ``also`` are complete.
@@ -14,10 +14,10 @@ its order; ticks say what has to come before what. At one stage a tick is *compl
 include, directly or through earlier rows, the ticks that admit the request.
 
 **Pieces.** The rows of a prefill volume may arrive little by little, in order, and run so, a piece
-of consecutive rows at a time, as large as :mod:`molink.ring.pieces` says. With its first piece a
-volume has *begun*. All of its row groups go on to the next stage in the header of that piece, so it
-keeps them until its last row has run; only then its tick is complete, and what comes ``after`` it
-may run. What is done once for a group (its fitness, its blocks) is done at the beginning.
+of consecutive rows at a time, as large as :mod:`molink.ring.sub_chunks` says. With its first piece
+a volume has *begun*. All of its row groups go on to the next stage in the header of that piece, so
+it keeps them until its last row has run; only then its tick is complete, and what comes ``after``
+it may run. What is done once for a group (its fitness, its blocks) is done at the beginning.
 
 **Dropping.** From the moment a request's ``Release`` arrives, its rows in volumes that wait or are
 still to come are dropped; rows of volumes that have begun run to the end. A volume that loses all
@@ -65,21 +65,28 @@ from collections.abc import Iterator, Sequence
 
 from molink.errors import InvariantError
 from molink.facts.story import Story
-from molink.ring.hosted import HostBlockLedger, are_distinct
-from molink.ring.known import ScoreboardLimits, TrackedRequests, has_honest_drafts
-from molink.ring.pieces import SubChunkPolicy, WholeVolumePolicy
-from molink.ring.ticks import PendingReleases, SeqSet
-from molink.ring.volumes import VolumeQueue
-from molink.ring.waiting import WaitingVolume
-from molink.ring.work import CompletedControl, ControlMessage, StepInput, Step, parse_block_copy, parse_block_ids
-from molink.wire.messages.data import (
+from molink.ring.host_memory import HostBlockLedger, are_distinct
+from molink.ring.seq_set import PendingReleases, SeqSet
+from molink.ring.step import (
+    CompletedControl,
+    ControlMessage,
+    Step,
+    StepInput,
+    parse_block_copy,
+    parse_block_ids,
+)
+from molink.ring.sub_chunks import SubChunkPolicy, WholeVolumePolicy
+from molink.ring.tracked_requests import ScoreboardLimits, TrackedRequests, has_honest_drafts
+from molink.ring.volume_queue import VolumeQueue
+from molink.ring.waiting_volume import WaitingVolume
+from molink.wire.messages.data_plane import (
     Admit,
+    BlockTable,
     Grammar,
     History,
     Release,
     SwapIn,
     SwapOut,
-    BlockTable,
     Tombstone,
     Volume,
 )
@@ -95,8 +102,11 @@ MAX_WAITING_VOLUMES = 1024
 class Scoreboard:
     """Orders one stage's work during one epoch; see the module for the rules."""
 
-    def __init__(self, limits: ScoreboardLimits | None = None, sub_chunk_policy: SubChunkPolicy | None = None) -> None:
-        """``sub_chunk_policy`` decides on pieces of prefill volumes; without it volumes run whole."""
+    def __init__(
+        self, limits: ScoreboardLimits | None = None, sub_chunk_policy: SubChunkPolicy | None = None
+    ) -> None:
+        """``sub_chunk_policy`` decides on pieces of prefill volumes; without it volumes run
+        whole."""
         self._limits = limits or ScoreboardLimits()
         self.counters: Counter[str] = Counter()
         #: Progress of the compute thread: rises with every piece that has run. After the last piece
@@ -378,13 +388,19 @@ class Scoreboard:
     def _drop_released(self, waiting: WaitingVolume) -> None:
         if not waiting.is_started:
             rows = waiting.volume.slices
-            kept_indices = [index for index in waiting.slice_indices if not self._requests.is_finished(rows[index].request)]
+            kept_indices = [
+                index
+                for index in waiting.slice_indices
+                if not self._requests.is_finished(rows[index].request)
+            ]
             self._keep_slices(waiting, kept_indices, "dropped_groups")
 
     def _drop_invalid(self, waiting: WaitingVolume, now: float) -> None:
         """Drop rows of requests that were never admitted, and those that can't be computed."""
         rows = waiting.volume.slices
-        kept_indices = [index for index in waiting.slice_indices if self._requests.can_run(rows[index])]
+        kept_indices = [
+            index for index in waiting.slice_indices if self._requests.can_run(rows[index])
+        ]
         if len(kept_indices) < len(waiting.slice_indices):
             self._story.add_entry(now, "unfit", waiting.volume.seq)
         self._keep_slices(waiting, kept_indices, "unfit_groups")

@@ -7,9 +7,9 @@ from typing import Protocol
 from molink.facts.drafts import DraftBatch, DraftResults
 from molink.facts.dtypes import DTYPE_SIZES, DType
 from molink.link.policies.base import LinkEvent
-from molink.ring.work import BlockCopy, StepInput, StepResult
+from molink.ring.step import BlockCopy, StepInput, StepResult
 from molink.wire.messages.codec import Buffer
-from molink.wire.messages.data import Admit, RingMessage, Volume
+from molink.wire.messages.data_plane import Admit, RingMessage, Volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,12 @@ class StageRequests(Protocol):
 
 
 class StepExecutor(Protocol):
-    """Runs steps, one at a time; :class:`molinkd.worker.executor.StageExecutor` does on a thread."""
+    """Runs steps, one at a time; :class:`molinkd.worker.executor.StageExecutor` does on a
+    thread."""
 
-    def submit_step(self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
+    def submit_step(
+        self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]
+    ) -> None:
         """Begin a step; ``done`` is called where the ring lives (on its event loop)."""
 
     def submit_copy(self, copy: BlockCopy) -> None:
@@ -75,7 +78,8 @@ class StepExecutor(Protocol):
 
 
 class DraftRunner(Protocol):
-    """A small model beside the head; :class:`molinkd.worker.drafter.DraftModelThread` asks one."""
+    """A small model beside the head; :class:`molinkd.worker.draft_proposer.DraftModelThread` asks
+    one."""
 
     def request_drafts(self, order: DraftBatch, done: Callable[[DraftResults], None]) -> None:
         """Do what the head wants, after what it wanted before.
@@ -87,7 +91,7 @@ class DraftRunner(Protocol):
 class NextStage(Protocol):
     """Toward the next stage; the tail's leads back to the head.
 
-    :class:`molink.link.outgoing.OutLink` is one.
+    :class:`molink.link.out_link.OutLink` is one.
     """
 
     def send_control(self, body: RingMessage, payload: Buffer | None = None) -> None:

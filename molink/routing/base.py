@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from molink.routing.report import CacheReport
+from molink.routing.cache_report import CacheReport
 
 #: A request, and a pipeline, as the one who asks calls them.
 RequestKey = str
@@ -18,7 +18,8 @@ PipelineName = str
 
 @dataclass(slots=True)
 class PipelineLoad:
-    """A pipeline that takes requests: it serves ``num_requests``, and was ``total_sent`` so many in all."""
+    """A pipeline that takes requests: it serves ``num_requests``, and was ``total_sent`` so many in
+    all."""
 
     name: PipelineName
     num_requests: int = 0
@@ -27,7 +28,8 @@ class PipelineLoad:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """A request to be placed: its number of ``num_tokens``, and the digests of its whole ``spans``."""
+    """A request to be placed: its number of ``num_tokens``, and the digests of its whole
+    ``spans``."""
 
     key: RequestKey
     num_tokens: int
@@ -40,7 +42,9 @@ class Router(Protocol):
     #: Whether it reads the spans of a prompt: without, nobody needs to make them.
     reads_spans: bool = False
 
-    def choose_pipeline(self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose_pipeline(
+        self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float
+    ) -> PipelineLoad:
         """One of ``up``: the pipelines that take requests now, in their order, at least one."""
         ...
 

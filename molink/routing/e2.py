@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from molink.facts.costs import UNKNOWN_COSTS, RequestCosts
-from molink.routing.base import RequestKey, PipelineName, PipelineLoad, RoutedPrompt, Router
-from molink.routing.loads import LoadTracker, RoutedRequest
-from molink.routing.report import CacheReport
+from molink.facts.request_costs import UNKNOWN_COSTS, RequestCosts
+from molink.routing.base import PipelineLoad, PipelineName, RequestKey, RoutedPrompt, Router
+from molink.routing.cache_report import CacheReport
+from molink.routing.load_tracker import LoadTracker, RoutedRequest
+from molink.routing.prefix_waits import PrefixWaits
+from molink.routing.span_tree import SpanTree
 from molink.routing.spans import SPAN_TOKENS
-from molink.routing.tree import SpanTree
-from molink.routing.waits import PrefixWaits
 
 #: Seconds of history (the paper's ``H``).
 WINDOW_S = 180.0
@@ -80,16 +80,30 @@ class E2Router(Router):
 
     # --- a request -------------------------------------------------------------------------------
 
-    def choose_pipeline(self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose_pipeline(
+        self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float
+    ) -> PipelineLoad:
         """Exploit if more is cached than is not, else explore."""
         self._load_tracker.on_request_end(prompt.key, 0, now)
         candidates = [self._assess_pipeline(prompt, load, now) for load in pipelines]
-        holders = [candidate for candidate in candidates if 2 * candidate.cached_tokens > prompt.num_tokens]
-        key_span = _key_span(prompt, max(candidate.cached_tokens for candidate in candidates)) if holders else 0
-        chosen = self._exploit(candidates, holders, key_span, now) if holders else self._explore(candidates)
+        holders = [
+            candidate for candidate in candidates if 2 * candidate.cached_tokens > prompt.num_tokens
+        ]
+        key_span = (
+            _key_span(prompt, max(candidate.cached_tokens for candidate in candidates))
+            if holders
+            else 0
+        )
+        chosen = (
+            self._exploit(candidates, holders, key_span, now)
+            if holders
+            else self._explore(candidates)
+        )
         name = chosen.load.name
         answer_s = self._load_tracker.answer_tokens * self._costs_of(name).answer_s
-        self._load_tracker.add_request(prompt.key, RoutedRequest(name, now, chosen.prefill_s, answer_s, key_span))
+        self._load_tracker.add_request(
+            prompt.key, RoutedRequest(name, now, chosen.prefill_s, answer_s, key_span)
+        )
         self._tree.use_spans(name, prompt.spans, now)
         return chosen.load
 
@@ -110,7 +124,11 @@ class E2Router(Router):
         )
 
     def _exploit(
-        self, candidates: Sequence[_Candidate], holders: Sequence[_Candidate], key_span: int, now: float
+        self,
+        candidates: Sequence[_Candidate],
+        holders: Sequence[_Candidate],
+        key_span: int,
+        now: float,
     ) -> _Candidate:
         chosen, cheapest = _cheapest(holders), _cheapest(candidates)
         lightest = min(candidate.load_s for candidate in candidates)
@@ -143,7 +161,9 @@ class E2Router(Router):
         """Its prefill is over, and how long it waited for that is known."""
         routed = self._load_tracker.on_first_token(key, now)
         if routed is not None and routed.key_span:
-            self._prefix_waits.add_wait(routed.key_span, max(0.0, now - routed.sent_at - routed.prefill_s), now)
+            self._prefix_waits.add_wait(
+                routed.key_span, max(0.0, now - routed.sent_at - routed.prefill_s), now
+            )
 
     def on_request_end(self, key: RequestKey, generated: int, now: float) -> None:
         """It is no load any more."""
@@ -195,7 +215,14 @@ class E2Router(Router):
 
 
 def _cheapest(candidates: Sequence[_Candidate]) -> _Candidate:
-    return min(candidates, key=lambda candidate: (candidate.cost_s, candidate.load.num_requests, candidate.load.total_sent))
+    return min(
+        candidates,
+        key=lambda candidate: (
+            candidate.cost_s,
+            candidate.load.num_requests,
+            candidate.load.total_sent,
+        ),
+    )
 
 
 def _key_span(prompt: RoutedPrompt, cached: int) -> int:

@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from molink.routing.base import RequestKey, PipelineName, PipelineLoad, RoutedPrompt, Router
+from molink.routing.base import PipelineLoad, PipelineName, RequestKey, RoutedPrompt, Router
+from molink.routing.cache_report import CacheReport
 from molink.routing.least_loaded import LeastLoadedRouter
-from molink.routing.report import CacheReport
 
 log = logging.getLogger(__name__)
 
@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 class FallbackRouter(Router):
     """Does as ``router`` does until it fails; from then on requests go to who has the fewest.
 
-    What was wrong is logged once, with where it happened; ``lost`` in :attr:`decision_counts` is 1 then.
+    What was wrong is logged once, with where it happened; ``lost`` in :attr:`decision_counts` is 1
+    then.
     """
 
     def __init__(self, router: Router) -> None:
@@ -26,7 +27,9 @@ class FallbackRouter(Router):
         """As of the one that is asked."""
         return {**self._router.decision_counts, "lost": self._num_failures}
 
-    def choose_pipeline(self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose_pipeline(
+        self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float
+    ) -> PipelineLoad:
         """One of ``up`` in any case."""
         try:
             chosen = self._router.choose_pipeline(prompt, pipelines, now)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from molink.routing.base import PipelineName, PipelineLoad, RoutedPrompt, Router
+from molink.routing.base import PipelineLoad, PipelineName, RoutedPrompt, Router
 
 
 class RoundRobinRouter(Router):
@@ -12,7 +12,9 @@ class RoundRobinRouter(Router):
         self._last_chosen: dict[PipelineName, int] = {}
         self._num_chosen = 0
 
-    def choose_pipeline(self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose_pipeline(
+        self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float
+    ) -> PipelineLoad:
         """The one whose turn was longest ago."""
         chosen = min(pipelines, key=lambda load: self._last_chosen.get(load.name, 0))
         self._num_chosen += 1

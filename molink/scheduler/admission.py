@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from molink.errors import ContextTooLong, Overloaded, RequestError
-from molink.scheduler.job import RequestState
-from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.request import SchedulerRequest
+from molink.scheduler.request_state import RequestState
 
 #: Bounds of ``Retry-After``, in seconds.
 RETRY_MIN, RETRY_MAX = 1.0, 60.0
@@ -36,7 +36,9 @@ class AdmissionController:
         return waiting >= config.max_queue_len + max(0, config.max_num_seqs - running)
 
     @staticmethod
-    def choose_displaced(request: SchedulerRequest, waiting: Iterable[RequestState], now: float) -> RequestState | None:
+    def choose_displaced(
+        request: SchedulerRequest, waiting: Iterable[RequestState], now: float
+    ) -> RequestState | None:
         """Which of those that wait gives his place in the full queue to a new one, if any.
 
         One that its client has abandoned; else, if another owner holds at least two places more
@@ -52,11 +54,15 @@ class AdmissionController:
         held = Counter(state.request.peer for state in requests)
         greedy = max(held, key=held.__getitem__, default=peer)
         theirs = peer if held[greedy] < held[peer] + 2 else greedy
-        clients = Counter(state.request.client for state in requests if state.request.peer == theirs)
+        clients = Counter(
+            state.request.client for state in requests if state.request.peer == theirs
+        )
         most = max(clients, key=clients.__getitem__, default=request.client)
         if theirs == peer and clients[most] < clients[request.client] + 2:
             return None
-        requests = [state for state in reversed(requests) if state.request.client_key == (theirs, most)]
+        requests = [
+            state for state in reversed(requests) if state.request.client_key == (theirs, most)
+        ]
         stalled = next((state for state in requests if state.is_stalled), None)
         return stalled or max(requests, key=lambda state: state.queue_key)
 
@@ -95,7 +101,9 @@ class AdmissionController:
         """Whether a waiting job must not be admitted any more; one that gave way always may."""
         if state.num_admissions:
             return False
-        hopeless = state.request.deadline_s > 0 and not state.is_resubmitted and now >= state.start_by
+        hopeless = (
+            state.request.deadline_s > 0 and not state.is_resubmitted and now >= state.start_by
+        )
         return hopeless or now - state.arrived_at >= self.max_queue_s(state.request)
 
     def late_error(self, state: RequestState, wait: float | None, now: float) -> Overloaded:

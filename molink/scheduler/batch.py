@@ -4,18 +4,18 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from molink.scheduler.job import RequestState
+from molink.scheduler.request_state import RequestState
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import (
+from molink.wire.messages.data_plane import (
     MAX_SLICES,
     Admit,
+    BlockTable,
     Grammar,
     History,
     Release,
     RequestSlice,
     SwapIn,
     SwapOut,
-    BlockTable,
     Volume,
 )
 
@@ -106,7 +106,9 @@ class VolumeBuilder:
         left = (_SLICE_BYTES_MAX - self._bytes) // (2 * _ID_BYTES)
         return max(0, min(MAX_SLICES - self._num_samples, left))
 
-    def add_rows(self, state: RequestState, count: int, blocks: Sequence[int], released: int) -> None:
+    def add_rows(
+        self, state: RequestState, count: int, blocks: Sequence[int], released: int
+    ) -> None:
         """Issue the next ``count`` rows of ``job``, which bring ``blocks`` to its block table.
 
         ``released`` is the latest tick that released one of them.
@@ -114,7 +116,9 @@ class VolumeBuilder:
         end = state.num_issued + count
         sample = end == len(state.tokens)
         source = state.copy_source if state.num_issued == state.num_reused else -1
-        pending_slice = _PendingSlice(state, state.num_issued, count, tuple(blocks), sample, released, source)
+        pending_slice = _PendingSlice(
+            state, state.num_issued, count, tuple(blocks), sample, released, source
+        )
         self._slices.append(pending_slice)
         self._bytes += _SLICE_BYTES + _ID_BYTES * (len(blocks) + (source >= 0))
         self._num_samples += 1
@@ -142,7 +146,9 @@ class VolumeBuilder:
     ) -> None:
         """Let rows of nothing but ``drafts`` go on from those of ``job`` in flight."""
         start = len(state.tokens) + len(state.draft_path)
-        pending_slice = _PendingSlice(state, start, 0, tuple(blocks), True, released, -1, tuple(drafts))
+        pending_slice = _PendingSlice(
+            state, start, 0, tuple(blocks), True, released, -1, tuple(drafts)
+        )
         self._slices.append(pending_slice)
         self._bytes += _SLICE_BYTES + _ID_BYTES * (len(drafts) + len(blocks))
         self._num_samples += len(drafts)

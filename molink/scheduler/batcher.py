@@ -4,21 +4,21 @@ import math
 from collections.abc import Sequence
 from itertools import islice
 
-from molink.facts.ringtimes import RingTimes
-from molink.scheduler.batch import MicroBatch, VolumeWithTokens, VolumeBuilder
-from molink.scheduler.cache import KVCacheManager
-from molink.scheduler.chunk import ChunkSize
+from molink.facts.ring_times import RingTimes
+from molink.scheduler.batch import MicroBatch, VolumeBuilder, VolumeWithTokens
+from molink.scheduler.chunk_size import ChunkSize
+from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.controls import ControlIssuer
-from molink.scheduler.host import HostCopy
-from molink.scheduler.job import RequestState
-from molink.scheduler.ledger import InFlightTracker
-from molink.scheduler.limits import SchedulerConfig
-from molink.scheduler.microbatches import MicroBatchCount
-from molink.scheduler.prefix import PrefixMatch
-from molink.scheduler.roster import RequestQueues
-from molink.scheduler.speculation.costs import RingLoad
+from molink.scheduler.host_blocks import HostCopy
+from molink.scheduler.in_flight import InFlightTracker
+from molink.scheduler.kv_cache_manager import KVCacheManager
+from molink.scheduler.micro_batches import MicroBatchCount
+from molink.scheduler.prefix_tree import PrefixMatch
+from molink.scheduler.request_queues import RequestQueues
+from molink.scheduler.request_state import RequestState
+from molink.scheduler.speculation.round_trip_costs import RingLoad
 from molink.scheduler.speculation.speculation import Speculation
-from molink.scheduler.swapping import SwapManager
+from molink.scheduler.swap_manager import SwapManager
 
 
 class Batcher:
@@ -58,7 +58,9 @@ class Batcher:
             config.row_bytes,
             allows_prefill_only=config.prefill_only_batches,
         )
-        self._chunk_size = ChunkSize(config.max_num_batched_tokens, config.profiles, self.micro_batches.count)
+        self._chunk_size = ChunkSize(
+            config.max_num_batched_tokens, config.profiles, self.micro_batches.count
+        )
         #: Prefill volumes in flight that went without decode rows.
         self._prefill_only_seqs: set[int] = set()
         #: Jobs admitted for the micro-batch that is being composed, and what they come back from.
@@ -100,7 +102,10 @@ class Batcher:
                 rows = self._next_prefill_rows(streams, context, now, piggyback=len(decode) > 0)
                 self._add_prefill(chunk, rows, now)
             back = self._admit_swapped(now)
-            if not self._swap.resumes_early and self._in_flight.count_volumes(prefill=False) < count:
+            if (
+                not self._swap.resumes_early
+                and self._in_flight.count_volumes(prefill=False) < count
+            ):
                 for state in back:
                     if state.phase == "decode" and decode.block_room >= 1:
                         self._add_rows(decode, state, 1, now)
@@ -137,18 +142,26 @@ class Batcher:
             ready = (
                 state
                 for state in running
-                if state.phase == "decode" and not state.awaited_seqs and not asking.is_waiting(state)
+                if state.phase == "decode"
+                and not state.awaited_seqs
+                and not asking.is_waiting(state)
             )
             requests = list(islice(ready, self._decode_quota(streams)))
-            self._speculation.ask_draft_model(requests, self._ring_load(len(requests), streams, context))
+            self._speculation.ask_draft_model(
+                requests, self._ring_load(len(requests), streams, context)
+            )
 
-    def _add_decode_rows(self, builder: VolumeBuilder, running: Sequence[RequestState], now: float) -> None:
+    def _add_decode_rows(
+        self, builder: VolumeBuilder, running: Sequence[RequestState], now: float
+    ) -> None:
         quota, asking = self._decode_quota(len(running)), self._speculation.draft_queue
         self._starved = []
         for state in running:
             if len(builder) == quota or builder.block_room < 1:
                 return
-            if state.awaited_seqs or state.phase != "decode":  # or it was preempted for one before it
+            if (
+                state.awaited_seqs or state.phase != "decode"
+            ):  # or it was preempted for one before it
                 continue
             if asking.is_waiting(state):
                 continue
@@ -161,8 +174,13 @@ class Batcher:
 
     def _add_drafts(self, builder: VolumeBuilder, streams: int, context: int) -> None:
         """Let drafts follow the decode rows, as far as there are blocks for them."""
-        load, flying = self._ring_load(len(builder), streams, context), self._in_flight.decode_volume_rows
-        for state, drafts in self._speculation.choose_drafts(builder.requests, load, builder.draft_room, flying):
+        load, flying = (
+            self._ring_load(len(builder), streams, context),
+            self._in_flight.decode_volume_rows,
+        )
+        for state, drafts in self._speculation.choose_drafts(
+            builder.requests, load, builder.draft_room, flying
+        ):
             drafts, blocks = self._allocate_drafts(state, drafts)
             if drafts:
                 released = self._cache.allocator.latest_release(blocks)
@@ -170,30 +188,43 @@ class Batcher:
 
     def _add_lookahead(self, builder: VolumeBuilder, streams: int, context: int) -> None:
         """A volume of nothing but drafts, where there is nothing else to do."""
-        if self._in_flight.num_lookahead >= self._config.lookahead_volumes or self._queues.num_waiting:
+        if (
+            self._in_flight.num_lookahead >= self._config.lookahead_volumes
+            or self._queues.num_waiting
+        ):
             return
         load = self._ring_load(math.ceil(streams / self.micro_batches.count), streams, context)
         if load.has_prefill:
             return
         requests, flying = self._queues.decodes_in_flight(), self._in_flight.decode_volume_rows
-        for state, drafts in self._speculation.choose_lookahead(requests, load, flying, builder.draft_room):
+        for state, drafts in self._speculation.choose_lookahead(
+            requests, load, flying, builder.draft_room
+        ):
             drafts, blocks = self._allocate_drafts(state, drafts)
             if drafts:
-                builder.add_lookahead_drafts(state, drafts, blocks, self._cache.allocator.latest_release(blocks))
+                builder.add_lookahead_drafts(
+                    state, drafts, blocks, self._cache.allocator.latest_release(blocks)
+                )
 
     def _ring_load(self, piggybacked: int, streams: int, context: int) -> RingLoad:
         """``riding`` decode rows are in a volume."""
-        flying = min(self.micro_batches.count, math.ceil(streams / piggybacked)) if piggybacked else 0
+        flying = (
+            min(self.micro_batches.count, math.ceil(streams / piggybacked)) if piggybacked else 0
+        )
         has_prefill = self._in_flight.count_volumes(prefill=True) > 0 or self._queues.has_prefills
         return RingLoad(piggybacked, flying, context, has_prefill)
 
-    def _allocate_drafts(self, state: RequestState, drafts: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    def _allocate_drafts(
+        self, state: RequestState, drafts: Sequence[int]
+    ) -> tuple[Sequence[int], Sequence[int]]:
         """Those of the next ``drafts`` for which there are blocks, and those to be announced."""
         before = len(state.tokens) + len(state.draft_path)
         if self._starved or self._grow_blocks(state, len(state.draft_path) + len(drafts)) is None:
             drafts = drafts[: max(0, len(state.blocks) * self._config.block_size - before)]
         upto = self._config.blocks_for(before + len(drafts))
-        return drafts, state.blocks[state.num_announced_blocks : max(upto, state.num_announced_blocks)]
+        return drafts, state.blocks[
+            state.num_announced_blocks : max(upto, state.num_announced_blocks)
+        ]
 
     def _grow_blocks(self, state: RequestState, drafts: int = 0) -> int | None:
         """See to it that the job's last token, and what may follow it, have blocks.
@@ -246,7 +277,9 @@ class Batcher:
                 closed = state.host_copy is not None or not self._admit(state, now)
             if state.phase != "waiting":
                 seen.add(state)
-                if not any(self._queues.can_be_preempted(state, preemptor, now) for preemptor in starved):
+                if not any(
+                    self._queues.can_be_preempted(state, preemptor, now) for preemptor in starved
+                ):
                     left -= self._add_chunk(builder, state, left, now)
 
     def _next_prefill_rows(self, streams: int, context: int, now: float, *, piggyback: bool) -> int:
@@ -257,16 +290,20 @@ class Batcher:
         Of ``K`` micro-batches those that decode take their chunk along (``beside``, SARATHI's
         decode-maximal batches), the others may be a chunk. If chunks went whenever stage 0 is idle,
         a decode volume would meet a stage busy with a chunk, then run alone itself, and pay for
-        reading the weights twice. They do where none would: :mod:`molink.scheduler.depth`.
+        reading the weights twice. They do where none would: :mod:`molink.scheduler.prefill_only`.
         """
         requests = self._queues.prefill_order(now, closed=self._queues.has_prefills)
         if not requests:
             return 0
         admitted = self._queues.has_prefills
         left = sum(len(state.tokens) - (state.num_issued if admitted else 0) for state in requests)
-        self._prefill_only_seqs = {seq for seq in self._prefill_only_seqs if self._in_flight.has_volume(seq)}
+        self._prefill_only_seqs = {
+            seq for seq in self._prefill_only_seqs if self._in_flight.has_volume(seq)
+        }
         maximum, flying = self.micro_batches.count, self._in_flight.count_volumes(prefill=True)
-        apart = self._in_flight.count_volumes(prefill=False) + len(self._prefill_only_seqs) < maximum
+        apart = (
+            self._in_flight.count_volumes(prefill=False) + len(self._prefill_only_seqs) < maximum
+        )
         paired = flying < maximum and (piggyback or apart)
         if not paired and not self.micro_batches.allows_prefill_only:
             return 0
@@ -285,9 +322,13 @@ class Batcher:
         clear = awaited is None or now - awaited <= unpaired.window_s
         return rows if room and clear and flying < unpaired.max_volumes else 0
 
-    def _add_chunk(self, builder: VolumeBuilder, state: RequestState, maximum: int, now: float) -> int:
+    def _add_chunk(
+        self, builder: VolumeBuilder, state: RequestState, maximum: int, now: float
+    ) -> int:
         """Add up to ``maximum`` prefill rows of a job; how many it got."""
-        in_header = (state.num_announced_blocks + builder.block_room) * self._config.block_size - state.num_issued
+        in_header = (
+            state.num_announced_blocks + builder.block_room
+        ) * self._config.block_size - state.num_issued
         count = min(maximum, len(state.tokens) - state.num_issued, in_header)
         self._add_rows(builder, state, count, now)
         self.num_prefill_rows += count
@@ -316,14 +357,20 @@ class Batcher:
             lacks += self._cache.allocator.count_settled(set(cached) - found)
             found.update(cached)
             reserved = self._swap.reserved_blocks(now) if state.host_copy is not None else 0
-            giving, candidates = list[RequestState](), self._queues.preemption_candidates(state, now)
+            giving, candidates = (
+                list[RequestState](),
+                self._queues.preemption_candidates(state, now),
+            )
             while running and (
-                running >= config.max_num_seqs or lacks + config.growth_blocks(running) + reserved > blocks
+                running >= config.max_num_seqs
+                or lacks + config.growth_blocks(running) + reserved > blocks
             ):
                 candidate = next(candidates, None)
                 if candidate is None:
                     return
-                blocks += coming.add_blocks(block for block in candidate.blocks if block not in found)
+                blocks += coming.add_blocks(
+                    block for block in candidate.blocks if block not in found
+                )
                 running -= 1
                 giving.append(candidate)
             resting = [candidate for candidate in giving if self._queues.is_idle(candidate)]
@@ -383,7 +430,9 @@ class Batcher:
 
     # --- into messages -------------------------------------------------------------------------
 
-    def _add_rows(self, builder: VolumeBuilder, state: RequestState, count: int, now: float) -> None:
+    def _add_rows(
+        self, builder: VolumeBuilder, state: RequestState, count: int, now: float
+    ) -> None:
         upto = self._config.blocks_for(state.num_issued + count)
         blocks = state.blocks[state.num_announced_blocks : max(upto, state.num_announced_blocks)]
         builder.add_rows(state, count, blocks, self._cache.allocator.latest_release(blocks))

@@ -185,8 +185,8 @@ class BlockAllocator:
     def validate(self, references: Mapping[int, int], kept: Iterable[int]) -> None:
         """Every block is in exactly one of the four states, held by whom it should be.
 
-        ``reference_count`` counts the tables and copies there are of each block, ``kept`` are those of
-        the prefix cache.
+        ``reference_count`` counts the tables and copies there are of each block, ``kept`` are those
+        of the prefix cache.
 
         Raises:
             InvariantError: one is not.
@@ -199,7 +199,9 @@ class BlockAllocator:
         outstanding = Counter(block for blocks in self._pending.values() for block in blocks)
         if any(count != outstanding[block] for block, count in enumerate(self._outstanding)):
             raise InvariantError("releases of a block that have not gone round are miscounted")
-        cached = {block for block in range(self.total) if self._in_tree[block] and block not in held}
+        cached = {
+            block for block in range(self.total) if self._in_tree[block] and block not in held
+        }
         retired = {block for block in outstanding if not self._in_tree[block] and block not in held}
         if cached != self._cached.keys() or len(retired) != self._num_retired:
             raise InvariantError("a block is cached or retired, but not counted as such")

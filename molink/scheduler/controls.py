@@ -3,13 +3,21 @@
 from collections.abc import Iterator, Sequence
 
 from molink.scheduler.batch import ControlWithPayload
-from molink.scheduler.cache import KVCacheManager
-from molink.scheduler.host import HostCopy
-from molink.scheduler.job import RequestState
-from molink.scheduler.leaving import PendingRelease
-from molink.scheduler.ledger import InFlightTracker
+from molink.scheduler.host_blocks import HostCopy
+from molink.scheduler.in_flight import InFlightTracker
+from molink.scheduler.kv_cache_manager import KVCacheManager
+from molink.scheduler.pending_release import PendingRelease
+from molink.scheduler.request_state import RequestState
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Admit, Grammar, History, Release, SwapIn, SwapOut, BlockTable
+from molink.wire.messages.data_plane import (
+    Admit,
+    BlockTable,
+    Grammar,
+    History,
+    Release,
+    SwapIn,
+    SwapOut,
+)
 
 #: Ids per History or Table message: 240 kB, below the longest message.
 MAX_MESSAGE_IDS = 60_000
@@ -35,11 +43,15 @@ class ControlIssuer:
         self._in_flight.record_release(seq, pending.round_trips)
         return [*control, ControlWithPayload(Release(seq, pending.id, last, pending.other_seqs))]
 
-    def issue_admission(self, state: RequestState, copy: HostCopy | None) -> list[ControlWithPayload]:
+    def issue_admission(
+        self, state: RequestState, copy: HostCopy | None
+    ) -> list[ControlWithPayload]:
         """``job`` has been admitted; some of its blocks come from ``copy``, if that is one."""
         request = state.request
         state.last_seq = self._in_flight.issue_seq()
-        admit = Admit(state.last_seq, state.id, request.sampling, request.prompt_tokens, state.kv_end)
+        admit = Admit(
+            state.last_seq, state.id, request.sampling, request.prompt_tokens, state.kv_end
+        )
         control = [ControlWithPayload(admit)]
         if request.grammar:
             state.last_seq = self._in_flight.issue_seq()
@@ -58,7 +70,10 @@ class ControlIssuer:
             control.append(ControlWithPayload(table, ids))
         if copy is not None:
             state.last_seq = self._in_flight.issue_seq()
-            ids = (*state.blocks[state.tree_depth : num_announced], *copy.blocks[state.tree_depth :])
+            ids = (
+                *state.blocks[state.tree_depth : num_announced],
+                *copy.blocks[state.tree_depth :],
+            )
             swap = SwapIn(state.last_seq, state.id, copy.filled_seq, _pairs_payload(ids))
             control.append(ControlWithPayload(swap, ids))
         return control

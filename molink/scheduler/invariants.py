@@ -1,15 +1,20 @@
 """Invariants that span the parts of a head."""
 
 from molink.errors import InvariantError
-from molink.scheduler.cache import KVCacheManager
-from molink.scheduler.job import RequestState
-from molink.scheduler.ledger import InFlightTracker
-from molink.scheduler.limits import SchedulerConfig
-from molink.scheduler.prefix import ROOT
-from molink.scheduler.roster import RequestQueues
+from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.in_flight import InFlightTracker
+from molink.scheduler.kv_cache_manager import KVCacheManager
+from molink.scheduler.prefix_tree import ROOT
+from molink.scheduler.request_queues import RequestQueues
+from molink.scheduler.request_state import RequestState
 
 
-def check_invariants(config: SchedulerConfig, queues: RequestQueues, cache: KVCacheManager, in_flight: InFlightTracker) -> None:
+def check_invariants(
+    config: SchedulerConfig,
+    queues: RequestQueues,
+    cache: KVCacheManager,
+    in_flight: InFlightTracker,
+) -> None:
     """Check blocks, rows in flight and emission windows of all jobs.
 
     Raises:
@@ -28,7 +33,9 @@ def check_invariants(config: SchedulerConfig, queues: RequestQueues, cache: KVCa
             _check_admitted(state, config, in_flight)
 
 
-def _check_admitted(state: RequestState, config: SchedulerConfig, in_flight: InFlightTracker) -> None:
+def _check_admitted(
+    state: RequestState, config: SchedulerConfig, in_flight: InFlightTracker
+) -> None:
     if len(state.blocks) < config.blocks_for(state.num_issued):
         raise InvariantError(f"request {state.id} has rows issued beyond its blocks")
     if state.in_flight.keys() != in_flight.seqs_of_request(state.id):

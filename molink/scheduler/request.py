@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from molink.wire.messages.data import SamplingParams
-from molink.wire.messages.serving import Rejected, OutputToken
+from molink.wire.messages.data_plane import SamplingParams
+from molink.wire.messages.serving import OutputToken, Rejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,12 +12,12 @@ class SchedulerRequest:
 
     ``peer`` is the daemon and ``key`` its own id of the request. ``tokens`` are the prompt and, if
     the request is resubmitted, what was generated in an earlier epoch; the first ``prompt_tokens``
-    of them are the prompt. ``max_tokens`` counts tokens still to be generated. ``credit_window`` is how
-    many emitted tokens may be uncredited before decoding pauses. ``grammar`` is the text
-    of what the answer is held to, if it is; only the tail reads it. ``client`` is the daemon's name
-    for whose request it is; requests of one client with less ``priority`` go first. It is
-    to be admitted within ``max_queue_s`` seconds, or not at all; 0: as the head has it. Its answer
-    is to end within ``deadline_s`` seconds, when its daemon cancels it; 0: it may take any time.
+    of them are the prompt. ``max_tokens`` counts tokens still to be generated. ``credit_window`` is
+    how many emitted tokens may be uncredited before decoding pauses. ``grammar`` is the text of
+    what the answer is held to, if it is; only the tail reads it. ``client`` is the daemon's name
+    for whose request it is; requests of one client with less ``priority`` go first. It is to be
+    admitted within ``max_queue_s`` seconds, or not at all; 0: as the head has it. Its answer is to
+    end within ``deadline_s`` seconds, when its daemon cancels it; 0: it may take any time.
     """
 
     peer: str

@@ -3,9 +3,9 @@
 from collections import Counter, deque
 from itertools import islice
 
-from molink.routing.report import MAX_DIGESTS
-from molink.routing.spans import DIGEST_BYTES, SPAN_TOKENS, ROOT_DIGEST, span_digests
-from molink.scheduler.prefix import OTHER_ROOT, ROOT, BlockTokens
+from molink.routing.cache_report import MAX_DIGESTS
+from molink.routing.spans import DIGEST_BYTES, ROOT_DIGEST, SPAN_TOKENS, span_digests
+from molink.scheduler.prefix_tree import OTHER_ROOT, ROOT, BlockTokens
 
 #: Changes that are remembered: who asks less often gets what came last.
 MAX_CHANGES = MAX_DIGESTS
@@ -21,7 +21,9 @@ class SpanLog:
     def __init__(self) -> None:
         #: Of each full block: the digest of its last whole span, the tokens after that, and the
         #: spans that end in it.
-        self._blocks: dict[int, tuple[bytes, BlockTokens, tuple[int, ...]]] = {ROOT: (ROOT_DIGEST, (), ())}
+        self._blocks: dict[int, tuple[bytes, BlockTokens, tuple[int, ...]]] = {
+            ROOT: (ROOT_DIGEST, (), ())
+        }
         #: How many blocks each span ends in: with long blocks, several that differ behind it.
         self._span_counts: Counter[int] = Counter()
         self._changed_spans: deque[int] = deque(maxlen=MAX_CHANGES)

@@ -3,12 +3,12 @@
 from itertools import islice
 
 from molink.scheduler.batcher import Batcher
-from molink.scheduler.cache import KVCacheManager
-from molink.scheduler.ledger import InFlightTracker
-from molink.scheduler.roster import RequestQueues
-from molink.scheduler.shown import report_request
+from molink.scheduler.in_flight import InFlightTracker
+from molink.scheduler.kv_cache_manager import KVCacheManager
+from molink.scheduler.request_queues import RequestQueues
+from molink.scheduler.request_report import report_request
 from molink.scheduler.speculation.speculation import Speculation
-from molink.scheduler.swapping import SwapManager
+from molink.scheduler.swap_manager import SwapManager
 from molink.wire.messages.load import MAX_QUEUES, MAX_REQUESTS, SchedulerLoad
 
 #: What the head itself counts.
@@ -76,7 +76,12 @@ class SchedulerStats:
         admitted request and the moment when its blocks could be used again, the first one included.
         Blocks are ``used``, ``free``, or ``cached`` only and so as good as free.
         """
-        cache, in_flight, queues, host = self._cache, self._in_flight, self._queues, self._swap.host_blocks
+        cache, in_flight, queues, host = (
+            self._cache,
+            self._in_flight,
+            self._queues,
+            self._swap.host_blocks,
+        )
         blocks = cache.allocator
         gauges = {
             "head_blocks": blocks.total,
@@ -92,13 +97,17 @@ class SchedulerStats:
             "head_running": queues.num_running,
             "head_waiting": queues.num_waiting,
             "head_clients": queues.fair_shares.num_clients,
-            "head_decode_in_flight": in_flight.count_volumes(prefill=False) + in_flight.num_lookahead,
+            "head_decode_in_flight": in_flight.count_volumes(prefill=False)
+            + in_flight.num_lookahead,
             "head_prefill_in_flight": in_flight.count_volumes(prefill=True),
             "head_prefill_rows_in_flight": in_flight.num_prefill_rows,
             "head_cancel_iterations_last": in_flight.cancel_iterations_last,
             "head_cancel_iterations_max": in_flight.cancel_iterations_max,
             "head_swapped_turn_seconds": self._first_swapped_s,
-            **{f"head_queue_{level}": requests for level, requests in enumerate(queues.queue_lengths, 1)},
+            **{
+                f"head_queue_{level}": requests
+                for level, requests in enumerate(queues.queue_lengths, 1)
+            },
         }
         return {name: float(value) for name, value in gauges.items()}
 
@@ -116,7 +125,9 @@ class SchedulerStats:
             blocks.total,
             blocks.total - self._cache.num_available,
             self._batcher.micro_batches.count,
-            tuple(report_request(state, turns, now) for state in islice(self._queues, MAX_REQUESTS)),
+            tuple(
+                report_request(state, turns, now) for state in islice(self._queues, MAX_REQUESTS)
+            ),
             len(turns),
             self._swap.host_blocks.total,
             self._swap.host_blocks.num_held,

@@ -4,14 +4,14 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.bench.sample import Sample
 from molink.errors import InvariantError, MolinkError
-from molink.scheduler.head import Scheduler
 from molink.scheduler.request import Emission, SchedulerRequest
-from molink.sim.agenda import EventQueue
-from molink.sim.texts import END_TOKEN, KnownText, tokens_of
-from molink.wire.messages.data import SamplingParams
+from molink.scheduler.scheduler import Scheduler
+from molink.sim.event_queue import EventQueue
+from molink.sim.known_text import END_TOKEN, KnownText, tokens_of
+from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import OutputToken
 
 #: Uncredited tokens: clients that take everything at once never make a stream wait.
@@ -94,7 +94,9 @@ class Clients:
             count,
             (planned.max_tokens or planned.output_tokens) - there,
             # What a stage samples, it knows by the seed.
-            SamplingParams(temperature=0.0, seed=planned.index if self._texts else planned.last_position),
+            SamplingParams(
+                temperature=0.0, seed=planned.index if self._texts else planned.last_position
+            ),
             () if self._texts else (END_TOKEN,),
             credit_window=_CREDIT_WINDOW,
         )
@@ -189,7 +191,9 @@ class Clients:
     def collect_samples(self, since: float) -> list[Sample]:
         """What the requests that were due at ``since`` or later measured."""
         return [
-            self._make_sample(key, request) for key, request in self._plan.items() if request.arrival_s >= since
+            self._make_sample(key, request)
+            for key, request in self._plan.items()
+            if request.arrival_s >= since
         ]
 
     def _make_sample(self, key: str, request: PlannedRequest) -> Sample:

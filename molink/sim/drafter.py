@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-from molink.facts.drafts import DraftRequest, DraftBatch, DraftTokens, DraftResults
-from molink.sim.agenda import EventQueue
+from molink.facts.drafts import DraftBatch, DraftRequest, DraftResults, DraftTokens
+from molink.sim.event_queue import EventQueue
+from molink.sim.known_text import KnownText
 from molink.sim.pc import SimPc
 from molink.sim.roofline import Roofline, StepRows
-from molink.sim.texts import KnownText
 
 
 class SimDrafter:
@@ -32,7 +32,9 @@ class SimDrafter:
         drafts = [self._draft_tokens(request) for request in batch.requests]
         seconds = self._order_s(batch.requests, drafts)
         wait = self._pc.reserve_device(seconds, self._event_queue.now)
-        self._event_queue.schedule_at(self._event_queue.now + wait, done, DraftResults(drafts, seconds * self._pc.slowdown))
+        self._event_queue.schedule_at(
+            self._event_queue.now + wait, done, DraftResults(drafts, seconds * self._pc.slowdown)
+        )
 
     def _draft_tokens(self, request: DraftRequest) -> DraftTokens:
         known = self._tokens.setdefault(request.request, [])
@@ -42,7 +44,9 @@ class SimDrafter:
             return DraftTokens(request.request)
         tokens, probabilities = text.model_drafts_at(len(known))
         upto, probability = 0, 1.0
-        while upto < min(request.max_drafts, len(tokens)) and probability >= request.min_probability:
+        while (
+            upto < min(request.max_drafts, len(tokens)) and probability >= request.min_probability
+        ):
             probability *= probabilities[upto]
             upto += 1
         return DraftTokens(request.request, tokens[:upto], probabilities[:upto])
@@ -51,7 +55,10 @@ class SimDrafter:
         """A pass over what is new, and one more for each guess after the first."""
         if not requests:
             return 0.0
-        new, before = sum(len(request.tokens) for request in requests), sum(request.position for request in requests)
+        new, before = (
+            sum(len(request.tokens) for request in requests),
+            sum(request.position for request in requests),
+        )
         few = new <= 2 * len(requests)
         first = StepRows(
             decode=new if few else 0,

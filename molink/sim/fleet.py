@@ -3,20 +3,20 @@
 import random
 from dataclasses import asdict, dataclass
 
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.bench.report import Report, summarize
 from molink.errors import UsageError
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 from molink.routing.create import create_router
 from molink.routing.spans import span_digests
-from molink.scheduler.head import Scheduler
-from molink.sim.agenda import EventQueue
+from molink.scheduler.scheduler import Scheduler
 from molink.sim.clients import Clients, ServingRing
-from molink.sim.fleet_time import FleetEventQueue, assign_regions
+from molink.sim.event_queue import EventQueue
+from molink.sim.fleet_events import FleetEventQueue, assign_regions
+from molink.sim.fleet_pipeline import FleetPipeline, RingEpoch, RingTemplates
 from molink.sim.pc import SimPc
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import GRACE_S, disable_gc
-from molink.sim.slot import RingTemplates, RingEpoch, FleetPipeline
 from molink.sim.uplink import Uplink
 
 #: Pipelines of one simulation: a bound against a slip of the pen.
@@ -38,9 +38,10 @@ class FleetScenario:
     """``pipelines`` rings as ``ring`` has it, whose workload is that of all of them together.
 
     There are ``peers`` PCs (0: as many as stages). Where there are fewer, PCs hold stages of
-    several pipelines; where there are more, pipelines have spares. So many as ``peers_per_uplink`` share an
-    uplink, those of one home mostly in different pipelines. A PC leaves ``departures_per_hour`` times an hour on
-    average, without a word, and is away for ``away_s`` seconds on average.
+    several pipelines; where there are more, pipelines have spares. So many as ``peers_per_uplink``
+    share an uplink, those of one home mostly in different pipelines. A PC leaves
+    ``departures_per_hour`` times an hour on average, without a word, and is away for ``away_s``
+    seconds on average.
 
     Raises:
         UsageError: a number is out of range, or there is no such router.
@@ -106,10 +107,11 @@ class PipelineFigures:
 class FleetOutcome:
     """What a simulation of a fleet found.
 
-    ``num_lost`` requests have not had all of their tokens; ``num_resubmitted`` counts how often one was
-    sent again because its ring had ended, ``num_departures`` how often a PC left, ``num_broken`` how often a ring
-    could not go on though all of its PCs were there. ``busy_shares`` is the share of the time in which
-    each PC computed. ``virtual_s`` is how long it took.
+    ``num_lost`` requests have not had all of their tokens; ``num_resubmitted`` counts how often one
+    was sent again because its ring had ended, ``num_departures`` how often a PC left,
+    ``num_broken`` how often a ring could not go on though all of its PCs were there.
+    ``busy_shares`` is the share of the time in which each PC computed. ``virtual_s`` is how long it
+    took.
     """
 
     fleet: FleetScenario
@@ -171,7 +173,10 @@ def simulate_fleet(fleet: FleetScenario, router: Router | None = None) -> FleetO
     return FleetOutcome(
         fleet,
         summarize(samples, now - workload.warmup, policy=fleet.ring.policy),
-        tuple(PipelineFigures(slot.load.total_sent, slot.num_formed, slot.num_lost) for slot in run.pipelines),
+        tuple(
+            PipelineFigures(slot.load.total_sent, slot.num_formed, slot.num_lost)
+            for slot in run.pipelines
+        ),
         tuple(pc.busy_s / now for pc in run.pcs),
         sum(sample.error is not None for sample in samples),
         run.num_resubmitted,
@@ -187,7 +192,10 @@ class _FleetSimulation:
 
     def __init__(self, fleet: FleetScenario, router: Router) -> None:
         ring, count = fleet.ring, fleet.pc_count
-        uplinks = [Uplink(ring.link.rate, ring.link.queue) for _ in range(-(-count // fleet.peers_per_uplink))]
+        uplinks = [
+            Uplink(ring.link.rate, ring.link.queue)
+            for _ in range(-(-count // fleet.peers_per_uplink))
+        ]
         self.pcs = [SimPc(uplinks[index % len(uplinks)]) for index in range(count)]
         members = [[self.pcs[index] for index in each] for each in fleet.pipeline_pcs]
         where = assign_regions(members)
@@ -207,7 +215,13 @@ class _FleetSimulation:
         self._versions: dict[str, tuple[RingEpoch, int]] = {}
         templates = RingTemplates(ring, fleet.tenants)
         self.pipelines = [
-            FleetPipeline(PipelineLoad(str(number)), pcs, templates, self, self.events.region_queue(where[number]))
+            FleetPipeline(
+                PipelineLoad(str(number)),
+                pcs,
+                templates,
+                self,
+                self.events.region_queue(where[number]),
+            )
             for number, pcs in enumerate(members)
         ]
         #: Those that take requests.
@@ -240,7 +254,9 @@ class _FleetSimulation:
         for slot in self.pipelines:
             slot.on_pc_left(pc)
         longer = self._random.expovariate(1.0) * (self._fleet.away_s - _MIN_AWAY_S)
-        self.event_queue.schedule_at(self.event_queue.now + _MIN_AWAY_S + longer + REJOIN_S, self._on_return, pc)
+        self.event_queue.schedule_at(
+            self.event_queue.now + _MIN_AWAY_S + longer + REJOIN_S, self._on_return, pc
+        )
 
     def _on_return(self, pc: SimPc) -> None:
         pc.is_present = True
@@ -279,7 +295,9 @@ class _FleetSimulation:
             return None
         spans = span_digests(self.clients.prompt_tokens(request)) if self._shares else ()
         prompt = RoutedPrompt(str(request.index), request.input_tokens, spans)
-        slot = self._by_name[self.router.choose_pipeline(prompt, self._available, self.event_queue.now).name]
+        slot = self._by_name[
+            self.router.choose_pipeline(prompt, self._available, self.event_queue.now).name
+        ]
         assert slot.epoch is not None
         slot.epoch.add_request()
         return slot.epoch
@@ -288,7 +306,9 @@ class _FleetSimulation:
         self.cached_tokens += cached
         self.events.schedule_common(now, self.router.on_first_token, key, cached, now)
 
-    def _on_finished(self, serving: ServingRing | None, key: str, generated: int, now: float) -> None:
+    def _on_finished(
+        self, serving: ServingRing | None, key: str, generated: int, now: float
+    ) -> None:
         self.events.schedule_common(now, self.router.on_request_end, key, generated, now)
         if isinstance(serving, RingEpoch):
             serving.remove_requests()

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.bench.report import Report, summarize
 from molink.errors import UsageError
 from molink.facts.dtypes import DTYPE_SIZES
-from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.scheduler.microbatches import MicroBatchEstimate, choose_best, estimate_counts
-from molink.sim.blueprint import DTYPE
+from molink.facts.ring_times import LinkFacts, RingTimes
+from molink.scheduler.micro_batches import MicroBatchEstimate, choose_best, estimate_counts
 from molink.sim.pipeline import SimPipeline
+from molink.sim.ring_template import DTYPE
 from molink.sim.scenario import Scenario
 
 #: When the request is sent: links have been tried out by then.

@@ -1,7 +1,7 @@
 """One hop of the ring: what the two ends of a link have between them, in virtual time.
 
-The ends are the product's own, :class:`molink.link.outgoing.OutLink` of a stage and
-:class:`molink.link.incoming.InLink` of the next; here are their channels and their server.
+The ends are the product's own, :class:`molink.link.out_link.OutLink` of a stage and
+:class:`molink.link.in_link.InLink` of the next; here are their channels and their server.
 """
 
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from functools import partial
 import msgspec
 
 from molink.errors import InvariantError
-from molink.link.ends import OutConnection, OutConnectionEvents
-from molink.link.incoming import InLink
-from molink.link.window import message_size
-from molink.sim.agenda import EventQueue
-from molink.sim.medium import LinkModel, OnTransfer
-from molink.sim.packing import packing_s
+from molink.link.base import OutConnection, OutConnectionEvents
+from molink.link.in_link import InLink
+from molink.link.send_window import message_size
+from molink.sim.event_queue import EventQueue
+from molink.sim.link_model import LinkModel, OnTransfer
+from molink.sim.packer import packing_s
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.codec import Buffer, DataMessage
-from molink.wire.messages.data import Frame, Channel, Volume, VolumeFragment
+from molink.wire.messages.data_plane import Channel, Frame, Volume, VolumeFragment
 
 #: Bytes of a beat or a hello.
 _CONTROL_BYTES = 64
@@ -46,7 +46,12 @@ class Hop:
     """
 
     def __init__(
-        self, stage: int, event_queue: EventQueue, link_model: LinkModel, handling: float, zeros: memoryview
+        self,
+        stage: int,
+        event_queue: EventQueue,
+        link_model: LinkModel,
+        handling: float,
+        zeros: memoryview,
     ) -> None:
         self.link_model = link_model
         self.on_transfer: OnTransfer | None = None
@@ -63,14 +68,24 @@ class Hop:
     def open_channel(self, channel: Channel, events: OutConnectionEvents) -> OutConnection:
         """The channel of a lane; it is there as soon as it is started."""
         self._events[channel] = events
-        return _SimChannel(self._event_queue, self.link_model, channel, events, partial(self._transmit_message, channel))
+        return _SimChannel(
+            self._event_queue,
+            self.link_model,
+            channel,
+            events,
+            partial(self._transmit_message, channel),
+        )
 
     # --- to the next stage -----------------------------------------------------------------------
 
-    def _transmit_message(self, channel: Channel, message: DataMessage, payload: Buffer | None) -> None:
+    def _transmit_message(
+        self, channel: Channel, message: DataMessage, payload: Buffer | None
+    ) -> None:
         now = self._event_queue.now
         if not isinstance(message, Frame):
-            self.link_model.send_message(channel, _CONTROL_BYTES, now, partial(self._on_passed, channel, message))
+            self.link_model.send_message(
+                channel, _CONTROL_BYTES, now, partial(self._on_passed, channel, message)
+            )
             return
         packing = _packing_s(message)
         passed = partial(self._on_frame_passed, message, payload, packing)
@@ -79,7 +94,9 @@ class Hop:
     def _on_passed(
         self, channel: Channel, message: DataMessage, begin: float, end: float, arrival: float
     ) -> None:
-        self._event_queue.schedule_at(arrival + self._handling, self._on_arrival, channel, message, None)
+        self._event_queue.schedule_at(
+            arrival + self._handling, self._on_arrival, channel, message, None
+        )
 
     def _on_frame_passed(
         self,
@@ -154,7 +171,9 @@ class _SimChannel:
     def send(self, message: DataMessage, payload: Buffer | None = None) -> None:
         """Let it leave."""
         self._transmit(message, payload)
-        if not self.is_congested and not self._link_model.is_ready(self._channel, self._event_queue.now):
+        if not self.is_congested and not self._link_model.is_ready(
+            self._channel, self._event_queue.now
+        ):
             self.is_congested = True
             self._link_model.call_when_ready(self._channel, self._on_drained)
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from molink.bench.planned import PlannedRequest
-from molink.sim.agenda import EventQueue
-from molink.sim.blueprint import RingTemplate
+from molink.bench.planned_requests import PlannedRequest
 from molink.sim.clients import Clients
+from molink.sim.event_queue import EventQueue
 from molink.sim.pc import SimPc
 from molink.sim.ring import SimRing
+from molink.sim.ring_template import RingTemplate
 from molink.sim.scenario import Scenario
 from molink.sim.timeline import Timeline
 from molink.sim.uplink import Uplink
@@ -60,7 +60,9 @@ class SimPipeline:
     def _sample_kv_usage(self) -> None:
         _, gauges = self._ring.stage_stats()
         self.kv_peak = max(self.kv_peak, gauges["head_blocks_used"] / gauges["head_blocks"])
-        self.event_queue.schedule_at(self.event_queue.now + _COUNT_INTERVAL_S, self._sample_kv_usage)
+        self.event_queue.schedule_at(
+            self.event_queue.now + _COUNT_INTERVAL_S, self._sample_kv_usage
+        )
 
     def _stop_failed(self, failure: str) -> None:
         self.failure = self.failure or failure

@@ -3,20 +3,20 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from molink.facts.ringtimes import LinkFacts
+from molink.facts.ring_times import LinkFacts
 from molink.ring.build import LinkEnvironment, RingStage, StageEnvironment, build_ring
-from molink.ring.ends import EmissionReceiver
-from molink.scheduler.head import Scheduler
-from molink.sim.agenda import EventQueue
-from molink.sim.blueprint import RingTemplate
+from molink.ring.scheduler_bridge import EmissionReceiver
+from molink.scheduler.scheduler import Scheduler
 from molink.sim.congestion.create import create_controller
 from molink.sim.drafter import SimDrafter
+from molink.sim.event_queue import EventQueue
+from molink.sim.executor import SimExecutor, SimStageRequests
 from molink.sim.hop import Hop
-from molink.sim.medium import IdealLink, LinkModel, TcpLink
-from molink.sim.packing import SimPacker
+from molink.sim.known_text import token_of
+from molink.sim.link_model import IdealLink, LinkModel, TcpLink
+from molink.sim.packer import SimPacker
 from molink.sim.pc import SimPc
-from molink.sim.stages import SimStageRequests, SimExecutor
-from molink.sim.texts import token_of
+from molink.sim.ring_template import RingTemplate
 from molink.sim.timeline import Timeline
 
 #: Told which stage can't go on, and why.
@@ -81,10 +81,14 @@ class SimRing:
 
         def token(request: int, position: int) -> int:
             seed = requests.seed_of(request)
-            return texts[seed % len(texts)].token_at(position) if texts else token_of(seed, position)
+            return (
+                texts[seed % len(texts)].token_at(position) if texts else token_of(seed, position)
+            )
 
         def forced(request: int, position: int) -> Sequence[int]:
-            return texts[requests.seed_of(request) % len(texts)].forced_at(position) if texts else ()
+            return (
+                texts[requests.seed_of(request) % len(texts)].forced_at(position) if texts else ()
+            )
 
         shape = template.stage_shape(index)
         executor = SimExecutor(
@@ -103,7 +107,9 @@ class SimRing:
         link = self._make_link(index) if self._hops else None
         guesses = template.scenario.draft_roofline if index == 0 else None
         drafter = None if guesses is None else SimDrafter(event_queue, guesses, pc, texts)
-        environment = StageEnvironment(event_queue, requests, executor, self._create_receiver, broken, link, drafter)
+        environment = StageEnvironment(
+            event_queue, requests, executor, self._create_receiver, broken, link, drafter
+        )
         return build_ring(template.stage_plan(index, self._epoch), environment)
 
     def _make_link(self, index: int) -> LinkEnvironment:

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from molink.errors import UsageError
-from molink.facts.drafts import AUTO_DRAFTS, MAX_LOOKAHEAD, MAX_DRAFTS
+from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS, MAX_LOOKAHEAD
 from molink.facts.preemption import PreemptionMode
 from molink.scheduler.policies.create import create_scheduling_policy
+from molink.sim.known_text import KnownText
 from molink.sim.profiles import DeviceProfile, LinkProfile, ModelProfile, load_device, load_model
 from molink.sim.roofline import Roofline, split_layers, stage_rooflines
-from molink.sim.texts import KnownText
 from molink.sim.workload import Workload
-from molink.wire.messages.data import MAX_MICRO_BATCHES
+from molink.wire.messages.data_plane import MAX_MICRO_BATCHES
 
 Compression = Literal["none", "lossless"]
 
@@ -29,23 +29,23 @@ class Scenario:
     ``chunk_tokens=workload.max_prompt`` (a prompt is one volume, stored and forwarded); see
     :meth:`make_baseline`.
 
-    ``micro_batches`` 0 leaves ``K`` to the head, ``max_num_batched_tokens`` 0 the rows of a prefill volume.
-    ``tensors_per_row`` per row and hop is 2 where hidden and residual travel apart (vLLM 0.7).
-    ``compression_ratio`` is what lossless compression shrinks rows to ``1 / ratio`` (bf16: 1.43 to
-    1.47 were measured). ``max_num_seqs`` requests hold KV blocks at a time. ``policy`` is that of
-    the links, ``scheduling_policy`` that of the head. ``prefill_only_batches`` lets prefill chunks go
-    without decode rows as long as nobody who decodes waits for them
-    (:mod:`molink.scheduler.depth`). ``devices`` and ``layers`` are those of each stage, if they
-    differ or aren't shared out evenly. ``links`` are those from each stage to the next, if they
-    differ. ``shape`` is the model's, if it has no profile of that name. With ``texts``, request
-    ``i`` is the ``i``-th of them, from the first again after the last, and the workload's sizes
-    have to be theirs. Without, prompts and answers have no content, and there can't be
-    ``num_speculative_tokens`` (of a request in a pass; 0: none, -1: as many as pay; up to ``lookahead_volumes`` passes go
-    on from those). With ``oracle_drafts`` nothing is drafted beyond the first wrong draft. What becomes
-    of the KV of who is preempted says ``preemption_mode``; each stage has ``swap_gb`` (GB) of host
-    memory for it. With ``free_copies``, copies from and to it take no time: more can't be had of
-    any mode. A ``draft_model`` beside the first stage takes its time by its shape, and guesses what
-    its texts say.
+    ``micro_batches`` 0 leaves ``K`` to the head, ``max_num_batched_tokens`` 0 the rows of a prefill
+    volume. ``tensors_per_row`` per row and hop is 2 where hidden and residual travel apart (vLLM
+    0.7). ``compression_ratio`` is what lossless compression shrinks rows to ``1 / ratio`` (bf16:
+    1.43 to 1.47 were measured). ``max_num_seqs`` requests hold KV blocks at a time. ``policy`` is
+    that of the links, ``scheduling_policy`` that of the head. ``prefill_only_batches`` lets prefill
+    chunks go without decode rows as long as nobody who decodes waits for them
+    (:mod:`molink.scheduler.prefill_only`). ``devices`` and ``layers`` are those of each stage, if
+    they differ or aren't shared out evenly. ``links`` are those from each stage to the next, if
+    they differ. ``shape`` is the model's, if it has no profile of that name. With ``texts``,
+    request ``i`` is the ``i``-th of them, from the first again after the last, and the workload's
+    sizes have to be theirs. Without, prompts and answers have no content, and there can't be
+    ``num_speculative_tokens`` (of a request in a pass; 0: none, -1: as many as pay; up to
+    ``lookahead_volumes`` passes go on from those). With ``oracle_drafts`` nothing is drafted beyond
+    the first wrong draft. What becomes of the KV of who is preempted says ``preemption_mode``; each
+    stage has ``swap_gb`` (GB) of host memory for it. With ``free_copies``, copies from and to it
+    take no time: more can't be had of any mode. A ``draft_model`` beside the first stage takes its
+    time by its shape, and guesses what its texts say.
 
     Raises:
         UsageError: a number is out of range, or there is no profile or policy of that name.

@@ -119,7 +119,9 @@ def disable_gc() -> Iterator[None]:
             gc.enable()
 
 
-def simulate_scenarios(scenarios: Sequence[Scenario], processes: int | None = None) -> list[SimulationOutcome]:
+def simulate_scenarios(
+    scenarios: Sequence[Scenario], processes: int | None = None
+) -> list[SimulationOutcome]:
     """Run them on ``processes`` processes (``None``: as many as CPUs); outcomes in their order."""
     processes = min(processes or os.cpu_count() or 1, len(scenarios), _MAX_PROCESSES)
     if processes < 2:

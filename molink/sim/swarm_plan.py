@@ -9,29 +9,29 @@ from pathlib import Path
 from typing import get_args
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.folder import scan_tensors
-from molink.checkpoint.lookalikes import refuse_foreign_folder
+from molink.checkpoint.foreign_formats import refuse_foreign_folder
+from molink.checkpoint.gguf_import import GGUF_SUFFIX, find_gguf, read_gguf_model
+from molink.checkpoint.model_folder import scan_tensors
+from molink.checkpoint.model_source import find_local_model, name_local_model
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.quantization import quantized_bytes
-from molink.checkpoint.source import find_local_model, name_local_model
-from molink.checkpoint.unpacking import GGUF_SUFFIX, find_gguf, read_gguf_model
 from molink.errors import UsageError
 from molink.facts.memory_plan import MARGIN_SHARE
 from molink.facts.model import ModelFacts, Objective, Quantize
-from molink.facts.ringtimes import HANDLING_S, RingTimes
-from molink.sim.blueprint import MAX_MODEL_LEN
+from molink.facts.ring_times import HANDLING_S, RingTimes
 from molink.sim.forecast import RingForecast, plan_ring, ring_times
 from molink.sim.profiles import LinkProfile, ModelProfile, load_device, load_model
+from molink.sim.ring_template import MAX_MODEL_LEN
 from molink.sim.roofline import memory_for_stages
 from molink.sim.scenario import Scenario
 from molink.sim.workload import Workload
-from molink.swarm.controller.outlook import RingEstimate, estimate_ring
+from molink.swarm.controller.scale_out import RingEstimate, estimate_ring
 from molink.swarm.placement.links import LOCAL_LATENCY, LOCAL_RATE, Links
 from molink.swarm.placement.placement import (
     MICRO_BATCH_ROWS,
-    PlacementGoal,
     Candidate,
     Placement,
+    PlacementGoal,
     Unplaceable,
     place_model,
 )
@@ -211,7 +211,9 @@ def least_quantized(model: ModelDescription, devices: Sequence[str]) -> Quantize
     """What makes the weights just small enough for ``devices``; ``None`` if nothing does."""
     mode: Quantize
     for mode in get_args(Quantize):
-        if isinstance(_place_model(model, devices, LinkProfile(), PlacementGoal(), mode), Placement):
+        if isinstance(
+            _place_model(model, devices, LinkProfile(), PlacementGoal(), mode), Placement
+        ):
             return mode
     return None
 
@@ -227,7 +229,9 @@ class _DescribedDevice:
 
 def _peers(pcs: Sequence[str]) -> list[_DescribedDevice]:
     return [
-        _DescribedDevice(f"pc{index}/{number}" if number else f"pc{index}", device.strip(), f"pc{index}")
+        _DescribedDevice(
+            f"pc{index}/{number}" if number else f"pc{index}", device.strip(), f"pc{index}"
+        )
         for index, devices in enumerate(pcs)
         for number, device in enumerate(devices.split("+"))
     ]
@@ -282,7 +286,9 @@ def _planned_stages(scenario: Scenario, forecast: RingForecast) -> tuple[Planned
     )
 
 
-def _describe_bottleneck(stages: Sequence[PlannedStage], objective: Objective, times: RingTimes) -> str:
+def _describe_bottleneck(
+    stages: Sequence[PlannedStage], objective: Objective, times: RingTimes
+) -> str:
     """What would have to be quicker, for a person."""
     links, steps = sum(one.link_s for one in stages), sum(one.step_s for one in stages)
     slowest = max(range(len(stages)), key=lambda index: stages[index].step_s)

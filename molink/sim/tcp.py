@@ -5,9 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-from molink.sim.agenda import EventQueue
-from molink.sim.congestion.base import MIN_TIMEOUT, SEGMENT_BYTES, CongestionController, SegmentsAcked
+from molink.sim.congestion.base import (
+    MIN_TIMEOUT,
+    SEGMENT_BYTES,
+    CongestionController,
+    SegmentsAcked,
+)
 from molink.sim.congestion.bbr import burst_bytes
+from molink.sim.event_queue import EventQueue
 from molink.sim.uplink import Uplink
 
 #: Bytes that leave and are acknowledged together: two segments (RFC 1122, section 4.2.3.2).
@@ -267,7 +272,11 @@ class TcpConnection:
     def _arm_timer(self) -> None:
         """If no acknowledgement can come, try again after a while."""
         if self._flight and not self._num_undropped:
-            wait = self._smoothed_round_trip + MIN_TIMEOUT if self._is_probing else 2 * self._smoothed_round_trip
+            wait = (
+                self._smoothed_round_trip + MIN_TIMEOUT
+                if self._is_probing
+                else 2 * self._smoothed_round_trip
+            )
             self._event_queue.schedule_at(self._sent_at + wait, self._on_stall, self._sent_at)
 
     def _on_stall(self, since: float) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.bench.trace import TraceRow
 from molink.errors import UsageError
 
@@ -22,9 +22,9 @@ MAX_REQUESTS = 1_000_000
 class Workload:
     """Requests for ``warmup + duration`` seconds, at ``rate`` requests/s on average.
 
-    Those that arrive during ``warmup`` are served but not counted. With ``trace_rows`` of a trace, the
-    ones with at most ``max_prompt`` and ``max_output`` tokens are taken in the trace's order, from
-    the beginning again when it ends; without, every request has ``input_tokens`` and
+    Those that arrive during ``warmup`` are served but not counted. With ``trace_rows`` of a trace,
+    the ones with at most ``max_prompt`` and ``max_output`` tokens are taken in the trace's order,
+    from the beginning again when it ends; without, every request has ``input_tokens`` and
     ``output_tokens``. ``seed`` is that of Poisson arrivals.
 
     Raises:
@@ -72,10 +72,14 @@ class Workload:
         sizes = self._select_sizes()
         end = self.warmup + self.duration
         planned = []
-        for index, (at, size) in enumerate(zip(self._arrival_times(sizes), _repeat_sizes(sizes), strict=False)):
+        for index, (at, size) in enumerate(
+            zip(self._arrival_times(sizes), _repeat_sizes(sizes), strict=False)
+        ):
             if at >= end:
                 break
-            request = PlannedRequest(index, at, size.input_tokens, size.output_tokens, size.hash_ids)
+            request = PlannedRequest(
+                index, at, size.input_tokens, size.output_tokens, size.hash_ids
+            )
             planned.append(request)
         if not any(request.arrival_s >= self.warmup for request in planned):
             raise UsageError(f"no request arrives in {self.duration:g} s: raise --duration")
@@ -123,7 +127,9 @@ def _repeat_sizes(sizes: Sequence[TraceRow]) -> Iterator[TraceRow]:
         yield from sizes
 
 
-def _check_bounds(option: str, value: float, *, above: float = -math.inf, minimum: float = 0) -> None:
+def _check_bounds(
+    option: str, value: float, *, above: float = -math.inf, minimum: float = 0
+) -> None:
     if not (math.isfinite(value) and value > above and value >= minimum):
         bound = f"above {above:g}" if above > -math.inf else f"at least {minimum:g}"
         raise UsageError(f"{option} has to be a number {bound}, not {value:g}")

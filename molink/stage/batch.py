@@ -14,9 +14,9 @@ class SequenceRows:
     positions ``i * block_size …``. One row after the first is a decode row, more are a prefill
     chunk; all earlier positions must have been computed in these blocks before.
 
-    ``max_positions`` is how many tokens the request may come to have, 0 if no more than now: by that,
-    models that rotate long sequences differently (LongRoPE) treat all its rows alike. Requests that
-    share blocks must agree on it.
+    ``max_positions`` is how many tokens the request may come to have, 0 if no more than now: by
+    that, models that rotate long sequences differently (LongRoPE) treat all its rows alike.
+    Requests that share blocks must agree on it.
     """
 
     start: int

@@ -12,15 +12,15 @@ from molink.stage.batch import SequenceRows
 from molink.stage.decoder.block import ForwardContext
 from molink.stage.decoder.decoder import Decoder
 from molink.stage.decoder.rotary import Rope
-from molink.stage.pool import KVPool
-from molink.stage.to_device import upload_integers
+from molink.stage.device_copy import upload_integers
+from molink.stage.kv_pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)
 class LocatedRows:
     """Rows ``[T, hidden]`` of ``sequences`` on the device; their positions and slots on the host.
 
-    See :meth:`~molink.stage.pool.KVPool.locate`.
+    See :meth:`~molink.stage.kv_pool.KVPool.locate`.
     """
 
     rows: Tensor

@@ -30,7 +30,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory, of a device or of the PC, has run out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _OUT_OF_MEMORY_TEXTS)
+    return isinstance(error, RuntimeError) and any(
+        word in str(error) for word in _OUT_OF_MEMORY_TEXTS
+    )
 
 
 def empty_device_cache() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import InvariantError, UsageError
 from molink.facts.dtypes import DTypeChoice, WeightDType
 from molink.facts.footprint import GRAPH_BYTES, GRAPH_POOL_BYTES
@@ -23,20 +23,20 @@ from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.decoder.decoder import Decoder, HeldWeights, load_decoder
 from molink.stage.decoder.operators import create_operators
 from molink.stage.decoder.rotary import Rope
+from molink.stage.device_copy import upload_tensor
 from molink.stage.graphs.buckets import GraphPlan
 from molink.stage.graphs.capture import CudaGraphCapturer
 from molink.stage.graphs.decode_graphs import DecodeGraphs
-from molink.stage.host_pool import HostKVPool
+from molink.stage.host_kv_pool import HostKVPool
+from molink.stage.kv_pool import KVPool, block_bytes
 from molink.stage.layer_pass import LayerPass, LocatedRows
-from molink.stage.loading.weights import WeightReader
-from molink.stage.pool import KVPool, block_bytes
-from molink.stage.to_device import upload_tensor
 from molink.stage.torch_dtypes import (
     TORCH_DTYPES,
     choose_dtype,
     choose_wire_dtype,
     residual_dtype,
 )
+from molink.stage.weights.weight_reader import WeightReader
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 class Stage:
     """Computes the rows of micro-batches. Not thread-safe: one caller at a time.
 
-    ``dtype`` is what it computes in, ``wire_dtype`` what rows should travel in, ``disabled_kernels`` the
-    kernels that it doesn't use.
+    ``dtype`` is what it computes in, ``wire_dtype`` what rows should travel in,
+    ``disabled_kernels`` the kernels that it doesn't use.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Stage:
         """Load layers ``first:last`` of a checked folder onto ``cpu`` or ``cuda:N``.
 
         Their projections are quantized as they are read, or stay as a quantized checkpoint has
-        them. What is ``held`` was loaded so already. Kernels to ``disabled_kernels`` are named as in
-        :mod:`molink.facts.kernels`. ``on_layer`` is told how many layers there are by then.
+        them. What is ``held`` was loaded so already. Kernels to ``disabled_kernels`` are named as
+        in :mod:`molink.facts.kernels`. ``on_layer`` is told how many layers there are by then.
 
         Raises:
             UsageError: there is no such device, or the checkpoint is quantized in another way.
@@ -107,12 +107,16 @@ class Stage:
         place, config = find_device(device), folder.config
         computed = choose_dtype(dtype, config.dtype, place)
         operators = create_operators(config, TORCH_DTYPES[computed], place, disabled_kernels)
-        with WeightReader(folder, TORCH_DTYPES[computed], place, quantize, disabled_kernels) as reader:
+        with WeightReader(
+            folder, TORCH_DTYPES[computed], place, quantize, disabled_kernels
+        ) as reader:
             decoder = load_decoder(
                 reader, config, operators, layers, held or HeldWeights(), on_layer
             )
         travel = choose_wire_dtype(dtype, config.dtype)
-        return cls(config, layers, decoder, place, computed, travel, disabled_kernels=disabled_kernels)
+        return cls(
+            config, layers, decoder, place, computed, travel, disabled_kernels=disabled_kernels
+        )
 
     @property
     def is_first(self) -> bool:
@@ -296,7 +300,12 @@ class Stage:
         if block_size not in self._attentions:
             shape = AttentionShape.from_config(self.config, self.layers)
             self._attentions[block_size] = create_attention(
-                self._backend_name, shape, block_size, self._dtype, self.device, self.disabled_kernels
+                self._backend_name,
+                shape,
+                block_size,
+                self._dtype,
+                self.device,
+                self.disabled_kernels,
             )
         return self._attentions[block_size]
 

@@ -1,9 +1,9 @@
 """Getting what a process finds out and compiles once before the first stage of it is loaded."""
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import LayerRange, Quantize
-from molink.stage.measure.passes import StagePasses
+from molink.stage.diagnostics.stage_passes import StagePasses
 from molink.stage.stage import Stage
 
 #: Rows of the passes that are run: one request's next row, and a short prompt.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from molink.errors import RequestError
 from molink.native import raise_as
-from molink.wire.messages.data import MAX_GRAMMAR_BYTES
+from molink.wire.messages.data_plane import MAX_GRAMMAR_BYTES
 
 if TYPE_CHECKING:
     import llguidance
@@ -50,7 +50,9 @@ _SPACES = sum(1 << byte for byte in b" \t\r\n")
 _MAX_CACHED_GRAMMARS = 32
 
 
-def build_grammar(kind: GrammarKind, source: str | Sequence[str], layout: JsonLayout = "free") -> bytes:
+def build_grammar(
+    kind: GrammarKind, source: str | Sequence[str], layout: JsonLayout = "free"
+) -> bytes:
     """The grammar of a JSON schema (JSON), a regular expression, texts to choose from, or Lark.
 
     A grammar may be in GBNF too. ``layout`` is that of answers to a JSON schema.
@@ -161,7 +163,9 @@ def create_grammar_tokenizer(
 def _create_byte_tokenizer() -> "llguidance.LLTokenizer":
     """A token for each byte, and one for the end."""
     tokens = [*(bytes([byte]) for byte in range(_END_TOKEN)), b"<end>"]
-    return create_grammar_tokenizer(tokens, [_END_TOKEN], [_END_TOKEN], lambda text: list(text.encode()))
+    return create_grammar_tokenizer(
+        tokens, [_END_TOKEN], [_END_TOKEN], lambda text: list(text.encode())
+    )
 
 
 def _explain_error(error: str) -> str:

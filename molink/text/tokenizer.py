@@ -7,19 +7,26 @@ from typing import Any, TypeVar
 import msgspec
 import tokenizers
 
-from molink.checkpoint.fields import read_bytes
+from molink.checkpoint.config_fields import read_bytes
 from molink.errors import BrokenModel, ContextTooLong, RequestError
 from molink.native import raise_as
-from molink.text.defaults import GenerationDefaults, TokenIds, parse_token_ids
+from molink.text.chat_template import ChatTemplates, load_chat_templates
 from molink.text.detokenizer import Detokenizer, IncrementalDetokenizer, WindowDetokenizer
-from molink.text.growth import max_text_growth
-from molink.text.template import ChatTemplates, load_chat_templates
+from molink.text.generation_defaults import GenerationDefaults, TokenIds, parse_token_ids
+from molink.text.text_growth import max_text_growth
 from molink.text.token_pieces import create_token_pieces
 
 #: Longest text in characters, and longest one after the tokenizer's own replacements.
 MAX_TEXT_CHARACTERS = 8 * 2**20
 MAX_GROWN_CHARACTERS = 16 * 2**20
-_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_SPECIAL_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+)
 
 
 T = TypeVar("T")
@@ -42,8 +49,9 @@ class Tokenizer:
 
     Safe to use from several threads. Attributes: ``vocab_size`` (ids a prompt may hold),
     ``bos_id``, ``eos_ids`` (each ends an answer), ``special_ids``, ``defaults`` (sampling
-    parameters for requests that give none), ``chat_templates`` and the default one of them, ``chat_template``
-    (``None`` for a base model), ``added_tokens`` (texts of tokens that are kept whole).
+    parameters for requests that give none), ``chat_templates`` and the default one of them,
+    ``chat_template`` (``None`` for a base model), ``added_tokens`` (texts of tokens that are kept
+    whole).
     """
 
     def __init__(
@@ -82,7 +90,9 @@ class Tokenizer:
         if not path.is_file():
             raise BrokenModel(f"{path} is missing; only models with a tokenizer.json can be served")
         source = read_bytes(path)
-        longest = min(MAX_TEXT_CHARACTERS, MAX_GROWN_CHARACTERS // max_text_growth(source, str(path)))
+        longest = min(
+            MAX_TEXT_CHARACTERS, MAX_GROWN_CHARACTERS // max_text_growth(source, str(path))
+        )
         config = _read_object(folder / "tokenizer_config.json")
         model = _read_struct(folder / "config.json", _TokenizerModel) or _TokenizerModel()
         special = _special_token_texts(_read_object(folder / "special_tokens_map.json"))
@@ -119,7 +129,8 @@ class Tokenizer:
         """
         if len(text) > self._max_token_characters:
             raise ContextTooLong(
-                f"the text has {len(text)} characters; this model's tokenizer takes {self._max_token_characters}"
+                f"the text has {len(text)} characters; this model's tokenizer takes "
+                f"{self._max_token_characters}"
             )
         with raise_as(lambda reason: RequestError(f"the text can't be tokenized: {reason}")):
             # encode() would hold the GIL all the while, encode_batch() doesn't.

@@ -4,5 +4,6 @@
 #: with each change after which an older molink would misread a newer one, or the other way round;
 #: a field that may be left out is none. PCs of one number may be in one ring, whatever their
 #: versions. Of the messages that are read across numbers (``JoinRequest``, ``Commitment`` and
-#: ``PairingResult``, ``PeerReport``, ``LeaderHeartbeat``, those of ``leading``) the fields never change.
+#: ``PairingResult``, ``PeerReport``, ``LeaderHeartbeat``, those of ``leading``) the fields never
+#: change.
 PROTOCOL = 7

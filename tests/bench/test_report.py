@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from molink.bench.report import Summary, percentile, summarize, report_table
+from molink.bench.report import Summary, percentile, report_table, summarize
 from molink.bench.sample import Sample
 
 
@@ -26,7 +26,13 @@ def test_percentiles_rise_and_stay_in_range(values: list[float]) -> None:
 
 def test_the_shape_of_the_result() -> None:
     samples = [
-        Sample(sent_at=0.0, piece_times=(1.0, 2.0, 4.0), finished_at=4.0, input_tokens=9, output_tokens=3),
+        Sample(
+            sent_at=0.0,
+            piece_times=(1.0, 2.0, 4.0),
+            finished_at=4.0,
+            input_tokens=9,
+            output_tokens=3,
+        ),
         Sample(sent_at=1.0, piece_times=(2.0,), finished_at=2.0, input_tokens=9, output_tokens=1),
         Sample(sent_at=1.0, finished_at=9.0, error="HTTP 429: full"),
     ]

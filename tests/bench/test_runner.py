@@ -2,7 +2,7 @@ import asyncio
 import heapq
 import itertools
 
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.bench.report import summarize
 from molink.bench.runner import run_plan
 from molink.bench.sample import Sample

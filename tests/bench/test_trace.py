@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from molink.bench.planned import PlannedRequest, plan_sizes, plan_trace
+from molink.bench.planned_requests import PlannedRequest, plan_sizes, plan_trace
 from molink.bench.trace import TraceRow, read_trace
 from molink.errors import UsageError
 

@@ -216,7 +216,7 @@ def test_a_network_that_is_cut_slowed_and_reset(tmp_path: Path) -> None:
     "line",
     [
         "Assertion failed: !_io_error (src/stream_engine_base.cpp:320)",
-        "WARNING molinkd.peer.agent.supervisor: worker 12 exited with -11",
+        "WARNING molinkd.peer.agent.worker_supervisor: worker 12 exited with -11",
         "stage 1 on pc2: the worker was ended by signal 6: in the ring",
         "the worker exited with code 0xC0000409",
     ],

@@ -21,7 +21,7 @@ KINDS = ["kill-coordinator", "kill-worker", "kill-other", "kill-leader"]
 async def test_streams_outlive_any_process_and_any_pc(tmp_path: Path) -> None:
     faults = [Fault(kind, 0.0) for kind in KINDS]
     # Stages as fast as they can be leave little to what has to recover.
-    paced = Swarm(tmp_path, 3, module="tests.support.paced")
+    paced = Swarm(tmp_path, 3, module="tests.support.slow_stages")
     for pc in paced.pcs:
         restore_measurements(Home(pc.home))
     async with paced as swarm, Load(swarm, 16, tokens=60) as load:

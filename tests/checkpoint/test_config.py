@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from molink.checkpoint import fields
+from molink.checkpoint import config_fields as fields
 from molink.checkpoint.config import ModelConfig
 from molink.errors import BrokenModel, UnsupportedModel
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.families import ARCHITECTURES
-from molink.checkpoint.layout import layer_tensors
+from molink.checkpoint.tensor_layout import layer_tensors
 from molink.errors import BrokenModel, UnsupportedModel
 
 SIZES = {

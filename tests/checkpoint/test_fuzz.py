@@ -10,7 +10,7 @@ from pathlib import Path
 import gguf  # noqa: F401 - so that its import isn't taken for what a file costs
 import pytest
 
-from molink.checkpoint.header import read_header
+from molink.checkpoint.safetensors_header import read_header
 from molink.errors import ModelError
 from molink.gguf.header import read_gguf
 

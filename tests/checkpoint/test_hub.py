@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from molink.checkpoint import hub, source
-from molink.checkpoint.folder import ModelFolder, scan_tensors
-from molink.checkpoint.room import DISK_RESERVE_BYTES
-from molink.checkpoint.source import find_model
+from molink.checkpoint import hub
+from molink.checkpoint import model_source as source
+from molink.checkpoint.disk_space import DISK_RESERVE_BYTES
+from molink.checkpoint.model_folder import ModelFolder, scan_tensors
+from molink.checkpoint.model_source import find_model
 from molink.errors import BrokenModel, GatedModel, ModelError, ModelNotFound, Unavailable
 from tests.support.fake_hub import COMMIT, REPOSITORY, FakeHub, in_place
+from tests.support.locked_files import lock_once
 from tests.support.models import write_plain_model
-from tests.support.seized import lock_once
 
 
 class Count:

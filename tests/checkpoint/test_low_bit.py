@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.low_bit import LowBitScheme
 from molink.checkpoint.low_bit_config import parse_low_bit
+from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import BrokenModel, MolinkError, UnsupportedModel
 from tests.support.low_bit_models import write_low_bit
 from tests.support.models import MakeModel
@@ -65,11 +65,17 @@ def parse(**section: Any) -> LowBitScheme | None:
             {**GPTQ, "checkpoint_format": None, "format": "gptq_v2", "bits": 8},
             LowBitScheme("gptq_v2", 8, (1, 32), has_column_order=True),
         ),
-        ({**GPTQ, "dynamic": {"-:.*down.*": {}}}, LowBitScheme("gptq", 4, (1, 32), has_column_order=True)),
+        (
+            {**GPTQ, "dynamic": {"-:.*down.*": {}}},
+            LowBitScheme("gptq", 4, (1, 32), has_column_order=True),
+        ),
         (AWQ, LowBitScheme("awq", 4, (1, 32))),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, LowBitScheme("awq", 4, (1, 64))),
         (FP8, LowBitScheme("plain", 8, (32, 32), has_zero_points=False, number_kind="float")),
-        ({"quant_method": "fp8"}, LowBitScheme("plain", 8, (0, 0), has_zero_points=False, number_kind="float")),
+        (
+            {"quant_method": "fp8"},
+            LowBitScheme("plain", 8, (0, 0), has_zero_points=False, number_kind="float"),
+        ),
         (PACKED, LowBitScheme("packed", 4, (1, 32), has_column_order=True)),
     ],
 )

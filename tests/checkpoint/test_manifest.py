@@ -5,7 +5,13 @@ import hashlib
 import msgspec
 import pytest
 
-from molink.checkpoint.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, HashedEntry, manifest_root
+from molink.checkpoint.manifest import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    HashedEntry,
+    Manifest,
+    manifest_root,
+)
 from molink.errors import AlteredModel, BrokenModel
 
 DATA = bytes(range(256)) * 1000
@@ -41,7 +47,10 @@ def test_the_root_is_that_of_the_content() -> None:
 
 def test_chunks() -> None:
     assert TENSOR.chunk_count == 2
-    assert [TENSOR.chunk_length(index) for index in range(2)] == [CHUNK_BYTES, len(DATA) - CHUNK_BYTES]
+    assert [TENSOR.chunk_length(index) for index in range(2)] == [
+        CHUNK_BYTES,
+        len(DATA) - CHUNK_BYTES,
+    ]
     TENSOR.verify_chunk(0, DATA[:CHUNK_BYTES])
     TENSOR.verify_chunk(1, DATA[CHUNK_BYTES:])
     for index, data in ((1, DATA[:CHUNK_BYTES]), (0, DATA[: CHUNK_BYTES - 1]), (0, b"")):

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load, load_file, save_file
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.folder import INDEX_FILE, ModelFolder, read_weight_map
+from molink.checkpoint.model_folder import INDEX_FILE, ModelFolder, read_weight_map
 from molink.checkpoint.multimodal import extract_text_tensors
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.swarm.artifacts.fetch_plan import group_tensors, plan_group
 from molink.text.tokenizer import Tokenizer
-from molinkd.peer.artifacts.library import ModelRepository
+from molinkd.peer.artifacts.model_repository import ModelRepository
 from tests.support.models import MakeModel
 
 #: As google/gemma-3-4b-it says it: much of it is silent.
@@ -46,7 +46,11 @@ def test_a_config_of_the_hub() -> None:
     config = ModelConfig.parse_config(GEMMA3_4B, "config.json")
     assert (config.family, config.has_vision, config.layers) == ("gemma3_text", True, 34)
     assert (config.heads, config.kv_heads, config.head_dim) == (8, 4, 256)
-    assert (config.vocab_size, config.max_model_len, config.tied_embeddings) == (262208, 131072, True)
+    assert (config.vocab_size, config.max_model_len, config.tied_embeddings) == (
+        262208,
+        131072,
+        True,
+    )
     assert (config.dtype, config.eos_ids) == ("bf16", (1, 106))
     assert [rope.factor for rope in config.rope_configs] == [8.0, 1.0]
     assert config.windows[:6] == (1024,) * 5 + (0,)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.footprint import Footprint, StageSetup
-from molink.stage.measure.device import narrow_weight_dtypes
+from molink.stage.diagnostics.device import narrow_weight_dtypes
 from molink.stage.stage import Stage
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -39,7 +39,9 @@ def test_planned_weights_are_loaded_weights(
     folder = ModelFolder.open(made)
     facts = folder.placement_facts("m")
     for wanted in ("bf16", "f32"):
-        need = Footprint.of_stage(facts, StageSetup(dtype=wanted, narrow_dtypes=narrow_weight_dtypes(CPU)))
+        need = Footprint.of_stage(
+            facts, StageSetup(dtype=wanted, narrow_dtypes=narrow_weight_dtypes(CPU))
+        )
         for first, last in ((0, 3), (0, 1), (1, 2), (2, 3)):
             stage = Stage.load_layers(folder, (first, last), "cpu", wanted)
             planned = need.weight_bytes(last - first, opens=first == 0, closes=last == 3)
@@ -62,7 +64,9 @@ def test_planned_quantized_weights_are_loaded_weights(
     torch.set_num_threads(1)
     folder = ModelFolder.open(make_model(tmp_path, family, dtype="bfloat16", hidden_size=128))
     for wanted in ("bf16", "f32"):
-        need = Footprint.of_stage(folder.placement_facts("m"), StageSetup(dtype=wanted, quantize=mode))
+        need = Footprint.of_stage(
+            folder.placement_facts("m"), StageSetup(dtype=wanted, quantize=mode)
+        )
         stage = Stage.load_layers(folder, (0, 2), "cpu", wanted, quantize=mode)
         planned = need.weight_bytes(2, opens=True, closes=False)
         # A CPU's kernel for nf4 takes its scales in bf16.
@@ -83,7 +87,9 @@ def test_projections_are_counted_as_quantized(make_model: Any, tmp_path: Path) -
 
 
 def test_a_shared_expert_is_quantized_and_its_gate_is_not(make_model: Any, tmp_path: Path) -> None:
-    facts = ModelFolder.open(make_model(tmp_path, "qwen2_moe", dtype="bfloat16")).placement_facts("m")
+    facts = ModelFolder.open(make_model(tmp_path, "qwen2_moe", dtype="bfloat16")).placement_facts(
+        "m"
+    )
     attention = 2 * 64 * 64 + 2 * 32 * 64
     experts = 6 * 3 * 32 * 64 + 3 * 64 * 64
     assert facts.projection_bytes == 2 * (attention + experts)
@@ -120,10 +126,15 @@ def test_a_pc_that_computes_in_f32_counts_what_stays_in_16_bits(
     assert (facts.narrow.dtype, facts.narrow.layer) == ("bf16", facts.projection_bytes)
     assert facts.narrow.last == 0  # 300 outputs are no multiple of what every CPU takes at once
     wide, narrow = (
-        Footprint.of_stage(facts, StageSetup(bf16=False, narrow_dtypes=kept)) for kept in (("f16",), ("bf16",))
+        Footprint.of_stage(facts, StageSetup(bf16=False, narrow_dtypes=kept))
+        for kept in (("f16",), ("bf16",))
     )
     assert wide == Footprint.of_stage(facts, StageSetup(bf16=False))
-    assert (wide.first_bytes, wide.last_bytes, wide.token_bytes) == (narrow.first_bytes, narrow.last_bytes, narrow.token_bytes)
+    assert (wide.first_bytes, wide.last_bytes, wide.token_bytes) == (
+        narrow.first_bytes,
+        narrow.last_bytes,
+        narrow.token_bytes,
+    )
     assert wide.layer_bytes - narrow.layer_bytes == facts.projection_bytes
     on_card = StageSetup("cuda", bf16=False, dtype="f32", narrow_dtypes=("bf16",))
     assert Footprint.of_stage(facts, on_card).layer_bytes == wide.layer_bytes

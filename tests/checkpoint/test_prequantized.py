@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.checkpoint.header import TensorSpan
 from molink.checkpoint.prequantized import (
     QUANT_STATE_SUFFIX,
     companion_names,
-    parse_quantized,
     parse_quant_state,
+    parse_quantized,
     required_tensors,
 )
-from molink.checkpoint.stored import FLOAT_DTYPES, MAX_STATE_BYTES, TensorRequirement
+from molink.checkpoint.safetensors_header import TensorSpan
+from molink.checkpoint.tensor_requirement import FLOAT_DTYPES, MAX_STATE_BYTES, TensorRequirement
 from molink.errors import BrokenModel, MolinkError, UnsupportedModel
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
@@ -85,7 +85,9 @@ def test_int8_weights() -> None:
     wanted = {NAME: TensorRequirement(("I8",), SHAPE), scales: TensorRequirement(("F32",), (64,))}
     assert required_tensors({NAME: SHAPE}, "int8", {NAME: span("I8")}) == wanted
     found = {NAME: span("I8"), layout: span("U8", ())}
-    assert required_tensors({NAME: SHAPE}, "int8", found) == wanted | {layout: TensorRequirement(("U8",), ())}
+    assert required_tensors({NAME: SHAPE}, "int8", found) == wanted | {
+        layout: TensorRequirement(("U8",), ())
+    }
     assert scales == "model.layers.0.self_attn.q_proj.SCB"
 
 
@@ -149,9 +151,13 @@ def test_any_state_is_a_number_or_refused(raw: bytes) -> None:
 def test_blocks_of_gguf_are_bounded_by_the_config() -> None:
     name = f"{NAME}.q4_k"
     found = {name: span("U8", (64, 2 * 144))}
-    assert required_tensors({NAME: SHAPE}, "none", found) == {name: TensorRequirement(("U8",), (64, 2 * 144))}
+    assert required_tensors({NAME: SHAPE}, "none", found) == {
+        name: TensorRequirement(("U8",), (64, 2 * 144))
+    }
     with pytest.raises(BrokenModel, match="none of blocks of q4_k"):
         required_tensors({NAME: (64, 500)}, "none", found)
     # A kind that isn't known is as if there were nothing.
     odd = {f"{NAME}.q9_k": span("U8")}
-    assert required_tensors({NAME: SHAPE}, "none", odd) == {NAME: TensorRequirement(FLOAT_DTYPES, SHAPE)}
+    assert required_tensors({NAME: SHAPE}, "none", odd) == {
+        NAME: TensorRequirement(FLOAT_DTYPES, SHAPE)
+    }

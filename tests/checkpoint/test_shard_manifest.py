@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.checkpoint.header import DTYPE_BYTES, TensorSpan
-from molink.checkpoint.manifest import Manifest, HashedEntry, ShardEntry, manifest_root
+from molink.checkpoint.manifest import HashedEntry, Manifest, ShardEntry, manifest_root
+from molink.checkpoint.safetensors_header import DTYPE_BYTES, TensorSpan
 from molink.errors import BrokenModel, WireError
 
 PLACE = f"owner/name@{'0' * 40}"
 CONFIG = HashedEntry("config.json", 2, hashlib.sha256(b"{}").digest())
 SHA = bytes(range(32))
-ONE, TWO = ShardEntry("model-1.safetensors", 100, SHA), ShardEntry("model-2.safetensors", 50, SHA[::-1])
+ONE, TWO = (
+    ShardEntry("model-1.safetensors", 100, SHA),
+    ShardEntry("model-2.safetensors", 50, SHA[::-1]),
+)
 
 
 def span(shard: str, dtype: str = "F32", *shape: int) -> tuple[str, TensorSpan]:
@@ -57,7 +60,8 @@ def test_it_is_read_as_it_was_made(
         return
     made = Manifest.build_sharded([CONFIG], PLACE, shards, tensors)
     assert (
-        Manifest.build_sharded([CONFIG], PLACE, shards[::-1], dict(reversed(tensors.items()))) == made
+        Manifest.build_sharded([CONFIG], PLACE, shards[::-1], dict(reversed(tensors.items())))
+        == made
     )
     found = Manifest.open(made.raw, made.root)
     assert found == made

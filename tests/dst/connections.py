@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 from molink.errors import MolinkError
-from molink.link.ends import OutConnectionEvents
+from molink.link.base import OutConnectionEvents
 from molink.swarm.frontend.stream import PipelineEpoch
-from molink.wire.messages.instructions import Route, KeepAlive, Welcome
-from molink.wire.messages.leading import LeaderHeartbeat
+from molink.wire.messages.election import LeaderHeartbeat
+from molink.wire.messages.instructions import KeepAlive, Route, Welcome
 from tests.dst.coordinator import PORT
 from tests.dst.network import Dial, nothing
 
@@ -27,7 +27,9 @@ class Session:
 
     def _connection(self) -> Dial:
         daemon, target = self._daemon, self._daemon.peer.membership
-        events = OutConnectionEvents(self._on_message, self._on_connected, self._on_lost, nothing, nothing)
+        events = OutConnectionEvents(
+            self._on_message, self._on_connected, self._on_lost, nothing, nothing
+        )
         where = target.address, PORT
         self._target = target.key, where
         network = daemon.world.network
@@ -91,7 +93,8 @@ class Session:
 
 
 class SchedulerConnections:
-    """Connections to the heads of all pipelines, as :mod:`molinkd.peer.frontend.heads` has it."""
+    """Connections to the heads of all pipelines, as
+    :mod:`molinkd.peer.frontend.scheduler_connections` has it."""
 
     def __init__(self, daemon: "Daemon") -> None:
         self._daemon = daemon
@@ -147,7 +150,9 @@ class SchedulerConnections:
         return tuple((one.pipeline, one.epoch, one.is_ready) for one in self._routes.values())
 
     def forming(self, model: str) -> int:
-        return sum(route.forming_progress for route in self._routes.values() if route.model == model)
+        return sum(
+            route.forming_progress for route in self._routes.values() if route.model == model
+        )
 
     def _connect(self, route: Route) -> None:
         assert route.scheduler is not None

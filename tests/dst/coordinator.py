@@ -8,18 +8,18 @@ from molink.swarm.controller.audit import audit_fleet
 from molink.swarm.controller.events import (
     AnnouncePeerAction,
     CommitPipelineAction,
-    PeerStoppedEvent,
-    PeerDisconnectedEvent,
+    ConnectionTriedEvent,
     ControllerEvent,
     MemberAddedEvent,
     MemberRemovedEvent,
+    PeerDisconnectedEvent,
     PeerReportedEvent,
+    PeerStoppedEvent,
     ReserveEpochAction,
     SendMessageAction,
     StageReportedEvent,
     TermRaisedEvent,
     TimePassedEvent,
-    ConnectionTriedEvent,
 )
 from molink.swarm.controller.fleet import Fleet
 from molink.swarm.controller.records import DesiredModel, MemberRecord, PipelineRecord
@@ -31,12 +31,12 @@ from molink.swarm.election.replica import (
     merge_replicas,
     next_lineage,
 )
-from molink.swarm.membership.twins import DuplicatePeers
+from molink.swarm.membership.duplicate_peers import DuplicatePeers
 from molink.swarm.terms import first_term
 from molink.wire.messages.base import Payload
+from molink.wire.messages.election import LeaderHeartbeat, StateReplica, StateRequest
 from molink.wire.messages.instructions import KeepAlive
-from molink.wire.messages.leading import LeaderHeartbeat, StateRequest, StateReplica
-from molink.wire.messages.reports import (
+from molink.wire.messages.peer_reports import (
     Goodbye,
     PeerReport,
     ReachReport,
@@ -62,7 +62,7 @@ def _number(pipeline: str) -> int:
 
 @dataclass
 class Disk:
-    """What has been committed, as :mod:`molinkd.coordinator.state` keeps it."""
+    """What has been committed, as :mod:`molinkd.coordinator.state_store` keeps it."""
 
     members: dict[str, MemberRecord] = field(default_factory=dict)
     models: tuple[DesiredModel, ...] = ()
@@ -76,7 +76,9 @@ class Disk:
         """What a copy holds."""
         members = {one.peer: one for one in found.members}
         pipelines = {(one.model, one.replica): one for one in found.pipelines}
-        return cls(members, found.models, pipelines, found.last_numbers, found.version, found.lineage)
+        return cls(
+            members, found.models, pipelines, found.last_numbers, found.version, found.lineage
+        )
 
     def replica(self) -> Replica:
         """A copy."""
@@ -157,7 +159,9 @@ class Coordinator(Process):
         self._unread_since = 0.0
         #: How late it is read, and until when.
         self._late, self._late_until = 0.0, 0.0
-        self.listener = Listener(world.network, self, PORT, self.key, self._on_message, self._admits)
+        self.listener = Listener(
+            world.network, self, PORT, self.key, self._on_message, self._admits
+        )
         self.listener.on_disconnect = self._probe_soon
         self.on_death.append(lambda: world.network.died(self))
         self.later(STEP_INTERVAL, self._step)
@@ -233,7 +237,11 @@ class Coordinator(Process):
             case StateReplica():
                 self._merge(peer, decode_replica(payload))
             case ReachReport():
-                self._on_event(ConnectionTriedEvent(peer, message.peer, message.is_reachable, message.latency, message.rate))
+                self._on_event(
+                    ConnectionTriedEvent(
+                        peer, message.peer, message.is_reachable, message.latency, message.rate
+                    )
+                )
             case StageLoaded() | StageReady() | StageFailed():
                 self._on_event(StageReportedEvent(peer, message))
             case Goodbye():

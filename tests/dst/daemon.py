@@ -9,32 +9,33 @@ from typing import TYPE_CHECKING, Any
 
 from molink.errors import MolinkError
 from molink.facts.device import Device
-from molink.sim.agenda import ScheduledCallback
-from molink.swarm.agent.keeper import (
+from molink.sim.event_queue import ScheduledCallback
+from molink.swarm.agent.stage_agent import (
     AgentAction,
     FetchFilesAction,
+    SendToCoordinatorAction,
+    SendToWorkerAction,
     StageAgent,
     StartWorkerAction,
     StopWorkerAction,
-    SendToCoordinatorAction,
-    SendToWorkerAction,
     is_reportable,
 )
 from molink.swarm.election.replica import Replica
-from molink.swarm.frontend.generation import GeneratedToken, Request
+from molink.swarm.frontend.request import GeneratedToken, Request
 from molink.swarm.frontend.stream import (
-    StreamAction,
     EmitTokenAction,
     FailStreamAction,
     PipelineEpoch,
-    SubmitAction,
-    SendToSchedulerAction,
     RequestStream,
+    SendToSchedulerAction,
+    StreamAction,
     StreamLimits,
+    SubmitAction,
 )
 from molink.swarm.membership.address_book import AddressBook
 from molink.swarm.running_time import RunningTime
 from molink.wire.messages.base import Payload
+from molink.wire.messages.election import StateReplica, StateRequest
 from molink.wire.messages.instructions import (
     Assign,
     FormPipeline,
@@ -46,10 +47,9 @@ from molink.wire.messages.instructions import (
     StageProfile,
     Unassign,
 )
-from molink.wire.messages.leading import StateRequest, StateReplica
-from molink.wire.messages.pipe import PeerKey, LoadStage
-from molink.wire.messages.reports import PeerReport, PrefetchState, ReachReport, StageFailed
-from molink.wire.messages.serving import PromptFragment, Rejected, OutputToken, OutputTokens
+from molink.wire.messages.peer_reports import PeerReport, PrefetchState, ReachReport, StageFailed
+from molink.wire.messages.serving import OutputToken, OutputTokens, PromptFragment, Rejected
+from molink.wire.messages.worker_pipe import LoadStage, PeerKey
 from tests.dst.connections import SchedulerConnections, Session
 from tests.dst.coordinator import Disk
 from tests.dst.leadership import CONTROL, Leadership, Membership
@@ -256,7 +256,9 @@ class Daemon(Process):
     def _on_probe(self, peer: str, ok: bool) -> ReachReport:
         """Some are said to be farther away than others: placement goes by it."""
         far = 1 + (self.pc.number + 3 * self.world.pc_of(peer).number) % 4
-        return ReachReport(peer=peer, is_reachable=ok, latency=far * self.world.network.latency if ok else None)
+        return ReachReport(
+            peer=peer, is_reachable=ok, latency=far * self.world.network.latency if ok else None
+        )
 
     def _on_member(self, member: PeerInfo) -> None:
         self._members_changed(member)
@@ -368,7 +370,7 @@ class Daemon(Process):
         """Seconds in which this daemon ran; looked at with each tick."""
         return self._running.counted_time(self.time())
 
-    # --- requests, as molinkd.peer.frontend.streams has them ---
+    # --- requests, as molinkd.peer.frontend.swarm_backend has them ---
 
     def ask(
         self,
@@ -433,7 +435,9 @@ class Daemon(Process):
     def _wake(self, active: Active) -> None:
         self._act(active, active.stream.wake(self.running()))
 
-    def _act(self, active: Active, acts: list[StreamAction], token: OutputToken | None = None) -> None:
+    def _act(
+        self, active: Active, acts: list[StreamAction], token: OutputToken | None = None
+    ) -> None:
         for act in acts:
             match act:
                 case EmitTokenAction(generated):

@@ -5,24 +5,24 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from molink.swarm.election.leading import (
-    PeerAnsweredEvent,
-    QueryLeaderAction,
+from molink.swarm.election.events import (
     ConnectionLostEvent,
-    ElectionEvent,
-    FollowLeaderAction,
     CoordinatorHeardEvent,
-    MembershipChangedEvent,
-    StartCoordinatorAction,
     CoordinatorStartedEvent,
-    RaiseTermAction,
-    PeerTimedOutEvent,
-    StepDownAction,
+    ElectionEvent,
     ElectionTimePassedEvent,
+    FollowLeaderAction,
+    MembershipChangedEvent,
+    PeerAnsweredEvent,
+    PeerTimedOutEvent,
+    QueryLeaderAction,
+    RaiseTermAction,
+    StartCoordinatorAction,
+    StepDownAction,
 )
+from molink.swarm.election.leader_election import LeaderElection
 from molink.swarm.election.replica import decode_replica
-from molink.swarm.election.succession import LeaderElection
-from molink.wire.messages.leading import LeaderView
+from molink.wire.messages.election import LeaderView
 from tests.dst.coordinator import Coordinator, Disk
 from tests.dst.network import Listener
 
@@ -190,7 +190,9 @@ class Leadership:
         before.later(0.05, before.die)
         self._daemon.later(GRACE if before.frozen else 0.1, self._ended, deed, before)
 
-    def _ended(self, deed: StartCoordinatorAction | StepDownAction, before: Coordinator | None = None) -> None:
+    def _ended(
+        self, deed: StartCoordinatorAction | StepDownAction, before: Coordinator | None = None
+    ) -> None:
         if before is not None:
             before.die()
         if isinstance(deed, StartCoordinatorAction):
@@ -203,7 +205,9 @@ class Leadership:
     def _led(self, deed: StartCoordinatorAction) -> None:
         coordinator = self._start(deed.term, deed.lost_leader)
         self._busy = False
-        self._on_event(CoordinatorStartedEvent(coordinator.term, coordinator.key, (self._daemon.pc.name,)))
+        self._on_event(
+            CoordinatorStartedEvent(coordinator.term, coordinator.key, (self._daemon.pc.name,))
+        )
         self._act()
 
     def _start(self, term: int, lost: str) -> Coordinator:

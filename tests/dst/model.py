@@ -9,8 +9,14 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
-from molink.ring.work import StepInput, StepOutput, StepResult
-from molink.wire.messages.data import Admit, SampledId, RequestSlice, SamplerOutput, SamplingParams
+from molink.ring.step import StepInput, StepOutput, StepResult
+from molink.wire.messages.data_plane import (
+    Admit,
+    RequestSlice,
+    SampledId,
+    SamplerOutput,
+    SamplingParams,
+)
 from tests.dst.process import Process
 
 VOCABULARY = 5000

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from molink.swarm.controller.records import PipelineRecord
-from molink.wire.messages.data import Frame, LinkHello
+from molink.wire.messages.data_plane import Frame, LinkHello
 from molink.wire.messages.serving import Rejected, Submit
 from tests.dst.network import Sender
 from tests.dst.process import Failure, Process
@@ -58,7 +58,12 @@ class Monitor:
         self._epochs[worker] = epoch
 
     def stale(
-        self, worker: Worker, place: StageEpoch, sender: Sender, message: Frame | LinkHello, payload: Any
+        self,
+        worker: Worker,
+        place: StageEpoch,
+        sender: Sender,
+        message: Frame | LinkHello,
+        payload: Any,
     ) -> None:
         """A link of another epoch speaks: nothing may come of it."""
         incoming = place.seat.incoming
@@ -104,7 +109,9 @@ class Monitor:
         if place.seat.outgoing is not None:
             self.counts["resent"] += place.seat.outgoing.stats.resent
         if place.seat.scheduler is not None:
-            self.counts["preemptions"] += int(place.seat.scheduler.collect_stats()[0]["head_preemptions_total"])
+            self.counts["preemptions"] += int(
+                place.seat.scheduler.collect_stats()[0]["head_preemptions_total"]
+            )
 
     def check_epoch(self, worker: Worker, place: StageEpoch) -> None:
         """Invariants of a ring's stage."""
@@ -134,7 +141,9 @@ class Monitor:
             gauges = head.collect_stats()[1]
             used, leaving = gauges["head_blocks_used"], gauges["head_blocks_releasing"]
             if head.live_requests or used or leaving:
-                return f"the head on {worker} has {head.live_requests}, {used} blocks, {leaving} leave"
+                return (
+                    f"the head on {worker} has {head.live_requests}, {used} blocks, {leaving} leave"
+                )
         if place.desk is not None and len(place.desk):
             return f"the desk on {worker} has {len(place.desk)} requests"
         return ""

@@ -15,8 +15,8 @@ from random import Random
 from typing import Any
 
 from molink.errors import Unavailable
-from molink.link.ends import OutConnectionEvents
-from molink.sim.agenda import EventQueue
+from molink.link.base import OutConnectionEvents
+from molink.sim.event_queue import EventQueue
 from tests.dst.process import Failure, Pc, Process
 
 #: Seconds of a handshake, in one-way delays; and between two tries of a client.
@@ -219,7 +219,9 @@ class Wire:
         here, there = client.process, server.process
         sender = Sender(self.identity, client.user)
         ended = self.nobody_there
-        self.up = _Flow(network, here.pc, there, partial(server.receive_message, sender), rng, ended)
+        self.up = _Flow(
+            network, here.pc, there, partial(server.receive_message, sender), rng, ended
+        )
         self.down = _Flow(network, there.pc, here, client.receive_message, rng, ended)
         self._watched = False
         network.wires[self.identity] = self
@@ -243,7 +245,9 @@ class Wire:
         if not self._watched and self._is_broken():
             self._watched = True
             network = self._network
-            network.agenda.schedule_at(network.agenda.now + network.dead_after, self._watched_for_long)
+            network.agenda.schedule_at(
+                network.agenda.now + network.dead_after, self._watched_for_long
+            )
 
     def _is_broken(self) -> bool:
         return self._network.broken(self.client.process.pc, self.server.process.pc)
@@ -307,7 +311,9 @@ class Wire:
     def process_froze(self, process: Process) -> None:
         if process in (self.client.process, self.server.process):
             agenda = self._network.agenda
-            agenda.schedule_at(agenda.now + self._network.dead_after, self._frozen_for_long, process)
+            agenda.schedule_at(
+                agenda.now + self._network.dead_after, self._frozen_for_long, process
+            )
 
     def _frozen_for_long(self, process: Process) -> None:
         if process.frozen and self.identity in self._network.wires:

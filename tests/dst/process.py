@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from molink.sim.agenda import EventQueue, ScheduledCallback
+from molink.sim.event_queue import EventQueue, ScheduledCallback
 
 
 class Failure(AssertionError):
@@ -55,13 +55,13 @@ class Process:
         return self._agenda.now + self.pc.offset
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> ScheduledCallback:
-        """As :class:`molink.link.ends.Timers` says."""
+        """As :class:`molink.link.base.Timers` says."""
         appointment = ScheduledCallback(callback)
         self._agenda.schedule_at(when - self.pc.offset, self.run, appointment.run)
         return appointment
 
     def call_soon(self, callback: Callable[[], object], /) -> ScheduledCallback:
-        """As :class:`molink.link.ends.Timers` says."""
+        """As :class:`molink.link.base.Timers` says."""
         appointment = ScheduledCallback(callback)
         self._agenda.schedule_soon(self.run, appointment.run)
         return appointment

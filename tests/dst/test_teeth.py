@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from molink.link.incoming import InLink
+from molink.link.in_link import InLink
 from molink.link.receiver import LinkReceiver
-from molink.link.window import SendWindow
-from molink.ring.volumes import VolumeQueue
-from molink.swarm.election.leading import CoordinatorHeardEvent
-from molink.swarm.election.succession import LeaderElection
+from molink.link.send_window import SendWindow
+from molink.ring.volume_queue import VolumeQueue
+from molink.swarm.election.events import CoordinatorHeardEvent
+from molink.swarm.election.leader_election import LeaderElection
 from molink.swarm.frontend.stream import RequestStream
-from molink.wire.messages.data import Frame, LinkHello
+from molink.wire.messages.data_plane import Frame, LinkHello
 from tests.dst.process import Failure
 from tests.dst.world import run_all
 
@@ -29,7 +29,12 @@ def without_epochs_of_links(patch: pytest.MonkeyPatch) -> None:
         hello(self, sender, LinkHello(message.pipeline, here, message.from_stage, message.channel))
 
     def any_frame(self: LinkReceiver, message: Frame, payload: Any, now: float) -> Any:
-        return frame(self, Frame(self.epoch, message.channel, message.frame_number, message.body), payload, now)
+        return frame(
+            self,
+            Frame(self.epoch, message.channel, message.frame_number, message.body),
+            payload,
+            now,
+        )
 
     patch.setattr(InLink, "_on_hello", any_hello)
     patch.setattr(LinkReceiver, "on_frame", any_frame)

@@ -7,26 +7,26 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from molink.facts.profile import UNKNOWN_PROFILE
-from molink.facts.ringtimes import LinkFacts
-from molink.link.ends import OutConnectionEvents
+from molink.facts.ring_times import LinkFacts
+from molink.link.base import OutConnectionEvents
 from molink.ring.build import LinkEnvironment, RingPlan, RingStage, StageEnvironment, build_ring
 from molink.ring.stage import StageShape
-from molink.scheduler.head import Scheduler
-from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.scheduler import Scheduler
 from molink.scheduler.speculation.base import DraftProposal
-from molink.wire.messages.data import Frame, Channel, LinkHello
-from molink.wire.messages.pipe import (
-    RingFormed,
+from molink.wire.messages.data_plane import Channel, Frame, LinkHello
+from molink.wire.messages.serving import Cancel, Credit, PromptFragment, Rejected, Submit
+from molink.wire.messages.worker_pipe import (
     FormRing,
-    WorkerLoaded,
-    PeerKeys,
+    LoadStage,
     NextStageLost,
+    PeerKeys,
     Ping,
     Pong,
-    LoadStage,
+    RingFormed,
+    WorkerLoaded,
 )
-from molink.wire.messages.serving import Cancel, Credit, PromptFragment, Rejected, Submit
-from molinkd.worker.desk import RequestReceiver
+from molinkd.worker.request_receiver import RequestReceiver
 from tests.dst.model import BLOCK, HIDDEN, VOCABULARY, Executor, Requests
 from tests.dst.network import Dial, Listener, Sender
 from tests.dst.process import Failure, Pc, Process
@@ -280,7 +280,9 @@ class Worker(Process):
         data = None if payload is None else memoryview(payload).cast("B")
         if incoming is not None and incoming.handle_message(sender, message, data):
             return
-        if place.desk is not None and isinstance(message, Submit | PromptFragment | Cancel | Credit):
+        if place.desk is not None and isinstance(
+            message, Submit | PromptFragment | Cancel | Credit
+        ):
             place.desk.handle_message(sender, message, data, self.time())
             if isinstance(message, Submit):
                 self.world.monitor.submitted(self, place, message)

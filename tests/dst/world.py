@@ -11,12 +11,12 @@ from molink.errors import MolinkError
 from molink.facts.identity import derive_peer_id
 from molink.facts.model import ModelFacts
 from molink.link import heartbeat
-from molink.ring import linkround
-from molink.sim.agenda import EventQueue
+from molink.ring import link_reports as linkround
+from molink.sim.event_queue import EventQueue
 from molink.swarm.controller.records import DesiredModel, MemberRecord
-from molink.swarm.frontend.generation import GeneratedToken, Request
+from molink.swarm.frontend.request import GeneratedToken, Request
 from molink.swarm.frontend.stream import StreamLimits
-from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.instructions import PeerInfo, StageAddress
 from molink.wire.messages.serving import OutputToken
 from tests.dst.coordinator import Coordinator, Disk
@@ -258,9 +258,7 @@ class World:
 
     def _on_ask_due(self, client: Client) -> None:
         assert client.daemon is not None
-        request = Request(
-            client.model, client.prompt, client.count, client.sampling, client.stop
-        )
+        request = Request(client.model, client.prompt, client.count, client.sampling, client.stop)
         self.note(f"client {client.number} asks {client.daemon}")
         key = ""
 
@@ -273,7 +271,9 @@ class World:
         limits = StreamLimits(credit_window=client.window)
         key = client.daemon.ask(request, limits, on_token, on_error)
 
-    def _token(self, client: Client, key: str, generated: GeneratedToken, token: OutputToken) -> None:
+    def _token(
+        self, client: Client, key: str, generated: GeneratedToken, token: OutputToken
+    ) -> None:
         if client.end:
             raise Failure(f"client {client.number} gets more after the end")
         assert client.daemon is not None

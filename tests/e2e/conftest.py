@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from molinkd.cli import local_daemon
+from molinkd.cli import daemon_client as local_daemon
 from molinkd.peer.home import Home
 from tests.conftest import SHARING_DEMO
 from tests.support.processes import Process, Tools, wait_for

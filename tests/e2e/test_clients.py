@@ -14,7 +14,7 @@ import openai
 import pydantic
 import pytest
 
-from molink.checkpoint.source import find_demo_model
+from molink.checkpoint.model_source import find_demo_model
 from tests.support import tool_templates
 from tests.support.clients import node_script, python_program, run_json
 from tests.support.processes import Process

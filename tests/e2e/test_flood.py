@@ -13,7 +13,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from molink.checkpoint.source import find_demo_model
+from molink.checkpoint.model_source import find_demo_model
 from tests.support.processes import Process, Tools
 
 #: Each PC's KV pool has blocks for 2100 to 4000 tokens.
@@ -41,7 +41,8 @@ def first(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> Itera
 
 
 class Flood:
-    """Sends the same long prompt, :data:`MAX_CONNECTED` at a time, and hangs up on every second one."""
+    """Sends the same long prompt, :data:`MAX_CONNECTED` at a time, and hangs up on every second
+    one."""
 
     def __init__(self, port: int) -> None:
         self._port = port

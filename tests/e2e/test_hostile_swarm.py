@@ -21,16 +21,16 @@ import psutil
 import pytest
 
 import molink
-from molink.swarm.membership.token import JoinToken
+from molink.swarm.membership.join_token import JoinToken
+from molink.wire.messages.admin import StatusRequest
 from molink.wire.messages.codec import control_codec, data_codec
-from molink.wire.messages.data import Heartbeat
-from molink.wire.messages.joining import JoinRequest
-from molink.wire.messages.requests import StatusRequest
+from molink.wire.messages.data_plane import Heartbeat
+from molink.wire.messages.join import JoinRequest
 from molink.wire.messages.serving import Cancel
 from molink.wire.protocol import PROTOCOL
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.home import Home
-from molinkd.peer.membership.membership import MembershipRecord
+from molinkd.peer.membership.membership_record import MembershipRecord
 from tests.support.curve import COMMAND, GREETING, MORE, RawClient, Refused, frame
 from tests.support.processes import Process, Tools
 

@@ -10,14 +10,14 @@ import pytest
 
 import molink
 from molink.errors import Unavailable
-from molink.swarm.agent.pausing import DRAINED_REASON
+from molink.swarm.agent.pause_policy import DRAINED_REASON
 from tests.support.processes import Process, Tools
 
 STREAMS = 3
 #: Tokens of a stream; times between two, of all streams, that are waited for.
 TOKENS, AGAIN = 100, 120
 #: Stages that compute as fast as they can leave little to the PC that joins.
-PACED = "tests.support.paced"
+PACED = "tests.support.slow_stages"
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -143,7 +143,7 @@ def test_a_pc_is_updated_under_load(duo: Duo, tools: type[Tools]) -> None:
     assert tools.run_molink(duo.root / "two", "down").returncode == 0
     assert old.process.wait(30) == 0, old.output
     # Another version that speaks alike is in the ring with this one.
-    new = duo.again("tests.support.newer")
+    new = duo.again("tests.support.newer_version")
     tools.wait_for(lambda: stages(duo.up) == 2 or load.errors, duo.up)
     versions = [one["version"] for one in duo.up.status()["peers"]]
     assert versions == [molink.__version__, "9.9.9"]
@@ -151,7 +151,7 @@ def test_a_pc_is_updated_under_load(duo: Duo, tools: type[Tools]) -> None:
     assert tools.run_molink(duo.root / "two", "drain").returncode == 0
     new.stop()
     # One that speaks otherwise is told so, and disturbs nobody.
-    other = duo.again("tests.support.other_protocol")
+    other = duo.again("tests.support.newer_protocol")
     both = (f"molink {molink.__version__} (protocol 1)", "molink 99.0 (protocol 99)")
     tools.wait_for(lambda: all(one in other.output for one in both), other)
     (second,) = [one for one in duo.up.status()["peers"] if one["name"] == "second"]

@@ -154,7 +154,7 @@ def test_a_token_that_expires(trio: Trio, tools: type[Tools], tmp_path: Path) ->
 
 def _expires(tools: type[Tools], home: Path, token: str) -> bool:
     from molink.errors import TokenError
-    from molinkd.peer.membership.membership import parse_token
+    from molinkd.peer.membership.membership_record import parse_token
 
     try:
         parse_token(token)
@@ -169,8 +169,8 @@ def test_a_token_of_another_swarm(trio: Trio, tools: type[Tools], tmp_path: Path
     """Its address leads to a coordinator that holds another key."""
     import msgspec
 
-    from molink.wire.sockets.curve import KeyPair
-    from molinkd.peer.membership.membership import parse_token
+    from molink.wire.sockets.key_pair import KeyPair
+    from molinkd.peer.membership.membership_record import parse_token
 
     other = msgspec.structs.replace(
         parse_token(trio.token), coordinator_key=KeyPair.generate().public

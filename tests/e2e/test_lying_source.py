@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from tests.support.models import MakeModel
 from tests.support.processes import Process, Tools
 
@@ -37,7 +37,9 @@ def joiner(tmp_path: Path, tools: type[Tools], model: Path) -> Iterator[Process]
         def token() -> str:
             return tools.run_molink(tmp_path / "liar", "invite").stdout.strip()
 
-        first = start("liar", "up", "--dtype", "f32", *files_only, module="tests.support.liar")
+        first = start(
+            "liar", "up", "--dtype", "f32", *files_only, module="tests.support.altering_peer"
+        )
         first.found()
         start("honest", "join", token(), *files_only).found()
         yield start("joiner", "join", token(), *options)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from molink.checkpoint.source import find_demo_model
+from molink.checkpoint.model_source import find_demo_model
 
 PROMPTS = [
     "What is molink?",

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from molink.errors import MolinkError
-from molinkd.cli import local_daemon
+from molinkd.cli import daemon_client as local_daemon
 from tests.support.models import MakeModel
 from tests.support.processes import Process, Tools
 

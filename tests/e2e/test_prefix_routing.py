@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from tests.support.local_swarm import NAMES, LocalSwarm
 from tests.support.models import MakeModel
-from tests.support.pcs import NAMES, LocalSwarm
 from tests.support.processes import Tools
 
 FILE = """
@@ -43,7 +43,7 @@ def ask(client: openai.OpenAI, family: int, question: str) -> tuple[str, int, in
     return done.choices[0].text, done.usage.prompt_tokens, cached
 
 
-# without processes: tests/swarm/frontend/test_request_routing.py, tests/sim/test_fleet.py
+# without processes: tests/swarm/frontend/test_request_router.py, tests/sim/test_fleet.py
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_prompts_that_begin_alike_go_to_one_pipeline(swarm: LocalSwarm, tools: type[Tools]) -> None:

@@ -56,7 +56,7 @@ class Behind(Process):
         if self._statuses is None:
             self._statuses = self.rig.run(
                 self.index,
-                [sys.executable, "-m", "tests.support.statuses"],
+                [sys.executable, "-m", "tests.support.status_stream"],
                 env=environment(self.home.root),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

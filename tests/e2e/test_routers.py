@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.support.pcs import NAMES, LocalSwarm
+from tests.support.local_swarm import NAMES, LocalSwarm
 from tests.support.processes import Tools
 
 FILE = """
@@ -47,7 +47,7 @@ def computed(client: openai.OpenAI, router: str) -> int:
     return tokens
 
 
-# without processes: tests/swarm/frontend/test_request_routing.py, tests/sim/test_fleet.py
+# without processes: tests/swarm/frontend/test_request_router.py, tests/sim/test_fleet.py
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_e2_computes_less_than_round_robin(swarm: LocalSwarm, tools: type[Tools]) -> None:

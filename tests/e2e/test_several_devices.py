@@ -73,7 +73,7 @@ def ask(client: openai.OpenAI, tokens: int = 24) -> str:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.slow  # without processes: tests/molinkd/peer/agent/test_devices.py
+@pytest.mark.slow  # without processes: tests/molinkd/peer/agent/test_device_daemons.py
 def test_both_devices_of_a_pc_hold_stages_and_come_and_go_with_it(place: TwoDevices) -> None:
     place.until(ALL, place.second)
     peers = place.peers()

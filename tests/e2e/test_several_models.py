@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
+from tests.support.local_swarm import NAMES, LocalSwarm
 from tests.support.models import MakeModel
-from tests.support.pcs import NAMES, LocalSwarm
 from tests.support.processes import Tools
 
 FILE = """

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from molink.errors import PeerBanned
+from tests.support.local_swarm import NAMES, LocalSwarm
 from tests.support.models import MakeModel
-from tests.support.pcs import NAMES, LocalSwarm
 from tests.support.processes import Tools
 
 PROMPT = [{"role": "user", "content": "Who has the layers?"}]

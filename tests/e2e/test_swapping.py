@@ -11,7 +11,7 @@ import openai
 import psutil
 import pytest
 
-from molink.checkpoint.source import find_demo_model
+from molink.checkpoint.model_source import find_demo_model
 from molink.facts.model import BLOCK_SIZE
 from tests.support.processes import Process, Tools
 

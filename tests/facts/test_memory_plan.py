@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from molink.errors import UsageError
 from molink.facts.footprint import GRAPH_BYTES, GRAPH_POOL_BYTES, Footprint, StageSetup, StepLimits
-from molink.facts.memory_plan import MemoryPlan, plan_memory, explain_refusal, usable_bytes
+from molink.facts.memory_plan import MemoryPlan, explain_refusal, plan_memory, usable_bytes
 from molink.facts.model import ModelFacts
 
 GB, MB = 10**9, 10**6
@@ -122,7 +122,9 @@ def test_the_refusal_has_the_numbers_and_what_would_fit() -> None:
         "the budget is 8.0 GB: 14 layers would fit, or --quantize nf4"
     )
     assert explain_refusal(LLAMA, (3, 5), gpu, GB // 10).endswith("not one layer would fit")
-    assert ": 1 layer would fit, or" in explain_refusal(TINY, (1, 3), StageSetup(step_limits=LOAD), 6000)
+    assert ": 1 layer would fit, or" in explain_refusal(
+        TINY, (1, 3), StageSetup(step_limits=LOAD), 6000
+    )
     stored = replace_facts(quantized="nf4")
     assert "--quantize" not in explain_refusal(stored, (1, 3), StageSetup(step_limits=LOAD), 5000)
 

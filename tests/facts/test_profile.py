@@ -12,7 +12,7 @@ from molink.errors import WireError
 from molink.facts.profile import MAX_POINTS, MAX_SECONDS, Profile
 from molink.wire.messages.codec import MAX_HEADER, control_codec
 from molink.wire.messages.instructions import StageProfile
-from molink.wire.messages.reports import StageLoaded
+from molink.wire.messages.peer_reports import StageLoaded
 
 DECODE = ((1, 0.010), (4, 0.013), (8, 0.021))
 PREFILL = ((16, 0.02), (64, 0.05))

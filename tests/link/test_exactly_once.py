@@ -14,17 +14,35 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent, LinkEvent, LinkEstimatedEvent
+from molink.link.policies.base import (
+    DecodeFinishedEvent,
+    DecodeStartedEvent,
+    LinkEstimatedEvent,
+    LinkEvent,
+)
 from molink.link.policies.create import POLICIES, create_policy
 from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
+from molink.link.send_window import Packet
 from molink.link.sender import BOTH_CHANNELS, LinkSender, SenderLimits
-from molink.link.window import Packet
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import Ack, Channel, Release, RequestSlice, Tombstone, Volume, VolumeFragment
+from molink.wire.messages.data_plane import (
+    Ack,
+    Channel,
+    Release,
+    RequestSlice,
+    Tombstone,
+    Volume,
+    VolumeFragment,
+)
 
 HIDDEN, DTYPE, ROW = 8, "f32", 32
-LIMITS = SenderLimits(max_message_bytes=3 * ROW, max_unacknowledged_bytes=2000, max_total_bytes=20_000, resend_after=10.0)
+LIMITS = SenderLimits(
+    max_message_bytes=3 * ROW,
+    max_unacknowledged_bytes=2000,
+    max_total_bytes=20_000,
+    resend_after=10.0,
+)
 SECONDS = st.sampled_from([0.001, 0.03, 0.5])
 EVENTS = st.one_of(
     st.builds(DecodeStartedEvent, st.integers(1, 8), SECONDS),
@@ -164,7 +182,9 @@ class Link(RuleBasedStateMachine):
     def began(self, lane: Channel, header: Volume, arrival: Arrival) -> None:
         assert header.seq not in self.buffers
         assert header == self.volumes[header.seq][0]
-        assert lane is (Channel.BULK if header.prefill or self.policy.single_channel else Channel.DECODE)
+        assert lane is (
+            Channel.BULK if header.prefill or self.policy.single_channel else Channel.DECODE
+        )
         assert arrival.payload is not None
         if not (self.cut_through and header.prefill):
             assert arrival.rows == self.total(header.seq)

@@ -2,7 +2,14 @@ import math
 
 import pytest
 
-from molink.link.heartbeat import IDLE_STALL_TIMEOUT, TIMEOUT, STALL_TIMEOUT, HeartbeatClock, LinkLiveness, RoundTripEstimator
+from molink.link.heartbeat import (
+    IDLE_STALL_TIMEOUT,
+    STALL_TIMEOUT,
+    TIMEOUT,
+    HeartbeatClock,
+    LinkLiveness,
+    RoundTripEstimator,
+)
 
 RATE = 1e7
 
@@ -50,7 +57,10 @@ def test_work_without_progress() -> None:
         liveness.on_heartbeat(5, 2, 0.0, tenth / 10)
         assert liveness.death_reason(tenth / 10, has_requests=True) is None
     liveness.on_heartbeat(5, 3, 0.0, 4.0)
-    assert liveness.death_reason(4.0, has_requests=True) == "3 volumes wait and none was completed for 3.0 s"
+    assert (
+        liveness.death_reason(4.0, has_requests=True)
+        == "3 volumes wait and none was completed for 3.0 s"
+    )
     liveness.on_heartbeat(6, 3, 0.0, 4.1)
     assert liveness.death_reason(4.1, has_requests=True) is None
 

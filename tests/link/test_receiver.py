@@ -11,11 +11,11 @@ from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.sender import LinkSender
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import MAX_HEADER, data_codec
-from molink.wire.messages.data import (
+from molink.wire.messages.data_plane import (
     Ack,
+    Channel,
     Frame,
     History,
-    Channel,
     Padding,
     RequestSlice,
     Tombstone,
@@ -68,11 +68,16 @@ def test_a_volume_in_parts() -> None:
 def test_a_header_that_could_not_be_passed_on_is_no_message() -> None:
     """A frame of small numbers has room for more than the next stage's may need."""
     feed = Feed(receiver(cut_through=True))
-    groups = (RequestSlice(1, 0, 300, 0, blocks=(70_000,) * 800), RequestSlice(2, 0, 1, 0, blocks=(1,) * 38))
+    groups = (
+        RequestSlice(1, 0, 300, 0, blocks=(70_000,) * 800),
+        RequestSlice(2, 0, 1, 0, blocks=(1,) * 38),
+    )
     wide = Volume(1, True, groups, rows(1))
     assert len(msgspec.msgpack.encode(Frame(5, Channel.BULK, 0, wide))) < MAX_HEADER
     with pytest.raises(MessageTooLarge):
-        LinkSender(5, FifoPolicy()).queue_volume(Volume(1, True, groups, rows(301)), bytes(301 * ROW), now=0.0)
+        LinkSender(5, FifoPolicy()).queue_volume(
+            Volume(1, True, groups, rows(301)), bytes(301 * ROW), now=0.0
+        )
     assert feed(wide, bytes(ROW)) == []
     assert feed.made.counters.garbage == 1
     assert feed.made.num_unfinished == 0

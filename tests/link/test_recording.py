@@ -10,23 +10,23 @@ from msgspec.structs import replace
 
 from molink.errors import UsageError
 from molink.link.policies.base import (
-    MessageAcknowledgedEvent,
-    LinkAction,
+    ChannelPolicy,
+    ChannelReconnectedEvent,
     DecodeFinishedEvent,
     DecodeStartedEvent,
     HeartbeatEchoedEvent,
-    LinkEvent,
-    ChannelPolicy,
+    LinkAction,
     LinkEstimatedEvent,
-    RowsProducedEvent,
-    ChannelReconnectedEvent,
-    SendRowsAction,
+    LinkEvent,
+    MessageAcknowledgedEvent,
     MessageSentEvent,
+    RowsProducedEvent,
+    SendRowsAction,
     WaitAction,
 )
 from molink.link.policies.create import POLICIES, create_policy
-from molink.link.recording import ReplayDifference, RecordingPolicy, replay_recording
-from molink.wire.messages.data import Channel
+from molink.link.recording import RecordingPolicy, ReplayDifference, replay_recording
+from molink.wire.messages.data_plane import Channel
 
 BOTH = [Channel.DECODE, Channel.BULK]
 #: One of each kind, with numbers that no short decimal is.
@@ -57,7 +57,9 @@ class Echo:
         self.told.append((event, now))
 
     def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
-        return SendRowsAction(len(self.told), 1) if Channel.BULK in ready else WaitAction(now + 1 / 3)
+        return (
+            SendRowsAction(len(self.told), 1) if Channel.BULK in ready else WaitAction(now + 1 / 3)
+        )
 
 
 def test_every_kind_of_event_comes_back_exactly() -> None:
@@ -120,7 +122,9 @@ def test_a_decision_that_comes_out_otherwise_is_told_by_its_line() -> None:
     recorder.handle(RowsProducedEvent(0, Channel.BULK, 2, 16), 0.5)
     recorder.choose_action(0.75, BOTH)
     lines[2] = lines[2].replace(b"[0,2]", b"[0,1]")
-    assert replay_recording(lines) == [ReplayDifference(3, 0.75, SendRowsAction(0, 1), SendRowsAction(0, 2))]
+    assert replay_recording(lines) == [
+        ReplayDifference(3, 0.75, SendRowsAction(0, 1), SendRowsAction(0, 2))
+    ]
     assert replay_recording([*lines[:2], b'{"at":0.75,"ready":[1]}']) == [
         ReplayDifference(3, 0.75, WaitAction(), SendRowsAction(0, 2))
     ]

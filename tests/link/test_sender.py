@@ -4,27 +4,27 @@ import pytest
 
 from molink.errors import InvariantError, MessageTooLarge, Overloaded, WireError
 from molink.link.policies.base import (
-    MessageAcknowledgedEvent,
-    LinkAction,
-    HeartbeatEchoedEvent,
-    LinkEvent,
-    RowsProducedEvent,
     ChannelReconnectedEvent,
-    SendRowsAction,
+    HeartbeatEchoedEvent,
+    LinkAction,
+    LinkEvent,
+    MessageAcknowledgedEvent,
     MessageSentEvent,
+    RowsProducedEvent,
+    SendRowsAction,
     WaitAction,
 )
 from molink.link.policies.create import POLICIES, create_policy
 from molink.link.policies.fifo import FifoPolicy
+from molink.link.send_window import Packet
 from molink.link.sender import LinkSender, SenderLimits
-from molink.link.window import Packet
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import (
+from molink.wire.messages.data_plane import (
     Ack,
     Admit,
+    Channel,
     Frame,
     History,
-    Channel,
     Padding,
     RequestSlice,
     SamplingParams,
@@ -163,9 +163,15 @@ def test_a_policy_with_one_lane_hears_of_both_kinds() -> None:
     sender = connected(LinkSender(1, policy))
     sender.queue_volume(*volume(1, 1, prefill=False), 0.0)
     sender.queue_volume(*volume(2, 1), 0.0)
-    assert policy.events == [RowsProducedEvent(0, Channel.DECODE, 1, ROW), RowsProducedEvent(1, Channel.BULK, 1, ROW)]
+    assert policy.events == [
+        RowsProducedEvent(0, Channel.DECODE, 1, ROW),
+        RowsProducedEvent(1, Channel.BULK, 1, ROW),
+    ]
     assert (sender.queued_on(Channel.DECODE), sender.queued_on(Channel.BULK)) == (0, 2 * ROW)
-    assert [channel for channel, *_ in ticks(sender.poll_packets(0.0))] == [Channel.BULK, Channel.BULK]
+    assert [channel for channel, *_ in ticks(sender.poll_packets(0.0))] == [
+        Channel.BULK,
+        Channel.BULK,
+    ]
     assert sender.in_flight_on(Channel.DECODE) == 0
     assert sender.in_flight_on(Channel.BULK) == sender.unacknowledged_bytes > 2 * ROW
 
@@ -184,7 +190,10 @@ def test_a_volume_in_pieces() -> None:
     sender.queue_rows(7, memoryview(data)[2 * ROW : 7 * ROW], 1.0)
     sender.validate()
     sender.queue_rows(7, memoryview(data)[7 * ROW :], 1.0)
-    assert policy.events[2:] == [RowsProducedEvent(0, Channel.BULK, 5, ROW), RowsProducedEvent(0, Channel.BULK, 3, ROW)]
+    assert policy.events[2:] == [
+        RowsProducedEvent(0, Channel.BULK, 5, ROW),
+        RowsProducedEvent(0, Channel.BULK, 3, ROW),
+    ]
     second = sender.poll_packets(2.0)
     # One message for what was granted, then the others, each of one buffer.
     assert ticks(second) == [
@@ -226,7 +235,9 @@ def test_a_link_that_is_far_behind_takes_the_rest_of_what_it_has_begun() -> None
     sender.validate()
 
 
-@pytest.mark.parametrize("decision", [SendRowsAction(0, 1), SendRowsAction(2, 1), SendRowsAction(1, 0)])
+@pytest.mark.parametrize(
+    "decision", [SendRowsAction(0, 1), SendRowsAction(2, 1), SendRowsAction(1, 0)]
+)
 def test_a_policy_that_sends_what_is_not_there(decision: SendRowsAction) -> None:
     """Volume 0 has no rows left at the moment, 2 never was, and no rows are nothing to send."""
     sender = connected(LinkSender(1, Orders(SendRowsAction(0, 1), WaitAction(), decision)))
@@ -342,12 +353,16 @@ def test_only_proper_volumes() -> None:
         sender.queue_volume(Volume(1, True, (RequestSlice(1, 0, 1, 0),), wide), bytes(300_000), 0.0)
     blocks = tuple(range(2**30, 2**30 + 1000))
     with pytest.raises(MessageTooLarge, match="header of a Volume"):
-        sender.queue_volume(Volume(1, True, (RequestSlice(1, 0, 3, 0, blocks),), header.payload), data, 0.0)
+        sender.queue_volume(
+            Volume(1, True, (RequestSlice(1, 0, 3, 0, blocks),), header.payload), data, 0.0
+        )
     assert sender.queued_bytes == 0
     sender.validate()
 
 
-@pytest.mark.parametrize("ack", [Ack(2, Channel.DECODE, 1), Ack(1, Channel.DECODE, 9), Ack(1, 1, 1)])
+@pytest.mark.parametrize(
+    "ack", [Ack(2, Channel.DECODE, 1), Ack(1, Channel.DECODE, 9), Ack(1, 1, 1)]
+)
 def test_acknowledgements_that_can_not_be(ack: Ack) -> None:
     sender = connected(LinkSender(1, create_policy("fifo")))
     sender.queue_control(Tombstone(1))
@@ -404,7 +419,9 @@ def test_probes_go_first_on_the_bulk_lane() -> None:
 
 
 def test_decode_rows_pass_a_chunk_whose_lane_is_gone() -> None:
-    sender = connected(LinkSender(1, create_policy("adaptive"), SenderLimits(max_message_bytes=ROW)))
+    sender = connected(
+        LinkSender(1, create_policy("adaptive"), SenderLimits(max_message_bytes=ROW))
+    )
     sender.queue_volume(*volume(1, 4), now=0.0)
     [first] = sender.poll_packets(0.0, maximum=1)
     assert first.channel is Channel.BULK

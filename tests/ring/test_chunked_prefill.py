@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from molink.facts.profile import Profile
-from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.ring.work import StepInput, StepOutput, StepResult
-from molink.scheduler.limits import SchedulerConfig
-from molink.sim.agenda import EventQueue
-from molink.wire.messages.data import MAX_MICRO_BATCHES, SampledId, SamplerOutput, Volume
+from molink.facts.ring_times import LinkFacts, RingTimes
+from molink.ring.step import StepInput, StepOutput, StepResult
+from molink.scheduler.config import SchedulerConfig
+from molink.sim.event_queue import EventQueue
+from molink.wire.messages.data_plane import MAX_MICRO_BATCHES, SampledId, SamplerOutput, Volume
 from tests.support.rings import Stages, TimedLink, VirtualRing
 
 BLOCKS, BLOCK_SIZE = 1024, 16

@@ -3,17 +3,17 @@
 import pytest
 
 from molink.facts.drafts import MAX_DRAFTS
-from molink.ring.ends import SampleCollector
-from molink.ring.work import StepOutput
+from molink.ring.scheduler_bridge import SampleCollector
+from molink.ring.step import StepOutput
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import MAX_HEADER, data_codec
-from molink.wire.messages.data import (
+from molink.wire.messages.data_plane import (
     MAX_SLICES,
-    SampledId,
+    Channel,
     ForcedTokens,
     Frame,
-    Channel,
     RequestSlice,
+    SampledId,
     SamplerOutput,
     TopLogprobs,
     Volume,
@@ -41,7 +41,9 @@ def test_forced_tokens_of_all_pieces_come_with_the_last() -> None:
     collector, forced = SampleCollector(), (ForcedTokens(0, (3, 4)), ForcedTokens(2, (5,)))
     for piece in forced:
         sampled = SamplerOutput(4, (), (), (piece,))
-        sent = collector.add_output(sampled, StepOutput(VOLUME, None, sampled), last=piece is forced[1])
+        sent = collector.add_output(
+            sampled, StepOutput(VOLUME, None, sampled), last=piece is forced[1]
+        )
     assert sent == [SamplerOutput(4, (), (), forced)]
 
 

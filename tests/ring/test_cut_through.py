@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from molink.facts.profile import Profile
-from molink.ring.work import StepInput, StepOutput, StepResult
-from molink.scheduler.limits import SchedulerConfig
-from molink.sim.agenda import EventQueue
-from molink.wire.messages.data import SampledId, SamplerOutput, Volume
+from molink.ring.step import StepInput, StepOutput, StepResult
+from molink.scheduler.config import SchedulerConfig
+from molink.sim.event_queue import EventQueue
+from molink.wire.messages.data_plane import SampledId, SamplerOutput, Volume
 from tests.support.rings import Stages, TimedLink, VirtualRing
 
 BLOCKS, BLOCK_SIZE = 512, 16
@@ -52,7 +52,9 @@ class VirtualExecutor:
         self.steps.append((counts[False], counts[True]))
         seconds = step_s(sum(counts.values()))
         results = [self._result(step_input.volume) for step_input in segments]
-        self.agenda.schedule_at(self.agenda.now + seconds, lambda: done(StepResult(results, seconds, None)))
+        self.agenda.schedule_at(
+            self.agenda.now + seconds, lambda: done(StepResult(results, seconds, None))
+        )
 
     def _result(self, volume: Volume) -> StepOutput:
         if not self.is_last:

@@ -13,13 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.ring.scoreboard import Scoreboard
-from molink.ring.work import parse_block_ids
+from molink.ring.step import parse_block_ids
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Admit, Release, RequestSlice, SamplingParams, BlockTable, Tombstone, Volume
+from molink.wire.messages.data_plane import (
+    Admit,
+    BlockTable,
+    Release,
+    RequestSlice,
+    SamplingParams,
+    Tombstone,
+    Volume,
+)
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
 
@@ -126,7 +134,9 @@ class Hop:
             self.board.extend_volume(body.tick, after, 0.0)
 
 
-def rows(request: int, start: int, count: int, after: int, blocks: tuple[int, ...] = ()) -> RequestSlice:
+def rows(
+    request: int, start: int, count: int, after: int, blocks: tuple[int, ...] = ()
+) -> RequestSlice:
     return RequestSlice(request, start, count, after, blocks, sample=True)
 
 
@@ -231,7 +241,10 @@ class Driver:
         results = run_step(hop.stage, hop.requests, work.inputs)
         if hop.stage.is_last:
             groups = [
-                each for step_input in work.inputs for each in step_input.volume.slices if each.sample
+                each
+                for step_input in work.inputs
+                for each in step_input.volume.slices
+                if each.sample
             ]
             for each, logits in zip(groups, hop.stage.output, strict=True):
                 self.logits[each.request, each.start + each.count] = logits.clone()

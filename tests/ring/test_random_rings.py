@@ -27,42 +27,42 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from molink.errors import Overloaded
 from molink.facts.drafts import (
     AUTO_DRAFTS,
-    MAX_LOOKAHEAD,
     MAX_DRAFTS,
-    DraftModelFacts,
+    MAX_LOOKAHEAD,
     DraftBatch,
+    DraftModelFacts,
     DraftTokens,
 )
 from molink.facts.drafts import DraftResults as Answers
 from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
 from molink.facts.profile import Profile
-from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.ring.ends import SampleCollector
-from molink.ring.known import ScoreboardLimits
+from molink.facts.ring_times import LinkFacts, RingTimes
+from molink.ring.scheduler_bridge import SampleCollector
 from molink.ring.scoreboard import Scoreboard
-from molink.ring.work import StepOutput, Step, parse_block_copy
-from molink.scheduler.head import Scheduler
-from molink.scheduler.job import ABANDONED_AFTER_S
-from molink.scheduler.limits import SchedulerConfig
+from molink.ring.step import Step, StepOutput, parse_block_copy
+from molink.ring.tracked_requests import ScoreboardLimits
+from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
 from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.request_state import ABANDONED_AFTER_S
+from molink.scheduler.scheduler import Scheduler
 from molink.scheduler.speculation.base import DraftProposal
-from molink.wire.messages.data import (
+from molink.wire.messages.data_plane import (
     Admit,
-    SampledId,
+    BlockTable,
     ForcedTokens,
     History,
     Release,
     RequestSlice,
+    SampledId,
     SamplerOutput,
     SamplingParams,
     SwapIn,
     SwapOut,
-    BlockTable,
     Tombstone,
     Volume,
 )
-from molink.wire.messages.serving import Rejected, OutputToken
+from molink.wire.messages.serving import OutputToken, Rejected
 
 STOP = 7
 VOCABULARY = 40
@@ -716,7 +716,9 @@ class RingMachine(RuleBasedStateMachine):
         sampling = SamplingParams(seed=self.count)
         owner = f"owner {self.count % 2}"
         self.ring.submit(
-            SchedulerRequest(owner, f"r{self.count}", ids, tokens, answer, sampling, (STOP,), window)
+            SchedulerRequest(
+                owner, f"r{self.count}", ids, tokens, answer, sampling, (STOP,), window
+            )
         )
 
     @rule(seconds=st.sampled_from([1.0, ABANDONED_AFTER_S]))
@@ -786,7 +788,9 @@ def test_cancel_frees_blocks_within_one_iteration(stages: int, when: str) -> Non
 def test_a_rejected_row_ends_only_its_own_request() -> None:
     ring = Ring(2, SchedulerConfig(64, 4, 2))
     for key in "ab":
-        ring.submit(SchedulerRequest("daemon", key, (1, 2, 3), 3, 30, SamplingParams(seed=ord(key))))
+        ring.submit(
+            SchedulerRequest("daemon", key, (1, 2, 3), 3, 30, SamplingParams(seed=ord(key)))
+        )
     ring.next()
     events = []
     ring._emit = events.extend
@@ -808,7 +812,9 @@ def test_a_rejected_row_ends_only_its_own_request() -> None:
 def test_what_goes_ahead_changes_no_answer(seed: int) -> None:
     """Few requests and many guesses: passes go ahead, on paths that turn out right or wrong."""
     rng = random.Random(seed)
-    limits = SchedulerConfig(64, 4, 2, max_num_batched_tokens=16, num_speculative_tokens=3, lookahead_volumes=4)
+    limits = SchedulerConfig(
+        64, 4, 2, max_num_batched_tokens=16, num_speculative_tokens=3, lookahead_volumes=4
+    )
     ring = Ring(3, limits, rng=rng)
     for number in range(3):
         sampling = SamplingParams(seed=20 + number, presence_penalty=0.5 * (number % 2))
@@ -823,12 +829,20 @@ def test_what_a_draft_model_guesses_changes_no_answer(draft_tokens: int) -> None
     rng = random.Random(6)
     stages = {"profiles": (STAGE,) * 3, "stages": 3}
     limits = SchedulerConfig(
-        64, 4, 2, max_num_batched_tokens=16, num_speculative_tokens=draft_tokens, draft_model=SMALL, **stages
+        64,
+        4,
+        2,
+        max_num_batched_tokens=16,
+        num_speculative_tokens=draft_tokens,
+        draft_model=SMALL,
+        **stages,
     )
     ring = Ring(3, limits, rng=rng)
     ring.head.set_times(RingTimes((STAGE,) * 3, (LinkFacts(10.0, None),) * 3, 0))
     for number in range(6):
-        request = SchedulerRequest("d", str(number), (number, 1), 2, 24, SamplingParams(seed=20 + number))
+        request = SchedulerRequest(
+            "d", str(number), (number, 1), 2, 24, SamplingParams(seed=20 + number)
+        )
         ring.submit(request)
     ring.drain(rng.choice)
     assert ring.head.collect_stats()[0]["head_guessed_tokens_total"] > 20

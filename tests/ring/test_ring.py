@@ -12,24 +12,24 @@ import pytest
 
 from molink.facts.profile import Profile
 from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent
-from molink.ring.ends import SchedulerBridge
-from molink.ring.pieces import create_sub_chunk_policy
 from molink.ring.ring import Ring, RingConfig
+from molink.ring.scheduler_bridge import SchedulerBridge
 from molink.ring.stage import StageShape
-from molink.ring.steps import MAX_FAILED_STEPS, SLACK
-from molink.ring.work import StepOutput, StepResult
-from molink.scheduler.batch import MicroBatch, ControlWithPayload, VolumeWithTokens
+from molink.ring.step import StepOutput, StepResult
+from molink.ring.step_monitor import MAX_FAILED_STEPS, SLACK
+from molink.ring.sub_chunks import create_sub_chunk_policy
+from molink.scheduler.batch import ControlWithPayload, MicroBatch, VolumeWithTokens
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import (
+from molink.wire.messages.data_plane import (
     Admit,
-    SampledId,
+    BlockTable,
     Grammar,
     History,
     Release,
     RequestSlice,
+    SampledId,
     SamplerOutput,
     SamplingParams,
-    BlockTable,
     Tombstone,
     TopLogprobs,
     Volume,
@@ -391,7 +391,8 @@ async def test_the_tail_reports_a_volume_once() -> None:
     for request in (1, 2):
         bench.ring.on_message(Admit(1 + request, request, SamplingParams(), 4), None)
     groups = tuple(
-        RequestSlice(request, 0, 20, request + 1, (request,), sample=request != 2) for request in range(3)
+        RequestSlice(request, 0, 20, request + 1, (request,), sample=request != 2)
+        for request in range(3)
     )
     volume = Volume(4, True, groups, Payload("f32", (60, 2)))
     bench.ring.on_message(volume, bytearray(480), 30)
@@ -461,7 +462,9 @@ async def test_time_that_nobody_uses_is_counted() -> None:
     now[0] = 110.0
     ring.on_message(Admit(1, 0, SamplingParams(), 4), None)
     now[0] = 111.0
-    ring.on_message(Volume(2, False, (RequestSlice(0, 4, 1, 1, (0,)),), Payload("f32", (1, 2))), bytearray(8))
+    ring.on_message(
+        Volume(2, False, (RequestSlice(0, 4, 1, 1, (0,)),), Payload("f32", (1, 2))), bytearray(8)
+    )
     now[0] = 114.0
     executor.end()
     now[0] = 116.0

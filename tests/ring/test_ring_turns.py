@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from molink.facts.profile import Profile
-from molink.facts.ringtimes import LinkFacts
+from molink.facts.ring_times import LinkFacts
 from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent
 from molink.ring.ring import Ring, RingConfig
 from molink.ring.stage import StageShape
-from molink.ring.work import StepInput, StepOutput, StepResult
+from molink.ring.step import StepInput, StepOutput, StepResult
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Admit, Release, RequestSlice, SamplingParams, Volume
+from molink.wire.messages.data_plane import Admit, Release, RequestSlice, SamplingParams, Volume
 from molinkd.worker.request_table import RequestTable
 
 STEP = 0.25
@@ -59,7 +59,9 @@ def test_a_decode_step_is_over_when_its_rows_are_on_their_way() -> None:
     ring = Ring(config, RequestTable(), steps, None, lambda: now, pytest.fail)
     ring.open(outlet)
     ring.on_message(Admit(1, 0, SamplingParams(), 4), None)
-    ring.on_message(Volume(2, False, (RequestSlice(0, 4, 1, 1, (2,)),), Payload("f32", (1, 2))), bytearray(8))
+    ring.on_message(
+        Volume(2, False, (RequestSlice(0, 4, 1, 1, (2,)),), Payload("f32", (1, 2))), bytearray(8)
+    )
     now = STEP
     steps.end()
     assert outlet.log[1:] == [
@@ -68,7 +70,9 @@ def test_a_decode_step_is_over_when_its_rows_are_on_their_way() -> None:
         DecodeFinishedEvent(1, next_predicted=3 * STEP),
     ]
     ring.on_link_measured(LinkFacts(0.01, 1e6), now)
-    ring.on_message(Volume(3, False, (RequestSlice(0, 5, 1, 2, ()),), Payload("f32", (1, 2))), bytearray(8))
+    ring.on_message(
+        Volume(3, False, (RequestSlice(0, 5, 1, 2, ()),), Payload("f32", (1, 2))), bytearray(8)
+    )
     now = 4 * STEP
     steps.end()
     turn = 3 * STEP + 0.01 + 8 / 1e6

@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 
 from molink.errors import InvariantError
-from molink.ring.known import ScoreboardLimits, TrackedRequest
 from molink.ring.scoreboard import MAX_SEQ_SPAN, MAX_WAITING_VOLUMES, Scoreboard
-from molink.ring.work import CompletedControl, StepInput, Step
+from molink.ring.step import CompletedControl, Step, StepInput
+from molink.ring.tracked_requests import ScoreboardLimits, TrackedRequest
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import (
+from molink.wire.messages.data_plane import (
     MAX_GRAMMAR_BYTES,
     Admit,
+    BlockTable,
     Grammar,
     History,
     Release,
     RequestSlice,
     SamplingParams,
-    BlockTable,
     Tombstone,
     Volume,
 )
@@ -136,7 +136,9 @@ def test_rows_of_a_released_request_are_dropped_from_a_volume() -> None:
     work = board.next_step(0.0)
     assert work.prefill.volume.slices == (groups[0], groups[2])
     assert work.prefill.row_indices == (0, 1, 5)
-    assert [control.body for control in board.complete_volumes((4,), 0.0)] == [Release(5, 1, after_seq=4)]
+    assert [control.body for control in board.complete_volumes((4,), 0.0)] == [
+        Release(5, 1, after_seq=4)
+    ]
     assert feed(board, volume(6, rows(1, after=4))) == [Tombstone(6)]
     assert board.counters == {"dropped_groups": 2, "buried_volumes": 1}
 
@@ -368,7 +370,9 @@ def ids(*blocks: int) -> bytes:
 
 
 def test_rows_begin_after_the_blocks_that_are_brought_along() -> None:
-    board = Scoreboard(ScoreboardLimits(max_table_blocks=4, blocks=8, block_size=2, max_model_len=16))
+    board = Scoreboard(
+        ScoreboardLimits(max_table_blocks=4, blocks=8, block_size=2, max_model_len=16)
+    )
     head = BlockTable(2, 0, Payload("i32", (2,)))
     feed(board, admit(1, 0))
     board.on_message(head, ids(5, 6), 0.0)
@@ -426,7 +430,9 @@ def test_a_table_that_makes_no_sense_is_refused(payload: Payload, data: bytes | 
     ],
 )
 def test_rows_that_no_stage_could_compute_are_dropped(bad: RequestSlice) -> None:
-    board = Scoreboard(ScoreboardLimits(max_table_blocks=3, blocks=8, block_size=2, max_model_len=10))
+    board = Scoreboard(
+        ScoreboardLimits(max_table_blocks=3, blocks=8, block_size=2, max_model_len=10)
+    )
     feed(board, admit(1, 0), admit(2, 1))
     feed(board, volume(3, RequestSlice(0, 0, 4, 1, (4, 5), False), rows(1, 2)))
     feed(board, volume(4, bad, RequestSlice(1, 1, 1, 3, (), True)))

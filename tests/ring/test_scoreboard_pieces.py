@@ -5,11 +5,18 @@ from dataclasses import dataclass
 import pytest
 
 from molink.errors import InvariantError
-from molink.ring.known import ScoreboardLimits
 from molink.ring.scoreboard import Scoreboard
-from molink.ring.work import StepInput, Step
+from molink.ring.step import Step, StepInput
+from molink.ring.tracked_requests import ScoreboardLimits
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Admit, Release, RequestSlice, SamplingParams, Tombstone, Volume
+from molink.wire.messages.data_plane import (
+    Admit,
+    Release,
+    RequestSlice,
+    SamplingParams,
+    Tombstone,
+    Volume,
+)
 
 
 @dataclass(frozen=True)

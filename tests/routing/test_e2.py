@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.facts.costs import RequestCosts
+from molink.facts.request_costs import RequestCosts
 from molink.routing.base import PipelineLoad, RoutedPrompt
+from molink.routing.cache_report import CacheReport
 from molink.routing.e2 import E2Router
-from molink.routing.report import CacheReport
+from molink.routing.span_tree import MAX_SPANS
 from molink.routing.spans import SPAN_TOKENS
-from molink.routing.tree import MAX_SPANS
 
 COSTS = RequestCosts(token_s=0.001, answer_s=0.001)
 KEYS = count()
@@ -94,7 +94,10 @@ def test_no_long_prompt_joins_another_to_spare_what_nobody_asked_for_again(
     old = prompt(1, 0, 400)
     e2.choose_pipeline(old, two[1:], 0.0)
     done(e2, old, 26.0)
-    assert [e2.choose_pipeline(prompt(family, 0, 300), two, 26.0).name for family in (2, 3)] == ["a", "b"]
+    assert [e2.choose_pipeline(prompt(family, 0, 300), two, 26.0).name for family in (2, 3)] == [
+        "a",
+        "b",
+    ]
 
 
 def test_a_pipeline_with_too_much_to_do_is_relieved(e2: E2Router, up: list[PipelineLoad]) -> None:
@@ -109,7 +112,9 @@ def test_a_pipeline_with_too_much_to_do_is_relieved(e2: E2Router, up: list[Pipel
     assert max(map(homes.count, "abcd")) <= 2 * min(map(homes.count, "abcd"))
 
 
-def test_a_prefix_for_which_the_wait_doubles_is_replicated(e2: E2Router, up: list[PipelineLoad]) -> None:
+def test_a_prefix_for_which_the_wait_doubles_is_replicated(
+    e2: E2Router, up: list[PipelineLoad]
+) -> None:
     calm = E2Router(t_hbal=1e9)
     for load in up:
         calm.on_cache_report(load.name, CacheReport(0, True, capacity=100_000, costs=COSTS), 0.0)
@@ -130,7 +135,9 @@ def test_a_prompt_that_nobody_has_goes_to_who_mostly_decodes(
 ) -> None:
     # "a" serves what is cached and answers at length, the others prompts that are not.
     for load in up:
-        e2.on_cache_report(load.name, CacheReport(1, False, costs=RequestCosts(0.001, 0.0, 0.02)), 0.0)
+        e2.on_cache_report(
+            load.name, CacheReport(1, False, costs=RequestCosts(0.001, 0.0, 0.02)), 0.0
+        )
     e2.on_cache_report("a", CacheReport(1, False, tuple(range(1000, 1020))), 0.0)
     for _ in range(2):
         e2.choose_pipeline(prompt(1, 20, 0), up, 0.0)

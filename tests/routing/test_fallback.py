@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
+from molink.routing.cache_report import CacheReport
 from molink.routing.e2 import E2Router
 from molink.routing.fallback import FallbackRouter
-from molink.routing.report import CacheReport
 
 PROMPT = RoutedPrompt("k", 100)
 
@@ -17,7 +17,9 @@ class Broken(Router):
 
     reads_spans = True
 
-    def choose_pipeline(self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float) -> PipelineLoad:
+    def choose_pipeline(
+        self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float
+    ) -> PipelineLoad:
         raise KeyError(prompt.key)
 
     def on_first_token(self, key: str, cached: int, now: float) -> None:

@@ -12,7 +12,12 @@ PROMPT = RoutedPrompt("a", 16)
 def test_round_robin_passes_over_who_is_not_there() -> None:
     pipelines = [PipelineLoad(name) for name in "acf"]
     turns = create_router("round-robin")
-    assert [turns.choose_pipeline(PROMPT, pipelines, 0.0).name for _ in range(4)] == ["a", "c", "f", "a"]
+    assert [turns.choose_pipeline(PROMPT, pipelines, 0.0).name for _ in range(4)] == [
+        "a",
+        "c",
+        "f",
+        "a",
+    ]
     assert turns.choose_pipeline(PROMPT, pipelines[1:], 0.0).name == "c"
 
 

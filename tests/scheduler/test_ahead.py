@@ -5,12 +5,19 @@ from collections.abc import Sequence
 import pytest
 
 from molink.scheduler.batch import MicroBatch
-from molink.scheduler.head import Scheduler
-from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.scheduler import Scheduler
 from molink.scheduler.speculation.base import DraftProposal
-from molink.wire.messages.data import SampledId, Release, RequestSlice, SamplerOutput, SamplingParams, Volume
-from molink.wire.messages.serving import Rejected, OutputToken
+from molink.wire.messages.data_plane import (
+    Release,
+    RequestSlice,
+    SampledId,
+    SamplerOutput,
+    SamplingParams,
+    Volume,
+)
+from molink.wire.messages.serving import OutputToken, Rejected
 
 
 class Says:
@@ -142,7 +149,10 @@ def test_a_cancel_gives_all_blocks_back(when: str) -> None:
     assert batch is not None
     (release,) = (control.body for control in batch.controls)
     assert isinstance(release, Release)
-    assert (release.after_seq, *release.pending_seqs) == (third.seq, *(each.seq for each in back[:-1]))
+    assert (release.after_seq, *release.pending_seqs) == (
+        third.seq,
+        *(each.seq for each in back[:-1]),
+    )
     for volume in back:
         assert say(made, volume, 9) == []
     made.on_released(release.seq, 0.0)

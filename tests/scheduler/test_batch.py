@@ -2,11 +2,11 @@ import msgspec
 
 from molink.facts.drafts import MAX_DRAFTS
 from molink.scheduler.batch import VolumeBuilder
-from molink.scheduler.job import RequestState
-from molink.scheduler.prefix import PrefixMatch
+from molink.scheduler.prefix_tree import PrefixMatch
 from molink.scheduler.request import SchedulerRequest
+from molink.scheduler.request_state import RequestState
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import MAX_SLICES, Frame, Channel, SamplingParams
+from molink.wire.messages.data_plane import MAX_SLICES, Channel, Frame, SamplingParams
 
 MAX_HEADER = 4096
 LATE = 2**53 - 1

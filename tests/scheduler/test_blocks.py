@@ -50,7 +50,12 @@ def test_a_cached_block_is_as_good_as_free_once_its_release_has_gone_round() -> 
     assert list(blocks.cached_blocks) == [1, 0]
     blocks.touch_blocks([1])
     assert list(blocks.cached_blocks) == [0, 1]
-    assert (blocks.num_settled, blocks.num_releasing, blocks.num_held, blocks.num_free) == (0, 2, 0, 0)
+    assert (blocks.num_settled, blocks.num_releasing, blocks.num_held, blocks.num_free) == (
+        0,
+        2,
+        0,
+        0,
+    )
     assert blocks.reclaim_released(1) == 1
     assert (blocks.num_settled, blocks.num_releasing) == (1, 1)
     assert blocks.count_settled([0, 1]) == 1
@@ -90,7 +95,12 @@ def test_a_block_that_nobody_holds_cannot_be_released(held: list[int]) -> None:
 def test_what_is_not_in_the_right_state_is_refused() -> None:
     blocks = BlockAllocator(1)
     blocks.release_blocks(1, blocks.allocate_blocks(1))
-    for act in (blocks.unshare_block, blocks.mark_cached, blocks.evict_block, lambda block: blocks.share_blocks([block])):
+    for act in (
+        blocks.unshare_block,
+        blocks.mark_cached,
+        blocks.evict_block,
+        lambda block: blocks.share_blocks([block]),
+    ):
         with pytest.raises(InvariantError):
             act(0)
     blocks.reclaim_released(1)

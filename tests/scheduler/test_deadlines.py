@@ -5,8 +5,8 @@ from tests.head.test_waits import ScriptedRing
 
 from molink.errors import Overloaded, RequestError
 from molink.facts.profile import Profile
-from molink.facts.ringtimes import RingTimes
-from molink.scheduler.job import DEFAULT_START_S
+from molink.facts.ring_times import RingTimes
+from molink.scheduler.request_state import DEFAULT_START_S
 
 #: A prompt token takes a tenth of a second.
 SLOW = Profile(decode=((1, 0.1),), prefill=((1, 0.1), (1024, 102.4)))

@@ -6,22 +6,22 @@ from dataclasses import dataclass
 import pytest
 
 from molink.scheduler.batch import MicroBatch
-from molink.scheduler.head import Scheduler
-from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.scheduler import Scheduler
 from molink.scheduler.speculation.base import DraftProposal
-from molink.wire.messages.data import (
+from molink.wire.messages.data_plane import (
     MAX_SLICES,
-    SampledId,
     ForcedTokens,
     Release,
     RequestSlice,
+    SampledId,
     SamplerOutput,
     SamplingParams,
     TopLogprobs,
     Volume,
 )
-from molink.wire.messages.serving import Rejected, OutputToken
+from molink.wire.messages.serving import OutputToken, Rejected
 
 
 @dataclass
@@ -40,7 +40,9 @@ def head(**changes: int) -> Scheduler:
 
 def submit(to: Scheduler, key: str, tokens: int = 10, answer: int = 100, **changes: object) -> None:
     fields = {"prompt_tokens": tokens, "sampling": SamplingParams(), **changes}
-    to.submit_request(SchedulerRequest("d", key, tuple(range(tokens)), max_tokens=answer, **fields), 0.0)
+    to.submit_request(
+        SchedulerRequest("d", key, tuple(range(tokens)), max_tokens=answer, **fields), 0.0
+    )
 
 
 def prefilled(**changes: int) -> Scheduler:
@@ -233,7 +235,9 @@ def test_a_volume_has_no_more_drafts_than_can_be_reported() -> None:
         submit(made, f"r{index}", 1)
     volume = sent(made.next_batch(0.0))
     made.on_sampled(
-        SamplerOutput(volume.seq, tuple(SampledId(rows.request, 1, 50) for rows in volume.slices)), {}, 0.0
+        SamplerOutput(volume.seq, tuple(SampledId(rows.request, 1, 50) for rows in volume.slices)),
+        {},
+        0.0,
     )
     volume = sent(made.next_batch(0.0))
     assert len(volume.slices) == 100

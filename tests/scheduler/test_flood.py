@@ -5,23 +5,27 @@ from random import Random
 import pytest
 
 from molink.errors import Overloaded
-from molink.scheduler.head import Scheduler
-from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.fair_shares import W_INPUT, W_OUTPUT
 from molink.scheduler.policies.create import create_scheduling_policy
 from molink.scheduler.request import SchedulerRequest
-from molink.scheduler.shares import W_INPUT, W_OUTPUT
-from molink.wire.messages.data import SamplingParams
+from molink.scheduler.scheduler import Scheduler
+from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import OutputToken
-from tests.support.go_round import run_micro_batches
+from tests.support.micro_batches import run_micro_batches
 
 FLOOD, SLOTS, ANSWER = 10_000, 4, 8
 PROMPT = tuple(range(48))
-#: What a client can fall behind by, half of it (`molink.scheduler.shares`).
+#: What a client can fall behind by, half of it (`molink.scheduler.fair_shares`).
 U = W_INPUT * len(PROMPT) + W_OUTPUT * SLOTS * ANSWER
 
 
-def request(key: str, owner: str, client: str, prompt: tuple[int, ...] = PROMPT) -> SchedulerRequest:
-    return SchedulerRequest(owner, key, prompt, len(prompt), ANSWER, SamplingParams(), client=client)
+def request(
+    key: str, owner: str, client: str, prompt: tuple[int, ...] = PROMPT
+) -> SchedulerRequest:
+    return SchedulerRequest(
+        owner, key, prompt, len(prompt), ANSWER, SamplingParams(), client=client
+    )
 
 
 class Flooded:

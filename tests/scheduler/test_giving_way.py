@@ -10,14 +10,14 @@ from molink.facts.preemption import PreemptionMode
 from molink.facts.profile import Profile
 from molink.scheduler.batch import MicroBatch
 from molink.scheduler.blocks import BlockAllocator, ReleasingBlocks
-from molink.scheduler.head import Scheduler
-from molink.scheduler.job import RequestState
-from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.policies.create import create_scheduling_policy
 from molink.scheduler.request import SchedulerRequest
-from molink.wire.messages.data import SamplingParams
+from molink.scheduler.request_state import RequestState
+from molink.scheduler.scheduler import Scheduler
+from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import OutputToken
-from tests.support.go_round import run_micro_batches
+from tests.support.micro_batches import run_micro_batches
 
 TURN_S = 0.01
 STAGE = Profile(decode=((1, TURN_S), (64, TURN_S)), prefill=((16, TURN_S), (64, 4 * TURN_S)))

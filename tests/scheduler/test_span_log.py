@@ -5,9 +5,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.routing.report import MAX_DIGESTS
+from molink.routing.cache_report import MAX_DIGESTS
 from molink.routing.spans import SPAN_TOKENS, span_digests
-from molink.scheduler.prefix import OTHER_ROOT, ROOT
+from molink.scheduler.prefix_tree import OTHER_ROOT, ROOT
 from molink.scheduler.span_log import MAX_CHANGES, SpanLog
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from molink.bench.trace import TraceRow
 from molink.errors import UsageError
+from molink.routing.cache_report import CacheReport
 from molink.routing.create import ROUTERS
 from molink.routing.e2 import E2Router
-from molink.routing.report import CacheReport
 from molink.sim.fleet import FleetOutcome, FleetScenario, simulate_fleet
 from molink.sim.profiles import LinkProfile, ModelProfile
 from molink.sim.scenario import Scenario
@@ -65,7 +65,10 @@ def test_pcs_that_leave_cost_time_and_no_token(ring: Scenario) -> None:
     # Two PCs hold the model, and so does one of them.
     steady = replace(ring, workload=replace(ring.workload, duration=25.0, output_tokens=40))
     churning = FleetScenario(steady, 3, peers=7, departures_per_hour=60.0, away_s=20.0)
-    outcome, calm = simulate_fleet(churning), simulate_fleet(replace(churning, departures_per_hour=0.0))
+    outcome, calm = (
+        simulate_fleet(churning),
+        simulate_fleet(replace(churning, departures_per_hour=0.0)),
+    )
     assert_all_done(outcome)
     assert_all_done(calm)
     assert outcome.num_departures > 0
@@ -87,7 +90,9 @@ def test_requests_wait_while_no_pipeline_can_be_formed(ring: Scenario) -> None:
 
 
 def test_the_same_again(ring: Scenario) -> None:
-    fleet = FleetScenario(ring, 2, peers=3, peers_per_uplink=2, departures_per_hour=60.0, away_s=10.0)
+    fleet = FleetScenario(
+        ring, 2, peers=3, peers_per_uplink=2, departures_per_hour=60.0, away_s=10.0
+    )
     once, again = (json.dumps(simulate_fleet(fleet).as_json()) for _ in range(2))
     assert once == again
 
@@ -131,7 +136,9 @@ def test_who_vanishes_with_its_cache_costs_time_and_no_token(sharing: Scenario) 
     load = sharing.workload
     rows = tuple(replace(row, output_tokens=60) for row in load.trace_rows)
     longer = replace(sharing, workload=replace(load, duration=40.0, trace_rows=rows))
-    outcome = simulate_fleet(FleetScenario(longer, 3, router="e2", departures_per_hour=60.0, away_s=10.0))
+    outcome = simulate_fleet(
+        FleetScenario(longer, 3, router="e2", departures_per_hour=60.0, away_s=10.0)
+    )
     assert_all_done(outcome)
     assert outcome.num_resubmitted > 0
 
@@ -149,7 +156,9 @@ class Deceived(E2Router):
         if self.rng.random() < 0.1:
             report = self.rng.choice(self.late)
             wrong = (*report.evicted_spans, *(self.rng.getrandbits(64) for _ in range(9)))
-            super().on_cache_report(self.rng.choice("0123"), replace(report, added_spans=wrong), now)
+            super().on_cache_report(
+                self.rng.choice("0123"), replace(report, added_spans=wrong), now
+            )
 
 
 def test_what_a_router_is_told_wrongly_costs_only_time(sharing: Scenario) -> None:
@@ -159,7 +168,9 @@ def test_what_a_router_is_told_wrongly_costs_only_time(sharing: Scenario) -> Non
 def test_prompts_longer_than_most_contexts(ring: Scenario) -> None:
     size, parts = 34_000, tuple(range(67))
     rows = tuple(TraceRow(float(at), size, 4, parts) for at in range(3))
-    load = replace(ring.workload, rate=0.5, duration=6.0, warmup=0.0, trace_rows=rows, max_prompt=size)
+    load = replace(
+        ring.workload, rate=0.5, duration=6.0, warmup=0.0, trace_rows=rows, max_prompt=size
+    )
     large = replace(ring, workload=load, stages=1, device="rtx4090", shape=SMALL_KV)
     outcome = simulate_fleet(FleetScenario(large, 2, router="e2"))
     assert_all_done(outcome)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.sim.pipeline import SimPipeline
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario

@@ -7,9 +7,9 @@ import pytest
 
 from molink.errors import UsageError
 from molink.link.policies.create import POLICIES
-from molink.scheduler.job import RequestState
 from molink.scheduler.policies import create
 from molink.scheduler.policies.fcfs import Fcfs
+from molink.scheduler.request_state import RequestState
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import SimulationOutcome, simulate_scenario, simulate_scenarios
@@ -41,7 +41,11 @@ def test_every_token_of_every_request_comes(
     baseline: Scenario, policy: str, cut_through: bool, compression: str
 ) -> None:
     scenario = replace(
-        baseline, policy=policy, cut_through=cut_through, compression=compression, max_num_batched_tokens=0
+        baseline,
+        policy=policy,
+        cut_through=cut_through,
+        compression=compression,
+        max_num_batched_tokens=0,
     )
     report = simulate_scenario(scenario).report
     planned = scenario.workload.plan_requests()
@@ -52,7 +56,9 @@ def test_every_token_of_every_request_comes(
 
 def test_a_prompt_may_be_as_long_as_there_is_memory_for() -> None:
     load = Workload(1.0, 2.0, input_tokens=40_000, output_tokens=2)
-    long = Scenario(load, stages=1, device="rtx5090", model="llama-3-8b", max_num_batched_tokens=8192)
+    long = Scenario(
+        load, stages=1, device="rtx5090", model="llama-3-8b", max_num_batched_tokens=8192
+    )
     report = simulate_scenario(long).report
     assert report.completed > 0
     assert (report.failed, report.first_error) == (0, None)

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import UsageError
-from molink.sim.agenda import EventQueue
 from molink.sim.congestion.base import INITIAL_WINDOW, SEGMENT_BYTES
-from molink.sim.congestion.bbr import HIGH_GAIN, MIN_WINDOW, BbrTcp, BbrMode
+from molink.sim.congestion.bbr import HIGH_GAIN, MIN_WINDOW, BbrMode, BbrTcp
 from molink.sim.congestion.create import create_controller
 from molink.sim.congestion.cubic import CubicTcp
+from molink.sim.event_queue import EventQueue
 from molink.sim.forecast import plan_ring
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
@@ -19,7 +19,7 @@ from molink.sim.simulate import simulate_scenario
 from molink.sim.tcp import TcpConnection
 from molink.sim.uplink import Uplink
 from molink.sim.workload import Workload
-from molink.wire.messages.data import Channel
+from molink.wire.messages.data_plane import Channel
 
 LATENCY = 0.03
 ROUND_TRIP = 2 * LATENCY
@@ -60,7 +60,9 @@ class Line:
 
     def write(self, nbytes: int) -> None:
         number, self._count = self._count, self._count + 1
-        self.tcp.write_message(nbytes, lambda begin, end, arrival: self.arrivals.append((number, arrival)))
+        self.tcp.write_message(
+            nbytes, lambda begin, end, arrival: self.arrivals.append((number, arrival))
+        )
 
     def take(self, nbytes: int, at: float) -> float:
         """Seconds that a message takes which is sent alone."""
@@ -204,7 +206,9 @@ def test_decode_rows_on_an_idle_hop_take_as_long_as_on_the_rig(
     for turn in range(20):
         line.agenda.schedule_at(0.3 * turn, line.write, 16 * 1024)
         for beat in range(3):
-            line.agenda.schedule_at(0.3 * turn + 0.1 * beat + 0.05, line.tcp.write_message, 64, lambda *_: None)
+            line.agenda.schedule_at(
+                0.3 * turn + 0.1 * beat + 0.05, line.tcp.write_message, 64, lambda *_: None
+            )
     line.agenda.run(20.0)
     assert line.arrivals[-1][1] - 0.3 * 19 + handling == pytest.approx(measured, rel=0.06)
 
@@ -319,7 +323,9 @@ def test_an_unknown_congestion_control_is_named() -> None:
 
 def test_a_bulk_lane_under_cubic_is_paced() -> None:
     """The same transfer drops nothing where an unpaced slow start overflows a short queue."""
-    paced, plain = (Line("cubic", room=64_000, lane=channel) for channel in (Channel.BULK, Channel.DECODE))
+    paced, plain = (
+        Line("cubic", room=64_000, lane=channel) for channel in (Channel.BULK, Channel.DECODE)
+    )
     for line in (paced, plain):
         line.take(400_000, 0.0)
     assert paced.uplink.dropped_bytes < plain.uplink.dropped_bytes

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import InvariantError, UsageError
 from molink.stage import stage as stages
 from molink.stage.batch import SequenceRows, StageInput

@@ -59,7 +59,9 @@ def test_bf16_models(
     ring = make_ring(folder, (2,), dtype="bf16", block_size=16)
     block = ring.stages[0]._decoder.blocks[0]
     assert isinstance(block.qkv, CompiledLinear)
-    assert any(isinstance(norm, CompiledRmsNorm) for norm in (block.input_norm, block.post_mlp_norm))
+    assert any(
+        isinstance(norm, CompiledRmsNorm) for norm in (block.input_norm, block.post_mlp_norm)
+    )
     assert isinstance(ring.stages[0]._attention_backend(16), CompiledAttention)
     tokens, reference = random_tokens(70), make_reference(folder)
     exact = reference.logits(tokens)

@@ -10,12 +10,12 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load, save_file
 
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import NullCounter
-from molink.checkpoint.unpacking import import_gguf
+from molink.checkpoint.gguf_import import import_gguf
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_source import NullCounter
 from molink.errors import BrokenModel
 from molink.facts.footprint import Footprint, StageSetup
-from molink.gguf.formats import BLOCK_FORMATS
+from molink.gguf.block_formats import BLOCK_FORMATS
 from molink.stage.batch import SequenceRows
 from molink.stage.kernels.create import supports_block_weights
 from molink.stage.stage import Stage
@@ -86,7 +86,11 @@ def test_logits_and_greedy_text(
     expected, greedy = reference.logits(tokens), reference.generate(tokens, 24)
     stays = kind.name.lower() in BLOCK_FORMATS
     # In blocks, whole and split; then as numbers.
-    for splits, disabled_kernels in (((), ()), ((1,), ()), *([((), ("gguf-blocks",))] if stays else [])):
+    for splits, disabled_kernels in (
+        ((), ()),
+        ((1,), ()),
+        *([((), ("gguf-blocks",))] if stays else []),
+    ):
         ring = make_ring(opened, splits, avoid=(*disabled_kernels, "compiled-linear"))
         logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
@@ -115,16 +119,19 @@ def test_a_mixture_takes_the_room_of_its_blocks(
     for first, last in ((0, 2), (0, 1), (1, 2)):
         ends = {"opens": first == 0, "closes": last == 2}
         as_blocks, as_numbers = (
-            Footprint.of_stage(facts, StageSetup(dtype="f32", has_block_kernels=blocks)).weight_bytes(
-                last - first, **ends
-            )
+            Footprint.of_stage(
+                facts, StageSetup(dtype="f32", has_block_kernels=blocks)
+            ).weight_bytes(last - first, **ends)
             for blocks in (True, False)
         )
         found = Stage.load_layers(opened, (first, last), "cpu", "f32").weight_bytes
         assert 0.95 * as_blocks <= found <= 1.05 * as_blocks
         assert as_blocks < as_numbers / 5
     on_gpu = StageSetup("cuda", dtype="f32", has_block_kernels=True)
-    assert Footprint.of_stage(facts, on_gpu).layer_bytes == Footprint.of_stage(facts, StageSetup(dtype="f32")).layer_bytes
+    assert (
+        Footprint.of_stage(facts, on_gpu).layer_bytes
+        == Footprint.of_stage(facts, StageSetup(dtype="f32")).layer_bytes
+    )
 
 
 def test_scales_that_are_no_numbers_are_refused(make_model: MakeModel, tmp_path: Path) -> None:

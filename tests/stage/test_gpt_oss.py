@@ -11,13 +11,13 @@ from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.hub import HubFile, HubRepository, _files_of_layers
+from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.stage.batch import SequenceRows
-from molink.stage.loading.stacks import unpack_mxfp4
+from molink.stage.weights.stacked_experts import unpack_mxfp4
 from molink.swarm.artifacts.fetch_plan import group_tensors, plan_group
-from molinkd.peer.artifacts.library import ModelRepository
+from molinkd.peer.artifacts.model_repository import ModelRepository
 from tests.support.models import MakeModel
 from tests.support.stage import Reference, Ring
 
@@ -108,7 +108,10 @@ def test_every_code_and_scale() -> None:
 
 
 def test_others_are_sent_what_is_stored(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    holding, config = ModelRepository().add_model("m", folders[0]), ModelConfig.load_folder(folders[0])
+    holding, config = (
+        ModelRepository().add_model("m", folders[0]),
+        ModelConfig.load_folder(folders[0]),
+    )
     for name in holding.manifest.files:
         (tmp_path / name).write_bytes((folders[0] / name).read_bytes())
     for group, shapes in group_tensors(config, 1, 2).items():

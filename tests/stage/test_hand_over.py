@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from molink.checkpoint.folder import ModelFolder
-from molink.stage.loading.weights import WeightReader
+from molink.checkpoint.model_folder import ModelFolder
 from molink.stage.stage import Stage
+from molink.stage.weights.weight_reader import WeightReader
 from tests.support.models import MakeModel
 from tests.support.stage import Ring
 

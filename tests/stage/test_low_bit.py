@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.footprint import Footprint, StageSetup
 from molink.stage.batch import SequenceRows
 from molink.stage.kernels.create import supports_block_weights
@@ -124,13 +124,17 @@ def test_a_plan_counts_what_stays_packed(make_model: MakeModel, tmp_path: Path, 
     write_low_bit(made, tmp_path / "stored", tmp_path / "exact", section)
     folder = ModelFolder.open(tmp_path / "stored")
     facts = folder.placement_facts("m")
-    planned = Footprint.of_stage(facts, StageSetup(dtype="bf16", has_block_kernels=True)).layer_bytes
+    planned = Footprint.of_stage(
+        facts, StageSetup(dtype="bf16", has_block_kernels=True)
+    ).layer_bytes
     # One of the second layer's projections is left in full.
     full = 256 * 256
     packed = facts.projection_bytes // 2 - full
     norms = 2 * 2 * 256
     assert planned == packed * bits / 8 + 2 * full + norms
-    loaded = Stage.load_layers(folder, (1, 2), "cpu", "bf16", disabled_kernels=("compiled-linear",)).layer_bytes
+    loaded = Stage.load_layers(
+        folder, (1, 2), "cpu", "bf16", disabled_kernels=("compiled-linear",)
+    ).layer_bytes
     # Beside, there are float32 biases, and orders of columns.
     assert planned <= loaded <= 1.06 * planned
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from molink.stage.out_of_memory import is_out_of_memory, limit_memory, empty_device_cache
+from molink.stage.out_of_memory import empty_device_cache, is_out_of_memory, limit_memory
 
 GIB = 1 << 30
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from molink.stage.pool import KVPool
+from molink.stage.kv_pool import KVPool
 
 SHAPE = SimpleNamespace(kv_heads=2, head_dim=4)
 PAGE, BLOCKS, LAYERS = 3, 5, 2

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from molink.checkpoint.source import find_demo_model
-from tests.support import pretend_cuda
+from molink.checkpoint.model_source import find_demo_model
+from tests.support import fake_cuda as pretend_cuda
 from tests.support.models import MakeModel
 
 pytestmark = [
@@ -23,9 +23,12 @@ pytestmark = [
 def test_stages_and_trials_on_a_pretend_card(make_model: MakeModel, tmp_path: Path) -> None:
     library = pretend_cuda.build(tmp_path)
     experts = make_model(tmp_path / "experts", "qwen3_moe")
-    command = [sys.executable, "-m", "tests.support.pretend_cuda", str(library)]
+    command = [sys.executable, "-m", "tests.support.fake_cuda", str(library)]
     done = subprocess.run(
-        [*command, str(find_demo_model().path), str(experts)], check=True, capture_output=True, text=True
+        [*command, str(find_demo_model().path), str(experts)],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     trials = [line["trial"] for line in lines if "trial" in line]

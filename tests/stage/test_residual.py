@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
 from tests.support.models import MakeModel

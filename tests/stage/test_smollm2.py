@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from molink.checkpoint.source import NullCounter
-from molink.checkpoint.unpacking import import_gguf
+from molink.checkpoint.gguf_import import import_gguf
+from molink.checkpoint.model_source import NullCounter
 from molink.stage.batch import SequenceRows
 from molink.text.tokenizer import Tokenizer
 from tests.support.stage import Ring

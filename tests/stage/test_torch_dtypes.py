@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from molink.stage import torch_dtypes as dtypes
-from molink.stage.torch_dtypes import choose_dtype, choose_wire_dtype, cpu_supports_bf16, residual_dtype
+from molink.stage.torch_dtypes import (
+    choose_dtype,
+    choose_wire_dtype,
+    cpu_supports_bf16,
+    residual_dtype,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 

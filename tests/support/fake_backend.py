@@ -10,10 +10,10 @@ import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from molink.swarm.frontend.generation import GeneratedToken, Request
+from molink.swarm.frontend.request import GeneratedToken, Request
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import SamplingParams
-from molinkd.api.backend import MetricValues, ServedModel, StageMetricValues, StageLabels
+from molink.wire.messages.data_plane import SamplingParams
+from molinkd.api.backend import MetricValues, ServedModel, StageLabels, StageMetricValues
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}"
@@ -93,7 +93,9 @@ class FakeBackend:
 
     def collect_metrics(self) -> MetricValues:
         stages = {
-            StageLabels.for_stage("p1", (0, 3), 0, 2): StageMetricValues({}, {"head_blocks_free": 7.0}),
+            StageLabels.for_stage("p1", (0, 3), 0, 2): StageMetricValues(
+                {}, {"head_blocks_free": 7.0}
+            ),
             StageLabels.for_stage("p1", (3, 6), 1, 2): StageMetricValues(
                 {"link_sent_bytes_total": 5.0, "link_received_bytes_total": 6.0},
                 {"head_blocks_free": 8.0, "stage_requests": 2.0},
@@ -152,7 +154,9 @@ class FakeBackend:
             position=len(request.prompt) + number,
             token=token,
             logprob=-0.5,
-            top=((token, -0.5), (65, -1.5), (66, float("-inf")))[: request.sampling_params.logprobs + 1],
+            top=((token, -0.5), (65, -1.5), (66, float("-inf")))[
+                : request.sampling_params.logprobs + 1
+            ],
             finish_reason=finish,
             cached_tokens=3 if number == 0 else 0,
         )

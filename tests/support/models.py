@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.layout import stage_tensors
+from molink.checkpoint.tensor_layout import stage_tensors
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"

@@ -9,7 +9,7 @@ import zmq.asyncio
 
 from molink.wire.messages.codec import Codec
 from molink.wire.sockets.client import Client, ClientEvents
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import Handler, Server
 from molink.wire.sockets.zap import ZapAuthenticator
 

@@ -19,7 +19,7 @@ import psutil
 import molink
 import molinkd
 from molink.errors import Unavailable
-from molinkd.cli import local_daemon
+from molinkd.cli import daemon_client as local_daemon
 from molinkd.peer.home import Home, copy_measurements
 
 ROOT = Path(molink.__file__).parents[1]
@@ -143,7 +143,9 @@ def environment(home: Path) -> dict[str, str]:
     }
 
 
-def still_running(processes: Sequence[psutil.Process], timeout: float = 15.0) -> list[psutil.Process]:
+def still_running(
+    processes: Sequence[psutil.Process], timeout: float = 15.0
+) -> list[psutil.Process]:
     """Those of ``processes`` that still run after at most ``timeout`` seconds."""
     _, left = psutil.wait_procs(processes, timeout=timeout)
     return [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -5,17 +5,17 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import Unavailable
-from molink.ring.work import StepInput, StepResult
-from molink.scheduler.limits import SchedulerConfig
+from molink.ring.step import StepInput, StepResult
+from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.request import Emission, SchedulerRequest
-from molink.sim.agenda import EventQueue
+from molink.sim.event_queue import EventQueue
 from molink.stage.stage import Stage
-from molink.swarm.frontend.generation import GeneratedToken, Request
-from molink.text.matcher import GrammarCompiler
+from molink.swarm.frontend.request import GeneratedToken, Request
+from molink.text.grammar_matcher import GrammarCompiler
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.serving import Rejected, OutputToken
+from molink.wire.messages.serving import OutputToken, Rejected
 from molinkd.api.backend import MetricValues, ServedModel
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
@@ -122,5 +122,10 @@ class RingBackend:
             if isinstance(told, Rejected):
                 raise Unavailable(told.message)
             yield GeneratedToken(
-                told.position, told.token, told.logprob, told.top, told.finish_reason, told.cached_tokens
+                told.position,
+                told.token,
+                told.logprob,
+                told.top,
+                told.finish_reason,
+                told.cached_tokens,
             )

@@ -10,18 +10,18 @@ from typing import Any, Protocol
 from molink.facts.dtypes import DType
 from molink.facts.profile import UNKNOWN_PROFILE, Profile
 from molink.ring.build import RingPlan, RingStage, StageEnvironment, build_ring
-from molink.ring.hosted import NO_HOST_MEMORY, HostMemory
-from molink.ring.pieces import SubChunkPolicy
+from molink.ring.host_memory import NO_HOST_MEMORY, HostMemory
 from molink.ring.ring import Ring
-from molink.ring.stage import StepExecutor, DraftRunner, NextStage, StageRequests, StageShape
-from molink.scheduler.head import Scheduler
-from molink.scheduler.limits import SchedulerConfig
+from molink.ring.stage import DraftRunner, NextStage, StageRequests, StageShape, StepExecutor
+from molink.ring.sub_chunks import SubChunkPolicy
+from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.scheduler import Scheduler
 from molink.scheduler.speculation.base import DraftSource
-from molink.scheduler.speculation.lookup import PromptLookup
-from molink.sim.agenda import EventQueue
+from molink.scheduler.speculation.prompt_lookup import PromptLookup
+from molink.sim.event_queue import EventQueue
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import RingMessage, SamplingParams, Volume, VolumeFragment
+from molink.wire.messages.data_plane import RingMessage, SamplingParams, Volume, VolumeFragment
 from molink.wire.messages.serving import OutputToken
 from molinkd.worker.request_table import RequestTable
 
@@ -78,7 +78,9 @@ class VirtualRing:
         self._requests = requests
         self._source = source
         self._draft_model = draft_model
-        self.stages = [self._make_stage(i, len(executors), each) for i, each in enumerate(executors)]
+        self.stages = [
+            self._make_stage(i, len(executors), each) for i, each in enumerate(executors)
+        ]
         self.rings = [seat.ring for seat in self.stages]
         head = self.stages[0].scheduler
         assert head is not None
@@ -142,7 +144,9 @@ class VirtualRing:
         """Ask for so many tokens after a prompt of so many."""
         self.prompts[key], self.tokens[key] = prompt, []
         tokens, sampling = tuple(range(prompt)), SamplingParams(temperature=0.0)
-        request = SchedulerRequest("d", key, tokens, prompt, answer, sampling, credit_window=1 << 20)
+        request = SchedulerRequest(
+            "d", key, tokens, prompt, answer, sampling, credit_window=1 << 20
+        )
         self.head.submit_request(request, self.agenda.now)
         self.rings[0].run_pending()
 

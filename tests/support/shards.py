@@ -5,7 +5,7 @@ import re
 import struct
 from pathlib import Path
 
-from molink.checkpoint.folder import INDEX_FILE, scan_tensors
+from molink.checkpoint.model_folder import INDEX_FILE, scan_tensors
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 

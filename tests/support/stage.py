@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
 
@@ -26,7 +26,9 @@ class Ring:
         device, dtype = options.get("device", "cpu"), options.get("dtype", "f32")
         quantize, avoid = options.get("quantize", "none"), options.get("avoid", ())
         self.stages = [
-            Stage.load_layers(opened, (first, last), device, dtype, quantize, disabled_kernels=avoid)
+            Stage.load_layers(
+                opened, (first, last), device, dtype, quantize, disabled_kernels=avoid
+            )
             for first, last in pairwise(bounds)
         ]
         for stage in self.stages:

@@ -9,14 +9,14 @@ from typing import Any, get_args
 
 import pytest
 
-from molink.checkpoint.source import find_demo_model
+from molink.checkpoint.model_source import find_demo_model
 from molink.errors import MolinkError, RequestError
 from molink.text import grammar as text_grammar
-from molink.text import matcher
-from molink.text.grammar import JsonLayout, check_grammar, build_grammar
-from molink.text.matcher import GrammarMatcher, GrammarCompiler
+from molink.text import grammar_matcher as matcher
+from molink.text.grammar import JsonLayout, build_grammar, check_grammar
+from molink.text.grammar_matcher import GrammarCompiler, GrammarMatcher
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import MAX_GRAMMAR_BYTES, Admit, SamplingParams
+from molink.wire.messages.data_plane import MAX_GRAMMAR_BYTES, Admit, SamplingParams
 from molinkd.worker.request_table import RequestTable
 
 FOLDER = find_demo_model().path
@@ -85,7 +85,9 @@ def test_an_answer_is_held_to_it(
     assert not said or not ends & tokens_of(other.compute_masks()[0])
 
 
-def test_when_it_is_complete_only_an_end_may_come(tokenizer: Tokenizer, grammars: GrammarCompiler) -> None:
+def test_when_it_is_complete_only_an_end_may_come(
+    tokenizer: Tokenizer, grammars: GrammarCompiler
+) -> None:
     constraint = grammars.start_matcher(schema(COLOUR))
     assert not set(tokenizer.eos_ids) & tokens_of(constraint.compute_masks()[0])
     constraint.add_tokens(tokenizer.encode('{"c":"red"}', special=False))
@@ -96,7 +98,10 @@ def test_tokens_that_are_gone_through_again_lead_to_the_same_place(
     tokenizer: Tokenizer, grammars: GrammarCompiler
 ) -> None:
     tokens = tokenizer.encode('{"c": "green"}', special=False)[:-2]
-    stepwise, at_once = grammars.start_matcher(schema(COLOUR)), grammars.start_matcher(schema(COLOUR))
+    stepwise, at_once = (
+        grammars.start_matcher(schema(COLOUR)),
+        grammars.start_matcher(schema(COLOUR)),
+    )
     assert allows(stepwise, tokens)
     at_once.add_tokens(tokens)
     assert stepwise.compute_masks() == at_once.compute_masks()
@@ -122,7 +127,9 @@ def test_white_space_is_bounded(grammars: GrammarCompiler, tokenizer: Tokenizer)
     ],
     ids=lambda grammar: repr(grammar[:40]),
 )
-def test_hostile_bytes_fail_their_own_answer_only(grammars: GrammarCompiler, grammar: bytes) -> None:
+def test_hostile_bytes_fail_their_own_answer_only(
+    grammars: GrammarCompiler, grammar: bytes
+) -> None:
     with pytest.raises(MolinkError):
         begin(grammars.start_matcher(grammar), 4)
     with pytest.raises(RequestError):
@@ -130,7 +137,9 @@ def test_hostile_bytes_fail_their_own_answer_only(grammars: GrammarCompiler, gra
     assert grammars.start_matcher(schema(COLOUR)).compute_masks()
 
 
-def test_an_answer_that_went_another_way_fails(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
+def test_an_answer_that_went_another_way_fails(
+    grammars: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
     constraint = grammars.start_matcher(schema(COLOUR))
     constraint.add_tokens(tokenizer.encode("Hello", special=False))
     with pytest.raises(RequestError, match="isn't what its grammar allows"):
@@ -158,10 +167,14 @@ def test_few_are_kept_compiled(grammars: GrammarCompiler, monkeypatch: pytest.Mo
 
 
 def test_a_vocabulary_may_be_longer_than_the_tokenizer(tokenizer: Tokenizer) -> None:
-    constraint = GrammarCompiler(FOLDER, VOCABULARY + 50).start_matcher(build_grammar("regex", "(?s:.*)"))
+    constraint = GrammarCompiler(FOLDER, VOCABULARY + 50).start_matcher(
+        build_grammar("regex", "(?s:.*)")
+    )
     mask = int.from_bytes(constraint.compute_masks()[0], "little")
     assert mask >> VOCABULARY == 0
-    assert tokens_of(constraint.compute_masks()[0]) & set(tokenizer.special_ids) == set(tokenizer.eos_ids)
+    assert tokens_of(constraint.compute_masks()[0]) & set(tokenizer.special_ids) == set(
+        tokenizer.eos_ids
+    )
 
 
 def test_a_model_without_an_end_or_a_tokenizer(tmp_path: Path) -> None:
@@ -232,7 +245,9 @@ def test_what_nobody_waits_for_is_not_compiled(
     assert compiled == [b"0", b"2"]
 
 
-def test_forced_tokens_are_those_that_masks_leave(tokenizer: Tokenizer, grammars: GrammarCompiler) -> None:
+def test_forced_tokens_are_those_that_masks_leave(
+    tokenizer: Tokenizer, grammars: GrammarCompiler
+) -> None:
     fields = {"long_name_of_a_key": {"enum": ["x"]}, "another_one": {"type": "boolean"}}
     shape = {"type": "object", "properties": fields, "required": list(fields)}
     shape["additionalProperties"] = False
@@ -256,7 +271,9 @@ def test_forced_tokens_are_those_that_masks_leave(tokenizer: Tokenizer, grammars
     ("layout", "text"),
     [("line", '{"a": 1, "c": ["x"]}'), ("compact", '{"a":1,"c":["x"]}')],
 )
-def test_layouts(tokenizer: Tokenizer, grammars: GrammarCompiler, layout: JsonLayout, text: str) -> None:
+def test_layouts(
+    tokenizer: Tokenizer, grammars: GrammarCompiler, layout: JsonLayout, text: str
+) -> None:
     shape = {"properties": {"a": {"type": "integer"}, "c": {"items": {"enum": ["x"]}}}}
     said = tokenizer.encode(text, special=False)
     for each in get_args(JsonLayout):

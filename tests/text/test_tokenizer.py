@@ -11,7 +11,7 @@ from tokenizers import processors
 
 from molink.errors import BrokenModel, RequestError
 from molink.native import raise_as
-from molink.text.defaults import GenerationDefaults
+from molink.text.generation_defaults import GenerationDefaults
 from molink.text.tokenizer import Tokenizer
 
 
@@ -99,7 +99,9 @@ def test_special_tokens_reach_the_template(folder: Path) -> None:
     write(folder, "tokenizer_config.json", config)
     template_of_folder = Tokenizer.open(folder).chat_template
     assert template_of_folder is not None
-    assert template_of_folder.render_prompt([{"role": "user", "content": "x"}]) == "<|start|><|end|>x"
+    assert (
+        template_of_folder.render_prompt([{"role": "user", "content": "x"}]) == "<|start|><|end|>x"
+    )
 
 
 def test_padding_and_truncation_of_the_file_are_off(

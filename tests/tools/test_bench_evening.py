@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from molink.bench.sample import Sample
-from molink.ring.work import StepInput, StepResult
+from molink.ring.step import StepInput, StepResult
 from molink.sim.profiles import load_device, load_model
 from molink.sim.roofline import Roofline, StepRows
 from tests.tools.test_emulation import volume
@@ -65,4 +65,6 @@ def test_steps_follow_what_the_file_says_at_that_moment(tmp_path: Path) -> None:
         planned.append(executor.punctuality.planned_s)
     executor.close()
     assert planned == pytest.approx([alone, 4 * alone])
-    assert measured(roofline.make_profile(), 3.0).decode_s(1) == 3 * roofline.make_profile().decode_s(1)
+    assert measured(roofline.make_profile(), 3.0).decode_s(
+        1
+    ) == 3 * roofline.make_profile().decode_s(1)

@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.errors import UsageError
-from molink.ring.work import StepInput, StepResult
+from molink.ring.step import StepInput, StepResult
 from molink.sim.roofline import StepRows
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import RequestSlice, Volume
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.messages.data_plane import RequestSlice, Volume
+from molink.wire.sockets.key_pair import KeyPair
 from tests.support.net import until
 from tools.emulation.activations import BUNDLED, Activations, record
 from tools.emulation.executor import EmulatedExecutor, sampled
@@ -44,7 +44,8 @@ vocabulary = 1000
 
 def volume(prefill: bool, *groups: tuple[int, int]) -> Volume:
     rows = tuple(
-        RequestSlice(index, start, count, 0, sample=True) for index, (start, count) in enumerate(groups)
+        RequestSlice(index, start, count, 0, sample=True)
+        for index, (start, count) in enumerate(groups)
     )
     return Volume(7, prefill, rows, Payload("bf16", (1, 8)))
 

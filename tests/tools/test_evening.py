@@ -1,6 +1,6 @@
 """The changing evening in virtual time: who is placed when, and that nothing is lost."""
 
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.sim.profiles import LinkProfile
 from molink.sim.swarm_plan import ModelDescription
 from tools.evening.simulated import DEVICES, MODEL, by_minute, fixed, mean
@@ -12,10 +12,19 @@ TOKENS = 40
 
 def evening(choice: Choice, events: list[Event], until: float) -> Evening:
     plan = [PlannedRequest(index, 1.0 + 5.0 * index, 64, TOKENS) for index in range(int(until / 5))]
-    found = Evening(ModelDescription.from_profile(MODEL), DEVICES, LinkProfile(1000.0, 5.0), choice, plan, events)
+    found = Evening(
+        ModelDescription.from_profile(MODEL),
+        DEVICES,
+        LinkProfile(1000.0, 5.0),
+        choice,
+        plan,
+        events,
+    )
     found.run(until + 100.0)
     assert not found.trouble
-    assert [sample.output_tokens for sample in found.clients.collect_samples(0.0)] == [TOKENS] * len(plan)
+    assert [sample.output_tokens for sample in found.clients.collect_samples(0.0)] == [
+        TOKENS
+    ] * len(plan)
     return found
 
 

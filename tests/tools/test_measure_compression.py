@@ -2,7 +2,7 @@
 
 import pytest
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from tools.demo_model.tokenizer import answered, encode, load_tokenizer
 from tools.demo_model.train import conversations
 from tools.measure_compression import measure

@@ -1,6 +1,6 @@
 """The quality of quantized weights, on a few held-out conversations."""
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from tools.demo_model.tokenizer import answered, encode, load_tokenizer
 from tools.demo_model.train import conversations
 from tools.measure_quantization import measure

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.link.packing.compression import RowCodec
 from tests.support.models import MakeModel
 from tools.measure_real_rows import CutModel, collect, figures, ideal, ratio

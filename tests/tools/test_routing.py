@@ -36,7 +36,9 @@ def test_tools_are_asked_for_by_zipf_each_time_with_another_question() -> None:
     assert len(rows) == routing.COUNTS["tools"]
     assert 1.5 < asked[0][1] / asked[1][1] < 3 or asked[0][1] > len(rows) / 8
     assert len({row.hash_ids[-1] for row in rows}) == len(rows)
-    assert all(0 < row.input_tokens - HASH_BLOCK_TOKENS * (len(row.hash_ids) - 1) < 256 for row in rows)
+    assert all(
+        0 < row.input_tokens - HASH_BLOCK_TOKENS * (len(row.hash_ids) - 1) < 256 for row in rows
+    )
 
 
 def test_those_alone_share_nothing(trace: list[TraceRow], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from molink.facts.preemption import PREEMPTION_MODES
-from molink.scheduler.head import Scheduler
 from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.scheduler import Scheduler
 from molink.sim.scenario import Scenario
 from tools.scheduling import command
 from tools.scheduling.order import STEP, highest, short_behind_long

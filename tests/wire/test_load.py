@@ -6,17 +6,17 @@ import pytest
 from molink.facts.device import Device
 from molink.wire.messages.codec import MAX_HEADER, control_codec
 from molink.wire.messages.load import (
-    MAX_SCHEDULERS,
     MAX_PEER_ID,
     MAX_QUEUES,
     MAX_REQUESTS,
+    MAX_SCHEDULERS,
     MAX_STAGES,
-    SchedulerLoad,
     PeerLoad,
     RequestLoad,
+    SchedulerLoad,
     StageLoad,
 )
-from molink.wire.messages.reports import PeerReport
+from molink.wire.messages.peer_reports import PeerReport
 
 MUCH = 2**40
 
@@ -52,8 +52,14 @@ def test_what_a_busy_pc_tells_fits_its_report() -> None:
     [
         PeerLoad((StageLoad("p1", 0),) * (MAX_STAGES + 1)),
         PeerLoad((), (SchedulerLoad("p1"),) * (MAX_SCHEDULERS + 1)),
-        PeerLoad((), (SchedulerLoad("p1", requests=(RequestLoad("o", "decode", 1),) * (MAX_REQUESTS + 1)),)),
-        PeerLoad((), (SchedulerLoad("p1", requests=(RequestLoad("o" * (MAX_PEER_ID + 1), "decode", 1),)),)),
+        PeerLoad(
+            (),
+            (SchedulerLoad("p1", requests=(RequestLoad("o", "decode", 1),) * (MAX_REQUESTS + 1)),),
+        ),
+        PeerLoad(
+            (),
+            (SchedulerLoad("p1", requests=(RequestLoad("o" * (MAX_PEER_ID + 1), "decode", 1),)),),
+        ),
         PeerLoad((), (SchedulerLoad("p1", queues=(0,) * (MAX_QUEUES + 1)),)),
         PeerLoad((StageLoad("p1", 0, 101),)),
         PeerLoad((StageLoad("p1", 0, rate=-1),)),

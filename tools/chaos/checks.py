@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import aiohttp
 
-from molinkd.peer.agent.child import exit_text
+from molinkd.child_process import exit_text
 from tools.chaos.pc import Pc
 from tools.chaos.swarm import Swarm
 from tools.chaos.usage import Usage, usage_by_role

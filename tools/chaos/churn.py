@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from molinkd.cli import local_daemon
+from molinkd.cli import daemon_client as local_daemon
 from tools.chaos import checks
 from tools.chaos.pc import Pc
 from tools.chaos.streams import Load

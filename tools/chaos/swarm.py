@@ -15,7 +15,7 @@ import aiohttp
 import psutil
 
 from molink.errors import MolinkError
-from molinkd.cli import local_daemon
+from molinkd.cli import daemon_client as local_daemon
 from molinkd.peer.home import Home
 from tools.chaos.network import Network
 from tools.chaos.pc import ListenAddress, Pc, processes_of
@@ -100,7 +100,9 @@ class Swarm:
         # All have the same device: one measurement does.
         shutil.copyfile(Home(self.founder.home).device, Home(pc.home).device)
         founder = Home(self.founder.home)
-        invite = await asyncio.to_thread(local_daemon.create_invitation, founder, ttl=3600.0, uses=1)
+        invite = await asyncio.to_thread(
+            local_daemon.create_invitation, founder, ttl=3600.0, uses=1
+        )
         pc.start("join", invite.token)
 
     def start(self, pc: Pc) -> None:

@@ -68,7 +68,7 @@ def record(folder: Path, rows: int, hidden: int) -> bytes:
     """
     import torch
 
-    from molink.checkpoint.folder import ModelFolder
+    from molink.checkpoint.model_folder import ModelFolder
     from molink.stage.batch import SequenceRows, StageInput
     from molink.stage.stage import Stage
 

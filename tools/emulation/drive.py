@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.bench.sample import Sample
 from molink.errors import MolinkError
-from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.loop import EventLoop
+from molink.wire.sockets.event_loop import EventLoop
+from molink.wire.sockets.key_pair import KeyPair
 from tools.emulation.load import Answer, load_on, run_load
 from tools.emulation.model import Emulation
 from tools.emulation.ring import Host, Member, RingSettings, ring_of

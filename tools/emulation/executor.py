@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from molink.ring.work import StepInput, StepOutput, StepResult
+from molink.ring.step import StepInput, StepOutput, StepResult
+from molink.sim.executor import step_rows
 from molink.sim.roofline import Roofline
-from molink.sim.stages import step_rows
-from molink.wire.messages.data import SampledId, SamplerOutput, Volume
+from molink.wire.messages.data_plane import SampledId, SamplerOutput, Volume
 from molinkd.worker.engine import HandOver, StageConfig
 from tools.emulation.activations import Activations
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 import zmq.asyncio
 
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.bench.sample import Sample
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage, data_codec
-from molink.wire.messages.data import SamplingParams
-from molink.wire.messages.serving import Credit, PromptFragment, Rejected, Submit, OutputTokens
+from molink.wire.messages.data_plane import SamplingParams
+from molink.wire.messages.serving import Credit, OutputTokens, PromptFragment, Rejected, Submit
 from molink.wire.sockets.client import Client, ClientEvents
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.key_pair import KeyPair
 from tools.emulation.ring import EPOCH, PIPELINE, Member
 
 CONNECT_S = 30.0

@@ -21,21 +21,21 @@ from molink.facts.identity import derive_peer_id
 from molink.facts.settings import PipelineSettings
 from molink.wire.messages.base import Message
 from molink.wire.messages.instructions import StageAddress
-from molink.wire.messages.pipe import (
-    RingFormed,
+from molink.wire.messages.worker_pipe import (
     FormRing,
     FromWorker,
-    WorkerLoaded,
+    LoadStage,
+    NextStageLost,
     PeerKey,
     PeerKeys,
-    NextStageLost,
-    LoadStage,
-    WorkerStats,
+    RingFormed,
     WorkerFailed,
+    WorkerLoaded,
+    WorkerStats,
     read_pipe,
     write_pipe,
 )
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.key_pair import KeyPair
 from tools.emulation.model import CONTEXT, EmulatedStage, Emulation
 from tools.emulation.worker import NOTE
 from tools.wan.proxy import Shaper

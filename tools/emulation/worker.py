@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from molink.errors import MolinkError
-from molink.wire.messages.pipe import LoadStage, WarmUp, WarmedUp
-from molink.wire.sockets.loop import EventLoop
+from molink.wire.messages.worker_pipe import LoadStage, WarmedUp, WarmUp
+from molink.wire.sockets.event_loop import EventLoop
 from molinkd.descriptors import raise_descriptor_limit
 from molinkd.worker.daemon_pipe import DaemonPipe, exit_process
-from molinkd.worker.engine import StageEngine, HandOver
+from molinkd.worker.engine import HandOver, StageEngine
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.worker import Worker
 from tools.emulation.activations import Activations
@@ -69,7 +69,7 @@ def run(engine: Callable[[LoadStage], StageEngine]) -> int:
             start = pipe.read_first()
         if isinstance(start, LoadStage):
             # Imports torch, for seconds: now, and not when the first request comes.
-            import molink.stage.sampling.history  # noqa: F401
+            import molink.stage.sampling.token_history  # noqa: F401
 
             with asyncio.Runner(loop_factory=EventLoop) as runner:
                 runner.run(Worker(start, pipe, engine).run())

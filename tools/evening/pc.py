@@ -1,8 +1,8 @@
 """``python -m tools.evening.pc PC``: the daemon of a PC of the evening, on its node of the rig.
 
 The daemon, its coordinator and its sockets are the product's. Its stages are those of
-:mod:`tools.evening.worker`, and its device is what ``PC`` (a file with a :class:`SimPc`) says. Events
-are printed as lines of JSON.
+:mod:`tools.evening.worker`, and its device is what ``PC`` (a file with a :class:`SimPc`) says.
+Events are printed as lines of JSON.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ import msgspec
 
 from molink.errors import MolinkError
 from molink.facts.device import Device
-from molink.wire.sockets.loop import EventLoop
+from molink.wire.sockets.event_loop import EventLoop
 from molinkd.descriptors import raise_descriptor_limit
 from molinkd.peer import daemon as daemons
-from molinkd.peer.agent import assignments
+from molinkd.peer.agent import stage_manager as assignments
 from molinkd.peer.agent.device_probe import MeasuredDevice
-from molinkd.peer.agent.supervisor import WorkerSupervisor
-from molinkd.peer.election import coordinator_child
-from molinkd.peer.election.coordinator_child import CoordinatorProcess
+from molinkd.peer.agent.worker_supervisor import WorkerSupervisor
+from molinkd.peer.election import coordinator_process as coordinator_child
+from molinkd.peer.election.coordinator_process import CoordinatorProcess
 from molinkd.peer.launch import AnyDaemonEvent, Launch
 
 _PRINTING = threading.Lock()

@@ -16,7 +16,7 @@ import msgspec
 
 from molink.bench.sample import Sample
 from molink.errors import MolinkError
-from molinkd.cli.local_daemon import fetch_status, require_daemon
+from molinkd.cli.daemon_client import fetch_status, require_daemon
 from tools.serving.client import complete, make_prompt
 
 #: Between two looks at the status, in seconds.

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.facts.footprint import StageSetup
 from molink.facts.model import LayerRange
-from molink.facts.ringtimes import HANDLING_S
-from molink.scheduler.head import Scheduler
-from molink.sim.agenda import EventQueue
-from molink.sim.blueprint import RingTemplate
+from molink.facts.ring_times import HANDLING_S
+from molink.scheduler.scheduler import Scheduler
 from molink.sim.clients import Clients, ServingRing
+from molink.sim.event_queue import EventQueue
 from molink.sim.pc import SimPc
 from molink.sim.profiles import MBPS, LinkProfile, load_device
 from molink.sim.ring import SimRing
+from molink.sim.ring_template import RingTemplate
 from molink.sim.roofline import memory_for_stages
 from molink.sim.scenario import Scenario
 from molink.sim.swarm_plan import ModelDescription, make_candidate
@@ -23,8 +23,8 @@ from molink.sim.workload import Workload
 from molink.swarm.controller.pipelines import SWITCH_OVER_DELAY
 from molink.swarm.controller.planner import DEBOUNCE, LOSS_DEBOUNCE, REVIEW_INTERVAL
 from molink.swarm.placement.links import Links
-from molink.swarm.placement.paces import ReadRates, measured_rate
 from molink.swarm.placement.placement import Placement, place_model
+from molink.swarm.placement.read_rates import ReadRates, measured_rate
 from tools.evening.story import Event, Leave, LinkChange, PaceChange, Return
 
 #: Between two looks of a PC at its links and its pace, in seconds.
@@ -89,7 +89,8 @@ class Evening:
         self._names = [f"pc{index}" for index in range(count)]
         self._pcs = [SimPc(Uplink(self.link.rate, self.link.queue)) for _ in range(count)]
         self._candidates = [
-            make_candidate(peer, device) for peer, device in zip(self._names, self.devices, strict=True)
+            make_candidate(peer, device)
+            for peer, device in zip(self._names, self.devices, strict=True)
         ]
         self._links, self._paces = Links(), ReadRates()
         for by in self._names:
@@ -253,7 +254,9 @@ class Evening:
         """A ring is over; ``after`` so many seconds its requests are sent again."""
         epoch.ring.close()
         keys = self.clients.detach_ring(epoch)
-        self.agenda.schedule_at(self.agenda.now + after, partial(self.clients.resend_requests, keys))
+        self.agenda.schedule_at(
+            self.agenda.now + after, partial(self.clients.resend_requests, keys)
+        )
 
     def _broken(self, stage: int, reason: str) -> None:
         self.trouble = f"stage {stage}: {reason}"

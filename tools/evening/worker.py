@@ -14,15 +14,15 @@ from pathlib import Path
 
 import msgspec
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import UsageError
 from molink.facts.dtypes import WeightDType
 from molink.facts.profile import Profile
 from molink.sim.profiles import load_device, load_model
 from molink.sim.roofline import Roofline
-from molink.wire.messages.pipe import LoadStage
+from molink.wire.messages.worker_pipe import LoadStage
 from molinkd.worker.daemon_pipe import exit_process
-from molinkd.worker.engine import StageEngine, HandOver, StageConfig
+from molinkd.worker.engine import HandOver, StageConfig, StageEngine
 from molinkd.worker.request_table import RequestTable
 from tools.emulation.activations import Activations
 from tools.emulation.executor import EmulatedExecutor

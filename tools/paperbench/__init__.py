@@ -1,1 +1,1 @@
-"""The MoLinkPolicy paper's evaluation (Tables 2 to 5), simulated and on real processes and links."""
+"""The MoLink paper's evaluation (Tables 2 to 5), simulated and on real processes and links."""

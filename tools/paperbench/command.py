@@ -1,4 +1,4 @@
-"""``python tools/paper.py``: the MoLinkPolicy paper's Tables 2 to 5.
+"""``python tools/paper.py``: the MoLink paper's Tables 2 to 5.
 
     python tools/paper.py --simulate [--full]   # every table and plot, in virtual time
     python tools/paper.py --rig                 # shortened runs on real processes and sockets

@@ -1,4 +1,4 @@
-"""What the MoLinkPolicy paper measured (§5, Tables 2 to 5): 3 × RTX 4090, Qwen-7B, Azure conversation.
+"""What the MoLink paper measured (§5, Tables 2 to 5): 3 × RTX 4090, Qwen-7B, Azure conversation.
 
 Tables 3 and 4 say 0.3 requests/s, but the row that they share with Table 2 is that of 0.2.
 """

@@ -5,13 +5,13 @@ import asyncio
 from statistics import fmean
 from typing import Any
 
+from molink.bench.client import BenchClient, BenchTarget
 from molink.bench.clock import MonotonicClock
-from molink.bench.http import BenchClient, BenchTarget
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.bench.runner import run_plan
 from molink.bench.sample import Sample
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import find_demo_model
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_source import find_demo_model
 from molink.sim.profiles import LinkProfile, ModelProfile
 from molink.sim.scenario import Scenario
 from tools.scheduling.requests import Plan

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from molink.bench.planned import PlannedRequest
+from molink.bench.planned_requests import PlannedRequest
 from molink.bench.trace import TraceRow, read_trace
 
 #: Means of prompt and answer in tokens, and the spread of their logarithms.
@@ -92,6 +92,7 @@ def after_others(draw: Draw, plan: Plan, rate: float, seed: int) -> tuple[Plan, 
     earlier = poisson(draw, rate, 2 * EARLIER / rate, seed + 1000)[:EARLIER]
     begins = earlier[-1].arrival_s + 1 / rate
     later = [
-        replace(request, index=EARLIER + request.index, arrival_s=begins + request.arrival_s) for request in plan
+        replace(request, index=EARLIER + request.index, arrival_s=begins + request.arrival_s)
+        for request in plan
     ]
     return [*earlier, *later], begins

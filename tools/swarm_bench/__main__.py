@@ -30,7 +30,12 @@ import msgspec
 import psutil
 
 from molinkd.peer.home import Home
-from molinkd.peer.launch import InvitationCreatedEvent, Launch, DaemonStartedEvent, ModelReadinessChangedEvent
+from molinkd.peer.launch import (
+    DaemonStartedEvent,
+    InvitationCreatedEvent,
+    Launch,
+    ModelReadinessChangedEvent,
+)
 from molinkd.peer.settings import Settings
 from tools.emulation.model import Emulation
 from tools.swarm_bench.host import Order, Said

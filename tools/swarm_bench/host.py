@@ -1,8 +1,8 @@
 """``python -m tools.swarm_bench.host EMULATION``: several daemons in one process.
 
 It starts those of each :class:`Order` on its standard input, prints each of their events as
-:class:`JoinerMessageReceivedEvent`, and ends all at the end of its input. Their stages are emulated: real processes and
-sockets that compute nothing.
+:class:`JoinerMessageReceivedEvent`, and ends all at the end of its input. Their stages are
+emulated: real processes and sockets that compute nothing.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ from functools import partial
 import msgspec
 
 from molink.errors import MolinkError
-from molink.wire.sockets.loop import EventLoop
+from molink.wire.sockets.event_loop import EventLoop
 from molinkd.descriptors import raise_descriptor_limit
-from molinkd.peer.agent import assignments
-from molinkd.peer.agent.supervisor import WorkerSupervisor
+from molinkd.peer.agent import stage_manager as assignments
+from molinkd.peer.agent.worker_supervisor import WorkerSupervisor
 from molinkd.peer.daemon import Daemon
 from molinkd.peer.launch import AnyDaemonEvent, Launch
 

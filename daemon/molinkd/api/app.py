@@ -7,28 +7,28 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from msgspec import json
 
+from molinkd.api.access_guard import OLLAMA_PREFIX, AccessGuard, client_name
+from molinkd.api.api_settings import ApiSettings
 from molinkd.api.backend import Backend
-from molinkd.api.body import BodyReader
-from molinkd.api.catalogue import ModelCatalog
+from molinkd.api.body_reader import BodyReader
+from molinkd.api.chat_page import ChatPage
+from molinkd.api.connections import PROBE_PATHS, EndpointProtocol
 from molinkd.api.embeddings import EmbeddingRoutes
-from molinkd.api.endpoint_settings import ApiSettings
-from molinkd.api.generator import GenerationHandler
-from molinkd.api.guard import OLLAMA_PREFIX, AccessGuard, client_name
-from molinkd.api.messages.formats import encode_envelope as message_envelope
+from molinkd.api.generation_handler import GenerationHandler
+from molinkd.api.messages.encoder import encode_envelope as message_envelope
 from molinkd.api.messages.routes import MESSAGES_PREFIX, MessageRoutes
 from molinkd.api.metrics import RequestRecorder, create_registry, render_metrics
-from molinkd.api.ollama.formats import encode_envelope as ollama_envelope
+from molinkd.api.model_catalog import ModelCatalog
+from molinkd.api.ollama.encoder import encode_envelope as ollama_envelope
 from molinkd.api.ollama.routes import OllamaRoutes
+from molinkd.api.openai_routes import OpenAIRoutes
 from molinkd.api.openapi import OpenAPIRoute
-from molinkd.api.page import ChatPage
 from molinkd.api.problem import Envelope, Problem, internal_problem, problem_of
-from molinkd.api.prompt_reader import PromptTokenizer
-from molinkd.api.protocol import PROBE_PATHS, EndpointProtocol
+from molinkd.api.prompt_worker_pool import PromptTokenizer
 from molinkd.api.request_id import assign_request_id, get_request_id
 from molinkd.api.responses.routes import ResponseRoutes
-from molinkd.api.routes import OpenAIRoutes
-from molinkd.api.running import RunningAnswers
-from molinkd.api.swarm_picture import SwarmRoute
+from molinkd.api.running_answers import RunningAnswers
+from molinkd.api.swarm_summary import SwarmRoute
 
 _LOG = logging.getLogger(__name__)
 
@@ -95,7 +95,9 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptTokenizer)
 class _Middleware:
     """Around every handler: the guard before it, errors as envelopes and figures after it."""
 
-    def __init__(self, guard: AccessGuard, recorder: RequestRecorder, settings: ApiSettings) -> None:
+    def __init__(
+        self, guard: AccessGuard, recorder: RequestRecorder, settings: ApiSettings
+    ) -> None:
         self._guard = guard
         self._recorder = recorder
         self._settings = settings
@@ -146,7 +148,9 @@ class _Middleware:
         except Exception as error:
             problem = problem_of(error, f"{request.method} {request.path}")
             if problem is None:
-                _LOG.exception("%s %s (%s) failed", request.method, request.path, get_request_id(request))
+                _LOG.exception(
+                    "%s %s (%s) failed", request.method, request.path, get_request_id(request)
+                )
                 problem = internal_problem()
             answer = problem.to_response(_error_envelope(request.path))
             waited = problem.status == 503 and loop.time() - began > _NO_RETRY_AFTER_S

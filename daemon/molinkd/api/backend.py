@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from molink.swarm.frontend.generation import GeneratedToken, Request
+from molink.swarm.frontend.request import GeneratedToken, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,9 +13,10 @@ class ServedModel:
     """A model that a pipeline serves.
 
     ``folder`` is a local folder with at least config, tokenizer and chat template (never weights
-    that only other peers have). ``max_model_len`` is in tokens. Requests of up to ``original_max_model_len`` are
-    computed as the model was trained at first (LongRoPE); 0: there is no such bound. ``size`` is of
-    all its weights, in bytes, 0 if not known, and ``root`` names its content.
+    that only other peers have). ``max_model_len`` is in tokens. Requests of up to
+    ``original_max_model_len`` are computed as the model was trained at first (LongRoPE); 0: there
+    is no such bound. ``size`` is of all its weights, in bytes, 0 if not known, and ``root`` names
+    its content.
     """
 
     name: str
@@ -40,7 +41,9 @@ class StageLabels:
     receives: str
 
     @classmethod
-    def for_stage(cls, pipeline: str, layers: tuple[int, int], stage: int, stages: int) -> "StageLabels":
+    def for_stage(
+        cls, pipeline: str, layers: tuple[int, int], stage: int, stages: int
+    ) -> "StageLabels":
         """The name of one of ``stages`` stages."""
         before, after = (stage - 1) % stages, (stage + 1) % stages
         return cls(pipeline, f"{layers[0]}:{layers[1]}", f"{stage}-{after}", f"{before}-{stage}")

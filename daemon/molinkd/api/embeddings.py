@@ -6,8 +6,8 @@ import msgspec
 from aiohttp import web
 
 from molink.errors import RequestError
-from molinkd.api.body import BodyReader
-from molinkd.api.schema import decode_struct
+from molinkd.api.body_reader import BodyReader
+from molinkd.api.openai_schema import decode_struct
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):

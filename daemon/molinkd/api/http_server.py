@@ -15,11 +15,11 @@ from collections.abc import Callable
 from aiohttp import web
 
 from molink.errors import PortInUse, UsageError
+from molinkd.api.api_settings import ApiSettings
 from molinkd.api.app import ANSWERS, BODIES, create_app
 from molinkd.api.backend import Backend
-from molinkd.api.endpoint_settings import ApiSettings
-from molinkd.api.prompt_reader import PromptTokenizer
-from molinkd.api.protocol import Connections
+from molinkd.api.connections import Connections
+from molinkd.api.prompt_worker_pool import PromptTokenizer
 
 _LOG = logging.getLogger(__name__)
 

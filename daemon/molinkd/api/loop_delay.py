@@ -14,7 +14,8 @@ class LoopDelaySampler:
     """
 
     def __init__(self, observe: Callable[[float], None], is_needed: Callable[[], bool]) -> None:
-        """``observe`` is told how many seconds late each look was; ``is_needed``: whether to go on."""
+        """``observe`` is told how many seconds late each look was; ``is_needed``: whether to go
+        on."""
         self._observe = observe
         self._is_needed = is_needed
         self._is_sampling = False

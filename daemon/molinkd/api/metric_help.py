@@ -174,7 +174,14 @@ def _queue_help() -> dict[str, str]:
 
 
 #: By the name without ``molink_`` and ``_total``.
-HELP: dict[str, str] = {**_DAEMON, **_recovery_help(), **_SCHEDULER, **_queue_help(), **_STAGE, **_LINK}
+HELP: dict[str, str] = {
+    **_DAEMON,
+    **_recovery_help(),
+    **_SCHEDULER,
+    **_queue_help(),
+    **_STAGE,
+    **_LINK,
+}
 
 
 def describe_metric(name: str) -> str:

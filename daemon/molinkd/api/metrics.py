@@ -24,7 +24,21 @@ from molinkd.api.metric_help import describe_metric
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-_LOOP_DELAY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_LOOP_DELAY_BUCKETS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+)
 _DURATION_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_:]")
 
@@ -154,7 +168,9 @@ class EndpointCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Every metric family, each name once."""
         figures = self._backend.collect_metrics()
-        families = {family.name: family for family in (_build_info(), *self._recorder.metric_families())}
+        families = {
+            family.name: family for family in (_build_info(), *self._recorder.metric_families())
+        }
         found: dict[str, Metric] = {}
         for name, value in figures.counters.items():
             _add_sample(found, CounterMetricFamily, name, {}, value)

@@ -8,12 +8,12 @@ from aiohttp import web
 from msgspec import json
 
 import molink
+from molinkd.api.access_guard import PAGE_PREFIX
 from molinkd.api.embeddings import EmbeddingRequest
-from molinkd.api.guard import PAGE_PREFIX
 from molinkd.api.messages.schema import CountTokensRequest, MessageRequest
 from molinkd.api.ollama.schema import ChatRequest, GenerateRequest, ModelReference
+from molinkd.api.openai_schema import ChatBody, CompletionBody
 from molinkd.api.responses.schema import ResponseRequest
-from molinkd.api.schema import ChatBody, CompletionBody
 
 #: What each route takes that takes anything.
 REQUEST_BODIES: dict[str, type[msgspec.Struct]] = {

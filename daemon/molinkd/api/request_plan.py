@@ -9,16 +9,16 @@ from typing import TypeVar
 import msgspec
 
 from molink.errors import ContextTooLong, DeadlineExceeded, RequestError
-from molink.swarm.frontend.generation import Request
-from molink.text.calls.base import AnswerParser
-from molink.text.calls.create import AnswerFormat, create_answer_parser
+from molink.swarm.frontend.request import Request
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import SamplingParams
+from molink.text.tool_calls.base import AnswerParser
+from molink.text.tool_calls.create import AnswerFormat, create_answer_parser
+from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import MAX_STOP_IDS
-from molinkd.api.offer import LoadedModel
-from molinkd.api.offered_tools import choose_answer_format, required_tools, callable_names
-from molinkd.api.prompt_messages import TokenizedPrompts
-from molinkd.api.schema import ChatBody, CompletionBody, GenerationBody
+from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.openai_schema import ChatBody, CompletionBody, GenerationBody
+from molinkd.api.prompt_worker_messages import TokenizedPrompts
+from molinkd.api.tool_validation import callable_names, choose_answer_format, required_tools
 
 #: What OpenAI's completions generate when no limit is given.
 COMPLETION_MAX_TOKENS = 16
@@ -35,7 +35,8 @@ _MIN_TOP_P = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class ChoicePlan:
-    """One answer to generate: ``index`` as the client sees it, ``prompt_index`` which of its prompts."""
+    """One answer to generate: ``index`` as the client sees it, ``prompt_index`` which of its
+    prompts."""
 
     index: int
     prompt_index: int
@@ -112,7 +113,11 @@ def check_choice_count(body: GenerationBody, maximum: int) -> None:
 
 
 def make_plan(
-    body: GenerationBody, loaded_model: LoadedModel, tokenized: TokenizedPrompts, client: str = "", elapsed_s: float = 0.0
+    body: GenerationBody,
+    loaded_model: LoadedModel,
+    tokenized: TokenizedPrompts,
+    client: str = "",
+    elapsed_s: float = 0.0,
 ) -> RequestPlan:
     """The plan for ``body`` of a ``client``, of which a process has ``tokenized`` the prompts.
 
@@ -127,7 +132,10 @@ def make_plan(
     count, returned = _answers_per_prompt(body), body.n or 1
     echoed = count * sum(len(prompt.text) for prompt in prompts)
     if echoed > MAX_ECHO_CHARACTERS:
-        text = f"`echo`: the prompts of all answers have {echoed} characters; at most {MAX_ECHO_CHARACTERS}"
+        text = (
+            f"`echo`: the prompts of all answers have {echoed} characters; "
+            f"at most {MAX_ECHO_CHARACTERS}"
+        )
         raise RequestError(text, "echo")
     deadline_s = _remaining_s(body, elapsed_s)
     sampling = _sampling(body, tokenizer)
@@ -199,7 +207,9 @@ def select_best(
     return dataclasses.replace(plan, choices=choices), [answers[index] for index in kept]
 
 
-def _make_parser_settings(body: GenerationBody, loaded_model: LoadedModel, tokenized: TokenizedPrompts) -> ParserSettings | None:
+def _make_parser_settings(
+    body: GenerationBody, loaded_model: LoadedModel, tokenized: TokenizedPrompts
+) -> ParserSettings | None:
     """How answers are read; with ``skip_special_tokens`` off and no tools, as they are.
 
     An answer that is held to a form is content, unless that form is a call.
@@ -210,7 +220,9 @@ def _make_parser_settings(body: GenerationBody, loaded_model: LoadedModel, token
     if body.skip_special_tokens is False and not names:
         return None
     form = choose_answer_format(loaded_model, tools=bool(names))
-    return ParserSettings(form, names, tokenized.prompts[0].tail, body.parallel_tool_calls is not False)
+    return ParserSettings(
+        form, names, tokenized.prompts[0].tail, body.parallel_tool_calls is not False
+    )
 
 
 def _sampling(body: GenerationBody, tokenizer: Tokenizer) -> SamplingParams:
@@ -259,7 +271,9 @@ def _logit_bias(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, 
 
 def _stop_ids(body: GenerationBody, tokenizer: Tokenizer) -> tuple[int, ...]:
     own = () if body.ignore_eos else tokenizer.eos_ids
-    asked = [_check_token_id(token, "stop_token_ids", tokenizer) for token in body.stop_token_ids or ()]
+    asked = [
+        _check_token_id(token, "stop_token_ids", tokenizer) for token in body.stop_token_ids or ()
+    ]
     ids = tuple(dict.fromkeys((*own, *asked)))
     if len(ids) > MAX_STOP_IDS:
         maximum = MAX_STOP_IDS - len(own)

@@ -11,11 +11,11 @@ from rich.console import Console
 from molink.errors import MolinkError, RequestError
 from molink.plaintext import printable
 from molink.swarm.throughput import TransferRate
-from molink.wire.messages.requests import ApplyReply, ApplyFile, LoadModelReply
-from molinkd.cli import local_daemon
-from molinkd.cli.console import TransferLine
+from molink.wire.messages.admin import ApplyFile, ApplyReply, LoadModelReply
+from molinkd.cli import daemon_client as local_daemon
+from molinkd.cli.daemon_console import TransferLine
 from molinkd.cli.model_verbs import POLL_INTERVAL_S, show_progress
-from molinkd.cli.swarm_file import LineIndex, SwarmFile, served_name, model_entries, read_swarm_file
+from molinkd.cli.swarm_file import LineIndex, SwarmFile, model_entries, read_swarm_file, served_name
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.peer.artifacts.progress import Progress
 

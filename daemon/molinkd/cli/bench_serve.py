@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from molink.bench.client import BenchClient, BenchRoute, BenchTarget
 from molink.bench.clock import MonotonicClock
-from molink.bench.http import BenchRoute, BenchClient, BenchTarget
-from molink.bench.planned import PlannedRequest, plan_sizes, plan_trace
-from molink.bench.report import Report, summarize, report_table
+from molink.bench.planned_requests import PlannedRequest, plan_sizes, plan_trace
+from molink.bench.report import Report, report_table, summarize
 from molink.bench.runner import Measurement, run_plan
 from molink.bench.sample import Sample
 from molink.bench.trace import read_trace

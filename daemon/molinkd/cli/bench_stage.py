@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import DEMO_MODEL_NAME, find_model
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_source import DEMO_MODEL_NAME, find_model
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.memory_plan import format_size
@@ -97,7 +97,8 @@ def print_result(found: StageBenchResult, console: Console) -> None:
     tile = f"in steps of {found.tile} rows" if found.tile > 1 else "without steps"
     console.print(
         f"\nMatrix products grow {tile}.\n"
-        f"Decode of one stream reads {format_size(read.bytes)} at {read.bytes_per_s / 1e9:.1f} GB/s: "
+        f"Decode of one stream reads {format_size(read.bytes)} at {read.bytes_per_s / 1e9:.1f} "
+        "GB/s: "
         f"{read.share:.0%} of the {read.peak_bytes_per_s / 1e9:.1f} GB/s measured.\n"
         f"Prefill of {compute.rows} rows computes {compute.flops_per_s / 1e12:.2f} TFLOP/s: "
         f"{compute.share:.0%} of the {compute.peak_flops_per_s / 1e12:.2f} TFLOP/s measured."

@@ -15,8 +15,14 @@ from molink.errors import UsageError
 from molink.plaintext import printable
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.peer.home import Home
-from molinkd.peer.remembered import read_options, write_options
-from molinkd.peer.settings import SETTING_NAMES, SECRET_SETTINGS, default_settings, settings_layers, load_settings
+from molinkd.peer.saved_options import read_options, write_options
+from molinkd.peer.settings import (
+    SECRET_SETTINGS,
+    SETTING_NAMES,
+    default_settings,
+    load_settings,
+    settings_layers,
+)
 
 config_app = typer.Typer()
 
@@ -84,7 +90,9 @@ def setting_sources(
     """The value of each setting, as text, and where it is from; not whether it can be used."""
     defaults = msgspec.to_builtins(default_settings())
     defaults |= defaults.pop("pipeline")
-    found = {name: (_value_text(name, defaults[name]), DEFAULT_SOURCE) for name in sorted(SETTING_NAMES)}
+    found = {
+        name: (_value_text(name, defaults[name]), DEFAULT_SOURCE) for name in sorted(SETTING_NAMES)
+    }
     for where, layer in settings_layers(home, environment, remembered):
         for name, value in layer.items():
             text = "…" if name in SECRET_SETTINGS and value else _value_text(name, value)

@@ -291,8 +291,8 @@ def demo(
     home: HomeOption = None,
 ) -> None:
     """Run a whole swarm on this PC with a small model, to try it."""
-    from molink.checkpoint.source import find_local_model
-    from molinkd.cli.demonstration import run_demo
+    from molink.checkpoint.model_source import find_local_model
+    from molinkd.cli.demo import run_demo
     from molinkd.cli.small_model import fetch_small_model
     from molinkd.peer.artifacts.smollm2 import NAME as SMOLLM2
     from molinkd.peer.home import Home
@@ -312,7 +312,7 @@ def coordinator(
     home: HomeOption = None,
 ) -> None:
     """Run a coordinator alone, without a stage or an endpoint."""
-    from molinkd.cli.lone_coordinator import run_coordinator
+    from molinkd.cli.standalone_coordinator import run_coordinator
     from molinkd.peer.home import Home
     from molinkd.peer.settings import load_settings
 
@@ -333,7 +333,7 @@ def _start_daemon(
     from molinkd.imports import permanent_imports
 
     with permanent_imports():
-        from molinkd.cli.starting import start_daemon
+        from molinkd.cli.daemon_start import start_daemon
     from molinkd.peer.home import Home
 
     options.pop("home")

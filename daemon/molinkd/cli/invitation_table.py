@@ -9,16 +9,20 @@ from rich.table import Table
 from rich.text import Text
 
 from molink.plaintext import printable
-from molink.wire.messages.requests import RevokeReply
+from molink.wire.messages.admin import RevokeReply
 
 
 def show_invitations(
-    invitations: Sequence[dict[str, Any]], format_command: Callable[[str], str] = "`molink {}`".format
+    invitations: Sequence[dict[str, Any]],
+    format_command: Callable[[str], str] = "`molink {}`".format,
 ) -> None:
-    """Print the invitations that there are, oldest first; ``format_command`` as in ``Home.typed``."""
+    """Print the invitations that there are, oldest first; ``format_command`` as in
+    ``Home.typed``."""
     console = Console(highlight=False)
     if not invitations:
-        console.print(f"There are no invitations; {format_command('invite')} makes one.", markup=False)
+        console.print(
+            f"There are no invitations; {format_command('invite')} makes one.", markup=False
+        )
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("id", "made", "by", "expires", "uses left", "used by"):

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from molink.errors import PairingRefused, MolinkError, TokenError, Unavailable, UsageError
+from molink.errors import MolinkError, PairingRefused, TokenError, Unavailable, UsageError
 from molink.plaintext import printable
-from molink.swarm.membership.knocks import CODE_DIGITS, normalize_code
+from molink.swarm.membership.pairing import CODE_DIGITS, normalize_code
 from molinkd.cli.swarm_verbs import HomeOption
 
 if TYPE_CHECKING:
-    from molink.swarm.membership.nearby import DiscoveredSwarm
+    from molink.swarm.membership.discovery import DiscoveredSwarm
     from molinkd.peer.home import Home
-    from molinkd.peer.membership.knock import PairingCode
-    from molinkd.peer.membership.membership import MembershipRecord
+    from molinkd.peer.membership.membership_record import MembershipRecord
+    from molinkd.peer.membership.pairing_client import PairingCode
     from molinkd.peer.settings import Settings
 
 #: A host with a dot or a port: a single word would be a token that was not copied whole.
@@ -41,7 +41,7 @@ def approve(
 
     That PC runs `molink join`.
     """
-    from molinkd.cli import local_daemon
+    from molinkd.cli import daemon_client as local_daemon
     from molinkd.peer.home import Home
 
     place = Home.find_home(home)
@@ -83,12 +83,13 @@ def _check_token(given: str) -> None:
     Raises:
         TokenError: it is.
     """
-    from molink.swarm.membership.nearby import PAIRING_PORT
-    from molink.swarm.membership.token import TOKEN_PREFIX
+    from molink.swarm.membership.discovery import PAIRING_PORT
+    from molink.swarm.membership.join_token import TOKEN_PREFIX
 
     if _NAME.match(given) and not given.startswith(TOKEN_PREFIX):
         raise TokenError(
-            f"{given} is no join token: it doesn't begin with `{TOKEN_PREFIX}`. If it is a PC's name, "
+            f"{given} is no join token: it doesn't begin with `{TOKEN_PREFIX}`. If it is a PC's "
+            "name, "
             f"write `molink join {given}:{PAIRING_PORT}`; `molink join` alone looks for swarms on "
             "this network"
         )
@@ -110,8 +111,10 @@ def resolve_token(
     if place.membership.exists():
         if given is not None or swarm is not None:
             raise UsageError(
-                f"this PC is a member of a swarm already: {place.format_command('join')} alone returns to "
-                f"it. To change swarms run {place.format_command('leave')} first, or give another state "
+                f"this PC is a member of a swarm already: {place.format_command('join')} alone "
+                "returns to "
+                f"it. To change swarms run {place.format_command('leave')} first, or give "
+                "another state "
                 "folder with --home."
             )
         return None
@@ -120,7 +123,8 @@ def resolve_token(
     nothing = (
         "no swarm that PCs can join without a token is on this network. Does `molink up` run, and "
         "do the firewalls of both PCs let UDP port 5353 and TCP ports 5466 to 5479 in? Else run "
-        f"{place.format_command('join HOST')} with the first PC's address, or paste the token that it has "
+        f"{place.format_command('join HOST')} with the first PC's address, or paste the token "
+        "that it has "
         "printed"
     )
     if is_terminal():
@@ -133,7 +137,9 @@ def resolve_token(
     return None
 
 
-def pair_with_swarm(place: "Home", settings: "Settings", address: str | None, swarm: str | None) -> bool:
+def pair_with_swarm(
+    place: "Home", settings: "Settings", address: str | None, swarm: str | None
+) -> bool:
     """Have this PC let into a swarm by a person there, and remember the swarm.
 
     Returns ``False`` if none was found; ``address`` and ``swarm`` (a name or an id) say which one.
@@ -141,9 +147,9 @@ def pair_with_swarm(place: "Home", settings: "Settings", address: str | None, sw
     Raises:
         MolinkError: it was not let in; says why.
     """
-    from molink.wire.sockets.loop import EventLoop
+    from molink.wire.sockets.event_loop import EventLoop
     from molinkd.peer.home import HomeLock
-    from molinkd.peer.membership.knock import request_pairing
+    from molinkd.peer.membership.pairing_client import request_pairing
 
     lock = HomeLock(place.create_folders())
     lock.acquire()
@@ -159,7 +165,9 @@ def pair_with_swarm(place: "Home", settings: "Settings", address: str | None, sw
             _print_code(code, settings.name)
 
         with asyncio.Runner(loop_factory=EventLoop) as runner:
-            pairing = request_pairing(nearby, keys, settings.name, show, join=place.format_command("join"))
+            pairing = request_pairing(
+                nearby, keys, settings.name, show, join=place.format_command("join")
+            )
             member = runner.run(pairing)
         try:
             _confirm_code(shown[0], place)
@@ -173,7 +181,7 @@ def pair_with_swarm(place: "Home", settings: "Settings", address: str | None, sw
 
 
 def _parse_address(address: str) -> "DiscoveredSwarm":
-    from molink.swarm.membership.nearby import PAIRING_PORT, DiscoveredSwarm
+    from molink.swarm.membership.discovery import PAIRING_PORT, DiscoveredSwarm
 
     match = _HOST.match(address)
     assert match is not None
@@ -227,8 +235,8 @@ def _print_code(code: "PairingCode", name: str) -> None:
 
 def _undo_join(place: "Home", member: "MembershipRecord") -> None:
     """Leave the swarm that has let this PC in, where that can be told: it is a member there."""
-    from molink.wire.messages.requests import LeaveRequest
-    from molinkd.cli import local_daemon
+    from molink.wire.messages.admin import LeaveRequest
+    from molinkd.cli import daemon_client as local_daemon
 
     try:
         local_daemon.request_coordinator(place, member, LeaveRequest(ref=0))
@@ -249,7 +257,8 @@ def _confirm_code(code: "PairingCode", place: "Home") -> None:
     if not typer.confirm(printable(f"{text} Did you see {code.code} there?")):
         raise PairingRefused(
             "this PC has joined nothing: another PC may pretend to be the swarm. Run "
-            f"{place.format_command('join')} again and compare the codes, or join by a token (`molink "
+            f"{place.format_command('join')} again and compare the codes, or join by a token "
+            "(`molink "
             "invite` prints one there)"
         )
 

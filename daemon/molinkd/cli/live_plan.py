@@ -10,7 +10,7 @@ from rich.table import Table
 from molink.errors import Unavailable
 from molink.facts.memory_plan import format_size
 from molink.plaintext import printable
-from molink.swarm.controller.outlook import RingEstimate
+from molink.swarm.controller.scale_out import RingEstimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,9 @@ def print_plan(plan: LivePlan) -> None:
         console.print(f"No stage: {name}{f' ({why})' if why else ''}", markup=False)
 
 
-def describe_prospects(current: RingEstimate, prospects: Iterable[RingEstimate], objective: str) -> Iterator[str]:
+def describe_prospects(
+    current: RingEstimate, prospects: Iterable[RingEstimate], objective: str
+) -> Iterator[str]:
     """What a PC more of each kind would bring, for a person."""
 
     def text(one: RingEstimate) -> str:

@@ -13,7 +13,7 @@ import typer
 
 from molink.errors import Unavailable, UsageError
 from molink.plaintext import printable
-from molinkd.cli.local_daemon import find_daemon
+from molinkd.cli.daemon_client import find_daemon
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.peer.home import Home
 
@@ -86,7 +86,11 @@ def _check_process(name: str, records: Iterable[LogRecord]) -> None:
 
 def read_records(folder: Path) -> list[LogRecord]:
     """All records of a home's logs, the oldest first."""
-    found = [one for path in _log_files(folder) for one in parse_records(_process_name(path), _read_lines(path, 0))]
+    found = [
+        one
+        for path in _log_files(folder)
+        for one in parse_records(_process_name(path), _read_lines(path, 0))
+    ]
     return sorted(found, key=lambda one: one.time)
 
 

@@ -13,8 +13,10 @@ from typer.core import TyperGroup
 import molink
 from molink.errors import MolinkError
 from molink.plaintext import printable
-from molinkd.cli import daemon_verbs, draining, ending, join_verbs, swarm_verbs
-from molinkd.cli.late import add_lazy_groups, add_lazy_commands
+from molinkd.cli import daemon_verbs, join_verbs, swarm_verbs
+from molinkd.cli import drain_verbs as draining
+from molinkd.cli import stop_verbs as ending
+from molinkd.cli.lazy_commands import add_lazy_commands, add_lazy_groups
 
 #: Exit code after Ctrl-C, as shells count it.
 INTERRUPTED = 130

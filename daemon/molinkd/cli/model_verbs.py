@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from molink.checkpoint import hub
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import (
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_source import (
     DEMO_MODEL_NAME,
+    find_local_model,
     find_model,
     is_repository,
-    find_local_model,
     name_local_model,
     short_name,
 )
@@ -29,13 +29,18 @@ from molink.errors import BrokenModel, MolinkError, Unavailable, UsageError
 from molink.plaintext import printable
 from molink.swarm.placement.placement import parse_layers
 from molink.swarm.throughput import TransferRate
-from molink.wire.messages.control import DoneReply
-from molink.wire.messages.reports import TransferState
-from molink.wire.messages.requests import LoadModelReply, LoadModel, StopServing, SwitchModel
-from molinkd.cli import local_daemon
-from molinkd.cli.console import TransferLine
+from molink.wire.messages.admin import LoadModel, LoadModelReply, StopServing, SwitchModel
+from molink.wire.messages.control_plane import DoneReply
+from molink.wire.messages.peer_reports import TransferState
+from molinkd.cli import daemon_client as local_daemon
+from molinkd.cli.daemon_console import TransferLine
 from molinkd.cli.swarm_verbs import HomeOption
-from molinkd.peer.artifacts.models_here import InstalledModel, choose_deletable, delete_model, list_installed_models
+from molinkd.peer.artifacts.installed_models import (
+    InstalledModel,
+    choose_deletable,
+    delete_model,
+    list_installed_models,
+)
 from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.home import Home
 
@@ -146,7 +151,8 @@ def run_model(
     found = local_daemon.find_daemon(place)
     if found is None:
         raise Unavailable(
-            f"no molink runs here: start one with {place.format_command(f'up --model {model}')}, or join "
+            f"no molink runs here: start one with {place.format_command(f'up --model {model}')}, "
+            "or join "
             f"one with {place.format_command('join')}"
         )
     line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
@@ -173,7 +179,11 @@ def stop(
     if model is not None:
         name = _served_name(model)
         local_daemon.send_request(found, SwitchModel(ref=0, model=name))
-        print(printable(f"{name} is not served any more; {format_command(f'run {model}')} undoes that."))
+        print(
+            printable(
+                f"{name} is not served any more; {format_command(f'run {model}')} undoes that."
+            )
+        )
         if any(one.get("applied") for one in status["models"] if one["name"] == name):
             print("The file of the swarm names it still: `molink apply` has it served again, too.")
         return
@@ -215,7 +225,9 @@ def _model_json(model: InstalledModel, served: list[str]) -> dict[str, Any]:
 # --- waiting ---------------------------------------------------------------------------------
 
 
-def run_with_progress(get: Callable[[], T], model: str, progress: Progress, stop: threading.Event) -> T:
+def run_with_progress(
+    get: Callable[[], T], model: str, progress: Progress, stop: threading.Event
+) -> T:
     """``get()`` in a thread, and how far ``progress`` is in one line meanwhile."""
     line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
     speed = TransferRate(time.monotonic())

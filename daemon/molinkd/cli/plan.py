@@ -9,15 +9,20 @@ from rich.console import Console
 from rich.table import Table
 
 from molink.checkpoint import hub
-from molink.checkpoint.source import DEMO_MODEL_NAME, find_demo_model, is_repository, find_local_model
+from molink.checkpoint.model_source import (
+    DEMO_MODEL_NAME,
+    find_demo_model,
+    find_local_model,
+    is_repository,
+)
 from molink.errors import UsageError
 from molink.facts.memory_plan import format_size
 from molink.facts.model import Objective
 from molink.sim.profiles import LinkProfile
 from molink.sim.swarm_plan import ModelDescription, SwarmPlan, plan_swarm
 from molink.swarm.placement.placement import MAX_STAGES, PlacementGoal
-from molinkd.cli.live_plan import explain_rings, describe_prospects, print_plan
-from molinkd.cli.local_daemon import fetch_status, require_daemon
+from molinkd.cli.daemon_client import fetch_status, require_daemon
+from molinkd.cli.live_plan import describe_prospects, explain_rings, print_plan
 from molinkd.cli.swarm_verbs import HomeOption
 
 _DEFAULT_PCS = 3
@@ -74,14 +79,19 @@ def plan(
     if len(devices) == 1 and "+" not in device:
         devices *= stages or _DEFAULT_PCS
         stages = len(devices)
-    if not all(part.strip() for one in devices for part in one.split("+")) or len(devices) > _MAX_PCS:
+    if (
+        not all(part.strip() for one in devices for part in one.split("+"))
+        or len(devices) > _MAX_PCS
+    ):
         raise UsageError(
             f"--device names 1 to {_MAX_PCS} devices, one per PC, with commas between "
             "(rtx3090+rtx3060: a PC with both)"
         )
     link = LinkProfile(bandwidth, latency)
     planned = plan_swarm(
-        ModelDescription.from_profile(model_profile) if model is None else ModelDescription.from_folder(_find_folder(model)),
+        ModelDescription.from_profile(model_profile)
+        if model is None
+        else ModelDescription.from_folder(_find_folder(model)),
         devices,
         link,
         PlacementGoal(objective, stages or 1),

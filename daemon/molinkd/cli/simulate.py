@@ -13,11 +13,11 @@ from molink.bench.trace import TraceRow, read_trace
 from molink.errors import UsageError
 from molink.link.policies.create import create_policy
 from molink.link.recording import ReplayDifference, replay_recording
-from molink.sim.picture import draw_timelines
 from molink.sim.profiles import LinkProfile, load_link
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import SimulationOutcome, simulate_scenario, simulate_scenarios
 from molink.sim.timeline import Timeline
+from molink.sim.timeline_svg import draw_timelines
 from molink.sim.workload import Workload
 from molinkd.cli import simulate_options as options
 from molinkd.cli.simulate_fleet import fleet_options, format_seconds, show_fleets
@@ -98,9 +98,13 @@ def simulate_command(
         prefill_only_batches=prefill_only_batches,
     )
     if fleet is not None:
-        show_fleets([replace(scenario, policy=name) for name in _parse_policies(policy)], fleet, as_json)
+        show_fleets(
+            [replace(scenario, policy=name) for name in _parse_policies(policy)], fleet, as_json
+        )
         return
-    _print_outcomes(_simulate_policies(scenario, _parse_policies(policy), timeline, window), as_json=as_json)
+    _print_outcomes(
+        _simulate_policies(scenario, _parse_policies(policy), timeline, window), as_json=as_json
+    )
 
 
 def _check_options(
@@ -162,7 +166,9 @@ def _simulate_policies(
         return _run_scenarios(scenarios, picture, window)
 
 
-def _run_scenarios(scenarios: Sequence[Scenario], picture: Path | None, window: str | None) -> list[SimulationOutcome]:
+def _run_scenarios(
+    scenarios: Sequence[Scenario], picture: Path | None, window: str | None
+) -> list[SimulationOutcome]:
     if picture is None:
         return simulate_scenarios(scenarios)
     if picture.suffix.lower() != ".svg":

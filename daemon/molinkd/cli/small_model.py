@@ -36,6 +36,9 @@ def fetch_small_model() -> str:
 
 def _fetch_from(source: ModelOrigin) -> str:
     stop, progress = threading.Event(), Progress()
-    text = f"SmolLM2-135M-Instruct (Apache-2.0): {source.download_bytes() / 1e6:.0f} MB from {source.name}"
+    text = (
+        f"SmolLM2-135M-Instruct (Apache-2.0): "
+        f"{source.download_bytes() / 1e6:.0f} MB from {source.name}"
+    )
     Console(stderr=True, highlight=False, soft_wrap=True).print(printable(text), markup=False)
     return run_with_progress(lambda: source.fetch_model(progress, stop), NAME, progress, stop)

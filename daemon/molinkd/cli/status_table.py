@@ -7,19 +7,19 @@ from rich.table import Table
 from rich.text import Text
 
 from molink.plaintext import printable
-from molink.swarm.controller.told_status import (
+from molink.swarm.controller.status_schema import (
     ModelStatus,
     PeerStatus,
     PipelineStatus,
     SwarmStatus,
     TransferStatus,
     WorkerStatus,
-    short_device_name,
     duplicate_names,
+    short_device_name,
 )
 from molink.swarm.terms import epoch_text
-from molink.wire.messages.reports import TransferState
-from molinkd.cli.console import transfer_text
+from molink.wire.messages.peer_reports import TransferState
+from molinkd.cli.daemon_console import transfer_text
 from molinkd.cli.units import format_size
 
 
@@ -64,7 +64,9 @@ def show_status(
 
 def _title_line(status: SwarmStatus, *, demo: bool) -> Text:
     name = f"{status.name} ({status.swarm})" if status.name else status.swarm
-    title = _plain_text(f"Swarm {name}{' (demo)' if demo else ''}, {_models_text(status)}: ", "bold")
+    title = _plain_text(
+        f"Swarm {name}{' (demo)' if demo else ''}, {_models_text(status)}: ", "bold"
+    )
     ready = ("ready", "bold green") if status.is_ready else ("not ready", "bold red")
     return title.append(*ready)
 
@@ -153,7 +155,10 @@ def _memory_text(peer: PeerStatus, worker: WorkerStatus | None) -> str:
     used = load.weights + load.kv if load is not None else 0
     if not used:
         return format_size(peer.memory)
-    (taken, unit), (all_of_it, same) = format_size(used).split(" "), format_size(peer.memory).split(" ")
+    (taken, unit), (all_of_it, same) = (
+        format_size(used).split(" "),
+        format_size(peer.memory).split(" "),
+    )
     return f"{taken}{'' if unit == same else f' {unit}'}/{all_of_it} {same}"
 
 

@@ -7,11 +7,11 @@ from typing import Annotated, get_args
 
 import msgspec
 
-from molink.checkpoint.source import (
+from molink.checkpoint.model_source import (
     DEMO_MODEL_NAME,
+    find_local_model,
     is_hub_file,
     is_repository,
-    find_local_model,
     short_name,
 )
 from molink.errors import UsageError
@@ -19,8 +19,8 @@ from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Objective, Quantize
 from molink.facts.scalars import Text
 from molink.swarm.placement.placement import parse_layers
+from molink.wire.messages.admin import MAX_MODELS, MAX_PINS, ModelEntry
 from molink.wire.messages.instructions import MAX_PIPELINES
-from molink.wire.messages.requests import MAX_MODELS, MAX_PINS, ModelEntry
 
 #: Bytes of a file that is looked at.
 MAX_BYTES = 1 << 16
@@ -147,12 +147,17 @@ def served_name(model: str) -> str:
 
 
 def _resolve_source(model: str, index: int, lines: LineIndex, folder: Path) -> str:
-    found = None if model == DEMO_MODEL_NAME else find_local_model(str(folder / Path(model).expanduser()))
+    found = (
+        None
+        if model == DEMO_MODEL_NAME
+        else find_local_model(str(folder / Path(model).expanduser()))
+    )
     if found is not None:
         return str(found)
     if model != DEMO_MODEL_NAME and not is_repository(model) and not is_hub_file(model):
         why = (
-            f"{model} is no folder and no GGUF file, not {DEMO_MODEL_NAME}, and no name of the Hugging "
+            f"{model} is no folder and no GGUF file, not {DEMO_MODEL_NAME}, and no name of the "
+            "Hugging "
             "Face hub"
         )
         raise lines.error_at(f"{why} (OWNER/NAME)", index, "model")

@@ -28,8 +28,8 @@ def status(
 
     Exit code 0 if all its models can be used, else 6.
     """
-    from molink.swarm.controller.told_status import decode_status
-    from molinkd.cli import local_daemon
+    from molink.swarm.controller.status_schema import decode_status
+    from molinkd.cli import daemon_client as local_daemon
     from molinkd.cli.status_table import show_status
     from molinkd.peer.home import Home
 
@@ -69,7 +69,7 @@ def chat(
     home: HomeOption = None,
 ) -> None:
     """Chat with the model: a conversation, or one question."""
-    from molinkd.cli import local_daemon
+    from molinkd.cli import daemon_client as local_daemon
     from molinkd.cli.chat import run_chat
     from molinkd.peer.home import Home
 
@@ -107,10 +107,10 @@ def invite(
     In a terminal with the command that takes it. Or list the invitations that there are, or
     end one.
     """
-    from molink.swarm.membership.invitations import MAX_USES, INVITATION_PREFIX
-    from molinkd.cli import local_daemon
-    from molinkd.cli.console import invitation_text
-    from molinkd.cli.invitation_table import remaining_peers, show_invitations, remaining_text
+    from molink.swarm.membership.invitations import INVITATION_PREFIX, MAX_USES
+    from molinkd.cli import daemon_client as local_daemon
+    from molinkd.cli.daemon_console import invitation_text
+    from molinkd.cli.invitation_table import remaining_peers, remaining_text, show_invitations
     from molinkd.peer.home import Home
 
     if ttl < 0:
@@ -148,7 +148,7 @@ def revoke(
     home: HomeOption = None,
 ) -> None:
     """Shut a peer out of the swarm, on the swarm's first PC."""
-    from molinkd.cli import local_daemon
+    from molinkd.cli import daemon_client as local_daemon
     from molinkd.cli.invitation_table import remaining_text
     from molinkd.peer.home import Home
 
@@ -167,7 +167,7 @@ def un_revoke(
     home: HomeOption = None,
 ) -> None:
     """Let a peer in again that was revoked, on the first PC."""
-    from molinkd.cli import local_daemon
+    from molinkd.cli import daemon_client as local_daemon
     from molinkd.peer.home import Home
 
     id = local_daemon.unrevoke_peer(Home.find_home(home), peer)

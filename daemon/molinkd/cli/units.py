@@ -10,7 +10,11 @@ def format_size(nbytes: float) -> str:
 
 def format_bandwidth(nbytes: float) -> str:
     """Bytes/s as what lines are sold by: ``94 Mbit/s``; ``?`` if unknown (0)."""
-    return _scale_number(8 * nbytes, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")) if nbytes else "?"
+    return (
+        _scale_number(8 * nbytes, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+        if nbytes
+        else "?"
+    )
 
 
 def _scale_number(number: float, units: tuple[str, ...]) -> str:

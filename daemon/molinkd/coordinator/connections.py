@@ -5,8 +5,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from molink.swarm.membership.twins import DuplicatePeers
-from molink.wire.messages.control import ControlMessage
+from molink.swarm.membership.duplicate_peers import DuplicatePeers
+from molink.wire.messages.control_plane import ControlMessage
 from molink.wire.messages.instructions import KeepAlive
 from molink.wire.sockets.server import Server
 
@@ -41,7 +41,9 @@ class PeerConnections:
         self._identities.pop(peer, None)
         self._duplicates.drop_peer(peer)
 
-    def send_to_peer(self, peer: str, message: ControlMessage, payload: bytes | None = None) -> None:
+    def send_to_peer(
+        self, peer: str, message: ControlMessage, payload: bytes | None = None
+    ) -> None:
         """Send to a peer; one that can't be told is no error."""
         identity = self._identities.get(peer)
         try:

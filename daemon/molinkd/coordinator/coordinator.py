@@ -19,40 +19,49 @@ import zmq.asyncio
 from molink.errors import (
     InvariantError,
     NotAuthorized,
-    PortInUse,
     PeerBanned,
+    PortInUse,
     StateError,
 )
 from molink.swarm.controller.events import (
     AnnouncePeerAction,
     CommitPipelineAction,
-    PeerStoppedEvent,
-    PeerDisconnectedEvent,
+    ConnectionTriedEvent,
     ControllerEvent,
     MemberAddedEvent,
+    PeerDisconnectedEvent,
     PeerReportedEvent,
+    PeerStoppedEvent,
     ReserveEpochAction,
     SendMessageAction,
     StageReportedEvent,
     TermRaisedEvent,
     TimePassedEvent,
-    ConnectionTriedEvent,
 )
 from molink.swarm.controller.fleet import Fleet
-from molink.swarm.controller.relays import RouteTriedEvent, LivePeersChangedEvent, RelayOfferedEvent, RelayOpenedEvent
+from molink.swarm.controller.relays import (
+    LivePeersChangedEvent,
+    RelayOfferedEvent,
+    RelayOpenedEvent,
+    RouteTriedEvent,
+)
 from molink.swarm.controller.status import CachedScaleOut, build_status, encode_status
-from molink.swarm.membership.hygiene import sanitize_failure, sanitize_report
-from molink.swarm.membership.token import JoinToken
+from molink.swarm.membership.join_token import JoinToken
+from molink.swarm.membership.sanitize import sanitize_failure, sanitize_report
 from molink.swarm.membership.versions import IncompatiblePeers, PeerVersion, own_version
 from molink.swarm.terms import first_term
+from molink.wire.messages.admin import (
+    LeaveRequest,
+    StatusReply,
+    StatusRequest,
+)
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import ControlMessage, DoneReply
-from molink.wire.messages.instructions import Revoked, DuplicatePeer
-from molink.wire.messages.joining import JoinReply, JoinRequest
-from molink.wire.messages.leading import LeaderHeartbeat, StateReplica
-from molink.wire.messages.relaying import RelayOpened
-from molink.wire.messages.reports import (
+from molink.wire.messages.control_plane import ControlMessage, DoneReply
+from molink.wire.messages.election import LeaderHeartbeat, StateReplica
+from molink.wire.messages.instructions import DuplicatePeer, Revoked
+from molink.wire.messages.join import JoinReply, JoinRequest
+from molink.wire.messages.peer_reports import (
     Goodbye,
     PeerReport,
     ReachReport,
@@ -60,23 +69,29 @@ from molink.wire.messages.reports import (
     StageLoaded,
     StageReady,
 )
-from molink.wire.messages.requests import (
-    LeaveRequest,
-    StatusReply,
-    StatusRequest,
-)
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.messages.relay import RelayOpened
+from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender, Server
 from molink.wire.sockets.zap import ZapAuthenticator
-from molinkd.coordinator.administration import AdminHandler, AdminRequest
-from molinkd.coordinator.arguments import DEFAULT_PORT, LAST_PORT, CoordinatorOptions, advertised_addresses
+from molinkd.coordinator.admin import AdminHandler, AdminRequest
 from molinkd.coordinator.connections import PeerConnections
-from molinkd.coordinator.door import Membership, list_contact_points, is_invitation_id, is_revoked_id
-from molinkd.coordinator.reception import PairingService
-from molinkd.coordinator.relaying import RelayService
+from molinkd.coordinator.membership import (
+    Membership,
+    is_invitation_id,
+    is_revoked_id,
+    list_contact_points,
+)
+from molinkd.coordinator.options import (
+    DEFAULT_PORT,
+    LAST_PORT,
+    CoordinatorOptions,
+    advertised_addresses,
+)
+from molinkd.coordinator.pairing_service import PairingService
+from molinkd.coordinator.relay_service import RelayService
 from molinkd.coordinator.restore import load_or_create_swarm
-from molinkd.coordinator.sharing import StateReplicator
-from molinkd.coordinator.state import StateStore
+from molinkd.coordinator.state_replicator import StateReplicator
+from molinkd.coordinator.state_store import StateStore
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +123,11 @@ class Coordinator:
     """One run of the control plane of the swarm in ``state``."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, state: StateStore, keys: KeyPair, options: CoordinatorOptions
+        self,
+        context: zmq.asyncio.Context,
+        state: StateStore,
+        keys: KeyPair,
+        options: CoordinatorOptions,
     ) -> None:
         """Puts the parts together from what ``state`` holds.
 
@@ -124,7 +143,9 @@ class Coordinator:
         if options.max_peers is not None:
             state.save_max_peers(options.max_peers)
         max_peers = self.swarm.max_peers if options.max_peers is None else options.max_peers
-        self.membership = Membership(state, self._authenticator, keys.public, options.members, max_peers)
+        self.membership = Membership(
+            state, self._authenticator, keys.public, options.members, max_peers
+        )
         self.fleet = Fleet(
             self.swarm.id,
             self.membership.records.values(),
@@ -150,7 +171,12 @@ class Coordinator:
         self._relays = RelayService(self._connections.send_to_peer, self._dispatch_event)
         self._replicator = StateReplicator(state, self.membership, self._connections.send_to_peer)
         self._pairing = PairingService(
-            options, self.swarm, self.membership, self.fleet, self._connections, self._dispatch_event
+            options,
+            self.swarm,
+            self.membership,
+            self.fleet,
+            self._connections,
+            self._dispatch_event,
         )
         self._admin = AdminHandler(
             self.swarm.id,
@@ -181,7 +207,9 @@ class Coordinator:
         port = await self._bind_port()
         self._state.save_port(port)
         self._pairing.open(port, self.addresses)
-        self._timer_task = asyncio.get_running_loop().create_task(self._run_timer(), name="molink-tick")
+        self._timer_task = asyncio.get_running_loop().create_task(
+            self._run_timer(), name="molink-tick"
+        )
         return port
 
     async def wait_for_failure(self) -> None:
@@ -277,7 +305,9 @@ class Coordinator:
             return isinstance(message, JoinRequest)
         return isinstance(message, MEMBER_MESSAGES)
 
-    def _on_message(self, sender: MessageSender, message: ControlMessage, payload: memoryview | None) -> None:
+    def _on_message(
+        self, sender: MessageSender, message: ControlMessage, payload: memoryview | None
+    ) -> None:
         """Handle a message that :meth:`_is_permitted` let through; errors become failures."""
         peer = sender.peer_id
         if is_revoked_id(peer):
@@ -289,7 +319,9 @@ class Coordinator:
             case PeerReport():
                 self._on_report(sender, message)
             case StateReplica():
-                deque(map(self._dispatch_event, self._replicator.merge_state(peer, payload)), maxlen=0)
+                deque(
+                    map(self._dispatch_event, self._replicator.merge_state(peer, payload)), maxlen=0
+                )
             case ReachReport():
                 self._on_reach_report(peer, message)
             case RelayOpened():
@@ -313,12 +345,16 @@ class Coordinator:
                 raise NotAuthorized(f"the coordinator takes no {type(message).__name__}")
 
     def _on_reach_report(self, peer: str, message: ReachReport) -> None:
-        tried = ConnectionTriedEvent(peer, message.peer, message.is_reachable, message.latency, message.rate)
+        tried = ConnectionTriedEvent(
+            peer, message.peer, message.is_reachable, message.latency, message.rate
+        )
         self._dispatch_event(tried)
         if message.rate is None:  # how fast a link is says nothing of what it leads over
             self._relays.handle(RouteTriedEvent(tried, message.is_relayed))
 
-    def _reply(self, sender: MessageSender, message: ControlMessage, payload: bytes | None = None) -> None:
+    def _reply(
+        self, sender: MessageSender, message: ControlMessage, payload: bytes | None = None
+    ) -> None:
         self._server.send(sender.identity, message, payload)
 
     def _on_join(self, sender: MessageSender, message: JoinRequest) -> None:

@@ -11,13 +11,13 @@ import zmq.asyncio
 
 from molink.errors import MolinkError
 from molink.plaintext import LogFormatter, printable
-from molink.wire.sockets.loop import EventLoop
+from molink.wire.sockets.event_loop import EventLoop
 from molink.wire.sockets.secrets import load_keys, private_folder
-from molinkd.coordinator.arguments import CoordinatorOptions, parse_options
 from molinkd.coordinator.coordinator import Coordinator
+from molinkd.coordinator.options import CoordinatorOptions, parse_options
 from molinkd.coordinator.restore import open_state
 from molinkd.descriptors import raise_descriptor_limit
-from molinkd.parent import watch_input
+from molinkd.parent_watch import watch_input
 
 KEY_FILE = "coordinator.key"
 
@@ -84,7 +84,10 @@ async def _wait_until_stopped(coordinator: Coordinator, standalone: bool) -> Non
             loop.call_soon_threadsafe(coordinator.raise_term, int(line))
 
         watch_input(lambda: loop.call_soon_threadsafe(ended.set), raise_term)
-    waits = [asyncio.ensure_future(coordinator.wait_for_failure()), asyncio.ensure_future(ended.wait())]
+    waits = [
+        asyncio.ensure_future(coordinator.wait_for_failure()),
+        asyncio.ensure_future(ended.wait()),
+    ]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import msgspec
 
-from molink.swarm.controller.records import InvitationRecord, MemberRecord, Standing, InvitationUse
+from molink.swarm.controller.records import InvitationRecord, InvitationUse, MemberRecord, Standing
 from molink.wire.messages.instructions import PeerInfo
 
 

@@ -11,10 +11,10 @@ from molink.errors import DamagedState, StateError
 from molink.files import retry_while_busy
 from molink.swarm.controller.records import SwarmRecord
 from molink.swarm.election.replica import MAX_REPLICA_BYTES, Replica, decode_replica
-from molink.swarm.membership.hygiene import sanitize_name
-from molink.wire.sockets.curve import KeyPair
-from molinkd.coordinator.arguments import CoordinatorOptions
-from molinkd.coordinator.state import STATE_FILE, StateStore
+from molink.swarm.membership.sanitize import sanitize_name
+from molink.wire.sockets.key_pair import KeyPair
+from molinkd.coordinator.options import CoordinatorOptions
+from molinkd.coordinator.state_store import STATE_FILE, StateStore
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,11 @@ def open_state(options: CoordinatorOptions, keys: KeyPair) -> tuple[StateStore, 
 
 
 def _restore_newer(
-    state: StateStore, replica: Replica | None, keys: KeyPair, options: CoordinatorOptions, damage: str
+    state: StateStore,
+    replica: Replica | None,
+    keys: KeyPair,
+    options: CoordinatorOptions,
+    damage: str,
 ) -> str:
     swarm = state.read_swarm()
     if replica is None:
@@ -92,7 +96,9 @@ def _move_aside(path: Path) -> Path:
     return aside
 
 
-def load_or_create_swarm(state: StateStore, keys: KeyPair, options: CoordinatorOptions) -> SwarmRecord:
+def load_or_create_swarm(
+    state: StateStore, keys: KeyPair, options: CoordinatorOptions
+) -> SwarmRecord:
     """The swarm that the state holds; a new one if it holds none.
 
     Raises:

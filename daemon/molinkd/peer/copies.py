@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Callable
 
 from molink.facts.model import LayerRange
-from molink.swarm.artifacts.supply import ModelSources
+from molink.swarm.artifacts.sources import ModelSources
 from molink.wire.messages.instructions import Route
-from molinkd.peer.artifacts.copier import ModelReplicator
-from molinkd.peer.artifacts.library import ModelRepository
-from molinkd.peer.artifacts.store import ModelStore
+from molinkd.peer.artifacts.model_replicator import ModelReplicator
+from molinkd.peer.artifacts.model_repository import ModelRepository
+from molinkd.peer.artifacts.model_store import ModelStore
 
 #: A model's name and root.
 _Model = tuple[str, str]
@@ -55,7 +55,9 @@ class Replicator:
             return
         self._routes[route.pipeline] = route
         self._sync_models()
-        self._replicators[_model_of(route)].on_change(ModelSources.from_message(route), serving=self._is_serving)
+        self._replicators[_model_of(route)].on_change(
+            ModelSources.from_message(route), serving=self._is_serving
+        )
 
     def remove_pipeline(self, pipeline: str) -> None:
         """A pipeline is no more; what is here stays."""
@@ -93,7 +95,9 @@ class Replicator:
                     return one.model == model
             return False
 
-        return ModelReplicator(self._store, self._library, model, layers, self._on_replica_change, is_allowed)
+        return ModelReplicator(
+            self._store, self._library, model, layers, self._on_replica_change, is_allowed
+        )
 
     def _by_priority(self) -> list[ModelReplicator]:
         """That of this PC's model first."""
@@ -104,7 +108,9 @@ class Replicator:
         if len(self._replicators) == 1:
             return True
         return any(
-            self._has_pipeline(one.pipeline) for one in self._routes.values() if _model_of(one) == model
+            self._has_pipeline(one.pipeline)
+            for one in self._routes.values()
+            if _model_of(one) == model
         )
 
     def _on_replica_change(self) -> None:

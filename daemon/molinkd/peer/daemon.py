@@ -15,38 +15,51 @@ import zmq.asyncio
 from molink.errors import MolinkError, PeerBanned, TokenError, Unavailable, UsageError
 from molink.facts.device import Device
 from molink.files import retry_while_busy
-from molink.swarm.membership.offenders import BannedPeers
-from molink.swarm.membership.token import JoinToken
+from molink.swarm.membership.banned_peers import BannedPeers
+from molink.swarm.membership.join_token import JoinToken
+from molink.wire.messages.admin import ApplyFile, ApplyReply, LoadModelReply, ModelEntry
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.leading import LeaderReply, LeaderRequest
-from molink.wire.messages.requests import ApplyReply, ApplyFile, LoadModelReply, ModelEntry
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.messages.control_plane import ControlMessage
+from molink.wire.messages.election import LeaderReply, LeaderRequest
+from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import ZapAuthenticator
+from molinkd.peer.agent.device_daemons import DeviceDaemons, primary_device_settings
 from molinkd.peer.agent.device_probe import MeasuredDevice, measure_device
-from molinkd.peer.agent.devices import DeviceDaemons, primary_device_settings
 from molinkd.peer.agent.draft_model import DraftModelFolder
-from molinkd.peer.artifacts.applier import ApplyHandler
-from molinkd.peer.artifacts.bringer import ModelLoader
-from molinkd.peer.artifacts.founder import Bootstrap
+from molinkd.peer.artifacts.apply_handler import ApplyHandler
+from molinkd.peer.artifacts.bootstrap import Bootstrap
 from molinkd.peer.artifacts.hashing import Hasher, run_in_thread
-from molinkd.peer.artifacts.in_shards import find_stored_model
-from molinkd.peer.artifacts.library import ModelRepository
+from molinkd.peer.artifacts.model_loader import ModelLoader
+from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.sharded_model import find_stored_model
 from molinkd.peer.artifacts.transfers import Transfers
+from molinkd.peer.control_service import ControlService, LeaderQueries, UserCommands
 from molinkd.peer.election.leadership import Leadership
 from molinkd.peer.election.replica_file import ReplicaFile
-from molinkd.peer.frontend.endpoint import ApiEndpoint
+from molinkd.peer.frontend.api_endpoint import ApiEndpoint
 from molinkd.peer.home import Home, HomeLock
-from molinkd.peer.launch import Announce, AnyDaemonEvent, Launch, DaemonStartedEvent, TransfersChangedEvent, ProblemReportedEvent
+from molinkd.peer.launch import (
+    Announce,
+    AnyDaemonEvent,
+    DaemonStartedEvent,
+    Launch,
+    ProblemReportedEvent,
+    TransfersChangedEvent,
+)
 from molinkd.peer.membership.addresses import local_dial_host
-from molinkd.peer.membership.discovery import SwarmAnnouncer, DiscoveryScanner
-from molinkd.peer.membership.membership import MembershipRecord, renew_membership, choose_membership, join_swarm, read_membership
+from molinkd.peer.membership.discovery import DiscoveryScanner, SwarmAnnouncer
+from molinkd.peer.membership.membership_record import (
+    MembershipRecord,
+    choose_membership,
+    join_swarm,
+    read_membership,
+    renew_membership,
+)
 from molinkd.peer.node import Node
 from molinkd.peer.resources import Resources
-from molinkd.peer.runfile import RunFile
-from molinkd.peer.service import LeaderQueries, ControlService, UserCommands
+from molinkd.peer.run_file import RunFile
 
 #: Until the answer to an order to stop is out, in seconds.
 _SHUTDOWN_DELAY_S = 0.2
@@ -111,7 +124,9 @@ class Daemon:
     async def _start_parts(self, stack: AsyncExitStack) -> None:
         record = read_membership(self._home.membership)
         chosen = (
-            choose_membership(self._home, record, self._launch.token) if self._launch.role == "join" else None
+            choose_membership(self._home, record, self._launch.token)
+            if self._launch.role == "join"
+            else None
         )
         repository = ModelRepository(Hasher(self._home.hashes))
         keys = self._home.load_keys()
@@ -144,7 +159,9 @@ class Daemon:
         lookout = DiscoveryScanner(self._settings, leadership)
         stack.push_async_callback(lookout.close)
         lookout.start()
-        leadership.save_models([bootstrap.model, *bootstrap.extra_models] if bootstrap.model else [])
+        leadership.save_models(
+            [bootstrap.model, *bootstrap.extra_models] if bootstrap.model else []
+        )
         measured = await measuring
         await hashing
         self._model_loader = self._make_model_loader(keys, repository, leadership)
@@ -153,12 +170,16 @@ class Daemon:
         stack.push_async_callback(self._apply_handler.close)
         node = await self._start_node(stack, resources, leadership, measured)
         assert self._device_daemons is not None
-        self._device_daemons.start_daemons(measured, lambda: leadership.target, node.session.request)
+        self._device_daemons.start_daemons(
+            measured, lambda: leadership.target, node.session.request
+        )
         offering = self._offer_models(bootstrap.extra_models, keys, repository, node)
         for work in (bootstrap.request_serving(node.session), bootstrap.watch_files(), offering):
             stack.push_async_callback(_cancel, asyncio.create_task(work))
 
-    def _make_bootstrap(self, launch: Launch, keys: KeyPair, repository: ModelRepository) -> Bootstrap:
+    def _make_bootstrap(
+        self, launch: Launch, keys: KeyPair, repository: ModelRepository
+    ) -> Bootstrap:
         return Bootstrap(launch, self._home, keys, repository, self._announce, self._transfers)
 
     async def _find_model(self, bootstrap: Bootstrap) -> None:
@@ -188,9 +209,13 @@ class Daemon:
         with self._transfers.track_transfer(name, progress):
             self._draft_model = await run_in_thread(find)
 
-    def _make_model_loader(self, keys: KeyPair, repository: ModelRepository, leadership: Leadership) -> ModelLoader:
+    def _make_model_loader(
+        self, keys: KeyPair, repository: ModelRepository, leadership: Leadership
+    ) -> ModelLoader:
         def make_bootstrap(model: str) -> Bootstrap:
-            return self._make_bootstrap(msgspec.structs.replace(self._launch, model=model), keys, repository)
+            return self._make_bootstrap(
+                msgspec.structs.replace(self._launch, model=model), keys, repository
+            )
 
         def served(model: str) -> None:
             if self._launch.role == "up":
@@ -209,7 +234,9 @@ class Daemon:
         except PeerBanned as error:
             raise PeerBanned(f"{self._banned_text(record.swarm)} (asked now: {error})") from error
 
-    def _make_apply_handler(self, keys: KeyPair, repository: ModelRepository, leadership: Leadership) -> ApplyHandler:
+    def _make_apply_handler(
+        self, keys: KeyPair, repository: ModelRepository, leadership: Leadership
+    ) -> ApplyHandler:
         def make_bootstrap(entry: ModelEntry) -> Bootstrap:
             settings = msgspec.structs.replace(
                 self._settings, dtype=entry.dtype, quantize=entry.quantize
@@ -278,10 +305,20 @@ class Daemon:
         authenticator.start()
         stack.callback(authenticator.close)
         commands = UserCommands(
-            self._query_status, self._forward_request, self._shutdown, self._drain, self._load_model, self._apply_file
+            self._query_status,
+            self._forward_request,
+            self._shutdown,
+            self._drain,
+            self._load_model,
+            self._apply_file,
         )
         banned_peers = BannedPeers()
-        service = ControlService(me, repository, commands, LeaderQueries(self._answer_leader_request, self._coordinator_location))
+        service = ControlService(
+            me,
+            repository,
+            commands,
+            LeaderQueries(self._answer_leader_request, self._coordinator_location),
+        )
         server: Server[ControlMessage] = Server(
             context,
             keys,
@@ -403,7 +440,8 @@ class Daemon:
         return (
             f"this PC was shut out of swarm {swarm}. `molink un-revoke {self._settings.name}` on "
             f"the swarm's first PC lets it in again, then start it with "
-            f"{self._home.format_command('join')}; {self._home.format_command('leave')} here forgets the swarm"
+            f"{self._home.format_command('join')}; {self._home.format_command('leave')} here "
+            "forgets the swarm"
         )
 
     def _on_duplicate(self) -> None:

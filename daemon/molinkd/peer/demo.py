@@ -13,21 +13,21 @@ from molink.errors import MolinkError, UsageError, WorkerError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
 from molink.files import retry_while_busy
-from molink.stage.measure.profile_cache import prune_profiles
+from molink.stage.diagnostics.profile_cache import prune_profiles
 from molink.wire.sockets.secrets import private_folder
-from molinkd.peer.agent.child import ChildProcess, exit_text
+from molinkd.child_process import ChildProcess, exit_text
 from molinkd.peer.home import Home, HomeLock, copy_measurements
 from molinkd.peer.launch import (
     DAEMON_COMMAND,
     AnyDaemonEvent,
     DaemonEndedEvent,
+    DaemonStartedEvent,
     InvitationCreatedEvent,
     Launch,
-    DaemonStartedEvent,
     ModelReadinessChangedEvent,
     read_event,
 )
-from molinkd.peer.runfile import RunFile
+from molinkd.peer.run_file import RunFile
 from molinkd.peer.settings import Settings
 
 log = logging.getLogger(__name__)

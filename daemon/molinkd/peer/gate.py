@@ -1,10 +1,10 @@
-"""Has the slices of a transfer wait for their turn (:mod:`molink.swarm.artifacts.pacing`)."""
+"""Has the slices of a transfer wait for their turn (:mod:`molink.swarm.artifacts.rate_limit`)."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 
-from molink.swarm.artifacts.pacing import TransferRateLimiter
+from molink.swarm.artifacts.rate_limit import TransferRateLimiter
 
 
 class SliceLimiter:

@@ -10,10 +10,10 @@ from typing import IO
 import platformdirs
 
 from molink.errors import UsageError
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.secrets import load_keys, private_folder
 from molinkd.peer.command_line import molink_command, quote_word
-from molinkd.peer.platform import lock_file, unlock_file
+from molinkd.platform import lock_file, unlock_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +176,10 @@ class HomeLock:
         """
         if not self.try_acquire():
             raise UsageError(
-                f"another molink daemon uses {self._home.root}. See {self._home.format_command('status')}; "
-                f"{self._home.format_command('down')} ends it. Or give this one its own folder with --home."
+                f"another molink daemon uses {self._home.root}. See "
+                f"{self._home.format_command('status')}; "
+                f"{self._home.format_command('down')} ends it. Or give this one its own folder "
+                "with --home."
             )
 
     def release(self) -> None:

@@ -8,7 +8,7 @@ from typing import BinaryIO, Literal
 import msgspec
 
 from molink.wire.messages.instructions import PendingPairing
-from molink.wire.messages.reports import TransferState
+from molink.wire.messages.peer_reports import TransferState
 from molinkd.peer.settings import Settings
 
 #: Runs a daemon: its order on standard input, its events on standard output.

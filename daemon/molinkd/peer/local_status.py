@@ -4,10 +4,10 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from molink.swarm.controller.status import scheduler_status, report_status
+from molink.swarm.controller.status import report_status, scheduler_status
 from molink.wire.messages.instructions import Route
-from molink.wire.messages.reports import PeerReport
-from molinkd.peer.membership.membership import MembershipRecord
+from molink.wire.messages.peer_reports import PeerReport
+from molinkd.peer.membership.membership_record import MembershipRecord
 
 _UNREACHABLE = "this PC can't reach its first stage"
 

@@ -13,13 +13,13 @@ import msgspec
 
 from molink.errors import MolinkError, UsageError
 from molink.plaintext import LogFormatter
-from molink.wire.sockets.loop import EventLoop
+from molink.wire.sockets.event_loop import EventLoop
 from molinkd.descriptors import raise_descriptor_limit
-from molinkd.parent import watch_input
+from molinkd.parent_watch import watch_input
 from molinkd.peer.daemon import Daemon
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Announce, AnyDaemonEvent, DaemonEndedEvent, Launch
-from molinkd.peer.platform import on_terminate
+from molinkd.platform import on_terminate
 
 #: The argument of a daemon that outlives who started it.
 DETACHED = "--detached"

@@ -11,59 +11,64 @@ from pathlib import Path
 
 from msgspec import structs
 
-from molink.checkpoint.source import DEMO_MODEL_NAME, find_demo_model
+from molink.checkpoint.model_source import DEMO_MODEL_NAME, find_demo_model
 from molink.errors import MolinkError
 from molink.swarm.frontend.stream import StreamLimits
 from molink.swarm.membership.versions import own_version
+from molink.wire.messages.admin import LeaveRequest, StatusRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage, data_codec
-from molink.wire.messages.control import ControlMessage
+from molink.wire.messages.control_plane import ControlMessage
+from molink.wire.messages.election import StateReplica, StateRequest
 from molink.wire.messages.instructions import (
     Assign,
+    DuplicatePeer,
     FormPipeline,
-    PendingPairings,
+    Notice,
     PeerInfo,
     PeerRemoved,
-    Notice,
+    PendingPairings,
     Prefetch,
     Revoked,
     Route,
     RouteRemoved,
     StageAddress,
     StageProfile,
-    DuplicatePeer,
     Unassign,
 )
-from molink.wire.messages.leading import StateRequest, StateReplica
-from molink.wire.messages.reports import MAX_LATENCY, PeerReport, ReachReport, TransferState
-from molink.wire.messages.requests import LeaveRequest, StatusRequest
+from molink.wire.messages.peer_reports import MAX_LATENCY, PeerReport, ReachReport, TransferState
 from molink.wire.sockets.endpoints import endpoints
 from molinkd.api.backend import MetricValues, ServedModel
-from molinkd.peer.agent.assignments import StageManager
-from molinkd.peer.agent.awake import SleepInhibitor
 from molinkd.peer.agent.device_probe import MeasuredDevice
-from molinkd.peer.agent.gpu_use import OwnGpuUsage
+from molinkd.peer.agent.gpu_usage import OwnGpuUsage
 from molinkd.peer.agent.link_rates import LinkRateReporter
-from molinkd.peer.agent.pauser import PauseController
+from molinkd.peer.agent.pause_controller import PauseController
 from molinkd.peer.agent.readiness import ReadinessMonitor
+from molinkd.peer.agent.sleep_inhibitor import SleepInhibitor
+from molinkd.peer.agent.stage_manager import StageManager
 from molinkd.peer.artifacts.hashing import Hasher
 from molinkd.peer.artifacts.hub_source import open_hub_source
-from molinkd.peer.artifacts.library import ModelRepository
-from molinkd.peer.artifacts.shelf import PartialModels
-from molinkd.peer.artifacts.sources import PeerConnector
-from molinkd.peer.artifacts.store import ModelStore
-from molinkd.peer.artifacts.suppliers import Source
+from molinkd.peer.artifacts.model_repository import ModelRepository
+from molinkd.peer.artifacts.model_store import ModelStore
+from molinkd.peer.artifacts.partial_models import PartialModels
+from molinkd.peer.artifacts.peer_source import PeerConnector
+from molinkd.peer.artifacts.sources import Source
 from molinkd.peer.copies import Replicator
 from molinkd.peer.election.leadership import Leadership
-from molinkd.peer.frontend.heads import SchedulerConnections
-from molinkd.peer.frontend.served import ServedModels
-from molinkd.peer.frontend.streams import SwarmBackend
-from molinkd.peer.launch import PairingsChangedEvent, StageStatusChangedEvent, TransfersChangedEvent, ProblemReportedEvent
+from molinkd.peer.frontend.scheduler_connections import SchedulerConnections
+from molinkd.peer.frontend.served_models import ServedModels
+from molinkd.peer.frontend.swarm_backend import SwarmBackend
+from molinkd.peer.launch import (
+    PairingsChangedEvent,
+    ProblemReportedEvent,
+    StageStatusChangedEvent,
+    TransfersChangedEvent,
+)
 from molinkd.peer.local_status import local_status
 from molinkd.peer.membership.addresses import advertised_addresses
-from molinkd.peer.membership.detours import RelayedRoutes
-from molinkd.peer.membership.known_members import PeerDirectory
-from molinkd.peer.membership.probe import can_connect
+from molinkd.peer.membership.peer_directory import PeerDirectory
+from molinkd.peer.membership.peer_prober import can_connect
+from molinkd.peer.membership.relayed_routes import RelayedRoutes
 from molinkd.peer.membership.session import CoordinatorSession
 from molinkd.peer.relaying import RelayController
 from molinkd.peer.resources import Resources
@@ -94,7 +99,9 @@ class Node:
         self._stage_text = ""
         self._has_left = False
         self._sleep_inhibitor = SleepInhibitor()
-        self._relay = RelayController(resources, lambda told: self.session.send_message(told), self._on_relayed_route)
+        self._relay = RelayController(
+            resources, lambda told: self.session.send_message(told), self._on_relayed_route
+        )
         relayed_routes = self._relay.routes
         changed, went = self._on_peers_changed, self._on_peer_removed
         self._peers = PeerDirectory(
@@ -105,7 +112,9 @@ class Node:
         self._data_codec = data_codec()
         self._stages = self._make_assignments(resources)
         settings = resources.settings
-        self._pause_controller = PauseController(settings, self._own_gpu_usage, self._on_pause_changed)
+        self._pause_controller = PauseController(
+            settings, self._own_gpu_usage, self._on_pause_changed
+        )
         self._stages.set_paused(bool(self._pause_controller.stage_pause_reason))
         self._link_rates = LinkRateReporter(self._stages.collect_link_rates, self._report_rate)
         self._replicator = Replicator(
@@ -118,20 +127,33 @@ class Node:
         )
         loop = asyncio.get_running_loop()
         self._clock = RunningClock(loop)
-        self._partial_models = PartialModels(resources.home.models, resources.repository, self.session.report_now)
+        self._partial_models = PartialModels(
+            resources.home.models, resources.repository, self.session.report_now
+        )
         self._schedulers = SchedulerConnections(
-            resources.context, resources.keys, self._on_targets_changed, self._on_scheduler_message, relayed_routes.localize_stage
+            resources.context,
+            resources.keys,
+            self._on_targets_changed,
+            self._on_scheduler_message,
+            relayed_routes.localize_stage,
         )
         limits = StreamLimits(pipeline_wait_timeout=settings.pipeline_wait_timeout)
         self.backend = SwarmBackend(
-            self._schedulers, limits, self._collect_metrics, self._clock, self.query_status, settings.router
+            self._schedulers,
+            limits,
+            self._collect_metrics,
+            self._clock,
+            self.query_status,
+            settings.router,
         )
         self._served = ServedModels(self._store, self._on_models_changed, self._announce_problem)
         self._readiness = ReadinessMonitor(
             resources.announce, self.session, self._stages, self.backend
         )
         self._peers.load_replica()
-        self._transfer_watcher = loop.create_task(self._store.transfers.watch_transfers(self._announce_transfers))
+        self._transfer_watcher = loop.create_task(
+            self._store.transfers.watch_transfers(self._announce_transfers)
+        )
 
     def _make_session(self, resources: Resources) -> CoordinatorSession:
         leadership = self._leadership
@@ -212,10 +234,17 @@ class Node:
             reason = self.session.failure_reason or str(error)
             routes = self._schedulers.routes
             usable = {
-                target.pipeline for route in routes for target in self._schedulers.ready_targets(route.model)
+                target.pipeline
+                for route in routes
+                for target in self._schedulers.ready_targets(route.model)
             }
             text = local_status(
-                self._leadership.target, self._resources.me, self._build_report(), routes, reason, usable
+                self._leadership.target,
+                self._resources.me,
+                self._build_report(),
+                routes,
+                reason,
+                usable,
             )
         return self._resources.banned_peers.add_to_status(text)
 
@@ -245,7 +274,11 @@ class Node:
     # --- the coordinator ---------------------------------------------------------------------
 
     def _build_report(self) -> PeerReport:
-        settings, paused, speaks = self._resources.settings, self._pause_controller.stage_pause_reason, own_version()
+        settings, paused, speaks = (
+            self._resources.settings,
+            self._pause_controller.stage_pause_reason,
+            own_version(),
+        )
         return PeerReport(
             name=settings.name,
             version=speaks.version,
@@ -264,7 +297,9 @@ class Node:
             platform=sys.platform,
             worker_ports=settings.worker_ports,
             replicated_percent=self._replicator.percent,
-            partial_models=self._partial_models.list_models([route.root for route in self._schedulers.routes]),
+            partial_models=self._partial_models.list_models(
+                [route.root for route in self._schedulers.routes]
+            ),
             transfers=self._transfer_states(),
             routes=self._schedulers.route_summaries,
             can_relay=settings.relay and not self._pause_controller.pause_reason,
@@ -334,7 +369,9 @@ class Node:
     def _report_reach(self, peer: str, reached: bool, latency: float | None, relayed: bool) -> None:
         if latency is not None:
             latency = min(latency, MAX_LATENCY)
-        self.session.send_message(ReachReport(peer=peer, is_reachable=reached, latency=latency, is_relayed=relayed))
+        self.session.send_message(
+            ReachReport(peer=peer, is_reachable=reached, latency=latency, is_relayed=relayed)
+        )
 
     def _on_relayed_route(self, peer: str) -> None:
         """One to a member has come, or is gone."""
@@ -391,7 +428,9 @@ class Node:
         self.backend.on_targets_changed(model)
         self._readiness.update_model(model)
 
-    def _on_scheduler_message(self, pipeline: str, message: DataMessage, payload: memoryview | None) -> None:
+    def _on_scheduler_message(
+        self, pipeline: str, message: DataMessage, payload: memoryview | None
+    ) -> None:
         self.backend.on_message(pipeline, message, payload)
 
     def _collect_metrics(self) -> MetricValues:
@@ -408,9 +447,13 @@ class Node:
         return figures
 
 
-def _create_store(resources: Resources, members: PeerDirectory, relayed_routes: RelayedRoutes) -> ModelStore:
+def _create_store(
+    resources: Resources, members: PeerDirectory, relayed_routes: RelayedRoutes
+) -> ModelStore:
     """The model files of this PC, and those that other members have."""
-    sources = PeerConnector(resources.context, resources.keys, members.book, relayed_routes.local_endpoint)
+    sources = PeerConnector(
+        resources.context, resources.keys, members.book, relayed_routes.local_endpoint
+    )
 
     def connect(peer: str) -> AbstractAsyncContextManager[Source]:
         return open_hub_source(peer) if "@" in peer else sources.connect_peer(peer)

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.relaying import CloseRelay, RelayedRoute, OpenRelay, RelayOpened
+from molink.wire.messages.control_plane import ControlMessage
+from molink.wire.messages.relay import CloseRelay, OpenRelay, RelayedRoute, RelayOpened
 from molinkd.peer.membership.addresses import local_dial_host
-from molinkd.peer.membership.detours import RelayedRoutes
-from molinkd.peer.membership.relay import RelayServer
+from molinkd.peer.membership.relay_server import RelayServer
+from molinkd.peer.membership.relayed_routes import RelayedRoutes
 from molinkd.peer.resources import Resources
 
 

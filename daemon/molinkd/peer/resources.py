@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 import zmq.asyncio
 
 from molink.facts.identity import derive_peer_id
-from molink.swarm.membership.offenders import BannedPeers
-from molink.wire.messages.control import ControlMessage
-from molink.wire.sockets.curve import KeyPair
+from molink.swarm.membership.banned_peers import BannedPeers
+from molink.wire.messages.control_plane import ControlMessage
+from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import ZapAuthenticator
-from molinkd.peer.artifacts.library import ModelRepository
+from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.artifacts.transfers import Transfers
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Announce

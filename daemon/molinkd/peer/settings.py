@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import platformdirs
 
-from molink.checkpoint.source import find_local_model
+from molink.checkpoint.model_source import find_local_model
 from molink.errors import UsageError
 from molink.facts.drafts import AUTO_DRAFTS
 from molink.facts.dtypes import DTypeChoice
@@ -22,9 +22,9 @@ from molink.facts.model import Objective, Quantize
 from molink.facts.settings import PipelineSettings
 from molink.link.policies.create import POLICIES
 from molink.scheduler.policies.create import SCHEDULING_POLICIES
-from molink.swarm.agent.pausing import DailyWindow
-from molink.swarm.membership.nearby import PAIRING_PORT
-from molink.text.calls.create import ToolCallParserChoice
+from molink.swarm.agent.pause_policy import DailyWindow
+from molink.swarm.membership.discovery import PAIRING_PORT
+from molink.text.tool_calls.create import ToolCallParserChoice
 from molinkd.peer.home import Home
 from molinkd.peer.membership.addresses import is_reachable_name
 
@@ -220,7 +220,10 @@ def load_settings(
     above = {*given, *read_environment(environment)}
     kept = {name: value for name, value in remembered.items() if name not in above}
     try:
-        for where, layer in (*settings_layers(home, environment, kept), ("the command line", given)):
+        for where, layer in (
+            *settings_layers(home, environment, kept),
+            ("the command line", given),
+        ):
             settings = apply_layer(layer, settings, where)
     except UsageError as error:
         blamed = next((one for one in _QUOTED_NAME.findall(str(error)) if one in kept), None)

@@ -12,7 +12,7 @@ import threading
 
 from molink.errors import MolinkError, WireError
 from molink.plaintext import LOG_FORMAT
-from molink.wire.messages.pipe import LoadStage, WarmUp, WarmedUp
+from molink.wire.messages.worker_pipe import LoadStage, WarmedUp, WarmUp
 from molinkd.descriptors import raise_descriptor_limit
 from molinkd.imports import permanent_imports
 from molinkd.priority import lower_priority
@@ -32,7 +32,7 @@ def main() -> int:
         start = _await_load_stage(pipe)
         if start is not None:
             with permanent_imports():
-                from molinkd.worker.run import run_worker
+                from molinkd.worker.startup import run_worker
 
             run_worker(start, pipe)
     except MolinkError as error:
@@ -64,7 +64,7 @@ def _warm_up(warm: WarmUp, pipe: DaemonPipe) -> None:
     if warm.model_dir:
         lower_priority()
     with permanent_imports():
-        from molinkd.worker.run import warm_up_worker
+        from molinkd.worker.startup import warm_up_worker
 
     try:
         warm_up_worker(warm)

@@ -12,7 +12,7 @@ import msgspec
 
 from molink.errors import WireError
 from molink.wire.messages.base import Message
-from molink.wire.messages.pipe import LoadStage, ToWorker, WarmUp, read_pipe, write_pipe
+from molink.wire.messages.worker_pipe import LoadStage, ToWorker, WarmUp, read_pipe, write_pipe
 
 
 class DaemonPipe:
@@ -51,7 +51,9 @@ class DaemonPipe:
         with self._lock:
             write_pipe(self._writer, message)
 
-    def start_listening(self, loop: asyncio.AbstractEventLoop, handle: Callable[[ToWorker], None]) -> None:
+    def start_listening(
+        self, loop: asyncio.AbstractEventLoop, handle: Callable[[ToWorker], None]
+    ) -> None:
         """From now on call ``handle`` on ``loop`` for every message; exit at the pipe's end."""
 
         def read() -> None:

@@ -7,9 +7,9 @@ from typing import Protocol
 from molink.facts.drafts import DraftModelFacts
 from molink.facts.dtypes import WeightDType
 from molink.facts.profile import Profile
-from molink.ring.stage import StepExecutor, DraftRunner
-from molink.text.matcher import GrammarCompiler
-from molink.wire.messages.pipe import LoadStage
+from molink.ring.stage import DraftRunner, StepExecutor
+from molink.text.grammar_matcher import GrammarCompiler
+from molink.wire.messages.worker_pipe import LoadStage
 from molinkd.worker.request_table import RequestTable
 
 #: Calls a function with its argument on the ring's thread.

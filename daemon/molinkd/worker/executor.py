@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from molink.ring.work import BlockCopy, StepInput, StepOutput, StepResult
-from molink.stage.out_of_memory import is_out_of_memory, empty_device_cache
+from molink.ring.step import BlockCopy, StepInput, StepOutput, StepResult
+from molink.stage.out_of_memory import empty_device_cache, is_out_of_memory
 from molink.stage.stage import Stage
 from molinkd.worker.request_table import RequestTable
+from molinkd.worker.sampler import precompute_masks
 from molinkd.worker.step import fail_step, run_step
-from molinkd.worker.tail import precompute_masks
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,9 @@ class StageExecutor:
         self._thread = threading.Thread(target=self._run_jobs, name="compute", daemon=True)
         self._thread.start()
 
-    def submit_step(self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
+    def submit_step(
+        self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]
+    ) -> None:
         """Queue a step."""
         self._jobs.put(_StepJob(step_inputs, done))
 

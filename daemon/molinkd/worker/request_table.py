@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from molink.wire.messages.data import Admit, SamplingParams
+from molink.wire.messages.data_plane import Admit, SamplingParams
 
 if TYPE_CHECKING:
-    from molink.stage.sampling.history import TokenHistory
-    from molink.text.matcher import GrammarMatcher, GrammarCompiler
+    from molink.stage.sampling.token_history import TokenHistory
+    from molink.text.grammar_matcher import GrammarCompiler, GrammarMatcher
 
 
 def _empty_history() -> "TokenHistory":
     """Without torch until there is a request; what computes has imported it by then."""
-    from molink.stage.sampling.history import TokenHistory
+    from molink.stage.sampling.token_history import TokenHistory
 
     return TokenHistory()
 
@@ -22,9 +22,9 @@ def _empty_history() -> "TokenHistory":
 class StageRequest:
     """One request at one stage.
 
-    ``max_positions`` is how many tokens' keys it may come to have, ``blocks`` its block table so far.
-    ``history`` and ``matcher`` are filled at the tail only: the first only if its penalties are
-    recomputed from it or its grammar goes through it again, the other if it has a grammar.
+    ``max_positions`` is how many tokens' keys it may come to have, ``blocks`` its block table so
+    far. ``history`` and ``matcher`` are filled at the tail only: the first only if its penalties
+    are recomputed from it or its grammar goes through it again, the other if it has a grammar.
     ``failed`` is set once a step of it failed here or at an earlier stage: its KV can't be trusted
     from then on. ``last_sampled`` are position and token that were sampled last, at the tail only.
     """

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from molink.ring.work import StepInput, StepOutput
+from molink.ring.step import StepInput, StepOutput
 from molink.stage.batch import SequenceRows, StageInput
+from molink.stage.device_copy import download_rows
 from molink.stage.stage import Stage
-from molink.stage.to_device import download_rows
 from molink.stage.torch_dtypes import TORCH_DTYPES
-from molink.wire.messages.data import RequestSlice
-from molinkd.worker.request_table import StageRequest, RequestTable
-from molinkd.worker.tail import plan_sampling, sample_step
+from molink.wire.messages.data_plane import RequestSlice
+from molinkd.worker.request_table import RequestTable, StageRequest
+from molinkd.worker.sampler import plan_sampling, sample_step
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,9 @@ def run_step(
             sequence
             for step_input in step_inputs
             for rows in step_input.volume.slices
-            for sequence in _split_sequences(rows, requests[rows.request], step_input.volume.prefill)
+            for sequence in _split_sequences(
+                rows, requests[rows.request], step_input.volume.prefill
+            )
         ),
         logit_rows=tuple(row for one in wanted for row in one.logit_rows),
     )
@@ -102,7 +104,9 @@ def _mark_failed(
     return hidden.masked_fill(~usable[:, None], 0)
 
 
-def _split_sequences(rows: RequestSlice, state: StageRequest, prefill: bool) -> Iterator[SequenceRows]:
+def _split_sequences(
+    rows: RequestSlice, state: StageRequest, prefill: bool
+) -> Iterator[SequenceRows]:
     """A piece of a prompt at once; drafts each as a decode row, as the token will be at last."""
     each = rows.count if prefill else 1
     for start in range(rows.start, rows.start + rows.count, each):

@@ -13,34 +13,34 @@ import zmq.asyncio
 
 from molink.errors import MolinkError, WorkerError
 from molink.facts.identity import derive_peer_id
-from molink.link.estimate.remembered import LinkMemory
-from molink.ring.hosted import NO_HOST_MEMORY, HostMemory
-from molink.scheduler.policies.lengths import AnswerLengths
+from molink.link.estimate.link_memory import LinkMemory
+from molink.ring.host_memory import NO_HOST_MEMORY, HostMemory
+from molink.scheduler.policies.answer_lengths import AnswerLengths
 from molink.wire.messages.codec import DataMessage, data_codec
-from molink.wire.messages.pipe import (
-    RingFormed,
+from molink.wire.messages.serving import Rejected, Submit
+from molink.wire.messages.worker_pipe import (
     FormRing,
-    WorkerLoaded,
+    LoadStage,
+    NextStageLost,
     PeerBlocked,
     PeerKeys,
-    NextStageLost,
     Ping,
     Pong,
-    LoadStage,
-    WorkerStats,
+    RingFormed,
     ToWorker,
     WarmUp,
     WorkerFailed,
+    WorkerLoaded,
+    WorkerStats,
 )
-from molink.wire.messages.serving import Rejected, Submit
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender, Server
 from molink.wire.sockets.zap import ZapAuthenticator
 from molinkd.worker.daemon_pipe import DaemonPipe
-from molinkd.worker.engine import StageEngine, LoadedStage, LoadEngine
-from molinkd.worker.meter import LoopMeter
-from molinkd.worker.place import StageRuntime
-from molinkd.worker.shortage import SwapShortage
+from molinkd.worker.engine import LoadedStage, LoadEngine, StageEngine
+from molinkd.worker.loop_meter import LoopMeter
+from molinkd.worker.stage_runtime import StageRuntime
+from molinkd.worker.swap_shortage import SwapShortage
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ SWEEP_INTERVAL_S = 2.0
 class Worker:
     """The shell of one stage process. ``run`` ends when the daemon says so.
 
-    ``load`` makes what computes: in the product :func:`molinkd.worker.loading.load_engine`. Here
-    nothing imports torch, so that one which computes nothing starts at once.
+    ``load`` makes what computes: in the product :func:`molinkd.worker.engine_loader.load_engine`.
+    Here nothing imports torch, so that one which computes nothing starts at once.
     """
 
     def __init__(self, start: LoadStage, pipe: DaemonPipe, load: LoadEngine) -> None:
@@ -115,14 +115,18 @@ class Worker:
     def _on_command(self, message: ToWorker) -> None:
         """A message came on the pipe. Orders are obeyed one after another, a ping at once."""
         if isinstance(message, Ping):
-            self._pipe.send(Pong(is_stuck=self._runtime is not None and self._runtime.ring.is_stuck))
+            self._pipe.send(
+                Pong(is_stuck=self._runtime is not None and self._runtime.ring.is_stuck)
+            )
         else:
             self._commands.put_nowait(message)
 
     async def _load_stage(self, load: LoadEngine) -> StageEngine:
         """Load the stage's weights and bind the data socket, unless it is bound."""
         start, began = self._start, time.perf_counter()
-        with _convert_errors(f"layers {start.layers[0]}:{start.layers[1]} can't run on {start.device}"):
+        with _convert_errors(
+            f"layers {start.layers[0]}:{start.layers[1]} can't run on {start.device}"
+        ):
             engine = await asyncio.to_thread(load, start)
         stage = engine.stage
         blocks = start.kv_bytes // stage.block_bytes(start.block_size)
@@ -250,7 +254,9 @@ class Worker:
 
     # --- messages and reports --------------------------------------------------------------------
 
-    def _on_message(self, sender: MessageSender, message: DataMessage, payload: memoryview | None) -> None:
+    def _on_message(
+        self, sender: MessageSender, message: DataMessage, payload: memoryview | None
+    ) -> None:
         if self._runtime is not None:
             self._runtime.handle_message(sender, message, payload)
         elif isinstance(message, Submit):

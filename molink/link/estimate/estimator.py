@@ -1,9 +1,15 @@
 """What a sender can tell of its link: latency and rate, without I/O."""
 
-from molink.facts.ringtimes import LinkFacts
+from molink.facts.ring_times import LinkFacts
 from molink.link.estimate.rate import RateMeter
 from molink.link.heartbeat import BUSY_INTERVAL, RoundTripEstimator
-from molink.link.policies.base import MessageAcknowledgedEvent, LinkEvent, LinkEstimatedEvent, ChannelReconnectedEvent, MessageSentEvent
+from molink.link.policies.base import (
+    ChannelReconnectedEvent,
+    LinkEstimatedEvent,
+    LinkEvent,
+    MessageAcknowledgedEvent,
+    MessageSentEvent,
+)
 
 #: Relative changes that are worth telling a policy: of the rate and the least round trip, and of
 #: the smoothed one, which never rests; and the seconds below which a change of round trips is none,
@@ -54,7 +60,9 @@ class LinkEstimator:
                 self._meter.on_sent(event.channel, event.nbytes, now)
             case MessageAcknowledgedEvent(channel, nbytes, elapsed):
                 minimum = self._minimum()
-                if (minimum is None or elapsed < minimum) and self._round_trip.add_upper_bound(elapsed, now):
+                if (minimum is None or elapsed < minimum) and self._round_trip.add_upper_bound(
+                    elapsed, now
+                ):
                     self._check_at = now
                 self._meter.on_acknowledged(channel, nbytes, elapsed, self._minimum(), now)
             case ChannelReconnectedEvent():
@@ -98,7 +106,9 @@ class LinkEstimator:
     def current_estimate(self, now: float) -> LinkEstimatedEvent:
         """The same for a policy; round trips that are unknown are 0."""
         self._at(now)
-        return LinkEstimatedEvent(self._round_trip.smoothed_rtt, self._minimum() or 0.0, self._meter.rate)
+        return LinkEstimatedEvent(
+            self._round_trip.smoothed_rtt, self._minimum() or 0.0, self._meter.rate
+        )
 
     def poll_change(self, now: float) -> LinkEstimatedEvent | None:
         """The estimate, if it is worth telling since it was told last."""

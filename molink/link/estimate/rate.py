@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from molink.wire.messages.data import Channel
+from molink.wire.messages.data_plane import Channel
 
 #: Busy time that a delivery rate is taken over, in seconds: acknowledgements are some ms off, which
 #: is a tenth of it.

@@ -54,7 +54,8 @@ class PackDecision(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PackedSample:
-    """``plain_bytes`` bytes became ``packed_bytes`` in ``pack_s``; ``unpack_s`` seconds back, if known."""
+    """``plain_bytes`` bytes became ``packed_bytes`` in ``pack_s``; ``unpack_s`` seconds back, if
+    known."""
 
     plain_bytes: int
     packed_bytes: int
@@ -64,7 +65,8 @@ class PackedSample:
 
 @dataclass(frozen=True, slots=True)
 class PackingGain:
-    """What packing gives: ``gain`` is plain time over packed time, ``core_share`` the part of a core."""
+    """What packing gives: ``gain`` is plain time over packed time, ``core_share`` the part of a
+    core."""
 
     gain: float
     core_share: float
@@ -127,7 +129,9 @@ class Compressor:
             kind.samples = self._limits.samples_in_row
         sample = kind.samples > 0
         kind.samples = max(0, kind.samples - 1)
-        return PackDecision(self._coding if sample or kind.is_packing else Coding.PLAIN, is_sample=sample)
+        return PackDecision(
+            self._coding if sample or kind.is_packing else Coding.PLAIN, is_sample=sample
+        )
 
     def on_packed(self, bulk: bool, packed: PackedSample) -> None:
         """A message has been packed (to ``coded == plain`` bytes if that made it no smaller)."""
@@ -149,6 +153,10 @@ class Compressor:
             return
         limits = self._limits
         if kind.is_packing:
-            kind.is_packing = worth.gain >= limits.keep_gain and worth.core_share <= limits.max_core_share
+            kind.is_packing = (
+                worth.gain >= limits.keep_gain and worth.core_share <= limits.max_core_share
+            )
         else:
-            kind.is_packing = worth.gain >= limits.start_gain and worth.core_share <= 0.75 * limits.max_core_share
+            kind.is_packing = (
+                worth.gain >= limits.start_gain and worth.core_share <= 0.75 * limits.max_core_share
+            )

@@ -9,7 +9,7 @@ from molink.wire.messages.codec import MAX_PAYLOAD, Buffer
 
 
 class RowPacker:
-    """The :class:`molink.link.packing.packing.Packer` of a real link; ``clock`` gives seconds."""
+    """The :class:`molink.link.packing.base.Packer` of a real link; ``clock`` gives seconds."""
 
     def __init__(self, compressor: Compressor, clock: Callable[[], float]) -> None:
         self._compressor = compressor
@@ -40,4 +40,6 @@ class RowPacker:
     def _warm_up(self) -> None:
         """Touch the memory of the codec, so that the first measurement is one of many."""
         largest = Payload("bf16", (1, MAX_PAYLOAD // 2))
-        self._codec.unpack_rows(*self._codec.pack_rows(largest, bytes(MAX_PAYLOAD), Coding.LOSSLESS))
+        self._codec.unpack_rows(
+            *self._codec.pack_rows(largest, bytes(MAX_PAYLOAD), Coding.LOSSLESS)
+        )

@@ -2,22 +2,22 @@
 
 from collections.abc import Collection
 
-from molink.link.policies.backlog import RowBacklog, PendingRows
 from molink.link.policies.base import (
-    LinkAction,
     DecodeFinishedEvent,
     DecodeStartedEvent,
     HeartbeatEchoedEvent,
+    LinkAction,
     LinkEvent,
+    MessageSentEvent,
     RowsProducedEvent,
     SendRowsAction,
-    MessageSentEvent,
     WaitAction,
 )
 from molink.link.policies.credit import CHUNK_S, CreditWindow
 from molink.link.policies.interval import IdleInterval
 from molink.link.policies.outflow import Outflow, PackingRatio
-from molink.wire.messages.data import Channel
+from molink.link.policies.row_backlog import PendingRows, RowBacklog
+from molink.wire.messages.data_plane import Channel
 
 #: While prefill rows wait and have credit, a chunk of them is sent at least so often, in seconds,
 #: or as often as it takes a tenth of the time, where it takes longer than 5 ms.
@@ -46,14 +46,14 @@ class AdaptivePolicy:
     the next decode rows are there (:data:`COMMITTED_SHARE` of ``T_a × rate``,
     :class:`~.interval.IdleInterval`): the nearer they are, the smaller are the chunks, so that they
     find next to no queue when they are there, even sooner than expected. While they are overdue,
-    :data:`LEAD_S` seconds' worth is under way at a time: the link does not idle, and they wait for no
-    more than that. What is under way is known by :class:`~.outflow.Outflow`.
+    :data:`LEAD_S` seconds' worth is under way at a time: the link does not idle, and they wait for
+    no more than that. What is under way is known by :class:`~.outflow.Outflow`.
 
     Bounds. No decode volume that could be sent ever waits here for two chunks in a row. And
     against starvation: while prefill rows wait, their lane is ready and the window has room, a
-    whole chunk leaves at least every :data:`MAX_CHUNK_INTERVAL` = 50 ms, be there decode volumes without end or
-    no free interval, ever. That is a tenth of the link (5 of 50 ms), and what decode rows can lose;
-    where even the smallest chunk takes longer, it leaves as much more rarely.
+    whole chunk leaves at least every :data:`MAX_CHUNK_INTERVAL` = 50 ms, be there decode volumes
+    without end or no free interval, ever. That is a tenth of the link (5 of 50 ms), and what decode
+    rows can lose; where even the smallest chunk takes longer, it leaves as much more rarely.
     """
 
     single_channel = False
@@ -174,5 +174,8 @@ class AdaptivePolicy:
         # one would be many messages on a fast link.
         row_s = self._wire_bytes(bulk) / rate
         lacking = self._unsent_s(now) + max(row_s, min(LEAD_S / 2, bulk.rows * row_s))
-        room_in = min((lacking - COMMITTED_SHARE * free) / (1 - COMMITTED_SHARE), lacking - self._lead_s(row_s))
+        room_in = min(
+            (lacking - COMMITTED_SHARE * free) / (1 - COMMITTED_SHARE),
+            lacking - self._lead_s(row_s),
+        )
         return max(now + _TIME_EPSILON, min(starves_at, now + room_in))

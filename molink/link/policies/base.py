@@ -1,6 +1,6 @@
 """What decides which bytes a link sends next: the protocol of transmission policies.
 
-A policy hears of everything that the scheduler of the MoLinkPolicy paper (§4) and its successors need:
+A policy hears of everything that the scheduler of the MoLink paper (§4) and its successors need:
 volumes as they are produced, the executor's decode steps with their predicted durations,
 acknowledgements and the link's estimate. It answers one question: what next, and if nothing, when
 to ask again. It never sees the bytes themselves. Times are seconds of one monotonic clock.
@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from molink.wire.messages.data import Channel
+from molink.wire.messages.data_plane import Channel
 
 
 class RowsProducedEvent(msgspec.Struct, frozen=True):

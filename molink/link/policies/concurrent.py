@@ -4,9 +4,15 @@ from collections import deque
 from collections.abc import Collection
 from itertools import count
 
-from molink.link.policies.backlog import PendingRows
-from molink.link.policies.base import LinkAction, LinkEvent, RowsProducedEvent, SendRowsAction, WaitAction
-from molink.wire.messages.data import Channel
+from molink.link.policies.base import (
+    LinkAction,
+    LinkEvent,
+    RowsProducedEvent,
+    SendRowsAction,
+    WaitAction,
+)
+from molink.link.policies.row_backlog import PendingRows
+from molink.wire.messages.data_plane import Channel
 
 #: Bytes that a volume sends at its turn (at least one row).
 FRAGMENT_BYTES = 16 * 1024
@@ -27,7 +33,9 @@ class ConcurrentPolicy:
     def __init__(self) -> None:
         self._pending: dict[int, PendingRows] = {}
         #: Of each lane the volumes and their places in the round, the next one first.
-        self._round: dict[Channel, deque[tuple[int, int]]] = {channel: deque() for channel in Channel}
+        self._round: dict[Channel, deque[tuple[int, int]]] = {
+            channel: deque() for channel in Channel
+        }
         self._positions = count()
 
     def handle(self, event: LinkEvent, now: float) -> None:

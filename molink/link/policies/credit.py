@@ -1,7 +1,14 @@
 """How many bytes the bulk lane may have in flight: a window that follows delay."""
 
-from molink.link.policies.base import MessageAcknowledgedEvent, HeartbeatEchoedEvent, LinkEvent, LinkEstimatedEvent, ChannelReconnectedEvent, MessageSentEvent
-from molink.wire.messages.data import Channel
+from molink.link.policies.base import (
+    ChannelReconnectedEvent,
+    HeartbeatEchoedEvent,
+    LinkEstimatedEvent,
+    LinkEvent,
+    MessageAcknowledgedEvent,
+    MessageSentEvent,
+)
+from molink.wire.messages.data_plane import Channel
 
 #: Queueing delay that the window aims at, in seconds above the least round trip of a chunk.
 TARGET_DELAY = 0.008

@@ -3,8 +3,14 @@
 from collections import deque
 from collections.abc import Collection
 
-from molink.link.policies.base import LinkAction, LinkEvent, RowsProducedEvent, SendRowsAction, WaitAction
-from molink.wire.messages.data import Channel
+from molink.link.policies.base import (
+    LinkAction,
+    LinkEvent,
+    RowsProducedEvent,
+    SendRowsAction,
+    WaitAction,
+)
+from molink.wire.messages.data_plane import Channel
 
 
 class FifoPolicy:

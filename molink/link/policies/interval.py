@@ -1,4 +1,4 @@
-"""How long the link stays free of decode rows: ``T_a`` of the MoLinkPolicy paper (§4).
+"""How long the link stays free of decode rows: ``T_a`` of the MoLink paper (§4).
 
 The paper has three cases, by when the prefill transmission starts (``t_c``) and the decode
 execution that runs or comes next does (``t_s``, for ``T_d``):

@@ -1,12 +1,19 @@
-"""Weighted-priority transmission scheduling: Algorithm 1 of the MoLinkPolicy paper (§4)."""
+"""Weighted-priority transmission scheduling: Algorithm 1 of the MoLink paper (§4)."""
 
 from collections.abc import Collection
 
-from molink.link.policies.backlog import RowBacklog, PendingRows
-from molink.link.policies.base import LinkAction, LinkEvent, RowsProducedEvent, SendRowsAction, MessageSentEvent, WaitAction
+from molink.link.policies.base import (
+    LinkAction,
+    LinkEvent,
+    MessageSentEvent,
+    RowsProducedEvent,
+    SendRowsAction,
+    WaitAction,
+)
 from molink.link.policies.interval import IdleInterval
 from molink.link.policies.outflow import Outflow, PackingRatio
-from molink.wire.messages.data import Channel
+from molink.link.policies.row_backlog import PendingRows, RowBacklog
+from molink.wire.messages.data_plane import Channel
 
 #: ``N`` of the paper: prefill rows wait for at most so many decode volumes.
 MAX_WAITING = 30
@@ -26,9 +33,9 @@ class MoLinkPolicy:
     Where it differs from the paper: the turn of the ring in case 3 (``T_o + T_m``) is multiplied by
     how much longer than predicted turns have taken of late, and the batch that is expected next is
     the one that is due first, not always the first of the iteration
-    (:class:`molink.ring.turn.RoundTripClock`); and rows that travel packed count as the bytes that they
-    take. Where the paper has no answer: a chunk is at least one row; it is the whole remainder if
-    no decode rows are expected, at all or any more (:data:`~.interval.OVERDUE`), and
+    (:class:`molink.ring.round_trip.RoundTripClock`); and rows that travel packed count as the bytes
+    that they take. Where the paper has no answer: a chunk is at least one row; it is the whole
+    remainder if no decode rows are expected, at all or any more (:data:`~.interval.OVERDUE`), and
     :data:`FIRST_CHUNK` bytes while the rate is unknown.
     """
 
@@ -81,4 +88,6 @@ class MoLinkPolicy:
             return volume.rows
         rate = self._outflow.rate
         nbytes = FIRST_CHUNK if rate is None else free * rate
-        return max(1, min(volume.rows, int(nbytes / (volume.row_bytes * self._packing_ratio.ratio))))
+        return max(
+            1, min(volume.rows, int(nbytes / (volume.row_bytes * self._packing_ratio.ratio)))
+        )

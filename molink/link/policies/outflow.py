@@ -4,7 +4,13 @@ from collections import deque
 
 import msgspec
 
-from molink.link.policies.base import MessageAcknowledgedEvent, LinkEvent, LinkEstimatedEvent, ChannelReconnectedEvent, MessageSentEvent
+from molink.link.policies.base import (
+    ChannelReconnectedEvent,
+    LinkEstimatedEvent,
+    LinkEvent,
+    MessageAcknowledgedEvent,
+    MessageSentEvent,
+)
 
 #: A correction is the least of so many: acknowledgements are also late for reasons of their own.
 CORRECTIONS = 4
@@ -33,10 +39,10 @@ class Outflow:
     what is sent without a break would leave later and later than that. Acknowledgements correct it:
     a message that has been acknowledged left a round trip ago, and what follows it in the same
     *stretch* (a time without a break in sending) leaves as much later as it did. How much slower
-    than estimated bytes leave is remembered as :attr:`rate_share`. A queue that is left where a stretch
-    ends is forgotten: going on to allow for it would keep bytes from TCP, whose window would not
-    grow then. The credit window bounds it. Before a rate is known, what was sent
-    counts as under way until it is acknowledged.
+    than estimated bytes leave is remembered as :attr:`rate_share`. A queue that is left where a
+    stretch ends is forgotten: going on to allow for it would keep bytes from TCP, whose window
+    would not grow then. The credit window bounds it. Before a rate is known, what was sent counts
+    as under way until it is acknowledged.
     """
 
     def __init__(self) -> None:
@@ -143,7 +149,9 @@ class PackingRatio:
     def on_granted(self, nbytes: int) -> None:
         """Rows of ``nbytes`` may go; those of the grant before have gone."""
         if self._granted_bytes and 0 < self._sent_bytes <= 2 * self._granted_bytes:
-            self.ratio += self.WEIGHT * (min(1.0, self._sent_bytes / self._granted_bytes) - self.ratio)
+            self.ratio += self.WEIGHT * (
+                min(1.0, self._sent_bytes / self._granted_bytes) - self.ratio
+            )
         self._granted_bytes, self._sent_bytes = nbytes, 0
 
     def on_sent(self, nbytes: int) -> None:

@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from molink.facts.ringtimes import RingTimes
-from molink.scheduler.job import RequestState
-from molink.scheduler.policies.lengths import AnswerLengths
+from molink.facts.ring_times import RingTimes
+from molink.scheduler.policies.answer_lengths import AnswerLengths
+from molink.scheduler.request_state import RequestState
 
 #: Seconds of copies until a job that has given way, or gives way now, is where it was; ``None``: it
 #: has no copy in host memory, or would have none, and is computed anew.
@@ -104,9 +104,9 @@ class SchedulingPolicy(Protocol):
         """Which job is admitted next; ``None`` keeps free what is free.
 
         ``waiting`` are one or more jobs, those first whose client's turn it is
-        (:mod:`molink.scheduler.shares`), and of a client by priority: those that were preempted,
-        the last one first, then the others as they arrived. ``admitted`` are all that have blocks,
-        as they were admitted. It is asked again after each admission.
+        (:mod:`molink.scheduler.fair_shares`), and of a client by priority: those that were
+        preempted, the last one first, then the others as they arrived. ``admitted`` are all that
+        have blocks, as they were admitted. It is asked again after each admission.
         """
         ...
 
@@ -121,7 +121,9 @@ class SchedulingPolicy(Protocol):
         """
         ...
 
-    def estimate_next_scheduled(self, requests: Collection[RequestState], batch: int, now: float) -> Mapping[RequestState, float]:
+    def estimate_next_scheduled(
+        self, requests: Collection[RequestState], batch: int, now: float
+    ) -> Mapping[RequestState, float]:
         """Seconds until each of ``jobs`` should run next, while ``batch`` jobs run at a time.
 
         FastServe's *estimated next scheduled time* (ENST, §4.2). Where all that have blocks run in
@@ -130,7 +132,11 @@ class SchedulingPolicy(Protocol):
         return dict.fromkeys(requests, 0.0)
 
     def choose_preempted(
-        self, preemptor: RequestState, idle_requests: Sequence[RequestState], admitted: Collection[RequestState], now: float
+        self,
+        preemptor: RequestState,
+        idle_requests: Sequence[RequestState],
+        admitted: Collection[RequestState],
+        now: float,
     ) -> PreemptionDecision | None:
         """Which of ``at_rest`` gives way to ``needy``; ``None`` lets ``needy`` wait.
 

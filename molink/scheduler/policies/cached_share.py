@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
-from molink.scheduler.job import RequestState
 from molink.scheduler.policies.fcfs import Fcfs
+from molink.scheduler.request_state import RequestState
 
 #: The paper's ``P``.
 GROUPS = 10

@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Sequence
 
-from molink.scheduler.job import RequestState
 from molink.scheduler.policies.base import PreemptionDecision, SchedulingPolicy
-from molink.scheduler.policies.clients import choose_stalled
+from molink.scheduler.policies.stalled_clients import choose_stalled
+from molink.scheduler.request_state import RequestState
 
 
 class Fcfs(SchedulingPolicy):
@@ -21,7 +21,11 @@ class Fcfs(SchedulingPolicy):
         return requests
 
     def choose_preempted(
-        self, preemptor: RequestState, idle_requests: Sequence[RequestState], admitted: Collection[RequestState], now: float
+        self,
+        preemptor: RequestState,
+        idle_requests: Sequence[RequestState],
+        admitted: Collection[RequestState],
+        now: float,
     ) -> PreemptionDecision | None:
         """One that waits for its client; to a job that decodes, else the latest admitted.
 

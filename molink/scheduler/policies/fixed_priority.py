@@ -1,9 +1,9 @@
 """Priorities by the length of the prompt, for good: FastServe's other strawman (§4.1)."""
 
-from molink.scheduler.job import RequestState
 from molink.scheduler.policies.mlfq import QueuePosition
 from molink.scheduler.policies.ranked import Rank
 from molink.scheduler.policies.skip_join_mlfq import SkipJoinMlfq
+from molink.scheduler.request_state import RequestState
 
 
 class FixedPriority(SkipJoinMlfq):

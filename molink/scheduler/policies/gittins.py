@@ -4,12 +4,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from molink.facts.costs import UNKNOWN_COSTS, RequestCosts
-from molink.facts.ringtimes import RingTimes
-from molink.scheduler.job import RequestState, RequestPhase
-from molink.scheduler.policies.lengths import AnswerLengths
-from molink.scheduler.policies.mlfq import ALPHA, PROMOTION_QUANTA, DEFAULT_ITERATION_S
+from molink.facts.request_costs import UNKNOWN_COSTS, RequestCosts
+from molink.facts.ring_times import RingTimes
+from molink.scheduler.policies.answer_lengths import AnswerLengths
+from molink.scheduler.policies.mlfq import ALPHA, DEFAULT_ITERATION_S, PROMOTION_QUANTA
 from molink.scheduler.policies.ranked import Rank, RankedPolicy
+from molink.scheduler.request_state import RequestPhase, RequestState
 
 #: Levels by which an index doubles; jobs of one level go as they came.
 LEVELS_PER_DOUBLING = 2
@@ -156,7 +156,11 @@ class Gittins(RankedPolicy):
         """What is known of it, judged anew where it has changed."""
         found = self._states[state]
         copied = state.host_copy is not None
-        if found.phase != state.phase or found.has_host_copy != copied or len(state.tokens) >= found.valid_until:
+        if (
+            found.phase != state.phase
+            or found.has_host_copy != copied
+            or len(state.tokens) >= found.valid_until
+        ):
             found.phase, found.has_host_copy = state.phase, copied
             self._compute_index(state, found)
         return found
@@ -181,13 +185,18 @@ class Gittins(RankedPolicy):
                 best, horizon, mean = seconds, answer - tokens, rest / count
         standing.index, standing.level = best, _index_level(best)
         standing.valid_until = len(state.tokens) + max(1, tokens // _REEVALUATION_STEP)
-        standing.work_s, standing.wall_s = before_s + share_s * mean, before_s + round_trip_s * horizon
+        standing.work_s, standing.wall_s = (
+            before_s + share_s * mean,
+            before_s + round_trip_s * horizon,
+        )
         standing.mark_idle(standing.idle_since)
 
     def _next_token_s(self, state: RequestState) -> float:
         """Seconds until it brings its next token, beside those of an iteration."""
         if state.phase != "waiting":
-            return self._costs.prefill_s(max(0, len(state.tokens) - state.num_issued - 1), state.num_issued)
+            return self._costs.prefill_s(
+                max(0, len(state.tokens) - state.num_issued - 1), state.num_issued
+            )
         if state.host_copy is not None:
             kept = state.host_copy.num_tokens
             rest = self._costs.prefill_s(max(0, len(state.tokens) - kept - 1), kept)
@@ -225,8 +234,12 @@ class Gittins(RankedPolicy):
 
         If indices came before shares, who asks for what is cached would go before all others.
         """
-        theirs = [state for state in waiting if state.request.client_key == waiting[0].request.client_key]
-        return min(theirs, key=lambda state: (state.request.priority, self.rank_request(state, now)))
+        theirs = [
+            state for state in waiting if state.request.client_key == waiting[0].request.client_key
+        ]
+        return min(
+            theirs, key=lambda state: (state.request.priority, self.rank_request(state, now))
+        )
 
     def can_preempt(self, preemptor: RequestState, other: RequestState, now: float) -> bool:
         """Whether it would do so if it took as much longer as it takes to bring ``other`` back."""
@@ -237,7 +250,9 @@ class Gittins(RankedPolicy):
         share = self._restore_s(other) / mine.work_s if mine.work_s else 0.0
         return _index_level(mine.index * (1 + share)) < second[0]
 
-    def estimate_next_scheduled(self, requests: Collection[RequestState], batch: int, now: float) -> Mapping[RequestState, float]:
+    def estimate_next_scheduled(
+        self, requests: Collection[RequestState], batch: int, now: float
+    ) -> Mapping[RequestState, float]:
         """When those who go before it and don't fit beside it are over, or it is promoted."""
         tokens, places, work_s, turns = self._kv_tokens, self._max_num_seqs, 0.0, {}
         asked = set(requests)

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from molink.facts.ringtimes import RingTimes
-from molink.scheduler.job import RequestState
+from molink.facts.ring_times import RingTimes
 from molink.scheduler.policies.ranked import Rank, RankedPolicy
+from molink.scheduler.request_state import RequestState
 
 #: Each queue has twice the quantum of the one before it; the last one's is never consumed.
 LEVELS = 16
@@ -46,13 +46,13 @@ class Mlfq(RankedPolicy):
     however many), it is demoted to the next one, at its end. The first quantum is the ring's
     shortest iteration; each further one is doubled. Jobs in flight keep their place.
 
-    *Promotion.* A job that waits for ``alpha`` seconds, or for :data:`PROMOTION_QUANTA` quanta of its queue
-    if these are longer, goes to the end of the first queue, and consumes the quantum of its own one
-    there. The paper promotes after ``alpha``, for one quantum of the first queue. Where many wait
-    all are promoted then, and nobody goes first; and a job that has to be computed anew would be so
-    for one token. Here nobody waits for many times longer than it has run until it is in the first
-    queue, and there only for those who came there before it: none of them stays for longer than its
-    quantum and an iteration.
+    *Promotion.* A job that waits for ``alpha`` seconds, or for :data:`PROMOTION_QUANTA` quanta of
+    its queue if these are longer, goes to the end of the first queue, and consumes the quantum of
+    its own one there. The paper promotes after ``alpha``, for one quantum of the first queue. Where
+    many wait all are promoted then, and nobody goes first; and a job that has to be computed anew
+    would be so for one token. Here nobody waits for many times longer than it has run until it is
+    in the first queue, and there only for those who came there before it: none of them stays for
+    longer than its quantum and an iteration.
     """
 
     def __init__(self, alpha: float = ALPHA) -> None:
@@ -88,7 +88,9 @@ class Mlfq(RankedPolicy):
         """When it would go to the first queue if it rested until then; ``None``: it runs."""
         if place.idle_since is None:
             return None
-        return place.idle_since + max(self._alpha, PROMOTION_QUANTA * self.quantum_s(place.home_level))
+        return place.idle_since + max(
+            self._alpha, PROMOTION_QUANTA * self.quantum_s(place.home_level)
+        )
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -124,13 +126,19 @@ class Mlfq(RankedPolicy):
         if not state.awaited_seqs:
             place.idle_since = now
         if place.spent_s >= self.quantum_s(place.home_level):
-            place.level = place.home_level = min(self.demoted_level(state, place.home_level), LEVELS - 1)
+            place.level = place.home_level = min(
+                self.demoted_level(state, place.home_level), LEVELS - 1
+            )
             place.since, place.spent_s = now, 0.0
 
     def _observe_iteration(self, seconds: float) -> None:
         """Where profiles say nothing, the shortest iteration is known by those there were."""
         if self.ring_times.round_trip_s(1) <= 0:
-            self._shortest_observed_s = seconds if self._shortest_observed_s is None else min(seconds, self._shortest_observed_s)
+            self._shortest_observed_s = (
+                seconds
+                if self._shortest_observed_s is None
+                else min(seconds, self._shortest_observed_s)
+            )
             self._shortest_s = self._shortest_observed_s
 
     def on_removed(self, state: RequestState, now: float) -> None:
@@ -151,7 +159,9 @@ class Mlfq(RankedPolicy):
             seconds = self.ring_times.prompt_s(state.num_computed)
         return self.quantum_s(self._positions[state].home_level) >= MIN_QUANTUM_RATIO * seconds
 
-    def estimate_next_scheduled(self, requests: Collection[RequestState], batch: int, now: float) -> Mapping[RequestState, float]:
+    def estimate_next_scheduled(
+        self, requests: Collection[RequestState], batch: int, now: float
+    ) -> Mapping[RequestState, float]:
         """When those before it have been demoted to its queue, or it is promoted (§4.2)."""
         levels = Counter(place.level for place in self._positions.values())
         before, ahead, quanta = [0.0] * LEVELS, 0, 0.0
@@ -172,6 +182,11 @@ class Mlfq(RankedPolicy):
         """By queue; within one, who came there first."""
         place = self._positions[state]
         promoted_at = self._promoted_at(place)
-        if promoted_at is not None and place.level > 0 and now >= promoted_at and not state.is_stalled:
+        if (
+            promoted_at is not None
+            and place.level > 0
+            and now >= promoted_at
+            and not state.is_stalled
+        ):
             return 0, promoted_at, place.arrival_number
         return place.level, place.since, place.arrival_number

@@ -3,10 +3,10 @@
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 
-from molink.facts.ringtimes import RingTimes
-from molink.scheduler.job import RequestState
+from molink.facts.ring_times import RingTimes
 from molink.scheduler.policies.base import PreemptionDecision, RestoreCost, SchedulingPolicy
-from molink.scheduler.policies.clients import choose_stalled
+from molink.scheduler.policies.stalled_clients import choose_stalled
+from molink.scheduler.request_state import RequestState
 
 #: Level, when it came to that level, and as which of all jobs it arrived: the least goes first. No
 #: two jobs have the same.
@@ -49,7 +49,9 @@ class RankedPolicy(SchedulingPolicy):
         ranks = {state: self.rank_request(state, now) for state in waiting}
         best = min(level for level, _, _ in ranks.values())
         level = [state for state in waiting if ranks[state][0] == best]
-        theirs = [state for state in level if state.request.client_key == level[0].request.client_key]
+        theirs = [
+            state for state in level if state.request.client_key == level[0].request.client_key
+        ]
         return min(theirs, key=lambda state: (state.request.priority, ranks[state]))
 
     def order_running(self, requests: Sequence[RequestState], now: float) -> Sequence[RequestState]:
@@ -57,12 +59,16 @@ class RankedPolicy(SchedulingPolicy):
         return sorted(requests, key=lambda state: self.rank_request(state, now))
 
     def choose_preempted(
-        self, preemptor: RequestState, idle_requests: Sequence[RequestState], admitted: Collection[RequestState], now: float
+        self,
+        preemptor: RequestState,
+        idle_requests: Sequence[RequestState],
+        admitted: Collection[RequestState],
+        now: float,
     ) -> PreemptionDecision | None:
         """One that waits for its client, else the last one behind ``needy``.
 
-        For a job that waits it has to be of a worse level, and one that :meth:`can_be_preempted`: of
-        two equal ones the one that has blocks goes on.
+        For a job that waits it has to be of a worse level, and one that :meth:`can_be_preempted`:
+        of two equal ones the one that has blocks goes on.
         """
         idle = choose_stalled(preemptor, idle_requests, admitted, now)
         if idle is not None:

@@ -1,7 +1,7 @@
 """Skip-join MLFQ: a multi-level feedback queue that foresees prefills (FastServe, §4.1)."""
 
-from molink.scheduler.job import RequestState
 from molink.scheduler.policies.mlfq import Mlfq
+from molink.scheduler.request_state import RequestState
 
 
 class SkipJoinMlfq(Mlfq):

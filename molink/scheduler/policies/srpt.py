@@ -1,8 +1,8 @@
 """Shortest remaining processing time: an oracle, for simulations."""
 
-from molink.facts.ringtimes import RingTimes
-from molink.scheduler.job import RequestState
+from molink.facts.ring_times import RingTimes
 from molink.scheduler.policies.ranked import Rank, RankedPolicy
+from molink.scheduler.request_state import RequestState
 
 
 class Srpt(RankedPolicy):

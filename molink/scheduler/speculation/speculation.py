@@ -3,7 +3,7 @@
 A draft is one row more in a decode volume. Drafts pay if the tokens that they may bring, by the
 chance that each and those before it are right, are worth more than the time by which their rows
 make the turn of the ring longer: what stages compute for them and links transfer
-(:mod:`molink.facts.ringtimes`), for all tokens that the volume brings. Where a turn is mostly
+(:mod:`molink.facts.ring_times`), for all tokens that the volume brings. Where a turn is mostly
 latency rows cost next to nothing; where volumes are full of rows and stages compute all the time,
 they cost their share, and none is drafted.
 
@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
-from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.scheduler.job import RequestState
-from molink.scheduler.limits import SchedulerConfig
-from molink.scheduler.speculation.asking import MARGIN, DraftModelQueue
+from molink.facts.ring_times import LinkFacts, RingTimes
+from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.request_state import RequestState
 from molink.scheduler.speculation.base import DraftSource
-from molink.scheduler.speculation.costs import RingLoad, RoundTripCosts
-from molink.scheduler.speculation.drafting import RequestDrafter
-from molink.scheduler.speculation.record import DraftRecord, DraftYield
+from molink.scheduler.speculation.draft_model_queue import MARGIN, DraftModelQueue
+from molink.scheduler.speculation.draft_record import DraftRecord, DraftYield
+from molink.scheduler.speculation.request_drafter import RequestDrafter
+from molink.scheduler.speculation.round_trip_costs import RingLoad, RoundTripCosts
 
 #: Tokens that are foretold at once.
 _MAX_PROPOSED = 128
@@ -38,7 +38,8 @@ _LOOKAHEAD_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class _DraftCandidate:
-    """Tokens that may follow those of ``state``; ``probabilities`` of each if those before it are right.
+    """Tokens that may follow those of ``state``; ``probabilities`` of each if those before it are
+    right.
 
     What is promised has to be ``margin`` times what it costs.
     """
@@ -79,7 +80,11 @@ class Speculation:
         self.draft_queue.request_drafts(each, load.rounded_context)
 
     def choose_drafts(
-        self, requests: Sequence[RequestState], load: RingLoad, room: int, rows_in_flight: Sequence[int] = ()
+        self,
+        requests: Sequence[RequestState],
+        load: RingLoad,
+        room: int,
+        rows_in_flight: Sequence[int] = (),
     ) -> list[tuple[RequestState, Sequence[int]]]:
         """Drafts for those of a volume's ``jobs`` that get any; at most ``room`` in all.
 
@@ -91,10 +96,13 @@ class Speculation:
         least = self._min_probability(load) if self._auto else 0.0
         most = self._max_per_pass(load, rows_in_flight)
         candidates = [
-            candidate for state in requests if (candidate := self._draft_candidate(state, least, most, load.has_prefill))
+            candidate
+            for state in requests
+            if (candidate := self._draft_candidate(state, least, most, load.has_prefill))
         ]
         chosen = [
-            (candidate.state, candidate.drafts[:count]) for candidate, count in self._choose_counts(candidates, load, room)
+            (candidate.state, candidate.drafts[:count])
+            for candidate, count in self._choose_counts(candidates, load, room)
         ]
         drafted = {state.id: len(drafts) for state, drafts in chosen}
         for state in requests:
@@ -105,7 +113,11 @@ class Speculation:
         return chosen
 
     def choose_lookahead(
-        self, requests: Iterable[RequestState], load: RingLoad, rows_in_flight: Sequence[int], room: int
+        self,
+        requests: Iterable[RequestState],
+        load: RingLoad,
+        rows_in_flight: Sequence[int],
+        room: int,
     ) -> list[tuple[RequestState, Sequence[int]]]:
         """Drafts that go on from those of ``jobs`` in flight, in a volume of their own.
 
@@ -115,9 +127,14 @@ class Speculation:
         left = min(room, self._lookahead_rows(load, rows_in_flight))
         if left < 1:
             return []
-        offers = [offer for state in requests if (offer := self._lookahead_candidate(state)) is not None]
+        offers = [
+            offer for state in requests if (offer := self._lookahead_candidate(state)) is not None
+        ]
         offers.sort(key=lambda offer: -offer.probabilities[0])
-        round_trip, chosen = self._costs.round_trip_s(0, load), list[tuple[RequestState, Sequence[int]]]()
+        round_trip, chosen = (
+            self._costs.round_trip_s(0, load),
+            list[tuple[RequestState, Sequence[int]]](),
+        )
         # Of those in a volume that comes behind one on a wrong path, on average.
         lost = self._costs.bottleneck_s(left, load.context) / 2 * load.rows
         for offer in offers:
@@ -140,7 +157,11 @@ class Speculation:
     def _drafter_of(self, state: RequestState) -> RequestDrafter:
         if state.drafter is None:
             asking = self.draft_queue
-            state.drafter = RequestDrafter(self._create_source(), DraftRecord(asking.draft_record), DraftYield(asking.draft_yield))
+            state.drafter = RequestDrafter(
+                self._create_source(),
+                DraftRecord(asking.draft_record),
+                DraftYield(asking.draft_yield),
+            )
         return state.drafter
 
     def _max_per_pass(self, load: RingLoad, rows_in_flight: Sequence[int]) -> int:
@@ -157,7 +178,9 @@ class Speculation:
         again = rows and self._lookahead_rows(load, (*rows_in_flight, rows))
         return max(1, rows // 2) if again else MAX_DRAFTS
 
-    def _draft_candidate(self, state: RequestState, least: float, per_pass: int, has_prefill: bool) -> _DraftCandidate | None:
+    def _draft_candidate(
+        self, state: RequestState, least: float, per_pass: int, has_prefill: bool
+    ) -> _DraftCandidate | None:
         """What may follow; ``None`` if nobody knows, or it is not to be tried at its chance."""
         drafter = self._drafter_of(state)
         first = len(state.tokens)
@@ -165,7 +188,9 @@ class Speculation:
         is_told = is_forced or drafter.model_drafts_position == first
         if self._auto and (least == math.inf if is_told else drafter.best_probability <= least):
             return None
-        most = min(_MAX_PROPOSED if self._config.lookahead_volumes else per_pass, _draft_room(state))
+        most = min(
+            _MAX_PROPOSED if self._config.lookahead_volumes else per_pass, _draft_room(state)
+        )
         drafts = drafter.propose_drafts(state.tokens, most)[:per_pass] if most > 0 else ()
         if not drafts or not self._auto:
             return _DraftCandidate(state, drafts, [1.0] * len(drafts)) if drafts else None
@@ -182,11 +207,15 @@ class Speculation:
         drafter, room = state.drafter, _draft_room(state)
         if drafter is None or room < 1:
             return None
-        drafts = drafter.remaining_drafts(state.tokens, state.draft_path, min(_MAX_PROPOSED, room))[:MAX_DRAFTS]
+        drafts = drafter.remaining_drafts(state.tokens, state.draft_path, min(_MAX_PROPOSED, room))[
+            :MAX_DRAFTS
+        ]
         if not drafts:
             return None
         first = len(state.tokens)
-        probabilities = (drafter.probability_at(first + at) for at in range(1 + len(state.draft_path)))
+        probabilities = (
+            drafter.probability_at(first + at) for at in range(1 + len(state.draft_path))
+        )
         return _DraftCandidate(state, drafts, [math.prod(probabilities)])
 
     def _lookahead_rows(self, load: RingLoad, rows_in_flight: Sequence[int]) -> int:
@@ -217,11 +246,17 @@ class Speculation:
         counts = [0] * len(candidates)
         for index, _ in order[:count]:
             counts[index] += 1
-        return [(candidate, count) for candidate, count in zip(candidates, counts, strict=True) if count]
+        return [
+            (candidate, count) for candidate, count in zip(candidates, counts, strict=True) if count
+        ]
 
-    def _order_by_gain(self, candidates: Sequence[_DraftCandidate], room: int) -> list[tuple[int, float]]:
+    def _order_by_gain(
+        self, candidates: Sequence[_DraftCandidate], room: int
+    ) -> list[tuple[int, float]]:
         """Whose next draft is the best, one after another, and the tokens that count for it."""
-        heap = [(-candidate.probabilities[0], index, 1) for index, candidate in enumerate(candidates)]
+        heap = [
+            (-candidate.probabilities[0], index, 1) for index, candidate in enumerate(candidates)
+        ]
         heapify(heap)
         order: list[tuple[int, float]] = []
         while heap and len(order) < room:

@@ -4,10 +4,12 @@ from molink.errors import UsageError
 from molink.sim.congestion.base import CONGESTION_CONTROLS, CongestionController
 from molink.sim.congestion.bbr import BbrTcp
 from molink.sim.congestion.cubic import CubicTcp, PacedCubicTcp
-from molink.wire.messages.data import Channel
+from molink.wire.messages.data_plane import Channel
 
 
-def create_controller(name: str, round_trip: float, channel: Channel = Channel.BULK) -> CongestionController:
+def create_controller(
+    name: str, round_trip: float, channel: Channel = Channel.BULK
+) -> CongestionController:
     """Congestion control of a connection whose handshake took ``round_trip`` seconds.
 
     BBR doesn't control the decode lane for long, and the bulk lane is always paced
@@ -25,4 +27,6 @@ def create_controller(name: str, round_trip: float, channel: Channel = Channel.B
             return PacedCubicTcp(round_trip)
         case "bbr":
             return BbrTcp(round_trip)
-    raise UsageError(f"no congestion control {name!r}: choose one of {', '.join(CONGESTION_CONTROLS)}")
+    raise UsageError(
+        f"no congestion control {name!r}: choose one of {', '.join(CONGESTION_CONTROLS)}"
+    )

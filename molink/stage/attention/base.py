@@ -9,7 +9,7 @@ from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
 from molink.stage.batch import SequenceRows
-from molink.stage.pool import KVPool
+from molink.stage.kv_pool import KVPool
 
 BackendName = Literal["auto", "flash", "compiled", "gather", "plain"]
 

@@ -12,11 +12,11 @@ from molink.stage.attention.base import AttentionShape, StaticAttention
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.kernels.create import create_attention_kernel
-from molink.stage.kernels.shape import AttentionKernelShape
-from molink.stage.pool import KVPool
+from molink.stage.kernels.kernel_shape import AttentionKernelShape
+from molink.stage.kv_pool import KVPool
 
 if TYPE_CHECKING:
-    from molink.stage.kernels.attend import AttentionKernel
+    from molink.stage.kernels.attention_kernel import AttentionKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class CompiledLayers:
     """Attention of one forward; see :class:`~molink.stage.attention.base.LayerAttention`.
 
     ``passes``, ``tables`` and ``scratch`` are what
-    :class:`~molink.stage.kernels.attend.AttentionKernel` takes, which looks nothing up: ``first_block`` and
-    ``last_block`` are those of the tables' blocks.
+    :class:`~molink.stage.kernels.attention_kernel.AttentionKernel` takes, which looks nothing up:
+    ``first_block`` and ``last_block`` are those of the tables' blocks.
     """
 
     attend: "AttentionKernel"
@@ -64,7 +64,9 @@ def kernel_shape(shape: AttentionShape, block_size: int) -> AttentionKernelShape
     )
 
 
-def compile_attention(shape: AttentionShape, block_size: int, dtype: torch.dtype) -> "AttentionKernel | None":
+def compile_attention(
+    shape: AttentionShape, block_size: int, dtype: torch.dtype
+) -> "AttentionKernel | None":
     """Code for this CPU and torch's threads, if there is any; nobody has checked it yet."""
     return create_attention_kernel(kernel_shape(shape, block_size), dtype, torch.get_num_threads())
 
@@ -113,5 +115,6 @@ class CompiledAttention:
     def prepare_static(
         self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> StaticAttention:
-        """See :class:`~molink.stage.attention.base.AttentionBackend`: a CPU has no graphs to fix."""
+        """See :class:`~molink.stage.attention.base.AttentionBackend`: a CPU has no graphs to
+        fix."""
         return self._gather.prepare_static(rows, blocks, block_size, dtype, device)

@@ -5,10 +5,10 @@ from collections.abc import Collection
 import torch
 
 from molink.errors import UsageError
+from molink.stage.attention.backend_check import create_checked_compiled, create_checked_flash
 from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.attention.plain import PlainAttention
-from molink.stage.attention.trial import create_checked_compiled, create_checked_flash
 
 
 def create_attention(
@@ -21,8 +21,8 @@ def create_attention(
 ) -> AttentionBackend:
     """The backend called ``name``; ``auto`` takes ``flash`` or ``compiled`` if it works here.
 
-    If neither does, or it is one to ``disabled_kernels`` (:mod:`molink.facts.kernels`), it takes ``gather``,
-    and ``plain`` where that is to be avoided too.
+    If neither does, or it is one to ``disabled_kernels`` (:mod:`molink.facts.kernels`), it takes
+    ``gather``, and ``plain`` where that is to be avoided too.
 
     Raises:
         UsageError: ``flash`` or ``compiled`` was asked for and doesn't work.
@@ -32,7 +32,10 @@ def create_attention(
     if name == "gather":
         return _create_gather(shape, device)
     flash = name == "flash" or device.type == "cuda"
-    if name == "auto" and ("flash-attention" if flash else "compiled-attention") in disabled_kernels:
+    if (
+        name == "auto"
+        and ("flash-attention" if flash else "compiled-attention") in disabled_kernels
+    ):
         return _create_gather(shape, device, disabled_kernels)
     attempt = create_checked_flash if flash else create_checked_compiled
     found, reason = attempt(shape, block_size, dtype, device)

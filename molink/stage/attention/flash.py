@@ -1,9 +1,10 @@
 """Attention by torch's own flash kernels, which read the paged pool in place.
 
 ``torch.nn.attention.varlen.varlen_attn`` with a block table: on CUDA from compute capability 8.0,
-in fp16 and bf16, with pages of a multiple of :data:`PAGE_MULTIPLE` positions. Decode rows and prefill chunks
-are a call each: the kernel packs the query heads that share a key-value head only if there is one
-row per sequence and no window at all, and a decode row needs no mask, since nothing lies after it.
+in fp16 and bf16, with pages of a multiple of :data:`PAGE_MULTIPLE` positions. Decode rows and
+prefill chunks are a call each: the kernel packs the query heads that share a key-value head only if
+there is one row per sequence and no window at all, and a decode row needs no mask, since nothing
+lies after it.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from molink.stage.attention.base import AttentionShape, StaticAttention, LayerAttention
-from molink.stage.attention.pages import PageTable, pack_page_table, row_indices
+from molink.stage.attention.base import AttentionShape, LayerAttention, StaticAttention
+from molink.stage.attention.page_table import PageTable, pack_page_table, row_indices
 from molink.stage.batch import SequenceRows
-from molink.stage.pool import KVPool
-from molink.stage.to_device import upload_into, upload_tensor
+from molink.stage.device_copy import upload_into, upload_tensor
+from molink.stage.kv_pool import KVPool
 
 #: What the size of a page has to be a multiple of.
 PAGE_MULTIPLE = 256
@@ -118,7 +119,9 @@ class _StaticFlash:
         self._call = FlashCall(kernel, shape, slice(0, rows), pages, 1, width * page)
 
     def load_tables(self, sequences: Sequence[SequenceRows]) -> None:
-        numbers = torch.frombuffer(pack_page_table(sequences, self._width, self._page), dtype=torch.int32)
+        numbers = torch.frombuffer(
+            pack_page_table(sequences, self._width, self._page), dtype=torch.int32
+        )
         upload_into(self._numbers, numbers)
 
     def derive_masks(self) -> None:

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from molink.stage.attention.base import AttentionShape, StaticAttention, LayerAttention
-from molink.stage.attention.fixed import StaticGather
-from molink.stage.attention.parts import DecodeBucket, WorkGroups, PrefillChunk
-from molink.stage.attention.spans import Span, block_ids, bucket_spans, as_slice, effective_windows
+from molink.stage.attention.base import AttentionShape, LayerAttention, StaticAttention
+from molink.stage.attention.spans import Span, as_slice, block_ids, bucket_spans, effective_windows
+from molink.stage.attention.static import StaticGather
+from molink.stage.attention.work_groups import DecodeBucket, PrefillChunk, WorkGroups
 from molink.stage.batch import SequenceRows
-from molink.stage.pool import KVPool
-from molink.stage.to_device import upload_integers
+from molink.stage.device_copy import upload_integers
+from molink.stage.kv_pool import KVPool
 
 #: Bytes of a CPU's decode bucket: its keys and values are read again soon, so from its caches.
 _CPU_BUCKET_BYTES = 4 << 20

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from molink.stage.attention.base import AttentionShape, StaticAttention, LayerAttention
+from molink.stage.attention.base import AttentionShape, LayerAttention, StaticAttention
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.batch import SequenceRows
-from molink.stage.pool import KVPool
+from molink.stage.kv_pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,9 @@ class Span:
     end: int
 
     @classmethod
-    def from_sequence(cls, row: int, sequence: SequenceRows, window: int, block_size: int) -> "Span":
+    def from_sequence(
+        cls, row: int, sequence: SequenceRows, window: int, block_size: int
+    ) -> "Span":
         """For rows that begin at ``row`` of the batch; a ``window`` of 0 is none."""
         start, end = sequence.start, sequence.start + sequence.count
         first = max(0, start - window + 1) if window else 0

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.layout import SINKS_NAME, attention_projections, mlp_projections
+from molink.checkpoint.tensor_layout import SINKS_NAME, attention_projections, mlp_projections
 from molink.stage.attention.base import LayerAttention
-from molink.stage.decoder.mlp import GateFunction, GatedMlp, Mlp
+from molink.stage.decoder.mlp import GatedMlp, GateFunction, Mlp
 from molink.stage.decoder.moe import ExpertMlp, SharedExpertMlp
 from molink.stage.decoder.norm import IdentityNorm, Norm, QueryKeyNorm
 from molink.stage.decoder.operators import RowOperators
 from molink.stage.decoder.rotary import Rotate
+from molink.stage.kv_pool import KVPool
 from molink.stage.linear import PlainLinear, Projection
-from molink.stage.loading.weights import WeightReader
-from molink.stage.pool import KVPool
 from molink.stage.torch_dtypes import residual_dtype
+from molink.stage.weights.weight_reader import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,9 @@ def _load_mlp(
         # Never quantized: a small error here sends a row to other experts.
         router=PlainLinear(
             reader.read_tensors(f"{prefix}{experts.router_name}.weight"),
-            reader.read_tensors(f"{prefix}{experts.router_name}.bias") if experts.has_bias else None,
+            reader.read_tensors(f"{prefix}{experts.router_name}.bias")
+            if experts.has_bias
+            else None,
         ),
         experts=tuple(gated(both, down, experts.has_bias) for both, down in names),
         top_k=experts.top_k,

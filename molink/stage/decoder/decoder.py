@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.layout import EMBEDDING_NAME, FINAL_NORM_NAME, OUTPUT_HEAD_NAME
+from molink.checkpoint.tensor_layout import EMBEDDING_NAME, FINAL_NORM_NAME, OUTPUT_HEAD_NAME
 from molink.errors import InvariantError
 from molink.stage.decoder.block import DecoderBlock, ForwardContext, load_block
 from molink.stage.decoder.norm import Norm
 from molink.stage.decoder.operators import RowOperators
+from molink.stage.device_copy import upload_integers
 from molink.stage.linear import EmbeddingTable, Projection
-from molink.stage.loading.weights import WeightReader
-from molink.stage.to_device import upload_integers
+from molink.stage.weights.weight_reader import WeightReader
 
 
 @dataclass(frozen=True, slots=True)

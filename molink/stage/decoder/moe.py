@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from molink.stage.decoder.mlp import Mlp
+from molink.stage.device_copy import download_tensors, upload_tensor
 from molink.stage.linear import Projection
-from molink.stage.to_device import download_tensors, upload_tensor
 
 
 @dataclass(frozen=True, slots=True)

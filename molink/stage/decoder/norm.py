@@ -92,7 +92,8 @@ class IdentityNorm:
 
 @dataclass(frozen=True, slots=True)
 class QueryKeyNorm:
-    """Norms of queries and keys, in float32: of each head alone, or of all that are ``across_heads``.
+    """Norms of queries and keys, in float32: of each head alone, or of all that are
+    ``across_heads``.
 
     ``weight`` is float32 ``[heads + kv_heads, head_dim]``, whose first ``heads`` are of queries.
     """

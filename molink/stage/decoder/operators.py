@@ -16,7 +16,7 @@ from molink.stage.decoder.mlp import GateFunction, create_gate
 from molink.stage.decoder.norm import CompiledRmsNorm, Norm, create_norm
 from molink.stage.decoder.rotary import Rotate, rotate_half, rotate_pairs
 from molink.stage.kernels.create import create_rowwise
-from molink.stage.kernels.shape import supports_rowwise, supports_gate
+from molink.stage.kernels.kernel_shape import supports_gate, supports_rowwise
 
 if TYPE_CHECKING:
     from molink.stage.kernels.rowwise import RowwiseKernels
@@ -32,7 +32,10 @@ class RowOperators:
 
 
 def create_operators(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, disabled_kernels: Collection[str] = ()
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    disabled_kernels: Collection[str] = (),
 ) -> RowOperators:
     """Those for rows of ``dtype`` on ``device``: compiled ones where there are any.
 
@@ -40,7 +43,9 @@ def create_operators(
     """
     gate = create_gate(config.activation, config.activation_limit)
     turn = rotate_pairs if config.interleaved_rope else rotate_half
-    compiled = None if "compiled-rows" in disabled_kernels else _create_compiled(config, dtype, device)
+    compiled = (
+        None if "compiled-rows" in disabled_kernels else _create_compiled(config, dtype, device)
+    )
     if compiled is None:
         return RowOperators(partial(create_norm, config), gate, turn)
 

@@ -39,8 +39,8 @@ _INITIAL_POSITIONS = 1024
 class AngleTable:
     """Angles ``[n, 1, 2, rotary_dim]`` on the device, which stay where they are in memory.
 
-    Those of ``positions`` positions; where sequences of more than ``short_context`` tokens have others,
-    these follow.
+    Those of ``positions`` positions; where sequences of more than ``short_context`` tokens have
+    others, these follow.
     """
 
     angles: Tensor
@@ -98,7 +98,9 @@ class Rope:
         longest = max(sequence.end for sequence in sequences)
         config = self._config
         if config.kind == "dynamic" and longest > config.original_context:
-            per_row = _repeat_per_row([self._dynamic_frequencies(rows.end) for rows in sequences], sequences)
+            per_row = _repeat_per_row(
+                [self._dynamic_frequencies(rows.end) for rows in sequences], sequences
+            )
             return self._angles_at(positions.cpu(), per_row).to(self._device)
         if self._tables.dim() == 1 or longest > self._tables.shape[1]:
             self._extend_tables(longest)
@@ -107,7 +109,9 @@ class Rope:
         long = [max(rows.end, rows.max_positions) > config.original_context for rows in sequences]
         if all(long) or not any(long):
             return self._tables[int(long[0])].index_select(0, positions)
-        chosen = _repeat_per_row([torch.tensor(int(one)) for one in long], sequences).to(self._device)
+        chosen = _repeat_per_row([torch.tensor(int(one)) for one in long], sequences).to(
+            self._device
+        )
         return self._tables[chosen, positions]
 
     def grow_table(self, longest: int) -> AngleTable | None:

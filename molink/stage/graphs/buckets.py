@@ -69,13 +69,19 @@ class GraphPlan:
         if bucket in self._is_faster:
             return "replay" if self._is_faster[bucket] else "eager"
         self._runs[bucket] += 1
-        return "capture" if self._runs[bucket] > MAX_RUNS_BEFORE_CAPTURE and self._has_room else "eager"
+        return (
+            "capture"
+            if self._runs[bucket] > MAX_RUNS_BEFORE_CAPTURE and self._has_room
+            else "eager"
+        )
 
     def next_bucket(self) -> GraphBucket | None:
         """Which graph to make next: of steps that came most often, else of those to be expected."""
         if self._is_disabled or not self._has_room:
             return None
-        seen = (bucket for bucket, runs in self._runs.most_common() if runs > MIN_RUNS_BEFORE_CAPTURE)
+        seen = (
+            bucket for bucket, runs in self._runs.most_common() if runs > MIN_RUNS_BEFORE_CAPTURE
+        )
         expected = (self.make_bucket(*each) for each in _EXPECTED_SHAPES)
         return next((one for one in (*seen, *expected) if one not in self._is_faster), None)
 

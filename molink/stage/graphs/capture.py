@@ -102,7 +102,8 @@ class CudaGraphCapturer:
         return torch.cuda.max_memory_allocated(self._device) - before
 
     def time_work(self, work: Callable[[], object]) -> float:
-        """See :class:`GraphCapturer`; the quickest of a few runs after one that takes its memory."""
+        """See :class:`GraphCapturer`; the quickest of a few runs after one that takes its
+        memory."""
         work()
         taken = []
         for _ in range(_TIMED_RUNS):

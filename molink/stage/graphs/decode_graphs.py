@@ -15,10 +15,10 @@ from molink.stage.attention.base import StaticAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.decoder.block import ForwardContext
 from molink.stage.decoder.rotary import AngleTable
+from molink.stage.device_copy import upload_into
 from molink.stage.graphs.buckets import MAX_GRAPH_ROWS, GraphBucket, GraphPlan
 from molink.stage.graphs.capture import GraphCapturer, GraphWork
 from molink.stage.layer_pass import LayerPass, LocatedRows
-from molink.stage.to_device import upload_into
 from molink.stage.torch_dtypes import residual_dtype
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,9 @@ class DecodeGraphs:
             plain: list[Tensor] = []
             given: list[Tensor] = []
             eager = self._capturer.time_work(lambda: plain.append(self._layers.run_step(step)))
-            replayed = self._capturer.time_work(lambda: given.append(self._replay_graph(graph, step)))
+            replayed = self._capturer.time_work(
+                lambda: given.append(self._replay_graph(graph, step))
+            )
             error = _relative_error(given[-1].float(), plain[-1].float(), step.rows)
         except Exception:
             log.exception("no CUDA graphs: one could not be made")

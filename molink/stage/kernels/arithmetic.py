@@ -13,8 +13,8 @@ from molink.stage.kernels.emit import (
     BFloat,
     Values,
     declare_function,
-    emit_offset,
     emit_broadcast,
+    emit_offset,
 )
 
 

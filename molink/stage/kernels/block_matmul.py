@@ -9,10 +9,10 @@ where the numbers of a group are whole ones of a byte in kinds ``K``, else of 16
 block. So memory is read in
 one stream, or two, with steps of one size each, which a CPU's prefetcher follows: with the numbers
 of each block before its groups, kinds ``K`` came from memory at half the rate.
-(see :mod:`molink.gguf.formats` and :mod:`molink.stage.kernels.codes`). Codes are whole numbers that
-bf16 holds exactly; their products with a row are added up in float32 over a group, then multiplied
-by its scale. What is added to each weight of a group, or by which its codes are shifted, is
-multiplied by the sum of the row's values, which takes away a decoder's excess too.
+(see :mod:`molink.gguf.block_formats` and :mod:`molink.stage.kernels.code_decoder`). Codes are whole
+numbers that bf16 holds exactly; their products with a row are added up in float32 over a group,
+then multiplied by its scale. What is added to each weight of a group, or by which its codes are
+shifted, is multiplied by the sum of the row's values, which takes away a decoder's excess too.
 
 Many rows are multiplied in another way, see :mod:`molink.stage.kernels.block_panel`, to the same
 result: as in :mod:`molink.stage.kernels.matmul` what a row gives doesn't depend on the rows beside
@@ -23,7 +23,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from molink.gguf.formats import BlockFormat
+from molink.gguf.block_formats import BlockFormat
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16
 from molink.stage.kernels.block_panel import PanelProduct
 from molink.stage.kernels.block_reader import RUN_CODES, PackedBlockReader, ReadNumbers
@@ -36,12 +36,12 @@ from molink.stage.kernels.emit import (
     Values,
     begin_function,
     declare_function,
-    emit_loop,
     emit_element_pointer,
+    emit_loop,
     emit_offset,
 )
 from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
-from molink.stage.kernels.rows import pad_row_stride
+from molink.stage.kernels.row_padding import pad_row_stride
 
 #: Rows that are multiplied at once. Beside their sums there have to be registers for decoding.
 _TILES = (6, 4, 2, 1)
@@ -57,9 +57,9 @@ class BlockMatMul:
         "_library",
         "_multiply",
         "_multiply_unpacked",
+        "_needs_sums",
         "_scratch_bytes",
         "_sum",
-        "_needs_sums",
         "_threads",
         "columns",
         "dtype",
@@ -88,14 +88,19 @@ class BlockMatMul:
         if isinstance(arithmetic, DotBf16):
             self.unpack_min_rows = _MANY_BYTES if form.bits == 8 else _MANY_BF16
         module = ir.Module("block_matmul")
-        product, panel = _BlockProduct(module, form, arithmetic), PanelProduct(module, form, arithmetic)
+        product, panel = (
+            _BlockProduct(module, form, arithmetic),
+            PanelProduct(module, form, arithmetic),
+        )
         multiply = emit_parallel_for(module, product.function, openmp)
         multiply_many = emit_parallel_for(module, panel.function, openmp)
         self._needs_sums, self._scratch_bytes = product.reader.needs_sums, panel.scratch_bytes
         sums = _emit_sums(module, arithmetic.element, form.group, product.reader.excess)
         self._library = CompiledLibrary(module, features)
         self._multiply = self._library.get_function(multiply.name, pointers=5, integers=4)
-        self._multiply_unpacked = self._library.get_function(multiply_many.name, pointers=6, integers=6)
+        self._multiply_unpacked = self._library.get_function(
+            multiply_many.name, pointers=6, integers=6
+        )
         self._sum = self._library.get_function(sums.name, pointers=2, integers=1)
         #: The type of rows and results.
         self.dtype = torch.bfloat16 if arithmetic.element == 2 else torch.float32
@@ -168,7 +173,9 @@ class _BlockProduct:
                 beside = emit_rows(sums, first, size, sum_bytes) if self.reader.needs_sums else []
                 totals = self._emit_groups(weights, given, beside, blocks, begun)
                 taken = emit_rows(below, first, size, result_bytes)
-                found = emit_result_pointers(builder, taken, self._arithmetic, self._arithmetic.element)
+                found = emit_result_pointers(
+                    builder, taken, self._arithmetic, self._arithmetic.element
+                )
                 for total, place in zip(totals, found, strict=True):
                     self._arithmetic.store_sum(builder, total, place)
 
@@ -188,12 +195,18 @@ class _BlockProduct:
         def emit_group(
             at: ir.Value, codes: ir.Value, read_numbers: ReadNumbers, totals: Values
         ) -> Values:
-            given = [emit_element_pointer(builder, row, at, form.group * arithmetic.element) for row in rows]
+            given = [
+                emit_element_pointer(builder, row, at, form.group * arithmetic.element)
+                for row in rows
+            ]
 
             def emit_pair(run: ir.Value, index: int, weights: list[Values], dots: Values) -> Values:
                 before = iter(dots)
                 offset = I64(2 * index * arithmetic.element)
-                below = (emit_element_pointer(builder, row, run, RUN_CODES * arithmetic.element) for row in given)
+                below = (
+                    emit_element_pointer(builder, row, run, RUN_CODES * arithmetic.element)
+                    for row in given
+                )
                 places = (emit_offset(builder, row, offset) for row in below)
                 found = [arithmetic.load_pair(builder, place) for place in places]
                 return [

@@ -16,27 +16,27 @@ from dataclasses import replace
 
 from llvmlite import ir
 
-from molink.gguf.formats import BlockFormat
+from molink.gguf.block_formats import BlockFormat
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, Float32
 from molink.stage.kernels.block_reader import RUN_CODES, PackedBlockReader, ReadNumbers
 from molink.stage.kernels.dots import (
     PAIR_BYTES,
     emit_dots,
     emit_few_tiles,
-    emit_result_pointers,
     emit_prefetch,
+    emit_result_pointers,
 )
 from molink.stage.kernels.emit import (
     FLOAT,
     I64,
     Values,
     begin_function,
-    emit_minimum,
-    emit_loop,
     emit_element_pointer,
+    emit_loop,
+    emit_minimum,
     emit_offset,
 )
-from molink.stage.kernels.shape import LANES
+from molink.stage.kernels.kernel_shape import LANES
 
 _F32, _LINE = 4, 64
 #: Depth of a panel: its codes take 16 KB.
@@ -128,7 +128,9 @@ class PanelProduct:
         added = self._load_floats(bias)
 
         def emit_row(row: ir.Value, _: Values) -> Values:
-            self._store_floats(added, emit_element_pointer(self._builder, self._totals, row, self._columns * _F32))
+            self._store_floats(
+                added, emit_element_pointer(self._builder, self._totals, row, self._columns * _F32)
+            )
             return ()
 
         emit_loop(self._builder, I64(0), self._padded, 1, emit_row)
@@ -189,14 +191,17 @@ class PanelProduct:
             rows = [emit_element_pointer(builder, self._rows, one, self._row_bytes) for one in each]
             sums = []
             if self._reader.needs_sums:
-                sums = [emit_element_pointer(builder, self._sums, one, self._sum_bytes) for one in each]
+                sums = [
+                    emit_element_pointer(builder, self._sums, one, self._sum_bytes) for one in each
+                ]
             at = emit_element_pointer(builder, self._totals, row, self._columns * _F32)
 
             def emit_group(group: ir.Value, totals: Values) -> Values:
                 here = builder.sub(group, begin)
                 codes = emit_element_pointer(builder, self._memory, here, self._code_bytes)
                 given = [
-                    emit_element_pointer(builder, one, group, form.group * arithmetic.element) for one in rows
+                    emit_element_pointer(builder, one, group, form.group * arithmetic.element)
+                    for one in rows
                 ]
                 begun = self._reader.initial_dots(sums, group, size)
                 dots = emit_dots(builder, arithmetic, codes, given, pairs, begun)
@@ -218,7 +223,9 @@ class PanelProduct:
         builder, arithmetic = self._builder, self._arguments
 
         def emit_row(row: ir.Value, _: Values) -> Values:
-            totals = self._load_floats(emit_element_pointer(builder, self._totals, row, self._columns * _F32))
+            totals = self._load_floats(
+                emit_element_pointer(builder, self._totals, row, self._columns * _F32)
+            )
             below = emit_element_pointer(builder, result, row, result_bytes)
             places = emit_result_pointers(builder, [below], arithmetic, arithmetic.element)
             for total, place in zip(totals, places, strict=True):

@@ -8,19 +8,26 @@ from functools import cache
 
 from llvmlite import ir
 
-from molink.gguf.formats import HALF_BITS, BlockFormat
+from molink.gguf.block_formats import HALF_BITS, BlockFormat
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16
-from molink.stage.kernels.codes import I8, I16, Bf16Decoder, CodeDecoder, Float32Decoder, LoadWord
+from molink.stage.kernels.code_decoder import (
+    I8,
+    I16,
+    Bf16Decoder,
+    CodeDecoder,
+    Float32Decoder,
+    LoadWord,
+)
 from molink.stage.kernels.emit import (
     FLOAT,
     I32,
     I64,
     Values,
     declare_function,
-    emit_loop,
-    emit_element_pointer,
-    emit_offset,
     emit_broadcast,
+    emit_element_pointer,
+    emit_loop,
+    emit_offset,
 )
 
 _HALF_BYTES, _F32 = 2, 4
@@ -75,12 +82,16 @@ class PackedBlockReader:
         def emit_block(block: ir.Value, carried: Values) -> Values:
             above: Values = []
             if form.has_nested_scales:
-                above = self._read_numbers(emit_element_pointer(builder, part, block, block_bytes), self._read_half)
+                above = self._read_numbers(
+                    emit_element_pointer(builder, part, block, block_bytes), self._read_half
+                )
             first = builder.mul(block, I64(form.groups_per_block))
 
             def emit_group(index: ir.Value, carried: Values) -> Values:
                 group = builder.add(first, index)
-                record = emit_element_pointer(builder, records, group, self._columns * form.group_bytes)
+                record = emit_element_pointer(
+                    builder, records, group, self._columns * form.group_bytes
+                )
 
                 def read_numbers() -> Values:
                     if not form.has_nested_scales:
@@ -133,7 +144,8 @@ class PackedBlockReader:
         """``totals + (dots + sums · shifts) · scales``, ``totals + dots · scales + sums · added``.
 
         ``totals`` and ``dots`` are those of the first row's vectors, then the second's, and so on.
-        ``numbers`` are those of the ``group``; where the rows' ``sums`` are, as in :meth:`initial_dots`.
+        ``numbers`` are those of the ``group``; where the rows' ``sums`` are, as in
+        :meth:`initial_dots`.
         """
         vectors = self._vectors
         scales, others = numbers[:vectors], numbers[vectors:]
@@ -159,7 +171,9 @@ class PackedBlockReader:
         ``sums`` are where the rows' sums of groups are, each of which is what takes it away.
         """
         if self.excess:
-            return [each for each in self._broadcast_sums(sums, group) for _ in range(self._vectors)]
+            return [
+                each for each in self._broadcast_sums(sums, group) for _ in range(self._vectors)
+            ]
         return [ir.Constant(self._floats, [0.0] * self._lanes)] * (rows * self._vectors)
 
     def _broadcast_sums(self, sums: Values, group: ir.Value) -> Values:
@@ -184,11 +198,16 @@ class PackedBlockReader:
     def _emit_fma(self, one: ir.Value, other: ir.Value, total: ir.Value) -> ir.Value:
         kind = ir.FunctionType(self._floats, [self._floats] * 3)
         name = f"llvm.fma.v{self._lanes}f32"
-        return self._builder.call(declare_function(self._builder.module, name, kind), [one, other, total])
+        return self._builder.call(
+            declare_function(self._builder.module, name, kind), [one, other, total]
+        )
 
     def _read_numbers(self, here: ir.Value, load: Callable[[ir.Value, int], ir.Value]) -> Values:
         """Scales of all vectors' columns, then the other numbers of theirs, if there are any."""
-        return [load(here, at * self._lanes) for at in range(self._vectors * self._form.numbers_per_group)]
+        return [
+            load(here, at * self._lanes)
+            for at in range(self._vectors * self._form.numbers_per_group)
+        ]
 
     def _read_half(self, here: ir.Value, index: int) -> ir.Value:
         builder, lanes = self._builder, self._lanes

@@ -9,13 +9,13 @@ import torch
 from torch.nn.functional import gelu, rms_norm, silu
 
 from molink.checkpoint.traits import Activation
-from molink.gguf.formats import BlockFormat
+from molink.gguf.block_formats import BlockFormat
+from molink.stage.kernels.kernel_shape import AttentionKernelShape
 from molink.stage.kernels.repack import packed_scales, unpack_rows
-from molink.stage.kernels.shape import AttentionKernelShape
 
 if TYPE_CHECKING:
     from molink.stage.kernels.arithmetic import Arithmetic
-    from molink.stage.kernels.attend import AttentionKernel
+    from molink.stage.kernels.attention_kernel import AttentionKernel
     from molink.stage.kernels.block_matmul import BlockMatMul
     from molink.stage.kernels.matmul import MatMul
     from molink.stage.kernels.openmp import OpenMp
@@ -28,9 +28,13 @@ T = TypeVar("T")
 
 @cache
 def create_matmul(
-    dtype: torch.dtype, threads: int, weight_dtype: torch.dtype = torch.bfloat16, checked: bool = True
+    dtype: torch.dtype,
+    threads: int,
+    weight_dtype: torch.dtype = torch.bfloat16,
+    checked: bool = True,
 ) -> "MatMul | None":
-    """A product of weights ``weight_dtype`` in 16 bits and rows of ``dtype``, on ``threads`` threads.
+    """A product of weights ``weight_dtype`` in 16 bits and rows of ``dtype``, on ``threads``
+    threads.
 
     ``None``, as of all here, where this CPU or system can't, or gives anything but what torch does;
     that is for the caller to find out unless ``checked``.
@@ -54,7 +58,9 @@ def create_block_matmul(
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "BlockMatMul | None":
         from molink.stage.kernels.block_matmul import BlockMatMul
 
-        arithmetic = _choose_arithmetic(dtype, features) or _choose_arithmetic(torch.float32, features)
+        arithmetic = _choose_arithmetic(dtype, features) or _choose_arithmetic(
+            torch.float32, features
+        )
         if arithmetic is None or not features.get("f16c"):
             return None
         return BlockMatMul(form, arithmetic, openmp, threads)
@@ -73,11 +79,15 @@ def supports_block_weights() -> bool:
 
 
 @cache
-def create_attention_kernel(shape: AttentionKernelShape, dtype: torch.dtype, threads: int) -> "AttentionKernel | None":
+def create_attention_kernel(
+    shape: AttentionKernelShape, dtype: torch.dtype, threads: int
+) -> "AttentionKernel | None":
     """Attention of rows of ``dtype`` to keys and values of the same; its backend checks it."""
 
-    def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "AttentionKernel | None":
-        from molink.stage.kernels.attend import AttentionKernel
+    def compile_it(
+        features: Mapping[str, bool], openmp: "OpenMp | None"
+    ) -> "AttentionKernel | None":
+        from molink.stage.kernels.attention_kernel import AttentionKernel
 
         arithmetic = _choose_same_dtype(dtype, features) if shape.is_supported else None
         return None if arithmetic is None else AttentionKernel(shape, arithmetic, openmp, threads)
@@ -91,14 +101,20 @@ def create_rowwise(
 ) -> "RowwiseKernels | None":
     """Norms, activations and rotations of rows of ``dtype``."""
 
-    def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "RowwiseKernels | None":
+    def compile_it(
+        features: Mapping[str, bool], openmp: "OpenMp | None"
+    ) -> "RowwiseKernels | None":
         from molink.stage.kernels.rowwise import RowwiseKernels
 
         fits = _choose_arithmetic(dtype, features) is not None
         return RowwiseKernels(dtype, eps, activation, openmp, threads) if fits else None
 
     def is_right(made: "RowwiseKernels") -> bool:
-        return _is_norm_correct(made, eps) and _is_gate_correct(made, activation) and _is_rotation_correct(made)
+        return (
+            _is_norm_correct(made, eps)
+            and _is_gate_correct(made, activation)
+            and _is_rotation_correct(made)
+        )
 
     return _try_compile(compile_it, threads, is_right if checked else _assume_correct)
 
@@ -201,7 +217,9 @@ def _is_norm_correct(rowwise: "RowwiseKernels", eps: float) -> bool:
     weight = torch.linspace(0.5, 2.0, 48)
     exact = rms_norm(rows.float(), weight.shape, weight, eps)
     within = _rounding_error(rowwise.dtype)
-    return torch.allclose(rowwise.normalize_rows(rows, weight).float(), exact, rtol=within, atol=1e-6)
+    return torch.allclose(
+        rowwise.normalize_rows(rows, weight).float(), exact, rtol=within, atol=1e-6
+    )
 
 
 def _is_gate_correct(rowwise: "RowwiseKernels", activation: Activation) -> bool:

@@ -116,4 +116,6 @@ def emit_prefetch(builder: ir.IRBuilder, place: ir.Value) -> None:
     """Ask memory for the cache line at ``place``."""
     kind = ir.FunctionType(VOID, [POINTER, I32, I32, I32])
     read, keep, data = I32(0), I32(3), I32(1)
-    builder.call(declare_function(builder.module, "llvm.prefetch.p0", kind), [place, read, keep, data])
+    builder.call(
+        declare_function(builder.module, "llvm.prefetch.p0", kind), [place, read, keep, data]
+    )

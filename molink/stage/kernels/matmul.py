@@ -23,12 +23,12 @@ from molink.stage.kernels.emit import (
     I64,
     Values,
     begin_function,
-    emit_loop,
     emit_element_pointer,
+    emit_loop,
     emit_offset,
 )
 from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
-from molink.stage.kernels.rows import pad_row_stride
+from molink.stage.kernels.row_padding import pad_row_stride
 
 
 class MatMul:

@@ -14,12 +14,24 @@ import llvmlite.binding as llvm
 import psutil
 from llvmlite import ir
 
-from molink.stage.kernels.emit import I32, I64, POINTER, VOID, declare_function, emit_alloca, emit_offset
+from molink.stage.kernels.emit import (
+    I32,
+    I64,
+    POINTER,
+    VOID,
+    declare_function,
+    emit_alloca,
+    emit_offset,
+)
 
 ForkSymbol = Literal["gnu", "llvm"]
 
 #: How the files are called, and by what a team of threads is sent off in them.
-_LIBRARY_NAMES: tuple[tuple[str, ForkSymbol], ...] = (("gomp", "gnu"), ("iomp5", "llvm"), ("libomp.", "llvm"))
+_LIBRARY_NAMES: tuple[tuple[str, ForkSymbol], ...] = (
+    ("gomp", "gnu"),
+    ("iomp5", "llvm"),
+    ("libomp.", "llvm"),
+)
 _SYMBOLS: dict[ForkSymbol, tuple[str, ...]] = {
     "gnu": ("GOMP_parallel",),
     "llvm": ("__kmpc_fork_call", "__kmpc_push_num_threads", "__kmpc_global_thread_num"),
@@ -68,7 +80,9 @@ class OpenMp:
             text,
             place([I32(0), I32(2), I32(0), I32(0), source]),
         )
-        number = declare_function(module, "__kmpc_global_thread_num", ir.FunctionType(I32, [POINTER]))
+        number = declare_function(
+            module, "__kmpc_global_thread_num", ir.FunctionType(I32, [POINTER])
+        )
         push = declare_function(
             module, "__kmpc_push_num_threads", ir.FunctionType(VOID, [POINTER, I32, I32])
         )
@@ -118,7 +132,8 @@ def _emit_task(module: ir.Module, part: ir.Function, openmp: OpenMp) -> ir.Funct
     ]
     query = ir.FunctionType(I32, [])
     thread, team = (
-        builder.zext(builder.call(declare_function(module, name, query), []), I64) for name in _THREAD_QUERIES
+        builder.zext(builder.call(declare_function(module, name, query), []), I64)
+        for name in _THREAD_QUERIES
     )
     parts = given[handed.index(I64)]
     begin = builder.udiv(builder.mul(parts, thread), team)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, unflatten
 
-from molink.gguf.blocks import PACKED_TYPES
-from molink.gguf.formats import BLOCK_FORMATS, ROW_MULTIPLE, BlockFormat, locate_pair
+from molink.gguf.block_formats import BLOCK_FORMATS, ROW_MULTIPLE, BlockFormat, locate_pair
+from molink.gguf.ggml_types import PACKED_TYPES
 from molink.stage.torch_dtypes import TORCH_DTYPES
 
 _LOW_BITS, _LOW, _SIX = 4, 15, 63
@@ -58,7 +58,10 @@ def pack_blocks(form: BlockFormat, blocks: BlockCodes, columns: int) -> Tensor:
     halves = [each[..., None, None] for each in blocks.halves]  # [R, B, 1, 1]
     whole = [each.unsqueeze(3) for each in blocks.whole]  # [R, B, groups, 1]
     words = _pack_words(form, blocks.codes)  # [R, B, groups, words]
-    own = [_interleave_columns(each, columns) for each in (*(whole if form.has_nested_scales else halves), words)]
+    own = [
+        _interleave_columns(each, columns)
+        for each in (*(whole if form.has_nested_scales else halves), words)
+    ]
     groups = torch.cat(own, 3).flatten(1)
     if not form.has_nested_scales:
         return groups
@@ -73,7 +76,8 @@ def _interleave_columns(numbers: Tensor, columns: int) -> Tensor:
 
 
 def packed_scales(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
-    """Numbers ``[R / columns, B, n, columns]`` of 16 bits of what :func:`pack_blocks` made: a view."""
+    """Numbers ``[R / columns, B, n, columns]`` of 16 bits of what :func:`pack_blocks` made: a
+    view."""
     end = 2 * form.numbers_per_group * columns
     if form.has_nested_scales:
         above, _ = _split_packed(form, packed, columns)

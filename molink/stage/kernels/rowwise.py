@@ -17,19 +17,19 @@ from molink.stage.kernels.emit import (
     I64,
     Values,
     begin_function,
-    emit_loop,
-    emit_element_pointer,
-    emit_offset,
     emit_broadcast,
+    emit_element_pointer,
+    emit_loop,
+    emit_offset,
 )
+from molink.stage.kernels.kernel_shape import F32, LANES
 from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
-from molink.stage.kernels.shape import F32, LANES
 from molink.stage.kernels.vectors import (
     FLOATS,
     emit_call,
     emit_constant,
-    emit_power_of_two,
     emit_load,
+    emit_power_of_two,
     emit_reduction,
     emit_store,
 )
@@ -94,7 +94,9 @@ class RowwiseKernels:
         rows = rows.contiguous()
         count, width = rows.shape[0], rows.shape[1] // 2
         result = rows.new_empty(count, width)
-        self._gate(rows.data_ptr(), result.data_ptr(), count, width, self._count_threads(count * width))
+        self._gate(
+            rows.data_ptr(), result.data_ptr(), count, width, self._count_threads(count * width)
+        )
         return result
 
     def rotate_heads(self, heads: Tensor, angles: Tensor) -> None:
@@ -126,7 +128,9 @@ def _emit_norm(module: ir.Module, element: int, eps: float) -> ir.Function:
         source, target = (emit_offset(builder, each, at) for each in (rows, result))
 
         def emit_square(column: ir.Value, carried: Values) -> Values:
-            value = emit_load(builder, emit_element_pointer(builder, source, column, element), element)
+            value = emit_load(
+                builder, emit_element_pointer(builder, source, column, element), element
+            )
             return (emit_call(builder, "llvm.fma.v16f32", value, value, carried[0]),)
 
         _, (sums,) = emit_loop(builder, I64(0), width, LANES, emit_square, (emit_constant(0.0),))
@@ -136,11 +140,15 @@ def _emit_norm(module: ir.Module, element: int, eps: float) -> ir.Function:
         scale = emit_broadcast(builder, builder.fdiv(FLOAT(1.0), root), LANES)
 
         def emit_scaled(column: ir.Value, _: Values) -> Values:
-            value = emit_load(builder, emit_element_pointer(builder, source, column, element), element)
+            value = emit_load(
+                builder, emit_element_pointer(builder, source, column, element), element
+            )
             place = emit_element_pointer(builder, weight, column, F32)
             factor = builder.load(place, typ=FLOATS, align=4)
             scaled = builder.fmul(builder.fmul(value, scale), factor)
-            emit_store(builder, scaled, emit_element_pointer(builder, target, column, element), element)
+            emit_store(
+                builder, scaled, emit_element_pointer(builder, target, column, element), element
+            )
             return ()
 
         emit_loop(builder, I64(0), width, LANES, emit_scaled)
@@ -202,7 +210,9 @@ def _emit_rotate(module: ir.Module, element: int) -> ir.Function:
     half = builder.udiv(rotary, I64(2))
 
     def emit_row(row: ir.Value, _: Values) -> Values:
-        cosines = emit_element_pointer(builder, angles, builder.mul(row, builder.mul(rotary, I64(2))), element)
+        cosines = emit_element_pointer(
+            builder, angles, builder.mul(row, builder.mul(rotary, I64(2))), element
+        )
         sines = emit_element_pointer(builder, cosines, rotary, element)
         base = emit_offset(builder, heads, builder.mul(row, row_bytes))
 
@@ -211,7 +221,9 @@ def _emit_rotate(module: ir.Module, element: int) -> ir.Function:
             second = emit_element_pointer(builder, first, half, element)
 
             def emit_vector(column: ir.Value, _: Values) -> Values:
-                low, high = (emit_element_pointer(builder, each, column, element) for each in (first, second))
+                low, high = (
+                    emit_element_pointer(builder, each, column, element) for each in (first, second)
+                )
                 ats = (column, builder.add(column, half))
                 _emit_rotated(builder, element, (low, high), (cosines, sines), ats)
                 return ()
@@ -234,7 +246,8 @@ def _emit_rotated(
     low, high = (emit_load(builder, place, element) for place in places)
     for place, own, other, at in zip(places, (low, high), (high, low), ats, strict=True):
         cosine, sine = (
-            emit_load(builder, emit_element_pointer(builder, table, at, element), element) for table in tables
+            emit_load(builder, emit_element_pointer(builder, table, at, element), element)
+            for table in tables
         )
         turned = builder.fmul(other, sine)
         turned = emit_call(builder, "llvm.fma.v16f32", own, cosine, turned)

@@ -10,8 +10,16 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from molink.stage.kernels.arithmetic import Arithmetic
-from molink.stage.kernels.emit import FLOAT, I32, I64, Values, emit_loop, emit_element_pointer, emit_broadcast
-from molink.stage.kernels.shape import BF16, F32, LANES, AttentionKernelShape
+from molink.stage.kernels.emit import (
+    FLOAT,
+    I32,
+    I64,
+    Values,
+    emit_broadcast,
+    emit_element_pointer,
+    emit_loop,
+)
+from molink.stage.kernels.kernel_shape import BF16, F32, LANES, AttentionKernelShape
 from molink.stage.kernels.vectors import (
     FLOATS,
     INTEGERS,
@@ -49,7 +57,9 @@ class SoftmaxEmitter:
 
     __slots__ = ("_arithmetic", "_builder", "_shape")
 
-    def __init__(self, builder: ir.IRBuilder, shape: AttentionKernelShape, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self, builder: ir.IRBuilder, shape: AttentionKernelShape, arithmetic: Arithmetic
+    ) -> None:
         self._builder, self._shape, self._arithmetic = builder, shape, arithmetic
 
     @property
@@ -63,9 +73,13 @@ class SoftmaxEmitter:
         builder.store(FLOAT(MIN_SCORE), query.maximum, align=4)
         builder.store(FLOAT(0.0), query.sums, align=4)
         for column in range(0, self._shape.head_dim, LANES):
-            builder.store(zero, emit_element_pointer(builder, query.totals, I64(column), F32), align=4)
+            builder.store(
+                zero, emit_element_pointer(builder, query.totals, I64(column), F32), align=4
+            )
 
-    def apply_weights(self, query: QueryState, vectors: ir.Value, seen: VisibleRange | None) -> None:
+    def apply_weights(
+        self, query: QueryState, vectors: ir.Value, seen: VisibleRange | None
+    ) -> None:
         """Put weights in the place of scores, and make what was summed up before smaller.
 
         Without ``seen`` it sees all.
@@ -84,7 +98,9 @@ class SoftmaxEmitter:
 
         def emit_weight(vector: ir.Value, carried: Values) -> Values:
             weight = emit_power(self._load_vector(query.scores, vector))
-            place = emit_element_pointer(builder, query.scores, vector, LANES * self._arithmetic.element)
+            place = emit_element_pointer(
+                builder, query.scores, vector, LANES * self._arithmetic.element
+            )
             self._store_vector(weight, place)
             return (builder.fadd(carried[0], weight),)
 
@@ -136,7 +152,9 @@ class SoftmaxEmitter:
                 )
                 score = builder.select(inside, score, emit_constant(MIN_SCORE))
             if softcap or ends:
-                builder.store(score, emit_element_pointer(builder, query.scores, vector, LANES * F32), align=4)
+                builder.store(
+                    score, emit_element_pointer(builder, query.scores, vector, LANES * F32), align=4
+                )
             return (emit_call(builder, "llvm.maxnum.v16f32", carried[0], score),)
 
         return emit_loop(builder, I64(0), vectors, 1, emit_greatest, (old,))[1][0]

@@ -5,7 +5,7 @@ import math
 from llvmlite import ir
 
 from molink.stage.kernels.emit import FLOAT, I32, BFloat, declare_function
-from molink.stage.kernels.shape import BF16, LANES
+from molink.stage.kernels.kernel_shape import BF16, LANES
 
 FLOATS = ir.VectorType(FLOAT, LANES)
 INTEGERS = ir.VectorType(I32, LANES)

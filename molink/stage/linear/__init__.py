@@ -10,11 +10,11 @@ from molink.stage.linear.plain import PlainLinear
 __all__ = [
     "BlockLinear",
     "CompiledLinear",
+    "ConcatenatedLinear",
     "EmbeddingTable",
-    "PlainLinear",
     "PackedLinear",
+    "PlainLinear",
     "Projection",
     "ProjectionFactory",
-    "ConcatenatedLinear",
     "can_pack",
 ]

@@ -41,7 +41,7 @@ class BlockLinear:
     ) -> "BlockLinear":
         """Of ``parts``, one below the other, which have so many ``rows``.
 
-        Each has a multiple of :data:`~molink.gguf.formats.ROWS` as rows, and isn't needed
+        Each has a multiple of :data:`~molink.gguf.block_formats.ROWS` as rows, and isn't needed
         afterwards.
         """
         columns = product.columns

@@ -29,7 +29,11 @@ class CompiledLinear:
 
     @classmethod
     def create_empty(
-        cls, product: "MatMul", shape: tuple[int, int], weight_dtype: torch.dtype, bias: Tensor | None
+        cls,
+        product: "MatMul",
+        shape: tuple[int, int],
+        weight_dtype: torch.dtype,
+        bias: Tensor | None,
     ) -> "CompiledLinear | None":
         """One of a weight ``[out, in]`` that is yet to come; ``None`` if parts don't fit."""
         some = torch.zeros(PART_ROWS, shape[1], dtype=weight_dtype)
@@ -46,7 +50,9 @@ class CompiledLinear:
         self.weight[place : place + len(packed)] = packed
 
     @classmethod
-    def pack_weight(cls, product: "MatMul", weight: Tensor, bias: Tensor | None) -> "CompiledLinear":
+    def pack_weight(
+        cls, product: "MatMul", weight: Tensor, bias: Tensor | None
+    ) -> "CompiledLinear":
         """A projection of ``weight`` ``[out, in]``, which isn't needed afterwards."""
         added = torch.zeros(len(weight)) if bias is None else bias.float()
         return cls(product, product.pack_weight(weight), added)

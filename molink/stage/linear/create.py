@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from molink.gguf.formats import BlockFormat
+from molink.gguf.block_formats import BlockFormat
 from molink.stage.kernels.create import create_block_matmul, create_matmul, supports_block_weights
 from molink.stage.linear.base import Projection
 from molink.stage.linear.compiled import PART_ROWS, CompiledLinear
@@ -49,12 +49,18 @@ class ProjectionFactory:
         """
         if device.type != "cpu":
             return cls(dtype)
-        packs, compiles = "packed-linear" not in disabled_kernels, "compiled-linear" not in disabled_kernels
+        packs, compiles = (
+            "packed-linear" not in disabled_kernels,
+            "compiled-linear" not in disabled_kernels,
+        )
         probed = _probe_cpu(dtype, torch.get_num_threads(), packs, compiles)
-        return replace(probed, keeps_blocks="gguf-blocks" not in disabled_kernels and supports_block_weights())
+        return replace(
+            probed, keeps_blocks="gguf-blocks" not in disabled_kernels and supports_block_weights()
+        )
 
     def keeps_dtype(self, weight_dtype: torch.dtype) -> bool:
-        """Whether :meth:`create_projection` keeps weights of that type as they are, whatever the rows are."""
+        """Whether :meth:`create_projection` keeps weights of that type as they are, whatever the
+        rows are."""
         return self._find_product(weight_dtype) is not None
 
     def find_block_product(self, form: BlockFormat) -> "BlockMatMul | None":
@@ -73,7 +79,11 @@ class ProjectionFactory:
         if compiled is not None:
             return compiled
         weight_dtype = weight.to(self.dtype)
-        return PackedLinear.pack_weight(weight_dtype, bias) if self.packs_onednn else PlainLinear(weight_dtype, bias)
+        return (
+            PackedLinear.pack_weight(weight_dtype, bias)
+            if self.packs_onednn
+            else PlainLinear(weight_dtype, bias)
+        )
 
     def create_empty(
         self, shapes: Sequence[tuple[int, int]], weight_dtype: torch.dtype, bias: Tensor | None
@@ -122,7 +132,9 @@ def _relative_time(one: ProjectionFactory, other: ProjectionFactory) -> tuple[fl
     weight = torch.ones(_COLUMNS, _DEPTH, dtype=torch.bfloat16)
     sides = [
         [
-            maker.create_projection(weight if maker.keeps_dtype(torch.bfloat16) else weight.to(maker.dtype), None)
+            maker.create_projection(
+                weight if maker.keeps_dtype(torch.bfloat16) else weight.to(maker.dtype), None
+            )
             for _ in range(_TRIED)
         ]
         for maker in (one, other)

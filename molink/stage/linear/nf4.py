@@ -74,7 +74,9 @@ class PackedNf4Linear:
             given = packed.view(out, width // 2)[first : first + _ROW_GROUP].t()  # [in / 2, 32]
             both = torch.stack((given >> 4, given & 15), -1)  # [in / 2, 32, 2]
             low, high = both.reshape(width // 2, 2, _ROW_GROUP).unbind(1)
-            ordered[first : first + _ROW_GROUP].view(width // 2, _ROW_GROUP).copy_((high << 4) | low)
+            ordered[first : first + _ROW_GROUP].view(width // 2, _ROW_GROUP).copy_(
+                (high << 4) | low
+            )
         turned = scales.view(out, width // NF4_BLOCK).t().to(torch.bfloat16).contiguous()
         return cls(ordered, turned, torch.tensor(NF4_VALUES), bias)
 

@@ -27,8 +27,8 @@ from molink.stage.linear.nf4 import (
     NF4_VALUES,
     CudaNf4Linear,
     PackedNf4Linear,
-    supports_shape,
     has_nf4_kernel,
+    supports_shape,
 )
 from molink.stage.linear.random_weight import make_random_weight
 from molink.stage.linear.unpacked import UnpackedLinear, rows_per_unpack
@@ -79,7 +79,9 @@ class QuantizedWeight:
     def quantize_rows(self, first: int, rows: Tensor) -> None:
         """Quantize ``row_slices`` and keep them from row ``first`` on."""
         quantize = quantize_int8 if self.mode == "int8" else quantize_nf4
-        for place, made in zip(self.row_slices(first, first + len(rows)), quantize(rows), strict=True):
+        for place, made in zip(
+            self.row_slices(first, first + len(rows)), quantize(rows), strict=True
+        ):
             place.copy_(made)
 
 
@@ -126,7 +128,9 @@ class QuantizedKernels:
                 packed = weight.data.view(-1, 1)
                 return CudaNf4Linear(packed, weight.scales, weight.shape, bias)
             if not on_gpu and supports_shape(weight.shape):
-                return PackedNf4Linear.from_quantized(weight.data, weight.scales, weight.shape, bias)
+                return PackedNf4Linear.from_quantized(
+                    weight.data, weight.scales, weight.shape, bias
+                )
         return UnpackedLinear(weight.mode, weight.data, weight.scales, weight.shape, bias)
 
 

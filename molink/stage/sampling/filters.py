@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molink.stage.to_device import gather_rows, upload_tensor
-from molink.wire.messages.data import SamplingParams
+from molink.stage.device_copy import gather_rows, upload_tensor
+from molink.wire.messages.data_plane import SamplingParams
 
 #: Below this only the likeliest token is left anyway, and float32 would not divide by it.
 _MIN_TEMPERATURE = 1e-6
@@ -26,7 +26,9 @@ class SamplingFilters:
     numbers: Tensor
 
     @classmethod
-    def from_sampling(cls, params_of_rows: Sequence[SamplingParams], vocabulary: int, device: torch.device) -> "SamplingFilters":
+    def from_sampling(
+        cls, params_of_rows: Sequence[SamplingParams], vocabulary: int, device: torch.device
+    ) -> "SamplingFilters":
         """The filters of all rows, in one copy to the device."""
         numbers = [
             [
@@ -41,7 +43,11 @@ class SamplingFilters:
 
     def select_rows(self, rows: Sequence[int]) -> "SamplingFilters":
         """Those of some rows."""
-        return self if len(rows) == len(self.numbers) else SamplingFilters(gather_rows(self.numbers, rows))
+        return (
+            self
+            if len(rows) == len(self.numbers)
+            else SamplingFilters(gather_rows(self.numbers, rows))
+        )
 
     @property
     def temperatures(self) -> Tensor:
@@ -70,16 +76,23 @@ def effective_top_k(sampling_params: SamplingParams, vocabulary: int) -> int:
 
 
 def needs_total(sampling_params: SamplingParams, vocabulary: int) -> bool:
-    """Whether :func:`find_cutoff` needs the sum of all weights: top_p without top_k is a share of it."""
+    """Whether :func:`find_cutoff` needs the sum of all weights: top_p without top_k is a share of
+    it."""
     return sampling_params.top_p < 1.0 and not effective_top_k(sampling_params, vocabulary)
 
 
 def is_filtered(sampling_params: SamplingParams, vocabulary: int) -> bool:
     """Whether anything is excluded at all."""
-    return sampling_params.top_p < 1.0 or sampling_params.min_p > 0 or effective_top_k(sampling_params, vocabulary) > 0
+    return (
+        sampling_params.top_p < 1.0
+        or sampling_params.min_p > 0
+        or effective_top_k(sampling_params, vocabulary) > 0
+    )
 
 
-def find_cutoff(likeliest: Tensor, totals: Tensor, filters: SamplingFilters) -> tuple[Tensor, Tensor]:
+def find_cutoff(
+    likeliest: Tensor, totals: Tensor, filters: SamplingFilters
+) -> tuple[Tensor, Tensor]:
     """The least logits kept ``[n, 1]``, and whether ``likeliest`` has all that are kept ``[n]``.
 
     ``likeliest`` ``[n, c]`` are each row's greatest logits in descending order; ``totals``

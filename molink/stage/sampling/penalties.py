@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molink.stage.sampling.history import TokenHistory
-from molink.stage.to_device import upload_tensor
-from molink.wire.messages.data import SamplingParams
+from molink.stage.device_copy import upload_tensor
+from molink.stage.sampling.token_history import TokenHistory
+from molink.wire.messages.data_plane import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,9 @@ def apply_penalties(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return changed
 
 
-def _collect_penalties(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tensor, Tensor] | None:
+def _collect_penalties(
+    rows: Sequence[SampleRow], vocabulary: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """Flat indices of the logits to change, each once, what to divide by and what to subtract."""
     found = [
         (index, row.sampling_params, row.history.token_entries(vocabulary))

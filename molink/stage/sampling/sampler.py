@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molink.stage.sampling.draw import BLOCK_TOKENS, TokenDraws, block_maxima, scatter_rows
-from molink.stage.sampling.noise import uniform_noise
+from molink.stage.device_copy import download_tensors, gather_rows, upload_tensor
 from molink.stage.sampling.penalties import SampleRow, apply_penalties
-from molink.stage.sampling.restriction import apply_masks
-from molink.stage.to_device import download_tensors, gather_rows, upload_tensor
+from molink.stage.sampling.token_draws import BLOCK_TOKENS, TokenDraws, block_maxima, scatter_rows
+from molink.stage.sampling.token_masks import apply_masks
+from molink.stage.sampling.uniform_noise import uniform_noise
 
 __all__ = ["SampleRow", "SampledToken", "sample_tokens"]
 
@@ -70,7 +70,9 @@ def sample_tokens(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToke
     ]
 
 
-def _draw_tokens(final: Tensor, finite: Tensor, rows: Sequence[SampleRow], random: list[int]) -> TokenDraws:
+def _draw_tokens(
+    final: Tensor, finite: Tensor, rows: Sequence[SampleRow], random: list[int]
+) -> TokenDraws:
     """For rows that aren't greedy; one that isn't finite counts as zeros."""
     if final.device.type != "cpu" or not bool(finite.all()):
         final = final.masked_fill(~finite[:, None], 0.0)
@@ -103,7 +105,9 @@ class _LogprobReports:
     ids: Tensor
 
     @classmethod
-    def from_tokens(cls, logits: Tensor, rows: Sequence[SampleRow], tokens: Tensor) -> "_LogprobReports | None":
+    def from_tokens(
+        cls, logits: Tensor, rows: Sequence[SampleRow], tokens: Tensor
+    ) -> "_LogprobReports | None":
         """Those of ``tokens`` (``[n]``, on the device), if there are any."""
         wanted = [i for i, row in enumerate(rows) if row.sampling_params.logprobs >= 0]
         if not wanted:
@@ -126,7 +130,9 @@ class _LogprobReports:
         if places:
             tokens = [[picked[self.rows[place]]] for place in places]
             chosen = upload_tensor(torch.tensor(tokens), self.token_logprobs.device)
-            again = download_tensors([gather_rows(self.logprobs, places).gather(1, chosen)])[0].tolist()
+            again = download_tensors([gather_rows(self.logprobs, places).gather(1, chosen)])[
+                0
+            ].tolist()
             for place, logprob in zip(places, again, strict=True):
                 own[place] = logprob
         reports: dict[int, SampledToken] = {}

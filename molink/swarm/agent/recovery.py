@@ -11,7 +11,9 @@ from typing import Literal
 #: worker runs and has read what to load; ``weights``, ``profile``: until it has loaded and measured
 #: them. ``others``: until all other stages have loaded too. ``formed``: until the ring is there.
 #: ``replayed``: until every stream that waited has its next token.
-RecoveryPhase = Literal["decided", "files", "process", "weights", "profile", "others", "formed", "replayed"]
+RecoveryPhase = Literal[
+    "decided", "files", "process", "weights", "profile", "others", "formed", "replayed"
+]
 RECOVERY_PHASES: tuple[RecoveryPhase, ...] = (
     "decided",
     "files",

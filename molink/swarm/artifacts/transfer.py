@@ -53,4 +53,7 @@ class TransferDeadline:
     @property
     def deadline(self) -> float:
         """When it is given up unless more is heard of it."""
-        return min(self._progress_at + STALL_TIMEOUT, self._started_at + GRACE_PERIOD + self._done / MIN_RATE)
+        return min(
+            self._progress_at + STALL_TIMEOUT,
+            self._started_at + GRACE_PERIOD + self._done / MIN_RATE,
+        )

@@ -44,7 +44,9 @@ class Backoff:
             delay = max(delay, FIRST_DELAY)
         rest = min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(failures - 1, 16))
         earlier = None if clean or before is None else replace(before, previous=None)
-        self._records[peer] = _FailureRecord(failures, now, now + delay, now + rest, reason, earlier)
+        self._records[peer] = _FailureRecord(
+            failures, now, now + delay, now + rest, reason, earlier
+        )
         return delay
 
     def retract_failure(self, peer: str, now: float) -> None:

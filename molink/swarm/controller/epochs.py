@@ -10,7 +10,7 @@ from molink.swarm.controller.formation import Formation
 from molink.swarm.controller.records import DesiredModel, PipelineRecord, StageRecord
 from molink.swarm.controller.registry import Registry
 from molink.swarm.placement.placement import Placement
-from molink.wire.messages.reports import StageFailed, StageLoaded
+from molink.wire.messages.peer_reports import StageFailed, StageLoaded
 
 
 def epoch_spec(desired: DesiredModel) -> DesiredModel:
@@ -31,7 +31,9 @@ def has_layout(record: PipelineRecord, placed: Placement) -> bool:
     return stage_layout(record.stages) == [(stage.peer, stage.layers) for stage in placed.stages]
 
 
-def choose_block_size(stages: Iterable[StageRecord], desired: DesiredModel, registry: Registry) -> int:
+def choose_block_size(
+    stages: Iterable[StageRecord], desired: DesiredModel, registry: Registry
+) -> int:
     """The largest KV block that the attention of any stage wants, if it can run this model.
 
     Kernels that read pages in place know neither float32 nor scores that are capped.
@@ -62,7 +64,9 @@ def formed_record(
     )
 
 
-def attribute_failure(formation: Formation, message: StageFailed, registry: Registry) -> tuple[str, str]:
+def attribute_failure(
+    formation: Formation, message: StageFailed, registry: Registry
+) -> tuple[str, str]:
     """The peer whose fault a failed stage is, and what happened, for a person."""
     peers = formation.peers
     peer = peers[message.stage]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from molink.swarm.controller.records import DesiredModel, MemberRecord, PipelineRecord
 from molink.wire.messages.instructions import Instruction, PeerInfo
-from molink.wire.messages.reports import PeerReport, StageFailed, StageLoaded, StageReady
+from molink.wire.messages.peer_reports import PeerReport, StageFailed, StageLoaded, StageReady
 
 # --- events ----------------------------------------------------------------------------------
 
@@ -40,7 +40,8 @@ class PeerDisconnectedEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeerReportedEvent:
-    """A peer's report. ``is_new_connection``: it came over a connection that wasn't known before."""
+    """A peer's report. ``is_new_connection``: it came over a connection that wasn't known
+    before."""
 
     peer: str
     report: PeerReport
@@ -148,4 +149,6 @@ class AnnouncePeerAction:
     member: PeerInfo
 
 
-ControllerAction = SendMessageAction | CommitPipelineAction | ReserveEpochAction | AnnouncePeerAction
+ControllerAction = (
+    SendMessageAction | CommitPipelineAction | ReserveEpochAction | AnnouncePeerAction
+)

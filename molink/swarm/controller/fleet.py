@@ -1,36 +1,36 @@
 """Makes what is (peers, stages) what it should be: all models served, each by its pipelines.
 
 A plain object: events and ``now`` (monotonic seconds) in, decisions out, to be carried out in
-their order. It knows who is there; :mod:`molink.swarm.placement.allotment` says which peers are for
-which deployment, and a :class:`~molink.swarm.controller.reconciler.Reconciler` for each sees to its
-one pipeline. Each event ends with the same steps: what is due is done, and every peer is told what
-it doesn't know yet.
+their order. It knows who is there; :mod:`molink.swarm.placement.allocation` says which peers are
+for which deployment, and a :class:`~molink.swarm.controller.reconciler.Reconciler` for each sees to
+its one pipeline. Each event ends with the same steps: what is due is done, and every peer is told
+what it doesn't know yet.
 """
 
 from collections.abc import Iterable, Sequence
 
 from molink.swarm.controller import epochs
-from molink.swarm.controller.commons import ControllerContext
+from molink.swarm.controller.allocator import PeerAllocator, deployment_name
+from molink.swarm.controller.context import ControllerContext
 from molink.swarm.controller.events import (
+    ConnectionTriedEvent,
     ControllerAction,
-    PeerStoppedEvent,
-    PeerDisconnectedEvent,
     ControllerEvent,
+    DesiredStateChangedEvent,
     MemberAddedEvent,
     MemberRemovedEvent,
-    RebalanceRequestedEvent,
+    PeerDisconnectedEvent,
     PeerReportedEvent,
-    DesiredStateChangedEvent,
+    PeerStoppedEvent,
+    RebalanceRequestedEvent,
     StageReportedEvent,
     TermRaisedEvent,
     TimePassedEvent,
-    ConnectionTriedEvent,
 )
 from molink.swarm.controller.reconciler import Reconciler
 from molink.swarm.controller.records import DesiredModel, MemberRecord, PipelineRecord
 from molink.swarm.controller.registry import PeerSession, Registry
-from molink.swarm.controller.shares import PeerAllocator, deployment_name
-from molink.swarm.placement.allotment import DeploymentKey
+from molink.swarm.placement.allocation import DeploymentKey
 from molink.swarm.placement.links import Links
 from molink.swarm.running_time import RunningTime
 from molink.wire.messages.instructions import Unassign
@@ -115,7 +115,9 @@ class Fleet:
             one.formation is not None and peer in one.formation.peers for one in self.deployments
         ):
             return ""
-        texts = (one.explain_exclusion(peer) for one in self.deployments if one.planner.may_use(peer))
+        texts = (
+            one.explain_exclusion(peer) for one in self.deployments if one.planner.may_use(peer)
+        )
         return next(filter(None, texts), "")
 
     # --- events ------------------------------------------------------------------------------
@@ -123,11 +125,17 @@ class Fleet:
     def handle(self, event: ControllerEvent, now: float) -> list[ControllerAction]:
         """Take an event; returns what to do, in order.
 
-        A :class:`TimePassedEvent` is to come several times a second: time without any is nobody's silence.
+        A :class:`TimePassedEvent` is to come several times a second: time without any is nobody's
+        silence.
         """
         now = self._running_time.counted_time(now)
         match event:
-            case MemberAddedEvent() | MemberRemovedEvent() | PeerStoppedEvent() | PeerDisconnectedEvent():
+            case (
+                MemberAddedEvent()
+                | MemberRemovedEvent()
+                | PeerStoppedEvent()
+                | PeerDisconnectedEvent()
+            ):
                 self._on_membership_event(event, now)
             case PeerReportedEvent():
                 self._on_peer_reported(event, now)
@@ -144,13 +152,19 @@ class Fleet:
                 self.context.clock = now
                 self.registry.set_read_lag(read_lag)
                 self._drop_peers(self.registry.find_silent(now), "has not reported any more", now)
-        self._drop_peers(self.registry.find_disconnected(now, self._is_doubted), "is not connected any more", now)
-        if self._peer_arrived or not isinstance(event, PeerReportedEvent | ConnectionTriedEvent | StageReportedEvent):
+        self._drop_peers(
+            self.registry.find_disconnected(now, self._is_doubted), "is not connected any more", now
+        )
+        if self._peer_arrived or not isinstance(
+            event, PeerReportedEvent | ConnectionTriedEvent | StageReportedEvent
+        ):
             self._allocate_peers(now)
         self._advance_deployments(now)
         return self.context.pop_actions()
 
-    def _on_deployments_event(self, event: RebalanceRequestedEvent | TermRaisedEvent, now: float) -> None:
+    def _on_deployments_event(
+        self, event: RebalanceRequestedEvent | TermRaisedEvent, now: float
+    ) -> None:
         """What is so for all deployments."""
         if isinstance(event, TermRaisedEvent):
             self.context.term = event.term
@@ -162,7 +176,9 @@ class Fleet:
             one.rebalance_ring(now)
 
     def _on_membership_event(
-        self, event: MemberAddedEvent | MemberRemovedEvent | PeerStoppedEvent | PeerDisconnectedEvent, now: float
+        self,
+        event: MemberAddedEvent | MemberRemovedEvent | PeerStoppedEvent | PeerDisconnectedEvent,
+        now: float,
     ) -> None:
         match event:
             case MemberAddedEvent(member):
@@ -250,7 +266,9 @@ class Fleet:
             self._peer_arrived = True
         elif self.registry.sessions[peer].report.daemon_pid != event.report.daemon_pid:
             self._drop_peer(peer, "was started anew", now)
-        self.context.add_actions(*self.registry.record_report(peer, event.report, event.is_new_connection, now))
+        self.context.add_actions(
+            *self.registry.record_report(peer, event.report, event.is_new_connection, now)
+        )
         for links in self._all_links():
             links.set_primary_peer(peer, event.report.primary_peer)
         # First whom an instruction may name.

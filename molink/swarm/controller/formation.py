@@ -4,9 +4,14 @@ from typing import Literal
 
 from molink.errors import InvariantError
 from molink.facts.model import ModelFacts
-from molink.swarm.artifacts.transfer import STALL_TIMEOUT, TransferDeadline, fetched_bytes, stage_bytes
+from molink.swarm.artifacts.transfer import (
+    STALL_TIMEOUT,
+    TransferDeadline,
+    fetched_bytes,
+    stage_bytes,
+)
 from molink.swarm.controller.records import PipelineRecord
-from molink.wire.messages.reports import (
+from molink.wire.messages.peer_reports import (
     PeerReport,
     StageFailed,
     StageLoaded,

@@ -3,10 +3,10 @@
 from collections.abc import Collection
 
 from molink.facts.model import LayerRange, ModelFacts
-from molink.swarm.artifacts.copying import to_ranges
+from molink.swarm.artifacts.replication import to_ranges
 from molink.swarm.controller.registry import Registry
 from molink.wire.messages.instructions import MAX_SOURCES
-from molink.wire.messages.reports import PartialModel, PeerReport
+from molink.wire.messages.peer_reports import PartialModel, PeerReport
 
 
 def part_holders(facts: ModelFacts, registry: Registry) -> tuple[str, ...]:
@@ -39,7 +39,8 @@ def whole_holders(facts: ModelFacts, registry: Registry, *, only_model: bool) ->
     return [
         peer
         for peer, session in registry.sessions.items()
-        if facts.name in session.report.models or (only_model and session.report.replicated_percent == 100)
+        if facts.name in session.report.models
+        or (only_model and session.report.replicated_percent == 100)
     ]
 
 
@@ -68,7 +69,9 @@ def missing_layers(
 def describe_missing(facts: ModelFacts, layers: Collection[LayerRange]) -> str:
     """Layers that nobody has, and what mends that; for a person."""
     if facts.files_bytes:
-        return f"layers {format_ranges(layers)} yet: the hub has them ({facts.hub.partition('@')[0]})"
+        return (
+            f"layers {format_ranges(layers)} yet: the hub has them ({facts.hub.partition('@')[0]})"
+        )
     return (
         f"layers {format_ranges(layers)}. Start a PC that has them, or bring {facts.name} again "
         "(`molink run`)"

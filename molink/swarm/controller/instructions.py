@@ -2,10 +2,10 @@
 
 from molink.swarm.controller.formation import Formation
 from molink.swarm.controller.holdings import part_holders
-from molink.swarm.controller.move import Migration
+from molink.swarm.controller.migration import Migration
 from molink.swarm.controller.records import DesiredModel, PipelineRecord, StageRecord
 from molink.swarm.controller.registry import Registry
-from molink.swarm.membership.hygiene import MAX_REASON_CHARS
+from molink.swarm.membership.sanitize import MAX_REASON_CHARS
 from molink.wire.messages.instructions import (
     Assign,
     FormPipeline,
@@ -64,7 +64,9 @@ def build_profiles(formation: Formation, stage: int) -> tuple[StageProfile, ...]
     )
 
 
-def build_prefetch(move: Migration, peer: str, desired: DesiredModel, registry: Registry) -> Prefetch:
+def build_prefetch(
+    move: Migration, peer: str, desired: DesiredModel, registry: Registry
+) -> Prefetch:
     """The wish that a peer gets its files for the stage that it is to have."""
     return Prefetch(
         number=move.number,

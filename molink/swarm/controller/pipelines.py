@@ -7,10 +7,10 @@ before may still have its last moments. What becomes of them the reconciler deci
 from collections.abc import Iterator
 
 from molink.swarm.controller import epochs, instructions
-from molink.swarm.controller.commons import ControllerContext
+from molink.swarm.controller.context import ControllerContext
 from molink.swarm.controller.events import CommitPipelineAction, ReserveEpochAction
 from molink.swarm.controller.formation import Formation
-from molink.swarm.controller.move import Migration
+from molink.swarm.controller.migration import Migration
 from molink.swarm.controller.planner import Planner
 from molink.swarm.controller.records import DesiredModel, PipelineRecord, StageRecord
 from molink.swarm.phases import PhaseTimes
@@ -39,7 +39,11 @@ class Pipelines:
         self.context = context
         self.registry = context.registry
         self.planner = Planner(
-            now, context.backoff, context.reachability, context.links.copy(), restored=pipeline is not None
+            now,
+            context.backoff,
+            context.reachability,
+            context.links.copy(),
+            restored=pipeline is not None,
         )
         self.desired = desired
         #: Which of the model's deployments this is, from 0 on.
@@ -109,7 +113,9 @@ class Pipelines:
         for stage in range(len(stages)):
             self._send_instruction(formation, stage)
 
-    def _create_epoch(self, pipeline: str, stages: tuple[StageRecord, ...], now: float) -> Formation:
+    def _create_epoch(
+        self, pipeline: str, stages: tuple[StageRecord, ...], now: float
+    ) -> Formation:
         self.migration = None
         self.epoch = self.context.new_epoch()
         size = epochs.choose_block_size(stages, self.desired, self.registry)
@@ -168,7 +174,9 @@ class Pipelines:
     def _fail_over(self, old: Formation, now: float) -> None:
         """What served is broken, and what was made beside it isn't: go on with that."""
         assert self.successor is not None
-        self._log_transition(now, f"epoch {epoch_text(self.successor.record.epoch)} goes on in its place")
+        self._log_transition(
+            now, f"epoch {epoch_text(self.successor.record.epoch)} goes on in its place"
+        )
         self.context.add_actions(*self.registry.end_route(self.pipeline))
         self._unassign_stages(old)
         self.context.add_actions(CommitPipelineAction(self.successor.record))
@@ -240,7 +248,9 @@ class Pipelines:
             self.desired,
             self.registry,
             reason=self._blocking_reason,
-            forming_progress=self._progress_count if formation is not None and formation.is_forming else 0,
+            forming_progress=self._progress_count
+            if formation is not None and formation.is_forming
+            else 0,
             sibling_pipelines=self.sibling_pipelines,
         )
         self.context.add_actions(*self.registry.publish_route(route))

@@ -12,21 +12,21 @@ from dataclasses import replace
 from molink.facts.footprint import StageSetup
 from molink.swarm.controller.backoff import Backoff
 from molink.swarm.controller.formation import Formation
-from molink.swarm.controller.reach import Reachability, UnreachablePeer
+from molink.swarm.controller.reachability import Reachability, UnreachablePeer
 from molink.swarm.controller.records import DesiredModel, Pin, PipelineRecord, StageRecord
 from molink.swarm.controller.registry import PeerSession, Registry
 from molink.swarm.placement.links import Links
-from molink.swarm.placement.paces import ReadRates, measured_rate, is_significant
 from molink.swarm.placement.placement import (
     MICRO_BATCH_ROWS,
-    PlacementGoal,
     Candidate,
     Placement,
+    PlacementGoal,
     Unplaceable,
     parse_layers,
     place_model,
 )
-from molink.wire.messages.reports import PeerReport
+from molink.swarm.placement.read_rates import ReadRates, is_significant, measured_rate
+from molink.wire.messages.peer_reports import PeerReport
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,9 @@ class Planner:
         """Somebody is known to be gone: what was ``has_placed`` goes on with whoever is left."""
         self._waive_at, self.has_placed = None, placed
 
-    def find_candidates(self, registry: Registry, formation: Formation | None, now: float) -> Candidates:
+    def find_candidates(
+        self, registry: Registry, formation: Formation | None, now: float
+    ) -> Candidates:
         """Peers to place a model on, in the order of joining.
 
         What stands is not disturbed for a peer that failed lately, nor broken for one whose
@@ -113,7 +115,9 @@ class Planner:
             if session is None or not self.may_use(peer):
                 continue
             if formation is None:
-                gone = self.is_doubted(peer, session) and now >= self._doubted_at[peer] + DOUBT_TIMEOUT
+                gone = (
+                    self.is_doubted(peer, session) and now >= self._doubted_at[peer] + DOUBT_TIMEOUT
+                )
                 left_out = gone or registry.silence_of(session, now) > STALE_TIMEOUT
                 left_out |= self.backoff.is_excluded(peer, now + MAX_AWAITED_BACKOFF)
             else:
@@ -157,7 +161,10 @@ class Planner:
         """What a report offers; it is looked at after every event, so one is made per report."""
         known = self._candidates.get(peer)
         if known is None or known[0] is not report:
-            known = self._candidates[peer] = report, candidate_from_report(peer, report, self._pins.get(peer, ""))
+            known = self._candidates[peer] = (
+                report,
+                candidate_from_report(peer, report, self._pins.get(peer, "")),
+            )
         return known[1]
 
     def is_doubted(self, peer: str, session: PeerSession) -> bool:
@@ -215,7 +222,9 @@ class Planner:
         )
         return candidates_differ(now, then)
 
-    def on_ring_formed(self, record: PipelineRecord, desired: DesiredModel, registry: Registry) -> None:
+    def on_ring_formed(
+        self, record: PipelineRecord, desired: DesiredModel, registry: Registry
+    ) -> None:
         """All stages of a ring have told how long their steps take."""
         setup = StageSetup(dtype=desired.dtype, quantize=desired.quantize)
         rows = MICRO_BATCH_ROWS[desired.objective]
@@ -225,11 +234,17 @@ class Planner:
             offer = None if session is None else self._cached_candidate(stage.peer, session.report)
             if offer is not None and seconds > 0 and is_significant(offer, seconds):
                 rate = measured_rate(desired.facts, offer, setup, stage.layers, seconds)
-                self.read_rates.record_profile(stage.peer, (stage.layers, stage.profile, rows), rate)
+                self.read_rates.record_profile(
+                    stage.peer, (stage.layers, stage.profile, rows), rate
+                )
 
     def mark_settled(self, candidates: Candidates) -> None:
         """There is a placement, and it need not be looked at again for these candidates."""
-        self._placed_candidates, self._pending_candidates, self._debounce = candidates, None, DEBOUNCE
+        self._placed_candidates, self._pending_candidates, self._debounce = (
+            candidates,
+            None,
+            DEBOUNCE,
+        )
 
     def record_failure(
         self, peer: str, reason: str, now: float, *, doubt: bool, at_once: bool = False
@@ -341,7 +356,8 @@ def candidates_differ(new: Candidates, old: Candidates | None) -> bool:
     if old is None or len(new) != len(old):
         return True
     return any(
-        (a.peer, a.stage, a.unreachable, a.draft_bytes) != (b.peer, b.stage, b.unreachable, b.draft_bytes)
+        (a.peer, a.stage, a.unreachable, a.draft_bytes)
+        != (b.peer, b.stage, b.unreachable, b.draft_bytes)
         or abs(a.memory - b.memory) > MEMORY_CHANGE * max(a.memory, b.memory)
         for a, b in zip(new, old, strict=True)
     )

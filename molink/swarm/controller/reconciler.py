@@ -5,24 +5,30 @@ decide; an epoch is thus committed before it is announced.
 """
 
 from molink.swarm.controller import epochs, instructions
-from molink.swarm.controller.commons import ControllerContext
-from molink.swarm.controller.events import CommitPipelineAction, PeerReportedEvent, StageReportedEvent
+from molink.swarm.controller.context import ControllerContext
+from molink.swarm.controller.events import (
+    CommitPipelineAction,
+    PeerReportedEvent,
+    StageReportedEvent,
+)
 from molink.swarm.controller.formation import Formation
-from molink.swarm.controller.move import RETRY_DELAY, Migration
+from molink.swarm.controller.migration import RETRY_DELAY, Migration
 from molink.swarm.controller.pipelines import JUST_REQUESTED, Pipelines
 from molink.swarm.controller.planner import DEBOUNCE, LOSS_DEBOUNCE
-from molink.swarm.controller.reach import describe_unreachable
+from molink.swarm.controller.reachability import describe_unreachable
 from molink.swarm.controller.records import DesiredModel, PipelineRecord, StageRecord
 from molink.swarm.lack import MissingFiles
 from molink.swarm.placement.placement import Candidate, Placement, Unplaceable, explain_misfit
 from molink.swarm.terms import epoch_text
 from molink.wire.messages.instructions import Unassign
-from molink.wire.messages.reports import StageFailed, StageLoaded
+from molink.wire.messages.peer_reports import StageFailed, StageLoaded
 
 #: Who waits for what is being formed hears at least this often, in seconds, that it gets on.
 PROGRESS_INTERVAL = 5.0
 #: Why a peer is a spare, for a person.
-SPARE_REASON = "a spare: the ring is as good without it (`--min-stages` on `molink up` asks for more)"
+SPARE_REASON = (
+    "a spare: the ring is as good without it (`--min-stages` on `molink up` asks for more)"
+)
 
 
 class Reconciler(Pipelines):
@@ -83,7 +89,9 @@ class Reconciler(Pipelines):
             failure = formation.observe_report(peer, event.report, now)
             if failure is not None:
                 blamed = None if formation.state == "adopting" else peer
-                self._fail_formation(formation, f"{self.registry.name_of(peer)}: {failure}", blamed, now)
+                self._fail_formation(
+                    formation, f"{self.registry.name_of(peer)}: {failure}", blamed, now
+                )
             elif event.is_new_connection or formation.needs_resend(stage, now):
                 self._send_instruction(formation, stage)
 
@@ -95,8 +103,12 @@ class Reconciler(Pipelines):
         failure = move.observe_prefetch(peer, said, now)
         if failure is not None:
             self._on_prefetch_failed(peer, failure, now)
-        elif move.needs_resend(peer, said, now) or (event.is_new_connection and peer in move.pending_peers):
-            self._send_message(peer, instructions.build_prefetch(move, peer, self.desired, self.registry))
+        elif move.needs_resend(peer, said, now) or (
+            event.is_new_connection and peer in move.pending_peers
+        ):
+            self._send_message(
+                peer, instructions.build_prefetch(move, peer, self.desired, self.registry)
+            )
 
     def _on_prefetch_failed(self, peer: str, failure: str, now: float) -> None:
         """A peer doesn't get the files for a move."""
@@ -122,7 +134,11 @@ class Reconciler(Pipelines):
 
         While none is formed their weights may be of use.
         """
-        beside = [one for one in (self.successor, self.predecessor and self.predecessor[0]) if one is not None]
+        beside = [
+            one
+            for one in (self.successor, self.predecessor and self.predecessor[0])
+            if one is not None
+        ]
         needed = {one.record.id for one in beside if peer in one.peers}
         holds = self.formation is not None and peer in self.formation.peers
         if holds or (self.formation is None and self.planner.may_use(peer)):
@@ -179,7 +195,9 @@ class Reconciler(Pipelines):
         old, self.desired = self.desired, desired
         if epochs.epoch_spec(old) == epochs.epoch_spec(desired):
             if self.formation is None:
-                self.planner.schedule_placement(self._find_candidates(now), now)  # ``min_peers`` may be another
+                self.planner.schedule_placement(
+                    self._find_candidates(now), now
+                )  # ``min_peers`` may be another
             return
         self.planner.set_pins(desired.pins)
         self.has_assigned = False
@@ -194,7 +212,9 @@ class Reconciler(Pipelines):
 
     @property
     def _desired_text(self) -> str:
-        return f"serve {self.desired.facts.name} as {self.desired.dtype}, {self.desired.quantization}"
+        return (
+            f"serve {self.desired.facts.name} as {self.desired.dtype}, {self.desired.quantization}"
+        )
 
     def _fail_formation(
         self,
@@ -210,7 +230,9 @@ class Reconciler(Pipelines):
         if formation is not self.successor:
             self._break_formation(reason, blamed, now, doubt=doubt, at_once=at_once)
             return
-        self._log_transition(now, f"epoch {epoch_text(formation.record.epoch)} is given up: {reason}")
+        self._log_transition(
+            now, f"epoch {epoch_text(formation.record.epoch)} is given up: {reason}"
+        )
         serves = self.formation is not None and blamed in self.formation.peers
         if blamed is not None and not serves:
             self.planner.record_failure(blamed, reason, now, doubt=doubt, at_once=at_once)
@@ -234,7 +256,9 @@ class Reconciler(Pipelines):
         if blamed is not None:
             delay = self.planner.record_failure(blamed, reason, now, doubt=doubt, at_once=at_once)
             if delay:
-                self._log_transition(now, f"{self.registry.name_of(blamed)} is left out for {delay:.0f} s")
+                self._log_transition(
+                    now, f"{self.registry.name_of(blamed)} is left out for {delay:.0f} s"
+                )
         self.reason = reason
         self.phase_times.begin_change(reason, now)
         step = DEBOUNCE if self.formation is None else LOSS_DEBOUNCE
@@ -252,13 +276,19 @@ class Reconciler(Pipelines):
         """Do what is due by now."""
         self._check_overdue(now)
         candidates = self._find_candidates(now)
-        if self._may_place(candidates, now) and self.planner.check_due(candidates, self.registry, now):
+        if self._may_place(candidates, now) and self.planner.check_due(
+            candidates, self.registry, now
+        ):
             serving = self.formation.record.stages if self.formation and self.is_ready else ()
             placed = self.planner.place_model(self.desired, candidates, self.registry, now, serving)
             self._apply_placement(placed, now)
         self._advance_formations(now)
         formation = self.formation
-        if formation is not None and formation.is_forming and now - self._progress_at >= PROGRESS_INTERVAL:
+        if (
+            formation is not None
+            and formation.is_forming
+            and now - self._progress_at >= PROGRESS_INTERVAL
+        ):
             self._signal_progress(now)
         self._end_predecessor(now)
 
@@ -283,8 +313,13 @@ class Reconciler(Pipelines):
             adopting = formation.state == "adopting"
             # Part of the pipeline is there, so this is no first placement.
             self.planner.has_placed |= adopting and bool(formation.ready)
-            reason, loading = f"{self.registry.name_of(peer)} {late[1]}", formation.state == "loading"
-            self._fail_formation(formation, reason, None if adopting else peer, now, at_once=loading)
+            reason, loading = (
+                f"{self.registry.name_of(peer)} {late[1]}",
+                formation.state == "loading",
+            )
+            self._fail_formation(
+                formation, reason, None if adopting else peer, now, at_once=loading
+            )
 
     def _advance_formations(self, now: float) -> None:
         """Take each formation to its next state if all stages are there, or to the next one."""
@@ -314,7 +349,9 @@ class Reconciler(Pipelines):
             return
         stages = tuple(StageRecord(stage.peer, stage.layers) for stage in placed.stages)
         old = self.formation
-        if old is not None and epochs.stage_layout(old.record.stages) == epochs.stage_layout(stages):
+        if old is not None and epochs.stage_layout(old.record.stages) == epochs.stage_layout(
+            stages
+        ):
             self.reason = "" if self.is_ready else self.reason
         elif old is not None and old.state == "ready":
             self._start_migration(old, stages, now)
@@ -324,12 +361,16 @@ class Reconciler(Pipelines):
     def _start_migration(self, old: Formation, stages: tuple[StageRecord, ...], now: float) -> None:
         """Have the files fetched first; :meth:`_advance_formations` goes on once they are there."""
         self.reason = "" if self.is_ready else self.reason
-        self.migration = Migration(self.context.new_migration_id(), old.record, stages, now, self.desired.facts)
+        self.migration = Migration(
+            self.context.new_migration_id(), old.record, stages, now, self.desired.facts
+        )
         self.phase_times.begin_change("another placement", now)
         names = ", ".join(self.registry.name_of(peer) for peer in self.migration.pending_peers)
         self._log_transition(now, f"the next epoch waits for files: {names or 'all are there'}")
         for peer in self.migration.pending_peers:
-            self._send_message(peer, instructions.build_prefetch(self.migration, peer, self.desired, self.registry))
+            self._send_message(
+                peer, instructions.build_prefetch(self.migration, peer, self.desired, self.registry)
+            )
 
     def _start_linking(self, formation: Formation, now: float) -> None:
         """All have loaded: tell them to form the ring."""
@@ -348,7 +389,9 @@ class Reconciler(Pipelines):
         formation.start_linking(record, now)
         self.phase_times.record_phase("loaded", now)
         epoch = epoch_text(record.epoch)
-        self._log_transition(now, f"form epoch {epoch}: {blocks} blocks, K = {record.micro_batches}")
+        self._log_transition(
+            now, f"form epoch {epoch}: {blocks} blocks, K = {record.micro_batches}"
+        )
         if formation is self.formation:
             self._signal_progress(now)
             self.reason = "forming the ring"
@@ -390,9 +433,15 @@ class Reconciler(Pipelines):
         if why:
             return f"left out: {why}"
         found = self.planner.unreachable.get(peer)
-        if found is not None and self.registry.is_live(found.source) and self.registry.is_live(found.target):
+        if (
+            found is not None
+            and self.registry.is_live(found.source)
+            and self.registry.is_live(found.target)
+        ):
             return describe_unreachable(found, self.registry)
-        why = self.planner.backoff.explain_exclusion(peer, self.context.clock, self.formation is not None)
+        why = self.planner.backoff.explain_exclusion(
+            peer, self.context.clock, self.formation is not None
+        )
         return why or (SPARE_REASON if self.is_ready and peer in self.planner.spare_peers else "")
 
     def _explain_misfit(self, peer: str) -> str:

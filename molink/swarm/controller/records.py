@@ -60,8 +60,8 @@ class InvitationUse:
 class InvitationRecord:
     """An invitation: the public half of its key, and until when it holds (0 = for ever).
 
-    ``creator`` is the member that asked for it; it ends with its membership. ``max_uses`` is how many
-    peers may join by it, ``used_by`` who has, in that order. Times are unix time.
+    ``creator`` is the member that asked for it; it ends with its membership. ``max_uses`` is how
+    many peers may join by it, ``used_by`` who has, in that order. Times are unix time.
     """
 
     id: str
@@ -139,7 +139,8 @@ class StageRecord:
 
 @dataclass(frozen=True, slots=True)
 class PipelineRecord:
-    """A pipeline in its newest epoch. ``formed``: all stages loaded, and ``FormPipeline`` may be out."""
+    """A pipeline in its newest epoch. ``formed``: all stages loaded, and ``FormPipeline`` may be
+    out."""
 
     id: str
     model: str

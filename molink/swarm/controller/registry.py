@@ -7,14 +7,14 @@ from molink.swarm.controller.events import AnnouncePeerAction, ControllerAction,
 from molink.swarm.controller.records import MemberRecord
 from molink.wire.messages.instructions import (
     Instruction,
+    Notice,
     PeerInfo,
     PeerRemoved,
-    Notice,
     Route,
     RouteRemoved,
     Welcome,
 )
-from molink.wire.messages.reports import PeerReport
+from molink.wire.messages.peer_reports import PeerReport
 
 #: A peer that hasn't reported for this long, in seconds, is gone until it does again.
 SESSION_TIMEOUT = 3.0
@@ -53,8 +53,12 @@ class PeerSession:
     def find_stale(self, known: Collection[str]) -> list[str]:
         """Pipelines that the peer has to be told again are no more: none of ``known``."""
         shown = {pipeline for pipeline, _, _ in self.report.routes or ()}
-        self.stale_pipelines = {one: self.stale_pipelines.get(one, 0) + 1 for one in sorted(shown.difference(known))}
-        return [one for one, reports in self.stale_pipelines.items() if reports % MAX_STALE_REPORTS == 0]
+        self.stale_pipelines = {
+            one: self.stale_pipelines.get(one, 0) + 1 for one in sorted(shown.difference(known))
+        }
+        return [
+            one for one, reports in self.stale_pipelines.items() if reports % MAX_STALE_REPORTS == 0
+        ]
 
     def check_routes(self) -> None:
         """Forget what the peer was told of routes if its reports go on showing something else.
@@ -63,7 +67,9 @@ class PeerSession:
         """
         shown = self.report.routes
         told = {(route.pipeline, route.epoch, route.is_ready) for route in self.routes.values()}
-        self.route_mismatches = 0 if shown is None or told <= set(shown) else self.route_mismatches + 1
+        self.route_mismatches = (
+            0 if shown is None or told <= set(shown) else self.route_mismatches + 1
+        )
         if self.route_mismatches >= MAX_ROUTE_MISMATCHES:
             self.routes.clear()
             self.route_mismatches = 0
@@ -115,7 +121,9 @@ class Registry:
             session.members.pop(peer, None)
         return self.broadcast_message(PeerRemoved(peer=peer))
 
-    def record_report(self, peer: str, report: PeerReport, fresh: bool, now: float) -> list[ControllerAction]:
+    def record_report(
+        self, peer: str, report: PeerReport, fresh: bool, now: float
+    ) -> list[ControllerAction]:
         """Take a member's report; greets it if its session begins."""
         decisions: list[ControllerAction] = []
         session = self.sessions.get(peer)
@@ -164,7 +172,9 @@ class Registry:
         if session is not None and session.disconnected_at is None:
             session.disconnected_at = now
 
-    def find_disconnected(self, now: float, doubted: Callable[[str, PeerSession], bool]) -> list[str]:
+    def find_disconnected(
+        self, now: float, doubted: Callable[[str, PeerSession], bool]
+    ) -> list[str]:
         """Peers that have not connected again in time; at once those that are ``doubted`` too."""
         return [
             peer
@@ -188,7 +198,10 @@ class Registry:
             for peer, session in self.sessions.items()
             if peer not in peers
             and self.primary_peer(peer) in pcs
-            and (session.disconnected_at is not None or self.silence_of(session, now) > CO_LOCATED_TIMEOUT)
+            and (
+                session.disconnected_at is not None
+                or self.silence_of(session, now) > CO_LOCATED_TIMEOUT
+            )
         ]
 
     def drop_session(self, peer: str) -> None:

@@ -8,8 +8,8 @@ over which their way is shortest. All times are in seconds.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from molink.swarm.controller.events import SendMessageAction, ConnectionTriedEvent
-from molink.wire.messages.relaying import CloseRelay, RelayedRoute, OpenRelay, RelayOpened
+from molink.swarm.controller.events import ConnectionTriedEvent, SendMessageAction
+from molink.wire.messages.relay import CloseRelay, OpenRelay, RelayedRoute, RelayOpened
 
 #: Relays at once, in the swarm and on one PC.
 MAX_RELAYS, MAX_OF_PEER = 64, 16
@@ -86,7 +86,8 @@ class RelayPlanner:
         self._exhausted: set[tuple[Pair, str]] = set()
 
     def handle(self, event: RelayEvent) -> list[RelayAction]:
-        """What follows; a :class:`ConnectionTriedEvent` is for the reconciler: that way is closed again."""
+        """What follows; a :class:`ConnectionTriedEvent` is for the reconciler: that way is closed
+        again."""
         out: list[RelayAction] = []
         match event:
             case RelayOfferedEvent(peer, addresses, relays):
@@ -129,7 +130,9 @@ class RelayPlanner:
             other.latencies.pop(peer, None)
             other.unreachable.discard(peer)
         self._exhausted = {
-            (pair, through) for pair, through in self._exhausted if peer != through and peer not in pair
+            (pair, through)
+            for pair, through in self._exhausted
+            if peer != through and peer not in pair
         }
 
     def _on_route_tried(self, event: RouteTriedEvent) -> list[RelayAction]:
@@ -168,7 +171,9 @@ class RelayPlanner:
     def _review_relays(self) -> list[RelayAction]:
         out: list[RelayAction] = []
         for pair in list(self._relays):
-            if not self._is_needed(pair) or not self._can_relay(pair, self._relays[pair].relay_peer):
+            if not self._is_needed(pair) or not self._can_relay(
+                pair, self._relays[pair].relay_peer
+            ):
                 out += self._close_relay(pair)
         for by in sorted(self._peers):
             for to in sorted(self._peers[by].unreachable):

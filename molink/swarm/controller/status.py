@@ -7,20 +7,20 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from molink.facts.device import Device
-from molink.facts.ringtimes import HANDLING_S, TOKEN_BYTES, LinkFacts, RingTimes
+from molink.facts.ring_times import HANDLING_S, TOKEN_BYTES, LinkFacts, RingTimes
 from molink.swarm.controller import epochs
 from molink.swarm.controller.fleet import Fleet
 from molink.swarm.controller.formation import Formation
-from molink.swarm.controller.holdings import missing_layers, describe_missing, whole_holders
-from molink.swarm.controller.outlook import estimate_scale_out
+from molink.swarm.controller.holdings import describe_missing, missing_layers, whole_holders
 from molink.swarm.controller.reconciler import Reconciler
 from molink.swarm.controller.records import DesiredModel, MemberRecord, StageRecord
 from molink.swarm.controller.registry import PeerSession
+from molink.swarm.controller.scale_out import estimate_scale_out
 from molink.swarm.membership.versions import PeerVersion, own_version
-from molink.swarm.placement.first_token import predict_ttft
 from molink.swarm.placement.placement import row_bytes
+from molink.swarm.placement.ttft import predict_ttft
 from molink.swarm.throughput import estimate_eta
-from molink.wire.messages.reports import PeerReport, TransferState, WorkerState
+from molink.wire.messages.peer_reports import PeerReport, TransferState, WorkerState
 
 #: Bound of the reply's payload, in bytes.
 MAX_BYTES = 192 * 1024
@@ -51,7 +51,8 @@ def build_status(
     served = [one for one in fleet.models if not one.stopped]
     first = served[0] if served else None
     peers = [
-        _peer_status(member, registry.sessions.get(peer)) | {"reason": fleet.explain_exclusion(peer)}
+        _peer_status(member, registry.sessions.get(peer))
+        | {"reason": fleet.explain_exclusion(peer)}
         for peer, member in registry.members.items()
     ]
     joined = {peer: at for at, peer in enumerate(registry.members)}
@@ -77,7 +78,9 @@ def build_status(
         "pipelines": [_pipeline_status(one) for one in fleet.deployments],
         "files": "; ".join(filter(None, (_files_warning(fleet, desired) for desired in served))),
         "trouble": fleet.reason,
-        "unreachable": [list(pair) for pair in fleet.context.reachability.failed_pairs[:_MAX_PAIRS]],
+        "unreachable": [
+            list(pair) for pair in fleet.context.reachability.failed_pairs[:_MAX_PAIRS]
+        ],
         "story": list(fleet.story[-_MAX_TRANSITIONS:]),
         "clock": round(fleet.clock, 1),
     }
@@ -151,13 +154,18 @@ def _ttft_status(reconciler: Reconciler) -> dict[str, Any]:
 
 
 def encode_status(status: dict[str, Any]) -> bytes:
-    """As UTF-8 of at most :data:`MAX_REPLICA_BYTES`; what is too much is left out and ``truncated``.
+    """As UTF-8 of at most :data:`MAX_REPLICA_BYTES`; what is too much is left out and
+    ``truncated``.
 
     How busy stages are goes first: peers are looked for here by their names.
     """
     text = json.dumps(status).encode("utf-8")
     if len(text) > MAX_BYTES:
-        status = {**status, "peers": [_without_load(peer) for peer in status["peers"]], "truncated": True}
+        status = {
+            **status,
+            "peers": [_without_load(peer) for peer in status["peers"]],
+            "truncated": True,
+        }
         text = json.dumps(status).encode("utf-8")
     while len(text) > MAX_BYTES:
         status = {
@@ -208,7 +216,9 @@ def report_status(report: PeerReport) -> dict[str, Any]:
         "paused": report.pause_reason,
         "memory": report.device.memory,
         "copied": report.replicated_percent,
-        "held": {one.root[:16]: [list(layers) for layers in one.layers] for one in report.partial_models},
+        "held": {
+            one.root[:16]: [list(layers) for layers in one.layers] for one in report.partial_models
+        },
         "transfers": [_transfer_status(one) for one in report.transfers],
         "workers": [
             {
@@ -387,7 +397,9 @@ def _stage_statuses(reconciler: Reconciler, formation: Formation) -> list[dict[s
 def _stage_slowdown(session: PeerSession | None, pipeline: str) -> float:
     """How many times as long as its profile says a peer's stage takes, as far as it has told."""
     workers = () if session is None else session.report.workers
-    return next((one.slowdown for one in workers if one.pipeline == pipeline and one.slowdown > 0), 1.0)
+    return next(
+        (one.slowdown for one in workers if one.pipeline == pipeline and one.slowdown > 0), 1.0
+    )
 
 
 def describe_device(device: Device) -> str:

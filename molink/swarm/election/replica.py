@@ -106,7 +106,9 @@ def decode_replica(data: bytes | memoryview) -> Replica:
     return found
 
 
-def includes_version(version: Version, term: int, revision: int, lineage: Sequence[Version]) -> bool:
+def includes_version(
+    version: Version, term: int, revision: int, lineage: Sequence[Version]
+) -> bool:
     """Whether a state holds everything that was known in ``version``."""
     if version[0] == term:
         return version[1] <= revision
@@ -132,7 +134,9 @@ def merge_replicas(ours: Replica, theirs: Replica, *, by_owner: bool) -> list[Me
     for other in theirs.members:
         mine = known.get(other.peer)
         if other.standing == "revoked":
-            if by_owner and not (mine is not None and (mine.is_owner or mine.standing == "revoked")):
+            if by_owner and not (
+                mine is not None and (mine.is_owner or mine.standing == "revoked")
+            ):
                 changed.append(replace(mine or other, standing="revoked", is_owner=False))
         elif other.standing == "member" and (mine is None or mine.standing == "left"):
             changed.append(replace(mine or other, standing="member", is_owner=False))

@@ -17,9 +17,9 @@ from molink.errors import (
     RequestError,
     Unavailable,
 )
-from molink.swarm.frontend.generation import GeneratedToken, Request
+from molink.swarm.frontend.request import GeneratedToken, Request
 from molink.wire.messages.base import Payload
-from molink.wire.messages.serving import Cancel, Credit, Rejected, Submit, OutputToken
+from molink.wire.messages.serving import Cancel, Credit, OutputToken, Rejected, Submit
 
 #: Of a deadline, in seconds: one that is over is the endpoint's to see.
 _MIN_DEADLINE_S = 1e-3
@@ -275,7 +275,9 @@ class RequestStream:
             return []
         if self._lost_target is not None and self._target not in (None, self._lost_target):
             self._lost_target = None
-            self._failed_attempts += 1  # that epoch has ended; a connection that broke costs only time
+            self._failed_attempts += (
+                1  # that epoch has ended; a connection that broke costs only time
+            )
         if self._failed_attempts > self._limits.max_failed_attempts:
             return self._fail_stream(
                 Unavailable(f"gave up after {self._failed_attempts} attempts: {self._last_reason}")
@@ -302,7 +304,9 @@ class RequestStream:
         if self.state == "running" and self._submitted != self._target:
             raise InvariantError("running on a head that isn't there", self._story)
         if not self._num_consumed <= len(self._emitted) <= self.request.max_tokens:
-            raise InvariantError(f"{self._num_consumed} taken, {len(self._emitted)} emitted", self._story)
+            raise InvariantError(
+                f"{self._num_consumed} taken, {len(self._emitted)} emitted", self._story
+            )
 
     def _submit(self, target: PipelineEpoch, now: float) -> list[StreamAction]:
         actions: list[StreamAction] = []
@@ -315,7 +319,10 @@ class RequestStream:
         # What the client hasn't taken yet counts: a slow one doesn't get a whole window each time.
         unread = len(self._emitted) - self._num_consumed
         self._window = max(1, self._limits.credit_window // 8, self._limits.credit_window - unread)
-        self._num_credited, self._num_granted = self._num_consumed, len(self._emitted) + self._window
+        self._num_credited, self._num_granted = (
+            self._num_consumed,
+            len(self._emitted) + self._window,
+        )
         self.state = "running"
         self._log_transition(f"submit {self.attempt_key} to {target}")
         ids, grammar = (*self._prompt, *self._emitted), self.request.grammar
@@ -383,7 +390,9 @@ class RequestStream:
         self._story.append(text)
 
 
-def _to_generated_token(message: OutputToken, finish: Literal["stop", "length"] | None) -> GeneratedToken:
+def _to_generated_token(
+    message: OutputToken, finish: Literal["stop", "length"] | None
+) -> GeneratedToken:
     return GeneratedToken(
         position=message.position,
         token=message.token,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from molink.facts.identity import derive_peer_id
 from molink.wire.messages.instructions import PeerInfo
-from molink.wire.messages.pipe import PeerKey, PeerKeys
+from molink.wire.messages.worker_pipe import PeerKey, PeerKeys
 
 
 class AddressBook:
@@ -41,7 +41,8 @@ class AddressBook:
         self._unconfirmed = set(self._peers)
 
     def drop_unconfirmed(self) -> None:
-        """Drop members that went while there was no session; some time after :meth:`mark_unconfirmed`."""
+        """Drop members that went while there was no session; some time after
+        :meth:`mark_unconfirmed`."""
         for peer in sorted(self._unconfirmed):
             self.remove_peer(peer)
         self._unconfirmed.clear()

@@ -85,7 +85,11 @@ class Invitations:
         if any(use.peer == peer for use in record.used_by):
             return record
         if record.uses_left < 1:
-            pcs = "one PC, which has" if record.max_uses == 1 else f"{record.max_uses} PCs, which have"
+            pcs = (
+                "one PC, which has"
+                if record.max_uses == 1
+                else f"{record.max_uses} PCs, which have"
+            )
             raise TokenError(
                 f"this join token was for {pcs} joined by it. `molink invite` on a PC of the swarm "
                 "prints another"
@@ -140,7 +144,10 @@ def _to_json(record: InvitationRecord, name_of: Callable[[str], str]) -> dict[st
         "uses": record.max_uses,
         "left": record.uses_left,
         "creator": {"peer": record.creator, "name": name_of(record.creator)},
-        "used": [{"peer": use.peer, "name": name_of(use.peer), "at": use.used_at} for use in record.used_by],
+        "used": [
+            {"peer": use.peer, "name": name_of(use.peer), "at": use.used_at}
+            for use in record.used_by
+        ],
     }
 
 

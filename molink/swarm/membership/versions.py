@@ -55,5 +55,7 @@ class IncompatiblePeers:
 
     def list_active(self, now: float) -> dict[str, PeerVersion]:
         """Who is refused now, and what it speaks."""
-        self._seen = {peer: seen for peer, seen in self._seen.items() if now - seen[1] <= REPORT_TIMEOUT_S}
+        self._seen = {
+            peer: seen for peer, seen in self._seen.items() if now - seen[1] <= REPORT_TIMEOUT_S
+        }
         return {peer: peer_version for peer, (peer_version, _) in self._seen.items()}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
-from molink.facts.ringtimes import LinkFacts
+from molink.facts.ring_times import LinkFacts
 
 #: What counts where nothing was measured, in either direction: a home's network.
 ASSUMED_LATENCY = 0.001
@@ -44,7 +44,9 @@ class Links:
         else:
             self._primary_peers.pop(peer, None)
 
-    def record_measurement(self, source: str, target: str, latency: float | None, rate: float | None) -> None:
+    def record_measurement(
+        self, source: str, target: str, latency: float | None, rate: float | None
+    ) -> None:
         """``by`` has measured the way to ``to``; ``None``: it says nothing of that."""
         if latency is None and rate is None:
             return
@@ -64,7 +66,9 @@ class Links:
 
     def latency_and_rate(self, source: str, target: str) -> tuple[float, float]:
         """Latency and rate of that direction; what was measured in the other counts for both."""
-        there, back = (self._measured.get(pair, LinkFacts()) for pair in ((source, target), (target, source)))
+        there, back = (
+            self._measured.get(pair, LinkFacts()) for pair in ((source, target), (target, source))
+        )
         latency = back.latency if there.latency is None else there.latency
         rate = back.rate if there.rate is None else there.rate
         local = self._primary_peers.get(source, source) == self._primary_peers.get(target, target)

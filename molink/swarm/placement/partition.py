@@ -69,8 +69,8 @@ class StageCosts:
 class StageHost:
     """A peer that can take any layers: usable bytes, and bytes/s at which it reads weights.
 
-    ``costs`` are the model's there: in its dtype, with what its kind of device needs. ``step_overhead`` is
-    what each step takes beside reading weights, in seconds.
+    ``costs`` are the model's there: in its dtype, with what its kind of device needs.
+    ``step_overhead`` is what each step takes beside reading weights, in seconds.
     """
 
     peer: str
@@ -113,7 +113,8 @@ class Gap:
 class Split:
     """Peers in ring order with their number of layers.
 
-    ``slowest_time`` is the longest stage time, or the floor that was given; ``total_time`` is the sum.
+    ``slowest_time`` is the longest stage time, or the floor that was given; ``total_time`` is the
+    sum.
     """
 
     slowest_time: float
@@ -192,7 +193,10 @@ def split_gap(gap: Gap, hosts: Sequence[StageHost], floor: float = 0.0) -> Split
         found = _split_in_order(gap, order, floor)
         if found is None:
             continue
-        if best is None or (found.slowest_time, found.total_time) < (best.slowest_time, best.total_time):
+        if best is None or (found.slowest_time, found.total_time) < (
+            best.slowest_time,
+            best.total_time,
+        ):
             best = found
     return best
 

@@ -22,13 +22,13 @@ from typing import Literal
 
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.footprint import Footprint, StageSetup
-from molink.facts.kept import NarrowDType
 from molink.facts.memory_plan import explain_refusal, format_size, smaller_modes, usable_bytes
 from molink.facts.model import LayerRange, ModelFacts, Objective, Quantize
-from molink.facts.ringtimes import HANDLING_S, TOKEN_BYTES
+from molink.facts.narrow_weights import NarrowDType
+from molink.facts.ring_times import HANDLING_S, TOKEN_BYTES
 from molink.swarm.kv_room import CONVERSATION_TOKENS, is_room_worth, kv_room_steps
 from molink.swarm.placement.links import Links
-from molink.swarm.placement.partition import Gap, StageHost, Split, StageCosts, split_gaps
+from molink.swarm.placement.partition import Gap, Split, StageCosts, StageHost, split_gaps
 from molink.swarm.placement.ring_search import search_ring
 from molink.swarm.placement.rings import Hops, HopTimes, RatedRing, RingTask, rate_ring
 
@@ -55,10 +55,11 @@ class Candidate:
 
     ``memory`` in bytes, ``read_rate`` in bytes/s (0 = not measured). A CPU without ``bf16`` takes
     four bytes per weight with the dtype ``auto``, but for those that stay ``narrow``; one with
-    ``blocks`` multiplies by those of a GGUF file. ``unreachable`` are those to whom it can't connect.
-    ``step_overhead`` is what its steps take beside reading weights, in seconds. ``primary_peer`` is the PC's own peer,
-    where this one is a further device of it. ``device`` is the device's product name. ``draft_bytes`` are
-    the bytes that a draft model takes there beside the first stage.
+    ``blocks`` multiplies by those of a GGUF file. ``unreachable`` are those to whom it can't
+    connect. ``step_overhead`` is what its steps take beside reading weights, in seconds.
+    ``primary_peer`` is the PC's own peer, where this one is a further device of it. ``device`` is
+    the device's product name. ``draft_bytes`` are the bytes that a draft model takes there beside
+    the first stage.
     """
 
     peer: str
@@ -98,9 +99,9 @@ class PlacedStage:
 class Placement:
     """Stages in ring order; ``spare_peers`` are auto peers that got no layers.
 
-    ``kv_tokens`` is for how many tokens' KV there is room at least. ``round_trip_time`` and ``cost`` are those of
-    :class:`~molink.swarm.placement.rings.RatedRing`, in seconds; 0 where peers have named their
-    layers.
+    ``kv_tokens`` is for how many tokens' KV there is room at least. ``round_trip_time`` and
+    ``cost`` are those of :class:`~molink.swarm.placement.rings.RatedRing`, in seconds; 0 where
+    peers have named their layers.
     """
 
     stages: tuple[PlacedStage, ...]
@@ -154,7 +155,9 @@ def place_model(
     except _NoPlacementError as reason:
         if any(one.draft_bytes for one in candidates):
             without = [replace(one, draft_bytes=0) for one in candidates]
-            return place_model(facts, without, dtype, quantize, goal=goal, links=links, serving=serving)
+            return place_model(
+                facts, without, dtype, quantize, goal=goal, links=links, serving=serving
+            )
         named = [
             f"{one.name} (--stage {one.stage}) {misfits[one.peer]}"
             for one in candidates
@@ -167,7 +170,11 @@ def stage_setup(candidate: Candidate, common: StageSetup) -> StageSetup:
     """How a peer would run a stage; ``common`` has what is the same at every peer."""
     kind: Literal["cpu", "cuda"] = "cuda" if candidate.cuda else "cpu"
     return replace(
-        common, kind=kind, bf16=candidate.bf16, has_block_kernels=candidate.blocks, narrow_dtypes=candidate.narrow
+        common,
+        kind=kind,
+        bf16=candidate.bf16,
+        has_block_kernels=candidate.blocks,
+        narrow_dtypes=candidate.narrow,
     )
 
 
@@ -223,7 +230,9 @@ class _Placer:
         rate = candidate.read_rate if candidate.read_rate > 0 else self.default_rate
         need = Footprint.of_stage(self.facts, stage_setup(candidate, self.setup))
         costs = StageCosts.from_footprint(need, tokens, candidate.draft_bytes)
-        return StageHost(candidate.peer, usable_bytes(candidate.memory), rate, costs, candidate.step_overhead)
+        return StageHost(
+            candidate.peer, usable_bytes(candidate.memory), rate, costs, candidate.step_overhead
+        )
 
     def place_stages(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:
         if not self.auto_hosts and not self.named_stages:
@@ -313,14 +322,18 @@ class _Placer:
         opens, closes = first == 0, last == self.facts.layers
         host = self.build_host(candidate)
         if last - first > host.max_layers(opens=opens, closes=closes):
-            why = explain_refusal(self.facts, layers, stage_setup(candidate, self.setup), candidate.memory)
+            why = explain_refusal(
+                self.facts, layers, stage_setup(candidate, self.setup), candidate.memory
+            )
             raise _NoPlacementError(f"{named}: {why}{self.hint}")
         return PlacedStage(candidate.peer, layers, host.step_time(last - first, closes=closes))
 
     def find_gaps(self) -> list[Gap]:
         """Ranges between the explicit ones."""
         if len(self.named_stages) > MAX_STAGES:
-            raise _NoPlacementError(f"{len(self.named_stages)} peers named layers; a ring has {MAX_STAGES}")
+            raise _NoPlacementError(
+                f"{len(self.named_stages)} peers named layers; a ring has {MAX_STAGES}"
+            )
         gaps: list[Gap] = []
         at, before = 0, ""
         layers = self.facts.layers
@@ -342,7 +355,8 @@ class _Placer:
         if len(self.auto_hosts) < len(gaps):
             missing = ", ".join(f"{gap.first}:{gap.last}" for gap in gaps)
             raise _NoPlacementError(
-                f"no peer runs layers {missing}: {len(self.auto_hosts)} peers with --stage auto are "
+                f"no peer runs layers {missing}: {len(self.auto_hosts)} peers with --stage auto "
+                "are "
                 f"there, {len(gaps)} are needed"
             )
         for hosts in self.host_selections(gaps):
@@ -373,7 +387,9 @@ class _Placer:
     def explain_shortage(self, gaps: Sequence[Gap]) -> str:
         """Why memory isn't enough, with the numbers and what would help."""
         costs = max((host.costs for host in self.auto_hosts), key=lambda one: one.layer_weights)
-        needs = sum(costs.memory_needed(gap.layers, opens=gap.opens, closes=gap.closes) for gap in gaps)
+        needs = sum(
+            costs.memory_needed(gap.layers, opens=gap.opens, closes=gap.closes) for gap in gaps
+        )
         offers = sum(host.memory for host in self.auto_hosts)
         layers = sum(gap.layers for gap in gaps)
         room = sum(max(0, host.max_layers()) for host in self.auto_hosts)
@@ -383,20 +399,25 @@ class _Placer:
         helps = f"serve it with --quantize {smaller}" if smaller else "serve a smaller model"
         if needs > offers:
             return (
-                f"{what} needs {format_size(needs)}, the swarm offers {format_size(offers)} on {peers}: room for "
+                f"{what} needs {format_size(needs)}, the swarm offers {format_size(offers)} on "
+                f"{peers}: room for "
                 f"{min(room, layers - 1)} of {layers} layers; add a peer, give more memory or "
                 f"{helps}{self.hint}"
             )
         if any(one.unreachable for one in self.auto_candidates) and self.fits_if_connected():
             return (
-                f"{what} needs {format_size(needs)}: no ring of peers that can connect to each other has "
+                f"{what} needs {format_size(needs)}: no ring of peers that can connect to each "
+                "other has "
                 "room for it; open the ports that are named to those who are left out"
             )
         layer = costs.layer_weights + costs.layer_room
         return (
-            f"{what} needs {format_size(needs)} and the swarm offers {format_size(offers)} on {peers}, but no "
-            f"split fits: a layer takes {format_size(layer)}, a stage {format_size(costs.stage)} beside its "
-            f"layers, the first {format_size(costs.first)} and the last {format_size(costs.last + costs.logits)} "
+            f"{what} needs {format_size(needs)} and the swarm offers {format_size(offers)} on "
+            f"{peers}, but no "
+            f"split fits: a layer takes {format_size(layer)}, a stage {format_size(costs.stage)} "
+            "beside its "
+            f"layers, the first {format_size(costs.first)} and the last "
+            f"{format_size(costs.last + costs.logits)} "
             f"more; {helps}{self.hint}"
         )
 

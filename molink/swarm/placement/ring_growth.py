@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import inf
 
-from molink.swarm.placement.rings import RatedRing, RingTask, fill_ring, linear_times, estimate_cost
+from molink.swarm.placement.rings import RatedRing, RingTask, estimate_cost, fill_ring, linear_times
 
 #: Changes of a ring that are tried from each beginning: the control plane waits meanwhile.
 _MAX_TRIES = 2000
@@ -23,7 +23,8 @@ class RingGrowth:
     """One search; not every ring is looked at."""
 
     def __init__(self, task: RingTask, able: Sequence[int], min_stages: int) -> None:
-        """``able`` are those that have room for a layer; ``min_stages`` is how many stages to have."""
+        """``able`` are those that have room for a layer; ``min_stages`` is how many stages to
+        have."""
         self._task, self._usable = task, able
         self._max_stages = min(task.max_stages, task.layers, len(able))
         self._min_stages = min(min_stages, self._max_stages)

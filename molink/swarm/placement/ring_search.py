@@ -2,8 +2,8 @@
 
 All layers weigh the same. So a set of peers, with one that opens the ring and one that closes it,
 has two questions that don't touch: the way through the others (a shortest path, Held and Karp), and
-the split of the layers (whoever reads fastest takes as many as fit). Up to :data:`MAX_EXACT_PEERS` peers all
-sets, openers and closers are tried: no ring is better. Among more see
+the split of the layers (whoever reads fastest takes as many as fit). Up to :data:`MAX_EXACT_PEERS`
+peers all sets, openers and closers are tried: no ring is better. Among more see
 :mod:`molink.swarm.placement.ring_growth`.
 """
 
@@ -12,7 +12,14 @@ from math import inf
 
 from molink.facts.model import Objective
 from molink.swarm.placement.ring_growth import RingGrowth
-from molink.swarm.placement.rings import MICRO_BATCHES_PER_STAGE, TOLERANCE, RatedRing, RingTask, even_ring, fill_ring
+from molink.swarm.placement.rings import (
+    MICRO_BATCHES_PER_STAGE,
+    TOLERANCE,
+    RatedRing,
+    RingTask,
+    even_ring,
+    fill_ring,
+)
 
 #: Most peers of which the best ring is found for certain.
 MAX_EXACT_PEERS = 8
@@ -66,7 +73,9 @@ def _paths(task: RingTask, able: Sequence[int]) -> Iterator[_Path]:
     """
     size = min(task.max_stages, task.layers, len(able))
     for opener in able:
-        fronts: dict[tuple[int, int], list[_Path]] = {(1 << opener, opener): [(0.0, 0.0, (opener,))]}
+        fronts: dict[tuple[int, int], list[_Path]] = {
+            (1 << opener, opener): [(0.0, 0.0, (opener,))]
+        }
         yield 0.0, 0.0, (opener,)
         others = [i for i in able if i != opener and task.hops[i][opener] is not None]
         for _ in range(size - 1):

@@ -58,8 +58,8 @@ class RingTask:
 class RatedRing:
     """Indices of runners in ring order, and the layers of each.
 
-    ``round_trip_time`` and ``slowest_time`` (stage) are in seconds. ``cost`` is what the objective makes least:
-    ``latency`` the turn, ``throughput`` the time from one micro-batch to the next.
+    ``round_trip_time`` and ``slowest_time`` (stage) are in seconds. ``cost`` is what the objective
+    makes least: ``latency`` the turn, ``throughput`` the time from one micro-batch to the next.
     """
 
     order: tuple[int, ...]
@@ -72,14 +72,18 @@ class RatedRing:
         """Whether it costs less, or the same with a shorter turn."""
         if other is None or self.cost < other.cost * (1 - TOLERANCE):
             return True
-        return self.cost <= other.cost * (1 + TOLERANCE) and self.round_trip_time < other.round_trip_time * (1 - TOLERANCE)
+        return self.cost <= other.cost * (
+            1 + TOLERANCE
+        ) and self.round_trip_time < other.round_trip_time * (1 - TOLERANCE)
 
 
 def rate_ring(task: RingTask, order: Sequence[int], counts: Sequence[int]) -> RatedRing | None:
     """A ring that is there, as a search would see it; ``None`` if it can't be."""
     way = _path_time(task, order)
     lines = linear_times(task, order)
-    if way is None or any(not 1 <= n <= one.max_layers for one, n in zip(lines, counts, strict=True)):
+    if way is None or any(
+        not 1 <= n <= one.max_layers for one, n in zip(lines, counts, strict=True)
+    ):
         return None
     return _build_ring(task, order, lines, counts, way)
 
@@ -124,7 +128,9 @@ def _build_ring(
     return RatedRing(tuple(order), tuple(counts), cost, round_trip_time, slowest)
 
 
-def _split_layers(layers: int, lines: Sequence[LinearTime], ceiling: float = inf) -> list[int] | None:
+def _split_layers(
+    layers: int, lines: Sequence[LinearTime], ceiling: float = inf
+) -> list[int] | None:
     """Layers of each stage for the least time of all together, none over ``ceiling`` seconds."""
     counts = [1] * len(lines)
     left = layers - len(lines)
@@ -148,7 +154,11 @@ def fill_ring(task: RingTask, order: Sequence[int]) -> RatedRing | None:
     best = _build_ring(task, order, lines, counts, way)
     if task.objective == "latency":
         return best
-    low = max(way[1], best.round_trip_time / (MICRO_BATCHES_PER_STAGE * len(order)), min_slowest_time(task.layers, lines))
+    low = max(
+        way[1],
+        best.round_trip_time / (MICRO_BATCHES_PER_STAGE * len(order)),
+        min_slowest_time(task.layers, lines),
+    )
     high = best.cost
     while high - low > TOLERANCE * high:
         middle = (low + high) / 2

@@ -12,8 +12,8 @@ import msgspec
 
 from molink.errors import MessageTooLarge, WireError
 from molink.wire.messages.base import Coding, Payload
-from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.data import Frame, StageMessage, Volume, VolumeFragment
+from molink.wire.messages.control_plane import ControlMessage
+from molink.wire.messages.data_plane import Frame, StageMessage, Volume, VolumeFragment
 from molink.wire.messages.serving import ServingMessage
 
 M = TypeVar("M")

@@ -9,8 +9,8 @@ from molink.facts.model import BLOCK_SIZE, HubRevision, LayerRange, Quantize, Ro
 from molink.facts.profile import Profile
 from molink.facts.scalars import Addresses, Count, Index, Sentence, Text
 from molink.wire.messages.base import Message, Port, PublicKey
-from molink.wire.messages.leading import LeaderHeartbeat, StateRequest, StateReplica
-from molink.wire.messages.relaying import CloseRelay, RelayedRoute, OpenRelay
+from molink.wire.messages.election import LeaderHeartbeat, StateReplica, StateRequest
+from molink.wire.messages.relay import CloseRelay, OpenRelay, RelayedRoute
 
 #: Pipelines that a swarm is to have at once, of all models.
 MAX_PIPELINES = 8
@@ -83,10 +83,10 @@ class PeerRemoved(Message, frozen=True, kw_only=True, tag="member-gone"):
 class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     """Load layers ``layers`` of ``model`` as stage ``stage`` of ``stages`` and report.
 
-    ``sources`` are peers that hold the model's files, and ``partial_sources`` such as hold some of them;
-    ``hub`` is where else they are. Only those of ``root`` are to be believed. A worker of the same
-    pipeline with the same layers keeps its weights and only changes epoch. A request has at most
-    ``max_model_len`` tokens (0: as the model says).
+    ``sources`` are peers that hold the model's files, and ``partial_sources`` such as hold some of
+    them; ``hub`` is where else they are. Only those of ``root`` are to be believed. A worker of the
+    same pipeline with the same layers keeps its weights and only changes epoch. A request has at
+    most ``max_model_len`` tokens (0: as the model says).
     """
 
     pipeline: Text
@@ -141,7 +141,8 @@ class FormPipeline(Message, frozen=True, kw_only=True, tag="form"):
 
 
 class StageProfile(Message, frozen=True, kw_only=True, tag="stage-profile"):
-    """How long a stage's steps take, for the head: it is told all stages' before its ``FormPipeline``.
+    """How long a stage's steps take, for the head: it is told all stages' before its
+    ``FormPipeline``.
 
     One message each, since a header has no room for those of a whole ring. They are advice: a head
     that lacks one schedules without.

@@ -27,10 +27,10 @@ class StageLoad(LeanMessage, frozen=True):
     """A stage and its link to the next one, over the last seconds.
 
     ``busy`` is how much of the time it computed; ``bubbles`` how much of the time in which requests
-    lived there it did not. ``weight_bytes`` and ``kv_bytes`` are bytes of its device's memory. Of the link:
-    ``latency_us`` one way in microseconds, ``rate`` in bytes/s (0 = unknown), and the bytes that
-    wait (``queued``) and that were sent but not acknowledged (``in_flight``), of the decode lane
-    and of the bulk lane.
+    lived there it did not. ``weight_bytes`` and ``kv_bytes`` are bytes of its device's memory. Of
+    the link: ``latency_us`` one way in microseconds, ``rate`` in bytes/s (0 = unknown), and the
+    bytes that wait (``queued``) and that were sent but not acknowledged (``in_flight``), of the
+    decode lane and of the bulk lane.
     """
 
     pipeline: Text
@@ -49,9 +49,10 @@ class StageLoad(LeanMessage, frozen=True):
 class RequestLoad(LeanMessage, frozen=True):
     """A request that a head serves; ``peer`` is the peer whose endpoint was asked.
 
-    Of the ``prompt`` tokens and those ``generated``, ``computed`` are at every stage. ``token_rate`` is
-    in tokens per 1000 s since its first token, ``age`` in seconds since it came to this head. One
-    that is ``swapped`` should come back from host memory in ``resume_ms`` milliseconds (ENST).
+    Of the ``prompt`` tokens and those ``generated``, ``computed`` are at every stage.
+    ``token_rate`` is in tokens per 1000 s since its first token, ``age`` in seconds since it came
+    to this head. One that is ``swapped`` should come back from host memory in ``resume_ms``
+    milliseconds (ENST).
     """
 
     peer: PeerId
@@ -68,9 +69,9 @@ class SchedulerLoad(LeanMessage, frozen=True):
     """What a pipeline's head does: its KV blocks, and its requests, the oldest of them by name.
 
     Of those ``waiting``, ``swapped`` have their KV in host memory, which has room for
-    ``host_blocks``; so often there was none for one (``swap_fallbacks``), which is computed anew. Its
-    prefix cache had ``cached_percent`` percent of the prompts' tokens so far. If its
-    policy has ``queues``, so many requests are in each; those after the last one are empty.
+    ``host_blocks``; so often there was none for one (``swap_fallbacks``), which is computed anew.
+    Its prefix cache had ``cached_percent`` percent of the prompts' tokens so far. If its policy has
+    ``queues``, so many requests are in each; those after the last one are empty.
     """
 
     pipeline: Text

@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from molink.facts.costs import RequestCosts
+from molink.facts.request_costs import RequestCosts
 from molink.facts.scalars import Count, Index, Sentence, Text
 from molink.wire.messages.base import LeanMessage, Payload
-from molink.wire.messages.data import MAX_SLICES, MAX_TOP_LOGPROBS, Epoch, SamplingParams
+from molink.wire.messages.data_plane import MAX_SLICES, MAX_TOP_LOGPROBS, Epoch, SamplingParams
 
 #: Token ids that end an answer; models have a few of their own.
 MAX_STOP_IDS = 64
@@ -21,12 +21,13 @@ QueueSeconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 
 
 class Submit(LeanMessage, frozen=True, tag="submit"):
-    """A daemon asks a head to serve a request; the prompt's ids follow in :class:`PromptFragment` parts.
+    """A daemon asks a head to serve a request; the prompt's ids follow in :class:`PromptFragment`
+    parts.
 
-    ``key`` is the daemon's own id of the request. ``num_tokens`` is how many ids are to come, of which
-    the first ``prompt_tokens`` are the prompt and the others were generated in an earlier epoch.
-    ``max_tokens`` counts tokens still to be generated. Its payload (``u8 [n]``), where there is
-    one, is the grammar that the answer is held to.
+    ``key`` is the daemon's own id of the request. ``num_tokens`` is how many ids are to come, of
+    which the first ``prompt_tokens`` are the prompt and the others were generated in an earlier
+    epoch. ``max_tokens`` counts tokens still to be generated. Its payload (``u8 [n]``), where there
+    is one, is the grammar that the answer is held to.
     """
 
     pipeline: Text
@@ -81,7 +82,8 @@ RejectReason = Literal["overloaded", "too_long", "epoch", "failed", "invalid"]
 class OutputToken(LeanMessage, frozen=True, tag=False):
     """A token for a request's daemon; ``finish_reason`` is set on the last one.
 
-    ``cached_tokens`` is how many prompt tokens came from the prefix cache; ``top`` pairs ids and logprobs.
+    ``cached_tokens`` is how many prompt tokens came from the prefix cache; ``top`` pairs ids and
+    logprobs.
     """
 
     epoch: Epoch

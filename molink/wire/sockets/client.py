@@ -21,15 +21,15 @@ from molink.errors import (
     WireError,
 )
 from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
-from molink.wire.messages.control import ErrorReply
-from molink.wire.sockets.backlog import UnreadBytes
-from molink.wire.sockets.create import connect_socket, create_client
-from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.inbox import Outbox
-from molink.wire.sockets.monitor import SocketChange, SocketMonitor
-from molink.wire.sockets.offences import MisbehaviourScore
+from molink.wire.messages.control_plane import ErrorReply
+from molink.wire.sockets.create_socket import connect_socket, create_client
+from molink.wire.sockets.key_pair import KeyPair
+from molink.wire.sockets.message_queues import Outbox
+from molink.wire.sockets.misbehaviour import MisbehaviourScore
 from molink.wire.sockets.refusal import is_refused
-from molink.wire.sockets.traffic import SocketPump
+from molink.wire.sockets.socket_monitor import SocketChange, SocketMonitor
+from molink.wire.sockets.socket_pump import SocketPump
+from molink.wire.sockets.unread_bytes import UnreadBytes
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,9 @@ class Client(Generic[M]):
                 return
         except zmq.ZMQError as error:
             raise Unavailable(f"can't send to {self._name}: {error}") from error
-        if not self._outbox.add_message(parts, 0 if payload is None else memoryview(payload).nbytes):
+        if not self._outbox.add_message(
+            parts, 0 if payload is None else memoryview(payload).nbytes
+        ):
             raise Overloaded(f"{self._name} takes messages more slowly than they are sent")
 
     @property
@@ -324,7 +326,9 @@ class Client(Generic[M]):
         if self._events.on_lost is None or self._refusal_check is not None:
             return
         loop = asyncio.get_running_loop()
-        self._refusal_check = loop.create_task(self._check_refusal(self._address), name="molink-client-ask")
+        self._refusal_check = loop.create_task(
+            self._check_refusal(self._address), name="molink-client-ask"
+        )
         self._refusal_check.add_done_callback(self._on_refusal_checked)
 
     async def _check_refusal(self, address: str) -> None:

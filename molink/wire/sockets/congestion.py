@@ -5,7 +5,7 @@ import socket
 import sys
 from pathlib import Path
 
-from molink.wire.sockets.tcp import duplicate_socket
+from molink.wire.sockets.tcp_info import duplicate_socket
 
 #: What suits few bytes at a time, best first. Without privileges Linux may refuse the first.
 _STEADY = (b"cubic", b"reno")

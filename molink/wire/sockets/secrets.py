@@ -15,7 +15,7 @@ import zmq
 
 from molink.errors import UsageError
 from molink.files import retry_while_busy
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.key_pair import KeyPair
 
 #: Windows changes line ends in what is no binary file.
 _BINARY = getattr(os, "O_BINARY", 0)

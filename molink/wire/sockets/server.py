@@ -13,14 +13,14 @@ import zmq.asyncio
 
 from molink.errors import MolinkError, PortInUse, UsageError, WireError
 from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
-from molink.wire.messages.control import ErrorReply
-from molink.wire.sockets.backlog import UnreadBytes
-from molink.wire.sockets.create import bind_socket, create_server
-from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.inbox import Inbox, Outbox
-from molink.wire.sockets.monitor import SocketChange, SocketMonitor
-from molink.wire.sockets.offences import MisbehaviourScore
-from molink.wire.sockets.traffic import SocketPump
+from molink.wire.messages.control_plane import ErrorReply
+from molink.wire.sockets.create_socket import bind_socket, create_server
+from molink.wire.sockets.key_pair import KeyPair
+from molink.wire.sockets.message_queues import Inbox, Outbox
+from molink.wire.sockets.misbehaviour import MisbehaviourScore
+from molink.wire.sockets.socket_monitor import SocketChange, SocketMonitor
+from molink.wire.sockets.socket_pump import SocketPump
+from molink.wire.sockets.unread_bytes import UnreadBytes
 from molink.wire.sockets.zap import ZapAuthenticator
 
 logger = logging.getLogger(__name__)
@@ -274,7 +274,9 @@ class Server(Generic[M]):
         self.counters.received += 1
         self._dispatch_message(MessageSender(identity, peer_id), message, payload)
 
-    def _dispatch_message(self, sender: MessageSender, message: M, payload: memoryview | None) -> None:
+    def _dispatch_message(
+        self, sender: MessageSender, message: M, payload: memoryview | None
+    ) -> None:
         if not self._asynchronous:
             self._handle_now(sender, message, payload)
             return

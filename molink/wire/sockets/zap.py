@@ -17,8 +17,8 @@ from zmq.utils import z85
 
 from molink.errors import UsageError
 from molink.facts.identity import derive_peer_id
-from molink.wire.sockets.create import DOMAIN
-from molink.wire.sockets.pace import PeerRateLimit
+from molink.wire.sockets.create_socket import DOMAIN
+from molink.wire.sockets.rate_limit import PeerRateLimit
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,9 @@ class ZapAuthenticator:
                     return
                 socket = self._bind()
 
-    def _serve_until_error(self, socket: "zmq.Socket[bytes]", wake_socket: "zmq.Socket[bytes]") -> bool:
+    def _serve_until_error(
+        self, socket: "zmq.Socket[bytes]", wake_socket: "zmq.Socket[bytes]"
+    ) -> bool:
         """Serve until the end; ``False`` if the handler failed before that."""
         try:
             with socket:

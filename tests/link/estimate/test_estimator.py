@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.facts.ringtimes import LinkFacts
+from molink.facts.ring_times import LinkFacts
 from molink.link.estimate.estimator import LinkEstimator
 from molink.link.policies.base import (
-    MessageAcknowledgedEvent,
-    DecodeStartedEvent,
-    LinkEvent,
-    LinkEstimatedEvent,
     ChannelReconnectedEvent,
+    DecodeStartedEvent,
+    LinkEstimatedEvent,
+    LinkEvent,
+    MessageAcknowledgedEvent,
     MessageSentEvent,
 )
-from molink.wire.messages.data import Channel
+from molink.wire.messages.data_plane import Channel
 
 MBPS = 125_000.0
 _BEAT = 0.1
@@ -111,7 +111,9 @@ class Pipe:
         self._tell(MessageSentEvent(lane, nbytes))
         self._carry(nbytes, lambda: self._arrive(lane, nbytes, sent_at), lane)
 
-    def _carry(self, nbytes: int, arrive: Callable[[], None], lane: Channel = Channel.DECODE) -> None:
+    def _carry(
+        self, nbytes: int, arrive: Callable[[], None], lane: Channel = Channel.DECODE
+    ) -> None:
         """Through the narrowest point, which serves one message after another, and across."""
         self._queue.append((nbytes, arrive, lane))
         if len(self._queue) == 1:

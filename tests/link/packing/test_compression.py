@@ -151,7 +151,9 @@ def test_int8_keeps_failed_rows_failed_and_zeros_exact(
     values[1] = 0
     data = bits(values, dtype)
     after = numbers(
-        codec.unpack_rows(*codec.pack_rows(header(dtype, data, 64), data, Coding.INT8))[1], dtype, 64
+        codec.unpack_rows(*codec.pack_rows(header(dtype, data, 64), data, Coding.INT8))[1],
+        dtype,
+        64,
     )
     assert np.isnan(after[0]).all()
     np.testing.assert_array_equal(after[1:], values[1:])

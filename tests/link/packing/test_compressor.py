@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.link.packing.compressor import Compressor, CompressorLimits, PackDecision, PackedSample, PackingGain
+from molink.link.packing.compressor import (
+    Compressor,
+    CompressorLimits,
+    PackDecision,
+    PackedSample,
+    PackingGain,
+)
 from molink.wire.messages.base import Coding
 
 MBPS = 125_000.0

@@ -2,20 +2,25 @@ import itertools
 
 import pytest
 
-from molink.link.policies.adaptive import COMMITTED_SHARE, MAX_CHUNK_INTERVAL, LEAD_S, AdaptivePolicy
+from molink.link.policies.adaptive import (
+    COMMITTED_SHARE,
+    LEAD_S,
+    MAX_CHUNK_INTERVAL,
+    AdaptivePolicy,
+)
 from molink.link.policies.base import (
-    MessageAcknowledgedEvent,
+    ChannelReconnectedEvent,
     DecodeFinishedEvent,
     DecodeStartedEvent,
     LinkEstimatedEvent,
-    RowsProducedEvent,
-    ChannelReconnectedEvent,
-    SendRowsAction,
+    MessageAcknowledgedEvent,
     MessageSentEvent,
+    RowsProducedEvent,
+    SendRowsAction,
     WaitAction,
 )
 from molink.link.policies.credit import FIRST_CHUNK, TARGET_DELAY
-from molink.wire.messages.data import Channel
+from molink.wire.messages.data_plane import Channel
 
 ROW = 8192
 RATE = 12.5e6
@@ -51,7 +56,9 @@ def test_decode_goes_first_then_chunks() -> None:
     assert policy.choose_action(0.0, BOTH) == SendRowsAction(1, 8)
     assert policy.choose_action(0.0, BOTH) == SendRowsAction(0, CHUNK)
     policy.handle(RowsProducedEvent(2, Channel.DECODE, 8, ROW), 0.0)
-    assert policy.choose_action(0.0, (Channel.BULK,)) == SendRowsAction(0, CHUNK), "that one can't go yet"
+    assert policy.choose_action(0.0, (Channel.BULK,)) == SendRowsAction(0, CHUNK), (
+        "that one can't go yet"
+    )
     assert policy.choose_action(0.0, BOTH) == SendRowsAction(2, 8)
     assert policy.choose_action(0.0, (Channel.DECODE,)) == WaitAction()
 

@@ -1,6 +1,11 @@
-from molink.link.policies.base import DecodeStartedEvent, RowsProducedEvent, SendRowsAction, WaitAction
+from molink.link.policies.base import (
+    DecodeStartedEvent,
+    RowsProducedEvent,
+    SendRowsAction,
+    WaitAction,
+)
 from molink.link.policies.concurrent import FRAGMENT_BYTES, ConcurrentPolicy
-from molink.wire.messages.data import Channel
+from molink.wire.messages.data_plane import Channel
 
 BOTH = (Channel.DECODE, Channel.BULK)
 
@@ -50,6 +55,10 @@ def test_more_rows_of_a_volume_join_it_or_bring_it_back() -> None:
     policy = ConcurrentPolicy()
     policy.handle(RowsProducedEvent(0, Channel.BULK, 1, FRAGMENT_BYTES), 0.0)
     policy.handle(RowsProducedEvent(0, Channel.BULK, 1, FRAGMENT_BYTES), 0.0)
-    assert [policy.choose_action(0.0, BOTH) for _ in range(3)] == [SendRowsAction(0, 1), SendRowsAction(0, 1), WaitAction()]
+    assert [policy.choose_action(0.0, BOTH) for _ in range(3)] == [
+        SendRowsAction(0, 1),
+        SendRowsAction(0, 1),
+        WaitAction(),
+    ]
     policy.handle(RowsProducedEvent(0, Channel.BULK, 1, FRAGMENT_BYTES), 0.0)
     assert policy.choose_action(0.0, BOTH) == SendRowsAction(0, 1)

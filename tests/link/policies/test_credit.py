@@ -7,25 +7,32 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from molink.facts.ringtimes import LinkFacts
+from molink.facts.ring_times import LinkFacts
 from molink.link.estimate.estimator import LinkEstimator
-from molink.link.policies.base import MessageAcknowledgedEvent, HeartbeatEchoedEvent, LinkEvent, LinkEstimatedEvent, ChannelReconnectedEvent, MessageSentEvent
+from molink.link.policies.base import (
+    ChannelReconnectedEvent,
+    HeartbeatEchoedEvent,
+    LinkEstimatedEvent,
+    LinkEvent,
+    MessageAcknowledgedEvent,
+    MessageSentEvent,
+)
 from molink.link.policies.credit import (
+    FILL_FACTOR,
     FIRST_CHUNK,
     HIGH_DELAY,
+    LOW_DELAY,
     MAX_CHUNK,
     MAX_SHARE,
     MAX_WINDOW,
     MIN_CHUNK,
     MIN_SHARE,
-    FILL_FACTOR,
-    LOW_DELAY,
     SHARE_STEP,
     TARGET_DELAY,
     VOUCH_S,
     CreditWindow,
 )
-from molink.wire.messages.data import Channel
+from molink.wire.messages.data_plane import Channel
 
 MBPS = 1e6 / 8
 
@@ -291,7 +298,11 @@ def late(window: CreditWindow, now: float) -> float:
 
 
 @pytest.mark.parametrize(
-    "message", [HeartbeatEchoedEvent(0.03 + HIGH_DELAY / 2), MessageAcknowledgedEvent(Channel.DECODE, 12_500, 0.031 + HIGH_DELAY / 2)]
+    "message",
+    [
+        HeartbeatEchoedEvent(0.03 + HIGH_DELAY / 2),
+        MessageAcknowledgedEvent(Channel.DECODE, 12_500, 0.031 + HIGH_DELAY / 2),
+    ],
 )
 def test_chunks_late_by_a_loss_do_not_shrink_the_window(message: LinkEvent) -> None:
     """While the decode lane finds no queue, the link has none."""

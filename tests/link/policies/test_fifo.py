@@ -1,13 +1,13 @@
 from molink.link.policies.base import (
-    MessageAcknowledgedEvent,
     DecodeFinishedEvent,
     DecodeStartedEvent,
+    MessageAcknowledgedEvent,
     RowsProducedEvent,
     SendRowsAction,
     WaitAction,
 )
 from molink.link.policies.create import create_policy
-from molink.wire.messages.data import Channel
+from molink.wire.messages.data_plane import Channel
 
 BOTH = (Channel.DECODE, Channel.BULK)
 

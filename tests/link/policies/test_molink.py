@@ -1,19 +1,19 @@
-"""Algorithm 1 of the MoLinkPolicy paper, line by line."""
+"""Algorithm 1 of the MoLink paper, line by line."""
 
 import pytest
 
 from molink.link.policies.base import (
-    MessageAcknowledgedEvent,
     DecodeFinishedEvent,
     DecodeStartedEvent,
     LinkEstimatedEvent,
+    MessageAcknowledgedEvent,
+    MessageSentEvent,
     RowsProducedEvent,
     SendRowsAction,
-    MessageSentEvent,
     WaitAction,
 )
 from molink.link.policies.molink import FIRST_CHUNK, MAX_WAITING, MoLinkPolicy
-from molink.wire.messages.data import Channel
+from molink.wire.messages.data_plane import Channel
 
 ROW = 8192
 RATE = 12.5e6
@@ -41,7 +41,12 @@ def test_line_1_volumes_queue_by_kind_in_order() -> None:
     decode(policy, 2)
     prefill(policy, 3, 3)
     sends = [policy.choose_action(0.0, BULK) for _ in range(4)]
-    assert sends == [SendRowsAction(1, 2), SendRowsAction(2, 2), SendRowsAction(0, 3), SendRowsAction(3, 3)]
+    assert sends == [
+        SendRowsAction(1, 2),
+        SendRowsAction(2, 2),
+        SendRowsAction(0, 3),
+        SendRowsAction(3, 3),
+    ]
     assert policy.choose_action(0.0, BULK) == WaitAction()
 
 
@@ -112,9 +117,13 @@ def test_the_three_cases_of_a_chunk() -> None:
     prefill(policy, 0, 1000)
     policy.handle(DecodeStartedEvent(2, 0.02), 0.0)
     assert policy.choose_action(0.0, BULK) == SendRowsAction(0, int(0.02 * RATE / ROW))  # t_c = t_s
-    assert policy.choose_action(0.005, BULK) == SendRowsAction(0, int(0.015 * RATE / ROW))  # t_c > t_s
+    assert policy.choose_action(0.005, BULK) == SendRowsAction(
+        0, int(0.015 * RATE / ROW)
+    )  # t_c > t_s
     policy.handle(DecodeFinishedEvent(2, 0.12), 0.02)
-    assert policy.choose_action(0.06, BULK) == SendRowsAction(0, int(0.08 * RATE / ROW))  # t_c < t_s
+    assert policy.choose_action(0.06, BULK) == SendRowsAction(
+        0, int(0.08 * RATE / ROW)
+    )  # t_c < t_s
     assert policy.choose_action(0.15, BULK) == SendRowsAction(0, 1), "late: a row"
     policy.handle(DecodeFinishedEvent(2), 0.2)
     assert isinstance(policy.choose_action(0.2, BULK), SendRowsAction)
@@ -135,7 +144,9 @@ def test_a_transmission_blocks_until_it_should_have_left() -> None:
     assert policy.choose_action(0.0200001, BULK) == SendRowsAction(2, 2)
     policy.handle(MessageSentEvent(Channel.BULK, 125_000), 0.03)
     policy.handle(MessageAcknowledgedEvent(Channel.BULK, 375_000, 0.001), 0.031)
-    assert policy.choose_action(0.031, BULK) == SendRowsAction(0, 10), "all has arrived sooner than predicted"
+    assert policy.choose_action(0.031, BULK) == SendRowsAction(0, 10), (
+        "all has arrived sooner than predicted"
+    )
 
 
 def test_before_a_rate_is_known_a_chunk_waits_for_its_acknowledgement() -> None:

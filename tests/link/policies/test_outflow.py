@@ -2,9 +2,14 @@
 
 import pytest
 
-from molink.link.policies.base import MessageAcknowledgedEvent, LinkEstimatedEvent, ChannelReconnectedEvent, MessageSentEvent
+from molink.link.policies.base import (
+    ChannelReconnectedEvent,
+    LinkEstimatedEvent,
+    MessageAcknowledgedEvent,
+    MessageSentEvent,
+)
 from molink.link.policies.outflow import MAX_CORRECTION, MIN_RATE_SHARE, Outflow
-from molink.wire.messages.data import Channel
+from molink.wire.messages.data_plane import Channel
 
 RTT = 0.05
 

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from molink.errors import UsageError
 from molink.link.policies.adaptive import MAX_CHUNK_INTERVAL
 from molink.link.policies.base import (
-    MessageAcknowledgedEvent,
-    LinkAction,
+    ChannelReconnectedEvent,
     DecodeFinishedEvent,
     DecodeStartedEvent,
+    LinkAction,
     LinkEstimatedEvent,
-    RowsProducedEvent,
-    ChannelReconnectedEvent,
-    SendRowsAction,
+    MessageAcknowledgedEvent,
     MessageSentEvent,
+    RowsProducedEvent,
+    SendRowsAction,
     WaitAction,
 )
 from molink.link.policies.create import POLICIES, create_policy
-from molink.wire.messages.data import Channel
+from molink.wire.messages.data_plane import Channel
 
 BOTH = (Channel.DECODE, Channel.BULK)
 #: Bytes of one message.
@@ -80,7 +80,9 @@ class Wire:
 
     def acknowledge(self, count: int) -> None:
         for channel, nbytes, sent_at in self.flying[:count]:
-            self.policy.handle(MessageAcknowledgedEvent(channel, nbytes, self.now - sent_at), self.now)
+            self.policy.handle(
+                MessageAcknowledgedEvent(channel, nbytes, self.now - sent_at), self.now
+            )
         del self.flying[:count]
 
     def reconnect(self, lane: Channel) -> None:

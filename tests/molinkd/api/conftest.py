@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from molinkd.api.api_settings import ApiSettings
 from molinkd.api.app import create_app
-from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from tests.molinkd.cli.top import swarms
-from tests.support.direct_reader import InlineReader
 from tests.support.fake_backend import FakeBackend, build_model
+from tests.support.inline_reader import InlineReader
 from tools.browser import Browser, find_driver
 
 

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from aiohttp.test_utils import TestClient
 
-from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.data_plane import SamplingParams
 from tests.support.fake_backend import CONTEXT, FakeBackend
 
 HI = [{"role": "user", "content": "hi"}]

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.api_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from molinkd.api.prompt_reader import PromptWorkers
+from molinkd.api.prompt_worker_pool import PromptWorkers
 from tests.support.fake_backend import FakeBackend, build_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -8,10 +8,10 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from molink.errors import ModelNotFound, NotAuthorized, Overloaded, Unavailable, WorkerError
-from molink.text.template import ChatTemplate
+from molink.text.chat_template import ChatTemplate
 from molink.text.tokenizer import Tokenizer
 from molinkd.api import request_plan
-from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.api_settings import ApiSettings
 from tests.support.fake_backend import FakeBackend
 
 HI = [{"role": "user", "content": "hi"}]

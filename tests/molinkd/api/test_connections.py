@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from molinkd.api.api_settings import ApiSettings
 from molinkd.api.backend import MetricValues
-from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.connections import Connections
 from molinkd.api.http_server import EndpointServer
 from molinkd.api.problem import ProblemError
-from molinkd.api.protocol import Connections
-from tests.support.direct_reader import InlineReader
 from tests.support.fake_backend import FakeBackend
+from tests.support.inline_reader import InlineReader
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = (

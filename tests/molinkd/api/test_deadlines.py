@@ -158,7 +158,8 @@ async def test_reading_the_prompt_counts(
 ) -> None:
     times = itertools.count(0, 50)
     monkeypatch.setattr(
-        "molinkd.api.generator.time", SimpleNamespace(perf_counter=lambda: float(next(times)))
+        "molinkd.api.generation_handler.time",
+        SimpleNamespace(perf_counter=lambda: float(next(times))),
     )
     answer = await client.post("/v1/completions", json={"prompt": "hi", "timeout": 90})
     assert answer.status == 504

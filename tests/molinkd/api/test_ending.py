@@ -13,10 +13,10 @@ from aiohttp.test_utils import TestClient
 
 from molink.errors import Unavailable
 from molinkd.api import app as app_module
-from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.api_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from tests.support.direct_reader import InlineReader
 from tests.support.fake_backend import FakeBackend
+from tests.support.inline_reader import InlineReader
 
 HI: Any = [{"role": "user", "content": "hi"}]
 CHAT = {"model": "tiny", "messages": HI}

@@ -12,11 +12,11 @@ import openai
 import pytest
 import torch
 
-from molink.checkpoint.source import find_demo_model
-from molinkd.api.endpoint_settings import ApiSettings
+from molink.checkpoint.model_source import find_demo_model
+from molinkd.api.api_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from tests.support import tool_templates
-from tests.support.direct_reader import InlineReader
+from tests.support.inline_reader import InlineReader
 from tests.support.ring_backend import RingBackend
 
 HI: Any = [{"role": "user", "content": "What is molink?"}]

@@ -12,9 +12,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.api_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from molinkd.api.prompt_reader import PromptWorkers
+from molinkd.api.prompt_worker_pool import PromptWorkers
 from tests.support.fake_backend import FakeBackend, build_model
 from tests.support.http_fuzz import OTHERS, random_body, random_bytes, random_other
 from tests.support.tool_templates import HERMES

@@ -10,9 +10,9 @@ import pytest
 
 from molink.errors import PortInUse, UsageError
 from molinkd.api import http_server as server_module
-from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.api_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from tests.support.direct_reader import InlineReader
+from tests.support.inline_reader import InlineReader
 
 
 def get(port: int, path: str = "/health") -> bytes:

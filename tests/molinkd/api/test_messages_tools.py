@@ -9,11 +9,11 @@ import pydantic
 import pytest
 from aiohttp.test_utils import TestClient
 
-from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.api_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from tests.support import tool_templates
-from tests.support.direct_reader import InlineReader
 from tests.support.fake_backend import FakeBackend
+from tests.support.inline_reader import InlineReader
 from tests.support.tool_answers import ANSWERS, CITY, HI, PARIS, backend_of, prompt_of
 
 TOOLS: Any = [

@@ -6,7 +6,7 @@ import jsonschema
 import pytest
 from aiohttp.test_utils import TestClient
 
-from molinkd.api.guard import PAGE_PREFIX
+from molinkd.api.access_guard import PAGE_PREFIX
 from molinkd.api.openapi import REQUEST_BODIES
 from tests.support.fake_backend import FakeBackend
 

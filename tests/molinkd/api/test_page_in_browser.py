@@ -9,7 +9,13 @@ import pytest
 
 from molink.errors import Overloaded, Unavailable
 from tests.support import tool_templates
-from tests.support.chat_page import ask_question, needs_chromium, sent_prompt, wait_until_ready, release_tokens
+from tests.support.chat_page import (
+    ask_question,
+    needs_chromium,
+    release_tokens,
+    sent_prompt,
+    wait_until_ready,
+)
 from tests.support.fake_backend import FakeBackend, build_model
 from tools.browser import ENTER, ESCAPE, Browser
 

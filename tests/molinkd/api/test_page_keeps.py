@@ -6,7 +6,13 @@ from collections.abc import Callable
 import pytest
 
 from tests.molinkd.cli.top import swarms
-from tests.support.chat_page import ask_question, needs_chromium, sent_prompt, wait_until_ready, release_tokens
+from tests.support.chat_page import (
+    ask_question,
+    needs_chromium,
+    release_tokens,
+    sent_prompt,
+    wait_until_ready,
+)
 from tests.support.fake_backend import FakeBackend
 from tools.browser import ENTER, Browser
 

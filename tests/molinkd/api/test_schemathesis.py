@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.api_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from molinkd.api.prompt_reader import PromptWorkers
+from molinkd.api.prompt_worker_pool import PromptWorkers
 from tests.support.clients import python_program
 from tests.support.tool_answers import CALL, backend_of
 from tests.support.tool_templates import HERMES

@@ -8,7 +8,7 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from molink.errors import Unavailable
-from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.api_settings import ApiSettings
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"

@@ -12,17 +12,17 @@ import pydantic
 import pytest
 import torch
 
-from molink.checkpoint.source import find_demo_model
-from molink.swarm.frontend.generation import Request
+from molink.checkpoint.model_source import find_demo_model
+from molink.swarm.frontend.request import Request
 from molink.text.grammar import build_grammar
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import Rejected
-from molinkd.api.constraint import compile_grammar
-from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.api_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from molinkd.api.schema import ChatBody, decode_body
-from tests.support.direct_reader import InlineReader
+from molinkd.api.openai_schema import ChatBody, decode_body
+from molinkd.api.structured_output import compile_grammar
+from tests.support.inline_reader import InlineReader
 from tests.support.ring_backend import RingBackend
 
 HI: Any = [{"role": "user", "content": "What is molink?"}]

@@ -10,7 +10,7 @@ from molink.errors import PortInUse
 from molinkd.cli.main import run
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Launch
-from molinkd.peer.remembered import read_options, write_options
+from molinkd.peer.saved_options import read_options, write_options
 from molinkd.peer.settings import SETTING_NAMES
 
 
@@ -92,7 +92,7 @@ def test_a_remembered_value_that_is_wrong_now_can_be_forgotten(
 ) -> None:
     launches: list[Launch] = []
     monkeypatch.setattr(
-        "molinkd.cli.starting.run_daemon", lambda launch, _: launches.append(launch)
+        "molinkd.cli.daemon_start.run_daemon", lambda launch, _: launches.append(launch)
     )
     write_options(home.options, options)
     assert run(["up", *arguments]) == 2
@@ -114,7 +114,7 @@ def test_a_remembered_port_that_is_taken_can_be_forgotten(
     def taken(*_: object) -> None:
         raise PortInUse("port 1 is taken: choose another with --endpoint-port")
 
-    monkeypatch.setattr("molinkd.cli.starting.run_daemon", taken)
+    monkeypatch.setattr("molinkd.cli.daemon_start.run_daemon", taken)
     write_options(home.options, {"endpoint_port": 1})
     assert run(["up", *arguments]) == 4
     forgets = "`molink config unset endpoint_port` forgets that" in capsys.readouterr().err
@@ -126,7 +126,7 @@ def test_what_is_given_now_counts_instead_of_what_is_wrong(
 ) -> None:
     launches: list[Launch] = []
     monkeypatch.setattr(
-        "molinkd.cli.starting.run_daemon", lambda launch, _: launches.append(launch)
+        "molinkd.cli.daemon_start.run_daemon", lambda launch, _: launches.append(launch)
     )
     write_options(home.options, {"threads": -1})
     assert run(["up", "--threads", "2"]) == 0

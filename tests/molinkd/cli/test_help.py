@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import typer
 
-from molinkd.cli.late import GROUP_NAMES, COMMAND_NAMES
+from molinkd.cli.lazy_commands import COMMAND_NAMES, GROUP_NAMES
 from molinkd.cli.main import build_app, run
 
 

@@ -12,24 +12,27 @@ from typing import Any
 import pytest
 
 from molink.errors import PairingRefused, RequestError
-from molink.swarm.membership.nearby import PAIRING_PORT, DiscoveredSwarm
+from molink.swarm.membership.discovery import PAIRING_PORT, DiscoveredSwarm
+from molink.wire.messages.admin import LeaveRequest
 from molink.wire.messages.instructions import PendingPairing
-from molink.wire.messages.requests import LeaveRequest
-from molinkd.cli import local_daemon, main
-from molinkd.cli.console import DaemonConsole
-from molinkd.cli.doorbell import PairingPrompt
+from molinkd.cli import daemon_client as local_daemon
+from molinkd.cli import main
+from molinkd.cli.daemon_console import DaemonConsole
 from molinkd.cli.join_verbs import is_address
 from molinkd.cli.main import run
-from molinkd.cli.typed_lines import TypedLines
+from molinkd.cli.pairing_prompt import PairingPrompt
+from molinkd.cli.terminal_lines import TypedLines
 from molinkd.peer.demo import DemoSwarm
 from molinkd.peer.home import Home
-from molinkd.peer.launch import InvitationCreatedEvent, PairingsChangedEvent, Launch
-from molinkd.peer.membership.knock import PairingCode
-from molinkd.peer.membership.membership import MembershipRecord, read_membership
+from molinkd.peer.launch import InvitationCreatedEvent, Launch, PairingsChangedEvent
+from molinkd.peer.membership.membership_record import MembershipRecord, read_membership
+from molinkd.peer.membership.pairing_client import PairingCode
 
 ATTIC = DiscoveredSwarm("ab" * 8, "attic", "k" * 40, ("192.168.1.7",), 5479)
 CELLAR = DiscoveredSwarm("cd" * 8, "cellar", "l" * 40, ("192.168.1.8",), 5479)
-MEMBER = MembershipRecord(swarm=ATTIC.swarm, coordinator_key="k" * 40, addresses=("192.168.1.7:5466",))
+MEMBER = MembershipRecord(
+    swarm=ATTIC.swarm, coordinator_key="k" * 40, addresses=("192.168.1.7:5466",)
+)
 
 
 class Network:
@@ -45,7 +48,13 @@ class Network:
         return self.swarms
 
     async def knock(
-        self, nearby: DiscoveredSwarm, _keys: object, _name: str, show: Callable[[PairingCode], None], *, join: str
+        self,
+        nearby: DiscoveredSwarm,
+        _keys: object,
+        _name: str,
+        show: Callable[[PairingCode], None],
+        *,
+        join: str,
     ) -> MembershipRecord:
         assert join == "`molink join`"
         self.asked.append(nearby)
@@ -75,8 +84,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
 def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     network = Network()
     monkeypatch.setattr("molinkd.peer.membership.discovery.look_around", network.look_around)
-    monkeypatch.setattr("molinkd.peer.membership.knock.knock", network.knock)
-    monkeypatch.setattr("molinkd.cli.starting.run_daemon", network.run_daemon)
+    monkeypatch.setattr("molinkd.peer.membership.pairing_client.knock", network.knock)
+    monkeypatch.setattr("molinkd.cli.daemon_start.run_daemon", network.run_daemon)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     return network
 

@@ -24,7 +24,9 @@ def status(*stages: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def test_the_links_are_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:
-    (plan,) = explain_rings(status(stage("a", 0.010, 0.030), stage("b", 0.005, 0.020, measured=False)))
+    (plan,) = explain_rings(
+        status(stage("a", 0.010, 0.030), stage("b", 0.005, 0.020, measured=False))
+    )
     assert plan.round_trip_s == pytest.approx(0.065)
     assert plan.bottleneck == "the links, most of all from A to B: 77 % of the time per token"
     assert plan.spare_peers == {"C": "a spare"}

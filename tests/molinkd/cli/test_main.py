@@ -13,15 +13,15 @@ import pytest
 import molink
 from molink import errors
 from molink.errors import ConnectionBroken, Unavailable, UsageError
-from molink.wire.messages.requests import InviteReply, RevokeReply, StatusRequest
-from molinkd.cli import local_daemon
-from molinkd.cli.demonstration import sample_command
-from molinkd.cli.invitation_table import show_invitations, remaining_text
+from molink.wire.messages.admin import InviteReply, RevokeReply, StatusRequest
+from molinkd.cli import daemon_client as local_daemon
+from molinkd.cli.demo import sample_command
+from molinkd.cli.invitation_table import remaining_text, show_invitations
 from molinkd.cli.main import run, use_utf8
 from molinkd.peer.demo import first_peer
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Launch
-from molinkd.peer.runfile import RunFile
+from molinkd.peer.run_file import RunFile
 from molinkd.peer.settings import MemoryShare
 
 
@@ -57,7 +57,7 @@ def test_quantize_and_memory_reach_the_daemon(
 ) -> None:
     launches: list[Launch] = []
     monkeypatch.setattr(
-        "molinkd.cli.starting.run_daemon", lambda launch, _: launches.append(launch)
+        "molinkd.cli.daemon_start.run_daemon", lambda launch, _: launches.append(launch)
     )
     assert run(["up", "--quantize", "nf4", "--memory", "80%", "--context", "4096"]) == 0
     (launch,) = launches
@@ -74,8 +74,8 @@ def test_an_endpoint_for_others_without_a_key_is_refused_before_anything_is_done
     def never(*_: object) -> None:
         raise AssertionError(verb)
 
-    monkeypatch.setattr("molinkd.cli.starting.run_daemon", never)
-    monkeypatch.setattr("molinkd.cli.starting.token_for", never)
+    monkeypatch.setattr("molinkd.cli.daemon_start.run_daemon", never)
+    monkeypatch.setattr("molinkd.cli.daemon_start.token_for", never)
     home = tmp_path / "new"
     assert run([verb, "--endpoint-host", "0.0.0.0", "--home", str(home)]) == 2
     assert "set one with --api-key" in capsys.readouterr().err
@@ -128,7 +128,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """The daemons that would have been run."""
     launches: list[Launch] = []
     monkeypatch.setattr(
-        "molinkd.cli.starting.run_daemon", lambda launch, _: launches.append(launch)
+        "molinkd.cli.daemon_start.run_daemon", lambda launch, _: launches.append(launch)
     )
     return launches
 
@@ -273,7 +273,9 @@ def test_a_status_that_is_cut_off_is_asked_for_again(
     """As when a member has just been shut out."""
     asked: list[object] = []
 
-    def ask(found: local_daemon.RunningDaemon, message: StatusRequest) -> tuple[StatusRequest, bytes]:
+    def ask(
+        found: local_daemon.RunningDaemon, message: StatusRequest
+    ) -> tuple[StatusRequest, bytes]:
         asked.append(found)
         if len(asked) == 1:
             raise ConnectionBroken("broke")
@@ -302,7 +304,7 @@ def test_status_ends_by_whether_the_swarm_is_ready(
     def ask(_: object, message: StatusRequest) -> tuple[StatusRequest, bytes]:
         return message, json.dumps(state).encode()
 
-    monkeypatch.setattr("molinkd.cli.local_daemon.time.sleep", wait)
+    monkeypatch.setattr("molinkd.cli.daemon_client.time.sleep", wait)
     monkeypatch.setattr(local_daemon, "send_request", ask)
     assert run(["status"]) == 6
     assert (run(["status", "--wait", "60"]), len(slept)) == (0, 2), "for molink, then for a model"
@@ -328,7 +330,7 @@ def test_commands_start_without_heavy_imports() -> None:
 
 def test_the_daemon_never_imports_torch() -> None:
     code = (
-        "import sys; import molinkd.peer.main; import molinkd.cli.demonstration;"
+        "import sys; import molinkd.peer.main; import molinkd.cli.demo;"
         "heavy = {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
@@ -391,12 +393,20 @@ def test_a_peer_is_found_by_name_or_id() -> None:
 
 
 def test_events_of_a_daemon_drive_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    from molinkd.cli.console import DaemonConsole
-    from molinkd.cli.demonstration import DemoConsole
-    from molinkd.peer.launch import ModelReadinessChangedEvent, StageStatusChangedEvent, ProblemReportedEvent
+    from molinkd.cli.daemon_console import DaemonConsole
+    from molinkd.cli.demo import DemoConsole
+    from molinkd.peer.launch import (
+        ModelReadinessChangedEvent,
+        ProblemReportedEvent,
+        StageStatusChangedEvent,
+    )
 
     evil = "\x1b]0;PWNED\x07[red]"
-    for event in (StageStatusChangedEvent(text=evil), ProblemReportedEvent(text=evil), ModelReadinessChangedEvent(model=evil, ready=True)):
+    for event in (
+        StageStatusChangedEvent(text=evil),
+        ProblemReportedEvent(text=evil),
+        ModelReadinessChangedEvent(model=evil, ready=True),
+    ):
         DaemonConsole().show_event(event)
         DemoConsole().show_event(1, event)
     captured = capsys.readouterr()
@@ -415,6 +425,8 @@ def test_pipes_get_utf8() -> None:
 
 def test_the_sample_suits_the_shell() -> None:
     typed = "`x/molink {}`".format
-    assert sample_command("http://u/v1", typed, "win32").strip() == 'x/molink chat "What is molink?"'
+    assert (
+        sample_command("http://u/v1", typed, "win32").strip() == 'x/molink chat "What is molink?"'
+    )
     curl = sample_command("http://u/v1", typed, "linux")
     assert json.loads(curl.split("'")[-2])["stream"] is True

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from molink.checkpoint.source import NullCounter, find_demo_model
-from molink.checkpoint.unpacking import import_gguf
+from molink.checkpoint.gguf_import import import_gguf
+from molink.checkpoint.model_source import NullCounter, find_demo_model
 from molinkd.cli.main import run
 from tests.support.gguf_models import Kind, write_gguf
 from tests.support.models import MakeModel

@@ -14,7 +14,7 @@ from molinkd.cli.service.base import CommandResult
 from molinkd.cli.service.systemd import SystemdService
 from molinkd.cli.service.task_scheduler import TaskSchedulerService, task_xml
 from molinkd.peer.home import Home
-from molinkd.peer.membership.membership import MembershipRecord
+from molinkd.peer.membership.membership_record import MembershipRecord
 
 COMMAND = ["/opt/my python", "-m", "molinkd", "service", "run", "--home", "/home/a b/50%$x"]
 NAMESPACE = "{http://schemas.microsoft.com/windows/2004/02/mit/task}"
@@ -29,7 +29,11 @@ class System:
 
     def run(self, command: Sequence[str]) -> CommandResult:
         self.told.append(list(command))
-        return CommandResult(1, "no such thing") if self._fails(command) else CommandResult(0, "active")
+        return (
+            CommandResult(1, "no such thing")
+            if self._fails(command)
+            else CommandResult(0, "active")
+        )
 
 
 def systemd(system: System, tmp_path: Path) -> SystemdService:
@@ -151,6 +155,8 @@ def test_the_service_starts_what_ran_before(
     started: list[tuple[object, ...]] = []
     monkeypatch.setattr(verbs, "start", lambda *given, **more: started.append((*given, more)))
     home = Home(tmp_path).create_folders()
-    MembershipRecord(swarm="s", coordinator_key="k", addresses=(), is_founder=own).save(home.membership)
+    MembershipRecord(swarm="s", coordinator_key="k", addresses=(), is_founder=own).save(
+        home.membership
+    )
     assert run(["service", "run", "--home", str(tmp_path)]) == 0
     assert started == [(role, home, {}, {"invite": False})]

@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from molink.link.policies.base import RowsProducedEvent, MessageSentEvent
+from molink.link.policies.base import MessageSentEvent, RowsProducedEvent
 from molink.link.policies.create import create_policy
 from molink.link.recording import RecordingPolicy
-from molink.wire.messages.data import Channel
+from molink.wire.messages.data_plane import Channel
 from molinkd.cli.main import run
 
 SHORT = ("--rate", "0.5", "--duration", "4", "--input-tokens", "64", "--output-tokens", "4")

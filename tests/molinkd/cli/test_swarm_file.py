@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from molink.errors import UsageError
-from molinkd.cli.swarm_file import MAX_BYTES, served_name, model_entries, read_swarm_file
+from molinkd.cli.swarm_file import MAX_BYTES, model_entries, read_swarm_file, served_name
 
 GOOD = """\
 molink = "1.2"

@@ -24,9 +24,9 @@ from molink.errors import (
     MolinkError,
     NotAuthorized,
     Overloaded,
+    PeerBanned,
     PortInUse,
     RequestError,
-    PeerBanned,
     StateError,
     TokenError,
     Unavailable,
@@ -38,45 +38,22 @@ from molink.facts.profile import Profile
 from molink.swarm.controller import registry
 from molink.swarm.controller.records import MemberRecord, PipelineRecord
 from molink.swarm.election.replica import Replica, decode_replica
-from molink.swarm.membership import twins
+from molink.swarm.membership import duplicate_peers as twins
+from molink.swarm.membership.discovery import DiscoveredSwarm
 from molink.swarm.membership.invitations import MAX_INVITATIONS
-from molink.swarm.membership.join_rate import JoinRateLimiter, RateLimit
-from molink.swarm.membership.nearby import DiscoveredSwarm
-from molink.swarm.membership.token import JoinToken
+from molink.swarm.membership.join_rate_limit import JoinRateLimiter, RateLimit
+from molink.swarm.membership.join_token import JoinToken
 from molink.swarm.terms import next_term
-from molink.wire.messages.base import Payload
-from molink.wire.messages.codec import control_codec
-from molink.wire.messages.instructions import (
-    Assign,
-    FormPipeline,
-    PendingPairings,
-    PeerInfo,
-    PeerRemoved,
-    Prefetch,
-    Revoked,
-    Route,
-    RouteRemoved,
-    DuplicatePeer,
-    Welcome,
-)
-from molink.wire.messages.joining import JoinReply, JoinRequest
-from molink.wire.messages.leading import LeaderHeartbeat, StateRequest, StateReplica
-from molink.wire.messages.reports import (
-    Goodbye,
-    PrefetchState,
-    StageFailed,
-    StageLoaded,
-    StageReady,
-)
-from molink.wire.messages.requests import (
+from molink.wire.messages.admin import (
     ApplyModels,
+    DesiredModels,
     InvitationsReply,
     InvitationsRequest,
     InviteReply,
     InviteRequest,
-    PairingDecisionRequest,
     LeaveRequest,
     ModelSpec,
+    PairingDecisionRequest,
     Rebalance,
     RevokeReply,
     RevokeRequest,
@@ -86,17 +63,40 @@ from molink.wire.messages.requests import (
     StopServing,
     SwitchModel,
     UnrevokeRequest,
-    DesiredModels,
+)
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.election import LeaderHeartbeat, StateReplica, StateRequest
+from molink.wire.messages.instructions import (
+    Assign,
+    DuplicatePeer,
+    FormPipeline,
+    PeerInfo,
+    PeerRemoved,
+    PendingPairings,
+    Prefetch,
+    Revoked,
+    Route,
+    RouteRemoved,
+    Welcome,
+)
+from molink.wire.messages.join import JoinReply, JoinRequest
+from molink.wire.messages.peer_reports import (
+    Goodbye,
+    PrefetchState,
+    StageFailed,
+    StageLoaded,
+    StageReady,
 )
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.client import Client, ClientEvents
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.key_pair import KeyPair
 from molinkd.coordinator import coordinator as module
-from molinkd.coordinator.arguments import CoordinatorOptions
 from molinkd.coordinator.coordinator import Coordinator
-from molinkd.coordinator.state import StateStore
-from molinkd.peer.membership.knock import PairingCode, request_pairing
-from tests.support.swarm import Kit
+from molinkd.coordinator.options import CoordinatorOptions
+from molinkd.coordinator.state_store import StateStore
+from molinkd.peer.membership.pairing_client import PairingCode, request_pairing
+from tests.support.fake_fleet import Kit
 
 
 class Peer:
@@ -657,7 +657,9 @@ async def test_a_swarm_has_room_for_so_many(scene: Scene) -> None:
 async def test_too_many_at_once_come_later(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner, uses=5)
-    scene.coordinator.door._rate = JoinRateLimiter(time.monotonic(), RateLimit(2, 1e-6), RateLimit(9, 9.0))
+    scene.coordinator.door._rate = JoinRateLimiter(
+        time.monotonic(), RateLimit(2, 1e-6), RateLimit(9, 9.0)
+    )
     async with scene.guest(token) as guest:
         asked = [guest.send_request(wish(KeyPair.generate()), timeout=60) for _ in range(5)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -984,7 +986,9 @@ async def test_a_pc_that_knocks_becomes_a_member(scene: Scene) -> None:
     await scene.until(lambda: owner.last(Welcome) and guest.last(Welcome), owner, guest)
     keys = KeyPair.generate()
     task, code = await knocking(scene, keys, "attic\x1b")
-    await scene.until(lambda: owner.last(PendingPairings) and owner.last(PendingPairings).knocks, owner)
+    await scene.until(
+        lambda: owner.last(PendingPairings) and owner.last(PendingPairings).knocks, owner
+    )
     (knock_,) = owner.last(PendingPairings).knocks
     assert (knock_.name, knock_.code, knock_.address) == ("attic", code, "127.0.0.1")
     assert guest.last(PendingPairings) is None, "owners are told; others see it in the status"
@@ -1110,7 +1114,10 @@ async def test_who_speaks_otherwise_takes_no_part(
         return len(peer.told) > 2 and {type(one) for one in peer.told} == {LeaderHeartbeat}
 
     await scene.until(lambda: refused(newer), owner, newer)
-    assert (newer.last(LeaderHeartbeat).version, newer.last(LeaderHeartbeat).protocol) == (__version__, PROTOCOL)
+    assert (newer.last(LeaderHeartbeat).version, newer.last(LeaderHeartbeat).protocol) == (
+        __version__,
+        PROTOCOL,
+    )
     live = scene.coordinator.fleet.registry.live
     await scene.until(lambda: not live(newer.id), owner, newer)
     (shown,) = [p for p in (await scene.status(owner))["peers"] if p["id"] == newer.id]

@@ -13,13 +13,13 @@ from zmq.asyncio import Context
 
 from molink.errors import NotAuthorized, TokenError
 from molink.facts.identity import derive_peer_id
-from molink.swarm.membership.token import JoinToken
+from molink.swarm.membership.join_token import JoinToken
+from molink.wire.messages.admin import InviteReply, InviteRequest, StatusReply, StatusRequest
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.joining import JoinReply, JoinRequest
-from molink.wire.messages.requests import InviteReply, InviteRequest, StatusReply, StatusRequest
+from molink.wire.messages.join import JoinReply, JoinRequest
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.client import Client
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.key_pair import KeyPair
 
 
 class Process:

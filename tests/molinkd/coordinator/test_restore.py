@@ -9,10 +9,10 @@ from molink.errors import DamagedState, StateError
 from molink.facts.identity import derive_peer_id
 from molink.swarm.controller.records import MemberRecord, SwarmRecord
 from molink.swarm.election.replica import Replica
-from molink.wire.sockets.curve import KeyPair
-from molinkd.coordinator.arguments import CoordinatorOptions
+from molink.wire.sockets.key_pair import KeyPair
+from molinkd.coordinator.options import CoordinatorOptions
 from molinkd.coordinator.restore import open_state, read_replica
-from molinkd.coordinator.state import STATE_FILE, StateStore
+from molinkd.coordinator.state_store import STATE_FILE, StateStore
 
 KEYS = KeyPair.generate()
 OTHER = KeyPair.generate()

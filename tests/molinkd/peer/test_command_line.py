@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from molinkd.peer.command_line import join_words, molink_command, quote_word, format_command
+from molinkd.peer.command_line import format_command, join_words, molink_command, quote_word
 
 WINDOWS = sys.platform == "win32"
 SCRIPT = "molink.exe" if WINDOWS else "molink"

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from molink.errors import MolinkError, PeerBanned, TokenError, Unavailable
-from molink.swarm.membership.token import JoinToken
-from molink.wire.sockets.curve import KeyPair
+from molink.swarm.membership.join_token import JoinToken
+from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer import daemon as module
 from molinkd.peer.daemon import Daemon
 from molinkd.peer.launch import AnyDaemonEvent, Launch, ProblemReportedEvent
-from molinkd.peer.membership.membership import MembershipRecord
+from molinkd.peer.membership.membership_record import MembershipRecord
 from molinkd.peer.settings import Settings
 
 KEYS = KeyPair.generate()
@@ -64,4 +64,6 @@ def test_what_can_not_be_written_ends_nothing(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     launch = Launch(home=str(tmp_path), settings=Settings(name="pc"), role="join")
-    Daemon(launch, full)._announce(ProblemReportedEvent(text="the coordinator ends again and again here"))
+    Daemon(launch, full)._announce(
+        ProblemReportedEvent(text="the coordinator ends again and again here")
+    )

@@ -12,42 +12,50 @@ from msgspec import structs
 
 from molink.facts.device import Device
 from molink.facts.identity import derive_peer_id
-from molink.swarm.membership.offenders import BannedPeers
+from molink.swarm.membership.banned_peers import BannedPeers
+from molink.wire.messages.admin import RevokeRequest, StatusReply, StatusRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import ControlMessage, DoneReply
+from molink.wire.messages.control_plane import ControlMessage, DoneReply
+from molink.wire.messages.election import LeaderHeartbeat
 from molink.wire.messages.instructions import (
+    Notice,
     PeerInfo,
     PeerRemoved,
-    Notice,
     Revoked,
     Route,
     Welcome,
 )
-from molink.wire.messages.leading import LeaderHeartbeat
-from molink.wire.messages.pipe import PeerBlocked
-from molink.wire.messages.reports import PeerReport
-from molink.wire.messages.requests import RevokeRequest, StatusReply, StatusRequest
+from molink.wire.messages.peer_reports import PeerReport
+from molink.wire.messages.worker_pipe import PeerBlocked
 from molink.wire.protocol import PROTOCOL
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender, Server
 from molinkd.peer.agent import readiness
 from molinkd.peer.agent.device_probe import MeasuredDevice
-from molinkd.peer.artifacts.library import ModelFiles, ModelRepository
+from molinkd.peer.artifacts.model_repository import ModelFiles, ModelRepository
+from molinkd.peer.control_service import ControlService
 from molinkd.peer.election.leadership import Leadership
 from molinkd.peer.election.replica_file import ReplicaFile
 from molinkd.peer.home import Home
-from molinkd.peer.launch import AnyDaemonEvent, ModelUnavailableEvent, TransfersChangedEvent, ProblemReportedEvent
-from molinkd.peer.membership.membership import MembershipRecord
+from molinkd.peer.launch import (
+    AnyDaemonEvent,
+    ModelUnavailableEvent,
+    ProblemReportedEvent,
+    TransfersChangedEvent,
+)
+from molinkd.peer.membership.membership_record import MembershipRecord
 from molinkd.peer.node import Node
 from molinkd.peer.resources import Resources
-from molinkd.peer.service import ControlService
 from molinkd.peer.settings import Settings
 from tests.support.models import MakeModel
 from tests.support.net import Net
 
 OTHER = KeyPair.generate()
-STATUS = {"peers": [{"id": derive_peer_id(OTHER.public), "name": "tv"}], "trouble": "1 of 2 are there"}
+STATUS = {
+    "peers": [{"id": derive_peer_id(OTHER.public), "name": "tv"}],
+    "trouble": "1 of 2 are there",
+}
 
 
 class Scene:
@@ -71,7 +79,9 @@ class Scene:
             announce=self.events.append,
         )
         address = f"127.0.0.1:{self.coordinator.port}"
-        membership = MembershipRecord(swarm="s", coordinator_key=net.keys.public, addresses=(address,))
+        membership = MembershipRecord(
+            swarm="s", coordinator_key=net.keys.public, addresses=(address,)
+        )
         self.shut_out = 0
         replica = ReplicaFile(resources.home.replica, "s")
         self.leadership = Leadership(resources, replica, membership)
@@ -127,13 +137,17 @@ async def test_why_a_pipeline_is_not_ready_is_logged(
     scene: Scene, net: Net, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    route = Route(pipeline="p1", epoch=1, model="m", is_ready=False, scheduler=None, max_model_len=0)
+    route = Route(
+        pipeline="p1", epoch=1, model="m", is_ready=False, scheduler=None, max_model_len=0
+    )
     scene.coordinator.send(scene.identity, route)
     await net.until(lambda: "m is not ready: 1 of 2 are there" in caplog.text)
 
 
 async def test_why_a_model_cannot_be_served_is_said_once(scene: Scene, net: Net) -> None:
-    route = Route(pipeline="p1", epoch=1, model="m", is_ready=False, scheduler=None, max_model_len=0)
+    route = Route(
+        pipeline="p1", epoch=1, model="m", is_ready=False, scheduler=None, max_model_len=0
+    )
     for reason in ("one", "one", "", "two"):
         scene.coordinator.send(scene.identity, structs.replace(route, reason=reason))
     await net.until(lambda: ModelUnavailableEvent(model="m", reason="two") in scene.events)
@@ -151,7 +165,9 @@ async def test_a_pipeline_that_a_new_session_does_not_name_is_no_more(
         return {route.pipeline for route in scene.node._schedulers.routes}
 
     for pipeline in ("p1", "p2"):
-        route = Route(pipeline=pipeline, epoch=1, model="m", is_ready=False, scheduler=None, max_model_len=0)
+        route = Route(
+            pipeline=pipeline, epoch=1, model="m", is_ready=False, scheduler=None, max_model_len=0
+        )
         scene.coordinator.send(scene.identity, route)
     await net.until(lambda: pipelines() == {"p1", "p2"})
     scene.coordinator.send(scene.identity, Welcome(swarm="s", peer="x"))
@@ -292,7 +308,9 @@ async def test_how_far_files_are_is_told_and_reported(
     told = [TransfersChangedEvent()]
 
     def coming() -> bool:
-        told[:] = [event for event in scene.events if isinstance(event, TransfersChangedEvent)] or told
+        told[:] = [
+            event for event in scene.events if isinstance(event, TransfersChangedEvent)
+        ] or told
         return bool(told[-1].transfers) and told[-1].transfers[0].done > 0
 
     await net.until(coming)

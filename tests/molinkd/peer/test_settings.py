@@ -9,13 +9,13 @@ import pytest
 
 from molink.errors import UsageError
 from molink.facts.settings import PipelineSettings
-from molinkd.peer.agent.devices import device_settings
+from molinkd.peer.agent.device_daemons import device_settings
 from molinkd.peer.home import Home
 from molinkd.peer.settings import (
-    SETTING_NAMES,
     MAX_PORTS_TRIED,
-    Settings,
+    SETTING_NAMES,
     MemoryShare,
+    Settings,
     load_settings,
     parse_size,
 )
@@ -37,7 +37,11 @@ def test_later_layers_win(tmp_path: Path, no_common_config: Path) -> None:
     settings = load_settings(
         Home(tmp_path), {"name": "given", "hold": None}, {"MOLINK_NAME": "env", "OTHER": "x"}
     )
-    assert (settings.name, settings.pipeline_wait_timeout, settings.pipeline.max_num_seqs) == ("given", 6.0, 8)
+    assert (settings.name, settings.pipeline_wait_timeout, settings.pipeline.max_num_seqs) == (
+        "given",
+        6.0,
+        8,
+    )
 
 
 def test_text_is_converted() -> None:
@@ -97,7 +101,13 @@ def test_what_cannot_work_is_named(options: dict[str, object], names: str) -> No
 
 @pytest.mark.parametrize(
     ("text", "memory"),
-    [("80%", MemoryShare(80)), (" 12.5 % ", MemoryShare(12.5)), ("12GB", 12 * 10**9), ("0", 0), (5000, 5000)],
+    [
+        ("80%", MemoryShare(80)),
+        (" 12.5 % ", MemoryShare(12.5)),
+        ("12GB", 12 * 10**9),
+        ("0", 0),
+        (5000, 5000),
+    ],
 )
 def test_memory_is_a_size_or_a_share(text: object, memory: object) -> None:
     settings = load_settings(Home(Path("nowhere")), {"memory": text}, {})
@@ -146,7 +156,9 @@ def test_sizes(text: str, size: int) -> None:
 @pytest.mark.parametrize(("text", "rows"), [("auto", 0), (" AUTO", 0), ("0", 0), ("256", 256)])
 def test_rows_of_a_chunk(text: str, rows: int) -> None:
     nowhere = Home(Path("nowhere"))
-    assert load_settings(nowhere, {"chunk_tokens": text}, {}).pipeline.max_num_batched_tokens == rows
+    assert (
+        load_settings(nowhere, {"chunk_tokens": text}, {}).pipeline.max_num_batched_tokens == rows
+    )
     settings = load_settings(nowhere, {}, {"MOLINK_CHUNK_TOKENS": text})
     assert settings.pipeline.max_num_batched_tokens == rows
     assert load_settings(nowhere, {}, {}).pipeline.max_num_batched_tokens == 0
@@ -243,7 +255,9 @@ def test_only_a_port_that_nobody_has_chosen_moves_on(tmp_path: Path) -> None:
     assert defaults.ports_to_try("control_port") == (5467, 5467 + MAX_PORTS_TRIED)
     home.config.write_text("coordinator_port = 5466", encoding="utf-8")
     chosen = load_settings(home, {"endpoint_port": 5465}, {}, {"control_port": 65535})
-    assert chosen.ports_to_try("endpoint_port") == (5465, 5466), "the number of the default, but chosen"
+    assert chosen.ports_to_try("endpoint_port") == (5465, 5466), (
+        "the number of the default, but chosen"
+    )
     assert chosen.ports_to_try("control_port") == (65535, 65536)
     assert chosen.chosen_ports == ("control_port", "coordinator_port", "endpoint_port")
     environment = load_settings(home, {}, {"MOLINK_ENDPOINT_PORT": "0"})

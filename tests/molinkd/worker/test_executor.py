@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from molink.checkpoint.folder import ModelFolder
-from molink.ring.work import StepInput, StepResult
+from molink.checkpoint.model_folder import ModelFolder
+from molink.ring.step import StepInput, StepResult
 from molink.stage.stage import Stage
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Admit, RequestSlice, SamplingParams, Volume
+from molink.wire.messages.data_plane import Admit, RequestSlice, SamplingParams, Volume
 from molinkd.worker import executor as module
 from molinkd.worker.executor import StageExecutor
 from molinkd.worker.request_table import RequestTable

@@ -9,20 +9,20 @@ import pytest
 
 from molink.errors import PortInUse
 from molink.facts.identity import derive_peer_id
-from molink.link.ends import LinkName
+from molink.link.base import LinkName
 from molink.link.heartbeat import StageProgress
-from molink.link.incoming import InLink, InLinkEvents
-from molink.link.outgoing import OutLink, OutLinkEvents
-from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent, ChannelPolicy
+from molink.link.in_link import InLink, InLinkEvents
+from molink.link.out_link import OutLink, OutLinkEvents
+from molink.link.policies.base import ChannelPolicy, DecodeFinishedEvent, DecodeStartedEvent
 from molink.link.policies.create import POLICIES, create_policy
 from molink.link.receiver import Arrival, LinkReceiver
 from molink.link.recording import RecordingPolicy, replay_recording
 from molink.link.sender import LinkSender
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import RequestSlice, Tombstone, Volume, VolumeFragment
+from molink.wire.messages.data_plane import RequestSlice, Tombstone, Volume, VolumeFragment
 from molink.wire.sockets.server import Server
-from molinkd.worker.dial import StageConnector
+from molinkd.worker.connector import StageConnector
 
 HIDDEN = 256
 

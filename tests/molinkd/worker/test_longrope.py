@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from molink.checkpoint.folder import ModelFolder
-from molink.ring.work import StepInput
-from molink.scheduler.head import Scheduler
-from molink.scheduler.limits import SchedulerConfig
+from molink.checkpoint.model_folder import ModelFolder
+from molink.ring.step import StepInput
+from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.request import SchedulerRequest
+from molink.scheduler.scheduler import Scheduler
 from molink.stage.stage import Stage
-from molink.wire.messages.data import Admit, Release, SamplingParams, BlockTable
+from molink.wire.messages.data_plane import Admit, BlockTable, Release, SamplingParams
 from molink.wire.messages.serving import OutputToken
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
@@ -65,7 +65,9 @@ class Workers:
         """
         for number, (tokens, count) in enumerate(asked):
             prompt = tuple(tokens)
-            request = SchedulerRequest("d", str(number), prompt, len(prompt), count, GREEDY, credit_window=32)
+            request = SchedulerRequest(
+                "d", str(number), prompt, len(prompt), count, GREEDY, credit_window=32
+            )
             self.head.submit_request(request, 0.0)
         told = self._run()
         self.head.cancel_peer("d", 0.0)
@@ -91,7 +93,9 @@ class Workers:
                     step_inputs = [StepInput(result.volume, result.rows) for result in results]
                 assert results[0].sampled is not None
                 emissions = self.head.on_sampled(results[0].sampled, {}, 0.0)
-                told += [each.message for each in emissions if isinstance(each.message, OutputToken)]
+                told += [
+                    each.message for each in emissions if isinstance(each.message, OutputToken)
+                ]
             for control in batch.controls:
                 if isinstance(control.body, Release):
                     self.head.on_released(control.body.seq, 0.0)

@@ -20,26 +20,26 @@ from molink.facts.identity import derive_peer_id
 from molink.facts.settings import PipelineSettings
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage, data_codec
-from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.instructions import StageAddress
-from molink.wire.messages.pipe import (
+from molink.wire.messages.serving import Cancel, OutputTokens, PromptFragment, Rejected, Submit
+from molink.wire.messages.worker_pipe import (
     DraftModelSpec,
-    RingFormed,
     FormRing,
     FromWorker,
-    WorkerLoaded,
+    LoadStage,
     PeerKey,
     PeerKeys,
-    LoadStage,
-    WorkerStats,
-    WarmUp,
+    RingFormed,
     WarmedUp,
+    WarmUp,
+    WorkerLoaded,
+    WorkerStats,
     read_pipe,
     write_pipe,
 )
-from molink.wire.messages.serving import Cancel, PromptFragment, Rejected, Submit, OutputTokens
 from molink.wire.sockets.client import Client, ClientEvents
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.key_pair import KeyPair
 
 PROMPT = [257, 72, 101, 108, 108, 111, 258, 10, 44, 99]
 TOKENS = 24
@@ -99,7 +99,9 @@ def ring_of(
                 start = msgspec.structs.replace(start, draft=beside, settings=settings)
             stage.tell(start)
         keys = [client, *(stage.keys for stage in stages)]
-        members = tuple(PeerKey(peer=derive_peer_id(key.public), public_key=key.public) for key in keys)
+        members = tuple(
+            PeerKey(peer=derive_peer_id(key.public), public_key=key.public) for key in keys
+        )
         blocks = []
         for stage in stages:
             stage.tell(PeerKeys(peers=members))
@@ -137,7 +139,9 @@ def form(stages: list[Stage], epoch: int, blocks: int) -> None:
         assert stage.hear(RingFormed).epoch == epoch
 
 
-def _start(folder: Path, index: int, stages: int, layers: tuple[int, int], keys: KeyPair) -> LoadStage:
+def _start(
+    folder: Path, index: int, stages: int, layers: tuple[int, int], keys: KeyPair
+) -> LoadStage:
     return LoadStage(
         pipeline="p1",
         stage=index,

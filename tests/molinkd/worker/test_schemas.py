@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.checkpoint.source import find_demo_model
+from molink.checkpoint.model_source import find_demo_model
 from molink.stage.sampling.sampler import SampleRow, sample_tokens
-from molink.swarm.frontend.generation import Request
-from molink.text.grammar import check_grammar, build_grammar
-from molink.text.matcher import GrammarCompiler
+from molink.swarm.frontend.request import Request
+from molink.text.grammar import build_grammar, check_grammar
+from molink.text.grammar_matcher import GrammarCompiler
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.data_plane import SamplingParams
 from tests.support.ring_backend import RingBackend
 
 FOLDER = find_demo_model().path

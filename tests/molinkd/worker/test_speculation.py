@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from molink.checkpoint.folder import ModelFolder
-from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS, DraftModelFacts, DraftBatch, DraftResults
+from molink.checkpoint.model_folder import ModelFolder
+from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS, DraftBatch, DraftModelFacts, DraftResults
 from molink.facts.profile import Profile
-from molink.ring.work import StepInput, StepResult
-from molink.scheduler.limits import SchedulerConfig
+from molink.ring.step import StepInput, StepResult
+from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.speculation.base import DraftProposal
-from molink.scheduler.speculation.lookup import PromptLookup
-from molink.sim.agenda import EventQueue
+from molink.scheduler.speculation.prompt_lookup import PromptLookup
+from molink.sim.event_queue import EventQueue
 from molink.stage.stage import Stage
-from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import OutputToken
-from molinkd.worker.drafter import DraftProposer
+from molinkd.worker.draft_proposer import DraftProposer
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
 from tests.support.rings import Stages, VirtualRing, WholeLink

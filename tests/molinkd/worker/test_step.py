@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from molink.checkpoint.folder import ModelFolder
-from molink.ring.work import StepInput, StepOutput
+from molink.checkpoint.model_folder import ModelFolder
+from molink.ring.step import StepInput, StepOutput
 from molink.stage.stage import Stage
-from molink.text.matcher import GrammarCompiler
+from molink.text.grammar_matcher import GrammarCompiler
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Admit, History, RequestSlice, SamplingParams, Volume
+from molink.wire.messages.data_plane import Admit, History, RequestSlice, SamplingParams, Volume
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import fail_step, run_step
 
@@ -83,7 +83,9 @@ def test_a_step_that_could_not_run_fails_all_of_its_requests(folder: ModelFolder
 def test_decode_and_prefill_are_fused_and_split_again(folder: ModelFolder) -> None:
     alone = load(folder, 0, 1)
     requests = table(0, 1)
-    (prefilled,) = run_step(alone, requests, [StepInput(volume(3, RequestSlice(0, 0, 2, 1, (0,))), [1, 2])])
+    (prefilled,) = run_step(
+        alone, requests, [StepInput(volume(3, RequestSlice(0, 0, 2, 1, (0,))), [1, 2])]
+    )
     decode = StepInput(volume(4, RequestSlice(0, 2, 1, 3), prefill=False), [7])
     prefill = StepInput(volume(5, RequestSlice(1, 0, 3, 2, (1,))), [3, 4, 5])
     fused = run_step(alone, requests, [decode, prefill])
@@ -102,7 +104,9 @@ def test_kept_rows_are_those_of_the_remaining_groups(folder: ModelFolder) -> Non
     whole = table(0, 1)
     (both,) = run_step(stage, whole, two_requests())
     rest = volume(9, RequestSlice(1, 0, 2, 2, (1,), True))
-    (result,) = run_step(load(folder, 0, 3), table(1), [StepInput(rest, [1, 2, 3, 4], row_indices=(2, 3))])
+    (result,) = run_step(
+        load(folder, 0, 3), table(1), [StepInput(rest, [1, 2, 3, 4], row_indices=(2, 3))]
+    )
     assert both.sampled is not None
     assert result.sampled is not None
     assert result.sampled.sampled == both.sampled.sampled[1:]
@@ -179,7 +183,9 @@ def test_tables_are_whole_even_if_a_copy_fails(
         raise RuntimeError("no copy")
 
     monkeypatch.setattr(stage, "copy_block", fail)
-    header = volume(9, RequestSlice(0, 2, 2, 1, (0,), True, 5), RequestSlice(1, 0, 2, 2, (1,), True))
+    header = volume(
+        9, RequestSlice(0, 2, 2, 1, (0,), True, 5), RequestSlice(1, 0, 2, 2, (1,), True)
+    )
     with pytest.raises(RuntimeError, match="no copy"):
         run_step(stage, requests, [StepInput(header, [1, 2, 3, 4])])
     assert [requests[request].blocks for request in (0, 1)] == [[0], [1]]

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.preemption import PreemptionMode
-from molink.ring.hosted import HostMemory
-from molink.ring.work import BlockCopy, StepInput, StepResult
-from molink.scheduler.limits import SchedulerConfig
+from molink.ring.host_memory import HostMemory
+from molink.ring.step import BlockCopy, StepInput, StepResult
+from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.request import SchedulerRequest
-from molink.sim.agenda import EventQueue
+from molink.sim.event_queue import EventQueue
 from molink.stage.stage import Stage
-from molink.wire.messages.data import Admit, SamplingParams
-from molink.wire.messages.serving import Rejected, OutputToken
+from molink.wire.messages.data_plane import Admit, SamplingParams
+from molink.wire.messages.serving import OutputToken, Rejected
 from molinkd.worker.executor import StageExecutor
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
@@ -42,7 +42,9 @@ class Computes:
     requests: RequestTable
     copies: list[BlockCopy] = field(default_factory=list)
 
-    def submit_step(self, segments: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
+    def submit_step(
+        self, segments: Sequence[StepInput], done: Callable[[StepResult], None]
+    ) -> None:
         results = run_step(self.stage, self.requests, segments)
         self.agenda.schedule_at(self.agenda.now + 0.01, done, StepResult(results, 0.01, None))
 
@@ -64,7 +66,9 @@ def requests() -> list[SchedulerRequest]:
         for index, length in enumerate((3, 17, 8, 22)):
             prompt = tuple(rng.randrange(256) for _ in range(length))
             key = f"{name} {index}"
-            found.append(SchedulerRequest("d", key, prompt, length, ANSWER, sampling, (11,), 1 << 20))
+            found.append(
+                SchedulerRequest("d", key, prompt, length, ANSWER, sampling, (11,), 1 << 20)
+            )
     return found
 
 
@@ -175,7 +179,10 @@ def test_stages_of_one_pc_share_the_memory_that_is_free(
     each = stage.block_bytes(BLOCK_SIZE)
     free = SimpleNamespace(available=24 * each)
     monkeypatch.setattr("molink.stage.stage.psutil.virtual_memory", lambda: free)
-    blocks = [stage.open_host_pool(*requested)[0] for requested in ((99 * each,), (99 * each, 3), (each, 3))]
+    blocks = [
+        stage.open_host_pool(*requested)[0]
+        for requested in ((99 * each,), (99 * each, 3), (each, 3))
+    ]
     assert blocks == [12, 4, 1]
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from molink.checkpoint.folder import ModelFolder
-from molink.ring.work import StepInput
+from molink.checkpoint.model_folder import ModelFolder
+from molink.ring.step import StepInput
 from molink.stage.stage import Stage
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Admit, RequestSlice, SamplingParams, Volume
+from molink.wire.messages.data_plane import Admit, RequestSlice, SamplingParams, Volume
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
 from tests.support.models import MakeModel

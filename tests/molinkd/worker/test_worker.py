@@ -11,31 +11,31 @@ import msgspec
 import pytest
 import torch
 
-import molinkd.worker.loading
+import molinkd.worker.engine_loader
 import molinkd.worker.worker
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import MolinkError
 from molink.facts.identity import derive_peer_id
 from molink.facts.profile import Profile
 from molink.facts.settings import PipelineSettings
-from molink.ring.hosted import NO_HOST_MEMORY, HostMemory
-from molink.scheduler.policies.lengths import AnswerLengths
+from molink.ring.host_memory import NO_HOST_MEMORY, HostMemory
+from molink.scheduler.policies.answer_lengths import AnswerLengths
 from molink.wire.messages.instructions import StageAddress
-from molink.wire.messages.pipe import (
-    RingFormed,
+from molink.wire.messages.worker_pipe import (
     FormRing,
-    WorkerLoaded,
+    LoadStage,
     PeerBlocked,
     PeerKey,
     PeerKeys,
-    LoadStage,
-    WorkerStats,
+    RingFormed,
     WorkerFailed,
+    WorkerLoaded,
+    WorkerStats,
 )
-from molink.wire.sockets.create import create_client
-from molink.wire.sockets.curve import KeyPair
-from molinkd.worker.loading import load_engine
-from molinkd.worker.place import StageRuntime
+from molink.wire.sockets.create_socket import create_client
+from molink.wire.sockets.key_pair import KeyPair
+from molinkd.worker.engine_loader import load_engine
+from molinkd.worker.stage_runtime import StageRuntime
 from molinkd.worker.worker import Worker, _open_host_pool
 from tests.support.models import MakeModel
 
@@ -126,7 +126,10 @@ def start() -> LoadStage:
 def ring(epoch: int) -> FormRing:
     stages = tuple(
         StageAddress(
-            peer=derive_peer_id(keys.public), public_key=keys.public, addresses=("127.0.0.1",), port=1
+            peer=derive_peer_id(keys.public),
+            public_key=keys.public,
+            addresses=("127.0.0.1",),
+            port=1,
         )
         for keys in (PREVIOUS, KEYS)
     )
@@ -143,8 +146,8 @@ def members(*keys: KeyPair) -> PeerKeys:
 async def running(
     monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]
 ) -> AsyncIterator[tuple[FakePipe, Worker, "asyncio.Task[None]"]]:
-    monkeypatch.setattr(molinkd.worker.loading, "_load_stage", load)
-    monkeypatch.setattr(molinkd.worker.loading, "profile_stage", lambda *_, **__: PROFILE)
+    monkeypatch.setattr(molinkd.worker.engine_loader, "_load_stage", load)
+    monkeypatch.setattr(molinkd.worker.engine_loader, "profile_stage", lambda *_, **__: PROFILE)
     pipe: Any = FakePipe()
     worker = Worker(start(), pipe, load_engine)
     task = asyncio.create_task(worker.run())
@@ -171,7 +174,7 @@ async def test_running_out_of_memory_while_loading_is_reported(
 
 
 def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = molinkd.worker.loading
+    module = molinkd.worker.engine_loader
     done: list[Any] = []
     folder = SimpleNamespace(config=SimpleNamespace(context=64))
     monkeypatch.setattr(module.ModelFolder, "open", lambda *_: folder)
@@ -195,7 +198,7 @@ def test_how_far_loading_is_is_told(make_model: MakeModel, tmp_path: Path) -> No
     model = ModelFolder.open(make_model(tmp_path / "model"))
     told: list[tuple[int, int]] = []
     command = msgspec.structs.replace(start(), model_dir=str(model.path), layers=(0, 2))
-    molinkd.worker.loading._load_stage(command, lambda *bytes: told.append(bytes))
+    molinkd.worker.engine_loader._load_stage(command, lambda *bytes: told.append(bytes))
     total = sum(model.tensors[name].nbytes for name in model.stage_tensors(0, 2))
     assert told == [(0, total), (total // 2, total), (total, total)]
 
@@ -203,7 +206,7 @@ def test_how_far_loading_is_is_told(make_model: MakeModel, tmp_path: Path) -> No
 def test_kernels_are_tried_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    module = molinkd.worker.loading
+    module = molinkd.worker.engine_loader
     done: list[Any] = []
     folder = SimpleNamespace(config=SimpleNamespace(context=64))
     monkeypatch.setattr(module.ModelFolder, "open", lambda *_: folder)
@@ -273,7 +276,9 @@ async def test_a_previous_stage_that_was_cut_off_is_reported_with_every_ring(
         pipe.order(ring(2))
         await net.until(lambda: len(pipe.said(PeerBlocked)) == 2)
         await net.until(
-            lambda: any(stats.counters["members_blocked_total"] == 1 for stats in pipe.said(WorkerStats))
+            lambda: any(
+                stats.counters["members_blocked_total"] == 1 for stats in pipe.said(WorkerStats)
+            )
         )
         # Removed and let in again, it may connect again.
         for command in (members(), members(PREVIOUS), ring(3)):

@@ -6,12 +6,19 @@ import pytest
 
 from molink.errors import InvariantError
 from molink.scheduler.batch import MicroBatch
-from molink.scheduler.head import Scheduler
-from molink.scheduler.job import RequestState
-from molink.scheduler.limits import SchedulerConfig
+from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.policies.base import PreemptionDecision, SchedulingPolicy
 from molink.scheduler.request import SchedulerRequest
-from molink.wire.messages.data import Admit, SampledId, Release, SamplerOutput, SamplingParams, Volume
+from molink.scheduler.request_state import RequestState
+from molink.scheduler.scheduler import Scheduler
+from molink.wire.messages.data_plane import (
+    Admit,
+    Release,
+    SampledId,
+    SamplerOutput,
+    SamplingParams,
+    Volume,
+)
 
 
 class LastComeFirstServed(SchedulingPolicy):
@@ -46,7 +53,11 @@ class LastComeFirstServed(SchedulingPolicy):
         return sorted(jobs, key=self._places.__getitem__, reverse=True)
 
     def choose_preempted(
-        self, needy: RequestState, at_rest: Sequence[RequestState], admitted: Collection[RequestState], now: float
+        self,
+        needy: RequestState,
+        at_rest: Sequence[RequestState],
+        admitted: Collection[RequestState],
+        now: float,
     ) -> PreemptionDecision | None:
         earliest = min(at_rest, key=self._places.__getitem__, default=needy)
         behind = self._places[earliest] < self._places[needy]
@@ -61,7 +72,9 @@ def make_head(policy: SchedulingPolicy, **changes: int) -> Scheduler:
 def submit(head: Scheduler, *keys: str, tokens: int = 2, answer: int = 9, now: float = 0.0) -> None:
     for key in keys:
         prompt = tuple(range(tokens))
-        head.submit_request(SchedulerRequest("daemon", key, prompt, tokens, answer, SamplingParams()), now)
+        head.submit_request(
+            SchedulerRequest("daemon", key, prompt, tokens, answer, SamplingParams()), now
+        )
 
 
 def volumes(batch: MicroBatch | None) -> list[Volume]:
@@ -204,7 +217,11 @@ def test_it_hears_of_arrivals_iterations_and_ends() -> None:
 def test_who_has_rows_in_a_volume_cannot_be_preempted() -> None:
     class Careless(LastComeFirstServed):
         def choose_preempted(
-            self, needy: RequestState, at_rest: Sequence[RequestState], admitted: Collection[RequestState], now: float
+            self,
+            needy: RequestState,
+            at_rest: Sequence[RequestState],
+            admitted: Collection[RequestState],
+            now: float,
         ) -> PreemptionDecision | None:
             return PreemptionDecision(next(iter(admitted)))
 

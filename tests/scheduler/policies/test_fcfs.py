@@ -1,13 +1,15 @@
 """First come, first served: its answers, one by one."""
 
-from molink.scheduler.job import ABANDONED_AFTER_S, RequestState
 from molink.scheduler.policies.fcfs import Fcfs
 from molink.scheduler.request import SchedulerRequest
-from molink.wire.messages.data import SamplingParams
+from molink.scheduler.request_state import ABANDONED_AFTER_S, RequestState
+from molink.wire.messages.data_plane import SamplingParams
 
 
 def waiting(key: str, owner: str = "d") -> RequestState:
-    return RequestState.from_request(SchedulerRequest(owner, key, (1,), 1, 9, SamplingParams(), credit_window=1))
+    return RequestState.from_request(
+        SchedulerRequest(owner, key, (1,), 1, 9, SamplingParams(), credit_window=1)
+    )
 
 
 def admitted(request_id: int, owner: str = "d", stalled_at: float | None = None) -> RequestState:
@@ -52,7 +54,10 @@ def test_a_newcomer_gets_the_place_of_an_abandoned_one_or_where_nobody_can_go_on
     paused, paused_first = admitted(0, stalled_at=2.0), admitted(1, stalled_at=1.0)
     policy = Fcfs()
     assert policy.choose_preempted(new, [busy], [busy], 0.0) is None
-    assert policy.choose_preempted(new, [paused, busy], [paused, busy], 1.9 + ABANDONED_AFTER_S) is None
+    assert (
+        policy.choose_preempted(new, [paused, busy], [paused, busy], 1.9 + ABANDONED_AFTER_S)
+        is None
+    )
     for requests, now in (
         ([paused, paused_first, busy], 1.0 + ABANDONED_AFTER_S),
         ([paused, paused_first], 3.0),

@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.facts.profile import Profile
-from molink.facts.ringtimes import RingTimes
-from molink.scheduler.host import HostCopy
-from molink.scheduler.job import RequestState
+from molink.facts.ring_times import RingTimes
+from molink.scheduler.host_blocks import HostCopy
+from molink.scheduler.policies.answer_lengths import MAX_SIMILAR, AnswerLengths
 from molink.scheduler.policies.gittins import Gittins
-from molink.scheduler.policies.lengths import MAX_SIMILAR, AnswerLengths
 from molink.scheduler.policies.mlfq import ALPHA, PROMOTION_QUANTA
-from molink.scheduler.prefix import PrefixMatch
+from molink.scheduler.prefix_tree import PrefixMatch
 from molink.scheduler.request import SchedulerRequest
-from molink.wire.messages.data import SamplingParams
+from molink.scheduler.request_state import RequestState
+from molink.wire.messages.data_plane import SamplingParams
 
 #: An iteration takes a second, a prompt a second for each row.
 STAGE = Profile(decode=((1, 1.0), (64, 1.0)), prefill=((1, 1.0), (8, 8.0)))
@@ -42,7 +42,9 @@ def make(
 ) -> RequestState:
     """A job that has just arrived and waits."""
     prompt = tuple(range(tokens))
-    state = RequestState.from_request(SchedulerRequest("d", key, prompt, tokens, most, SamplingParams()), now)
+    state = RequestState.from_request(
+        SchedulerRequest("d", key, prompt, tokens, most, SamplingParams()), now
+    )
     state.num_uncached = tokens - cached
     policy.on_arrived(state, now)
     return state
@@ -242,7 +244,10 @@ def test_a_turn_comes_at_the_latest_when_one_is_promoted() -> None:
     short = make(policy, "c")
     assert policy.estimate_next_scheduled([last], 1, 0.0)[last] > 400
     rested = PROMOTION_QUANTA * policy._current_state(last).wall_s - 3
-    assert policy.estimate_next_scheduled([last, short], 1, rested) == {last: pytest.approx(3), short: 0.0}
+    assert policy.estimate_next_scheduled([last, short], 1, rested) == {
+        last: pytest.approx(3),
+        short: 0.0,
+    }
 
 
 def test_a_token_takes_the_share_of_the_memory_that_the_job_will_have_in_the_mean() -> None:
@@ -258,7 +263,9 @@ def test_what_was_answered_in_an_earlier_epoch_is_part_of_the_answer() -> None:
     """Of 100 tokens there are 6, and the client lets it take 2 more."""
     policy = gittins((4, 100))
     tokens = tuple(range(10))
-    state = RequestState.from_request(SchedulerRequest("d", "resumed", tokens, 4, 2, SamplingParams()))
+    state = RequestState.from_request(
+        SchedulerRequest("d", "resumed", tokens, 4, 2, SamplingParams())
+    )
     state.num_uncached = len(tokens)
     policy.on_arrived(state, 0.0)
     assert policy._current_state(state).wall_s == 10 + 2

@@ -7,23 +7,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.facts.profile import Profile
-from molink.facts.ringtimes import RingTimes
-from molink.scheduler.job import RequestState
+from molink.facts.ring_times import RingTimes
 from molink.scheduler.policies.fixed_priority import FixedPriority
-from molink.scheduler.policies.mlfq import LEVELS, PROMOTION_QUANTA, MIN_QUANTUM_RATIO, Mlfq
+from molink.scheduler.policies.mlfq import LEVELS, MIN_QUANTUM_RATIO, PROMOTION_QUANTA, Mlfq
 from molink.scheduler.policies.skip_join_mlfq import SkipJoinMlfq
-from molink.scheduler.prefix import PrefixMatch
+from molink.scheduler.prefix_tree import PrefixMatch
 from molink.scheduler.request import SchedulerRequest
-from molink.wire.messages.data import SamplingParams
+from molink.scheduler.request_state import RequestState
+from molink.wire.messages.data_plane import SamplingParams
 
 #: An iteration takes a second, a prompt a second for each row.
 TIMES = RingTimes((Profile(decode=((1, 1.0),), prefill=((1, 1.0), (8, 8.0))),), (), 0)
 
 
-def make(policy: Mlfq, key: str, now: float = 0.0, tokens: int = 1, cached: int = 0) -> RequestState:
+def make(
+    policy: Mlfq, key: str, now: float = 0.0, tokens: int = 1, cached: int = 0
+) -> RequestState:
     """A job that has just arrived, and has a place."""
     prompt = tuple(range(tokens))
-    state = RequestState.from_request(SchedulerRequest("d", key, prompt, tokens, 1000, SamplingParams()), now)
+    state = RequestState.from_request(
+        SchedulerRequest("d", key, prompt, tokens, 1000, SamplingParams()), now
+    )
     state.num_uncached = tokens - cached
     policy.on_arrived(state, now)
     state.start_admission(0, [], PrefixMatch(num_tokens=cached))

@@ -8,15 +8,15 @@ has begun goes on to its end.
 import pytest
 
 from molink.facts.profile import Profile
-from molink.facts.ringtimes import RingTimes
-from molink.scheduler.job import RequestState
+from molink.facts.ring_times import RingTimes
+from molink.scheduler.policies.answer_lengths import MIN_ANSWERS, AnswerLengths
 from molink.scheduler.policies.base import SchedulingPolicy
 from molink.scheduler.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
 from molink.scheduler.policies.gittins import Gittins
-from molink.scheduler.policies.lengths import MIN_ANSWERS, AnswerLengths
-from molink.scheduler.prefix import PrefixMatch
+from molink.scheduler.prefix_tree import PrefixMatch
 from molink.scheduler.request import SchedulerRequest
-from molink.wire.messages.data import SamplingParams
+from molink.scheduler.request_state import RequestState
+from molink.wire.messages.data_plane import SamplingParams
 
 SECOND_PER_ROW = Profile(decode=((1, 1.0),), prefill=((1, 1.0), (8, 8.0)))
 PROMPTS = {"a": 5, "b": 1, "c": 2}
@@ -48,7 +48,9 @@ def schedule(policy: SchedulingPolicy, most: int = ANSWER) -> list[tuple[str, fl
     requests = []
     for number, (key, tokens) in enumerate(PROMPTS.items()):
         prompt = tuple(range(tokens))
-        state = RequestState.from_request(SchedulerRequest("d", key, prompt, tokens, most, SamplingParams()))
+        state = RequestState.from_request(
+            SchedulerRequest("d", key, prompt, tokens, most, SamplingParams())
+        )
         state.num_uncached = tokens
         policy.on_arrived(state, now)
         state.start_admission(number, [], PrefixMatch())

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from molink.facts.drafts import AUTO_DRAFTS, MAX_LOOKAHEAD, MAX_DRAFTS
+from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS, MAX_LOOKAHEAD
 from molink.facts.profile import Profile
-from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.scheduler.job import RequestState
-from molink.scheduler.limits import SchedulerConfig
+from molink.facts.ring_times import LinkFacts, RingTimes
+from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.request import SchedulerRequest
-from molink.scheduler.speculation.base import DraftSource, DraftProposal
-from molink.scheduler.speculation.costs import RingLoad
-from molink.scheduler.speculation.drafting import CLASS_PRIORS, RequestDrafter
+from molink.scheduler.request_state import RequestState
+from molink.scheduler.speculation.base import DraftProposal, DraftSource
+from molink.scheduler.speculation.request_drafter import CLASS_PRIORS, RequestDrafter
+from molink.scheduler.speculation.round_trip_costs import RingLoad
 from molink.scheduler.speculation.speculation import Speculation
-from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.data_plane import SamplingParams
 
 #: A row takes 1 ms more at each of two stages; in a chunk, which has whole tiles of 16, 2 ms.
 STAGE = Profile(decode=((1, 0.010), (101, 0.110)), prefill=((16, 0.040), (116, 0.240)), tile=16)
@@ -58,13 +58,17 @@ class Rises:
 
 
 def speculation(links: Sequence[LinkFacts] = FAR, setting: int = AUTO_DRAFTS) -> Speculation:
-    made = Speculation(SchedulerConfig(64, 4, 0, num_stages=2, num_speculative_tokens=setting), Counts)
+    made = Speculation(
+        SchedulerConfig(64, 4, 0, num_stages=2, num_speculative_tokens=setting), Counts
+    )
     made.set_times(RingTimes((STAGE, STAGE), links, 0))
     return made
 
 
 def pipelined(links: Sequence[LinkFacts] = FAR) -> Speculation:
-    config = SchedulerConfig(64, 4, 0, num_stages=2, num_speculative_tokens=AUTO_DRAFTS, lookahead_volumes=MAX_LOOKAHEAD)
+    config = SchedulerConfig(
+        64, 4, 0, num_stages=2, num_speculative_tokens=AUTO_DRAFTS, lookahead_volumes=MAX_LOOKAHEAD
+    )
     made = Speculation(config, Counts)
     made.set_times(RingTimes((STAGE, STAGE), links, 0))
     return made
@@ -74,14 +78,20 @@ def jobs(count: int, chance: float = 0.0) -> list[RequestState]:
     """Whose drafts are each right with ``chance``; 0: as those of which nothing is known."""
     made = []
     for index in range(count):
-        state = RequestState.from_request(SchedulerRequest("d", str(index), (1, 2), 2, 1000, SamplingParams(), credit_window=1 << 20))
+        state = RequestState.from_request(
+            SchedulerRequest(
+                "d", str(index), (1, 2), 2, 1000, SamplingParams(), credit_window=1 << 20
+            )
+        )
         state.id = index
         state.drafter = Sure(Counts(), chance) if chance else RequestDrafter(Counts())
         made.append(state)
     return made
 
 
-def counts(of: Speculation, given: Sequence[RequestState], load: RingLoad, room: int = ROOM) -> list[int]:
+def counts(
+    of: Speculation, given: Sequence[RequestState], load: RingLoad, room: int = ROOM
+) -> list[int]:
     found = {state.id: len(drafts) for state, drafts in of.choose_drafts(given, load, room)}
     return [found.get(state.id, 0) for state in given]
 
@@ -240,8 +250,12 @@ def test_a_draft_is_as_good_as_the_tokens_before_it_that_agree() -> None:
 # --- ahead ----------------------------------------------------------------------------------------
 
 
-def ahead(of: Speculation, given: Sequence[RequestState], flying: Sequence[int] = (1,)) -> list[int]:
-    found = {state.id: len(drafts) for state, drafts in of.choose_lookahead(given, ALONE, flying, ROOM)}
+def ahead(
+    of: Speculation, given: Sequence[RequestState], flying: Sequence[int] = (1,)
+) -> list[int]:
+    found = {
+        state.id: len(drafts) for state, drafts in of.choose_lookahead(given, ALONE, flying, ROOM)
+    }
     return [found.get(state.id, 0) for state in given]
 
 
@@ -282,7 +296,9 @@ def test_no_more_goes_ahead_than_is_wanted() -> None:
     state.request = SchedulerRequest("d", "0", (1, 2), 2, 1000, SamplingParams(), credit_window=7)
     # Two drafts, four more, and the token after them.
     assert ahead(made, [state]) == [4]
-    state.request = SchedulerRequest("d", "0", (1, 2), 2, 5, SamplingParams(), credit_window=1 << 20)
+    state.request = SchedulerRequest(
+        "d", "0", (1, 2), 2, 5, SamplingParams(), credit_window=1 << 20
+    )
     assert ahead(made, [state]) == [2]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from molink.stage.attention.base import AttentionBackend, AttentionShape
 from molink.stage.batch import SequenceRows
-from molink.stage.pool import KVPool
+from molink.stage.kv_pool import KVPool
 
 #: (tokens before, rows now) of each sequence of a forward.
 Requests = Sequence[tuple[int, int]]

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import InvariantError, UsageError
+from molink.stage.attention.backend_check import create_checked_compiled
 from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.compiled import CompiledAttention, kernel_shape
 from molink.stage.attention.create import create_attention
 from molink.stage.attention.gather import GatherAttention
-from molink.stage.attention.trial import create_checked_compiled
 from molink.stage.batch import SequenceRows
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, Float32
-from molink.stage.kernels.attend import AttentionKernel
+from molink.stage.kernels.attention_kernel import AttentionKernel
 from molink.stage.kernels.compiler import host_features
-from molink.stage.kernels.shape import AttentionKernelShape
-from molink.stage.pool import KVPool
+from molink.stage.kernels.kernel_shape import AttentionKernelShape
+from molink.stage.kv_pool import KVPool
 from tests.stage.attention.conftest import Requests
 from tests.support.kernels import require
 

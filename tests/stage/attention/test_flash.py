@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from molink.errors import UsageError
-from molink.stage.attention import trial as probe
+from molink.stage.attention import backend_check as probe
+from molink.stage.attention.backend_check import create_checked_flash, preferred_block_size
 from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.create import create_attention
 from molink.stage.attention.flash import PAGE_MULTIPLE, FlashAttention, find_kernel
 from molink.stage.attention.gather import GatherAttention
-from molink.stage.attention.trial import create_checked_flash, preferred_block_size
 
 MIXES = {
     "decode": [(7, 1), (40, 1), (8, 1), (0, 1)],
@@ -200,7 +200,9 @@ def test_the_kernel_itself(
     groups: int,
     head_dim: int,
 ) -> None:
-    shape = shape_of(groups=groups, head_dim=head_dim, windows=(0, 1, 100, PAGE_MULTIPLE, PAGE_MULTIPLE + 1))
+    shape = shape_of(
+        groups=groups, head_dim=head_dim, windows=(0, 1, 100, PAGE_MULTIPLE, PAGE_MULTIPLE + 1)
+    )
     flash, reason = create_checked_flash(shape, PAGE_MULTIPLE, dtype, torch.device(cuda))
     if flash is None:
         pytest.skip(f"no flash attention here ({reason}); run on a GPU since Ampere, torch >= 2.13")

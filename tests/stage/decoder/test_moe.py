@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.stage.decoder.mlp import GatedMlp, create_gate
 from molink.stage.decoder.moe import ExpertMlp
 from molink.stage.linear import PlainLinear

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.stage.decoder import operators
-from molink.stage.decoder.norm import CompiledRmsNorm, RmsNorm, Float32RmsNorm
+from molink.stage.decoder.norm import CompiledRmsNorm, Float32RmsNorm, RmsNorm
 from molink.stage.decoder.operators import create_operators
-from molink.stage.loading.weights import WeightReader
 from molink.stage.torch_dtypes import TORCH_DTYPES
+from molink.stage.weights.weight_reader import WeightReader
 from tests.support.models import MakeModel
 
 NAME = "model.layers.0.input_layernorm.weight"

@@ -20,7 +20,9 @@ def make(kind: str = "default", **fields: float | tuple[float, ...]) -> Rope:
 def angles(rope: Rope, *rows: tuple[int, ...]) -> Tensor:
     """Angles of (start, count[, reach]) rows of several requests."""
     positions = torch.cat([torch.arange(row[0], row[0] + row[1]) for row in rows])
-    return rope.compute_angles(positions, [SequenceRows(row[0], row[1], (), *row[2:]) for row in rows])
+    return rope.compute_angles(
+        positions, [SequenceRows(row[0], row[1], (), *row[2:]) for row in rows]
+    )
 
 
 def test_rotation_turns_pairs_by_position_times_frequency() -> None:

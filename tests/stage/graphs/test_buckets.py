@@ -71,7 +71,9 @@ def test_a_bucket_that_came_again_is_wanted_and_run_without_a_graph_until_then(
     assert plan.next_bucket() == one
     plan.record_capture(one, 4 << 20, False)
     assert plan.next_bucket() is None
-    assert [plan.choose_action(one) for _ in range(2 * MAX_RUNS_BEFORE_CAPTURE)] == ["eager"] * 2 * MAX_RUNS_BEFORE_CAPTURE
+    assert [plan.choose_action(one) for _ in range(2 * MAX_RUNS_BEFORE_CAPTURE)] == [
+        "eager"
+    ] * 2 * MAX_RUNS_BEFORE_CAPTURE
     assert plan.nbytes == 9 << 20
 
 
@@ -86,7 +88,13 @@ def test_a_stage_that_begins_expects_a_request_that_grows() -> None:
     while (bucket := plan.next_bucket()) is not None:
         found.append(bucket)
         plan.record_capture(bucket, 0, True)
-    assert found == [GraphBucket(1, 32), GraphBucket(2, 16), GraphBucket(4, 16), GraphBucket(1, 64), GraphBucket(8, 16)]
+    assert found == [
+        GraphBucket(1, 32),
+        GraphBucket(2, 16),
+        GraphBucket(4, 16),
+        GraphBucket(1, 64),
+        GraphBucket(8, 16),
+    ]
     for _ in range(2):
         plan.choose_action(GraphBucket(16, 16))
     assert plan.next_bucket() == GraphBucket(16, 16)
@@ -105,7 +113,9 @@ def test_graphs_are_bounded(nothing_expected: None) -> None:
             made += 1
             plan.record_capture(bucket, 0, True)  # as little as it may say, it counts
     assert made == 3
-    assert "capture" not in [plan.choose_action(GraphBucket(9, 16)) for _ in range(2 * MAX_RUNS_BEFORE_CAPTURE)]
+    assert "capture" not in [
+        plan.choose_action(GraphBucket(9, 16)) for _ in range(2 * MAX_RUNS_BEFORE_CAPTURE)
+    ]
     plan.disable_graphs()
     assert plan.find_bucket(steps(1)) is None
     assert plan.nbytes == 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.stage import stage as stages
 from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.flash import FlashAttention

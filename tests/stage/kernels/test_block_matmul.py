@@ -8,13 +8,25 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 from torch import Tensor
 
-from molink.gguf.blocks import PACKED_TYPES
-from molink.gguf.formats import BLOCK_FORMATS, HALF_BITS, BlockFormat, locate_pair, resident_bytes
+from molink.gguf.block_formats import (
+    BLOCK_FORMATS,
+    HALF_BITS,
+    BlockFormat,
+    locate_pair,
+    resident_bytes,
+)
+from molink.gguf.ggml_types import PACKED_TYPES
 from molink.stage.kernels import compiler, create
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16
 from molink.stage.kernels.block_matmul import BlockMatMul
 from molink.stage.kernels.create import create_block_matmul, supports_block_weights
-from molink.stage.kernels.repack import BlockCodes, pack_blocks, parse_blocks, packed_scales, unpack_rows
+from molink.stage.kernels.repack import (
+    BlockCodes,
+    pack_blocks,
+    packed_scales,
+    parse_blocks,
+    unpack_rows,
+)
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from tests.support.gguf_models import random_rows
 from tests.support.kernels import require
@@ -67,7 +79,9 @@ def test_no_bit_of_a_word_belongs_to_two_codes(bits: int) -> None:
         for piece in locate_pair(bits, index)
         for bit in range(piece.source_bit, piece.source_bit + piece.bits)
     ]
-    assert sorted(found) == [(word, bit) for word in range(form.words_per_group) for bit in range(HALF_BITS)]
+    assert sorted(found) == [
+        (word, bit) for word in range(form.words_per_group) for bit in range(HALF_BITS)
+    ]
 
 
 @cpus
@@ -94,7 +108,9 @@ def check(multiply: BlockMatMul, weight: Tensor, exact: Tensor) -> None:
         assert result.dtype is multiply.dtype
         torch.testing.assert_close(result.double(), wide[:count], rtol=within, atol=within * peak)
     # Many rows are multiplied in another way.
-    few = torch.cat([multiply(weight, rows, bias) for rows in given.split(multiply.unpack_min_rows - 1)])
+    few = torch.cat(
+        [multiply(weight, rows, bias) for rows in given.split(multiply.unpack_min_rows - 1)]
+    )
     assert torch.equal(multiply(weight, given, bias), few)
 
 
@@ -124,7 +140,9 @@ def test_groups_of_other_checkpoints(cpu: str, form: BlockFormat) -> None:
     weight = pack_blocks(form, blocks, multiply.columns)
     assert weight.numel() == resident_bytes(form, (_ROWS, groups * form.group))
     rows = torch.tensor([0, 95, 7, 64])
-    assert torch.equal(unpack_rows(form, weight, multiply.columns, rows), exact[rows].flatten(1).float())
+    assert torch.equal(
+        unpack_rows(form, weight, multiply.columns, rows), exact[rows].flatten(1).float()
+    )
     check(multiply, weight, exact.flatten(1))
 
 

@@ -77,7 +77,10 @@ def test_a_row_gives_the_same_whatever_is_beside_it(kind: str, threads: int, dep
 @kinds
 def test_nothing_is_written_beyond_the_result(kind: str) -> None:
     multiply = product(kind, 1)
-    weight, bias = multiply.pack_weight(torch.ones(32, 4).to(multiply.weight_dtype)), torch.zeros(32)
+    weight, bias = (
+        multiply.pack_weight(torch.ones(32, 4).to(multiply.weight_dtype)),
+        torch.zeros(32),
+    )
     multiply(weight, torch.ones(3, 4, dtype=multiply.dtype), bias)
     strided = torch.ones(3, 9, dtype=multiply.dtype)[:, 1:5]
     assert torch.equal(multiply(weight, strided, bias), torch.full((3, 32), 4.0).to(multiply.dtype))

@@ -13,8 +13,8 @@ from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.rotary import rotate_half
 from molink.stage.kernels import compiler
 from molink.stage.kernels.create import create_rowwise
+from molink.stage.kernels.kernel_shape import supports_rowwise
 from molink.stage.kernels.rowwise import RowwiseKernels
-from molink.stage.kernels.shape import supports_rowwise
 from tests.support.kernels import require
 
 _KINDS: dict[str, tuple[torch.dtype, tuple[str, ...], str | None]] = {

@@ -5,7 +5,14 @@ import torch
 from torch.nn.functional import linear
 
 from molink.stage.kernels.create import create_matmul
-from molink.stage.linear import CompiledLinear, PlainLinear, PackedLinear, ProjectionFactory, can_pack, create
+from molink.stage.linear import (
+    CompiledLinear,
+    PackedLinear,
+    PlainLinear,
+    ProjectionFactory,
+    can_pack,
+    create,
+)
 
 CPU = torch.device("cpu")
 
@@ -45,7 +52,9 @@ def test_shapes_and_types_that_are_not_compiled() -> None:
     odd = wide.create_projection(torch.eye(33).bfloat16(), None)
     assert isinstance(odd, PlainLinear)
     assert odd.weight.dtype is torch.float32
-    assert isinstance(wide.create_projection(torch.eye(64), None), PlainLinear), "nothing is rounded"
+    assert isinstance(wide.create_projection(torch.eye(64), None), PlainLinear), (
+        "nothing is rounded"
+    )
     half = wide.create_projection(torch.eye(64).half(), None)
     assert isinstance(half, CompiledLinear)
     assert half.nbytes == 2 * 64 * 64 + 4 * 64
@@ -53,7 +62,9 @@ def test_shapes_and_types_that_are_not_compiled() -> None:
 
 
 def test_a_gpu_has_projections_of_its_own() -> None:
-    assert ProjectionFactory.probe_device(torch.bfloat16, torch.device("cuda", 0)) == ProjectionFactory(torch.bfloat16)
+    assert ProjectionFactory.probe_device(
+        torch.bfloat16, torch.device("cuda", 0)
+    ) == ProjectionFactory(torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from molink.stage.linear import PlainLinear, PackedLinear, can_pack
+from molink.stage.linear import PackedLinear, PlainLinear, can_pack
 
 CPU = torch.device("cpu")
 

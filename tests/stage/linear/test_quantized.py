@@ -80,7 +80,9 @@ def test_a_projection_is_that_of_its_dequantized_weight(
 ) -> None:
     weight = torch.randn(shape) * 0.05
     bias = torch.randn(shape[0]).to(dtype)
-    kernels = QuantizedKernels.probe_device(mode, dtype, CPU) if fast else QuantizedKernels(False, False)
+    kernels = (
+        QuantizedKernels.probe_device(mode, dtype, CPU) if fast else QuantizedKernels(False, False)
+    )
     projection = kernels.create_projection(fill(mode, weight), bias)
     rows = rows_with_outliers(shape[1], dtype)
     for count in (21, 5, 1):
@@ -147,7 +149,9 @@ def test_products_that_saturate_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
 def test_weights_too_wide_for_32_bit_sums_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "MAX_WIDTH", 64)
     kernels = QuantizedKernels(True, True)
-    assert isinstance(kernels.create_projection(fill("int8", torch.randn(8, 128)), None), UnpackedLinear)
+    assert isinstance(
+        kernels.create_projection(fill("int8", torch.randn(8, 128)), None), UnpackedLinear
+    )
 
 
 @torch.inference_mode()
@@ -158,8 +162,12 @@ def test_which_kind_is_chosen() -> None:
         assert isinstance(made, Int8Linear)
     weight = fill("nf4", torch.randn(64, 64))
     assert isinstance(fast.create_projection(weight, None), PackedNf4Linear)
-    assert isinstance(fast.create_projection(fill("nf4", torch.randn(33, 64)), None), UnpackedLinear)
-    assert isinstance(fast.create_projection(fill("nf4", torch.randn(32, 96)), None), UnpackedLinear)
+    assert isinstance(
+        fast.create_projection(fill("nf4", torch.randn(33, 64)), None), UnpackedLinear
+    )
+    assert isinstance(
+        fast.create_projection(fill("nf4", torch.randn(32, 96)), None), UnpackedLinear
+    )
 
 
 @torch.inference_mode()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from molink.stage.sampling.filters import SamplingFilters, find_cutoff, weigh_logits
-from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.data_plane import SamplingParams
 
 SETTINGS = [
     SamplingParams(),

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from molink.stage.sampling.history import TokenHistory
 from molink.stage.sampling.penalties import SampleRow, apply_penalties
-from molink.wire.messages.data import SamplingParams
+from molink.stage.sampling.token_history import TokenHistory
+from molink.wire.messages.data_plane import SamplingParams
 
 
 def reference(logits: Tensor, s: SamplingParams, prompt: list[int], generated: list[int]) -> Tensor:
@@ -39,7 +39,9 @@ def test_rows_with_different_settings() -> None:
         (SamplingParams(frequency_penalty=-0.7), [1], [3, 3, 4]),
         (everything, [3, 8], [8, 8, 0]),
     ]
-    found = apply_penalties(logits, [SampleRow(s, 9, TokenHistory(*tokens)) for s, *tokens in cases])
+    found = apply_penalties(
+        logits, [SampleRow(s, 9, TokenHistory(*tokens)) for s, *tokens in cases]
+    )
     expected = torch.stack([reference(logits[i], *case) for i, case in enumerate(cases)])
     torch.testing.assert_close(found, expected)
     assert torch.equal(found[0], logits[0])
@@ -57,7 +59,10 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
 
 def test_nothing_to_do_copies_nothing() -> None:
     logits = torch.randn(2, 30)
-    assert apply_penalties(logits, [SampleRow(SamplingParams(), 0, TokenHistory([1], [2]))] * 2) is logits
+    assert (
+        apply_penalties(logits, [SampleRow(SamplingParams(), 0, TokenHistory([1], [2]))] * 2)
+        is logits
+    )
 
 
 def test_ids_beyond_the_vocabulary_are_passed_over() -> None:
@@ -71,5 +76,8 @@ def test_no_history_yet() -> None:
     logits = torch.randn(2, 30)
     sampling_params = SamplingParams(repetition_penalty=2.0, presence_penalty=1.0)
     assert torch.equal(
-        apply_penalties(logits, [SampleRow(sampling_params, 0), SampleRow(sampling_params, 0, TokenHistory())]), logits
+        apply_penalties(
+            logits, [SampleRow(sampling_params, 0), SampleRow(sampling_params, 0, TokenHistory())]
+        ),
+        logits,
     )

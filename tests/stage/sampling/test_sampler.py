@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from molink.stage.sampling import draw as draws
 from molink.stage.sampling import sampler
-from molink.stage.sampling.history import TokenHistory
-from molink.stage.sampling.noise import uniform_noise
+from molink.stage.sampling import token_draws as draws
 from molink.stage.sampling.sampler import SampleRow, sample_tokens
-from molink.wire.messages.data import (
+from molink.stage.sampling.token_history import TokenHistory
+from molink.stage.sampling.uniform_noise import uniform_noise
+from molink.wire.messages.data_plane import (
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
@@ -31,7 +31,8 @@ def logits_of(rows: int, vocabulary: int, seed: int = 0, scale: float = 3.0) -> 
 def draw(logits: Tensor, sampling: SamplingParams, seeds: range) -> list[int]:
     """The token drawn from one row of logits under each of many seeds."""
     rows = [
-        SampleRow(SamplingParams(**{**as_dict(sampling), "seed": seed}), position=7) for seed in seeds
+        SampleRow(SamplingParams(**{**as_dict(sampling), "seed": seed}), position=7)
+        for seed in seeds
     ]
     return [token.token for token in sample_tokens(logits.expand(len(rows), -1), rows)]
 
@@ -85,7 +86,9 @@ def test_rows_that_are_not_finite(bad: float, temperature: float) -> None:
 def test_every_extreme_that_the_wire_lets_through_gives_a_token(
     extreme: dict[str, Any], scale: float
 ) -> None:
-    sampling_params = msgspec.msgpack.decode(msgspec.msgpack.encode(SamplingParams(**extreme)), type=SamplingParams)
+    sampling_params = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(SamplingParams(**extreme)), type=SamplingParams
+    )
     row = SampleRow(sampling_params, 2**53, TokenHistory([1, 2], [3] * 1000))
     logits = logits_of(3, 256, scale=scale)
     for found in sample_tokens(logits, [row] * 3):
@@ -108,10 +111,16 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     row = SampleRow(SamplingParams(seed=11), 5)
     alone = sample_tokens(logits, [row])[0]
     others = [SampleRow(SamplingParams(seed=3, top_k=5), 1), row, SampleRow(GREEDY, 1)]
-    among = sample_tokens(torch.cat([logits_of(1, 300, 1), logits, logits_of(1, 300, 2)]), others)[1]
+    among = sample_tokens(torch.cat([logits_of(1, 300, 1), logits, logits_of(1, 300, 2)]), others)[
+        1
+    ]
     assert among.token == alone.token
-    seeds = {sample_tokens(logits, [SampleRow(SamplingParams(seed=s), 5)])[0].token for s in range(30)}
-    places = {sample_tokens(logits, [SampleRow(SamplingParams(seed=11), p)])[0].token for p in range(30)}
+    seeds = {
+        sample_tokens(logits, [SampleRow(SamplingParams(seed=s), 5)])[0].token for s in range(30)
+    }
+    places = {
+        sample_tokens(logits, [SampleRow(SamplingParams(seed=11), p)])[0].token for p in range(30)
+    }
     assert len(seeds) > 3
     assert len(places) > 3
 

@@ -4,11 +4,22 @@ import msgspec
 import pytest
 
 from molink.facts.model import ModelFacts
-from molink.swarm.artifacts.transfer import STALL_TIMEOUT, TransferDeadline, fetched_bytes, stage_bytes
+from molink.swarm.artifacts.transfer import (
+    STALL_TIMEOUT,
+    TransferDeadline,
+    fetched_bytes,
+    stage_bytes,
+)
 from molink.swarm.controller.holdings import describe_missing
 
 FACTS = ModelFacts(
-    name="m", layers=10, layer_bytes=10**8, first_bytes=0, last_bytes=0, kv_bytes=1, max_model_len=64
+    name="m",
+    layers=10,
+    layer_bytes=10**8,
+    first_bytes=0,
+    last_bytes=0,
+    kv_bytes=1,
+    max_model_len=64,
 )
 SHARDED = msgspec.structs.replace(
     FACTS, files_bytes=10**9, hub=f"owner/m@{'0' * 40}", extra_bytes=5

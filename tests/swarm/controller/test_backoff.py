@@ -1,4 +1,4 @@
-from molink.swarm.controller.backoff import MAX_DELAY, FORGET_AFTER, Backoff
+from molink.swarm.controller.backoff import FORGET_AFTER, MAX_DELAY, Backoff
 
 
 def test_the_first_failure_is_free_and_then_it_doubles() -> None:

@@ -7,20 +7,20 @@ from typing import Any
 import msgspec
 import pytest
 
+from molink.swarm.controller.allocator import URGENT_AFTER
 from molink.swarm.controller.events import (
-    PeerStoppedEvent,
-    MemberRemovedEvent,
-    RebalanceRequestedEvent,
-    PeerReportedEvent,
-    TermRaisedEvent,
     ConnectionTriedEvent,
+    MemberRemovedEvent,
+    PeerReportedEvent,
+    PeerStoppedEvent,
+    RebalanceRequestedEvent,
+    TermRaisedEvent,
 )
 from molink.swarm.controller.fleet import Fleet
 from molink.swarm.controller.records import DesiredModel, PipelineRecord
-from molink.swarm.controller.shares import URGENT_AFTER
 from molink.swarm.terms import next_term
 from molink.wire.messages.instructions import Assign, FormPipeline, Route, RouteRemoved, Unassign
-from tests.support.swarm import FACTS, GB, Kit, FakeFleet
+from tests.support.fake_fleet import FACTS, GB, FakeFleet, Kit
 
 
 def wish(name: str, **changes: Any) -> DesiredModel:
@@ -192,7 +192,11 @@ def test_near_peers_are_together(kit: Kit, late: bool) -> None:
         for one, other in product("abcd", "abcd"):
             if one != other:
                 near = {one, other} in ({"a", "c"}, {"b", "d"})
-                paper.handle_event(ConnectionTriedEvent(one, other, succeeded=True, latency=0.001 if near else 2.0, rate=None))
+                paper.handle_event(
+                    ConnectionTriedEvent(
+                        one, other, succeeded=True, latency=0.001 if near else 2.0, rate=None
+                    )
+                )
 
     if not late:
         measure()
@@ -362,7 +366,9 @@ def test_a_restarted_coordinator_adopts_all_pipelines(both: FakeFleet, kit: Kit)
     again.wait(3, *"abc")
     assert [one.formation.record for one in again.fleet.deployments] == records
     assert all(one.is_ready for one in again.fleet.deployments)
-    assert not [m for _, m in again.pop_messages() if isinstance(m, Assign | FormPipeline | Unassign)]
+    assert not [
+        m for _, m in again.pop_messages() if isinstance(m, Assign | FormPipeline | Unassign)
+    ]
 
 
 def test_a_higher_term_is_that_of_all(both: FakeFleet) -> None:

@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
-from molink.swarm.controller.events import PeerStoppedEvent, MemberRemovedEvent, PeerReportedEvent
+from molink.swarm.controller.events import MemberRemovedEvent, PeerReportedEvent, PeerStoppedEvent
 from molink.swarm.controller.holdings import missing_layers, part_holders
 from molink.swarm.controller.status import build_status
 from molink.swarm.lack import RETRY_INTERVAL
 from molink.wire.messages.instructions import MAX_SOURCES, Assign, Route
-from molink.wire.messages.reports import PartialModel
-from tests.support.swarm import Kit, FakeFleet
+from molink.wire.messages.peer_reports import PartialModel
+from tests.support.fake_fleet import FakeFleet, Kit
 
 ROOT = f"{7:064}:99"
 OTHER = f"{8:064}:99"
@@ -30,7 +30,9 @@ def have(paper: FakeFleet, peer: str, *layers: tuple[int, int], root: str = ROOT
     """A peer's report says that it has the files of these layers."""
     report = paper.fleet.registry.sessions[peer].report
     parts = (PartialModel(root=root, layers=layers),)
-    paper.handle_event(PeerReportedEvent(peer, msgspec.structs.replace(report, partial_models=parts, workers=())))
+    paper.handle_event(
+        PeerReportedEvent(peer, msgspec.structs.replace(report, partial_models=parts, workers=()))
+    )
 
 
 def assigned(paper: FakeFleet) -> list[Assign]:
@@ -72,7 +74,9 @@ def test_of_many_those_are_named_that_have_more_layers_together(paper: FakeFleet
     found = part_holders(facts, paper.fleet.registry)
     assert len(found) == MAX_SOURCES
     assert found[-1] == "z"
-    reports = [one.report for one in paper.fleet.registry.sessions.values() if one.report.partial_models]
+    reports = [
+        one.report for one in paper.fleet.registry.sessions.values() if one.report.partial_models
+    ]
     assert missing_layers(facts, reports, only_model=False) == ()
 
 

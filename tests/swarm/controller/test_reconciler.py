@@ -10,28 +10,28 @@ from molink.swarm.artifacts.transfer import MIN_RATE, STALL_TIMEOUT, stage_bytes
 from molink.swarm.controller.audit import audit_fleet
 from molink.swarm.controller.events import (
     AnnouncePeerAction,
-    PeerStoppedEvent,
-    PeerDisconnectedEvent,
-    MemberRemovedEvent,
-    PeerReportedEvent,
-    ReserveEpochAction,
+    ConnectionTriedEvent,
     DesiredStateChangedEvent,
+    MemberRemovedEvent,
+    PeerDisconnectedEvent,
+    PeerReportedEvent,
+    PeerStoppedEvent,
+    ReserveEpochAction,
     TermRaisedEvent,
     TimePassedEvent,
-    ConnectionTriedEvent,
 )
 from molink.swarm.controller.formation import LOAD_RATE, LOAD_TIMEOUT
 from molink.swarm.controller.planner import REVIEW_INTERVAL
 from molink.swarm.controller.records import PipelineRecord, StageRecord
-from molink.swarm.controller.registry import MAX_ROUTE_MISMATCHES, MAX_READ_LAG, SESSION_TIMEOUT
-from molink.swarm.placement.paces import SLOWDOWN_TTL, SLOWDOWN_HOLD
+from molink.swarm.controller.registry import MAX_READ_LAG, MAX_ROUTE_MISMATCHES, SESSION_TIMEOUT
+from molink.swarm.placement.read_rates import SLOWDOWN_HOLD, SLOWDOWN_TTL
 from molink.swarm.terms import next_term, term_of
 from molink.wire.messages.instructions import (
     Assign,
     FormPipeline,
+    Notice,
     PeerInfo,
     PeerRemoved,
-    Notice,
     Prefetch,
     Route,
     RouteRemoved,
@@ -40,7 +40,7 @@ from molink.wire.messages.instructions import (
     Unassign,
     Welcome,
 )
-from tests.support.swarm import GB, Kit, FakeFleet
+from tests.support.fake_fleet import GB, FakeFleet, Kit
 
 QUICK = Profile(decode=((1, 0.01),))
 
@@ -175,7 +175,10 @@ def test_all_stages_are_told_how_long_steps_take_before_they_form_the_ring(kit: 
         for stage, profile in enumerate(profiles)
     ]
     batch = paper.pop_messages()
-    assert [(peer, type(message)) for peer, message in batch[2::3]] == [("a", FormPipeline), ("b", FormPipeline)]
+    assert [(peer, type(message)) for peer, message in batch[2::3]] == [
+        ("a", FormPipeline),
+        ("b", FormPipeline),
+    ]
     assert [each for each in batch if isinstance(each[1], StageProfile)] == [
         (peer, profile) for peer in ("a", "b") for profile in told
     ]
@@ -206,7 +209,9 @@ def test_who_waits_is_told_why(kit: Kit) -> None:
     assert paper.pop_messages(with_reasons=True) == []
     paper.report("b", stage="0:3")
     paper.wait(2, *"ab")
-    routes = [m for p, m in paper.pop_messages(with_reasons=True) if isinstance(m, Route) and p == "a"]
+    routes = [
+        m for p, m in paper.pop_messages(with_reasons=True) if isinstance(m, Route) and p == "a"
+    ]
     assert routes[-1].reason == ""  # being formed
 
 
@@ -267,7 +272,9 @@ def test_peers_are_introduced_to_each_other(kit: Kit) -> None:
 
 
 def test_a_peer_that_connects_again_is_told_everything_again(running: FakeFleet) -> None:
-    running.handle_event(PeerReportedEvent("c", running.fleet.registry.sessions["c"].report, is_new_connection=True))
+    running.handle_event(
+        PeerReportedEvent("c", running.fleet.registry.sessions["c"].report, is_new_connection=True)
+    )
     sent = running.pop_messages(about_members=True)
     assert [peer for peer, _ in sent] == ["c"] * 4
     assert sent[0][1] == Welcome(swarm="s1", peer="c")
@@ -363,7 +370,9 @@ def test_a_newcomer_that_is_never_reached_in_the_ring_disturbs_nobody(running: F
 
 
 @pytest.mark.parametrize("how", ["no room", "less KV"])
-def test_where_two_have_no_room_the_one_that_serves_makes_room(running: FakeFleet, how: str) -> None:
+def test_where_two_have_no_room_the_one_that_serves_makes_room(
+    running: FakeFleet, how: str
+) -> None:
     orders = beside(running)
     if how == "no room":
         running.failed("b", 1, 2, "p2", no_room=True)
@@ -466,7 +475,9 @@ def test_a_pc_more_gets_no_stage_where_a_hop_costs_more_than_it_brings(kit: Kit)
     paper.obey()
     assert paper.reconciler.formation.peers == ("a",)
     assert paper.reconciler.formation.record.epoch == 1
-    assert paper.reconciler.explain_exclusion("b").startswith("a spare: the ring is as good without it")
+    assert paper.reconciler.explain_exclusion("b").startswith(
+        "a spare: the ring is as good without it"
+    )
     assert not [m for _, m in paper.pop_messages() if isinstance(m, Notice)]
 
 
@@ -535,7 +546,9 @@ def test_a_stage_that_stays_slow_is_given_to_another_pc(pair: FakeFleet) -> None
     assert pair.reconciler.formation.record.epoch == epoch, "B is as good again, but no better"
 
 
-def test_links_that_were_looked_at_just_before_put_a_slow_stage_off_by_nothing(pair: FakeFleet) -> None:
+def test_links_that_were_looked_at_just_before_put_a_slow_stage_off_by_nothing(
+    pair: FakeFleet,
+) -> None:
     paced(pair, "a", 1.0)
     pair.wait(2 * REVIEW_INTERVAL, *"abc")
     paced(pair, "b", 4.0)
@@ -627,7 +640,9 @@ def test_who_joins_while_another_loads_comes_in_afterwards(running: FakeFleet) -
 def test_another_model_ends_all_pipelines(running: FakeFleet) -> None:
     running.obey(beside(running))
     running.serve(dtype="f32")
-    gone = [m.pipeline for p, m in running.pop_messages() if p == "a" and isinstance(m, RouteRemoved)]
+    gone = [
+        m.pipeline for p, m in running.pop_messages() if p == "a" and isinstance(m, RouteRemoved)
+    ]
     assert gone == ["p1", "p2"]
     assert running.reconciler.predecessor is None
     assert running.reconciler.pipeline == "p3"
@@ -646,7 +661,11 @@ def test_no_model_releases_all_memory(running: FakeFleet, kit: Kit) -> None:
     assert ("a", Unassign(pipeline="p2")) in running.pop_messages()
     running.handle_event(PeerStoppedEvent("b"))
     running.wait(20, *"acd")
-    assert not [m for _, m in running.pop_messages() if isinstance(m, (Assign, FormPipeline, Route, Prefetch))]
+    assert not [
+        m
+        for _, m in running.pop_messages()
+        if isinstance(m, (Assign, FormPipeline, Route, Prefetch))
+    ]
     assert "`molink run MODEL`" in running.fleet.reason
     running.serve()
     running.wait(1, *"acd")
@@ -759,7 +778,9 @@ def test_who_waits_hears_that_it_gets_on(running: FakeFleet) -> None:
     running.obey([each for each in batch if isinstance(each[1], Assign)])
     assert len(set(said)) == len(said) == 4  # when it began, after 5 and after 10 s
     running.wait(601, *"abc")
-    routes = [m for p, m in running.pop_messages(with_reasons=True) if p == "a" and isinstance(m, Route)]
+    routes = [
+        m for p, m in running.pop_messages(with_reasons=True) if p == "a" and isinstance(m, Route)
+    ]
     assert len(routes) > 20
 
 
@@ -1352,7 +1373,11 @@ def test_a_restart_before_the_ring_was_told_to_form(running: FakeFleet, kit: Kit
     again.report("a", kit.worker("ready", 1, 0, (0, 2)))
     again.report("b", kit.worker("loaded", 1, 1, (2, 4)))
     again.report("c", kit.worker("loaded", 1, 2, (4, 6)))
-    told = [(peer, message) for peer, message in again.pop_messages() if isinstance(message, FormPipeline)]
+    told = [
+        (peer, message)
+        for peer, message in again.pop_messages()
+        if isinstance(message, FormPipeline)
+    ]
     ring = tuple(address(name) for name in "abc")
     form = FormPipeline(pipeline="p1", epoch=1, ring=ring, blocks=80, micro_batches=0)
     assert told == [("b", form), ("c", form)]
@@ -1421,7 +1446,9 @@ def test_a_missing_peer_is_not_waited_for_beyond_its_time(running: FakeFleet, ki
     assert again.reconciler.formation.peers == ("a", "b")
 
 
-def test_after_a_power_cut_it_waits_for_peers_but_not_for_ever(running: FakeFleet, kit: Kit) -> None:
+def test_after_a_power_cut_it_waits_for_peers_but_not_for_ever(
+    running: FakeFleet, kit: Kit
+) -> None:
     again = restarted(running, kit)
     again.report("a")
     again.report("b")
@@ -1487,7 +1514,11 @@ def test_a_route_that_a_peer_has_lost_is_told_again(kit: Kit) -> None:
     last = paper.fleet.registry.sessions["b"].report
     known = msgspec.structs.replace(last, routes=(("p1", 1, True),))
     earlier = msgspec.structs.replace(last, routes=(("p1", 1, False),))
-    for report in (*[earlier] * (MAX_ROUTE_MISMATCHES - 1), known, *[earlier] * (MAX_ROUTE_MISMATCHES - 1)):
+    for report in (
+        *[earlier] * (MAX_ROUTE_MISMATCHES - 1),
+        known,
+        *[earlier] * (MAX_ROUTE_MISMATCHES - 1),
+    ):
         paper.handle_event(PeerReportedEvent("b", report))
         assert paper.pop_messages() == []
     paper.handle_event(PeerReportedEvent("b", earlier))

@@ -7,18 +7,18 @@ from hypothesis import strategies as st
 
 from molink.swarm.controller.events import (
     CommitPipelineAction,
-    PeerDisconnectedEvent,
+    ConnectionTriedEvent,
     MemberRemovedEvent,
+    PeerDisconnectedEvent,
     PeerReportedEvent,
     ReserveEpochAction,
     SendMessageAction,
     TimePassedEvent,
-    ConnectionTriedEvent,
 )
 from molink.swarm.controller.records import PipelineRecord
 from molink.wire.messages.instructions import Assign, FormPipeline, Prefetch, Route
-from molink.wire.messages.reports import PrefetchState
-from tests.support.swarm import Kit
+from molink.wire.messages.peer_reports import PrefetchState
+from tests.support.fake_fleet import Kit
 
 NAMES = "abcde"
 

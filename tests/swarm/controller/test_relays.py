@@ -5,18 +5,18 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.swarm.controller.events import SendMessageAction, ConnectionTriedEvent
+from molink.swarm.controller.events import ConnectionTriedEvent, SendMessageAction
 from molink.swarm.controller.relays import (
     MAX_OF_PEER,
     MAX_RELAYS,
-    RouteTriedEvent,
-    RelayAction,
     LivePeersChangedEvent,
+    RelayAction,
     RelayOfferedEvent,
     RelayOpenedEvent,
     RelayPlanner,
+    RouteTriedEvent,
 )
-from molink.wire.messages.relaying import CloseRelay, RelayedRoute, OpenRelay, RelayOpened
+from molink.wire.messages.relay import CloseRelay, OpenRelay, RelayedRoute, RelayOpened
 
 
 class Swarm:
@@ -34,7 +34,9 @@ class Swarm:
     def tried(
         self, by: str, to: str, ok: bool, latency: float | None = None, relayed: bool = False
     ) -> list[RelayAction]:
-        found = self.relays.handle(RouteTriedEvent(ConnectionTriedEvent(by, to, ok, latency), relayed))
+        found = self.relays.handle(
+            RouteTriedEvent(ConnectionTriedEvent(by, to, ok, latency), relayed)
+        )
         self.relays.validate()
         return found
 
@@ -131,7 +133,11 @@ def test_an_end_that_is_gone_or_can_be_reached_again() -> None:
     ]
     swarm, _ = apart()
     decisions = swarm.tried("a", "b", True)
-    assert {one.peer for one in decisions if isinstance(one, SendMessageAction)} == {"a", "b", "hub"}
+    assert {one.peer for one in decisions if isinstance(one, SendMessageAction)} == {
+        "a",
+        "b",
+        "hub",
+    }
     assert not any(isinstance(one, ConnectionTriedEvent) for one in decisions)
     assert swarm.relays.relay_peers == {}
 

@@ -3,12 +3,12 @@ import json
 import msgspec
 
 from molink import __version__
-from molink.facts.ringtimes import HANDLING_S
+from molink.facts.ring_times import HANDLING_S
 from molink.swarm.controller.records import DesiredModel
 from molink.swarm.controller.status import MAX_BYTES, build_status, encode_status
-from molink.wire.messages.load import SchedulerLoad, PeerLoad, RequestLoad, StageLoad
-from molink.wire.messages.reports import PartialModel, TransferState
-from tests.support.swarm import Kit, FakeFleet
+from molink.wire.messages.load import PeerLoad, RequestLoad, SchedulerLoad, StageLoad
+from molink.wire.messages.peer_reports import PartialModel, TransferState
+from tests.support.fake_fleet import FakeFleet, Kit
 
 
 def test_the_shape(running: FakeFleet) -> None:
@@ -94,7 +94,11 @@ def test_each_model_and_pipeline_is_shown(kit: Kit) -> None:
         paper.report(name)
     facts = [msgspec.structs.replace(kit.facts, name=name) for name in ("x", "y", "z")]
     huge = msgspec.structs.replace(facts[2], layers=600)
-    paper.serve_all(DesiredModel(facts[0], "a", replicas=2), DesiredModel(facts[1], "b"), DesiredModel(huge, "a"))
+    paper.serve_all(
+        DesiredModel(facts[0], "a", replicas=2),
+        DesiredModel(facts[1], "b"),
+        DesiredModel(huge, "a"),
+    )
     for _ in range(4):
         paper.wait(0.5, *"abc")
         paper.obey()
@@ -154,7 +158,9 @@ def test_how_busy_it_is(running: FakeFleet) -> None:
     for stage, peer in enumerate("abc"):
         session = running.fleet.registry.sessions[peer]
         one = StageLoad("p1", stage, 34, 12, 2, 100, 50, 15_000, 11_750_000, (1, 2), (3, 4))
-        head = SchedulerLoad("p1", 1, 2, 80, stage, 3, (request,), cached_percent=83, queues=(2, 0, 1))
+        head = SchedulerLoad(
+            "p1", 1, 2, 80, stage, 3, (request,), cached_percent=83, queues=(2, 0, 1)
+        )
         other = StageLoad("p9", stage, 99)
         load = PeerLoad((other, one), (head,))
         session.report = msgspec.structs.replace(session.report, load=load)

@@ -8,8 +8,8 @@ from molink.errors import StateError
 from molink.facts.identity import derive_peer_id
 from molink.swarm.controller.records import MemberRecord, Standing
 from molink.swarm.election.replica import (
-    MAX_LINEAGE,
     MAX_FORMER_MEMBERS,
+    MAX_LINEAGE,
     RESEND_TIMEOUT,
     Replica,
     ReplicaSync,
@@ -104,7 +104,9 @@ def test_a_peer_is_sent_what_it_lacks_once() -> None:
     assert one.plan_sync("p", (0, 4), (0, 5), (), 0.0) == "send"
     assert one.plan_sync("p", (0, 4), (0, 5), (), 1.0) is None
     assert one.plan_sync("p", (0, 4), (0, 6), (), 1.0) == "send"
-    assert one.plan_sync("p", (0, 4), (0, 6), (), 1.1 + RESEND_TIMEOUT) == "send", "it must have got lost"
+    assert one.plan_sync("p", (0, 4), (0, 6), (), 1.1 + RESEND_TIMEOUT) == "send", (
+        "it must have got lost"
+    )
     one.drop_peer("p")
     assert one.plan_sync("p", (0, 4), (0, 6), (), 1.2 + RESEND_TIMEOUT) == "send"
 
@@ -113,4 +115,6 @@ def test_a_peer_of_another_part_is_asked_first() -> None:
     one = ReplicaSync()
     assert one.plan_sync("p", (7, 3), (9, 5), ((0, 2),), 0.0) == "ask"
     assert one.plan_sync("p", (7, 3), (9, 5), ((0, 2),), 1.0) is None
-    assert one.plan_sync("p", (7, 3), (9, 5), ((0, 2),), RESEND_TIMEOUT) == "send", "it doesn't answer"
+    assert one.plan_sync("p", (7, 3), (9, 5), ((0, 2),), RESEND_TIMEOUT) == "send", (
+        "it doesn't answer"
+    )

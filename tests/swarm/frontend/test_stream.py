@@ -5,25 +5,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.errors import ContextTooLong, Overloaded, RequestError, Unavailable
-from molink.swarm.frontend.generation import Request
+from molink.swarm.frontend.request import Request
 from molink.swarm.frontend.stream import (
-    StreamAction,
     EmitTokenAction,
     FailStreamAction,
     PipelineEpoch,
-    SubmitAction,
-    SendToSchedulerAction,
     RequestStream,
+    SendToSchedulerAction,
+    StreamAction,
     StreamLimits,
+    SubmitAction,
 )
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import SamplingParams
-from molink.wire.messages.serving import Cancel, Credit, Rejected, OutputToken
+from molink.wire.messages.data_plane import SamplingParams
+from molink.wire.messages.serving import Cancel, Credit, OutputToken, Rejected
 
 ONE = PipelineEpoch("p1", 1)
 TWO = PipelineEpoch("p1", 2)
 PROMPT = (10, 11, 12)
-LIMITS = StreamLimits(pipeline_wait_timeout=30.0, credit_window=8, max_failed_attempts=3, retry_delay_s=0.25, min_service_s=2.0)
+LIMITS = StreamLimits(
+    pipeline_wait_timeout=30.0,
+    credit_window=8,
+    max_failed_attempts=3,
+    retry_delay_s=0.25,
+    min_service_s=2.0,
+)
 
 
 def make(max_tokens: int = 5, now: float = 0.0) -> RequestStream:
@@ -37,7 +43,9 @@ def token(
     return OutputToken(epoch, stream.attempt_key, position, value, finish_reason=finish)
 
 
-def rejected(stream: RequestStream, reason: str, epoch: int = 1, retry_after: float = 0.0) -> Rejected:
+def rejected(
+    stream: RequestStream, reason: str, epoch: int = 1, retry_after: float = 0.0
+) -> Rejected:
     return Rejected(epoch, stream.attempt_key, reason, "because", retry_after)
 
 
@@ -261,7 +269,9 @@ def test_a_request_that_takes_every_head_down_is_given_up() -> None:
     assert epoch <= LIMITS.max_failed_attempts + 2
 
 
-def flapping(stream: RequestStream, seconds: float, served: float) -> tuple[float, list[StreamAction]]:
+def flapping(
+    stream: RequestStream, seconds: float, served: float
+) -> tuple[float, list[StreamAction]]:
     """A connection that breaks ``served`` seconds after each submission, and is back at once."""
     now, acts = 0.0, stream.set_target(ONE, 0.0)
     while stream.state != "done" and now < seconds:
@@ -300,7 +310,9 @@ def test_credit_goes_out_in_quarters_of_the_window() -> None:
     for position in range(3, 8):
         stream.on_token(token(stream, position, 50), 0.1)
     assert stream.on_tokens_consumed(1) == []
-    assert stream.on_tokens_consumed(1) == [SendToSchedulerAction(ONE, Credit(stream.attempt_key, 5))]
+    assert stream.on_tokens_consumed(1) == [
+        SendToSchedulerAction(ONE, Credit(stream.attempt_key, 5))
+    ]
     assert stream.on_tokens_consumed(1) == []
 
 
@@ -308,14 +320,20 @@ def test_a_slow_client_survives_any_number_of_new_epochs() -> None:
     stream = make(max_tokens=1000)
     position, windows = 3, []
     for epoch in range(1, 12):
-        windows.append(submitted(stream.set_target(PipelineEpoch("p1", epoch), float(epoch))).submit.credit_window)
+        windows.append(
+            submitted(
+                stream.set_target(PipelineEpoch("p1", epoch), float(epoch))
+            ).submit.credit_window
+        )
         for _ in range(windows[-1]):
             assert emitted(stream.on_token(token(stream, position, 50, epoch), float(epoch)))
             position += 1
     assert windows == [8] + [1] * 10
     # Small windows are credited in small steps, or their heads would wait for ever.
     credits = [act for _ in range(position - 3) for act in stream.on_tokens_consumed(1)]
-    assert credits[-1] == SendToSchedulerAction(PipelineEpoch("p1", 11), Credit(stream.attempt_key, position))
+    assert credits[-1] == SendToSchedulerAction(
+        PipelineEpoch("p1", 11), Credit(stream.attempt_key, position)
+    )
     stream.validate()
 
 
@@ -343,7 +361,9 @@ def test_a_head_that_goes_on_beyond_max_tokens_is_stopped() -> None:
     stream = make(max_tokens=1)
     stream.set_target(ONE, 0.0)
     acts = stream.on_token(token(stream, 3, 50), 0.1)
-    assert [act.token.finish_reason for act in acts if isinstance(act, EmitTokenAction)] == ["length"]
+    assert [act.token.finish_reason for act in acts if isinstance(act, EmitTokenAction)] == [
+        "length"
+    ]
     assert SendToSchedulerAction(ONE, Cancel("k.1")) in acts
 
 

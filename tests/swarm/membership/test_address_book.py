@@ -3,8 +3,8 @@
 from molink.facts.identity import derive_peer_id
 from molink.swarm.membership.address_book import AddressBook
 from molink.wire.messages.instructions import PeerInfo
-from molink.wire.messages.pipe import PeerKey
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.messages.worker_pipe import PeerKey
+from molink.wire.sockets.key_pair import KeyPair
 
 ME = KeyPair.generate()
 

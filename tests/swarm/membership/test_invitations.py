@@ -32,10 +32,14 @@ def test_it_is_for_as_many_as_it_was_made_for() -> None:
     invitations = Invitations()
     id = invitations.create_invitation("a", KEY, 0, now=1, owner=True, uses=2).id
     assert invitations.redeem_invitation(id, "b", now=2).used_by == (InvitationUse("b", 2),)
-    assert invitations.redeem_invitation(id, "c", now=2).used_by == (InvitationUse("c", 2),), "nothing was kept yet"
+    assert invitations.redeem_invitation(id, "c", now=2).used_by == (InvitationUse("c", 2),), (
+        "nothing was kept yet"
+    )
     invitations.put_record(invitations.redeem_invitation(id, "b", now=2))
     again = invitations.redeem_invitation(id, "b", now=3)
-    assert (again.used_by, again.uses_left) == ((InvitationUse("b", 2),), 1), "coming again counts once"
+    assert (again.used_by, again.uses_left) == ((InvitationUse("b", 2),), 1), (
+        "coming again counts once"
+    )
     invitations.put_record(invitations.redeem_invitation(id, "c", now=4))
     with pytest.raises(TokenError, match="was for 2 PCs, which have joined"):
         invitations.redeem_invitation(id, "d", now=5)

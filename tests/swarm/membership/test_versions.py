@@ -1,6 +1,12 @@
 """Who understands whom."""
 
-from molink.swarm.membership.versions import REPORT_TIMEOUT_S, IncompatiblePeers, PeerVersion, explain_mismatch, own_version
+from molink.swarm.membership.versions import (
+    REPORT_TIMEOUT_S,
+    IncompatiblePeers,
+    PeerVersion,
+    explain_mismatch,
+    own_version,
+)
 
 
 def test_versions_that_speak_alike_may_be_together() -> None:

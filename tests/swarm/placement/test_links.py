@@ -11,7 +11,9 @@ def test_what_one_direction_lacks_the_other_one_tells() -> None:
     links = Links()
     assert links.latency_and_rate("a", "b") == (ASSUMED_LATENCY, ASSUMED_RATE)
     links.record_measurement("a", "b", 0.02, None)
-    assert links.latency_and_rate("a", "b") == links.latency_and_rate("b", "a") == (0.02, ASSUMED_RATE)
+    assert (
+        links.latency_and_rate("a", "b") == links.latency_and_rate("b", "a") == (0.02, ASSUMED_RATE)
+    )
     links.record_measurement("b", "a", 0.03, 2e6)
     assert links.latency_and_rate("a", "b") == (0.02, 2e6)
     assert links.latency_and_rate("b", "a") == (0.03, 2e6)

@@ -11,12 +11,12 @@ from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.memory_plan import MARGIN_SHARE, plan_memory
 from molink.facts.model import ModelFacts
 from molink.swarm.placement.links import Links
-from molink.swarm.placement.partition import Gap, StageHost, StageCosts, split_gaps
+from molink.swarm.placement.partition import Gap, StageCosts, StageHost, split_gaps
 from molink.swarm.placement.placement import (
     MAX_STAGES,
-    PlacementGoal,
     Candidate,
     Placement,
+    PlacementGoal,
     Unplaceable,
     explain_misfit,
     parse_layers,
@@ -333,11 +333,15 @@ runners = st.lists(
 
 @given(runners, st.integers(1, 7), st.booleans(), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_no_split_is_better(runners: list[StageHost], layers: int, opens: bool, closes: bool) -> None:
+def test_no_split_is_better(
+    runners: list[StageHost], layers: int, opens: bool, closes: bool
+) -> None:
     gap = Gap(0, layers, opens, closes)
     found = split_gaps([gap], runners)
     expected = brute_force(gap, runners)
-    assert (found and (found[0].slowest_time, found[0].total_time)) == expected  # powers of two: exact
+    assert (
+        found and (found[0].slowest_time, found[0].total_time)
+    ) == expected  # powers of two: exact
 
 
 stages = st.one_of(
@@ -405,7 +409,10 @@ def test_costs_are_those_of_the_footprint(
 ) -> None:
     need = Footprint.of_stage(model, StageSetup(kind=kind))
     expected = need.min_bytes(layers, opens=opens, closes=closes)
-    assert StageCosts.from_footprint(need).memory_needed(layers, opens=opens, closes=closes) == expected
+    assert (
+        StageCosts.from_footprint(need).memory_needed(layers, opens=opens, closes=closes)
+        == expected
+    )
 
 
 # --- over links ----------------------------------------------------------------------------------
@@ -429,7 +436,9 @@ def test_one_that_holds_the_model_is_enough() -> None:
     assert ring(placed) == ["b"]
     assert placed.spares == ("a", "c")
     assert placed.turn == placed.cost == pytest.approx(8.5 / 20)
-    wanted = placement.place(facts(), [peer("a"), peer("b"), peer("c")], aim=PlacementGoal("latency", 2))
+    wanted = placement.place(
+        facts(), [peer("a"), peer("b"), peer("c")], aim=PlacementGoal("latency", 2)
+    )
     assert ring(wanted) == ["a", "b"]
 
 

@@ -7,10 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.swarm.placement.partition import StageHost, StageCosts
+from molink.swarm.placement.partition import StageCosts, StageHost
 from molink.swarm.placement.placement import ring_search
 from molink.swarm.placement.ring_search import MAX_EXACT_PEERS, search_ring
-from molink.swarm.placement.rings import MICRO_BATCHES_PER_STAGE, HopTimes, RatedRing, RingTask, rate_ring
+from molink.swarm.placement.rings import (
+    MICRO_BATCHES_PER_STAGE,
+    HopTimes,
+    RatedRing,
+    RingTask,
+    rate_ring,
+)
 
 GB = 10**9
 
@@ -88,7 +94,9 @@ def tasks(draw: st.DrawFn) -> RingTask:
     )
     hops = [[draw(link) if i != j else None for j in range(n)] for i in range(n)]
     objective = draw(st.sampled_from(["latency", "throughput"]))
-    return RingTask(draw(st.integers(1, 7)), hosts, hops, objective, max_stages=draw(st.integers(1, 4)))
+    return RingTask(
+        draw(st.integers(1, 7)), hosts, hops, objective, max_stages=draw(st.integers(1, 4))
+    )
 
 
 @given(tasks(), st.integers(1, 4))

@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 from molink.errors import MessageTooLarge, WireError
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.codec import MAX_PAYLOAD, Codec, DataMessage, control_codec, data_codec
-from molink.wire.messages.control import ControlMessage, DoneReply
-from molink.wire.messages.data import Frame, History, Channel, RingMessage, RequestSlice, Volume, VolumeFragment
+from molink.wire.messages.control_plane import ControlMessage, DoneReply
+from molink.wire.messages.data_plane import (
+    Channel,
+    Frame,
+    History,
+    RequestSlice,
+    RingMessage,
+    Volume,
+    VolumeFragment,
+)
 from molink.wire.messages.instructions import Welcome
 from molink.wire.messages.serving import Cancel, PromptFragment
 from molink.wire.messages.transfer import ReadReply

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from molink.wire.messages.data import SamplingParams
+from molink.wire.messages.data_plane import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 
 from molink.errors import NotAuthorized, Overloaded, Unavailable, UsageError
+from molink.wire.messages.admin import StatusReply, StatusRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
-from molink.wire.messages.control import DoneReply, ErrorReply
-from molink.wire.messages.requests import StatusReply, StatusRequest
+from molink.wire.messages.control_plane import DoneReply, ErrorReply
 from molink.wire.messages.serving import Cancel, PromptFragment
 from molink.wire.sockets import server as server_module
-from molink.wire.sockets.backlog import BacklogLimits, UnreadBytes
 from molink.wire.sockets.client import Client
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.refusal import is_refused
 from molink.wire.sockets.server import MessageSender
+from molink.wire.sockets.unread_bytes import BacklogLimits, UnreadBytes
 
 
 async def test_a_stranger_is_told_from_a_wrong_server(net: Any) -> None:

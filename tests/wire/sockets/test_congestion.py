@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from molink.wire.sockets import congestion
-from molink.wire.sockets.congestion import avoid_bbr, has_idle_reset, enable_pacing
+from molink.wire.sockets.congestion import avoid_bbr, enable_pacing, has_idle_reset
 
 
 @pytest.mark.parametrize("change", [avoid_bbr, enable_pacing])

@@ -10,14 +10,14 @@ import psutil
 import pytest
 import zmq
 
+from molink.wire.messages.admin import StatusRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
-from molink.wire.messages.control import DoneReply
-from molink.wire.messages.requests import StatusRequest
+from molink.wire.messages.control_plane import DoneReply
 from molink.wire.messages.serving import Cancel, PromptFragment
 from molink.wire.sockets.client import Client
-from molink.wire.sockets.create import create_client
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.create_socket import create_client
+from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender, Server
 
 _GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -119,7 +119,9 @@ async def test_800_parts_from_a_member(victim: Victim, size: int) -> None:
         await victim.net.until(lambda: victim.server.counters.malformed == 1)
         header = control_codec().encode(StatusRequest(ref=7))
         await socket.send_multipart(header)
-        assert control_codec().decode(await socket.recv_multipart(copy=False))[0] == DoneReply(ref=7)
+        assert control_codec().decode(await socket.recv_multipart(copy=False))[0] == DoneReply(
+            ref=7
+        )
 
 
 async def test_a_member_that_goes_on_misbehaving_is_cut_off(victim: Victim) -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from molink.wire.messages.admin import StatusRequest
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import DoneReply
-from molink.wire.messages.reports import Goodbye
-from molink.wire.messages.requests import StatusRequest
-from molink.wire.sockets.curve import KeyPair
-from tests.support.counted import counted
+from molink.wire.messages.control_plane import DoneReply
+from molink.wire.messages.peer_reports import Goodbye
+from molink.wire.sockets.key_pair import KeyPair
+from tests.support.connection_counters import counted
 from tests.support.curve import COMMAND, GREETING, MORE, RawClient, RawServer, Refused, Wire, frame
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,7 +33,7 @@ class Victim:
 
     def __init__(self, *role: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.victim", *role],
+            [sys.executable, "-m", "tests.support.attack_target", *role],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -16,15 +16,15 @@ from molink.errors import (
     UsageError,
 )
 from molink.facts.identity import derive_peer_id
+from molink.wire.messages.admin import LeaveRequest, StatusRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
-from molink.wire.messages.control import DoneReply
+from molink.wire.messages.control_plane import DoneReply
 from molink.wire.messages.instructions import Welcome
-from molink.wire.messages.requests import LeaveRequest, StatusRequest
 from molink.wire.messages.serving import PromptFragment
 from molink.wire.messages.transfer import ReadReply, ReadRequest
-from molink.wire.sockets.create import create_client
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.create_socket import create_client
+from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender, Server, ServerLimits
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -6,13 +6,13 @@ import zmq
 
 from molink.errors import UsageError
 from molink.facts.identity import derive_peer_id
+from molink.wire.messages.admin import StatusRequest
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import DoneReply
-from molink.wire.messages.requests import StatusRequest
-from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.pace import PeerRateLimit
+from molink.wire.messages.control_plane import DoneReply
+from molink.wire.sockets.key_pair import KeyPair
+from molink.wire.sockets.rate_limit import PeerRateLimit
 from molink.wire.sockets.server import MessageSender, Server
-from molink.wire.sockets.zap import ZapAuthenticator, RefusedHandshake
+from molink.wire.sockets.zap import RefusedHandshake, ZapAuthenticator
 
 
 @pytest.fixture

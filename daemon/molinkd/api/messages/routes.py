@@ -3,11 +3,11 @@
 from aiohttp import web
 from msgspec import json
 
-from molinkd.api.body import BodyReader
-from molinkd.api.generator import ClientRequest, GenerationHandler, json_response
-from molinkd.api.messages.formats import MessagesEncoder
+from molinkd.api.body_reader import BodyReader
+from molinkd.api.generation_handler import ClientRequest, GenerationHandler, json_response
+from molinkd.api.messages.encoder import MessagesEncoder
 from molinkd.api.messages.schema import FIELD_NAMES, CountTokensRequest, MessageRequest
-from molinkd.api.schema import decode_struct
+from molinkd.api.openai_schema import decode_struct
 
 #: Where its routes are.
 MESSAGES_PREFIX = "/v1/messages"
@@ -31,12 +31,16 @@ class MessageRoutes:
     async def create_message(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/messages``."""
         body = decode_struct(await self._body_reader.read_body(request), MessageRequest)
-        client_request = ClientRequest(body.as_openai(), MessagesEncoder, bool(body.stream), field_names=FIELD_NAMES)
+        client_request = ClientRequest(
+            body.as_openai(), MessagesEncoder, bool(body.stream), field_names=FIELD_NAMES
+        )
         return await self._handler.handle_request(request, client_request)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """``POST /v1/messages/count_tokens``."""
         body = decode_struct(await self._body_reader.read_body(request), CountTokensRequest)
-        client_request = ClientRequest(body.as_openai(), MessagesEncoder, False, field_names=FIELD_NAMES)
+        client_request = ClientRequest(
+            body.as_openai(), MessagesEncoder, False, field_names=FIELD_NAMES
+        )
         tokens = await self._handler.count_prompt_tokens(request, client_request)
         return json_response(json.encode({"input_tokens": tokens}))

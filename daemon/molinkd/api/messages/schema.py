@@ -7,29 +7,29 @@ import msgspec
 
 from molink.errors import RequestError
 from molink.wire.messages.serving import Priority
-from molinkd.api.adapting import (
-    require_value,
-    join_texts,
-    json_response_format,
-    make_message,
-    make_tool_choice,
-    make_tool,
-    copy_scheduling,
-    part_text,
-)
-from molinkd.api.schema import (
+from molinkd.api.openai_schema import (
     MAX_STOPS,
     MAX_TOOLS,
-    FunctionCall,
     CallId,
     ChatBody,
     ChatMessage,
     ContentPart,
+    FunctionCall,
     MaxTokens,
     Seconds,
     StopString,
     ToolCall,
     ToolName,
+)
+from molinkd.api.protocol_conversion import (
+    copy_scheduling,
+    join_texts,
+    json_response_format,
+    make_message,
+    make_tool,
+    make_tool_choice,
+    part_text,
+    require_value,
 )
 
 #: What fields of a chat are called here.
@@ -216,7 +216,10 @@ def _assistant_message(parts: Sequence[MessagePart], where: str) -> ChatMessage:
     for place, part in enumerate(parts):
         field = f"{where}[{place}]"
         if part.type == "tool_use":
-            ident, name = require_value(part.id, f"{field}.id"), require_value(part.name, f"{field}.name")
+            ident, name = (
+                require_value(part.id, f"{field}.id"),
+                require_value(part.name, f"{field}.name"),
+            )
             calls.append(ToolCall(id=ident, function=FunctionCall(name, part.input or {})))
         elif part.type == "thinking":
             thoughts.append(part.thinking or "")

@@ -7,18 +7,18 @@ from typing import Any
 from aiohttp import web
 from msgspec import json
 
-from molink.checkpoint.fields import read_bytes
+from molink.checkpoint.config_fields import read_bytes
 from molink.errors import MolinkError, RequestError
 from molinkd.api.backend import Backend, ServedModel
-from molinkd.api.body import BodyReader
-from molinkd.api.catalogue import ModelCatalog
-from molinkd.api.formats import ResponseEncoder
-from molinkd.api.generator import ClientRequest, GenerationHandler, json_response
-from molinkd.api.offered_tools import model_capabilities
-from molinkd.api.ollama.formats import OllamaEncoder, format_now
+from molinkd.api.body_reader import BodyReader
+from molinkd.api.generation_handler import ClientRequest, GenerationHandler, json_response
+from molinkd.api.model_catalog import ModelCatalog
+from molinkd.api.ollama.encoder import OllamaEncoder, format_now
 from molinkd.api.ollama.schema import FIELD_NAMES, ChatRequest, GenerateRequest, ModelReference
+from molinkd.api.openai_encoders import ResponseEncoder
+from molinkd.api.openai_schema import ChatBody, decode_struct
 from molinkd.api.request_plan import RequestPlan
-from molinkd.api.schema import ChatBody, decode_struct
+from molinkd.api.tool_validation import model_capabilities
 
 #: The version of Ollama whose routes these are: clients look whether it has what they need.
 OLLAMA_VERSION = "0.12.0"
@@ -27,10 +27,15 @@ _NEVER_EXPIRES = "2318-01-01T00:00:00Z"
 
 
 class OllamaRoutes:
-    """``/api/chat``, ``generate_text``, ``list_models``, ``show_model``, ``ps``, ``get_version``."""
+    """``/api/chat``, ``generate_text``, ``list_models``, ``show_model``, ``ps``,
+    ``get_version``."""
 
     def __init__(
-        self, backend: Backend, bodies: BodyReader, catalog: ModelCatalog, generator: GenerationHandler
+        self,
+        backend: Backend,
+        bodies: BodyReader,
+        catalog: ModelCatalog,
+        generator: GenerationHandler,
     ) -> None:
         self._backend = backend
         self._body_reader = bodies
@@ -58,8 +63,12 @@ class OllamaRoutes:
 
         openai_body = body.as_openai()
         if not body.messages:
-            return await self._load_response(body, {"message": {"role": "assistant", "content": ""}})
-        client_request = ClientRequest(openai_body, form, body.stream is not False, field_names=FIELD_NAMES)
+            return await self._load_response(
+                body, {"message": {"role": "assistant", "content": ""}}
+            )
+        client_request = ClientRequest(
+            openai_body, form, body.stream is not False, field_names=FIELD_NAMES
+        )
         return await self._handler.handle_request(request, client_request)
 
     async def generate_text(self, request: web.Request) -> web.StreamResponse:
@@ -73,7 +82,9 @@ class OllamaRoutes:
         if not body.prompt:
             return await self._load_response(body, {"response": ""})
         names = FIELD_NAMES | ({"messages": "prompt"} if isinstance(openai_body, ChatBody) else {})
-        client_request = ClientRequest(openai_body, form, body.stream is not False, field_names=names)
+        client_request = ClientRequest(
+            openai_body, form, body.stream is not False, field_names=names
+        )
         return await self._handler.handle_request(request, client_request)
 
     async def list_models(self, request: web.Request) -> web.Response:
@@ -83,9 +94,15 @@ class OllamaRoutes:
 
     async def list_running(self, request: web.Request) -> web.Response:
         """``GET /api/ps``: those that can be asked now."""
-        ready = [model for model in self._backend.list_models() if self._backend.is_ready(model.name)]
+        ready = [
+            model for model in self._backend.list_models() if self._backend.is_ready(model.name)
+        ]
         models = [
-            {**await _model_json(model), "expires_at": _NEVER_EXPIRES, "context_length": model.max_model_len}
+            {
+                **await _model_json(model),
+                "expires_at": _NEVER_EXPIRES,
+                "context_length": model.max_model_len,
+            }
             for model in ready
         ]
         return json_response(json.encode({"models": models}))

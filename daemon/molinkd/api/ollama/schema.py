@@ -10,11 +10,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from molink.errors import RequestError
-from molink.wire.messages.data import RepetitionPenalty
+from molink.wire.messages.data_plane import RepetitionPenalty
 from molink.wire.messages.serving import Priority
-from molinkd.api.adapting import json_response_format, make_message, make_tool, refuse_fields, copy_scheduling
-from molinkd.api.ollama.calls import OllamaToolCall, ToolCallIds
-from molinkd.api.schema import (
+from molinkd.api.ollama.tool_call_ids import OllamaToolCall, ToolCallIds
+from molinkd.api.openai_schema import (
     MAX_STOP_LENGTH,
     MAX_STOPS,
     MAX_TOOLS,
@@ -27,6 +26,13 @@ from molinkd.api.schema import (
     Seconds,
     StopString,
     TopLogprobs,
+)
+from molinkd.api.protocol_conversion import (
+    copy_scheduling,
+    json_response_format,
+    make_message,
+    make_tool,
+    refuse_fields,
 )
 
 #: What fields of the OpenAI bodies are called here.
@@ -123,7 +129,9 @@ class ChatRequest(OllamaRequest, kw_only=True):
             where = f"messages[{index}]"
             refuse_fields({f"{where}.images": one.images})
             if one.role == "tool":
-                messages.append(calls.match_result(one.content or "", one.tool_call_id, one.tool_name))
+                messages.append(
+                    calls.match_result(one.content or "", one.tool_call_id, one.tool_name)
+                )
                 continue
             content = "" if one.tool_calls and one.content is None else one.content
             made = make_message(one.role, content, where)

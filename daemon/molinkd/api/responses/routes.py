@@ -2,13 +2,13 @@
 
 from aiohttp import web
 
-from molinkd.api.body import BodyReader
-from molinkd.api.formats import ResponseEncoder
-from molinkd.api.generator import ClientRequest, GenerationHandler
+from molinkd.api.body_reader import BodyReader
+from molinkd.api.generation_handler import ClientRequest, GenerationHandler
+from molinkd.api.openai_encoders import ResponseEncoder
+from molinkd.api.openai_schema import decode_struct
 from molinkd.api.request_plan import RequestPlan
-from molinkd.api.responses.formats import ResponsesEncoder
+from molinkd.api.responses.encoder import ResponsesEncoder
 from molinkd.api.responses.schema import FIELD_NAMES, ResponseRequest
-from molinkd.api.schema import decode_struct
 
 
 class ResponseRoutes:
@@ -30,5 +30,7 @@ class ResponseRoutes:
         def form(plan: RequestPlan) -> ResponseEncoder:
             return ResponsesEncoder(plan, body)
 
-        client_request = ClientRequest(body.as_openai(), form, bool(body.stream), field_names=FIELD_NAMES)
+        client_request = ClientRequest(
+            body.as_openai(), form, bool(body.stream), field_names=FIELD_NAMES
+        )
         return await self._handler.handle_request(request, client_request)

@@ -9,28 +9,28 @@ import msgspec
 
 from molink.errors import RequestError
 from molink.wire.messages.serving import Priority
-from molinkd.api.adapting import (
-    require_value,
-    join_texts,
-    json_response_format,
-    make_message,
-    make_tool_choice,
-    make_tool,
-    refuse_fields,
-    copy_scheduling,
-)
-from molinkd.api.schema import (
+from molinkd.api.openai_schema import (
     MAX_TOOLS,
-    FunctionCall,
     CallId,
     ChatBody,
     ChatMessage,
     ContentPart,
+    FunctionCall,
     MaxTokens,
     Seconds,
     ToolCall,
     ToolName,
     TopLogprobs,
+)
+from molinkd.api.protocol_conversion import (
+    copy_scheduling,
+    join_texts,
+    json_response_format,
+    make_message,
+    make_tool,
+    make_tool_choice,
+    refuse_fields,
+    require_value,
 )
 
 #: Kinds of a message's parts: what goes in, and what came out before.
@@ -156,7 +156,9 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
             parallel_tool_calls=self.parallel_tool_calls,
         )
         if self.tools:
-            body.tools = [make_tool(one.name, one.description, one.parameters) for one in self.tools]
+            body.tools = [
+                make_tool(one.name, one.description, one.parameters) for one in self.tools
+            ]
         choice = self.tool_choice
         if isinstance(choice, FunctionChoice):
             body.tool_choice = make_tool_choice(choice.name)
@@ -173,7 +175,9 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
         if form.type == "json_schema" and form.schema is None:
             field = "text.format.schema"
             raise RequestError(f"`{field}`: required, but missing", field)
-        body.response_format = json_response_format(form.schema if form.type == "json_schema" else None)
+        body.response_format = json_response_format(
+            form.schema if form.type == "json_schema" else None
+        )
 
     def _chat_messages(self) -> list[ChatMessage]:
         messages = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from molinkd.peer.agent.self_test import SelfTestResult
+from molinkd.peer.agent.kernel_self_test import SelfTestResult
 
 Level = Literal["ok", "warning", "problem"]
 #: What ``--fix`` can do: nothing that takes rights, opens anything, or loses what is needed.
@@ -74,10 +74,9 @@ class PeerFact:
 class SwarmFacts:
     """The swarm by ``molink status``; there is none of these facts where no daemon runs.
 
-    ``clock_offset_s`` is how many seconds this PC's clock is ahead of the one that leads, give or take
-    ``clock_error_s``; ``None`` if that isn't known. ``unreachable`` are pairs of ids: who can't reach whom;
-    ``relayed`` says who reaches whom by way of whom; ``model`` is
-    what is served.
+    ``clock_offset_s`` is how many seconds this PC's clock is ahead of the one that leads, give or
+    take ``clock_error_s``; ``None`` if that isn't known. ``unreachable`` are pairs of ids: who
+    can't reach whom; ``relayed`` says who reaches whom by way of whom; ``model`` is what is served.
     """
 
     id: str
@@ -106,9 +105,10 @@ class SwarmFacts:
 class NetworkFacts:
     """How others reach this PC.
 
-    ``firewall`` is the one that runs here, empty if none was seen; ``has_firewall_rule`` whether it has a rule
-    of ours. ``wsl`` is the network of WSL 2 (``nat``, ``mirrored`` …), empty outside of it.
-    ``announced_swarms`` are the ids of swarms that are announced, ``multicast_error`` says why none could be heard.
+    ``firewall`` is the one that runs here, empty if none was seen; ``has_firewall_rule`` whether it
+    has a rule of ours. ``wsl`` is the network of WSL 2 (``nat``, ``mirrored`` …), empty outside of
+    it. ``announced_swarms`` are the ids of swarms that are announced, ``multicast_error`` says why
+    none could be heard.
     """
 
     system: str
@@ -133,8 +133,8 @@ class NetworkFacts:
 class HostFacts:
     """The state folder, the disk, and whether this PC may fall asleep. Sizes in bytes.
 
-    ``write_error`` says why the folder can't be used; ``is_open_to_others`` that other users can read
-    it; ``options_error`` why the options of the last start can't be read.
+    ``write_error`` says why the folder can't be used; ``is_open_to_others`` that other users can
+    read it; ``options_error`` why the options of the last start can't be read.
     """
 
     system: str
@@ -155,7 +155,8 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorFacts:
-    """All of them. ``daemon_pid`` is the process id of the daemon that runs here, 0 if none does."""
+    """All of them. ``daemon_pid`` is the process id of the daemon that runs here, 0 if none
+    does."""
 
     device: DeviceFacts
     network: NetworkFacts

@@ -7,7 +7,13 @@ from pathlib import Path
 from string import Template
 
 from molink.errors import MolinkError
-from molinkd.cli.service.base import RunCommand, ServiceStatus, run_checked, run_command, read_template
+from molinkd.cli.service.base import (
+    RunCommand,
+    ServiceStatus,
+    read_template,
+    run_checked,
+    run_command,
+)
 
 UNIT_NAME = "molink.service"
 _SYSTEMCTL = ("systemctl", "--user")
@@ -19,7 +25,9 @@ _ALTERNATIVE = (
 class SystemdService:
     """See :class:`molinkd.cli.service.base.SystemService`."""
 
-    def __init__(self, run: RunCommand = run_command, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, run: RunCommand = run_command, environment: Mapping[str, str] = os.environ
+    ) -> None:
         self._run = run
         config = environment.get("XDG_CONFIG_HOME") or Path.home() / ".config"
         self.path = Path(config) / "systemd" / "user" / UNIT_NAME
@@ -31,13 +39,17 @@ class SystemdService:
         try:
             run_checked(self._run, [*_SYSTEMCTL, "daemon-reload"])
         except MolinkError as error:
-            raise MolinkError(f"{error}. Log in on this PC as yourself, or {_ALTERNATIVE}") from error
+            raise MolinkError(
+                f"{error}. Log in on this PC as yourself, or {_ALTERNATIVE}"
+            ) from error
 
     def install_service(self, command: Sequence[str]) -> str:
         """Write, enable and start the unit; see the protocol."""
         self.check_available()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = Template(read_template(UNIT_NAME)).substitute(COMMAND=" ".join(map(_quote_word, command)))
+        text = Template(read_template(UNIT_NAME)).substitute(
+            COMMAND=" ".join(map(_quote_word, command))
+        )
         self.path.write_text(text, encoding="utf-8")
         try:
             for verb in (["daemon-reload"], ["enable", UNIT_NAME], ["restart", UNIT_NAME]):

@@ -9,7 +9,13 @@ from pathlib import Path
 from string import Template
 from xml.sax.saxutils import escape
 
-from molinkd.cli.service.base import RunCommand, ServiceStatus, run_checked, run_command, read_template
+from molinkd.cli.service.base import (
+    RunCommand,
+    ServiceStatus,
+    read_template,
+    run_checked,
+    run_command,
+)
 
 TASK_NAME = "molink"
 _XML_TEMPLATE = "molink.xml"
@@ -32,7 +38,9 @@ class TaskSchedulerService:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / _XML_TEMPLATE
             path.write_text(text, encoding="utf-16")
-            run_checked(self._run, [_SCHTASKS, "/Create", "/TN", TASK_NAME, "/XML", str(path), "/F"])
+            run_checked(
+                self._run, [_SCHTASKS, "/Create", "/TN", TASK_NAME, "/XML", str(path), "/F"]
+            )
         run_checked(self._run, [_SCHTASKS, "/Run", "/TN", TASK_NAME])
         return "It begins whenever you log on."
 

@@ -9,15 +9,15 @@ import typer
 
 from molink.errors import UsageError
 from molink.plaintext import printable
-from molinkd.cli.ending import stop_daemon
+from molinkd.cli.daemon_start import start_daemon
 from molinkd.cli.service.base import SystemService
 from molinkd.cli.service.systemd import SystemdService
 from molinkd.cli.service.task_scheduler import TaskSchedulerService
-from molinkd.cli.starting import start_daemon
+from molinkd.cli.stop_verbs import stop_daemon
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.peer.home import Home
-from molinkd.peer.membership.membership import MembershipRecord, read_membership
-from molinkd.peer.runfile import read_run_file
+from molinkd.peer.membership.membership_record import MembershipRecord, read_membership
+from molinkd.peer.run_file import read_run_file
 
 service_app = typer.Typer(help="Keep molink running on this PC, from each start on.")
 
@@ -65,7 +65,11 @@ def status(
         print(json.dumps({"installed": found.installed, "pid": pid, "detail": found.detail}))
     else:
         print("The service is installed." if found.installed else "There is no service.")
-        print(f"molink runs (process {run_file.pid})." if run_file is not None else "molink does not run.")
+        print(
+            f"molink runs (process {run_file.pid})."
+            if run_file is not None
+            else "molink does not run."
+        )
         if found.detail:
             print(printable(found.detail, keep="\n"))
     raise typer.Exit(0 if found.installed and run_file is not None else 1)
@@ -90,7 +94,8 @@ def _require_membership(home: Home) -> MembershipRecord:
     member = read_membership(home.membership)
     if member is None:
         raise UsageError(
-            f"this PC is in no swarm (state folder {home.root}): run {home.format_command('up')} or "
+            f"this PC is in no swarm (state folder {home.root}): run {home.format_command('up')} "
+            "or "
             f"{home.format_command('join')} once, with the options that the service is to have"
         )
     return member

@@ -16,11 +16,16 @@ from textual.widgets import Input, Static
 
 from molink.errors import MolinkError
 from molink.plaintext import sanitize_text
-from molink.swarm.controller.told_status import SwarmStatus
-from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.requests import DrainRequest, PairingDecisionReply, PairingDecisionRequest, Rebalance
-from molinkd.cli.top.feed import StatusFeed
-from molinkd.cli.top.lines import SORT_ORDERS, body_lines, header_lines, wrap_text
+from molink.swarm.controller.status_schema import SwarmStatus
+from molink.wire.messages.admin import (
+    DrainRequest,
+    PairingDecisionReply,
+    PairingDecisionRequest,
+    Rebalance,
+)
+from molink.wire.messages.control_plane import ControlMessage
+from molinkd.cli.top.layout import SORT_ORDERS, body_lines, header_lines, wrap_text
+from molinkd.cli.top.status_feed import StatusFeed
 from molinkd.cli.top.view import SwarmView, make_view
 from molinkd.cli.units import format_duration
 
@@ -185,11 +190,16 @@ class TopApp(App[None]):
     ) -> None:
         """``fetch_status`` is called every ``interval`` seconds; ``clock`` is in seconds, too.
 
-        ``send_request`` is called for what the user wants of the daemon. ``first`` is shown until there is
-        an answer.
+        ``send_request`` is called for what the user wants of the daemon. ``first`` is shown until
+        there is an answer.
         """
         super().__init__(ansi_color=True)
-        self._fetch_status, self._send_request, self._clock, self._interval = fetch_status, send_request, clock, interval
+        self._fetch_status, self._send_request, self._clock, self._interval = (
+            fetch_status,
+            send_request,
+            clock,
+            interval,
+        )
         self._view = first
         self._sort_order = SORT_ORDERS[0]
         self._paused = False
@@ -259,7 +269,9 @@ class TopApp(App[None]):
         self._update_pane("head", head)
         self._update_pane("all", body)
         notice = self._notice if self._clock() - self._notice_at < _NOTICE_S else ""
-        self._update_pane("keys", [Text(notice or _KEYS_LINE, "bold", overflow="crop", no_wrap=True)])
+        self._update_pane(
+            "keys", [Text(notice or _KEYS_LINE, "bold", overflow="crop", no_wrap=True)]
+        )
 
     def _update_pane(self, where: str, lines: list[Text]) -> None:
         """Only what is new is drawn: a quiet swarm costs nothing."""

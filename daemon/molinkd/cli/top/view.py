@@ -4,17 +4,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from molink.plaintext import sanitize_text
-from molink.swarm.controller.told_status import (
-    SchedulerStatus,
+from molink.swarm.controller.status_schema import (
     LinkStatus,
     PeerStatus,
     PipelineStatus,
     RequestStatus,
+    SchedulerStatus,
     SwarmStatus,
     WorkerStatus,
-    short_device_name,
-    format_percent,
     duplicate_names,
+    format_percent,
+    short_device_name,
 )
 
 #: As many notices as leave room for the rest.
@@ -158,7 +158,10 @@ def make_view(status: SwarmStatus, *, demo: bool = False) -> SwarmView:
         offline=len(pcs) - online,
         notices=_limit_notices(list(_make_notices(status, names))),
         pairings=tuple(
-            PairingView(sanitize_text(one.name), sanitize_text(one.code), sanitize_text(one.address)) for one in status.pairing_requests
+            PairingView(
+                sanitize_text(one.name), sanitize_text(one.code), sanitize_text(one.address)
+            )
+            for one in status.pairing_requests
         ),
         rings=tuple(
             _ring_view(pipeline, peers, names, alone=len(status.pipelines) == 1)
@@ -187,7 +190,8 @@ def _make_notices(status: SwarmStatus, names: dict[str, str]) -> Iterator[str]:
         if pipeline.reason:
             ready = "is ready" if pipeline.ready else "is not ready"
             of = f" of {sanitize_text(pipeline.model)}" if len(status.pipelines) > 1 else ""
-            yield f"Pipeline {sanitize_text(pipeline.id)}{of} {ready}: {sanitize_text(pipeline.reason)}"
+            name, reason = sanitize_text(pipeline.id), sanitize_text(pipeline.reason)
+            yield f"Pipeline {name}{of} {ready}: {reason}"
     for peer in status.peers:
         if peer.reason:
             yield f"{names[peer.id]} is {sanitize_text(peer.reason)}"
@@ -195,7 +199,8 @@ def _make_notices(status: SwarmStatus, names: dict[str, str]) -> Iterator[str]:
     if status.files:
         yield sanitize_text(status.files)
     for one in status.banned_peers:
-        yield f"{sanitize_text(one.name)} was cut off by {sanitize_text(one.banned_by)}: {sanitize_text(one.reason)}"
+        name, banned_by = sanitize_text(one.name), sanitize_text(one.banned_by)
+        yield f"{name} was cut off by {banned_by}: {sanitize_text(one.reason)}"
 
 
 def _model_names(status: SwarmStatus) -> list[str]:
@@ -290,7 +295,10 @@ def _layers_text(layers: tuple[int, int]) -> str:
 
 
 def _pc_view(peer: PeerStatus) -> PcView:
-    stages = [f"{_layers_text(one.layers)} {sanitize_text(one.activity) or 'ready'}" for one in peer.workers]
+    stages = [
+        f"{_layers_text(one.layers)} {sanitize_text(one.activity) or 'ready'}"
+        for one in peer.workers
+    ]
     return PcView(
         sanitize_text(peer.name),
         sanitize_text(peer.state),
@@ -306,7 +314,12 @@ def _transfer_views(status: SwarmStatus) -> Iterator[TransferView]:
             what = "copy" if one.copy else "weights"
             source = f"{what} from {one.source}" if one.source else what
             yield TransferView(
-                sanitize_text(peer.name), sanitize_text(source), one.bytes, one.total, one.rate, one.eta_s
+                sanitize_text(peer.name),
+                sanitize_text(source),
+                one.bytes,
+                one.total,
+                one.rate,
+                one.eta_s,
             )
 
 

@@ -1,7 +1,7 @@
 """What this PC's device can do, measured in a process of its own and remembered.
 
-Torch is never imported here: the measurement is :mod:`molink.stage.measure.device`, run once for
-each device, torch version and thread count.
+Torch is never imported here: the measurement is :mod:`molink.stage.diagnostics.device`, run once
+for each device, torch version and thread count.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ from molink.errors import WorkerError
 from molink.facts.device import Device
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.footprint import StageSetup, StepLimits
-from molink.facts.kept import NarrowDType
 from molink.facts.model import Quantize
+from molink.facts.narrow_weights import NarrowDType
 from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.facts.settings import PipelineSettings
 from molink.wire.sockets.secrets import write_secret
-from molinkd.peer.platform import child_options, num_cores
-from molinkd.peer.settings import Settings, MemoryShare
+from molinkd.peer.settings import MemoryShare, Settings
+from molinkd.platform import child_options, num_cores
 
 log = logging.getLogger(__name__)
 
-PROBE_COMMAND = (sys.executable, "-P", "-m", "molink.stage.measure.device")
+PROBE_COMMAND = (sys.executable, "-P", "-m", "molink.stage.diagnostics.device")
 _TIMEOUT_S = 300.0
 #: Part of the memory that stages may use where the user hasn't said: a CPU shares it with all else.
 _CPU_SHARE = 0.5
@@ -40,7 +40,8 @@ _CUDA_CONTEXT_BYTES = 1 << 30
 
 
 class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
-    """What :mod:`molink.stage.measure.device` prints; memory in bytes, ``read_rate`` in bytes/s."""
+    """What :mod:`molink.stage.diagnostics.device` prints; memory in bytes, ``read_rate`` in
+    bytes/s."""
 
     kind: Literal["cpu", "cuda"]
     index: int
@@ -83,7 +84,9 @@ class MeasuredDevice:
             narrow_dtypes=self.device.narrow_dtypes,
             dtype=dtype,
             quantize=quantize,
-            step_limits=StepLimits(settings.max_num_batched_tokens or MAX_CHUNK_ROWS, settings.max_num_seqs),
+            step_limits=StepLimits(
+                settings.max_num_batched_tokens or MAX_CHUNK_ROWS, settings.max_num_seqs
+            ),
         )
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import msgspec
 
-from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import find_model
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_source import find_model
 from molink.errors import UsageError
 from molink.facts.footprint import StageSetup
 from molink.facts.memory_plan import plan_memory
 from molink.facts.model import BLOCK_SIZE
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.pipe import DraftModelSpec
+from molink.wire.messages.worker_pipe import DraftModelSpec
 from molinkd.peer.agent.device_probe import MeasuredDevice
 from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.settings import Settings
@@ -66,7 +66,9 @@ class DraftModelFolder:
             f" ({what}); its guesses would be other tokens. Take a smaller model of the same family"
         )
 
-    def plan_memory(self, setup: StageSetup, budget: int, block_size: int, context: int) -> "DraftPlan":
+    def plan_memory(
+        self, setup: StageSetup, budget: int, block_size: int, context: int
+    ) -> "DraftPlan":
         """What it takes of ``budget`` bytes, for requests of up to ``context`` tokens.
 
         Raises:
@@ -89,8 +91,8 @@ class DraftModelFolder:
     def reserve_memory(self, measured: MeasuredDevice, settings: Settings) -> MeasuredDevice:
         """The device, with the bytes of it that placement is to leave for this; none if too few.
 
-        As :meth:`plan_memory` has them for the longest requests, and the dtype that this PC has set:
-        what will be served isn't known yet.
+        As :meth:`plan_memory` has them for the longest requests, and the dtype that this PC has
+        set: what will be served isn't known yet.
         """
         setup = measured.stage_setup(settings.pipeline, settings.dtype)
         context = settings.max_model_len or _MAX_MODEL_LEN

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 
-from molink.wire.messages.reports import MAX_RATE, MIN_RATE
+from molink.wire.messages.peer_reports import MAX_RATE, MIN_RATE
 
 #: Between two looks, in seconds.
 POLL_INTERVAL_S = 10.0
@@ -36,7 +36,9 @@ class LinkRateReporter:
         """Tell what is news."""
         for peer, rate in self._read_rates().items():
             told = self._reported.get(peer, 0.0)
-            if MIN_RATE <= rate <= MAX_RATE and abs(rate - told) > _CHANGE_FRACTION * max(rate, told):
+            if MIN_RATE <= rate <= MAX_RATE and abs(rate - told) > _CHANGE_FRACTION * max(
+                rate, told
+            ):
                 self._reported[peer] = rate
                 self._report(peer, rate)
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from molink.errors import MolinkError
+from molink.wire.messages.admin import StatusRequest
 from molink.wire.messages.instructions import Route
-from molink.wire.messages.requests import StatusRequest
-from molinkd.peer.agent.assignments import StageManager
-from molinkd.peer.frontend.streams import SwarmBackend
+from molinkd.peer.agent.stage_manager import StageManager
+from molinkd.peer.frontend.swarm_backend import SwarmBackend
 from molinkd.peer.launch import Announce, ModelReadinessChangedEvent, ModelUnavailableEvent
 from molinkd.peer.membership.session import CoordinatorSession
 

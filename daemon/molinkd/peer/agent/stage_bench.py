@@ -11,9 +11,9 @@ import msgspec
 
 from molink.errors import MolinkError, UsageError, WorkerError
 from molink.facts.model import LayerRange
-from molinkd.peer.platform import child_options
+from molinkd.platform import child_options
 
-BENCH_COMMAND = (sys.executable, "-P", "-m", "molink.stage.measure.stage_bench")
+BENCH_COMMAND = (sys.executable, "-P", "-m", "molink.stage.diagnostics.stage_bench")
 #: Loading takes as long as it takes, but not for ever.
 _TIMEOUT_S = 3600.0
 #: Windows delivers Ctrl-C only between waits.
@@ -48,7 +48,7 @@ class ComputeRate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageBenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What :mod:`molink.stage.measure.stage_bench` prints, with the model's name."""
+    """What :mod:`molink.stage.diagnostics.stage_bench` prints, with the model's name."""
 
     model: str = ""
     layers: LayerRange

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from molink.checkpoint.hub_parts import HubReader
+from molink.checkpoint.hub_reader import HubReader
 from molink.errors import Unavailable
 
 

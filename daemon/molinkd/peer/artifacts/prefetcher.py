@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from molink.errors import MolinkError
-from molink.swarm.artifacts.supply import ModelSources
-from molink.swarm.membership.hygiene import MAX_REASON_CHARS
+from molink.swarm.artifacts.sources import ModelSources
+from molink.swarm.membership.sanitize import MAX_REASON_CHARS
 from molink.wire.messages.instructions import Prefetch
-from molink.wire.messages.reports import PrefetchState
+from molink.wire.messages.peer_reports import PrefetchState
+from molinkd.peer.artifacts.model_store import ModelStore
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.store import ModelStore
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,9 @@ class Prefetcher:
             log.exception("layers %d:%d of %s", *message.layers, message.model)
         number = message.number
         if reason:
-            self._set_state(PrefetchState(number=number, state="failed", reason=reason[:MAX_REASON_CHARS]))
+            self._set_state(
+                PrefetchState(number=number, state="failed", reason=reason[:MAX_REASON_CHARS])
+            )
         else:
             self._set_state(PrefetchState(number=number, state="done"))
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from molink.checkpoint.manifest import Manifest, ShardEntry
 from molink.errors import FilesMissing, ModelError, Unavailable
-from molink.swarm.artifacts.supply import HUB, ModelSources
-from molinkd.peer.artifacts.pieces import MAX_IN_FLIGHT, Throttle, fetch_runs
+from molink.swarm.artifacts.sources import HUB, ModelSources
+from molinkd.peer.artifacts.chunk_runs import MAX_IN_FLIGHT, Throttle, fetch_runs
+from molinkd.peer.artifacts.partial_shard import PartialShard
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.shard_draft import PartialShard
-from molinkd.peer.artifacts.suppliers import Reputation, SourcePool
+from molinkd.peer.artifacts.sources import Reputation, SourcePool
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +52,14 @@ class ShardFetch:
             MolinkError: nobody gives it as it should be, or the disk is full; says why.
         """
         try:
-            draft = await asyncio.to_thread(partial(PartialShard, path, shard, copy=self.is_replica))
+            draft = await asyncio.to_thread(
+                partial(PartialShard, path, shard, copy=self.is_replica)
+            )
             try:
                 await self._count_existing(draft)
-                await self._fetch_runs(draft, shard, self.supply, () if self.is_replica else RETRY_PAUSES_S)
+                await self._fetch_runs(
+                    draft, shard, self.supply, () if self.is_replica else RETRY_PAUSES_S
+                )
                 if not draft.is_valid:
                     await self._refetch_alone(draft, shard)
                 await asyncio.to_thread(draft.commit_shard)

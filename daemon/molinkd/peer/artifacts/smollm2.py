@@ -22,12 +22,12 @@ from typing import IO, Protocol, TypeVar
 import platformdirs
 
 from molink.checkpoint import hub
+from molink.checkpoint.disk_space import check_free_space
 from molink.checkpoint.hub_errors import translate_hub_errors
-from molink.checkpoint.room import check_free_space
 from molink.errors import BrokenModel, ModelError, Unavailable
 from molink.files import retry_while_busy
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.platform import child_options
+from molinkd.platform import child_options
 
 #: What users type.
 NAME = "smollm2"
@@ -112,7 +112,9 @@ class HubOrigin:
             return _SILENCE_S + 1 if stop.is_set() else silence.stalled_for()
 
         try:
-            _with_stall_timeout(lambda: hub.pull_model(self.repository, progress, given_up), quiet, _SILENCE_S)
+            _with_stall_timeout(
+                lambda: hub.pull_model(self.repository, progress, given_up), quiet, _SILENCE_S
+            )
         finally:
             given_up.set()
         return self.repository

@@ -1,106 +1,390 @@
-"""Reading model files from another peer, over its control socket."""
+"""Peers that a model's parts are read from, several at once: who fails or lies is left.
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+Nothing that they send is believed. The root says which manifest is right, and the manifest which
+chunks are; so a part may come from several peers, and one that sends anything else is known to lie.
+Of a shard only the whole is known: who sent which piece is told, and judged once that is there.
+Who has only some of the parts says which, and is asked for these; where that is not so, the next
+one is asked.
+"""
 
-import zmq.asyncio
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
 
-from molink.errors import Unavailable, WireError
-from molink.swarm.membership.address_book import AddressBook
-from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.transfer import (
-    ManifestChunk,
-    ManifestRequest,
-    PartsReply,
-    PartsRequest,
-    ReadReply,
-    ReadRequest,
-)
-from molink.wire.sockets.client import Client
-from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.endpoints import endpoints
+from molink.checkpoint.manifest import CHUNK_BYTES, Manifest, manifest_size
+from molink.checkpoint.model_folder import METADATA_FILES
+from molink.errors import AlteredModel, MolinkError, Unavailable, WireError
+from molink.swarm.artifacts.fetch_plan import ChunkRun
+from molink.swarm.artifacts.sources import HUB, ModelSources
+from molink.swarm.artifacts.transfer import MIN_RATE
+from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.gate import SliceLimiter, run_together
 
-#: A source that doesn't answer for so many seconds is left. Well below what a coordinator grants a
-#: transfer that stands still.
-_CONNECT_S = 10.0
-_PARTS_S = 5.0
-_READ_S = 15.0
+log = logging.getLogger(__name__)
+
+#: A source that brings fewer bytes per second is left, while another one is to be had.
+MIN_SOURCE_RATE = 2 * MIN_RATE
+#: A source is judged by at least so many seconds.
+TRIAL_S = 10.0
+#: Sources that are read from at once. What is paced comes from one at a time: the paces of several
+#: know nothing of each other.
+MAX_CONNECTED = 3
+#: Text of a source that an error message may quote, in characters.
+_MAX_QUOTE = 400
+
+T = TypeVar("T")
 
 
-class PeerSource:
-    """One peer as the source of model files."""
-
-    def __init__(self, client: Client[ControlMessage]) -> None:
-        self._client = client
+class Source(Protocol):
+    """A peer that says it holds a model, or some parts of it."""
 
     async def read_manifest(self, root: str, offset: int) -> tuple[int, bytes]:
         """The size of a model's manifest, and bytes of it from ``offset`` on."""
-        request = ManifestRequest(ref=0, root=root, offset=offset)
-        reply, payload = await self._client.send_request(request, timeout=_CONNECT_S)
-        if not isinstance(reply, ManifestChunk) or payload is None:
-            raise WireError(f"a {type(reply).__name__} is no part of a manifest")
-        return reply.size, bytes(payload)
+        ...
 
     async def read_parts(self, root: str) -> bytes:
-        """Which parts of a model it has, as :meth:`Manifest.marks` says it."""
-        request = PartsRequest(ref=0, root=root)
-        reply, payload = await self._client.send_request(request, timeout=_PARTS_S)
-        if not isinstance(reply, PartsReply) or payload is None:
-            raise WireError(f"a {type(reply).__name__} doesn't say which parts there are")
-        return bytes(payload)
+        """Which parts it has (:meth:`Manifest.marks`); asked only of who has not all of them."""
+        ...
 
     async def read_chunk(self, root: str, part: str, index: int) -> bytes:
         """A chunk of one of its parts."""
-        return await self.read_slice(root, part, index, 0, 0)
+        ...
 
     async def read_slice(self, root: str, part: str, index: int, offset: int, length: int) -> bytes:
-        """``length`` bytes of a chunk from ``offset`` on; 0: all of it."""
-        request = ReadRequest(ref=0, root=root, part=part, index=index, offset=offset, length=length)
-        reply, payload = await self._client.send_request(request, timeout=_READ_S)
-        if not isinstance(reply, ReadReply) or payload is None:
-            raise WireError(f"a {type(reply).__name__} is no part of a model")
-        return bytes(payload)
+        """``length`` bytes of a chunk from ``offset`` on."""
+        ...
 
 
-class PeerConnector:
-    """Connects to peers by their id."""
+#: Opens a connection to the peer of that id, or to the hub for ``OWNER/NAME@COMMIT``.
+Connect = Callable[[str], AbstractAsyncContextManager[Source]]
+#: Is told which peer lied, and with what.
+OnMisbehaviour = Callable[[str, str], None]
+
+
+class Reputation:
+    """What is remembered of sources from one transfer to the next."""
+
+    def __init__(self, on_liar: OnMisbehaviour) -> None:
+        self._on_misbehaviour = on_liar
+        self._misbehaviour: dict[str, str] = {}
+        self._failed_at: dict[str, float] = {}
+
+    def record_misbehaviour(self, peer: str, reason: str) -> None:
+        """It sent what no honest peer sends."""
+        if peer not in self._misbehaviour:
+            log.warning("peer %s is no source of models any more: %s", peer, reason)
+            self._on_misbehaviour(peer, reason)
+        self._misbehaviour[peer] = reason
+
+    def record_failure(self, peer: str) -> None:
+        """It did not send what was asked for."""
+        self._failed_at[peer] = time.monotonic()
+
+    def find_misbehaviour(self, peer: str) -> str:
+        """With what it lied; empty if it never did."""
+        return self._misbehaviour.get(peer, "")
+
+    def order_peers(self, peers: Sequence[str]) -> list[str]:
+        """Whom to ask first: who never failed, then those whose failure is long ago."""
+        return sorted(peers, key=lambda peer: self._failed_at.get(peer, 0.0))
+
+    def drop_peer(self, peer: str) -> None:
+        """It is no member any more."""
+        self._misbehaviour.pop(peer, None)
+        self._failed_at.pop(peer, None)
+
+
+@dataclass(slots=True, eq=False)
+class _ConnectedSource:
+    """A source that is connected."""
+
+    peer: str
+    source: Source
+    rate_limit: SliceLimiter
+    since: float
+    #: Nobody is asked while one of a lower rank has it.
+    rank: int
+    #: The parts that it has; ``None``: all.
+    parts: Collection[str] | None = None
+    #: Whether it still has to say that.
+    parts_unknown: bool = False
+    in_flight: int = 0
+    nbytes: int = 0
+
+    def can_serve(self, part: str | None) -> bool:
+        """Whether it is worth asking for a part; ``None``: for the manifest."""
+        if self.peer == HUB:
+            return part is not None and part not in METADATA_FILES
+        return part is None or (
+            not self.parts_unknown and (self.parts is None or part in self.parts)
+        )
+
+
+class SourcePool:
+    """The sources of one transfer of the model ``root``; a context, which ends all connections."""
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
-        keys: KeyPair,
-        book: AddressBook,
-        relayed_route: Callable[[str, int], str] = lambda *_: "",
+        connect: Connect,
+        reputation: Reputation,
+        root: str,
+        supply: ModelSources,
+        on_source: Callable[[str], None] = lambda _: None,
+        *,
+        is_nearby: Callable[[str], bool] = lambda _: True,
+        patient: bool = False,
+        rate_limited: bool = False,
+        floor: float = 0.0,
     ) -> None:
-        """``detour(peer, port)`` is where that port is reached if it can't be dialled, or empty."""
-        self._context = context
-        self._keys = keys
-        self._book = book
-        self._relayed_endpoint = relayed_route
-        self._codec = control_codec()
+        """``on_source`` is told of each that is asked; ``is_nearby`` says whether a peer is close
+        by.
 
-    @asynccontextmanager
-    async def connect_peer(self, peer: str) -> AsyncIterator[PeerSource]:
-        """A connection to ``peer``, closed at the end.
+        ``patient``: nobody waits for it, so no source is too slow, nor a failure a warning.
+        ``rate_limited``: a pipeline serves, and the transfer gives way to it, but for ``floor``
+        bytes per second.
+        """
+        self._rate_limited, self._min_rate = rate_limited, floor
+        self._on_source = on_source
+        self._is_patient = patient
+        self._connect = connect
+        self._reputation = reputation
+        self._root = root
+        self._partial_peers, self._hub = frozenset(supply.partial_peers), supply.hub
+        peers = reputation.order_peers((*supply.full_peers, *supply.partial_peers))
+        #: Who was not asked yet, with their ranks.
+        self._remaining = supply.rank_sources(peers, is_nearby)
+        self._manifest: Manifest | None = None
+        self._reasons: list[str] = []
+        self._has_failed = False
+        self._stack = AsyncExitStack()
+        #: Connects to one source more, or asks one what it has.
+        self._adding: asyncio.Task[None] | None = None
+        #: In the order of their ranks, since they are connected to in that order.
+        self._connected: list[_ConnectedSource] = []
+        #: What those have that have said it; ``None``: somebody has all.
+        self._available_parts: set[str] | None = None if supply.full_peers or supply.hub else set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._adding is not None:
+            self._adding.cancel()
+            await asyncio.gather(self._adding, return_exceptions=True)
+        await self._stack.aclose()
+
+    def set_manifest(self, manifest: Manifest) -> None:
+        """The manifest lies here already."""
+        self._manifest = manifest
+
+    def are_unavailable(self, parts: Collection[str]) -> bool:
+        """Whether all sources were asked and answered, and one of these parts nobody has."""
+        if self._remaining or self._has_failed or self._available_parts is None:
+            return False
+        return not self._available_parts.issuperset(parts)
+
+    async def fetch_manifest(self, progress: Progress) -> Manifest:
+        """The manifest.
 
         Raises:
-            Unavailable: it is no member, or was never there.
+            Unavailable: nobody has it; says what each answered.
         """
-        member = self._book.get_peer(peer)
-        if member is None or not member.addresses:
-            raise Unavailable(f"peer {peer} is not there")
-        around = self._relayed_endpoint(peer, member.control_port)
-        client: Client[ControlMessage] = Client(
-            self._context,
-            self._keys,
-            self._codec,
-            member.public_key,
-            [around] if around else endpoints(member.addresses, member.control_port),
-            name=member.name,
+
+        begun = progress.done
+        progress.total += manifest_size(self._root)
+
+        async def ask(one: _ConnectedSource) -> Manifest:
+            progress.done = begun
+            raw = await self._read_raw_manifest(one, progress)
+            return await asyncio.to_thread(Manifest.open, raw, self._root)
+
+        self._manifest = await self._request(ask, None)
+        return self._manifest
+
+    async def read_run(self, run: ChunkRun, write: Callable[[bytes, str], None]) -> None:
+        """Have ``keep`` called in a thread with a piece that is as it should be, and who sent it.
+
+        Of a shard that means its length alone.
+
+        Raises:
+            Unavailable: nobody has it; says what each answered.
+        """
+
+        def take(data: bytes, peer: str) -> None:
+            run.check_data(data)
+            write(data, peer)
+
+        async def ask(one: _ConnectedSource) -> None:
+            data = await self._read_from(one, run)
+            await asyncio.to_thread(take, data, one.peer)
+            one.nbytes += len(data)
+
+        await self._request(ask, run.part.name)
+
+    async def _read_from(self, one: _ConnectedSource, run: ChunkRun) -> bytes:
+        name = run.part.name
+        if self._rate_limited:
+            return b"".join([await self._read_slices(one, chunk) for chunk in run.split_chunks()])
+        if one.peer == HUB:
+            return await one.source.read_slice(self._root, name, run.index, 0, run.nbytes)
+        return b"".join(
+            [
+                await one.source.read_chunk(self._root, name, chunk.index)
+                for chunk in run.split_chunks()
+            ]
         )
-        client.start()
+
+    async def _read_slices(self, one: _ConnectedSource, run: ChunkRun) -> bytes:
+        """A chunk, slice by slice, each when it is its turn."""
+        gate, data = one.rate_limit, bytearray(run.nbytes)
+
+        async def get(offset: int, length: int) -> None:
+            async with gate.limit_slice(length):
+                part = await one.source.read_slice(
+                    self._root, run.part.name, run.index, offset, length
+                )
+            if len(part) != length:
+                raise WireError(f"it sent {len(part)} of {length} bytes of a chunk")
+            data[offset : offset + length] = part
+
+        size = gate.slice_bytes
+        await run_together(
+            get(offset, min(size, run.nbytes - offset)) for offset in range(0, run.nbytes, size)
+        )
+        return bytes(data)
+
+    async def _read_raw_manifest(self, one: _ConnectedSource, progress: Progress) -> bytes:
+        raw = bytearray()
+        due = manifest_size(self._root)
+        while len(raw) < due:
+            size, data = await one.source.read_manifest(self._root, len(raw))
+            if size != due or len(data) != min(CHUNK_BYTES, due - len(raw)):
+                raise AlteredModel(
+                    f"of the model's list of hashes, {due} bytes, it sent {len(data)} of {size} "
+                    f"at {len(raw)}"
+                )
+            raw += data
+            progress.add_bytes(len(data))
+        one.nbytes += len(raw)
+        return bytes(raw)
+
+    # --- whom to ask -------------------------------------------------------------------------
+
+    async def _request(
+        self, ask: Callable[[_ConnectedSource], Awaitable[T]], part: str | None
+    ) -> T:
+        while True:
+            one = await self._choose_source(part)
+            one.in_flight += 1
+            try:
+                answer = await ask(one)
+            except MolinkError as error:
+                self._drop_source(one, error)
+                continue
+            finally:
+                one.in_flight -= 1
+            self._drop_if_slow(one)
+            return answer
+
+    async def _choose_source(self, part: str | None) -> _ConnectedSource:
+        """Of the sources that have a part the one with the least to do."""
+        while True:
+            able = [one for one in self._connected if one.can_serve(part)]
+            if not able or (part is not None and self._needs_more(able[0].rank)):
+                self._add_source()
+            if able:
+                same = [one for one in able if one.rank == able[0].rank]
+                return same[0] if self._rate_limited else min(same, key=lambda one: one.in_flight)
+            widening = self._adding
+            if widening is None:
+                raise Unavailable("; ".join(self._reasons) or "no peer that is here holds them")
+            await asyncio.wait([widening])
+            widening.result()
+
+    def _needs_more(self, rank: int) -> bool:
+        """Whether there should be others beside those of ``rank``, or be asked what they have."""
+        few = (
+            len(self._connected) < MAX_CONNECTED
+            and bool(self._remaining)
+            and self._remaining[0][0] <= rank
+        )
+        return not self._rate_limited and (few or any(one.parts_unknown for one in self._connected))
+
+    def _add_source(self) -> None:
+        """Have one source more that can be asked, soon; unless that is under way already."""
+        if self._adding is not None and not self._adding.done():
+            return
+        unasked = [
+            one for one in self._connected if one.parts_unknown and self._manifest is not None
+        ]
+        if unasked or self._remaining:
+            self._adding = asyncio.create_task(self._query_or_connect(unasked))
+        else:
+            self._adding = None
+
+    async def _query_or_connect(self, unasked: Sequence[_ConnectedSource]) -> None:
+        if not unasked:
+            await self._connect_to(*self._remaining.pop(0))
+            return
+        one, manifest = unasked[0], self._manifest
+        assert manifest is not None
         try:
-            yield PeerSource(client)
-        finally:
-            await client.close()
+            one.parts = manifest.decode_bitfield(await one.source.read_parts(self._root))
+        except MolinkError as error:
+            self._drop_source(one, error)
+        else:
+            one.parts_unknown = False
+            if self._available_parts is not None:
+                self._available_parts |= one.parts
+
+    async def _connect_to(self, rank: int, peer: str) -> None:
+        lie = self._reputation.find_misbehaviour(peer)
+        if lie:
+            self._reasons.append(f"{peer}: not asked again, since {lie}")
+            return
+        try:
+            source = await self._stack.enter_async_context(
+                self._connect(self._hub if peer == HUB else peer)
+            )
+        except MolinkError as error:
+            self._record_failure(peer, error)
+            return
+        gate, to_ask = SliceLimiter(self._min_rate), peer in self._partial_peers
+        one = _ConnectedSource(peer, source, gate, time.monotonic(), rank, parts_unknown=to_ask)
+        self._connected.append(one)
+        self._on_source(peer)
+
+    def _drop_source(self, one: _ConnectedSource, error: MolinkError) -> None:
+        """Ask others from now on."""
+        if one in self._connected:
+            self._connected.remove(one)
+            self._record_failure(one.peer, error)
+        if isinstance(error, AlteredModel):
+            self._reputation.record_misbehaviour(one.peer, str(error)[:_MAX_QUOTE])
+
+    def _drop_if_slow(self, one: _ConnectedSource) -> None:
+        """Leave a source that is too slow; several at once share the line."""
+        seconds = time.monotonic() - one.since
+        left = (peer for _, peer in self._remaining)
+        others = len(self._connected) > 1 or not all(map(self._reputation.find_misbehaviour, left))
+        if (
+            others
+            and not (self._is_patient or self._rate_limited)
+            and seconds >= TRIAL_S
+            and one.nbytes < MIN_SOURCE_RATE * seconds / max(1, len(self._connected))
+        ):
+            self._drop_source(
+                one, Unavailable(f"{one.nbytes} bytes in {seconds:.0f} s are too few")
+            )
+
+    def _record_failure(self, peer: str, error: MolinkError) -> None:
+        reason = str(error)[:_MAX_QUOTE]
+        level = logging.DEBUG if self._is_patient else logging.WARNING
+        log.log(level, "files from peer %s: %s", peer, reason)
+        self._reasons.append(f"{peer}: {reason}")
+        self._has_failed = True
+        self._reputation.record_failure(peer)

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from molink.swarm.throughput import TransferRate
-from molink.wire.messages.reports import MAX_TRANSFERS, TransferState
+from molink.wire.messages.peer_reports import MAX_TRANSFERS, TransferState
 from molinkd.peer.artifacts.progress import Progress
 
 #: Between two looks at what is under way, in seconds.
@@ -37,7 +37,9 @@ class Transfers:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @contextmanager
-    def track_transfer(self, model: str, progress: Progress, *, copy: bool = False) -> Iterator[None]:
+    def track_transfer(
+        self, model: str, progress: Progress, *, copy: bool = False
+    ) -> Iterator[None]:
         """Meanwhile a transfer of ``model`` is told of; nobody waits for a ``copy``."""
         speed = TransferRate(self.clock(), progress.done - progress.existing)
         one = _Transfer(model, progress, copy, speed)

@@ -1,6 +1,6 @@
 """Whom this peer follows, and the coordinator that runs here while it leads.
 
-The shell of :mod:`molink.swarm.election.succession`: it asks other daemons over their control
+The shell of :mod:`molink.swarm.election.leader_election`: it asks other daemons over their control
 sockets, starts and ends the coordinator's process, and tells its owner where to connect.
 """
 
@@ -14,37 +14,37 @@ import zmq.asyncio
 
 from molink.errors import MolinkError, NotAuthorized, Unavailable, UsageError
 from molink.facts.identity import derive_peer_id
-from molink.swarm.election.leading import (
-    PeerAnsweredEvent,
-    QueryLeaderAction,
+from molink.swarm.election.events import (
     ConnectionLostEvent,
-    ElectionEvent,
-    FollowLeaderAction,
-    CoordinatorHeardEvent,
-    MembershipChangedEvent,
-    StartCoordinatorAction,
-    CoordinatorStartedEvent,
     CoordinatorFailedEvent,
+    CoordinatorHeardEvent,
+    CoordinatorStartedEvent,
+    ElectionEvent,
+    ElectionTimePassedEvent,
+    FollowLeaderAction,
+    MembershipChangedEvent,
+    PeerAnsweredEvent,
+    PeerTimedOutEvent,
+    QueryLeaderAction,
     RaiseTermAction,
     ResignedEvent,
-    PeerTimedOutEvent,
+    StartCoordinatorAction,
     StepDownAction,
-    ElectionTimePassedEvent,
 )
-from molink.swarm.election.succession import LeaderElection
+from molink.swarm.election.leader_election import LeaderElection
+from molink.wire.messages.election import LeaderReply, LeaderRequest, LeaderView
 from molink.wire.messages.instructions import PeerInfo
-from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
-from molinkd.peer.election.coordinator_child import (
+from molinkd.peer.election.coordinator_process import (
     CoordinatorAnnouncement,
-    CoordinatorProcess,
     CoordinatorHost,
+    CoordinatorProcess,
     create_coordinator_process,
 )
-from molinkd.peer.election.leader_question import query_leader
+from molinkd.peer.election.leader_query import query_leader
 from molinkd.peer.election.replica_file import ReplicaFile
 from molinkd.peer.launch import Announce, ProblemReportedEvent
 from molinkd.peer.membership.addresses import local_dial_host
-from molinkd.peer.membership.membership import MembershipRecord
+from molinkd.peer.membership.membership_record import MembershipRecord
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,9 @@ class Leadership:
         self._process: CoordinatorProcess | None = None
         #: Addresses of the coordinator here, as others reach it.
         self._own_addresses: tuple[str, ...] = ()
-        self._actions: asyncio.Queue[StartCoordinatorAction | StepDownAction | None] = asyncio.Queue()
+        self._actions: asyncio.Queue[StartCoordinatorAction | StepDownAction | None] = (
+            asyncio.Queue()
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         #: Peers that are being asked.
         self._querying: set[str] = set()
@@ -124,7 +126,9 @@ class Leadership:
     @property
     def is_founder(self) -> bool:
         """Whether nobody else can lead, or is known to."""
-        return self.membership is None or (self.membership.is_founder and self.replica.replica is None)
+        return self.membership is None or (
+            self.membership.is_founder and self.replica.replica is None
+        )
 
     def start(self) -> None:
         """Begin to look for the leader, if that hasn't begun; the session is about to."""
@@ -296,7 +300,9 @@ class Leadership:
             self._unresponsive.add(peer)
         else:
             self._unresponsive.discard(peer)
-        self._dispatch_event(PeerTimedOutEvent(peer) if answer is None else PeerAnsweredEvent(peer, answer))
+        self._dispatch_event(
+            PeerTimedOutEvent(peer) if answer is None else PeerAnsweredEvent(peer, answer)
+        )
 
     async def _request_view(self, peer: str, election: LeaderElection) -> LeaderView | None:
         member = self._find_peer(peer)
@@ -345,7 +351,9 @@ class Leadership:
         if self.membership is None:
             self.membership = self._founded_membership(announcement)
         self._dispatch_event(
-            CoordinatorStartedEvent(announcement.term, announcement.public_key, tuple(announcement.addresses))
+            CoordinatorStartedEvent(
+                announcement.term, announcement.public_key, tuple(announcement.addresses)
+            )
         )
         if not self._started.done():
             self._started.set_result(None)
@@ -362,7 +370,9 @@ class Leadership:
     def _on_failing(self) -> None:
         self._dispatch_event(CoordinatorFailedEvent())
         self._host.announce(
-            ProblemReportedEvent(text="the coordinator ends again and again here: another PC is to run it")
+            ProblemReportedEvent(
+                text="the coordinator ends again and again here: another PC is to run it"
+            )
         )
 
     async def _stop_coordinator(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import psutil
 
-from molink.swarm.membership.nearby import is_dialable
+from molink.swarm.membership.discovery import is_dialable
 
 MAX_ADDRESSES = 8
 LOOPBACK = "127.0.0.1"

@@ -2,7 +2,7 @@
 
 zeroconf runs in threads of its own, with its own event loop, so that what others send there doesn't
 hold up the daemon; it bounds what it remembers. Nothing announced is secret, nothing heard is
-believed: :mod:`molink.swarm.membership.nearby` says what may be shown.
+believed: :mod:`molink.swarm.membership.discovery` says what may be shown.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from molink.errors import Unavailable
-from molink.swarm.membership.nearby import (
+from molink.swarm.membership.discovery import (
     MAX_SWARMS,
     SERVICE_TYPE,
     DiscoveredSwarm,
-    is_dialable,
     instance_name,
+    is_dialable,
     parse_announcement,
 )
-from molinkd.peer.election.coordinator_child import CoordinatorAnnouncement
+from molinkd.peer.election.coordinator_process import CoordinatorAnnouncement
 from molinkd.peer.membership.addresses import advertised_addresses, multicast_addresses
 from molinkd.peer.settings import Settings
 
@@ -53,7 +53,9 @@ _Announced = tuple[DiscoveredSwarm, tuple[str, ...]]
 class SwarmAnnouncer:
     """Announces the swarm that is led from this PC, for as long as it is."""
 
-    def __init__(self, settings: Settings, coordinator: Callable[[], CoordinatorAnnouncement | None]) -> None:
+    def __init__(
+        self, settings: Settings, coordinator: Callable[[], CoordinatorAnnouncement | None]
+    ) -> None:
         """``coordinator()`` is that which runs here."""
         self._settings, self._coordinator = settings, coordinator
         self._zeroconf: Zeroconf | None = None
@@ -90,7 +92,9 @@ class SwarmAnnouncer:
             return None
         told = advertised_addresses(settings.host, settings.advertise)
         addresses = tuple(one for one in told if is_dialable(one))
-        nearby = DiscoveredSwarm(found.swarm, found.name, found.public_key, addresses, found.pairing_port)
+        nearby = DiscoveredSwarm(
+            found.swarm, found.name, found.public_key, addresses, found.pairing_port
+        )
         return (nearby, interfaces) if addresses else None
 
     def _set_announced(self, wanted: _Announced | None) -> None:

@@ -14,13 +14,13 @@ import zmq.asyncio
 from molink.errors import MessageTooLarge, MolinkError
 from molink.swarm.membership.versions import PeerVersion, explain_mismatch, own_version
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import ControlMessage
+from molink.wire.messages.control_plane import ControlMessage
+from molink.wire.messages.election import LeaderHeartbeat
 from molink.wire.messages.instructions import KeepAlive, Welcome
-from molink.wire.messages.leading import LeaderHeartbeat
-from molink.wire.messages.reports import Goodbye, PeerReport
+from molink.wire.messages.peer_reports import Goodbye, PeerReport
 from molink.wire.sockets.client import Client, ClientEvents
-from molink.wire.sockets.curve import KeyPair
-from molinkd.peer.membership.membership import MembershipRecord
+from molink.wire.sockets.key_pair import KeyPair
+from molinkd.peer.membership.membership_record import MembershipRecord
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,9 @@ class CoordinatorSession:
     def start(self) -> None:
         """Begin to connect."""
         self._client.start()
-        self._reporter = asyncio.get_running_loop().create_task(self._send_reports(), name="molink-reports")
+        self._reporter = asyncio.get_running_loop().create_task(
+            self._send_reports(), name="molink-reports"
+        )
 
     async def send_goodbye(self) -> None:
         """Report no more, and tell the coordinator so if it can be told."""

@@ -7,12 +7,12 @@ from typing import Any
 from molinkd.cli.doctor.facts import (
     DeviceFacts,
     DoctorFacts,
+    HostFacts,
     NetworkFacts,
     PeerFact,
-    HostFacts,
     SwarmFacts,
 )
-from molinkd.peer.agent.self_test import TorchInfo, TorchGpu, KernelResult, SelfTestResult
+from molinkd.peer.agent.kernel_self_test import KernelResult, SelfTestResult, TorchGpu, TorchInfo
 
 FINE = (
     KernelResult(kernel="torch", dtype="f16", state="ok", error=1e-4, tolerance=2e-3),
@@ -48,13 +48,19 @@ def swarm(**changes: Any) -> SwarmFacts:
         PeerFact("b" * 16, "couch", "0.1.0", "192.168.1.8"),
         PeerFact("c" * 16, "attic", "0.1.0", "203.0.113.5"),
     )
-    usual = SwarmFacts(id="5" * 16, own_id="a" * 16, leader="b" * 16, peers=peers, clock_offset_s=0.2)
+    usual = SwarmFacts(
+        id="5" * 16, own_id="a" * 16, leader="b" * 16, peers=peers, clock_offset_s=0.2
+    )
     return replace(usual, **changes)
 
 
 def place(**changes: Any) -> HostFacts:
     usual = HostFacts(
-        system="linux", home=Path("/home/me/molink"), user="me", free_bytes=100 << 30, version="0.1.0"
+        system="linux",
+        home=Path("/home/me/molink"),
+        user="me",
+        free_bytes=100 << 30,
+        version="0.1.0",
     )
     return replace(usual, **changes)
 

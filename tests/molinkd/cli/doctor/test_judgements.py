@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from molinkd.cli.doctor.device import check_device
-from molinkd.cli.doctor.facts import NvidiaCard, Finding, PeerFact, PortFact
-from molinkd.cli.doctor.network import check_network
-from molinkd.cli.doctor.place import check_host
-from molinkd.peer.agent.self_test import TorchInfo, TorchGpu, KernelResult
+from molinkd.cli.doctor.device_checks import check_device
+from molinkd.cli.doctor.facts import Finding, NvidiaCard, PeerFact, PortFact
+from molinkd.cli.doctor.host_checks import check_host
+from molinkd.cli.doctor.network_checks import check_network
+from molinkd.peer.agent.kernel_self_test import KernelResult, TorchGpu, TorchInfo
 from tests.molinkd.cli.doctor.situations import (
     CPU_BUILD,
     CUDA_BUILD,
@@ -119,7 +119,9 @@ PASCAL = TorchGpu(name="GTX 1080", capability="6.1")
             ".venv\\Scripts\\python -m pip uninstall -y torch; powershell -Exec",
         ),
         (
-            device(CUDA_BUILD, card=NvidiaCard(error="couldn't communicate with the NVIDIA driver")),
+            device(
+                CUDA_BUILD, card=NvidiaCard(error="couldn't communicate with the NVIDIA driver")
+            ),
             "problem",
             "the driver does not answer: couldn't communicate",
             "sudo reboot",
@@ -131,7 +133,12 @@ PASCAL = TorchGpu(name="GTX 1080", capability="6.1")
             "nvidia-smi",
         ),
         (device(gpu(), card=NEW), "problem", "is CUDA_VISIBLE_DEVICES set?", "nvidia-smi"),
-        (device(gpu(), card=NvidiaCard(), system="win32"), "problem", "can't use", "Restart-Computer"),
+        (
+            device(gpu(), card=NvidiaCard(), system="win32"),
+            "problem",
+            "can't use",
+            "Restart-Computer",
+        ),
         (
             device(gpu(gpus=(PASCAL,), kernels_for=("sm_75", "sm_86"))),
             "problem",

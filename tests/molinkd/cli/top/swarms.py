@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from molink.swarm.controller.told_status import SwarmStatus, decode_status
+from molink.swarm.controller.status_schema import SwarmStatus, decode_status
 
 GB = 10**9
 

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 from molink.errors import MolinkError, RequestError, Unavailable
-from molink.swarm.controller.told_status import SwarmStatus
-from molink.wire.messages.control import ControlMessage, DoneReply
-from molink.wire.messages.requests import DrainRequest, PairingDecisionReply, PairingDecisionRequest, Rebalance
+from molink.swarm.controller.status_schema import SwarmStatus
+from molink.wire.messages.admin import (
+    DrainRequest,
+    PairingDecisionReply,
+    PairingDecisionRequest,
+    Rebalance,
+)
+from molink.wire.messages.control_plane import ControlMessage, DoneReply
 from molinkd.cli.top.app import TopApp
 from tests.molinkd.cli.top import swarms
 

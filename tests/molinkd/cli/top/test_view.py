@@ -6,8 +6,8 @@ import pytest
 from rich.cells import cell_len
 
 from molink.errors import WireError
-from molink.swarm.controller.told_status import decode_status
-from molinkd.cli.top.lines import MIN_WIDTH, SORT_ORDERS, body_lines, screen_lines, header_lines
+from molink.swarm.controller.status_schema import decode_status
+from molinkd.cli.top.layout import MIN_WIDTH, SORT_ORDERS, body_lines, header_lines, screen_lines
 from molinkd.cli.top.view import SwarmView, make_view
 from molinkd.cli.units import format_bandwidth, format_duration, format_seconds, format_size
 from tests.molinkd.cli.top import swarms
@@ -228,7 +228,9 @@ def test_the_sums_fit_a_narrow_screen() -> None:
 
 
 def test_units() -> None:
-    assert [format_size(n) for n in (0, 999, 1000, 64_000, 99_960, 999_499, 999_500, 12 * 10**9)] == [
+    assert [
+        format_size(n) for n in (0, 999, 1000, 64_000, 99_960, 999_499, 999_500, 12 * 10**9)
+    ] == [
         "0 B",
         "999 B",
         "1.0 kB",
@@ -239,7 +241,11 @@ def test_units() -> None:
         "12.0 GB",
     ]
     assert max(len(format_size(10.0**n)) for n in range(18)) <= 7
-    assert [format_bandwidth(n) for n in (0, 12_500_000, 125_000_000)] == ["?", "100 Mbit/s", "1.0 Gbit/s"]
+    assert [format_bandwidth(n) for n in (0, 12_500_000, 125_000_000)] == [
+        "?",
+        "100 Mbit/s",
+        "1.0 Gbit/s",
+    ]
     assert [format_seconds(s) for s in (0, 0.0003, 0.015, 0.25, 2.1)] == [
         "?",
         "0.3 ms",

@@ -11,19 +11,19 @@ import time
 import msgspec
 
 from molink.wire.messages.load import StageLoad
-from molink.wire.messages.pipe import (
-    RingFormed,
+from molink.wire.messages.worker_pipe import (
     FormRing,
-    WorkerLoaded,
-    WeightLoadProgress,
+    LoadStage,
     PeerKeys,
     Ping,
     Pong,
-    LoadStage,
-    WorkerStats,
+    RingFormed,
     ToWorker,
-    WarmUp,
     WarmedUp,
+    WarmUp,
+    WeightLoadProgress,
+    WorkerLoaded,
+    WorkerStats,
     read_pipe,
     write_pipe,
 )

@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 from molink.errors import WorkerError
-from molinkd.peer.agent.device_probe import DeviceProbe, stage_memory_budget, measure_device, num_worker_threads
-from molinkd.peer.platform import num_cores
-from molinkd.peer.settings import Settings, MemoryShare
+from molinkd.peer.agent.device_probe import (
+    DeviceProbe,
+    measure_device,
+    num_worker_threads,
+    stage_memory_budget,
+)
+from molinkd.peer.settings import MemoryShare, Settings
+from molinkd.platform import num_cores
 from tests.support.net import until
 
 RESULT = {

@@ -17,7 +17,7 @@ from molinkd.peer.agent.draft_model import DraftModelFolder
 from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.home import Home
 from molinkd.peer.settings import load_settings
-from tests.support.swarm import report
+from tests.support.fake_fleet import report
 
 
 def find(path: Path) -> DraftModelFolder:
@@ -58,7 +58,10 @@ def test_it_takes_kv_for_some_requests_and_no_more(make_model: Any, tmp_path: Pa
     model = find(make_model(tmp_path / "draft"))
     config = model.folder.config
     token = 2 * config.layers * config.kv_heads * config.head_dim * 4
-    for context, tokens in ((64, 16384), (1 << 20, -(-16384 // config.max_model_len) * config.max_model_len)):
+    for context, tokens in (
+        (64, 16384),
+        (1 << 20, -(-16384 // config.max_model_len) * config.max_model_len),
+    ):
         planned = model.plan_memory(StageSetup(dtype="f32"), 1 << 30, 16, context)
         assert planned.start.kv_bytes == tokens * token
         assert planned.start.kv_bytes < planned.nbytes < planned.start.kv_bytes + (32 << 20)

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from molink.wire.messages.reports import MAX_RATE
+from molink.wire.messages.peer_reports import MAX_RATE
 from molinkd.peer.agent import link_rates as module
 from molinkd.peer.agent.link_rates import LinkRateReporter
 

@@ -7,7 +7,7 @@ import pytest
 
 from molink.errors import UsageError
 from molinkd.peer import quantize as module
-from molinkd.peer.quantize import check_quantize_files, check_quantize
+from molinkd.peer.quantize import check_quantize, check_quantize_files
 
 
 def config(stored: str) -> Any:

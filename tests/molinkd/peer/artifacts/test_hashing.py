@@ -10,7 +10,7 @@ import pytest
 from molink.checkpoint.manifest import CHUNK_BYTES
 from molink.errors import BrokenModel
 from molinkd.peer.artifacts import hashing as module
-from molinkd.peer.artifacts.hashing import Hasher, ByteRange, hash_ranges
+from molinkd.peer.artifacts.hashing import ByteRange, Hasher, hash_ranges
 from molinkd.peer.artifacts.progress import Progress
 
 
@@ -88,4 +88,6 @@ def test_hashes_that_cannot_be_kept_are_hashes_too(tmp_path: Path, data: bytes) 
     (tmp_path / "memory").write_bytes(b"no folder")
     part = ByteRange(path, 0, len(data))
     hasher = Hasher(tmp_path / "memory")
-    assert hasher.hash_parts(path, {"a": part}, Progress(), threading.Event())["a"] == expected(data)
+    assert hasher.hash_parts(path, {"a": part}, Progress(), threading.Event())["a"] == expected(
+        data
+    )

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import BrokenModel, Unavailable
-from molink.swarm.artifacts.supply import ModelSources
+from molink.swarm.artifacts.sources import ModelSources
 from molinkd.peer.artifacts.hub_source import HubSource
-from molinkd.peer.artifacts.library import ModelRepository
-from molinkd.peer.artifacts.store import ModelStore
+from molinkd.peer.artifacts.model_repository import ModelRepository
+from molinkd.peer.artifacts.model_store import ModelStore
 from tests.support.fake_hub import COMMIT, REPOSITORY, FakeHub, in_place
+from tests.support.fake_sources import RepositorySource, connect_to
 from tests.support.models import write_plain_model
-from tests.support.sources import RepositorySource, connect_to
 
 PLACE = f"{REPOSITORY}@{COMMIT}"
 TENSOR = "model.layers.1.mlp.up_proj.weight"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from molink.errors import Unavailable
-from molink.swarm.artifacts.supply import ModelSources
+from molink.swarm.artifacts.sources import ModelSources
 from molink.wire.messages.instructions import Prefetch
-from molink.wire.messages.reports import PrefetchState
+from molink.wire.messages.peer_reports import PrefetchState
 from molinkd.peer.artifacts.prefetcher import Prefetcher
 from molinkd.peer.artifacts.progress import Progress
 

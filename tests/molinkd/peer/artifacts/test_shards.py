@@ -14,33 +14,35 @@ from typing import Any
 import pytest
 
 from molink.checkpoint import hub as hub_module
-from molink.checkpoint import hub_parts, manifest
-from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint import hub_reader as hub_parts
+from molink.checkpoint import manifest
 from molink.checkpoint.manifest import ShardEntry
+from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import BrokenModel, FilesMissing, ModelError, Unavailable
 from molink.facts.model import ModelFacts
 from molink.swarm.artifacts import fetch_plan
-from molink.swarm.artifacts.supply import HUB, ModelSources
-from molinkd.peer.artifacts import library as library_module
-from molinkd.peer.artifacts import shard_draft, shard_fetch
-from molinkd.peer.artifacts import suppliers as suppliers_module
-from molinkd.peer.artifacts.copier import ModelReplicator
-from molinkd.peer.artifacts.founder import Bootstrap
+from molink.swarm.artifacts.sources import HUB, ModelSources
+from molinkd.peer.artifacts import model_repository as library_module
+from molinkd.peer.artifacts import partial_shard as shard_draft
+from molinkd.peer.artifacts import shard_fetch
+from molinkd.peer.artifacts import sources as suppliers_module
+from molinkd.peer.artifacts.bootstrap import Bootstrap
 from molinkd.peer.artifacts.hub_source import HubSource
-from molinkd.peer.artifacts.library import ModelRepository
+from molinkd.peer.artifacts.model_replicator import ModelReplicator
+from molinkd.peer.artifacts.model_repository import ModelRepository
+from molinkd.peer.artifacts.model_store import ModelStore
+from molinkd.peer.artifacts.partial_models import PartialModels
+from molinkd.peer.artifacts.partial_shard import PartialShard
 from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.shard_draft import PartialShard
-from molinkd.peer.artifacts.shelf import PartialModels
-from molinkd.peer.artifacts.store import ModelStore
-from molinkd.peer.artifacts.suppliers import Source
+from molinkd.peer.artifacts.sources import Source
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Launch
 from molinkd.peer.settings import Settings
-from tests.support import sources
+from tests.support import fake_sources as sources
 from tests.support.fake_hub import COMMIT, REPOSITORY, FakeHub, in_place
+from tests.support.fake_sources import RepositorySource
 from tests.support.models import write_plain_model
 from tests.support.shards import shard_name, write_shards
-from tests.support.sources import RepositorySource
 
 PLACE = f"{REPOSITORY}@{COMMIT}"
 #: Bytes of a chunk here.
@@ -440,7 +442,7 @@ async def test_the_disk_is_looked_at_before(
 ) -> None:
     pc = Pc(tmp_path / "a")
     facts = await pc.bring()
-    monkeypatch.setattr("molink.checkpoint.room.RESERVE_BYTES", 1 << 62)
+    monkeypatch.setattr("molink.checkpoint.disk_space.RESERVE_BYTES", 1 << 62)
     with pytest.raises(ModelError, match="free"):
         await pc.stage(facts, (0, 4))
     assert pc.from_hub.total() == 0
@@ -530,7 +532,9 @@ async def test_a_paced_stage(tmp_path: Path, hub: FakeHub, paced: bool) -> None:
     b = Pc(tmp_path / "b", {"a": a})
     for layers, peers in (((1, 2), ("a",)), ((2, 3), ())):
         supply = ModelSources((), ("a", *peers), PLACE)
-        folder = await b.store.fetch_stage(facts.name, facts.root, layers, supply, rate_limited=paced)
+        folder = await b.store.fetch_stage(
+            facts.name, facts.root, layers, supply, rate_limited=paced
+        )
         same(ModelFolder.open(folder, layers), hub, layers)
 
 

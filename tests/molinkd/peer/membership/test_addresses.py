@@ -1,6 +1,11 @@
 """Which addresses are told to others."""
 
-from molinkd.peer.membership.addresses import advertised_addresses, is_loopback, is_wildcard, rank_addresses
+from molinkd.peer.membership.addresses import (
+    advertised_addresses,
+    is_loopback,
+    is_wildcard,
+    rank_addresses,
+)
 
 
 def test_ranking() -> None:

@@ -10,14 +10,16 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import pytest
 
-from molink.swarm.membership.nearby import DiscoveredSwarm
-from molinkd.peer.election.coordinator_child import CoordinatorAnnouncement
-from molinkd.peer.membership.discovery import SwarmAnnouncer, DiscoveryScanner, scan_network
-from molinkd.peer.membership.membership import discovery
+from molink.swarm.membership.discovery import DiscoveredSwarm
+from molinkd.peer.election.coordinator_process import CoordinatorAnnouncement
+from molinkd.peer.membership.discovery import DiscoveryScanner, SwarmAnnouncer, scan_network
+from molinkd.peer.membership.membership_record import discovery
 from molinkd.peer.settings import Settings
 from tests.support.net import until
 
-SAID = CoordinatorAnnouncement(port=5466, public_key="k" * 40, swarm="ab" * 8, name="attic", pairing_port=5479)
+SAID = CoordinatorAnnouncement(
+    port=5466, public_key="k" * 40, swarm="ab" * 8, name="attic", pairing_port=5479
+)
 
 
 class Air:

@@ -8,18 +8,18 @@ import pytest
 from molink import __version__
 from molink.errors import PortInUse, RequestError
 from molink.facts.device import Device
+from molink.wire.messages.admin import InviteReply, InviteRequest
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import DoneReply
+from molink.wire.messages.control_plane import DoneReply
+from molink.wire.messages.election import LeaderHeartbeat
 from molink.wire.messages.instructions import PeerInfo, Welcome
-from molink.wire.messages.leading import LeaderHeartbeat
-from molink.wire.messages.load import MAX_REQUESTS, SchedulerLoad, PeerLoad, RequestLoad
-from molink.wire.messages.reports import Goodbye, PeerReport, StageReady
-from molink.wire.messages.requests import InviteReply, InviteRequest
+from molink.wire.messages.load import MAX_REQUESTS, PeerLoad, RequestLoad, SchedulerLoad
+from molink.wire.messages.peer_reports import Goodbye, PeerReport, StageReady
 from molink.wire.protocol import PROTOCOL
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender, Server
-from molinkd.peer.membership.membership import MembershipRecord
-from molinkd.peer.membership.membership import session as session_module
+from molinkd.peer.membership.membership_record import MembershipRecord
+from molinkd.peer.membership.membership_record import session as session_module
 from molinkd.peer.membership.session import CoordinatorSession
 from tests.support.net import Net
 
@@ -49,7 +49,9 @@ class FakeCoordinator:
         self.got.append(message)
         if isinstance(message, PeerReport) and sender.identity != self.identity:
             self.identity = sender.identity
-            noted = LeaderHeartbeat(term=self.term, leader="first", version="2", protocol=self.protocol)
+            noted = LeaderHeartbeat(
+                term=self.term, leader="first", version="2", protocol=self.protocol
+            )
             self.server.send(sender.identity, noted)
             self.server.send(sender.identity, Welcome(swarm="s", peer=sender.peer_id))
         elif isinstance(message, Goodbye):

@@ -1,0 +1,147 @@
+"""Who may call the endpoint: a listening port on a PC is within reach of every page it opens.
+
+A page of another site can send requests to ``localhost`` (a form post, a ``fetch`` without reading
+the answer), and by DNS rebinding it can even pose as the same site. So the ``CoordinatorHost`` must
+be a name of ours, an ``ModelOrigin`` must be our own or one that the owner allows, and a ``POST``
+must be JSON, which no form can send. Ollama's clients send theirs without saying so, or as ``curl``
+does: that passes at its routes, unless a browser says that a page of another site asks.
+"""
+
+import hmac
+import ipaddress
+import secrets
+import socket
+
+from aiohttp import hdrs, web
+from yarl import URL
+
+from molinkd.api.api_settings import ApiSettings, is_loopback
+from molinkd.api.cors import AllowedOrigins
+from molinkd.api.problem import Problem, ProblemError
+
+#: Paths that answer without the API key: they tell nothing, and the page has to ask for the key.
+PUBLIC_PATHS = frozenset({"/", "/health", "/openapi.json", "/readyz"})
+#: Where the files of the chat page are; they answer without it, too.
+PAGE_PREFIX = "/page/"
+#: Where Ollama's routes are.
+OLLAMA_PREFIX = "/api/"
+_FORM_TYPE = "application/x-www-form-urlencoded"
+_CLIENT_NAME = web.RequestKey("caller", str)
+_CLIENT_ID = web.RequestKey("client", str)
+
+
+class AccessGuard:
+    """Checks each request before anything else looks at it."""
+
+    def __init__(self, settings: ApiSettings) -> None:
+        self._keys = settings.keys
+        #: What heads on other PCs know a key by: neither the key nor its name.
+        self._client_ids = {name: secrets.token_hex(8) if name else "" for name, _ in self._keys}
+        self.origins = AllowedOrigins(settings.cors_origins)
+        self._loopback = settings.loopback
+        names = {name.lower().rstrip(".") for name in settings.allowed_hosts}
+        if not settings.loopback:
+            own = socket.gethostname().lower()
+            names |= {own, f"{own}.local", settings.host.lower()}
+        self._host_names = frozenset(names)
+
+    def check_request(self, request: web.BaseRequest) -> None:
+        """Let ``request`` pass, and note the name of its key: :func:`client_name`,
+        :func:`client_id`.
+
+        Raises:
+            ProblemError: a foreign host or origin (403), no JSON (415), or no valid key (401).
+        """
+        host = request.headers.getall(hdrs.HOST, [])
+        if len(host) != 1 or not self._is_own_host(host[0]):
+            raise _forbidden(
+                "the Host header names no host of this endpoint; call it as localhost, or allow "
+                "the name in `allowed_hosts`",
+                "invalid_host",
+            )
+        self._check_origin(request, host[0])
+        if request.method == hdrs.METH_POST:
+            _check_content(request)
+        preflight = request.method == hdrs.METH_OPTIONS  # browsers send it without the key
+        is_open = request.path in PUBLIC_PATHS or request.path.startswith(PAGE_PREFIX)
+        if self._keys and not is_open and not preflight:
+            name = self._authenticate(request)
+            request[_CLIENT_NAME], request[_CLIENT_ID] = name, self._client_ids[name]
+
+    def _is_own_host(self, host: str) -> bool:
+        try:
+            name = URL(f"http://{host}").host
+        except ValueError:
+            return False
+        if not name:
+            return False
+        name = name.lower().rstrip(".")
+        if is_loopback(name) or name in self._host_names or "*" in self._host_names:
+            return True
+        return not self._loopback and _is_address(name)  # rebinding needs a name
+
+    def _check_origin(self, request: web.BaseRequest, host: str) -> None:
+        for origin in request.headers.getall(hdrs.ORIGIN, []):
+            own = (f"http://{host}".lower(), f"https://{host}".lower())
+            if origin.lower() not in own and origin not in self.origins:
+                raise _forbidden(
+                    "a page of another site can't use this endpoint, unless its owner names the "
+                    "origin in `cors_origins` (--cors-origin)",
+                    "invalid_origin",
+                )
+
+    def _authenticate(self, request: web.BaseRequest) -> str:
+        scheme, _, key = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = request.headers.get("X-Api-Key", "")  # as Anthropic's clients send it
+        given = key.strip().encode("utf-8", "surrogateescape")
+        # All are compared, so that the time tells nothing.
+        found = [name for name, own in self._keys if hmac.compare_digest(given, own.encode())]
+        if not found:
+            text = "a valid API key is needed: send `Authorization: Bearer KEY`"
+            problem = Problem(401, text, "authentication_error", None, "invalid_api_key")
+            raise ProblemError(problem)
+        return found[0]
+
+
+def client_name(request: web.BaseRequest) -> str:
+    """Who asks: the name of the key that was sent, else the client's address."""
+    return request.get(_CLIENT_NAME) or request.remote or ""
+
+
+def client_id(request: web.BaseRequest) -> str:
+    """Whose share of a pipeline it takes: one word for each named key, the same for all others."""
+    return request.get(_CLIENT_ID) or ""
+
+
+def _is_json(request: web.BaseRequest) -> bool:
+    """Whether the body is said to be JSON, or at Ollama's routes may be; a form's never is."""
+    kind = request.headers.get(hdrs.CONTENT_TYPE)
+    if kind is not None and request.content_type == "application/json":
+        return True
+    if not request.path.startswith(OLLAMA_PREFIX) or (
+        kind is not None and request.content_type != _FORM_TYPE
+    ):
+        return False
+    return request.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
+
+
+def _check_content(request: web.BaseRequest) -> None:
+    if not _is_json(request):
+        text = "the body must be JSON: send `Content-Type: application/json`"
+        raise ProblemError(Problem(415, text, code="unsupported_media_type"))
+    if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
+        text = "the body must not be compressed"
+        raise ProblemError(Problem(415, text, code="unsupported_media_type"))
+
+
+def _forbidden(text: str, code: str) -> ProblemError:
+    return ProblemError(Problem(403, text, "permission_error", None, code))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,104 @@
+"""How the endpoint is set up."""
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from molink.errors import UsageError
+from molink.text.tool_calls.create import ToolCallParserChoice
+from molinkd.api.cors import AllowedOrigins
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSettings:
+    """Settings of one endpoint. Times in seconds, sizes in bytes.
+
+    ``host`` is the address the endpoint binds; beyond loopback it needs an API key: ``api_key``, or
+    several in ``api_keys``, each with its name.
+    ``allowed_hosts`` are further names under which clients may call it (the ``CoordinatorHost``
+    header), for instance the name of this PC or of a reverse proxy; ``*`` allows every name.
+    ``cors_origins`` are the pages that may use it beside its own (see :class:`AllowedOrigins`).
+    ``max_choices`` bounds prompts × ``n`` of one request.
+
+    Raises:
+        UsageError: the settings would let strangers in, or can't work.
+    """
+
+    host: str = "127.0.0.1"
+    api_key: str | None = None
+    api_keys: Mapping[str, str] = field(default_factory=dict)
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 2 * MIB
+    max_connections: int = 512
+    #: Bodies that may be under way at once.
+    max_concurrent_bodies: int = 64
+    max_choices: int = 64
+    #: How answers write calls and thoughts: by each model's template, or one way for all models.
+    tool_call_parser: ToolCallParserChoice = "auto"
+    header_timeout_s: float = 10.0
+    #: How late a body may be that comes at ``min_body_rate`` bytes per second.
+    body_timeout_s: float = 10.0
+    min_body_rate: int = 16 * 1024
+    keepalive_s: float = 75.0
+    #: A client that takes nothing for this long loses its answer.
+    stall_timeout_s: float = 60.0
+    #: After how long without an event a stream says that it is still there.
+    keepalive_interval_s: float = 10.0
+    #: How long running answers may go on when the endpoint stops, and then their last words.
+    shutdown_grace_period_s: float = 0.0
+    close_timeout_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, key in self.keys:
+            if not key.strip():
+                raise UsageError(f"the API key {name!r} is empty: set a real one, or none at all")
+        if AllowedOrigins(self.cors_origins).allows_any and not self.keys:
+            raise UsageError(
+                "`cors_origins`: with * every page that this PC opens could use the endpoint: set "
+                "an API key too, or name the origins"
+            )
+        if not self.loopback and not self.keys:
+            raise UsageError(
+                f"the endpoint would listen on {self.host}, where others can reach it, without an "
+                "API key: set one with --api-key (or MOLINK_API_KEY), or listen on 127.0.0.1"
+            )
+        bounds = (
+            self.max_body_bytes,
+            self.max_connections,
+            self.max_concurrent_bodies,
+            self.max_choices,
+            self.min_body_rate,
+        )
+        times = (
+            self.header_timeout_s,
+            self.body_timeout_s,
+            self.keepalive_s,
+            self.keepalive_interval_s,
+            self.stall_timeout_s,
+        )
+        if min(*bounds, *times) <= 0:
+            raise UsageError("every limit and timeout of the endpoint must be above 0")
+
+    @property
+    def keys(self) -> tuple[tuple[str, str], ...]:
+        """All keys, each after its name; that of ``api_key`` is empty."""
+        single = () if self.api_key is None else (("", self.api_key),)
+        return (*single, *self.api_keys.items())
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this PC can reach the endpoint."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` (a name, or an IP address without brackets) is this PC itself."""
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

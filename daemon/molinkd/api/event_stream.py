@@ -1,0 +1,123 @@
+"""Streamed answers: server-sent events, or lines; cheap per event, bounded in memory."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+#: Bytes that may wait for the network before producers have to wait too.
+HIGH_WATER_BYTES = 64 * 1024
+
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+class EventStream:
+    """An event stream that begins with its first event.
+
+    Until then nothing has been sent, so an error can still be an ordinary HTTP answer. What is
+    pushed within one round of the event loop leaves in one write.
+    """
+
+    def __init__(self, request: web.Request, stall_timeout_s: float, content_type: str) -> None:
+        self._request = request
+        self._stall_timeout = stall_timeout_s
+        self._buffer = bytearray()
+        self._wake = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._writer: asyncio.Task[None] | None = None
+        self._is_ended = False
+        self._pushed_at = asyncio.get_running_loop().time()
+        self._keepalive_task: asyncio.Task[None] | None = None
+        self.response = web.StreamResponse(headers=_HEADERS)
+        self.response.content_type = content_type
+        self.response.charset = "utf-8"
+
+    @property
+    def has_started(self) -> bool:
+        """Whether anything has been sent."""
+        return self._writer is not None
+
+    def push_event(self, event: bytes) -> None:
+        """Send a whole ``data: …`` block, or line; wait with :meth:`drain_buffer` before the
+        next."""
+        self._buffer += event
+        self._pushed_at = asyncio.get_running_loop().time()
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write_loop())
+        self._wake.set()
+        if len(self._buffer) >= HIGH_WATER_BYTES:
+            self._has_room.clear()
+
+    def start_keepalive(self, event: Callable[[], bytes], seconds: float) -> None:
+        """Push ``event()`` whenever nothing has been pushed for so many seconds."""
+
+        async def breathe() -> None:
+            loop = asyncio.get_running_loop()
+            while True:
+                await asyncio.sleep(self._pushed_at + seconds - loop.time())
+                if loop.time() - self._pushed_at >= seconds:
+                    self.push_event(event())
+
+        self._keepalive_task = asyncio.create_task(breathe())
+
+    async def drain_buffer(self) -> None:
+        """Wait until the client has taken enough.
+
+        Raises:
+            ConnectionError: it has gone, or taken nothing for too long.
+        """
+        if not self._has_room.is_set():
+            await self._wait_unless_stalled(self._has_room.wait())
+        if self._writer is not None and self._writer.done():
+            self._writer.result()
+
+    async def finish_stream(self) -> web.StreamResponse:
+        """Send what is left and end the stream.
+
+        Raises:
+            ConnectionError: the client has gone.
+        """
+        self._is_ended = True
+        self._stop_keepalive()
+        self._wake.set()
+        if self._writer is not None:
+            await self._wait_unless_stalled(self._writer)
+        return self.response
+
+    async def abort_stream(self) -> None:
+        """Stop writing, for a client that has gone or takes nothing; its connection is cut."""
+        self._stop_keepalive()
+        if self._writer is None:
+            return
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        self._writer.cancel()
+        await asyncio.wait([self._writer])
+        if not self._writer.cancelled():
+            self._writer.exception()  # known already: the client has gone
+
+    def _stop_keepalive(self) -> None:
+        if self._keepalive_task is not None:
+            self._keepalive_task.cancel()
+
+    async def _write_loop(self) -> None:
+        try:
+            await self.response.prepare(self._request)
+            while self._buffer or not self._is_ended:
+                if not self._buffer:
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                data, self._buffer = self._buffer, bytearray()
+                self._has_room.set()
+                await self.response.write(data)
+            await self.response.write_eof()
+        finally:
+            self._has_room.set()
+
+    async def _wait_unless_stalled(self, waiting: Awaitable[object]) -> None:
+        try:
+            await asyncio.wait_for(waiting, self._stall_timeout)
+        except TimeoutError:
+            raise ConnectionResetError("the client takes nothing") from None

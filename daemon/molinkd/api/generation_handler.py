@@ -1,0 +1,161 @@
+"""From a request of any protocol to its answer: the one way that all of them go.
+
+A protocol's adapter says what is asked in the terms of the OpenAI bodies (:class:`ClientRequest`),
+and how the answer looks (:class:`molinkd.api.openai_encoders.ResponseEncoder`).
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import web
+
+from molink.errors import RequestError
+from molinkd.api.access_guard import client_id, client_name
+from molinkd.api.api_settings import ApiSettings
+from molinkd.api.backend import Backend
+from molinkd.api.event_stream import EventStream
+from molinkd.api.generation_runner import Usage, generate_all
+from molinkd.api.metrics import RequestRecorder
+from molinkd.api.model_catalog import ModelCatalog
+from molinkd.api.openai_encoders import ResponseEncoder
+from molinkd.api.openai_schema import ChatBody, GenerationBody
+from molinkd.api.output_processor import TextPiece
+from molinkd.api.problem import internal_problem, problem_of
+from molinkd.api.prompt_worker_pool import PromptTokenizer
+from molinkd.api.protocol_conversion import rename_error_fields
+from molinkd.api.request_id import get_request_id
+from molinkd.api.request_plan import RequestPlan, check_choice_count, make_plan, select_best
+from molinkd.api.running_answers import RunningAnswers
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """What a client asks for. ``body`` is a :class:`ChatBody` or a :class:`CompletionBody`.
+
+    ``raw_body`` is that body as JSON, where the client's own is one. ``field_names`` are the
+    protocol's for fields of the body, for errors (:func:`molinkd.api.protocol_conversion.renamed`).
+    """
+
+    body: GenerationBody
+    create_encoder: Callable[[RequestPlan], ResponseEncoder]
+    stream: bool
+    raw_body: bytes = b""
+    field_names: Mapping[str, str] = field(default_factory=dict)
+
+
+class GenerationHandler:
+    """Has prompts read, plans made and answers generated, and writes these as they come."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        settings: ApiSettings,
+        recorder: RequestRecorder,
+        reader: PromptTokenizer,
+        catalog: ModelCatalog,
+    ) -> None:
+        self._backend = backend
+        self._settings = settings
+        self._recorder = recorder
+        self._prompt_tokenizer = reader
+        self._catalog = catalog
+        self.running_answers = RunningAnswers()
+
+    async def handle_request(
+        self, request: web.Request, client_request: ClientRequest
+    ) -> web.StreamResponse:
+        """The answer to ``request``, which has asked for ``ask``.
+
+        Raises:
+            MolinkError: nothing has been sent yet.
+            ConnectionError: the client has gone.
+        """
+        plan, usage = await self._make_plan(request, client_request)
+        encoder = client_request.create_encoder(plan)
+        if client_request.stream:
+            return await self._stream_answer(request, plan, encoder, usage)
+        answers: list[list[TextPiece]] = [[] for _ in plan.choices]
+
+        async def emit(index: int, piece: TextPiece) -> None:
+            answers[index].append(piece)
+
+        async with self.running_answers.track_answer():
+            await generate_all(self._backend, plan, self._recorder, usage, emit)
+        if plan.is_best_of:
+            plan, answers = select_best(plan, answers, usage.scores)
+            encoder = client_request.create_encoder(plan)
+        return json_response(encoder.encode_response(answers, usage))
+
+    async def count_prompt_tokens(self, request: web.Request, client_request: ClientRequest) -> int:
+        """Tokens of the prompts of ``ask``.
+
+        Raises:
+            MolinkError: they can't be read.
+        """
+        plan, _ = await self._make_plan(request, client_request)
+        return plan.prompt_tokens
+
+    async def _make_plan(
+        self, request: web.Request, client_request: ClientRequest
+    ) -> tuple[RequestPlan, Usage]:
+        started_at = time.perf_counter()
+        try:
+            check_choice_count(client_request.body, self._settings.max_choices)
+            loaded_model = await self._catalog.load_model(client_request.body.model)
+            loaded_at = time.perf_counter()
+            data = client_request.raw_body or msgspec.json.encode(client_request.body)
+            chat = isinstance(client_request.body, ChatBody)
+            tokenized = await self._prompt_tokenizer.tokenize_prompts(
+                client_name(request), loaded_model, data, chat=chat
+            )
+            elapsed_s = time.perf_counter() - started_at
+            plan = make_plan(
+                client_request.body, loaded_model, tokenized, client_id(request), elapsed_s
+            )
+        except RequestError as error:
+            raise rename_error_fields(error, client_request.field_names) from None
+        return plan, Usage(plan.prompt_tokens, started_at, loaded_at)
+
+    async def _stream_answer(
+        self, request: web.Request, plan: RequestPlan, encoder: ResponseEncoder, usage: Usage
+    ) -> web.StreamResponse:
+        stream = EventStream(request, self._settings.stall_timeout_s, encoder.content_type)
+        opened = [False] * len(plan.choices)
+
+        async def emit(index: int, piece: TextPiece) -> None:
+            if not opened[index]:
+                opened[index] = True
+                stream.push_event(encoder.encode_start(index))
+            stream.push_event(encoder.encode_piece(index, piece))
+            await stream.drain_buffer()
+
+        try:
+            try:
+                async with self.running_answers.track_answer():
+                    stream.start_keepalive(
+                        encoder.encode_keepalive, self._settings.keepalive_interval_s
+                    )
+                    await generate_all(self._backend, plan, self._recorder, usage, emit)
+                stream.push_event(encoder.encode_end(usage))
+            except Exception as error:
+                if not stream.has_started or isinstance(error, ConnectionError):
+                    raise
+                problem = problem_of(error)
+                if problem is None:
+                    _LOG.error("a stream (%s) failed", get_request_id(request), exc_info=error)
+                    problem = internal_problem()
+                stream.push_event(encoder.encode_error(problem))
+            return await stream.finish_stream()
+        except BaseException:
+            await stream.abort_stream()
+            raise
+
+
+def json_response(body: bytes) -> web.Response:
+    """``body``, which is JSON, as an answer."""
+    return web.Response(body=body, content_type="application/json")

@@ -1,0 +1,267 @@
+"""Answers in OpenAI's two formats, as whole JSON objects and as events of a stream.
+
+A stream's event is put together from parts that are serialised once per choice: at 64 streams,
+serialising whole objects for every token would be most of the endpoint's work.
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+from msgspec import json
+
+from molink.text.tokenizer import Tokenizer
+from molinkd.api.content_blocks import piece_parts, read_blocks
+from molinkd.api.generation_runner import Usage
+from molinkd.api.openai_messages import encode_delta, make_message
+from molinkd.api.output_processor import MIN_LOGPROB, TextPiece, TokenLogprob
+from molinkd.api.problem import Problem
+from molinkd.api.request_plan import RequestPlan
+
+DONE = b"data: [DONE]\n\n"
+#: Server-sent events.
+EVENT_STREAM = "text/event-stream"
+
+
+class ResponseEncoder(Protocol):
+    """How one route's answers look; an object of it is for one answer."""
+
+    #: Of a stream.
+    content_type: str
+
+    def encode_start(self, index: int) -> bytes:
+        """Events before the first piece of choice ``index``; may be empty."""
+        ...
+
+    def encode_piece(self, index: int, piece: TextPiece) -> bytes:
+        """The events of ``piece``."""
+        ...
+
+    def encode_keepalive(self) -> bytes:
+        """What adds nothing, for a client that would think that nobody is there."""
+        ...
+
+    def encode_end(self, usage: Usage) -> bytes:
+        """The events that end a stream."""
+        ...
+
+    def encode_error(self, problem: Problem) -> bytes:
+        """What ends a stream that has begun and can't go on."""
+        ...
+
+    def encode_response(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
+        """The answer in one object; ``answers`` has the pieces of each choice."""
+        ...
+
+
+class _OpenAIEncoder:
+    """What the events of both formats are put together from."""
+
+    #: How ids begin; what a whole answer and an event are called; the field that holds the text.
+    content_type = EVENT_STREAM
+    _id_prefix: ClassVar[str]
+    _object: ClassVar[str]
+    _chunk: ClassVar[str]
+    _text_field: ClassVar[bytes]
+
+    def __init__(self, plan: RequestPlan, with_usage: bool = False) -> None:
+        self._tokenizer = plan.loaded_model.tokenizer
+        self._num_logprobs = plan.logprobs
+        self._response_head = _make_response_head(self._id_prefix, self._object, plan)
+        self._event_head = _make_event_head(self._id_prefix, self._chunk, plan)
+        self._prefixes = [
+            self._event_head + b'"choices":[{"index":%d,"%s":' % (choice.index, self._text_field)
+            for choice in plan.choices
+        ]
+        self._with_usage = with_usage
+        self._end = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+        self._suffix = b',"logprobs":null,"finish_reason":null}]' + self._end
+
+    def encode_keepalive(self) -> bytes:
+        """A comment."""
+        return b": waiting\n\n"
+
+    def encode_end(self, usage: Usage) -> bytes:
+        """Where figures were asked for, a chunk with them and no choices; then the end."""
+        if not self._with_usage:
+            return DONE
+        figures = {"choices": [], "usage": usage.as_json(), "timings": usage.to_timings()}
+        return self._event_head + json.encode(figures)[1:] + b"\n\n" + DONE
+
+    def _encode_object(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+        figures = {"usage": usage.as_json(), "timings": usage.to_timings()}
+        return json.encode({**self._response_head, "choices": choices, **figures})
+
+    def encode_error(self, problem: Problem) -> bytes:
+        """The envelope, as an event."""
+        return b"event: error\ndata: " + problem.to_json() + b"\n\n"
+
+
+class ChatEncoder(_OpenAIEncoder):
+    """``chat.completion`` and ``chat.completion.chunk``."""
+
+    _id, _object, _chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    _text_field = b"delta"
+
+    def encode_start(self, index: int) -> bytes:
+        """The event that names the role."""
+        return self._prefixes[index] + b'{"role":"assistant","content":""}' + self._suffix
+
+    def encode_piece(self, index: int, piece: TextPiece) -> bytes:
+        """A text that was added, then, at the end, the reason."""
+        prefix = self._prefixes[index]
+        suffix = self._suffix
+        if piece.logprobs:
+            logprobs = json.encode(self._logprobs_json(piece.logprobs))
+            suffix = b',"logprobs":' + logprobs + b',"finish_reason":null}]' + self._end
+        event = b""
+        for delta in self._deltas(piece):
+            event += prefix + delta + suffix
+            suffix = self._suffix
+        if piece.finish is not None:
+            event += prefix + b'{},"logprobs":null,"finish_reason":"'
+            event += piece.finish.encode() + b'"}]' + self._end
+        return event
+
+    def _deltas(self, piece: TextPiece) -> Sequence[bytes]:
+        """What ``piece`` adds to the message; an empty content where only logprobs go out."""
+        deltas = [delta for part in piece_parts(piece) if (delta := encode_delta(part)) is not None]
+        return deltas or ([b'{"content":""}'] if piece.logprobs else [])
+
+    def encode_response(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
+        """A ``chat.completion``."""
+        choices = []
+        for index, pieces in enumerate(answers):
+            message = make_message(read_blocks(pieces))
+            logprobs = (
+                self._logprobs_json(collect_logprobs(pieces)) if self._num_logprobs >= 0 else None
+            )
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": logprobs,
+                    "finish_reason": pieces[-1].finish,
+                }
+            )
+        return self._encode_object(choices, usage)
+
+    def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        content = logprob_entries(entries, self._num_logprobs, self._tokenizer)
+        return {"content": content, "refusal": None}
+
+
+class CompletionEncoder(_OpenAIEncoder):
+    """``text_completion``."""
+
+    _id, _object, _chunk = "cmpl", "text_completion", "text_completion"
+    _text_field = b"text"
+
+    def __init__(self, plan: RequestPlan, with_usage: bool = False) -> None:
+        super().__init__(plan, with_usage)
+        self._echoes = [choice.echo for choice in plan.choices]
+
+    def encode_start(self, index: int) -> bytes:
+        """The prompt, where it is to be echoed."""
+        if not self._echoes[index]:
+            return b""
+        return self._prefixes[index] + json.encode(self._echoes[index]) + self._suffix
+
+    def encode_piece(self, index: int, piece: TextPiece) -> bytes:
+        """A text that was added; the last one has the reason too."""
+        start = self._prefixes[index] + json.encode(piece.text)
+        if not piece.logprobs and piece.finish is None:
+            return start + self._suffix
+        logprobs = json.encode(self._logprobs_json(piece.logprobs) if piece.logprobs else None)
+        finish = json.encode(piece.finish)
+        return (
+            start + b',"logprobs":' + logprobs + b',"finish_reason":' + finish + b"}]" + self._end
+        )
+
+    def encode_response(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
+        """A ``text_completion``."""
+        choices = []
+        for index, pieces in enumerate(answers):
+            logprobs = (
+                self._logprobs_json(collect_logprobs(pieces)) if self._num_logprobs >= 0 else None
+            )
+            choices.append(
+                {
+                    "index": index,
+                    "text": self._echoes[index] + join_pieces(pieces),
+                    "logprobs": logprobs,
+                    "finish_reason": pieces[-1].finish,
+                }
+            )
+        return self._encode_object(choices, usage)
+
+    def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {
+            "tokens": [self._decode_token(entry.token) for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [self._top_logprobs(entry) for entry in entries],
+            "text_offset": [entry.offset for entry in entries],
+        }
+
+    def _top_logprobs(self, entry: TokenLogprob) -> dict[str, float]:
+        """The most likely tokens, and the one that came; of two with one text the likelier one."""
+        found: dict[str, float] = {}
+        for token, logprob in (*entry.top[: self._num_logprobs], (entry.token, entry.logprob)):
+            found.setdefault(self._decode_token(token), max(logprob, MIN_LOGPROB))
+        return found
+
+    def _decode_token(self, token: int) -> str:
+        return _token_text(self._tokenizer, token)
+
+
+def logprob_entries(
+    entries: Sequence[TokenLogprob], top: int, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Tokens with their bytes and logprobs, and ``top`` others in their place, as chats have it."""
+
+    def shown(token: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token)
+        text = data.decode("utf-8", "replace")
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
+
+    return [
+        {
+            **shown(entry.token, entry.logprob),
+            "top_logprobs": [shown(*pair) for pair in entry.top[: max(top, 0)]],
+        }
+        for entry in entries
+    ]
+
+
+def _token_text(tokenizer: Tokenizer, token: int) -> str:
+    """A token as text; one that is part of a character as OpenAI writes it, ``bytes:\\xe4``."""
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def join_pieces(pieces: Sequence[TextPiece]) -> str:
+    """All that they say."""
+    return "".join(piece.text for piece in pieces)
+
+
+def collect_logprobs(pieces: Sequence[TextPiece]) -> list[TokenLogprob]:
+    """Those of all their tokens."""
+    return [entry for piece in pieces for entry in piece.logprobs]
+
+
+def _make_response_head(prefix: str, kind: str, plan: RequestPlan) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": plan.loaded_model.model.name,
+    }
+
+
+def _make_event_head(prefix: str, kind: str, plan: RequestPlan) -> bytes:
+    """The beginning that all events of one stream share, up to a comma."""
+    return b"data: " + json.encode(_make_response_head(prefix, kind, plan))[:-1] + b","

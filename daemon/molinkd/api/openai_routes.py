@@ -1,0 +1,93 @@
+"""The handlers of the OpenAI routes."""
+
+from collections.abc import Callable
+
+from aiohttp import web
+from msgspec import json
+
+import molink
+from molinkd.api.backend import Backend, ServedModel
+from molinkd.api.body_reader import BodyReader
+from molinkd.api.generation_handler import ClientRequest, GenerationHandler, json_response
+from molinkd.api.model_catalog import ModelCatalog
+from molinkd.api.openai_encoders import ChatEncoder, CompletionEncoder, ResponseEncoder
+from molinkd.api.openai_schema import ChatBody, CompletionBody, GenerationBody, decode_body
+from molinkd.api.request_plan import RequestPlan
+
+
+class OpenAIRoutes:
+    """``/v1/models``, ``/props``, ``/v1/chat/completions`` and ``/v1/completions``."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        bodies: BodyReader,
+        catalog: ModelCatalog,
+        generator: GenerationHandler,
+    ) -> None:
+        self._backend = backend
+        self._body_reader = bodies
+        self._catalog = catalog
+        self._handler = generator
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        """``GET /v1/models``."""
+        models = [_model_json(model) for model in self._backend.list_models()]
+        return json_response(json.encode({"object": "list", "data": models}))
+
+    async def get_model(self, request: web.Request) -> web.Response:
+        """``GET /v1/models/{name}``."""
+        model = self._catalog.find_model(request.match_info["name"])
+        return json_response(json.encode(_model_json(model)))
+
+    async def get_props(self, request: web.Request) -> web.Response:
+        """``GET /props`` of llama-server, by which its clients learn what fits (``?model=``)."""
+        loaded_model = await self._catalog.load_model(request.query.get("model"))
+        model, template = loaded_model.model, loaded_model.tokenizer.chat_template
+        found = {
+            "default_generation_settings": {"n_ctx": model.max_model_len},
+            "model_alias": model.name,
+            "chat_template": "" if template is None else template.source,
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"molink {molink.__version__}",
+        }
+        return json_response(json.encode(found))
+
+    async def create_chat_completion(self, request: web.Request) -> web.StreamResponse:
+        """``POST /v1/chat/completions``."""
+        return await self._handle_generation(request, ChatBody, ChatEncoder)
+
+    async def create_completion(self, request: web.Request) -> web.StreamResponse:
+        """``POST /v1/completions``."""
+        return await self._handle_generation(request, CompletionBody, CompletionEncoder)
+
+    async def _handle_generation(
+        self,
+        request: web.Request,
+        kind: type[GenerationBody],
+        encoder: Callable[[RequestPlan, bool], ResponseEncoder],
+    ) -> web.StreamResponse:
+        data = await self._body_reader.read_body(request)
+        body = decode_body(data, kind)
+        stream = bool(body.stream)
+
+        def form_of(plan: RequestPlan) -> ResponseEncoder:
+            return encoder(plan, stream and body.includes_usage)
+
+        return await self._handler.handle_request(
+            request, ClientRequest(body, form_of, stream, data)
+        )
+
+
+def _model_json(model: ServedModel) -> dict[str, object]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "molink",
+        # As vLLM's and llama-server's clients look for them.
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.max_model_len,
+        "meta": {"n_ctx": model.max_model_len, "size": model.size},
+    }

@@ -1,0 +1,300 @@
+"""The bodies of requests, as typed structs: what OpenAI's API and vLLM's have in common.
+
+Unknown fields are ignored, as clients send plenty; fields that would change the answer in a way we
+don't support are declared in :class:`UnsupportedFields`, so that they can be refused by name.
+"""
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from molink.errors import RequestError
+from molink.wire.messages.data_plane import (
+    MAX_LOGIT_BIAS,
+    MAX_TOP_LOGPROBS,
+    Bias,
+    RepetitionPenalty,
+)
+from molink.wire.messages.serving import MAX_STOP_IDS, Priority
+
+MAX_STOPS = 16
+MAX_TOOLS = 128
+MAX_CALL_ID_LENGTH = 256
+MAX_STOP_LENGTH = 256
+
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+#: -1: as many as fit. More than fit are as many as fit.
+MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=128)]
+TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
+CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CALL_ID_LENGTH)]
+
+
+class StreamOptions(msgspec.Struct):
+    """``stream_options``."""
+
+    include_usage: bool | None = None
+
+
+class JsonSchema(msgspec.Struct):
+    """``response_format.json_schema``; an answer is held to it whether it is ``strict`` or not."""
+
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """``structured_outputs``, as newer versions of vLLM call what were ``guided_…`` fields.
+
+    ``disable_any_whitespace`` goes with ``response_format`` too.
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+
+
+class UnsupportedFields(msgspec.Struct, kw_only=True):
+    """Fields that change what an answer is; refused unless they hold a neutral value."""
+
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    grammar: Any = None
+    json_schema: Any = None
+    min_tokens: Any = None
+    use_beam_search: Any = None
+    prompt_logprobs: Any = None
+    continue_final_message: Any = None
+    add_generation_prompt: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_embeds: Any = None
+    chat_template: Any = None
+    documents: Any = None
+
+
+#: Values beside null, false, 0, "", [] and {} that ask for nothing.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "add_generation_prompt": (True,),
+    "truncate_prompt_tokens": (-1,),
+}
+
+
+class GenerationBody(UnsupportedFields, kw_only=True):
+    """What both routes take. ``None`` means that the model's own default counts."""
+
+    #: May be left out where only one model is served, as llama.cpp's and vLLM's servers allow.
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Count | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    seed: int | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    stop: (
+        Annotated[str, msgspec.Meta(max_length=MAX_STOP_LENGTH)]
+        | Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOPS)]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_IDS)] | None = None
+    ignore_eos: bool | None = None
+    #: Among the requests of one API key; the least goes first, as vLLM has it.
+    priority: Priority | None = None
+    #: Seconds that a request may wait until it is its turn.
+    max_queue_time: Seconds | None = None
+    #: Seconds until the whole answer has ended, as LiteLLM calls them; it is cut off then.
+    timeout: Seconds | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage figures."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ContentPart(msgspec.Struct):
+    """A part of a message's content; only text can be used."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(msgspec.Struct):
+    """What a call calls; ``arguments`` are JSON, written as a text or as it is."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call in a message of the assistant."""
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Annotated[str, msgspec.Meta(max_length=MAX_CALL_ID_LENGTH)] | None = None
+    reasoning_content: str | None = None
+
+
+class FunctionDefinition(msgspec.Struct):
+    """A function that the model may call; ``parameters`` is a JSON schema."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(msgspec.Struct):
+    """The function of a :class:`NamedChoice`."""
+
+    name: str
+
+
+class NamedChoice(msgspec.Struct):
+    """``tool_choice``: this function has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    echo: Any = None
+    suffix: Any = None
+    best_of: Any = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """The body of ``POST /v1/completions``; ``prompt`` is checked where it is tokenized."""
+
+    prompt: str | list[Any]
+    logprobs: TopLogprobs | None = None
+    echo: bool | None = None
+    #: What comes after the answer.
+    suffix: str | None = None
+    #: How many answers are generated, of which the ``n`` likeliest count.
+    best_of: Count | None = None
+
+
+BodyT = TypeVar("BodyT", bound=UnsupportedFields)
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+
+
+def decode_body(data: bytes, kind: type[BodyT]) -> BodyT:
+    """``data`` (JSON) as a ``kind``.
+
+    Raises:
+        RequestError: it is no valid JSON, or a field is missing, wrong or not supported.
+    """
+    body = decode_struct(data, kind)
+    _refuse_unsupported(body, kind)
+    return body
+
+
+def decode_struct(data: bytes, kind: type[StructT]) -> StructT:
+    """``data`` (JSON) as a ``kind`` of any protocol.
+
+    Raises:
+        RequestError: it is no valid JSON, or a field is missing or wrong.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+
+
+def _refuse_unsupported(body: UnsupportedFields, kind: type[UnsupportedFields]) -> None:
+    for name in UnsupportedFields.__struct_fields__:
+        if name in kind.__annotations__:
+            continue  # this route declares it anew: it is supported there
+        value = getattr(body, name)
+        if value is None or (
+            not value and name not in ("web_search_options", "add_generation_prompt")
+        ):
+            continue
+        if value not in NEUTRAL_VALUES.get(name, ()):
+            raise RequestError(f"`{name}` is not supported by this endpoint", name)
+
+
+def _validation_error(text: str) -> RequestError:
+    """The field and the reason out of what msgspec says."""
+    at = _AT.search(text)
+    path = at[1] if at else ""
+    reason = text[: at.start()] if at else text
+    missing = _MISSING.match(reason)
+    if missing:
+        path = f"{path}.{missing[1]}".lstrip(".")
+        reason = "required, but missing"
+    path = path.replace("[...]", "")
+    return RequestError(f"`{path}`: {reason}" if path else f"the body: {reason}", path or None)

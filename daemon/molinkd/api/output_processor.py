@@ -1,0 +1,163 @@
+"""One answer's tokens to what its client sees: text, logprobs, and why it ended."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from molink.swarm.frontend.request import GeneratedToken
+from molink.text.stop_strings import StopStringFinder
+from molink.text.tool_calls.base import AnswerPart, TextDelta, ToolCallBegin, ToolCallEnd
+from molink.wire.messages.serving import FinishReason
+from molinkd.api.request_plan import RequestPlan
+
+#: Why an answer ended, as clients are told.
+AnswerFinish = FinishReason | Literal["tool_calls"]
+
+#: OpenAI's stand-in for a probability of nothing.
+MIN_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token of the answer with its logprob and the most likely ones in its place.
+
+    ``offset`` is where its text begins in the answer, in characters.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """What a token added to an answer; the last one has ``finish``.
+
+    ``parts`` has it in order where there is more than content; ``text`` is the content of it.
+    ``stop`` is the stop string at which it ended.
+    """
+
+    text: str
+    logprobs: Sequence[TokenLogprob] = ()
+    finish: AnswerFinish | None = None
+    stop: str | None = None
+    parts: Sequence[AnswerPart] = ()
+
+
+class OutputProcessor:
+    """Sans-IO: tokens in, pieces out.
+
+    ``tokens``, ``reasoning_tokens`` of them and ``cached_tokens`` are figures for ``usage``.
+    """
+
+    def __init__(self, plan: RequestPlan) -> None:
+        reading = plan.parser_settings
+        self._detokenizer = plan.loaded_model.tokenizer.create_detokenizer(
+            skip_special=plan.skip_special,
+            continues=plan.continues_prompt,
+            keep=frozenset() if reading is None else reading.markers,
+        )
+        self._parser = None if reading is None else reading.build_parser()
+        self._single_call = reading is not None and not reading.parallel
+        self._has_called = False
+        self._stops = StopStringFinder(plan.stop_strings)
+        self._include_stop = plan.include_stop
+        self._wants_logprobs = plan.logprobs >= 0
+        self._pending: list[TokenLogprob] = []
+        #: Characters detokenized, and characters that went out.
+        self._decoded_chars = 0
+        self._emitted_chars = 0
+        self.tokens = 0
+        self.reasoning_tokens = 0
+        self.cached_tokens = 0
+        self._total_logprob = 0.0
+
+    def process_token(self, token: GeneratedToken) -> TextPiece | None:
+        """What the client sees of ``token``; ``None`` if nothing yet. None comes after an end."""
+        if self.tokens == 0:
+            self.cached_tokens = token.cached_tokens
+        self.tokens += 1
+        self._total_logprob += _clamp_logprob(token.logprob)
+        if token.finish_reason == "stop":
+            return self._finish_text("stop")
+        if self._wants_logprobs:
+            self._pending.append(
+                TokenLogprob(
+                    token.token, _clamp_logprob(token.logprob), token.top, self._decoded_chars
+                )
+            )
+        text = self._filter_stops(self._detokenizer.add_token(token.token))
+        if self._stops.matched is not None:
+            return self._stop_at_match(text)
+        if token.finish_reason is not None:
+            return self._finish_text(token.finish_reason, text)
+        piece = self._make_piece(text) if text else None
+        self.reasoning_tokens += self._parser is not None and self._parser.is_reasoning
+        return piece
+
+    def cut_off(self) -> TextPiece | None:
+        """The end of an answer of which no more tokens are wanted."""
+        return self._finish_text("length")
+
+    @property
+    def score(self) -> float:
+        """The mean logprob of its tokens; means nothing where none was asked for."""
+        return self._total_logprob / max(self.tokens, 1)
+
+    def _filter_stops(self, text: str) -> str:
+        self._decoded_chars += len(text)
+        return self._stops.push_text(text)
+
+    def _finish_text(self, finish: FinishReason, text: str = "") -> TextPiece | None:
+        text += self._filter_stops(self._detokenizer.flush_text())
+        if self._stops.matched is not None:
+            return self._stop_at_match(text)
+        return self._make_piece(text + self._stops.flush_text(), finish)
+
+    def _stop_at_match(self, text: str) -> TextPiece | None:
+        stop = self._stops.matched
+        assert stop is not None
+        if self._include_stop:
+            text += stop
+        end = self._emitted_chars + len(text)
+        self._pending = [entry for entry in self._pending if entry.offset < end]
+        piece = self._make_piece(text, "stop")
+        return None if piece is None else replace(piece, stop=stop)
+
+    def _make_piece(self, text: str, finish: FinishReason | None = None) -> TextPiece | None:
+        """The piece of ``text``; ``None`` if it is held back until more of it is there."""
+        self._emitted_chars += len(text)
+        parts, ended = self._parse_parts(text, finish)
+        if self._parser is not None and not parts and ended is None:
+            return None
+        logprobs: Sequence[TokenLogprob] = ()
+        if self._pending:
+            logprobs, self._pending = self._pending, []
+        if self._parser is not None:
+            text = "".join(part.text for part in parts if isinstance(part, TextDelta))
+        return TextPiece(text, logprobs, ended, parts=parts)
+
+    def _parse_parts(
+        self, text: str, finish: FinishReason | None
+    ) -> tuple[Sequence[AnswerPart], AnswerFinish | None]:
+        """What the parser finds in ``text``, and why the answer ends there."""
+        if self._parser is None:
+            return (), finish
+        parts = self._parser.parse_delta(text)
+        if finish is not None:
+            parts += self._parser.finish_parsing()
+        self._has_called = self._has_called or any(
+            isinstance(part, ToolCallBegin) for part in parts
+        )
+        if self._single_call:
+            ends = (index for index, part in enumerate(parts) if isinstance(part, ToolCallEnd))
+            end = next(ends, None)
+            if end is not None:
+                return parts[: end + 1], "tool_calls"
+        return parts, "tool_calls" if self._has_called and finish == "stop" else finish
+
+
+def _clamp_logprob(logprob: float) -> float:
+    return MIN_LOGPROB if math.isnan(logprob) else max(logprob, MIN_LOGPROB)

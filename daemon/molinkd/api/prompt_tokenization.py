@@ -1,0 +1,204 @@
+"""From what a client sends to token ids.
+
+Everything here may take long, and works on texts and templates of strangers: it runs in a process
+that can be ended (``prompt_process.py``).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from molink.errors import ContextTooLong, RequestError
+from molink.text.fill_in_middle import build_fim_prompt
+from molink.text.tool_calls.template_style import apply_call_style
+from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.openai_schema import ChatBody, ChatMessage, CompletionBody
+from molinkd.api.prompt_worker_messages import PromptTokens
+from molinkd.api.tool_validation import check_tool_support, tools_for_template
+
+#: Variables of templates that a client can't set: they carry the conversation itself.
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+#: A text with more characters per token of the context than this, plus some, can't fit it.
+_CHARACTERS_PER_TOKEN = 16
+_EXTRA_CHARACTERS = 16 * 1024
+#: Characters of a prompt's end that say how the answer begins.
+_TAIL_CHARACTERS = 128
+
+
+def tokenize_chat(body: ChatBody, loaded_model: LoadedModel) -> PromptTokens:
+    """The prompt of a conversation, by the model's chat template.
+
+    Raises:
+        ContextTooLong: it is so long that it can't fit.
+        RequestError: a part that isn't text, no template, or messages that it refuses.
+    """
+    asked = {"echo": body.echo, "suffix": body.suffix, "best_of": (body.best_of or 1) != 1}
+    for name in [name for name, value in asked.items() if value]:
+        raise RequestError(f"`{name}` is not supported for conversations", name)
+    tools = tools_for_template(body)
+    template = loaded_model.tokenizer.chat_templates.select_template(tools=bool(tools))
+    if template is None:
+        raise RequestError("this model has no chat template; use /v1/completions", "messages")
+    if tools:
+        check_tool_support(loaded_model, template)
+    _check_messages(body.messages, loaded_model)
+    _check_length(len(msgspec.json.encode(tools)), "tools", loaded_model)
+    messages = [
+        _plain_message(message, index, template.knows_developer)
+        for index, message in enumerate(body.messages)
+    ]
+    if any("tool_calls" in message for message in messages):
+        messages = apply_call_style(messages, template.call_style)
+    options = dict(body.chat_template_kwargs or {})
+    for name in _RESERVED.intersection(options):
+        raise RequestError(f"`chat_template_kwargs.{name}` can't be set", "chat_template_kwargs")
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    text = template.render_prompt(messages, options, tools)
+    return PromptTokens(
+        _encode_text(text, "messages", loaded_model, special=False), tail=text[-_TAIL_CHARACTERS:]
+    )
+
+
+def tokenize_completion(body: CompletionBody, loaded_model: LoadedModel) -> list[PromptTokens]:
+    """The prompts of a completion: a text, ids, or a list of either.
+
+    Raises:
+        ContextTooLong: one is so long that it can't fit.
+        RequestError: the prompt is empty, of a wrong type, or has ids that don't exist.
+    """
+    prompt = body.prompt
+    if isinstance(prompt, str) or _is_id_list(prompt):
+        return [_tokenize_one(prompt, "prompt", body, loaded_model)]
+    if not prompt:
+        raise RequestError("`prompt`: the list is empty", "prompt")
+    return [
+        _tokenize_one(item, f"prompt[{index}]", body, loaded_model)
+        for index, item in enumerate(prompt)
+    ]
+
+
+def _tokenize_one(
+    prompt: Any, field: str, body: CompletionBody, loaded_model: LoadedModel
+) -> PromptTokens:
+    if isinstance(prompt, str):
+        special = not body.suffix
+        ids: Sequence[int] = _encode_text(
+            prompt, field, loaded_model, special=special, empty=not special
+        )
+        return PromptTokens(_add_suffix(ids, body, loaded_model), prompt if body.echo else "")
+    tokenizer = loaded_model.tokenizer
+    if not isinstance(prompt, list) or not _is_id_list(prompt):
+        raise RequestError(f"`{field}`: expected a text or a list of token ids", field)
+    for token in prompt:
+        if not 0 <= token < tokenizer.vocab_size:
+            raise RequestError(
+                f"`{field}`: there is no token {token}; the model has {tokenizer.vocab_size}", field
+            )
+    text = tokenizer.decode(prompt, skip_special=False) if body.echo else ""
+    return PromptTokens(_add_suffix(_require_ids(prompt, field), body, loaded_model), text)
+
+
+def _add_suffix(
+    ids: Sequence[int], body: CompletionBody, loaded_model: LoadedModel
+) -> tuple[int, ...]:
+    """The prompt ``ids`` with what comes after the answer, where the client says that."""
+    if not body.suffix:
+        return tuple(ids)
+    after = _encode_text(body.suffix, "suffix", loaded_model, special=False, empty=True)
+    filled = build_fim_prompt(loaded_model.tokenizer, ids, after)
+    if filled is None:
+        text = f"`suffix`: {loaded_model.model.name} doesn't know how to fill a gap; leave it out"
+        raise RequestError(text, "suffix")
+    return tuple(filled)
+
+
+def _encode_text(
+    text: str, field: str, loaded_model: LoadedModel, *, special: bool = True, empty: bool = False
+) -> tuple[int, ...]:
+    """The ids of ``text``, which may be ``empty``; with ``special`` as a prompt of its own."""
+    _check_length(len(text), field, loaded_model)
+    ids = loaded_model.tokenizer.encode(text, special=special)
+    return tuple(ids) if empty else _require_ids(ids, field)
+
+
+def _check_messages(messages: Sequence[ChatMessage], loaded_model: LoadedModel) -> None:
+    """Refuse what can't fit before a template works on it: each message has a token at least."""
+    name, max_model_len = loaded_model.model.name, loaded_model.model.max_model_len
+    if len(messages) > max_model_len:
+        raise ContextTooLong(
+            f"`messages`: there are {len(messages)}, and the context of {name} is {max_model_len} "
+            "tokens, the answer included",
+            "messages",
+        )
+    texts = [message.content for message in messages]
+    length = sum(len(text) for text in texts if isinstance(text, str))
+    length += sum(
+        len(part.text or "") for parts in texts if isinstance(parts, list) for part in parts
+    )
+    length += sum(
+        len(msgspec.json.encode(call)) for message in messages for call in message.tool_calls or ()
+    )
+    _check_length(length, "messages", loaded_model)
+
+
+def _check_length(length: int, field: str, loaded_model: LoadedModel) -> None:
+    max_model_len = loaded_model.model.max_model_len
+    if length > _CHARACTERS_PER_TOKEN * max_model_len + _EXTRA_CHARACTERS:
+        raise ContextTooLong(
+            f"`{field}`: the prompt has {length} characters, and the context of "
+            f"{loaded_model.model.name} is {max_model_len} tokens, the answer included",
+            field,
+        )
+
+
+def _is_id_list(value: list[Any]) -> bool:
+    return bool(value) and all(type(item) is int for item in value)
+
+
+def _require_ids(ids: Sequence[int], field: str) -> tuple[int, ...]:
+    if not ids:
+        raise RequestError(f"`{field}`: the prompt is empty", field)
+    return tuple(ids)
+
+
+def _plain_message(message: ChatMessage, index: int, knows_developer: bool) -> dict[str, Any]:
+    """The message as templates expect it: a plain object with its content as one text."""
+    content = message.content
+    if isinstance(content, list):
+        content = _join_parts(message, index)
+    if content is None and not message.tool_calls:
+        field = f"messages[{index}].content"
+        raise RequestError(f"`{field}`: required, but missing", field)
+    role = message.role
+    plain: dict[str, Any] = {
+        "role": "system" if role == "developer" and not knows_developer else role,
+        "content": content or "",
+    }
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            plain[name] = value
+    if role == "tool" and not message.tool_call_id:
+        field = f"messages[{index}].tool_call_id"
+        raise RequestError(f"`{field}`: required, but missing", field)
+    if message.tool_calls:
+        plain["tool_calls"] = msgspec.to_builtins(message.tool_calls)
+    return plain
+
+
+def _join_parts(message: ChatMessage, index: int) -> str:
+    """Text parts joined by line ends, as vLLM does for templates that take a plain text."""
+    assert isinstance(message.content, list)
+    texts = []
+    for place, part in enumerate(message.content):
+        field = f"messages[{index}].content[{place}]"
+        if part.type != "text":
+            raise RequestError(
+                f"`{field}.type`: {part.type[:32]!r} is not supported, only 'text'", f"{field}.type"
+            )
+        if part.text is None:
+            raise RequestError(f"`{field}.text`: required, but missing", f"{field}.text")
+        texts.append(part.text)
+    return "\n".join(texts)

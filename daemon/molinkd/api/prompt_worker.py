@@ -1,0 +1,93 @@
+"""A process that reads prompts: renders templates and tokenizes texts, all of it hostile.
+
+Neither can be interrupted, and a template holds the interpreter's lock all the while. So they run
+in a process that is ended when it takes too long. It exits with its pipe: an orphan would go on
+with what nobody waits for.
+"""
+
+import os
+import queue
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from molink.errors import MolinkError
+from molink.text.tokenizer import Tokenizer
+from molink.wire.messages.worker_pipe import read_pipe, write_pipe
+from molinkd.api.backend import ServedModel
+from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.openai_schema import ChatBody, CompletionBody, decode_body
+from molinkd.api.prompt_tokenization import tokenize_chat, tokenize_completion
+from molinkd.api.prompt_worker_messages import (
+    MAX_MESSAGE_BYTES,
+    LoadTokenizer,
+    PromptRefusal,
+    PromptWorkerFault,
+    PromptWorkerReply,
+    PromptWorkerRequest,
+    TokenizedPrompts,
+    TokenizePrompts,
+)
+from molinkd.api.structured_output import compile_call_grammar, compile_grammar
+
+
+def tokenize_prompts(request: TokenizePrompts, tokenizer: Tokenizer) -> TokenizedPrompts:
+    """The prompts of a request, and what its answer is held to.
+
+    Raises:
+        RequestError, ContextTooLong: they can't be read, or don't fit.
+    """
+    model = ServedModel(request.name, Path(request.folder), request.max_model_len, 0)
+    loaded_model = LoadedModel(model, tokenizer, request.tool_call_parser)
+    if request.chat:
+        chat = decode_body(request.body, ChatBody)
+        prompt = tokenize_chat(chat, loaded_model)
+        grammar = compile_call_grammar(chat, loaded_model, prompt.tail) or compile_grammar(
+            chat, tokenizer
+        )
+        return TokenizedPrompts((prompt,), grammar)
+    completion = decode_body(request.body, CompletionBody)
+    prompts = tuple(tokenize_completion(completion, loaded_model))
+    return TokenizedPrompts(prompts, compile_grammar(completion, tokenizer))
+
+
+def _handle_request(
+    request: PromptWorkerRequest, tokenizers: dict[str, Tokenizer]
+) -> PromptWorkerReply:
+    try:
+        if isinstance(request, LoadTokenizer):
+            tokenizers[request.folder] = Tokenizer.open(Path(request.folder))
+            return TokenizedPrompts()
+        return tokenize_prompts(request, tokenizers[request.folder])
+    except MolinkError as error:
+        return PromptRefusal.from_error(error)
+    except Exception:
+        return PromptWorkerFault(traceback.format_exc())
+
+
+def _read_requests(stream: BinaryIO, requests: "queue.SimpleQueue[PromptWorkerRequest]") -> None:
+    decoder: msgspec.msgpack.Decoder[PromptWorkerRequest] = msgspec.msgpack.Decoder(
+        PromptWorkerRequest
+    )
+    while (request := read_pipe(stream, decoder, MAX_MESSAGE_BYTES)) is not None:
+        requests.put(request)
+    os._exit(0)
+
+
+def main() -> None:
+    """Answer what comes over standard input, one after the other, until it ends."""
+    requests: queue.SimpleQueue[PromptWorkerRequest] = queue.SimpleQueue()
+    threading.Thread(target=_read_requests, args=(sys.stdin.buffer, requests), daemon=True).start()
+    tokenizers: dict[str, Tokenizer] = {}
+    while True:
+        write_pipe(
+            sys.stdout.buffer, _handle_request(requests.get(), tokenizers), MAX_MESSAGE_BYTES
+        )
+
+
+if __name__ == "__main__":
+    main()

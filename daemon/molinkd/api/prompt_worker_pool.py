@@ -1,0 +1,323 @@
+"""Has prompts read by processes of their own, each piece of work within a deadline."""
+
+import asyncio
+import contextlib
+import logging
+import subprocess
+import sys
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Protocol, cast
+
+import msgspec
+
+from molink.errors import BrokenModel, RequestError, WireError
+from molink.text.tokenizer import Tokenizer
+from molink.wire.messages.worker_pipe import read_pipe, write_pipe
+from molinkd.api.fair_queue import FairQueue, queue_full_error
+from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.prompt_worker_messages import (
+    MAX_MESSAGE_BYTES,
+    LoadTokenizer,
+    PromptRefusal,
+    PromptWorkerFault,
+    PromptWorkerReply,
+    PromptWorkerRequest,
+    TokenizedPrompts,
+    TokenizePrompts,
+)
+
+_LOG = logging.getLogger(__name__)
+
+#: A body up to this many bytes is short: read in milliseconds. It never waits for a long one.
+SHORT_BODY_BYTES = 32 * 1024
+#: Seconds that a short body, a long one, and the loading of a tokenizer may take.
+SHORT_S, LONG_S, OPEN_S = 2.0, 20.0, 60.0
+#: Requests that may wait: short ones as many as there may be connections, and of long ones what
+#: memory has room for.
+MAX_SHORT, MAX_LONG = 512, 128
+#: Seconds without work after which a process ends that others can stand in for: each has its own
+#: copy of the tokenizers.
+IDLE_TIMEOUT_S = 60.0
+#: Tokenizers that a process may hold; it is started anew for more.
+_MAX_TOKENIZERS = 4
+#: Seconds that a process has to exit by itself.
+_EXIT_TIMEOUT_S = 2.0
+#: ``-P``: a folder called molinkd where the user happens to be is none of ours.
+_COMMAND = (sys.executable, "-P", "-m", "molinkd.api.prompt_worker")
+
+_DECODER: msgspec.msgpack.Decoder[PromptWorkerReply] = msgspec.msgpack.Decoder(PromptWorkerReply)
+
+
+class PromptTokenizer(Protocol):
+    """Makes token ids of what clients send."""
+
+    async def tokenize_prompts(
+        self, client: str, loaded_model: LoadedModel, body: bytes, *, chat: bool
+    ) -> TokenizedPrompts:
+        """What is in ``body`` (JSON of a chat, or of a completion), sent by ``owner``.
+
+        Raises:
+            RequestError: they can't be read, or not in time.
+            ContextTooLong: one is so long that it can't fit.
+            Overloaded: too many wait already.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End what it has started."""
+        ...
+
+
+class PromptWorkers:
+    """Two processes for short bodies and one for long ones, each started when it is needed."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """``options`` are further ones of ``Popen``."""
+        # The first stays, so that no prompt waits for a start.
+        short = [
+            _PromptWorker(options, SHORT_S, None),
+            _PromptWorker(options, SHORT_S, IDLE_TIMEOUT_S),
+        ]
+        self._short = _WorkerPool(short, MAX_SHORT)
+        self._long = _WorkerPool([_PromptWorker(options, LONG_S, IDLE_TIMEOUT_S)], MAX_LONG)
+
+    async def tokenize_prompts(
+        self, client: str, loaded_model: LoadedModel, body: bytes, *, chat: bool
+    ) -> TokenizedPrompts:
+        """See :class:`PromptTokenizer`."""
+        model = loaded_model.model
+        request = TokenizePrompts(
+            str(model.folder),
+            model.name,
+            model.max_model_len,
+            chat,
+            body,
+            loaded_model.tool_call_parser,
+        )
+        pool = self._short if len(body) <= SHORT_BODY_BYTES else self._long
+        return await pool.submit_prompt(client, loaded_model.tokenizer, request)
+
+    async def close(self) -> None:
+        """End the processes."""
+        await asyncio.gather(self._short.close(), self._long.close())
+
+
+class _WorkerExitedError(Exception):
+    """The process ended instead of answering; ``timed_out`` if it was made to."""
+
+    def __init__(self, timed_out: bool) -> None:
+        super().__init__()
+        self.timed_out = timed_out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _QueuedPrompt:
+    request: TokenizePrompts
+    tokenizer: Tokenizer
+    result: asyncio.Future[TokenizedPrompts]
+
+
+class _WorkerPool:
+    """Some processes, and what waits for them; the first one that is free takes the next."""
+
+    def __init__(self, processes: "Sequence[_PromptWorker]", max_waiting: int) -> None:
+        self._processes = processes
+        self._queue: FairQueue[_QueuedPrompt] = FairQueue(max_waiting)
+        #: What each process is doing now.
+        self._tasks: dict[_PromptWorker, asyncio.Task[None]] = {}
+        self._idle: dict[_PromptWorker, asyncio.TimerHandle] = {}
+
+    async def submit_prompt(
+        self, client: str, tokenizer: Tokenizer, request: TokenizePrompts
+    ) -> TokenizedPrompts:
+        """See :class:`PromptTokenizer`."""
+        prompt = _QueuedPrompt(request, tokenizer, asyncio.get_running_loop().create_future())
+        displaced = self._queue.add_item(client, prompt)
+        if displaced is not None and not displaced.result.done():
+            displaced.result.set_exception(queue_full_error())
+        self._dispatch()
+        try:
+            return await prompt.result
+        finally:
+            self._queue.discard_item(client, prompt)
+
+    async def close(self) -> None:
+        """End the processes, and whatever waits for them."""
+        while (prompt := self._queue.pop_item()) is not None:
+            prompt.result.cancel()
+        for timer in self._idle.values():
+            timer.cancel()
+        tasks = list(self._tasks.values())
+        for process, task in self._tasks.items():
+            process.kill_process()
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(process.stop_process() for process in self._processes))
+
+    def _dispatch(self) -> None:
+        """Give what waits to those that are free."""
+        for process in self._processes:
+            if process in self._tasks:
+                continue
+            prompt = self._queue.pop_item()
+            while prompt is not None and prompt.result.done():  # its client has gone
+                prompt = self._queue.pop_item()
+            if prompt is None:
+                return
+            if (timer := self._idle.pop(process, None)) is not None:
+                timer.cancel()
+            self._start_task(process, self._run_prompt(process, prompt))
+
+    def _start_task(self, process: "_PromptWorker", job: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[process] = asyncio.get_running_loop().create_task(job)
+
+        def ended(_: object) -> None:
+            del self._tasks[process]
+            if not task.cancelled():
+                self._dispatch()
+
+        task.add_done_callback(ended)
+
+    async def _run_prompt(self, process: "_PromptWorker", prompt: _QueuedPrompt) -> None:
+        try:
+            prompts = await process.tokenize_prompts(prompt.request, prompt.tokenizer)
+        except asyncio.CancelledError:
+            prompt.result.cancel()
+            raise
+        except Exception as error:
+            if not prompt.result.done():
+                prompt.result.set_exception(error)
+        else:
+            if not prompt.result.done():
+                prompt.result.set_result(prompts)
+        if process.idle_s is not None:
+            loop = asyncio.get_running_loop()
+            self._idle[process] = loop.call_later(process.idle_s, self._stop_idle, process)
+
+    def _stop_idle(self, process: "_PromptWorker") -> None:
+        """There has been no work for it for a while."""
+        del self._idle[process]
+        if process not in self._tasks:
+            self._start_task(process, process.stop_process())
+
+
+class _PromptWorker:
+    """A process that reads prompts, one at a time; started, and started again, as needed."""
+
+    def __init__(self, options: Mapping[str, Any], deadline_s: float, idle_s: float | None) -> None:
+        self.idle_s = idle_s
+        self._options = options
+        self._deadline_s = deadline_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._timed_out = False
+        #: By folder, for which tokenizer of ours it has loaded its own.
+        self._tokenizers: dict[str, Tokenizer] = {}
+
+    async def tokenize_prompts(
+        self, request: TokenizePrompts, tokenizer: Tokenizer
+    ) -> TokenizedPrompts:
+        """See :class:`PromptTokenizer`."""
+        for _ in range(2):  # a process that somebody has killed is no reason to fail
+            try:
+                await self._load_tokenizer(request.folder, tokenizer)
+                return await self._exchange(request, self._deadline_s)
+            except _WorkerExitedError as ended:
+                if ended.timed_out:
+                    text = f"it takes more than {self._deadline_s:g} s to read this prompt"
+                    raise RequestError(text) from None
+        raise RequestError("the model's tokenizer fails on this prompt")
+
+    def kill_process(self) -> None:
+        """End it in the middle of its work."""
+        if self._process is not None:
+            self._process.kill()
+
+    async def stop_process(self) -> None:
+        """See it out."""
+        process, self._process = self._process, None
+        self._tokenizers.clear()
+        if process is not None:
+            await asyncio.to_thread(_stop_process, process)
+
+    async def _load_tokenizer(self, folder: str, tokenizer: Tokenizer) -> None:
+        """See to it that it has the tokenizer."""
+        if self._tokenizers.get(folder) is tokenizer:
+            return
+        if len(self._tokenizers) >= _MAX_TOKENIZERS:
+            await self.stop_process()
+        try:
+            await self._exchange(LoadTokenizer(folder), OPEN_S)
+        except _WorkerExitedError as ended:
+            if ended.timed_out:
+                text = f"{folder}: its tokenizer takes over {OPEN_S:g} s to load"
+                raise BrokenModel(text) from None
+            raise
+        self._tokenizers[folder] = tokenizer
+
+    async def _exchange(self, request: PromptWorkerRequest, seconds: float) -> TokenizedPrompts:
+        """Ask it, starting it if it isn't there; it has so many seconds.
+
+        Raises:
+            MolinkError: what it found.
+            _Ended: it has ended.
+        """
+        if self._process is None:
+            self._process = _start_process(self._options)
+        process, self._timed_out = self._process, False
+        timer = asyncio.get_running_loop().call_later(seconds, self._kill_late, process)
+        try:
+            answer = await asyncio.to_thread(_send_request, process, request)
+        finally:
+            timer.cancel()
+        if answer is None:
+            timed_out = ", being late" if self._timed_out else ""
+            _LOG.warning("a process that reads prompts ended%s", timed_out)
+            await self.stop_process()
+            raise _WorkerExitedError(self._timed_out)
+        if isinstance(answer, PromptRefusal):
+            raise answer.to_error()
+        if isinstance(answer, PromptWorkerFault):
+            raise RuntimeError(f"in the process that reads prompts: {answer.trace}")
+        return answer
+
+    def _kill_late(self, process: "subprocess.Popen[bytes]") -> None:
+        self._timed_out = True
+        process.kill()
+
+
+def _start_process(options: Mapping[str, Any]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        _COMMAND,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        **options,
+    )
+
+
+def _send_request(
+    process: "subprocess.Popen[bytes]", request: PromptWorkerRequest
+) -> PromptWorkerReply | None:
+    """The process's answer; ``None`` if it has ended."""
+    stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
+    try:
+        write_pipe(stdin, request, MAX_MESSAGE_BYTES)
+        return read_pipe(stdout, _DECODER, MAX_MESSAGE_BYTES)
+    except OSError:
+        return None
+    except WireError as error:
+        _LOG.error("a process that reads prompts is no good: %s", error)
+        return None
+
+
+def _stop_process(process: "subprocess.Popen[bytes]") -> None:
+    """See a process out."""
+    with contextlib.suppress(OSError):
+        cast(BinaryIO, process.stdin).close()
+    try:
+        process.wait(_EXIT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    cast(BinaryIO, process.stdout).close()

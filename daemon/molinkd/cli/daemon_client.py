@@ -1,0 +1,367 @@
+"""Finding a running daemon, and talking to it under this peer's own key."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from molink.errors import ConnectionBroken, Unavailable, UsageError
+from molink.facts.identity import derive_peer_id
+from molink.swarm.controller.status_schema import decode_status
+from molink.swarm.membership.invitations import INVITATION_PREFIX
+from molink.wire.messages.admin import (
+    DrainRequest,
+    InvitationsReply,
+    InvitationsRequest,
+    InviteReply,
+    InviteRequest,
+    PairingDecisionReply,
+    PairingDecisionRequest,
+    RevokeReply,
+    RevokeRequest,
+    ShutdownRequest,
+    StatusRequest,
+    UnrevokeRequest,
+)
+from molink.wire.messages.control_plane import ControlMessage, DoneReply
+from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.event_loop import EventLoop
+from molinkd.peer.demo import demo_homes, first_peer
+from molinkd.peer.home import Home
+from molinkd.peer.membership.membership_record import MembershipRecord, read_membership
+from molinkd.peer.run_file import RunFile, read_run_file
+
+#: Seconds to get a connection to the daemon on this PC: one that runs answers at once.
+CONNECT_TIMEOUT_S = 3.0
+#: Seconds for the answer, for which the daemon may have to ask the coordinator.
+REPLY_TIMEOUT_S = 15.0
+#: Seconds between two looks at a swarm that isn't ready yet.
+_POLL_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningDaemon:
+    """A running daemon. ``endpoints`` are all that are known on this PC, its own first."""
+
+    home: Home
+    run_file: RunFile
+    is_demo: bool = False
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Roots of the endpoints on this PC."""
+        return self.run_file.demo or (self.run_file.endpoint,)
+
+
+def find_daemon(home: Home) -> RunningDaemon | None:
+    """The daemon of ``home``, or of a demo under it if there is none."""
+    run_file = read_run_file(home.run_file)
+    if run_file is not None:
+        return RunningDaemon(home, run_file)
+    for demo in demo_homes(home):
+        run_file = read_run_file(demo.run_file)
+        if run_file is not None:
+            return RunningDaemon(first_peer(demo), run_file, is_demo=True)
+    return None
+
+
+def require_daemon(home: Path | None) -> RunningDaemon:
+    """As :func:`find_daemon`.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    place = Home.find_home(home)
+    found = find_daemon(place)
+    if found is None:
+        raise _not_running(place)
+    return found
+
+
+def _not_running(home: Home) -> Unavailable:
+    return Unavailable(
+        f"no molink runs here: start one with {home.format_command('up')}, "
+        f"{home.format_command('join')} or "
+        f"{home.format_command('demo')}"
+    )
+
+
+def fetch_status(found: RunningDaemon, *, scale_out: bool = False) -> dict[str, Any]:
+    """``molink status --json`` of the daemon's swarm, perhaps with what a PC more would bring."""
+    status: dict[str, Any] = json.loads(_fetch_status_json(found, scale_out=scale_out))
+    return status
+
+
+def _fetch_status_json(found: RunningDaemon, *, scale_out: bool = False) -> bytes:
+    question = StatusRequest(ref=0, scale_out=scale_out)
+    try:
+        return send_request(found, question)[1]
+    except ConnectionBroken:
+        # A daemon opens its port anew when a member is shut out; to ask twice changes nothing.
+        return send_request(found, question)[1]
+
+
+def wait_until_ready(home: Path | None, wait: float) -> tuple[RunningDaemon, bytes]:
+    """The daemon here and ``molink status --json`` as UTF-8, once all models are ready.
+
+    After ``wait`` seconds as it is then.
+
+    Raises:
+        MolinkError: no daemon runs here even then, or it doesn't answer.
+    """
+    until = time.monotonic() + wait
+    while True:
+        try:
+            found = require_daemon(home)
+            text = _fetch_status_json(found)
+            if decode_status(text).is_ready or time.monotonic() >= until:
+                return found, text
+        except Unavailable:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(min(_POLL_INTERVAL_S, max(0.0, until - time.monotonic())))
+
+
+def served_models(status: dict[str, Any]) -> list[str]:
+    """The names of the models that are to be served."""
+    models = status.get("models", ())
+    names = [str(one["name"]) for one in models if not one.get("stopped")]
+    return names or [str(name) for name in (status.get("model"),) if name]
+
+
+def stopped_models(status: dict[str, Any]) -> list[str]:
+    """The names of the models that a file names and that were stopped."""
+    return [str(one["name"]) for one in status.get("models", ()) if one.get("stopped")]
+
+
+def create_invitation(home: Home, ttl: float, uses: int) -> InviteReply:
+    """A new join token, from the daemon here or from a coordinator that runs alone."""
+    reply, _ = _request_swarm(home, InviteRequest(ref=0, ttl=ttl, uses=uses))
+    assert isinstance(reply, InviteReply)
+    return reply
+
+
+def fetch_invitations(home: Home) -> list[dict[str, Any]]:
+    """``molink invite --list --json``."""
+    reply, payload = _request_swarm(home, InvitationsRequest(ref=0))
+    assert isinstance(reply, InvitationsReply)
+    invitations: list[dict[str, Any]] = json.loads(payload)
+    return invitations
+
+
+def revoke_invitation(home: Home, id: str) -> RevokeReply:
+    """End the invitation of that id.
+
+    Raises:
+        RequestError: there is none.
+        NotAuthorized: another PC has made it, and this one doesn't run the swarm.
+    """
+    reply, _ = _request_swarm(
+        home, RevokeRequest(ref=0, target=INVITATION_PREFIX + id.removeprefix(INVITATION_PREFIX))
+    )
+    assert isinstance(reply, RevokeReply)
+    return reply
+
+
+def revoke_peer(home: Home, name_or_id: str) -> tuple[str, RevokeReply]:
+    """Shut the peer of that id or name out of the swarm; returns its id, and what ended with it.
+
+    Raises:
+        UsageError: there is none, or more than one.
+        NotAuthorized: this PC doesn't run the swarm.
+    """
+    _, payload = _request_swarm(home, StatusRequest(ref=0))
+    peer = find_peer(home, json.loads(payload), name_or_id)
+    reply, _ = _request_swarm(home, RevokeRequest(ref=0, target=peer))
+    assert isinstance(reply, RevokeReply)
+    return peer, reply
+
+
+def revoke_all_peers(home: Home) -> list[str]:
+    """Shut all other peers out: the swarm ends. The one that leads comes last.
+
+    Returns the names of those that are not there, and so haven't heard of it.
+
+    Raises:
+        MolinkError: not all could be.
+    """
+    _, payload = _request_swarm(home, StatusRequest(ref=0))
+    status = json.loads(payload)
+    if status["coordinator"]["state"] != "running":
+        raise Unavailable(f"the swarm's coordinator can't be asked: {status['trouble']}")
+    me = derive_peer_id(home.load_keys().public)
+    others = [peer for peer in status["peers"] if peer["id"] != me]
+    for peer in sorted(others, key=lambda peer: bool(peer["id"] == status.get("leader"))):
+        _request_swarm(home, RevokeRequest(ref=0, target=peer["id"]))
+    return [peer["name"] for peer in others if peer["state"] == "away"]
+
+
+def unrevoke_peer(home: Home, name_or_id: str) -> str:
+    """Let the peer of that id or name into the swarm again; returns its id.
+
+    Raises:
+        UsageError: none was revoked that is called so, or more than one.
+        NotAuthorized: this PC doesn't run the swarm.
+    """
+    _, payload = _request_swarm(home, StatusRequest(ref=0))
+    peer = find_peer(home, json.loads(payload), name_or_id, "revoked")
+    reply, _ = _request_swarm(home, UnrevokeRequest(ref=0, target=peer))
+    assert isinstance(reply, DoneReply)
+    return peer
+
+
+def decide_pairing(home: Home, code: str, *, refuse: bool) -> str:
+    """Let the PC in that shows ``code``, or refuse it; returns its name.
+
+    Raises:
+        RequestError: there is no such PC.
+    """
+    reply, _ = _request_swarm(home, PairingDecisionRequest(ref=0, code=code[:64], refuse=refuse))
+    assert isinstance(reply, PairingDecisionReply)
+    return reply.name
+
+
+def fetch_pairings(home: Home) -> list[dict[str, Any]]:
+    """The PCs that ask to be let in, as ``molink status --json`` has them.
+
+    Raises:
+        Unavailable: the coordinator could not be asked.
+    """
+    _, payload = _request_swarm(home, StatusRequest(ref=0))
+    status = json.loads(payload)
+    if status["coordinator"]["state"] != "running":
+        raise Unavailable(f"the swarm's coordinator can't be asked: {status['trouble']}")
+    pairings: list[dict[str, Any]] = status.get("knocks", [])
+    return pairings
+
+
+def find_peer(
+    home: Home,
+    status: dict[str, Any],
+    name_or_id: str,
+    among: Literal["peers", "revoked"] = "peers",
+) -> str:
+    """The id of the member, or of the revoked peer, with that id or name.
+
+    Raises:
+        UsageError: there is none, or more than one.
+        Unavailable: the coordinator, who knows them all, could not be asked.
+    """
+    if status["coordinator"]["state"] != "running":
+        raise Unavailable(f"the swarm's coordinator can't be asked: {status['trouble']}")
+    peers = status.get(among, [])
+    named = [peer["id"] for peer in peers if peer["name"] == name_or_id]
+    found = [peer["id"] for peer in peers if peer["id"] == name_or_id] or named
+    if not found:
+        kind = "peer of the swarm" if among == "peers" else "peer that was revoked"
+        raise UsageError(
+            f"no {kind} is called {name_or_id}; {home.format_command('status')} shows them"
+        )
+    if len(found) > 1:
+        raise UsageError(
+            f"{len(found)} peers are called {name_or_id}: give one's id ({', '.join(found)})"
+        )
+    return str(found[0])
+
+
+def _request_swarm(home: Home, message: ControlMessage) -> tuple[ControlMessage, bytes]:
+    """Ask the daemon here, or the coordinator where that runs alone."""
+    found, member = find_daemon(home), read_membership(home.membership)
+    if found is not None:
+        return send_request(found, message)
+    if member is not None:
+        return request_coordinator(home, member, message)
+    raise _not_running(home)
+
+
+def request_shutdown(found: RunningDaemon, *, leave: bool) -> None:
+    """End the daemon; it leaves the swarm for good if ``leave``."""
+    reply, _ = send_request(found, ShutdownRequest(ref=0, leave=leave))
+    assert isinstance(reply, DoneReply)
+
+
+def set_drain(found: RunningDaemon, device: str = "", *, on: bool) -> None:
+    """Have the PC of the daemon hold no layers for now, or do so again.
+
+    ``device``: only on that one of its devices.
+    """
+    reply, _ = send_request(found, DrainRequest(ref=0, drain=on, device=device))
+    assert isinstance(reply, DoneReply)
+
+
+def send_request(found: RunningDaemon, message: ControlMessage) -> tuple[ControlMessage, bytes]:
+    """Send one request to a daemon and return its reply.
+
+    Raises:
+        MolinkError: the daemon's refusal, or it doesn't answer.
+    """
+    keys, run_file = found.home.load_keys(), found.run_file
+    addresses = endpoints([run_file.control_host], run_file.control_port)
+    name = f"the molink daemon on this PC (process {run_file.pid})"
+    try:
+        return send_control_request(
+            found.home, keys.public, addresses, message, name, CONNECT_TIMEOUT_S
+        )
+    except DaemonNotResponding:
+        raise Unavailable(
+            f"{name} runs, but did not answer within {CONNECT_TIMEOUT_S:g} s: it is suspended, "
+            "or too busy."
+            " Let it go on and ask again, or end it and start molink anew."
+        ) from None
+
+
+def request_coordinator(
+    home: Home, member: MembershipRecord, message: ControlMessage
+) -> tuple[ControlMessage, bytes]:
+    """Send one request to the coordinator itself, where no daemon runs."""
+    name = "the swarm's coordinator"
+    return send_control_request(
+        home, member.coordinator_key, member.endpoints, message, name, REPLY_TIMEOUT_S
+    )
+
+
+class DaemonNotResponding(Unavailable):
+    """There was no connection in time."""
+
+
+def send_control_request(
+    home: Home,
+    server_key: str,
+    addresses: Sequence[str],
+    message: ControlMessage,
+    name: str,
+    connect_s: float,
+) -> tuple[ControlMessage, bytes]:
+    """One request to the server that holds ``server_key``, under the key of ``home``.
+
+    Raises:
+        DaemonNotResponding: no connection within ``connect_s`` seconds.
+        MolinkError: the server's refusal, or it doesn't answer.
+    """
+    import zmq.asyncio
+
+    from molink.wire.messages.codec import control_codec
+    from molink.wire.sockets.client import Client
+
+    async def exchange() -> tuple[ControlMessage, bytes]:
+        context = zmq.asyncio.Context()
+        client: Client[ControlMessage] = Client(
+            context, home.load_keys(), control_codec(), server_key, addresses, name=name
+        )
+        client.start()
+        try:
+            try:
+                await client.wait_connected(connect_s)
+            except Unavailable as error:
+                raise DaemonNotResponding(str(error)) from None
+            reply, payload = await client.send_request(message, timeout=REPLY_TIMEOUT_S)
+            return reply, b"" if payload is None else bytes(payload)
+        finally:
+            await client.close()
+            context.destroy(linger=0)
+
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        return runner.run(exchange())

@@ -1,0 +1,175 @@
+"""What a daemon in the foreground says on its terminal."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.control import Control
+from rich.markup import escape
+from rich.segment import ControlType
+
+from molink.plaintext import printable
+from molink.swarm.throughput import estimate_eta
+from molink.wire.messages.instructions import PendingPairing
+from molink.wire.messages.peer_reports import TransferState
+from molinkd.cli.pairing_prompt import PairingPrompt
+from molinkd.cli.terminal_lines import TypedLines
+from molinkd.cli.units import format_duration
+from molinkd.peer.command_line import join_instructions
+from molinkd.peer.launch import (
+    AnyDaemonEvent,
+    DaemonStartedEvent,
+    InvitationCreatedEvent,
+    ModelFoundEvent,
+    ModelReadinessChangedEvent,
+    ModelUnavailableEvent,
+    PairingsChangedEvent,
+    ProblemReportedEvent,
+    StageStatusChangedEvent,
+    TransfersChangedEvent,
+)
+
+#: Where lines can't be rewritten, how far a transfer is is said this often, in seconds.
+PRINT_INTERVAL_S = 5.0
+
+
+def invitation_text(token: str, uses: int, format_command: Callable[[str], str]) -> str:
+    """How so many PCs are added by ``token``; ``typed`` as in :class:`DaemonConsole`."""
+    begin, more = f"To add up to {uses} PCs", ""
+    if uses == 1:
+        begin, more = (
+            "To add a PC",
+            f" (for each further PC, {format_command('invite')} prints a token)",
+        )
+    command = join_instructions(token)
+    return f"{begin}, install molink there and run this in its folder{more}:\n\n{command}"
+
+
+def transfer_text(one: TransferState) -> str:
+    """How far a transfer is, in a few words: bytes, rate, and how long it will take."""
+    source = f" from {one.source}" if one.source else ""
+    text = f"{one.model}{source}: {one.done / 1e6:.0f} of {one.total / 1e6:.0f} MB"
+    seconds = estimate_eta(one.total - one.done, one.rate)
+    if seconds is None:
+        return text
+    return f"{text}, {one.rate / 1e6:.1f} MB/s, {format_duration(seconds)} left"
+
+
+class TransferLine:
+    """How far transfers are: one line that is rewritten on a terminal, else one now and then."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._is_drawn = False
+        self._printed_at = float("-inf")
+
+    def show_transfers(self, transfers: Sequence[TransferState]) -> None:
+        """Say it; nothing if there are none."""
+        self.clear_line()
+        waited_for = [one for one in transfers if not one.is_replica]
+        if not waited_for:
+            return
+        text = printable("Fetching " + "; ".join(map(transfer_text, waited_for)))
+        if self._console.is_terminal:
+            self._console.print(text[: self._console.width - 1], end="", markup=False)
+            self._is_drawn = True
+        elif self._clock() - self._printed_at >= PRINT_INTERVAL_S:
+            self._console.print(text, markup=False)
+            self._printed_at = self._clock()
+
+    def clear_line(self) -> None:
+        """Take away the line that will be rewritten: something else is to be printed."""
+        if self._is_drawn:
+            self._console.control(_ERASE_LINE)
+            self._is_drawn = False
+
+
+_ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
+
+
+class DaemonConsole:
+    """Prints a daemon's events for a person."""
+
+    def __init__(
+        self,
+        approve: Callable[[str], str] | None = None,
+        *,
+        foreground: bool = True,
+        format_command: Callable[[str], str] = "`molink {}`".format,
+    ) -> None:
+        """``approve(code)`` lets a PC in whose code is typed here; ``None``: nobody can type.
+
+        ``foreground``: the daemon runs in this terminal. ``format_command`` is the ``Home.typed``
+        of its home.
+        """
+        self._foreground, self._format_command = foreground, format_command
+        self._pairing_prompt = (
+            None if approve is None else PairingPrompt(approve, self.print_text, TypedLines())
+        )
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._shown_pairings: tuple[PendingPairing, ...] = ()
+        self._transfers = TransferLine(self._console)
+
+    def show_event(self, event: AnyDaemonEvent) -> None:
+        """Print one event."""
+        match event:
+            case ModelFoundEvent():
+                text = ", its text model (it takes no images)" if event.has_vision else ""
+                named = f"[bold]{escape(event.model)}[/bold]{text}"
+                self._print_markup(f"Serving {named} from {escape(event.path)}")
+            case DaemonStartedEvent():
+                self._show_listening(event)
+            case InvitationCreatedEvent():
+                self._print_markup(
+                    f"\n{escape(invitation_text(event.token, event.uses, self._format_command))}\n"
+                )
+                if event.discovery:
+                    self._print_markup(
+                        "A PC of this network may leave the token out: it is let in by a code.\n"
+                    )
+            case PairingsChangedEvent():
+                self._show_pairings(event)
+            case StageStatusChangedEvent():
+                self._print_markup(f"This PC: {escape(event.text)}")
+            case TransfersChangedEvent():
+                self._transfers.show_transfers(event.transfers)
+            case ModelReadinessChangedEvent(ready=True):
+                self._print_markup(f"[green]{escape(event.model)} is ready.[/green]")
+            case ModelReadinessChangedEvent():
+                text = f"{escape(event.model)} is interrupted; requests wait until it is ready."
+                self._print_markup(f"[yellow]{text}[/yellow]")
+            case ModelUnavailableEvent():
+                model, reason = escape(event.model), escape(event.reason)
+                self._print_markup(f"[yellow]{model} can't be served yet: {reason}[/yellow]")
+            case ProblemReportedEvent():
+                self._print_markup(f"[red]molink: {escape(event.text)}[/red]")
+
+    def print_text(self, text: str) -> None:
+        """Print a line of our own."""
+        self._print_markup(escape(text))
+
+    def _show_pairings(self, event: PairingsChangedEvent) -> None:
+        """Say of those who have come that they are here."""
+        for one in event.pairings:
+            if one not in self._shown_pairings:
+                name, address = escape(one.name), escape(one.address)
+                here = "type the code here, or run" if self._pairing_prompt is not None else "run"
+                self._print_markup(
+                    f"\n[bold]{name}[/bold] ({address}) wants to join. Does it show the code "
+                    f"[bold]{escape(one.code)}[/bold]? Then {here}\n\n"
+                    f"  {escape(self._format_command(f'approve {one.code}').strip('`'))}\n"
+                )
+        self._shown_pairings = event.pairings
+        if self._pairing_prompt is not None:
+            self._pairing_prompt.set_pending(pending=bool(event.pairings))
+
+    def _show_listening(self, event: DaemonStartedEvent) -> None:
+        ends = "; Ctrl-C stops it" if self._foreground else ""
+        self._print_markup(f"{escape(event.name)} is in swarm {escape(event.swarm)}{ends}.")
+        self._print_markup(
+            f"Chat endpoint: [bold]{event.endpoint}/v1[/bold] (page: {event.endpoint}/)"
+        )
+
+    def _print_markup(self, text: str) -> None:
+        self._transfers.clear_line()
+        self._console.print(printable(text, keep="\n"))

@@ -1,0 +1,168 @@
+"""Starts this PC's daemon, here or in the background, with the options of its last start."""
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from typing import IO, Any, Literal
+
+import msgspec
+
+from molink.errors import MolinkError, UsageError
+from molinkd.child_process import exit_text
+from molinkd.cli import daemon_client as local_daemon
+from molinkd.cli.daemon_console import DaemonConsole
+from molinkd.cli.join_verbs import is_terminal, resolve_token
+from molinkd.peer.frontend.api_endpoint import api_settings
+from molinkd.peer.home import Home
+from molinkd.peer.launch import (
+    DAEMON_COMMAND,
+    Announce,
+    AnyDaemonEvent,
+    DaemonEndedEvent,
+    DaemonStartedEvent,
+    InvitationCreatedEvent,
+    Launch,
+    ProblemReportedEvent,
+)
+from molinkd.peer.main import DETACHED, log_to_file, run_daemon
+from molinkd.peer.membership.addresses import is_reachable_name
+from molinkd.peer.saved_options import format_options, read_options, write_options
+from molinkd.peer.settings import load_settings
+from molinkd.platform import child_options
+
+
+def start_daemon(
+    role: Literal["up", "join"],
+    home: Home,
+    options: Mapping[str, Any],
+    *,
+    model: str | None = None,
+    token: str | None = None,
+    swarm: str | None = None,
+    invite: bool = True,
+    background: bool = False,
+) -> None:
+    """Run the daemon until it ends, or until it is up if in the ``background``.
+
+    ``given`` are options of the command line, by setting. They are kept for the next start.
+    ``token`` may be an address to knock at instead; ``swarm`` says which of several to join.
+
+    Raises:
+        MolinkError: it can't start, or has ended with an error.
+        KeyboardInterrupt: it was ended by Ctrl-C, in good order.
+    """
+    remembered = read_options(home.options)
+    settings = load_settings(home, options, os.environ, remembered)
+    for address in settings.advertise:
+        if not is_reachable_name(address):
+            raise UsageError(
+                f"`advertise` is without a port here, not {address!r}: other PCs dial several ports"
+            )
+
+    def approve(code: str) -> str:
+        return local_daemon.decide_pairing(home, code, refuse=False)
+
+    console = DaemonConsole(
+        approve if is_terminal() and not background else None,
+        foreground=not background,
+        format_command=home.format_command,
+    )
+    as_before = {name: value for name, value in remembered.items() if name not in options}
+    if as_before:
+        console.print_text(f"As at the last start: {format_options(as_before)}")
+
+    def show(event: AnyDaemonEvent) -> None:
+        if isinstance(event, DaemonStartedEvent):
+            write_options(home.options, remembered | dict(options))
+        console.show_event(event)
+
+    launch = Launch(
+        home=str(home.root), settings=settings, role=role, model=model, token=token, invite=invite
+    )
+    try:
+        api_settings(settings)  # before anybody is asked, or a swarm made
+        if role == "join":
+            asked = resolve_token(home, settings, token, swarm)
+            launch = msgspec.structs.replace(launch, token=asked)
+        pid = _run_daemon(launch, home, show, background=background)
+    except MolinkError as error:
+        error.args = (f"{error}{_unset_hint(str(error), as_before, home)}",)
+        raise
+    if background:
+        console.print_text(
+            f"It runs in the background (process {pid}): {home.format_command('status')} shows "
+            "the swarm, "
+            f"{home.format_command('logs')} what it does, {home.format_command('down')} ends it."
+        )
+
+
+def _run_daemon(launch: Launch, home: Home, show: Announce, *, background: bool) -> int:
+    """Returns the process id of a daemon in the background, else 0 once it has ended."""
+    if background:
+        return _start_detached(launch, home.create_folders(), show)
+    with log_to_file(home, launch.settings.log_level):
+        run_daemon(launch, show)
+    return 0
+
+
+def _unset_hint(error: str, remembered: Mapping[str, Any], home: Home) -> str:
+    """Said of an error that names an option which was given at another start."""
+    for name in remembered:
+        option = f"--{name.replace('_', '-')}"
+        if re.search(rf"{option}\b", error):
+            forget = home.format_command(f"config unset {name}")
+            return f" ({option} is as at the last start; {forget} forgets that)"
+    return ""
+
+
+def _start_detached(launch: Launch, home: Home, show: Announce) -> int:
+    """Start a daemon that outlives this process, and listen to it until it is up."""
+    with (home.logs / "background.log").open("ab") as errors:
+        child = subprocess.Popen(
+            [*DAEMON_COMMAND, DETACHED],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            **child_options(),
+        )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child.stdin as order, child.stdout as events:
+        try:
+            order.write(msgspec.json.encode(launch) + b"\n")
+            order.close()
+            _follow_events(launch, events, show)
+        except KeyboardInterrupt:
+            child.terminate()
+            child.wait()
+            raise
+        except EOFError:
+            how = exit_text(child.wait())
+            raise MolinkError(f"the daemon {how} while it started; see {home.logs}") from None
+    return child.pid
+
+
+def _follow_events(launch: Launch, events: IO[bytes], show: Announce) -> None:
+    """Show what the daemon says until there is nothing more to wait for.
+
+    Raises:
+        MolinkError: it can't start.
+        EOFError: it has ended without a word.
+    """
+    up = False
+    for line in events:
+        event = msgspec.json.decode(line, type=AnyDaemonEvent)
+        if isinstance(event, DaemonEndedEvent):
+            error = MolinkError(event.text)
+            error.exit_code = event.code
+            raise error
+        show(event)
+        up = up or isinstance(event, DaemonStartedEvent)
+        last = (
+            isinstance(event, (InvitationCreatedEvent, ProblemReportedEvent))
+            or launch.role == "join"
+        )
+        if up and (last or not launch.invite):
+            return
+    raise EOFError

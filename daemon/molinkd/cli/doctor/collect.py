@@ -1,0 +1,266 @@
+"""Finds out what ``molink doctor`` judges; whatever can't be found out here stays unknown."""
+
+import contextlib
+import getpass
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import molink
+from molink.errors import MolinkError
+from molinkd.cli import daemon_client as local_daemon
+from molinkd.cli.daemon_client import RunningDaemon
+from molinkd.cli.doctor.collect_network import collect_network
+from molinkd.cli.doctor.facts import (
+    DeviceFacts,
+    DoctorFacts,
+    HostFacts,
+    NvidiaCard,
+    PeerFact,
+    SwarmFacts,
+)
+from molinkd.peer.agent.device_probe import num_worker_threads
+from molinkd.peer.agent.kernel_self_test import SelfTestResult, run_self_test, save_disabled_kernels
+from molinkd.peer.artifacts.installed_models import list_installed_models
+from molinkd.peer.home import Home
+from molinkd.peer.saved_options import read_options
+from molinkd.peer.settings import Settings, load_settings
+from molinkd.platform import child_options
+
+#: Of another program that is asked something.
+_COMMAND_TIMEOUT_S = 10.0
+_NVIDIA_VENDOR = "0x10de"
+
+Say = Callable[[str], None]
+
+
+def collect_facts(home: Home, say: Say) -> DoctorFacts:
+    """All facts of this PC and its swarm; takes some seconds, and ``say`` what it is about."""
+    settings, options_error = _load_settings(home)
+    found = local_daemon.find_daemon(home)
+    if found is not None and found.is_demo:
+        found = None
+    say("Looking at this PC and its network …")
+    swarm, trouble = (None, "") if found is None else _collect_swarm(found)
+    network = collect_network(settings, found is not None)
+    say("Trying the kernels of its device …")
+    test = _run_self_test(home, settings, "" if swarm is None else swarm.model)
+    device = DeviceFacts(
+        system=sys.platform,
+        test=test,
+        configured_device=settings.devices[0],
+        card=read_card(_run_command(["nvidia-smi"])),
+        is_plugged_in=_is_plugged_in(),
+    )
+    return DoctorFacts(
+        device=device,
+        network=network,
+        host=_collect_host(home, settings, options_error, trouble),
+        daemon_pid=0 if found is None else found.run_file.pid,
+        swarm=swarm,
+    )
+
+
+def _load_settings(home: Home) -> tuple[Settings, str]:
+    """As the next start would have them; without the last start's options if they are damaged."""
+    options_error, options = "", {}
+    try:
+        options = read_options(home.options)
+    except MolinkError as error:
+        options_error = str(error)
+    return load_settings(home, {}, os.environ, options), options_error
+
+
+def _run_self_test(home: Home, settings: Settings, served: str) -> SelfTestResult:
+    model = _find_model(home, served) if served else None
+    test = run_self_test(settings.devices[0], num_worker_threads(settings), model=model)
+    if test.results and home.root.is_dir():
+        with contextlib.suppress(OSError, MolinkError):
+            save_disabled_kernels(home.disabled_kernels, test)
+            # Workers try again what they have found before.
+            home.kernel_checks.unlink(missing_ok=True)
+    return test
+
+
+def _find_model(home: Home, name: str) -> Path | None:
+    """The folder of the model called ``name``, as far as it is on this PC."""
+    called = (one.path for one in list_installed_models(home) if one.has_name(name))
+    return next((path for path in called if (path / "config.json").is_file()), None)
+
+
+# --- the swarm --------------------------------------------------------------------------------
+
+
+def _collect_swarm(found: RunningDaemon) -> tuple[SwarmFacts | None, str]:
+    """The swarm by the daemon here, or why it can't be asked."""
+    began = time.time()
+    try:
+        status = local_daemon.fetch_status(found)
+    except MolinkError as error:
+        return None, str(error)
+    return read_swarm(status, found.run_file.pid, began, time.time()), str(
+        status.get("trouble") or ""
+    )
+
+
+def read_swarm(status: dict[str, Any], pid: int, began: float, ended: float) -> SwarmFacts:
+    """What of ``molink status --json`` counts; it was asked between two times of this PC."""
+    peers = [
+        PeerFact(
+            id=str(one.get("id", "")),
+            name=str(one.get("name", "")),
+            version=str(one.get("version", "")),
+            address=str(one.get("address", "")),
+            is_online=one.get("state") == "here",
+        )
+        for one in status.get("peers", ())
+    ]
+    me = next((one["id"] for one in status.get("peers", ()) if one.get("daemon_pid") == pid), "")
+    theirs = status.get("time")
+    return SwarmFacts(
+        id=str(status.get("swarm", "")),
+        own_id=str(me),
+        leader=str(status.get("leader", "")),
+        pairing_port=int(status.get("porch") or 0),
+        model=str(status.get("model") or ""),
+        trouble=str(status.get("trouble") or ""),
+        peers=tuple(peers),
+        unreachable=tuple((str(by), str(to)) for by, to in status.get("unreachable", ())),
+        relayed=tuple(
+            (str(one["from"]), str(one["to"]), str(one["through"]))
+            for one in status.get("relays", ())
+        ),
+        clock_offset_s=None if theirs is None else (began + ended) / 2 - float(theirs),
+        clock_error_s=(ended - began) / 2,
+    )
+
+
+# --- this PC ----------------------------------------------------------------------------------
+
+
+def _collect_host(home: Home, settings: Settings, options_error: str, trouble: str) -> HostFacts:
+    root = _nearest_folder(home.root)
+    battery = _is_on_battery()
+    return HostFacts(
+        system=sys.platform,
+        home=home.root,
+        user=_user_name(),
+        write_error=_write_error(root),
+        is_open_to_others=sys.platform != "win32" and _is_open_to_others(home.root),
+        options_error=options_error,
+        free_bytes=psutil.disk_usage(str(root)).free,
+        model_bytes=_folder_size(home.models),
+        year=time.localtime().tm_year,
+        keep_awake=settings.keep_awake,
+        has_inhibitor=sys.platform != "linux" or shutil.which("systemd-inhibit") is not None,
+        on_battery=battery,
+        version=molink.__version__,
+        trouble=trouble,
+    )
+
+
+def _nearest_folder(path: Path) -> Path:
+    """The folder, or the one in which it would be made."""
+    return next(one for one in (path, *path.parents) if one.is_dir())
+
+
+def _write_error(folder: Path) -> str:
+    probe = folder / f".molink-doctor-{os.getpid()}"
+    try:
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _is_open_to_others(folder: Path) -> bool:
+    try:
+        return bool(folder.stat().st_mode & 0o077)
+    except OSError:
+        return False
+
+
+def _folder_size(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*") if folder.is_dir() else ():
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
+def _user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):
+        return "YOU"
+
+
+def _is_on_battery() -> bool:
+    """Whether this PC runs on its battery now."""
+    with contextlib.suppress(OSError, RuntimeError, AttributeError, NotImplementedError):
+        found = psutil.sensors_battery()
+        return found is not None and found.power_plugged is False
+    return False
+
+
+# --- the GPU ----------------------------------------------------------------------------------
+
+
+def _run_command(command: Sequence[str]) -> tuple[int, str] | None:
+    """Exit code and output of another program; ``None`` if there is none of that name."""
+    program = shutil.which(command[0])
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, *command[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_COMMAND_TIMEOUT_S,
+            check=False,
+            **child_options(),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 1, str(error)
+    return done.returncode, done.stdout.decode("utf-8", "replace")
+
+
+def read_card(output: tuple[int, str] | None) -> NvidiaCard | None:
+    """What ``nvidia-smi`` has printed: its head has the versions, a row each card's name."""
+    if output is None:
+        return None
+    code, text = output
+    if code:
+        return NvidiaCard(error=" ".join(text.split())[:300] or f"nvidia-smi ended with {code}")
+    driver = re.search(r"Driver Version:\s*([\d.]+)", text)
+    cuda = re.search(r"CUDA Version:\s*([\d.]+)", text)
+    names = re.findall(r"^\|\s+\d+\s{2,}(\S.*?)\s+(?:On|Off|N/A|WDDM|TCC|MCDM)\s+\|", text, re.M)
+    return NvidiaCard(
+        names=tuple(re.sub(r"\s+(?:WDDM|TCC|MCDM)$", "", name) for name in names),
+        driver=driver[1] if driver else "",
+        cuda=cuda[1] if cuda else "",
+    )
+
+
+def _is_plugged_in() -> bool | None:
+    """Whether an NVIDIA display adapter is plugged in, where Linux tells it."""
+    devices = Path("/sys/bus/pci/devices")
+    if sys.platform != "linux" or not devices.is_dir():
+        return None
+    for device in devices.iterdir():
+        with contextlib.suppress(OSError):
+            vendor = (device / "vendor").read_text(encoding="ascii").strip()
+            kind = (device / "class").read_text(encoding="ascii").strip()
+            if vendor == _NVIDIA_VENDOR and kind.startswith("0x03"):
+                return True
+    return False

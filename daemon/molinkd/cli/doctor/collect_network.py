@@ -1,0 +1,147 @@
+"""Finds out about ports, firewalls, WSL and multicast on this PC."""
+
+import contextlib
+import errno
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from molink.errors import MolinkError
+from molinkd.cli.doctor.facts import NetworkFacts, PortFact
+from molinkd.peer.membership.addresses import advertised_addresses, multicast_addresses
+from molinkd.peer.membership.discovery import scan_network
+from molinkd.peer.settings import Settings
+from molinkd.platform import child_options
+
+#: How long swarms are listened for, and how long after the first was heard, in seconds.
+_LISTEN_S, _MORE_S = 3.0, 0.5
+_COMMAND_TIMEOUT_S = 5.0
+#: Windows' error for a port that it keeps to itself (``WSAEACCES``).
+_WSAEACCES = 10013
+
+
+def collect_network(settings: Settings, running: bool) -> NetworkFacts:
+    """What can be seen from here; ports are tried only while no daemon is ``running``."""
+    announced, multicast_error = _listen_for_swarms(settings)
+    firewall, rule = _detect_firewall()
+    return NetworkFacts(
+        system=sys.platform,
+        host=settings.host,
+        advertise=settings.advertise,
+        addresses=advertised_addresses(settings.host),
+        ports=() if running else _probe_ports(settings),
+        control_port=settings.control_port,
+        worker_ports=settings.worker_ports,
+        coordinator_port=settings.coordinator_port,
+        pairing_port=settings.pairing_port if settings.discovery else 0,
+        firewall=firewall,
+        has_firewall_rule=rule,
+        wsl=_wsl_network(),
+        discovery=settings.discovery,
+        interfaces=multicast_addresses(settings.host),
+        announced_swarms=announced,
+        multicast_error=multicast_error,
+    )
+
+
+def _listen_for_swarms(settings: Settings) -> tuple[tuple[str, ...], str]:
+    if not settings.discovery:
+        return (), ""
+    try:
+        return tuple(one.swarm for one in scan_network(settings.host, _LISTEN_S, _MORE_S)), ""
+    except MolinkError as error:
+        return (), str(error)
+
+
+# --- ports ------------------------------------------------------------------------------------
+
+
+def _probe_ports(settings: Settings) -> tuple[PortFact, ...]:
+    first, last = settings.worker_ports
+    wanted = [
+        ("endpoint_port", settings.api_host, settings.api_port),
+        ("coordinator_port", settings.host, settings.coordinator_port),
+        ("control_port", settings.host, settings.control_port),
+        *(("worker_ports", settings.host, port) for port in range(first, last + 1) if first),
+    ]
+    return tuple(_probe_port(setting, host, port) for setting, host, port in wanted if port)
+
+
+def _probe_port(setting: str, host: str, port: int) -> PortFact:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server(("" if host == "*" else host, port), family=family).close()
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, getattr(errno, "WSAEADDRINUSE", None)):
+            return PortFact(setting, port, _port_user(port))
+        kept = (
+            error.errno in (errno.EACCES, _WSAEACCES) or getattr(error, "winerror", 0) == _WSAEACCES
+        )
+        return PortFact(setting, port, error.strerror or str(error), is_reserved=kept)
+    return PortFact(setting, port)
+
+
+def _port_user(port: int) -> str:
+    """The program that listens there, where the system tells it."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for one in psutil.net_connections("tcp"):
+            if one.laddr and one.laddr.port == port and one.status == psutil.CONN_LISTEN:
+                if one.pid is None:
+                    break
+                return f"{psutil.Process(one.pid).name()} (process {one.pid})"
+    return "another program"
+
+
+# --- firewall and WSL -------------------------------------------------------------------------
+
+
+def _detect_firewall() -> tuple[str, bool | None]:
+    """The firewall that runs here, and whether it has a rule called molink if that can be told."""
+    if sys.platform == "win32":
+        code = _run_command("netsh", "advfirewall", "firewall", "show", "rule", "name=molink")[0]
+        return "Windows Defender Firewall", None if code is None else code == 0
+    with contextlib.suppress(OSError):
+        text = Path("/etc/ufw/ufw.conf").read_text(encoding="utf-8", errors="replace")
+        if "ENABLED=yes" in text:
+            return "ufw", None
+    if _run_command("firewall-cmd", "--state")[0] == 0:
+        return "firewalld", None
+    return "", None
+
+
+def _wsl_network() -> str:
+    """Which network WSL 2 gives this system; empty outside of it, and in WSL 1, which has none."""
+    release = ""
+    with contextlib.suppress(OSError):
+        release = Path("/proc/sys/kernel/osrelease").read_text(encoding="utf-8").lower()
+    if sys.platform != "linux" or "microsoft" not in release or "wsl2" not in release:
+        return ""
+    code, text = _run_command("wslinfo", "--networking-mode")
+    return text.strip() if code == 0 and text.strip() else "nat"
+
+
+def _run_command(program: str, *arguments: str) -> tuple[int | None, str]:
+    """Exit code and output; ``None`` where the program is not there, or doesn't answer."""
+    found = shutil.which(program)
+    if sys.platform == "win32":
+        found = os.path.expandvars(rf"%SystemRoot%\System32\{program}.exe")
+    if found is None:
+        return None, ""
+    try:
+        done = subprocess.run(
+            [found, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_COMMAND_TIMEOUT_S,
+            check=False,
+            **child_options(),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None, ""
+    return done.returncode, done.stdout.decode("utf-8", "replace")

@@ -1,0 +1,189 @@
+"""Judges torch, the GPU's driver, and the kernels of this PC's device."""
+
+import re
+
+from molink.facts.kernels import FALLBACKS, USED_ONLY_FOR
+from molinkd.cli.doctor.facts import DeviceFacts, Finding
+from molinkd.peer.agent.kernel_self_test import KernelResult, TorchGpu, TorchInfo
+
+_DRIVERS_URL = "https://www.nvidia.com/drivers"
+#: On the CPU.
+_CPU_COMMANDS = ("molink up --device cpu  # or: molink join --device cpu",)
+_DLL_ERROR = re.compile(r"DLL|WinError (126|127|1114)")
+
+
+def check_device(facts: DeviceFacts) -> list[Finding]:
+    """Torch, the GPU and the kernels, one line each."""
+    about = facts.test.about
+    if about is None:
+        return [_check_missing_torch(facts)]
+    found = [_check_torch(facts, about)]
+    gpu = _check_gpu(facts, about)
+    if gpu is not None:
+        found.append(gpu)
+    found.append(_check_kernels(facts))
+    return found
+
+
+def _install_command(system: str, option: str = "") -> str:
+    if system == "win32":
+        return f"powershell -ExecutionPolicy Bypass -File install.ps1 {option}".rstrip()
+    return f"./install.sh {option}".rstrip()
+
+
+def _driver_commands(system: str) -> tuple[str, ...]:
+    if system == "win32":
+        return (f"start {_DRIVERS_URL}  # install the driver, then restart this PC",)
+    return (f"sudo ubuntu-drivers install && sudo reboot  # not Ubuntu: {_DRIVERS_URL}",)
+
+
+def _check_missing_torch(facts: DeviceFacts) -> Finding:
+    failure = facts.test.failure or "it says nothing"
+    commands = [_install_command(facts.system)]
+    if facts.system == "win32" and _DLL_ERROR.search(failure):
+        commands.insert(0, "winget install Microsoft.VCRedist.2015+.x64")
+    text = f"torch can't be used, so this PC can hold no layers: {failure}"
+    return Finding("torch", "problem", text, tuple(commands))
+
+
+def _check_torch(facts: DeviceFacts, about: TorchInfo) -> Finding:
+    card, build = facts.card, f"for CUDA {about.cuda}" if about.cuda else "the CPU build"
+    text = f"torch {about.torch} ({build})"
+    has_card = bool(card is not None and card.names) or bool(facts.is_plugged_in)
+    if about.cuda is None and has_card and facts.configured_device != "cpu":
+        name = card.names[0] if card is not None and card.names else "an NVIDIA card"
+        return Finding(
+            "torch",
+            "problem",
+            f"{text}: the GPU of this PC ({name}) is not used, and all is computed on the CPU",
+            (_install_command(facts.system, "--cuda"),),
+        )
+    return Finding("torch", "ok", text)
+
+
+def _check_gpu(facts: DeviceFacts, about: TorchInfo) -> Finding | None:
+    """The driver and torch's use of it; nothing where no GPU is wanted."""
+    card, system = facts.card, facts.system
+    if about.cuda is None or facts.configured_device == "cpu":
+        return None
+    if about.gpus:
+        return _check_architecture(about, about.gpus)
+    if card is None:
+        if facts.is_plugged_in:
+            text = "an NVIDIA card is plugged in, but its driver is not installed (no nvidia-smi)"
+            return Finding("gpu", "problem", text, _driver_commands(system))
+        return Finding("gpu", "ok", "no NVIDIA card was found: this PC computes on its CPU")
+    if card.error:
+        return Finding(
+            "gpu", "problem", f"the driver does not answer: {card.error}", _restart_commands(system)
+        )
+    if _major_version(card.cuda) < _major_version(about.cuda):
+        return Finding(
+            "gpu",
+            "problem",
+            f"the driver {card.driver} is for CUDA {card.cuda} at most, and torch was built for "
+            f"{about.cuda}: the GPU can't be used. A newer driver mends it, or the build of torch "
+            "that suits this one",
+            (*_driver_commands(system), _reinstall_command(system)),
+        )
+    why = about.reason or "torch finds no GPU, though nvidia-smi does; is CUDA_VISIBLE_DEVICES set?"
+    return Finding("gpu", "problem", f"torch can't use the GPU: {why}", _restart_commands(system))
+
+
+def _reinstall_command(system: str) -> str:
+    """Has the installer choose: it keeps a torch that is there."""
+    python, also = (".venv/bin/python", "&&")
+    if system == "win32":
+        python, also = ".venv\\Scripts\\python", ";"
+    remove = f"{python} -m pip uninstall -y torch"
+    return f"{remove}{'' if also == ';' else ' '}{also} {_install_command(system, '--cuda')}"
+
+
+def _restart_commands(system: str) -> tuple[str, ...]:
+    """A driver that was updated works after the next start."""
+    return ("Restart-Computer" if system == "win32" else "sudo reboot", "nvidia-smi")
+
+
+def _check_architecture(about: TorchInfo, gpus: tuple[TorchGpu, ...]) -> Finding:
+    for gpu in gpus:
+        if not _has_code(about.kernels_for, gpu.capability):
+            have = ", ".join(about.kernels_for)
+            return Finding(
+                "gpu",
+                "problem",
+                f"this torch has no code for {gpu.name} (compute capability {gpu.capability}; it "
+                f"has {have}): an older card can't be used, a newer one needs a newer torch",
+                _CPU_COMMANDS,
+            )
+    return Finding("gpu", "ok", f"torch uses {', '.join(gpu.name for gpu in gpus)}")
+
+
+def _has_code(kernels_for: tuple[str, ...], capability: str) -> bool:
+    """Machine code runs within its major version, on minor ones no older; PTX on all later."""
+    if not kernels_for:
+        return True
+    major, _, minor = capability.partition(".")
+    wanted = int(major), int(minor or 0)
+    for one in kernels_for:
+        kind, _, digits = one.partition("_")
+        number = re.match(r"\d{2,3}", digits)
+        if number is None:
+            continue
+        given = int(number[0][:-1]), int(number[0][-1])
+        fits = given <= wanted and (kind == "compute" or given[0] == wanted[0])
+        if fits:
+            return True
+    return False
+
+
+def _major_version(version: str | None) -> int:
+    """``12`` of ``12.8``; a large number if it isn't known, so that nothing is concluded."""
+    head = (version or "").partition(".")[0]
+    return int(head) if head.isdecimal() else 1000
+
+
+def _check_kernels(facts: DeviceFacts) -> Finding:
+    test = facts.test
+    failed = {one.kernel for one in test.results if one.state == "wrong"}
+    idle = {name for name, of in USED_ONLY_FOR.items() if failed.isdisjoint(of)}
+    wrong = [one for one in test.results if one.state == "wrong" and one.kernel not in idle]
+    right = len({one.kernel for one in test.results if one.state == "ok"})
+    if not wrong and test.failure:
+        text = f"the self-test of {test.device or 'the device'} failed: {test.failure}"
+        return Finding("kernels", "problem", text, ("molink doctor --json",))
+    if not wrong:
+        text = f"{right} kernels of {test.device} ({test.name}) compute what plain torch does"
+        return Finding("kernels", "ok", text)
+    texts = ", ".join(_describe_failure(one) for one in _first_per_kernel(wrong))
+    without = [one.kernel for one in wrong if one.kernel not in FALLBACKS]
+    if without:
+        return Finding(
+            "kernels",
+            "problem",
+            f"{test.device} ({test.name}) computes wrongly, and nothing can take the place of "
+            f"{without[0]}: {texts}. Overclocked or failing memory does this",
+            _fallback_commands(test.device),
+        )
+    instead = "; ".join(f"{name}: {FALLBACKS[name]}" for name in test.disabled_kernels)
+    return Finding(
+        "kernels",
+        "warning",
+        f"{texts}. Workers don't use it from their next start on, but ({instead})",
+        ("molink down", "molink up  # or: molink join"),
+    )
+
+
+def _fallback_commands(device: str) -> tuple[str, ...]:
+    if device.startswith("cuda"):
+        return _CPU_COMMANDS
+    return ("molink up --stage none  # or: molink join --stage none",)
+
+
+def _first_per_kernel(wrong: list[KernelResult]) -> list[KernelResult]:
+    return list({one.kernel: one for one in reversed(wrong)}.values())[::-1]
+
+
+def _describe_failure(one: KernelResult) -> str:
+    if one.error is None:
+        return f"{one.kernel} ({one.dtype}) fails: {one.reason}"
+    return f"{one.kernel} ({one.dtype}) is off by {one.error:.2g} ({one.tolerance:.2g} is allowed)"

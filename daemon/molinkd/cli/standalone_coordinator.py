@@ -1,0 +1,76 @@
+"""``molink coordinator``: the control plane without a peer."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from molink.errors import UsageError
+from molink.plaintext import printable
+from molink.swarm.election.events import StartCoordinatorAction
+from molink.wire.sockets.event_loop import EventLoop
+from molink.wire.sockets.key_pair import KeyPair
+from molinkd.cli import daemon_client as local_daemon
+from molinkd.cli.daemon_console import invitation_text
+from molinkd.peer.election.coordinator_process import create_coordinator_process
+from molinkd.peer.home import Home, HomeLock
+from molinkd.peer.membership.addresses import local_dial_host
+from molinkd.peer.membership.membership_record import MembershipRecord, read_membership
+from molinkd.peer.settings import Settings
+from molinkd.platform import until_terminated
+
+
+@dataclass(frozen=True, slots=True)
+class _CoordinatorHost:
+    settings: Settings
+    home: Home
+    keys: KeyPair
+
+
+def run_coordinator(home: Home, settings: Settings) -> None:
+    """Run until Ctrl-C. The state is that of ``molink up`` in the same folder.
+
+    Raises:
+        UsageError: it can't start; says why.
+    """
+    known = read_membership(home.create_folders().membership)
+    if known is not None and not known.is_founder:
+        raise UsageError(
+            f"this PC is a member of swarm {known.swarm}, whose coordinator runs elsewhere. Give "
+            f"another state folder with --home, or run {home.format_command('leave')} first."
+        )
+    lock = HomeLock(home)
+    lock.acquire()
+    try:
+        with asyncio.Runner(loop_factory=EventLoop) as runner:
+            runner.run(_run(home, settings, known))
+    finally:
+        lock.release()
+
+
+async def _run(home: Home, settings: Settings, known: MembershipRecord | None) -> None:
+    with until_terminated() as stopped:
+        async with AsyncExitStack() as stack:
+            place = _CoordinatorHost(settings, home, home.load_keys())
+            process = create_coordinator_process(
+                place, known, None, StartCoordinatorAction(0), leader=""
+            )
+            stack.push_async_callback(process.close)
+            announcement = await process.start()
+            membership = MembershipRecord(
+                swarm=announcement.swarm,
+                coordinator_key=announcement.public_key,
+                addresses=(f"{local_dial_host(settings.host)}:{announcement.port}",),
+                is_founder=True,
+                model=known.model if known is not None else None,
+            )
+            membership.save(home.membership)
+            ttl, uses = settings.token_ttl, settings.token_uses
+            invite = await asyncio.to_thread(local_daemon.create_invitation, home, ttl, uses)
+            print(f"Swarm {membership.swarm} listens at {membership.addresses[0]}.\n")
+            print(
+                printable(invitation_text(invite.token, uses, home.format_command), keep="\n")
+                + "\n",
+                flush=True,
+            )
+            print("The first one names the model: add --model to it. Ctrl-C stops it.", flush=True)
+            await stopped.wait()

@@ -1,0 +1,314 @@
+"""The view as lines of text for a screen of some width; plain functions.
+
+Only ASCII and the sixteen colours that every terminal has. A line is never wider than the screen.
+"""
+
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+from rich.cells import cell_len, chop_cells, set_cell_size
+from rich.text import Text
+
+from molink.swarm.terms import epoch_text
+from molinkd.cli.top.view import (
+    PairingView,
+    PcView,
+    RequestView,
+    RingView,
+    StageView,
+    SwarmView,
+    TransferView,
+)
+from molinkd.cli.units import format_bandwidth, format_duration, format_seconds, format_size
+
+#: In what order requests are shown.
+SortOrder = Literal["oldest", "fastest", "longest"]
+SORT_ORDERS: tuple[SortOrder, ...] = ("oldest", "fastest", "longest")
+_SORT_KEYS: dict[SortOrder, Callable[[RequestView], float]] = {
+    "oldest": lambda request: -request.age_s,
+    "fastest": lambda request: -request.tokens_per_s,
+    "longest": lambda request: -(request.prompt + request.generated),
+}
+
+#: The narrowest screen that lines are laid out for; on a narrower one they are cut.
+MIN_WIDTH = 80
+_TITLE_STYLE = "bold cyan"
+_WARNING_STYLE = "yellow"
+
+
+def screen_lines(view: SwarmView, width: int, order: SortOrder = "oldest") -> list[Text]:
+    """All of it."""
+    return [*header_lines(view, width), Text(), *body_lines(view, width, order)]
+
+
+def header_lines(view: SwarmView, width: int, *, stale: bool = False) -> list[Text]:
+    """Two lines: what is served, and the sums; whether it is now isn't known of a stale view."""
+    state = Text("READY", "bold green") if view.ready else Text("NOT READY", "bold red")
+    if stale:
+        state = Text("UNKNOWN", "bold yellow")
+    epochs = ", ".join(f"{ring.id} epoch {epoch_text(ring.epoch)}" for ring in view.rings)
+    room = max(20, width - len(f"molink top      {state}  {epochs}"))
+    model = _truncate_text(view.model, room // 2)
+    first = Text.assemble(
+        ("molink top  ", "bold"),
+        _truncate_text(view.swarm, room - cell_len(model)),
+        "  ",
+        model,
+        "  ",
+        state,
+        f"  {epochs}",
+    )
+    return [_crop_line(first, width), _crop_line(Text(_totals_text(view)), width)]
+
+
+def _totals_text(view: SwarmView) -> str:
+    running = sum(ring.running for ring in view.rings)
+    waiting = sum(ring.waiting for ring in view.rings)
+    rate = sum(ring.tokens_per_s for ring in view.rings)
+    away = f", {view.offline} away" if view.offline else ""
+    parts = [
+        f"{view.online} PC{'s' * (view.online != 1)} here{away}",
+        f"{running} running, {waiting} waiting",
+        f"{rate:.1f} tokens/s",
+    ]
+    if len(view.rings) == 1:
+        parts += _kv_parts(view.rings[0])
+    return "   ".join(parts)
+
+
+def _kv_parts(ring: RingView) -> Iterator[str]:
+    if ring.blocks:
+        cached = f"  cached {ring.cached} %" if ring.cached else ""
+        yield f"KV {ring.used_blocks}/{ring.blocks}  K {ring.micro_batches}{cached}"
+
+
+def _scheduler_parts(ring: RingView) -> Iterator[str]:
+    """What the head of a ring does, as far as the sums don't say it."""
+    if ring.model:
+        yield f"{ring.running} running, {ring.waiting} waiting"
+        yield f"{ring.tokens_per_s:.1f} tokens/s"
+        yield from _kv_parts(ring)
+    if ring.queues:
+        yield f"queues {' '.join(map(str, ring.queues))}"
+    if ring.host_blocks or ring.swap_fallbacks:
+        anew = f", no room for {ring.swap_fallbacks}" if ring.swap_fallbacks else ""
+        yield f"swapped {ring.swapped}, {ring.used_host_blocks}/{ring.host_blocks}{anew}"
+
+
+def body_lines(view: SwarmView, width: int, order: SortOrder = "oldest") -> list[Text]:
+    """Everything else, a section after another; what there is none of has no section."""
+    lines = [
+        Text(part, _WARNING_STYLE)
+        for notice in view.notices
+        for part in wrap_text(notice, width - 1)
+    ]
+    sections = [
+        list(_pairing_lines(view.pairings, width)),
+        *(list(_ring_lines(ring, width)) for ring in view.rings if ring.stages),
+        list(_pc_lines(view.others, width)),
+        list(_request_lines(view, width, order)),
+        list(_transfer_lines(view.transfers, width)),
+        list(_event_lines(view, width)),
+    ]
+    for section in sections:
+        if section:
+            lines += [Text(), *section] if lines else section
+    return [_crop_line(line, width) for line in lines]
+
+
+# --- sections ------------------------------------------------------------------------------------
+
+
+def _pairing_lines(pairings: Sequence[PairingView], width: int) -> Iterator[Text]:
+    """First of all: somebody waits for it."""
+    if not pairings:
+        return
+    name = max(16, min(44, width - 60))
+    yield Text(f"{'WAITING TO JOIN':<{name + 3}} {'code':<12} from", _WARNING_STYLE)
+    for one in pairings:
+        line = Text(f"   {_pad_cell(one.name, name)} ")
+        line.append(_pad_cell(one.code, 12), "bold")
+        line.append(f" {one.address}")
+        yield line
+
+
+def _ring_lines(ring: RingView, width: int) -> Iterator[Text]:
+    """What its head does; then for each stage a line, and one for its link to the next one."""
+    name, device = _column_widths(width - 48, 15, 44)
+    if ring.model:
+        yield Text(f"{ring.model}, {ring.id}{'' if ring.ready else ', not ready'}", "bold")
+    yield from map(Text, _pack_lines(list(_scheduler_parts(ring)), width))
+    yield Text(
+        f"{'RING':<{name + 3}} {'layers':>6} {'device':<{device}} {'memory':>15} "
+        f"{'busy':>5} {'bubble':>6} {'step':>7}",
+        _TITLE_STYLE,
+    )
+    if any(stage.link is not None for stage in ring.stages):
+        yield Text(
+            f"{'   > link to':<{name + 3}} {'bandwidth':>11} {'latency':>8} "
+            f"{'decode wait+sent':>17} {'bulk wait+sent':>17}",
+            _TITLE_STYLE,
+        )
+    for stage in ring.stages:
+        yield _stage_line(stage, name, device)
+        if stage.link is not None:
+            yield _link_line(stage, name)
+
+
+def _stage_line(stage: StageView, name: int, device: int) -> Text:
+    memory = (
+        f"{format_size(stage.used)}/{format_size(stage.memory)}"
+        if stage.used
+        else format_size(stage.memory)
+    )
+    line = Text(f"{stage.number:>2} ")
+    line.append(_pad_cell(stage.pc, name), "bold")
+    line.append(f" {stage.layers:>6} {_pad_cell(stage.device, device)} {memory:>15} ")
+    if stage.doing:
+        line.append(stage.doing, _WARNING_STYLE)
+    else:
+        line.append(f"{_percent_text(stage.busy):>5}", "green")
+        line.append(f" {_percent_text(stage.bubbles):>6}")
+        line.append(f" {format_seconds(stage.decode_s):>7}")
+    return line
+
+
+def _link_line(stage: StageView, name: int) -> Text:
+    assert stage.link is not None
+    link = stage.link.figures
+    channels = [
+        f"{format_size(channel.queued)} + {format_size(channel.in_flight)}"
+        for channel in (link.decode, link.bulk)
+    ]
+    return Text(
+        f"   > {_pad_cell(stage.link.target, name - 2)} {format_bandwidth(link.rate):>11} "
+        f"{format_seconds(link.latency_s):>8} {channels[0]:>17} {channels[1]:>17}"
+    )
+
+
+def _pc_lines(others: Sequence[PcView], width: int) -> Iterator[Text]:
+    if not others:
+        return
+    name, device = _column_widths(width - 36, 17, 44)
+    yield Text(
+        f"{'PCs WITHOUT A STAGE':<{name + 3}} {'state':<8} {'device':<{device}} {'memory':>8}",
+        _TITLE_STYLE,
+    )
+    for pc in others:
+        line = Text("   ")
+        line.append(_pad_cell(pc.name, name), "bold")
+        line.append(f" {_pad_cell(pc.state, 8)}", "green" if pc.state == "here" else _WARNING_STYLE)
+        line.append(
+            f" {_pad_cell(pc.device, device)} {format_size(pc.memory) if pc.memory else '':>8}"
+        )
+        line.append(f" {pc.stages}")
+        yield line
+
+
+def _request_lines(view: SwarmView, width: int, order: SortOrder) -> Iterator[Text]:
+    requests = [request for ring in view.rings for request in ring.requests]
+    unseen = sum(ring.running + ring.waiting for ring in view.rings) - len(requests)
+    if not view.rings:
+        return
+    if not requests:
+        yield Text("REQUESTS  none", _TITLE_STYLE)
+        return
+    name = max(22, min(44, width - 54))
+    title = f"REQUESTS, {order} first"
+    yield Text(
+        f"{title:<{name + 3}} {'phase':<13} {'prompt':>8} {'answer':>8} {'tokens/s':>9} {'age':>7}",
+        _TITLE_STYLE,
+    )
+    for one in sorted(requests, key=_SORT_KEYS[order]):
+        rate = f"{one.tokens_per_s:.1f}" if one.tokens_per_s else ""
+        line = Text(f"   {_pad_cell(one.pc, name)} ")
+        line.append(_pad_cell(one.phase, 13), "green" if one.state == "decode" else _WARNING_STYLE)
+        line.append(
+            f" {one.prompt:>8} {one.generated:>8} {rate:>9} {format_duration(one.age_s):>7}"
+        )
+        yield line
+    if unseen > 0:
+        yield Text(f"   and {unseen} more")
+
+
+def _transfer_lines(transfers: Sequence[TransferView], width: int) -> Iterator[Text]:
+    if not transfers:
+        return
+    name = max(17, min(44, width - 59))
+    yield Text(
+        f"{'TRANSFERS to':<{name + 3}} {'what':<17} {'here/all':>17} {'rate':>10} {'left':>7}",
+        _TITLE_STYLE,
+    )
+    for one in transfers:
+        rate = f"{format_size(one.rate)}/s" if one.rate else ""
+        left = "" if one.left_s is None else format_duration(one.left_s)
+        yield Text(
+            f"   {_pad_cell(one.pc, name)} {_pad_cell(one.what, 17)} "
+            f"{f'{format_size(one.done)}/{format_size(one.total)}':>17} {rate:>10} {left:>7}"
+        )
+
+
+def _event_lines(view: SwarmView, width: int) -> Iterator[Text]:
+    """The newest first."""
+    if not view.events:
+        return
+    yield Text("EVENTS", _TITLE_STYLE)
+    for event in view.events:
+        ago = "" if event.age_s is None else f"{format_duration(event.age_s)} ago"
+        first, *rest = wrap_text(event.text, width - 17)
+        yield Text(f"{ago:>13}  {first}")
+        for part in rest:
+            yield Text(f"{'':>13}  {part}")
+
+
+def wrap_text(text: str, width: int) -> list[str]:
+    """A text as lines of at most so many columns, 20 at least; by words where none is wide."""
+    width = max(20, width)
+    if cell_len(text) > len(text):
+        return chop_cells(text, width)
+    return textwrap.wrap(text, width) or [""]
+
+
+def _pack_lines(parts: Sequence[str], width: int) -> Iterator[str]:
+    """As few lines of whole parts as there can be."""
+    line = ""
+    for part in parts:
+        if line and len(line) + 3 + len(part) > width:
+            yield line
+            line = part
+        else:
+            line = f"{line}   {part}" if line else part
+    if line:
+        yield line
+
+
+# --- cells ---------------------------------------------------------------------------------------
+
+
+def _column_widths(room: int, least: int, most: int) -> tuple[int, int]:
+    """What a name and a device may take of ``room`` columns."""
+    name = max(least, min(most, room // 2))
+    return name, max(8, min(most, room - name))
+
+
+def _truncate_text(text: str, width: int) -> str:
+    """A text of at most so many columns."""
+    return text if cell_len(text) <= width else _pad_cell(text, width)
+
+
+def _pad_cell(text: str, width: int) -> str:
+    """A text of exactly so many columns; ``~`` ends one that was cut."""
+    fitted = set_cell_size(text, width)
+    if fitted.rstrip() != text.rstrip():
+        return set_cell_size(fitted, width - 1) + "~"
+    return fitted
+
+
+def _crop_line(line: Text, width: int) -> Text:
+    line.truncate(max(1, width), overflow="crop")
+    return line
+
+
+def _percent_text(percent: int | None) -> str:
+    return "?" if percent is None else f"{percent} %"

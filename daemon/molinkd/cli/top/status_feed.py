@@ -1,0 +1,91 @@
+"""Asks the daemon on this PC again and again, on one connection."""
+
+from pathlib import Path
+
+import zmq.asyncio
+
+from molink.errors import MolinkError, Unavailable
+from molink.swarm.controller.status_schema import SwarmStatus, decode_status
+from molink.wire.messages.admin import StatusRequest
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control_plane import ControlMessage
+from molink.wire.sockets.client import Client
+from molink.wire.sockets.endpoints import endpoints
+from molinkd.cli.daemon_client import CONNECT_TIMEOUT_S, RunningDaemon, require_daemon
+
+#: Seconds for an answer, for which the daemon may have to ask the coordinator (3 s at most).
+REPLY_TIMEOUT_S = 5.0
+
+
+class StatusFeed:
+    """The status of the swarm, for as long as it is asked for.
+
+    The daemon may go and come back, as another process with another port: it is looked for each
+    time, and connected to anew if it is not the one of before.
+    """
+
+    def __init__(self, home: Path | None) -> None:
+        self._home = home
+        self._context = zmq.asyncio.Context()
+        self._daemon: RunningDaemon | None = None
+        self._client: Client[ControlMessage] | None = None
+
+    async def fetch_status(self) -> tuple[SwarmStatus, bool]:
+        """The status now, and whether it is that of a demo.
+
+        Raises:
+            Unavailable: no daemon runs, or it doesn't answer.
+            MolinkError: the daemon's refusal.
+        """
+        try:
+            found = require_daemon(self._home)
+            client = await self._connect_client(found)
+            _, payload = await client.send_request(StatusRequest(ref=0), timeout=REPLY_TIMEOUT_S)
+        except MolinkError:
+            await self.close()
+            raise
+        return decode_status(b"" if payload is None else bytes(payload)), found.is_demo
+
+    async def send_request(self, message: ControlMessage) -> ControlMessage:
+        """The daemon's answer to something that its user wants.
+
+        Raises:
+            MolinkError: as :meth:`fetch_status`, or it can't be done.
+        """
+        client = await self._connect_client(require_daemon(self._home))
+        reply, _ = await client.send_request(message, timeout=REPLY_TIMEOUT_S)
+        return reply
+
+    async def _connect_client(self, found: RunningDaemon) -> Client[ControlMessage]:
+        if self._client is not None and found == self._daemon:
+            return self._client
+        await self.close()
+        keys, run_file = found.home.load_keys(), found.run_file
+        name = f"the molink daemon on this PC (process {run_file.pid})"
+        client: Client[ControlMessage] = Client(
+            self._context,
+            keys,
+            control_codec(),
+            keys.public,
+            endpoints([run_file.control_host], run_file.control_port),
+            name=name,
+        )
+        self._client, self._daemon = client, found
+        client.start()
+        try:
+            await client.wait_connected(CONNECT_TIMEOUT_S)
+        except Unavailable:
+            raise Unavailable(
+                f"{name} runs, but did not answer within {CONNECT_TIMEOUT_S:g} s"
+            ) from None
+        return client
+
+    async def close(self) -> None:
+        """Disconnect; it may be asked again."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    def destroy_context(self) -> None:
+        """Give back what all connections share; nothing may be asked any more."""
+        self._context.destroy(linger=0)

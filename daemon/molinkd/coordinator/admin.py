@@ -1,0 +1,282 @@
+"""What people ask of the swarm through their daemons: what is served, who is let in or shut out."""
+
+import asyncio
+from collections.abc import Callable
+
+from molink.errors import NotAuthorized, RequestError
+from molink.swarm.controller.desired_state import (
+    decode_desired_models,
+    describe_changes,
+    resolve_desired_models,
+    switch_model,
+)
+from molink.swarm.controller.events import (
+    ControllerEvent,
+    DesiredStateChangedEvent,
+    MemberAddedEvent,
+    MemberRemovedEvent,
+    RebalanceRequestedEvent,
+)
+from molink.swarm.controller.fleet import Fleet
+from molink.swarm.controller.records import DesiredModel, MemberRecord, Standing
+from molink.swarm.membership.invitations import encode_invitations
+from molink.swarm.membership.join_token import JoinToken
+from molink.swarm.membership.sanitize import is_valid_model_name
+from molink.wire.messages.admin import (
+    ApplyModels,
+    ApplyReply,
+    InvitationsReply,
+    InvitationsRequest,
+    InviteReply,
+    InviteRequest,
+    PairingDecisionReply,
+    PairingDecisionRequest,
+    Rebalance,
+    RevokeReply,
+    RevokeRequest,
+    ServeModel,
+    StopServing,
+    SwitchModel,
+    UnrevokeRequest,
+)
+from molink.wire.messages.base import Payload
+from molink.wire.messages.control_plane import DoneReply
+from molink.wire.messages.instructions import Revoked
+from molinkd.coordinator.connections import PeerConnections
+from molinkd.coordinator.membership import Membership, is_invitation_id
+from molinkd.coordinator.pairing_service import PairingService
+from molinkd.coordinator.state_store import StateStore
+
+#: What is answered here.
+AdminRequest = (
+    ServeModel
+    | ApplyModels
+    | StopServing
+    | SwitchModel
+    | Rebalance
+    | InviteRequest
+    | InvitationsRequest
+    | RevokeRequest
+    | UnrevokeRequest
+    | PairingDecisionRequest
+)
+AdminReply = (
+    DoneReply | ApplyReply | InviteReply | InvitationsReply | RevokeReply | PairingDecisionReply
+)
+
+#: Until an answer is out, before connections are cut, in seconds.
+_DISCONNECT_DELAY = 0.2
+#: Members that are named in an answer.
+_MAX_NAMED = 8
+
+
+class AdminHandler:
+    """Answers what members and owners ask, and has it happen."""
+
+    def __init__(
+        self,
+        swarm: str,
+        state: StateStore,
+        membership: Membership,
+        fleet: Fleet,
+        connections: PeerConnections,
+        dispatch_event: Callable[[ControllerEvent], None],
+        token: Callable[[str, int], JoinToken],
+        pairing: PairingService,
+    ) -> None:
+        """``swarm`` is its id.
+
+        ``token`` makes one of an invitation's secret key and the time when it expires.
+        """
+        self._swarm = swarm
+        self._state, self._membership, self._fleet = state, membership, fleet
+        self._connections, self._dispatch_event, self._make_token = (
+            connections,
+            dispatch_event,
+            token,
+        )
+        self._pairing = pairing
+
+    def handle_request(
+        self, peer: str, request: AdminRequest, payload: memoryview | None
+    ) -> tuple[AdminReply, bytes | None]:
+        """Do what ``peer`` asks; returns the answer and its payload.
+
+        Raises:
+            NotAuthorized: another one may ask for it, but not ``peer``.
+            RequestError: it can't be done; says why.
+        """
+        match request:
+            case ServeModel():
+                return self._serve_model(peer, request), None
+            case ApplyModels():
+                return self._apply_models(peer, request, payload)
+            case StopServing():
+                return self._stop_serving(peer, request), None
+            case SwitchModel():
+                return self._switch_model(peer, request), None
+            case Rebalance():
+                return self._rebalance(peer, request), None
+            case InviteRequest():
+                return self._create_invitation(peer, request), None
+            case InvitationsRequest():
+                text = encode_invitations(self._membership.list_invitations(peer), self._name_of)
+                return InvitationsReply(ref=request.ref, payload=Payload("u8", (len(text),))), text
+            case RevokeRequest():
+                return self._revoke_target(peer, request), None
+            case UnrevokeRequest():
+                self._check_owner(peer)
+                self._readmit_member(request.target)
+                return DoneReply(ref=request.ref), None
+            case PairingDecisionRequest():
+                return self._decide_pairing(peer, request), None
+
+    def _decide_pairing(self, peer: str, request: PairingDecisionRequest) -> PairingDecisionReply:
+        name = self._pairing.decide_request(request.code, peer, refuse=request.refuse)
+        return PairingDecisionReply(ref=request.ref, name=name)
+
+    def remove_member(self, peer: str, standing: Standing) -> list[MemberRecord]:
+        """A PC is no member any more; returns those who came by an invitation that ended.
+
+        With it go its further devices.
+        """
+        kept_peers: list[MemberRecord] = []
+        for one in (peer, *self._membership.list_devices(peer)):
+            if self._membership.records[one].standing != "member":
+                continue
+            if standing == "revoked":
+                self._connections.send_to_peer(one, Revoked(swarm=self._swarm))
+            kept_peers += self._membership.remove_member(one, standing)
+            self._connections.drop_peer(one)
+            self._dispatch_event(
+                MemberRemovedEvent(one, "left" if standing == "left" else "was revoked")
+            )
+        return [
+            one for one in kept_peers if self._membership.records[one.peer].standing == "member"
+        ]
+
+    def _readmit_member(self, peer: str) -> None:
+        """A revoked PC is a member again, with its further devices."""
+        self._dispatch_event(MemberAddedEvent(self._membership.readmit_member(peer)))
+        for one in self._membership.list_devices(peer):
+            if self._membership.records[one].standing == "revoked":
+                self._dispatch_event(MemberAddedEvent(self._membership.readmit_member(one)))
+
+    def _serve_model(self, peer: str, request: ServeModel) -> DoneReply:
+        applied = any(one.applied for one in self._fleet.models)
+        if applied and request.is_retry:
+            return DoneReply(ref=request.ref)
+        self._check_may_serve(peer, request.model.name)
+        if applied:
+            raise RequestError(
+                "what the swarm serves is written in a file: add the model to it and `molink "
+                "apply` it, or `molink stop` first"
+            )
+        desired = DesiredModel(
+            facts=request.model,
+            source=peer,
+            min_peers=request.min_peers,
+            dtype=request.dtype,
+            micro_batches=request.micro_batches,
+            quantize=request.quantize,
+            objective=request.objective,
+            min_stages=request.min_stages,
+        )
+        self._set_models((desired,))
+        return DoneReply(ref=request.ref)
+
+    def _apply_models(
+        self, peer: str, request: ApplyModels, payload: memoryview | None
+    ) -> tuple[ApplyReply, bytes]:
+        """Serve what a file names, all of it or nothing; says what that changes."""
+        if not self._membership.records[peer].is_owner:
+            raise NotAuthorized("only the swarm's first PC may apply a file")
+        wishes = decode_desired_models(payload)
+        models = resolve_desired_models(wishes, peer, self._fleet.registry)
+        lines = describe_changes(self._fleet.models, models)
+        if lines and not request.dry_run:
+            self._set_models(models)
+        text = "\n".join(lines).encode("utf-8")
+        return ApplyReply(ref=request.ref, payload=Payload("u8", (len(text),))), text
+
+    def _stop_serving(self, peer: str, request: StopServing) -> DoneReply:
+        served = self._fleet.models
+        if not served:
+            raise RequestError("the swarm serves no model")
+        if not self._membership.records[peer].is_owner and any(
+            one.source != peer for one in served
+        ):
+            names = ", ".join(one.facts.name for one in served)
+            raise NotAuthorized(
+                f"only the swarm's first PC, or the one that brought {names}, can have it stop"
+            )
+        self._set_models(())
+        return DoneReply(ref=request.ref)
+
+    def _switch_model(self, peer: str, request: SwitchModel) -> DoneReply:
+        by = "" if self._membership.records[peer].is_owner else peer
+        models = switch_model(
+            self._fleet.models, request.model, served=request.served, requester=by
+        )
+        self._set_models(models)
+        return DoneReply(ref=request.ref)
+
+    def _rebalance(self, peer: str, request: Rebalance) -> DoneReply:
+        if not self._membership.records[peer].is_owner:
+            raise NotAuthorized("only the swarm's first PC may have all models placed anew")
+        if not self._fleet.models:
+            raise RequestError("the swarm serves no model")
+        self._dispatch_event(RebalanceRequestedEvent())
+        return DoneReply(ref=request.ref)
+
+    def _set_models(self, models: tuple[DesiredModel, ...]) -> None:
+        self._state.save_models(models)
+        self._dispatch_event(DesiredStateChangedEvent(models))
+
+    def _check_may_serve(self, peer: str, model: str) -> None:
+        """Owners decide what is served; another member only where nothing is, or again its own."""
+        if not is_valid_model_name(model):
+            raise RequestError("a model's name has to be printable text", param="model")
+        served = self._fleet.models
+        if not served or self._membership.records[peer].is_owner:
+            return
+        if [(one.source, one.facts.name) for one in served] != [(peer, model)]:
+            names = ", ".join(one.facts.name for one in served)
+            raise NotAuthorized(
+                f"the swarm serves {names}; only its first PC can have it serve another model "
+                "(`molink run MODEL` there)"
+            )
+
+    def _create_invitation(self, peer: str, request: InviteRequest) -> InviteReply:
+        secret, invitation = self._membership.create_invitation(peer, request.ttl, request.uses)
+        token = self._make_token(secret, invitation.expires_at)
+        return InviteReply(ref=request.ref, token=str(token), id=invitation.id)
+
+    def _revoke_target(self, peer: str, request: RevokeRequest) -> RevokeReply:
+        target = request.target
+        if is_invitation_id(target):
+            kept_peers = self._membership.end_invitation(target, peer)
+        else:
+            self._check_owner(peer)
+            if target == peer or target not in self._fleet.registry.members:
+                raise RequestError(f"{target} is no other member", param="target")
+            kept_peers = self.remove_member(target, "revoked")
+            # Nothing that it sends counts any more; its connection is cut once this is answered.
+            for one in (target, *self._membership.list_devices(target)):
+                asyncio.get_running_loop().call_later(_DISCONNECT_DELAY, self._disconnect, one)
+        names = tuple(self._name_of(one.peer) for one in kept_peers)
+        others = len(names[_MAX_NAMED:])
+        return RevokeReply(ref=request.ref, kept_peers=names[:_MAX_NAMED], num_others=others)
+
+    def _disconnect(self, peer: str) -> None:
+        if self._membership.records[peer].standing != "member":
+            self._connections.disconnect_peer(peer)
+
+    def _check_owner(self, peer: str) -> None:
+        if not self._membership.records[peer].is_owner:
+            raise NotAuthorized("only the swarm's first PC may revoke")
+
+    def _name_of(self, peer: str) -> str:
+        """What people call a peer that is a member, or was one."""
+        record = self._membership.records.get(peer)
+        return peer if record is None else record.name

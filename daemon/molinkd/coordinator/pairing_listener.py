@@ -1,0 +1,259 @@
+"""The porch: where a PC without a token asks to be let in.
+
+A listener apart from all others, open only while the swarm may be found. It speaks plain TCP, since
+a stranger has no key that ZeroMQ would let in, and takes two small messages of each connection; who
+may come in is decided by a person (:mod:`molink.swarm.membership.pairing`), and done by the door.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from molink.errors import MolinkError, Overloaded, PeerBanned, RequestError, Unavailable, WireError
+from molink.swarm.membership.join_rate_limit import RateLimit, TokenBucket
+from molink.swarm.membership.pairing import (
+    AdmitJoinerAction,
+    ConfirmRefusalAction,
+    DisconnectJoinerAction,
+    JoinerConnectedEvent,
+    JoinerDisconnectedEvent,
+    JoinerMessageReceivedEvent,
+    PairingAction,
+    PairingDecidedEvent,
+    PairingEvent,
+    PairingRequest,
+    PairingResponder,
+    PairingTimePassedEvent,
+    PublishPendingAction,
+    ReportPairingErrorAction,
+    SendToJoinerAction,
+)
+from molink.swarm.membership.versions import PeerVersion, explain_mismatch, own_version
+from molink.wire.messages.pairing import (
+    LENGTH_BYTES,
+    MAX_FRAME,
+    Commitment,
+    PairingClientMessage,
+    PairingOutcome,
+    PairingResult,
+    decode_frame,
+    encode_frame,
+    parse_frame_length,
+)
+from molinkd.splice import listen_on_free_port
+
+log = logging.getLogger(__name__)
+
+#: Connections that are taken: more wait in the system's queue, which is short.
+ACCEPT_LIMIT = RateLimit(32, 20.0)
+_BACKLOG = 16
+#: After an error of ``accept``, such as no descriptor being left, in seconds.
+_ACCEPT_RETRY_DELAY = 0.5
+#: Ports that are tried, downwards: they are those that one firewall rule opens.
+MAX_PORTS_TRIED = 12
+
+
+@dataclass(frozen=True, slots=True)
+class PairingConfig:
+    """What the porch belongs to."""
+
+    swarm: str
+    name: str
+    public_key: str
+    #: Why a key can't be let in; ``None`` if a person may say so.
+    find_objection: Callable[[str], PairingOutcome | None]
+    #: Make a key with that name a member on another one's word; may raise ``MolinkError``.
+    admit_joiner: Callable[[str, str, str], object]
+    #: The coordinator's port, and its addresses without one.
+    locate_coordinator: Callable[[], tuple[int, tuple[str, ...]]]
+    #: Those who wait are others than before.
+    on_pending_changed: Callable[[], None]
+
+
+class PairingListener:
+    """One listener, and those who stand before it."""
+
+    def __init__(self, config: PairingConfig) -> None:
+        self._config = config
+        self._responder = PairingResponder(
+            config.swarm, config.name, config.public_key, time.monotonic()
+        )
+        self._joiner_ids = itertools.count(1)
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener: socket.socket | None = None
+        self.port = 0
+
+    # --- life --------------------------------------------------------------------------------
+
+    def open(self, host: str, port: int) -> int:
+        """Listen on ``port``, or on the first free one below it (0: on any), and return it.
+
+        Raises:
+            OSError: none is free.
+        """
+        self._listener = listen_on_free_port(
+            "" if host == "*" else host, port, MAX_PORTS_TRIED, _BACKLOG
+        )
+        self.port = int(self._listener.getsockname()[1])
+        self._spawn(self._accept_joiners(self._listener))
+        return self.port
+
+    async def close(self) -> None:
+        """Send everybody away."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+
+    def on_timer(self) -> None:
+        """Time has passed."""
+        self._dispatch_event(PairingTimePassedEvent())
+
+    # --- for members -------------------------------------------------------------------------
+
+    @property
+    def pending_requests(self) -> list[PairingRequest]:
+        """PCs that wait for a person; ``since`` is unix time."""
+        began = time.time() - time.monotonic()
+        return [
+            PairingRequest(one.name, one.code, one.address, round(began + one.since, 1))
+            for one in self._responder.pending_requests
+        ]
+
+    def decide_request(self, code: str, approver: str, *, refuse: bool) -> str:
+        """Let the PC that shows ``code`` in on the word of ``by``, or refuse it; returns its name.
+
+        Raises:
+            RequestError: there is no such PC, or it can't be told from another.
+            Unavailable: the swarm is full.
+            Overloaded: too many join at this moment.
+        """
+        name = ""
+        for decision in self._dispatch_event(PairingDecidedEvent(code, approver, refuse)):
+            match decision:
+                case ReportPairingErrorAction(reason):
+                    raise RequestError(reason, param="code")
+                case ConfirmRefusalAction():
+                    name = decision.name
+                case AdmitJoinerAction():
+                    name = decision.name
+                    self._admit_joiner(decision)
+        return name
+
+    def _admit_joiner(self, decision: AdmitJoinerAction) -> None:
+        port, addresses = self._config.locate_coordinator()
+        verdict = PairingResult(outcome="admitted", port=port, addresses=addresses)
+        try:
+            self._config.admit_joiner(decision.public_key, decision.name, decision.approver)
+        except PeerBanned:
+            verdict = PairingResult(outcome="revoked")
+            raise
+        except Unavailable:
+            verdict = PairingResult(outcome="full")
+            raise
+        except MolinkError as error:
+            verdict = PairingResult(outcome="busy" if isinstance(error, Overloaded) else "refused")
+            raise
+        finally:
+            self._send_to_joiner(SendToJoinerAction(decision.joiner, verdict))
+
+    # --- visitors ----------------------------------------------------------------------------
+
+    def _dispatch_event(self, event: PairingEvent) -> list[PairingAction]:
+        """Let the decider decide; what is not carried out here is returned."""
+        unhandled: list[PairingAction] = []
+        for decision in self._responder.handle(event, time.monotonic()):
+            match decision:
+                case SendToJoinerAction():
+                    self._send_to_joiner(decision)
+                case DisconnectJoinerAction(joiner):
+                    self._disconnect(joiner)
+                case PublishPendingAction():
+                    self._config.on_pending_changed()
+                case _:
+                    unhandled.append(decision)
+        return unhandled
+
+    def _send_to_joiner(self, decision: SendToJoinerAction) -> None:
+        writer = self._writers.get(decision.joiner)
+        if writer is None or writer.is_closing():
+            return
+        writer.write(encode_frame(decision.message))
+        if isinstance(decision.message, PairingResult):
+            del self._writers[decision.joiner]
+            writer.close()
+
+    def _disconnect(self, joiner: int) -> None:
+        writer = self._writers.pop(joiner, None)
+        if writer is not None:
+            writer.transport.abort()
+
+    async def _accept_joiners(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        bucket = TokenBucket(ACCEPT_LIMIT, loop.time())
+        while True:
+            await asyncio.sleep(bucket.wait_time(loop.time()))
+            try:
+                connection, address = await loop.sock_accept(listener)
+            except OSError as error:
+                log.warning("the porch can't take a connection: %s", error)
+                await asyncio.sleep(_ACCEPT_RETRY_DELAY)
+                continue
+            bucket.take_token()
+            self._spawn(self._serve_joiner(connection, str(address[0])))
+
+    async def _serve_joiner(self, connection: socket.socket, address: str) -> None:
+        try:
+            reader, writer = await asyncio.open_connection(sock=connection, limit=2 * MAX_FRAME)
+        except OSError:
+            connection.close()
+            return
+        joiner = next(self._joiner_ids)
+        self._writers[joiner] = writer
+        try:
+            self._dispatch_event(JoinerConnectedEvent(joiner, address, secrets.token_bytes(32)))
+            while joiner in self._writers:
+                message = await _read_frame(reader)
+                self._dispatch_event(
+                    JoinerMessageReceivedEvent(joiner, message, self._find_objection(message))
+                )
+        except (OSError, WireError, asyncio.IncompleteReadError) as error:
+            log.debug("a visitor from %s has gone: %s", address, error)
+        finally:
+            self._dispatch_event(JoinerDisconnectedEvent(joiner))
+            self._disconnect(joiner)
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    def _find_objection(self, message: PairingClientMessage) -> PairingOutcome | None:
+        if not isinstance(message, Commitment):
+            return None
+        if explain_mismatch(PeerVersion(message.version, message.protocol), own_version()):
+            return "version"
+        return self._config.find_objection(message.public_key)
+
+    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work, name="molink-porch")
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s failed", task.get_name(), exc_info=task.exception())
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> PairingClientMessage:
+    length = parse_frame_length(await reader.readexactly(LENGTH_BYTES))
+    message: PairingClientMessage = decode_frame(
+        await reader.readexactly(length), PairingClientMessage
+    )
+    return message

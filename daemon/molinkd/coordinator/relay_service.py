@@ -1,0 +1,44 @@
+"""Relays between members of which one can't connect to the other: tells the three about them."""
+
+import logging
+import secrets
+from collections.abc import Callable
+
+from molink.swarm.controller.events import ConnectionTriedEvent, SendMessageAction
+from molink.swarm.controller.relays import RelayEvent, RelayPlanner
+from molink.wire.messages.control_plane import ControlMessage
+
+log = logging.getLogger(__name__)
+
+
+class RelayService:
+    """Carries out what :class:`~molink.swarm.controller.relays.RelayPlanner` decides."""
+
+    def __init__(
+        self,
+        send_to_peer: Callable[[str, ControlMessage], None],
+        dispatch_event: Callable[[ConnectionTriedEvent], None],
+    ) -> None:
+        """``dispatch_event`` is told of ways that are closed again."""
+        self._send_to_peer, self._dispatch_event = send_to_peer, dispatch_event
+        self._relays = RelayPlanner(lambda: secrets.token_bytes(38))
+
+    def handle(self, event: RelayEvent) -> None:
+        """Let the decider decide."""
+        before = self._relays.relay_peers
+        for decision in self._relays.handle(event):
+            if isinstance(decision, SendMessageAction):
+                self._send_to_peer(decision.peer, decision.message)
+            else:
+                self._dispatch_event(decision)
+        routes = self._relays.relay_peers
+        if routes != before:
+            log.info("relays: %s", ", ".join(f"{a} to {b} by {c}" for (a, b), c in routes.items()))
+
+    @property
+    def routes(self) -> list[dict[str, str]]:
+        """For the status."""
+        return [
+            {"from": source, "to": to, "through": through}
+            for (source, to), through in self._relays.relay_peers.items()
+        ]

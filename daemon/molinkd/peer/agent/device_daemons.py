@@ -1,0 +1,316 @@
+"""Further devices of this PC: a daemon of its own for each, which this PC's daemon starts and ends.
+
+To the swarm such a daemon is a peer like any other: its stage is placed, lost, drained and paused
+by itself. But it has no endpoint, never leads, and copies no layers for others: what it would keep
+is lost with this PC. It becomes a member by an invitation of this PC, and goes with it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import zmq.asyncio
+
+from molink.errors import MolinkError, PeerBanned, RequestError, Unavailable
+from molink.files import make_plain_name, retry_while_busy
+from molink.wire.messages.admin import DrainRequest, InviteReply, InviteRequest, ShutdownRequest
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control_plane import ControlMessage
+from molink.wire.sockets.client import Client
+from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.secrets import private_folder
+from molinkd.child_process import ChildProcess, exit_text
+from molinkd.peer.agent.device_probe import MeasuredDevice
+from molinkd.peer.home import Home
+from molinkd.peer.launch import (
+    DAEMON_COMMAND,
+    Announce,
+    DaemonEndedEvent,
+    DaemonStartedEvent,
+    Launch,
+    ProblemReportedEvent,
+    StageStatusChangedEvent,
+    read_event,
+)
+from molinkd.peer.membership.addresses import local_dial_host
+from molinkd.peer.membership.membership_record import MembershipRecord, parse_token, read_membership
+from molinkd.peer.settings import MemoryShare, Settings
+
+log = logging.getLogger(__name__)
+
+#: From a daemon that ended to the next one for its device, in seconds: twice as long each time.
+FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
+#: How long the invitation for a device holds, in seconds.
+_INVITATION_S = 600.0
+#: Until one is asked for again where nobody leads, in seconds.
+_RETRY_S = 1.0
+#: How long a daemon may take to end, and to answer, in seconds.
+_GRACE_S, _ANSWER_S = 15.0, 5.0
+
+#: Asks the coordinator.
+AskCoordinator = Callable[[ControlMessage], Coroutine[None, None, ControlMessage]]
+
+
+def primary_device_settings(settings: Settings) -> Settings:
+    """Those of a PC's own daemon: of its devices it has the first."""
+    return _with_device(settings, settings.devices[0])
+
+
+def additional_devices(settings: Settings, measured: MeasuredDevice) -> tuple[str, ...]:
+    """The devices beside the PC's own, ``measured`` one. ``auto`` is all GPUs."""
+    if settings.stage == "none":
+        return ()
+    if settings.device != "auto":
+        return settings.devices[1:]
+    if settings.stage != "auto" or measured.device.kind != "cuda":
+        return ()
+    return tuple(f"cuda:{i}" for i in range(measured.gpus) if i != measured.device.index)
+
+
+def device_settings(settings: Settings, device: str, name: str) -> Settings:
+    """Those of the daemon of a further device, called ``name``."""
+    return msgspec.structs.replace(
+        _with_device(settings, device),
+        name=name,
+        stage="auto",
+        api_port=0,
+        chosen_ports=(),
+        discovery=False,
+        relay=False,
+        replicate_models=False,
+    )
+
+
+def _with_device(settings: Settings, device: str) -> Settings:
+    """With that device; one that is named several times is shared."""
+    times = max(1, settings.devices.count(device))
+    memory = settings.memory
+    return msgspec.structs.replace(
+        settings,
+        device=device,
+        stages_per_host=min(64, settings.stages_per_host * times),
+        memory=MemoryShare(memory.percent / times)
+        if isinstance(memory, MemoryShare)
+        else memory // times,
+    )
+
+
+def device_labels(own: str, further: Sequence[str]) -> list[str]:
+    """What further devices are called beside ``own``: ``cuda:1``, and ``cpu.2`` for a second."""
+    known, found = [own], []
+    for device in further:
+        known.append(device)
+        times = known.count(device)
+        found.append(device if times == 1 else f"{device}.{times}")
+    return found
+
+
+@dataclass(slots=True)
+class _DeviceDaemon:
+    label: str
+    home: Home
+    settings: Settings
+    child: ChildProcess | None = None
+    #: Of its daemon's control socket; 0 as long as that isn't up.
+    port: int = 0
+    ended: DaemonEndedEvent | None = None
+    is_drained: bool = False
+
+
+class DeviceDaemons:
+    """The daemons of this PC's further devices. All times are in seconds."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        home: Home,
+        me: str,
+        context: zmq.asyncio.Context,
+        announce: Announce,
+    ) -> None:
+        """``settings`` are those of the whole PC, whose peer is ``me``."""
+        self._settings, self._home, self._me = settings, home, me
+        self._context, self._announce = context, announce
+        self._daemons: list[_DeviceDaemon] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._runners: list[asyncio.Task[None]] = []
+        #: None is started again: a cancellation may be lost in a wait that ends at the same time.
+        self._is_ending = False
+
+    def start_daemons(
+        self, measured: MeasuredDevice, swarm: Callable[[], MembershipRecord], ask: AskCoordinator
+    ) -> None:
+        """Have a daemon for each device beside the ``measured`` one; ``ask`` as this PC.
+
+        ``swarm()`` is where this PC knows its coordinator.
+        """
+        devices = additional_devices(self._settings, measured)
+        for device, label in zip(devices, device_labels(measured.name, devices), strict=True):
+            # Bound to this PC's key: a copied state folder has devices of another PC.
+            home = Home(self._home.devices / self._me / make_plain_name(label, "device"))
+            name = f"{self._settings.name[:48]}/{label}"
+            one = _DeviceDaemon(label, home, device_settings(self._settings, device, name))
+            self._daemons.append(one)
+            task = asyncio.create_task(self._keep_running(one, swarm, ask), name=f"molink-{label}")
+            self._runners.append(task)
+
+    async def close(self) -> None:
+        """End all of them."""
+        self._is_ending = True
+        for task in (*self._runners, *self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._runners, *self._tasks, return_exceptions=True)
+
+    def set_drained(self, drain: bool, label: str = "") -> None:
+        """Have all of them, or that one, hold no layers for now, or do so again.
+
+        Raises:
+            RequestError: there is no such device.
+        """
+        named = [one for one in self._daemons if label in ("", one.label)]
+        if label and not named:
+            have = ", ".join(one.label for one in self._daemons) or "none beside its own"
+            raise RequestError(f"this PC has no device {label}; it has {have}", param="device")
+        for one in named:
+            one.is_drained = drain
+            self._spawn(self._send_request(one, DrainRequest(ref=0, drain=drain)))
+
+    async def leave_swarm(self) -> None:
+        """Have all of them leave the swarm for good."""
+        self._is_ending = True
+        told = (
+            self._send_request(one, ShutdownRequest(ref=0, leave=True)) for one in self._daemons
+        )
+        await asyncio.gather(*told)
+
+    # --- one device ------------------------------------------------------------------------------
+
+    async def _keep_running(
+        self, one: _DeviceDaemon, swarm: Callable[[], MembershipRecord], ask: AskCoordinator
+    ) -> None:
+        """Start it again and again, if it has to be."""
+        loop, pause = asyncio.get_running_loop(), FIRST_PAUSE_S
+        while True:
+            began = loop.time()
+            try:
+                ended = await self._run_daemon(one, await self._request_token(one, swarm(), ask))
+            except (MolinkError, OSError) as error:
+                ended = DaemonEndedEvent(code=1, text=str(error))
+            if self._is_ending:
+                return
+            if ended.code == PeerBanned.exit_code:
+                self._announce(ProblemReportedEvent(text=f"{one.label}: {ended.text}"))
+                return
+            if loop.time() - began > LAST_PAUSE_S:
+                pause = FIRST_PAUSE_S
+            again = f"it is started again in {pause:g} s"
+            self._announce(
+                ProblemReportedEvent(text=f"{one.label} holds no layers: {ended.text}; {again}")
+            )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE_S)
+
+    async def _request_token(
+        self, one: _DeviceDaemon, swarm: MembershipRecord, ask: AskCoordinator
+    ) -> str | None:
+        """An invitation for a device that is no member yet."""
+        known = read_membership(one.home.membership)
+        if known is not None and known.swarm == swarm.swarm:
+            return None
+        if known is not None:  # of a swarm that this PC was in before
+            await asyncio.to_thread(retry_while_busy, partial(shutil.rmtree, one.home.root))
+        while True:
+            try:
+                reply = await ask(InviteRequest(ref=0, ttl=_INVITATION_S, uses=1))
+            except Unavailable as error:
+                log.info("%s: %s", one.label, error)
+                await asyncio.sleep(_RETRY_S)
+            else:
+                assert isinstance(reply, InviteReply)
+                # Others may know the coordinator by an address that leads nowhere from here.
+                token = parse_token(reply.token)
+                return str(msgspec.structs.replace(token, addresses=swarm.addresses))
+
+    async def _run_daemon(self, one: _DeviceDaemon, token: str | None) -> DaemonEndedEvent:
+        """Its daemon, from the start to the end."""
+        exited = asyncio.get_running_loop().create_future()
+        private_folder(self._home.devices)
+        private_folder(one.home.root.parent)
+        private_folder(one.home.root)
+        self._copy_measurements(one)
+        launch = Launch(
+            home=str(one.home.root), settings=one.settings, role="join", token=token, pc=self._me
+        )
+        one.ended, one.port = None, 0
+        one.child = child = ChildProcess(
+            f"device {one.label}",
+            DAEMON_COMMAND,
+            reader=read_event,
+            on_message=partial(self._on_event, one),
+            on_exit=lambda code: None if exited.done() else exited.set_result(code),
+            log_file=self._home.logs / f"device-{make_plain_name(one.label, 'device')}.log",
+        )
+        child.start()
+        child.send(msgspec.json.encode(launch) + b"\n")
+        try:
+            code = await exited
+        finally:
+            one.port = 0
+            await child.stop(_GRACE_S)
+        last = (child.tail.splitlines() or [""])[-1]
+        return one.ended or DaemonEndedEvent(
+            code=1, text=f"its daemon {exit_text(code)}. {last}".strip()
+        )
+
+    def _copy_measurements(self, one: _DeviceDaemon) -> None:
+        """What is known of this PC's device, if it is the same one, and of kernels to avoid."""
+        known = [(self._home.disabled_kernels, one.home.disabled_kernels)]
+        if one.settings.device == self._settings.devices[0]:
+            known.append((self._home.device, one.home.device))
+        for here, there in known:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(here, there)
+
+    def _on_event(self, one: _DeviceDaemon, event: object) -> None:
+        match event:
+            case DaemonStartedEvent():
+                one.port = event.control_port
+                if one.is_drained:
+                    self._spawn(self._send_request(one, DrainRequest(ref=0, drain=True)))
+            case StageStatusChangedEvent():
+                self._announce(StageStatusChangedEvent(text=f"{one.label}: {event.text}"))
+            case ProblemReportedEvent():
+                self._announce(ProblemReportedEvent(text=f"{one.label}: {event.text}"))
+            case DaemonEndedEvent():
+                one.ended = event
+
+    async def _send_request(self, one: _DeviceDaemon, message: ControlMessage) -> None:
+        """Ask its daemon, as its user; one that isn't up, or doesn't answer, is logged."""
+        if not one.port:
+            return
+        keys, hosts = one.home.load_keys(), [local_dial_host(self._settings.host)]
+        client: Client[ControlMessage] = Client(
+            self._context,
+            keys,
+            control_codec(),
+            keys.public,
+            endpoints(hosts, one.port),
+            name=f"the daemon of {one.label}",
+        )
+        client.start()
+        try:
+            await client.send_request(message, timeout=_ANSWER_S)
+        except MolinkError as error:
+            log.warning("%s", error)
+        finally:
+            await client.close()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

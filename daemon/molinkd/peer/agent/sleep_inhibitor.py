@@ -1,0 +1,74 @@
+"""Keeps a PC from falling asleep while others need it.
+
+An idle desktop suspends after some minutes, and a stage goes with it. Windows is told by each
+thread that needs it; on Linux, ``systemd-inhibit`` holds a lock as long as its child lives.
+"""
+
+import contextlib
+import logging
+import shutil
+import subprocess
+import sys
+
+from molinkd.platform import child_options
+
+log = logging.getLogger(__name__)
+
+#: ``ES_CONTINUOUS`` and ``ES_SYSTEM_REQUIRED``.
+_CONTINUOUS, _SYSTEM_REQUIRED = 0x8000_0000, 0x0000_0001
+
+
+class SleepInhibitor:
+    """Call it from one thread only: Windows remembers who asked."""
+
+    def __init__(self) -> None:
+        self._needed = False
+        self._inhibitor: subprocess.Popen[bytes] | None = None
+
+    def inhibit_sleep(self, needed: bool) -> None:
+        """From now on the PC has to stay awake, or may sleep. The screen may go dark."""
+        if needed != self._needed:
+            self._needed = needed
+            if sys.platform == "win32":
+                _set_windows_sleep(needed)
+            elif needed:
+                self._start_inhibitor()
+            else:
+                self.close()
+
+    def close(self) -> None:
+        """The PC may sleep."""
+        self._needed = False
+        if sys.platform == "win32":
+            _set_windows_sleep(False)
+        if self._inhibitor is not None:
+            assert self._inhibitor.stdin is not None
+            with contextlib.suppress(OSError):
+                self._inhibitor.stdin.close()
+            self._inhibitor.wait()
+            self._inhibitor = None
+
+    def _start_inhibitor(self) -> None:
+        inhibit, reader = shutil.which("systemd-inhibit"), shutil.which("cat")
+        if inhibit is None or reader is None:
+            return
+        why = ["--what=sleep:idle", "--who=molink", "--why=it holds layers of a model"]
+        # The reader ends with our end of its pipe, however this process ends.
+        try:
+            self._inhibitor = subprocess.Popen(
+                [inhibit, *why, "--mode=block", reader],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                **child_options(),
+            )
+        except OSError as error:
+            log.info("this PC may fall asleep: %s", error)
+
+
+def _set_windows_sleep(needed: bool) -> None:
+    if sys.platform == "win32":
+        import ctypes
+
+        state = _CONTINUOUS | (_SYSTEM_REQUIRED if needed else 0)
+        ctypes.windll.kernel32.SetThreadExecutionState(ctypes.c_uint(state))

@@ -1,0 +1,201 @@
+"""What a worker is started with: memory of the device, a draft model, kernels to avoid."""
+
+import asyncio
+import logging
+import threading
+from pathlib import Path
+
+import msgspec
+
+from molink.checkpoint.model_folder import ModelFolder
+from molink.errors import MolinkError, UsageError
+from molink.facts.kernels import FALLBACKS
+from molink.facts.memory_plan import MemoryPlan, plan_memory
+from molink.facts.settings import PipelineSettings
+from molink.swarm.agent.recovery import RecoveryTimer
+from molink.wire.messages.instructions import Assign
+from molink.wire.messages.worker_pipe import LoadStage
+from molink.wire.sockets.key_pair import KeyPair
+from molinkd.peer.agent.device_probe import MeasuredDevice, num_worker_threads
+from molinkd.peer.agent.draft_model import DraftModelFolder, DraftPlan
+from molinkd.peer.agent.kernel_self_test import load_disabled_kernels
+from molinkd.peer.artifacts.hashing import run_in_thread
+from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.home import Home
+from molinkd.peer.quantize import check_quantize
+from molinkd.peer.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class NoRoomBesideError(UsageError):
+    """A stage would fit by itself, but not beside those that run already."""
+
+
+class StagePreparation:
+    """Plans the stages of this PC, one beside the other."""
+
+    def __init__(
+        self, settings: Settings, keys: KeyPair, home: Home, recovery: RecoveryTimer
+    ) -> None:
+        """While a ``recovery`` is under way, what is started has to hurry."""
+        self._settings = settings
+        self._keys = keys
+        self._home = home
+        self._recovery = recovery
+        #: What the stage of each generation takes of the device.
+        self._plans: dict[int, MemoryPlan] = {}
+        self._measured: asyncio.Future[MeasuredDevice] = asyncio.get_running_loop().create_future()
+
+    def set_device(self, device: MeasuredDevice) -> None:
+        """The device is known: stages may be started on it."""
+        self._measured.set_result(device)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the device is known."""
+        return self._measured.done()
+
+    def release_memory(self, generation: int) -> None:
+        """That stage needs no memory any more."""
+        self._plans.pop(generation, None)
+
+    def close(self) -> None:
+        """Nothing more is to be started."""
+        self._measured.cancel()
+
+    async def prepare_stage(self, generation: int, assign: Assign, folder: Path) -> LoadStage:
+        """The order to a worker that is to hold a stage of the model in ``folder``.
+
+        Waits until the device is known.
+
+        Raises:
+            MolinkError: it can't run here; says why.
+        """
+        opened = await asyncio.to_thread(ModelFolder.open, folder, assign.layers)
+        measured = await asyncio.shield(self._measured)
+        settings = self._settings
+        check_quantize(assign.quantize, opened.config, measured.device.kind)
+        draft = await self._plan_draft(folder, opened, assign, measured)
+        draft_bytes = draft.nbytes if draft is not None else 0
+        plan = plan_stage(opened, assign, measured, settings.pipeline, taken=draft_bytes)
+        # What the same worker held before makes room.
+        self._plans.pop(generation, None)
+        plan = self._plans[generation] = self._plan_beside_others(
+            plan, opened, assign, measured, draft_bytes
+        )
+        log.info("layers %d:%d of %s: %s", *assign.layers, assign.model, plan)
+        first, last = settings.worker_ports
+        return LoadStage(
+            pipeline=assign.pipeline,
+            stage=assign.stage,
+            stages=assign.stages,
+            layers=assign.layers,
+            model_dir=str(folder),
+            dtype=assign.dtype,
+            device=measured.name,
+            threads=num_worker_threads(settings) if measured.name == "cpu" else 0,
+            public_key=self._keys.public,
+            secret_key=self._keys.secret,
+            bind=settings.host,
+            ports=(first, last + 1),
+            kv_bytes=plan.kv,
+            block_size=assign.block_size,
+            max_model_len=_max_model_len(opened, assign),
+            settings=settings.pipeline,
+            stages_per_host=settings.stages_per_host,
+            profile_cache=str(self._home.profiles),
+            quantize=assign.quantize,
+            memory_limit=0 if measured.name == "cpu" else plan.budget + draft_bytes,
+            skip_optional=self._recovery.is_active,
+            disabled_kernels=self._disabled_kernels(measured),
+            kernel_checks_path=str(self._home.kernel_checks),
+            draft=None if draft is None else draft.start,
+        )
+
+    async def _plan_draft(
+        self, folder: Path, opened: ModelFolder, assign: Assign, measured: MeasuredDevice
+    ) -> DraftPlan | None:
+        """The draft model beside the first stage, if one is set and there is room for both."""
+        name = self._settings.draft_model
+        if not name or assign.stage:
+            return None
+        setup = measured.stage_setup(self._settings.pipeline, assign.dtype, assign.quantize)
+        context, into = _max_model_len(opened, assign), self._home.unpacked
+
+        def plan(stop: threading.Event) -> DraftPlan:
+            model = DraftModelFolder.find_draft(name, into, Progress(), stop)
+            model.check_vocabulary(folder)
+            found = model.plan_memory(setup, measured.device.memory, assign.block_size, context)
+            plan_stage(opened, assign, measured, self._settings.pipeline, taken=found.nbytes)
+            return found
+
+        try:
+            return await run_in_thread(plan)
+        except (MolinkError, OSError) as error:
+            log.warning("no draft model: %s", error)
+            return None
+
+    def _disabled_kernels(self, measured: MeasuredDevice) -> tuple[str, ...]:
+        """Kernels that failed `molink doctor` here."""
+        avoid = load_disabled_kernels(self._home.disabled_kernels, measured.device.name)
+        for name in avoid:
+            log.warning("%s failed `molink doctor` here: %s in its place", name, FALLBACKS[name])
+        return avoid
+
+    def _plan_beside_others(
+        self,
+        alone: MemoryPlan,
+        opened: ModelFolder,
+        assign: Assign,
+        measured: MeasuredDevice,
+        draft: int,
+    ) -> MemoryPlan:
+        """The plan of a stage beside those that run already, and ``draft`` bytes of a draft model.
+
+        A CPU takes memory for KV only as it is used, so the pool is that of a stage ``alone``: it
+        is that soon, and until then holds the same requests as the other one.
+
+        Raises:
+            NoRoomBesideError: there is too little memory for both.
+        """
+        on_cpu = measured.device.kind == "cpu"
+        taken = sum(one.without_kv + one.kv * (not on_cpu) for one in self._plans.values())
+        if not taken:
+            return alone
+        try:
+            settings = self._settings.pipeline
+            draft_bytes = plan_stage(opened, assign, measured, settings, taken=taken + draft)
+        except UsageError as error:
+            raise NoRoomBesideError(f"beside another stage: {error}") from error
+        return alone if on_cpu else draft_bytes
+
+
+def _max_model_len(folder: ModelFolder, assign: Assign) -> int:
+    """Most tokens of a request."""
+    return min(folder.config.max_model_len, assign.max_model_len or folder.config.max_model_len)
+
+
+def plan_stage(
+    folder: ModelFolder,
+    assign: Assign,
+    measured: MeasuredDevice,
+    settings: PipelineSettings,
+    *,
+    taken: int = 0,
+) -> MemoryPlan:
+    """How the device's memory is shared out for a stage; ``taken`` bytes are others' already.
+
+    Raises:
+        UsageError: it isn't enough; says what would fit.
+    """
+    return plan_memory(
+        msgspec.structs.replace(
+            folder.placement_facts(assign.model), max_model_len=_max_model_len(folder, assign)
+        ),
+        assign.layers,
+        measured.stage_setup(settings, assign.dtype, assign.quantize),
+        max(0, measured.device.memory - taken),
+        requests=settings.max_num_seqs,
+        block_size=assign.block_size,
+    )

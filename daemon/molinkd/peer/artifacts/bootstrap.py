@@ -1,0 +1,279 @@
+"""What founding a swarm takes beyond being a peer: a model, and a coordinator that places it."""
+
+import asyncio
+import logging
+import threading
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_source import (
+    ModelSource,
+    find_local_model,
+    find_model,
+    is_local,
+    is_repository,
+    short_name,
+)
+from molink.errors import BrokenModel, MolinkError, Unavailable, UsageError
+from molink.facts.model import ModelFacts
+from molink.text.tokenizer import Tokenizer
+from molink.wire.messages.admin import InviteReply, InviteRequest, ServeModel
+from molink.wire.messages.control_plane import ControlMessage
+from molink.wire.sockets.key_pair import KeyPair
+from molinkd.peer.artifacts.hashing import run_in_thread
+from molinkd.peer.artifacts.model_repository import ModelFiles, ModelRepository, make_change_watcher
+from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.sharded_model import find_stored_model, store_model, tensor_spans
+from molinkd.peer.artifacts.transfers import Transfers
+from molinkd.peer.home import Home
+from molinkd.peer.launch import (
+    Announce,
+    InvitationCreatedEvent,
+    Launch,
+    ModelFoundEvent,
+    ProblemReportedEvent,
+    StageStatusChangedEvent,
+)
+from molinkd.peer.membership.addresses import is_loopback
+from molinkd.peer.membership.membership_record import read_membership
+from molinkd.peer.membership.session import CoordinatorSession
+from molinkd.peer.quantize import check_quantize, check_quantize_files
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+#: How often a person is told how far hashing is.
+_PROGRESS_INTERVAL_S = 2.0
+#: How often the model's files are looked at: a stat of each.
+_CHECK_INTERVAL_S = 10.0
+
+
+class Bootstrap:
+    """The part of a daemon that brings a model, and for ``up`` asks for the first token too."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        home: Home,
+        keys: KeyPair,
+        repository: ModelRepository,
+        announce: Announce,
+        transfers: Transfers | None = None,
+    ) -> None:
+        """``transfers`` are told of what comes from the hub."""
+        self._transfers = transfers or Transfers()
+        #: What is being done about the model, and how far it is.
+        self.state: Literal["looking", "fetching", "hashing"] = "looking"
+        self.progress = Progress(source="hub")
+        self._launch = launch
+        self._settings = launch.settings
+        self._home = home
+        self._keys = keys
+        self._library = repository
+        self._announce = announce
+        self._facts: ModelFacts | None = None
+        #: What ``up`` is to serve again next time.
+        self.model: str | None = None
+        #: Whether it served that the last time, and what else was asked for here then.
+        self.is_resumed = False
+        self.extra_models: tuple[str, ...] = ()
+        self._source: ModelSource | None = None
+        #: What is here already of a model in shards.
+        self._stored: ModelFiles | None = None
+
+    async def find_model(self) -> None:
+        """Find and check the model before anything is started.
+
+        Raises:
+            ModelError: it can't be found or served; says why.
+            UsageError: this PC belongs to another swarm, or can't quantize as asked.
+        """
+        self.model = self._launch.model
+        if self._launch.role == "up":
+            known = read_membership(self._home.membership)
+            if known is not None and not known.is_founder:
+                raise UsageError(
+                    f"this PC is a member of swarm {known.swarm}: start it with "
+                    f"{self._home.format_command('join')}, or run "
+                    f"{self._home.format_command('leave')} first."
+                )
+            before = known.model if known is not None else None
+            self.model = self.model or before
+            self.is_resumed = before is not None and self.model == before
+            self.extra_models = known.extra_models if known is not None and self.is_resumed else ()
+        elif self.model is None:
+            return
+        source = await self._find_source(self.model)
+        folder = await asyncio.to_thread(self._open_folder, source)
+        await asyncio.to_thread(Tokenizer.open, source.path)
+        check = check_quantize_files if self._settings.stage == "none" else check_quantize
+        check(self._settings.quantize, folder.config)
+        facts = folder.placement_facts(source.name)
+        context = min(facts.max_model_len, self._settings.max_model_len or facts.max_model_len)
+        self._facts = msgspec.structs.replace(facts, hub=source.hub_place, max_model_len=context)
+        self._source = source
+        self._announce(
+            ModelFoundEvent(
+                model=source.name, path=str(source.path), has_vision=folder.config.has_vision
+            )
+        )
+        for note in folder.config.notes:
+            log.warning("%s", note)
+            self._announce(ProblemReportedEvent(text=note))
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What placement has to know of the model; ``None`` until it is found."""
+        return self._facts
+
+    @property
+    def name(self) -> str:
+        """What the model is called; empty until it is found."""
+        return self._source.name if self._source is not None else ""
+
+    @property
+    def path(self) -> Path | None:
+        """Where the model's files are; ``None`` until it is found."""
+        return None if self._source is None else self._source.path
+
+    async def _find_source(self, model: str | None) -> ModelSource:
+        self.state, progress = "fetching", self.progress
+        if model is not None and find_local_model(model) is not None:
+            progress.set_source("disk, to unpack it once")
+        with self._transfers.track_transfer(model or "", progress):
+            return await run_in_thread(lambda stop: self._find_in_thread(model, progress, stop))
+
+    def _find_in_thread(
+        self, model: str | None, progress: Progress, stop: threading.Event
+    ) -> ModelSource:
+        in_shards = self._settings.hub_files
+        if in_shards and model is not None and is_repository(model) and not is_local(model):
+            kept = self._stored = find_stored_model(self._home.models, model)
+            if kept is not None:
+                return ModelSource(short_name(model), kept.folder, kept.manifest.hub)
+        into = self._home.unpacked
+        return find_model(model, progress, stop, unpack_into=into, in_shards=in_shards)
+
+    def _open_folder(self, source: ModelSource) -> ModelFolder:
+        if self._stored is not None:
+            return ModelFolder.open_remote(source.path, tensor_spans(self._stored.manifest))
+        if source.shards is not None:
+            return source.shards.open_folder()
+        try:
+            return ModelFolder.open(source.path)
+        except BrokenModel as error:
+            if not source.hub_place:
+                raise
+            mend = self._home.format_command(f"pull {self.model}")
+            raise BrokenModel(f"{error}. {mend} fetches what is cut off") from error
+
+    async def hash_model(self) -> None:
+        """Find out which bytes the model consists of, for those who fetch it.
+
+        Raises:
+            BrokenModel: a file can't be read, or is a link that leads out of the model's folder.
+        """
+        source = self._source
+        if source is None or self._facts is None:
+            return
+        if self._stored is not None or source.shards is not None:
+            await asyncio.to_thread(self._offer_shards, source)
+            return
+        self.state = "hashing"
+        progress = self.progress = Progress()
+        showing = asyncio.create_task(self._announce_progress(progress))
+        try:
+            model_files = await run_in_thread(
+                lambda stop: self._library.add_model(source.name, source.path, progress, stop)
+            )
+        finally:
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
+        made = model_files.manifest
+        self._facts = msgspec.structs.replace(
+            self._facts, root=made.root, extra_bytes=made.extra_bytes
+        )
+
+    def _offer_shards(self, source: ModelSource) -> None:
+        """Have others find here what a model in shards consists of; its shards aren't here."""
+        kept = self._stored
+        if kept is None:
+            assert source.shards is not None
+            kept = store_model(self._home.models, source.name, source.shards)
+        self._library.add_partial_model(kept)
+        made = kept.manifest
+        assert self._facts is not None
+        self._facts = msgspec.structs.replace(
+            self._facts,
+            root=made.root,
+            extra_bytes=made.extra_bytes,
+            files_bytes=sum(shard.nbytes for shard in made.shards.values()),
+        )
+
+    async def watch_files(self) -> None:
+        """Say so when files of the model change: those who fetch them are refused then."""
+        look = make_change_watcher(
+            self._library, lambda text: self._announce(ProblemReportedEvent(text=text))
+        )
+        while True:
+            await asyncio.sleep(_CHECK_INTERVAL_S)
+            await asyncio.to_thread(look)
+
+    async def _announce_progress(self, progress: Progress) -> None:
+        while True:
+            await asyncio.sleep(_PROGRESS_INTERVAL_S)
+            self._announce(
+                StageStatusChangedEvent(text=f"hashing the model's files, once: {progress}")
+            )
+
+    def build_order(self, *, is_resumed: bool = False) -> ServeModel | None:
+        """What to ask the coordinator for, once the model is hashed; ``None`` without a model.
+
+        ``is_resumed``: nobody asks for it but the daemon, which has served it before.
+        """
+        settings = self._settings
+        if self._facts is None:
+            return None
+        return ServeModel(
+            ref=0,
+            model=self._facts,
+            is_retry=is_resumed,
+            min_peers=settings.min_peers,
+            dtype=settings.dtype,
+            micro_batches=settings.micro_batches,
+            quantize=settings.quantize,
+            objective=settings.objective,
+            min_stages=settings.min_stages,
+        )
+
+    async def request_serving(self, session: CoordinatorSession) -> None:
+        """Ask the coordinator to serve the model and, for ``up``, for a join token."""
+        order, settings = self.build_order(is_resumed=self.is_resumed), self._settings
+        if order is None:
+            return
+        requests: list[ControlMessage] = [order]
+        if self._launch.role == "up" and self._launch.invite:
+            invite = InviteRequest(ref=0, ttl=settings.token_ttl, uses=settings.token_uses)
+            requests.append(invite)
+        for request in requests:
+            while True:
+                try:
+                    reply = await session.request(request)
+                    break
+                except Unavailable as error:
+                    log.info("%s", error)
+                    await asyncio.sleep(_RETRY_S)
+                except MolinkError as error:
+                    self._announce(ProblemReportedEvent(text=str(error)))
+                    return
+            if isinstance(reply, InviteReply):
+                self._announce(
+                    InvitationCreatedEvent(
+                        token=reply.token,
+                        uses=settings.token_uses,
+                        discovery=settings.discovery and not is_loopback(settings.host),
+                    )
+                )

@@ -1,0 +1,221 @@
+"""Has the whole of one model that is served on this PC's disk, so that any other PC may be lost.
+
+Which model's turn it is :mod:`molinkd.peer.copies` says. It takes its time
+(:mod:`molink.swarm.artifacts.replication`), and gives way to whatever somebody waits for. Once the
+copy is whole, others may read it here.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from molink.checkpoint.manifest import Manifest
+from molink.errors import MolinkError, Unavailable
+from molink.facts.model import LayerRange
+from molink.swarm.artifacts.fetch_plan import GroupPlan
+from molink.swarm.artifacts.replication import ReplicationSchedule, layer_distance
+from molink.swarm.artifacts.sources import ModelSources
+from molinkd.peer.artifacts.model_repository import ModelFiles, ModelRepository
+from molinkd.peer.artifacts.model_store import ModelStore
+from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.stored_model import (
+    all_plans,
+    read_stored_manifest,
+    remove_replica_partials,
+    stored_files,
+)
+
+log = logging.getLogger(__name__)
+
+#: How often the files of a copy are looked at: a stat of each, in seconds.
+CHECK_INTERVAL_S = 60.0
+
+
+class ModelReplicator:
+    """The copy of one model."""
+
+    def __init__(
+        self,
+        store: ModelStore,
+        repository: ModelRepository,
+        model: tuple[str, str],
+        layers: Callable[[], LayerRange],
+        on_change: Callable[[], None],
+        is_allowed: Callable[[], bool],
+    ) -> None:
+        """``model`` is its name and its root.
+
+        ``layers()`` are those of this PC's stage: the ones beside them come first. ``may()``:
+        whether it is this model's turn. ``on_change()`` is called when the copy is whole, or isn't
+        any more, or can't be made.
+        """
+        self._store = store
+        self._library = repository
+        self.model = model
+        self._layers = layers
+        self._notify_change = on_change
+        self._is_allowed = is_allowed
+        self._rate_limit = ReplicationSchedule()
+        #: Set when something has changed that the pace, or whose turn it is, depends on.
+        self._changed = asyncio.Event()
+        self._supply = ModelSources()
+        #: Of all files, those that are here and the one that comes.
+        self._progress = Progress()
+        self._is_complete = False
+        self._is_stuck = False
+        self._task = asyncio.get_running_loop().create_task(self._maintain_replica(*model))
+
+    @property
+    def percent(self) -> int:
+        """How much of the model is here; 100 only if it is whole."""
+        if self._is_complete:
+            return 100
+        done, total = self._progress.done, self._progress.total
+        return min(99, 100 * done // total) if total else 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is whole, or can't go on for now: others may have their turn."""
+        return self._is_complete or self._is_stuck
+
+    def on_change(self, supply: ModelSources | None = None, *, serving: bool) -> None:
+        """Something has changed: the sources, whether a pipeline serves, or whose turn it is."""
+        self._rate_limit.is_serving = serving
+        if supply is not None and self._supply != supply:
+            self._supply = supply
+            self._rate_limit.retry_now()
+        self._changed.set()
+
+    def stop_replication(self) -> asyncio.Task[None]:
+        """End what is under way; files that are whole are kept, but not offered any more."""
+        self._task.cancel()
+        self._library.remove_replica(self.model[1])
+        return self._task
+
+    async def _maintain_replica(self, model: str, root: str) -> None:
+        """Have a whole copy for as long as the model is served."""
+        while True:
+            try:
+                if self._store.is_in_repository(root):
+                    self._set_complete(whole=True)
+                    return
+                copy = await self._make_replica(model, root)
+            except (MolinkError, OSError) as error:
+                self._on_failure(model, str(error))
+            except Exception as error:
+                log.exception("the copy of %s", model)
+                self._on_failure(model, f"internal error: {error!r}")
+            else:
+                self._library.add_replica(model, copy)
+                self._set_complete(whole=True)
+                await _until_changed(copy)
+                log.warning("the copy of %s in %s has changed", model, copy.folder)
+                self._library.remove_replica(root)
+                self._set_complete(whole=False)
+
+    def _set_complete(self, *, whole: bool) -> None:
+        self._is_complete, self._is_stuck = whole, False
+        self._notify_change()
+
+    def _on_failure(self, model: str, reason: str) -> None:
+        if not self._is_stuck:
+            self._is_stuck = True
+            self._notify_change()
+        if self._rate_limit.record_failure(reason, self._now()):
+            log.info("no whole copy of %s here yet; it is tried again: %s", model, reason)
+
+    async def _make_replica(self, model: str, root: str) -> ModelFiles:
+        """Look which files are here and fetch the others, the nearest first.
+
+        Raises:
+            MolinkError: one can't be had now; says why.
+            OSError: a file that was here is gone.
+        """
+        await self._wait_for_turn(fetch=False)
+        folder = await self._store.fetch_metadata(
+            model, root, self._supply, rate_limited=self._rate_limit.is_serving
+        )
+        manifest = await asyncio.to_thread(read_stored_manifest, folder, root)
+        if manifest is None:
+            raise Unavailable(f"{folder} was altered at this moment")
+        await asyncio.to_thread(remove_replica_partials, folder)
+        plans = await asyncio.to_thread(all_plans, folder, manifest)
+        missing = {plan.file: (layer, plan) for layer, plan in plans}
+        progress = self._progress = Progress(total=sum(plan.nbytes for _, plan in plans))
+        for _, plan in plans:
+            async with self._limit_rate(fetch=False):
+                sound = await self._store.verified.is_verified(folder, plan, progress)
+            if sound:
+                del missing[plan.file]
+        with self._store.transfers.track_transfer(model, progress, copy=True):
+            while missing:
+                await self._wait_for_turn(fetch=True)
+                held = self._layers()
+                _, plan = min(missing.values(), key=lambda one: layer_distance(one[0], held))
+                await self._fetch_file(folder, manifest, plan, missing.values())
+                del missing[plan.file]
+                self._is_stuck = False
+                self._rate_limit.reset_backoff()
+        log.info("all of %s is here (%.0f MB)", model, progress.total / 1e6)
+        return await asyncio.to_thread(
+            stored_files, model, folder, manifest, [plan for _, plan in plans]
+        )
+
+    async def _fetch_file(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        plan: GroupPlan,
+        missing: Iterable[tuple[int, GroupPlan]],
+    ) -> None:
+        """Fetch one of the ``missing`` files, unless a stage needed it meanwhile."""
+        progress = self._progress
+        here = progress.done
+        if await self._store.verified.is_verified(folder, plan, progress):
+            return
+        rest = sum(one.nbytes for _, one in missing)
+        await asyncio.to_thread(self._store.check_replica_room, rest)
+        turn = partial(self._limit_rate, fetch=True)
+        try:
+            await self._store.replicate_file(
+                self.model[0], folder, manifest, plan, self._supply, turn, progress
+            )
+        except BaseException:
+            progress.done = here
+            raise
+        progress.done = here + plan.nbytes
+
+    # --- giving way ---
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    @asynccontextmanager
+    async def _limit_rate(self, *, fetch: bool) -> AsyncIterator[None]:
+        """One chunk or one look: when it may begin, and what it took."""
+        await self._wait_for_turn(fetch=fetch)
+        begun = self._now()
+        yield
+        self._rate_limit.record_duration(self._now() - begun, self._now(), fetch=fetch)
+
+    async def _wait_for_turn(self, *, fetch: bool) -> None:
+        while True:
+            await self._store.idle.wait()
+            self._changed.clear()
+            turn = not fetch or self._is_allowed()
+            wait = self._rate_limit.wait_time(self._now(), fetch=fetch) if turn else None
+            if wait == 0:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._changed.wait()
+
+
+async def _until_changed(copy: ModelFiles) -> None:
+    while True:
+        await asyncio.sleep(CHECK_INTERVAL_S)
+        if await asyncio.to_thread(copy.find_changed):
+            return

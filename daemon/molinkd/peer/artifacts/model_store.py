@@ -1,0 +1,437 @@
+"""Model files that come from other peers: only what is needed, resumable, whole or not at all.
+
+A source is any member that says it holds the model, or some files of it. Its owner said which bytes
+that model consists of (:mod:`molink.checkpoint.manifest`): each chunk, or each shard, is checked
+when it comes, and each file here again before its first use in a run of the daemon.
+"""
+
+import asyncio
+import logging
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.disk_space import DISK_RESERVE_BYTES, OTHER_HOME_HINT, check_free_space
+from molink.checkpoint.manifest import (
+    MAX_MANIFEST_BYTES,
+    HashedEntry,
+    Manifest,
+    ShardEntry,
+    manifest_size,
+)
+from molink.errors import BrokenModel, FilesMissing, ModelError, Unavailable
+from molink.files import retry_while_busy
+from molink.swarm.artifacts.fetch_plan import GroupPlan, split_part
+from molink.swarm.artifacts.replication import has_disk_room
+from molink.swarm.artifacts.sources import ModelSources
+from molink.swarm.artifacts.transfer import MIN_RATE
+from molink.wire.sockets.secrets import private_folder
+from molinkd.peer.artifacts.chunk_runs import Throttle, fetch_runs, write_into
+from molinkd.peer.artifacts.model_repository import ModelRepository, folder_name
+from molinkd.peer.artifacts.partial_shard import partial_bytes
+from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.shard_fetch import ShardFetch
+from molinkd.peer.artifacts.sources import Connect, OnMisbehaviour, Reputation, SourcePool
+from molinkd.peer.artifacts.stored_model import (
+    MANIFEST_FILE,
+    REPLICA_SUFFIX,
+    altered_parts,
+    create_file,
+    group_plans,
+    metadata_parts,
+    missing_files_text,
+    read_stored_manifest,
+)
+from molinkd.peer.artifacts.transfers import Transfers
+from molinkd.peer.artifacts.verified_files import VerifiedFiles
+
+log = logging.getLogger(__name__)
+
+#: A paced transfer that somebody waits for asks for so many bytes per second at least: more than
+#: what the coordinator takes for too slow.
+MIN_LIMITED_RATE = 1.25 * MIN_RATE
+#: Folders of other versions of a model that are kept, beside those that are in use.
+MAX_OLD_VERSIONS = 2
+
+
+class ModelStore:
+    """Gets files of models from peers and keeps them under ``root``."""
+
+    def __init__(
+        self,
+        root: Path,
+        me: str,
+        repository: ModelRepository,
+        connect: Connect,
+        bundled: ModelRepository,
+        on_liar: OnMisbehaviour,
+        transfers: Transfers | None = None,
+        is_nearby: Callable[[str], bool] = lambda _: True,
+        *,
+        hub: bool = False,
+    ) -> None:
+        """``bundled`` holds models that this PC has but doesn't serve: copies of them are used.
+
+        ``is_nearby`` says whether a peer is close by; ``hub``, whether the Hugging Face hub is
+        asked.
+
+        ``on_liar`` is told of each source that sent altered bytes; ``transfers`` of what is under
+        way.
+        """
+        self.transfers = transfers or Transfers()
+        self._root = root
+        self._me = me
+        self._repositories = (repository, bundled)
+        self._connect = connect
+        self._is_nearby, self._use_hub = is_nearby, hub
+        self._reputation = Reputation(on_liar)
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        #: Models whose metadata is being fetched.
+        self._metadata: dict[str, Progress] = {}
+        #: Folders that were handed out: workers and the endpoint read from them.
+        self._in_use: set[Path] = set()
+        #: Files of weights that were found to be right.
+        self.verified = VerifiedFiles()
+        #: Bytes received so far.
+        self.bytes_received = 0
+        #: Set while nobody waits for files.
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._num_waiting = 0
+        for left_over in root.glob(".*.part"):
+            shutil.rmtree(left_over, ignore_errors=True)
+
+    async def fetch_metadata(
+        self, model: str, root: str, supply: ModelSources, *, rate_limited: bool = False
+    ) -> Path:
+        """A folder with at least config, tokenizer and chat template of the model with that root.
+
+        ``paced``: a pipeline serves, to which it gives way.
+
+        Raises:
+            MolinkError: no source could give them; says what each answered.
+        """
+        with self._mark_busy():
+            async with self._locks[model]:
+                progress = self._metadata[model] = Progress()
+                try:
+                    with self.transfers.track_transfer(model, progress):
+                        return await self._fetch(model, root, supply, None, progress, rate_limited)
+                finally:
+                    del self._metadata[model]
+
+    async def fetch_stage(
+        self,
+        model: str,
+        root: str,
+        layers: tuple[int, int],
+        supply: ModelSources,
+        progress: Progress | None = None,
+        *,
+        rate_limited: bool = False,
+    ) -> Path:
+        """A folder with all that a stage of ``layers`` (half-open) loads; ``paced`` as above.
+
+        Raises:
+            MolinkError: no source could give it, or the disk is full; says what each answered.
+        """
+        progress = progress or Progress()
+        progress.prerequisite = self._metadata.get(model)
+        with self._mark_busy(), self.transfers.track_transfer(model, progress):
+            async with self._locks[model]:
+                progress.merge_prerequisite()
+                return await self._fetch(model, root, supply, layers, progress, rate_limited)
+
+    async def replicate_file(
+        self,
+        model: str,
+        folder: Path,
+        manifest: Manifest,
+        plan: GroupPlan,
+        supply: ModelSources,
+        turn: Throttle,
+        progress: Progress,
+    ) -> None:
+        """Have one file of weights here that nobody waits for: one chunk after the other.
+
+        ``folder`` is that of :meth:`fetch_metadata`. What is needed now may come in beside this,
+        the same file too.
+
+        Raises:
+            MolinkError: no source could give it, or the disk is full.
+        """
+        path, others = folder / plan.file, supply.without_peer(self._me, hub=False)
+
+        def connect(supply: ModelSources) -> SourcePool:
+            source = progress.set_source
+            known = self._connect, self._reputation, manifest.root, supply
+            return SourcePool(*known, source, patient=True, rate_limited=True)
+
+        count = partial(self._count_bytes, progress)
+        if plan.shard is not None:
+            made = ShardFetch(
+                model,
+                manifest,
+                others,
+                connect,
+                self._reputation,
+                progress,
+                count,
+                turn,
+                is_replica=True,
+            )
+            await made.fetch_shard(path, plan.shard)
+        else:
+            async with connect(others) as pool, create_file(path, REPLICA_SUFFIX) as file:
+                pool.set_manifest(manifest)
+                await asyncio.to_thread(file.write, plan.header)
+                await fetch_runs(pool, plan.chunk_runs(), write_into(file), count, 1, turn)
+        await self.verified.mark_verified(path)
+
+    def check_replica_room(self, missing: int) -> None:
+        """Whether a copy that takes ``missing`` bytes more may be begun.
+
+        Raises:
+            ModelError: the disk would be left with too little room.
+        """
+        disk = shutil.disk_usage(self._root)
+        if not has_disk_room(missing, disk.free - DISK_RESERVE_BYTES, disk.total):
+            raise ModelError(
+                f"the disk of {self._root} has {disk.free / 1e9:.1f} GB free; a copy of the rest "
+                f"of the model would take {missing / 1e9:.1f} GB and leave too little"
+            )
+
+    def is_in_repository(self, root: str) -> bool:
+        """Whether all files of that model are here, but not in the store."""
+        return any(repository.find_by_root(root) is not None for repository in self._repositories)
+
+    def drop_peer(self, peer: str) -> None:
+        """It is no member any more: what it did counts no longer."""
+        self._reputation.drop_peer(peer)
+
+    @contextmanager
+    def _mark_busy(self) -> Iterator[None]:
+        """Somebody waits for files."""
+        self._num_waiting += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self.idle.set()
+
+    async def _fetch(
+        self,
+        model: str,
+        root: str,
+        supply: ModelSources,
+        layers: tuple[int, int] | None,
+        progress: Progress,
+        rate_limited: bool,
+    ) -> Path:
+        if not root:
+            raise Unavailable(
+                f"nobody said which bytes {model} consists of: start molink anew on the PC that "
+                "brought the model"
+            )
+        for repository in self._repositories:
+            held = repository.find_by_root(root)
+            if held is not None:
+                await asyncio.to_thread(held.verify_files)
+                return held.folder
+        if manifest_size(root) > MAX_MANIFEST_BYTES:
+            raise BrokenModel(f"{model} is too large to be fetched from peers")
+        request = _FetchRequest(
+            model, root, supply.without_peer(self._me, hub=self._use_hub), progress, rate_limited
+        )
+        try:
+            async with self._make_pool(request) as pool:
+                folder = await self._fetch_from(pool, request, layers)
+        except FilesMissing:
+            raise
+        except Unavailable as error:
+            raise Unavailable(f"the files of {model} can't be had: {error}") from error
+        self._in_use.add(folder)
+        return folder
+
+    def _make_pool(
+        self, request: "_FetchRequest", supply: ModelSources | None = None
+    ) -> SourcePool:
+        """Those of a wish, or of ``supply`` alone."""
+        return SourcePool(
+            self._connect,
+            self._reputation,
+            request.root,
+            request.supply if supply is None else supply,
+            request.progress.set_source,
+            is_nearby=self._is_nearby,
+            rate_limited=request.rate_limited,
+            floor=MIN_LIMITED_RATE,
+        )
+
+    async def _fetch_from(
+        self, pool: SourcePool, request: "_FetchRequest", layers: tuple[int, int] | None
+    ) -> Path:
+        root, progress = request.root, request.progress
+        folder = self._root / folder_name(request.model, root)
+        manifest = await asyncio.to_thread(read_stored_manifest, folder, root)
+        if manifest is None:
+            manifest = await pool.fetch_manifest(progress)
+        else:
+            pool.set_manifest(manifest)
+        if not await asyncio.to_thread(folder.is_dir):
+            await asyncio.to_thread(self._prune_versions, folder)
+        await self._download_metadata(pool, request.model, manifest, folder, progress)
+        try:
+            if layers is not None:
+                await self._download_layers(pool, request, manifest, folder, layers)
+        except BaseException:
+            # Of a model in shards this may be the only list of hashes, and drafts are kept.
+            few = not manifest.shards and not any(folder.glob("*.safetensors"))
+            if few and folder not in self._in_use:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return folder
+
+    def _prune_versions(self, folder: Path) -> None:
+        """Before ``folder`` is begun: of other versions of its model the newest few are kept."""
+        model, _, identity = folder.name.rpartition("-")
+        version = re.compile(rf"{re.escape(model)}-[0-9a-f]{{{len(identity)}}}\Z")
+        others = [
+            path
+            for path in self._root.iterdir()
+            if version.match(path.name) and path not in self._in_use
+        ]
+        others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in others[MAX_OLD_VERSIONS:]:
+            log.info("removing %s: newer versions of the model are here", old)
+            shutil.rmtree(old, ignore_errors=True)
+
+    # --- metadata ---
+
+    async def _download_metadata(
+        self,
+        pool: SourcePool,
+        model: str,
+        manifest: Manifest,
+        folder: Path,
+        progress: Progress,
+    ) -> None:
+        """Have all but weights in ``folder``, which appears once that is whole and sound."""
+        parts = metadata_parts(model, manifest)
+        if await asyncio.to_thread(folder.is_dir):
+            altered = await asyncio.to_thread(altered_parts, folder, manifest, parts)
+            for part in altered:
+                log.warning("%s is not as it was fetched: fetching it again", folder / part.name)
+                await self._download_file(pool, part, folder, progress)
+            return
+        check_free_space(self._root, sum(part.nbytes for part in parts), model, OTHER_HOME_HINT)
+        draft = private_folder(folder.with_name(f".{folder.name}.part"))
+        try:
+            await asyncio.to_thread((draft / MANIFEST_FILE).write_bytes, manifest.raw)
+            for part in parts:
+                await self._download_file(pool, part, draft, progress)
+            await asyncio.to_thread(ModelConfig.load_folder, draft)
+            await asyncio.to_thread(retry_while_busy, lambda: draft.rename(folder))
+        except OSError as error:
+            raise ModelError(f"can't make {folder}: {error}") from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    async def _download_file(
+        self, pool: SourcePool, part: HashedEntry, folder: Path, progress: Progress
+    ) -> None:
+        progress.total += part.nbytes
+        count = partial(self._count_bytes, progress)
+        async with create_file(folder / part.name) as file:
+            await fetch_runs(pool, split_part(part), write_into(file), count)
+
+    def _count_bytes(self, progress: Progress, nbytes: int) -> None:
+        progress.add_bytes(nbytes)
+        self.bytes_received += nbytes
+
+    # --- weights ---
+
+    async def _download_layers(
+        self,
+        pool: SourcePool,
+        request: "_FetchRequest",
+        manifest: Manifest,
+        folder: Path,
+        layers: tuple[int, int],
+    ) -> None:
+        model, progress = request.model, request.progress
+        plans = await asyncio.to_thread(group_plans, folder, manifest, layers)
+        progress.total = progress.done + sum(plan.nbytes for plan in plans)
+        wanted = [
+            plan for plan in plans if not await self.verified.is_verified(folder, plan, progress)
+        ]
+        if not wanted:
+            return
+        shards = [folder / plan.file for plan in wanted if plan.shard is not None]
+        here = await asyncio.to_thread(partial_bytes, shards)
+        missing = sum(plan.nbytes for plan in wanted) - here
+        check_free_space(self._root, missing, model, OTHER_HOME_HINT)
+        log.info("fetching layers %d:%d of %s (%s)", *layers, model, progress)
+        for plan in wanted:
+            if plan.shard is not None:
+                await self._download_shard(request, manifest, folder, plan.shard)
+            else:
+                await self._download_group(pool, request, folder, plan, wanted)
+            path = folder / plan.file
+            await self.verified.mark_verified(path)
+            log.info("%s of %s is here (%s)", plan.file, model, progress)
+
+    async def _download_group(
+        self,
+        pool: SourcePool,
+        request: "_FetchRequest",
+        folder: Path,
+        plan: GroupPlan,
+        wanted: Sequence[GroupPlan],
+    ) -> None:
+        count = partial(self._count_bytes, request.progress)
+        try:
+            async with create_file(folder / plan.file) as file:
+                await asyncio.to_thread(file.write, plan.header)
+                request.progress.add_bytes(len(plan.header))
+                await fetch_runs(pool, plan.chunk_runs(), write_into(file), count)
+        except Unavailable as error:
+            parts = {one.file: [part.name for part in one.parts] for one in wanted}
+            lacking = [file for file, names in parts.items() if pool.are_unavailable(names)]
+            if not lacking:
+                raise
+            raise FilesMissing(missing_files_text(request.model, lacking)) from error
+
+    async def _download_shard(
+        self, request: "_FetchRequest", manifest: Manifest, folder: Path, shard: ShardEntry
+    ) -> None:
+        made = ShardFetch(
+            request.model,
+            manifest,
+            request.supply,
+            partial(self._make_pool, request),
+            self._reputation,
+            request.progress,
+            partial(self._count_bytes, request.progress),
+            nullcontext,
+        )
+        await made.fetch_shard(folder / shard.name, shard)
+
+
+@dataclass(frozen=True, slots=True)
+class _FetchRequest:
+    """What somebody waits for, and from whom it may come."""
+
+    model: str
+    root: str
+    supply: ModelSources
+    progress: Progress
+    rate_limited: bool

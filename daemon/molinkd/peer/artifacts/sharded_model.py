@@ -1,0 +1,94 @@
+"""A model whose shards are on the hub, brought here without them: what is kept of it at once.
+
+That is a folder of the store with the manifest and the files beside the weights, as other PCs that
+fetch the model have one. The shards of this PC's own stage come into it as they do there.
+"""
+
+import logging
+from pathlib import Path
+
+from molink.checkpoint.hub_shards import HubModel
+from molink.checkpoint.manifest import HashedEntry, Manifest, hash_chunks, manifest_root
+from molink.checkpoint.model_folder import METADATA_FILES
+from molink.checkpoint.model_source import short_name
+from molink.checkpoint.safetensors_header import TensorSpan
+from molink.errors import BrokenModel, MolinkError
+from molink.files import make_plain_name, retry_while_busy
+from molink.wire.sockets.secrets import private_folder
+from molinkd.peer.artifacts.model_repository import ModelFiles, folder_name
+from molinkd.peer.artifacts.stored_model import (
+    MANIFEST_FILE,
+    altered_parts,
+    metadata_parts,
+    stored_files,
+)
+
+log = logging.getLogger(__name__)
+
+
+def store_model(store: Path, name: str, model: HubModel) -> ModelFiles:
+    """Have what there is of a model in a folder below ``store``, which appears once it is whole.
+
+    Raises:
+        BrokenModel: a file beside the weights is too large or can't be read; or no tokenizer.
+    """
+    try:
+        present = [one for one in METADATA_FILES if (model.folder / one).is_file()]
+        manifest = model.build_manifest([_hash_file(model.folder / one) for one in present])
+        parts = metadata_parts(name, manifest)
+        folder = store / folder_name(name, manifest.root)
+        if not folder.is_dir():
+            draft = private_folder(folder.with_name(f".{folder.name}.part"))
+            _copy_parts(model.folder, draft, parts)
+            (draft / MANIFEST_FILE).write_bytes(manifest.raw)
+            retry_while_busy(lambda: draft.rename(folder))
+        _copy_parts(model.folder, folder, altered_parts(folder, manifest, parts))
+        return stored_files(name, folder, manifest, ())
+    except OSError as error:
+        raise BrokenModel(f"the files of {name} can't be kept in {store}: {error}") from error
+
+
+def find_stored_model(store: Path, repository: str) -> ModelFiles | None:
+    """What is kept of a model of the hub since an earlier time; the newest of several versions."""
+    name = short_name(repository)
+    found = sorted(
+        store.glob(f"{make_plain_name(name, 'model')}-*"), key=_modified_at, reverse=True
+    )
+    for folder in found:
+        try:
+            raw = (folder / MANIFEST_FILE).read_bytes()
+            manifest = Manifest.open(raw, manifest_root(raw))
+            if manifest.hub.partition("@")[0] != repository:
+                continue
+            if not altered_parts(folder, manifest, metadata_parts(name, manifest)):
+                return stored_files(name, folder, manifest, ())
+        except (OSError, MolinkError) as error:
+            log.info("%s: %s", folder, error)
+    return None
+
+
+def tensor_spans(manifest: Manifest) -> dict[str, TensorSpan]:
+    """The tensors of a model in shards; where in these they lie only the shards know."""
+    shards = [*manifest.shards]
+    return {
+        one.name: TensorSpan(shards[one.shard], one.dtype, one.shape, 0, one.nbytes, one.name)
+        for one in manifest.placed.values()
+    }
+
+
+def _hash_file(path: Path) -> HashedEntry:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        return HashedEntry(path.name, size, b"".join(hash_chunks(file, 0, size)))
+
+
+def _copy_parts(source: Path, target: Path, parts: list[HashedEntry]) -> None:
+    for part in parts:
+        (target / part.name).write_bytes((source / part.name).read_bytes())
+
+
+def _modified_at(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:
+        return 0.0

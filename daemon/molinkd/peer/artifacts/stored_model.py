@@ -1,0 +1,234 @@
+"""A model that was fetched, on disk: its manifest, its metadata, and a file for each group."""
+
+import asyncio
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.config_fields import MAX_JSON_BYTES
+from molink.checkpoint.manifest import HashedEntry, Manifest, ShardEntry, manifest_root
+from molink.checkpoint.model_folder import METADATA_FILES, REQUIRED_FILES
+from molink.errors import AlteredModel, BrokenModel, ModelError, Unavailable
+from molink.facts.model import LayerRange
+from molink.files import retry_while_busy
+from molink.swarm.artifacts.fetch_plan import GroupPlan, plan_files, split_part
+from molink.swarm.artifacts.replication import to_ranges
+from molink.swarm.controller.holdings import format_ranges
+from molinkd.peer.artifacts.hashing import ByteRange, FileStamp, hash_ranges
+from molinkd.peer.artifacts.model_repository import ModelFiles, file_stamp
+from molinkd.peer.artifacts.progress import Progress
+
+log = logging.getLogger(__name__)
+
+#: Bounds of ``tokenizer.json`` and of each other metadata file.
+MAX_TOKENIZER_BYTES = MAX_JSON_BYTES
+MAX_METADATA_BYTES = 16 << 20
+#: Of a shard so much is read at a time.
+_READ_BYTES = 4 << 20
+#: What sets a draft of a copy apart from one that somebody waits for.
+REPLICA_SUFFIX = "copy"
+#: The manifest of a stored model, in its folder.
+MANIFEST_FILE = "manifest.molink"
+#: Which of its shards were found to be right, beside it.
+VERIFIED_SHARDS_FILE = ".shards"
+
+
+def read_stored_manifest(folder: Path, root: str) -> Manifest | None:
+    """That of a stored model; ``None`` if it isn't here, or was altered."""
+    try:
+        return Manifest.open((folder / MANIFEST_FILE).read_bytes(), root)
+    except FileNotFoundError:
+        return None
+    except (OSError, AlteredModel) as error:
+        log.warning("%s: %s: fetching it again", folder / MANIFEST_FILE, error)
+        return None
+
+
+def load_verified_shards(folder: Path) -> dict[str, FileStamp]:
+    """What shards looked like when they were found to be right; others aren't passed on."""
+    try:
+        return msgspec.json.decode(
+            (folder / VERIFIED_SHARDS_FILE).read_bytes(), type=dict[str, FileStamp]
+        )
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def record_verified_shard(folder: Path, shard: str, stamp: FileStamp) -> None:
+    """A shard with that stamp is right; raises ``OSError``."""
+    draft = folder / f"{VERIFIED_SHARDS_FILE}.new"
+    draft.write_bytes(msgspec.json.encode({**load_verified_shards(folder), shard: stamp}))
+    retry_while_busy(lambda: draft.replace(folder / VERIFIED_SHARDS_FILE))
+
+
+def metadata_parts(model: str, manifest: Manifest) -> list[HashedEntry]:
+    """What is to be had of a model beside weights."""
+    missing = [name for name in REQUIRED_FILES if name not in manifest.files]
+    if missing:
+        raise BrokenModel(f"the model's owner has no {missing[0]} of {model}")
+    parts = [manifest.files[name] for name in METADATA_FILES if name in manifest.files]
+    for part in parts:
+        maximum = MAX_TOKENIZER_BYTES if part.name == "tokenizer.json" else MAX_METADATA_BYTES
+        if part.nbytes > maximum:
+            raise BrokenModel(
+                f"{part.name} of {model} has {part.nbytes} bytes, more than {maximum}"
+            )
+    return parts
+
+
+def altered_parts(
+    folder: Path, manifest: Manifest, parts: Iterable[HashedEntry]
+) -> list[HashedEntry]:
+    """Stored metadata that is missing or isn't as it was fetched; mends the manifest's own file."""
+    if not _has_root(folder / MANIFEST_FILE, manifest.root):
+        (folder / MANIFEST_FILE).write_bytes(manifest.raw)
+    found = []
+    for part in parts:
+        try:
+            data = (folder / part.name).read_bytes()
+            if len(data) != part.nbytes:
+                raise AlteredModel("it has another size")
+            for run in split_part(part):
+                part.verify_chunk(run.index, data[run.offset : run.offset + run.nbytes])
+        except (OSError, AlteredModel):
+            found.append(part)
+    return found
+
+
+def _has_root(path: Path, root: str) -> bool:
+    try:
+        return manifest_root(path.read_bytes()) == root
+    except OSError:
+        return False
+
+
+def group_plans(folder: Path, manifest: Manifest, layers: LayerRange) -> list[GroupPlan]:
+    """The files that a stage of ``layers`` consists of, one for each group."""
+    return plan_files(ModelConfig.load_folder(folder), manifest, *layers)
+
+
+def all_plans(folder: Path, manifest: Manifest) -> list[tuple[int, GroupPlan]]:
+    """The files that the model consists of, each with the first layer whose stage needs it."""
+    found: dict[str, tuple[int, GroupPlan]] = {}
+    for layer, plans in enumerate(plans_by_layer(folder, manifest)):
+        for plan in plans:
+            found.setdefault(plan.file, (layer, plan))
+    return [*found.values()]
+
+
+def plans_by_layer(folder: Path, manifest: Manifest) -> list[list[GroupPlan]]:
+    """For each layer the files that a stage with that layer alone needs."""
+    config = ModelConfig.load_folder(folder)
+    return [plan_files(config, manifest, layer, layer + 1) for layer in range(config.layers)]
+
+
+def missing_files_text(model: str, files: Iterable[str]) -> str:
+    """Which files are missing and what mends that, for a person."""
+    names = [file.partition(".")[0] for file in files]
+    layers = {int(name.rpartition("-")[2]) for name in names if name.startswith("layer-")}
+    texts = [f"layers {format_ranges(to_ranges(layers))}"] if layers else []
+    texts += [name for name in names if not name.startswith("layer-")]
+    return (
+        f"no PC that is here has the files of {' and '.join(texts)} of {model}. Start a PC that "
+        f"has them, or bring {model} again (`molink run`)"
+    )
+
+
+def remove_replica_partials(folder: Path) -> None:
+    """Remove what copies left that a crash broke off."""
+    for draft in folder.glob(f".*.{REPLICA_SUFFIX}"):
+        draft.unlink(missing_ok=True)
+
+
+def stored_files(
+    model: str, folder: Path, manifest: Manifest, plans: Iterable[GroupPlan]
+) -> ModelFiles:
+    """A stored model that is whole, as others may read it.
+
+    Raises:
+        OSError: a file is not there any more.
+    """
+    places = {
+        part.name: ByteRange(folder / part.name, 0, part.nbytes)
+        for part in metadata_parts(model, manifest)
+    }
+    for plan in plans:
+        for part, offset in plan.part_offsets():
+            places[part.name] = ByteRange(folder / plan.file, offset, part.nbytes)
+    stamps = {path: FileStamp.of_path(path) for path in {place.path for place in places.values()}}
+    return ModelFiles(folder, manifest, places, stamps)
+
+
+def verify_file(path: Path, plan: GroupPlan, progress: Progress, stop: threading.Event) -> None:
+    """Whether a stored file is what ``plan`` says; ``progress`` keeps its bytes then.
+
+    Raises:
+        OSError: it can't be read.
+        AlteredModel: it isn't.
+        BrokenModel: it became shorter meanwhile.
+        Unavailable: ``stop`` was set.
+    """
+    if path.stat().st_size != plan.nbytes:
+        raise AlteredModel("it has another size")
+    if plan.shard is not None:
+        _verify_shard(path, plan.shard, progress, stop)
+        return
+    with path.open("rb") as file:
+        if file.read(len(plan.header)) != plan.header:
+            raise AlteredModel("it has another header")
+    places = [ByteRange(path, offset, part.nbytes) for part, offset in plan.part_offsets()]
+    for part, found in zip(plan.parts, hash_ranges(places, Progress(), stop), strict=True):
+        if isinstance(part, HashedEntry) and found != part.digests:
+            raise AlteredModel(f"tensor {part.name} has other bytes")
+    progress.add_existing(plan.nbytes)
+
+
+def _verify_shard(path: Path, shard: ShardEntry, progress: Progress, stop: threading.Event) -> None:
+    """As it is read it is progress: those who wait for it leave who stands still."""
+    found, kept = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while data := file.read(_READ_BYTES):
+            if stop.is_set():
+                raise Unavailable("hashing was ended")
+            found.update(data)
+            progress.add_existing(len(data))
+            kept += len(data)
+    if found.digest() != shard.sha256:
+        progress.total += kept  # all of it comes once more
+        raise AlteredModel("it has another SHA-256 than the hub says")
+
+
+@asynccontextmanager
+async def create_file(path: Path, suffix: str = "part") -> AsyncIterator[BinaryIO]:
+    """A file that appears under its name once it is whole; disks are waited for in threads.
+
+    Of two of different ``kind`` for the same place the one that is whole first stays.
+    """
+    draft = path.with_name(f".{path.name}.{suffix}")
+    before = file_stamp(path)
+
+    def finish() -> None:
+        file.flush()
+        os.fsync(file.fileno())
+
+    def replace() -> None:
+        if file_stamp(path) == before:
+            draft.replace(path)
+
+    try:
+        with draft.open("wb") as file:
+            yield file
+            await asyncio.to_thread(finish)
+        await asyncio.to_thread(retry_while_busy, replace)
+    except OSError as error:
+        raise ModelError(f"can't write {path}: {error}") from error
+    finally:
+        retry_while_busy(lambda: draft.unlink(missing_ok=True))

@@ -1,0 +1,241 @@
+"""The coordinator process that the daemon of ``molink up`` starts, watches and starts again."""
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import msgspec
+
+from molink.errors import PortInUse, UsageError, WorkerError
+from molink.swarm.election.events import StartCoordinatorAction
+from molink.wire.sockets.key_pair import KeyPair
+from molinkd.child_process import ChildProcess, exit_text
+from molinkd.peer.home import Home
+from molinkd.peer.membership.addresses import advertised_addresses
+from molinkd.peer.membership.membership_record import MembershipRecord
+from molinkd.peer.settings import Settings
+
+log = logging.getLogger(__name__)
+
+COORDINATOR_COMMAND = (sys.executable, "-P", "-m", "molinkd.coordinator")
+START_TIMEOUT_S = 150.0 if sys.platform == "win32" else 30.0
+#: Pauses before a coordinator that died is started again, in seconds.
+BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+#: So many ends in a row say that it can't run here: its disk is full, say.
+FAILURES_TO_REPORT = 3
+#: A coordinator that ran for this long begins with the shortest pause again.
+_SETTLED_S = 60.0
+GRACE_S = 5.0
+
+
+class CoordinatorAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
+    """The line that a coordinator prints once it listens.
+
+    ``restored``: how its state was got back, if it was lost; for a person. ``name`` is the
+    swarm's, ``pairing_port`` the port where PCs without a token may knock (0: nowhere).
+    """
+
+    port: int
+    public_key: str
+    swarm: str
+    term: int = 0
+    addresses: tuple[str, ...] = ()
+    restored: str = ""
+    name: str = ""
+    pairing_port: int = 0
+
+
+class CoordinatorHost(Protocol):
+    """What running a coordinator takes of its PC."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def home(self) -> Home: ...
+    @property
+    def keys(self) -> KeyPair: ...
+
+
+class CoordinatorProcess:
+    """One coordinator, for as long as the daemon runs."""
+
+    def __init__(
+        self,
+        arguments: Callable[[int], list[str]],
+        port: int,
+        logs: Path,
+        command: tuple[str, ...] = COORDINATOR_COMMAND,
+        on_failing: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``arguments(port)`` are those of ``python -m molinkd.coordinator``.
+
+        ``on_failing`` is called when it ends again and again: it may be started elsewhere then.
+        """
+        self._on_failing = on_failing
+        self._arguments = arguments
+        self._port = port
+        self._log_file = logs / "coordinator.log"
+        self._command = command
+        self._child: ChildProcess | None = None
+        self._announced: asyncio.Future[CoordinatorAnnouncement] | None = None
+        #: What it has said of itself last; ``None`` while none runs.
+        self.announcement: CoordinatorAnnouncement | None = None
+        self._exited = asyncio.Event()
+        #: The term that it was last told to go on in.
+        self._term = 0
+        self._supervisor: asyncio.Task[None] | None = None
+
+    async def start(self) -> CoordinatorAnnouncement:
+        """Start it and wait until it listens; from then on it is kept running.
+
+        Raises:
+            UsageError: it ended at once, and says why.
+        """
+        announcement = await self._launch()
+        # Members know this port: a restart has to take it again.
+        self._port = announcement.port
+        self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
+        return announcement
+
+    async def close(self) -> None:
+        """End it for good."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        if self._child is not None:
+            await self._child.stop(GRACE_S)
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._port
+
+    def raise_term(self, term: int) -> None:
+        """Have it go on in a higher term, now or once it runs again."""
+        self._term = term
+        if self._child is not None:
+            self._child.send(b"%d\n" % term)
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 while there is none."""
+        return self._child.pid if self._child is not None and self._child.is_running else 0
+
+    async def _launch(self) -> CoordinatorAnnouncement:
+        loop = asyncio.get_running_loop()
+        announced: asyncio.Future[CoordinatorAnnouncement] = loop.create_future()
+        self._announced = announced
+        self._exited.clear()
+        child = ChildProcess(
+            "coordinator",
+            [*self._command, *self._arguments(self._port)],
+            reader=read_announcement,
+            on_message=self._on_message,
+            on_exit=self._on_exit,
+            log_file=self._log_file,
+        )
+        child.start()
+        self._child = child
+        try:
+            return await asyncio.wait_for(announced, START_TIMEOUT_S)
+        except TimeoutError:
+            await child.stop(0.0)
+            raise WorkerError(f"the coordinator did not start; see {self._log_file}") from None
+
+    def _on_message(self, message: object) -> None:
+        if self._announced is not None and not self._announced.done():
+            assert isinstance(message, CoordinatorAnnouncement)
+            self.announcement = message
+            self._announced.set_result(message)
+
+    def _on_exit(self, code: int) -> None:
+        self._exited.set()
+        self.announcement = None
+        if self._announced is not None and not self._announced.done() and self._child is not None:
+            last = (self._child.tail.splitlines() or [""])[-1].removeprefix("molink: ")
+            kind = PortInUse if code == PortInUse.exit_code else UsageError
+            self._announced.set_exception(
+                kind(f"the coordinator can't start: {last or exit_text(code)}")
+            )
+
+    async def _supervise(self) -> None:
+        loop = asyncio.get_running_loop()
+        failures, begun = 0, loop.time()
+        while True:
+            await self._exited.wait()
+            if loop.time() - begun > _SETTLED_S:
+                failures = 0
+            pause = BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)]
+            failures += 1
+            if failures == FAILURES_TO_REPORT:
+                self._on_failing()
+            log.warning("the coordinator has ended; starting it again in %.1f s", pause)
+            await asyncio.sleep(pause)
+            begun = loop.time()
+            try:
+                announced = await self._launch()
+                if announced.term < self._term:
+                    self.raise_term(self._term)
+            except (UsageError, WorkerError, OSError) as error:
+                log.warning("%s", error)
+                self._exited.set()
+
+
+def create_coordinator_process(
+    host: CoordinatorHost,
+    membership: MembershipRecord | None,
+    replica: Path | None,
+    action: StartCoordinatorAction,
+    leader: str,
+    on_failing: Callable[[], None] = lambda: None,
+) -> CoordinatorProcess:
+    """The coordinator of this PC, to be started as decided.
+
+    ``leader`` is this peer; empty where no daemon stands beside it.
+    """
+    settings, home = host.settings, host.home
+    #: Only the first run is told.
+    once = ["--lost", action.lost_leader] if action.lost_leader else []
+    if membership is None and "coordinator_port" in settings.chosen_ports:
+        once.append("--only-port")  # of a swarm that exists the members know the port
+
+    def arguments(port: int) -> list[str]:
+        options = ["--state", str(home.coordinator), "--host", settings.host, "--port", str(port)]
+        options += ["--term", str(action.term), "--leader", leader]
+        if replica is not None:
+            options += ["--replica", str(replica)]
+        if membership is None or membership.is_founder:
+            options += ["--member", f"{host.keys.public}:{settings.name}"]
+            options += ["--max-peers", str(settings.max_peers)]
+        if membership is None:
+            options.append(f"--name={settings.name}")  # it may begin with a dash
+        else:
+            options += ["--swarm", membership.swarm]
+        if settings.discovery:
+            options += ["--porch", str(settings.pairing_port)]
+        for address in advertised_addresses(settings.host, settings.advertise):
+            options += ["--address", address]
+        options += once
+        once.clear()
+        return options
+
+    port = settings.coordinator_port
+    led = membership is not None and (
+        membership.leader == leader or (membership.is_founder and not membership.leader)
+    )
+    if membership is not None and led and port:
+        # The members know the port of the last run.
+        port = int(membership.addresses[0].rpartition(":")[2])
+    return CoordinatorProcess(arguments, port, home.logs, on_failing=on_failing)
+
+
+def read_announcement(stream: BinaryIO) -> object | None:
+    """The next announcement of a coordinator; other lines are passed over."""
+    for line in iter(lambda: stream.readline(65536), b""):
+        with contextlib.suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(line, type=CoordinatorAnnouncement)
+    return None

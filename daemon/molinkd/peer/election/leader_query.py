@@ -1,0 +1,77 @@
+"""Asking the daemon of another PC whom it follows, over its control socket."""
+
+import asyncio
+import logging
+
+import zmq.asyncio
+
+from molink.errors import MolinkError, WireError
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control_plane import ControlMessage
+from molink.wire.messages.election import LeaderReply, LeaderRequest, LeaderView
+from molink.wire.messages.instructions import PeerInfo
+from molink.wire.sockets.client import Client
+from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.key_pair import KeyPair
+from molink.wire.sockets.refusal import is_refused
+
+log = logging.getLogger(__name__)
+
+#: How long a peer has to answer whom it follows, in seconds.
+REPLY_TIMEOUT_S = 1.0
+
+
+async def query_leader(
+    context: zmq.asyncio.Context, keys: KeyPair, member: PeerInfo, request: LeaderRequest
+) -> LeaderView | None:
+    """What a peer answers first, asked at all its addresses; ``None`` if it doesn't."""
+    found = endpoints(member.addresses, member.control_port)
+    asking = [
+        asyncio.ensure_future(_query_address(context, keys, member, one, request)) for one in found
+    ]
+    answer: LeaderView | None = None
+    try:
+        for done in asyncio.as_completed(asking):
+            answer = await done
+            if answer is not None:
+                break
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+    return answer
+
+
+async def _query_address(
+    context: zmq.asyncio.Context,
+    keys: KeyPair,
+    member: PeerInfo,
+    address: str,
+    request: LeaderRequest,
+) -> LeaderView | None:
+    """The answer of a peer at one of its addresses; ``None`` if there is none."""
+    client: Client[ControlMessage] = Client(
+        context, keys, control_codec(), member.public_key, (address,), name=member.name
+    )
+    try:
+        client.start()
+        asking = asyncio.ensure_future(client.send_request(request, timeout=REPLY_TIMEOUT_S))
+        refusing = asyncio.ensure_future(is_refused(address))
+        try:
+            await asyncio.wait((asking, refusing), return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done() and refusing.result():
+                return None  # nobody is there: no need to wait
+            reply, _ = await asking
+        finally:
+            for task in (asking, refusing):
+                task.cancel()
+            await asyncio.gather(asking, refusing, return_exceptions=True)
+        if not isinstance(reply, LeaderReply):
+            raise WireError(f"a {type(reply).__name__} says nothing of a leader")
+    except MolinkError as error:
+        log.debug("%s at %s: %s", member.name, address, error)
+        return None
+    else:
+        return reply.view
+    finally:
+        await client.close()

@@ -1,0 +1,208 @@
+"""Connections to the heads of all pipelines, and which of them can take requests now."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq.asyncio
+
+from molink.errors import Unavailable
+from molink.facts.identity import derive_peer_id
+from molink.swarm.frontend.stream import PipelineEpoch
+from molink.wire.messages.codec import Buffer, DataMessage, data_codec
+from molink.wire.messages.instructions import Route, StageAddress
+from molink.wire.sockets.client import Client, ClientEvents
+from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.key_pair import KeyPair
+
+log = logging.getLogger(__name__)
+
+#: Routes that a report shows at most.
+MAX_SUMMARIES = 16
+
+
+@dataclass(slots=True)
+class _SchedulerClient:
+    route: Route
+    client: Client[DataMessage] | None = None
+
+    @property
+    def target(self) -> PipelineEpoch | None:
+        """Where to submit; ``None`` while the pipeline or its head can't be reached."""
+        if self.client is None or not self.client.is_connected or not self.route.is_ready:
+            return None
+        return PipelineEpoch(self.route.pipeline, self.route.epoch)
+
+
+class SchedulerConnections:
+    """One connection per pipeline, to the worker of its stage 0.
+
+    ``on_change`` is told of a model whose usable heads may have changed; ``on_message`` gets what a
+    pipeline's head sends.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        keys: KeyPair,
+        on_change: Callable[[str], None],
+        on_message: Callable[[str, DataMessage, memoryview | None], None],
+        via: Callable[[StageAddress], StageAddress] = lambda address: address,
+    ) -> None:
+        """``via`` says where a head is reached from here."""
+        self._context = context
+        self._keys = keys
+        self._codec = data_codec()
+        self._on_change = on_change
+        self._on_message = on_message
+        self._localize = via
+        self._schedulers: dict[str, _SchedulerClient] = {}
+        #: Pipelines that the coordinator hasn't named since it welcomed us last.
+        self._unconfirmed: set[str] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def on_welcome(self) -> None:
+        """A session begins: what is known is of another one, or of another coordinator."""
+        self._unconfirmed = set(self._schedulers)
+
+    def update_route(self, route: Route) -> list[str]:
+        """Take in where a pipeline's requests go; an older epoch than known is ignored.
+
+        Unless it is the first word on that pipeline of a session: then that is what holds.
+
+        Returns:
+            Pipelines that are found to have ended while there was no session: a coordinator names
+            one of their model that is ready, and not them.
+        """
+        scheduler = self._schedulers.get(route.pipeline)
+        known = route.pipeline not in self._unconfirmed
+        if scheduler is not None and known and route.epoch < scheduler.route.epoch:
+            return []
+        self._unconfirmed.discard(route.pipeline)
+        ended = [
+            pipeline
+            for pipeline in sorted(self._unconfirmed)
+            if route.is_ready
+            and self._schedulers[pipeline].route.model == route.model
+            and pipeline not in route.sibling_pipelines
+        ]
+        for pipeline in ended:
+            self.remove_pipeline(pipeline)
+        if scheduler is None:
+            scheduler = self._schedulers[route.pipeline] = _SchedulerClient(route)
+        elif scheduler.route.scheduler != route.scheduler or route.scheduler is None:
+            self._close_client(scheduler)
+        scheduler.route = route
+        if scheduler.client is None:
+            self._open_client(scheduler)
+        self._on_change(route.model)
+        return ended
+
+    def reconnect_peer(self, peer: str) -> None:
+        """There is another way to a member than before."""
+        for scheduler in self._schedulers.values():
+            if scheduler.route.scheduler is not None and scheduler.route.scheduler.peer == peer:
+                self._close_client(scheduler)
+                self._open_client(scheduler)
+
+    def remove_pipeline(self, pipeline: str) -> None:
+        """A pipeline is no more."""
+        self._unconfirmed.discard(pipeline)
+        scheduler = self._schedulers.pop(pipeline, None)
+        if scheduler is not None:
+            self._close_client(scheduler)
+            self._on_change(scheduler.route.model)
+
+    def ready_targets(self, model: str) -> list[PipelineEpoch]:
+        """Pipelines that can take requests for ``model`` now."""
+        return [
+            target
+            for scheduler in self._schedulers.values()
+            if scheduler.route.model == model and (target := scheduler.target) is not None
+        ]
+
+    def unready_reason(self, model: str) -> str:
+        """Why the coordinator has no ready pipeline for ``model``; empty if it hasn't said."""
+        routes = [
+            scheduler.route
+            for scheduler in self._schedulers.values()
+            if scheduler.route.model == model
+        ]
+        return next((route.reason for route in routes if route.reason), "")
+
+    def forming_progress(self, model: str) -> int:
+        """Another number than before while a pipeline for ``model`` gets on with being formed."""
+        return sum(
+            scheduler.route.forming_progress
+            for scheduler in self._schedulers.values()
+            if scheduler.route.model == model
+        )
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """All pipelines that are known."""
+        return tuple(scheduler.route for scheduler in self._schedulers.values())
+
+    @property
+    def route_summaries(self) -> tuple[tuple[str, int, bool], ...]:
+        """The newest routes as reports show them."""
+        routes = [*self.routes][-MAX_SUMMARIES:]
+        return tuple((route.pipeline, route.epoch, route.is_ready) for route in routes)
+
+    def send(
+        self, target: PipelineEpoch, message: DataMessage, payload: Buffer | None = None
+    ) -> None:
+        """Send to the head of ``target``.
+
+        Raises:
+            Unavailable: it can't be reached.
+            Overloaded: it takes no more at the moment.
+            MessageTooLarge: the message is too long for its header.
+        """
+        scheduler = self._schedulers.get(target.pipeline)
+        if scheduler is None or scheduler.client is None or scheduler.route.epoch != target.epoch:
+            raise Unavailable(f"the head of {target.pipeline} in epoch {target.epoch} is gone")
+        scheduler.client.send(message, payload)
+
+    async def close(self) -> None:
+        """End all connections."""
+        for scheduler in self._schedulers.values():
+            self._close_client(scheduler)
+        self._schedulers.clear()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _open_client(self, scheduler: _SchedulerClient) -> None:
+        address = scheduler.route.scheduler
+        if address is None or not address.addresses:
+            return
+        if address.peer != derive_peer_id(address.public_key):
+            log.warning("the route of %s names a peer by another's id", scheduler.route.pipeline)
+            return
+        pipeline = scheduler.route.pipeline
+        address = self._localize(address)
+
+        def changed() -> None:
+            self._on_change(scheduler.route.model)
+
+        scheduler.client = Client(
+            self._context,
+            self._keys,
+            self._codec,
+            address.public_key,
+            endpoints(address.addresses, address.port),
+            name=f"the head of {pipeline}",
+            events=ClientEvents(
+                on_message=lambda message, payload: self._on_message(pipeline, message, payload),
+                on_connect=changed,
+                on_disconnect=changed,
+            ),
+        )
+        scheduler.client.start()
+
+    def _close_client(self, scheduler: _SchedulerClient) -> None:
+        if scheduler.client is not None:
+            task = asyncio.get_running_loop().create_task(scheduler.client.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+            scheduler.client = None

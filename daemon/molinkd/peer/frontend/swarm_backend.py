@@ -1,0 +1,381 @@
+"""The endpoint's backend: requests in, tokens out, whatever happens to the pipelines meanwhile.
+
+The endpoint runs on an event loop of its own; everything here but the methods of ``Backend`` runs
+on the daemon's.
+"""
+
+import array
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import sys
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from molink.errors import (
+    MessageTooLarge,
+    ModelNotFound,
+    MolinkError,
+    Overloaded,
+    Unavailable,
+    WireError,
+)
+from molink.routing.cache_report import unpack_report
+from molink.routing.create import create_router
+from molink.swarm.frontend.request import GeneratedToken, Request
+from molink.swarm.frontend.request_router import RequestRouter
+from molink.swarm.frontend.stream import (
+    EmitTokenAction,
+    FailStreamAction,
+    PipelineEpoch,
+    RequestStream,
+    SendToSchedulerAction,
+    StreamAction,
+    StreamLimits,
+    SubmitAction,
+)
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import DataMessage
+from molink.wire.messages.serving import (
+    Cancel,
+    Credit,
+    OutputTokens,
+    PromptFragment,
+    Rejected,
+    RejectReason,
+)
+from molinkd.api.backend import MetricValues, ServedModel
+from molinkd.peer.feed import TokenQueue
+from molinkd.peer.frontend.scheduler_connections import SchedulerConnections
+from molinkd.peer.running_clock import RunningClock
+
+log = logging.getLogger(__name__)
+
+#: Prompt ids per message; they are 4 bytes each and a payload has at most 256 KiB.
+MAX_FRAGMENT_IDS = 32768
+#: Seconds for the status, for which the daemon may have to ask the coordinator (3 s at most).
+_STATUS_S = 5.0
+
+
+@dataclass(slots=True)
+class _ActiveRequest:
+    stream: RequestStream
+    queue: TokenQueue
+    target: PipelineEpoch | None = None
+    #: Pipelines that it could have gone to as well.
+    num_alternatives: int = 0
+    #: Of the answer, from ``target``.
+    num_tokens: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+
+class SwarmBackend:
+    """All requests of this peer's endpoint. Implements :class:`molinkd.api.backend.Backend`."""
+
+    def __init__(
+        self,
+        schedulers: SchedulerConnections,
+        limits: StreamLimits,
+        metrics: Callable[[], MetricValues],
+        clock: RunningClock,
+        status: Callable[[], Awaitable[bytes]],
+        router: str = "e2",
+    ) -> None:
+        """``clock`` is of the running event loop, and so is ``status()`` (JSON, UTF-8).
+
+        ``router`` chooses among the pipelines of a model (:mod:`molink.routing.create`).
+        """
+        self._schedulers = schedulers
+        self._clock = clock
+        self._limits = limits
+        self._collect_metrics = metrics
+        self._query_status = status
+        self._routing = RequestRouter(create_router(router))
+        self._loop = asyncio.get_running_loop()
+        self._active: dict[str, _ActiveRequest] = {}
+        #: Keys have to differ from those of this peer's earlier daemons.
+        self._prefix = secrets.token_hex(4)
+        self._sequence = itertools.count()
+        # Replaced, never changed: the endpoint's thread reads them.
+        self._models: tuple[ServedModel, ...] = ()
+        self._ready: frozenset[str] = frozenset()
+        self._counters: Counter[str] = Counter()
+        #: Models that nothing can serve: since when that is so, and the last sign that one forms.
+        self._unserved: dict[str, tuple[float, int]] = {}
+        #: Requests that waited for a pipeline which is ready again, and whom to tell of them.
+        self._replaying: set[str] = set()
+        self._on_replayed: Callable[[], None] | None = None
+
+    # --- Backend: called on the endpoint's loop ---
+
+    def list_models(self) -> Sequence[ServedModel]:
+        """Models whose tokenizer is here."""
+        return self._models
+
+    def is_ready(self, model: str | None = None) -> bool:
+        """Whether a pipeline can take a request now."""
+        served = {served.name for served in self._models} & self._ready
+        return bool(served) if model is None else model in served
+
+    async def generate(self, request: Request) -> AsyncGenerator[GeneratedToken, None]:
+        """Stream an answer; see :class:`molinkd.api.backend.Backend`."""
+        if request.model not in {served.name for served in self._models}:
+            raise ModelNotFound(f"no model {request.model!r}; see /v1/models")
+        key = f"{self._prefix}-{next(self._sequence)}"
+        queue = TokenQueue()
+        self._call_on_loop(self._open_request, key, request, queue)
+        try:
+            while True:
+                items = await queue.get_all()
+                for item in items:
+                    if isinstance(item, MolinkError):
+                        raise item
+                    yield item
+                    if item.finish_reason is not None:
+                        return
+                self._call_on_loop(self._on_consumed, key, len(items))
+        finally:
+            self._call_on_loop(self._close_request, key)
+
+    def collect_metrics(self) -> MetricValues:
+        """Those of this daemon and its workers."""
+        figures = self._collect_metrics()
+        for name, count in dict(self._counters).items():
+            figures.counters[f"daemon_requests_{name}"] = float(count)
+        for name, count in self._routing.counts.items():
+            figures.counters[f"daemon_routes_{name}"] = float(count)
+        figures.gauges["daemon_requests_active"] = float(len(self._active))
+        return figures
+
+    async def fetch_status(self) -> bytes:
+        """What the daemon says of the swarm; see :class:`molinkd.api.backend.Backend`."""
+
+        async def ask() -> bytes:
+            return await self._query_status()
+
+        asking = ask()
+        try:
+            told = asyncio.run_coroutine_threadsafe(asking, self._loop)
+        except RuntimeError:  # the daemon's loop has been closed
+            asking.close()
+            raise Unavailable("molink is ending on this PC") from None
+        try:
+            async with asyncio.timeout(_STATUS_S):
+                return await asyncio.wrap_future(told)
+        except TimeoutError:
+            raise Unavailable("the daemon is too busy to say how the swarm is") from None
+
+    def _call_on_loop(self, work: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the daemon's loop has been closed
+            self._loop.call_soon_threadsafe(work, *args)
+
+    # --- from the daemon ---
+
+    def set_models(self, models: Sequence[ServedModel]) -> None:
+        """The models that can be asked for from now on."""
+        self._models = tuple(models)
+        self._ready = frozenset(m.name for m in models if self._schedulers.ready_targets(m.name))
+
+    def on_targets_changed(self, model: str) -> None:
+        """The usable heads of a model may have changed."""
+        targets = self._schedulers.ready_targets(model)
+        self._routing.retain_pipelines(
+            PipelineEpoch(one.pipeline, one.epoch) for one in self._schedulers.routes
+        )
+        self._update_unserved(model, bool(targets))
+        self._ready = self._ready | {model} if targets else self._ready - {model}
+        for active in list(self._active.values()):
+            if active.stream.request.model == model:
+                self._choose_target(active, targets)
+
+    def _update_unserved(self, model: str, served: bool) -> None:
+        """Since when nothing can serve a model, and nothing gets on with being formed."""
+        sign = self._schedulers.forming_progress(model)
+        if served or not any(route.model == model for route in self._schedulers.routes):
+            self._unserved.pop(model, None)
+        elif model not in self._unserved or sign not in (0, self._unserved[model][1]):
+            self._unserved[model] = (self._clock.time(), sign)
+
+    def call_when_replayed(self, model: str, call: Callable[[], None]) -> None:
+        """Call once every request for ``model`` that waits now has a token, or is over."""
+        self._on_replayed = call
+        self._replaying = {
+            key
+            for key, active in self._active.items()
+            if active.stream.request.model == model and active.stream.is_waiting
+        }
+        self._check_replayed()
+
+    def _check_replayed(self) -> None:
+        if self._on_replayed is None:
+            return
+        self._replaying = {
+            key
+            for key in self._replaying
+            if key in self._active and self._active[key].stream.is_waiting
+        }
+        if not self._replaying:
+            call, self._on_replayed = self._on_replayed, None
+            call()
+
+    def on_message(
+        self, pipeline: str, message: DataMessage, payload: memoryview | None = None
+    ) -> None:
+        """A head sends."""
+        now = self._clock.time()
+        if isinstance(message, OutputTokens):
+            self._on_cache_report(pipeline, message, payload, now)
+            for token in message.tokens:
+                active = self._find_active(pipeline, token.key)
+                if active is not None:
+                    if active.num_tokens == 0:
+                        self._routing.on_first_token(active.stream.key, token.cached_tokens, now)
+                    active.num_tokens += 1
+                    self._carry_out(active, active.stream.on_token(token, now))
+            self._check_replayed()
+        elif isinstance(message, Rejected):
+            active = self._find_active(pipeline, message.key)
+            if active is not None:
+                self._counters[f"rejected_{message.reason}"] += 1
+                self._carry_out(active, active.stream.on_rejected(message, now))
+
+    def _on_cache_report(
+        self, pipeline: str, message: OutputTokens, payload: memoryview | None, now: float
+    ) -> None:
+        """What a head tells of its cache; nonsense is dropped: it would only cost time."""
+        if message.cache is None or payload is None:
+            return
+        target = PipelineEpoch(pipeline, message.tokens[0].epoch)
+        try:
+            self._routing.on_cache_report(target, unpack_report(message.cache, payload), now)
+        except WireError as error:
+            log.debug("the head of %s tells of its cache: %s", pipeline, error)
+
+    def _find_active(self, pipeline: str, key: str) -> _ActiveRequest | None:
+        """The request of a submission's key, if ``pipeline`` is the one that serves it."""
+        active = self._active.get(key.rpartition(".")[0])
+        if active is None or active.target is None or active.target.pipeline != pipeline:
+            return None
+        return active
+
+    def close(self) -> None:
+        """Cancel everything."""
+        for key in list(self._active):
+            self._close_request(key)
+
+    # --- one request ---
+
+    def _open_request(self, key: str, request: Request, queue: TokenQueue) -> None:
+        since, _ = self._unserved.get(request.model, (None, 0))
+        stream = RequestStream(key, request, self._limits, self._clock.time(), since)
+        active = self._active[key] = _ActiveRequest(stream, queue)
+        self._counters["started"] += 1
+        self._choose_target(active, self._schedulers.ready_targets(request.model))
+
+    def _on_consumed(self, key: str, count: int) -> None:
+        active = self._active.get(key)
+        if active is not None:
+            self._carry_out(active, active.stream.on_tokens_consumed(count))
+
+    def _close_request(self, key: str) -> None:
+        active = self._active.pop(key, None)
+        if active is None:
+            return
+        if active.stream.state != "done":
+            self._counters["cancelled"] += 1
+        self._carry_out(active, active.stream.cancel())
+        self._routing.on_request_finished(key, active.num_tokens, self._clock.time())
+        self._check_replayed()
+
+    def _choose_target(self, active: _ActiveRequest, targets: Sequence[PipelineEpoch]) -> None:
+        """Stay with the pipeline that serves the request, else take the one that suits it best."""
+        now = self._clock.time()
+        if active.target not in targets:
+            prompt = active.stream.request.prompt
+            active.target = self._routing.choose_pipeline(active.stream.key, prompt, targets, now)
+            active.num_tokens, active.num_alternatives = 0, max(0, len(targets) - 1)
+        reason = "" if targets else self._schedulers.unready_reason(active.stream.request.model)
+        if reason:
+            active.stream.set_unserved_reason(reason)
+        active.stream.on_formation_progress(
+            self._schedulers.forming_progress(active.stream.request.model), now
+        )
+        self._carry_out(active, active.stream.set_target(active.target, now))
+
+    def _on_timer(self, active: _ActiveRequest) -> None:
+        self._carry_out(active, active.stream.wake(self._clock.time()))
+
+    def _carry_out(self, active: _ActiveRequest, acts: list[StreamAction]) -> None:
+        for act in acts:
+            match act:
+                case EmitTokenAction(token):
+                    active.queue.put(token)
+                case FailStreamAction(error):
+                    self._counters["failed"] += 1
+                    active.queue.put(error)
+                case SendToSchedulerAction(target, message):
+                    self._send_best_effort(target, message)
+                case SubmitAction():
+                    self._submit(active, act)
+        self._set_timer(active)
+
+    def _set_timer(self, active: _ActiveRequest) -> None:
+        if active.timer is not None:
+            active.timer.cancel()
+            active.timer = None
+        when = active.stream.next_wake_at
+        if when is not None:
+            active.timer = self._clock.call_at(when, self._on_timer, active)
+
+    def _submit(self, active: _ActiveRequest, act: SubmitAction) -> None:
+        self._counters["submitted"] += 1
+        messages: list[tuple[DataMessage, bytes | None]]
+        cache = self._routing.cache_version_for(act.target, active.num_alternatives)
+        submit = (
+            act.submit
+            if cache is None
+            else msgspec.structs.replace(act.submit, cache_version=cache)
+        )
+        messages = [(submit, act.grammar), *split_prompt(submit.key, act.token_ids)]
+        try:
+            for message, part in messages:
+                self._schedulers.send(act.target, message, part)
+        except MolinkError as error:
+            # Have the head forget the half that it may have.
+            self._send_best_effort(act.target, Cancel(act.submit.key))
+            refused = _rejection_of(act, error)
+            self._loop.call_soon(self.on_message, act.target.pipeline, refused)
+
+    def _send_best_effort(self, target: PipelineEpoch, message: Cancel | Credit) -> None:
+        """Send what a head that can't be told now need not know."""
+        try:
+            self._schedulers.send(target, message)
+        except MolinkError as error:
+            log.debug("to the head of %s: %s", target.pipeline, error)
+
+
+def _rejection_of(act: SubmitAction, error: MolinkError) -> Rejected:
+    """A submission that couldn't be sent, as if its head had refused it."""
+    reason: RejectReason = "epoch"  # its connection is lost: a pause
+    text, pause = str(error), 0.0
+    if isinstance(error, MessageTooLarge):
+        reason = "invalid"
+        text = f"`logit_bias` and `stop_token_ids` have too many entries together: {error}"
+    elif isinstance(error, Overloaded):
+        reason, pause = "overloaded", 1.0
+        text = "the connection to the pipeline is congested"
+    return Rejected(act.target.epoch, act.submit.key, reason, text, pause)
+
+
+def split_prompt(key: str, ids: Sequence[int]) -> Iterator[tuple[PromptFragment, bytes]]:
+    """Ids of a prompt (little-endian int32) in messages of at most :data:`MAX_FRAGMENT_IDS`."""
+    for first in range(0, len(ids), MAX_FRAGMENT_IDS):
+        part = array.array("i", ids[first : first + MAX_FRAGMENT_IDS])
+        if sys.byteorder == "big":
+            part.byteswap()
+        yield PromptFragment(key, first, Payload("i32", (len(part),))), part.tobytes()

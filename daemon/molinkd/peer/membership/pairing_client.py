@@ -1,0 +1,219 @@
+"""Asking a swarm to be let in, without a token: this PC's side of the porch."""
+
+import asyncio
+import contextlib
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import molink
+from molink.errors import (
+    PairingRefused,
+    PairingUnanswered,
+    PeerBanned,
+    Unavailable,
+    UsageError,
+    VersionMismatch,
+    WireError,
+)
+from molink.facts.identity import derive_peer_id
+from molink.swarm.membership.discovery import PAIRING_PORT, DiscoveredSwarm, is_swarm_id
+from molink.swarm.membership.pairing import WAIT_S, PairingInitiator
+from molink.swarm.membership.sanitize import sanitize_name
+from molink.swarm.membership.versions import PeerVersion, explain_mismatch, own_version
+from molink.wire.messages.base import Message
+from molink.wire.messages.pairing import (
+    LENGTH_BYTES,
+    MAX_FRAME,
+    Challenge,
+    PairingResult,
+    decode_frame,
+    encode_frame,
+    parse_frame_length,
+)
+from molink.wire.sockets.key_pair import KeyPair, is_public_key
+from molinkd.peer.membership.membership_record import MembershipRecord
+
+#: Seconds for a connection to one address, and for an answer to what a program says.
+_CONNECT_S, _ANSWER_S = 4.0, 10.0
+#: The swarm ends a knock by itself; this PC waits a little longer, in seconds.
+_WAIT_S = WAIT_S + 15.0
+_MAX_NUM_ADDRESSES = 8
+_HOST_PORT = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,58}:[0-9]{1,5}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class PairingCode:
+    """What a person has to compare: the swarm, by its own word, and the code."""
+
+    swarm: str
+    name: str
+    code: str
+
+
+async def request_pairing(
+    nearby: DiscoveredSwarm,
+    keys: KeyPair,
+    name: str,
+    show: Callable[[PairingCode], None],
+    timeout: float = _WAIT_S,
+    *,
+    join: str = "`molink join`",
+) -> MembershipRecord:
+    """Knock, have the code shown, and wait until a person at the swarm has let this PC in.
+
+    What it returns is the swarm's own word: it holds if the person saw the same code there.
+    ``join`` is what a person types to try again.
+
+    Raises:
+        Unavailable: nobody answers there, or the swarm is full.
+        PairingRefused: a person, or the swarm, refused.
+        PairingUnanswered: nobody has approved it in time.
+        PeerBanned: this PC was revoked.
+        UsageError: another PC has this one's key.
+        VersionMismatch: this PC's molink and the swarm's don't understand each other.
+        WireError: what answers is no swarm, or not the one that was announced.
+    """
+    reader, writer, address = await _connect(nearby)
+    try:
+        knocker = PairingInitiator(keys.public, name, molink.__version__, secrets.token_bytes(32))
+        challenge = await _request_challenge(reader, writer, knocker.commitment, join)
+        if not _matches_announcement(challenge, nearby):
+            raise WireError(
+                f"what answers at {address} is not the swarm that was announced: another program "
+                "or PC pretends to be it. Join by a token (`molink invite` prints one)"
+            )
+        reveal, code = knocker.answer_challenge(challenge)
+        writer.write(encode_frame(reveal))
+        show(PairingCode(challenge.swarm, sanitize_name(challenge.name, challenge.swarm), code))
+        verdict = await _await_result(reader, timeout, join)
+        _raise_unless_admitted(verdict, derive_peer_id(keys.public), join)
+        return _membership_record(challenge, verdict, address)
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def _connect(
+    nearby: DiscoveredSwarm,
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+    failure = ""
+    for address in nearby.addresses:
+        opening = asyncio.open_connection(address, nearby.port, limit=2 * MAX_FRAME)
+        try:
+            return *(await asyncio.wait_for(opening, _CONNECT_S)), address
+        except TimeoutError:
+            failure = "it doesn't answer"
+        except (OSError, UnicodeError) as error:
+            failure = str(error)
+    where = " or ".join(nearby.addresses)
+    raise Unavailable(
+        f"can't reach the swarm at {where} port {nearby.port}: {failure}. Does `molink up` run "
+        "there, with `discovery` on, and does its firewall let TCP ports 5466 to 5479 in?"
+    )
+
+
+async def _request_challenge(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: Message, join: str
+) -> Challenge:
+    writer.write(encode_frame(message))
+    try:
+        answer: Challenge | PairingResult = await asyncio.wait_for(
+            _read_message(reader, Challenge | PairingResult), _ANSWER_S
+        )
+    except (OSError, asyncio.IncompleteReadError, TimeoutError):
+        raise Unavailable(
+            "the swarm has ended the connection: too many ask it at this moment, or no swarm is "
+            "there. Try again in a minute, or join by a token"
+        ) from None
+    except WireError as error:
+        raise WireError(
+            f"what answers there is no swarm's door ({error}): that is port {PAIRING_PORT}, unless "
+            "`porch_port` is set on the PC that runs the swarm"
+        ) from None
+    if isinstance(answer, PairingResult):
+        _raise_unless_admitted(answer, "", join)
+        raise WireError("the swarm lets this PC in before it has asked anything")
+    return answer
+
+
+async def _await_result(reader: asyncio.StreamReader, timeout: float, join: str) -> PairingResult:
+    try:
+        verdict: PairingResult = await asyncio.wait_for(
+            _read_message(reader, PairingResult), timeout
+        )
+    except TimeoutError:
+        return PairingResult(outcome="expired")
+    except (OSError, asyncio.IncompleteReadError):
+        raise Unavailable(
+            f"the connection to the swarm was lost before somebody approved: run {join} again"
+        ) from None
+    return verdict
+
+
+async def _read_message(reader: asyncio.StreamReader, types: Any) -> Any:
+    length = parse_frame_length(await reader.readexactly(LENGTH_BYTES))
+    return decode_frame(await reader.readexactly(length), types)
+
+
+def _matches_announcement(challenge: Challenge, nearby: DiscoveredSwarm) -> bool:
+    return (
+        is_swarm_id(challenge.swarm)
+        and is_public_key(challenge.public_key)
+        and nearby.swarm in ("", challenge.swarm)
+        and nearby.public_key in ("", challenge.public_key)
+    )
+
+
+def _raise_unless_admitted(verdict: PairingResult, me: str, join: str) -> None:
+    """Raise what a verdict means, unless it is that this PC is let in."""
+    match verdict.outcome:
+        case "admitted":
+            return
+        case "refused":
+            raise PairingRefused("the swarm refused this PC")
+        case "expired":
+            raise PairingUnanswered(
+                f"nobody has approved this PC in time: run {join} again, and `molink approve` on "
+                "a PC of the swarm while this one waits"
+            )
+        case "busy":
+            raise Unavailable("too many PCs ask the swarm at this moment: try again in a minute")
+        case "full":
+            raise Unavailable(
+                "the swarm has as many PCs as it may have: `molink revoke` one there, or start it "
+                "with a higher `max_peers`"
+            )
+        case "revoked":
+            raise PeerBanned(
+                f"this PC was shut out of the swarm. `molink un-revoke {me}` on the PC that runs "
+                "it lets it in again"
+            )
+        case "version":
+            raise VersionMismatch(
+                explain_mismatch(own_version(), PeerVersion(verdict.version, verdict.protocol))
+            )
+        case "twin":
+            raise UsageError(
+                "a PC with this one's key is in the swarm, and runs: this state folder is a copy "
+                "of that PC's, or that PC is this one. Delete peer.key in the state folder here to "
+                f"get an identity of its own, then run {join} again"
+            )
+
+
+def _membership_record(
+    challenge: Challenge, verdict: PairingResult, address: str
+) -> MembershipRecord:
+    """The swarm; its coordinator is first looked for where it was knocked."""
+    host = f"[{address}]" if ":" in address else address
+    first = (f"{host}:{verdict.port}",) if verdict.port else ()
+    others = filter(_HOST_PORT.match, verdict.addresses)
+    addresses = tuple(dict.fromkeys((*first, *others)))[:_MAX_NUM_ADDRESSES]
+    if not addresses:
+        raise WireError("the swarm doesn't say where it is to be found")
+    return MembershipRecord(
+        swarm=challenge.swarm, coordinator_key=challenge.public_key, addresses=addresses
+    )

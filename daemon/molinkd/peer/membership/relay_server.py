@@ -1,0 +1,260 @@
+"""Passes on what two other PCs say that can't reach each other; sees nothing but encrypted bytes.
+
+Both ends connect here and prove that the coordinator has told them the secret of their relay
+(:mod:`molink.wire.messages.relay`). One end waits with a connection; when the other comes, the
+two are joined. Everything is bounded: relays, connections, those that have proved nothing yet, how
+fast connections are taken, bytes per second in all, and bytes held, a chunk for each direction.
+"""
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from molink.errors import WireError
+from molink.swarm.controller.relays import MAX_OF_PEER
+from molink.swarm.membership.join_rate_limit import RateLimit, TokenBucket
+from molink.wire.messages.relay import (
+    NONCE_BYTES,
+    PEER_ARRIVED,
+    PROOF_BYTES,
+    OpenRelay,
+    compute_proof,
+    is_valid_proof,
+    parse_claim,
+)
+from molinkd.splice import Stream, close_after, listen_on_free_port, open_stream, splice_streams
+
+log = logging.getLogger(__name__)
+
+#: Connections of all relays, of one of them, and of those that have not proved anything.
+MAX_CONNECTIONS, MAX_OF_RELAY, MAX_STRANGERS = 128, 24, 32
+#: Until a connection has proved itself, and until the other end has come, in seconds.
+TALK_S, MEET_S = 5.0, 10.0
+#: Connections that are taken: more wait in the system's queue, which is short.
+ACCEPT_RATE = RateLimit(64, 40.0)
+_BACKLOG = 16
+_NUM_PORTS = 12
+#: Bytes per second of all relays here: a home's network, and little of a CPU.
+RATE_LIMIT = 64e6
+#: A relay that nobody uses for so long was forgotten by its coordinator, in seconds.
+UNUSED_TIMEOUT_S = 300.0
+_PAUSE_S = 0.5
+
+
+@dataclass(slots=True)
+class _RelaySession:
+    """A relay of ours."""
+
+    secret: bytes
+    last_used: float
+    waiting: list[Stream] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+
+class RelayServer:
+    """All relays of this PC, behind one port that is open only while there are any."""
+
+    def __init__(self, host: str, first_port: int, rate: float = RATE_LIMIT) -> None:
+        self._host, self._first_port, self._rate_limit = host, first_port, rate
+        self._sessions: dict[int, _RelaySession] = {}
+        self._unauthenticated: set[asyncio.Task[Any]] = set()
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        #: When all bytes so far will have been passed on at our rate.
+        self._free_at = 0.0
+        self.port = 0
+        self.bytes_relayed = 0
+
+    # --- for the coordinator -----------------------------------------------------------------
+
+    def open_relay(self, order: OpenRelay) -> int:
+        """Pass on what the ends of that relay say; returns the port, 0 if it can't be done."""
+        self._drop_unused()
+        if order.id not in self._sessions and len(self._sessions) >= MAX_OF_PEER:
+            return 0
+        if self._listener is None:
+            try:
+                host = "" if self._host == "*" else self._host
+                self._listener = listen_on_free_port(host, self._first_port, _NUM_PORTS, _BACKLOG)
+            except OSError as error:
+                log.warning("nothing can be passed on for others: %s", error)
+                return 0
+            self.port = int(self._listener.getsockname()[1])
+            self._accepting = asyncio.get_running_loop().create_task(
+                self._accept_connections(self._listener)
+            )
+            close_after(self._accepting, self._listener)
+        self._sessions.setdefault(order.id, _RelaySession(order.secret, self._now()))
+        log.info("passing on what two other PCs say, on port %d", self.port)
+        return self.port
+
+    def close_relay(self, id: int) -> None:
+        """No more of that relay; its connections end."""
+        session = self._sessions.pop(id, None)
+        if session is not None:
+            for task in session.tasks:
+                task.cancel()
+            for _, writer in session.waiting:
+                writer.transport.abort()
+        if not self._sessions:
+            self._close_listener()
+
+    async def close(self) -> None:
+        """No more of any."""
+        tasks = [task for session in self._sessions.values() for task in session.tasks]
+        tasks += [*self._unauthenticated, *([self._accepting] if self._accepting else [])]
+        for id in tuple(self._sessions):
+            self.close_relay(id)
+        self._close_listener()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def num_connections(self) -> int:
+        """Those that belong to a relay."""
+        return sum(map(self._num_connections, self._sessions.values()))
+
+    # --- connections -------------------------------------------------------------------------
+
+    async def _accept_connections(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        bucket = TokenBucket(ACCEPT_RATE, loop.time())
+        while True:
+            await asyncio.sleep(bucket.wait_time(loop.time()))
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                log.warning("a connection that was to be passed on can't be taken: %s", error)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            bucket.take_token()
+            if len(self._unauthenticated) >= MAX_STRANGERS:
+                connection.close()
+            else:
+                self._spawn(self._handle_connection(connection), self._unauthenticated)
+
+    async def _handle_connection(self, connection: socket.socket) -> None:
+        stream = await open_stream(connection)
+        kept = False
+        try:
+            async with asyncio.timeout(TALK_S):
+                id, role = await self._authenticate(stream)
+            kept = self._admit_end(stream, id, role)
+        finally:
+            if not kept:
+                stream[1].transport.abort()
+
+    async def _authenticate(self, stream: Stream) -> tuple[int, str]:
+        """Of which relay a visitor is an end, and which one.
+
+        Raises:
+            WireError: it doesn't know the secret.
+        """
+        reader, writer = stream
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        writer.write(nonce)
+        answer = await reader.readexactly(PROOF_BYTES)
+        id, role = parse_claim(answer)
+        session = self._sessions.get(id)
+        if session is None or not is_valid_proof(answer, id, role, session.secret, nonce):
+            raise WireError("it knows no secret of a relay")
+        return id, role
+
+    def _admit_end(self, stream: Stream, id: int, role: str) -> bool:
+        session = self._sessions.get(id)
+        if (
+            session is None
+            or self.num_connections >= MAX_CONNECTIONS
+            or self._num_connections(session) >= MAX_OF_RELAY
+        ):
+            return False
+        session.last_used = self._now()
+        if role == "waits":
+            # The newest is the one that is sure to live: a router may have forgotten the others.
+            for _, writer in session.waiting:
+                writer.transport.abort()
+            session.waiting[:] = [stream]
+            session.arrived.set()
+        else:
+            self._spawn(self._join_ends(session, stream), session.tasks)
+        return True
+
+    async def _join_ends(self, session: _RelaySession, stream: Stream) -> None:
+        """Join an end that has come with the one that waits."""
+        try:
+            async with asyncio.timeout(MEET_S):
+                while True:
+                    while not session.waiting:
+                        session.arrived.clear()
+                        await session.arrived.wait()
+                    other = session.waiting.pop()
+                    if not other[1].is_closing() and not other[0].at_eof():
+                        break
+                    other[1].transport.abort()
+            other[1].write(PEER_ARRIVED)
+            await splice_streams(stream, other, self._limit_rate)
+        finally:
+            session.last_used = self._now()
+            stream[1].transport.abort()
+
+    async def _limit_rate(self, nbytes: int) -> None:
+        now = self._now()
+        self.bytes_relayed += nbytes
+        self._free_at = max(self._free_at, now) + nbytes / self._rate_limit
+        if self._free_at > now + 0.001:
+            await asyncio.sleep(self._free_at - now)
+
+    # --- housekeeping ------------------------------------------------------------------------
+
+    def _num_connections(self, session: _RelaySession) -> int:
+        return 2 * len(session.tasks) + len(session.waiting)
+
+    def _drop_unused(self) -> None:
+        """Forget what was not used for long: nobody may have been left to end it."""
+        now = self._now()
+        for id, session in tuple(self._sessions.items()):
+            if not session.tasks and now - session.last_used > UNUSED_TIMEOUT_S:
+                self.close_relay(id)
+
+    def _close_listener(self) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+            self._accepting = None
+        self._listener = None
+        for task in self._unauthenticated:
+            task.cancel()
+        self.port = 0
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[Any]]) -> None:
+        task = asyncio.get_running_loop().create_task(work, name="molink-relay")
+        tasks.add(task)
+
+        def ended(done: asyncio.Task[Any]) -> None:
+            tasks.discard(done)
+            if done.cancelled() or done.exception() is None:
+                return
+            error = done.exception()
+            if isinstance(error, (OSError, EOFError, WireError, TimeoutError)):
+                log.debug("a connection of a relay has ended: %r", error)
+            else:
+                log.error("a relay failed", exc_info=error)
+
+        task.add_done_callback(ended)
+
+
+async def authenticate_end(stream: Stream, id: int, role: str, secret: bytes) -> None:
+    """Prove to a relay that we are one of its ends.
+
+    Raises:
+        OSError, EOFError: it has gone.
+    """
+    reader, writer = stream
+    nonce = await reader.readexactly(NONCE_BYTES)
+    writer.write(compute_proof(id, "waits" if role == "waits" else "dials", secret, nonce))

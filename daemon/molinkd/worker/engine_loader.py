@@ -1,0 +1,162 @@
+"""Loads a stage on torch, and measures it."""
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.model_folder import ModelFolder
+from molink.errors import MolinkError, UsageError
+from molink.facts.drafts import DraftModelFacts
+from molink.facts.profile import Profile
+from molink.stage.decoder.decoder import HeldWeights
+from molink.stage.diagnostics.kernel_checks import check_kernels
+from molink.stage.diagnostics.stage_profile import profile_stage
+from molink.stage.out_of_memory import empty_device_cache, limit_memory
+from molink.stage.stage import Stage, find_device
+from molink.text.grammar_matcher import GrammarCompiler
+from molink.wire.messages.worker_pipe import LoadStage
+from molinkd.worker.draft_proposer import DraftModelThread, DraftProposer
+from molinkd.worker.engine import DraftEngine, StageEngine
+from molinkd.worker.executor import StageExecutor
+
+log = logging.getLogger(__name__)
+
+
+#: Is told how many bytes of a stage's weights are loaded, and how many there are.
+OnWeightProgress = Callable[[int, int], None]
+
+
+def load_engine(start: LoadStage, on_progress: OnWeightProgress = lambda *_: None) -> StageEngine:
+    """The stage of ``start``, loaded and measured.
+
+    Raises:
+        MolinkError: it can't be loaded.
+    """
+    return _build_engine(
+        start, on_progress, _load_stage(start, on_progress), _load_draft_model(start)
+    )
+
+
+def _reload_engine(
+    old: Stage,
+    draft: DraftEngine | None,
+    before: LoadStage,
+    on_progress: OnWeightProgress,
+    start: LoadStage,
+) -> StageEngine:
+    """The stage of ``start`` in place of ``old``, that of ``before``."""
+    held = old.release_weights(start.layers)
+    if before.draft != start.draft:
+        draft = None
+    if _weights_key(before) != _weights_key(start):
+        held = HeldWeights()
+    empty_device_cache()
+    log.info("layers %s are held already", sorted(held.blocks) or "none")
+    stage = _load_stage(start, on_progress, held)
+    return _build_engine(start, on_progress, stage, draft or _load_draft_model(start))
+
+
+def _weights_key(start: LoadStage) -> tuple[object, ...]:
+    """What layers have to have in common to be the same in memory."""
+    return start.model_dir, start.dtype, start.device, start.quantize, start.disabled_kernels
+
+
+def _build_engine(
+    start: LoadStage, on_progress: OnWeightProgress, stage: Stage, draft: DraftEngine | None
+) -> StageEngine:
+    began = time.perf_counter()
+    profile = _profile_stage(stage, start, start.kv_bytes)
+    return StageEngine(
+        stage,
+        profile,
+        partial(StageExecutor, stage),
+        partial(_reload_engine, stage, draft, start, on_progress),
+        grammars=_create_grammar_compiler(stage, start),
+        draft=draft,
+        profile_s=time.perf_counter() - began,
+    )
+
+
+def _create_grammar_compiler(stage: Stage, start: LoadStage) -> GrammarCompiler | None:
+    return (
+        GrammarCompiler(Path(start.model_dir), stage.config.vocab_size) if stage.is_last else None
+    )
+
+
+def _load_stage(
+    start: LoadStage, on_progress: OnWeightProgress, held: HeldWeights | None = None
+) -> Stage:
+    folder = ModelFolder.open(Path(start.model_dir), start.layers)
+    if start.max_model_len > folder.config.max_model_len:
+        raise UsageError(
+            f"a context of {start.max_model_len} tokens is more than the model's"
+            f" {folder.config.max_model_len}"
+        )
+    limit_memory(start.device, start.memory_limit)
+    disabled_kernels = (
+        _check_kernels(start, folder.config) if start.kernel_checks_path else start.disabled_kernels
+    )
+
+    def on_layer(layers: int) -> None:
+        first, last = start.layers
+        total = sum(folder.tensors[name].nbytes for name in folder.stage_tensors(first, last))
+        on_progress(total * layers // (last - first), total)
+
+    return Stage.load_layers(
+        folder,
+        start.layers,
+        start.device,
+        start.dtype,
+        quantize=start.quantize,
+        held=held,
+        disabled_kernels=disabled_kernels,
+        on_layer=on_layer,
+    )
+
+
+def _load_draft_model(start: LoadStage) -> DraftEngine | None:
+    """The draft model of ``start``; without it there are only drafts that cost no model."""
+    draft = start.draft
+    if draft is None:
+        return None
+    try:
+        folder = ModelFolder.open(Path(draft.model_dir))
+        layers = (0, folder.config.layers)
+        stage = Stage.load_layers(
+            folder, layers, start.device, start.dtype, disabled_kernels=start.disabled_kernels
+        )
+        profile = _profile_stage(stage, start, draft.kv_bytes)
+    except (MolinkError, MemoryError, RuntimeError) as error:
+        log.warning("no draft model: %s", error)
+        return None
+    size = start.block_size
+    blocks = max(1, draft.kv_bytes // stage.block_bytes(size))
+    vocab_size = ModelFolder.open(Path(start.model_dir), start.layers).config.vocab_size
+    log.info("a draft model of %d layers, %d blocks", folder.config.layers, blocks)
+    make = partial(DraftProposer, stage, blocks, size, vocab_size)
+    facts = DraftModelFacts(profile, min(folder.config.max_model_len, blocks * size))
+    return DraftEngine(facts, partial(DraftModelThread, make))
+
+
+def _check_kernels(start: LoadStage, config: ModelConfig) -> tuple[str, ...]:
+    """Kernels to avoid, now that those which the stage would use were tried."""
+    began = time.perf_counter()
+    disabled_kernels = check_kernels(
+        Path(start.kernel_checks_path),
+        config,
+        find_device(start.device),
+        start.dtype,
+        start.quantize,
+        start.block_size,
+        start.disabled_kernels,
+    )
+    log.info("kernels were looked at in %.2f s", time.perf_counter() - began)
+    return disabled_kernels
+
+
+def _profile_stage(stage: Stage, start: LoadStage, kv_bytes: int) -> Profile:
+    cache = Path(start.profile_cache) if start.profile_cache else None
+    return profile_stage(stage, kv_bytes, start.block_size, cache, hurry=start.skip_optional)

@@ -1,0 +1,184 @@
+"""What the last stage makes of a step's logits: tokens, and what has to follow them."""
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from molink.errors import MolinkError
+from molink.facts.drafts import MAX_DRAFTS
+from molink.ring.step import StepInput, StepOutput
+from molink.stage.sampling.draft_verification import accept_tokens, find_certain_tokens, sample_rows
+from molink.stage.sampling.sampler import SampledToken, sample_tokens
+from molink.wire.messages.data_plane import (
+    ForcedTokens,
+    RequestSlice,
+    SampledId,
+    SamplerOutput,
+    TopLogprobs,
+    Volume,
+)
+from molinkd.worker.request_table import RequestTable, StageRequest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SampledSlice:
+    """A row group that is sampled from; ``first_row`` of a step's rows is the first to be sampled.
+
+    ``certain_tokens`` has the token after each row where a grammar leaves one only, else -1: what
+    is certain takes no logits. It and ``masks`` are known before the rows are computed, but not
+    those of prompts, whose grammar may still be compiled meanwhile.
+    """
+
+    request_slice: RequestSlice
+    request: StageRequest
+    first_row: int
+    masks: Sequence[bytes] | None = None
+    certain_tokens: Sequence[int] = ()
+
+    @property
+    def logit_rows(self) -> Iterator[int]:
+        """Those of the step's rows whose logits it takes."""
+        for index in range(1 + len(self.request_slice.verified_drafts)):
+            if not self.certain_tokens or self.certain_tokens[index] < 0:
+                yield self.first_row + index
+
+
+def plan_sampling(
+    step_inputs: Sequence[StepInput], requests: RequestTable, vocab_size: int
+) -> list[SampledSlice]:
+    """The groups that are sampled from; of logits of ``vocab_size`` tokens.
+
+    Of one that went ahead of another token than was sampled, none are wanted.
+    """
+    found, end = list[SampledSlice](), 0
+    for step_input in step_inputs:
+        for rows in step_input.volume.slices:
+            end += rows.count
+            state = requests[rows.request]
+            if rows.sample and rows.continues_from(*state.last_sampled):
+                one = SampledSlice(rows, state, end - 1 - len(rows.verified_drafts))
+                if not step_input.volume.prefill:
+                    one.masks = _allowed_masks(state, rows.verified_drafts)
+                    if one.masks is not None and state.sampling_params.logprobs < 0:
+                        one.certain_tokens = find_certain_tokens(one.masks, vocab_size)
+                found.append(one)
+    return found
+
+
+def sample_step(
+    step_inputs: Sequence[StepInput],
+    requests: RequestTable,
+    wanted: Sequence[SampledSlice],
+    logits: torch.Tensor,
+) -> list[StepOutput]:
+    """Sample tokens for every group that wants them; ``logits`` ``[n, V]`` of those that take any.
+
+    A request that has failed is reported, whatever its logits are.
+    """
+    inputs = []
+    for one in wanted:
+        if one.masks is None:
+            one.masks = _allowed_masks(one.request, one.request_slice.verified_drafts)
+        rows = sample_rows(
+            one.request_slice, one.request.sampling_params, one.request.history, one.masks
+        )
+        certain = one.certain_tokens or (-1,) * len(rows)
+        inputs += [row for row, token in zip(rows, certain, strict=True) if token < 0]
+    drawn = iter(sample_tokens(logits, inputs) if inputs else [])
+    found = {id(one.request_slice): _accept_tokens(one, drawn) for one in wanted}
+    return [
+        _make_result(
+            step_input.volume,
+            requests,
+            [(rows, found.get(id(rows))) for rows in step_input.volume.slices],
+        )
+        for step_input in step_inputs
+    ]
+
+
+def precompute_masks(requests: RequestTable, results: Collection[StepOutput]) -> None:
+    """Find out which tokens may come next, before the next step asks; no one waits for it."""
+    for result in results:
+        if result.sampled is not None:
+            forced = {each.request: each.tokens for each in result.sampled.forced}
+            for request in {choice.request for choice in result.sampled.sampled}:
+                state = requests.find_request(request)
+                if state is not None and state.matcher is not None:
+                    state.matcher.precompute_masks(forced.get(request, ()))
+
+
+def _accept_tokens(
+    one: SampledSlice, drawn: Iterator[SampledToken | None]
+) -> Sequence[SampledToken]:
+    drafts = one.request_slice.verified_drafts
+    if not one.certain_tokens:
+        return accept_tokens(list(islice(drawn, 1 + len(drafts))), drafts)
+    tokens = [SampledToken(token) if token >= 0 else next(drawn) for token in one.certain_tokens]
+    return accept_tokens(tokens, drafts)
+
+
+def _allowed_masks(state: StageRequest, drafts: Sequence[int]) -> Sequence[bytes] | None:
+    """The tokens that its grammar allows next, and after each draft.
+
+    ``None`` if it has none, or it fails with it.
+    """
+    if state.matcher is None or state.failed:
+        return None
+    try:
+        return state.matcher.compute_masks(drafts)
+    except MolinkError as error:
+        log.warning("a request fails: %s", error)
+        state.failed = True
+        return None
+
+
+def _forced_tokens(state: StageRequest) -> Sequence[int]:
+    """Tokens that its grammar leaves no choice about."""
+    assert state.matcher is not None
+    try:
+        return state.matcher.forced_tokens(MAX_DRAFTS)
+    except MolinkError:
+        return ()  # the next step of it says why
+
+
+def _make_result(
+    volume: Volume,
+    requests: RequestTable,
+    pairs: Sequence[tuple[RequestSlice, Sequence[SampledToken] | None]],
+) -> StepOutput:
+    """Put a volume's tokens into messages, and into the history where penalties need it.
+
+    ``None`` are those of a group of which none are wanted.
+    """
+    choices, tops, failed, forced = (
+        list[SampledId](),
+        list[TopLogprobs](),
+        list[int](),
+        list[ForcedTokens](),
+    )
+    for rows, drawn in pairs:
+        state, first = requests[rows.request], rows.start + rows.count - len(rows.verified_drafts)
+        if state.failed or (drawn is not None and not drawn):
+            failed.append(rows.request)
+            continue
+        if not drawn:
+            continue
+        state.last_sampled = first + len(drawn) - 1, drawn[-1].token
+        if state.sampling_params.needs_history:
+            state.history.add_generated(token.token for token in drawn)
+        if state.matcher is not None:
+            state.matcher.add_tokens(token.token for token in drawn)
+            if tokens := _forced_tokens(state):
+                forced.append(ForcedTokens(rows.request, tuple(tokens)))
+        for position, token in enumerate(drawn, first):
+            choices.append(SampledId(rows.request, position, token.token, token.logprob))
+            if token.top:
+                ids, logprobs = zip(*token.top, strict=True)
+                tops.append(TopLogprobs(rows.request, position, ids, logprobs))
+    sampled = SamplerOutput(volume.seq, tuple(choices), tuple(failed), tuple(forced))
+    return StepOutput(volume, None, sampled, tuple(tops))

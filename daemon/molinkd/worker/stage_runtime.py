@@ -1,0 +1,256 @@
+"""A stage's place in the ring of one epoch: everything that ends with the epoch."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq.asyncio
+
+from molink.facts.drafts import AUTO_DRAFTS, MAX_LOOKAHEAD
+from molink.facts.dtypes import DTYPE_SIZES
+from molink.facts.ring_times import LinkFacts
+from molink.link.estimate.link_memory import LinkMemory
+from molink.link.link_stats import LinkStats
+from molink.link.packing.compressor import Compressor
+from molink.link.packing.packer import RowPacker
+from molink.ring.build import LinkEnvironment, RingPlan, StageEnvironment, build_ring
+from molink.ring.host_memory import NO_HOST_MEMORY, HostMemory
+from molink.ring.ring import Ring
+from molink.ring.stage import DraftRunner, StageShape
+from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.policies.answer_lengths import AnswerLengths
+from molink.scheduler.scheduler import Scheduler
+from molink.wire.messages.codec import DataMessage
+from molink.wire.messages.instructions import StageAddress
+from molink.wire.messages.load import SchedulerLoad, StageLoad
+from molink.wire.messages.serving import Cancel, Credit, PromptFragment, Submit
+from molink.wire.messages.worker_pipe import FormRing, LoadStage
+from molink.wire.sockets.congestion import has_idle_reset
+from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.key_pair import KeyPair
+from molink.wire.sockets.server import MessageSender, Server
+from molinkd.worker.connector import StageConnector
+from molinkd.worker.engine import StageEngine
+from molinkd.worker.record_file import RecordFile
+from molinkd.worker.request_receiver import RequestReceiver
+from molinkd.worker.request_table import RequestTable
+
+
+class StageRuntime:
+    """Builds and owns the deciders, connections and executor of one epoch.
+
+    ``on_dead`` is told why the next stage counts as dead; ``memory`` and ``answers``
+    outlive the epoch. ``host`` is the stage's host memory for KV.
+    """
+
+    def __init__(
+        self,
+        start: LoadStage,
+        command: FormRing,
+        engine: StageEngine,
+        context: zmq.asyncio.Context,
+        server: Server[DataMessage],
+        on_dead: Callable[[str], None],
+        on_broken: Callable[[str], None],
+        memory: LinkMemory | None = None,
+        host: HostMemory = NO_HOST_MEMORY,
+        answers: AnswerLengths | None = None,
+    ) -> None:
+        self.epoch = command.epoch
+        #: The peer that runs the previous stage; nobody in a ring of one.
+        self.previous_peer = command.ring[start.stage - 1].peer if len(command.ring) > 1 else ""
+        self._start = start
+        self._command = command
+        self._server = server
+        self._vocab_size = engine.stage.config.vocab_size
+        self._weight_bytes = engine.stage.weight_bytes
+        self._kv_bytes = command.blocks * engine.stage.block_bytes(start.block_size)
+        self._host_kv_bytes = host.blocks * engine.stage.block_bytes(start.block_size)
+        self._link_memory = memory or LinkMemory(None)
+        self._record_file: RecordFile | None = None
+        self._connector: StageConnector | None = None
+        self.receiver: RequestReceiver | None = None
+        requests = RequestTable(engine.grammars)
+        loop = asyncio.get_running_loop()
+        self._executor = engine.create_executor(requests, loop.call_soon_threadsafe)
+        link = self._connect_next_stage(context, on_dead) if len(command.ring) > 1 else None
+        model: DraftRunner | None = None
+        if engine.draft is not None and start.stage == 0:
+            model = engine.draft.create_model(self._executor.submit_task, loop.call_soon_threadsafe)
+        self._ring_seat = build_ring(
+            _make_ring_plan(start, command, engine, self.previous_peer, host),
+            StageEnvironment(
+                loop,
+                requests,
+                self._executor,
+                self._create_receiver,
+                on_broken,
+                link,
+                model,
+                answers or AnswerLengths(),
+            ),
+        )
+
+    @property
+    def ring(self) -> Ring:
+        """The order of this stage's work."""
+        return self._ring_seat.ring
+
+    def open(self) -> None:
+        """Connect to the next stage and begin."""
+        self._ring_seat.start()
+
+    async def close(self) -> None:
+        """Leave the ring; waits for the step that is running."""
+        self._ring_seat.close()
+        if self._connector is not None:
+            await self._connector.close()
+        if self._record_file is not None:
+            self._record_file.close()
+        await asyncio.to_thread(self._executor.close)
+
+    def handle_message(
+        self, sender: MessageSender, message: DataMessage, payload: memoryview | None
+    ) -> None:
+        """Take a message that came to the worker's socket."""
+        incoming = self._ring_seat.incoming
+        if incoming is not None and incoming.handle_message(sender, message, payload):
+            return
+        if self.receiver is not None and isinstance(
+            message, Submit | PromptFragment | Cancel | Credit
+        ):
+            self.receiver.handle_message(sender, message, payload, time.perf_counter())
+            self.ring.run_pending()
+
+    def collect_stats(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Counters and gauges of this epoch, by name."""
+        counters, gauges = self._ring_seat.collect_stats()
+        gauges |= {
+            "stage_weight_bytes": float(self._weight_bytes),
+            "stage_kv_bytes": float(self._kv_bytes),
+        }
+        gauges["stage_host_kv_bytes"] = float(self._host_kv_bytes)
+        return counters, gauges
+
+    def report_load(self) -> StageLoad:
+        """What others are told of this stage and its link."""
+        bubbles, out = self.ring.bubbles, self._ring_seat.outgoing
+        link = out.stats if out is not None else LinkStats()
+        return StageLoad(
+            self._start.pipeline,
+            self._start.stage,
+            min(100, round(100 * bubbles.busy_share)),
+            min(100, round(100 * bubbles.bubble_share)),
+            self.ring.num_requests,
+            self._weight_bytes,
+            self._kv_bytes,
+            round(link.min_rtt / 2 * 1e6),
+            round(link.rate),
+            link.queued,
+            link.in_flight,
+        )
+
+    def report_scheduler_load(self) -> SchedulerLoad | None:
+        """What others are told of the head, where it is."""
+        scheduler = self._ring_seat.scheduler
+        return (
+            None
+            if scheduler is None
+            else scheduler.report_load(self._start.pipeline, time.perf_counter())
+        )
+
+    def _create_receiver(self, scheduler: Scheduler) -> RequestReceiver:
+        self.receiver = RequestReceiver(
+            scheduler, self._start.pipeline, self._vocab_size, self._server.send
+        )
+        return self.receiver
+
+    # --- links -----------------------------------------------------------------------------------
+
+    def _connect_next_stage(
+        self, context: zmq.asyncio.Context, on_dead: Callable[[str], None]
+    ) -> LinkEnvironment:
+        start, after = self._start, self._next_stage
+        keys = KeyPair(start.public_key, start.secret_key)
+        targets = endpoints(after.addresses, after.port)
+        self._connector = StageConnector(context, keys, after.public_key, targets)
+        if start.settings.record:
+            self._record_file = RecordFile(
+                Path(start.settings.record), start.pipeline, start.stage, self.epoch
+            )
+        packs = start.settings.compression != "none"
+        return LinkEnvironment(
+            self._connector.open_connection,
+            self._server,
+            on_dead,
+            RowPacker(Compressor(start.settings.compression), time.perf_counter) if packs else None,
+            self._link_memory.find_facts(after.peer),
+            self._store_link_facts,
+            None if self._record_file is None else self._record_file.write_line,
+            start.settings.keep_warm and has_idle_reset(),
+        )
+
+    def _store_link_facts(self, facts: LinkFacts) -> None:
+        self._link_memory.remember_link(self._next_stage.peer, facts, time.perf_counter())
+
+    @property
+    def _next_stage(self) -> StageAddress:
+        """The next stage."""
+        return self._command.ring[(self._start.stage + 1) % len(self._command.ring)]
+
+
+def _make_ring_plan(
+    start: LoadStage, command: FormRing, engine: StageEngine, previous_peer: str, host: HostMemory
+) -> RingPlan:
+    config = engine.stage.config
+    shape = StageShape(
+        start.stage,
+        len(command.ring),
+        config.hidden_size,
+        config.vocab_size,
+        engine.stage.wire_dtype,
+    )
+    return RingPlan(
+        command.epoch,
+        start.pipeline,
+        shape,
+        _make_scheduler_limits(start, command, engine),
+        config.max_model_len,
+        engine.profile,
+        start.settings.link_policy,
+        start.settings.cut_through,
+        previous_peer,
+        scheduling_policy=start.settings.scheduling_policy,
+        host_memory=host,
+    )
+
+
+def _make_scheduler_limits(
+    start: LoadStage, command: FormRing, engine: StageEngine
+) -> SchedulerConfig:
+    stage = engine.stage
+    config = stage.config
+    return SchedulerConfig(
+        num_blocks=command.blocks,
+        block_size=start.block_size,
+        micro_batches=command.micro_batches,
+        num_stages=len(command.ring),
+        row_bytes=config.hidden_size * DTYPE_SIZES[stage.wire_dtype],
+        max_num_batched_tokens=start.settings.max_num_batched_tokens,
+        max_num_seqs=start.settings.max_num_seqs,
+        max_queue_len=start.settings.max_queue_len,
+        max_queue_s=start.settings.max_queue_time,
+        max_model_len=start.max_model_len,
+        # Requests can share only what does not depend on whose it is.
+        prefix_cache=start.settings.prefix_cache and not config.keys_depend_on_length,
+        short_context=config.short_context,
+        profiles=command.profiles,
+        prefill_only_batches=start.settings.prefill_only_batches,
+        num_speculative_tokens=start.settings.num_speculative_tokens,
+        lookahead_volumes=MAX_LOOKAHEAD
+        if start.settings.num_speculative_tokens == AUTO_DRAFTS
+        else 0,
+        draft_model=None if engine.draft is None else engine.draft.facts,
+        preemption_mode=start.settings.preemption_mode,
+    )

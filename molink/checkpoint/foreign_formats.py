@@ -1,0 +1,149 @@
+"""Folders that people take for a model's: each kind is named, with what to do about it."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from molink.checkpoint.config_fields import read_json
+from molink.checkpoint.low_bit_config import parse_low_bit
+from molink.checkpoint.safetensors_header import TensorSpan
+from molink.errors import BrokenModel, ModelError, UnsupportedModel
+
+#: What a file begins with whose content git-lfs has not fetched, and how long such a file is.
+_POINTER, _POINTER_BYTES = b"version https://git-lfs", 1024
+#: What to take where weights are stored in a way that molink doesn't read.
+UNQUANTIZED_HINT = "take the model's bf16 or fp16 files, and --quantize if they are too large"
+_QUANTIZED_SUFFIXES = {
+    ".qweight": "4-bit weights of GPTQ or AWQ",
+    ".weight_packed": "weights of compressed-tensors",
+    ".weight_scale": "the scales of fp8 or int8 weights",
+    ".weight_scale_inv": "the scales of fp8 weights",
+    ".scales": "the scales of MLX's (Apple's) weights",
+}
+_VALUE_HEAD_NAMES = ("v_head.", "value_head.")
+#: What the authors' own layouts have in place of a config.json.
+_ORIGINAL_CONFIGS = ("params.json", "consolidated.safetensors", "consolidated.00.pth")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".npz", ".onnx")
+#: Tokenizers in files that molink doesn't read.
+_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
+
+
+def refuse_foreign_folder(folder: Path, elsewhere: Collection[str] = ()) -> None:
+    """Refuse a folder whose files tell that it is none of a model, or not whole.
+
+    ``elsewhere``: names of files of weights that belong to it and aren't in it.
+
+    Raises:
+        UnsupportedModel: an adapter, a model without a tokenizer that molink reads, one in another
+            layout, or one that AutoGPTQ has quantized.
+        BrokenModel: a file is a git-lfs pointer, or there is no config.json.
+    """
+    names = sorted(path.name for path in folder.iterdir())
+    for name in names:
+        if name.endswith((".json", ".safetensors")):
+            _refuse_pointer(folder / name)
+    weights = [name for name in (*names, *elsewhere) if name.endswith(_WEIGHT_SUFFIXES)]
+    adapts = "adapter_config.json" in names
+    if adapts and not any(name for name in weights if not name.startswith("adapter_model.")):
+        raise UnsupportedModel(_explain_adapter(folder))
+    if "config.json" not in names:
+        raise _explain_missing_config(folder, names, weights)
+    if "config.json" in names and "tokenizer.json" not in names:
+        other = next((name for name in _OTHER_TOKENIZERS if name in names), None)
+        if other is not None:
+            raise UnsupportedModel(
+                f"{folder} has its tokenizer as {other}, but no tokenizer.json: have transformers "
+                'write one, python -c "from transformers import AutoTokenizer as T; '
+                f"T.from_pretrained(r'{folder}').save_pretrained(r'{folder}')\""
+            )
+    if "quantize_config.json" in names and "config.json" in names:
+        config = read_json(folder / "config.json")
+        if not config.get("quantization_config"):
+            raise UnsupportedModel(
+                f"{folder / 'quantize_config.json'} is of AutoGPTQ's old layout: put its content "
+                'into config.json as "quantization_config", with "quant_method": "gptq", or '
+                f"{UNQUANTIZED_HINT}"
+            )
+
+
+def explain_missing_weights(folder: Path) -> BrokenModel:
+    """What is said of a folder without safetensors; names other weights that it has."""
+    names = sorted(path.name for path in folder.iterdir())
+    other = next((name for name in names if name.endswith(_WEIGHT_SUFFIXES[1:])), None)
+    if other is None:
+        return BrokenModel(f"{folder} has no weights: no *.safetensors file; fetch it as a whole")
+    hint = UNQUANTIZED_HINT.partition(",")[0] + ", as safetensors"
+    if other.endswith(".bin"):
+        hint = (
+            'have transformers write safetensors, python -c "from transformers import '
+            f"AutoModelForCausalLM as M; M.from_pretrained(r'{folder}', torch_dtype='auto')"
+            f".save_pretrained(r'{folder}')\""
+        )
+    return BrokenModel(
+        f"{folder} has no weights: no *.safetensors file ({other} is of a kind that molink doesn't "
+        f"read): {hint}"
+    )
+
+
+def refuse_foreign_tensors(path: Path, tensors: Mapping[str, TensorSpan]) -> None:
+    """Refuse tensors that are known to be no model's, or of weights that the config doesn't name.
+
+    Raises:
+        UnsupportedModel: there are such tensors, the first is named; or the config names a variant
+            that isn't implemented.
+    """
+    config = path / "config.json"
+    named = parse_low_bit(read_json(config), str(config)) is not None
+    for name in sorted(tensors):
+        ends = () if named else _QUANTIZED_SUFFIXES.items()
+        made = next((made for end, made in ends if name.endswith(end)), None)
+        where = f"{path / tensors[name].file}: tensor {name}"
+        if made is not None:
+            raise UnsupportedModel(
+                f"{where} belongs to {made}, but config.json has no quantization_config that "
+                f"molink reads: {UNQUANTIZED_HINT}"
+            )
+        if name.startswith(_VALUE_HEAD_NAMES):
+            raise UnsupportedModel(
+                f"{where} is a value head, as training leaves one behind: save the model without "
+                "it (trl: model.pretrained_model.save_pretrained)"
+            )
+
+
+def _refuse_pointer(file: Path) -> None:
+    try:
+        is_short = file.is_file() and file.stat().st_size <= _POINTER_BYTES
+        is_pointer = is_short and file.read_bytes().startswith(_POINTER)
+    except OSError:
+        return  # whoever needs it says what is wrong with it
+    if is_pointer:
+        raise BrokenModel(
+            f"{file} is a git-lfs pointer, not the file itself: run git lfs install, then git lfs "
+            f"pull, in {file.parent}"
+        )
+
+
+def _explain_missing_config(folder: Path, names: list[str], weights: list[str]) -> ModelError:
+    authors = next((name for name in _ORIGINAL_CONFIGS if name in names), None)
+    tokenizer = next((name for name in _OTHER_TOKENIZERS if name in names), None)
+    wanted = "config.json, tokenizer.json and *.safetensors"
+    if authors is not None:
+        return UnsupportedModel(
+            f"{folder} is in its authors' own layout ({authors}), without a config.json: take the "
+            f"files that the Hugging Face hub has of this model, {wanted}"
+        )
+    if tokenizer is not None and not weights:
+        return BrokenModel(
+            f"{folder} has a tokenizer ({tokenizer}) alone: a model's folder has {wanted}"
+        )
+    return BrokenModel(
+        f"config.json is missing in the model folder {folder}: such a one has {wanted}"
+    )
+
+
+def _explain_adapter(folder: Path) -> str:
+    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    of = f" of {base[:200]}" if isinstance(base, str) and base else ""
+    return (
+        f"{folder} is an adapter{of}, no whole model: merge them (peft: PeftModel.from_pretrained("
+        "base, adapter).merge_and_unload().save_pretrained(folder)) and serve the result"
+    )

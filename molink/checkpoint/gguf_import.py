@@ -1,0 +1,212 @@
+"""A GGUF file, laid out once as a model folder: what molink hashes, passes on and loads.
+
+Weights keep the file's own blocks (:mod:`molink.gguf.ggml_types`), so the folder takes as much room
+as the file, and other PCs fetch no more than that. Everything is checked before a byte is written.
+"""
+
+import hashlib
+import json
+import mmap
+import shutil
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.disk_space import OTHER_HOME_HINT, check_free_space
+from molink.checkpoint.hub import ByteCounter
+from molink.checkpoint.prequantized import required_tensors
+from molink.checkpoint.safetensors_header import MAX_HEADER_BYTES
+from molink.checkpoint.tensor_layout import stage_tensors
+from molink.errors import BrokenModel, ModelError, Unavailable
+from molink.files import make_plain_name, retry_while_busy
+from molink.gguf.architecture import build_config, read_vocab_size
+from molink.gguf.header import GgufFile, GgufTensor
+from molink.gguf.sampling_defaults import read_sampling_defaults
+from molink.gguf.split_files import find_first_splits, find_splits, model_name, read_split_gguf
+from molink.gguf.tensor_mapping import MappedTensor, map_tensors
+from molink.gguf.tokenizer_files import TokenizerFiles, build_tokenizer_files
+
+#: How such files' names end.
+GGUF_SUFFIX = ".gguf"
+#: Changes with what is made of a file, so that an older molink's folder isn't taken.
+_LAYOUT_VERSION = 3
+#: Bytes that are written at once.
+_WRITE_BYTES = 1 << 22
+_ALIGNMENT = 8
+
+
+def find_gguf(folder: Path) -> Path | None:
+    """The one GGUF file of a folder that has no safetensors; ``None`` if it is another folder.
+
+    Of a model in several it is the first.
+
+    Raises:
+        ModelError: there are several models.
+    """
+    if any(folder.glob("*.safetensors")):
+        return None
+    here = {path.name: path for path in folder.glob(f"*{GGUF_SUFFIX}")}
+    found = find_first_splits(here)
+    if len(found) > 1:
+        names = ", ".join(found[:4])
+        raise ModelError(f"{folder} has {len(found)} GGUF files ({names}): name one of them")
+    return folder / found[0] if found else None
+
+
+def read_gguf_model(path: Path) -> tuple[ModelConfig, dict[str, MappedTensor]]:
+    """Config and tensors of a GGUF file, without its tokenizer; raises as :func:`import_gguf`."""
+    file = read_split_gguf(path)
+    config = build_config(file, lambda tensor: _read_numbers(file, tensor), ())
+    pieces = {piece.name: piece for piece in _check_tensors(file, config)}
+    return ModelConfig.parse_config(config, str(path)), pieces
+
+
+def import_gguf(path: Path, into: Path, counter: ByteCounter, stop: threading.Event) -> Path:
+    """The folder below ``into`` that holds the model of a GGUF file; made if it isn't there.
+
+    Of a model in several files ``path`` is any of them.
+
+    Raises:
+        BrokenModel: the file is truncated or contradicts itself; says where.
+        UnsupportedModel: something in it that isn't implemented; named.
+        ModelError: there is no room, or the folder can't be written.
+        Unavailable: ``stop`` was set meanwhile.
+    """
+    target = (
+        into / f"{make_plain_name(model_name(path.name), 'model')}-{_files_key(find_splits(path))}"
+    )
+    if target.is_dir():
+        return target
+    draft = into / f".{target.name}.part"
+    try:
+        _write_folder(path, draft, counter, stop)
+        retry_while_busy(lambda: draft.rename(target))
+    except OSError as error:
+        raise ModelError(f"{path} can't be unpacked into {target}: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return target
+
+
+def _files_key(parts: Sequence[Path]) -> str:
+    """Another one whenever one of the files is another one."""
+    about = [str(_LAYOUT_VERSION)]
+    for path in parts:
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise BrokenModel(f"{path}: can't be read: {error.strerror or error}") from error
+        about.append(f"{path.resolve()} {found.st_size} {found.st_mtime_ns}")
+    return hashlib.sha256(" ".join(about).encode()).hexdigest()[:16]
+
+
+def _write_folder(path: Path, draft: Path, counter: ByteCounter, stop: threading.Event) -> None:
+    file = read_split_gguf(path)
+    tokens = build_tokenizer_files(file.metadata, read_vocab_size(file))
+    config = build_config(file, lambda tensor: _read_numbers(file, tensor), tokens.eos_ids)
+    sampling = read_sampling_defaults(file.metadata)
+    found = _check_tensors(file, config)
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    _write_metadata(draft, config, tokens, sampling)
+    total = sum(piece.nbytes for piece in found)
+    check_free_space(draft.parent, total, path.name, OTHER_HOME_HINT)
+    counter.total += total
+    with (draft / "model.safetensors").open("wb") as target, ExitStack() as opened:
+        data = [opened.enter_context(_map_file(part)) for part in file.split_paths]
+        target.write(_build_header(found))
+        for piece in found:
+            for part in _read_bytes(piece, data[piece.split]):
+                if stop.is_set():
+                    raise Unavailable(f"{path.name} was not unpacked to the end")
+                target.write(part)
+                counter.add_bytes(len(part))
+
+
+@contextmanager
+def _map_file(path: Path) -> Iterator[mmap.mmap]:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        yield data
+
+
+def _check_tensors(file: GgufFile, config: dict[str, Any]) -> list[MappedTensor]:
+    """The model's tensors; each fits the metadata, none is missing."""
+    parsed = ModelConfig.parse_config(config, str(file.path))
+    found = {piece.name: piece for piece in map_tensors(file, config)}
+    shapes = stage_tensors(parsed, 0, parsed.layers)
+    wanted = required_tensors(shapes, "none", found)
+    for name, stored in wanted.items():
+        piece = found.get(name)
+        if piece is None:
+            raise BrokenModel(f"{file.path}: the tensor for {name} is missing")
+        if not stored.accepts_shape(piece.shape) or piece.dtype not in stored.dtypes:
+            raise BrokenModel(
+                f"{file.path}: the tensor for {name} is {piece.dtype} {list(piece.shape)}, but its "
+                f"metadata demand {list(stored.shape)} in {' or '.join(stored.dtypes)}"
+            )
+    strays = sorted(found.keys() - wanted.keys())
+    if strays:
+        raise BrokenModel(
+            f"{file.path}: its metadata leave no place for {strays[0]}"
+            + (f" and {len(strays) - 1} more tensors" if len(strays) > 1 else "")
+        )
+    return list(found.values())
+
+
+def _read_numbers(file: GgufFile, tensor: GgufTensor) -> list[float]:
+    with file.split_paths[tensor.split].open("rb") as source:
+        source.seek(tensor.offset)
+        return [number for (number,) in struct.iter_unpack("<f", source.read(tensor.nbytes))]
+
+
+def _write_metadata(
+    draft: Path, config: dict[str, Any], tokens: TokenizerFiles, sampling: dict[str, float]
+) -> None:
+    (draft / "tokenizer.json").write_text(tokens.tokenizer, encoding="utf-8")
+    contents = {
+        "config.json": config,
+        "generation_config.json": {"eos_token_id": list(tokens.eos_ids), **sampling},
+        "tokenizer_config.json": tokens.config,
+    }
+    for name, content in contents.items():
+        (draft / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _build_header(found: list[MappedTensor]) -> bytes:
+    entries: dict[str, Any] = {}
+    end = 0
+    for piece in found:
+        offsets = [end, end + piece.nbytes]
+        entries[piece.name] = {
+            "dtype": piece.dtype,
+            "shape": list(piece.shape),
+            "data_offsets": offsets,
+        }
+        end += piece.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise BrokenModel(f"a model of {len(found)} tensors is too large for one file")
+    return struct.pack("<Q", len(text)) + text
+
+
+def _read_bytes(piece: MappedTensor, data: mmap.mmap) -> Iterator[bytes]:
+    # Late: a daemon needs it for nothing else.
+    import numpy as np
+
+    end = piece.offset + piece.nbytes
+    if piece.subtract:
+        norm = np.frombuffer(data[piece.offset : end], "<f4")
+        yield (norm - np.float32(piece.subtract)).astype("<f4").tobytes()
+    elif piece.permuted_heads:
+        # Row 2i of a head is the i-th of its first half, row 2i + 1 of its second.
+        rows = np.frombuffer(data[piece.offset : end], np.uint8).reshape(piece.shape[0], -1)
+        pairs = rows.reshape(piece.permuted_heads, -1, 2, rows.shape[1])
+        yield pairs.swapaxes(1, 2).tobytes()
+    else:
+        for begin in range(piece.offset, end, _WRITE_BYTES):
+            yield data[begin : min(begin + _WRITE_BYTES, end)]

@@ -1,0 +1,193 @@
+"""A model folder in Hugging Face's layout, checked before anything is started with it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.config_fields import read_json
+from molink.checkpoint.foreign_formats import (
+    explain_missing_weights,
+    refuse_foreign_folder,
+    refuse_foreign_tensors,
+)
+from molink.checkpoint.low_bit_checks import ReadTensor, check_low_bit_contents
+from molink.checkpoint.multimodal import extract_text_tensors
+from molink.checkpoint.placement_facts import model_facts
+from molink.checkpoint.prequantized import required_tensors
+from molink.checkpoint.safetensors_header import TensorSpan, read_header
+from molink.checkpoint.tensor_layout import TensorShapes, stage_tensors
+from molink.checkpoint.tensor_requirement import TensorRequirement
+from molink.checkpoint.unknown_tensors import refuse_unknown_tensors
+from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
+from molink.facts.dtypes import WeightDType
+from molink.facts.model import ModelFacts
+
+INDEX_FILE = "model.safetensors.index.json"
+#: Without these a model can't be served.
+REQUIRED_FILES = ("config.json", "tokenizer.json")
+#: All that a peer needs of a model beside weights; those not required may be absent.
+METADATA_FILES = (
+    *REQUIRED_FILES,
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_WEIGHT_DTYPES: dict[str, WeightDType] = {"F32": "f32", "BF16": "bf16", "F16": "f16"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A folder that holds a model, or at least the tensors of some of its layers.
+
+    ``tensors`` are all that its files hold, by name.
+    """
+
+    path: Path
+    config: ModelConfig
+    tensors: dict[str, TensorSpan]
+
+    @classmethod
+    def open(cls, path: Path, layers: tuple[int, int] | None = None) -> "ModelFolder":
+        """Check that a folder can serve layers ``first:last`` (all of them if ``None``).
+
+        Embedding, final norm and output head are wanted only if the range touches that end.
+
+        Raises:
+            ModelNotFound: there is no such folder.
+            UnsupportedModel: an architecture, feature or weight type that isn't implemented.
+            BrokenModel: a file or tensor is missing, truncated or inconsistent, or there are
+                tensors that no model of this config has; named.
+            UsageError: the model has no such layers.
+        """
+        if not path.is_dir():
+            raise ModelNotFound(f"{path} is no model folder")
+        refuse_foreign_folder(path)
+        _check_metadata(path)
+        folder, shapes = cls._check_folder(path, scan_tensors(path), layers)
+        check_low_bit_contents(path, folder.config.low_bit, shapes, folder.tensors)
+        return folder
+
+    @classmethod
+    def open_remote(
+        cls, path: Path, tensors: Mapping[str, TensorSpan], read: ReadTensor | None = None
+    ) -> "ModelFolder":
+        """Check that a model whose weights lie elsewhere can be served; raises as :meth:`open`.
+
+        ``path`` has all but them, ``tensors`` is what the heads of their files say, by the names of
+        a text model. ``read`` reads a tensor; without, none is looked into.
+        """
+        refuse_foreign_folder(path, {span.file for span in tensors.values()})
+        _check_metadata(path)
+        folder, shapes = cls._check_folder(path, dict(tensors), None)
+        if read is not None:
+            check_low_bit_contents(path, folder.config.low_bit, shapes, folder.tensors, read)
+        return folder
+
+    @classmethod
+    def _check_folder(
+        cls, path: Path, tensors: dict[str, TensorSpan], layers: tuple[int, int] | None
+    ) -> "tuple[ModelFolder, TensorShapes]":
+        """With the shapes of the tensors that are wanted."""
+        refuse_foreign_tensors(path, tensors)
+        config = ModelConfig.load_folder(path, _find_dtype(tensors))
+        first, last = (0, config.layers) if layers is None else layers
+        if not 0 <= first < last <= config.layers:
+            raise UsageError(f"{path} has layers 0:{config.layers}; {first}:{last} is no part")
+        shapes = stage_tensors(config, first, last)
+        wanted = required_tensors(shapes, config.quantized, tensors, config.low_bit)
+        _check_tensors(path, tensors, wanted)
+        refuse_unknown_tensors(path, config, tensors)
+        return cls(path, config, tensors), shapes
+
+    def stage_tensors(self, first: int, last: int) -> list[str]:
+        """Names of the tensors that a stage of layers ``first:last`` loads."""
+        shapes = stage_tensors(self.config, first, last)
+        config = self.config
+        return list(required_tensors(shapes, config.quantized, self.tensors, config.low_bit))
+
+    def placement_facts(self, name: str) -> ModelFacts:
+        """What placement has to know; sizes are those of the stored weights."""
+        return model_facts(self.config, name, self.tensors)
+
+
+def _check_metadata(path: Path) -> None:
+    for name in REQUIRED_FILES:
+        read_json(path / name)
+
+
+def scan_tensors(path: Path) -> dict[str, TensorSpan]:
+    """Tensors of all safetensors files of a folder; the index decides on names found twice.
+
+    Of a model that sees images they are those of its text model, by the names of such.
+
+    Raises:
+        BrokenModel: there are none, or a file is truncated or inconsistent.
+    """
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise explain_missing_weights(path)
+    preferred = read_weight_map(path)
+    tensors: dict[str, TensorSpan] = {}
+    for file in files:
+        for name, span in extract_text_tensors(read_header(file), str(file)).items():
+            known = tensors.get(name)
+            if known is None or preferred.get(name) == span.file:
+                tensors[name] = span
+            elif preferred.get(name) != known.file and known.shape != span.shape:
+                raise BrokenModel(f"{path}: tensor {name} differs in {known.file} and {span.file}")
+    return tensors
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Tensor → file, as the index of a sharded folder has it; empty without an index.
+
+    Tensors as in :func:`scan_tensors`.
+    """
+    if not (path / INDEX_FILE).is_file():
+        return {}
+    found: Any = read_json(path / INDEX_FILE).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise BrokenModel(f"{path / INDEX_FILE}: weight_map is no object of file names")
+    return extract_text_tensors(found, str(path / INDEX_FILE))
+
+
+def _find_dtype(tensors: dict[str, TensorSpan]) -> WeightDType:
+    for name, span in tensors.items():
+        # Scales are often of another type.
+        if span.dtype in _WEIGHT_DTYPES and name.endswith(".weight"):
+            return _WEIGHT_DTYPES[span.dtype]
+    return "f32"
+
+
+def _check_tensors(
+    path: Path, tensors: dict[str, TensorSpan], wanted: Mapping[str, TensorRequirement]
+) -> None:
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        raise _missing_tensors(path, missing)
+    for name, stored in wanted.items():
+        span = tensors[name]
+        if not stored.accepts_shape(span.shape):
+            raise BrokenModel(
+                f"{path / span.file}: tensor {name} has shape {list(span.shape)}, "
+                f"but config.json demands {list(stored.shape)}"
+            )
+        if span.dtype not in stored.dtypes:
+            raise UnsupportedModel(
+                f"{path / span.file}: tensor {name} is {span.dtype}; supported here: "
+                f"{', '.join(stored.dtypes)}"
+            )
+
+
+def _missing_tensors(path: Path, names: Iterable[str]) -> BrokenModel:
+    first, *others = names
+    more = f" and {len(others)} more" if others else ""
+    shard = read_weight_map(path).get(first)
+    if shard is None:
+        return BrokenModel(f"{path}: tensor {first}{more} is in none of its safetensors files")
+    reason = "lacks it" if (path / shard).is_file() else "is missing"
+    return BrokenModel(f"{path / shard} {reason}: {INDEX_FILE} says it holds {first}{more}")

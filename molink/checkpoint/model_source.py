@@ -1,0 +1,168 @@
+"""From the name of a model to its folder: bundled, local, of a GGUF file, or from the hub."""
+
+import re
+import threading
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from molink.checkpoint import hub
+from molink.checkpoint.gguf_import import GGUF_SUFFIX, find_gguf, import_gguf
+from molink.checkpoint.hub_shards import HubModel, find_shards
+from molink.errors import ModelNotFound
+from molink.gguf.split_files import model_name, split_names
+
+#: The model that ships with molink, and the default.
+DEMO_MODEL_NAME = "molink-demo"
+_REPOSITORY_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+#: A GGUF file of one.
+_HUB_FILE_PATTERN = re.compile(
+    rf"({_REPOSITORY_PATTERN.pattern})/([\w.-]+(?:/[\w.-]+)?\.gguf)", re.IGNORECASE
+)
+_COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model by its public name and the local folder that holds it (not yet checked).
+
+    ``hub_place``: where the hub has it, as ``OWNER/NAME@COMMIT``; empty if it isn't from there.
+    ``shards``: what is known of its weights, which the folder lacks.
+    """
+
+    name: str
+    path: Path
+    hub_place: str = ""
+    shards: HubModel | None = None
+
+
+def find_demo_model() -> ModelSource:
+    """The bundled model.
+
+    Raises:
+        ModelNotFound: this copy of molink came without it.
+    """
+    path = Path(str(files("molink"))) / "data" / "demo_model"
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(f"the bundled model is not in {path}; install molink again")
+    return ModelSource(DEMO_MODEL_NAME, path)
+
+
+class NullCounter:
+    """Nobody wants to know how far a download is."""
+
+    total = 0
+
+    def add_bytes(self, nbytes: int) -> None:
+        """So many more have come."""
+
+    def add_existing(self, nbytes: int) -> None:
+        """So many lie here already."""
+
+
+def find_model(
+    name_or_path: str | None = None,
+    counter: hub.ByteCounter | None = None,
+    stop: threading.Event | None = None,
+    *,
+    unpack_into: Path,
+    in_shards: bool = False,
+    compare: bool = False,
+) -> ModelSource:
+    """Resolve ``molink-demo`` (or ``None``), a folder, a GGUF file, or a repository of the hub.
+
+    A GGUF file, or that of a folder, is laid out as a folder below ``unpack_into`` first.
+    A folder wins over a repository of the same name. A repository is taken from the hub's local
+    cache if it is complete there, else downloaded (resumable; ``counter`` is told how far it is,
+    and ``stop`` ends it). ``OWNER/NAME/FILE.gguf`` is one file of a repository; if that has no
+    other model, ``OWNER/NAME`` will do.
+
+    ``in_shards``: of a repository, weights may stay on the hub. ``compare``: what the cache has is
+    compared with what the hub says, and fetched where it is cut off.
+
+    Raises:
+        ModelError: nothing of that name, or it can't be had; says why.
+        Unavailable: the hub can't be reached.
+    """
+    if name_or_path is None or name_or_path == DEMO_MODEL_NAME:
+        return find_demo_model()
+    counter, stop = counter or NullCounter(), stop or threading.Event()
+    found = find_local_model(name_or_path)
+    if found is not None:
+        file = find_gguf(found) if found.is_dir() else found
+        path = found if file is None else import_gguf(file, unpack_into, counter, stop)
+        return ModelSource(name_local_model(found), path)
+    match = _HUB_FILE_PATTERN.fullmatch(name_or_path)
+    if match is not None:
+        asked = match[1], split_names(match[2])
+        here = None if compare else hub.find_cached_file(*asked)
+        file = here or hub.pull_file(*asked, counter, stop)
+        return ModelSource(model_name(file.name), import_gguf(file, unpack_into, counter, stop))
+    if not is_repository(name_or_path):
+        raise _explain_not_found(name_or_path)
+    cached = None if compare else hub.find_cached(name_or_path)
+    if cached is None:
+        gguf = hub.find_only_gguf(name_or_path)
+        if gguf is not None and is_hub_file(f"{name_or_path}/{gguf}"):
+            one = f"{name_or_path}/{gguf}"
+            return find_model(one, counter, stop, unpack_into=unpack_into, compare=compare)
+        shards = find_shards(name_or_path, counter, stop) if in_shards else None
+        if shards is not None:
+            return ModelSource(short_name(name_or_path), shards.folder, shards.place, shards)
+        cached = hub.pull_model(name_or_path, counter, stop)
+    commit = cached.name if _COMMIT_PATTERN.fullmatch(cached.name) else ""
+    place = f"{name_or_path}@{commit}" if commit else ""
+    return ModelSource(short_name(name_or_path), cached, place)
+
+
+def _explain_not_found(name: str) -> ModelNotFound:
+    path = Path(name).expanduser()
+    if name and path.is_file():
+        return ModelNotFound(
+            f"{name} is a file, and no GGUF file: name the model's folder, {path.resolve().parent}"
+        )
+    return ModelNotFound(
+        f"no model {name!r}: it is no folder and no GGUF file, not {DEMO_MODEL_NAME!r}, and no "
+        "repository of the Hugging Face hub (OWNER/NAME, or OWNER/NAME/FILE.gguf)"
+    )
+
+
+def find_local_model(name: str) -> Path | None:
+    """The folder or GGUF file that ``name`` is on this PC, in full; ``None`` if it is neither."""
+    path = Path(name).expanduser()
+    if name and (path.is_dir() or (path.suffix.lower() == GGUF_SUFFIX and path.is_file())):
+        # A file keeps its name, also where it is a link (in the hub's cache, say).
+        return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+    return None
+
+
+def name_local_model(path: Path) -> str:
+    """What the model in a folder or GGUF file is called."""
+    return (path.name if path.is_dir() else model_name(path.name)) or str(path)
+
+
+def is_repository(name: str) -> bool:
+    """Whether it may be the name of a model on the hub: ``OWNER/NAME``."""
+    return _REPOSITORY_PATTERN.fullmatch(name) is not None
+
+
+def is_hub_file(name: str) -> bool:
+    """Whether it may be a GGUF file on the hub: ``OWNER/NAME/FILE.gguf``."""
+    return _HUB_FILE_PATTERN.fullmatch(name) is not None
+
+
+def is_local(name: str) -> bool:
+    """Whether nothing has to be fetched to have it."""
+    match = _HUB_FILE_PATTERN.fullmatch(name)
+    if match is not None:
+        files = split_names(match[2])
+        return (
+            find_local_model(name) is not None or hub.find_cached_file(match[1], files) is not None
+        )
+    return find_local_model(name) is not None or hub.find_cached(name) is not None
+
+
+def short_name(repository: str) -> str:
+    """What a model of the hub is called here."""
+    name = repository.rpartition("/")[2]
+    return model_name(name) if name.lower().endswith(GGUF_SUFFIX) else name

@@ -1,0 +1,165 @@
+"""Headers of safetensors files: which tensors they hold, checked before any is used.
+
+A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes,
+whose offsets the header gives relative to its own end.
+"""
+
+import json
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path, PurePath
+from typing import Any, Protocol
+
+import msgspec
+
+from molink.checkpoint.config_fields import refuse_irregular
+from molink.errors import BrokenModel
+
+#: The format allows three times that; a file with 73 000 tensors has 11 MB.
+MAX_HEADER_BYTES = 32 << 20
+#: Bytes per element of each type that the format knows (sub-byte types are absent on purpose).
+DTYPE_BYTES: dict[str, int] = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
+    "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+_MAX_DIMENSIONS = 8
+_MAX_NAME = 512
+#: Bytes of what is said of one tensor.
+_MAX_ENTRY = 1024
+_LENGTH_BYTES = struct.Struct("<Q")
+
+
+class TensorSpec(Protocol):
+    """What is said of a tensor, wherever it lies. ``dtype`` is safetensors' own name (``BF16``)."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpan:
+    """Where a tensor lies: ``nbytes`` bytes at ``offset`` of ``file`` (a name in the folder).
+
+    ``dtype`` is safetensors' own name (``BF16``), ``key`` the tensor's name in that file.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    key: str
+
+
+def read_header(path: Path) -> dict[str, TensorSpan]:
+    """All tensors of one safetensors file.
+
+    Raises:
+        BrokenModel: the file is truncated or its header inconsistent; names file and tensor.
+    """
+    try:
+        refuse_irregular(path)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = header_length(file.read(_LENGTH_BYTES.size), size, path)
+            raw = file.read(length)
+    except OSError as error:
+        raise BrokenModel(f"{path}: can't be read: {error.strerror or error}") from error
+    return parse_header(path, raw, size)
+
+
+def parse_header(path: PurePath, raw: bytes, size: int) -> dict[str, TensorSpan]:
+    """All tensors of a file of ``size`` bytes (perhaps on another PC) with the JSON header ``raw``.
+
+    Raises:
+        BrokenModel: the header is inconsistent, or the file too short for it.
+    """
+    try:
+        # What is said of each tensor stays as it is until its length is known to be harmless.
+        header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError) as error:
+        raise BrokenModel(f"{path}: its safetensors header is no JSON object: {error}") from error
+    header.pop("__metadata__", None)
+    for name in header:
+        if len(name) > _MAX_NAME or not name.isprintable():
+            raise BrokenModel(f"{path}: a tensor has the name {name[:80]!r}")
+    base = _LENGTH_BYTES.size + len(raw)
+    spans = {name: _parse_span(path, name, entry, base, size) for name, entry in header.items()}
+    _refuse_overlap(path, spans)
+    return spans
+
+
+def header_length(prefix: bytes, size: int, path: PurePath) -> int:
+    """How long the JSON header is; ``prefix`` are the first bytes of a file of ``size``.
+
+    Raises:
+        BrokenModel: it is no such file.
+    """
+    if len(prefix) < _LENGTH_BYTES.size:
+        raise BrokenModel(f"{path}: truncated: {size} bytes are no safetensors file")
+    (length,) = _LENGTH_BYTES.unpack(prefix)
+    if length > MAX_HEADER_BYTES:
+        raise BrokenModel(
+            f"{path}: no safetensors file: header of {length} bytes (at most {MAX_HEADER_BYTES})"
+        )
+    if _LENGTH_BYTES.size + length > size:
+        raise BrokenModel(f"{path}: truncated within its header ({size} bytes)")
+    return int(length)
+
+
+def _parse_span(path: PurePath, name: str, said: msgspec.Raw, base: int, size: int) -> TensorSpan:
+    where = f"{path}: tensor {name}"
+    raw = bytes(said)
+    if len(raw) > _MAX_ENTRY:
+        raise BrokenModel(f"{where}: its entry has {len(raw)} bytes (at most {_MAX_ENTRY})")
+    try:
+        entry = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BrokenModel(f"{where}: its entry is no JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise BrokenModel(f"{where}: its entry is no object")
+    dtype = entry.get("dtype")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise BrokenModel(f"{where}: unknown dtype {dtype!r}")
+    shape, offsets = (
+        _parse_extents(entry, "shape", where),
+        _parse_extents(entry, "data_offsets", where),
+    )
+    if len(offsets) != 2:
+        raise BrokenModel(f"{where}: data_offsets {offsets} are no pair")
+    begin, end = offsets
+    if end - begin != prod(shape) * DTYPE_BYTES[dtype]:
+        raise BrokenModel(
+            f"{where}: {end - begin} bytes don't fit its shape {list(shape)} of dtype {dtype}"
+        )
+    if base + end > size:
+        raise BrokenModel(
+            f"{where}: ends at byte {base + end}, but the file has {size}: it is truncated; "
+            "fetch it again"
+        )
+    return TensorSpan(path.name, dtype, shape, base + begin, end - begin, name)
+
+
+def _parse_extents(entry: dict[str, Any], field: str, where: str) -> tuple[int, ...]:
+    value = entry.get(field)
+    if isinstance(value, list) and len(value) <= _MAX_DIMENSIONS and all(map(_is_extent, value)):
+        return tuple(value)
+    raise BrokenModel(f"{where}: {field} {str(value)[:80]} is no short list of sizes")
+
+
+def _is_extent(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _refuse_overlap(path: PurePath, spans: dict[str, TensorSpan]) -> None:
+    end, before = 0, ""
+    filled = (item for item in spans.items() if item[1].nbytes)
+    for name, span in sorted(filled, key=lambda item: item[1].offset):
+        if span.offset < end:
+            raise BrokenModel(f"{path}: tensors {before} and {name} overlap")
+        end, before = span.offset + span.nbytes, name

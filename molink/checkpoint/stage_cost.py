@@ -1,0 +1,77 @@
+"""What a stage's passes have to read and to compute: the measure of how well it does."""
+
+from dataclasses import dataclass
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.tensor_layout import layer_tensors
+from molink.facts.dtypes import DTYPE_SIZES
+from molink.facts.model import LayerRange
+
+#: Floating-point operations of a multiplication that is added up.
+_FLOPS_PER_MULTIPLY_ADD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Layers ``first:last`` of a model with their ends, computed in ``dtype``.
+
+    ``weight_bytes`` are those of all its weights as they lie on the device. Of experts, a row reads
+    and computes those that are chosen for it; every other one counts for nothing.
+    """
+
+    config: ModelConfig
+    layers: LayerRange
+    dtype: str
+    weight_bytes: int
+
+    def decode_bytes(self, context: int) -> int:
+        """Bytes that a single decode row reads: weights, and the KV of ``context`` tokens.
+
+        Of the embedding it reads one row.
+        """
+        table, element = self._table_elements * DTYPE_SIZES[self.dtype], DTYPE_SIZES[self.dtype]
+        ends = int(self._has_embedding) + int(self._has_output_head)
+        held = min(ends, 1) if self.config.tied_embeddings else ends
+        elements = [self._matrix_elements(layer) for layer in range(*self.layers)]
+        share = sum(active for _, active in elements) / max(1, sum(every for every, _ in elements))
+        weights = max(0, self.weight_bytes - held * table) * share + table * self._has_output_head
+        heads = self.config.kv_heads * self.config.head_dim
+        return int(weights) + 2 * heads * element * self._attended_positions(context)
+
+    def prefill_flops(self, rows: int) -> int:
+        """Operations of a chunk of ``rows`` rows that begins a prompt; only its last is sampled."""
+        products = rows * sum(self._matrix_elements(layer)[1] for layer in range(*self.layers))
+        products += self._table_elements * self._has_output_head
+        pairs = sum(self._attended_positions(row) for row in range(1, rows + 1))
+        products += 2 * self.config.heads * self.config.head_dim * pairs
+        return _FLOPS_PER_MULTIPLY_ADD * products
+
+    @property
+    def _has_embedding(self) -> bool:
+        return self.layers[0] == 0
+
+    @property
+    def _has_output_head(self) -> bool:
+        return self.layers[1] == self.config.layers
+
+    @property
+    def _table_elements(self) -> int:
+        """Elements of the embedding, and of the output head."""
+        return self.config.vocab_size * self.config.hidden_size
+
+    def _attended_positions(self, context: int) -> int:
+        """Positions that a row attends to, over all layers."""
+        windows = self.config.windows[slice(*self.layers)]
+        return sum(min(context, window) if window else context for window in windows)
+
+    def _matrix_elements(self, layer: int) -> tuple[int, int]:
+        """Elements of a layer's matrices: of all, and of those that a row meets."""
+        experts = self.config.layer_experts(layer)
+        every = active = 0.0
+        for name, shape in layer_tensors(self.config, layer).items():
+            if len(shape) == 2:
+                size = shape[0] * shape[1]
+                chosen = experts is not None and ".experts." in name
+                every += size
+                active += size * experts.top_k / experts.num_experts if chosen and experts else size
+        return round(every), round(active)

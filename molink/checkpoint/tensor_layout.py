@@ -1,0 +1,108 @@
+"""Names and shapes of the tensors that a decoder has, and which of them a stage needs."""
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.experts import ExpertsConfig
+
+EMBEDDING_NAME = "model.embed_tokens.weight"
+FINAL_NORM_NAME = "model.norm.weight"
+OUTPUT_HEAD_NAME = "lm_head.weight"
+#: Of a layer.
+SINKS_NAME = "self_attn.sinks"
+
+TensorShapes = dict[str, tuple[int, ...]]
+#: Name of a projection (without ``.weight``) → its shape ``[out, in]``, and whether it has a bias.
+_Projections = dict[str, tuple[tuple[int, int], bool]]
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> TensorShapes:
+    """Tensors of one decoder layer with their shapes (``[out, in]`` for projections)."""
+    prefix = f"model.layers.{layer}."
+    shapes = {f"{prefix}{name}.weight": shape for name, shape in _norm_tensors(config).items()}
+    if config.sinks:
+        shapes[f"{prefix}{SINKS_NAME}"] = (config.heads,)
+    experts = config.layer_experts(layer)
+    mlp = _mlp_tensors(config) if experts is None else _expert_tensors(experts, config.hidden_size)
+    for name, (shape, biased) in (_attention_tensors(config) | mlp).items():
+        shapes[f"{prefix}{name}.weight"] = shape
+        if biased:
+            shapes[f"{prefix}{name}.bias"] = shape[:1]
+    return shapes
+
+
+def attention_projections(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the projections that make q, k and v, in this order."""
+    names = ("qkv",) if config.merged_qkv else ("q", "k", "v")
+    return tuple(f"self_attn.{name}_proj" for name in names)
+
+
+def mlp_projections(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the projections that make gate and up of a plain MLP, in this order."""
+    names = ("gate_up",) if config.merged_gate_up else ("gate", "up")
+    return tuple(f"mlp.{name}_proj" for name in names)
+
+
+def _norm_tensors(config: ModelConfig) -> TensorShapes:
+    shapes: TensorShapes = dict.fromkeys(config.norms.present_names, (config.hidden_size,))
+    if config.qk_norm != "none":
+        whole = config.qk_norm == "all heads"
+        for name, heads in (("q", config.heads), ("k", config.kv_heads)):
+            shapes[f"self_attn.{name}_norm"] = (config.head_dim * (heads if whole else 1),)
+    return shapes
+
+
+def _attention_tensors(config: ModelConfig) -> _Projections:
+    hidden, biased = config.hidden_size, config.attention_bias
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    rows = (queries + 2 * keys,) if config.merged_qkv else (queries, keys, keys)
+    names = attention_projections(config)
+    made: _Projections = {
+        name: ((count, hidden), biased) for name, count in zip(names, rows, strict=True)
+    }
+    return made | {"self_attn.o_proj": ((hidden, queries), config.output_bias)}
+
+
+def _mlp_tensors(config: ModelConfig) -> _Projections:
+    hidden, inner, biased = config.hidden_size, config.intermediate_size, config.mlp_bias
+    names = mlp_projections(config)
+    rows = 2 * inner // len(names)
+    made: _Projections = dict.fromkeys(names, ((rows, hidden), biased))
+    return made | {"mlp.down_proj": ((hidden, inner), biased)}
+
+
+def _expert_tensors(experts: ExpertsConfig, hidden: int) -> _Projections:
+    made: _Projections = {experts.router_name: ((experts.num_experts, hidden), experts.has_bias)}
+    every = [
+        (experts.expert_projections(index), experts.intermediate_size)
+        for index in range(experts.num_experts)
+    ]
+    if experts.shared_intermediate_size:
+        made[experts.shared_gate_name] = (1, hidden), False
+        every.append((experts.shared_projections, experts.shared_intermediate_size))
+    for (both, down), inner in every:
+        rows = 2 * inner // len(both)
+        made |= dict.fromkeys(both, ((rows, hidden), experts.has_bias))
+        made[down] = (hidden, inner), experts.has_bias
+    return made
+
+
+def first_stage_tensors(config: ModelConfig) -> TensorShapes:
+    """What the first stage needs beside its layers."""
+    return {EMBEDDING_NAME: (config.vocab_size, config.hidden_size)}
+
+
+def last_stage_tensors(config: ModelConfig) -> TensorShapes:
+    """What the last stage needs beside its layers; the embedding again if tied."""
+    head = EMBEDDING_NAME if config.tied_embeddings else OUTPUT_HEAD_NAME
+    return {FINAL_NORM_NAME: (config.hidden_size,), head: (config.vocab_size, config.hidden_size)}
+
+
+def stage_tensors(config: ModelConfig, first: int, last: int) -> TensorShapes:
+    """Tensors of layers ``first … last - 1``, with what the ends of the model add."""
+    shapes: TensorShapes = {}
+    if first == 0:
+        shapes |= first_stage_tensors(config)
+    for layer in range(first, last):
+        shapes |= layer_tensors(config, layer)
+    if last == config.layers:
+        shapes |= last_stage_tensors(config)
+    return shapes

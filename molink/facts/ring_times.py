@@ -1,0 +1,88 @@
+"""How long a turn of the ring takes, by its stages' profiles and its links."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from molink.facts.profile import MAX_CHUNK_ROWS, Profile
+
+#: Bytes on the last link for each token of a micro-batch: what was sampled, and its header.
+TOKEN_BYTES = 64
+#: Seconds from the end of a stage's step to the next stage's, beside the link and the next step:
+#: event loops, threads, encryption, the head. As measured (``docs/performance.md``).
+HANDLING_S = 0.0015
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFacts:
+    """A link as its sender has measured it: one-way ``latency`` in seconds, ``rate`` in bytes/s.
+
+    ``None`` is unknown.
+    """
+
+    latency: float | None = None
+    rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RingTimes:
+    """Times of a ring; ``links[i]`` leads from stage ``i`` to the next, the last one to the head.
+
+    ``row_bytes`` is what one row takes on its way from stage to stage. What is unknown counts as
+    nothing.
+    """
+
+    profiles: Sequence[Profile]
+    links: Sequence[LinkFacts]
+    row_bytes: int
+    #: What :meth:`transfer_s` has said: it is asked after every decode step.
+    _transfers: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
+
+    def compute_s(self, tokens: int, context: float = 0) -> float:
+        """``T_o`` of the MoLink paper (§4): all stages' steps of ``tokens`` decode rows."""
+        return sum([profile.decode_s(tokens, context) for profile in self.profiles])
+
+    def transfer_s(self, tokens: int) -> float:
+        """``T_m`` of the MoLink paper (§4): all links' latencies and transfers."""
+        known = self._transfers.get(tokens)
+        if known is None:
+            known = sum(self.link_s(index, tokens) for index in range(len(self.links)))
+            self._transfers[tokens] = known
+        return known
+
+    def link_s(self, index: int, tokens: int) -> float:
+        """Seconds until a decode volume of ``tokens`` rows has arrived over link ``index``."""
+        return (self.links[index].latency or 0.0) + self.send_s(index, tokens)
+
+    def send_s(self, index: int, tokens: int) -> float:
+        """Seconds that link ``index`` is busy with a decode volume of ``tokens`` rows."""
+        rate = self.links[index].rate
+        each = TOKEN_BYTES if index == len(self.links) - 1 else self.row_bytes
+        return each * tokens / rate if rate else 0.0
+
+    def round_trip_s(self, tokens: int, context: float = 0) -> float:
+        """Seconds of a whole turn that waits for nothing: the floor of the time per token."""
+        return self.compute_s(tokens, context) + self.transfer_s(tokens)
+
+    def prompt_s(self, rows: int, before: int = 0) -> float:
+        """Seconds until ``rows`` rows of a prompt have gone round, if they wait for nothing.
+
+        Their chunks follow one another as fast as the slowest stage or link lets them, and the last
+        one has the rest of a turn before it. ``before`` tokens of the prompt are done.
+        """
+        begin = before + rows / 2
+        stages = [
+            (
+                _chunked_s(profile, rows) + begin * profile.prefill_token_s * rows,
+                profile.decode_s(1),
+            )
+            for profile in self.profiles
+        ]
+        links = [(self.send_s(i, rows), self.send_s(i, 1)) for i in range(len(self.links))]
+        slowest, first = max([*stages, *links], default=(0.0, 0.0))
+        return max(0.0, self.round_trip_s(1) - first) + slowest
+
+
+def _chunked_s(profile: Profile, rows: int) -> float:
+    """Seconds that a stage computes ``rows`` rows in the largest chunks."""
+    whole, rest = divmod(rows, MAX_CHUNK_ROWS)
+    return whole * profile.prefill_s(MAX_CHUNK_ROWS) + profile.prefill_s(rest)

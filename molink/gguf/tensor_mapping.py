@@ -1,0 +1,173 @@
+"""A model's tensors by the names that Hugging Face gives them, and where they lie in a GGUF file.
+
+llama.cpp stores some of them in another way. Of ``llama`` and its like the rows of queries and keys
+are in another order: rotated pairs lie side by side there, in two halves here. The norms of
+Gemma have the 1 added that the model adds itself. All experts of a layer are one tensor.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from molink.errors import BrokenModel, UnsupportedModel
+from molink.gguf.architecture import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
+from molink.gguf.ggml_types import packed_name, packed_shape
+from molink.gguf.header import GgufFile, GgufTensor
+
+_LAYER_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)")
+_MODEL_TENSORS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+#: Constants, which follow from the metadata, or are read with it.
+_CONSTANTS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
+#: Families whose pairs of rotated rows are stored as neighbours.
+_PERMUTED_FAMILIES = ("Llama", "Mixtral", "Granite", "SmolLM3")
+_LAYER_CONSTANTS = "attn_rot_embd"
+_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_PHI_MODULES = _MODULES | {"ffn_up": "mlp.gate_up_proj"}
+_GEMMA_MODULES = _MODULES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GLM4_MODULES = _PHI_MODULES | {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+_MIXTRAL_MODULES = _MODULES | {"ffn_gate_inp": "block_sparse_moe.gate"}
+#: Tensors with all experts of a layer, and what one of them is called.
+_EXPERTS = {
+    name: f"mlp.experts.{{}}.{name.split('_')[1]}_proj"
+    for name in ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+}
+_MIXTRAL_EXPERTS = {
+    f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{ours}"
+    for part, ours in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MappedTensor:
+    """A tensor as molink stores it: ``nbytes`` bytes at ``offset`` of a GGUF file, ``split``.
+
+    ``dtype`` is safetensors' own name; of weights in blocks it is ``U8``, and ``name`` tells the
+    kind of them. With ``permuted_heads`` the rows have to be put into the order of halves, head by
+    head. ``subtract`` is taken from each number.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    permuted_heads: int = 0
+    subtract: float = 0.0
+    split: int = 0
+
+
+def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor]:
+    """The tensors of the model in ``file`` that :func:`~molink.gguf.architecture.build_config`
+    tells.
+
+    Raises:
+        BrokenModel: a tensor that such a model doesn't have; named.
+        UnsupportedModel: a tensor of a type that it can't have; named.
+    """
+    family = config["architectures"][0].removesuffix("ForCausalLM")
+    for tensor in file.tensors.values():
+        where = f"{file.path}: tensor {tensor.name}"
+        if tensor.name in _CONSTANTS:
+            continue
+        if tensor.name in _MODEL_TENSORS:
+            yield _make_tensor(
+                _MODEL_TENSORS[tensor.name], tensor, where, less=_norm_offset(family, tensor.name)
+            )
+            continue
+        match = _LAYER_PATTERN.fullmatch(tensor.name)
+        module, _, kind = match[2].rpartition(".") if match else ("", "", "")
+        if match is None or kind not in ("weight", "bias"):
+            raise BrokenModel(f"{where} is none that molink knows in a {family} model")
+        if module != _LAYER_CONSTANTS:
+            yield from _map_layer_tensor(
+                tensor, f"model.layers.{match[1]}.", module, kind, family, config
+            )
+
+
+def _map_layer_tensor(
+    tensor: GgufTensor, prefix: str, module: str, kind: str, family: str, config: dict[str, Any]
+) -> Iterator[MappedTensor]:
+    where = f"tensor {tensor.name}"
+    experts = _MIXTRAL_EXPERTS if family == "Mixtral" else _EXPERTS
+    if module in experts and kind == "weight":
+        if len(tensor.shape) != 3:
+            raise BrokenModel(f"{where}: shape {list(tensor.shape)} is not that of all experts")
+        count, *shape = tensor.shape
+        if count != config.get("num_experts", config.get("num_local_experts")):
+            raise BrokenModel(f"{where} has {count} experts, its metadata another number")
+        nbytes = tensor.nbytes // count
+        for index in range(count):
+            begin = tensor.offset + index * nbytes
+            one = replace(tensor, shape=tuple(shape), offset=begin, nbytes=nbytes)
+            yield _make_tensor(f"{prefix}{experts[module].format(index)}.weight", one, where)
+        return
+    ours = _find_modules(family).get(module)
+    if ours is None:
+        raise BrokenModel(f"{where} is none that molink knows in a {family} model")
+    heads = 0
+    if ours == "mlp.shared_expert_gate" and len(tensor.shape) == 1:
+        # Which of its two spellings a converter writes depends on its age.
+        tensor = replace(tensor, shape=(1, *tensor.shape))
+    if family in _PERMUTED_FAMILIES and module in ("attn_q", "attn_k"):
+        heads = config["num_attention_heads" if module == "attn_q" else "num_key_value_heads"]
+        if tensor.shape[0] % (2 * heads):
+            raise BrokenModel(f"{where}: {tensor.shape[0]} rows are none of {heads} heads")
+    less = _norm_offset(family, module)
+    yield _make_tensor(f"{prefix}{ours}.{kind}", tensor, where, heads=heads, less=less)
+
+
+def _find_modules(family: str) -> dict[str, str]:
+    if family.startswith("Gemma") or family in ("Olmo2", "Olmo3"):
+        return _GEMMA_MODULES
+    others = {"Phi3": _PHI_MODULES, "Mixtral": _MIXTRAL_MODULES, "Glm4": _GLM4_MODULES}
+    return others.get(family, _MODULES)
+
+
+def _norm_offset(family: str, name: str) -> float:
+    return float(family.startswith("Gemma") and name.removesuffix(".weight").endswith("norm"))
+
+
+def _make_tensor(
+    name: str, tensor: GgufTensor, where: str, *, heads: int = 0, less: float = 0.0
+) -> MappedTensor:
+    kind, shape, dtype = tensor.ggml_type, tensor.shape, tensor.ggml_type.safetensors_dtype
+    if less and kind.name != "f32":
+        raise UnsupportedModel(f"{where}: norms are read as f32 only, not as {kind.name}")
+    if not dtype:
+        packed = packed_shape(kind, shape)
+        if packed is None:
+            raise UnsupportedModel(
+                f"{where}: {kind.name} with shape {list(shape)} is not supported"
+            )
+        name, shape, dtype = packed_name(name, kind), packed, "U8"
+    return MappedTensor(name, dtype, shape, tensor.offset, tensor.nbytes, heads, less, tensor.split)

@@ -1,0 +1,148 @@
+"""What waits to be sent on a link: control messages, probes and the rows of volumes."""
+
+from collections import deque
+from itertools import count
+
+from molink.errors import WireError
+from molink.link.policies.base import RowsProducedEvent, SendRowsAction
+from molink.link.send_window import message_size
+from molink.link.unsent_volume import UnsentVolume
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import Buffer
+from molink.wire.messages.data_plane import Channel, Padding, RingMessage, Volume, VolumeFragment
+
+
+class LinkQueues:
+    """Queues of one link, and what its policy has granted of the volumes."""
+
+    def __init__(self) -> None:
+        self._control: deque[tuple[RingMessage, Buffer | None]] = deque()
+        self._padding: deque[Buffer] = deque()
+        #: Volumes of which rows are still to be sent, by the name that the policy knows.
+        self._volumes: dict[int, UnsentVolume] = {}
+        #: Those of which rows are still to be handed over, by tick.
+        self._unfinished: dict[int, int] = {}
+        self._names = count()
+        #: What the policy has granted and has not left yet, by lane: volume and rows.
+        self._grants: dict[Channel, tuple[int, int]] = {}
+        #: Bytes of everything here.
+        self.nbytes = 0
+
+    # --- in ----------------------------------------------------------------------------------
+
+    def add_control(self, body: RingMessage, payload: Buffer | None) -> None:
+        """A message that goes before every volume, on the decode lane."""
+        self._control.append((body, payload))
+        self.nbytes += message_size(payload)
+
+    def add_padding(self, payload: Buffer) -> None:
+        """Bytes that go before every volume on the bulk lane."""
+        self._padding.append(payload)
+        self.nbytes += message_size(payload)
+
+    def add_volume(self, volume: UnsentVolume, rows: Buffer) -> RowsProducedEvent:
+        """A volume with its first rows, or all.
+
+        Raises:
+            WireError: they are not its rows, or an earlier volume of that tick lacks rows.
+        """
+        seq = volume.header.seq
+        if seq in self._unfinished:
+            raise WireError(f"volume {seq} begins again before its end")
+        return self._add(next(self._names), volume, rows)
+
+    def add_rows(self, seq: int, rows: Buffer) -> RowsProducedEvent:
+        """The next rows of a volume.
+
+        Raises:
+            WireError: no volume of that tick lacks rows, or they are more than it lacks.
+        """
+        name = self._unfinished.get(seq)
+        if name is None:
+            raise WireError(f"rows of volume {seq}, which lacks none")
+        return self._add(name, self._volumes[name], rows)
+
+    def _add(self, name: int, volume: UnsentVolume, rows: Buffer) -> RowsProducedEvent:
+        added, seq = volume.add_rows(rows), volume.header.seq
+        self._volumes[name] = volume
+        self.nbytes += added * volume.row_bytes
+        if volume.queued_rows < volume.total_rows:
+            self._unfinished[seq] = name
+        else:
+            self._unfinished.pop(seq, None)
+        kind = Channel.BULK if volume.header.prefill else Channel.DECODE
+        return RowsProducedEvent(name, kind, added, volume.row_bytes)
+
+    # --- out ---------------------------------------------------------------------------------
+
+    def pop_control(self) -> tuple[RingMessage, Buffer | None] | None:
+        """The oldest control message."""
+        if not self._control:
+            return None
+        body, payload = self._control.popleft()
+        self.nbytes -= message_size(payload)
+        return body, payload
+
+    def pop_padding(self) -> tuple[Padding, Buffer] | None:
+        """The oldest probe."""
+        if not self._padding:
+            return None
+        payload = self._padding.popleft()
+        self.nbytes -= message_size(payload)
+        return Padding(Payload("u8", (memoryview(payload).nbytes,))), payload
+
+    def grant_rows(self, decision: SendRowsAction) -> bool:
+        """Let rows go: those that are there, however many the policy says; ``False`` if none."""
+        volume = self._volumes.get(decision.volume)
+        rows = min(decision.rows, volume.available_rows) if volume is not None else 0
+        if volume is not None and rows > 0:
+            self._grants[volume.channel] = (decision.volume, rows)
+        return rows > 0
+
+    def granted_volume(self, channel: Channel) -> UnsentVolume | None:
+        """The volume of which rows may go on ``lane``."""
+        return self._volumes[self._grants[channel][0]] if channel in self._grants else None
+
+    def pop_rows(
+        self, channel: Channel, maximum: int
+    ) -> tuple[Volume | VolumeFragment, memoryview]:
+        """The next message of what was granted: at most ``maximum`` bytes, but one row at least."""
+        name, granted = self._grants.pop(channel)
+        volume = self._volumes[name]
+        body, data, rows = volume.cut_fragment(granted, maximum)
+        self.nbytes -= data.nbytes
+        if granted > rows:
+            self._grants[channel] = (name, granted - rows)
+        if volume.sent_rows == volume.total_rows:
+            del self._volumes[name]
+        return body, data
+
+    # --- state -------------------------------------------------------------------------------
+
+    def bytes_on(self, channel: Channel) -> int:
+        """Bytes of everything here that is to go on ``lane``."""
+        first = (
+            self._padding if channel is Channel.BULK else (payload for _, payload in self._control)
+        )
+        rows = sum(volume.nbytes for volume in self._volumes.values() if volume.channel is channel)
+        return rows + sum(message_size(payload) for payload in first)
+
+    def find_fault(self) -> str:
+        """Which invariant doesn't hold; empty if all do."""
+        if not all(volume.is_valid() for volume in self._volumes.values()):
+            return "a volume miscounts its rows"
+        lacking = {
+            v.header.seq: name for name, v in self._volumes.items() if v.queued_rows < v.total_rows
+        }
+        if lacking != self._unfinished:
+            return "volumes that lack rows are not known by tick"
+        waiting = sum(volume.nbytes for volume in self._volumes.values())
+        waiting += sum(message_size(payload) for _, payload in self._control)
+        waiting += sum(message_size(payload) for payload in self._padding)
+        if waiting != self.nbytes:
+            return f"{waiting} bytes wait, not {self.nbytes}"
+        for name, rows in self._grants.values():
+            there = self._volumes[name].available_rows if name in self._volumes else 0
+            if not 0 < rows <= there:
+                return f"a grant of {rows} rows of {there}: {name}"
+        return ""

@@ -1,0 +1,83 @@
+"""What a stage does with controls that it has completed, before they go on to the next stage."""
+
+from collections.abc import Callable, Sequence
+
+from molink.ring.stage import StageRequests, StageShape, StepExecutor
+from molink.ring.step import CompletedControl, ControlMessage, parse_block_copy, parse_block_ids
+from molink.wire.messages.codec import Buffer
+from molink.wire.messages.data_plane import (
+    Admit,
+    BlockTable,
+    Grammar,
+    History,
+    Release,
+    SwapIn,
+    SwapOut,
+    Tombstone,
+)
+
+#: Sends a control on, with its payload.
+ForwardControl = Callable[[ControlMessage, Buffer | None], None]
+
+
+class ControlApplier:
+    """Applies them at one stage, in their order."""
+
+    def __init__(
+        self,
+        shape: StageShape,
+        requests: StageRequests,
+        executor: StepExecutor,
+        on_released: Callable[[int], None],
+        forward: ForwardControl,
+    ) -> None:
+        """``on_released`` is told which request is forgotten."""
+        self._shape = shape
+        self._requests = requests
+        self._executor = executor
+        self._on_released = on_released
+        self._forward = forward
+
+    def apply_controls(self, controls: Sequence[CompletedControl]) -> None:
+        """Do what they say here, and pass them on."""
+        for control in controls:
+            body = control.body
+            match body:
+                case Admit():
+                    self._requests.admit_request(body)
+                    if not self._shape.is_last:
+                        self._forward(body, None)
+                case Grammar() | History():
+                    self._apply_or_forward(body, control.data)
+                case BlockTable():
+                    self._requests.append_blocks(body.request, parse_block_ids(body, control.data))
+                    self._forward_blocks(body, control.data)
+                case SwapOut() | SwapIn():
+                    copy = parse_block_copy(body, control.data)
+                    if copy is not None:
+                        self._executor.submit_copy(copy)
+                    self._forward_blocks(body, control.data)
+                case Release():
+                    self._requests.release_request(body.request)
+                    self._on_released(body.request)
+                    self._forward(body, None)
+                case Tombstone():
+                    self._forward(body, None)
+
+    def _apply_or_forward(self, body: Grammar | History, data: object) -> None:
+        """A grammar, or tokens (``i32``) for that or for penalties: passed on before the tail."""
+        if not isinstance(data, bytes | bytearray | memoryview):
+            return
+        if not self._shape.is_last:
+            self._forward(body, data)
+        elif isinstance(body, Grammar):
+            self._requests.set_grammar(body.request, bytes(data))
+        else:
+            self._requests.add_history(
+                body.request, body.first, memoryview(data).cast("B").cast("i")
+            )
+
+    def _forward_blocks(self, body: BlockTable | SwapOut | SwapIn, data: object) -> None:
+        """Blocks (``i32``), which every stage has to know."""
+        if not self._shape.is_last and isinstance(data, bytes | bytearray | memoryview):
+            self._forward(body, data)

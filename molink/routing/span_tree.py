@@ -1,0 +1,171 @@
+"""Which beginnings of prompts are cached where: a radix tree over spans, for all pipelines."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from molink.errors import InvariantError
+from molink.routing.base import PipelineName
+from molink.routing.spans import SPAN_TOKENS
+
+#: Spans of a pipeline whose room is unknown, and of all together: 8 M tokens.
+DEFAULT_SPANS = 8192
+MAX_SPANS = 131_072
+
+
+class SpanUse:
+    """A node at one pipeline: when it was last used there, and how often in a window.
+
+    Requests are counted in the present half of a window and in the one before.
+    """
+
+    __slots__ = ("_before", "_count", "_half", "used_at")
+
+    def __init__(self) -> None:
+        self.used_at = float("-inf")
+        self._half = self._count = self._before = 0
+
+    def add_request(self, now: float, half_s: float) -> None:
+        """One more request."""
+        self._advance_half(int(now / half_s))
+        self._count += 1
+        self.used_at = now
+
+    def count_requests(self, now: float, half_s: float) -> int:
+        """In the last one to two halves of ``half_s`` seconds."""
+        self._advance_half(int(now / half_s))
+        return self._count + self._before
+
+    def _advance_half(self, half: int) -> None:
+        if half != self._half:
+            self._before = self._count if half == self._half + 1 else 0
+            self._half, self._count = half, 0
+
+
+class SpanTree:
+    """The nodes are spans. A span's digest is of all that leads to it, so it names the path.
+
+    Each pipeline has its nodes in the order of their last use. A path is used as a whole, and its
+    beginning counts as used last: what is forgotten first is never before what follows it. So a
+    pipeline has at most as many nodes as its cache has room for, and all have ``maximum``.
+
+    Presence is what was sent there, and what reports say: a guess in both directions.
+    """
+
+    def __init__(self, half_s: float, maximum: int = MAX_SPANS) -> None:
+        self._half_s = half_s
+        self._max_spans = maximum
+        self._nodes: dict[PipelineName, OrderedDict[int, SpanUse]] = {}
+        self._capacities: dict[PipelineName, int] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._nodes.values()))
+
+    def count_spans(self, name: PipelineName) -> int:
+        """Nodes of a pipeline."""
+        return len(self._nodes.get(name, ()))
+
+    def match_prefix(self, name: PipelineName, spans: Sequence[int]) -> int:
+        """How many of the first spans a pipeline has."""
+        nodes = self._nodes.get(name)
+        if nodes is None:
+            return 0
+        for index, digest in enumerate(spans):
+            if digest not in nodes:
+                return index
+        return len(spans)
+
+    def use_spans(self, name: PipelineName, spans: Sequence[int], now: float) -> None:
+        """A request with these was sent there: soon they will be cached."""
+        nodes, half_s = self._nodes.setdefault(name, OrderedDict()), self._half_s
+        for digest in reversed(spans[: self._capacity_of(name)]):
+            use = nodes.get(digest)
+            if use is None:
+                use = nodes[digest] = SpanUse()
+            else:
+                nodes.move_to_end(digest)
+            use.add_request(now, half_s)
+        self._shrink(name)
+
+    def add_spans(self, name: PipelineName, spans: Iterable[int]) -> None:
+        """They are cached there; where they are new, they are the first to be forgotten."""
+        nodes = self._nodes.setdefault(name, OrderedDict())
+        room = min(self._capacity_of(name), len(nodes) + self._max_spans - len(self))
+        for digest in spans:
+            if len(nodes) >= room:
+                return
+            if digest not in nodes:
+                nodes[digest] = SpanUse()
+                nodes.move_to_end(digest, last=False)
+
+    def remove_spans(self, name: PipelineName, spans: Iterable[int]) -> None:
+        """They are not cached there."""
+        nodes = self._nodes_of(name)
+        for digest in spans:
+            nodes.pop(digest, None)
+
+    def retain_spans(self, name: PipelineName, spans: frozenset[int], since: float) -> None:
+        """Nothing else is cached there but what was used ``since`` then."""
+        nodes = self._nodes_of(name)
+        for digest in [d for d, use in nodes.items() if d not in spans and use.used_at < since]:
+            del nodes[digest]
+
+    def drop_pipeline(self, name: PipelineName) -> None:
+        """The pipeline is gone."""
+        self._nodes.pop(name, None)
+        self._capacities.pop(name, None)
+
+    def set_capacity(self, name: PipelineName, tokens: int) -> None:
+        """A pipeline's cache has room for so many tokens."""
+        self._capacities[name] = max(1, tokens // SPAN_TOKENS)
+        self._shrink(name)
+
+    def count_requests(self, name: PipelineName, digest: int, now: float) -> int:
+        """How many requests used a node there in the window."""
+        use = self._nodes_of(name).get(digest)
+        return 0 if use is None else use.count_requests(now, self._half_s)
+
+    def estimate_evictions(
+        self, name: PipelineName, spans: int, now: float, most: int = 64
+    ) -> float:
+        """Spans that would be forgotten there for so many new ones, and that are used in common.
+
+        Those count that several requests used in the window. It looks at the first ``most``.
+        """
+        nodes = self._nodes_of(name)
+        lacking = len(nodes) + spans - self._capacity_of(name)
+        if lacking <= 0:
+            return 0.0
+        seen = common = 0
+        for use in nodes.values():
+            if seen == min(most, lacking):
+                break
+            seen += 1
+            common += use.count_requests(now, self._half_s) > 1
+        return common * lacking / seen if seen else 0.0
+
+    def validate(self) -> None:
+        """Check the bounds.
+
+        Raises:
+            InvariantError: there are more nodes than there may be.
+        """
+        for name, nodes in self._nodes.items():
+            if len(nodes) > self._capacity_of(name):
+                raise InvariantError(f"{len(nodes)} spans of {name}, more than it has room for")
+        if len(self) > self._max_spans:
+            raise InvariantError(f"{len(self)} spans, more than {self._max_spans}")
+
+    def _nodes_of(self, name: PipelineName) -> OrderedDict[int, SpanUse]:
+        """The nodes of a pipeline; to be added to only if it is known."""
+        return self._nodes.get(name, OrderedDict())
+
+    def _capacity_of(self, name: PipelineName) -> int:
+        return min(self._capacities.get(name, DEFAULT_SPANS), self._max_spans)
+
+    def _shrink(self, name: PipelineName) -> None:
+        """Forget what was unused longest: there, then wherever there is most."""
+        nodes, room = self._nodes_of(name), self._capacity_of(name)
+        while len(nodes) > room:
+            nodes.popitem(last=False)
+        while len(self) > self._max_spans:
+            max(self._nodes.values(), key=len).popitem(last=False)

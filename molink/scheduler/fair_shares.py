@@ -1,0 +1,206 @@
+"""Whose turn it is to be admitted: daemons have equal shares, and so have the clients of each.
+
+A virtual token counter (VTC; Sheng et al., "Fairness in Serving Large Language Models", 2024,
+algorithm 2) of each sums up what was served to it. Who has the least goes next. Names of clients
+are their daemon's word, so they count within its share only: to invent some gains it nothing.
+
+*Bound* (their theorem 4.4, with what a head admits). Let ``U`` be ``W_INPUT`` times the longest
+prompt plus ``W_OUTPUT`` times the tokens that one's running requests can still generate: at most
+``max_running`` answers. Of two daemons that both have requests waiting all the time, or two clients
+of one daemon, neither is served more than ``2 U`` units beyond the other. That is wherever the
+policy takes them as they are ordered here; one with levels does so within a level.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from molink.scheduler.request_state import RequestState
+
+#: What a prompt token that the prefix cache lacks counts, and a generated one: the paper's weights.
+W_INPUT, W_OUTPUT = 1, 2
+#: Names without requests of which it is known that they had more than their share.
+MAX_IDLE_COUNTERS = 256
+
+
+@dataclass(slots=True)
+class _Counter:
+    #: What was served to it.
+    units: int
+    waiting: int = 0
+    running: int = 0
+
+
+class VirtualTokenCounters:
+    """The virtual token counters of some names that share alike."""
+
+    def __init__(self) -> None:
+        #: Of all that have requests.
+        self._active: dict[str, _Counter] = {}
+        #: Units of some that have none, who left last at the end.
+        self._idle: OrderedDict[str, int] = OrderedDict()
+        #: The most that one had when it was its turn: as much is taken to have been served to all.
+        self._floor = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._active or name in self._idle
+
+    def __len__(self) -> int:
+        return len(self._active) + len(self._idle)
+
+    @property
+    def num_active(self) -> int:
+        """How many have requests."""
+        return len(self._active)
+
+    def units_of(self, name: str) -> int:
+        """What was served to one that has requests."""
+        return self._active[name].units
+
+    def units_on_arrival(self, name: str) -> int:
+        """Its units once another request waits; who has none waiting has saved up nothing."""
+        account = self._active.get(name)
+        if account is not None and account.waiting:
+            return account.units
+        others = [each.units for each in self._active.values() if each.waiting]
+        own = self._idle.get(name, 0) if account is None else account.units
+        return max(own, self._floor, min(others, default=0))
+
+    def on_arrived(self, name: str) -> None:
+        """A request waits."""
+        units = self.units_on_arrival(name)
+        account = self._active.setdefault(name, _Counter(units))
+        self._idle.pop(name, None)
+        account.units = units
+        account.waiting += 1
+
+    def units_before(self, name: str, backlog: Mapping[str, float]) -> float:
+        """Units of ``backlog``, by name, that are served before a new request of ``name``."""
+        own = backlog.get(name, 0.0)
+        until = self.units_on_arrival(name) + own
+        others = (
+            min(units, max(0.0, until - self._active[other].units))
+            for other, units in backlog.items()
+            if other != name
+        )
+        return own + sum(others)
+
+    def on_admitted(self, name: str) -> None:
+        """A request that waited runs."""
+        account = self._active[name]
+        account.units = self._floor = max(self._floor, account.units)
+        account.waiting -= 1
+        account.running += 1
+
+    def on_preempted(self, name: str) -> None:
+        """A request that ran waits again."""
+        account = self._active[name]
+        account.running -= 1
+        account.waiting += 1
+
+    def add_units(self, name: str, units: int) -> None:
+        """A request that runs has been served."""
+        self._active[name].units += units
+
+    def on_removed(self, name: str, *, waited: bool) -> list[str]:
+        """A request is over; returns the names that nothing is known of any more."""
+        account = self._active[name]
+        account.waiting -= waited
+        account.running -= not waited
+        if account.waiting or account.running:
+            return []
+        del self._active[name]
+        if account.units <= self._floor:  # it would be lifted as far
+            return [name]
+        self._idle[name] = account.units
+        return [self._idle.popitem(last=False)[0]] if len(self._idle) > MAX_IDLE_COUNTERS else []
+
+
+class FairShares:
+    """The counters of daemons, and of the clients of each."""
+
+    def __init__(self) -> None:
+        self._peers = VirtualTokenCounters()
+        self._clients: dict[str, VirtualTokenCounters] = {}
+        #: Units that were served to all together, and tokens among them that were generated.
+        self.total_units = self.generated_tokens = 0
+
+    @property
+    def num_clients(self) -> int:
+        """How many clients have requests."""
+        return sum(counters.num_active for counters in self._clients.values())
+
+    @property
+    def num_counters(self) -> int:
+        """Counters that are kept."""
+        return len(self._peers) + sum(map(len, self._clients.values()))
+
+    def order_waiting(self, waiting: Iterable[RequestState]) -> list[RequestState]:
+        """``waiting`` by whose turn it is.
+
+        The requests of a client come by :attr:`StageRequest.turn`, then as given; so do names with
+        equals.
+        """
+        shared: dict[str, dict[str, list[RequestState]]] = {}
+        for state in waiting:
+            request = state.request
+            shared.setdefault(request.peer, {}).setdefault(request.client, []).append(state)
+        ordered: list[RequestState] = []
+        for peer in sorted(shared, key=self._peers.units_of):
+            for client in sorted(shared[peer], key=self._clients[peer].units_of):
+                ordered += sorted(shared[peer][client], key=lambda state: state.queue_key)
+        return ordered
+
+    def units_before(
+        self, new: RequestState, backlog: Iterable[tuple[RequestState, float]]
+    ) -> float:
+        """Units that are served before ``new``, if those are still to be."""
+        request = new.request
+        shared: dict[str, dict[str, float]] = {request.peer: {}}
+        me = request.client_key
+        for state, units in backlog:
+            peer, client = state.request.peer, state.request.client
+            if (peer, client) != me or state.queue_key <= new.queue_key:
+                theirs = shared.setdefault(peer, {})
+                theirs[client] = theirs.get(client, 0.0) + units
+        counters = self._clients.get(request.peer, VirtualTokenCounters())
+        sums = {peer: sum(theirs.values()) for peer, theirs in shared.items()}
+        sums[request.peer] = counters.units_before(request.client, shared[request.peer])
+        return self._peers.units_before(request.peer, sums)
+
+    def on_arrived(self, state: RequestState) -> None:
+        """A new request waits."""
+        peer = state.request.peer
+        self._peers.on_arrived(peer)
+        self._clients.setdefault(peer, VirtualTokenCounters()).on_arrived(state.request.client)
+
+    def on_admitted(self, state: RequestState) -> None:
+        """A request runs; the first time its prompt counts, as far as it has to be computed."""
+        peer, client = state.request.peer, state.request.client
+        self._peers.on_admitted(peer)
+        self._clients[peer].on_admitted(client)
+        if state.num_admissions == 1:
+            self._add_units(state, W_INPUT * (len(state.tokens) - state.num_reused))
+
+    def on_token(self, state: RequestState) -> None:
+        """A request that runs got a token."""
+        self.generated_tokens += 1
+        self._add_units(state, W_OUTPUT)
+
+    def on_preempted(self, state: RequestState) -> None:
+        """A request that ran waits again; what is computed anew for that counts for nobody."""
+        self._peers.on_preempted(state.request.peer)
+        self._clients[state.request.peer].on_preempted(state.request.client)
+
+    def on_removed(self, state: RequestState) -> None:
+        """A request is over, while ``job.state`` still tells where it was."""
+        peer, waited = state.request.peer, state.phase == "waiting"
+        self._clients[peer].on_removed(state.request.client, waited=waited)
+        for forgotten in self._peers.on_removed(peer, waited=waited):
+            del self._clients[forgotten]
+
+    def _add_units(self, state: RequestState, units: int) -> None:
+        peer = state.request.peer
+        self.total_units += units
+        self._peers.add_units(peer, units)
+        self._clients[peer].add_units(state.request.client, units)

@@ -1,0 +1,212 @@
+"""The KV blocks of a head: who gets which, and what of them is kept for later requests."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from molink.errors import InvariantError
+from molink.scheduler.blocks import BlockAllocator, ReleasingBlocks
+from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.pending_release import PendingRelease
+from molink.scheduler.prefix_tree import OTHER_ROOT, ROOT, PrefixMatch, PrefixTree
+from molink.scheduler.request_state import RequestState
+from molink.scheduler.span_log import SpanLog
+
+
+class KVCacheManager:
+    """Blocks of requests that run, and beside them as many of those that are over as there is room.
+
+    Only KV that is at every stage gets into the prefix tree: its rows have come back. So rows that
+    read it have to wait for nothing. Full blocks are shared, since nobody writes to them any more;
+    what a request has in common with a block beyond that is copied into one of its own.
+
+    Whoever holds a block of the tree holds all blocks above it. So everything below a cached block
+    is cached, too, and all cached blocks can be forgotten, the longest unused first and each one
+    after what follows it.
+
+    Where the keys of requests that may become long differ (LongRoPE), these have a root of their
+    own.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.allocator = BlockAllocator(config.num_blocks)
+        self._tree = PrefixTree(config.block_size)
+        self._block_size = config.block_size
+        #: What those who route are told of it.
+        self.span_log = SpanLog()
+        self._enabled = config.prefix_cache
+        self._short_context = config.short_context
+        #: What was last looked for, under which version of the tree, and what was found.
+        self._last_lookup: tuple[RequestState, int, PrefixMatch] | None = None
+        self.num_hit_tokens = 0
+        self.num_lookup_tokens = 0
+        self.num_evictions = 0
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be allocated now, what is cached included."""
+        return self.allocator.num_free + self.allocator.num_settled
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens of new requests that the prefix cache had."""
+        return self.num_hit_tokens / self.num_lookup_tokens if self.num_lookup_tokens else 0.0
+
+    # --- admission -----------------------------------------------------------------------------
+
+    def find_prefix(self, state: RequestState) -> PrefixMatch:
+        """What is cached of a waiting job's tokens, the last of which is to be computed anyway."""
+        tree = self._tree
+        if not self._enabled:
+            return PrefixMatch()
+        if self._last_lookup is not None and self._last_lookup[:2] == (state, tree.version):
+            return self._last_lookup[2]
+        long = 0 < self._short_context < state.kv_end
+        found = tree.match_prefix(state.tokens[:-1], OTHER_ROOT if long else ROOT)
+        self._last_lookup = state, tree.version, found
+        return found
+
+    def keep_full_blocks(self, found: PrefixMatch) -> PrefixMatch:
+        """Only the full blocks of what was found: no block is held just to be copied from."""
+        return replace(found, copy_source=-1, num_tokens=len(found.blocks) * self._block_size)
+
+    def can_allocate(self, found: PrefixMatch, total: int) -> bool:
+        """Whether there are ``total`` blocks, those that were found included."""
+        lacking = total - len(found.blocks)
+        if lacking > self.num_available:
+            return False
+        return lacking <= self.num_available - self.allocator.count_settled(_matched_blocks(found))
+
+    def allocate_table(self, found: PrefixMatch, total: int) -> list[int] | None:
+        """A table of ``total`` blocks that begins with what was found; ``None`` if there aren't.
+
+        A block to be copied from is held, too, until :meth:`release_copy_source` or a release.
+        """
+        if not self.can_allocate(found, total):
+            return None
+        self.allocator.share_blocks(_matched_blocks(found))
+        fresh = self.allocate_blocks(total - len(found.blocks))
+        if fresh is None:
+            raise InvariantError("blocks that there are can't be allocated")
+        self._last_lookup = None
+        return [*found.blocks, *fresh]
+
+    def count_lookup(self, state: RequestState) -> None:
+        """A job was admitted for the first time."""
+        self.num_lookup_tokens += len(state.tokens)
+        self.num_hit_tokens += state.num_reused
+
+    def allocate_blocks(self, count: int) -> list[int] | None:
+        """``count_lookup`` fresh blocks; what is cached is forgotten as far as it must be."""
+        if count > self.num_available:
+            return None
+        while self.allocator.num_free < count:
+            self._evict_block(next(iter(self.allocator.cached_blocks)))
+            self.num_evictions += 1
+        return self.allocator.allocate_blocks(count)
+
+    # --- while a request runs, and after -------------------------------------------------------
+
+    def release_copy_source(self, state: RequestState) -> None:
+        """The rows that copied from ``job.source`` have come back."""
+        self.allocator.unshare_block(state.copy_source)
+        state.copy_source = -1
+
+    def cache_full_blocks(self, state: RequestState) -> None:
+        """Let others share the full blocks that an admitted job has computed.
+
+        It ends where another job's block has the same tokens: what is below that one may be held
+        only by who holds it.
+        """
+        state.has_cached_blocks = True
+        if not self._enabled:
+            return
+        for index in range(state.tree_depth, state.num_computed // self._block_size):
+            key = tuple(state.tokens[index * self._block_size : (index + 1) * self._block_size])
+            if self._tree.find_child(state.tree_node, key) is not None:
+                return
+            state.tree_node = self._cache_block(state.tree_node, key, state.blocks[index])
+            state.tree_depth = index + 1
+
+    def release_request(self, seq: int, pending: PendingRelease) -> None:
+        """A request is over as of the release ``tick``; what it has computed remains cached.
+
+        What a failed one has used, and what follows it, is forgotten as far as nobody holds it:
+        should a stage's KV be bad, not every request that begins alike is to fail.
+        """
+        leaf = pending.tree_node
+        if self._enabled and pending.has_valid_kv:
+            leaf = self._insert_released(leaf, pending)
+        self.allocator.release_blocks(seq, pending.held_blocks)
+        self.allocator.touch_blocks(self._tree.path_to_root(leaf))
+        if not pending.has_valid_kv:
+            self._evict_invalid(leaf)
+
+    def collect_releasing(self, pending: Iterable[PendingRelease]) -> ReleasingBlocks:
+        """Blocks that can be used once all releases, those of ``leaving`` included, are round."""
+        found = ReleasingBlocks(self.allocator)
+        for each in pending:
+            found.add_blocks(each.held_blocks)
+        return found
+
+    def _insert_released(self, node: int, pending: PendingRelease) -> int:
+        """Add what the tree lacks of a request's computed tokens; returns the end of their path."""
+        size, tokens, end = self._block_size, pending.tokens, pending.num_computed
+        full = end // size
+        for index in range(pending.tree_depth, full):
+            key = tuple(tokens[index * size : (index + 1) * size])
+            child = self._tree.find_child(node, key)
+            node = self._cache_block(node, key, pending.blocks[index]) if child is None else child
+        rest = tuple(tokens[full * size : end])
+        if rest and full >= pending.tree_depth and not self._tree.has_extension(node, rest):
+            node = self._cache_block(node, rest, pending.blocks[full])
+        return node
+
+    def _cache_block(self, parent: int, key: tuple[int, ...], block: int) -> int:
+        """Keep a block; one that has only some of its tokens is no longer needed."""
+        before = self._tree.find_shorter(parent, key)
+        if before is not None and self.allocator.is_cached(before):
+            self._evict_block(before)
+        self.allocator.mark_cached(block)
+        self._tree.insert_block(parent, key, block)
+        if len(key) == self._block_size:
+            self.span_log.add_block(block, parent, key)
+        return block
+
+    def _evict_invalid(self, leaf: int) -> None:
+        """Forget the cached ones of ``leaf`` and its ancestors with all that is below them."""
+        cached = [
+            block for block in self._tree.path_to_root(leaf) if self.allocator.is_cached(block)
+        ]
+        for block in reversed(self._tree.list_subtree(cached[-1]) if cached else []):
+            self._evict_block(block)
+
+    def _evict_block(self, block: int) -> None:
+        self._tree.remove_block(block)
+        self.span_log.remove_block(block)
+        self.allocator.evict_block(block)
+
+    # --- reports -------------------------------------------------------------------------------
+
+    def validate(self, requests: Iterable[RequestState], pending: Iterable[PendingRelease]) -> None:
+        """Blocks are held by exactly the tables and copies that there are, and paths from the top.
+
+        Raises:
+            InvariantError: they aren't.
+        """
+        references = Counter(
+            block for state in requests for block in (*state.blocks, state.copy_source)
+        )
+        references.update(block for each in pending for block in each.held_blocks)
+        del references[-1]
+        self.allocator.validate(references, self._tree)
+        self._tree.validate()
+        later = {block: place for place, block in enumerate(self.allocator.cached_blocks)}
+        for block in self._tree:
+            parent = self._tree.parent_of(block)
+            if parent in later and later.get(block, len(later)) > later[parent]:
+                raise InvariantError(f"block {block} is held or outlives {parent} above it")
+
+
+def _matched_blocks(found: PrefixMatch) -> tuple[int, ...]:
+    return found.blocks if found.copy_source < 0 else (*found.blocks, found.copy_source)

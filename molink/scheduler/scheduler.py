@@ -1,0 +1,479 @@
+"""The head of a pipeline: its requests, from submission to the last token."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from molink.errors import InvariantError, MolinkError, Overloaded, RequestError
+from molink.facts.drafts import DraftBatch, DraftResults
+from molink.facts.request_costs import RequestCosts
+from molink.facts.ring_times import RingTimes
+from molink.facts.story import Story
+from molink.routing.cache_report import CacheReport
+from molink.scheduler.admission import AdmissionController
+from molink.scheduler.batch import MicroBatch
+from molink.scheduler.batcher import Batcher
+from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.in_flight import InFlightTracker
+from molink.scheduler.invariants import check_invariants
+from molink.scheduler.kv_cache_manager import KVCacheManager
+from molink.scheduler.policies.base import SchedulingPolicy
+from molink.scheduler.policies.fcfs import Fcfs
+from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.request_queues import RequestQueues
+from molink.scheduler.request_state import RequestState
+from molink.scheduler.speculation.base import DraftSource
+from molink.scheduler.speculation.draft_path import advance_path, are_expected, compare_drafts
+from molink.scheduler.speculation.prompt_lookup import PromptLookup
+from molink.scheduler.speculation.speculation import Speculation
+from molink.scheduler.stats import SchedulerStats
+from molink.scheduler.swap_manager import SwapManager
+from molink.scheduler.wait_estimator import WaitEstimator
+from molink.wire.messages.data_plane import (
+    Admit,
+    RequestSlice,
+    SampledId,
+    SamplerOutput,
+    TopLogprobs,
+)
+from molink.wire.messages.load import SchedulerLoad
+from molink.wire.messages.serving import FinishReason, OutputToken, Rejected
+
+#: Why the last stage has no token for a request, as far as is known here.
+_NO_TOKEN_REASON = (
+    "a stage could not compute this request (its logits were unusable, or its grammar is too"
+    " complex: that PC's log says which)"
+)
+
+#: Alternatives that came with sampled tokens, by (request id, position).
+TopLogprobsByToken = Mapping[tuple[int, int], TopLogprobs]
+
+
+class Scheduler:
+    """Schedules the requests of one pipeline during one epoch. Sans-IO; a new epoch, a new head.
+
+    ``next_batch`` is to be called whenever stage 0 can take a micro-batch and after every event
+    while it is idle; what it returns goes to stage 0's scoreboard in order. What comes out of the
+    tail goes to ``on_sampled``, ``on_tombstone`` and ``on_released``. ``now`` is in seconds of any
+    monotonic clock. Whose turn it is ``policy`` decides (first come, first served if none is
+    given); ``source`` makes what guesses the tokens of a request.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        epoch: int,
+        policy: SchedulingPolicy | None = None,
+        create_draft_source: Callable[[], DraftSource] = PromptLookup,
+    ) -> None:
+        self.config = config
+        self.epoch = epoch
+        self._cache = KVCacheManager(config)
+        policy = policy if policy is not None else Fcfs()
+        policy.set_capacity(config.num_blocks * config.block_size, config.max_num_seqs)
+        self._queues = RequestQueues(policy)
+        self._ring_times = RingTimes(config.profiles, (), config.row_bytes)
+        self._queues.set_times(self._ring_times)
+        self._in_flight = InFlightTracker()
+        self._speculation = Speculation(config, create_draft_source)
+        self._swap = SwapManager(config, self._queues, self._cache)
+        self._batcher = Batcher(
+            config, self._queues, self._cache, self._in_flight, self._speculation, self._swap
+        )
+        self._admission = AdmissionController(config)
+        self._wait_estimator = WaitEstimator(config, self._queues)
+        self._transitions = Story()
+        self._stats = SchedulerStats(
+            self._queues,
+            self._cache,
+            self._in_flight,
+            self._batcher,
+            self._speculation,
+            self._swap,
+        )
+        self._counts = self._stats.counts
+
+    # --- from daemons --------------------------------------------------------------------------
+
+    def submit_request(self, request: SchedulerRequest, now: float) -> list[Emission]:
+        """Take a request into the queue; returns what is to be told of one that made place for it.
+
+        A full queue has a place for an owner who holds fewer than another; see
+        :meth:`AdmissionController.choose_displaced`.
+
+        Raises:
+            RequestError: a field is out of range, or the owner's key is in use.
+            ContextTooLong: it can never fit into the context, or into the KV blocks.
+            Overloaded: the queue is full, and this client has its share of it; or its turn would
+                come later than it can wait for. Carries ``retry_after``.
+        """
+        if self._queues.find_request(request.peer, request.key) is not None:
+            raise RequestError(f"a request {request.key!r} of this daemon is already being served")
+        self._admission.check_request(request)
+        self._wait_estimator.observe_served(now)
+        state = self._new_state(request, now)
+        self._check_wait(state)
+        emissions = self._displace_waiting(request, now)
+        self._queues.enqueue_request(state, now)
+        self._swap.on_arrived(state, now)
+        self._counts["requests"] += 1
+        self._transitions.add_entry(now, "submit", request.peer, request.key, len(request.tokens))
+        return emissions
+
+    def expire_requests(self, now: float) -> list[Emission]:
+        """Refuse those that have waited to be admitted for as long as they may; to be called often.
+
+        That is for ``max_queue_s`` seconds, or until no token can come before the deadline. Who was
+        admitted once and gave way goes on waiting.
+        """
+        self._wait_estimator.observe_served(now)
+        late = [
+            state for state in self._queues.waiting_requests if self._admission.is_late(state, now)
+        ]
+        turns: dict[tuple[str, str], float | None] = {}
+        emissions = []
+        for state in late:
+            self._counts["expired"] += 1
+            self._remove_request(state, "expired", now)
+            client = state.request.client_key
+            if client not in turns:
+                turns[client] = self._wait_estimator.estimate_wait(
+                    self._new_state(state.request, now)
+                )
+            error = self._admission.late_error(state, turns[client], now)
+            emissions.append(self._reject_overloaded(state, error))
+        return emissions
+
+    def cancel_request(self, peer: str, key: str, now: float) -> None:
+        """Stop a request; one that is over already is no error."""
+        state = self._queues.find_request(peer, key)
+        if state is not None:
+            self._cancel_state(state, now)
+
+    def cancel_peer(self, peer: str, now: float) -> None:
+        """Stop all requests of a daemon that has gone."""
+        for state in self._queues.requests_of_peer(peer):
+            self._cancel_state(state, now)
+
+    def grant_credit(self, peer: str, key: str, position: int) -> None:
+        """The client has taken all tokens below ``position``; the latest such word counts."""
+        state = self._queues.find_request(peer, key)
+        if state is not None:
+            state.num_credited = max(state.num_credited, min(position, len(state.tokens)))
+
+    # --- to and from the stages ----------------------------------------------------------------
+
+    def next_batch(self, now: float, *, prefill: bool = True) -> MicroBatch | None:
+        """The next micro-batch for stage 0: at most one decode and one prefill volume.
+
+        Releases of requests that were cancelled or have ended since the last call are always in it,
+        however many volumes are in flight. Without ``prefill`` there is no such volume in it:
+        stage 0 has one of which it has run a part.
+        """
+        batch = self._batcher.compose_batch(now, prefill=prefill)
+        self._wait_estimator.observe_served(now)
+        if batch is None:
+            return None
+        for control in batch.controls:
+            self._transitions.add_entry(now, "issue", control.body)
+            if isinstance(control.body, Admit):
+                self._count_admission(control.body.request, now)
+        for volume in batch.volumes:
+            header = volume.header
+            self._transitions.add_entry(
+                now, "issue", header.seq, header.prefill, len(header.slices)
+            )
+        self._counts["volumes"] += len(batch.volumes)
+        self._counts["iterations"] += bool(batch.volumes)
+        return batch
+
+    def on_sampled(
+        self, message: SamplerOutput, tops: TopLogprobsByToken, now: float
+    ) -> list[Emission]:
+        """A volume has gone round; returns what its requests' daemons are to be told.
+
+        A request that is neither in ``choices`` nor in ``failed`` although its rows were to be
+        sampled counts as failed: nothing waits for a token that will not come. So does one with
+        tokens for which there were no rows.
+        """
+        slices, seconds = self._pop_volume(message.seq, now)
+        choices: dict[int, list[SampledId]] = {}
+        for choice in message.sampled:
+            choices.setdefault(choice.request, []).append(choice)
+        failed = set(message.failed)
+        forced = {each.request: each.tokens for each in message.forced}
+        emissions = []
+        for request_slice in slices:
+            state = self._queues.get_by_id(request_slice.request)
+            if state is None:
+                continue
+            was_awaited = self._settle_rows(state, request_slice, message.seq)
+            if was_awaited:
+                self._queues.on_rows_returned(state, seconds, now)
+            if request_slice.copy_from_block >= 0:
+                self._cache.release_copy_source(state)
+            found = choices.get(request_slice.request, [])
+            if request_slice.request in failed:
+                emissions.append(self._fail_request(state, _NO_TOKEN_REASON, now))
+            elif request_slice.sample and was_awaited:
+                emissions += self._accept_choices(state, request_slice, found, tops, now)
+                if request_slice.request in forced and state.phase != "gone":
+                    self._speculation.on_forced(state, forced[request_slice.request])
+            elif found:
+                emissions.append(
+                    self._fail_request(state, "the last stage went on from wrong drafts", now)
+                )
+        self._wait_estimator.observe_served(now)
+        return emissions
+
+    def on_tombstone(self, seq: int, now: float) -> list[Emission]:
+        """A volume has gone round with all of its rows dropped.
+
+        Its requests should be over; one that is not has been dropped by mistake and has failed.
+        """
+        emissions = []
+        slices, _ = self._pop_volume(seq, now)
+        for request_slice in slices:
+            state = self._queues.get_by_id(request_slice.request)
+            if state is not None:
+                emissions.append(
+                    self._fail_request(state, "a stage dropped rows of this request", now)
+                )
+        return emissions
+
+    def on_released(self, seq: int, now: float) -> None:
+        """A release has gone round: its blocks can be used again."""
+        if not self._in_flight.pop_release(seq):
+            self._count_stray("release", seq, now)
+            return
+        freed = self._cache.allocator.reclaim_released(seq)
+        self._transitions.add_entry(now, "released", seq, freed)
+
+    def set_times(self, times: RingTimes) -> None:
+        """What stages have measured of themselves and of their links to the next.
+
+        Of those of which nothing was known before only their links count.
+        """
+        self._ring_times = times
+        self._batcher.set_times(times)
+
+    def pop_draft_batch(self) -> DraftBatch | None:
+        """What the draft model is to do now, if anything; to be asked after :meth:`next_batch`."""
+        return self._speculation.draft_queue.pop_batch()
+
+    def on_draft_results(self, found: DraftResults) -> None:
+        """The draft model's answer to the oldest order that it hasn't answered."""
+        self._speculation.draft_queue.on_results(found)
+
+    def set_host_memory(self, blocks: int, block_s: float) -> None:
+        """Every stage has host memory for so many KV blocks, of which each takes so long one way.
+
+        The first word counts.
+        """
+        self._swap.set_host_blocks(blocks, block_s)
+
+    # --- reports -------------------------------------------------------------------------------
+
+    @property
+    def live_requests(self) -> list[tuple[str, str]]:
+        """Owner and key of every request, to be told when the epoch ends."""
+        return [(state.request.peer, state.request.key) for state in self._queues]
+
+    @property
+    def num_strays(self) -> int:
+        """How many messages there were about ticks not in flight: stages that misbehave."""
+        return int(self._counts["strays"])
+
+    def collect_stats(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Counters of this epoch and gauges, by name; see :class:`SchedulerStats`."""
+        return self._stats.read_counters(), self._stats.read_gauges()
+
+    def report_load(self, pipeline: str, now: float) -> SchedulerLoad:
+        """What others are told of it, under the name of its pipeline."""
+        return self._stats.report_load(pipeline, now)
+
+    def cache_report(self, version: int) -> CacheReport:
+        """What those who route are told: what has changed in the cache since ``version``.
+
+        That is of an earlier report of this epoch; -1: there was none.
+        """
+        log, config = self._cache.span_log, self.config
+        whole, added, evicted = log.changes_since(version)
+        room = config.num_blocks * config.block_size
+        return CacheReport(
+            log.version, whole, added, evicted, room, RequestCosts.from_times(self._ring_times)
+        )
+
+    def validate(self) -> None:
+        """Check all invariants.
+
+        Raises:
+            InvariantError: one is broken; carries the last transitions.
+        """
+        try:
+            check_invariants(self.config, self._queues, self._cache, self._in_flight)
+            self._swap.validate()
+        except InvariantError as error:
+            raise InvariantError(str(error), self._transitions.format_lines()) from error
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _displace_waiting(self, request: SchedulerRequest, now: float) -> list[Emission]:
+        waiting, running = self._queues.num_waiting, self._queues.num_running
+        if not self._admission.is_full(waiting, running):
+            return []
+        error = self._admission.overloaded_error(
+            waiting, running, self._wait_estimator.estimate_next_slot()
+        )
+        state = self._admission.choose_displaced(request, self._queues.waiting_requests, now)
+        if state is None:
+            self._counts["refused"] += 1
+            raise error
+        self._counts["displaced"] += 1
+        self._transitions.add_entry(
+            now, "displace", state.request.peer, state.request.key, state.num_admissions
+        )
+        self._queues.remove_request(state, now)
+        self._free_resources(state)
+        return [self._reject_overloaded(state, error)]
+
+    def _new_state(self, request: SchedulerRequest, now: float) -> RequestState:
+        """A job that is not in the queue yet."""
+        state = RequestState.from_request(request, now)
+        costs = RequestCosts.from_times(self._ring_times) if request.deadline_s else None
+        state.set_expected_prefill(self._cache.find_prefix(state).num_tokens, costs)
+        return state
+
+    def _check_wait(self, state: RequestState) -> None:
+        if not self._admission.has_wait_bound(state.request):
+            return
+        try:
+            self._admission.check_wait(state, self._wait_estimator.estimate_wait(state))
+        except MolinkError:
+            self._counts["late"] += 1
+            raise
+
+    def _reject_overloaded(self, state: RequestState, error: Overloaded) -> Emission:
+        request = state.request
+        rejected = Rejected(self.epoch, request.key, "overloaded", str(error), error.retry_after)
+        return Emission(request.peer, rejected)
+
+    def _count_admission(self, request_id: int, now: float) -> None:
+        state = self._queues.get_by_id(request_id)
+        if state is not None and state.num_admissions == 1:
+            self._counts["admitted"] += 1
+            self._counts["queue_seconds"] += now - state.arrived_at
+
+    def _pop_volume(self, seq: int, now: float) -> tuple[tuple[RequestSlice, ...], float]:
+        """The rows of a volume that has gone round, and the seconds that it took."""
+        returned = self._in_flight.pop_volume(seq)
+        if returned is None:
+            self._count_stray("volume", seq, now)
+            return (), 0.0
+        request_slice, issued_at = returned
+        self._transitions.add_entry(now, "back", seq, len(request_slice))
+        return request_slice, now - issued_at
+
+    def _settle_rows(self, state: RequestState, request_slice: RequestSlice, seq: int) -> bool:
+        """Whether tokens may come with these rows."""
+        self._speculation.num_drafted += len(request_slice.drafts)
+        del state.in_flight[seq]
+        if seq not in state.awaited_seqs:
+            return False
+        state.awaited_seqs.remove(seq)
+        return True
+
+    def _accept_choices(
+        self,
+        state: RequestState,
+        request_slice: RequestSlice,
+        choices: Sequence[SampledId],
+        tops: TopLogprobsByToken,
+        now: float,
+    ) -> list[Emission]:
+        """The tokens of a live request, up to its end."""
+        if not are_expected(choices, len(state.tokens), request_slice.verified_drafts):
+            return [self._fail_request(state, "the last stage did not sample its token", now)]
+        compared, right = compare_drafts(state, choices)
+        if compared:
+            self._speculation.on_verified(state, compared, right)
+        emissions = []
+        for choice in choices:
+            emissions.append(self._accept_token(state, choice, tops, now))
+            if state.phase == "gone":
+                return emissions
+        advance_path(state, len(choices), right)
+        if not state.awaited_seqs:
+            self._queues.mark_decode_ready(state)
+            if state.is_stalled:
+                state.stalled_at = now
+        return emissions
+
+    def _accept_token(
+        self, state: RequestState, choice: SampledId, tops: TopLogprobsByToken, now: float
+    ) -> Emission:
+        """A token of a live request: keep it and pass it on."""
+        self._counts["tokens"] += 1
+        if not state.has_cached_blocks:
+            self._cache.cache_full_blocks(state)
+        state.num_issued = len(state.tokens)  # the one before was a row, if only as a draft
+        state.tokens.append(choice.token)
+        self._queues.on_token(state)
+        if state.num_generated == 1:
+            state.first_token_at = now
+        finish = self._finish_reason(state)
+        if finish is not None:
+            self._counts["finished"] += 1
+            self._wait_estimator.on_finished(state)
+            self._queues.on_answered(state)
+            self._remove_request(state, finish, now)
+        top = tops.get((choice.request, choice.position))
+        pairs = tuple(zip(top.tokens, top.logprobs, strict=False)) if top is not None else ()
+        request = state.request
+        token = OutputToken(
+            self.epoch,
+            request.key,
+            choice.position,
+            choice.token,
+            choice.logprob,
+            pairs,
+            finish,
+            state.num_cached if state.num_generated == 1 else 0,
+        )
+        return Emission(request.peer, token)
+
+    def _finish_reason(self, state: RequestState) -> FinishReason | None:
+        if state.tokens[-1] in state.request.stop_ids:
+            return "stop"
+        spent = state.num_generated >= state.request.max_tokens
+        return "length" if spent or len(state.tokens) >= self.config.max_model_len else None
+
+    def _cancel_state(self, state: RequestState, now: float) -> None:
+        self._counts["cancelled"] += 1
+        counter = self._in_flight.start_cancel() if state.phase != "waiting" else None
+        self._transitions.add_entry(
+            now, "cancel", state.request.peer, state.request.key, state.phase, state.id
+        )
+        self._queues.remove_request(state, now, counter)
+        self._free_resources(state)
+        self._wait_estimator.observe_served(now)
+
+    def _fail_request(self, state: RequestState, reason: str, now: float) -> Emission:
+        self._counts["failed"] += 1
+        state.has_valid_kv = False
+        self._remove_request(state, "failed", now)
+        request = state.request
+        return Emission(request.peer, Rejected(self.epoch, request.key, "failed", reason))
+
+    def _remove_request(self, state: RequestState, why: str, now: float) -> None:
+        self._transitions.add_entry(
+            now, why, state.request.peer, state.request.key, state.id, len(state.tokens)
+        )
+        self._queues.remove_request(state, now)
+        self._free_resources(state)
+
+    def _free_resources(self, state: RequestState) -> None:
+        self._swap.free_copy(state)
+        self._speculation.draft_queue.drop_request(state)
+
+    def _count_stray(self, kind: str, seq: int, now: float) -> None:
+        self._counts["strays"] += 1
+        self._transitions.add_entry(now, "stray", kind, seq)

@@ -1,0 +1,273 @@
+"""Which requests wait for what a draft model guesses, and for how many tokens.
+
+A model of the same vocabulary, small enough to be whole on the first stage's device, guesses what
+n-grams don't find. That takes time in which its request waits: it is asked if the tokens that it
+may bring are worth more than that and than their rows. Its own chances say when to stop.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from molink.facts.drafts import DraftBatch, DraftModelFacts, DraftRequest, DraftResults, DraftTokens
+from molink.scheduler.request_state import RequestState
+from molink.scheduler.speculation.draft_record import DraftRecord, DraftYield
+from molink.scheduler.speculation.request_drafter import RequestDrafter
+from molink.scheduler.speculation.round_trip_costs import RingLoad, RoundTripCosts
+
+#: What guesses promise is divided by this: profiles and chances are estimates.
+MARGIN = 1.2
+#: And what an ask promises, by this: others wait for it too, and it is tried before it is known.
+_REQUEST_MARGIN = 1.8
+#: Tokens that it guesses at most.
+MAX_MODEL_DRAFTS = 8
+#: Tokens that it has not been told yet for which a request waits. More it takes in beside, so many
+#: at a time: steps of the stage wait for them.
+_SOON, _AT_ONCE = 32, 512
+#: What it costs to have it read a prompt has to be saved within so many tokens.
+_PAYBACK_TOKENS = 64
+#: Asks before more than one request of a volume is asked for.
+_MIN_TRIALS = 8
+#: Passes for an ask, as long as nothing is known of them.
+_DEFAULT_PASSES = 3.0
+#: Weight of the last answer in how much longer they take than the profile says, and passes; how
+#: many times as long as those before it counts at most, as it may have stalled once; and how far
+#: that is forgotten with each volume that asks nothing.
+_SMOOTHING, _SLOWER, _EASING = 0.2, 4.0, 0.002
+#: At least so many of the guesses that are to be right are held to be.
+_MIN_SUCCESS = 0.01
+
+
+@dataclass(slots=True, eq=False)
+class _ModelRequest:
+    """What the model knows of a request, by its number there: its first ``num_tokens`` tokens.
+
+    ``is_pending``: it hasn't answered yet.
+    """
+
+    number: int
+    drafter: RequestDrafter
+    num_tokens: int = 0
+    is_pending: bool = False
+
+
+class DraftModelQueue:
+    """What the requests of one head ask of its draft model; without a ``model`` nothing.
+
+    ``fixed`` tokens are asked for in any case, if that isn't 0.
+    """
+
+    def __init__(self, model: DraftModelFacts | None, costs: RoundTripCosts, fixed: int) -> None:
+        self._model = model
+        self._costs = costs
+        self._fixed_tokens = fixed
+        self._numbers = count()
+        self._model_requests: dict[RequestState, _ModelRequest] = {}
+        self._by_number: dict[int, _ModelRequest] = {}
+        self._requests: list[DraftRequest] = []
+        self._ended_numbers: list[int] = []
+        #: Whose rows wait for what is to be asked next, and for each order that isn't answered.
+        self._held: list[RequestState] = []
+        self._batches: deque[tuple[DraftBatch, Sequence[RequestState]]] = deque()
+        self._waiting: set[RequestState] = set()
+        #: How many times as long as the profile says the model takes, and how many passes.
+        self._slowdown, self._passes = 1.0, _DEFAULT_PASSES
+        #: How all that it has guessed has done, and what it brought.
+        self.draft_record, self.draft_yield = DraftRecord(), DraftYield()
+        #: Tokens that it has guessed, and seconds that it took.
+        self.num_drafted = 0
+        self.draft_seconds = 0.0
+
+    @property
+    def has_model(self) -> bool:
+        """Whether there is a model to ask."""
+        return self._model is not None
+
+    def is_waiting(self, state: RequestState) -> bool:
+        """Whether the next row of a request waits for guesses, its own or beside which it goes."""
+        return state in self._waiting
+
+    def request_drafts(
+        self, requests: Sequence[tuple[RequestState, RequestDrafter, int]], load: RingLoad
+    ) -> None:
+        """Ask what may follow the tokens of ``jobs`` that can go on, where that is worth it.
+
+        They are a volume, which isn't torn apart: all wait if one does. With each comes how many
+        drafts it may have.
+        """
+        model = self._model
+        if model is None or load.has_prefill:
+            return
+        able = [each for each in requests if self._can_ask(*each, model)]
+        before = len(self._requests)
+        if self._fixed_tokens:
+            for state, drafter, room in able:
+                self._add_request(state, drafter, min(self._fixed_tokens, room), 0.0)
+        else:
+            self._ask_if_worthwhile(able, load, model)
+        if any(request.max_drafts for request in self._requests[before:]):
+            self._held += [state for state, *_ in requests]
+            self._waiting.update(state for state, *_ in requests)
+
+    def _ask_if_worthwhile(
+        self,
+        able: Sequence[tuple[RequestState, RequestDrafter, int]],
+        load: RingLoad,
+        model: DraftModelFacts,
+    ) -> None:
+        able = sorted(able, key=lambda each: -each[1].draft_yield.tokens)
+        if self.draft_yield.num_recorded < _MIN_TRIALS:
+            able = able[:1]
+        asked, saved = self._best_count([drafter.draft_yield for _, drafter, _ in able], load)
+        least = self._min_probability(asked, load)
+        if not asked:  # what was slow once is tried again later
+            self._slowdown += _EASING * (1.0 - self._slowdown)
+        for state, drafter, room in able[:asked]:
+            behind = len(state.tokens) - self._known_tokens(state)
+            if behind <= _SOON:
+                # By what the model says, of which so much is true.
+                said = least / max(_MIN_SUCCESS, drafter.model_record.success_ratio)
+                self._add_request(state, drafter, min(MAX_MODEL_DRAFTS, room), min(1.0, said))
+            elif model.profile.prefill_s(behind) * self._slowdown <= _PAYBACK_TOKENS * saved:
+                self._add_request(state, drafter, 0, 0.0)
+
+    def pop_batch(self) -> DraftBatch | None:
+        """What is to be asked now."""
+        if not self._requests and not self._ended_numbers:
+            return None
+        batch = DraftBatch(tuple(self._requests), tuple(self._ended_numbers))
+        self._batches.append((batch, self._held))
+        self._requests, self._ended_numbers, self._held = [], [], []
+        return batch
+
+    def on_results(self, found: DraftResults) -> None:
+        """The model has answered an order."""
+        self.draft_seconds += found.seconds
+        (requests, _), held = self._batches.popleft()
+        self._waiting.difference_update(held)
+        results = {result.request: result for result in found.drafts}
+        for request in requests:
+            result = results.get(request.request, DraftTokens(request.request))
+            self.num_drafted += len(result.tokens)
+            model_request = self._by_number.get(request.request)
+            if model_request is not None:
+                if request.max_drafts:
+                    model_request.drafter.on_model_drafts(model_request.num_tokens, result)
+                model_request.is_pending = False
+        if found.failed:
+            self._model = None
+            self._model_requests, self._by_number, self._requests = {}, {}, []
+            self._waiting.clear()
+        else:
+            self._update_slowdown(requests, found)
+
+    def drop_request(self, state: RequestState) -> None:
+        """A request has ended."""
+        model_request = self._model_requests.pop(state, None)
+        if model_request is not None:
+            del self._by_number[model_request.number]
+            self._ended_numbers.append(model_request.number)
+            self._requests = [
+                request for request in self._requests if request.request != model_request.number
+            ]
+
+    # --- whom ----------------------------------------------------------------------------------
+
+    def _can_ask(
+        self, state: RequestState, drafter: RequestDrafter, room: int, model: DraftModelFacts
+    ) -> bool:
+        """Whether the model could tell something of a request that nobody has told yet.
+
+        Not where n-grams, or a grammar, say what is as likely.
+        """
+        model_request, first = self._model_requests.get(state), len(state.tokens)
+        if room < 1 or first + MAX_MODEL_DRAFTS > model.max_model_len:
+            return False
+        if (
+            model_request is not None and model_request.is_pending
+        ) or drafter.model_drafts_position == first:
+            return False
+        return not drafter.is_forced(first) and drafter.lookup_probability(
+            state.tokens
+        ) < _default_probability(drafter)
+
+    def _known_tokens(self, state: RequestState) -> int:
+        model_request = self._model_requests.get(state)
+        return 0 if model_request is None else model_request.num_tokens
+
+    def _add_request(
+        self, state: RequestState, drafter: RequestDrafter, wanted: int, least: float
+    ) -> None:
+        """Ask for ``wanted`` tokens, or, if that is 0, tell more of those that there are."""
+        model_request = self._model_requests.get(state)
+        if model_request is None:
+            model_request = self._model_requests[state] = _ModelRequest(
+                next(self._numbers), drafter
+            )
+            self._by_number[model_request.number] = model_request
+        upto = (
+            len(state.tokens)
+            if wanted
+            else min(len(state.tokens), model_request.num_tokens + _AT_ONCE)
+        )
+        tokens = tuple(state.tokens[model_request.num_tokens : upto])
+        self._requests.append(
+            DraftRequest(model_request.number, model_request.num_tokens, tokens, wanted, least)
+        )
+        model_request.num_tokens, model_request.is_pending = upto, True
+
+    # --- what it costs, and brings -------------------------------------------------------------
+
+    def _update_slowdown(self, requests: Sequence[DraftRequest], found: DraftResults) -> None:
+        """How long an order took tells how long the next ones will."""
+        model, new = self._model, sum(len(request.tokens) for request in requests)
+        if model is None or not requests:
+            return
+        asked = sum(request.max_drafts > 0 for request in requests)
+        passes = max((len(result.tokens) for result in found.drafts), default=0)
+        first = self._pass_s(new, 0) if new <= 2 * asked else model.profile.prefill_s(new)
+        predicted = first + max(0, passes - 1) * self._pass_s(asked, 0)
+        if predicted:
+            pace = min(found.seconds / predicted, _SLOWER * self._slowdown)
+            self._slowdown += _SMOOTHING * (pace - self._slowdown)
+        if asked:
+            self._passes += _SMOOTHING * (passes - self._passes)
+
+    def _pass_s(self, rows: int, context: int) -> float:
+        """Seconds of a pass of the model, by its profile."""
+        return 0.0 if self._model is None else self._model.profile.decode_s(rows, context)
+
+    def _min_probability(self, asked: int, load: RingLoad) -> float:
+        """At which chance one guess more, and its row, pay; where so many requests have one."""
+        before = self._costs.round_trip_s(0, load)
+        if not before or not asked:
+            return math.inf
+        after = self._costs.round_trip_s(
+            asked, load, self._slowdown * self._pass_s(asked, load.context)
+        )
+        return MARGIN * load.rows * (after / before - 1) / asked
+
+    def _best_count(self, draft_yields: Sequence[DraftYield], load: RingLoad) -> tuple[int, float]:
+        """Of how many of these requests, the best ones first, it pays most to ask for.
+
+        And the seconds that a token of a stream takes less then.
+        """
+        before = self._costs.round_trip_s(0, load)
+        best, most, rows, tokens = 0, before, 0.0, float(load.rows)
+        if not before:
+            return 0, 0.0
+        for asked, each in enumerate(draft_yields, 1):
+            tokens += each.tokens / _REQUEST_MARGIN
+            rows += each.rows
+            guessing = self._passes * self._slowdown * self._pass_s(asked, load.context)
+            round_trip = self._costs.round_trip_s(round(rows), load, guessing) * load.rows / tokens
+            if round_trip < most:
+                best, most = asked, round_trip
+        return best, before - most
+
+
+def _default_probability(drafter: RequestDrafter) -> float:
+    """The chance of a guess of which nothing is known yet, if all of an ask are as likely."""
+    return drafter.draft_yield.tokens / (1.0 + drafter.draft_yield.tokens)

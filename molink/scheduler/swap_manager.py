@@ -1,0 +1,179 @@
+"""Which requests' KV goes to host memory, and when: proactive swapping (FastServe, §4.2)."""
+
+from collections import deque
+from collections.abc import Iterator
+
+from molink.errors import InvariantError
+from molink.facts.ring_times import RingTimes
+from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.host_blocks import HostBlockAllocator, HostCopy
+from molink.scheduler.kv_cache_manager import KVCacheManager
+from molink.scheduler.request_queues import RequestQueues
+from molink.scheduler.request_state import RequestState
+from molink.wire.messages.data_plane import MAX_SWAP_BLOCKS
+
+#: Blocks are reserved for what should arrive in so many turns of the ring: blocks that are given up
+#: can be used after one. With more of them first tokens come sooner, but too many go that have to
+#: come back.
+RESERVED_ROUND_TRIPS = 1
+#: They are no more than this share of all blocks.
+MAX_RESERVED_SHARE = 0.2
+#: Arrivals that the recent rate goes by.
+_MAX_ARRIVALS = 32
+#: Seconds of a turn where nothing is known of the stages.
+_DEFAULT_ROUND_TRIP_S = 0.05
+
+
+class SwapManager:
+    """Keeps what is preempted in host memory, if the mode is not ``recompute`` and there is room.
+
+    In mode ``proactive-swap`` some blocks are reserved for requests that should arrive soon, by the
+    recent rate. As long as fewer are free, jobs give way whose turn comes last, before anybody
+    lacks a block; a job in host memory comes back when more are free than are reserved.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, queues: RequestQueues, cache: KVCacheManager
+    ) -> None:
+        self._mode = config.preemption_mode
+        self._config = config
+        self._queues = queues
+        self._cache = cache
+        self._ring_times = RingTimes(config.profiles, (), config.row_bytes)
+        #: When the last requests arrived, and blocks that each asked for.
+        self._arrivals: deque[tuple[float, int]] = deque(maxlen=_MAX_ARRIVALS)
+        #: Seconds in which the slowest stage copies a block.
+        self._block_s = 0.0
+        self.host_blocks = HostBlockAllocator()
+        #: Requests that went to host memory and came back, and those that there was no room for.
+        self.num_swap_outs = self.num_swap_ins = self.num_fallbacks = 0
+
+    def set_host_blocks(self, blocks: int, block_s: float) -> None:
+        """All stages have host memory for so many blocks, each of which takes ``block_s``."""
+        if self._mode == "recompute" or self.host_blocks.total or not blocks:
+            return
+        self.host_blocks.set_total(blocks)
+        self._block_s = block_s
+        self._queues.set_restore_cost(self._restore_s)
+
+    def set_times(self, times: RingTimes) -> None:
+        """Stages have measured themselves, or their links, anew."""
+        self._ring_times = times
+
+    # --- to host memory --------------------------------------------------------------------------
+
+    def swap_out(self, state: RequestState) -> None:
+        """``job`` is about to be preempted: have its KV copied to host memory, if that is well."""
+        if (
+            self._mode == "recompute"
+            or not state.has_valid_kv
+            or state.copy_source >= 0
+            or not state.num_computed
+        ):
+            return
+        if not self._is_worthwhile(state.num_computed):
+            return
+        held = self.host_blocks.allocate_blocks(self._config.blocks_for(state.num_computed))
+        if held is None:
+            self.num_fallbacks += 1
+            return
+        self.num_swap_outs += 1
+        state.host_copy = HostCopy(held, state.num_computed)
+
+    def free_copy(self, state: RequestState) -> None:
+        """The copy of ``job``, if there is one, is not needed any more."""
+        if state.host_copy is not None:
+            self.host_blocks.free_blocks(state.host_copy.blocks)
+            state.host_copy = None
+
+    def proactive_candidates(self, now: float) -> Iterator[RequestState]:
+        """Jobs to be preempted before others lack blocks, the one whose turn comes last first."""
+        if not self._is_proactive:
+            return
+        reserved = self.reserved_blocks(now)
+        if not reserved:
+            return
+        lacking = (
+            reserved
+            + self._config.growth_blocks(self._queues.num_running)
+            - self._cache.num_available
+        )
+        coming = self._cache.collect_releasing(self._queues.pending_releases)
+        lacking -= coming.count
+        for state in self._queues.latest_scheduled(now):
+            if lacking <= 0:
+                return
+            lacking -= coming.add_blocks(state.blocks)
+            if (
+                self._queues.is_idle(state) and not state.is_fresh
+            ):  # the others when their rows are back
+                yield state
+
+    # --- and back --------------------------------------------------------------------------------
+
+    @property
+    def resumes_early(self) -> bool:
+        """Whether jobs come back before their turn: their rows go in a later micro-batch."""
+        return self._is_proactive
+
+    def reserved_blocks(self, now: float) -> int:
+        """Blocks that are to be free for requests that should arrive soon."""
+        if not self._is_proactive or not self._arrivals:
+            return 0
+        seconds = now - self._arrivals[0][0]
+        if seconds <= 0:
+            return 0
+        rate = sum(blocks for _, blocks in self._arrivals) / seconds
+        soon = (
+            rate
+            * RESERVED_ROUND_TRIPS
+            * (self._ring_times.round_trip_s(1) or _DEFAULT_ROUND_TRIP_S)
+        )
+        return int(min(soon, MAX_RESERVED_SHARE * self._config.num_blocks))
+
+    def on_arrived(self, state: RequestState, now: float) -> None:
+        """A request has arrived."""
+        self._arrivals.append((now, self._config.blocks_for(state.num_uncached + 1)))
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    @property
+    def _is_proactive(self) -> bool:
+        return self._mode == "proactive-swap" and self.host_blocks.total > 0
+
+    def _copy_s(self, tokens: int) -> float:
+        """Seconds that the blocks of so many tokens take, there and back."""
+        return 2 * self._config.blocks_for(tokens) * self._block_s
+
+    def _is_worthwhile(self, tokens: int) -> bool:
+        """Whether so many tokens can be copied at once, and sooner than computed anew."""
+        anew_s = self._ring_times.prompt_s(tokens)
+        fits = self._config.blocks_for(tokens) <= MAX_SWAP_BLOCKS
+        return fits and not 0 < anew_s < self._copy_s(tokens)
+
+    def _restore_s(self, state: RequestState) -> float | None:
+        """Seconds that a copy of ``job`` takes, if it has one or, most likely, would have."""
+        if state.host_copy is not None:
+            return self._copy_s(state.host_copy.num_tokens)
+        tokens = state.num_computed
+        room = self._config.blocks_for(tokens) <= self.host_blocks.num_free
+        if state.phase == "waiting" or not room or not self._is_worthwhile(tokens):
+            return None
+        return self._copy_s(tokens)
+
+    def validate(self) -> None:
+        """Each host block belongs to one job that waits, or to none.
+
+        Raises:
+            InvariantError: one doesn't.
+        """
+        requests = [state for state in self._queues if state.host_copy is not None]
+        if any(state.phase != "waiting" for state in requests):
+            raise InvariantError("a job that has blocks has a copy of them in host memory, too")
+        copies = [state.host_copy for state in requests if state.host_copy is not None]
+        for copy in copies:
+            if len(copy.blocks) != self._config.blocks_for(copy.num_tokens) or not copy.filled_seq:
+                raise InvariantError(
+                    f"a copy of {copy.num_tokens} tokens in {len(copy.blocks)} blocks"
+                )
+        self.host_blocks.validate(copies)

@@ -1,0 +1,200 @@
+"""A stage that computes nothing but takes its time."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from molink.facts.drafts import MAX_DRAFTS
+from molink.ring.stage import StageShape
+from molink.ring.step import BlockCopy, StepInput, StepOutput, StepResult
+from molink.sim.event_queue import EventQueue
+from molink.sim.pc import SimPc
+from molink.sim.roofline import Roofline, StepRows
+from molink.wire.messages.data_plane import (
+    Admit,
+    ForcedTokens,
+    RequestSlice,
+    SampledId,
+    SamplerOutput,
+    Volume,
+)
+
+#: Told of every step: begin, seconds, decode rows, prefill rows.
+OnStep = Callable[[float, float, int, int], None]
+#: The token of a request at a position.
+TokenAt = Callable[[int, int], int]
+#: The tokens of a request that have to come from a position on.
+ForcedAt = Callable[[int, int], Sequence[int]]
+
+
+class SimStageRequests:
+    """Which requests live at a stage: nothing else is needed where nothing is computed."""
+
+    def __init__(self) -> None:
+        #: With the seed of each.
+        self._live: dict[int, int] = {}
+        #: Position and token of each that were sampled last.
+        self.last_sampled: dict[int, tuple[int, int]] = {}
+
+    def admit_request(self, message: Admit) -> None:
+        """A request begins."""
+        self._live[message.request] = message.sampling_params.seed
+
+    def seed_of(self, request: int) -> int:
+        """That of a request that lives."""
+        return self._live[request]
+
+    def add_history(self, request: int, first: int, ids: memoryview) -> None:
+        """Not kept."""
+
+    def set_grammar(self, request: int, text: bytes) -> None:
+        """Not kept."""
+
+    def append_blocks(self, request: int, blocks: Sequence[int]) -> None:
+        """Not kept."""
+
+    def release_request(self, request: int) -> None:
+        """A request is over."""
+        self._live.pop(request, None)
+        self.last_sampled.pop(request, None)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+
+def step_rows(volumes: Iterable[Volume], is_last: bool) -> StepRows:
+    """What a step over ``volumes`` computes; only the last stage samples."""
+    decode = decode_context = prefill = prefill_context = sampled = 0
+    for volume in volumes:
+        for request_slice in volume.slices:
+            count = request_slice.count
+            if volume.prefill:
+                prefill += count
+                prefill_context += count * request_slice.start + count * (count + 1) // 2
+            else:
+                decode += count
+                decode_context += count * request_slice.start
+            sampled += (1 + len(request_slice.verified_drafts)) * (request_slice.sample and is_last)
+    return StepRows(decode, decode_context, prefill, prefill_context, sampled)
+
+
+class SimExecutor:
+    """Runs each step for as long as roofline and PC say.
+
+    Rows are views of ``zeros``, which has to be long enough for the largest volume. ``token`` says
+    what is sampled for a request at a position, ``forced`` what has to be.
+
+    Copies from and to host memory run beside steps, one after the other, ``block_s`` seconds for a
+    block. A step waits for those of blocks that it uses.
+    """
+
+    def __init__(
+        self,
+        event_queue: EventQueue,
+        stage: StageShape,
+        roofline: Roofline,
+        zeros: memoryview,
+        pc: SimPc,
+        requests: SimStageRequests,
+        token: TokenAt = lambda request, position: 0,
+        forced: ForcedAt = lambda request, position: (),
+        block_s: float = 0.0,
+    ) -> None:
+        self._event_queue = event_queue
+        self._is_last = stage.is_last
+        self._row_bytes = stage.row_bytes
+        self._roofline = roofline
+        self._zeros = zeros
+        self._pc = pc
+        self._requests = requests
+        self._token_at = token
+        self._forced_at = forced
+        self._block_s = block_s
+        #: When the step that runs ends, and when all copies that were begun do.
+        self._step_end = self._copies_end = 0.0
+        #: When a request's blocks are back, and when blocks that have been given up are copied.
+        self._swap_in_ends: dict[int, float] = {}
+        self._swap_out_ends: dict[int, float] = {}
+        #: Seconds that steps have waited for copies.
+        self.waited_s = 0.0
+        self.on_step: OnStep | None = None
+
+    def submit_copy(self, copy: BlockCopy) -> None:
+        """Begin to copy when the step that runs is over, and copies before are."""
+        begin = max(self._event_queue.now, self._step_end, self._copies_end)
+        self._copies_end = end = begin + self._block_s * len(copy.blocks)
+        if copy.is_swap_out:
+            self._swap_out_ends.update(dict.fromkeys(copy.blocks, end))
+        else:
+            self._swap_in_ends[copy.request] = end
+
+    def submit_step(
+        self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]
+    ) -> None:
+        """Begin a step."""
+        size = step_rows([step_input.volume for step_input in step_inputs], self._is_last)
+        now = self._event_queue.now
+        wait = self._wait_s(step_inputs, now)
+        self.waited_s += wait
+        seconds = wait + self._pc.reserve_device(self._roofline.step_s(size), now + wait)
+        self._step_end = now + seconds
+        if self.on_step is not None:
+            self.on_step(now, seconds, size.decode, size.prefill)
+        self._event_queue.schedule_at(now + seconds, self._end_step, step_inputs, done, seconds)
+
+    def _wait_s(self, step_inputs: Sequence[StepInput], now: float) -> float:
+        """Seconds until all blocks of a step are copied."""
+        if self._copies_end <= now:
+            self._swap_in_ends.clear()
+            self._swap_out_ends.clear()
+            return 0.0
+        slices = [
+            request_slice
+            for step_input in step_inputs
+            for request_slice in step_input.volume.slices
+        ]
+        ends = [self._swap_in_ends.get(request_slice.request, now) for request_slice in slices]
+        ends += [
+            self._swap_out_ends.get(block, now)
+            for request_slice in slices
+            for block in request_slice.blocks
+        ]
+        return max(0.0, max(ends, default=now) - now)
+
+    def _end_step(
+        self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None], seconds: float
+    ) -> None:
+        done(
+            StepResult([self._make_result(step_input) for step_input in step_inputs], seconds, None)
+        )
+
+    def _make_result(self, step_input: StepInput) -> StepOutput:
+        volume = step_input.volume
+        if not self._is_last:
+            return StepOutput(volume, self._zeros[: volume.count * self._row_bytes], None)
+        choices = [
+            choice
+            for request_slice in volume.slices
+            if request_slice.sample
+            for choice in self._sample_tokens(request_slice)
+        ]
+        forced = tuple(self._forced_tokens(choices))
+        return StepOutput(volume, None, SamplerOutput(volume.seq, tuple(choices), (), forced))
+
+    def _sample_tokens(self, request_slice: RequestSlice) -> Iterator[SampledId]:
+        """A token after the last row; with drafts, up to the first that is another one."""
+        last = self._requests.last_sampled
+        if not request_slice.continues_from(*last.get(request_slice.request, (-1, -1))):
+            return
+        first = request_slice.start + request_slice.count - len(request_slice.verified_drafts)
+        for position, draft in enumerate((*request_slice.verified_drafts, None), first):
+            token = self._token_at(request_slice.request, position)
+            last[request_slice.request] = position, token
+            yield SampledId(request_slice.request, position, token)
+            if token != draft:
+                return
+
+    def _forced_tokens(self, choices: Sequence[SampledId]) -> Iterator[ForcedTokens]:
+        """What has to follow the last choice of each request."""
+        for request, position in {each.request: each.position for each in choices}.items():
+            tokens = self._forced_at(request, position + 1)[:MAX_DRAFTS]
+            if tokens:
+                yield ForcedTokens(request, tuple(tokens))

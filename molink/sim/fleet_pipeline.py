@@ -1,0 +1,190 @@
+"""One of many pipelines: it is formed, loses a PC, is formed anew, and grows again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from molink.errors import UsageError
+from molink.ring.scheduler_bridge import EmissionReceiver
+from molink.routing.base import PipelineLoad
+from molink.scheduler.scheduler import Scheduler
+from molink.sim.event_queue import Callback, EventQueue
+from molink.sim.pc import SimPc
+from molink.sim.ring import SimRing
+from molink.sim.ring_template import RingTemplate
+from molink.sim.scenario import Scenario
+
+#: Seconds from the loss of a PC until the ring of those that are left takes requests: as measured
+#: (``docs/reliability.md``, kill -9 of another PC, median).
+RECOVERY_S = 1.12
+
+
+class RingTemplates:
+    """Of one scenario, by the number of stages; ``tenants`` stages share a PC's memory."""
+
+    def __init__(self, scenario: Scenario, tenants: int) -> None:
+        """Raises as :meth:`RingTemplate.for_stages`: all stages together have to do."""
+        self.scenario = scenario
+        self._tenants = tenants
+        self._templates: dict[int, RingTemplate | None] = {
+            0: None,
+            scenario.stages: RingTemplate.from_scenario(scenario, tenants),
+        }
+
+    def for_stages(self, stages: int) -> RingTemplate | None:
+        """That of so many stages; ``None`` if they can't hold the model."""
+        if stages not in self._templates:
+            try:
+                found = RingTemplate.from_scenario(
+                    replace(self.scenario, stages=stages), self._tenants
+                )
+            except UsageError:
+                found = None
+            self._templates[stages] = found
+        return self._templates[stages]
+
+
+@dataclass(eq=False, slots=True)
+class RingEpoch:
+    """A ring of a pipeline from its forming to its end; ``num_live`` requests are served there."""
+
+    load: PipelineLoad
+    ring: SimRing
+    num_live: int = 0
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The ring's."""
+        return self.ring.scheduler
+
+    def issue_batches(self) -> None:
+        """The head has something new."""
+        self.ring.issue_batches()
+
+    def add_request(self) -> None:
+        """It has one request more."""
+        self.num_live += 1
+        self.load.num_requests += 1
+        self.load.total_sent += 1
+
+    def remove_requests(self, count: int = 1) -> None:
+        """It has ``count`` less."""
+        self.num_live -= count
+        self.load.num_requests -= count
+
+
+class FleetContext(Protocol):
+    """What a pipeline asks of those around it, and tells them."""
+
+    def create_receiver(self, scheduler: Scheduler) -> EmissionReceiver:
+        """The front desk of a head."""
+
+    def on_ring_ended(self, epoch: RingEpoch, event_queue: EventQueue) -> None:
+        """A ring is gone, and what it served with it."""
+
+    def schedule_later(self, region: EventQueue, seconds: float, action: Callback, /) -> None:
+        """Have something happen that concerns all, so many seconds after what happens now."""
+
+    def on_ring_broken(self) -> None:
+        """A ring can't go on though all of its PCs are there."""
+
+    def on_pipelines_changed(self) -> None:
+        """A pipeline takes requests now, or doesn't any more."""
+
+
+class FleetPipeline:
+    """Keeps one pipeline going over those of its ``pcs`` that are there, in their order.
+
+    It has as many stages as the scenario, or as there are PCs if the model fits into these. What a
+    ring serves ends there while the next one, of more PCs, takes the new requests.
+    """
+
+    def __init__(
+        self,
+        load: PipelineLoad,
+        pcs: Sequence[SimPc],
+        templates: RingTemplates,
+        fleet: FleetContext,
+        event_queue: EventQueue,
+    ) -> None:
+        """``event_queue`` has what happens in its rings."""
+        self.load = load
+        #: Rings that there were, and those that were lost.
+        self.num_formed = self.num_lost = 0
+        #: Takes requests; ``None`` while none can.
+        self.epoch: RingEpoch | None = None
+        self._pcs = pcs
+        self._templates = templates
+        self._fleet = fleet
+        self._event_queue = event_queue
+        #: Rings that take no more requests.
+        self._retiring: list[RingEpoch] = []
+        #: Only the last of the appointments to form it counts.
+        self._reform_number = 0
+
+    def form_ring(self) -> None:
+        """Have the ring of those who are there, unless there is one of so many stages."""
+        most = self._templates.scenario.stages
+        there = [pc for pc in self._pcs if pc.is_present][:most]
+        template = self._templates.for_stages(len(there))
+        old = self.epoch
+        if template is None or (old is not None and len(old.ring.pcs) >= len(there)):
+            return
+        self.num_formed += 1
+        fleet = self._fleet
+        ring = SimRing(
+            self._event_queue,
+            template,
+            there,
+            fleet.create_receiver,
+            self._on_broken,
+            self.num_formed,
+        )
+        self.epoch = RingEpoch(self.load, ring)
+        ring.start()
+        if old is not None:
+            self._retire_ring(old)
+        fleet.on_pipelines_changed()
+
+    def on_pc_left(self, pc: SimPc) -> None:
+        """A PC is not there any more."""
+        for epoch in [self.epoch, *self._retiring]:
+            if epoch is not None and pc in epoch.ring.pcs:
+                self._lose_ring(epoch)
+
+    def close_if_idle(self, epoch: RingEpoch) -> None:
+        """A request that a ring served is over."""
+        if epoch.num_live == 0 and epoch in self._retiring:
+            self._retiring.remove(epoch)
+            self._event_queue.schedule_soon(epoch.ring.close)
+
+    def _retire_ring(self, epoch: RingEpoch) -> None:
+        self._retiring.append(epoch)
+        self.close_if_idle(epoch)
+
+    def _on_broken(self, stage: int, reason: str) -> None:
+        """A stage can't go on; it says so in the midst of what it does."""
+        self._fleet.on_ring_broken()
+        for epoch in [self.epoch, *self._retiring]:
+            if epoch is not None:
+                self._event_queue.schedule_soon(self._lose_ring, epoch)
+
+    def _lose_ring(self, epoch: RingEpoch) -> None:
+        if epoch in self._retiring:
+            self._retiring.remove(epoch)
+        elif epoch is self.epoch:
+            self.epoch = None
+            self.num_lost += 1
+            self._reform_number += 1
+            again = partial(self._reform_ring, self._reform_number)
+            self._fleet.schedule_later(self._event_queue, RECOVERY_S, again)
+            self._fleet.on_pipelines_changed()
+        else:
+            return
+        epoch.ring.close()
+        self._fleet.on_ring_ended(epoch, self._event_queue)
+
+    def _reform_ring(self, due: int) -> None:
+        if due == self._reform_number:
+            self.form_ring()

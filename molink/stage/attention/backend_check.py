@@ -1,0 +1,151 @@
+"""Whether flash kernels, or compiled ones, work here: tried on a small pool, beside ``gather``.
+
+Neither a version nor a platform tells: they may be missing from a build, refuse a head size, or be
+wrong. Whatever goes wrong means no.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from molink.stage.attention.base import AttentionBackend, AttentionShape
+from molink.stage.attention.compiled import CompiledAttention, compile_attention
+from molink.stage.attention.flash import PAGE_MULTIPLE, FlashAttention, find_kernel
+from molink.stage.attention.gather import GatherAttention
+from molink.stage.batch import SequenceRows
+from molink.stage.kv_pool import KVPool
+
+log = logging.getLogger(__name__)
+
+_NUM_BLOCKS = 6
+#: A window that leaves something out of these.
+_WINDOW = 100
+#: Greatest difference of outputs that are means of values of about 1, in 16 bits and in float32.
+_NARROW, _WIDE = 0.05, 1e-4
+#: A model as most are, for :func:`preferred_block_size`.
+_USUAL_SHAPE = AttentionShape(kv_heads=2, groups=4, head_dim=128, scale=128**-0.5, windows=(0,))
+
+
+def create_checked_flash(
+    shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[FlashAttention | None, str]:
+    """The backend, or ``None`` and why it doesn't work for a model of this shape."""
+    if device.type != "cuda":
+        return None, "it needs a CUDA device"
+    if shape.softcap:
+        return None, "it has no softcap, which this model needs"
+    if shape.sinks:
+        return None, "it has no attention sinks, which this model needs"
+    if block_size % PAGE_MULTIPLE:
+        return None, f"KV blocks of {block_size} positions are no multiple of {PAGE_MULTIPLE}"
+    kernel = find_kernel()
+    if kernel is None:
+        return None, f"torch {torch.__version__} has no varlen_attn with a block table"
+    try:
+        difference = _difference(
+            shape, lambda layer: FlashAttention(layer, kernel), PAGE_MULTIPLE, dtype, device
+        )
+    except Exception as error:  # whatever a kernel's build may raise
+        log.info("no flash attention: %s", error)
+        return None, f"{type(error).__name__}: {error}"
+    # Written so that NaN is no.
+    if not difference <= _NARROW:
+        log.warning("no flash attention: its results are off by %g", difference)
+        return None, f"its results are off by {difference:g}"
+    return FlashAttention(shape, kernel), ""
+
+
+def create_checked_compiled(
+    shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[CompiledAttention | None, str]:
+    """The backend for a CPU, or ``None`` and why it doesn't work for a model of this shape."""
+    if device.type != "cpu":
+        return None, "it needs a CPU"
+    attend = compile_attention(shape, block_size, dtype)
+    if attend is None:
+        return None, f"there is no code for {dtype} on this CPU, or for such heads and blocks"
+    difference = _difference(
+        shape, lambda layer: CompiledAttention(layer, attend), block_size, dtype, device
+    )
+    if not difference <= (_NARROW if dtype.itemsize == 2 else _WIDE):
+        log.warning("no compiled attention: its results are off by %g", difference)
+        return None, f"its results are off by {difference:g}"
+    return CompiledAttention(shape, attend), ""
+
+
+def preferred_block_size(device: torch.device) -> int:
+    """What KV blocks on this device had better be a multiple of; 1 where nothing depends on it."""
+    dtypes = (torch.float16, torch.bfloat16)
+    works = all(
+        create_checked_flash(_USUAL_SHAPE, PAGE_MULTIPLE, dtype, device)[0] is not None
+        for dtype in dtypes
+    )
+    return PAGE_MULTIPLE if works else 1
+
+
+@torch.inference_mode()
+def _difference(
+    shape: AttentionShape,
+    create: Callable[[AttentionShape], AttentionBackend],
+    page: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """Greatest difference to ``gather``, with and without a window as the model has it."""
+    worst = 0.0
+    for window in {min(window, _WINDOW) for window in shape.windows}:
+        layer = replace(shape, windows=(window,))
+        pool, heads = _make_rows(layer, page, dtype, device)
+        count = layer.groups * layer.kv_heads
+        sinks = torch.linspace(-4, 4, count, device=device) if layer.sinks else None
+        results = [
+            backend.prepare_layers(_trial_sequences(page), page, dtype, device)(
+                0, heads, pool, sinks
+            ).float()
+            for backend in (create(layer), GatherAttention(layer))
+        ]
+        difference = float((results[0] - results[1]).abs().max())
+        worst = difference if math.isnan(difference) else max(worst, difference)
+        if math.isnan(worst):
+            break
+    return worst
+
+
+def _trial_sequences(page: int) -> tuple[SequenceRows, ...]:
+    """Two decode rows and two chunks that begin, end and cross at all sides of a page's edge."""
+    return (
+        SequenceRows(page, 1, (4, 1)),
+        SequenceRows(page - 2, 1, (0,)),
+        SequenceRows(page - 3, 5, (2, 5)),
+        SequenceRows(0, 3, (3,)),
+    )
+
+
+def _make_rows(
+    shape: AttentionShape, page: int, dtype: torch.dtype, device: torch.device
+) -> tuple[KVPool, Tensor]:
+    """A pool of one layer and the rows of :func:`_trial_sequences`, whose keys and values are in
+    it."""
+    generator = torch.Generator().manual_seed(0)
+    pool = KVPool(shape, 1, _NUM_BLOCKS, page, dtype, device)
+    heads = (shape.groups + 2) * shape.kv_heads
+
+    def noise(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(device, dtype)
+
+    every = torch.arange(_NUM_BLOCKS * page, device=device)
+    pool.write_rows(0, every, noise(len(every), 2, shape.kv_heads, shape.head_dim))
+    slots = [
+        sequence.blocks[position // page] * page + position % page
+        for sequence in _trial_sequences(page)
+        for position in range(sequence.start, sequence.start + sequence.count)
+    ]
+    rows = noise(len(slots), heads, shape.head_dim)
+    both = rows[:, shape.groups * shape.kv_heads :]
+    shaped = both.view(len(rows), 2, shape.kv_heads, shape.head_dim)
+    pool.write_rows(0, torch.tensor(slots, device=device), shaped)
+    return pool, rows

@@ -1,0 +1,408 @@
+"""Trials of a device's kernels: each beside a plain computation, with the shapes of a model.
+
+Inputs are random, with a fixed seed; what they are compared with is computed on the CPU in float64.
+An error is the greatest difference, as a part of the largest result; attention's are means of
+values of about 1.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from molink.checkpoint.traits import Activation
+from molink.facts.dtypes import WeightDType
+from molink.facts.kernels import KernelName
+from molink.facts.model import Quantize
+from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat
+from molink.stage.attention.base import AttentionBackend, AttentionShape
+from molink.stage.attention.compiled import CompiledAttention, compile_attention
+from molink.stage.attention.flash import PAGE_MULTIPLE, FlashAttention, find_kernel
+from molink.stage.attention.gather import GatherAttention
+from molink.stage.attention.plain import PlainAttention
+from molink.stage.decoder.mlp import create_gate
+from molink.stage.decoder.rotary import rotate_half
+from molink.stage.device_copy import pinned_error
+from molink.stage.diagnostics.reference_attention import attention_error
+from molink.stage.diagnostics.trial_shapes import TrialShapes
+from molink.stage.graphs.capture import CudaGraphCapturer
+from molink.stage.kernels.create import create_block_matmul, create_matmul, create_rowwise
+from molink.stage.kernels.kernel_shape import supports_rowwise
+from molink.stage.kernels.repack import packed_scales, unpack_rows
+from molink.stage.linear import PackedLinear, PlainLinear, Projection, ProjectionFactory
+from molink.stage.linear.bnb import load_library
+from molink.stage.linear.quantized import TOLERANCE, QuantizedKernels, relative_error
+from molink.stage.linear.random_weight import make_random_weight
+from molink.stage.out_of_memory import empty_device_cache, is_out_of_memory
+from molink.stage.torch_dtypes import TORCH_DTYPES, supports_bf16
+
+#: Greatest error of a product or of a row's norm: what the type rounds to, and some sums.
+_PRODUCT_TOLERANCES: dict[WeightDType, float] = {"f32": 1e-5, "f16": 2e-3, "bf16": 2**-7}
+#: The same of attention, whose weights are rounded too.
+_ATTENTION_TOLERANCES: dict[WeightDType, float] = {"f32": 1e-5, "f16": 5e-3, "bf16": 3e-2}
+#: What nothing can take the place of is refused only if it is off by a multiple of that.
+_LENIENT_FACTOR = 4.0
+_ROWS = (1, 7, 33)
+#: Of a product by blocks.
+_BLOCK_OUTPUTS = 96
+#: Blocks that are tried: codes of all sizes, with everything that they may have beside.
+_TRIAL_FORMATS = (
+    *(BLOCK_FORMATS[name] for name in ("q4_k", "q5_k", "q6_k", "q8_0")),
+    BlockFormat(4, 8, 128, 128, has_shifts=True),
+    BlockFormat(8, 0, 64, 64, number_dtype="bf16"),
+)
+#: Outputs of a product that are compared, spread over all.
+_MAX_COMPARED_OUTPUTS = 64
+_GRAPH_BYTES = 1 << 28
+
+#: Makes a projection of a weight (bf16 ``[out, in]``) and a bias of the rows' type.
+_CreateLinear = Callable[[Tensor, Tensor], Projection]
+
+
+class _KernelAbsent(Exception):
+    """There is no such kernel on this device."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTrial:
+    """One kernel, in one type. ``run`` gives its error, NaN if it gives any."""
+
+    kernel: KernelName
+    dtype: WeightDType
+    tolerance: float
+    run: Callable[[], float]
+
+    def run_trial(self) -> dict[str, Any]:
+        """How it went: ``state`` is ``ok``, ``absent`` or ``wrong``."""
+        told: dict[str, Any] = {"kernel": self.kernel, "dtype": self.dtype, "error": None}
+        told |= {"tolerance": self.tolerance, "state": "wrong", "reason": ""}
+        try:
+            with torch.inference_mode():
+                error = self.run()
+        except _KernelAbsent as absent:
+            return told | {"state": "absent", "reason": str(absent)}
+        except NotImplementedError as missing:  # an operator that this build of torch lacks
+            return told | {"state": "absent", "reason": str(missing)[:300]}
+        except Exception as error_of_kernel:  # whatever a kernel's build may raise
+            reason = f"{type(error_of_kernel).__name__}: {error_of_kernel}"[:300]
+            if is_out_of_memory(error_of_kernel):
+                empty_device_cache()
+                return told | {"state": "absent", "reason": f"no memory to try it: {reason}"}
+            return told | {"reason": reason}
+        if math.isnan(error):
+            return told | {"reason": "it gives NaN"}
+        # Written so that infinity is wrong.
+        return told | {"error": error, "state": "ok" if error <= self.tolerance else "wrong"}
+
+
+#: Kernels for one purpose: each takes the place of the one before it, if that is wrong.
+KernelChain = tuple[KernelTrial, ...]
+
+
+def supported_dtypes(device: torch.device) -> tuple[WeightDType, ...]:
+    """What a device computes in."""
+    wide: tuple[WeightDType, ...] = ("f16",) if device.type == "cuda" else ("f32",)
+    return (*wide, "bf16") if supports_bf16(device) else wide
+
+
+def kernel_chains(
+    shapes: TrialShapes, dtype: WeightDType, quantize: Quantize, device: torch.device
+) -> tuple[KernelChain, ...]:
+    """What a stage of such shapes may use on ``device``, the best of each purpose first."""
+    rounding, place = _PRODUCT_TOLERANCES[dtype], TORCH_DTYPES[dtype]
+
+    def product(create: _CreateLinear) -> Callable[[], float]:
+        return partial(_linear_error, create, shapes.products, place, device)
+
+    last = _LENIENT_FACTOR * rounding
+    made: list[KernelChain] = []
+    if quantize != "none":
+        fast = partial(_quantized_error, quantize, shapes, place, device)
+        slow = partial(_unpacked_error, quantize, shapes, place, device)
+        loose = _LENIENT_FACTOR * TOLERANCE
+        made.append(
+            (
+                KernelTrial(quantize, dtype, TOLERANCE, fast),
+                KernelTrial("unpacked", dtype, loose, slow),
+            )
+        )
+    torch_rows = KernelTrial(
+        "torch-rows", dtype, last, partial(_torch_rows_error, shapes, place, device)
+    )
+    plain = KernelTrial("torch", dtype, last, product(_create_plain))
+    if device.type == "cuda":
+        return (*made, (plain,), (torch_rows,), _attention_chain(shapes, dtype, device))
+    threads = torch.get_num_threads()
+    packed = (KernelTrial("packed-linear", dtype, rounding, product(_create_packed)),)
+    rows = KernelTrial(
+        "compiled-rows", dtype, rounding, partial(_compiled_rows_error, shapes, place, threads)
+    )
+    narrow = dtype == "bf16"
+    return (
+        *made,
+        (
+            KernelTrial(
+                "compiled-linear", dtype, rounding, partial(_compiled_error, shapes, place, threads)
+            ),
+            *(packed if narrow else ()),
+            plain,
+        ),
+        (rows, torch_rows),
+        _attention_chain(shapes, dtype, device),
+    )
+
+
+def extra_trials(dtype: WeightDType, device: torch.device) -> tuple[KernelTrial, ...]:
+    """What depends on no model's shapes."""
+    place = TORCH_DTYPES[dtype]
+    if device.type != "cuda":
+        run = partial(_blocks_error, place, torch.get_num_threads())
+        return (KernelTrial("gguf-blocks", dtype, _PRODUCT_TOLERANCES[dtype], run),)
+    return (
+        KernelTrial("pinned-copies", dtype, 0.0, partial(pinned_error, device)),
+        KernelTrial("graphs", dtype, 0.0, partial(_graphs_error, place, device)),
+    )
+
+
+def _attention_chain(shapes: TrialShapes, dtype: WeightDType, device: torch.device) -> KernelChain:
+    place, tolerance = TORCH_DTYPES[dtype], _ATTENTION_TOLERANCES[dtype]
+    error = partial(attention_error, page=shapes.block_size, dtype=place, device=device)
+    gather = partial(error, GatherAttention, shapes.attention)
+    plain = partial(error, PlainAttention, shapes.attention)
+    common = (
+        KernelTrial("gather-attention", dtype, tolerance, gather),
+        KernelTrial("plain-attention", dtype, _LENIENT_FACTOR * tolerance, plain),
+    )
+    if device.type == "cuda":
+        run = partial(_flash_error, shapes, place, device)
+        return (KernelTrial("flash-attention", dtype, tolerance, run), *common)
+    run = partial(_compiled_attention_error, shapes, place)
+    return (KernelTrial("compiled-attention", dtype, tolerance, run), *common)
+
+
+# --- products ---------------------------------------------------------------------------------
+
+
+def _linear_error(
+    create: _CreateLinear,
+    shapes: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_dtype: torch.dtype = torch.bfloat16,
+) -> float:
+    generator, worst = torch.Generator().manual_seed(0), []
+    for out, width in shapes:
+        weight = make_random_weight(out, width, generator).to(weight_dtype)
+        bias = torch.randn(out, generator=generator).bfloat16()
+        projection = create(weight.to(device), bias.to(device, dtype))
+        some = slice(0, out, max(1, out // _MAX_COMPARED_OUTPUTS))
+        few, added = weight[some].double().t(), bias[some].double()
+        for count in _ROWS:
+            rows = torch.randn(count, width, generator=generator).to(dtype)
+            found = projection(rows.to(device))[:, some]
+            worst.append(_max_difference(found, rows.double() @ few + added))
+    return _max_error(worst)
+
+
+def _create_plain(weight: Tensor, bias: Tensor) -> Projection:
+    return PlainLinear(weight.to(bias.dtype), bias)
+
+
+def _create_packed(weight: Tensor, bias: Tensor) -> Projection:
+    try:
+        return PackedLinear.pack_weight(weight, bias)
+    except (AttributeError, RuntimeError) as error:
+        raise _KernelAbsent(f"this torch can't pack weights: {error}") from None
+
+
+def _compiled_error(shapes: TrialShapes, dtype: torch.dtype, threads: int) -> float:
+    """Of weights in bf16, and in float16 where these stay so."""
+    errors = []
+    for weight_dtype in (torch.bfloat16, torch.float16):
+        # One that fails its own check is compiled once more, to tell by how much it is off.
+        product = create_matmul(dtype, threads, weight_dtype)
+        product = product or create_matmul(dtype, threads, weight_dtype, checked=False)
+        if product is not None:
+            create = ProjectionFactory(dtype, product).create_projection
+            cpu = torch.device("cpu")
+            errors.append(_linear_error(create, shapes.products, dtype, cpu, weight_dtype))
+    if not errors:
+        raise _KernelAbsent("there is no code for this CPU")
+    return _max_error(errors)
+
+
+def _blocks_error(dtype: torch.dtype, threads: int) -> float:
+    generator, worst = torch.Generator().manual_seed(0), []
+    for form in _TRIAL_FORMATS:
+        product = create_block_matmul(form, dtype, threads, checked=False)
+        if product is None:
+            raise _KernelAbsent("there is no code for this CPU")
+        nbytes = 3 * product.columns * form.nbytes
+        shape = _BLOCK_OUTPUTS // product.columns, nbytes
+        packed = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+        numbers = packed_scales(form, packed, product.columns)
+        numbers.copy_(torch.rand(numbers.shape, generator=generator))
+        weight = unpack_rows(form, packed, product.columns, torch.arange(_BLOCK_OUTPUTS))
+        bias = torch.randn(_BLOCK_OUTPUTS, generator=generator)
+        for count in _ROWS:
+            rows = torch.randn(count, weight.shape[1], generator=generator).to(product.dtype)
+            exact = rows.double() @ weight.double().t() + bias.double()
+            worst.append(_max_difference(product(packed, rows, bias), exact))
+    return _max_error(worst)
+
+
+def _quantized_error(
+    mode: Quantize, shapes: TrialShapes, dtype: torch.dtype, device: torch.device
+) -> float:
+    if device.type == "cuda":
+        load_library()  # which registers its operators
+        return relative_error(QuantizedKernels(True, True), mode, dtype, device, shapes.products)
+    kernels = QuantizedKernels.probe_device(mode, dtype, device)
+    if not (kernels.int8 or kernels.nf4):
+        raise _KernelAbsent("this CPU has no instructions for it")
+    return relative_error(kernels, mode, dtype, device, shapes.products)
+
+
+def _unpacked_error(
+    mode: Quantize, shapes: TrialShapes, dtype: torch.dtype, device: torch.device
+) -> float:
+    kernels = QuantizedKernels(False, False)
+    return relative_error(kernels, mode, dtype, device, shapes.products)
+
+
+# --- rows and attention -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _RowKernels:
+    """What is tried of rows; each gives new ones, but for ``rotate``."""
+
+    norm: Callable[[Tensor, Tensor], Tensor]
+    gate: Callable[[Tensor], Tensor]
+    rotate: Callable[[Tensor, Tensor], object]
+
+
+def _compiled_rows_error(shapes: TrialShapes, dtype: torch.dtype, threads: int) -> float:
+    if not supports_rowwise((shapes.hidden, *shapes.inner), shapes.rotary):
+        raise _KernelAbsent("there is no code for rows of this size")
+
+    def create(activation: Activation) -> _RowKernels:
+        made = create_rowwise(dtype, shapes.eps, activation, threads)
+        made = made or create_rowwise(dtype, shapes.eps, activation, threads, checked=False)
+        if made is None:
+            raise _KernelAbsent("there is no code for this CPU")
+        return _RowKernels(made.normalize_rows, made.apply_gate, made.rotate_heads)
+
+    return _rows_error(create, shapes, dtype, torch.device("cpu"))
+
+
+def _torch_rows_error(shapes: TrialShapes, dtype: torch.dtype, device: torch.device) -> float:
+    def norm(rows: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(rows.float(), weight.shape, weight, shapes.eps).to(dtype)
+
+    def create(activation: Activation) -> _RowKernels:
+        return _RowKernels(norm, create_gate(activation), rotate_half)
+
+    return _rows_error(create, shapes, dtype, device)
+
+
+def _rows_error(
+    create: Callable[[Activation], _RowKernels],
+    shapes: TrialShapes,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    generator, worst = torch.Generator().manual_seed(0), []
+
+    def noise(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).mul(3).to(dtype)
+
+    for activation in shapes.activations:
+        made = create(activation)
+        for count in _ROWS:
+            rows, weight = noise(count, shapes.hidden), noise(shapes.hidden).float()
+            normed = rms_norm(rows.double(), weight.shape, weight.double(), shapes.eps)
+            worst.append(_max_difference(made.norm(rows.to(device), weight.to(device)), normed))
+            for inner in shapes.inner:
+                rows = noise(count, 2 * inner)
+                gated = create_gate(activation)(rows.double())
+                worst.append(_max_difference(made.gate(rows.to(device)), gated))
+            for turned in shapes.rotary:
+                heads = noise(count, 5, max(turned, shapes.attention.head_dim))
+                angles = noise(count, 1, 2, turned).div_(3)
+                exact, found = heads.double(), heads.to(device, copy=True)
+                rotate_half(exact, angles.double())
+                made.rotate(found, angles.to(device))
+                worst.append(_max_difference(found, exact))
+    return _max_error(worst)
+
+
+def _compiled_attention_error(shapes: TrialShapes, dtype: torch.dtype) -> float:
+    attend = compile_attention(shapes.attention, shapes.block_size, dtype)
+    if attend is None:
+        raise _KernelAbsent("there is no code for this CPU, or for heads and blocks of these sizes")
+
+    def create(layer: AttentionShape) -> AttentionBackend:
+        return CompiledAttention(layer, attend)
+
+    cpu = torch.device("cpu")
+    return attention_error(create, shapes.attention, shapes.block_size, dtype, cpu)
+
+
+def _flash_error(shapes: TrialShapes, dtype: torch.dtype, device: torch.device) -> float:
+    kernel = find_kernel()
+    if kernel is None:
+        raise _KernelAbsent(f"torch {torch.__version__} has no varlen_attn with a block table")
+    if torch.cuda.get_device_capability(device)[0] < 8:
+        raise _KernelAbsent("it needs an Ampere GPU (RTX 30) or a newer one")
+    if shapes.attention.softcap or shapes.attention.sinks:
+        raise _KernelAbsent("it has no softcap and no attention sinks")
+    if shapes.block_size % PAGE_MULTIPLE:
+        raise _KernelAbsent(
+            f"KV blocks of {shapes.block_size} positions are no multiple of {PAGE_MULTIPLE}"
+        )
+
+    def create(layer: AttentionShape) -> AttentionBackend:
+        return FlashAttention(layer, kernel)
+
+    return attention_error(create, shapes.attention, shapes.block_size, dtype, device)
+
+
+# --- a GPU's own ------------------------------------------------------------------------------
+
+
+def _graphs_error(dtype: torch.dtype, device: torch.device) -> float:
+    """A captured product with other rows than those it was captured with."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(256, 128, generator=generator).to(device, dtype)
+    rows = torch.zeros(8, 128, dtype=dtype, device=device)
+    output = torch.zeros(8, 256, dtype=dtype, device=device)
+    replay = CudaGraphCapturer(device).capture_work(
+        lambda: _linear_into(output, rows, weight), _GRAPH_BYTES
+    )
+    if replay is None:
+        raise _KernelAbsent("no memory for a graph")
+    worst = []
+    for _ in range(4):
+        rows.copy_(torch.randn(8, 128, generator=generator))
+        replay()
+        # The very same work, so the very same result.
+        worst.append(_max_difference(output, (rows @ weight.t()).relu_().double().cpu()))
+    return _max_error(worst)
+
+
+def _linear_into(output: Tensor, rows: Tensor, weight: Tensor) -> None:
+    output.copy_((rows @ weight.t()).relu_())
+
+
+def _max_difference(found: Tensor, exact: Tensor) -> float:
+    return float((found.double().cpu() - exact).abs().max() / exact.abs().max())
+
+
+def _max_error(errors: Sequence[float]) -> float:
+    return math.nan if any(math.isnan(one) for one in errors) else max(errors)

@@ -1,0 +1,105 @@
+"""Whether each kernel computes on this PC's device what plain torch does.
+
+Run as ``python -m molink.stage.diagnostics.parity``.
+
+Prints a JSON object for each line: ``describe_torch`` (torch and its devices), then for each kernel
+``begin``, by which who reads knows which one has ended the process, and ``result``; see
+:mod:`molink.stage.diagnostics.kernel_trials`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from molink.checkpoint.config import ModelConfig
+from molink.errors import MolinkError
+from molink.stage.attention.flash import PAGE_MULTIPLE, find_kernel
+from molink.stage.diagnostics.device import describe_device, pick_device
+from molink.stage.diagnostics.kernel_trials import (
+    KernelTrial,
+    extra_trials,
+    kernel_chains,
+    supported_dtypes,
+)
+from molink.stage.diagnostics.trial_shapes import USUAL_SHAPES, TrialShapes
+
+
+def run_trials(
+    device: torch.device, skip: Collection[str] = (), shapes: TrialShapes = USUAL_SHAPES
+) -> Iterator[KernelTrial]:
+    """All that there may be on ``device``, but those of the kernels to ``skip``."""
+    for dtype in supported_dtypes(device):
+        found: dict[str, KernelTrial] = {}
+        for mode in ("int8", "nf4"):
+            for chain in kernel_chains(shapes, dtype, mode, device):
+                # What takes the place of int8 is another trial than what takes that of nf4.
+                found |= {f"{one.kernel} {mode * (one.kernel == 'unpacked')}": one for one in chain}
+        for trial in (*found.values(), *extra_trials(dtype, device)):
+            if trial.kernel not in skip:
+                yield trial
+
+
+def describe_torch() -> dict[str, Any]:
+    """Torch here, and the GPUs that it can use; ``reason`` says why it can't use any."""
+    told: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": []}
+    told |= {"reason": "", "kernels_for": []}
+    try:
+        if torch.version.cuda is not None:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            told["kernels_for"] = torch.cuda.get_arch_list()
+    except (RuntimeError, AssertionError) as error:
+        return told | {"reason": str(error).strip()[:300]}
+    for index in range(torch.cuda.device_count() if torch.version.cuda is not None else 0):
+        major, minor = torch.cuda.get_device_capability(index)
+        card = {"name": torch.cuda.get_device_name(index), "capability": f"{major}.{minor}"}
+        told["gpus"].append(card)
+    return told
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run all trials."""
+    parser = argparse.ArgumentParser(
+        prog="python -m molink.stage.diagnostics.parity", description=__doc__
+    )
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=0, help="0 = torch's default")
+    parser.add_argument("--model", type=Path, help="try the shapes of this model's layers")
+    parser.add_argument("--skip", default="", help="kernels, separated by commas")
+    options = parser.parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    _print_line(about=describe_torch())
+    device = pick_device(options.device)
+    _print_line(device=str(device), name=describe_device(device))
+    shapes = _load_shapes(options.model, device)
+    for trial in run_trials(device, options.skip.split(","), shapes):
+        _print_line(begin={"kernel": trial.kernel, "dtype": trial.dtype})
+        _print_line(result=trial.run_trial())
+
+
+def _load_shapes(model: Path | None, device: torch.device) -> TrialShapes:
+    """Those of a model; the usual ones without, or if its config can't be read."""
+    paged = device.type == "cuda" and find_kernel() is not None
+    usual = replace(USUAL_SHAPES, block_size=PAGE_MULTIPLE) if paged else USUAL_SHAPES
+    if model is None:
+        return usual
+    try:
+        config = ModelConfig.load_folder(model)
+    except MolinkError as error:
+        print(f"not tried with the shapes of {model}: {error}", file=sys.stderr)
+        return usual
+    return TrialShapes.from_config(config, usual.block_size, device)
+
+
+def _print_line(**told: Any) -> None:
+    print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

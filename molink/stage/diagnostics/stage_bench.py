@@ -1,0 +1,149 @@
+"""Measures a stage for ``molink bench stage``: ``python -m molink.stage.diagnostics.stage_bench``.
+
+Loads layers of a model as a worker would, measures its profile, and in the same run what the device
+can do at best. Prints one JSON object; the command line, which never imports torch, shows it.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.stage_cost import StageCost
+from molink.errors import MolinkError
+from molink.facts.footprint import Footprint, StageSetup
+from molink.facts.model import BLOCK_SIZE
+from molink.facts.profile import Profile
+from molink.stage.diagnostics.device import describe_cpu, narrow_weight_dtypes, pick_device
+from molink.stage.diagnostics.peak_rates import peak_matmul_rate, peak_read_rate
+from molink.stage.diagnostics.stage_profile import profile_stage
+from molink.stage.kernels.create import supports_block_weights
+from molink.stage.stage import Stage
+from molink.stage.torch_dtypes import TORCH_DTYPES, cpu_supports_bf16
+
+_MAX_KV_BYTES = 1 << 30
+
+
+def run_bench(options: argparse.Namespace) -> dict[str, object]:
+    """Load, measure, compare."""
+    layers = (options.first, options.last)
+    folder = ModelFolder.open(Path(options.model_dir), layers)
+    device = pick_device(options.device)
+    on_cpu = device.type == "cpu"
+    kind: Literal["cpu", "cuda"] = "cpu" if on_cpu else "cuda"
+    target = StageSetup(
+        kind,
+        cpu_supports_bf16(),
+        options.dtype,
+        options.quantize,
+        has_block_kernels=supports_block_weights(),
+        narrow_dtypes=narrow_weight_dtypes(device),
+    )
+    facts, free = folder.placement_facts(options.model_dir), _free_bytes(device)
+    stage = Stage.load_layers(folder, layers, str(device), options.dtype, quantize=options.quantize)
+    profile = profile_stage(
+        stage, min(_MAX_KV_BYTES, free // 4), BLOCK_SIZE, seconds=options.seconds
+    )
+    first, last = layers
+    opens, closes = first == 0, last == facts.layers
+    weights = Footprint.of_stage(facts, target).weight_bytes(
+        last - first, opens=opens, closes=closes
+    )
+    work = StageCost(folder.config, layers, stage.dtype, weights)
+    return {
+        "layers": list(layers),
+        "device": str(device),
+        "device_name": describe_cpu() if on_cpu else torch.cuda.get_device_name(device),
+        "threads": torch.get_num_threads() if on_cpu else 0,
+        "torch": torch.__version__,
+        "dtype": stage.dtype,
+        "quantize": options.quantize,
+        "weight_bytes": stage.weight_bytes,
+        "decode": _format_points(profile.decode),
+        "prefill": _format_points(profile.prefill),
+        "context": profile.context,
+        "tile": profile.tile,
+        "read": _rate_reading(work, profile, device),
+        "compute": _rate_computing(work, profile, stage),
+    }
+
+
+def _format_points(points: Sequence[tuple[int, float]]) -> list[dict[str, float]]:
+    return [
+        {"rows": rows, "seconds": seconds, "tokens_per_s": rows / seconds}
+        for rows, seconds in points
+    ]
+
+
+def _rate_reading(work: StageCost, profile: Profile, device: torch.device) -> dict[str, float]:
+    """A single decode row reads all weights and its KV: nothing else takes its time at best."""
+    nbytes = work.decode_bytes(profile.context)
+    reached, peak = nbytes / profile.decode_s(1), peak_read_rate(device)
+    return {
+        "bytes": nbytes,
+        "bytes_per_s": reached,
+        "peak_bytes_per_s": peak,
+        "share": reached / peak,
+    }
+
+
+def _rate_computing(work: StageCost, profile: Profile, stage: Stage) -> dict[str, float]:
+    """The chunk that computes most per second."""
+    rates = {rows: work.prefill_flops(rows) / seconds for rows, seconds in profile.prefill}
+    rows = max(rates, key=rates.__getitem__)
+    peak = peak_matmul_rate(stage.device, TORCH_DTYPES[stage.dtype])
+    return {
+        "rows": rows,
+        "flops": work.prefill_flops(rows),
+        "flops_per_s": rates[rows],
+        "peak_flops_per_s": peak,
+        "share": rates[rows] / peak,
+    }
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m molink.stage.diagnostics.stage_bench", description=__doc__
+    )
+    parser.add_argument("--model-dir", required=True)
+    parser.add_argument("--first", type=int, required=True)
+    parser.add_argument("--last", type=int, required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantize", default="none")
+    parser.add_argument("--threads", type=int, default=0, help="0 = torch's default")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, at most")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the measurement; an error goes to stderr, with its own exit code."""
+    options = _parse_arguments(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        result = run_bench(options)
+    except MolinkError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        print(f"the stage doesn't fit the memory of {options.device}: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(result), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

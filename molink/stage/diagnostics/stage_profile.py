@@ -1,0 +1,96 @@
+"""The profile of a loaded stage: remembered, or measured now."""
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+import molink
+from molink.facts.profile import Profile
+from molink.stage.diagnostics.device import describe_device
+from molink.stage.diagnostics.profile_cache import ProfileCache
+from molink.stage.diagnostics.stage_passes import StagePasses
+from molink.stage.diagnostics.timing import measure_profile
+from molink.stage.stage import Stage
+
+log = logging.getLogger(__name__)
+
+#: Seconds that measuring takes at most, but for the smallest passes of a very slow stage.
+MAX_PROFILING_S = 3.0
+#: Part of a key: rises whenever profiles are measured in another way.
+_FORMAT_VERSION = 2
+
+
+def profile_stage(
+    stage: Stage,
+    kv_bytes: int,
+    block_size: int,
+    cache: Path | None = None,
+    seconds: float = MAX_PROFILING_S,
+    *,
+    hurry: bool = False,
+) -> Profile:
+    """``T_d`` and ``T_p`` of ``stage``, from the folder ``cache`` if it was measured before.
+
+    In a ``hurry``, with other layers of the same model measured here, it is scaled from theirs by
+    the bytes of weights, and not kept: the next time without a hurry it is measured.
+
+    Its KV pool, if any, is dropped; measuring takes up to ``kv_bytes`` for one of its own.
+
+    Raises:
+        MemoryError: not even a single row can be computed.
+    """
+    profile_cache = ProfileCache(cache) if cache is not None else None
+    key = profile_key(stage, block_size)
+    known = profile_cache.find_profile(key) if profile_cache is not None else None
+    if known is not None:
+        return known
+    if hurry and profile_cache is not None:
+        predicted = profile_cache.predict_profile(_model_key(stage, block_size), stage.step_bytes)
+        if predicted is not None:
+            log.info(
+                "not measured for now: one decode row should take %.1f ms, as other layers do",
+                1e3 * predicted.decode_s(1),
+            )
+            return predicted
+    begin = time.perf_counter()
+    with StagePasses(stage, kv_bytes, block_size) as passes:
+        profile = measure_profile(passes, time.perf_counter, seconds)
+    log.info(
+        "measured in %.1f s: one decode row takes %.1f ms, a chunk of %d rows %.1f ms, tile %d",
+        time.perf_counter() - begin,
+        1e3 * profile.decode_s(1),
+        profile.prefill[-1][0],
+        1e3 * profile.prefill[-1][1],
+        profile.tile,
+    )
+    if profile_cache is not None:
+        profile_cache.store_profile(key, profile, _model_key(stage, block_size), stage.step_bytes)
+    return profile
+
+
+def profile_key(stage: Stage, block_size: int) -> str:
+    """Everything that a stage's times depend on; of the model its shape, not its weights.
+
+    The bytes of its weights tell apart how they are quantized.
+    """
+    first, last = stage.layers
+    return f"{_model_key(stage, block_size)}; layers {first}:{last}, {stage.weight_bytes} bytes"
+
+
+def _model_key(stage: Stage, block_size: int) -> str:
+    """All of a key that other layers of the same model have in common, on the same device."""
+    on_cpu = stage.device.type == "cpu"
+    threads = torch.get_num_threads() if on_cpu else 0
+    parts = (
+        f"format {_FORMAT_VERSION}",
+        f"molink {molink.__version__}",
+        f"torch {torch.__version__}",
+        f"{stage.device.type} {describe_device(stage.device)}, {threads} threads",
+        f"{stage.dtype}, travels as {stage.wire_dtype}, {stage.layer_bytes} bytes a layer",
+        f"blocks of {block_size}",
+        repr(stage.config),
+        *(f"without {name}" for name in sorted(stage.disabled_kernels)),
+    )
+    return "; ".join(parts)

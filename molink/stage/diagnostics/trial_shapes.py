@@ -1,0 +1,112 @@
+"""The shapes that kernels are tried with: those of a model's layers, or of none."""
+
+from dataclasses import dataclass
+
+import torch
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.tensor_layout import (
+    attention_projections,
+    layer_tensors,
+    mlp_projections,
+)
+from molink.checkpoint.traits import Activation
+from molink.stage.attention.base import AttentionShape
+
+#: A window that leaves something out of the rows of a trial.
+_WINDOW = 33
+#: Weights that a projection is tried with at most; a GPU chooses its kernel by all of a shape.
+_MAX_WEIGHTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+#: By how much an output size is cut at least: what is left over at the end stays the same.
+_CUT_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TrialShapes:
+    """``products`` are ``[out, in]``; rows of ``hidden`` are normed, of ``inner`` gated.
+
+    ``rotary`` are the dimensions of a head that are turned.
+    """
+
+    products: tuple[tuple[int, int], ...]
+    hidden: int
+    inner: tuple[int, ...]
+    rotary: tuple[int, ...]
+    eps: float
+    activations: tuple[Activation, ...]
+    attention: AttentionShape
+    block_size: int
+
+    @classmethod
+    def from_config(
+        cls, config: ModelConfig, block_size: int, device: torch.device
+    ) -> "TrialShapes":
+        """Those of all layers, whichever a stage has; of very large products some outputs."""
+        layers, most = (0, config.layers), _MAX_WEIGHTS[device.type]
+        attention = AttentionShape.from_config(config, layers)
+        windows = sorted({min(window, _WINDOW) for window in attention.windows})
+        experts = [config.layer_experts(layer) for layer in range(*layers)]
+        inner = {
+            config.intermediate_size if one is None else one.intermediate_size for one in experts
+        }
+        return cls(
+            products=tuple(
+                sorted({_cut_shape(shape, most) for shape in _projection_shapes(config)})
+            ),
+            hidden=config.hidden_size,
+            inner=tuple(sorted(inner)),
+            rotary=tuple(
+                sorted({rope.rotary_dim(config.head_dim) for rope in config.rope_configs})
+            ),
+            eps=config.norm_eps,
+            activations=(config.activation,),
+            attention=AttentionShape(
+                attention.kv_heads,
+                attention.groups,
+                attention.head_dim,
+                attention.scale,
+                tuple(windows),
+                attention.softcap,
+                attention.sinks,
+            ),
+            block_size=block_size,
+        )
+
+
+#: What the self-test tries where no model is named.
+USUAL_SHAPES = TrialShapes(
+    products=((96, 64), (256, 704), (1024, 128)),
+    hidden=192,
+    inner=(96,),
+    rotary=(64,),
+    eps=1e-5,
+    activations=("silu", "gelu_tanh"),
+    attention=AttentionShape(kv_heads=2, groups=4, head_dim=64, scale=0.125, windows=(0, _WINDOW)),
+    block_size=16,
+)
+
+
+def _projection_shapes(config: ModelConfig) -> set[tuple[int, int]]:
+    """Of all projections, where several are one too."""
+    found = {(config.vocab_size, config.hidden_size)}
+    for layer in range(config.layers):
+        weights = {
+            name.removeprefix(f"model.layers.{layer}.").removesuffix(".weight"): (
+                shape[0],
+                shape[1],
+            )
+            for name, shape in layer_tensors(config, layer).items()
+            if len(shape) == 2
+        }
+        for together in (attention_projections(config), mlp_projections(config)):
+            merged = [weights.pop(name) for name in together if name in weights]
+            if merged:
+                found.add((sum(shape[0] for shape in merged), merged[0][1]))
+        found.update(weights.values())
+    return found
+
+
+def _cut_shape(shape: tuple[int, int], most: int) -> tuple[int, int]:
+    out, width = shape
+    above = max(0, out - max(_CUT_MULTIPLE, most // width))
+    return out - -(-above // _CUT_MULTIPLE) * _CUT_MULTIPLE, width

@@ -1,0 +1,221 @@
+"""Draws tokens from filtered logits: among a row's likeliest where these are all that is kept.
+
+A number in [0, 1) per row picks from the cumulative distribution over the kept tokens in order of
+their ids. How it is computed depends on the row alone, never on the others of the step.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from molink.stage.device_copy import download_tensors, gather_rows, upload_integers, upload_tensor
+from molink.stage.sampling.filters import (
+    SamplingFilters,
+    effective_top_k,
+    find_cutoff,
+    is_filtered,
+    needs_total,
+    weigh_logits,
+)
+from molink.wire.messages.data_plane import SamplingParams
+
+#: How many of a row's likeliest tokens are looked at, until all that are kept are among them.
+_CANDIDATE_COUNTS = (64, 4096, 32768)
+#: Tokens are summed in blocks of so many.
+BLOCK_TOKENS = 128
+#: Logits handled at once at full width: a CPU is several times slower where they leave its cache.
+_MAX_CPU_LOGITS = 1 << 18
+#: The noise has 52 bits: its product with a sum stays below that sum. So has this one's.
+_BELOW_ONE = 1.0 - 2.0**-52
+_LOG2_E = math.log2(math.e)
+
+
+class TokenDraws:
+    """Draws a token for every row of finite logits (float32 ``[n, V]``), by its ``noise``.
+
+    First on the device, without waiting for it, then what that didn't settle.
+    """
+
+    __slots__ = (
+        "_candidate_counts",
+        "_filtered",
+        "_filters",
+        "_logits",
+        "_noise",
+        "_top_k",
+        "_totals",
+    )
+
+    def __init__(
+        self, logits: Tensor, params_of_rows: Sequence[SamplingParams], noise: Sequence[float]
+    ) -> None:
+        vocabulary = logits.shape[1]
+        self._logits = logits
+        self._filters = SamplingFilters.from_sampling(params_of_rows, vocabulary, logits.device)
+        self._noise = upload_tensor(torch.tensor(noise, dtype=torch.float64), logits.device)[
+            :, None
+        ]
+        self._filtered = [
+            is_filtered(sampling_params, vocabulary) for sampling_params in params_of_rows
+        ]
+        self._top_k = [
+            effective_top_k(sampling_params, vocabulary) for sampling_params in params_of_rows
+        ]
+        self._candidate_counts = [size for size in _CANDIDATE_COUNTS if size < vocabulary]
+        self._totals = _total_weights(logits, params_of_rows, self._filters)
+
+    def draw_candidates(self) -> tuple[Tensor, Tensor]:
+        """Tokens ``[n]``, and whether each is settled, 0 or 1."""
+        tokens = torch.zeros(len(self._top_k), dtype=torch.int64, device=self._logits.device)
+        settled = torch.ones_like(tokens)
+        by_size: dict[int, list[int]] = {}
+        for row, filtered in enumerate(self._filtered):
+            size = self._num_candidates(row) if filtered else -1
+            by_size.setdefault(size, []).append(row)
+        for size, rows in by_size.items():
+            if size > 0:
+                drawn, enough = self._draw_likeliest(rows, size)
+                settled = scatter_rows(settled, rows, enough)
+            else:
+                drawn = torch.cat(
+                    [self._draw_all(g, size == 0) for g in _split_rows(rows, self._logits)]
+                )
+            tokens = scatter_rows(tokens, rows, drawn)
+        return tokens, settled
+
+    def draw_remaining(self, rows: list[int]) -> dict[int, int]:
+        """Tokens of rows that aren't settled: their likeliest tokens weren't enough."""
+        found: dict[int, int] = {}
+        for size in self._candidate_counts:
+            tried = [row for row in rows if row not in found and self._num_candidates(row) < size]
+            if tried:
+                answers = torch.stack(self._draw_likeliest(tried, size), dim=1)
+                drawn = zip(tried, download_tensors([answers])[0].tolist(), strict=True)
+                found.update((row, token) for row, (token, is_enough) in drawn if is_enough)
+        left = [row for row in rows if row not in found]
+        for group in _split_rows(left, self._logits):
+            tokens = download_tensors([self._draw_all(group, True)[:, None]])[0]
+            found.update(zip(group, tokens[:, 0].tolist(), strict=True))
+        return found
+
+    def _num_candidates(self, row: int) -> int:
+        """How many of a row's likeliest tokens are looked at first; 0 if all are."""
+        return next((size for size in self._candidate_counts if self._top_k[row] < size), 0)
+
+    def _draw_likeliest(self, rows: list[int], size: int) -> tuple[Tensor, Tensor]:
+        """Tokens ``[n]`` among the likeliest, and whether all that are kept were there."""
+        few, aims = self._filters.select_rows(rows), gather_rows(self._noise, rows)
+        values, ids = _find_likeliest(gather_rows(self._logits, rows), size)
+        threshold, enough = find_cutoff(values, gather_rows(self._totals, rows), few)
+        tokens = _draw_among(values, ids, threshold, few, aims)
+        return tokens, enough.to(tokens.dtype)
+
+    def _draw_all(self, rows: list[int], filtered: bool) -> Tensor:
+        """Tokens ``[n]`` among all."""
+        part, few = gather_rows(self._logits, rows), self._filters.select_rows(rows)
+        edge: Tensor | None = None
+        if filtered:
+            ordered = part.sort(dim=-1, descending=True).values
+            edge, _ = find_cutoff(ordered, gather_rows(self._totals, rows), few)
+        return _draw_wide(part, edge, few, gather_rows(self._noise, rows))
+
+
+def scatter_rows(target: Tensor, rows: list[int], values: Tensor) -> Tensor:
+    """``target`` with ``values`` at ``rows``, which may be all of them."""
+    if len(rows) == len(target):
+        return values
+    return target.index_copy_(0, upload_integers(rows, target.device), values)
+
+
+def block_maxima(logits: Tensor) -> Tensor | None:
+    """The greatest of each block ``[n, V / BLOCK]``; ``None`` if the vocabulary has odd ends."""
+    if logits.shape[1] % BLOCK_TOKENS or not logits.is_contiguous():
+        return None
+    return logits.view(len(logits), -1, BLOCK_TOKENS).amax(dim=-1)
+
+
+def _split_rows(rows: list[int], logits: Tensor) -> list[list[int]]:
+    on_cpu = logits.device.type == "cpu"
+    size = max(1, _MAX_CPU_LOGITS // logits.shape[1]) if on_cpu else max(1, len(rows))
+    return [rows[first : first + size] for first in range(0, len(rows), size)]
+
+
+def _find_likeliest(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The greatest logits of each row in descending order, and their ids, ``[n, size]`` each."""
+    maxima = block_maxima(logits)
+    if maxima is None or 4 * size * BLOCK_TOKENS > logits.shape[1]:
+        values, ids = logits.topk(size, dim=-1)
+        return values, ids
+    # They are all in the blocks with the greatest maxima.
+    blocks = maxima.topk(size, dim=-1).indices[:, :, None]
+    chosen = logits.view(len(logits), -1, BLOCK_TOKENS).gather(
+        1, blocks.expand(-1, -1, BLOCK_TOKENS)
+    )
+    values, places = chosen.flatten(1).topk(size, dim=-1)
+    ids = blocks[:, :, 0].gather(1, places // BLOCK_TOKENS) * BLOCK_TOKENS + places % BLOCK_TOKENS
+    return values, ids
+
+
+def _total_weights(
+    logits: Tensor, params_of_rows: Sequence[SamplingParams], filters: SamplingFilters
+) -> Tensor:
+    """Sums of all weights ``[n, 1]`` of the rows that need it."""
+    totals = filters.numbers.new_zeros(len(params_of_rows), 1)
+    needed = [i for i, s in enumerate(params_of_rows) if needs_total(s, logits.shape[1])]
+    for rows in _split_rows(needed, logits):
+        weights = _weigh_all(gather_rows(logits, rows), filters.select_rows(rows))
+        sums = _block_sums(weights).sum(dim=-1, keepdim=True)
+        totals.index_copy_(0, upload_integers(rows, logits.device), sums)
+    return totals
+
+
+def _draw_among(
+    values: Tensor, ids: Tensor, threshold: Tensor, filters: SamplingFilters, noise: Tensor
+) -> Tensor:
+    """Tokens ``[n]``, where all that are kept are among ``values`` (with ``ids``, ``[n, c]``)."""
+    ids, order = ids.sort(dim=-1)
+    weights = weigh_logits(values, values[:, :1], filters) * (values >= threshold)
+    cumulative = weights.gather(1, order).cumsum(dim=-1)
+    places = torch.searchsorted(cumulative, cumulative[:, -1:] * noise, right=True)
+    return ids.gather(1, places).flatten()
+
+
+def _draw_wide(
+    logits: Tensor, threshold: Tensor | None, filters: SamplingFilters, noise: Tensor
+) -> Tensor:
+    """Tokens ``[n]`` among whole rows: first the block, then the token in it."""
+    weights = _weigh_all(logits, filters)
+    if threshold is not None:
+        # A product, since masked_fill is several times slower on a CPU.
+        weights[:, : logits.shape[1]] *= logits >= threshold
+    sums = _block_sums(weights)
+    cumulative = sums.cumsum(dim=-1)
+    aims = cumulative[:, -1:] * noise
+    blocks = torch.searchsorted(cumulative, aims, right=True)
+    before = cumulative.gather(1, blocks) - sums.gather(1, blocks)
+    index = blocks[:, :, None].expand(-1, -1, BLOCK_TOKENS)
+    block = weights.view(len(weights), -1, BLOCK_TOKENS).gather(1, index)[:, 0].double()
+    within = block.cumsum(dim=-1)
+    # A block's sum in float32 isn't quite that of its tokens in float64: so a part of it.
+    parts = ((aims - before) / sums.gather(1, blocks)).clamp(0.0, _BELOW_ONE)
+    places = torch.searchsorted(within, within[:, -1:] * parts, right=True)
+    return (blocks * BLOCK_TOKENS + places).flatten()
+
+
+def _weigh_all(logits: Tensor, filters: SamplingFilters) -> Tensor:
+    """Weights (float32) of all logits, relative to the greatest; zeros up to a whole block."""
+    scales = (_LOG2_E / filters.temperatures).to(logits.dtype)
+    relative = logits - logits.amax(dim=-1, keepdim=True)
+    ends = -logits.shape[1] % BLOCK_TOKENS
+    if ends:
+        relative = pad(relative, (0, ends), value=-math.inf)
+    # As a power of two: on a CPU exp is four times slower, and once more so for what can't come.
+    return relative.mul_(scales).exp2_()
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """Sums (float64) of the blocks of each row, ``[n, blocks]``; each in float32, at its pace."""
+    return weights.view(len(weights), -1, BLOCK_TOKENS).sum(dim=-1).double()

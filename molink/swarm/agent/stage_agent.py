@@ -1,0 +1,405 @@
+"""Decides what this peer does about its assignments: fetch files, start, form and stop workers.
+
+A plain object: what the coordinator asked for, what workers and transfers report, in; decisions
+out. A *generation* numbers each attempt, so that news of a worker that is already being replaced
+is told apart from that of its successor.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from molink.errors import InvariantError
+from molink.facts.profile import UNKNOWN_PROFILE, Profile
+from molink.swarm.agent.liveness import PROBE_TIMEOUT, VERIFY_TIMEOUT, LivenessProbe
+from molink.swarm.agent.stage_state import PHASES_WITH_WORKER, StageState
+from molink.swarm.running_time import RunningTime
+from molink.wire.messages.instructions import Assign, FormPipeline, StageProfile
+from molink.wire.messages.peer_reports import StageFailed, StageLoaded, StageReady, WorkerState
+from molink.wire.messages.worker_pipe import (
+    FormRing,
+    LoadStage,
+    NextStageLost,
+    PeerBlocked,
+    Ping,
+    Pong,
+    RingFormed,
+    WorkerFailed,
+    WorkerLoaded,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFilesAction:
+    """Get the files that this assignment needs."""
+
+    generation: int
+    assign: Assign
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorkerAction:
+    """Start a worker: its files are there."""
+
+    generation: int
+    start: LoadStage
+
+
+@dataclass(frozen=True, slots=True)
+class SendToWorkerAction:
+    """Hand a message to a worker: its next ring, or the other layers that it is to hold."""
+
+    generation: int
+    message: FormRing | LoadStage | Ping
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorkerAction:
+    """End a worker, or the transfer that was to precede it.
+
+    ``kill`` one that doesn't answer: asking it to end would take as long.
+    """
+
+    generation: int
+    kill: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendToCoordinatorAction:
+    """Tell the coordinator."""
+
+    message: StageLoaded | StageReady | StageFailed
+
+
+AgentAction = (
+    FetchFilesAction
+    | StartWorkerAction
+    | SendToWorkerAction
+    | StopWorkerAction
+    | SendToCoordinatorAction
+)
+WorkerMessage = WorkerLoaded | RingFormed | Pong | WorkerFailed | NextStageLost | PeerBlocked
+
+
+class StageAgent:
+    """All assignments of this peer, by pipeline."""
+
+    def __init__(self) -> None:
+        self._stages: dict[str, StageState] = {}
+        self._last_generation = 0
+        self._running_time = RunningTime(0.0)
+        #: When :meth:`watch` was called last.
+        self._now = 0.0
+        self._story: deque[str] = deque(maxlen=64)
+
+    # --- from the coordinator ---
+
+    def assign_stage(self, message: Assign) -> list[AgentAction]:
+        """Take a new assignment, or go on with the worker that already holds those layers.
+
+        One that holds others of the same weights will change to these; until their files are there
+        it stays in the ring that it is in. A worker that is used again has to answer before; if it
+        doesn't, another one follows on it.
+        """
+        self._log_transition(
+            f"assign {message.pipeline} epoch {message.epoch} layers {message.layers}"
+        )
+        stage = self._stages.get(message.pipeline)
+        if stage is not None and message.epoch < stage.assignment.epoch:
+            return []
+        if (
+            stage is not None
+            and stage.phase != "failed"
+            and _same_worker(stage.assignment, message)
+        ):
+            if stage.phase == "ready" and message.epoch == stage.assignment.epoch:
+                return [SendToCoordinatorAction(each) for each in stage.current_reports()]
+            stage.assignment, stage.neighbour_failure, stage.profiles = message, None, {}
+            if stage.loaded is None:
+                return []
+            stage.phase = "loaded"
+            return self._verify_worker(stage)
+        if (
+            stage is not None
+            and stage.loaded is not None
+            and _same_weights(stage.assignment, message)
+        ):
+            kept = StageState(
+                message, stage.generation, stage.liveness, pid=stage.pid, reuses_worker=True
+            )
+            self._stages[message.pipeline] = kept
+            return [*self._verify_worker(kept), FetchFilesAction(kept.generation, message)]
+        if stage is not None:
+            return self._replace_worker(stage, message)
+        return [self._start_generation(message)]
+
+    def record_profile(self, message: StageProfile) -> None:
+        """Keep what the head has to know of a stage until the ring is formed."""
+        stage = self._stages.get(message.pipeline)
+        if stage is not None and message.epoch == stage.assignment.epoch:
+            stage.profiles[message.stage] = message.profile
+
+    def form_ring(self, message: FormPipeline) -> list[AgentAction]:
+        """Have the worker take its place in the ring of an epoch."""
+        self._log_transition(f"form {message.pipeline} epoch {message.epoch}")
+        stage = self._stages.get(message.pipeline)
+        if stage is None or stage.loaded is None or message.epoch != stage.assignment.epoch:
+            return []
+        stage.forming_epoch, stage.neighbour_failure = message.epoch, None
+        ring = FormRing(
+            epoch=message.epoch,
+            ring=message.ring,
+            blocks=message.blocks,
+            micro_batches=message.micro_batches,
+            profiles=_profiles_by_stage(stage.profiles, len(message.ring)),
+        )
+        return [SendToWorkerAction(stage.generation, ring)]
+
+    def unassign_pipeline(self, pipeline: str) -> list[AgentAction]:
+        """Give up a pipeline."""
+        self._log_transition(f"unassign {pipeline}")
+        stage = self._stages.pop(pipeline, None)
+        return [StopWorkerAction(stage.generation)] if stage is not None else []
+
+    def _start_generation(self, message: Assign) -> FetchFilesAction:
+        """A worker of its own for an assignment."""
+        self._last_generation += 1
+        kept = StageState(message, self._last_generation, LivenessProbe(self._now))
+        self._stages[message.pipeline] = kept
+        return FetchFilesAction(kept.generation, message)
+
+    def _replace_worker(
+        self, stage: StageState, message: Assign, *, kill: bool = False
+    ) -> list[AgentAction]:
+        """Another worker in place of that of ``stage``."""
+        return [StopWorkerAction(stage.generation, kill=kill), self._start_generation(message)]
+
+    # --- whether workers live ---
+
+    def check_liveness(self, now: float) -> list[AgentAction]:
+        """Ask workers whether they live, and end those that don't answer.
+
+        To be called about twice a second, with the time in seconds of a monotonic clock.
+        """
+        now = self._now = self._running_time.counted_time(now)
+        decisions: list[AgentAction] = []
+        for stage in list(self._stages.values()):
+            if stage.loaded is None and not stage.unverified:
+                continue
+            unanswered = stage.liveness.unanswered_time(now)
+            if unanswered >= (VERIFY_TIMEOUT if stage.unverified else PROBE_TIMEOUT):
+                decisions += self._on_worker_dead(stage, f"has not answered for {unanswered:.1f} s")
+            elif stage.liveness.is_due(now):
+                stage.liveness.start_probe(now)
+                decisions.append(SendToWorkerAction(stage.generation, Ping()))
+        return decisions
+
+    def _verify_worker(self, stage: StageState) -> list[AgentAction]:
+        """Have the worker answer before anything relies on it."""
+        stage.unverified = True
+        return (
+            [SendToWorkerAction(stage.generation, Ping())]
+            if stage.liveness.start_probe(self._now)
+            else []
+        )
+
+    def _on_pong(self, stage: StageState, *, stuck: bool) -> list[AgentAction]:
+        stage.liveness.on_answer(self._now)
+        if stuck:
+            return self._on_worker_dead(stage, "does not get on with its computation")
+        if not stage.unverified:
+            return []
+        stage.unverified = False
+        return [SendToCoordinatorAction(stage.loaded_report())] if stage.loaded is not None else []
+
+    def _on_worker_dead(self, stage: StageState, what: str) -> list[AgentAction]:
+        """A worker is there, but of no use."""
+        self._log_transition(f"generation {stage.generation} {what}")
+        if stage.unverified:
+            return self._replace_worker(stage, stage.assignment, kill=True)
+        return self.on_failure(stage.generation, f"the worker {what}", kill=True)
+
+    # --- from transfers and workers ---
+
+    def on_files_fetched(self, generation: int, start: LoadStage) -> list[AgentAction]:
+        """The files of an assignment are there, and the worker's first message is made."""
+        stage = self._find_stage(generation)
+        if stage is None or stage.phase != "fetching":
+            return []
+        stage.phase = "loading"
+        if stage.reuses_worker:
+            return [SendToWorkerAction(generation, start)]
+        return [StartWorkerAction(generation, start)]
+
+    def on_worker_started(self, generation: int, pid: int) -> None:
+        """A worker process exists."""
+        stage = self._find_stage(generation)
+        if stage is not None:
+            stage.pid = pid
+
+    def on_failure(
+        self,
+        generation: int,
+        reason: str,
+        *,
+        out_of_memory: bool = False,
+        files_missing: bool = False,
+        kill: bool = False,
+    ) -> list[AgentAction]:
+        """The files can't be had, or the worker can't be started, has exited or must be killed.
+
+        ``out_of_memory``: the device has too little memory for it beside another stage.
+        ``files_missing``: no PC that is there has some of its files.
+        """
+        stage = self._find_stage(generation)
+        if stage is None or stage.phase == "failed":
+            return []
+        self._log_transition(f"generation {generation} failed: {reason}")
+        stage.phase, stage.loaded, stage.reason = "failed", None, reason
+        stage.out_of_memory, stage.files_missing, stage.unverified = (
+            out_of_memory,
+            files_missing,
+            False,
+        )
+        failed = stage.failure_report(
+            reason, out_of_memory=out_of_memory, files_missing=files_missing
+        )
+        return [StopWorkerAction(generation, kill=kill), SendToCoordinatorAction(failed)]
+
+    def on_worker_message(self, generation: int, message: WorkerMessage) -> list[AgentAction]:
+        """A worker reports."""
+        stage = self._find_stage(generation)
+        if stage is None:
+            return []
+        if isinstance(message, Pong):
+            return self._on_pong(stage, stuck=message.is_stuck)
+        if stage.phase not in PHASES_WITH_WORKER:
+            return []
+        self._log_transition(f"generation {generation}: {type(message).__name__}")
+        match message:
+            case WorkerLoaded():
+                stage.phase, stage.loaded = "loaded", message
+                return [SendToCoordinatorAction(stage.loaded_report())]
+            case RingFormed():
+                return self._on_formed(stage, message.epoch)
+            case WorkerFailed():
+                return self.on_failure(generation, f"{message.kind}: {message.message}")
+            case NextStageLost():
+                if message.epoch != stage.assignment.epoch:
+                    return []
+                stage.neighbour_failure = stage.failure_report(message.reason, next_lost=True)
+                return [SendToCoordinatorAction(stage.neighbour_failure)]
+            case PeerBlocked():
+                if not message.is_previous_stage or message.epoch != stage.assignment.epoch:
+                    return []
+                stage.neighbour_failure = stage.failure_report(
+                    message.reason, previous_blocked=True
+                )
+                return [SendToCoordinatorAction(stage.neighbour_failure)]
+
+    def _on_formed(self, stage: StageState, epoch: int) -> list[AgentAction]:
+        if epoch != stage.assignment.epoch or epoch != stage.forming_epoch:
+            return []
+        stage.phase = "ready"
+        return [SendToCoordinatorAction(stage.ready_report())]
+
+    # --- state ---
+
+    def worker_states(
+        self, transfers: Mapping[int, tuple[int, int, int]], slowdowns: Mapping[str, float]
+    ) -> tuple[WorkerState, ...]:
+        """All assignments, as the report to the coordinator shows them.
+
+        ``transfers`` has, by generation, the bytes that are here, those that there are in all, and
+        how many come in a second; ``paces``, by pipeline, how many times as long its steps take as
+        they should.
+        """
+        none = 0, 0, 0
+        return tuple(
+            WorkerState(
+                pid=stage.pid,
+                pipeline=pipeline,
+                stage=stage.assignment.stage,
+                layers=stage.assignment.layers,
+                state=stage.phase,
+                epoch=stage.assignment.epoch,
+                done=transfers.get(stage.generation, none)[0],
+                total=transfers.get(stage.generation, none)[1],
+                rate=transfers.get(stage.generation, none)[2],
+                slowdown=slowdowns.get(pipeline, 0.0),
+            )
+            for pipeline, stage in self._stages.items()
+        )
+
+    def describe(self) -> str:
+        """All assignments in one line, for a person."""
+        return ", ".join(stage.describe() for stage in self._stages.values()) or "no stage"
+
+    def resend_reports(self) -> list[SendToCoordinatorAction]:
+        """What to tell again to a coordinator whose connection was lost in between."""
+        return [
+            SendToCoordinatorAction(each)
+            for stage in self._stages.values()
+            for each in stage.current_reports()
+        ]
+
+    def validate(self) -> None:
+        """Check the invariants.
+
+        Raises:
+            InvariantError: one doesn't hold.
+        """
+        generations = [stage.generation for stage in self._stages.values()]
+        if len(set(generations)) != len(generations):
+            raise InvariantError("two pipelines share a worker", self._story)
+        for pipeline, stage in self._stages.items():
+            if (stage.loaded is None) == (stage.phase in ("loaded", "ready")):
+                raise InvariantError(f"{pipeline} is {stage.phase}, loaded or not", self._story)
+            if stage.phase == "ready" and stage.forming_epoch != stage.assignment.epoch:
+                raise InvariantError(f"{pipeline} is ready in another epoch", self._story)
+
+    def _find_stage(self, generation: int) -> StageState | None:
+        for stage in self._stages.values():
+            if stage.generation == generation:
+                return stage
+        return None
+
+    def _log_transition(self, text: str) -> None:
+        self._story.append(text)
+
+
+def _profiles_by_stage(profiles: Mapping[int, Profile], stages: int) -> tuple[Profile, ...]:
+    if not profiles:
+        return ()
+    return tuple(profiles.get(stage, UNKNOWN_PROFILE) for stage in range(stages))
+
+
+def _same_weights(old: Assign, new: Assign) -> bool:
+    """Whether layers that both have are the same in memory."""
+    kept = (old.model, old.root, old.dtype, old.quantize)
+    return kept == (new.model, new.root, new.dtype, new.quantize)
+
+
+def _same_worker(old: Assign, new: Assign) -> bool:
+    """Whether the worker of ``old`` can serve ``new`` without loading anything."""
+    return _worker_key(old) == _worker_key(new)
+
+
+def _worker_key(assign: Assign) -> tuple[object, ...]:
+    """What a worker was started with."""
+    return (
+        assign.layers,
+        assign.stage,
+        assign.stages,
+        assign.model,
+        assign.root,
+        assign.dtype,
+        assign.quantize,
+        assign.block_size,
+        assign.max_model_len,
+    )
+
+
+def is_reportable(decision: AgentAction) -> bool:
+    """Whether a decision changes something that a report shows; a question to a worker doesn't."""
+    return not (isinstance(decision, SendToWorkerAction) and isinstance(decision.message, Ping))

@@ -1,0 +1,130 @@
+"""Which deployment may use which peer at present, and when that is decided anew.
+
+:mod:`molink.swarm.placement.allocation` decides it; here is what it is decided by, and what each
+deployment is told of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from molink.swarm.controller.context import ControllerContext
+from molink.swarm.controller.planner import candidate_from_report, candidates_differ
+from molink.swarm.controller.reconciler import Reconciler
+from molink.swarm.placement.allocation import DeploymentKey, PeerDemand, allocate_peers, fits_model
+from molink.swarm.placement.placement import Candidate
+
+#: One that lacks room while others have more than they need waits so long, in seconds, before it
+#: takes some of theirs: who is away may be back.
+URGENT_AFTER = 5.0
+
+
+class PeerAllocator:
+    """The peers of each deployment; one for each run of the control plane."""
+
+    def __init__(self, context: ControllerContext) -> None:
+        self._context = context
+        self._deployments: Mapping[DeploymentKey, Reconciler] = {}
+        #: Whose are which peers, where there is a choice; and what that was decided by.
+        self._owners: dict[str, DeploymentKey] = {}
+        self._inputs: tuple[tuple[Candidate, ...], tuple[PeerDemand, ...]] | None = None
+        #: Since when deployments that don't stand have had too little room.
+        self._lacking_since: dict[DeploymentKey, float] = {}
+
+    def lacks_room(self, key: DeploymentKey) -> bool:
+        """Whether a deployment has too little room on the peers that it may use."""
+        return key in self._lacking_since
+
+    def allocate_peers(self, deployments: Mapping[DeploymentKey, Reconciler], now: float) -> None:
+        """Share the peers out anew, if there is another reason than before to do so."""
+        self._deployments = deployments
+        self._lacking_since = {
+            key: at for key, at in self._lacking_since.items() if key in deployments
+        }
+        several = len(deployments) > 1
+        for key, one in deployments.items():
+            one.label = deployment_name(key) if several else ""
+        if not several and not any(one.desired.pins for one in deployments.values()):
+            for one in deployments.values():
+                one.set_allocated_peers(None)
+            self._owners, self._inputs = {}, None
+            return
+        offers = self._find_candidates(now)
+        demands = tuple(self._demand_of(key, one, offers, now) for key, one in deployments.items())
+        if self._needs_decision(offers, demands):
+            self._reallocate(offers, demands, now)
+        self._publish_allocation()
+
+    def _needs_decision(
+        self, offers: tuple[Candidate, ...], demands: tuple[PeerDemand, ...]
+    ) -> bool:
+        if self._inputs is None:
+            return True
+        if demands != self._inputs[1] or candidates_differ(offers, self._inputs[0]):
+            return True
+        # Until it is placed, which takes a moment, links may still say who is near.
+        unplaced = any(
+            not demand.used_peers and not self.lacks_room(demand.key) for demand in demands
+        )
+        return self._context.links.has_changed and unplaced
+
+    def _reallocate(
+        self, offers: tuple[Candidate, ...], demands: tuple[PeerDemand, ...], now: float
+    ) -> None:
+        self._inputs = offers, demands
+        self._context.links.mark_placed()
+        owner = allocate_peers(demands, offers, self._owners, self._context.links)
+        if owner != self._owners:
+            names = {key: self._peer_names(owner, key) for key in self._deployments}
+            shares = "; ".join(f"{deployment_name(key)}: {peers}" for key, peers in names.items())
+            self._context.log_transition(now, f"peers are shared out: {shares}")
+        self._owners = owner
+
+    def _publish_allocation(self) -> None:
+        """A peer that another one still uses is there for nobody else until that lets go of it."""
+        for key, one in self._deployments.items():
+            others = (two.used_peers for two in self._deployments.values() if two is not one)
+            busy = frozenset[str]().union(*others)
+            mine = frozenset(peer for peer, owner in self._owners.items() if owner == key)
+            one.set_allocated_peers(mine - busy)
+
+    def _find_candidates(self, now: float) -> tuple[Candidate, ...]:
+        """Peers with something to offer that nothing speaks against."""
+        registry, reach = self._context.registry, self._context.reachability
+        used = frozenset[str]().union(*(one.used_peers for one in self._deployments.values()))
+        blocked = self._context.backoff.is_excluded
+        found = [
+            offer
+            for peer in registry.members
+            if (session := registry.sessions.get(peer)) is not None
+            and (peer in used or not blocked(peer, now))
+            and (offer := candidate_from_report(peer, session.report)) is not None
+        ]
+        if reach.has_failures:
+            found = [replace(one, unreachable=reach.unreachable_from(one.peer)) for one in found]
+        out = reach.find_unreachable(
+            one.peer for one in sorted(found, key=lambda one: one.peer not in used)
+        )
+        return tuple(one for one in found if one.peer in used or one.peer not in out)
+
+    def _demand_of(
+        self, key: DeploymentKey, one: Reconciler, offers: Sequence[Candidate], now: float
+    ) -> PeerDemand:
+        mine = one.used_peers | {peer for peer, owner in self._owners.items() if owner == key}
+        if one.formation is not None or fits_model(
+            one.desired, (offer for offer in offers if offer.peer in mine)
+        ):
+            self._lacking_since.pop(key, None)
+        else:
+            self._lacking_since.setdefault(key, now)
+        since = self._lacking_since.get(key)
+        pressing = since is not None and now - since >= URGENT_AFTER
+        return PeerDemand(key, one.desired, one.used_peers, one.is_ready, pressing)
+
+    def _peer_names(self, owner: Mapping[str, DeploymentKey], key: DeploymentKey) -> str:
+        name = self._context.registry.name_of
+        return ", ".join(name(peer) for peer, whose in owner.items() if whose == key) or "none"
+
+
+def deployment_name(key: DeploymentKey) -> str:
+    """A deployment's name for a person."""
+    return key[0] if key[1] == 0 else f"{key[0]} #{key[1] + 1}"

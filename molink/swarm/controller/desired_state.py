@@ -1,0 +1,261 @@
+"""What a file says that the swarm is to serve: checked as a whole, and compared with what is."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from molink.errors import NotAuthorized, RequestError
+from molink.swarm.controller.planner import candidate_from_report
+from molink.swarm.controller.records import DesiredModel, Pin
+from molink.swarm.controller.registry import Registry
+from molink.swarm.membership.sanitize import is_valid_model_name
+from molink.swarm.placement.allocation import PeerDemand, allocate_peers, apply_pin, fits_model
+from molink.swarm.placement.links import Links
+from molink.swarm.placement.placement import (
+    Candidate,
+    Placement,
+    explain_misfit,
+    parse_layers,
+    place_model,
+)
+from molink.wire.messages.admin import DesiredModels, ModelSpec
+from molink.wire.messages.instructions import MAX_PIPELINES
+
+#: Fields of which a change is told with both values.
+_COMPARED_FIELDS = ("replicas", "min_stages", "objective", "dtype", "quantize", "micro_batches")
+
+
+def decode_desired_models(payload: memoryview | None) -> DesiredModels:
+    """Those in a message.
+
+    Raises:
+        RequestError: there are none.
+    """
+    try:
+        return msgspec.msgpack.decode(payload or b"", type=DesiredModels)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise RequestError(f"this names no models: {error}") from None
+
+
+def resolve_desired_models(
+    desired_models: DesiredModels, source: str, registry: Registry
+) -> tuple[DesiredModel, ...]:
+    """The desired state, which peer ``source`` asks for and holds the files of.
+
+    Raises:
+        RequestError: something in it can't be; nothing is done. Its text begins with the name of
+            the model that is to blame, if one is, and a colon.
+    """
+    _check_version(desired_models.molink, registry)
+    names = [one.model.name for one in desired_models.models]
+    for name in names:
+        if not is_valid_model_name(name):
+            raise RequestError("a model's name has to be printable text")
+        if names.count(name) > 1:
+            raise _request_error(
+                name, "two models are called so: clients could not tell them apart"
+            )
+    pipelines = sum(one.replicas for one in desired_models.models)
+    if pipelines > MAX_PIPELINES:
+        raise RequestError(
+            f"these are {pipelines} pipelines; a swarm has {MAX_PIPELINES} at most: ask for fewer "
+            "replicas"
+        )
+    models = tuple(_resolve_model(one, source, registry) for one in desired_models.models)
+    bound: dict[str, str] = {}
+    for one in models:
+        for peer, _ in one.pins:
+            other = bound.setdefault(peer, one.facts.name)
+            if other != one.facts.name:
+                what = (
+                    f"{registry.name_of(peer)} is named for {other} too: a PC holds layers of one"
+                )
+                raise _request_error(one.facts.name, what)
+    _check_room(models, registry)
+    return models
+
+
+def describe_changes(old: Sequence[DesiredModel], new: Sequence[DesiredModel]) -> list[str]:
+    """What becomes of ``old`` if ``new`` is served, for a person; empty if nothing does.
+
+    Who has brought a model is no difference.
+    """
+    before = {one.facts.name: one for one in old}
+    after = {one.facts.name: one for one in new}
+    lines = [f"- {name} is stopped" for name in before if name not in after]
+    for name, desired in after.items():
+        known = before.get(name)
+        if known is None:
+            lines.append(f"+ {name}: {_describe_model(desired)}")
+        elif replace(known, source="", min_peers=1) != replace(desired, source="", min_peers=1):
+            lines.append(f"~ {name}: {_describe_differences(known, desired)}")
+    return lines
+
+
+def _describe_model(desired: DesiredModel) -> str:
+    plural = "s" if desired.replicas > 1 else ""
+    parts = [f"{desired.replicas} replica{plural}", f"for {desired.objective}"]
+    if desired.min_stages:
+        parts.append(f"at least {desired.min_stages} stages")
+    if desired.quantization != "none":
+        parts.append(desired.quantization)
+    if desired.dtype != "auto":
+        parts.append(desired.dtype)
+    if desired.pins:
+        parts.append(f"on {len(desired.pins)} named PC{'s' if len(desired.pins) > 1 else ''}")
+    return ", ".join(parts)
+
+
+def _describe_differences(old: DesiredModel, new: DesiredModel) -> str:
+    found = [
+        f"{name} {getattr(old, name)} -> {getattr(new, name)}"
+        for name in _COMPARED_FIELDS
+        if getattr(old, name) != getattr(new, name)
+    ]
+    if old.facts != new.facts:
+        found.append("other files: all stages load anew")
+    if old.pins != new.pins:
+        found.append("other PCs or layers")
+    if old.stopped != new.stopped:
+        found.append("it is served again")
+    if old.applied != new.applied:
+        found.append("the file says so from now on")
+    return ", ".join(found)
+
+
+def switch_model(
+    models: Sequence[DesiredModel], name: str, *, served: bool, requester: str = ""
+) -> tuple[DesiredModel, ...]:
+    """All models, with the one called ``name`` served no more, or again.
+
+    One that is written in no file is forgotten. ``by``: only what that peer has brought.
+
+    Raises:
+        RequestError: there is none, or it is so already; says what there is.
+        NotAuthorized: another peer has brought it.
+    """
+    found = next((one for one in models if one.facts.name == name), None)
+    if found is None:
+        names = ", ".join(one.facts.name for one in models)
+        what = f"its models are {names}" if names else "it serves no model"
+        raise RequestError(f"no model of the swarm is called {name}; {what}")
+    if requester not in ("", found.source):
+        what = "has it served again" if served else "has it stop"
+        raise NotAuthorized(f"only the swarm's first PC, or the one that brought {name}, {what}")
+    if found.stopped is not served:
+        how = "served already" if served else f"stopped already; `molink run {name}` undoes that"
+        raise RequestError(f"{name} is {how}")
+    changed = replace(found, stopped=not served)
+    everything = [changed if one is found else one for one in models]
+    return tuple(one for one in everything if one.applied or not one.stopped)
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def _check_version(version: str, registry: Registry) -> None:
+    if not version:
+        return
+    others = [
+        f"{registry.name_of(peer)} runs {session.report.version}"
+        for peer, session in registry.sessions.items()
+        if session.report.version != version
+    ]
+    if others:
+        raise RequestError(
+            f"the file wants molink {version}, but {', '.join(others)}: update molink there",
+        )
+
+
+def _request_error(model: str, why: str) -> RequestError:
+    return RequestError(f"{model}: {why}")
+
+
+def _resolve_model(spec: ModelSpec, source: str, registry: Registry) -> DesiredModel:
+    name = spec.model.name
+    named = [_resolve_pin(pin, spec, registry) for pin in spec.pins]
+    peers = [peer for peer, _ in named]
+    if len(set(peers)) < len(peers):
+        raise _request_error(name, "a PC is named twice")
+    # With a PC go its further devices.
+    whole = {peer for peer, stage in named if stage == "auto"}
+    devices = [
+        one for one in registry.members if registry.primary_peer(one) in whole and one not in peers
+    ]
+    pins = tuple(sorted([*named, *((one, "auto") for one in devices)]))
+    if spec.replicas > 1 and any(stage != "auto" for _, stage in pins):
+        raise _request_error(name, f"of which of its {spec.replicas} replicas are the layers?")
+    return DesiredModel(
+        facts=spec.model,
+        source=source,
+        dtype=spec.dtype,
+        micro_batches=spec.micro_batches,
+        quantize=spec.quantize,
+        objective=spec.objective,
+        min_stages=spec.min_stages,
+        replicas=spec.replicas,
+        pins=pins,
+        applied=True,
+    )
+
+
+def _resolve_pin(pin: Pin, spec: ModelSpec, registry: Registry) -> Pin:
+    """A PC's id in place of its name, and its stage, which it has to be able to hold."""
+    called, stage = pin
+    name = spec.model.name
+    found = [peer for peer, member in registry.members.items() if called in (peer, member.name)]
+    if len(found) != 1:
+        what = f"no PC of this swarm is called {called}; `molink status` shows them"
+        if found:
+            what = f"{len(found)} PCs are called {called}: name one by its id ({', '.join(found)})"
+        raise _request_error(name, what)
+    if stage != "auto" and parse_layers(stage) is None:
+        raise _request_error(name, f"layers of {called} are A:B with A < B, not {stage}")
+    why = explain_misfit(stage, spec.model)
+    if why:
+        raise _request_error(name, f"{called} with layers {stage} {why}")
+    session = registry.sessions.get(found[0])
+    own = session.report.stage if session is not None else "auto"
+    if own == "none":
+        raise _request_error(name, f"{called} holds no layers now (`--stage none`, or drained)")
+    if stage != "auto" and own not in ("auto", stage):
+        raise _request_error(
+            name, f"{called} was started with `--stage {own}`; the file says {stage}"
+        )
+    return found[0], stage
+
+
+def _check_room(models: Sequence[DesiredModel], registry: Registry) -> None:
+    """Whether each model has room for one pipeline on the PCs that are here, beside the others."""
+    offers = [
+        offer
+        for peer, session in registry.sessions.items()
+        if (offer := candidate_from_report(peer, session.report)) is not None
+    ]
+    demands = [PeerDemand((one.facts.name, 0), one) for one in models]
+    owner = allocate_peers(demands, offers, {}, Links())
+    for demand in demands:
+        mine = [one for one in offers if owner.get(one.peer) == demand.key]
+        if not fits_model(demand.desired, mine):
+            raise _request_error(demand.key[0], _explain_no_room(demand.desired, models, offers))
+
+
+def _explain_no_room(
+    desired: DesiredModel, models: Sequence[DesiredModel], offers: Sequence[Candidate]
+) -> str:
+    name, pins = desired.facts.name, dict(desired.pins)
+    bound = {peer for one in models for peer, _ in one.pins}
+    usable = [
+        apply_pin(one, pins)
+        for one in offers
+        if (one.peer in pins if pins else one.peer not in bound)
+    ]
+    found = place_model(desired.facts, usable, desired.dtype, desired.quantize)
+    if not isinstance(found, Placement):
+        return found.reason
+    others = ", ".join(one.facts.name for one in models if one.facts.name != name)
+    return (
+        f"the PCs that are here have room for it, but not beside {others}, since each PC holds "
+        "layers of one model: start more PCs, or take a model out"
+    )

@@ -1,0 +1,85 @@
+"""A placement that waits for its files, so that what serves goes on meanwhile.
+
+Peers whose new layers aren't all among those that they run now are asked to get the files; the
+epoch begins once all have them. Progress is read from their reports, so nothing that is lost on
+the way needs more than to be said again.
+"""
+
+from molink.facts.model import LayerRange, ModelFacts
+from molink.swarm.artifacts.transfer import TransferDeadline, fetched_bytes
+from molink.swarm.controller.records import PipelineRecord, StageRecord
+from molink.wire.messages.peer_reports import PrefetchState
+
+#: A report that shows no sign of the wish for this long, in seconds: it must have got lost.
+RESEND_TIMEOUT = 3.0
+#: After a transfer that failed, what serves is left alone for this long, in seconds.
+RETRY_DELAY = 60.0
+
+
+class Migration:
+    """From the stages of ``old`` to ``stages``; ``number`` tells it from other moves."""
+
+    def __init__(
+        self,
+        number: int,
+        old: PipelineRecord,
+        stages: tuple[StageRecord, ...],
+        now: float,
+        facts: ModelFacts,
+    ) -> None:
+        self.number = number
+        self.stages = stages
+        held = {stage.peer: stage.layers for stage in old.stages}
+        self._requested_at: dict[str, float] = {
+            stage.peer: now
+            for stage in stages
+            if stage.peer not in held or not _within(stage.layers, held[stage.peer])
+        }
+        self._transfers = {
+            peer: TransferDeadline(fetched_bytes(facts, self.layers_of(peer)), now)
+            for peer in self._requested_at
+        }
+
+    @property
+    def peers(self) -> frozenset[str]:
+        """All that get a stage."""
+        return frozenset(stage.peer for stage in self.stages)
+
+    @property
+    def pending_peers(self) -> tuple[str, ...]:
+        """Peers that don't have their files yet."""
+        return tuple(self._requested_at)
+
+    def layers_of(self, peer: str) -> LayerRange:
+        """The layers that ``peer`` gets."""
+        return next(stage.layers for stage in self.stages if stage.peer == peer)
+
+    def observe_prefetch(self, peer: str, said: PrefetchState | None, now: float) -> str | None:
+        """Take what a report says; why the transfer failed, if it did."""
+        if peer not in self._requested_at or said is None or said.number != self.number:
+            return None
+        if said.state == "failed":
+            return said.reason or "it gave no reason"
+        if said.state == "done":
+            del self._requested_at[peer]
+        else:
+            self._transfers[peer].observe_bytes(said.done, now)
+        return None
+
+    def find_overdue(self, now: float) -> str | None:
+        """The first peer whose files come too slowly."""
+        late = (peer for peer in self._requested_at if now >= self._transfers[peer].deadline)
+        return next(late, None)
+
+    def needs_resend(self, peer: str, said: PrefetchState | None, now: float) -> bool:
+        """Whether ``peer`` has to be asked again."""
+        if peer not in self._requested_at or (said is not None and said.number == self.number):
+            return False
+        if now - self._requested_at[peer] < RESEND_TIMEOUT:
+            return False
+        self._requested_at[peer] = now
+        return True
+
+
+def _within(inner: LayerRange, outer: LayerRange) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]

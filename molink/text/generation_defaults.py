@@ -1,0 +1,49 @@
+"""What a model's ``generation_config.json`` says about how to sample and where to stop."""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from molink.checkpoint.config_fields import read_bytes
+from molink.errors import BrokenModel
+from molink.wire.messages.data_plane import MAX_TEMPERATURE, RepetitionPenalty
+
+TokenIds = int | list[int] | None
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True):
+    """Used where a client gives no value of its own, as vLLM does; ``None`` = no opinion.
+
+    ``max_new_tokens`` caps an answer whose client set no limit; ``eos_token_id`` ends one.
+    """
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    eos_token_id: TokenIds = None
+
+    @classmethod
+    def load_folder(cls, folder: Path) -> "GenerationDefaults":
+        """Read the folder's ``generation_config.json``; defaults if there is none.
+
+        Raises:
+            BrokenModel: the file is no JSON object or a value has the wrong type.
+        """
+        path = folder / "generation_config.json"
+        if not path.is_file():
+            return cls()
+        try:
+            return msgspec.json.decode(read_bytes(path), type=cls)
+        except (ValueError, RecursionError) as error:
+            raise BrokenModel(f"{path}: {error}; fetch the file again") from error
+
+
+def parse_token_ids(value: TokenIds) -> tuple[int, ...]:
+    """The ids of a field that holds one, several or none."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

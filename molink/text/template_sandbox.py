@@ -1,0 +1,341 @@
+"""Jinja2's immutable sandbox as ``transformers`` sets it up, with a budget on top.
+
+``transformers`` trusts a template to end and to be modest. Here every loop round, call, filter,
+comparison and output is accounted for before it happens, and values have only the methods of a
+short list. What hashes (keys of objects) counts as a comparison.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.nodes as nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import BlockReference, Context, LoopContext, Macro, TemplateReference
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from molink.text.template_budget import TemplateBudget, TemplateTooCostly, size_of
+from molink.text.template_rewriter import add_accounting
+
+_METHOD_NAMES = """
+capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal isdigit
+isidentifier islower isnumeric isprintable isspace istitle isupper join lower lstrip partition
+removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines
+startswith strip swapcase title upper
+"""
+_PICKING_NAMES = """
+abs attr count d default first float int items last length list map reject rejectattr reverse round
+select selectattr
+"""
+_READING_NAMES = """
+capitalize dictsort e escape forceescape format indent join lower max min replace safe sort string
+title tojson trim truncate upper wordcount
+"""
+_FREE_TEST_NAMES = """
+boolean callable defined escaped false filter float integer iterable mapping none number sameas
+sequence string test true undefined
+"""
+#: The methods of a value that a template can call, by type; values of other types have none.
+_METHODS: tuple[tuple[type, frozenset[str]], ...] = (
+    (str, frozenset(_METHOD_NAMES.split())),
+    (dict, frozenset({"copy", "get", "items", "keys", "values"})),
+    (list, frozenset({"copy", "count", "index"})),
+    (tuple, frozenset({"count", "index"})),
+)
+#: What has attributes of its own instead.
+_OPEN_TYPES = (LoopContext, Namespace, TemplateReference)
+#: Filters that pick from a sequence.
+_PICKING_FILTERS = frozenset(_PICKING_NAMES.split())
+#: Filters that read all of their input, to write it out or to compare it.
+_READING_FILTERS = frozenset(_READING_NAMES.split())
+#: Tests that look at a value's type or identity only.
+_FREE_TESTS = frozenset(_FREE_TEST_NAMES.split())
+_REMAINDER_OPERATORS = frozenset({"divisibleby", "even", "odd"})
+_MAX_INDENT = 64
+#: Entries of an object made by ``dict()``: keys can be made to collide, which costs their square.
+_MAX_ENTRIES = 1024
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}``, with which templates mark answers for training: its body as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class wants a set
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _SafeNamespace(Namespace):
+    """``namespace()`` without attributes that lead into Python's internals."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+class SandboxEnvironment(ImmutableSandboxedEnvironment):
+    """One template's environment; ``budget`` is replaced for each rendering.
+
+    Not for use by two threads at once: the owner holds a lock while rendering.
+    """
+
+    intercepted_binops = frozenset({"+", "-", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        # No optimizer, and a finalizer that needs the context: nothing is computed while compiling.
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            finalize=_charge_output,
+            extensions=[loopcontrols, _GenerationTag],
+        )
+        self.budget = TemplateBudget()
+        #: What a call of any macro, block or recursive loop of the template costs at most, inner
+        #: loops not counted.
+        self._call_weight = 0
+        self.filters = {
+            name: self._metered_filter(name, _OWN_FILTERS.get(name, function))
+            for name, function in self.filters.items()
+            if name in _PICKING_FILTERS | _READING_FILTERS
+        }
+        tests: Mapping[str, Any] = self.tests
+        self.tests = {
+            name: test if name in _FREE_TESTS else self._metered_test(name, test)
+            for name, test in tests.items()
+        }
+        self.globals = {
+            "range": self.globals["range"],
+            "dict": _new_dict,
+            "namespace": _new_namespace,
+            "raise_exception": _raise_exception,
+            "strftime_now": self._strftime_now,
+        }
+
+    def compile_bounded(self, source: str) -> jinja2.Template:
+        """Compile ``source`` with every loop, comparison and concatenation accounted for."""
+        tree = self.parse(source)
+        self._call_weight = add_accounting(tree)
+        tree.set_environment(self)
+        return self.from_string(tree)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Values have only methods that don't multiply their size unnoticed."""
+        for kind, names in _METHODS:
+            if isinstance(obj, kind):
+                return attr in names
+        return isinstance(obj, _OPEN_TYPES) and super().is_safe_attribute(obj, attr, value)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """``left operator right`` within the budget."""
+        self.budget.charge_operator(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """``str.format`` as the sandbox wraps it, within the budget."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        directives = str(value.__self__)
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            self.budget.charge_format(directives, (*args, *kwargs.values()))
+            return wrapped(*args, **kwargs)
+
+        return bounded
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """``obj[argument]``; a slice is a copy, anything else is hashed or named in an error."""
+        if isinstance(argument, slice):
+            self.budget.charge_copy(obj)
+        else:
+            self.budget.charge_text(argument)
+        return super().getitem(obj, argument)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call ``obj``, a macro, a global or a method, within the budget."""
+        owner = getattr(obj, "__self__", None)
+        if isinstance(obj, Macro | BlockReference):
+            self.budget.charge_amount(self._call_weight)
+        elif isinstance(obj, LoopContext) and args:
+            args = (self.iterate(args[0], self._call_weight), *args[1:])
+        elif owner is not self:
+            args = tuple(map(_as_list, args))
+            self.budget.check_arguments((*args, *kwargs.values()))
+            self.budget.charge_text(*args, *kwargs.values())
+            if isinstance(owner, list | tuple):
+                self.budget.charge_text(owner)
+            else:
+                self.budget.charge_copy(owner)
+            if isinstance(owner, str):
+                self._charge_method(owner, getattr(obj, "__name__", ""), args)
+        return super().call(context, obj, *args, **kwargs)
+
+    def iterate(self, values: Iterable[Any], weight: int) -> Iterator[Any]:
+        """``values``, each round of the loop accounted for; templates can't name this."""
+        for value in values:
+            self.budget.charge_amount(weight)
+            yield value
+
+    def readable(self, value: Any) -> Any:
+        """``value``, about to be compared or hashed; templates can't name this."""
+        value = _as_list(value)
+        self.budget.charge_text(value)
+        return value
+
+    def concatenate(self, *parts: Any) -> str:
+        """``a ~ b``; templates can't name this."""
+        self.budget.charge_text(*parts)
+        return "".join(map(str, parts))
+
+    def _charge_method(self, owner: str, name: str, args: tuple[Any, ...]) -> None:
+        if name == "join" and args:
+            self.budget.charge_amount(len(owner) * len(args[0]))
+        elif name == "replace" and len(args) >= 2:
+            self.budget.charge_amount(_replacement_growth(owner, str(args[0]), str(args[1])))
+
+    def _metered_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that accounts for its input and its output."""
+        skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+        @functools.wraps(function)
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(map(_as_list, args))
+            self._charge_filter(name, args[skipped:], kwargs)
+            result = function(*args, **kwargs)
+            self.budget.charge_copy(result)
+            return result
+
+        return metered
+
+    def _metered_test(self, name: str, test: Callable[..., Any]) -> Callable[..., Any]:
+        """A test that compares its operands, or reads its value, within the budget."""
+
+        @functools.wraps(test)
+        def metered(*args: Any) -> Any:
+            args = tuple(map(_as_list, args))
+            self.budget.charge_text(*args)
+            if name in _REMAINDER_OPERATORS:
+                self.budget.charge_operator("%", args[0], args[1] if len(args) > 1 else 2)
+            return test(*args)
+
+        return metered
+
+    def _charge_filter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        value, others = args[0], (*args[1:], *kwargs.values())
+        self.budget.check_arguments(others)
+        if name in _PICKING_FILTERS:
+            self.budget.charge_copy(value)
+        else:
+            self.budget.charge_text(value)
+        self.budget.charge_text(*others)
+        if name == "format":
+            self.budget.charge_format(str(value), others)
+        elif name in ("indent", "tojson"):
+            width = max((4, *map(_option_width, others)))
+            if width > _MAX_INDENT:
+                raise TemplateTooCostly(f"it indents by {width}")
+            self.budget.charge_text(value, times=width)
+
+    def _strftime_now(self, form: str) -> str:
+        self.budget.charge_format(form, ())
+        return datetime.now().strftime(form[:256])
+
+
+@jinja2.pass_context
+def _charge_output(context: Context, value: Any) -> Any:
+    environment = context.environment
+    assert isinstance(environment, SandboxEnvironment)
+    environment.budget.charge_text(value)
+    return value
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As ``transformers`` does it: Jinja's own escapes HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+@jinja2.pass_environment
+def _join(
+    environment: SandboxEnvironment, value: Iterable[Any], d: str = "", attribute: Any = None
+) -> str:
+    """``join`` that knows its size before it exists."""
+    parts = list(value)
+    if attribute is not None:
+        parts = [environment.getitem(part, attribute) for part in parts]
+    environment.budget.charge_text(*parts)
+    environment.budget.charge_amount(len(d) * len(parts))
+    return d.join(map(str, parts))
+
+
+@jinja2.pass_environment
+def _replace(
+    environment: SandboxEnvironment, value: Any, old: Any, new: Any, count: int | None = None
+) -> str:
+    """``replace`` that knows its size before it exists."""
+    text, old, new = str(value), str(old), str(new)
+    environment.budget.charge_amount(_replacement_growth(text, old, new))
+    return text.replace(old, new, -1 if count is None else count)
+
+
+_OWN_FILTERS: dict[str, Callable[..., Any]] = {
+    "join": _join,
+    "replace": _replace,
+    "tojson": _to_json,
+}
+
+
+def _as_list(value: Any) -> Any:
+    """An iterator as a list, so that what it yields can be accounted for."""
+    return list(value) if isinstance(value, Iterator) else value
+
+
+def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    if any(size_of(arg) > _MAX_ENTRIES for arg in args):
+        raise TemplateTooCostly(f"it makes an object of more than {_MAX_ENTRIES} entries")
+    return dict(*args, **kwargs)
+
+
+def _new_namespace(*args: Any, **kwargs: Any) -> Namespace:
+    attributes = _new_dict(*args, **kwargs)
+    for name in attributes:
+        _check_attribute(name)
+    return _SafeNamespace(attributes)
+
+
+def _check_attribute(name: object) -> None:
+    if str(name).startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace can't have an attribute {name!r}")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _option_width(option: object) -> int:
+    """How wide an option of a filter is: spaces to indent by, a text, or several."""
+    if isinstance(option, tuple | list):
+        return sum(map(_option_width, option))
+    return option if isinstance(option, int) else len(str(option))
+
+
+def _replacement_growth(text: str, old: str, new: str) -> int:
+    return text.count(old) * len(new)

@@ -1,0 +1,110 @@
+"""Grammars of answers that have to be calls: ``tool_choice`` ``required``, or a named function.
+
+They are in llguidance's dialect of Lark (https://github.com/guidance-ai/llguidance). Schemas stand
+in them as they are, so that their references to their own parts hold.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from molink.errors import RequestError
+from molink.text.tool_calls.create import AnswerFormat
+from molink.text.tool_calls.reasoning import is_tag_open
+
+#: JSON as models write it; with white space left open some write it without end.
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_TEXT_RULE = r"/(.|\n)*/"
+_LINE_RULE = r"/\n{0,2}/"
+
+#: Writes a marker, or any text, as a part of a rule.
+Quote = Callable[[str], str]
+
+
+def build_call_grammar(
+    form: AnswerFormat,
+    tools: Mapping[str, dict[str, Any] | None],
+    ids: Mapping[str, int],
+    *,
+    tail: str = "",
+    parallel: bool = False,
+) -> str:
+    """The grammar of an answer that calls one of ``tools`` (names, and schemas of arguments).
+
+    With ``parallel`` it may be several calls. ``ids`` are those of special tokens: a marker that is
+    none is written as text. ``tail`` is the end of the prompt. A model that thinks may do so first.
+
+    Raises:
+        RequestError: how the model writes calls is not known.
+    """
+
+    def quote(text: str) -> str:
+        return f"<[{ids[text]}]>" if text in ids else json.dumps(text)
+
+    named = "[ARGS]" in ids
+    rules = ["%llguidance {}", *_start_rule(form, quote, ids, tail)]
+    rules.append(f"answer: {_answer_rule(form, quote, named=named, parallel=parallel)}")
+    rules.append("call: " + " | ".join(f"call{number}" for number in range(len(tools))))
+    for number, (name, schema) in enumerate(tools.items()):
+        shape = json.dumps({**(schema or _NO_PARAMETERS), "x-guidance": _LAYOUT})
+        call = _call_rule(form, quote, name, f"arguments{number}", named=named)
+        rules += [f"call{number}: {call}", f"arguments{number}: %json {shape}"]
+    return "\n".join(rules) + "\n"
+
+
+def _start_rule(form: AnswerFormat, quote: Quote, ids: Mapping[str, int], tail: str) -> list[str]:
+    """An answer: what the model thinks, if it does, then its calls."""
+    if form.tool_calls == "harmony":
+        opening = f'{quote("<|channel|>")} "analysis" {quote("<|message|>")}'
+        behind = f'{quote("<|start|>")} "assistant"'
+        return ["start: thought? answer", *_reasoning_rule(opening, "<|end|>", behind, quote, ids)]
+    if form.reasoning_tags is None:
+        return ["start: answer"]
+    opened = is_tag_open(tail, form.reasoning_tags[0])
+    opening = "" if opened else quote(form.reasoning_tags[0])
+    start = "start: thought answer" if opened else "start: thought? answer"
+    return [start, *_reasoning_rule(opening, form.reasoning_tags[1], _LINE_RULE, quote, ids)]
+
+
+def _reasoning_rule(
+    opening: str, closing: str, behind: str, quote: Quote, ids: Mapping[str, int]
+) -> list[str]:
+    """Text up to ``closing``, be it a special token or text itself."""
+    if closing in ids:
+        return [f"thought: {opening} {_ANY_TEXT_RULE} {quote(closing)} {behind}"]
+    return [
+        f"thought: {opening} thinking {behind}",
+        f"thinking[suffix={json.dumps(closing)}]: {_ANY_TEXT_RULE}",
+    ]
+
+
+def _answer_rule(form: AnswerFormat, quote: Quote, *, named: bool, parallel: bool) -> str:
+    """One call or, where the format has that, several."""
+    match form.tool_calls:
+        case "hermes":
+            return 'call ("\\n" call)*' if parallel else "call"
+        case "mistral" if named:
+            return "call call*" if parallel else "call"
+        case "mistral":
+            calls = 'call (", " call)*' if parallel else "call"
+            return f'{quote("[TOOL_CALLS]")} "[" {calls} "]"'
+        case "llama" | "harmony":
+            return "call"
+    raise RequestError("how this model writes calls is not known", "tool_choice")
+
+
+def _call_rule(form: AnswerFormat, quote: Quote, name: str, arguments: str, *, named: bool) -> str:
+    key = "parameters" if form.tool_calls == "llama" else "arguments"
+    begin = f'{{"name": "{name}", "{key}": '
+    match form.tool_calls:
+        case "hermes":
+            begin, end = quote("\n" + begin), quote("}\n")
+            return f"{quote('<tool_call>')} {begin} {arguments} {end} {quote('</tool_call>')}"
+        case "mistral" if named:
+            return f"{quote('[TOOL_CALLS]')} {quote(name)} {quote('[ARGS]')} {arguments}"
+        case "harmony":
+            begin = quote(f"commentary to=functions.{name} ")
+            kind = f'{quote("<|constrain|>")} "json" {quote("<|message|>")}'
+            return f"{quote('<|channel|>')} {begin} {kind} {arguments}"
+    return f"{quote(begin)} {arguments} {quote('}')}"

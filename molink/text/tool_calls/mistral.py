@@ -1,0 +1,126 @@
+"""Calls of Mistral: ``[TOOL_CALLS][{"name": …, "arguments": {…}}]``.
+
+Tokenizers from v11 on write each as ``[TOOL_CALLS]name[ARGS]{…}``, or with ``[CALL_ID]…`` between.
+"""
+
+import re
+from typing import Literal
+
+from molink.text.tool_calls.base import AnswerPart, AnswerPartBuilder, MarkerFinder
+from molink.text.tool_calls.call_reader import JsonValueScanner, ToolCallReader
+
+OPEN_TAG = "[TOOL_CALLS]"
+MARKERS = frozenset({OPEN_TAG, "[CALL_ID]", "[ARGS]"})
+
+#: Most characters between the tag and a call's arguments.
+_MAX_HEADER = 256
+_HEADER_PATTERN = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[\]{]*)?(?:\[ARGS\])?\s*")
+
+
+class MistralParser:
+    """Implements :class:`molink.text.tool_calls.base.AnswerParser`."""
+
+    is_reasoning = False
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._parts = AnswerPartBuilder()
+        self._finder = MarkerFinder((OPEN_TAG,))
+        self._reader = ToolCallReader(names)
+        self._value = JsonValueScanner()
+        #: ``head``: behind the tag; then ``named`` with its arguments, or a ``list`` of objects.
+        self._state: Literal["outside", "head", "named", "listed", "between"] = "outside"
+        #: What turns out to be text if no call comes.
+        self._held = ""
+
+    def parse_delta(self, text: str) -> list[AnswerPart]:
+        """See :class:`AnswerParser`."""
+        pos = 0
+        while pos < len(text):
+            match self._state:
+                case "outside":
+                    pos = self._read_content(text, pos)
+                case "head":
+                    pos = self._read_header(text, pos)
+                case "named":
+                    pos = self._read_named_call(text, pos)
+                case "listed":
+                    pos = self._reader.read_text(text, pos, self._parts)
+                    self._settle_call()
+                case "between":
+                    pos = self._read_separator(text, pos)
+        return self._parts.drain_parts()
+
+    def finish_parsing(self) -> list[AnswerPart]:
+        """See :class:`AnswerParser`."""
+        if self._state == "head":
+            self._parts.add_text(self._held)
+        elif self._state == "listed" and self._reader.state == "head":
+            self._parts.add_text(self._held + self._reader.held)
+        self._parts.add_text(self._finder.flush_text())
+        return self._parts.finish_parts()
+
+    def _read_content(self, text: str, pos: int) -> int:
+        before, marker, pos = self._finder.find_marker(text, pos)
+        self._parts.add_text(before)
+        if marker is not None:
+            self._state, self._held = "head", marker
+        return pos
+
+    def _read_header(self, text: str, pos: int) -> int:
+        char = text[pos]
+        blank = not self._held.removeprefix(OPEN_TAG).strip()
+        if char == "{":
+            self._open_object(blank)
+            return pos
+        if len(self._held) == _MAX_HEADER:
+            self._abandon_call()
+            return pos
+        self._held += char
+        if char == "[" and blank:
+            self._expect_call()
+        return pos + 1
+
+    def _open_object(self, blank: bool) -> None:
+        """The arguments of a name begin, or a whole call that isn't in a list."""
+        head = _HEADER_PATTERN.fullmatch(self._held, len(OPEN_TAG))
+        if head is not None and head[1] in self._names:
+            self._parts.begin_call(head[1])
+            self._value, self._state = JsonValueScanner(), "named"
+        elif blank:
+            self._expect_call()
+        else:
+            self._abandon_call()
+
+    def _read_named_call(self, text: str, pos: int) -> int:
+        end, ended = self._value.scan_text(text, pos)
+        self._parts.add_arguments(text[pos:end])
+        if ended:
+            self._parts.end_call()
+            self._state = "outside"
+        return end
+
+    def _expect_call(self) -> None:
+        self._reader, self._state = ToolCallReader(self._names), "listed"
+
+    def _settle_call(self) -> None:
+        if self._reader.state == "done":
+            self._state = "between"
+        elif self._reader.state == "broken":
+            self._held += self._reader.held
+            self._abandon_call()
+
+    def _abandon_call(self) -> None:
+        self._parts.add_text(self._held)
+        self._state = "outside"
+
+    def _read_separator(self, text: str, pos: int) -> int:
+        char = text[pos]
+        if char.isspace():
+            self._parts.add_text(char)
+            return pos + 1
+        self._state = "outside"
+        if char == ",":
+            self._held = char
+            self._expect_call()
+        return pos + (char in ",]")

@@ -1,0 +1,116 @@
+"""What a model thinks before it answers, between tags: ``<think>…</think>``."""
+
+from typing import Literal
+
+from molink.text.tool_calls.base import (
+    MAX_HELD_SPACE,
+    AnswerParser,
+    AnswerPart,
+    MarkerFinder,
+    ReasoningDelta,
+    TextDelta,
+)
+
+#: Opening and closing tags that models have.
+REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+def is_tag_open(tail: str, tag: str) -> bool:
+    """Whether a prompt that ends with ``tail`` has opened ``tag`` for its answer."""
+    return tail.rstrip().endswith(tag)
+
+
+class PlainTextParser:
+    """An answer that has content only; implements :class:`AnswerParser`."""
+
+    is_reasoning = False
+
+    def parse_delta(self, text: str) -> list[AnswerPart]:
+        """See :class:`AnswerParser`."""
+        return [TextDelta(text)] if text else []
+
+    def finish_parsing(self) -> list[AnswerPart]:
+        """See :class:`AnswerParser`."""
+        return []
+
+
+class ReasoningParser:
+    """Takes off what stands between tags at the beginning; the rest is for another parser.
+
+    Where the prompt ends with the opening tag, the answer begins behind it. White space around what
+    the model thinks is dropped. Implements :class:`AnswerParser`.
+    """
+
+    def __init__(self, inner: AnswerParser, tags: tuple[str, str], tail: str) -> None:
+        """``tail`` is the end of the prompt."""
+        self._content_parser = inner
+        self._open, close = tags
+        self._finder = MarkerFinder((close,))
+        self._opened = is_tag_open(tail, self._open)
+        self._state: Literal["first", "thought", "gap", "content"] = "first"
+        self._held = ""
+        #: White space that waits for more of what the model thinks.
+        self._space = ""
+        self._has_reasoning = False
+
+    @property
+    def is_reasoning(self) -> bool:
+        """See :class:`AnswerParser`."""
+        return self._state == "thought" or (self._state == "first" and self._opened)
+
+    def parse_delta(self, text: str) -> list[AnswerPart]:
+        """See :class:`AnswerParser`."""
+        parts: list[AnswerPart] = []
+        if self._state == "first":
+            text = self._read_opening(text, parts)
+        if self._state == "thought":
+            text = self._read_reasoning(text, parts)
+        if self._state == "gap" and text:
+            text = text.lstrip()
+            if text:
+                self._state = "content"
+        if self._state == "content" and text:
+            parts += self._content_parser.parse_delta(text)
+        return parts
+
+    def finish_parsing(self) -> list[AnswerPart]:
+        """See :class:`AnswerParser`."""
+        parts: list[AnswerPart] = []
+        held, self._held = self._held, ""
+        if self.is_reasoning:
+            self._add_reasoning(held + self._finder.flush_text(), parts)
+        elif held:
+            parts += self._content_parser.parse_delta(held)
+        return parts + self._content_parser.finish_parsing()
+
+    def _read_opening(self, text: str, parts: list[AnswerPart]) -> str:
+        """Whether the answer begins with the opening tag; what is to be read further."""
+        self._held += text
+        begun = self._held.lstrip()
+        spaces = len(self._held) - len(begun)
+        if begun.startswith(self._open) and spaces <= MAX_HELD_SPACE:
+            self._state, self._held = "thought", ""
+            return begun[len(self._open) :]
+        if spaces <= MAX_HELD_SPACE and self._open.startswith(begun):
+            return ""
+        text, self._held = self._held, ""
+        self._state = "thought" if self._opened else "content"
+        return text
+
+    def _read_reasoning(self, text: str, parts: list[AnswerPart]) -> str:
+        before, marker, end = self._finder.find_marker(text, 0)
+        self._add_reasoning(before, parts)
+        if marker is None:
+            return ""
+        self._state = "gap"
+        return text[end:]
+
+    def _add_reasoning(self, text: str, parts: list[AnswerPart]) -> None:
+        text = self._space + text
+        if not self._has_reasoning:
+            text = text.lstrip()
+        end = max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
+        self._space = text[end:]
+        if end:
+            self._has_reasoning = True
+            parts.append(ReasoningDelta(text[:end]))

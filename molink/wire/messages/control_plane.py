@@ -1,0 +1,130 @@
+"""Messages of the control plane: peers with their coordinator, peers with peers, CLI with daemon.
+
+Who joins, reports, asks and instructs has a module each; this one has the answers that any request
+may get, and all of them together.
+
+A *peer id* is :func:`molink.facts.identity.peer_id` of the peer's public CURVE key; the ZAP handler
+sets it as the ``User-Id`` of every message, so no message has to say who sent it. Requests carry a
+``ref`` that the reply repeats.
+"""
+
+import molink.errors
+from molink.errors import MolinkError
+from molink.facts.scalars import Count, Sentence, Text
+from molink.wire.messages.admin import (
+    ApplyFile,
+    ApplyModels,
+    ApplyReply,
+    DrainRequest,
+    InvitationsReply,
+    InvitationsRequest,
+    InviteReply,
+    InviteRequest,
+    LeaveRequest,
+    LoadModel,
+    LoadModelReply,
+    PairingDecisionReply,
+    PairingDecisionRequest,
+    Rebalance,
+    RevokeReply,
+    RevokeRequest,
+    ServeModel,
+    ShutdownRequest,
+    StatusReply,
+    StatusRequest,
+    StopServing,
+    SwitchModel,
+    UnrevokeRequest,
+)
+from molink.wire.messages.base import Message
+from molink.wire.messages.election import LeaderReply, LeaderRequest
+from molink.wire.messages.instructions import Instruction
+from molink.wire.messages.join import JoinRedirect, JoinReply, JoinRequest
+from molink.wire.messages.peer_reports import (
+    Goodbye,
+    PeerReport,
+    ReachReport,
+    StageFailed,
+    StageLoaded,
+    StageReady,
+)
+from molink.wire.messages.relay import RelayOpened
+from molink.wire.messages.transfer import (
+    ManifestChunk,
+    ManifestRequest,
+    PartsReply,
+    PartsRequest,
+    ReadReply,
+    ReadRequest,
+)
+
+
+class ErrorReply(Message, frozen=True, kw_only=True, tag="failure"):
+    """The answer to a request that can't be met; ``code`` is the error's class name."""
+
+    ref: Count
+    code: Text
+    message: Sentence
+
+    @property
+    def error(self) -> MolinkError:
+        """The error that it stands for: of the class of that name, if there is one."""
+        kind = getattr(molink.errors, self.code, MolinkError)
+        if not (isinstance(kind, type) and issubclass(kind, MolinkError)):
+            kind = MolinkError
+        error: MolinkError = kind(self.message)
+        return error
+
+
+class DoneReply(Message, frozen=True, kw_only=True, tag="done"):
+    """The answer to a request that needs no other."""
+
+    ref: Count
+
+
+ControlMessage = (
+    ErrorReply
+    | DoneReply
+    | JoinRequest
+    | JoinRedirect
+    | JoinReply
+    | PeerReport
+    | ReachReport
+    | RelayOpened
+    | StageLoaded
+    | StageReady
+    | StageFailed
+    | ServeModel
+    | StopServing
+    | SwitchModel
+    | Rebalance
+    | ApplyModels
+    | ApplyReply
+    | ApplyFile
+    | LoadModel
+    | LoadModelReply
+    | InviteRequest
+    | InviteReply
+    | InvitationsRequest
+    | InvitationsReply
+    | LeaveRequest
+    | Goodbye
+    | RevokeRequest
+    | RevokeReply
+    | UnrevokeRequest
+    | PairingDecisionRequest
+    | PairingDecisionReply
+    | Instruction
+    | LeaderRequest
+    | LeaderReply
+    | ManifestRequest
+    | ManifestChunk
+    | PartsRequest
+    | PartsReply
+    | ReadRequest
+    | ReadReply
+    | StatusRequest
+    | StatusReply
+    | ShutdownRequest
+    | DrainRequest
+)

@@ -1,0 +1,34 @@
+"""The layout names what transformers writes, all of it and nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.families import ARCHITECTURES
+from molink.checkpoint.prequantized import required_tensors
+from molink.checkpoint.safetensors_header import read_header
+from molink.checkpoint.tensor_layout import layer_tensors, stage_tensors
+from tests.support.models import MakeModel
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES.values())
+def test_names_and_shapes_are_those_of_a_checkpoint(
+    make_model: MakeModel, tmp_path: Path, family: str
+) -> None:
+    folder = make_model(tmp_path, family)
+    config = ModelConfig.load_folder(folder)
+    found = read_header(folder / "model.safetensors")
+    wanted = required_tensors(stage_tensors(config, 0, config.layers), "none", found)
+    stored = {name: span.shape for name, span in found.items()}
+    assert {name: one.shape for name, one in wanted.items()} == stored
+
+
+def test_layers_with_and_without_experts(make_model: MakeModel, tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "qwen3_moe", mlp_only_layers=[1])
+    config = ModelConfig.load_folder(folder)
+    assert "model.layers.1.mlp.gate_proj.weight" in layer_tensors(config, 1)
+    tensors = layer_tensors(config, 2)
+    assert tensors["model.layers.2.mlp.gate.weight"] == (8, 64)
+    assert tensors["model.layers.2.mlp.experts.7.down_proj.weight"] == (64, 32)
+    assert not any("layers.1" in name for name in tensors)

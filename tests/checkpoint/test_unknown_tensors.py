@@ -1,0 +1,88 @@
+"""Tensors that a config knows nothing of are refused, those that mean nothing are not."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from molink.checkpoint.model_folder import INDEX_FILE, ModelFolder
+from molink.errors import BrokenModel
+from tests.support.models import MakeModel
+
+
+def add(folder: Path, file: str, *names: str) -> None:
+    save_file({name: torch.zeros(4) for name in names}, folder / file)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.3.mlp.up_proj.weight",
+        "model.layers.1.self_attn.o_proj.bias",
+        "model.layers.1.self_attn.q_norm.weight",
+        "model.layers.0.mlp.up_proj.SCB",
+        "lm_head.bias",
+    ],
+)
+def test_a_tensor_without_a_place_is_named(folder: Path, name: str) -> None:
+    add(folder, "more.safetensors", name)
+    with pytest.raises(BrokenModel, match=rf"more\.safetensors: tensor {name} has no place"):
+        ModelFolder.open(folder)
+    with pytest.raises(BrokenModel, match=name):
+        ModelFolder.open(folder, (1, 2))
+
+
+def test_fewer_layers_in_the_config_than_in_the_files(
+    folder: Path, edit_json: Callable[..., None]
+) -> None:
+    edit_json(folder / "config.json", num_hidden_layers=2, layer_types=None)
+    with pytest.raises(BrokenModel, match=r"model\.layers\.2\.\S+ and 11 more has no place"):
+        ModelFolder.open(folder)
+
+
+def test_biases_that_the_config_has_not(
+    make_model: MakeModel, tmp_path: Path, edit_json: Callable[..., None]
+) -> None:
+    folder = make_model(tmp_path, "llama", 0, attention_bias=True)
+    ModelFolder.open(folder)
+    edit_json(folder / "config.json", attention_bias=False)
+    with pytest.raises(BrokenModel, match=r"k_proj\.bias and 11 more has no place"):
+        ModelFolder.open(folder)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
+        ("layers.0.attention.wk.weight", "tok_embeddings.weight"),
+        ("base_model.model.layers.0.self_attn.q_proj.lora_A.weight",),
+    ],
+)
+def test_leftovers_and_files_of_other_kinds_are_let_be(
+    folder: Path, names: tuple[str, ...]
+) -> None:
+    add(folder, "consolidated.safetensors", *names)
+    assert ModelFolder.open(folder).config.layers == 3
+
+
+def test_something_foreign_among_the_models_own_tensors(folder: Path) -> None:
+    (folder / INDEX_FILE).unlink()
+    add(folder, "zz.safetensors", "score.weight")
+    ModelFolder.open(folder)
+    save_file(
+        {"model.norm.weight": torch.ones(64), "score.weight": torch.ones(4)},
+        folder / "zz.safetensors",
+    )
+    # The norm that is used is in another file.
+    shutil.move(folder / "zz.safetensors", folder / "aa.safetensors")
+    with pytest.raises(BrokenModel, match=r"score\.weight"):
+        ModelFolder.open(folder)
+
+
+def test_the_output_head_of_a_tied_model_is_let_be(make_model: MakeModel, tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "qwen2", 0, tie_word_embeddings=True)
+    add(folder, "more.safetensors", "lm_head.weight")
+    assert ModelFolder.open(folder).config.tied_embeddings

@@ -1,0 +1,388 @@
+"""The sending end of a link, between a stage and channels that the test plays, in virtual time."""
+
+from typing import Any
+
+import pytest
+
+from molink.errors import Unavailable
+from molink.facts.ring_times import LinkFacts
+from molink.link.base import LinkName, OutConnectionEvents
+from molink.link.estimate.estimator import LinkEstimator
+from molink.link.heartbeat import StageProgress
+from molink.link.out_link import OutLink, OutLinkEvents
+from molink.link.policies.base import DecodeStartedEvent
+from molink.link.policies.create import create_policy
+from molink.link.sender import LinkSender, SenderLimits
+from molink.sim.event_queue import EventQueue
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data_plane import (
+    Ack,
+    Channel,
+    Frame,
+    Heartbeat,
+    LinkHello,
+    Padding,
+    RequestSlice,
+    Tombstone,
+    Volume,
+)
+from molink.wire.messages.serving import Cancel
+
+
+class FakeChannel:
+    """A connection that keeps what is sent on it."""
+
+    def __init__(self, agenda: EventQueue, events: OutConnectionEvents) -> None:
+        self.agenda = agenda
+        self.events = events
+        self.sent: list[tuple[float, Any]] = []
+        self.started = self.is_congested = self.broken = False
+        self.redialled: list[float] = []
+
+    def start(self) -> None:
+        self.started = True
+
+    def send(self, message: Any, payload: Any = None) -> None:
+        if self.broken:
+            raise Unavailable("broken")
+        self.sent.append((self.agenda.now, message))
+
+    def reconnect_now(self) -> None:
+        self.redialled.append(self.agenda.now)
+
+    def messages(self, kind: type) -> list[Any]:
+        return [message for _, message in self.sent if isinstance(message, kind)]
+
+
+class Bench:
+    """An OutLink between a fake stage and a fake network."""
+
+    def __init__(
+        self,
+        limits: SenderLimits | None = None,
+        known: LinkFacts | None = None,
+        probe: bool = False,
+        policy: str = "fifo",
+        keep_warm: bool = False,
+    ) -> None:
+        self.agenda = EventQueue()
+        self.channels: dict[Channel, FakeChannel] = {}
+        self.progress = StageProgress(completed_seq=3, num_queued=0, has_requests=False)
+        self.deaths: list[str] = []
+        estimator = LinkEstimator(known)
+        self.sender = LinkSender(7, create_policy(policy), limits, estimator=estimator)
+        self.rooms: list[bool] = []
+        self.estimates: list[LinkFacts] = []
+        events = OutLinkEvents(
+            lambda: self.progress,
+            self.deaths.append,
+            lambda: self.rooms.append(True),
+            self.estimates.append,
+        )
+        name = LinkName("p", 2)
+        how = {"probe": probe, "keep_warm": keep_warm}
+        self.link = OutLink(self.agenda, self.connect, self.sender, name, events, **how)
+        self.link.start()
+        self.decode, self.bulk = self.channels[Channel.DECODE], self.channels[Channel.BULK]
+
+    def connect(self, lane: Channel, events: OutConnectionEvents) -> FakeChannel:
+        self.channels[lane] = FakeChannel(self.agenda, events)
+        return self.channels[lane]
+
+    def wait(self, seconds: float) -> None:
+        """Let that much time pass."""
+        until = self.agenda.now + seconds
+        self.agenda.schedule_at(until, lambda: None)
+        self.agenda.run(until)
+
+    def welcome(self) -> None:
+        for lane, channel in self.channels.items():
+            channel.events.on_connect()
+            channel.events.on_message(Ack(7, lane, self.sender.oldest_frame(lane)), None)
+
+    def beat(self, **fields: Any) -> None:
+        heartbeat = Heartbeat(
+            **({"epoch": 7, "completed": 1, "queued": 0, "sent_at": 0.0} | fields)
+        )
+        self.decode.events.on_message(heartbeat, None)
+
+
+def volume(tick: int, rows: int, prefill: bool) -> tuple[Volume, bytes]:
+    header = Volume(tick, prefill, (RequestSlice(1, 0, rows, 0),), Payload("f32", (rows, 2)))
+    return header, bytes(8 * rows)
+
+
+def test_the_hello_comes_first_and_is_repeated_until_it_is_answered() -> None:
+    bench = Bench()
+    bench.link.send_control(Tombstone(1))
+    assert bench.decode.started
+    bench.decode.events.on_connect()
+    bench.wait(0.6)
+    hello = LinkHello("p", 7, 2, Channel.DECODE)
+    times = [time for time, message in bench.decode.sent if message == hello]
+    assert times == pytest.approx([0.0, 0.25, 0.5], abs=0.01)
+    assert len(bench.decode.sent) == 3
+    bench.decode.events.on_message(Ack(7, Channel.DECODE, 0), None)
+    assert bench.decode.messages(Frame) == [Frame(7, Channel.DECODE, 0, Tombstone(1))]
+    bench.wait(1.0)
+    assert len(bench.decode.messages(LinkHello)) == 3
+    sent = len(bench.decode.sent)
+    bench.link.close()
+    bench.wait(10.0)
+    assert len(bench.decode.sent) == sent
+
+
+def test_lanes_and_batches() -> None:
+    bench = Bench(SenderLimits(max_message_bytes=8), policy="concurrent")
+    bench.welcome()
+    bench.link.send_volume(*volume(1, 100, prefill=True))
+    bench.link.send_volume(*volume(2, 1, prefill=False))
+    assert len(bench.bulk.messages(Frame)) < 100
+    bench.wait(0.01)
+    assert len(bench.bulk.messages(Frame)) == 100
+    assert [frame.body.tick for frame in bench.decode.messages(Frame)] == [2]
+    assert bench.link.stats.sent_frames == 101
+
+
+def test_a_congested_lane_waits_until_it_has_drained() -> None:
+    bench = Bench()
+    bench.welcome()
+    bench.bulk.is_congested = True
+    bench.link.send_volume(*volume(1, 1, prefill=True))
+    bench.wait(1.0)
+    assert bench.bulk.messages(Frame) == []
+    bench.bulk.is_congested = False
+    bench.bulk.events.on_drained()
+    assert len(bench.bulk.messages(Frame)) == 1
+
+
+def test_after_a_reconnect_only_what_is_missing_goes_again() -> None:
+    bench = Bench()
+    bench.welcome()
+    for seq in range(5):
+        bench.link.send_control(Tombstone(seq))
+    bench.wait(0)
+    bench.decode.events.on_message(Ack(7, Channel.DECODE, 1), None)
+    bench.decode.events.on_disconnect()
+    bench.link.send_control(Tombstone(5))
+    bench.decode.sent.clear()
+    bench.decode.events.on_connect()
+    bench.decode.events.on_message(Ack(7, Channel.DECODE, 3), None)
+    bench.wait(0.01)
+    assert [frame.seq for frame in bench.decode.messages(Frame)] == [3, 4, 5]
+    stats = bench.link.stats
+    assert (stats.resent, stats.connects) == (2, 3)
+
+
+def test_a_connection_that_breaks_while_sending() -> None:
+    bench = Bench()
+    bench.welcome()
+    bench.decode.broken = True
+    bench.link.send_control(Tombstone(1))
+    bench.wait(1.0)
+    bench.decode.broken = False
+    bench.decode.events.on_disconnect()
+    bench.decode.events.on_connect()
+    bench.decode.events.on_message(Ack(7, Channel.DECODE, 0), None)
+    assert [frame.seq for frame in bench.decode.messages(Frame)] == [0]
+
+
+def test_beats_keep_warm_while_busy() -> None:
+    bench = Bench()
+    bench.welcome()
+    bench.wait(2.05)
+    beats = bench.decode.messages(Heartbeat)
+    assert [heartbeat.sent_at for heartbeat in beats] == [0.0, 1.0, 2.0]
+    assert (beats[0].epoch, beats[0].completed, beats[0].queued) == (7, 3, 0)
+    bench.progress = StageProgress(completed_seq=4, num_queued=1, has_requests=True)
+    bench.link.handle_event(DecodeStartedEvent(1, 0.02))
+    bench.wait(0.5)
+    beats = bench.decode.messages(Heartbeat)[3:]
+    assert 4 <= len(beats) <= 6
+    assert beats[0].queued == 1
+    assert bench.bulk.messages(Heartbeat) == []
+
+
+def test_the_round_trip_comes_from_the_echo() -> None:
+    bench = Bench()
+    bench.welcome()
+    bench.wait(0.04)
+    bench.beat(echo=0.0, epoch=6)
+    bench.beat(echo=float("nan"))
+    bench.beat(echo=0.02)
+    assert bench.link.stats.rtt == 0
+    bench.beat(echo=0.0)
+    assert bench.link.stats.rtt == pytest.approx(0.04)
+    assert bench.link.stats.min_rtt == pytest.approx(0.04)
+    assert bench.estimates == [LinkFacts(pytest.approx(0.02))]
+
+
+def test_a_new_link_is_tried_out_once() -> None:
+    bench = Bench(probe=True)
+    bench.welcome()
+    bench.link.send_volume(*volume(1, 1, prefill=True))
+    bench.wait(0.01)
+    bodies = [frame.body for frame in bench.bulk.messages(Frame)]
+    assert all(isinstance(body, Padding) for body in bodies[:-1])
+    assert bodies[-1].tick == 1
+    nbytes = [body.payload.nbytes for body in bodies[:-1]]
+    assert nbytes == [16 * 1024] * 16
+    bench.bulk.events.on_message(Ack(7, Channel.BULK, len(bodies)), None)
+    assert bench.link.stats.rate > 0
+    assert bench.estimates[-1].rate == bench.link.stats.rate
+    bench.sender.validate()
+    bench.bulk.sent.clear()
+    bench.bulk.events.on_disconnect()
+    bench.bulk.events.on_connect()
+    bench.bulk.events.on_message(Ack(7, Channel.BULK, len(bodies)), None)
+    bench.wait(0.01)
+    assert bench.bulk.messages(Frame) == []
+
+
+def test_a_link_that_is_remembered_is_not_tried_out() -> None:
+    bench = Bench(known=LinkFacts(0.03, 1e7), probe=True)
+    bench.welcome()
+    bench.wait(0.01)
+    assert bench.bulk.messages(Frame) == []
+    assert bench.estimates[0] == LinkFacts(0.03, 1e7)
+    assert bench.link.stats.rate == 1e7
+
+
+@pytest.mark.parametrize("keep_warm", [True, False])
+def test_the_bulk_lane_is_kept_warm_while_requests_live(keep_warm: bool) -> None:
+    bench = Bench(known=LinkFacts(0.03, 1e7), policy="adaptive", keep_warm=keep_warm)
+    bench.welcome()
+    bench.link.send_volume(*volume(1, 1, prefill=True))
+    bench.progress = StageProgress(completed_seq=3, num_queued=0, has_requests=True)
+
+    def noise() -> list[int]:
+        frames = bench.bulk.messages(Frame)
+        return [each.body.payload.nbytes for each in frames if isinstance(each.body, Padding)]
+
+    bench.wait(1.0)
+    assert noise() == [], "something is under way"
+    bench.bulk.events.on_message(Ack(7, Channel.BULK, 1), None)
+    bench.wait(0.35)
+    assert sum(noise()) == (50_000 if keep_warm else 0)
+    if not keep_warm:
+        return
+    bench.progress = StageProgress(completed_seq=3, num_queued=0, has_requests=False)
+    came = len(bench.bulk.messages(Frame))
+    bench.bulk.events.on_message(Ack(7, Channel.BULK, came), None)
+    bench.wait(3.0)
+    assert sum(noise()) == 50_000, "no request lives"
+    bench.sender.validate()
+
+
+def test_room_is_reported_once_the_next_stage_has_taken_enough() -> None:
+    bench = Bench(SenderLimits(max_total_bytes=512))
+    bench.welcome()
+    bench.link.send_volume(*volume(1, 64, prefill=True))
+    assert bench.link.is_full
+    assert bench.rooms == []
+    bench.bulk.events.on_message(Ack(7, Channel.BULK, 1), None)
+    assert not bench.link.is_full
+    assert bench.rooms == [True]
+    bench.bulk.events.on_message(Ack(7, Channel.BULK, 1), None)
+    assert bench.rooms == [True]
+
+
+def test_a_dead_stage_is_reported_once() -> None:
+    bench = Bench()
+    bench.welcome()
+    bench.beat(queued=2)
+    for _ in range(40):
+        bench.wait(0.1)
+        bench.beat(queued=2)
+    assert bench.deaths == ["2 volumes wait and none was completed for 3.4 s"]
+    bench.wait(10.0)
+    assert len(bench.deaths) == 1
+
+
+def test_a_process_that_has_ended_is_not_waited_for() -> None:
+    bench = Bench()
+    bench.welcome()
+    bench.beat()
+    for channel in (bench.decode, bench.bulk):
+        channel.events.on_disconnect()
+    bench.wait(0.5)
+    assert bench.deaths == [], "a connection that breaks is made again"
+    for channel in (bench.decode, bench.bulk):
+        channel.events.on_lost("its process has ended")
+    assert bench.deaths == ["its process has ended"]
+
+
+def test_a_silent_link_is_connected_anew_before_it_counts_as_dead() -> None:
+    bench = Bench()
+    bench.welcome()
+    bench.beat()
+    bench.wait(1.0)
+    bench.beat()
+    assert bench.decode.redialled == bench.bulk.redialled == []
+    bench.wait(10.0)
+    for channel in (bench.decode, bench.bulk):
+        assert channel.redialled == pytest.approx([3.2], abs=0.3)
+    assert len(bench.deaths) == 1
+
+
+def test_while_requests_live_silence_counts_sooner() -> None:
+    bench = Bench()
+    bench.progress = StageProgress(completed_seq=3, num_queued=0, has_requests=True)
+    bench.welcome()
+    bench.beat()
+    bench.wait(1.0)
+    assert bench.decode.redialled == []
+    bench.wait(10.0)
+    for channel in (bench.decode, bench.bulk):
+        assert channel.redialled[0] == pytest.approx(1.5, abs=0.2)
+    (reason,) = bench.deaths
+    assert reason in ("no sign of life for 3.0 s", "no sign of life for 3.1 s")
+
+
+def test_what_an_old_connection_says_is_no_welcome_on_the_next() -> None:
+    bench = Bench()
+    bench.welcome()
+    bench.link.send_control(Tombstone(1))
+    bench.decode.events.on_disconnect()
+    bench.decode.events.on_message(Ack(7, Channel.DECODE, 1), None)
+    bench.link.send_control(Tombstone(2))
+    assert len(bench.decode.messages(Frame)) == 1
+    bench.welcome()
+    assert [frame.body for frame in bench.decode.messages(Frame)[1:]] == [
+        Tombstone(1),
+        Tombstone(2),
+    ]
+
+
+def test_a_next_stage_that_lost_its_place() -> None:
+    bench = Bench()
+    bench.welcome()
+    bench.link.send_control(Tombstone(1))
+    bench.decode.events.on_message(Ack(7, Channel.DECODE, 1), None)
+    bench.decode.events.on_disconnect()
+    bench.decode.events.on_connect()
+    bench.decode.events.on_message(Ack(7, Channel.DECODE, 0), None)
+    assert bench.deaths == ["it lost its place: frame 0 of DECODE has come before"]
+
+
+def test_an_old_acknowledgement_that_comes_again_says_nothing() -> None:
+    bench = Bench()
+    bench.welcome()
+    bench.link.send_control(Tombstone(1))
+    bench.decode.events.on_message(Ack(7, Channel.DECODE, 1), None)
+    bench.decode.events.on_message(Ack(7, Channel.DECODE, 0), None)
+    assert not bench.deaths
+
+
+def test_nonsense_changes_nothing() -> None:
+    bench = Bench()
+    bench.welcome()
+    bench.link.send_control(Tombstone(1))
+    before = bench.link.stats.unacknowledged_bytes
+    for message in (Ack(6, Channel.DECODE, 1), Ack(7, Channel.BULK, 1), Cancel("k")):
+        bench.decode.events.on_message(message, None)
+    bench.decode.events.on_message(Ack(7, Channel.DECODE, 99), None)
+    assert bench.link.stats.unacknowledged_bytes == before
+    assert bench.link.stats.stale_acks == 1
+    assert not bench.link.is_full
+    bench.link.send_control(Tombstone(2))

@@ -1,0 +1,289 @@
+"""Prompts are read by processes: alike, in time, and whatever becomes of them."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from molink.errors import BrokenModel, ContextTooLong, Overloaded, RequestError
+from molink.text.tokenizer import Tokenizer
+from molinkd.api import prompt_worker_pool as prompt_reader
+from molinkd.api.backend import ServedModel
+from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.prompt_worker_pool import PromptWorkers
+from tests.support.fake_backend import build_model
+from tests.support.inline_reader import InlineReader
+from tests.support.net import until
+
+#: Each piece of 24 costs the pattern some four million steps, of the ten that Oniguruma allows.
+HOSTILE_PATTERN = "(a+)+b"
+HOSTILE_TEXT = ("a" * 22 + "! ") * 1000
+
+
+@pytest.fixture(scope="module")
+def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = build_model(tmp_path_factory.mktemp("hostile") / "model")
+    path = folder / "tokenizer.json"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    split = {"type": "Split", "pattern": {"Regex": HOSTILE_PATTERN}, "behavior": "Isolated"}
+    own = raw["pre_tokenizer"]
+    raw["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split | {"invert": False}, own]}
+    path.write_text(json.dumps(raw), encoding="utf-8")
+    return folder
+
+
+def offer_of(folder: Path, context: int = 65536) -> LoadedModel:
+    return LoadedModel(ServedModel("tiny", folder, context, 0), Tokenizer.open(folder))
+
+
+@pytest.fixture
+def offer(model_folder: Path) -> LoadedModel:
+    return offer_of(model_folder)
+
+
+@pytest.fixture
+async def reader() -> AsyncIterator[PromptWorkers]:
+    reader = PromptWorkers({})
+    yield reader
+    await reader.close()
+    assert not children()
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if is_reader(child)]
+
+
+def is_reader(process: psutil.Process) -> bool:
+    try:
+        return "molinkd.api.prompt_worker" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def chat(text: str) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+
+
+def completion(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+async def test_it_reads_as_this_process_would(reader: PromptWorkers, offer: LoadedModel) -> None:
+    direct = InlineReader()
+    for body, is_chat in (
+        (chat("naïve 🦊 hello"), True),
+        (chat("x " * 40_000), True),
+        (completion(prompt="hello"), False),
+        (completion(prompt=["hello", "world", [5, 6, 7]], echo=True), False),
+    ):
+        read = await reader.tokenize_prompts("", offer, body, chat=is_chat)
+        assert read == await direct.tokenize_prompts("", offer, body, chat=is_chat)
+    assert len(children()) == 2
+
+
+async def test_what_is_wrong_comes_back_as_itself(
+    reader: PromptWorkers, offer: LoadedModel, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        await reader.tokenize_prompts("", offer, completion(prompt=[10**6]), chat=False)
+    assert refused.value.param == "prompt"
+    with pytest.raises(ContextTooLong) as long:
+        await reader.tokenize_prompts(
+            "", offer_of(offer.model.folder, 8), chat("x" * 20_000), chat=True
+        )
+    assert long.value.param == "messages"
+    gone = LoadedModel(ServedModel("tiny", tmp_path, 512, 0), offer.tokenizer)
+    with pytest.raises(BrokenModel, match=r"tokenizer\.json"):
+        await reader.tokenize_prompts("", gone, chat("x"), chat=True)
+
+
+async def test_what_takes_too_long_is_ended_and_the_next_is_read(
+    reader: PromptWorkers,
+    offer: LoadedModel,
+    hostile_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hostile = offer_of(hostile_folder)
+    monkeypatch.setattr(prompt_reader, "SHORT_S", 0.5)
+    impatient = PromptWorkers({})
+    try:
+        with pytest.raises(RequestError, match=r"more than 0\.5 s"):
+            await impatient.tokenize_prompts("", hostile, chat(HOSTILE_TEXT), chat=True)
+    finally:
+        await impatient.close()
+    # Whoever waited for it is read by another process.
+    await reader.tokenize_prompts("", hostile, chat("hello"), chat=True)
+    assert await reader.tokenize_prompts("", offer, chat("hello"), chat=True)
+
+
+async def test_a_long_prompt_holds_up_no_short_one(
+    reader: PromptWorkers, offer: LoadedModel, hostile_folder: Path
+) -> None:
+    hostile = offer_of(hostile_folder)
+    text = HOSTILE_TEXT * 2
+    assert len(text) > prompt_reader.SHORT_BODY_BYTES
+    long = asyncio.create_task(reader.tokenize_prompts("", hostile, chat(text), chat=True))
+    assert await reader.tokenize_prompts("", offer, chat("hello"), chat=True)
+    assert not long.done()
+    await reader.close()
+    with pytest.raises(asyncio.CancelledError):
+        await long
+
+
+async def test_a_process_that_is_killed_is_no_reason_to_fail(
+    reader: PromptWorkers, offer: LoadedModel
+) -> None:
+    expected = await reader.tokenize_prompts("", offer, chat("hello"), chat=True)
+    for _ in range(2):
+        for child in children():
+            child.kill()
+        assert await reader.tokenize_prompts("", offer, chat("hello"), chat=True) == expected
+    reads = [
+        asyncio.create_task(reader.tokenize_prompts("", offer, chat("hello" * 1000), chat=True))
+        for _ in range(8)
+    ]
+    await asyncio.sleep(0)
+    for child in children():
+        child.kill()
+    assert len({len((await read).prompts[0].ids) for read in reads}) == 1
+
+
+async def test_a_client_that_leaves_is_not_waited_for(
+    reader: PromptWorkers, offer: LoadedModel
+) -> None:
+    reads = [
+        asyncio.create_task(reader.tokenize_prompts("", offer, chat("hello"), chat=True))
+        for _ in range(6)
+    ]
+    await asyncio.sleep(0)
+    for read in reads[::2]:
+        read.cancel()
+    for number, read in enumerate(reads):
+        if number % 2:
+            assert await read
+        else:
+            with pytest.raises(asyncio.CancelledError):
+                await read
+
+
+async def test_only_so_many_wait(
+    offer: LoadedModel, reader: PromptWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_reader, "MAX_SHORT", 2)
+    narrow = PromptWorkers({})
+    reads = [narrow.tokenize_prompts("", offer, chat("x"), chat=True) for _ in range(5)]
+    found = await asyncio.gather(*reads, return_exceptions=True)
+    await narrow.close()
+    # Two are being read, and two wait.
+    assert [isinstance(read, Overloaded) for read in found] == [False] * 4 + [True]
+
+
+async def test_one_client_cannot_keep_others_out(
+    offer: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_reader, "MAX_SHORT", 3)
+    narrow = PromptWorkers({})
+    # Two are being read, and three wait. The quiet one gets the last one's place; for the greedy
+    # one's next there is none until one of his leaves.
+    owners = ["greedy"] * 5 + ["quiet", "greedy"]
+    reads = [
+        asyncio.create_task(narrow.tokenize_prompts(owner, offer, chat("x"), chat=True))
+        for owner in owners
+    ]
+    await asyncio.sleep(0)
+    reads[2].cancel()
+    await asyncio.sleep(0)
+    reads.append(
+        asyncio.create_task(narrow.tokenize_prompts("greedy", offer, chat("x"), chat=True))
+    )
+    found = await asyncio.gather(*reads, return_exceptions=True)
+    await narrow.close()
+    refused = [isinstance(read, Overloaded) for read in found]
+    assert refused == [False] * 4 + [True, False, True, False]
+    assert isinstance(found[2], asyncio.CancelledError)
+
+
+async def test_one_bad_text_holds_up_nobody(
+    reader: PromptWorkers, offer: LoadedModel, hostile_folder: Path
+) -> None:
+    bad = asyncio.create_task(
+        reader.tokenize_prompts(
+            "", offer_of(hostile_folder), chat(HOSTILE_TEXT[:20_000]), chat=True
+        )
+    )
+    assert await reader.tokenize_prompts("", offer, chat("hello"), chat=True)
+    assert not bad.done()
+    with pytest.raises(RequestError, match="more than"):
+        await bad
+
+
+async def test_processes_beyond_the_first_end_when_they_are_idle(
+    offer: LoadedModel, reader: PromptWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_reader, "IDLE_TIMEOUT_S", 0.05)
+    brief = PromptWorkers({})
+    for _ in range(2):
+        bodies = [chat("x"), chat("y"), chat("z " * 40_000)]
+        await asyncio.gather(
+            *(brief.tokenize_prompts("", offer, body, chat=True) for body in bodies)
+        )
+        await until(lambda: len(children()) == 1)
+    await brief.close()
+
+
+async def test_a_tokenizer_that_was_loaded_anew_is_loaded_anew_there(
+    reader: PromptWorkers, tmp_path: Path
+) -> None:
+    folder = build_model(tmp_path / "model")
+    before = await reader.tokenize_prompts(
+        "", offer_of(folder), completion(prompt="hello"), chat=False
+    )
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config |= {"bos_token": "<|start|>", "add_bos_token": True}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    after = await reader.tokenize_prompts(
+        "", offer_of(folder), completion(prompt="hello"), chat=False
+    )
+    assert after.prompts[0].ids[1:] == before.prompts[0].ids
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from molink.text.tokenizer import Tokenizer
+from molinkd.api.backend import ServedModel
+from molinkd.api.loaded_model import Offer
+from molinkd.api.prompt_worker_pool import PromptProcesses
+
+async def main():
+    folder = Path(sys.argv[1])
+    offer = Offer(ServedModel("tiny", folder, 65536, 0), Tokenizer.open(folder))
+    reader = PromptProcesses({})
+    body = b'{"messages":[{"role":"user","content":"%s"}]}'
+    await reader.read("", offer, body % b"hi", chat=True)
+    reading = asyncio.create_task(reader.read("", offer, body % sys.argv[2].encode(), chat=True))
+    await asyncio.sleep(0)
+    print("busy", flush=True)
+    await reading
+
+asyncio.run(main())
+"""
+
+
+def test_it_ends_with_the_daemon_even_while_it_works(hostile_folder: Path) -> None:
+    command = [sys.executable, "-c", PARENT, str(hostile_folder), HOSTILE_TEXT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline().strip() == b"busy"
+        readers = psutil.Process(parent.pid).children(recursive=True)
+        assert any(map(is_reader, readers))
+        parent.kill()
+    _, left = psutil.wait_procs(readers, timeout=30)
+    assert not left

@@ -1,0 +1,128 @@
+"""``molink leave``: a swarm is not left behind without an owner, nor a member that isn't there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from molink.errors import Unavailable
+from molink.facts.identity import derive_peer_id
+from molink.swarm.controller.records import MemberRecord
+from molink.swarm.election.replica import Replica
+from molink.wire.messages.admin import LeaveRequest
+from molink.wire.sockets.key_pair import KeyPair
+from molinkd.cli import daemon_client as local_daemon
+from molinkd.cli import stop_verbs as ending
+from molinkd.cli.main import run
+from molinkd.peer.home import Home
+from molinkd.peer.membership.membership_record import MembershipRecord
+from molinkd.peer.run_file import RunFile
+
+SWARM = "ab" * 8
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """That of the PC which has made a swarm."""
+    home = Home(tmp_path / "my home").create_folders()
+    mine = MembershipRecord(
+        swarm=SWARM, coordinator_key="k" * 40, addresses=("10.0.0.1:5466",), is_founder=True
+    )
+    mine.save(home.membership)
+    home.coordinator.mkdir()
+    return home
+
+
+def _member(public_key: str, name: str) -> MemberRecord:
+    return MemberRecord(derive_peer_id(public_key), public_key, name)
+
+
+def _copy_of_the_state(home: Home, *others: str) -> None:
+    members = [_member(home.load_keys().public, "me")]
+    members += [_member(KeyPair.generate().public, name) for name in others]
+    replica = Replica(SWARM, "s", 64, 0, 1, (), tuple(members), (), None, None, (0, 0))
+    home.replica.write_bytes(replica.encode())
+
+
+def test_others_are_not_left_without_an_owner(
+    home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _copy_of_the_state(home, "attic")
+    assert run(["leave", "--dissolve", "--home", str(home.root)]) == 6
+    error = capsys.readouterr().err
+    assert "attic" in error
+    assert "molink up --background" in error
+    assert error.count("--home") == 2, "as it is to be typed"
+    assert home.membership.exists()
+    assert home.coordinator.exists()
+
+
+def test_nobody_else_is_left_behind(home: Home) -> None:
+    _copy_of_the_state(home)
+    assert run(["leave", "--dissolve", "--home", str(home.root)]) == 0
+    assert not home.membership.exists()
+    assert not home.coordinator.exists()
+
+
+@pytest.fixture
+def ended(home: Home, monkeypatch: pytest.MonkeyPatch) -> list[Home]:
+    """A daemon runs in the home; which were told to end."""
+    ended: list[Home] = []
+    note = RunFile.of_this_process(1, "http://127.0.0.1:5465")
+    monkeypatch.setattr("molinkd.peer.run_file.read_run_file", lambda _: note)
+    monkeypatch.setattr(ending, "stop_daemon", lambda place, _, leave: ended.append(place))
+    return ended
+
+
+def _swarm(monkeypatch: pytest.MonkeyPatch, **status: Any) -> None:
+    def revoke_all(_: Home) -> list[str]:
+        if "failure" in status:
+            raise Unavailable(status["failure"])
+        away: list[str] = status["away"]
+        return away
+
+    monkeypatch.setattr(local_daemon, "revoke_all_peers", revoke_all)
+
+
+def test_a_swarm_whose_coordinator_is_silent_goes_on(
+    home: Home,
+    ended: list[Home],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _swarm(monkeypatch, failure="it can't be asked")
+    assert run(["leave", "--dissolve", "--home", str(home.root)]) == 6
+    assert "the swarm goes on" in capsys.readouterr().err
+    assert ended == []
+    assert home.membership.exists()
+
+
+def test_who_is_off_is_named(
+    home: Home,
+    ended: list[Home],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _swarm(monkeypatch, away=["attic"])
+    assert run(["leave", "--dissolve", "--home", str(home.root)]) == 0
+    assert "Off, and not told: attic" in capsys.readouterr().out
+    assert ended == [home]
+
+
+def test_a_member_leaves_though_nobody_answers(
+    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[object] = []
+
+    def ask(_home: Home, _member: MembershipRecord, message: object) -> None:
+        asked.append(message)
+        raise Unavailable("nobody is there")
+
+    monkeypatch.setattr(local_daemon, "request_coordinator", ask)
+    MembershipRecord(swarm=SWARM, coordinator_key="k" * 40, addresses=("10.0.0.1:5466",)).save(
+        home.membership
+    )
+    assert run(["leave", "--home", str(home.root)]) == 0
+    assert "could not be told (nobody is there)" in capsys.readouterr().out
+    assert asked == [LeaveRequest(ref=0)]
+    assert not home.membership.exists()

@@ -1,0 +1,88 @@
+"""The connection to the daemon, which goes and comes back while ``molink top`` runs."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from molink.errors import Unavailable, WireError
+from molink.wire.messages.admin import DrainRequest, StatusReply
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control_plane import DoneReply
+from molink.wire.sockets.server import MessageSender, Server
+from molinkd.cli.top import status_feed as feed_module
+from molinkd.cli.top.status_feed import StatusFeed
+from molinkd.peer.home import Home
+from molinkd.peer.run_file import RunFile
+from tests.molinkd.cli.top import swarms
+from tests.support.net import Net
+
+
+class FakeDaemon:
+    """Answers with ``status``; remembers on which connections it was asked."""
+
+    def __init__(self, net: Net, place: Home, status: bytes) -> None:
+        self.status = status
+        self.asked: list[bytes] = []
+        net.keys = place.load_keys()
+        net.gatekeeper.allow_peer(net.keys.public)
+        self.server: Server[Any] = net.server(control_codec(), self._handle)
+        RunFile.of_this_process(self.server.port, "http://e").save_file(place.run_file)
+
+    def _handle(self, sender: MessageSender, message: Any, _payload: memoryview | None) -> None:
+        self.asked.append(sender.identity)
+        if isinstance(message, DrainRequest):
+            self.server.send(sender.identity, DoneReply(ref=message.ref))
+            return
+        reply = StatusReply(ref=message.ref, payload=Payload("u8", (len(self.status),)))
+        self.server.send(sender.identity, reply, self.status)
+
+
+async def test_one_connection_until_the_daemon_is_another(net: Net, tmp_path: Path) -> None:
+    place = Home(tmp_path)
+    place.create_folders()
+    feed = StatusFeed(tmp_path)
+    try:
+        with pytest.raises(Unavailable, match="no molink runs here"):
+            await feed.fetch_status()
+        first = FakeDaemon(net, place, msgspec.json.encode(swarms.serving()))
+        for _ in range(3):
+            status, demo = await feed.fetch_status()
+            assert (status.swarm, demo) == ("home", False)
+        assert isinstance(await feed.send_request(DrainRequest(ref=0, drain=True)), DoneReply)
+        assert len(set(first.asked)) == 1
+        place.run_file.unlink()
+        with pytest.raises(Unavailable):
+            await feed.fetch_status()
+        second = FakeDaemon(net, place, msgspec.json.encode(swarms.alone()))
+        status, _ = await feed.fetch_status()
+        assert len(status.peers) == len(second.asked) == 1
+        assert len(first.asked) == 4
+        second.status = b"{"
+        with pytest.raises(WireError):
+            await feed.fetch_status()
+    finally:
+        await feed.close()
+        feed.destroy_context()
+
+
+async def test_a_daemon_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "CONNECT_S", 0.2)
+    place = Home(tmp_path)
+    place.create_folders()
+    feed = StatusFeed(tmp_path)
+    # As that of a process that was stopped: connections get as far as the kernel.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        RunFile.of_this_process(silent.getsockname()[1], "http://e").save_file(place.run_file)
+        try:
+            for _ in range(2):
+                with pytest.raises(Unavailable, match="runs, but did not answer within"):
+                    await feed.fetch_status()
+        finally:
+            await feed.close()
+            feed.destroy_context()

@@ -1,0 +1,395 @@
+"""The porch on real sockets: PCs that knock, and what a hostile one sends."""
+
+import asyncio
+import random
+import secrets
+import socket
+import struct
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+import pytest
+
+from molink.errors import (
+    MolinkError,
+    PairingRefused,
+    PairingUnanswered,
+    PeerBanned,
+    RequestError,
+    Unavailable,
+    UsageError,
+    VersionMismatch,
+    WireError,
+)
+from molink.swarm.membership import pairing as knocks
+from molink.swarm.membership.discovery import DiscoveredSwarm
+from molink.swarm.membership.pairing import MAX_OF_ADDRESS, PairingInitiator
+from molink.wire.messages.pairing import (
+    LENGTH_BYTES,
+    Challenge,
+    PairingOutcome,
+    PairingResult,
+    Reveal,
+    decode_frame,
+    encode_frame,
+    parse_frame_length,
+)
+from molink.wire.protocol import PROTOCOL
+from molink.wire.sockets.key_pair import KeyPair
+from molinkd.coordinator.pairing_listener import PairingConfig, PairingListener
+from molinkd.peer.membership.membership_record import MembershipRecord
+from molinkd.peer.membership.pairing_client import (
+    PairingCode,
+    _raise_unless_admitted,
+    request_pairing,
+)
+from tests.support.net import until
+
+SWARM = "ab" * 8
+SWARM_KEYS, PC_KEYS = KeyPair.generate(), KeyPair.generate()
+
+
+class Scene:
+    """A porch, whoever it has let in, and PCs that knock."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, tuple[str, str]] = {}
+        self.objection: PairingOutcome | None = None
+        self.failure: MolinkError | None = None
+        self.changes = 0
+        self.porch = PairingListener(
+            PairingConfig(
+                SWARM,
+                "attic",
+                SWARM_KEYS.public,
+                lambda _: self.objection,
+                self.admit,
+                lambda: (5466, ("10.0.0.7:5466", "no address")),
+                self.changed,
+            )
+        )
+
+    def admit(self, key: str, name: str, by: str) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.members[key] = (name, by)
+
+    def changed(self) -> None:
+        self.changes += 1
+
+    @property
+    def nearby(self) -> DiscoveredSwarm:
+        return DiscoveredSwarm("", "", "", ("127.0.0.1",), self.porch.port)
+
+    def knock(
+        self, show: Callable[[PairingCode], None] = lambda _: None, patience: float = 60.0
+    ) -> "asyncio.Task[MembershipRecord]":
+        return asyncio.create_task(request_pairing(self.nearby, PC_KEYS, "pc", show, patience))
+
+    async def code(self) -> str:
+        await until(lambda: self.porch.pending_requests)
+        return self.porch.pending_requests[0].code
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    before = asyncio.all_tasks()
+    scene = Scene()
+    scene.porch.open("127.0.0.1", 0)
+    yield scene
+    await scene.porch.close()
+    assert asyncio.all_tasks() <= {*before, asyncio.current_task()}
+
+
+class Raw:
+    """A connection that says what it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def dial(cls, scene: Scene) -> "Raw":
+        return cls(*await asyncio.open_connection("127.0.0.1", scene.porch.port))
+
+    async def hear(self) -> Challenge | PairingResult | None:
+        """The next message; ``None`` once the connection has ended."""
+        try:
+            length = parse_frame_length(await self.reader.readexactly(LENGTH_BYTES))
+            return decode_frame(await self.reader.readexactly(length), Challenge | PairingResult)
+        except (OSError, asyncio.IncompleteReadError):
+            return None
+
+    async def close(self) -> None:
+        self.writer.close()
+        with suppress(OSError):
+            await self.writer.wait_closed()
+
+
+async def test_let_in(scene: Scene) -> None:
+    shown: list[PairingCode] = []
+    knocking = scene.knock(shown.append)
+    code = await scene.code()
+    (waiting,) = scene.porch.pending_requests
+    assert abs(waiting.since - time.time()) < 60
+    await until(lambda: shown)
+    assert shown == [PairingCode(SWARM, "attic", code)]
+    assert scene.porch.decide_request(code, "owner", refuse=False) == "pc"
+    assert scene.members == {PC_KEYS.public: ("pc", "owner")}
+    assert await knocking == MembershipRecord(
+        swarm=SWARM,
+        coordinator_key=SWARM_KEYS.public,
+        addresses=("127.0.0.1:5466", "10.0.0.7:5466"),
+    )
+    assert scene.porch.pending_requests == []
+
+
+async def test_not_let_in(scene: Scene) -> None:
+    knocking = scene.knock()
+    assert scene.porch.decide_request(await scene.code(), "owner", refuse=True) == "pc"
+    with pytest.raises(PairingRefused):
+        await knocking
+    knocking = scene.knock()
+    scene.failure = Unavailable("the swarm has 64 PCs")
+    with pytest.raises(Unavailable, match="64 PCs"):
+        scene.porch.decide_request(await scene.code(), "owner", refuse=False)
+    with pytest.raises(Unavailable, match="as many PCs"):
+        await knocking
+    with pytest.raises(RequestError, match="no PC that waits"):
+        scene.porch.decide_request("0000-0000", "owner", refuse=False)
+    assert scene.members == {}
+
+
+@pytest.mark.parametrize(
+    ("objection", "error", "text"),
+    [
+        ("revoked", PeerBanned, "shut out"),
+        ("full", Unavailable, "as many PCs"),
+        ("twin", UsageError, r"peer\.key"),
+        ("refused", PairingRefused, "refused"),
+    ],
+)
+async def test_keys_that_cannot_come_in(
+    scene: Scene, objection: PairingOutcome, error: type[MolinkError], text: str
+) -> None:
+    scene.objection = objection
+    with pytest.raises(error, match=text):
+        await scene.knock()
+    assert scene.changes == 0
+
+
+async def test_nobody_approves(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knocks, "WAIT_S", 0.0)
+    knocking = scene.knock()
+    await until(lambda: scene.changes)
+    scene.porch.on_timer()
+    with pytest.raises(PairingUnanswered):
+        await knocking
+
+
+async def test_a_pc_that_gives_up_is_forgotten(scene: Scene) -> None:
+    knocking = scene.knock()
+    code = await scene.code()
+    knocking.cancel()
+    await until(lambda: not scene.porch.pending_requests)
+    with pytest.raises(RequestError, match="no PC that waits"):
+        scene.porch.decide_request(code, "owner", refuse=False)
+
+
+async def test_the_swarm_ends_meanwhile(scene: Scene) -> None:
+    knocking = scene.knock()
+    await scene.code()
+    await scene.porch.close()
+    with pytest.raises(Unavailable, match="was lost"):
+        await knocking
+
+
+async def test_another_swarm_than_was_announced(scene: Scene) -> None:
+    for swarm, key in (("cd" * 8, SWARM_KEYS.public), (SWARM, PC_KEYS.public)):
+        nearby = DiscoveredSwarm(swarm, "attic", key, ("127.0.0.1",), scene.porch.port)
+        with pytest.raises(WireError, match="pretends"):
+            await request_pairing(nearby, PC_KEYS, "pc", lambda _: None)
+    assert scene.porch.pending_requests == []
+
+
+async def test_no_swarm_there(scene: Scene) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nearby = DiscoveredSwarm("", "", "", ("127.0.0.1",), free.getsockname()[1])
+        with pytest.raises(Unavailable, match="can't reach the swarm"):
+            await request_pairing(nearby, PC_KEYS, "pc", lambda _: None)
+
+    async def other(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03")  # ZeroMQ
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(other, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(WireError, match="no swarm's door"):
+            await request_pairing(
+                DiscoveredSwarm("", "", "", ("127.0.0.1",), port), PC_KEYS, "pc", lambda _: None
+            )
+
+
+# --- a hostile PC --------------------------------------------------------------------------------
+
+
+async def test_a_replayed_knock_shows_another_code(scene: Scene) -> None:
+    """All that a PC has said, said again: it lets nobody in unless its own code is approved."""
+    knocker = PairingInitiator(PC_KEYS.public, "pc", "1", secrets.token_bytes(32))
+    codes, raws = [], []
+    for _ in range(2):
+        raw = await Raw.dial(scene)
+        raw.writer.write(encode_frame(knocker.commitment))
+        challenge = await raw.hear()
+        assert isinstance(challenge, Challenge)
+        reveal, code = knocker.answer_challenge(challenge)
+        raw.writer.write(encode_frame(reveal))
+        codes.append(code)
+        raws.append(raw)
+    await until(lambda: len(scene.porch.pending_requests) == 2)
+    assert len(set(codes)) == 2
+    scene.porch.decide_request(codes[0], "owner", refuse=False)
+    assert (await raws[0].hear()) is not None
+    assert [one.code for one in scene.porch.pending_requests] == codes[1:]
+    for raw in raws:
+        await raw.close()
+
+
+async def test_a_man_in_the_middle(scene: Scene) -> None:
+    """He relays a knock with a key of his own; the PC shows one code, the swarm another."""
+    evil = KeyPair.generate()
+    shown: list[PairingCode] = []
+    done = asyncio.Event()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        pc, swarm = Raw(reader, writer), await Raw.dial(scene)
+        length = parse_frame_length(await reader.readexactly(LENGTH_BYTES))
+        await reader.readexactly(length)  # what the PC commits to
+        mine = PairingInitiator(evil.public, "pc", "1", secrets.token_bytes(32))
+        swarm.writer.write(encode_frame(mine.commitment))
+        challenge = await swarm.hear()
+        assert isinstance(challenge, Challenge)
+        mine_too = Challenge(
+            swarm=SWARM, name="attic", public_key=evil.public, nonce=challenge.nonce
+        )
+        writer.write(encode_frame(mine_too))
+        swarm.writer.write(encode_frame(mine.answer_challenge(challenge)[0]))
+        await done.wait()
+        await swarm.close()
+        await pc.close()
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    async with server:
+        nearby = DiscoveredSwarm("", "", "", ("127.0.0.1",), server.sockets[0].getsockname()[1])
+        knocking = asyncio.create_task(request_pairing(nearby, PC_KEYS, "pc", shown.append))
+        await until(lambda: shown and scene.porch.pending_requests)
+        assert scene.porch.pending_requests[0].code != shown[0].code
+        with pytest.raises(RequestError, match="no PC that waits"):
+            scene.porch.decide_request(shown[0].code, "owner", refuse=False)
+        done.set()
+        with pytest.raises(Unavailable):
+            await knocking
+    assert scene.members == {}
+
+
+async def test_a_knock_with_another_pcs_key(scene: Scene) -> None:
+    """Only that PC can use what its key is let in to, and its own knock stays as it was."""
+    knocking = scene.knock()
+    own = await scene.code()
+    raw = await Raw.dial(scene)
+    knocker = PairingInitiator(PC_KEYS.public, "pc", "1", secrets.token_bytes(32))
+    raw.writer.write(encode_frame(knocker.commitment))
+    challenge = await raw.hear()
+    assert isinstance(challenge, Challenge)
+    raw.writer.write(encode_frame(knocker.answer_challenge(challenge)[0]))
+    await until(lambda: len(scene.porch.pending_requests) == 2)
+    scene.porch.decide_request(own, "owner", refuse=False)
+    assert (await knocking).swarm == SWARM
+    await raw.close()
+
+
+async def test_what_is_no_message_ends_the_connection(scene: Scene) -> None:
+    chance = random.Random(1)
+    asked = PairingInitiator(PC_KEYS.public, "pc", "1", bytes(32)).commitment
+    giant = b"\xff\xff" + bytes(1 << 20)
+    for data in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0\0",
+        giant,
+        b"\x04\x00" + chance.randbytes(1024),
+        encode_frame(Reveal(nonce=bytes(32))),
+        encode_frame(PairingResult(outcome="admitted")),
+        encode_frame(asked) * 2,
+        encode_frame(asked) + encode_frame(Reveal(nonce=b"\1" * 32)),
+    ):
+        raw = await Raw.dial(scene)
+        raw.writer.write(data)
+        while await raw.hear() is not None:
+            pass
+        await raw.close()
+    assert scene.porch.pending_requests == []
+    assert scene.changes == 0
+
+
+async def test_half_open_connections_keep_nobody_out(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One address has few; they end by themselves, and then it may knock again."""
+    begun = [await Raw.dial(scene) for _ in range(MAX_OF_ADDRESS)]
+    begun[0].writer.write(struct.pack(">H", 500) + b"half")
+    await until(lambda: len(scene.porch._writers) == MAX_OF_ADDRESS)
+    refused = await Raw.dial(scene)
+    assert await refused.hear() is None
+    await refused.close()
+    with monkeypatch.context() as later:
+        later.setattr(time, "monotonic", lambda: 1e9)
+        scene.porch.on_timer()
+    for raw in begun:
+        assert await raw.hear() is None
+        await raw.close()
+    knocking = scene.knock()
+    scene.porch.decide_request(await scene.code(), "owner", refuse=False)
+    await knocking
+
+
+async def test_a_flood_costs_little(scene: Scene) -> None:
+    """Connections are taken at a pace, and a PC that waits already goes on waiting."""
+    knocking = scene.knock()
+    code = await scene.code()
+    tracemalloc.start()
+    try:
+        for _ in range(100):
+            with socket.socket() as one:
+                one.setblocking(False)
+                with suppress(OSError):
+                    one.connect(("127.0.0.1", scene.porch.port))
+                with suppress(OSError):
+                    one.send(b"\x04\x00" + bytes(1024))
+            await asyncio.sleep(0)
+        grown = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert grown < 10 << 20
+    assert len(scene.porch._writers) <= MAX_OF_ADDRESS
+    scene.porch.decide_request(code, "owner", refuse=False)
+    assert (await knocking).swarm == SWARM
+
+
+async def test_a_pc_that_speaks_otherwise_is_shown_to_nobody(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("molink.swarm.membership.pairing.PROTOCOL", PROTOCOL + 1)
+    with pytest.raises(VersionMismatch):
+        await scene.knock()
+    assert scene.porch.pending_requests == []
+
+
+def test_what_it_is_told_then() -> None:
+    with pytest.raises(VersionMismatch, match=r"the swarm molink 9\.0 \(protocol 9\)"):
+        _raise_unless_admitted(
+            PairingResult(outcome="version", version="9.0", protocol=9), "", "`molink join`"
+        )

@@ -1,0 +1,376 @@
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from molink.errors import InvariantError, StateError
+from molink.facts.identity import derive_peer_id
+from molink.facts.model import ModelFacts
+from molink.facts.profile import Profile
+from molink.swarm.controller.records import (
+    DesiredModel,
+    InvitationRecord,
+    InvitationUse,
+    MemberRecord,
+    PipelineRecord,
+    StageRecord,
+    SwarmRecord,
+)
+from molink.swarm.election.replica import decode_replica
+from molink.wire.messages.instructions import PeerInfo
+from molink.wire.sockets.key_pair import KeyPair
+from molinkd.coordinator import state_store as module
+from molinkd.coordinator.state_store import StateStore
+
+PROFILE = Profile(decode=((1, 0.01), (4, 0.012)), prefill=((16, 0.02), (64, 0.04)), tile=16)
+KEYS = [KeyPair.generate() for _ in range(2)]
+A, B = (derive_peer_id(keys.public) for keys in KEYS)
+FACTS = ModelFacts(
+    name="toy", layers=6, layer_bytes=1, first_bytes=2, last_bytes=3, kv_bytes=4, max_model_len=5
+)
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[StateStore]:
+    with contextlib.closing(StateStore.open(tmp_path / "state")) as state:
+        state.create_swarm(SwarmRecord("s1", "home", KEYS[0].public))
+        for peer, keys in zip((A, B), KEYS, strict=True):
+            state.save_member(MemberRecord(peer, keys.public, peer[:3]))
+        yield state
+
+
+@contextlib.contextmanager
+def reopened(state: StateStore) -> Iterator[StateStore]:
+    state.close()
+    with contextlib.closing(StateStore.open(state.path.parent)) as again:
+        yield again
+
+
+def pipeline(epoch: int = 1, id: str = "p1", **changes: int) -> PipelineRecord:
+    stages = (StageRecord(A, (0, 3), 5468, 10, PROFILE), StageRecord(B, (3, 6)))
+    return PipelineRecord(id, "toy", epoch, stages, **changes)
+
+
+def test_a_restart_finds_everything(state: StateStore) -> None:
+    announced = PeerInfo(
+        peer=B, name="bob", public_key=KEYS[1].public, addresses=("::1",), control_port=7
+    )
+    state.save_port(5466)
+    state.save_announced(announced)
+    state.save_max_peers(3)
+    used = InvitationRecord(
+        "invite:2", KEYS[1].public, 0, B, 1.5, 2, (InvitationUse(B, 2.5), InvitationUse(A, 3.5))
+    )
+    state.add_invitation(InvitationRecord("invite:1", KEYS[0].public, 99, A))
+    state.add_invitation(replace(used, used_by=()))
+    bob = MemberRecord(B, KEYS[1].public, "bob", invitation="invite:2")
+    state.admit_member(bob, replace(used, used_by=used.used_by[:1]))
+    state.admit_member(MemberRecord(A, KEYS[0].public, A[:3], invitation="invite:2"), used)
+    state.save_member(MemberRecord(A, KEYS[0].public, A[:3]))
+    state.delete_invitation("invite:1")
+    state.save_models((DesiredModel(FACTS, A, 3, "f32", 2),))
+    state.commit_pipeline(pipeline())
+    state.commit_pipeline(pipeline(epoch=2, formed=True, blocks=10, micro_batches=2))
+    with reopened(state) as again:
+        assert again.read_swarm() == SwarmRecord("s1", "home", KEYS[0].public, 5466, 3)
+        assert again.read_members() == [
+            MemberRecord(A, KEYS[0].public, A[:3], invitation="invite:2"),
+            replace(bob, announced=announced),
+        ]
+        assert again.read_invitations() == [used]
+        again.delete_invitation("invite:2")
+        assert again.read_invitations() == []
+        assert again.read_models() == (DesiredModel(FACTS, A, 3, "f32", 2),)
+        assert again.read_pipelines() == (
+            pipeline(epoch=2, formed=True, blocks=10, micro_batches=2),
+        )
+        assert again.last_numbers() == (1, 2)
+
+
+def test_a_new_folder_is_empty(tmp_path: Path) -> None:
+    with contextlib.closing(StateStore.open(tmp_path)) as state:
+        assert state.read_swarm() is None
+        assert state.read_members() == []
+        assert state.read_models() == ()
+        assert state.read_pipelines() == ()
+        assert state.last_numbers() == (0, 0)
+
+
+#: What makes a file of the present format one of the fifth, of the third and of the second.
+TO_5 = """
+ALTER TABLE models DROP COLUMN stopped;
+ALTER TABLE models DROP COLUMN replicas;
+ALTER TABLE models DROP COLUMN pins;
+ALTER TABLE models DROP COLUMN applied;
+ALTER TABLE pipelines DROP COLUMN replica;
+UPDATE schema SET version = 5;
+"""
+TO_3 = f"""
+{TO_5}
+ALTER TABLE models DROP COLUMN objective;
+ALTER TABLE models DROP COLUMN min_stages;
+ALTER TABLE swarm DROP COLUMN term;
+ALTER TABLE swarm DROP COLUMN revision;
+ALTER TABLE swarm DROP COLUMN lineage;
+UPDATE schema SET version = 3;
+"""
+TO_2 = f"""
+{TO_3}
+ALTER TABLE swarm DROP COLUMN max_peers;
+ALTER TABLE members DROP COLUMN invitation;
+ALTER TABLE invitations DROP COLUMN uses;
+DROP TABLE invitation_uses;
+UPDATE schema SET version = 2;
+"""
+
+
+def test_a_file_of_the_first_format_goes_on(state: StateStore) -> None:
+    state.save_models((DesiredModel(FACTS, A),))
+    state.commit_pipeline(pipeline(formed=True, blocks=10))
+    state._db.executescript(
+        f"""
+        {TO_2}
+        DROP TABLE stages;
+        CREATE TABLE stages (
+            pipeline TEXT NOT NULL REFERENCES pipelines (id) ON DELETE CASCADE,
+            stage INTEGER NOT NULL, peer TEXT NOT NULL REFERENCES members (peer),
+            first INTEGER NOT NULL, last INTEGER NOT NULL, port INTEGER NOT NULL,
+            max_blocks INTEGER NOT NULL, decode_s REAL NOT NULL, PRIMARY KEY (pipeline, stage)
+        );
+        ALTER TABLE models DROP COLUMN quantize;
+        ALTER TABLE pipelines DROP COLUMN block_size;
+        UPDATE schema SET version = 1;
+        """
+    )
+    for values in (("p1", 0, A, 0, 3, 5468, 10, 0.5), ("p1", 1, B, 3, 6, 0, 0, 0.0)):
+        state._db.execute("INSERT INTO stages VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+    with reopened(state) as again:
+        stages = (StageRecord(A, (0, 3), 5468, 10), StageRecord(B, (3, 6)))
+        assert again.read_pipelines() == (PipelineRecord("p1", "toy", 1, stages, True, 10),)
+        again.commit_pipeline(pipeline(epoch=2, block_size=256))
+        assert again.read_pipelines() == (pipeline(epoch=2, block_size=256),)
+        assert again.read_models() == (DesiredModel(FACTS, A),)
+        again.save_models((DesiredModel(FACTS, A, dtype="f32"),))
+        assert again.read_pipelines() == (), "stages go with their pipeline"
+
+
+def test_the_one_model_and_pipeline_of_the_fifth_format_go_on(state: StateStore) -> None:
+    state.save_models((DesiredModel(FACTS, A),))
+    state.commit_pipeline(pipeline(formed=True, blocks=10))
+    state._db.executescript(TO_5)
+    with reopened(state) as again:
+        assert again.read_models() == (DesiredModel(FACTS, A),)
+        assert again.read_pipelines() == (pipeline(formed=True, blocks=10),)
+
+
+OTHER = msgspec.structs.replace(FACTS, name="other")
+
+
+def test_several_models_with_several_pipelines_are_kept(state: StateStore, tmp_path: Path) -> None:
+    models = (
+        DesiredModel(FACTS, A, replicas=2, applied=True),
+        DesiredModel(OTHER, B, pins=((B, "0:6"),), applied=True),
+    )
+    stopped = (replace(models[0], stopped=True), models[1])
+    state.save_models(models)
+    state.commit_pipeline(pipeline())
+    state.commit_pipeline(pipeline(epoch=2, id="p2", replica=1))
+    other = replace(pipeline(epoch=3, id="p3"), model="other")
+    state.commit_pipeline(other)
+    # An epoch that began before that of another pipeline is complete only now.
+    state.commit_pipeline(pipeline(formed=True, blocks=10))
+    assert state.last_numbers() == (3, 3)
+    kept = {pipeline(formed=True, blocks=10), pipeline(epoch=2, id="p2", replica=1), other}
+    with reopened(state) as again:
+        assert again.read_models() == models
+        assert set(again.read_pipelines()) == kept
+        replica = decode_replica(again.to_replica().encode())
+    with contextlib.closing(StateStore.open(tmp_path / "copy")) as copy:
+        copy.restore_replica(replica, KEYS[1].public)
+        assert copy.read_models() == models
+        assert set(copy.read_pipelines()) == kept
+        copy.save_models(stopped)
+        assert copy.read_models() == stopped
+        assert copy.read_pipelines() == (other,)
+        copy.save_models(models)
+        copy.commit_pipeline(pipeline(epoch=4, formed=True, blocks=10))
+        # A pipeline more than wanted is forgotten, and so are those of a model that isn't.
+        copy.save_models((DesiredModel(FACTS, A),))
+        assert copy.read_pipelines() == (pipeline(epoch=4, formed=True, blocks=10),)
+        copy.commit_pipeline(pipeline(epoch=5, id="p5"))
+        assert copy.read_pipelines() == (pipeline(epoch=5, id="p5"),)
+
+
+def test_a_copy_of_an_earlier_version_has_one_model(state: StateStore) -> None:
+    state.save_models((DesiredModel(FACTS, A),))
+    fields = msgspec.msgpack.decode(state.to_replica().encode())
+    fields = {name: value for name, value in fields.items() if not name.startswith("more_")}
+    for name in ("replicas", "pins", "applied", "stopped"):
+        del fields["desired"][name]
+    assert decode_replica(msgspec.msgpack.encode(fields)).models == (DesiredModel(FACTS, A),)
+
+
+def test_what_a_ring_is_placed_for_is_kept(state: StateStore) -> None:
+    wanted = DesiredModel(FACTS, A, objective="throughput", min_stages=3)
+    state.save_models((wanted,))
+    with reopened(state) as again:
+        assert again.read_models() == (wanted,)
+
+
+def test_a_file_of_the_second_format_goes_on(state: StateStore) -> None:
+    """Its invitations were for any number of PCs; each that still holds is for one more."""
+    state.add_invitation(InvitationRecord("invite:1", KEYS[0].public, 0, A, 1.0, max_uses=9))
+    state._db.executescript(TO_2)
+    with reopened(state) as again:
+        invitation = InvitationRecord("invite:1", KEYS[0].public, 0, A, 1.0)
+        assert again.read_invitations() == [invitation]
+        assert again.read_swarm() == SwarmRecord("s1", "home", KEYS[0].public)
+        assert [member.invitation for member in again.read_members()] == ["", ""]
+        used = replace(invitation, used_by=(InvitationUse(B, 2.0),))
+        again.admit_member(MemberRecord(B, KEYS[1].public, "b", invitation="invite:1"), used)
+        assert again.read_invitations() == [used]
+
+
+def test_a_file_of_the_third_format_goes_on(state: StateStore) -> None:
+    """Before it, nobody but its own PC had the state: it begins with the founder's term."""
+    state._db.executescript(TO_3)
+    with reopened(state) as again:
+        assert (again.read_version(), again.read_lineage()) == ((0, 0), ())
+        again.save_port(1)
+        assert again.read_version() == (0, 1)
+
+
+def test_an_epoch_never_goes_back(state: StateStore) -> None:
+    state.save_models((DesiredModel(FACTS, A),))
+    state.commit_pipeline(pipeline(epoch=5))
+    with pytest.raises(InvariantError, match="epoch 4 after 5"):
+        state.commit_pipeline(pipeline(epoch=4))
+    assert state.read_pipelines() == (pipeline(epoch=5),)
+
+
+def test_another_model_ends_the_pipeline_but_not_the_counting(state: StateStore) -> None:
+    state.save_models((DesiredModel(FACTS, A),))
+    state.commit_pipeline(pipeline(epoch=5))
+    state.save_models((DesiredModel(FACTS, B),))
+    assert state.read_pipelines() != ()
+    state.save_models((DesiredModel(FACTS, B, dtype="f32"),))
+    assert state.read_pipelines() == ()
+    state.commit_pipeline(pipeline(epoch=6, id="p2"))
+    state.save_models((DesiredModel(FACTS, B, dtype="f32", quantize="nf4"),))
+    assert state.read_pipelines() == ()
+    assert state.read_models() == (DesiredModel(FACTS, B, dtype="f32", quantize="nf4"),)
+    other = ModelFacts(
+        name="x", layers=1, layer_bytes=1, first_bytes=1, last_bytes=1, kv_bytes=1, max_model_len=1
+    )
+    state.save_models((DesiredModel(other, B),))
+    assert state.read_pipelines() == ()
+    assert state.read_models() == (DesiredModel(other, B),)
+    assert state.last_numbers() == (2, 6)
+
+
+def test_standing(state: StateStore) -> None:
+    state.save_standing(B, "revoked")
+    state.save_member(MemberRecord(A, KEYS[0].public, "a", is_owner=True))
+    state.save_member(MemberRecord(A, KEYS[0].public, "a"))
+    assert [(m.standing, m.is_owner) for m in state.read_members()] == [
+        ("member", True),
+        ("revoked", False),
+    ]
+
+
+def test_a_failed_write_changes_nothing(state: StateStore) -> None:
+    with pytest.raises(StateError):
+        state.save_models((DesiredModel(FACTS, "nobody"),))
+    assert state.read_models() == ()
+    state.save_models((DesiredModel(FACTS, A),))
+
+
+def test_one_process_at_a_time(state: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = sqlite3.connect
+    monkeypatch.setattr(
+        module.sqlite3, "connect", lambda p, **kw: connect(p, **{**kw, "timeout": 0})
+    )
+    with pytest.raises(StateError, match=r"another coordinator uses .*swarm\.sqlite"):
+        StateStore.open(state.path.parent)
+
+
+def test_a_newer_format_is_refused(state: StateStore) -> None:
+    state._db.execute("UPDATE schema SET version = 99")
+    state.close()
+    with pytest.raises(StateError, match="written by a newer molink"):
+        StateStore.open(state.path.parent)
+
+
+@pytest.mark.parametrize("damage", ["text", "truncated", "foreign"])
+def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / module.STATE_FILE
+    StateStore.open(tmp_path).close()
+    if damage == "text":
+        path.write_bytes(b"not a database, but long enough to be looked at as if it were" * 40)
+    elif damage == "truncated":
+        path.write_bytes(path.read_bytes()[:5000])
+    else:
+        path.unlink()
+        with contextlib.closing(sqlite3.connect(path)) as other:
+            other.execute("CREATE TABLE songs (title TEXT)")
+    with pytest.raises(StateError, match=r"swarm\.sqlite"):
+        StateStore.open(tmp_path)
+
+
+def test_what_is_made_beside_only_takes_its_number(state: StateStore) -> None:
+    state.save_models((DesiredModel(FACTS, A),))
+    state.commit_pipeline(pipeline(epoch=5, formed=True))
+    state.reserve_epoch("p2", 6)
+    assert state.read_pipelines() == (pipeline(epoch=5, formed=True),)
+    assert state.last_numbers() == (2, 6)
+    with pytest.raises(InvariantError):
+        state.commit_pipeline(pipeline(epoch=4, formed=True))
+
+
+def test_a_replica_makes_the_same_state_elsewhere(state: StateStore, tmp_path: Path) -> None:
+    announced = PeerInfo(
+        peer=B, name="bob", public_key=KEYS[1].public, addresses=("::1",), control_port=7
+    )
+    state.save_announced(announced)
+    state.add_invitation(InvitationRecord("invite:2", KEYS[1].public, 0, B, 1.5, 2))
+    used = InvitationRecord("invite:2", KEYS[1].public, 0, B, 1.5, 2, (InvitationUse(A, 3.5),))
+    state.admit_member(MemberRecord(A, KEYS[0].public, A[:3], invitation="invite:2"), used)
+    state.save_models((DesiredModel(FACTS, A, 3, "f32", 2),))
+    state.commit_pipeline(pipeline(epoch=4, formed=True, blocks=10, micro_batches=2))
+    state.save_standing(B, "revoked")
+    replica = decode_replica(state.to_replica().encode())
+    with contextlib.closing(StateStore.open(tmp_path / "other")) as other:
+        other.restore_replica(replica, KEYS[1].public)
+        assert other.to_replica() == replica
+        assert other.read_swarm() == SwarmRecord("s1", "home", KEYS[1].public)
+        other.restore_replica(replica, KEYS[1].public)  # over what there is, too
+        assert other.to_replica() == replica
+
+
+def test_each_change_has_a_revision_and_each_leader_a_term(state: StateStore) -> None:
+    term, revision = state.read_version()
+    state.save_port(1)
+    assert state.read_version() == (term, revision + 1)
+    state.begin_term(0)
+    assert state.read_version() == (0, revision + 1)
+    state.begin_term(70000)
+    assert state.read_lineage() == ((0, revision + 1),)
+    assert state.read_version() == (70000, revision + 2)
+    with pytest.raises(InvariantError, match="term 5 after 70000"):
+        state.begin_term(5)
+    with reopened(state) as again:
+        assert again.read_version() == (70000, revision + 2)
+
+
+def test_a_copy_of_the_file_is_whole(state: StateStore, tmp_path: Path) -> None:
+    """What is committed is in the one file that the error text names."""
+    state.save_standing(B, "left")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / module.STATE_FILE).write_bytes(state.path.read_bytes())
+    with contextlib.closing(StateStore.open(copy)) as other:
+        assert other.to_replica() == state.to_replica()

@@ -1,0 +1,45 @@
+"""Keeping a PC awake."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from molinkd.peer.agent.sleep_inhibitor import SleepInhibitor
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows is told by a call, not by a process")
+def test_a_lock_is_held_as_long_as_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cat = shutil.which("cat")
+    assert cat is not None
+    inhibit = tmp_path / "systemd-inhibit"
+    inhibit.write_text('#!/bin/sh\nshift 4\nexec "$@"\n', encoding="utf-8")
+    inhibit.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    def held() -> int:
+        return len(psutil.Process().children())
+
+    before = held()
+    awake = SleepInhibitor()
+    awake.inhibit_sleep(False)
+    assert held() == before
+    for _ in range(2):
+        awake.inhibit_sleep(True)
+        assert held() == before + 1
+    awake.inhibit_sleep(False)
+    assert held() == before
+    awake.inhibit_sleep(True)
+    awake.close()
+    assert held() == before
+
+
+def test_a_pc_that_has_no_such_command_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    awake = SleepInhibitor()
+    awake.inhibit_sleep(True)
+    awake.close()

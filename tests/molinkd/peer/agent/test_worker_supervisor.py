@@ -1,0 +1,415 @@
+"""Worker processes, real ones, that speak the pipe: started, heard, ended, never left behind."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+import molink
+from molink.wire.messages.instructions import StageAddress
+from molink.wire.messages.load import PeerLoad, StageLoad
+from molink.wire.messages.worker_pipe import (
+    FormRing,
+    LoadStage,
+    PeerKey,
+    PeerKeys,
+    RingFormed,
+    WorkerLoaded,
+)
+from molinkd.api.backend import MetricValues, StageLabels, StageMetricValues
+from molinkd.child_process import BoundedLog, ChildProcess, exit_text
+from molinkd.peer.agent import worker_supervisor as supervisor_module
+from molinkd.peer.agent.worker_supervisor import WorkerSupervisor, exit_reason
+from tests.support.net import until
+
+KEY = "k" * 40
+FAKE = Path(__file__).with_name("fake_worker.py")
+MEMBERS = PeerKeys(peers=(PeerKey(peer="a", public_key=KEY),))
+START = LoadStage(
+    pipeline="p1",
+    stage=0,
+    stages=1,
+    layers=(0, 4),
+    model_dir="x",
+    dtype="auto",
+    device="cpu",
+    threads=1,
+    public_key=KEY,
+    secret_key=KEY,
+    bind="127.0.0.1",
+    ports=(0, 1),
+    kv_bytes=1,
+    block_size=16,
+    max_model_len=128,
+)
+
+
+class Heard:
+    """What a supervisor reported."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        self.messages: list[tuple[int, object]] = []
+        self.exits: list[tuple[int, str]] = []
+        self.news = asyncio.Event()
+        command = (sys.executable, str(FAKE), how)
+        self.supervisor = WorkerSupervisor(folder, self._said, self._exited, command)
+
+    def _said(self, generation: int, message: object) -> None:
+        self.messages.append((generation, message))
+        self.news.set()
+
+    def _exited(self, generation: int, reason: str) -> None:
+        self.exits.append((generation, reason))
+        self.news.set()
+
+    async def until(self, met: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not met():
+                self.news.clear()
+                await self.news.wait()
+
+
+@pytest.fixture
+async def heard(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Heard]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(molink.__file__).parents[1]))
+    how = getattr(request, "param", "good")
+    heard = Heard(tmp_path, how)
+    yield heard
+    await heard.supervisor.close()
+    me = psutil.Process()
+    assert not [child for child in me.children(recursive=True) if FAKE.name in _line(child)]
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+async def test_a_worker_loads_forms_and_stops(heard: Heard) -> None:
+    pid = heard.supervisor.start_worker(1, START, MEMBERS)
+    await heard.until(lambda: len(heard.messages) == 1)
+    generation, loaded = heard.messages[0]
+    assert generation == 1
+    assert isinstance(loaded, WorkerLoaded)
+    ring = (StageAddress(peer="a", public_key=KEY, addresses=(), port=1),)
+    heard.supervisor.send_to_worker(1, FormRing(epoch=7, ring=ring, blocks=1, micro_batches=1))
+    await heard.until(lambda: len(heard.messages) == 2)
+    assert heard.messages[1] == (1, RingFormed(epoch=7))
+    heard.supervisor.stop_worker(1)
+    await heard.supervisor.close()
+    assert not psutil.pid_exists(pid)
+    assert heard.exits == []
+
+
+async def test_metrics_never_fall(heard: Heard) -> None:
+    heard.supervisor.start_worker(1, START, MEMBERS)
+    await _until_steps(heard, 2.0)
+    first = StageLabels("p1", "0:4", "0-0", "0-0")
+    assert heard.supervisor.collect_metrics().stages == {
+        first: StageMetricValues({"steps": 2.0}, {"members": 1.0})
+    }
+    assert heard.supervisor.read_gauges("members") == {"p1": 1.0}
+    assert heard.supervisor.read_gauges("stage_decode_pace") == {}, "it has told none"
+    heard.supervisor.start_worker(2, msgspec.structs.replace(START, layers=(4, 6)), MEMBERS)
+    await _until_steps(heard, 4.0)
+    figures = heard.supervisor.collect_metrics()
+    assert figures.gauges == {"workers": 2.0, "spare_workers": 0.0}
+    second = StageLabels("p1", "4:6", "0-0", "0-0")
+    assert figures.stages[second] == StageMetricValues({"steps": 2.0}, {"members": 1.0})
+    await heard.supervisor.close()
+    assert heard.supervisor.collect_metrics() == MetricValues(
+        {},
+        {"workers": 0.0, "spare_workers": 0.0},
+        {first: StageMetricValues({"steps": 2.0}), second: StageMetricValues({"steps": 2.0})},
+    )
+
+
+async def test_a_stage_that_comes_back_counts_on(heard: Heard) -> None:
+    heard.supervisor.start_worker(1, START, MEMBERS)
+    await _until_steps(heard, 2.0)
+    heard.supervisor.stop_worker(1)
+    await until(lambda: not heard.supervisor.collect_metrics().gauges["workers"])
+    heard.supervisor.start_worker(2, START, MEMBERS)
+    await _until_steps(heard, 4.0)
+    (figures,) = heard.supervisor.collect_metrics().stages.values()
+    assert figures == StageMetricValues({"steps": 4.0}, {"members": 1.0})
+
+
+async def test_only_the_latest_stages_are_remembered(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "MAX_RETIRED_STAGES", 2)
+    for number in range(1, 4):
+        heard.supervisor.start_worker(
+            number, msgspec.structs.replace(START, layers=(number, number + 1)), MEMBERS
+        )
+    await _until_steps(heard, 6.0)
+    await heard.supervisor.close()
+    assert len(heard.supervisor.collect_metrics().stages) == 2
+
+
+async def test_what_others_are_told(heard: Heard) -> None:
+    heard.supervisor.start_worker(1, START, MEMBERS)
+    assert heard.supervisor.own_gpu_usage.share == 1.0, "it loads and measures, which is no game"
+    await _until_steps(heard, 2.0)
+    assert heard.supervisor.measure_load() == PeerLoad((StageLoad("p1", 0, busy=34),))
+    assert heard.supervisor.own_gpu_usage.share == pytest.approx(0.34)
+
+
+async def _spare(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
+    """Start worker 1 and a spare beside it."""
+    monkeypatch.setattr(supervisor_module, "STANDBY_DELAY_S", 0.0)
+    first = heard.supervisor.start_worker(1, START, MEMBERS)
+    await heard.until(lambda: len(heard.messages) == 1)
+    heard.supervisor.schedule_standby(1)
+
+    def others() -> list[psutil.Process]:
+        children = psutil.Process().children()  # those of other tests of this process too
+        return [each for each in children if each.pid != first and FAKE.name in _line(each)]
+
+    await until(others)
+    (spare,) = others()
+    return spare
+
+
+async def test_a_spare_is_the_next_worker(
+    heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = await _spare(heard, monkeypatch)
+    await until(lambda: heard.supervisor.collect_metrics().gauges["spare_workers"] == 1.0)
+    heard.supervisor.schedule_standby(1)  # one is enough
+    other = msgspec.structs.replace(START, pipeline="p2", stage=3)
+    assert heard.supervisor.start_worker(2, other, MEMBERS) == spare.pid
+    await heard.until(lambda: len(heard.messages) == 2)
+    generation, loaded = heard.messages[1]
+    assert (generation, type(loaded)) == (2, WorkerLoaded)
+    assert heard.supervisor.collect_metrics().gauges == {"workers": 2.0, "spare_workers": 0.0}
+    spare.kill()
+    await heard.until(lambda: bool(heard.exits))
+    assert [generation for generation, _ in heard.exits] == [2]
+
+
+@pytest.mark.parametrize("heard", ["loads"], indirect=True)
+async def test_how_far_loading_is_is_known_while_it_lasts(heard: Heard) -> None:
+    heard.supervisor.start_worker(1, START, MEMBERS)
+    await until(lambda: heard.supervisor.loading_progress() == {1: (1, 4, 0)})
+    heard.supervisor.stop_worker(1)
+    await until(lambda: heard.supervisor.loading_progress() == {})
+    assert heard.messages == []
+
+
+@pytest.mark.parametrize("heard", ["cold"], indirect=True)
+async def test_a_spare_that_is_not_ready_is_not_waited_for(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = await _spare(heard, monkeypatch)
+    assert heard.supervisor.start_worker(2, START, MEMBERS) != spare.pid
+    await heard.until(lambda: len(heard.messages) == 2)
+
+
+@pytest.mark.parametrize("heard", ["cold"], indirect=True)
+async def test_the_first_spare_is_taken_as_it_is(heard: Heard) -> None:
+    heard.supervisor.start_standby()
+    heard.supervisor.start_worker(1, START, MEMBERS)
+    await heard.until(lambda: len(heard.messages) == 1)
+    children = [each for each in psutil.Process().children() if FAKE.name in _line(each)]
+    assert len(children) == 1
+
+
+async def test_a_first_stage_can_wait_for_the_spare_that_starts(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await heard.supervisor.wait_until_ready()  # there is none
+    heard.supervisor.start_standby()
+    await heard.supervisor.wait_until_ready()
+    assert heard.supervisor.collect_metrics().gauges["spare_workers"] == 1.0
+
+
+@pytest.mark.parametrize("heard", ["cold"], indirect=True)
+async def test_a_spare_that_never_gets_ready_is_waited_for_no_longer_than_that(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard.supervisor.start_standby()
+    monkeypatch.setattr(supervisor_module, "STANDBY_WAIT_S", 0.0)
+    await heard.supervisor.wait_until_ready()
+    monkeypatch.setattr(supervisor_module, "STANDBY_WAIT_S", 1e6)
+    (spare,) = heard.supervisor.own_gpu_usage.pids
+    waiting = asyncio.create_task(heard.supervisor.wait_until_ready())
+    psutil.Process(spare).kill()
+    await waiting
+
+
+async def test_a_spare_makes_room(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    spare = await _spare(heard, monkeypatch)
+    own = heard.supervisor.own_gpu_usage
+    assert (len(own.pids), spare.pid in own.pids) == (2, True)
+    heard.supervisor.drop_standby()
+    await until(lambda: not psutil.pid_exists(spare.pid))
+    assert heard.supervisor.collect_metrics().gauges == {"workers": 1.0, "spare_workers": 0.0}
+    assert heard.exits == []
+    heard.supervisor.drop_standby()
+    heard.supervisor.start_standby()
+    heard.supervisor.start_standby()
+    assert len(heard.supervisor.own_gpu_usage.pids) == 2, "one spare, not two"
+
+
+async def test_a_spare_that_was_to_come_does_not(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "STANDBY_DELAY_S", 1e6)
+    heard.supervisor.start_worker(1, START, MEMBERS)
+    await heard.until(lambda: len(heard.messages) == 1)
+    heard.supervisor.schedule_standby(1)
+    heard.supervisor.drop_standby()
+    assert heard.supervisor._standby_timer is None
+
+
+@pytest.mark.parametrize("heard", ["deaf"], indirect=True)
+async def test_a_worker_that_does_not_answer_is_killed(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "GRACE_S", 1e6)
+    pid = heard.supervisor.start_worker(1, START, MEMBERS)
+    heard.supervisor.stop_worker(1, kill=True)
+    await heard.supervisor.close()
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("heard", ["mute"], indirect=True)
+async def test_a_worker_that_still_loads_is_not_waited_for(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "GRACE_S", 1e6)
+    pid = heard.supervisor.start_worker(1, START, MEMBERS)
+    heard.supervisor.stop_worker(1)
+    await heard.supervisor.close()
+    assert not psutil.pid_exists(pid)
+
+
+async def test_the_end_of_a_spare_is_no_failure_of_a_stage(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = await _spare(heard, monkeypatch)
+    await until(lambda: heard.supervisor.collect_metrics().gauges["spare_workers"] == 1.0)
+    spare.kill()
+    await until(lambda: heard.supervisor.collect_metrics().gauges["spare_workers"] == 0.0)
+    assert heard.exits == []
+    assert heard.supervisor.start_worker(2, START, MEMBERS) != spare.pid
+
+
+async def _until_steps(heard: Heard, steps: float) -> None:
+    def counted() -> float:
+        stages = heard.supervisor.collect_metrics().stages.values()
+        return sum(figures.counters.get("steps", 0.0) for figures in stages)
+
+    await until(lambda: counted() == steps)
+
+
+@pytest.mark.parametrize("heard", ["crash"], indirect=True)
+async def test_a_crash_is_reported_with_its_last_line(heard: Heard, tmp_path: Path) -> None:
+    heard.supervisor.start_worker(5, START, MEMBERS)
+    await heard.until(lambda: bool(heard.exits))
+    assert heard.exits == [(5, "the worker exited with code 3: RuntimeError: out of luck")]
+    assert "out of luck" in (tmp_path / "worker-p1-0.log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("heard", ["garbage"], indirect=True)
+async def test_a_worker_that_writes_garbage_is_ended(heard: Heard) -> None:
+    heard.supervisor.start_worker(1, START, MEMBERS)
+    await heard.until(lambda: bool(heard.exits))
+    assert heard.messages == []
+
+
+@pytest.mark.parametrize("heard", ["deaf"], indirect=True)
+async def test_a_deaf_worker_is_killed(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "GRACE_S", 0.2)
+    pid = heard.supervisor.start_worker(1, START, MEMBERS)
+    await heard.until(lambda: bool(heard.messages))
+    await heard.supervisor.close()
+    assert not psutil.pid_exists(pid)
+
+
+async def test_what_cannot_be_started_says_so(tmp_path: Path) -> None:
+    supervisor = WorkerSupervisor(
+        tmp_path, lambda *_: None, lambda *_: None, (str(tmp_path / "no-such-program"),)
+    )
+    with pytest.raises(FileNotFoundError):
+        supervisor.start_worker(1, START, MEMBERS)
+    await supervisor.close()
+
+
+def test_exit_reasons() -> None:
+    assert exit_reason(-9, "") == "the worker was ended by signal 9"
+    assert exit_reason(0xC0000005, "") == "the worker exited with code 0xC0000005"
+    assert exit_reason(1, "a\nb\n\n") == "the worker exited with code 1: b"
+
+
+@pytest.mark.parametrize("code", [-9, 1, 0, 0xC0000005])
+def test_no_line_of_the_log_gets_to_clients(code: int) -> None:
+    line = "2026-11-22 05:14:52,123 INFO molinkd.worker: connected to 192.168.1.7"
+    assert exit_reason(code, line) == f"the worker {exit_text(code)}"
+
+
+def test_an_error_that_ended_a_worker_is_told_without_its_place_in_the_log() -> None:
+    line = "2026-11-22 05:14:52,123 ERROR molinkd.worker: WorkerError: out of memory"
+    assert exit_reason(1, line) == "the worker exited with code 1: WorkerError: out of memory"
+
+
+def test_logs_are_bounded(tmp_path: Path) -> None:
+    log = BoundedLog(tmp_path / "x.log", limit=100)
+    for number in range(100):
+        log.write_line(f"line {number:04d}\n".encode())
+    log.close()
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert set(sizes) == {"x.log", "x.log.1"}
+    assert max(sizes.values()) <= 100
+    assert "line 0099" in (tmp_path / "x.log").read_text(encoding="utf-8")
+
+
+def test_a_log_that_cannot_be_moved_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace(*_: object) -> None:
+        raise PermissionError("somebody reads it")
+
+    monkeypatch.setattr(Path, "replace", replace)
+    log = BoundedLog(tmp_path / "x.log", limit=20)
+    for number in range(9):
+        log.write_line(f"line {number}\n".encode())
+    log.close()
+    assert (tmp_path / "x.log").read_text(encoding="utf-8").count("line") == 9
+
+
+async def test_a_child_gets_no_secrets_and_its_log_is_plain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MOLINK_API_KEY", "MOLINK_TOKEN", "MOLINK_OTHER"):
+        monkeypatch.setenv(name, "s3cret")
+    code = (
+        "import os, sys; print('evil\\x1b[2J', file=sys.stderr);"
+        "print(*sorted(n for n in os.environ if n.startswith('MOLINK_')))"
+    )
+    said: list[object] = []
+    ended = asyncio.Event()
+    child = ChildProcess(
+        "child",
+        [sys.executable, "-c", code],
+        reader=lambda stream: stream.readline().split() or None,
+        on_message=said.append,
+        on_exit=lambda _: ended.set(),
+        log_file=tmp_path / "log",
+    )
+    child.start()
+    await asyncio.wait_for(ended.wait(), 20)
+    assert said == [[b"MOLINK_OTHER"]]
+    # Nor does what it logs drive the terminal of who looks at it.
+    assert child.tail == r"evil\x1b[2J"
+    assert (tmp_path / "log").read_bytes().splitlines() == [rb"evil\x1b[2J"]

@@ -1,0 +1,207 @@
+"""What the PC that brings a model asks of the coordinator, and what it refuses before."""
+
+import asyncio
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from molink.checkpoint.model_source import ModelSource
+from molink.errors import BrokenModel, UsageError
+from molink.wire.messages.admin import InviteReply, InviteRequest, ServeModel
+from molink.wire.messages.control_plane import DoneReply
+from molinkd.peer import quantize as module
+from molinkd.peer.artifacts import bootstrap as founder_module
+from molinkd.peer.artifacts.bootstrap import Bootstrap
+from molinkd.peer.artifacts.model_repository import ModelRepository
+from molinkd.peer.home import Home
+from molinkd.peer.launch import (
+    Announce,
+    AnyDaemonEvent,
+    Launch,
+    ModelFoundEvent,
+    ProblemReportedEvent,
+    StageStatusChangedEvent,
+)
+from molinkd.peer.settings import Settings
+
+
+class FakeSession:
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    async def request(self, message: Any) -> Any:
+        self.asked.append(message)
+        return (
+            InviteReply(ref=0, token="t")
+            if isinstance(message, InviteRequest)
+            else DoneReply(ref=0)
+        )
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = make_model(tmp_path_factory.mktemp("founder"))
+    return made
+
+
+def founder(
+    home: Path, model: Path | str, announce: Announce = lambda _: None, **settings: Any
+) -> Bootstrap:
+    place = Home(home).create_folders()
+    launch = Launch(
+        home=str(home),
+        settings=Settings(name="n", **settings),
+        role="up",
+        model=str(model),
+        token=None,
+    )
+    return Bootstrap(launch, place, place.load_keys(), ModelRepository(), announce)
+
+
+async def test_it_asks_for_the_model_as_the_user_wants_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda _: object())
+    made = founder(tmp_path, model, quantize="nf4", dtype="f32", min_peers=2, min_stages=3)
+    await made.find_model()
+    await made.hash_model()
+    session: Any = FakeSession()
+    await made.request_serving(session)
+    order = session.asked[0]
+    assert isinstance(order, ServeModel)
+    assert (order.quantize, order.dtype, order.min_peers) == ("nf4", "f32", 2)
+    assert (order.objective, order.min_stages) == ("latency", 3)
+    assert order.model.root == ModelRepository().add_model("m", model).manifest.root
+    assert 0 < order.model.nf4_bytes < order.model.int8_bytes < order.model.projection_bytes
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(0, 512), (64, 64), (1000, 512)])
+async def test_the_context_can_be_lowered(
+    model: Path, tmp_path: Path, wanted: int, found: int
+) -> None:
+    made = founder(tmp_path, model, context=wanted)
+    await made.find_model()
+    assert made.facts is not None
+    assert made.facts.max_model_len == found
+
+
+async def test_what_of_a_model_cannot_be_had_is_said(model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(model, tmp_path / "m")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    dual = {"chunk_size": 64, "original_max_position_embeddings": 64}
+    text = json.dumps({**config, "dual_chunk_attention_config": dual})
+    (model / "config.json").write_text(text, encoding="utf-8")
+    said: list[Any] = []
+    made = founder(tmp_path, model, announce=said.append)
+    await made.find_model()
+    assert made.facts is not None
+    assert made.facts.max_model_len == 64
+    assert any("the context is 64 tokens" in getattr(event, "text", "") for event in said)
+
+
+async def test_a_model_of_the_cache_that_is_cut_off(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = shutil.copytree(model, tmp_path / "cut")
+    weights = next(cut.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    source = ModelSource("m", cut, "owner/m@commit")
+    monkeypatch.setattr(founder_module, "find_model", lambda *_, **__: source)
+    made = founder(tmp_path / "home", "owner/m")
+    with pytest.raises(BrokenModel, match=r"truncated; fetch it again. `molink pull owner/m"):
+        await made.find_model()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("tokenizer.json", {"version": "1.0"}),
+        ("tokenizer_config.json", {"chat_template": "{% if %}"}),
+    ],
+)
+async def test_a_tokenizer_that_is_none_is_refused_before_anything_starts(
+    model: Path, tmp_path: Path, name: str, fields: dict[str, str]
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "m")
+    (folder / name).write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(BrokenModel, match=name.partition(".")[0]):
+        await founder(tmp_path, folder).find_model()
+
+
+async def test_without_bitsandbytes_nothing_is_started(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    with pytest.raises(UsageError, match="pip install bitsandbytes"):
+        await founder(tmp_path, model, quantize="nf4").find_model()
+    # A PC without a stage of its own need not have it.
+    await founder(tmp_path, model, quantize="nf4", stage="none").find_model()
+
+
+async def test_without_a_model_there_is_nothing_to_hash(tmp_path: Path, model: Path) -> None:
+    made = founder(tmp_path, model)
+    await made.hash_model()
+    session: Any = FakeSession()
+    await made.request_serving(session)
+    assert session.asked == []
+
+
+@pytest.mark.parametrize(("family", "sees"), [("mistral3", True), ("mistral", False)])
+async def test_a_model_that_sees_is_said_to(
+    make_model: Any, tmp_path: Path, family: str, sees: bool
+) -> None:
+    told: list[AnyDaemonEvent] = []
+    await founder(
+        tmp_path / "home", make_model(tmp_path / "model", family), told.append
+    ).find_model()
+    (event,) = told
+    assert isinstance(event, ModelFoundEvent)
+    assert event.has_vision is sees
+
+
+async def test_whoever_started_it_is_told_of_files_that_change(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    told: asyncio.Queue[AnyDaemonEvent] = asyncio.Queue()
+    made = founder(tmp_path / "home", copy, announce=told.put_nowait)
+    await made.find_model()
+    assert isinstance(await told.get(), ModelFoundEvent)
+    await made.hash_model()
+    monkeypatch.setattr(founder_module, "_CHECK_INTERVAL_S", 0.001)
+    watching = asyncio.create_task(made.watch_files())
+    (copy / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    said = await told.get()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert isinstance(said, ProblemReportedEvent)
+    assert "tokenizer_config.json has changed since molink read it" in said.text
+
+
+async def test_how_far_hashing_is_is_shown(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: asyncio.Queue[AnyDaemonEvent] = asyncio.Queue()
+    shown = threading.Event()
+    made = founder(tmp_path, model, announce=told.put_nowait)
+    await made.find_model()
+    await told.get()
+    hashed = ModelRepository.add_model
+
+    def slow(*arguments: Any) -> Any:
+        shown.wait(60)
+        return hashed(*arguments)
+
+    monkeypatch.setattr(ModelRepository, "add_model", slow)
+    monkeypatch.setattr(founder_module, "_PROGRESS_INTERVAL_S", 0.001)
+    hashing = asyncio.create_task(made.hash_model())
+    said = await told.get()
+    shown.set()
+    await hashing
+    assert isinstance(said, StageStatusChangedEvent)
+    assert said.text.startswith("hashing the model's files, once: 0 of")

@@ -1,0 +1,101 @@
+"""A model that is brought while the daemon runs: how far it is, and what goes wrong."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from molink.errors import ModelNotFound, NotAuthorized, WorkerError
+from molinkd.peer.artifacts.model_loader import ModelLoader
+from molinkd.peer.artifacts.progress import Progress
+
+
+class FakeFounder:
+    def __init__(self, model: str) -> None:
+        self.model, self.name, self.state = model, "", "looking"
+        self.progress = Progress()
+        self.gate = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def find_model(self) -> None:
+        self.state, self.progress.total = "fetching", 10
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        self.name = f"name of {self.model}"
+
+    async def hash_model(self) -> None:
+        self.state = "hashing"
+
+    def build_order(self) -> str:
+        return f"serve {self.model}"
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.founders: list[FakeFounder] = []
+        self.asked: list[object] = []
+        self.served: list[str] = []
+        self.refusal: Exception | None = None
+        self.bringer = ModelLoader(self.begin, self.serve, self.served.append)
+
+    def begin(self, model: str) -> Any:
+        self.founders.append(FakeFounder(model))
+        return self.founders[-1]
+
+    async def serve(self, order: object) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.asked.append(order)
+
+    async def until(self, model: str, met: Callable[[Any], bool]) -> Any:
+        while True:
+            far = await self.bringer.load_model(model)
+            if met(far):
+                return far
+            await asyncio.sleep(0)
+
+
+async def test_it_is_asked_for_until_it_is_there() -> None:
+    scene = Scene()
+    far = await scene.until("m", lambda far: far.state == "fetching")
+    assert (far.name, far.total) == ("", 10)
+    scene.founders[0].gate.set()
+    far = await scene.until("m", lambda far: far.state == "asked")
+    assert far.name == "name of m"
+    assert (scene.asked, scene.served) == (["serve m"], ["m"])
+    await scene.bringer.load_model("m")  # once more, since it may have been stopped meanwhile
+    assert len(scene.founders) == 2
+    await scene.bringer.close()
+
+
+async def test_another_wish_ends_the_first() -> None:
+    scene = Scene()
+    await scene.bringer.load_model("m")
+    await scene.bringer.load_model("n")
+    assert [one.model for one in scene.founders] == ["m", "n"]
+    scene.founders[1].gate.set()
+    await scene.until("n", lambda far: far.state == "asked")
+    assert scene.asked == ["serve n"]
+
+
+@pytest.mark.parametrize("error", [ModelNotFound("no such model"), NotAuthorized("not you")])
+async def test_why_it_can_not_be_served(error: Exception) -> None:
+    scene = Scene()
+    await scene.bringer.load_model("m")
+    if isinstance(error, NotAuthorized):
+        scene.refusal = error
+    else:
+        scene.founders[0].error = error
+    scene.founders[0].gate.set()
+    with pytest.raises(type(error), match=str(error)):
+        await scene.until("m", lambda far: far.state == "asked")
+    assert scene.served == []
+    await scene.bringer.load_model("m")  # tried again
+    assert len(scene.founders) == 2
+    scene.founders[1].error = RuntimeError("oops")
+    scene.founders[1].gate.set()
+    scene.refusal = None
+    with pytest.raises(WorkerError, match="oops"):
+        await scene.until("m", lambda far: far.state == "asked")

@@ -1,0 +1,426 @@
+"""The whole model comes to this PC's disk, slowly, and others may then read it here."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from molink.checkpoint.model_folder import ModelFolder
+from molink.errors import ModelNotFound
+from molink.facts.model import LayerRange
+from molink.swarm.artifacts import replication as copying
+from molink.swarm.artifacts.sources import ModelSources
+from molink.wire.messages.instructions import Route
+from molinkd.peer.artifacts import model_replicator as copier_module
+from molinkd.peer.artifacts import model_store as store_module
+from molinkd.peer.artifacts.model_repository import ModelRepository
+from molinkd.peer.artifacts.model_store import ModelStore
+from molinkd.peer.artifacts.sources import Source
+from molinkd.peer.copies import Replicator
+from tests.support.fake_sources import RepositorySource, connect_to
+from tests.support.models import write_plain_model
+
+LAYERS = 4
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let others run until ``condition`` holds."""
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0)
+
+
+class Shelf(RepositorySource):
+    """A source; ``read_parts`` has what was read of it, in order."""
+
+    def __init__(self, library: ModelRepository) -> None:
+        super().__init__(library)
+        self.read_parts: list[str] = []
+        self.at_once = self.most_at_once = 0
+        #: Nothing is sent while it isn't set.
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def read_chunk(self, root: str, part: str, index: int) -> bytes:
+        self.read_parts.append(part)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            await self.gate.wait()
+            return await super().read_chunk(root, part, index)
+        finally:
+            self.at_once -= 1
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that were read, in order."""
+        layers = [
+            int(part.split(".")[2]) for part in self.read_parts if part.startswith("model.layers")
+        ]
+        return list(dict.fromkeys(layers))
+
+
+class Pc:
+    """A PC with a store, a library and a copier."""
+
+    def __init__(self, home: Path, peers: Mapping[str, Source], *, wanted: bool = True) -> None:
+        home.mkdir(exist_ok=True)
+        self.connected: list[str] = []
+        self.library = ModelRepository()
+        self.changed = asyncio.Event()
+        self.layers: LayerRange = (0, 0)
+        self.store = ModelStore(
+            home,
+            "me",
+            self.library,
+            connect_to(peers, self.connected),
+            ModelRepository(),
+            lambda *_: None,
+        )
+        self.copier = Replicator(
+            self.store, self.library, lambda: self.layers, self.changed.set, wanted=wanted
+        )
+
+    def serve(self, root: str, *sources: str, ready: bool = True) -> None:
+        self.copier.update_route(
+            Route(
+                pipeline="p1",
+                epoch=1,
+                model="m",
+                is_ready=ready,
+                scheduler=None,
+                max_model_len=1,
+                sources=sources,
+                root=root,
+            )
+        )
+
+    async def whole(self) -> None:
+        while self.copier.percent < 100:
+            await self.changed.wait()
+            self.changed.clear()
+
+
+@pytest.fixture
+def brought(tmp_path: Path) -> ModelRepository:
+    repository = ModelRepository()
+    repository.add_model("m", write_plain_model(tmp_path / "model"))
+    return repository
+
+
+@pytest.fixture
+def root(brought: ModelRepository) -> str:
+    model_files = brought.get_model("m")
+    assert model_files is not None
+    return model_files.manifest.root
+
+
+@pytest.fixture
+async def pcs(tmp_path: Path) -> AsyncIterator[Callable[..., Pc]]:
+    made: list[Pc] = []
+
+    def make(peers: Mapping[str, Source], home: str = "store", *, wanted: bool = True) -> Pc:
+        made.append(Pc(tmp_path / home, peers, wanted=wanted))
+        return made[-1]
+
+    yield make
+    for pc in made:
+        await pc.copier.close()
+
+
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "REST_FACTOR", 0.0)
+    monkeypatch.setattr(copying, "FIRST_PAUSE", 0.0)
+
+
+MakePc = Callable[..., Pc]
+
+
+async def test_the_other_layers_come_one_chunk_at_a_time_the_nearest_first(
+    pcs: MakePc, brought: ModelRepository, root: str
+) -> None:
+    shelf = Shelf(brought)
+    pc = pcs({"a": shelf})
+    await pc.store.fetch_stage("m", root, (2, 3), ModelSources(("a",)))
+    shelf.read_parts.clear()
+    shelf.most_at_once = 0
+    pc.layers = (2, 3)
+    shelf.gate.clear()
+    pc.serve(root, "a")
+    await until(lambda: shelf.read_parts)
+    shelf.gate.set()
+    await pc.whole()
+    assert shelf.layers == [3, 1, 0]
+    assert shelf.most_at_once == 1
+    folder = pc.library.require_model(root).folder
+    ModelFolder.open(folder)
+    # What a stage needs is there: nobody is asked.
+    pc.connected.clear()
+    assert await pc.store.fetch_stage("m", root, (0, LAYERS), ModelSources()) == folder
+    assert pc.connected == []
+
+
+async def test_a_whole_copy_is_a_source_for_others_and_after_a_restart_too(
+    pcs: MakePc, brought: ModelRepository, root: str, tmp_path: Path
+) -> None:
+    first = pcs({"a": Shelf(brought)})
+    assert first.library.model_names == ()
+    first.serve(root, "a")
+    await first.whole()
+    assert first.library.model_names == ("m",)
+    second = pcs({"b": Shelf(first.library)}, "other")
+    second.serve(root, "a", "b")
+    await second.whole()
+    await first.copier.close()
+    with pytest.raises(ModelNotFound):
+        first.library.require_model(root)
+    (folder,) = (tmp_path / "store").iterdir()
+    (folder / ".layer-0001.safetensors.copy").write_bytes(b"what a crash left")
+    # Nobody has to be there for it, nor a pipeline.
+    again = pcs({})
+    again.serve(root, "a", ready=False)
+    await again.whole()
+    assert again.connected == []
+    assert not list(folder.glob(".*"))
+    original = brought.require_model(root).manifest
+    for part in (*original.files.values(), *original.tensors.values()):
+        for index in range(part.chunk_count):
+            part.verify_chunk(index, again.library.require_model(root).read_chunk(part.name, index))
+
+
+async def test_nothing_is_fetched_before_a_pipeline_serves_nor_while_somebody_waits(
+    pcs: MakePc, brought: ModelRepository, root: str
+) -> None:
+    shelf = Shelf(brought)
+    pc = pcs({"a": shelf})
+    await pc.store.fetch_metadata("m", root, ModelSources(("a",)))
+    shelf.read_parts.clear()
+    pc.serve(root, "a", ready=False)
+    # Its own stage comes meanwhile, and the copy waits for that as well.
+    shelf.gate.clear()
+    stage = asyncio.create_task(pc.store.fetch_stage("m", root, (1, 2), ModelSources(("a",))))
+    await until(lambda: shelf.read_parts)
+    pc.serve(root, "a")
+    shelf.gate.set()
+    await stage
+    assert shelf.layers == [1]
+    await pc.whole()
+    assert shelf.layers == [1, 0, 2, 3]
+
+
+async def test_a_stage_does_not_wait_for_the_copy(
+    pcs: MakePc, brought: ModelRepository, root: str
+) -> None:
+    slow, fast = Shelf(brought), Shelf(brought)
+    pc = pcs({"slow": slow, "fast": fast})
+    await pc.store.fetch_metadata("m", root, ModelSources(("fast",)))
+    slow.gate.clear()
+    pc.serve(root, "slow")
+    await until(lambda: slow.read_parts)
+    # The same files as those that the copy is at.
+    folder = await pc.store.fetch_stage("m", root, (0, LAYERS), ModelSources(("fast",)))
+    ModelFolder.open(folder)
+    slow.gate.set()
+    await pc.whole()
+    assert slow.layers == [0]
+    assert not list(folder.glob(".*"))
+
+
+async def test_without_a_source_it_waits_for_one(
+    pcs: MakePc, brought: ModelRepository, root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "molinkd.peer")
+    pc = pcs({"a": Shelf(brought)})
+    await pc.store.fetch_metadata("m", root, ModelSources(("a",)))
+    pc.connected.clear()
+    pc.serve(root, "gone")
+    await until(lambda: len(pc.connected) >= 4)
+    assert pc.copier.percent == 0
+    pc.serve(root, "gone", "a")
+    await pc.whole()
+    told = [record.getMessage() for record in caplog.records if "gone" in record.getMessage()]
+    assert told == ["no whole copy of m here yet; it is tried again: gone: gone is not there"]
+
+
+async def test_a_disk_with_little_room_gets_no_copy(
+    pcs: MakePc, brought: ModelRepository, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Shelf(brought)
+    pc = pcs({"a": shelf})
+    await pc.store.fetch_stage("m", root, (1, 2), ModelSources(("a",)))
+    refused = asyncio.Event()
+    failed = copying.ReplicationSchedule.record_failure
+
+    def note(self: copying.ReplicationSchedule, reason: str, now: float) -> bool:
+        assert "a copy of the rest of the model would take" in reason
+        refused.set()
+        return failed(self, reason, now)
+
+    monkeypatch.setattr(copying.ReplicationSchedule, "record_failure", note)
+    monkeypatch.setattr(store_module, "has_room", lambda *_: False)
+    pc.layers = (1, 2)
+    pc.serve(root, "a")
+    await refused.wait()
+    assert shelf.layers == [1]
+    assert 0 < pc.copier.percent < 100
+
+
+async def test_a_copy_that_was_altered_is_mended(
+    pcs: MakePc, brought: ModelRepository, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier_module, "CHECK_INTERVAL_S", 0.0)
+    pc = pcs({"a": Shelf(brought)})
+    pc.serve(root, "a")
+    await pc.whole()
+    file = pc.library.require_model(root).folder / "layer-0002.safetensors"
+    file.write_bytes(b"")
+    await until(lambda: file.stat().st_size > 0)
+    await pc.whole()
+    ModelFolder.open(pc.library.require_model(root).folder)
+
+
+async def test_another_model_takes_its_place(
+    pcs: MakePc, brought: ModelRepository, root: str, tmp_path: Path
+) -> None:
+    newer = brought.add_model("m", write_plain_model(tmp_path / "newer", seed=1)).manifest.root
+    older = ModelRepository()
+    older.add_model("m", tmp_path / "model")
+    pc = pcs({"a": Shelf(brought), "b": Shelf(older)})
+    pc.serve(root, "b")
+    await pc.whole()
+    pc.serve(newer, "a")
+    assert pc.copier.percent == 0
+    await pc.whole()
+    pc.library.require_model(newer)
+    with pytest.raises(ModelNotFound):
+        pc.library.require_model(root)
+
+
+async def test_who_brought_the_model_copies_nothing(
+    pcs: MakePc, brought: ModelRepository, root: str, tmp_path: Path
+) -> None:
+    pc = pcs({"a": Shelf(brought)})
+    pc.library.add_model("m", tmp_path / "model")
+    pc.serve(root, "a")
+    await pc.whole()
+    assert pc.connected == []
+    assert not list((tmp_path / "store").iterdir())
+
+
+async def test_a_pc_may_do_without(pcs: MakePc, brought: ModelRepository, root: str) -> None:
+    pc = pcs({"a": Shelf(brought)}, wanted=False)
+    pc.serve(root, "a")
+    await asyncio.sleep(0)
+    assert pc.connected == []
+    assert pc.copier.percent == 0
+
+
+async def test_of_several_models_that_of_its_own_stage_is_copied_first(
+    pcs: MakePc, brought: ModelRepository, root: str, tmp_path: Path
+) -> None:
+    """Routes of all come again and again; nothing is begun anew by that."""
+    other = brought.add_model("n", write_plain_model(tmp_path / "other", seed=1)).manifest.root
+    mine, shelf = "1", Shelf(brought)
+    pc = pcs({"a": shelf})
+    pc.copier = Replicator(
+        pc.store, pc.library, lambda: (2, 3), pc.changed.set, lambda one: one == mine, wanted=True
+    )
+    routes = {
+        name: Route(
+            pipeline=name,
+            epoch=1,
+            model=model,
+            is_ready=True,
+            scheduler=None,
+            max_model_len=1,
+            sources=("a",),
+            root=of,
+        )
+        for name, model, of in (("2", "n", other), ("1", "m", root))
+    }
+
+    def serve(*names: str) -> None:
+        for name in names:
+            pc.copier.update_route(routes[name])
+
+    serve("2", "1", "2", "1")
+    shelf.gate.clear()
+    await until(lambda: shelf.read_parts)
+    shelf.gate.set()
+    await until(lambda: pc.library.model_names)
+    assert pc.library.model_names == ("m",), "the second one has its turn once the first is whole"
+    assert shelf.layers == [2, 3, 1, 0]
+    serve("1", "2")
+    await until(lambda: len(pc.library.model_names) == 2)
+    assert pc.copier.percent == 100
+    for of in (root, other):
+        ModelFolder.open(pc.library.require_model(of).folder)
+    # One that isn't served any more is offered no more, and its files stay.
+    read = len(shelf.read_parts)
+    pc.copier.remove_pipeline("2")
+    assert pc.library.model_names == ("m",)
+    serve("2")
+    await until(lambda: len(pc.library.model_names) == 2)
+    assert len(shelf.read_parts) == read
+    pc.copier.remove_pipeline("1")
+    pc.copier.remove_pipeline("2")
+    assert pc.library.model_names == ("n",)
+    await pc.copier.close()
+
+
+async def test_what_is_here_is_offered_whatever_else_is_waited_for(
+    pcs: MakePc, brought: ModelRepository, root: str, tmp_path: Path
+) -> None:
+    """After a restart a pipeline may need just this copy, while another model's waits for one."""
+    other = brought.add_model("n", write_plain_model(tmp_path / "other", seed=1)).manifest.root
+    first = pcs({"a": Shelf(brought)})
+    first.serve(root, "a")
+    await first.whole()
+    await first.copier.close()
+    again = pcs({"a": Shelf(brought)})
+    absent = Route(
+        pipeline="p0",
+        epoch=1,
+        model="n",
+        is_ready=False,
+        scheduler=None,
+        max_model_len=1,
+        sources=("a",),
+        root=other,
+    )
+    again.copier = Replicator(
+        again.store, again.library, lambda: (0, 1), again.changed.set, "p0".__eq__, wanted=True
+    )
+    again.copier.update_route(absent)
+    again.serve(root, ready=False)
+    await until(lambda: again.library.model_names)
+    assert again.library.model_names == ("m",)
+    await again.copier.close()
+
+
+async def test_a_copy_that_cannot_be_made_holds_no_other_up(
+    pcs: MakePc, brought: ModelRepository, root: str
+) -> None:
+    pc = pcs({"a": Shelf(brought)})
+    pc.copier = Replicator(
+        pc.store, pc.library, lambda: (0, 1), pc.changed.set, lambda one: one == "p2", wanted=True
+    )
+    missing = Route(
+        pipeline="p2",
+        epoch=1,
+        model="n",
+        is_ready=True,
+        scheduler=None,
+        max_model_len=1,
+        sources=("gone",),
+        root=f"{2:0>64}:1",
+    )
+    pc.copier.update_route(missing)
+    pc.serve(root, "a")
+    await until(lambda: pc.library.model_names)
+    assert pc.library.model_names == ("m",)
+    assert pc.copier.percent == 0  # that of its own model
+    await pc.copier.close()

@@ -1,0 +1,186 @@
+"""Serving model files: what may be read, and that nothing altered is passed on."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from molink.errors import BrokenModel, ModelNotFound, RequestError, Unavailable
+from molinkd.peer.artifacts.hashing import Hasher, run_in_thread
+from molinkd.peer.artifacts.model_repository import (
+    ModelRepository,
+    folder_name,
+    make_change_watcher,
+)
+from molinkd.peer.artifacts.progress import Progress
+from tests.support.models import write_tensors
+
+DATA = bytes(range(256)) * 64
+links = pytest.mark.skipif(sys.platform == "win32", reason="links need a right on Windows")
+
+
+def write(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    write_tensors(folder / "model.safetensors", {"a": DATA, "b": DATA[::-1]})
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model = write(tmp_path / "model")
+    (model / "secret.txt").write_text("no", encoding="utf-8")
+    write_tensors(tmp_path / "outside.safetensors", {"c": DATA})
+    return model
+
+
+def test_only_a_models_parts_are_there(folder: Path) -> None:
+    repository = ModelRepository()
+    manifest = repository.add_model("m", folder).manifest
+    assert (set(manifest.files), set(manifest.tensors)) == ({"config.json"}, {"a", "b"})
+    assert repository.model_names == ("m",)
+    assert repository.require_model(manifest.root) is repository.get_model("m")
+    with pytest.raises(ModelNotFound):
+        repository.require_model(f"{0:064}:1")
+
+
+def test_reading(folder: Path) -> None:
+    model_files = ModelRepository().add_model("m", folder)
+    assert model_files.read_chunk("b", 0) == DATA[::-1]
+    assert model_files.read_chunk("config.json", 0) == b"{}"
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "secret.txt", "/etc/passwd", "model.safetensors", "", "."]
+)
+def test_nothing_else_can_be_read(folder: Path, name: str) -> None:
+    with pytest.raises(RequestError, match="no part"):
+        ModelRepository().add_model("m", folder).read_chunk(name, 0)
+
+
+def test_bounds(folder: Path) -> None:
+    model_files = ModelRepository().add_model("m", folder)
+    for index in (1, 2**31 - 1, -1):
+        with pytest.raises(RequestError, match="1 chunks"):
+            model_files.read_chunk("a", index)
+
+
+@pytest.mark.parametrize("how", ["shorter", "altered", "gone"])
+def test_what_has_changed_is_passed_on_to_nobody(folder: Path, how: str) -> None:
+    model_files = ModelRepository().add_model("m", folder)
+    file = folder / "model.safetensors"
+    if how == "shorter":
+        os.truncate(file, 100)
+    elif how == "altered":
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    else:
+        file.unlink()
+    with pytest.raises(BrokenModel, match=r"model\.safetensors(:| has changed since)"):
+        model_files.read_chunk("b", 0)
+    with pytest.raises(BrokenModel, match=r"model\.safetensors(:| has changed since)"):
+        model_files.verify_files()
+
+
+def test_the_person_is_told_once_that_a_file_has_changed(folder: Path) -> None:
+    repository, told = ModelRepository(), list[str]()
+    model_files = repository.add_model("m", folder)
+    look = make_change_watcher(repository, told.append)
+    look()
+    assert told == []
+    (folder / "config.json").write_text('{"x": 1}', encoding="utf-8")
+    look()
+    look()
+    (text,) = told
+    assert "config.json has changed since molink read it. Start molink anew" in text
+    with pytest.raises(BrokenModel, match="has changed since"):
+        model_files.verify_files()
+
+
+def test_a_file_that_was_only_touched_is_the_same(folder: Path) -> None:
+    model_files = ModelRepository().add_model("m", folder)
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    assert model_files.find_changed() == [folder / "model.safetensors"]
+    model_files.verify_files()
+    assert model_files.find_changed() == []
+
+
+def test_copies_are_told_apart_by_content(folder: Path, tmp_path: Path) -> None:
+    root = ModelRepository().add_model("m", folder).manifest.root
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "config.json").write_bytes((folder / "config.json").read_bytes())
+    # The same tensors in other files are the same model.
+    write_tensors(copy / "one.safetensors", {"b": DATA[::-1]})
+    write_tensors(copy / "two.safetensors", {"a": DATA})
+    assert ModelRepository().add_model("m", copy).manifest.root == root
+    write_tensors(copy / "two.safetensors", {"a": DATA[:-1] + b"?"})
+    assert ModelRepository().add_model("m", copy).manifest.root != root
+    write_tensors(copy / "two.safetensors", {"a": DATA})
+    (copy / "chat_template.jinja").write_text("{{ evil }}", encoding="utf-8")
+    assert ModelRepository().add_model("m", copy).manifest.root != root
+
+
+@links
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "more.safetensors"])
+def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "outside.safetensors")
+    if name == "config.json":
+        write_tensors(tmp_path / "outside.safetensors", {"c": DATA})
+    with pytest.raises(BrokenModel, match=r"is a link to .*outside\.safetensors, outside of"):
+        ModelRepository().add_model("m", folder)
+
+
+@links
+def test_links_of_the_hubs_cache_lead_to_its_blobs(tmp_path: Path) -> None:
+    repository = tmp_path / "models--o--n"
+    snapshot = write(repository / "snapshots" / "abc")
+    (repository / "blobs").mkdir()
+    (snapshot / "model.safetensors").rename(repository / "blobs" / "1234")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/1234")
+    assert ModelRepository().add_model("m", snapshot).read_chunk("a", 0) == DATA
+    # Those of another repository are another's.
+    other = tmp_path / "models--o--other" / "blobs"
+    other.mkdir(parents=True)
+    (repository / "blobs" / "1234").rename(other / "1234")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(other / "1234")
+    with pytest.raises(BrokenModel, match="outside of the model's folder"):
+        ModelRepository().add_model("m", snapshot)
+
+
+@links
+def test_links_inside_the_folder_are_followed(folder: Path) -> None:
+    (folder / "deep").mkdir()
+    (folder / "model.safetensors").rename(folder / "deep" / "x")
+    (folder / "model.safetensors").symlink_to("deep/x")
+    assert ModelRepository().add_model("m", folder).read_chunk("a", 0) == DATA
+
+
+@links
+def test_a_file_that_becomes_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    model_files = ModelRepository().add_model("m", folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    with pytest.raises(BrokenModel, match="has changed since"):
+        model_files.read_chunk("a", 0)
+
+
+@pytest.mark.parametrize("name", ["../../etc", "a/b\\c", "..", "C:evil", "x" * 300, "", "nul\0"])
+def test_folder_names_are_plain(name: str) -> None:
+    plain = folder_name(name, "0123456789abcdef" * 4)
+    assert set(plain) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+    assert not plain.startswith(".")
+    assert len(plain) <= 81
+
+
+async def test_hashing_can_be_ended(folder: Path) -> None:
+    def act(stop: object) -> None:
+        stop.set()  # type: ignore[attr-defined]
+        ModelRepository(Hasher()).add_model("m", folder, Progress(), stop)  # type: ignore[arg-type]
+
+    with pytest.raises(Unavailable, match="ended"):
+        await run_in_thread(act)

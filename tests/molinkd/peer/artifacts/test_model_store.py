@@ -1,0 +1,668 @@
+"""Fetching model files: only what is needed, whole files only, from whoever has them unaltered."""
+
+import asyncio
+import json
+import os
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.low_bit import LowBitScheme
+from molink.checkpoint.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, HashedEntry, manifest_size
+from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.safetensors_header import TensorSpan
+from molink.errors import BrokenModel, MolinkError, Unavailable
+from molink.swarm.artifacts import rate_limit as pacing
+from molink.swarm.artifacts.fetch_plan import group_tensors, plan_group
+from molink.swarm.artifacts.sources import ModelSources
+from molinkd.peer.artifacts import model_store as store_module
+from molinkd.peer.artifacts import sources as suppliers_module
+from molinkd.peer.artifacts.model_repository import ModelRepository
+from molinkd.peer.artifacts.model_store import ModelStore
+from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.sources import Source
+from tests.support import fake_sources as sources
+from tests.support.fake_sources import RepositorySource, connect_to
+from tests.support.models import PLAIN_CONFIG as CONFIG
+from tests.support.models import write_plain_model as write_model
+
+
+class FakeSource(RepositorySource):
+    """A peer that answers from a library; counts what is read."""
+
+    def __init__(self, library: ModelRepository, *, break_after: int | None = None) -> None:
+        super().__init__(library)
+        self.read_bytes: Counter[str] = Counter()
+        self.reads = 0
+        self.at_once = 0
+        self.max_at_once = 0
+        self.break_after = break_after
+
+    async def read_chunk(self, root: str, part: str, index: int) -> bytes:
+        self.reads += 1
+        if self.break_after is not None and self.reads > self.break_after:
+            raise Unavailable("the connection broke")
+        self.at_once += 1
+        self.max_at_once = max(self.max_at_once, self.at_once)
+        await asyncio.sleep(0)
+        self.at_once -= 1
+        data = await super().read_chunk(root, part, index)
+        self.read_bytes[part] += len(data)
+        return data
+
+
+class Case:
+    """A store, and what it was told of liars."""
+
+    def __init__(
+        self, root: Path, peers: Mapping[str, Source], own: ModelRepository | None = None
+    ) -> None:
+        root.mkdir(exist_ok=True)
+        self.connected: list[str] = []
+        self.liars: dict[str, str] = {}
+        self.store = ModelStore(
+            root,
+            "me",
+            own or ModelRepository(),
+            connect_to(peers, self.connected),
+            ModelRepository(),
+            self.liars.__setitem__,
+        )
+        self.library = next(one.library for one in peers.values() if isinstance(one, FakeSource))
+
+    @property
+    def root(self) -> str:
+        model_files = self.library.get_model("m")
+        assert model_files is not None
+        return model_files.manifest.root
+
+    async def stage(
+        self, layers: tuple[int, int], *sources: str, progress: Progress | None = None
+    ) -> Path:
+        return await self.store.fetch_stage(
+            "m", self.root, layers, ModelSources(sources or ("a",)), progress
+        )
+
+    async def metadata(self, *sources: str) -> Path:
+        return await self.store.fetch_metadata("m", self.root, ModelSources(sources or ("a",)))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> FakeSource:
+    repository = ModelRepository()
+    repository.add_model("m", write_model(tmp_path / "model"))
+    return FakeSource(repository)
+
+
+async def test_a_stage_fetches_its_layers_only(tmp_path: Path, source: FakeSource) -> None:
+    progress = Progress()
+    folder = await Case(tmp_path / "store", {"a": source}).stage((1, 3), progress=progress)
+    assert sorted(p.name for p in folder.glob("*.safetensors")) == [
+        "layer-0001.safetensors",
+        "layer-0002.safetensors",
+    ]
+    opened = ModelFolder.open(folder, (1, 3))
+    original = ModelFolder.open(tmp_path / "model")
+    for name in opened.stage_tensors(1, 3):
+        here, there = opened.tensors[name], original.tensors[name]
+        assert _bytes(folder, here) == _bytes(tmp_path / "model", there)
+    assert 0 < progress.done == progress.total
+    assert (progress.source, progress.existing) == ("a", 0)
+    weights = sum(n for name, n in source.read_bytes.items() if name.startswith("model."))
+    whole = sum(p.stat().st_size for p in (tmp_path / "model").glob("*.safetensors"))
+    assert weights < 0.75 * whole
+    assert source.max_at_once > 1
+
+
+def _bytes(folder: Path, span: TensorSpan) -> bytes:
+    with (folder / span.file).open("rb") as file:
+        file.seek(span.offset)
+        return file.read(span.nbytes)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+async def test_the_ends_of_the_model(tmp_path: Path, tied: bool) -> None:
+    repository = ModelRepository()
+    repository.add_model("m", write_model(tmp_path / "model", tied=tied))
+    case = Case(tmp_path / "store", {"a": FakeSource(repository)})
+    first = await case.stage((0, 2))
+    ModelFolder.open(first, (0, 2))
+    last = await case.stage((2, 4))
+    assert last == first
+    ModelFolder.open(last, (2, 4))
+    ModelFolder.open(last)
+
+
+async def test_the_disk_is_never_waited_for_on_the_loop(
+    tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[int] = set()
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        threads.add(threading.get_ident())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    await Case(tmp_path / "store", {"a": source}).stage((1, 2))
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+async def test_what_is_here_is_not_fetched_again(tmp_path: Path, source: FakeSource) -> None:
+    case = Case(tmp_path / "store", {"a": source})
+    await case.stage((1, 3))
+    before = source.reads
+    progress = Progress()
+    await case.stage((1, 3), progress=progress)
+    await Case(tmp_path / "store", {"a": source}).stage((1, 3))  # nor by the next run
+    assert source.reads == before
+    assert 0 < progress.done == progress.total
+
+
+async def test_an_interrupted_transfer_is_taken_up_again(
+    tmp_path: Path, source: FakeSource
+) -> None:
+    case = Case(tmp_path / "store", {"a": source})
+    source.break_after = 20
+    with pytest.raises(Unavailable, match="broke"):
+        await case.stage((0, 4))
+    kept = sorted(p.name for p in (tmp_path / "store").rglob("*.safetensors"))
+    assert kept
+    assert not list((tmp_path / "store").rglob("*.part"))
+    source.break_after = None
+    source.read_bytes.clear()
+    folder = await case.stage((0, 4))
+    ModelFolder.open(folder)
+    assert len(kept) < len(list(folder.glob("*.safetensors")))
+
+
+async def test_the_next_source_goes_on_where_one_breaks_off(
+    tmp_path: Path, source: FakeSource
+) -> None:
+    broken = FakeSource(source.library, break_after=15)
+    case = Case(tmp_path / "store", {"a": broken, "b": source})
+    progress = Progress()
+    folder = await case.stage((0, 4), "gone", "a", "b", progress=progress)
+    ModelFolder.open(folder)
+    assert not set(broken.read_bytes) & set(source.read_bytes)
+    assert progress.done == progress.total
+    assert case.liars == {}
+    # Those that failed are asked last from now on.
+    case.connected.clear()
+    shutil.rmtree(folder)
+    await case.stage((0, 4), "gone", "a", "b")
+    assert case.connected[0] == "b"
+
+
+async def test_no_source_says_what_each_answered(tmp_path: Path, source: FakeSource) -> None:
+    case = Case(tmp_path / "store", {"x": source, "a": FakeSource(ModelRepository())})
+    with pytest.raises(Unavailable, match=r"a: this peer doesn't hold.*b: b is not there"):
+        await case.stage((0, 4), "a", "b")
+    with pytest.raises(Unavailable, match="no peer"):
+        await case.metadata("me")
+
+
+async def test_without_a_root_nobody_is_believed(tmp_path: Path, source: FakeSource) -> None:
+    case = Case(tmp_path / "store", {"a": source})
+    with pytest.raises(Unavailable, match="nobody said which bytes m consists of"):
+        await case.store.fetch_metadata("m", "", ModelSources(("a",)))
+    assert case.connected == []
+
+
+async def test_metadata_only(tmp_path: Path, source: FakeSource) -> None:
+    folder = await Case(tmp_path / "store", {"a": source}).metadata()
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "config.json",
+        "manifest.molink",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")) == {"x": 1}
+
+
+async def test_metadata_that_has_to_come_first_is_progress_too(
+    tmp_path: Path, source: FakeSource
+) -> None:
+    case = Case(tmp_path / "store", {"a": source})
+    go_on = asyncio.Event()
+    read = source.read_chunk
+
+    async def slowly(root: str, part: str, index: int) -> bytes:
+        if part == "tokenizer_config.json":
+            waiting.set()
+            await go_on.wait()
+        return await read(root, part, index)
+
+    waiting = asyncio.Event()
+    source.read_chunk = slowly  # type: ignore[method-assign]
+    progress, before = Progress(), manifest_size(case.root)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(case.metadata())
+        await waiting.wait()
+        group.create_task(case.stage((1, 3), progress=progress))
+        await asyncio.sleep(0)
+        done, total = progress.totals
+        assert before < done < total
+        go_on.set()
+    assert done < progress.done == progress.total
+    assert progress.totals == (progress.done, progress.total)
+
+
+async def test_a_copy_of_our_own_is_used_if_it_is_the_same(
+    tmp_path: Path, source: FakeSource
+) -> None:
+    mine = ModelRepository()
+    mine.add_model("m", write_model(tmp_path / "mine"))
+    case = Case(tmp_path / "store", {"a": source}, mine)
+    assert await case.stage((0, 4)) == tmp_path / "mine"
+    assert case.connected == []
+    other = ModelRepository()
+    other.add_model("m", write_model(tmp_path / "other", seed=1))
+    case = Case(tmp_path / "store2", {"a": source}, other)
+    assert await case.stage((0, 1)) != tmp_path / "other"
+
+
+async def test_models_of_one_name_but_other_content_do_not_mix(tmp_path: Path) -> None:
+    old, new = ModelRepository(), ModelRepository()
+    old.add_model("m", write_model(tmp_path / "old", seed=0))
+    new.add_model("m", write_model(tmp_path / "new", seed=1))
+    root = tmp_path / "store"
+    before = await Case(root, {"a": FakeSource(old)}).stage((0, 2))
+    after = await Case(root, {"a": FakeSource(new)}).stage((0, 2))
+    assert before != after
+
+
+async def test_a_full_disk_is_said_before_anything_is_fetched(
+    tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("molink.checkpoint.disk_space.RESERVE_BYTES", 1 << 62)
+    case = Case(tmp_path / "store", {"a": source})
+    with pytest.raises(MolinkError, match="free"):
+        await case.stage((0, 4))
+    with pytest.raises(MolinkError, match="free"):
+        await case.metadata()
+    assert source.reads == 0
+    assert left_behind(tmp_path / "store") == []
+
+
+async def test_a_hostile_name_stays_in_the_store(tmp_path: Path, source: FakeSource) -> None:
+    case = Case(tmp_path / "store", {"a": source})
+    folder = await case.store.fetch_metadata("../../evil", case.root, ModelSources(("a",)))
+    assert folder.parent == tmp_path / "store"
+
+
+async def test_metadata_appears_whole_or_not_at_all(tmp_path: Path, source: FakeSource) -> None:
+    source.break_after = 1
+    with pytest.raises(Unavailable, match="broke"):
+        await Case(tmp_path / "store", {"a": source}).metadata()
+    assert left_behind(tmp_path / "store") == []
+
+
+async def test_what_a_crash_left_is_removed(tmp_path: Path, source: FakeSource) -> None:
+    draft = tmp_path / "store" / ".m-0123456789abcdef.part"
+    draft.mkdir(parents=True)
+    (draft / "tokenizer.json").write_bytes(b"x")
+    Case(tmp_path / "store", {"a": source})
+    assert left_behind(tmp_path / "store") == []
+
+
+async def test_layers_that_the_model_has_not(tmp_path: Path, source: FakeSource) -> None:
+    case = Case(tmp_path / "store", {"a": source})
+    with pytest.raises(MolinkError, match="has layers 0:4, not 2:2000000000"):
+        await case.stage((2, 2_000_000_000))
+
+
+async def test_old_versions_do_not_fill_the_disk(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    sources = []
+    for version in range(6):
+        repository = ModelRepository()
+        repository.add_model("m", write_model(tmp_path / f"m{version}", seed=version))
+        sources.append(FakeSource(repository))
+        await Case(root, {"a": sources[-1]}).stage((0, 1))
+    assert len(list(root.iterdir())) == 1 + store_module.MAX_OLD_VERSIONS
+
+
+# --- sources that lie ---
+
+
+class Liar(FakeSource):
+    """Has the right manifest and the right sizes, but other bytes in some parts."""
+
+    def __init__(self, library: ModelRepository, *parts: str) -> None:
+        super().__init__(library)
+        self.read_parts = parts
+        self.lies = 0
+
+    async def read_chunk(self, root: str, part: str, index: int) -> bytes:
+        data = await super().read_chunk(root, part, index)
+        if self.read_parts and part not in self.read_parts:
+            return data
+        self.lies += 1
+        return bytes([data[0] ^ 1]) + data[1:]
+
+
+def left_behind(root: Path) -> list[str]:
+    return sorted(path.name for path in root.rglob("*"))
+
+
+def same_tensors(folder: Path, original: Path, layers: tuple[int, int]) -> None:
+    here, there = ModelFolder.open(folder, layers), ModelFolder.open(original)
+    for name in here.stage_tensors(*layers):
+        assert _bytes(folder, here.tensors[name]) == _bytes(original, there.tensors[name])
+
+
+TENSOR = "model.layers.2.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("part", [TENSOR, "tokenizer_config.json", "config.json"])
+async def test_altered_bytes_are_noticed_and_the_next_source_goes_on(
+    tmp_path: Path, source: FakeSource, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suppliers_module, "MAX_CONNECTED", 1)
+    liar = Liar(source.library, part)
+    case = Case(tmp_path / "store", {"l": liar, "b": source})
+    folder = await case.stage((1, 4), "l", "b")
+    same_tensors(folder, tmp_path / "model", (1, 4))
+    for name in ("config.json", "tokenizer_config.json"):
+        assert (folder / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+    assert liar.lies >= 1
+    assert list(case.liars) == ["l"]
+    assert part in case.liars["l"]
+    # It is never asked again, even where nobody else is there.
+    shutil.rmtree(folder)
+    case.connected.clear()
+    with pytest.raises(Unavailable, match="l: not asked again, since chunk 1 of 1 of"):
+        await case.stage((1, 4), "l")
+    assert case.connected == []
+    case.store.drop_peer("l")
+    liar.read_parts = ("none",)
+    await case.stage((1, 4), "l")
+
+
+async def test_a_liar_alone_gives_nothing(tmp_path: Path, source: FakeSource) -> None:
+    case = Case(tmp_path / "store", {"l": Liar(source.library)})
+    with pytest.raises(Unavailable, match="is not what the model's owner has there"):
+        await case.stage((0, 4), "l")
+    assert left_behind(tmp_path / "store") == []
+    assert list(case.liars) == ["l"]
+
+
+class WrongManifest(FakeSource):
+    """Another model's manifest, or one of any size, under the root that is asked for."""
+
+    def __init__(self, library: ModelRepository, size: int, raw: bytes) -> None:
+        super().__init__(library)
+        self.size, self.raw, self.asked = size, raw, 0
+
+    async def read_manifest(self, root: str, offset: int) -> tuple[int, bytes]:
+        self.asked += 1
+        return self.size, self.raw[offset : offset + CHUNK_BYTES]
+
+
+@pytest.mark.parametrize(
+    ("size", "sent", "why"),
+    [
+        ("right", "other", "not the one that the model's owner made"),
+        (MAX_MANIFEST_BYTES + 1, CHUNK_BYTES, "it sent 196608 of 67108865 at 0"),
+        (2**53, CHUNK_BYTES, "it sent 196608 of"),
+        (0, 0, "it sent 0 of 0 at 0"),
+        ("right", 10, "it sent 10 of"),
+        ("right", 0, "it sent 0 of"),
+        ("right", CHUNK_BYTES, "it sent 196608 of"),
+    ],
+)
+async def test_a_wrong_manifest(
+    tmp_path: Path, source: FakeSource, size: int | str, sent: int | str, why: str
+) -> None:
+    case = Case(tmp_path / "store", {"a": source})
+    due = manifest_size(case.root)
+    other = ModelRepository().add_model("m", write_model(tmp_path / "other", seed=3)).manifest.raw
+    assert len(other) == due
+    raw = bytes(sent) if isinstance(sent, int) else other
+    liar = WrongManifest(source.library, size if isinstance(size, int) else due, raw)
+    case = Case(tmp_path / "store", {"l": liar, "b": source})
+    folder = await case.stage((0, 2), "l", "b")
+    same_tensors(folder, tmp_path / "model", (0, 2))
+    assert why in case.liars["l"]
+    assert liar.asked == 1
+
+
+async def test_a_manifest_comes_in_parts(
+    tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (suppliers_module, sources):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 100)
+    case = Case(tmp_path / "store", {"a": source})
+    folder = await case.stage((0, 1))
+    assert (folder / "manifest.molink").read_bytes() == source.library.require_model(
+        case.root
+    ).manifest.raw
+
+
+async def test_a_manifest_of_any_size_is_not_asked_for(tmp_path: Path, source: FakeSource) -> None:
+    case = Case(tmp_path / "store", {"a": source})
+    with pytest.raises(BrokenModel, match="too large"):
+        await case.store.fetch_metadata(
+            "m", f"{'0' * 64}:{MAX_MANIFEST_BYTES + 1}", ModelSources(("a",))
+        )
+    assert case.connected == []
+
+
+async def test_a_source_that_is_too_slow_is_left(
+    tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suppliers_module, "TRIAL_S", 0.0)
+    monkeypatch.setattr(suppliers_module, "MIN_SOURCE_RATE", 1e15)
+    slow = FakeSource(source.library)
+    case = Case(tmp_path / "store", {"s": slow, "b": source})
+    folder = await case.stage((0, 4), "s", "b")
+    same_tensors(folder, tmp_path / "model", (0, 4))
+    assert slow.reads == 0  # left once the manifest was there
+    assert source.reads > 0
+    assert case.liars == {}
+
+
+# --- copies that are altered here ---
+
+
+def flip(path: Path, offset: int = -1) -> None:
+    """Alter one byte; the size and the time stay."""
+    found = path.stat()
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("name", "offset"),
+    [
+        ("layer-0001.safetensors", -1),
+        ("layer-0001.safetensors", 12),
+        ("tokenizer_config.json", 5),
+        ("manifest.molink", 40),
+    ],
+)
+async def test_an_altered_copy_is_noticed_before_its_use(
+    tmp_path: Path, source: FakeSource, name: str, offset: int
+) -> None:
+    folder = await Case(tmp_path / "store", {"a": source}).stage((0, 3))
+    before = source.reads
+    flip(folder / name, offset)
+    case = Case(tmp_path / "store", {"a": source})
+    progress = Progress()
+    assert await case.stage((0, 3), progress=progress) == folder
+    same_tensors(folder, tmp_path / "model", (0, 3))
+    original = {"tokenizer_config.json": (tmp_path / "model" / name)}
+    if name in original:
+        assert (folder / name).read_bytes() == original[name].read_bytes()
+    assert (folder / "manifest.molink").read_bytes() == source.library.require_model(
+        case.root
+    ).manifest.raw
+    assert 0 < progress.done == progress.total
+    fetched = source.reads - before
+    assert fetched <= 12  # that file alone
+
+
+async def test_a_copy_that_changes_while_the_daemon_runs(
+    tmp_path: Path, source: FakeSource
+) -> None:
+    case = Case(tmp_path / "store", {"a": source})
+    folder = await case.stage((0, 2))
+    file = folder / "layer-0001.safetensors"
+    with file.open("r+b") as stream:
+        stream.truncate(100)
+    await case.stage((0, 2))
+    same_tensors(folder, tmp_path / "model", (0, 2))
+
+
+# --- what the owner says is bounded by the config ---
+
+
+def test_sizes_follow_from_the_config(tmp_path: Path, source: FakeSource) -> None:
+    config = ModelConfig.load_folder(tmp_path / "model")
+    groups = group_tensors(config, 0, 4)
+    tensors = source.library.add_model("m", tmp_path / "model").manifest.tensors
+    huge = HashedEntry("model.norm.weight", 2**45, b"", "U8", (2**45,))
+    with pytest.raises(MolinkError, match=r"tensor .* is U8 \[35184372088832\], not \["):
+        plan_group("final", groups["final"], {**tensors, huge.name: huge})
+    del tensors["model.norm.weight"]
+    with pytest.raises(MolinkError, match=r"has no tensor model\.norm\.weight"):
+        plan_group("final", groups["final"], tensors)
+
+
+def test_a_plan_of_a_huge_group_is_small() -> None:
+    extent = 1 << 20
+    part = HashedEntry("t", 4 * extent * extent, b"", "F32", (extent, extent))
+    plan = plan_group("embed", {"t": (extent, extent)}, {"t": part})
+    assert plan.nbytes > 2**42
+    runs = plan.chunk_runs()
+    first, second = next(runs), next(runs)
+    assert (first.index, first.offset) == (0, len(plan.header))
+    assert (second.index, second.offset) == (1, first.offset + CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size"])
+async def test_a_config_of_absurd_size(tmp_path: Path, source: FakeSource, field: str) -> None:
+    config = {**CONFIG, "head_dim": 4, field: 2**31 - 1}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    source.library.add_model("m", tmp_path / "model")
+    case = Case(tmp_path / "store", {"a": source})
+    with pytest.raises(MolinkError, match=f"{field} has to be at most"):
+        await case.stage((0, 4))
+    assert left_behind(tmp_path / "store") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("tokenizer.json", (64 << 20) + 1), ("config.json", (16 << 20) + 1)],
+)
+async def test_metadata_is_bounded(
+    tmp_path: Path, source: FakeSource, name: str, size: int
+) -> None:
+    with (tmp_path / "model" / name).open("r+b") as file:
+        file.truncate(size)
+    source.library.add_model("m", tmp_path / "model")
+    case = Case(tmp_path / "store", {"a": source})
+    with pytest.raises(MolinkError, match=f"{name} of m has {size} bytes"):
+        await case.metadata()
+    assert source.reads == 0
+    assert left_behind(tmp_path / "store") == []
+
+
+def quantized_parts(state_bytes: int) -> dict[str, HashedEntry]:
+    """An nf4 weight ``[64, 64]`` as a manifest describes it."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    parts = {
+        name: ("U8", (2048, 1)),
+        f"{name}.absmax": ("F32", (64,)),
+        f"{name}.quant_map": ("F32", (16,)),
+        f"{name}.quant_state.bitsandbytes__nf4": ("U8", (state_bytes,)),
+    }
+    return {
+        name: HashedEntry(name, shape[0] * (4 if dtype == "F32" else 1), b"", dtype, shape)
+        for name, (dtype, shape) in parts.items()
+    }
+
+
+def test_a_quantized_weight_is_fetched_with_what_belongs_to_it() -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    parts = quantized_parts(90)
+    plan = plan_group("layer-0000", {name: (64, 64)}, parts, "nf4")
+    assert plan.parts == tuple(parts.values())
+    assert plan.nbytes == len(plan.header) + 2048 + 4 * 64 + 4 * 16 + 90
+    with pytest.raises(MolinkError, match="is U8"):
+        plan_group("layer-0000", {name: (64, 64)}, parts)
+    del parts[f"{name}.absmax"]
+    with pytest.raises(MolinkError, match=r"has no tensor .*absmax"):
+        plan_group("layer-0000", {name: (64, 64)}, parts, "nf4")
+
+
+def test_a_low_bit_weight_is_fetched_with_what_is_read_of_it() -> None:
+    module, scheme = "model.layers.0.mlp.up_proj", LowBitScheme("gptq", 4, (1, 32))
+    wanted = {"qweight": ("I32", (8, 64)), "scales": ("F16", (2, 64)), "qzeros": ("I32", (2, 8))}
+    shapes = {**wanted, "g_idx": ("I32", (64,)), "bias": ("F16", (64,))}
+    parts = {
+        f"{module}.{end}": HashedEntry(f"{module}.{end}", 0, b"", dtype, shape)
+        for end, (dtype, shape) in shapes.items()
+    }
+    asked = {f"{module}.weight": (64, 64)}
+    plan = plan_group("layer-0000", asked, parts, low_bit=scheme)
+    assert [part.name for part in plan.parts] == [f"{module}.{end}" for end in wanted]
+    with pytest.raises(MolinkError, match=r"has no tensor .*up_proj\.weight"):
+        plan_group("layer-0000", asked, parts)
+    with pytest.raises(MolinkError, match=r"qweight is I32 \[8, 64\], not \[16, 64\]"):
+        plan_group("layer-0000", asked, parts, low_bit=replace(scheme, bits=8))
+
+
+def test_what_a_quantized_weight_takes_is_bounded() -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(MolinkError, match="quant_state"):
+        plan_group("layer-0000", {name: (64, 64)}, quantized_parts(1 << 30), "nf4")
+    with pytest.raises(MolinkError, match="up_proj"):
+        plan_group("layer-0000", {name: (32, 64)}, quantized_parts(90), "nf4")
+
+
+class SlicedSource(FakeSource):
+    """Knows in which slices it was read; sends less than it should if it is ``short``."""
+
+    def __init__(self, library: ModelRepository, *, short: bool = False) -> None:
+        super().__init__(library)
+        self.slices: list[int] = []
+        self.short = short
+
+    async def read_slice(self, root: str, part: str, index: int, begin: int, length: int) -> bytes:
+        self.slices.append(length)
+        data = await super().read_slice(root, part, index, begin, length)
+        return data[1:] if self.short else data
+
+
+async def test_a_paced_stage_comes_slice_by_slice(
+    tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "SLICE", 1000)
+    monkeypatch.setattr(pacing, "MAX_SLICE", 1000)
+    sliced = SlicedSource(source.library)
+    short = SlicedSource(source.library, short=True)
+    case = Case(tmp_path / "store", {"a": short, "b": sliced})
+    folder = await case.store.fetch_stage(
+        "m", case.root, (1, 3), ModelSources(("a", "b")), rate_limited=True
+    )
+    ModelFolder.open(folder, (1, 3))
+    assert short.slices
+    assert case.connected == ["a", "b"]
+    assert case.liars == {}
+    assert max(sliced.slices) == 1000
+    assert len(sliced.slices) > 20
+    # Other stages, and those that nothing serves meanwhile, come as fast as they can.
+    sliced.slices.clear()
+    await case.store.fetch_stage("m", case.root, (0, 1), ModelSources(("b",)))
+    assert sliced.slices == []

@@ -1,0 +1,106 @@
+"""The supervised coordinator process, with stand-ins for the real one."""
+
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from molink.errors import PortInUse, UsageError
+from molink.swarm.election.events import StartCoordinatorAction
+from molink.wire.sockets.key_pair import KeyPair
+from molinkd.peer.election import coordinator_process as coordinator_module
+from molinkd.peer.election.coordinator_process import CoordinatorProcess, create_coordinator_process
+from molinkd.peer.home import Home
+from molinkd.peer.settings import Settings, load_settings
+from tests.support.net import Net
+
+GOOD = """
+import json, sys
+print("some other line")
+port = int(sys.argv[sys.argv.index("--port") + 1]) or 4321
+print(json.dumps({"port": port, "public_key": "k", "swarm": "s"}), flush=True)
+sys.stdin.read()
+"""
+BAD = "import sys; print('molink: the state is damaged', file=sys.stderr); sys.exit(1)"
+
+
+def make(tmp_path: Path, code: str) -> CoordinatorProcess:
+    return CoordinatorProcess(
+        lambda port: ["--port", str(port)], 0, tmp_path, (sys.executable, "-c", code)
+    )
+
+
+async def test_it_is_started_again_on_the_same_port(
+    tmp_path: Path, net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "BACK_OFF_S", (0.01,))
+    process = make(tmp_path, GOOD)
+    announcement = await process.start()
+    assert (announcement.port, announcement.swarm) == (4321, "s")
+    first = process.pid
+    psutil.Process(first).kill()
+    await net.until(lambda: process.pid not in (0, first))
+    second = process.pid
+    # It has one as soon as it runs a program of its own.
+    await net.until(lambda: psutil.Process(second).cmdline())
+    assert "4321" in psutil.Process(second).cmdline()
+    await process.close()
+    assert not psutil.pid_exists(second)
+    assert process.pid == 0
+
+
+NOTING = """
+import json, pathlib, sys
+print(json.dumps({"port": 4321, "public_key": "k", "swarm": "s", "term": 3}), flush=True)
+for line in sys.stdin:
+    pathlib.Path(sys.argv[-1]).write_text(line)
+"""
+
+
+async def test_a_term_that_was_raised_holds_after_a_restart(
+    tmp_path: Path, net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "BACK_OFF_S", (0.01,))
+    told = tmp_path / "told"
+    process = CoordinatorProcess(
+        lambda port: ["--port", str(port), str(told)],
+        0,
+        tmp_path,
+        (sys.executable, "-u", "-c", NOTING),
+    )
+    await process.start()
+    first = process.pid
+    psutil.Process(first).kill()
+    process.raise_term(7)
+    await net.until(lambda: told.exists() and told.read_text(encoding="utf-8") == "7\n")
+    assert process.pid != first
+    await process.close()
+
+
+async def test_why_it_cannot_start(tmp_path: Path) -> None:
+    process = make(tmp_path, BAD)
+    with pytest.raises(UsageError, match="the state is damaged"):
+        await process.start()
+    await process.close()
+
+
+async def test_a_chosen_port_that_is_taken_keeps_its_exit_code(tmp_path: Path) -> None:
+    """With the real program; a swarm's first coordinator takes no other port."""
+    home = Home(tmp_path / "home").create_folders()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = {"host": "127.0.0.1", "coordinator_port": port, "discovery": False}
+        host = ChosenPort(load_settings(home, options, {}), home, home.load_keys())
+        process = create_coordinator_process(host, None, None, StartCoordinatorAction(0), leader="")
+        with pytest.raises(PortInUse, match=f"port {port} is in use"):
+            await process.start()
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPort:
+    settings: Settings
+    home: Home
+    keys: KeyPair

@@ -1,0 +1,66 @@
+"""Models become available with the context that their pipelines have."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from molink.swarm.artifacts.sources import ModelSources
+from molink.wire.messages.instructions import Route
+from molinkd.api.backend import ServedModel
+from molinkd.peer.frontend import served_models as module
+from molinkd.peer.frontend.served_models import ServedModels
+
+
+class FakeStore:
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+
+    async def fetch_metadata(
+        self, model: str, root: str, supply: ModelSources, *, paced: bool
+    ) -> Path:
+        await self.go_on.wait()
+        return Path(model)
+
+
+def route(context: int, *, ready: bool, epoch: int = 1) -> Route:
+    return Route(
+        pipeline="p1", epoch=epoch, model="m", is_ready=ready, scheduler=None, max_model_len=context
+    )
+
+
+@pytest.fixture
+async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SimpleNamespace]:
+    config = SimpleNamespace(context=999, short_context=0)
+    monkeypatch.setattr(module.ModelConfig, "load_folder", lambda _: config)
+    changes: asyncio.Queue[list[int]] = asyncio.Queue()
+
+    def changed(models: Sequence[ServedModel]) -> None:
+        changes.put_nowait([model.max_model_len for model in models])
+
+    store = FakeStore()
+    served = ServedModels(store, changed, lambda _: None)  # type: ignore[arg-type]
+    yield SimpleNamespace(served=served, store=store, changes=changes)
+    await served.close()
+
+
+async def test_a_ready_pipeline_says_which_context_there_is(scene: SimpleNamespace) -> None:
+    scene.served.update(route(4096, ready=False))
+    assert await scene.changes.get() == [4096]
+    scene.served.update(route(1024, ready=True))
+    assert await scene.changes.get() == [1024]
+    scene.served.update(route(1024, ready=True))
+    scene.served.update(route(4096, ready=False, epoch=2))  # says nothing of what will be
+    assert scene.changes.empty()
+
+
+async def test_a_route_that_changes_while_the_tokenizer_is_fetched(scene: SimpleNamespace) -> None:
+    scene.store.go_on.clear()
+    scene.served.update(route(4096, ready=False))
+    await asyncio.sleep(0)
+    scene.served.update(route(1024, ready=True))
+    scene.store.go_on.set()
+    assert await scene.changes.get() == [1024]

@@ -1,0 +1,250 @@
+"""Belonging to a swarm: what is remembered, what a token may do, and joining over the wire."""
+
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from molink.errors import (
+    MolinkError,
+    Overloaded,
+    PeerBanned,
+    TokenError,
+    Unavailable,
+    UsageError,
+)
+from molink.swarm.membership.join_token import ContactPoint, JoinToken
+from molink.wire.messages.admin import StatusReply, StatusRequest
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.join import JoinRedirect, JoinReply, JoinRequest
+from molink.wire.sockets.key_pair import KeyPair
+from molink.wire.sockets.server import MessageSender
+from molinkd.peer.home import Home
+from molinkd.peer.membership.membership_record import (
+    MembershipRecord,
+    choose_membership,
+    join_swarm,
+    read_membership,
+    renew_membership,
+)
+from tests.support.net import Net
+
+HOME = Home(Path("nowhere"))
+COORDINATOR = KeyPair.generate()
+INVITATION = KeyPair.generate()
+KNOWN = MembershipRecord(
+    swarm="s", coordinator_key=COORDINATOR.public, addresses=("10.0.0.1:5466",), model="m"
+)
+
+
+def make_token(address: str = "10.0.0.9:5466", key: str = COORDINATOR.public) -> JoinToken:
+    return JoinToken("s", (address,), key, INVITATION.secret, int(time.time()) + 60)
+
+
+def test_it_is_remembered(tmp_path: Path) -> None:
+    path = tmp_path / "swarm.json"
+    assert read_membership(path) is None
+    KNOWN.save(path)
+    assert read_membership(path) == KNOWN
+    assert KNOWN.endpoints == ("tcp://10.0.0.1:5466",)
+    path.write_text("[]", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"swarm\.json"):
+        read_membership(path)
+
+
+def test_a_new_peer_needs_a_token() -> None:
+    assert choose_membership(HOME, None, str(make_token())) == make_token()
+    with pytest.raises(UsageError, match="in no swarm"):
+        choose_membership(HOME, None, None)
+
+
+def test_a_member_returns_without_one() -> None:
+    assert choose_membership(HOME, KNOWN, None) == KNOWN
+    with pytest.raises(UsageError, match="molink up"):
+        choose_membership(HOME, msgspec.structs.replace(KNOWN, is_founder=True), None)
+
+
+def test_a_token_of_the_same_swarm_counts() -> None:
+    """The coordinator may have forgotten this PC."""
+    assert choose_membership(HOME, KNOWN, str(make_token())) == make_token()
+    with pytest.raises(UsageError, match="molink up"):
+        choose_membership(HOME, msgspec.structs.replace(KNOWN, is_founder=True), str(make_token()))
+
+
+def test_a_member_does_not_change_swarms_by_accident() -> None:
+    with pytest.raises(UsageError, match="molink leave"):
+        choose_membership(HOME, KNOWN, str(msgspec.structs.replace(make_token(), swarm="another")))
+    # Another PC may lead the same swarm by now, with a key of its own.
+    moved = make_token(key=KeyPair.generate().public)
+    assert choose_membership(HOME, KNOWN, str(moved)) == moved
+
+
+def test_an_expired_token() -> None:
+    token = msgspec.structs.replace(make_token(), expires=1)
+    with pytest.raises(TokenError, match="expired"):
+        choose_membership(HOME, None, str(token))
+
+
+async def test_joining(net: Net) -> None:
+    seen: list[JoinRequest] = []
+
+    def handle(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
+        seen.append(message)
+        server.send(sender.identity, JoinReply(ref=message.ref, swarm="s2", peer="p"))
+
+    net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
+    server = net.server(control_codec(), handle)
+    token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
+    mine = KeyPair.generate()
+    membership = await join_swarm(net.context, mine, token, "pc")
+    assert membership.swarm == "s2"
+    assert membership.coordinator_key == net.keys.public
+    assert (seen[0].public_key, seen[0].name) == (mine.public, "pc")
+
+
+async def test_an_invitation_that_is_not_known(net: Net) -> None:
+    server = net.server(control_codec(), lambda *_: None)
+    token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
+    with pytest.raises(TokenError, match="was ended or has expired"):
+        await join_swarm(net.context, KeyPair.generate(), token, "pc")
+
+
+class Refusing:
+    """A coordinator that answers with these errors first, and then lets everybody in."""
+
+    def __init__(self, net: Net, *errors: MolinkError) -> None:
+        self.errors = list(errors)
+        net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
+        self.server = net.server(control_codec(), self._handle)
+        self.token = make_token(f"127.0.0.1:{self.server.port}", net.keys.public)
+
+    def _handle(
+        self, sender: MessageSender, message: JoinRequest, _payload: memoryview | None
+    ) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.server.send(sender.identity, JoinReply(ref=message.ref, swarm="s2", peer="p"))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TokenError("was for one PC"), TokenError),
+        (PeerBanned("was for one PC"), PeerBanned),
+        (Unavailable("was for one PC"), Unavailable),
+    ],
+)
+async def test_what_the_coordinator_says_is_passed_on(
+    net: Net, error: MolinkError, kind: type[MolinkError]
+) -> None:
+    refusing = Refusing(net, error)
+    with pytest.raises(kind, match="was for one PC"):
+        await join_swarm(net.context, KeyPair.generate(), refusing.token, "pc")
+
+
+async def test_one_of_too_many_at_once_tries_again(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("molinkd.peer.membership.membership_record._AGAIN_S", 0.01)
+    refusing = Refusing(net, Overloaded("too many"), Overloaded("too many"))
+    assert (await join_swarm(net.context, KeyPair.generate(), refusing.token, "pc")).swarm == "s2"
+    assert refusing.errors == []
+    monkeypatch.setattr("molinkd.peer.membership.membership_record._JOIN_S", 0.0)
+    refusing.errors = [Overloaded("too many")] * 9
+    with pytest.raises(Unavailable, match="can't join"):
+        await join_swarm(net.context, KeyPair.generate(), refusing.token, "pc")
+
+
+async def test_a_connection_that_breaks_before_the_answer(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator shuts another PC out at that moment."""
+
+    def handle(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
+        seen.append(message)
+        if len(seen) == 1:
+            server.drop_peer("another")
+        else:
+            server.send(sender.identity, JoinReply(ref=message.ref, swarm="s2", peer="p"))
+
+    monkeypatch.setattr("molinkd.peer.membership.membership_record._AGAIN_S", 0.01)
+    seen: list[JoinRequest] = []
+    net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
+    server = net.server(control_codec(), handle)
+    token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
+    assert (await join_swarm(net.context, KeyPair.generate(), token, "pc")).swarm == "s2"
+    assert len(seen) == 2
+
+
+async def test_a_coordinator_with_another_key(net: Net) -> None:
+    server = net.server(control_codec(), lambda *_: None)
+    token = make_token(f"127.0.0.1:{server.port}", KeyPair.generate().public)
+    with pytest.raises(TokenError, match="another swarm"):
+        await join_swarm(net.context, KeyPair.generate(), token, "pc")
+
+
+async def test_nobody_there(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("molinkd.peer.membership.membership_record._JOIN_S", 0.2)
+    with pytest.raises(Unavailable, match="can't join"):
+        await join_swarm(net.context, KeyPair.generate(), make_token("127.0.0.1:9"), "pc")
+
+
+async def test_a_member_sends_a_guest_on_to_the_coordinator(net: Net) -> None:
+    """The one that the token names is gone, and another PC leads."""
+
+    def admit(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
+        coordinator.send(sender.identity, JoinReply(ref=message.ref, swarm="s", peer="me"))
+
+    def send_on(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
+        where = (f"127.0.0.1:{coordinator.port}",)
+        member.send(
+            sender.identity,
+            JoinRedirect(ref=message.ref, coordinator_key=net.keys.public, addresses=where),
+        )
+
+    coordinator = net.server(control_codec(), admit)
+    member = net.server(control_codec(), send_on)
+    net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
+    token = msgspec.structs.replace(
+        make_token("127.0.0.1:1"),
+        contact_points=(ContactPoint(net.keys.public, (f"127.0.0.1:{member.port}",)),),
+    )
+    joined = await join_swarm(net.context, KeyPair.generate(), token, "pc")
+    assert joined.addresses == (f"127.0.0.1:{coordinator.port}",)
+
+
+@pytest.mark.parametrize("answer", [PeerBanned("this PC was shut out"), None])
+async def test_a_swarm_that_has_shut_this_pc_out_is_asked_again(
+    net: Net, answer: MolinkError | None
+) -> None:
+    def handle(sender: MessageSender, message: StatusRequest, _payload: memoryview | None) -> None:
+        if answer is not None:
+            raise answer
+        server.send(
+            sender.identity, StatusReply(ref=message.ref, payload=Payload("u8", (2,))), b"{}"
+        )
+
+    mine = net.member("pc")
+    server = net.server(control_codec(), handle)
+    known = MembershipRecord(
+        swarm="s",
+        coordinator_key=net.keys.public,
+        addresses=(f"127.0.0.1:{server.port}",),
+        is_banned=True,
+    )
+    if answer is None:
+        assert not (await renew_membership(net.context, mine, known)).is_banned
+        return
+    with pytest.raises(PeerBanned, match="was shut out"):
+        await renew_membership(net.context, mine, known)
+
+
+async def test_a_swarm_that_has_ended_takes_nobody_back(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("molinkd.peer.membership.membership_record._GUIDE_S", 0.1)
+    known = msgspec.structs.replace(KNOWN, addresses=("127.0.0.1:1",), is_banned=True)
+    with pytest.raises(PeerBanned):
+        await renew_membership(net.context, KeyPair.generate(), known)

@@ -1,0 +1,221 @@
+"""Whether others' ports can be reached: tried on real sockets."""
+
+import asyncio
+import socket
+
+import pytest
+
+from molink.facts.identity import derive_peer_id
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.instructions import PeerInfo
+from molink.wire.sockets.key_pair import KeyPair
+from molinkd.peer.membership.membership_record import probe as module
+from molinkd.peer.membership.peer_prober import PeerProber
+from tests.support.net import Net
+
+
+def member(public_key: str, port: int, *addresses: str) -> PeerInfo:
+    return PeerInfo(
+        peer=derive_peer_id(public_key),
+        name="x",
+        public_key=public_key,
+        addresses=addresses or ("127.0.0.1",),
+        control_port=port,
+    )
+
+
+async def test_it_tries_until_the_port_is_open(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    told: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
+    prober = PeerProber(net.context, net.member(), lambda *said: told.put_nowait(said))
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        target = member(net.keys.public, closed.getsockname()[1])
+        prober.add_peer(target)
+        assert await told.get() == (target.peer, False, None, False)
+        assert await told.get() == (target.peer, False, None, False)
+    monkeypatch.setattr(module, "PATIENCE_S", 10.0)
+    server = net.server(control_codec(), lambda *_: None)
+    # It listens elsewhere now; one of its addresses is enough.
+    prober.add_peer(member(net.keys.public, server.port, "127.0.0.9", "127.0.0.1"))
+    while not (said := await told.get())[1]:
+        pass
+    assert said == (target.peer, True, None, False)
+    peer, reached, latency, relayed = said = await told.get()
+    assert (peer, reached, relayed) == (target.peer, True, False)
+    assert 0 < latency < 5.0
+    prober.report_all()
+    assert told.get_nowait() == said
+    prober.drop_peer(target.peer)
+    prober.report_all()
+    assert told.empty()
+    await prober.close()
+
+
+async def test_a_latency_is_told_again_where_it_has_changed(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MEASURE_S", 0.0)
+    measured = iter([None, 0.010, 0.0105, 0.0115, None, 0.014, 0.030])
+    over = asyncio.Event()
+
+    async def latency(hosts: object, port: int) -> float | None:
+        for away in measured:
+            return away
+        over.set()
+        return None
+
+    monkeypatch.setattr(module, "latency", latency)
+    told: list[float | None] = []
+    prober = PeerProber(net.context, net.member(), lambda *said: told.append(said[2]))
+    server = net.server(control_codec(), lambda *_: None)
+    prober.add_peer(member(net.keys.public, server.port))
+    await asyncio.wait_for(over.wait(), 30)
+    await prober.close()
+    assert told == [None, 0.010, 0.014, 0.030]
+
+
+async def test_a_few_members_are_tried_at_once(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each PC of a swarm that starts tries all others: their handshakes would fill its day."""
+    under_way = most = 0
+
+    async def can_connect(*_: object) -> bool:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        return True
+
+    monkeypatch.setattr(module, "can_connect", can_connect)
+    monkeypatch.setattr(module, "latency", lambda *_: asyncio.sleep(0, 0.001))
+    told: asyncio.Queue[str] = asyncio.Queue()
+    prober = PeerProber(net.context, net.member(), lambda *said: told.put_nowait(said[0]))
+    targets = [member(net.member().public, 1) for _ in range(20)]
+    for target in targets:
+        prober.add_peer(target)
+    reached = {await told.get() for _ in range(2 * len(targets))}
+    await prober.close()
+    assert reached == {target.peer for target in targets}
+    assert most == 4
+
+
+def test_who_tries_many_leaves_time_to_others() -> None:
+    assert module.pause_after(0.02, 8) == 0.0, "a few are tried at once"
+    assert module.pause_after(0.02, 9) == pytest.approx(0.18)
+    assert module.pause_after(0.5, 50) == 3.0, "PCs are busy, or far away"
+
+
+async def test_a_round_trip_so_short_that_less_would_be_no_news_is_measured_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        monkeypatch.setattr(module, "_ENOUGH_S", 10.0)
+        assert await module.latency(["127.0.0.1"], server.getsockname()[1]) is not None
+        server.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+class FakeDetours:
+    """A detour to every member, which leads to ``port``."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.latencies: list[float | None] = [0.02, None]
+
+    def local_endpoint(self, peer: str, port: int) -> str:
+        return f"tcp://127.0.0.1:{self.port}" if self.port else ""
+
+    async def measure_latency(self, peer: str) -> float | None:
+        return self.latencies.pop(0) if self.latencies else None
+
+
+async def test_a_member_that_is_reached_by_a_detour(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(module, "DETOUR_S", 0.0)
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    told: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
+    server = net.server(control_codec(), lambda *_: None)
+    relayed_routes = FakeDetours(0)
+    prober = PeerProber(
+        net.context, net.member(), lambda *said: told.put_nowait(said), relayed_routes
+    )
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        target = member(net.keys.public, closed.getsockname()[1])
+        prober.add_peer(target)
+        assert await told.get() == (target.peer, False, None, False)
+        monkeypatch.setattr(module, "PATIENCE_S", 5.0)
+        relayed_routes.port = server.port
+        prober.retry_peer(target.peer)
+        prober.retry_peer("nobody")
+        while not (said := await told.get())[1]:
+            pass
+        assert said == (target.peer, True, None, True)
+        assert await told.get() == (target.peer, True, 0.02, True)
+        # Once nothing comes back, all ways are tried again.
+        assert await told.get() == (target.peer, True, None, True)
+        await prober.close()
+
+
+async def test_the_latency_of_who_is_not_there_is_unknown() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        assert await module.latency(["127.0.0.1"], closed.getsockname()[1]) is None
+    assert await module.latency([], 1) is None
+
+
+async def test_who_does_not_know_us_has_answered_and_another_has_not(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = net.server(control_codec(), lambda *_: None)
+    target = [f"tcp://127.0.0.1:{server.port}"]
+    codec, stranger = control_codec(), KeyPair.generate()
+    key = net.keys.public
+    assert await module.can_connect(net.context, stranger, codec, key, target)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.3)
+    other = KeyPair.generate().public
+    assert not await module.can_connect(net.context, net.member(), codec, other, target)
+    assert not await module.can_connect(net.context, net.member(), codec, key, [])
+
+
+async def test_who_has_answered_at_one_address_is_not_waited_for_at_others(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 3600.0)
+    server = net.server(control_codec(), lambda *_: None)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        targets = [f"tcp://127.0.0.1:{port}" for port in (closed.getsockname()[1], server.port)]
+        tried = module.can_connect(
+            net.context, net.member(), control_codec(), net.keys.public, targets
+        )
+        assert await asyncio.wait_for(tried, 60)
+
+
+async def test_a_try_during_which_it_stood_still_is_made_again(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    time, tries, stopped = loop.time, [], 0.0
+    monkeypatch.setattr(loop, "time", lambda: time() + stopped)
+
+    async def answers(*_: object) -> bool:
+        nonlocal stopped
+        tries.append(stopped)
+        if len(tries) == 1:
+            stopped = 60.0
+            return False
+        return len(tries) == 2
+
+    monkeypatch.setattr(module, "_answers", answers)
+    given = net.context, KeyPair.generate(), control_codec(), net.keys.public, ["tcp://x:1"]
+    assert await module.can_connect(*given)
+    assert len(tries) == 2
+    assert not await module.can_connect(*given)
+    assert len(tries) == 3

@@ -1,0 +1,351 @@
+"""A relay and its ends on loopback, and what strangers and slow readers can do to it: nothing."""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+
+from molink.wire.messages.instructions import FormPipeline, StageAddress
+from molink.wire.messages.relay import (
+    NONCE_BYTES,
+    PEER_ARRIVED,
+    CloseRelay,
+    OpenRelay,
+    RelayedRoute,
+    compute_proof,
+)
+from molinkd.peer.membership.membership_record import detours as ends
+from molinkd.peer.membership.membership_record import relay as module
+from molinkd.peer.membership.relay_server import MAX_STRANGERS, RelayServer, authenticate_end
+from molinkd.peer.membership.relayed_routes import RelayedRoutes
+from molinkd.splice import CHUNK_BYTES, Stream
+from tests.support.net import until
+
+SECRET = b"s" * 32
+ID = 7
+
+
+class Bench:
+    """A relay, its two ends, and a server behind the one that waits."""
+
+    def __init__(self, relay: RelayServer) -> None:
+        self.relay = relay
+        self.port = 0
+        self.allowed: set[int] = set()
+        self.changed: list[str] = []
+        self.dialling = RelayedRoutes("127.0.0.1", set, self.changed.append)
+        self.waiting = RelayedRoutes("127.0.0.1", lambda: self.allowed, lambda _: None)
+        self.server: asyncio.Server | None = None
+        self.accepted: list[Stream] = []
+        self.streams: list[Stream] = []
+
+    async def serve(self) -> int:
+        """A server that answers with what it is sent, in capitals; its port."""
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self.accepted.append((reader, writer))
+            with suppress(OSError):
+                while data := await reader.read(CHUNK_BYTES):
+                    writer.write(data.upper())
+                    await writer.drain()
+            writer.close()
+
+        self.server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = int(self.server.sockets[0].getsockname()[1])
+        self.allowed.add(port)
+        return port
+
+    def open(self) -> None:
+        self.port = self.relay.open_relay(OpenRelay(id=ID, secret=SECRET))
+        told = {"id": ID, "secret": SECRET, "addresses": ("127.0.0.1",), "port": self.port}
+        self.waiting.on_message(RelayedRoute(peer="a", role="waits", **told))
+        self.dialling.on_message(RelayedRoute(peer="b", role="dials", **told))
+
+    async def dial(self, port: int) -> Stream:
+        where = self.dialling.local_endpoint("b", port)
+        return await self.connect(int(where.rpartition(":")[2]))
+
+    async def visit(self) -> Stream:
+        return await self.connect(self.port)
+
+    async def connect(self, port: int) -> Stream:
+        stream = await asyncio.open_connection("127.0.0.1", port)
+        self.streams.append(stream)
+        return stream
+
+    async def close(self) -> None:
+        await self.dialling.close()
+        await self.waiting.close()
+        await self.relay.close()
+        for _, writer in (*self.accepted, *self.streams):
+            writer.transport.abort()
+        if self.server is not None:
+            self.server.close()
+            await self.server.wait_closed()
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    made = Bench(RelayServer("127.0.0.1", 0))
+    yield made
+    await made.close()
+    await until(lambda: not any("molink" in one.get_name() for one in asyncio.all_tasks()))
+    await asyncio.sleep(0)  # what was aborted is closed one turn later
+
+
+async def ended(stream: Stream) -> bytes:
+    """What comes until the other side ends."""
+    async with asyncio.timeout(20):
+        with suppress(OSError):
+            return await stream[0].read()
+    return b""
+
+
+async def test_bytes_go_both_ways_over_several_connections(bench: Bench) -> None:
+    port = await bench.serve()
+    bench.open()
+    assert bench.changed == ["b"]
+    for text in (b"first", b"x" * 300_000, b"third"):
+        reader, writer = await bench.dial(port)
+        writer.write(text)
+        async with asyncio.timeout(20):
+            assert await reader.readexactly(len(text)) == text.upper()
+        writer.close()
+    assert bench.relay.bytes_relayed > 600_000
+
+
+async def test_how_far_away_the_other_end_is(bench: Bench) -> None:
+    bench.open()
+    latency = await bench.dialling.measure_latency("b")
+    assert latency is not None
+    assert 0 < latency < 5
+    assert await bench.dialling.measure_latency("nobody") is None
+
+
+async def test_a_detour_leads_to_our_own_ports_only(bench: Bench) -> None:
+    port = await bench.serve()
+    bench.allowed.clear()
+    bench.open()
+    stream = await bench.dial(port)
+    stream[1].write(b"hello")
+    assert await ended(stream) == b""
+    assert bench.accepted == []
+
+
+async def test_the_end_of_one_side_is_that_of_the_other(bench: Bench) -> None:
+    port = await bench.serve()
+    bench.open()
+    streams = []
+    for _ in range(2):
+        reader, writer = await bench.dial(port)
+        writer.write(b"a")
+        assert await reader.readexactly(1) == b"A"
+        streams.append((reader, writer))
+    first, second = streams
+    bench.accepted[0][1].close()  # the server's side
+    assert await ended(first) == b""
+    second[1].close()  # ours
+    await until(lambda: bench.accepted[1][1].is_closing())
+    await until(lambda: bench.relay.num_connections <= 1)
+
+
+async def test_what_is_told_to_workers_and_heads(bench: Bench) -> None:
+    bench.open()
+    stages = [
+        StageAddress(peer=peer, public_key="k" * 40, addresses=("10.9.9.9",), port=5468)
+        for peer in ("a", "b")
+    ]
+    form = FormPipeline(pipeline="p", epoch=1, ring=tuple(stages), blocks=1, micro_batches=1)
+    told = bench.dialling.localize_order(form)
+    assert isinstance(told, FormPipeline)
+    assert told.ring[0] == stages[0]
+    assert told.ring[1].addresses == ("127.0.0.1",)
+    assert told.ring[1].port != 5468
+    assert bench.dialling.localize_order(form) == told
+    bench.dialling.on_message(CloseRelay(id=ID))
+    assert bench.dialling.localize_order(form) == form
+    assert bench.changed == ["b", "b"]
+
+
+async def test_when_the_relay_is_told_to_stop_all_ends(bench: Bench) -> None:
+    port = await bench.serve()
+    bench.open()
+    stream = await bench.dial(port)
+    stream[1].write(b"a")
+    assert await stream[0].readexactly(1) == b"A"
+    bench.relay.close_relay(ID)
+    assert await ended(stream) == b""
+    assert bench.relay.port == 0
+    with pytest.raises(OSError, match=r".*"):
+        await bench.visit()
+    # And it can be asked again.
+    assert bench.relay.open_relay(OpenRelay(id=8, secret=SECRET)) != 0
+
+
+# --- attacks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"GET / HTTP/1.1\r\n" + b"x" * 64,
+        bytes(41),
+        compute_proof(ID, "dials", b"wrong" + bytes(27), bytes(NONCE_BYTES)),
+        compute_proof(ID, "dials", SECRET, bytes(NONCE_BYTES)),  # that of another nonce
+        compute_proof(99, "dials", SECRET, bytes(NONCE_BYTES)),
+    ],
+)
+async def test_a_stranger_is_cut_off(bench: Bench, answer: bytes) -> None:
+    port = await bench.serve()
+    bench.open()
+    await until(lambda: bench.relay.num_connections == 1)
+    stream = await bench.visit()
+    stream[1].write(answer)
+    assert len(await ended(stream)) == NONCE_BYTES
+    assert bench.relay.num_connections == 1
+    good = await bench.dial(port)
+    good[1].write(b"a")
+    assert await good[0].readexactly(1) == b"A"
+
+
+async def test_what_was_overheard_can_not_be_said_again(bench: Bench) -> None:
+    """The proof is one of a nonce that never comes again."""
+    bench.open()
+    stream = await bench.visit()
+    nonce = await stream[0].readexactly(NONCE_BYTES)
+    overheard = compute_proof(ID, "waits", SECRET, nonce)
+    again = await bench.visit()
+    assert await again[0].readexactly(NONCE_BYTES) != nonce
+    again[1].write(overheard)
+    assert await ended(again) == b""
+    stream[1].close()
+
+
+async def test_those_who_say_nothing_are_sent_away(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TALK_S", 0.2)
+    bench.open()
+    stream = await bench.visit()
+    assert len(await ended(stream)) == NONCE_BYTES
+
+
+async def test_a_flood_of_strangers_keeps_no_member_out(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TALK_S", 1.0)
+    port = await bench.serve()
+    bench.open()
+    await until(lambda: bench.relay.num_connections == 1)
+    flood = [socket.create_connection(("127.0.0.1", bench.port)) for _ in range(16)]
+    await until(lambda: len(bench.relay._unauthenticated) >= 16)
+    assert len(bench.relay._unauthenticated) <= MAX_STRANGERS
+    good = await bench.dial(port)
+    good[1].write(b"a")
+    async with asyncio.timeout(30):
+        assert await good[0].readexactly(1) == b"A"
+    for one in flood:
+        one.close()
+
+
+async def test_an_end_has_so_many_connections_at_most(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_OF_RELAY", 4)
+    bench.open()
+    streams = []
+    for _ in range(6):
+        stream = await bench.visit()
+        await authenticate_end(stream, ID, "dials", SECRET)
+        streams.append(stream)
+    assert await ended(streams[-1]) == b""
+    for _, writer in streams:
+        writer.transport.abort()
+
+
+async def test_one_that_waits_is_replaced_by_the_next(bench: Bench) -> None:
+    bench.port = bench.relay.open_relay(OpenRelay(id=ID, secret=SECRET))
+    first, second = await bench.visit(), await bench.visit()
+    await authenticate_end(first, ID, "waits", SECRET)
+    await until(lambda: bench.relay.num_connections == 1)
+    await authenticate_end(second, ID, "waits", SECRET)
+    assert await ended(first) == b""
+    dialling = await bench.visit()
+    await authenticate_end(dialling, ID, "dials", SECRET)
+    dialling[1].write(b"hello")
+    assert await second[0].readexactly(6) == PEER_ARRIVED + b"hello"
+    for _, writer in (second, dialling):
+        writer.transport.abort()
+
+
+async def test_a_slow_reader_slows_down_who_sends_and_fills_no_memory(bench: Bench) -> None:
+    bench.port = bench.relay.open_relay(OpenRelay(id=ID, secret=SECRET))
+    reading, sending = await bench.visit(), await bench.visit()
+    await authenticate_end(reading, ID, "waits", SECRET)
+    await authenticate_end(sending, ID, "dials", SECRET)
+    assert await reading[0].readexactly(1) == PEER_ARRIVED
+    reading[1].transport.pause_reading()  # type: ignore[attr-defined]
+    data, sent = secrets.token_bytes(1 << 20), 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(1.0):
+            while sent < 1 << 30:
+                sending[1].write(data)
+                await sending[1].drain()
+                sent += len(data)
+    # What the sockets of three processes hold, and no gigabyte.
+    assert bench.relay.bytes_relayed < 64 << 20
+    stuck = bench.relay.bytes_relayed
+    assert sent - stuck < 64 << 20
+    for _, writer in (reading, sending):
+        writer.transport.abort()
+    await until(lambda: bench.relay.num_connections == 0)
+
+
+async def test_so_many_bytes_a_second_and_no_more(bench: Bench) -> None:
+    slow = RelayServer("127.0.0.1", 0, rate=1e6)
+    bench.relay = slow
+    port = await bench.serve()
+    bench.open()
+    reader, writer = await bench.dial(port)
+    loop = asyncio.get_running_loop()
+    began, size = loop.time(), 500_000
+    writer.write(b"x" * size)
+    await reader.readexactly(size)
+    assert loop.time() - began > 0.8  # there and back
+
+
+async def test_a_relay_that_is_gone_does_not_spin(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ends, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(ends, "_TRIES", 3)
+    bench.open()
+    await until(lambda: bench.relay.num_connections == 1)
+    bench.relay.close_relay(ID)
+    await until(lambda: not bench.waiting._tasks[ID])
+    assert await bench.dialling.measure_latency("b") is None
+
+
+async def test_detours_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ends, "MAX_DETOURS", 1)
+    bench.open()
+    told = {"id": 9, "secret": SECRET, "addresses": ("127.0.0.1",), "port": bench.port}
+    bench.dialling.on_message(RelayedRoute(peer="c", role="dials", **told))
+    assert bench.dialling.local_endpoint("c", 1) == ""
+    assert bench.dialling.local_endpoint("b", 1) != ""
+
+    def full(*_: object) -> None:
+        raise OSError("no descriptors")
+
+    monkeypatch.setattr(ends, "listen", full)
+    assert bench.dialling.local_endpoint("b", 2) == ""
+
+
+async def test_what_nobody_uses_is_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.relay.open_relay(OpenRelay(id=1, secret=SECRET))
+    monkeypatch.setattr(module, "UNUSED_S", -1.0)
+    bench.relay.open_relay(OpenRelay(id=2, secret=SECRET))
+    assert list(bench.relay._sessions) == [2]

@@ -1,0 +1,86 @@
+import pytest
+
+from molink.facts.profile import Profile
+from molink.facts.ring_times import LinkFacts, RingTimes
+from molink.ring.round_trip import MAX_SLOWDOWN, OVERDUE, SMOOTHING, RoundTripClock
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data_plane import RequestSlice, Volume
+
+#: Two stages of 10 ms, and 40 ms on each link: a turn takes 100 ms.
+TIMES = RingTimes([Profile(decode=((64, 0.01),))] * 2, [LinkFacts(0.04)] * 2, 8192)
+TURN = 0.1
+
+
+def decode(*requests: int) -> Volume:
+    rows = tuple(RequestSlice(request, 4, 1, 0) for request in requests)
+    return Volume(1, False, rows, Payload("f32", (len(rows), 4)))
+
+
+def test_the_same_requests_come_again_a_turn_later() -> None:
+    clock = RoundTripClock(TIMES)
+    assert clock.on_decode_finished(decode(1, 2), 1.0) == pytest.approx(TURN)
+    assert clock.on_decode_finished(decode(3, 4), 1.03) == pytest.approx(TURN - 0.03)
+    assert clock.on_decode_finished(decode(1, 2), 1.1) == pytest.approx(0.03)
+    assert clock.on_decode_finished(decode(3, 4), 1.13) == pytest.approx(0.07)
+
+
+def test_rows_that_go_ahead_are_no_turn() -> None:
+    clock = RoundTripClock(TIMES)
+    assert clock.on_decode_finished(decode(1), 1.0) == pytest.approx(TURN)
+    ahead = Volume(2, False, (RequestSlice(1, 5, 2, 1, drafts=(7, 8)),), Payload("f32", (2, 4)))
+    assert clock.on_decode_finished(ahead, 1.02) == pytest.approx(TURN - 0.02)
+    assert clock.on_decode_finished(decode(1), 1.0 + TURN) == pytest.approx(TURN)
+
+
+def test_requests_may_come_in_other_company() -> None:
+    clock = RoundTripClock(TIMES)
+    clock.on_decode_finished(decode(1, 2), 1.0)
+    clock.on_decode_finished(decode(3), 1.02)
+    assert clock.on_decode_finished(decode(2, 3), 1.05) == pytest.approx(0.05), "1 is still to come"
+
+
+def test_late_rows_are_expected_at_once_and_then_not_at_all() -> None:
+    clock = RoundTripClock(TIMES)
+    clock.on_decode_finished(decode(1), 1.0)
+    assert clock.on_decode_finished(decode(2), 1.0 + TURN + 0.01) == 0
+    late = 1.0 + TURN * (1 + OVERDUE) + 0.001
+    assert clock.on_decode_finished(decode(3), late) == pytest.approx(1.11 + TURN - late)
+
+
+def test_requests_that_are_over_are_not_expected() -> None:
+    clock = RoundTripClock(TIMES)
+    clock.on_decode_finished(decode(1, 2), 1.0)
+    clock.on_request_finished(1)
+    assert clock.on_decode_finished(decode(3), 1.05) == pytest.approx(0.05)
+    clock.on_request_finished(2)
+    clock.on_request_finished(2)
+    assert clock.on_decode_finished(decode(3), 1.15) == pytest.approx(TURN)
+
+
+def test_turns_that_take_longer_are_expected_to() -> None:
+    clock = RoundTripClock(TIMES)
+    now, after = 1.0, None
+    for _ in range(40):
+        after = clock.on_decode_finished(decode(1, 2), now)
+        now += 2 * TURN
+    assert after == pytest.approx(2 * TURN, rel=0.01)
+    now += 100 * TURN
+    assert clock.on_decode_finished(decode(1, 2), now) == pytest.approx(
+        TURN * (2 + SMOOTHING * (MAX_SLOWDOWN - 2)), rel=0.01
+    )
+
+
+def test_what_never_comes_again_is_forgotten() -> None:
+    clock = RoundTripClock(TIMES)
+    for request in range(1000):
+        clock.on_decode_finished(decode(request), request * TURN)
+    assert len(clock._expected) < 10
+    assert len(clock._by_request) < 10
+
+
+@pytest.mark.parametrize("times", [RingTimes([], [], 8192), RingTimes([Profile()], [], 8192)])
+def test_nothing_is_known_of_the_ring(times: RingTimes) -> None:
+    clock = RoundTripClock(times)
+    assert clock.on_decode_finished(decode(1), 1.0) is None
+    clock.times = TIMES
+    assert clock.on_decode_finished(decode(1), 1.1) == pytest.approx(TURN)

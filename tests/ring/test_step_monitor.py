@@ -1,0 +1,153 @@
+"""Predictions of steps: never too short for a healthy stage, whatever came before.
+
+And when failing steps mean a broken device, and when only a batch that was too large.
+"""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molink.facts.profile import Profile
+from molink.ring.step_monitor import (
+    LARGE_STEP_WEIGHT,
+    MAX_FAILED_STEPS,
+    SLACK,
+    FailureTracker,
+    StepSize,
+    StepTimePredictor,
+)
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data_plane import RequestSlice, Volume
+
+SMALL, LARGE = StepSize(4, 100), StepSize(512, 512)
+PROFILE = Profile(
+    decode=((1, 0.01), (8, 0.024)),
+    prefill=((16, 0.05), (64, 0.2)),
+    context=100,
+    decode_token_s=1e-5,
+    prefill_token_s=1e-6,
+)
+
+
+def decode(*contexts: int) -> Volume:
+    rows = tuple(RequestSlice(i, start, 1, 1) for i, start in enumerate(contexts))
+    return Volume(9, False, rows, Payload("i32", (len(rows),)))
+
+
+def chunk(count: int, start: int = 0) -> Volume:
+    return Volume(9, True, (RequestSlice(0, start, count, 1),), Payload("i32", (count,)))
+
+
+@pytest.mark.parametrize(
+    ("volumes", "seconds"),
+    [
+        ([decode(100)], 0.01),
+        ([decode(0, 50, 100)], 0.014),
+        ([decode(1100, 100)], 0.012 + 2 * 500 * 1e-5),
+        ([chunk(64)], 0.2),
+        ([chunk(32, start=1000)], 0.1 + 32 * 1000 * 1e-6),
+        ([decode(100), chunk(64)], 0.21),
+    ],
+)
+def test_a_step_takes_as_long_as_its_volumes_one_after_another(
+    volumes: list[Volume], seconds: float
+) -> None:
+    expected = StepTimePredictor(PROFILE).begin_step(volumes)
+    assert expected.expected_s == pytest.approx(seconds)
+    assert expected.max_s == pytest.approx(SLACK * seconds)
+
+
+def test_without_a_measured_chunk_a_row_counts_as_a_step() -> None:
+    times = StepTimePredictor(Profile(decode=((1, 0.5),)))
+    assert times.begin_step([chunk(64)]).expected_s == 32.0
+
+
+def test_without_a_profile_nothing_is_predicted() -> None:
+    times = StepTimePredictor(Profile())
+    assert times.begin_step([decode(1), chunk(64)]).max_s == 0.0
+    times.end_step(5.0)
+    assert times.begin_step([chunk(64)]).max_s == 0.0
+
+
+def test_slow_steps_raise_the_prediction_and_quick_ones_only_the_likely_time() -> None:
+    times = StepTimePredictor(PROFILE)
+    for _ in range(100):
+        times.begin_step([decode(100)])
+        times.end_step(0.03)
+    slow = times.begin_step([decode(100)])
+    assert slow.expected_s == pytest.approx(0.03, rel=0.01)
+    assert slow.max_s == pytest.approx(SLACK * 0.03, rel=0.01)
+    for _ in range(100):
+        times.begin_step([decode(100)])
+        times.end_step(0.005)
+    quick = times.begin_step([decode(100)])
+    assert quick.expected_s == pytest.approx(0.005, rel=0.01)
+    assert quick.max_s == pytest.approx(SLACK * 0.01)
+
+
+@given(st.lists(st.floats(0, 10), max_size=50), st.integers(1, 1024), st.integers(0, 10_000))
+def test_after_any_past_a_chunk_has_more_time_than_was_measured(
+    past: list[float], count: int, start: int
+) -> None:
+    times = StepTimePredictor(PROFILE)
+    for seconds in past:
+        times.begin_step([decode(100)])
+        times.end_step(seconds)
+    maximum = times.begin_step([chunk(count, start)]).max_s
+    assert maximum >= SLACK * PROFILE.prefill_s(count, start) * (1 - 1e-9)
+
+
+def test_failures_one_after_another_end_it() -> None:
+    patience = FailureTracker()
+    patience.on_step_succeeded(LARGE)
+    for _ in range(MAX_FAILED_STEPS - 1):
+        patience.on_step_failed(SMALL, out_of_memory=False)
+        assert not patience.is_exhausted
+    patience.on_step_failed(SMALL, out_of_memory=False)
+    assert patience.is_exhausted
+    assert patience.failures == MAX_FAILED_STEPS
+
+
+def test_a_step_that_works_forgives_all_before_it() -> None:
+    patience = FailureTracker()
+    for _ in range(10 * MAX_FAILED_STEPS):
+        patience.on_step_failed(SMALL, out_of_memory=False)
+        patience.on_step_succeeded(SMALL)
+    assert not patience.is_exhausted
+    assert patience.failures == 0
+
+
+def test_large_batches_that_run_out_of_memory_are_their_own_fault() -> None:
+    patience = FailureTracker()
+    patience.on_step_succeeded(SMALL)
+    for _ in range(MAX_FAILED_STEPS * LARGE_STEP_WEIGHT - 1):
+        patience.on_step_failed(LARGE, out_of_memory=True)
+        assert not patience.is_exhausted
+
+
+def test_but_not_for_ever() -> None:
+    patience = FailureTracker()
+    for _ in range(MAX_FAILED_STEPS * LARGE_STEP_WEIGHT):
+        patience.on_step_failed(LARGE, out_of_memory=True)
+    assert patience.is_exhausted
+
+
+def test_memory_that_is_gone_for_steps_which_worked_before_ends_it_soon() -> None:
+    patience = FailureTracker()
+    patience.on_step_succeeded(LARGE)
+    for _ in range(MAX_FAILED_STEPS):
+        patience.on_step_failed(SMALL, out_of_memory=True)
+    assert patience.is_exhausted
+
+
+def test_a_step_is_larger_if_it_has_more_rows_or_a_longer_context() -> None:
+    volume = Volume(
+        3, False, (RequestSlice(0, 99, 1, 1), RequestSlice(1, 7, 3, 1)), Payload("i32", (4,))
+    )
+    assert StepSize.of_volumes([volume]) == StepSize(4, 110)
+    assert StepSize.of_volumes([]) == StepSize()
+    worked = StepSize(4, 110)
+    assert not worked.exceeds(worked)
+    assert StepSize(5, 5).exceeds(worked)
+    assert StepSize(1, 111).exceeds(worked)
+    assert worked.merge_with(StepSize(5, 5)) == StepSize(5, 110)

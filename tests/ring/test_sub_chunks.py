@@ -1,0 +1,121 @@
+"""Sizes of pieces for a GPU, a CPU, and who knows what."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molink.facts.profile import UNKNOWN_PROFILE, Profile
+from molink.ring.sub_chunks import (
+    MIN_ROWS,
+    EfficientSubChunks,
+    WholeVolumePolicy,
+    create_sub_chunk_policy,
+)
+
+TILE = 64
+#: Reading the weights takes 20 ms; from 64 rows on each costs 0.1 ms, in full tiles.
+GPU = Profile(
+    decode=((1, 0.02),),
+    prefill=tuple((x, 0.018 + 1e-4 * -(-x // TILE) * TILE) for x in (16, 64, 128, 256, 512)),
+    tile=TILE,
+)
+#: Each row costs the same from a few on.
+CPU = Profile(decode=((1, 0.01),), prefill=tuple((x, 0.02 + 0.005 * x) for x in (16, 64, 256)))
+PROFILES = st.sampled_from([GPU, CPU, Profile(prefill=((4, 1.0),)), Profile(prefill=((512, 1.0),))])
+
+
+def test_the_sizes_that_pay() -> None:
+    gpu, cpu = EfficientSubChunks(GPU), EfficientSubChunks(CPU)
+    assert (gpu.min_rows, gpu.efficient_rows) == (128, 320)
+    assert (cpu.min_rows, cpu.efficient_rows) == (16, 64)
+
+
+def test_a_slow_link_is_waited_for_until_a_pass_pays() -> None:
+    pieces = EfficientSubChunks(GPU)
+    assert [pieces.next_rows(here, 512 - here, 0, 0.0) for here in (16, 127, 128, 200, 256)] == [
+        0,
+        0,
+        128,
+        192,
+        256,
+    ]
+
+
+def test_nothing_is_left_that_is_too_small_for_a_pass() -> None:
+    pieces = EfficientSubChunks(GPU)
+    assert pieces.next_rows(128, 128, 0, 0.0) == 128
+    assert pieces.next_rows(128, 127, 0, 0.0) == 0
+    assert pieces.next_rows(192, 64, 0, 0.0) == 128
+    assert pieces.next_rows(255, 0, 0, 0.0) == 255
+    assert pieces.next_rows(1, 0, 0, 0.0) == 1
+
+
+def test_beside_decode_rows_a_tile_is_filled_up() -> None:
+    pieces = EfficientSubChunks(GPU)
+    assert pieces.next_rows(70, 400, 8, 0.0) == 56
+    assert pieces.next_rows(130, 400, 8, 0.0) == 120
+    assert pieces.next_rows(60, 400, 50, 0.0) == 0  # 14 would fill a tile: not worth a message
+    assert pieces.next_rows(130, 400, 50, 0.0) == 78
+
+
+def test_a_whole_prompt_leaves_in_several_pieces() -> None:
+    pieces, left, sizes = EfficientSubChunks(GPU), 2048, []
+    while left:
+        sizes.append(pieces.next_rows(left, 0, 8, 0.0))
+        left -= sizes[-1]
+    assert sizes == [376, 376, 376, 504, 416]
+    assert pieces.next_rows(512, 0, 8, 0.0) == 512, "what the head makes is left as it is"
+
+
+def test_where_rows_come_slowly_small_pieces_will_do() -> None:
+    pieces = EfficientSubChunks(GPU)
+    assert [pieces.next_rows(here, 400, 0, 200.0) for here in (15, 16, 17, 70)] == [0, 16, 17, 64]
+    # A pass of up to a tile takes 24 ms; in twice the time 44 rows come.
+    assert [pieces.next_rows(here, 400, 0, 900.0) for here in (47, 48)] == [0, 48]
+    assert pieces.next_rows(17, 15, 0, 200.0) == 16
+    assert pieces.next_rows(17, 14, 0, 200.0) == 0
+    assert pieces.next_rows(20, 400, 50, 200.0) == 20
+    assert pieces.next_rows(127, 400, 0, 10_000.0) == 0
+
+
+@given(
+    PROFILES,
+    st.integers(1, 4096),
+    st.integers(0, 4096),
+    st.integers(0, 128),
+    st.sampled_from([0.0, 10.0, 1000.0, 1e9]),
+)
+def test_any_volume_runs_to_its_end(
+    profile: Profile, here: int, coming: int, riding: int, pace: float
+) -> None:
+    pieces = EfficientSubChunks(profile)
+    rows = pieces.next_rows(here, coming, riding, pace)
+    assert 0 <= rows <= here
+    assert rows or coming
+    if coming and rows:
+        assert rows >= min(MIN_ROWS, pieces.min_rows)
+        assert here + coming - rows >= (pieces.min_rows if not pace else MIN_ROWS)
+    assert rows < 2 * pieces.efficient_rows + profile.tile
+    tail = EfficientSubChunks(profile, forwards=False)
+    assert tail.next_rows(here, 0, riding, 0.0) == here
+    assert tail.next_rows(here, coming, riding, pace) >= rows or not coming
+
+
+@pytest.mark.parametrize(
+    ("profile", "cut_through", "kind"),
+    [
+        (GPU, True, EfficientSubChunks),
+        (GPU, False, WholeVolumePolicy),
+        (UNKNOWN_PROFILE, True, WholeVolumePolicy),
+    ],
+)
+def test_who_knows_nothing_stores_and_forwards(
+    profile: Profile, cut_through: bool, kind: type
+) -> None:
+    cutting = create_sub_chunk_policy(profile, cut_through=cut_through, forwards=True)
+    assert isinstance(cutting, kind)
+    assert cutting.next_rows(100, 0, 0, 0.0) == 100
+
+
+def test_whole_volumes_wait_for_all_rows() -> None:
+    assert [WholeVolumePolicy().next_rows(4000, coming, 0, 0.0) for coming in (1, 0)] == [0, 4000]

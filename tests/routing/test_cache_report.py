@@ -1,0 +1,36 @@
+"""Reports on their way: the same at the other end, and nonsense is an error."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molink.errors import WireError
+from molink.facts.request_costs import RequestCosts
+from molink.routing.cache_report import MAX_DIGESTS, CacheReport, pack_report, unpack_report
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import data_codec
+from molink.wire.messages.serving import CacheUpdate, OutputToken, OutputTokens
+
+digests = st.lists(st.integers(0, 2**64 - 1), max_size=20).map(tuple)
+
+
+@given(digests, digests, st.booleans())
+def test_there_and_back(added: tuple[int, ...], evicted: tuple[int, ...], whole: bool) -> None:
+    report = CacheReport(7, whole, added, evicted, 4096, RequestCosts(1e-3, 1e-9, 1e-4))
+    news, payload = pack_report(report)
+    message = OutputTokens((OutputToken(1, "k", 3, 7),), news, Payload("u8", (len(payload),)))
+    codec = data_codec()
+    sent = [bytes(frame) for frame in codec.encode(message, payload)]
+    decoded, there = codec.decode(sent)
+    assert isinstance(decoded, OutputTokens)
+    assert decoded.cache is not None
+    assert there is not None
+    assert unpack_report(decoded.cache, there) == report
+
+
+@pytest.mark.parametrize(
+    ("added", "size"), [(0, 7), (3, 16), (2**30, 8), (0, 8 * (MAX_DIGESTS + 1))]
+)
+def test_nonsense(added: int, size: int) -> None:
+    with pytest.raises(WireError, match="no report"):
+        unpack_report(CacheUpdate(1, True, added), memoryview(bytes(size)))

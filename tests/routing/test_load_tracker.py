@@ -1,0 +1,30 @@
+"""What a pipeline has to do: exact seconds."""
+
+from molink.routing.load_tracker import LoadTracker, RoutedRequest
+
+
+def left(loads: LoadTracker, now: float) -> float:
+    return loads.work_of("a", now).remaining_s(now)
+
+
+def test_what_is_computed_now_is_done_in_part_and_one_after_the_other() -> None:
+    loads = LoadTracker(100.0)
+    loads.add_request("first", RoutedRequest("a", 10.0, prefill_s=8.0, answer_s=1.0))
+    loads.add_request("second", RoutedRequest("a", 12.0, prefill_s=4.0, answer_s=1.0))
+    assert left(loads, 12.0) == 12.0
+    assert left(loads, 30.0) == 6.0  # late: it can't take less than nothing
+    loads.on_first_token("first", 20.0)
+    assert left(loads, 21.0) == 5.0
+    loads.on_request_end("first", 9, 22.0)
+    loads.on_request_end("second", 0, 22.0)
+    assert left(loads, 23.0) == 0.0
+
+
+def test_what_a_pipeline_served_before_it_was_gone_is_not_taken_from_its_next_load() -> None:
+    loads = LoadTracker(100.0)
+    loads.add_request("lost", RoutedRequest("a", 0.0, prefill_s=8.0, answer_s=1.0))
+    loads.drop_pipeline("a")
+    loads.add_request("next", RoutedRequest("a", 1.0, prefill_s=2.0, answer_s=1.0))
+    loads.on_request_end("lost", 3, 1.0)
+    assert left(loads, 1.0) == 3.0
+    assert len(loads) == 1

@@ -1,0 +1,291 @@
+"""Which requests wait for a draft model: exact decisions, without a ring."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from molink.facts.drafts import AUTO_DRAFTS, DraftBatch, DraftModelFacts, DraftResults, DraftTokens
+from molink.facts.profile import Profile
+from molink.facts.ring_times import LinkFacts, RingTimes
+from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.request import SchedulerRequest
+from molink.scheduler.request_state import RequestState
+from molink.scheduler.speculation.base import DraftProposal
+from molink.scheduler.speculation.draft_model_queue import MAX_MODEL_DRAFTS
+from molink.scheduler.speculation.round_trip_costs import RingLoad
+from molink.scheduler.speculation.speculation import Speculation
+from molink.wire.messages.data_plane import SamplingParams
+
+#: A row takes 1 ms more at each of two stages, the draft model 2 ms for a pass.
+STAGE = Profile(decode=((1, 0.010), (101, 0.110)), prefill=((16, 0.040), (116, 0.240)))
+FAR, NEAR = ((LinkFacts(seconds, None),) * 2 for seconds in (0.1, 0.0))
+ROOM = 100
+
+
+class Nothing:
+    """Finds no n-grams."""
+
+    def draft(self, tokens: Sequence[int], count: int) -> DraftProposal:
+        return DraftProposal()
+
+
+class Found:
+    """Finds what six of the last tokens agree with."""
+
+    def draft(self, tokens: Sequence[int], count: int) -> DraftProposal:
+        return DraftProposal([5] * count, 6)
+
+
+def speculation(
+    links: Sequence[LinkFacts] = FAR,
+    setting: int = AUTO_DRAFTS,
+    pass_s: float = 0.002,
+    context: int = 4096,
+    source: type = Nothing,
+) -> Speculation:
+    profile = Profile(decode=((1, pass_s),), prefill=((16, pass_s), (1016, pass_s + 1000 * 0.0001)))
+    model = DraftModelFacts(profile, context)
+    config = SchedulerConfig(
+        64, 4, 0, num_stages=2, num_speculative_tokens=setting, draft_model=model
+    )
+    made = Speculation(config, source)
+    made.set_times(RingTimes((STAGE, STAGE), links, 0))
+    made.draft_queue.draft_yield.num_recorded = 100  # of which all requests may be asked
+    return made
+
+
+def job(tokens: int = 2, answer: int = 1000) -> RequestState:
+    prompt = tuple(range(tokens))
+    return RequestState.from_request(
+        SchedulerRequest("d", "r", prompt, tokens, answer, SamplingParams(), credit_window=1 << 20)
+    )
+
+
+def load(rows: int = 1, flying: int = 1, prefilling: bool = False) -> RingLoad:
+    return RingLoad(rows, flying, 0, prefilling)
+
+
+def asked(
+    of: Speculation, jobs: Sequence[RequestState], at: RingLoad | None = None
+) -> DraftBatch | None:
+    of.ask_draft_model(jobs, at or load(len(jobs)))
+    return of.draft_queue.pop_batch()
+
+
+def answer(of: Speculation, order: DraftBatch, *tokens: int, chance: float = 0.5) -> None:
+    guesses = [
+        DraftTokens(ask.request, tokens, (chance,) * len(tokens))
+        for ask in order.requests
+        if ask.max_drafts
+    ]
+    of.draft_queue.on_results(DraftResults(guesses, 0.002 * len(tokens)))
+
+
+def turn(of: Speculation, one: RequestState, right: int) -> list[int]:
+    """What is drafted for one request in a turn, after which ``right`` of it were."""
+    order = asked(of, [one])
+    if order is not None:
+        answer(of, order, 7, 8, 9)
+    drafts = [list(each) for _, each in of.choose_drafts([one], load(), ROOM)]
+    if drafts:
+        of.on_verified(one, len(drafts[0]), min(right, len(drafts[0])))
+    one.tokens += range(1 + right)
+    return drafts[0] if drafts else []
+
+
+def test_a_request_waits_for_what_the_model_says() -> None:
+    made, one = speculation(), job()
+    order = asked(made, [one])
+    assert order is not None
+    (ask,) = order.requests
+    assert (ask.position, ask.tokens, ask.max_drafts) == (0, (0, 1), MAX_MODEL_DRAFTS)
+    assert made.draft_queue.is_waiting(one)
+    assert asked(made, [one]) is None
+    answer(made, order, 7, 8)
+    assert not made.draft_queue.is_waiting(one)
+    assert asked(made, [one]) is None, "it has said what it knows"
+    assert made.choose_drafts([one], load(), ROOM) == [(one, (7, 8))]
+    made.on_verified(one, 2, 1)
+    one.tokens += [7, 3]
+    order = asked(made, [one])
+    assert order is not None
+    assert (order.requests[0].position, order.requests[0].tokens) == (2, (7, 3))
+
+
+def test_a_guess_more_has_to_be_worth_its_time_and_its_row() -> None:
+    # A pass of 2 ms and a row of 2 ms more, in a turn of 220 ms; and in one of 20 ms.
+    for links, least in ((FAR, 1.2 * 4 / 220), (NEAR, 1.2 * 4 / 20)):
+        order = asked(speculation(links), [job()])
+        assert order is not None
+        assert order.requests[0].min_probability == pytest.approx(least)
+
+
+def test_a_model_is_not_asked_where_it_costs_too_much() -> None:
+    # An ask is expected to bring 1.2 tokens, for three passes and rows: 1.8 times what that costs.
+    assert asked(speculation(pass_s=0.040), [job()]) is not None
+    assert asked(speculation(pass_s=0.060), [job()]) is None
+    assert asked(speculation(NEAR, pass_s=0.008), [job()]) is None
+    # Volumes that keep the stages busy all the time.
+    assert asked(speculation(NEAR), [job() for _ in range(20)], load(20, 2)) is None
+
+
+def test_a_model_that_is_slower_than_its_profile_says_is_asked_no_more() -> None:
+    made, one = speculation(pass_s=0.010), job()
+    passes = 0
+    while (order := asked(made, [one])) is not None:
+        guess = DraftTokens(order.requests[0].request, (7,), (0.9,))
+        made.draft_queue.on_results(DraftResults([guess], 0.2))
+        one.tokens.append(3)
+        passes += 1
+        assert passes < 10
+    assert passes > 1
+
+
+def test_a_model_that_has_stalled_is_asked_again_later() -> None:
+    made, one = speculation(pass_s=0.010), job()
+    order = asked(made, [one])
+    for _ in range(10):
+        assert order is not None
+        made.draft_queue.on_results(
+            DraftResults([DraftTokens(order.requests[0].request, (7,), (0.9,))], 60.0)
+        )
+        one.tokens.append(3)
+        order = asked(made, [one])
+        if order is None:
+            break
+    assert order is None
+    passes = 0
+    while asked(made, [one]) is None:
+        passes += 1
+        assert passes < 1000
+    assert passes > 10
+
+
+def test_n_grams_come_first_where_they_are_as_likely() -> None:
+    made, one = speculation(source=Found), job()
+    assert asked(made, [one]) is None
+    assert made.choose_drafts([one], load(), ROOM)[0][1][0] == 5
+
+
+def test_nobody_is_asked_for_beside_prompts_or_where_a_grammar_says_it() -> None:
+    made, one = speculation(), job()
+    assert asked(made, [one], load(prefilling=True)) is None
+    made.on_forced(one, [7, 8])
+    assert asked(made, [one]) is None
+    assert asked(speculation(context=9), [job(2)]) is None
+
+
+def test_a_model_that_is_always_wrong_is_asked_seldom() -> None:
+    made = speculation()
+    first, drafted = job(), 0
+    for _ in range(400):
+        drafted += bool(turn(made, first, 0))
+    # To try again costs a 50th of a turn here, for the guess and for its row.
+    assert 5 < drafted < 120
+    assert made.draft_queue.draft_seconds < 0.01 * 400 * 0.22
+    # The next request knows of it.
+    other, drafted = job(), 0
+    for _ in range(50):
+        drafted += bool(turn(made, other, 0))
+    assert drafted < 10
+
+
+def test_a_model_that_is_right_is_asked_each_time() -> None:
+    made, one = speculation(), job()
+    assert [turn(made, one, 3) for _ in range(5)] == [[7, 8, 9]] * 5
+    assert made.num_accepted == 15
+    assert made.draft_queue.num_drafted == 15
+
+
+def test_chances_are_what_the_model_says_and_how_it_has_done() -> None:
+    made, one = speculation(), job()
+    for right in (1, 0, 0, 0):
+        turn(made, one, right)
+    assert one.drafter is not None
+    assert one.drafter.model_record.success_ratio < 1.0
+    expected = 0.5 * one.drafter.model_record.success_ratio
+    order = asked(made, [one])
+    assert order is not None
+    answer(made, order, 7, 8, chance=0.5)
+    one.drafter.propose_drafts(one.tokens, 9)
+    assert one.drafter.probability_at(len(one.tokens)) == pytest.approx(expected)
+
+
+def test_a_long_prompt_is_told_in_parts_for_which_nobody_waits() -> None:
+    made, one = speculation(), job(1000)
+    known = []
+    while True:
+        order = asked(made, [one])
+        assert order is not None
+        (ask,) = order.requests
+        known.append((ask.position, len(ask.tokens), ask.max_drafts > 0))
+        if ask.max_drafts:
+            break
+        assert not made.draft_queue.is_waiting(one)
+        answer(made, order)
+    assert known == [(0, 512, False), (512, 488, False), (1000, 0, True)]
+    # Reading takes 0.1 ms a token; within 64 tokens some 20 ms each have to be saved.
+    assert asked(speculation(), [job(100_000)]) is None
+
+
+def test_a_volume_is_not_torn_apart() -> None:
+    made = speculation()
+    one, other = job(), job()
+    made.on_forced(other, [7, 8])
+    order = asked(made, [one, other])
+    assert order is not None
+    assert len(order.requests) == 1
+    assert made.draft_queue.is_waiting(one)
+    assert made.draft_queue.is_waiting(other)
+    answer(made, order, 5)
+    assert not made.draft_queue.is_waiting(one)
+    assert not made.draft_queue.is_waiting(other)
+
+
+def test_as_long_as_little_is_known_one_is_tried() -> None:
+    made = speculation()
+    made.draft_queue.draft_yield.num_recorded = 0
+    order = asked(made, [job() for _ in range(4)])
+    assert order is not None
+    assert len(order.requests) == 1
+
+
+def test_who_has_ended_is_forgotten() -> None:
+    made, one, other = speculation(), job(), job()
+    order = asked(made, [one, other])
+    assert order is not None
+    made.draft_queue.drop_request(one)
+    answer(made, order, 7)
+    after = made.draft_queue.pop_batch()
+    assert after == DraftBatch(finished=(order.requests[0].request,))
+    made.draft_queue.on_results(DraftResults())
+    # One that ends before the model is asked.
+    other.tokens.append(9)
+    made.ask_draft_model([other], load())
+    made.draft_queue.drop_request(other)
+    after = made.draft_queue.pop_batch()
+    assert after == DraftBatch(finished=(order.requests[1].request,))
+    assert made.draft_queue.is_waiting(other)
+    made.draft_queue.on_results(DraftResults())
+    assert not made.draft_queue.is_waiting(other)
+    assert made.draft_queue.pop_batch() is None
+
+
+def test_a_model_that_fails_is_asked_no_more() -> None:
+    made, one = speculation(), job()
+    assert asked(made, [one]) is not None
+    made.draft_queue.on_results(DraftResults(failed=True))
+    assert not made.draft_queue.is_waiting(one)
+    assert not made.draft_queue.has_model
+    assert asked(made, [one]) is None
+    made.draft_queue.drop_request(one)
+
+
+@pytest.mark.parametrize("setting", [0, 3])
+def test_a_fixed_number(setting: int) -> None:
+    made = speculation(NEAR, setting, pass_s=1.0)
+    assert made.draft_queue.has_model == (setting > 0)
+    if setting:
+        order = asked(made, [job(600)])
+        assert order is not None
+        assert (len(order.requests[0].tokens), order.requests[0].max_drafts) == (600, 3)

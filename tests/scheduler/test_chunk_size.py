@@ -1,0 +1,200 @@
+"""The size of prefill chunks: what follows from which profiles."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.facts.profile import MAX_CHUNK_ROWS, Profile
+from molink.scheduler.chunk_size import DEFAULT_ROWS, MAX_STRETCH, ChunkSize, max_chunk_rows
+
+ROWS = (16, 32, 64, 128, 256, 512, 1024)
+
+
+def profile(
+    base: float, row: float, tile: int = 1, maximum: int = 1024, **fields: float
+) -> Profile:
+    """Passes that take ``base`` seconds, and ``row`` more for each row of full tiles."""
+
+    def seconds(rows: int) -> float:
+        return base + row * -(-rows // tile) * tile
+
+    decode = tuple((x, seconds(x)) for x in (1, 2, 4, 8, 16, 32, 64))
+    prefill = tuple((x, seconds(x)) for x in ROWS if x <= maximum)
+    return Profile(decode=decode, prefill=prefill, tile=tile, **fields)
+
+
+#: Reading the weights takes 20 ms, computing a row 0.1 ms.
+GPU = profile(0.02, 1e-4)
+A100 = profile(0.02, 1e-4, tile=128)
+#: A row costs nearly as much as reading the weights.
+CPU = profile(0.04, 0.005)
+
+
+def test_a_setting_is_obeyed() -> None:
+    assert ChunkSize(77, [GPU], 1).choose_rows(decoding=8, left=4096) == 77
+    assert max_chunk_rows(77) == 77
+
+
+@pytest.mark.parametrize("profiles", [[], [Profile()], [Profile(decode=((1, 0.1),))]])
+def test_without_profiles_it_is_a_constant(profiles: list[Profile]) -> None:
+    assert ChunkSize(0, profiles, 1).choose_rows(decoding=8, left=4096) == DEFAULT_ROWS
+    assert max_chunk_rows(0) == MAX_CHUNK_ROWS
+
+
+@pytest.mark.parametrize(
+    ("profiles", "micro_batches", "decoding", "chunk"),
+    [
+        # 1.7 × 20.8 ms = 35.4 ms: 154 rows, down to a multiple of 16, less 8 decode rows
+        ([GPU], 1, 8, 144 - 8),
+        # 1.7 × (20 + 12.8) ms = 55.8 ms is two tiles and a bit
+        ([A100], 1, 8, 256 - 8),
+        ([A100], 1, 30, 256 - 30),
+        # a slower stage decides
+        ([GPU, CPU], 2, 16, 16 - 8),
+        # nothing is within the bound: the least there is
+        ([CPU], 1, 1, 16 - 1),
+    ],
+)
+def test_beside_decodes(
+    profiles: list[Profile], micro_batches: int, decoding: int, chunk: int
+) -> None:
+    assert ChunkSize(0, profiles, micro_batches).choose_rows(decoding, left=4096) == chunk
+
+
+def test_decodes_are_spread_over_the_micro_batches() -> None:
+    one = ChunkSize(0, [A100, A100], 2).choose_rows(decoding=16, left=4096)
+    assert (one + 8) % 128 == 0
+
+
+def test_beside_decodes_a_chunk_is_no_larger_than_alone() -> None:
+    slow_decodes = Profile(decode=((1, 5.0),), prefill=GPU.prefill)
+    chunks = ChunkSize(0, [slow_decodes], 1)
+    maximum = chunks.choose_rows(0, left=1 << 20)
+    assert maximum - 16 < chunks.choose_rows(4, left=1 << 20) <= maximum
+    assert (chunks.choose_rows(4, left=16) + 4) % 16 == 0
+
+
+def test_alone_it_is_the_smallest_that_is_about_as_good_as_any() -> None:
+    # 20 ms per chunk are 8 % of what its rows take, but for 256 rows of the CPU's
+    assert ChunkSize(0, [profile(0.02, 0.005)], 1).choose_rows(0, left=4096) <= 64
+    assert ChunkSize(0, [GPU], 1).choose_rows(0, left=4096) >= 512
+
+
+def test_alone_no_chunk_is_tiny_whatever_noise_was_measured() -> None:
+    noisy = Profile(decode=((1, 0.1),), prefill=((16, 0.02), (32, 0.12)))
+    assert ChunkSize(0, [noisy], 1).choose_rows(0, left=4096) == 64
+    assert ChunkSize(0, [noisy], 1).choose_rows(0, left=20) == 32
+
+
+def test_alone_a_short_prompt_is_cut_up_to_fill_the_ring() -> None:
+    assert ChunkSize(0, [GPU], 1).choose_rows(0, left=512) == 512
+    assert ChunkSize(0, [GPU] * 4, 4).choose_rows(0, left=512) <= 256
+
+
+def test_a_context_that_costs_makes_chunks_smaller() -> None:
+    deep = profile(0.02, 1e-4, prefill_token_s=1e-7)
+    chunks = ChunkSize(0, [deep], 1)
+    sizes = [chunks.choose_rows(8, left=4096, before=before) for before in (0, 1024, 4096, 65536)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < sizes[0]
+
+
+def test_a_chunk_may_be_larger_beside_decodes_that_are_slow_by_themselves() -> None:
+    deep = profile(0.02, 1e-4, context=128, decode_token_s=1e-6)
+    chunks = ChunkSize(0, [deep], 1)
+    sizes = [chunks.choose_rows(8, left=4096, context=context) for context in (0, 128, 2048, 8192)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == sizes[1] < sizes[2] < sizes[3]
+    assert chunks.choose_rows(0, left=4096, context=8192) == chunks.choose_rows(0, left=4096)
+
+
+def test_chunks_follow_stages_that_are_measured_anew() -> None:
+    chunks = ChunkSize(0, [GPU, GPU], 2)
+    before = chunks.choose_rows(8, left=4096)
+    chunks.set_profiles([GPU, GPU.scale_by(1.0, prefill=3.0)])
+    assert chunks.choose_rows(8, left=4096) < before
+    chunks.set_profiles([GPU, GPU])
+    assert chunks.choose_rows(8, left=4096) == before
+
+
+def test_no_chunk_is_larger_than_what_was_measured() -> None:
+    assert ChunkSize(0, [GPU, profile(0.02, 1e-4, maximum=256)], 2).choose_rows(0, left=4096) <= 256
+    slow = Profile(decode=((1, 1.0),), prefill=((16, 2.0), (32, 2.1)))
+    assert ChunkSize(0, [slow], 1).choose_rows(0, left=4096) == 128
+
+
+def test_below_a_tile_only_what_is_really_faster() -> None:
+    # This one's steps are real: 16 rows cost as much as 64.
+    stepped = profile(1e-6, 1e-3, tile=64)
+    assert ChunkSize(0, [stepped], 1).choose_rows(1, left=4096) == 64 - 1
+    # Here a whole tile of 64 rows is much dearer than 16.
+    smooth = Profile(decode=stepped.decode, prefill=((16, 0.02), (64, 0.3), (128, 0.6)), tile=64)
+    assert ChunkSize(0, [smooth], 1).choose_rows(1, left=4096) == 16 - 1
+
+
+TIMES = st.lists(st.floats(1e-5, 100.0), min_size=1, max_size=7).map(sorted)
+
+
+@st.composite
+def any_profile(draw: st.DrawFn) -> Profile:
+    decode, prefill = draw(TIMES), draw(TIMES)
+    return Profile(
+        decode=tuple((1 << i, seconds) for i, seconds in enumerate(decode)),
+        prefill=tuple((16 << i, seconds) for i, seconds in enumerate(prefill)),
+        tile=draw(st.integers(1, 256)),
+        prefill_token_s=draw(st.floats(0, 1e-3)),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(any_profile(), min_size=1, max_size=4),
+    st.integers(1, 8),
+    st.integers(0, 400),
+    st.integers(1, 1 << 20),
+    st.integers(0, 1 << 20),
+)
+def test_whatever_stages_say_there_is_progress_within_bounds(
+    profiles: list[Profile], micro_batches: int, decoding: int, left: int, before: int
+) -> None:
+    chunks = ChunkSize(0, profiles, micro_batches)
+    rows = chunks.choose_rows(decoding, left, before)
+    assert 1 <= rows <= MAX_CHUNK_ROWS
+    assert chunks.choose_rows(decoding, left, before) == rows
+
+
+def test_the_bound_leaves_room_below_twice() -> None:
+    assert 1 < MAX_STRETCH < 2
+
+
+def test_where_prompts_queue_rows_a_second_count() -> None:
+    # 12 ms for 8 rows, 1.4 ms for each beyond, 1.5 ms of handling: 32 rows are 5 % dearer.
+    cpu = Profile(
+        decode=((1, 0.01), (8, 0.012)),
+        prefill=((8, 0.012), (16, 0.0232), (32, 0.0456), (64, 0.0904), (512, 0.7176)),
+    )
+    chunks = ChunkSize(0, [cpu, cpu], 2)
+    assert chunks.choose_rows(2, left=400, queued=400, prompts=2) < 15
+    assert chunks.choose_rows(2, left=400, queued=1200, prompts=2) < 15, "1.7 s"
+    assert chunks.choose_rows(2, left=400, queued=2000, prompts=2) == 31
+    assert chunks.choose_rows(2, left=4000, queued=4000, prompts=1) < 15, "one prompt is no queue"
+    assert chunks.choose_rows(0, left=400, queued=4000, prompts=2) == chunks.choose_rows(
+        0, left=400
+    )
+    # Where more prompts wait than streams decode, sooner.
+    assert chunks.choose_rows(3, left=400, queued=400, prompts=4) == 30
+    assert chunks.choose_rows(3, left=400, queued=400, prompts=3) < 15
+    assert chunks.choose_rows(3, left=300, queued=300, prompts=4) < 15, "0.4 s"
+    ring = ChunkSize(0, [GPU] * 4, 4)
+    assert ring.choose_rows(0, left=512, queued=4000, prompts=8) == ring.choose_rows(0, left=512)
+    # With a setting, that.
+    assert ChunkSize(8, [cpu], 2).choose_rows(1, left=400, queued=4000, prompts=4) == 8
+
+
+def test_a_queue_changes_nothing_where_chunks_are_large_enough() -> None:
+    chunks = ChunkSize(0, [CPU], 1)
+    assert chunks.choose_rows(1, left=400, queued=10_000, prompts=9) >= chunks.choose_rows(
+        1, left=400
+    )
+    gpu = ChunkSize(0, [GPU], 1)
+    assert gpu.choose_rows(8, left=4096, queued=1 << 20, prompts=256) <= MAX_CHUNK_ROWS

@@ -1,0 +1,396 @@
+"""What the prefix cache does for requests: exact decisions of a head whose stages are played."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from molink.errors import InvariantError
+from molink.scheduler.batch import MicroBatch
+from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.kv_cache_manager import KVCacheManager
+from molink.scheduler.prefix_tree import ROOT
+from molink.scheduler.request import SchedulerRequest
+from molink.scheduler.scheduler import Scheduler
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data_plane import (
+    Admit,
+    BlockTable,
+    Release,
+    RequestSlice,
+    SampledId,
+    SamplerOutput,
+    SamplingParams,
+    Volume,
+)
+from molink.wire.messages.serving import OutputToken
+
+PLAIN = SamplingParams()
+PROMPT = tuple(range(100, 140))
+
+
+@dataclass
+class Player:
+    """A head and stages that answer at once, each sampling row with ``token``."""
+
+    head: Scheduler
+    token: int = 50
+    told: list[OutputToken] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, blocks: int = 64, size: int = 16, **changes: int) -> "Player":
+        given = {"chunk_tokens": 512, **changes}
+        return cls(Scheduler(SchedulerConfig(blocks, size, 2, **given), 1))
+
+    def submit(self, key: str, tokens: tuple[int, ...], answer: int, prompt: int = 0) -> None:
+        prompt = prompt or len(tokens)
+        self.head.submit_request(
+            SchedulerRequest("daemon", key, tokens, prompt, answer, PLAIN), 0.0
+        )
+
+    def next(self) -> MicroBatch | None:
+        batch = self.head.next_batch(0.0)
+        self.head.validate()
+        return batch
+
+    def back(self, volume: Volume) -> None:
+        choices = tuple(
+            SampledId(rows.request, rows.start + rows.count, self.token)
+            for rows in volume.slices
+            if rows.sample
+        )
+        self.told += [
+            emission.message
+            for emission in self.head.on_sampled(SamplerOutput(volume.seq, choices), {}, 0)
+        ]
+        self.head.validate()
+
+    def round(self, tick: int) -> None:
+        self.head.on_released(tick, 0.0)
+        self.head.validate()
+
+    def finish(self, batch: MicroBatch | None) -> None:
+        for volume in batch.volumes if batch else ():
+            self.back(volume.header)
+        for control in batch.controls if batch else ():
+            if isinstance(control.body, Release):
+                self.round(control.body.seq)
+
+    def drain(self) -> None:
+        while (batch := self.next()) is not None:
+            self.finish(batch)
+
+    def serve(self, key: str, tokens: tuple[int, ...], answer: int, prompt: int = 0) -> MicroBatch:
+        """Serve a request to its end; returns the micro-batch that began it."""
+        self.submit(key, tokens, answer, prompt)
+        first = self.next()
+        self.finish(first)
+        self.drain()
+        return first
+
+    def gauge(self, name: str) -> float:
+        return self.head.collect_stats()[1][f"head_{name}"]
+
+    def counter(self, name: str) -> float:
+        return self.head.collect_stats()[0][f"head_{name}_total"]
+
+
+def group(batch: MicroBatch) -> RequestSlice:
+    """The only rows of a micro-batch."""
+    (volume,) = batch.volumes
+    (rows,) = volume.header.slices
+    return rows
+
+
+def table(batch: MicroBatch) -> tuple[int, ...]:
+    """The blocks that a request was told to begin with."""
+    bodies = [type(control.body) for control in batch.controls]
+    assert bodies in ([Admit], [Admit, BlockTable])
+    return () if bodies == [Admit] else tuple(batch.controls[1].ids)
+
+
+# --- hits ----------------------------------------------------------------------------------------
+
+
+def test_37_of_40_tokens_are_two_blocks_and_five_tokens_to_be_copied() -> None:
+    player = Player.of()
+    assert table(player.serve("a", PROMPT, 1)) == ()
+    player.submit("b", (*PROMPT[:37], 7, 8, 9), 1)
+    batch = player.next()
+    admit, head = batch.controls
+    assert admit.body == Admit(4, 1, PLAIN, 40, 40)
+    assert head.body == BlockTable(5, 1, Payload("i32", (2,)))
+    assert head.ids == (0, 1)
+    assert group(batch) == RequestSlice(
+        1, 37, 3, after_seq=5, blocks=(3,), sample=True, copy_from_block=2
+    )
+    assert batch.volumes[0].tokens == [7, 8, 9]
+    player.finish(batch)
+    player.drain()
+    assert [token.cached_tokens for token in player.told] == [0, 37]
+
+
+def test_the_next_turn_of_a_conversation_finds_prompt_and_answer() -> None:
+    player = Player.of()
+    player.serve("a", PROMPT, 20)
+    # 40 + 20 tokens, of which the last was never run.
+    round_trip = (*PROMPT, *[50] * 20, 1, 2, 3)
+    batch = player.serve("b", round_trip, 5)
+    assert table(batch) == (0, 1, 2)
+    assert (group(batch).start, group(batch).count) == (59, 4)
+    assert player.told[20].cached_tokens == 59
+    assert {token.cached_tokens for token in player.told[21:]} == {0}
+    assert player.gauge("blocks_used") == 0
+
+
+def test_the_last_token_is_always_computed() -> None:
+    player = Player.of()
+    player.serve("a", PROMPT[:32], 20)
+    rows = group(player.serve("b", PROMPT[:32], 1))
+    assert (rows.start, rows.count) == (31, 1)
+    assert rows.copy_from_block == 1
+    assert group(player.serve("c", PROMPT[:1], 1)).start == 0
+
+
+def test_a_prompt_is_shared_as_soon_as_it_has_come_back() -> None:
+    player = Player.of()
+    player.submit("a", PROMPT, 100)
+    player.finish(player.next())
+    player.submit("b", PROMPT, 100)
+    batch = player.next()
+    admit = [control.body for control in batch.controls]
+    assert admit[1] == BlockTable(admit[1].seq, 1, Payload("i32", (2,)))
+    prefill = batch.volumes[-1].header.slices[0]
+    # Only full blocks: "a" still writes to its third.
+    assert (prefill.start, prefill.count, prefill.copy_from_block) == (32, 8, -1)
+
+
+def test_rows_in_flight_are_not_shared() -> None:
+    player = Player.of()
+    player.submit("a", PROMPT, 100)
+    player.next()
+    player.submit("b", PROMPT, 100)
+    assert table(player.next()) == ()
+
+
+def test_what_had_not_come_back_when_a_request_was_cancelled_is_not_shared() -> None:
+    player = Player.of(chunk_tokens=16)
+    player.submit("a", PROMPT, 100)
+    first, second = player.next(), player.next()
+    player.back(first.volumes[0].header)
+    player.head.cancel_request("daemon", "a", 0.0)
+    player.next()
+    player.head.on_tombstone(second.volumes[0].header.seq, 0.0)
+    player.submit("b", PROMPT, 100)
+    batch = player.next()
+    assert table(batch) == (0,)
+    assert group(batch).start == 16
+
+
+def test_what_was_not_computed_is_not_shared() -> None:
+    player = Player.of()
+    player.submit("a", PROMPT, 100)
+    volume = player.next().volumes[0].header
+    player.head.on_sampled(SamplerOutput(volume.seq, (), (0,)), {}, 0.0)
+    player.finish(player.next())
+    assert table(player.serve("b", PROMPT, 1)) == ()
+
+
+def test_what_a_failed_request_has_used_is_forgotten_unless_others_use_it() -> None:
+    player = Player.of()
+    player.serve("a", PROMPT, 1)
+    player.submit("other", PROMPT[:20], 100)
+    player.finish(player.next())
+    player.submit("b", (*PROMPT[:32], 1), 100)
+    batch = player.next()
+    assert batch.controls[1].ids == (0, 1)
+    for volume in batch.volumes:
+        failed = tuple(rows.request for rows in volume.header.slices if rows.request == 2)
+        choices = tuple(
+            SampledId(rows.request, rows.start + 1, 50)
+            for rows in volume.header.slices
+            if rows.request != 2
+        )
+        player.head.on_sampled(SamplerOutput(volume.header.seq, choices, failed), {}, 0.0)
+    player.finish(player.next())
+    player.submit("b", (*PROMPT[:32], 1), 100)
+    # "other" holds the first block only; the third one of "a" followed the second.
+    (ids,) = (control.ids for control in player.next().controls if control.ids)
+    assert ids == (0,)
+    assert player.gauge("blocks_cached") == 0
+
+
+def test_without_the_prefix_cache_nothing_is_kept() -> None:
+    player = Player.of(prefix_cache=False)
+    for key in "ab":
+        assert table(player.serve(key, PROMPT, 1)) == ()
+    assert player.gauge("blocks_free") == 64
+    assert player.gauge("blocks_cached") == 0
+    assert player.counter("prefix_lookup_tokens") == 80
+
+
+def test_a_resubmitted_request_reports_no_more_than_its_prompt() -> None:
+    player = Player.of()
+    player.serve("a", PROMPT, 20)
+    player.serve("b", (*PROMPT, *[50] * 10), 5, prompt=40)
+    assert player.told[20].cached_tokens == 40
+
+
+def test_many_shared_blocks_need_no_room_in_a_header() -> None:
+    player = Player.of(blocks=4096, size=1, max_context=1 << 20, chunk_tokens=4096)
+    tokens = tuple(range(3000))
+    player.serve("a", tokens, 1)
+    batch = player.serve("b", (*tokens, 1), 1)
+    assert len(table(batch)) == 3000
+    assert len(group(batch).blocks) == 1
+
+
+def test_hits_are_counted_once_per_request() -> None:
+    player = Player.of()
+    player.serve("a", PROMPT, 1)
+    player.serve("b", PROMPT, 1)
+    assert player.counter("prefix_lookup_tokens") == 80
+    assert player.counter("prefix_hit_tokens") == 39
+    assert player.gauge("prefix_hit_rate") == 0.4875
+    assert player.counter("prefill_rows") == 41
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def test_a_block_that_rows_in_flight_copy_from_is_held() -> None:
+    player = Player.of(blocks=4)
+    player.serve("a", PROMPT[:20], 1)
+    assert (player.gauge("blocks_cached"), player.gauge("blocks_free")) == (2, 2)
+    player.submit("b", (*PROMPT[:19], 1), 1)
+    batch = player.next()
+    assert group(batch).copy_from_block == 1
+    assert player.gauge("blocks_used") == 3
+    player.back(batch.volumes[0].header)
+    # "b" has two blocks until its release has gone round; the source is only cached again.
+    assert player.gauge("blocks_used") == 2
+    player.drain()
+
+
+def test_a_request_released_in_flight_lets_go_of_its_source_with_its_release() -> None:
+    player = Player.of(blocks=4)
+    player.serve("a", PROMPT[:20], 1)
+    player.submit("b", (*PROMPT[:19], 1), 1)
+    volume = player.next().volumes[0].header
+    player.head.cancel_request("daemon", "b", 0.0)
+    release = player.next().controls[0].body
+    player.back(volume)
+    assert player.gauge("blocks_used") == 3
+    player.round(release.seq)
+    assert player.gauge("blocks_used") == 0
+
+
+def test_holding_a_block_to_copy_from_keeps_nobody_out() -> None:
+    player = Player.of(blocks=3)
+    player.serve("a", PROMPT, 1)
+    assert player.gauge("blocks_cached") == 3
+    # "b" needs all three blocks: two are shared, and nothing is left beside the third.
+    batch = player.serve("b", (*PROMPT[:37], 1, 2, 3), 1)
+    assert (group(batch).start, group(batch).copy_from_block) == (32, -1)
+
+
+def test_the_longest_unused_is_forgotten_first_and_from_its_end() -> None:
+    player = Player.of(blocks=6)
+    first, second = PROMPT, PROMPT[::-1]
+    player.serve("a", first, 1)
+    player.serve("b", second, 1)
+    player.serve("a again", first, 1)
+    assert player.gauge("blocks_cached") + player.gauge("blocks_free") == 6
+    player.serve("c", tuple(range(20)), 1)
+    assert player.counter("prefix_evictions") == 2
+    assert group(player.serve("b again", second, 1)).start == 16
+    assert player.told[-1].cached_tokens == 16
+
+
+def test_blocks_whose_release_is_on_its_way_are_not_free_when_forgotten() -> None:
+    player = Player.of(blocks=3)
+    player.submit("a", PROMPT, 1)
+    player.back(player.next().volumes[0].header)
+    release = player.next().controls[0].body
+    assert player.gauge("blocks_releasing") == 3
+    player.submit("b", tuple(range(40)), 1)
+    assert player.next() is None
+    player.round(release.seq)
+    batch = player.next()
+    assert group(batch).blocks == (0, 1, 2)
+    assert player.counter("prefix_evictions") == 3
+
+
+def test_a_preempted_request_finds_what_is_left_of_its_blocks() -> None:
+    player = Player.of(blocks=4, size=16, chunk_tokens=64)
+    for key, first in (("old", 0), ("young", 100)):
+        player.submit(key, tuple(range(first, first + 15)), 30)
+    tables = []
+    while (batch := player.next()) is not None:
+        tables += [control for control in batch.controls if isinstance(control.body, BlockTable)]
+        player.finish(batch)
+    assert player.counter("preemptions") == 1
+    # It had two blocks; "old" needed one, and the last of them goes first.
+    (again,) = tables
+    assert (again.body.request, len(again.ids)) == (2, 1)
+    assert [token.position for token in player.told if token.key == "young"] == [*range(15, 45)]
+    assert player.counter("prefix_hit_tokens") == 0
+
+
+def test_a_longer_part_takes_the_place_of_a_shorter_one() -> None:
+    player = Player.of()
+    player.serve("a", PROMPT[:20], 1)
+    player.serve("b", PROMPT[:25], 1)
+    player.serve("c", PROMPT[:22], 1)
+    # 16 tokens and 9; the 4 of "a" and the 6 of "c" are among these.
+    assert player.gauge("blocks_cached") == 2
+    player.serve("d", PROMPT, 1)
+    assert player.gauge("blocks_cached") == 3
+
+
+def test_the_same_prompt_computed_twice_is_kept_once() -> None:
+    player = Player.of()
+    for key in "ab":
+        player.submit(key, PROMPT, 20)
+    player.drain()
+    # 59 tokens of both: 4 blocks.
+    assert player.gauge("blocks_cached") == 4
+    assert player.gauge("blocks_used") == 0
+
+
+def test_requests_that_may_become_long_share_among_themselves() -> None:
+    player = Player.of(short_context=50)
+    for key, answer in (("short", 11), ("long", 12), ("long too", 30), ("short too", 1)):
+        player.serve(key, PROMPT, answer)
+    first = {
+        key: next(t.cached_tokens for t in player.told if t.key == key)
+        for key in ("short", "long", "long too", "short too")
+    }
+    assert first == {"short": 0, "long": 0, "long too": 39, "short too": 39}
+
+
+def test_a_held_block_below_a_cached_one_is_found() -> None:
+    cache = KVCacheManager(SchedulerConfig(8, 2, 1))
+    tree, blocks = cache._tree, cache.allocator.allocate_blocks(2)
+    for block in blocks:
+        cache.allocator.mark_cached(block)
+    tree.insert_block(ROOT, (1, 2), blocks[0])
+    tree.insert_block(blocks[0], (3, 4), blocks[1])
+    cache.allocator.unshare_block(blocks[0])
+    with pytest.raises(InvariantError):
+        cache.validate([], [])
+    cache.allocator.unshare_block(blocks[1])
+    with pytest.raises(InvariantError, match="outlives"):
+        cache.validate([], [])
+    cache.allocator.touch_blocks([blocks[0]])
+    cache.validate([], [])
+
+
+def test_a_policy_is_told_what_the_cache_lacks_of_a_prompt() -> None:
+    player = Player.of()
+    player.serve("a", PROMPT, 2)
+    for key, tokens, uncached in (("b", PROMPT, 1), ("c", (*PROMPT[:20], 7, 8), 2), ("d", (9,), 1)):
+        player.submit(key, tokens, 2)
+        state = player.head._queues.find_request("daemon", key)
+        assert state is not None
+        assert state.num_uncached == uncached

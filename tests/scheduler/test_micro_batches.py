@@ -1,0 +1,175 @@
+"""How many micro-batches are in flight."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molink.facts.profile import UNKNOWN_PROFILE, Profile
+from molink.facts.ring_times import LinkFacts, RingTimes
+from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.micro_batches import MicroBatchCount, estimate_counts
+from molink.scheduler.request import SchedulerRequest
+from molink.scheduler.scheduler import Scheduler
+from molink.wire.messages.data_plane import SampledId, SamplerOutput, SamplingParams
+
+#: Reading the weights takes 10 ms, each row 1 ms more.
+STAGE = Profile(decode=((1, 0.011), (101, 0.111)), prefill=((16, 0.02),))
+#: 1 kB rows at 1 MB/s: 1 ms a row.
+ROW, RATE = 1000, 1e6
+
+
+def ring(latency: float, stages: int = 3, rate: float | None = RATE) -> RingTimes:
+    return RingTimes((STAGE,) * stages, (LinkFacts(latency, rate),) * stages, ROW)
+
+
+def test_what_each_count_promises() -> None:
+    times = ring(0.1)
+    curve = estimate_counts(times, 12)
+    assert [(each.count, each.rows) for each in curve] == [(3, 4), (4, 3), (5, 3), (6, 2)]
+    # A turn: three steps, three latencies, two transfers of rows and one of tokens.
+    round_trip = 3 * 0.014 + 0.3 + 2 * 4 * 1e-3 + 64 * 4 / RATE
+    assert curve[0].token_s == pytest.approx(round_trip)
+    assert curve[0].busy == pytest.approx(3 * 0.014 / round_trip)
+
+
+def test_a_ring_that_is_busy_goes_round_no_faster_than_its_slowest_stage() -> None:
+    minimum, *more = estimate_counts(ring(0.0, rate=None), 12)
+    assert minimum.token_s == pytest.approx(3 * 0.014)
+    assert minimum.busy == pytest.approx(1.0)
+    assert more[0].token_s == pytest.approx(4 * 0.013)
+
+
+def test_a_slow_link_can_be_what_everyone_waits_for() -> None:
+    curve = estimate_counts(ring(0.0, rate=RATE / 20), 12)
+    assert [each.token_s for each in curve] == pytest.approx(
+        [3 * 0.08, 4 * 0.06, 4 * 0.06, 6 * 0.04]
+    )
+
+
+def test_no_more_are_in_flight_than_there_are_streams() -> None:
+    curve = estimate_counts(ring(0.0), 1)
+    assert [each.token_s for each in curve] == [ring(0.0).round_trip_s(1)] * 4
+
+
+def decider(links: RingTimes | None = None, fixed: int = 0) -> MicroBatchCount:
+    micro_batches = MicroBatchCount(fixed, 3, (STAGE,) * 3, ROW)
+    if links is not None:
+        micro_batches.set_times(links)
+    return micro_batches
+
+
+def test_latency_wants_more_of_them_and_its_absence_fewer() -> None:
+    assert decider(ring(0.1)).update_count(12) == 6
+    assert decider(ring(0.0, rate=None)).update_count(12) == 3
+
+
+def test_it_is_decided_anew_when_links_or_streams_change() -> None:
+    micro_batches = decider(ring(0.1))
+    assert micro_batches.update_count(12) == 6
+    micro_batches.set_times(ring(0.0, rate=None))
+    assert micro_batches.update_count(12) == 3
+    assert micro_batches.update_count(0) == 3
+    micro_batches.set_times(ring(0.1))
+    assert micro_batches.update_count(1) == 3, "nothing is gained for one stream"
+    assert micro_batches.update_count(12) == 6
+
+
+#: Attention to 1000 tokens before takes as long as reading the weights.
+DEEP = Profile(
+    decode=STAGE.decode, prefill=STAGE.prefill, context=128, decode_token_s=1e-5 * 1000 / 872
+)
+
+
+def test_contexts_that_grow_make_steps_longer_and_fewer_micro_batches_enough() -> None:
+    times = RingTimes((DEEP,) * 3, ring(0.03, rate=None).links, ROW)
+    short, long = estimate_counts(times, 12), estimate_counts(times, 12, context=10_000)
+    assert short[0].token_s == pytest.approx(estimate_counts(times, 12, context=128)[0].token_s)
+    assert long[0].busy > short[0].busy
+    micro_batches = MicroBatchCount(0, 3, (DEEP,) * 3, ROW)
+    micro_batches.set_times(times)
+    counts = [micro_batches.update_count(12, context) for context in (100, 10_000, 100)]
+    assert counts == [6, 4, 6]
+
+
+def test_stages_that_become_slower_need_fewer_micro_batches() -> None:
+    links = ring(0.03, rate=None).links
+    micro_batches = decider(ring(0.03, rate=None))
+    assert micro_batches.update_count(12) == 6
+    micro_batches.set_times(RingTimes((STAGE, STAGE.scale_by(4.0), STAGE), links, ROW))
+    assert micro_batches.update_count(12) == 3
+    micro_batches.set_times(RingTimes((STAGE,) * 3, links, ROW))
+    assert micro_batches.update_count(12) == 6
+    unknown = MicroBatchCount(0, 3, (STAGE, UNKNOWN_PROFILE, STAGE), ROW)
+    unknown.set_times(RingTimes((STAGE,) * 3, links, ROW))
+    assert not unknown.is_adaptive, "a ring that began without knowing its stages goes on without"
+
+
+def test_a_fixed_number_stays_and_without_profiles_there_are_as_many_as_stages() -> None:
+    assert decider(ring(0.1), fixed=4).update_count(12) == 4
+    unknown = MicroBatchCount(0, 3, (STAGE, UNKNOWN_PROFILE, STAGE), ROW)
+    unknown.set_times(ring(0.1))
+    assert unknown.update_count(12) == 3
+
+
+@given(st.lists(st.integers(0, 64), max_size=20), st.floats(0, 0.2), st.floats(1e4, 1e9))
+def test_it_is_always_from_n_to_2n_and_within_a_little_of_the_best(
+    streams: list[int], latency: float, rate: float
+) -> None:
+    times = ring(latency, rate=rate)
+    micro_batches = decider(times)
+    for count in streams:
+        chosen = micro_batches.update_count(count)
+        assert 3 <= chosen <= 6
+        if count:
+            curve = {each.count: each.token_s for each in estimate_counts(times, count)}
+            assert curve[chosen] <= 1.05 * min(curve.values())
+
+
+def test_the_head_spreads_decodes_over_as_many_as_pay() -> None:
+    config = SchedulerConfig(
+        256, 16, 0, max_num_batched_tokens=16, profiles=(STAGE,) * 3, num_stages=3, row_bytes=ROW
+    )
+    head = Scheduler(config, 1)
+    assert head.collect_stats()[1]["head_micro_batches"] == 3
+    head.set_times(ring(0.1))
+    for index in range(12):
+        request = SchedulerRequest("d", f"r{index}", (1, 2), 2, 8, SamplingParams())
+        head.submit_request(request, 0.0)
+    while head.next_batch(0.0) is not None:
+        pass
+    assert head.collect_stats()[1]["head_micro_batches"] in (3, 6)
+
+
+def test_the_head_goes_by_the_contexts_of_those_who_decode() -> None:
+    def count(prompt: int) -> float:
+        config = SchedulerConfig(
+            1 << 14,
+            16,
+            0,
+            max_num_batched_tokens=8192,
+            profiles=(DEEP,) * 3,
+            num_stages=3,
+            row_bytes=ROW,
+        )
+        head = Scheduler(config, 1)
+        head.set_times(RingTimes((DEEP,) * 3, ring(0.03, rate=None).links, ROW))
+        for index in range(12):
+            tokens = tuple(range(index, index + prompt))
+            head.submit_request(
+                SchedulerRequest(
+                    "d", f"r{index}", tokens, prompt, 4000, SamplingParams(), credit_window=4096
+                ),
+                0.0,
+            )
+        for _ in range(200):
+            batch = head.next_batch(0.0)
+            for volume in batch.volumes if batch is not None else ():
+                rows = [each for each in volume.header.slices if each.sample]
+                choices = tuple(
+                    SampledId(each.request, each.start + each.count, 1) for each in rows
+                )
+                head.on_sampled(SamplerOutput(volume.header.seq, choices), {}, 0.0)
+        return head.collect_stats()[1]["head_micro_batches"]
+
+    assert count(16) == 6
+    assert count(10_000) < 6

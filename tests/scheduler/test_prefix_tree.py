@@ -1,0 +1,125 @@
+"""The prefix tree, against sequences kept one by one."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.errors import InvariantError
+from molink.scheduler.prefix_tree import ROOT, PrefixMatch, PrefixTree
+
+SIZE = 4
+
+
+def add(tree: PrefixTree, tokens: list[int], first_block: int) -> int:
+    """Insert ``tokens`` with blocks from ``first_block`` on where the tree lacks them."""
+    at = ROOT
+    for number, first in enumerate(range(0, len(tokens), SIZE)):
+        key = tuple(tokens[first : first + SIZE])
+        there = tree.find_child(at, key)
+        if there is None:
+            tree.insert_block(at, key, first_block + number)
+        at = first_block + number if there is None else there
+    return at
+
+
+def test_full_blocks_are_shared_and_a_part_of_the_next() -> None:
+    tree = PrefixTree(SIZE)
+    assert [*tree.path_to_root(add(tree, [*range(10)], 100))] == [102, 101, 100]
+    assert tree.match_prefix([*range(10), 77]) == PrefixMatch(101, (100, 101), 102, 10)
+    assert tree.match_prefix([*range(9)]) == PrefixMatch(101, (100, 101), 102, 9)
+    assert tree.match_prefix([*range(8)]) == PrefixMatch(101, (100, 101), -1, 8)
+    assert tree.match_prefix([*range(7), 77, 78]) == PrefixMatch(100, (100,), 101, 7)
+    assert tree.match_prefix([77]) == tree.match_prefix([]) == PrefixMatch()
+
+
+def test_the_block_with_most_in_common_is_copied_from() -> None:
+    tree = PrefixTree(SIZE)
+    for block, key in enumerate([(1, 2, 3, 4), (1, 2, 3, 7), (1, 2, 5, 6), (1, 9), (2, 2)]):
+        tree.insert_block(ROOT, key, block)
+    tree.validate()
+    assert tree.match_prefix([1, 2, 3, 7]).blocks == (1,)
+    assert (
+        tree.match_prefix([1, 2, 5, 9]).copy_source,
+        tree.match_prefix([1, 2, 5, 9]).num_tokens,
+    ) == (2, 3)
+    assert tree.match_prefix([1, 9, 9, 9]).num_tokens == 2
+    assert tree.match_prefix([1, 8, 3, 4]).num_tokens == 1
+    assert tree.match_prefix([3]).copy_source == -1
+
+
+def test_longer_and_shorter_siblings() -> None:
+    tree = PrefixTree(SIZE)
+    tree.insert_block(ROOT, (1, 2), 0)
+    assert tree.has_extension(ROOT, (1,))
+    assert tree.has_extension(ROOT, (1, 2))
+    assert not tree.has_extension(ROOT, (1, 2, 3))
+    assert tree.find_shorter(ROOT, (1, 2, 3)) == 0
+    assert tree.find_shorter(ROOT, (1, 2)) is None
+    assert tree.find_shorter(ROOT, (1, 3, 3)) is None
+
+
+def test_what_is_below() -> None:
+    tree = PrefixTree(SIZE)
+    add(tree, [*range(10)], 0)
+    add(tree, [*range(6)], 10)
+    add(tree, [9], 20)
+    assert tree.list_subtree(0) == [0, 11, 1, 2]
+    assert {tree.parent_of(block) for block in (0, 20)} == {ROOT}
+
+
+def test_what_the_tree_can_never_hold_is_refused() -> None:
+    tree = PrefixTree(SIZE)
+    tree.insert_block(ROOT, (1, 2, 3, 4), 0)
+    tree.insert_block(0, (5,), 1)
+    for parent, key, block in [
+        (1, (6,), 2),
+        (0, (5,), 2),
+        (0, (6,), 1),
+        (0, (), 2),
+        (0, (1, 2, 3, 4, 5), 2),
+    ]:
+        with pytest.raises(InvariantError):
+            tree.insert_block(parent, key, block)
+    with pytest.raises(InvariantError):
+        tree.remove_block(0)
+    tree.remove_block(1)
+    tree.remove_block(0)
+    assert len(tree) == 0
+    tree.validate()
+
+
+def common(one: list[int], other: list[int]) -> int:
+    length = 0
+    while length < min(len(one), len(other)) and one[length] == other[length]:
+        length += 1
+    return length
+
+
+@given(
+    sequences=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), max_size=12),
+    tokens=st.lists(st.integers(0, 2), max_size=14),
+    data=st.data(),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_match_is_the_longest_beginning_that_is_there(
+    sequences: list[list[int]], tokens: list[int], data: st.DataObject
+) -> None:
+    tree = PrefixTree(SIZE)
+    there: dict[int, list[int]] = {}
+    for number, sequence in enumerate(sequences):
+        end = add(tree, sequence, 10 * number)
+        for depth, block in enumerate([*tree.path_to_root(end)][::-1], 1):
+            there[block] = sequence[: depth * SIZE]
+        if data.draw(st.booleans()) and tree.list_subtree(end) == [end]:
+            tree.remove_block(end)
+            del there[end]
+        tree.validate()
+        assert there.keys() == set(tree)
+    found = tree.match_prefix(tokens)
+    assert found.num_tokens == max((common(each, tokens) for each in there.values()), default=0)
+    assert len(found.blocks) == found.num_tokens // SIZE
+    for number, block in enumerate(found.blocks, 1):
+        assert there[block] == tokens[: number * SIZE]
+    assert (found.copy_source >= 0) == (found.num_tokens % SIZE > 0)
+    if found.copy_source >= 0:
+        assert there[found.copy_source][: found.num_tokens] == tokens[: found.num_tokens]

@@ -1,0 +1,791 @@
+"""Exact decisions of the head, without a ring: each test plays the stages by hand."""
+
+from itertools import count
+
+import pytest
+
+from molink.errors import ContextTooLong, InvariantError, Overloaded, RequestError
+from molink.scheduler.batch import MicroBatch
+from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.policies.create import create_scheduling_policy
+from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.request_state import ABANDONED_AFTER_S
+from molink.scheduler.scheduler import Scheduler
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data_plane import (
+    Admit,
+    Grammar,
+    History,
+    Release,
+    RequestSlice,
+    SampledId,
+    SamplerOutput,
+    SamplingParams,
+    TopLogprobs,
+    Volume,
+)
+from molink.wire.messages.load import MAX_REQUESTS, RequestLoad
+from molink.wire.messages.serving import OutputToken, Rejected
+
+PLAIN = SamplingParams()
+PENALTY = SamplingParams(presence_penalty=0.5)
+
+
+def limits(**changes: int) -> SchedulerConfig:
+    given = {"blocks": 64, "block_size": 4, "micro_batches": 2, "chunk_tokens": 8}
+    return SchedulerConfig(**{**given, "prefix_cache": False, **changes})
+
+
+def is_empty(head: Scheduler) -> bool:
+    """Whether no request is here and all blocks can be used."""
+    return not head.live_requests and not head.collect_stats()[1]["head_blocks_used"]
+
+
+def request(
+    key: str,
+    tokens: int,
+    answer: int = 100,
+    owner: str = "daemon",
+    **changes: SamplingParams | int | tuple[int, ...],
+) -> SchedulerRequest:
+    fields = {"prompt_tokens": tokens, "sampling": PLAIN, **changes}
+    return SchedulerRequest(owner, key, tuple(range(tokens)), max_tokens=answer, **fields)
+
+
+def submit(head: Scheduler, *requests: SchedulerRequest) -> None:
+    for each in requests:
+        head.submit_request(each, 0.0)
+
+
+def volumes(batch: MicroBatch | None) -> list[Volume]:
+    return [] if batch is None else [volume.header for volume in batch.volumes]
+
+
+def controls(batch: MicroBatch | None) -> list[Admit | History | Release]:
+    return [] if batch is None else [control.body for control in batch.controls]
+
+
+def back(head: Scheduler, volume: Volume, token: int = 50) -> list[Emission]:
+    """The volume comes home, each sampling row with ``token``."""
+    choices = tuple(
+        SampledId(rows.request, rows.start + rows.count, token)
+        for rows in volume.slices
+        if rows.sample
+    )
+    emissions = head.on_sampled(SamplerOutput(volume.seq, choices), {}, 0.0)
+    head.validate()
+    return emissions
+
+
+def step(head: Scheduler, token: int = 50) -> list[Emission]:
+    """One micro-batch goes round, releases too."""
+    batch = head.next_batch(0.0)
+    head.validate()
+    emissions = []
+    for volume in volumes(batch):
+        emissions += back(head, volume, token)
+    for control in controls(batch):
+        if isinstance(control, Release):
+            head.on_released(control.seq, 0.0)
+    head.validate()
+    return emissions
+
+
+# --- prefill -------------------------------------------------------------------------------------
+
+
+def test_prompt_in_chunks_that_do_not_wait_for_each_other() -> None:
+    head = Scheduler(limits(), 1)
+    submit(head, request("a", 10))
+    first, second = head.next_batch(0.0), head.next_batch(0.0)
+    assert controls(first) == [Admit(1, 0, PLAIN, 10, 109)]
+    assert volumes(first)[0].slices == (RequestSlice(0, 0, 8, after_seq=1, blocks=(0, 1)),)
+    assert first.volumes[0].tokens == list(range(8))
+    assert volumes(first)[0].prefill
+    assert volumes(second)[0].slices == (
+        RequestSlice(0, 8, 2, after_seq=2, blocks=(2,), sample=True),
+    )
+    assert head.next_batch(0.0) is None
+
+
+def test_a_chunk_holds_several_prompts_in_order_of_arrival() -> None:
+    head = Scheduler(limits(), 1)
+    submit(head, request("a", 3), request("b", 3), request("c", 5))
+    batch = head.next_batch(0.0)
+    assert [type(body) for body in controls(batch)] == [Admit, Admit, Admit]
+    rows = volumes(batch)[0].slices
+    assert [(group.request, group.start, group.count, group.sample) for group in rows] == [
+        (0, 0, 3, True),
+        (1, 0, 3, True),
+        (2, 0, 2, False),
+    ]
+    assert [group.after_seq for group in rows] == [1, 2, 3]
+    assert volumes(batch)[0].seq == 4
+
+
+def test_at_most_k_prefill_volumes_in_flight() -> None:
+    head = Scheduler(limits(micro_batches=2), 1)
+    submit(head, request("a", 40))
+    sent = [volumes(head.next_batch(0.0))[0] for _ in range(2)]
+    assert head.next_batch(0.0) is None
+    back(head, sent[0])
+    assert len(volumes(head.next_batch(0.0))) == 1
+
+
+def test_a_resubmitted_request_goes_on_where_it_was() -> None:
+    head = Scheduler(limits(chunk_tokens=64), 1)
+    submit(head, request("a", 9, 2, prompt_tokens=6, sampling=PENALTY))
+    batch = head.next_batch(0.0)
+    assert controls(batch)[0] == Admit(1, 0, PENALTY, 6, 10)
+    assert batch.controls[1].ids == tuple(range(9))
+    assert volumes(batch)[0].slices == (
+        RequestSlice(0, 0, 9, after_seq=2, blocks=(0, 1, 2), sample=True),
+    )
+    (emission,) = back(head, volumes(batch)[0])
+    assert emission.message == OutputToken(1, "a", 9, 50, emission.message.logprob)
+    (emission,) = step(head)
+    assert (emission.message.position, emission.message.finish_reason) == (10, "length")
+
+
+def test_history_only_for_penalties_and_in_parts() -> None:
+    head = Scheduler(limits(blocks=1 << 16, chunk_tokens=4096), 1)
+    submit(head, request("a", 130_000, sampling=PENALTY), request("b", 5))
+    batch = head.next_batch(0.0)
+    parts = [control for control in batch.controls if isinstance(control.body, History)]
+    assert [(part.body.seq, part.body.first, len(part.ids)) for part in parts] == [
+        (2, 0, 60_000),
+        (3, 60_000, 60_000),
+        (4, 120_000, 10_000),
+    ]
+    assert all(part.body.payload.shape == (len(part.ids),) for part in parts)
+    assert volumes(batch)[0].slices[0].after_seq == 4
+
+
+def test_a_job_is_admitted_only_with_a_slot() -> None:
+    head = Scheduler(limits(max_running=1), 1)
+    submit(head, request("a", 2, 1), request("b", 2, 1))
+    assert [body.request for body in controls(head.next_batch(0.0))] == [0]
+    assert head.next_batch(0.0) is None
+
+
+def test_a_job_is_admitted_only_with_blocks_to_spare() -> None:
+    # 16 blocks of 4; "a" takes 5 and should be able to grow by 4 more; "b" needs 8.
+    head = Scheduler(limits(blocks=16, chunk_tokens=64), 1)
+    submit(head, request("a", 18, 2), request("b", 31, 2), request("c", 1, 2))
+    batch = head.next_batch(0.0)
+    assert [body.request for body in controls(batch)] == [0]
+    back(head, volumes(batch)[0])
+    assert [emission.message.finish_reason for emission in step(head)] == ["length"]
+    batch = head.next_batch(0.0)
+    assert controls(batch) == [Release(4, 0, after_seq=3), Admit(5, 1, PLAIN, 31, 32)]
+    head.on_released(4, 0.0)
+    assert [body.request for body in controls(head.next_batch(0.0))] == [2]
+
+
+# --- decode --------------------------------------------------------------------------------------
+
+
+def test_decoders_are_spread_over_the_micro_batches() -> None:
+    head = Scheduler(limits(micro_batches=2, chunk_tokens=64), 1)
+    submit(head, *(request(f"r{i}", 2) for i in range(5)))
+    step(head)
+    sent = [volumes(head.next_batch(0.0))[0] for _ in range(2)]
+    assert [len(volume.slices) for volume in sent] == [3, 2]
+    assert not any(volume.prefill for volume in sent)
+    assert head.next_batch(0.0) is None
+    back(head, sent[1])
+    assert [rows.request for rows in volumes(head.next_batch(0.0))[0].slices] == [3, 4]
+
+
+def test_at_most_k_decode_volumes_in_flight() -> None:
+    head = Scheduler(limits(micro_batches=2, chunk_tokens=2), 1)
+    submit(head, *(request(f"r{i}", 2) for i in range(3)))
+    for _ in range(2):
+        batch = head.next_batch(0.0)
+        back(head, volumes(batch)[-1])
+    assert head.collect_stats()[1]["head_decode_in_flight"] == 1.0
+    back(head, volumes(head.next_batch(0.0))[-1])
+    head.next_batch(0.0)
+    assert head.collect_stats()[1]["head_decode_in_flight"] == 2.0
+
+
+def test_decode_and_prefill_rows_travel_in_separate_volumes() -> None:
+    head = Scheduler(limits(), 1)
+    submit(head, request("a", 4))
+    step(head, token=33)
+    submit(head, request("b", 4))
+    batch = head.next_batch(0.0)
+    decode, prefill = batch.volumes
+    # The admission of b takes tick 3 and the volumes follow it.
+    assert decode.header.slices == (RequestSlice(0, 4, 1, after_seq=2, blocks=(1,), sample=True),)
+    assert decode.tokens == [33]
+    assert (decode.header.seq, prefill.header.seq) == (4, 5)
+    assert (decode.header.prefill, prefill.header.prefill) == (False, True)
+    assert prefill.header.slices == (RequestSlice(1, 0, 4, after_seq=3, blocks=(2,), sample=True),)
+
+
+def test_tokens_are_emitted_with_alternatives_and_stop() -> None:
+    head = Scheduler(limits(), 4)
+    submit(head, request("a", 2, stop_ids=(9,)))
+    volume = volumes(head.next_batch(0.0))[0]
+    sampled = SamplerOutput(volume.seq, (SampledId(0, 2, 9, -0.5),))
+    tops = {(0, 2): TopLogprobs(0, 2, (9, 8), (-0.5, -1.5))}
+    (emission,) = head.on_sampled(sampled, tops, 0.0)
+    top = ((9, -0.5), (8, -1.5))
+    assert emission == Emission("daemon", OutputToken(4, "a", 2, 9, -0.5, top, "stop"))
+    assert controls(head.next_batch(0.0)) == [Release(3, 0, after_seq=2)]
+    head.on_released(3, 0.0)
+    assert is_empty(head)
+
+
+def test_the_context_ends_a_request() -> None:
+    head = Scheduler(limits(max_context=6), 1)
+    submit(head, request("a", 4, 2))
+    assert [step(head)[0].message.finish_reason for _ in range(2)] == [None, "length"]
+
+
+def test_uncredited_tokens_pause_a_request() -> None:
+    head = Scheduler(limits(), 1)
+    submit(head, request("a", 2, window=2))
+    assert [len(step(head)) for _ in range(4)] == [1, 1, 0, 0]
+    head.grant_credit("daemon", "a", 3)
+    assert [len(step(head)) for _ in range(3)] == [1, 0, 0]
+    head.grant_credit("daemon", "a", 1)  # an old word changes nothing
+    head.grant_credit("daemon", "a", 999)  # nor can what was not emitted be taken
+    assert [len(step(head)) for _ in range(3)] == [1, 1, 0]
+    head.grant_credit("daemon", "unknown", 3)
+
+
+# --- blocks --------------------------------------------------------------------------------------
+
+
+def tight(micro_batches: int) -> Scheduler:
+    """Requests 0 and 1 decode with 16 tokens and one block each; one block of 16 is free."""
+    head = Scheduler(
+        limits(blocks=3, block_size=16, chunk_tokens=64, micro_batches=micro_batches), 1
+    )
+    submit(head, request("old", 15, 34), request("young", 15, 34))
+    step(head)
+    assert head.collect_stats()[1]["head_blocks_free"] == 1.0
+    return head
+
+
+def test_blocks_are_used_again_only_when_their_release_has_gone_round() -> None:
+    head = Scheduler(limits(blocks=2, micro_batches=1), 1)
+    submit(head, request("a", 5, 1), request("b", 5, 1))
+    (emission,) = back(head, volumes(head.next_batch(0.0))[0])
+    assert emission.message.finish_reason == "length"
+    batch = head.next_batch(0.0)
+    assert controls(batch) == [Release(3, 0, after_seq=2)]
+    assert volumes(batch) == []
+    assert head.next_batch(0.0) is None
+    head.on_released(3, 0.0)
+    batch = head.next_batch(0.0)
+    assert controls(batch) == [Admit(4, 1, PLAIN, 5, 5)]
+    assert volumes(batch)[0].slices == (
+        RequestSlice(1, 0, 5, after_seq=4, blocks=(0, 1), sample=True),
+    )
+
+
+def test_the_youngest_is_preempted_and_goes_on_later() -> None:
+    head = tight(micro_batches=1)
+    texts: dict[str, list[int]] = {"old": [], "young": []}
+    token = count(100)
+    ended = []
+    while not is_empty(head):
+        batch = head.next_batch(0.0)
+        head.validate()
+        for volume in volumes(batch):
+            for emission in back(head, volume, next(token)):
+                message = emission.message
+                assert message.position == 16 + len(texts[message.key])
+                texts[message.key].append(message.token)
+        for body in controls(batch):
+            if isinstance(body, Release):
+                ended.append((body.request, len(texts["young"])))
+                head.on_released(body.seq, 0.0)
+    # "young" is stuck at its 17th token when "old" needs the block it has; it comes back as 2.
+    assert ended == [(1, 1), (0, 1), (2, 33)]
+    assert len(texts["old"]) == 33
+    assert head.collect_stats()[0]["head_preemptions_total"] == 1.0
+
+
+def test_a_preempted_request_returns_under_a_new_id_with_its_tokens() -> None:
+    head = tight(micro_batches=1)
+    submit(head, request("new", 1, 1))
+    while not head.collect_stats()[0]["head_preemptions_total"]:
+        step(head, token=70)
+    head.cancel_request("daemon", "old", 0.0)
+    step(head)
+    batch = head.next_batch(0.0)
+    assert [(admit.request, admit.prompt_tokens) for admit in controls(batch)] == [(2, 15)]
+    (volume,) = batch.volumes
+    assert volume.tokens == [*range(15), 50, 70]
+    (rows,) = volume.header.slices
+    assert (rows.start, rows.count, rows.sample) == (0, 17, True)
+    assert back(head, volume.header)[0].message.position == 17
+
+
+def test_a_request_never_preempts_an_older_one() -> None:
+    head = tight(micro_batches=2)
+    first, second = (volumes(head.next_batch(0.0))[0] for _ in range(2))
+    back(head, first)
+    with_last_block = volumes(head.next_batch(0.0))[0]
+    assert [len(rows.blocks) for rows in with_last_block.slices] == [1]
+    back(head, second)
+    assert head.next_batch(0.0) is None
+    back(head, with_last_block)
+    # "young" has waited longer, and lacks a block; "old" runs.
+    batch = head.next_batch(0.0)
+    assert controls(batch) == []
+    assert [rows.request for rows in volumes(batch)[0].slices] == [0]
+
+
+def test_rows_in_flight_are_never_preempted() -> None:
+    head = tight(micro_batches=2)
+    first, second = (volumes(head.next_batch(0.0))[0] for _ in range(2))
+    back(head, second)
+    with_last_block = volumes(head.next_batch(0.0))[0]
+    assert [rows.request for rows in with_last_block.slices] == [1]
+    back(head, first)
+    # "old" lacks a block, and "young" is in flight.
+    assert head.next_batch(0.0) is None
+    back(head, with_last_block)
+    batch = head.next_batch(0.0)
+    assert controls(batch) == [Release(7, 1, after_seq=6)]
+    assert volumes(batch) == []
+    head.on_released(7, 0.0)
+    batch = head.next_batch(0.0)
+    # Blocks come back with the tick that released them, and nobody is admitted in between.
+    assert volumes(batch)[0].slices[0].after_seq == 7
+    assert [rows.request for rows in volumes(batch)[0].slices] == [0]
+
+
+def test_nobody_is_admitted_while_a_request_lacks_a_block() -> None:
+    head = Scheduler(limits(blocks=6, block_size=64, chunk_tokens=999, micro_batches=1), 1)
+    submit(
+        head, *(request(key, tokens) for key, tokens in zip("abcd", (63, 63, 9, 69), strict=True))
+    )
+    step(head)
+    step(head)
+    batch = head.next_batch(0.0)
+    # The last block goes to "a"; "b" lacks one, so "d" gives way; "c" needs none.
+    assert [body.request for body in controls(batch)] == [3]
+    assert [rows.request for rows in volumes(batch)[0].slices] == [0, 2]
+    head.on_released(controls(batch)[0].seq, 0.0)
+    head.cancel_request("daemon", "d", 0.0)
+    submit(head, request("new", 1))
+    assert head.next_batch(0.0) is None
+    back(head, volumes(batch)[0])
+    batch = head.next_batch(0.0)
+    assert [volume.prefill for volume in volumes(batch)] == [False]
+    assert [rows.request for rows in volumes(batch)[0].slices] == [1, 0, 2]
+
+
+def test_nobody_younger_goes_on_prefilling_while_a_request_lacks_a_block() -> None:
+    head = Scheduler(limits(blocks=7, block_size=16, chunk_tokens=16, micro_batches=2), 1)
+    submit(head, request("old", 16, 80))
+    step(head)
+    submit(head, request("young", 48, 30))
+    prefills = [volumes(head.next_batch(0.0)) for _ in range(2)]
+    assert [[volume.prefill for volume in sent] for sent in prefills] == [[False, True], [True]]
+    decode = prefills[0].pop(0)
+    while decode is not None:
+        back(head, decode)
+        decode = next(iter(volumes(head.next_batch(0.0))), None)
+    assert len(head._queues.find("daemon", "old").tokens) == 65
+    back(head, prefills[0][0])
+    assert head.next_batch(0.0) is None
+    back(head, prefills[1][0])
+    assert [body.request for body in controls(head.next_batch(0.0))] == [1]
+
+
+def test_who_waits_for_his_client_gives_way() -> None:
+    head = Scheduler(limits(blocks=4, block_size=2, chunk_tokens=64, micro_batches=1), 1)
+    submit(head, request("slow", 5, 3, window=1))
+    step(head)
+    assert head.next_batch(0.0) is None
+    submit(head, request("new", 5, 3))
+    assert controls(head.next_batch(0.0)) == [Release(3, 0, after_seq=2)]
+    head.on_released(3, 0.0)
+    batch = head.next_batch(0.0)
+    assert [body.request for body in controls(batch)] == [1]
+    assert head._queues.find_request("daemon", "slow").phase == "waiting"
+    head.grant_credit("daemon", "slow", 6)
+    head.cancel_request("daemon", "new", 0.0)
+    back(head, volumes(batch)[0])
+    positions = [emission.message.position for _ in range(3) for emission in step(head)]
+    assert positions == [6]
+
+
+# --- the end of a request ------------------------------------------------------------------------
+
+
+def test_cancelled_while_waiting_leaves_no_trace() -> None:
+    head = Scheduler(limits(), 1)
+    submit(head, request("a", 4))
+    head.cancel_request("daemon", "a", 0.0)
+    head.cancel_request("daemon", "a", 0.0)
+    assert head.next_batch(0.0) is None
+    assert is_empty(head)
+
+
+def test_cancelled_in_flight_is_released_at_once_and_its_results_ignored() -> None:
+    head = Scheduler(limits(), 1)
+    submit(head, request("a", 20))
+    sent = [volumes(head.next_batch(0.0))[0] for _ in range(2)]
+    head.cancel_request("daemon", "a", 0.0)
+    assert controls(head.next_batch(0.0)) == [Release(4, 0, after_seq=3, pending_seqs=(2,))]
+    assert back(head, sent[0]) == []
+    assert head.on_tombstone(sent[1].seq, 0.0) == []
+    head.on_released(4, 0.0)
+    assert is_empty(head)
+    assert head.num_strays == 0
+    assert head.collect_stats()[1]["head_cancel_iterations_last"] == 1.0
+
+
+def test_a_daemon_that_disconnects_takes_its_requests_along() -> None:
+    head = Scheduler(limits(), 1)
+    submit(head, request("a", 4), request("b", 4))
+    head.submit_request(SchedulerRequest("other", "a", (1,), 1, 5, PLAIN), 0.0)
+    step(head)
+    head.cancel_peer("daemon", 0.0)
+    assert head.live_requests == [("other", "a")]
+    assert [body.request for body in controls(head.next_batch(0.0))[:2]] == [0, 2]
+
+
+@pytest.mark.parametrize("how", ["failed", "missing", "misplaced", "tombstone"])
+def test_rows_that_fail_end_their_request_only(how: str) -> None:
+    head = Scheduler(limits(), 2)
+    submit(head, request("a", 2), request("b", 2))
+    (volume,) = volumes(head.next_batch(0.0))
+    good = SampledId(1, 2, 5)
+    sampled = {
+        "failed": SamplerOutput(volume.seq, (good,), (0,)),
+        "missing": SamplerOutput(volume.seq, (good,)),
+        "misplaced": SamplerOutput(volume.seq, (SampledId(0, 7, 5), good)),
+    }
+    if how == "tombstone":
+        emissions = head.on_tombstone(volume.seq, 0.0)
+        assert len(emissions) == 2
+    else:
+        emissions = head.on_sampled(sampled[how], {}, 0.0)
+        assert emissions[1].message.position == 2
+    rejected = emissions[0].message
+    assert isinstance(rejected, Rejected)
+    assert (rejected.epoch, rejected.key, rejected.reason) == (2, "a", "failed")
+    head.validate()
+    assert Release(4, 0, after_seq=3) in controls(head.next_batch(0.0))
+
+
+def test_what_is_not_in_flight_is_counted_and_ignored() -> None:
+    head = Scheduler(limits(), 1)
+    assert head.on_sampled(SamplerOutput(5), {}, 0.0) == []
+    assert head.on_tombstone(6, 0.0) == []
+    head.on_released(7, 0.0)
+    assert head.collect_stats()[0]["head_strays_total"] == 3.0
+
+
+# --- admission -----------------------------------------------------------------------------------
+
+
+def test_a_full_queue_is_refused_with_a_time_to_retry() -> None:
+    head = Scheduler(limits(max_running=1, max_waiting=1), 1)
+    submit(head, request("a", 2, 1), request("b", 2))
+    with pytest.raises(Overloaded, match="0 requests are running and 2 waiting") as caught:
+        submit(head, request("c", 2))
+    assert caught.value.retry_after == 1.0
+    step(head)
+    submit(head, request("c", 2))
+
+
+def test_owners_share_a_full_queue_and_one_who_is_alone_has_it_all() -> None:
+    head = Scheduler(limits(max_running=1, max_waiting=5), 1)
+    submit(head, *(request(f"a{i}", 2, owner="a") for i in range(6)))
+    told = []
+    for number in range(3):
+        told += head.submit_request(request(f"b{number}", 2, owner="b"), 0.0)
+        head.validate()
+    assert [(each.peer, each.message.key, each.message.reason) for each in told] == [
+        ("a", "a5", "overloaded"),
+        ("a", "a4", "overloaded"),
+        ("a", "a3", "overloaded"),
+    ]
+    for peer in "ab":
+        with pytest.raises(Overloaded):
+            submit(head, request("one more", 2, owner=peer))
+    (emission,) = head.submit_request(request("c", 2, owner="c"), 0.0)
+    assert emission.message.retry_after >= 1
+    assert head.collect_stats()[0]["head_displaced_total"] == 4.0
+
+
+def test_clients_of_one_owner_share_its_places_in_a_full_queue() -> None:
+    head = Scheduler(limits(max_running=1, max_waiting=5), 1)
+    submit(head, *(request(f"a{i}", 2, client="a", priority=-(i == 5)) for i in range(6)))
+    told = []
+    for number in range(3):
+        told += head.submit_request(request(f"b{number}", 2, client="b"), 0.0)
+        head.validate()
+    assert [each.message.key for each in told] == ["a4", "a3", "a2"], "the least urgent, the last"
+    with pytest.raises(Overloaded):
+        submit(head, request("b3", 2, client="b"))
+    # However many names the daemon has for them, another one gets half.
+    told = [*head.submit_request(request("o0", 2, owner="other"), 0.0)]
+    told += head.submit_request(request("o1", 2, owner="other"), 0.0)
+    assert [each.peer for each in told] == ["daemon", "daemon"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq", "gittins"])
+def test_slots_go_to_the_client_that_was_served_least_and_there_to_the_most_urgent(
+    policy: str,
+) -> None:
+    head = Scheduler(limits(max_running=4, chunk_tokens=64), 1, create_scheduling_policy(policy))
+    submit(head, *(request(f"a{i}", 2, client="a", priority=-i) for i in range(3)))
+    submit(head, *(request(f"b{i}", 2, client="b", priority=i) for i in range(3)))
+    head.next_batch(0.0)
+    admitted = [state.request.key for state in head._queues._running.values()]
+    assert admitted == ["a2", "b0", "a1", "b1"]
+
+
+def test_slots_go_to_the_owner_that_was_served_least() -> None:
+    head = Scheduler(limits(max_running=3, chunk_tokens=64), 1)
+    submit(head, *(request(f"a{i}", 2, owner="a") for i in range(5)))
+    submit(head, *(request(f"b{i}", 2, owner="b") for i in range(2)))
+    head.next_batch(0.0)
+    admitted = [state.request.key for state in head._queues._running.values()]
+    assert admitted == ["a0", "b0", "a1"]
+
+
+def test_who_never_credits_locks_nobody_out() -> None:
+    head = Scheduler(limits(max_running=4, max_waiting=4, blocks=64, chunk_tokens=64), 1)
+    for number in range(8):
+        submit(head, request(f"s{number}", 8, owner="greedy", window=1))
+    emitted = []
+    for _ in range(30):
+        emitted += step(head)
+    assert head.collect_stats()[1]["head_running"] == 4.0
+    (displaced,) = head.submit_request(request("new", 4, 3, owner="other"), 0.0)
+    assert displaced.peer == "greedy"
+    for _ in range(10):
+        emitted += [emission for emission in step(head) if emission.peer == "other"]
+    assert emitted[-1].message.finish_reason == "length"
+
+
+def test_an_abandoned_request_gives_way_to_others_of_its_own_daemon_too() -> None:
+    head = Scheduler(limits(max_running=2, max_waiting=1, chunk_tokens=64, micro_batches=1), 1)
+    submit(head, request("paused", 4, window=1), request("busy", 4))
+    step(head)
+    head.submit_request(request("new", 4), ABANDONED_AFTER_S - 1)
+    batch = head.next_batch(ABANDONED_AFTER_S - 1)
+    assert [volume.prefill for volume in volumes(batch)] == [False]
+    back(head, volumes(batch)[0])
+    batch = head.next_batch(ABANDONED_AFTER_S)
+    assert [type(body) for body in controls(batch)] == [Release, Admit]
+    assert controls(batch)[0].request == 0, "released, since somebody waits"
+    (emission,) = head.submit_request(request("newer", 4), ABANDONED_AFTER_S)
+    assert (emission.message.key, emission.message.reason) == ("paused", "overloaded")
+    head.validate()
+
+
+def test_patience_begins_when_the_client_is_waited_for() -> None:
+    head = Scheduler(limits(), 1)
+    submit(head, request("slow", 4, window=2))
+    state = head._queues.find_request("daemon", "slow")
+    for position, now in ((4, 100.0), (5, 200.0)):
+        (volume,) = volumes(head.next_batch(now))
+        head.on_sampled(SamplerOutput(volume.seq, (SampledId(0, position, 50),)), {}, now)
+    assert not state.is_abandoned(199.0 + ABANDONED_AFTER_S)
+    assert state.is_abandoned(200.0 + ABANDONED_AFTER_S)
+    head.grant_credit("daemon", "slow", 5)
+    assert not state.is_abandoned(300.0)
+
+
+def test_a_paused_request_goes_on_where_nobody_else_wants_its_place() -> None:
+    head = Scheduler(limits(), 1)
+    submit(head, request("paused", 4, 3, window=1))
+    step(head)
+    assert head.next_batch(1000 * ABANDONED_AFTER_S) is None
+    head.grant_credit("daemon", "paused", 5)
+    assert [emission.message.position for emission in step(head)] == [5]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "answer", "message", "param"),
+    [
+        (90, 20, "90 tokens and up to 20 more exceed the context of 100; at", "max_tokens"),
+        (90, 20, "max_tokens may be up to 10 with this prompt", "max_tokens"),
+        (100, 1, "100 tokens and up to 1 more exceed the context of 100; .*nothing", "prompt"),
+    ],
+)
+def test_what_can_never_fit_is_refused_with_the_numbers(
+    tokens: int, answer: int, message: str, param: str
+) -> None:
+    head = Scheduler(limits(max_context=100), 1)
+    with pytest.raises(ContextTooLong, match=message) as caught:
+        submit(head, request("a", tokens, answer))
+    assert caught.value.param == param
+
+
+def test_what_the_kv_cache_can_never_hold_is_refused_with_what_it_can() -> None:
+    head = Scheduler(limits(blocks=12, max_context=100), 1)
+    with pytest.raises(ContextTooLong) as caught:
+        submit(head, request("a", 30, 20))
+    assert str(caught.value) == (
+        "30 tokens and up to 20 more exceed the pipeline's KV cache of 48 tokens; at most 49 tokens"
+        " fit, prompt and answer together: max_tokens may be up to 19 with this prompt"
+    )
+    submit(head, request("a", 30, 19))
+    with pytest.raises(ContextTooLong, match="nothing can be generated"):
+        submit(head, request("b", 49, 1))
+
+
+def test_the_largest_request_that_fits_is_served() -> None:
+    head = Scheduler(limits(blocks=12, max_context=100), 1)
+    submit(head, request("a", 30, 19))
+    emitted = [emission for _ in range(40) for emission in step(head)]
+    assert len(emitted) == 19
+    assert is_empty(head)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tokens": 0}, {"prompt_tokens": 0}, {"prompt_tokens": 9}, {"answer": 0}, {"window": 0}],
+)
+def test_fields_out_of_range_are_refused(changes: dict[str, int]) -> None:
+    fields = {"tokens": 3, "prompt_tokens": 3, **changes}
+    with pytest.raises(RequestError):
+        submit(Scheduler(limits(), 1), request("a", **fields))
+
+
+def test_a_key_in_use_is_refused() -> None:
+    head = Scheduler(limits(), 1)
+    submit(head, request("a", 3))
+    with pytest.raises(RequestError, match="already"):
+        submit(head, request("a", 3))
+
+
+# --- reports -------------------------------------------------------------------------------------
+
+
+def test_stats() -> None:
+    head = Scheduler(limits(blocks=10), 1)
+    submit(head, request("a", 5, 2), request("b", 3, 2))
+    step(head)
+    counters, gauges = head.collect_stats()
+    assert counters == {
+        "head_requests_total": 2.0,
+        "head_admitted_total": 2.0,
+        "head_queue_seconds_total": 0.0,
+        "head_tokens_total": 2.0,
+        "head_finished_total": 0.0,
+        "head_cancelled_total": 0.0,
+        "head_displaced_total": 0.0,
+        "head_refused_total": 0.0,
+        "head_late_total": 0.0,
+        "head_expired_total": 0.0,
+        "head_failed_total": 0.0,
+        "head_volumes_total": 1.0,
+        "head_iterations_total": 1.0,
+        "head_prompt_tokens_total": 8.0,
+        "head_prefill_rows_total": 8.0,
+        "head_preemptions_total": 0.0,
+        "head_swaps_out_total": 0.0,
+        "head_swaps_in_total": 0.0,
+        "head_swap_fallbacks_total": 0.0,
+        "head_draft_tokens_total": 0.0,
+        "head_draft_tokens_accepted_total": 0.0,
+        "head_guessed_tokens_total": 0.0,
+        "head_guess_seconds_total": 0.0,
+        "head_prefix_hit_tokens_total": 0.0,
+        "head_prefix_lookup_tokens_total": 8.0,
+        "head_prefix_evictions_total": 0.0,
+        "head_strays_total": 0.0,
+    }
+    assert gauges == {
+        "head_blocks": 10.0,
+        "head_blocks_used": 3.0,
+        "head_blocks_releasing": 0.0,
+        "head_blocks_free": 7.0,
+        "head_blocks_cached": 0.0,
+        "head_prefix_hit_rate": 0.0,
+        "head_host_blocks": 0.0,
+        "head_host_blocks_used": 0.0,
+        "head_swapped": 0.0,
+        "head_micro_batches": 2.0,
+        "head_running": 2.0,
+        "head_waiting": 0.0,
+        "head_clients": 1.0,
+        "head_decode_in_flight": 0.0,
+        "head_prefill_in_flight": 0.0,
+        "head_prefill_rows_in_flight": 0.0,
+        "head_cancel_iterations_last": 0.0,
+        "head_cancel_iterations_max": 0.0,
+        "head_swapped_turn_seconds": 0.0,
+    }
+
+
+def test_a_broken_invariant_tells_the_story() -> None:
+    head = Scheduler(limits(), 1)
+    submit(head, request("a", 5))
+    head.next_batch(0.0)
+    head._queues.find_request("daemon", "a").blocks.pop()
+    with pytest.raises(InvariantError) as caught:
+        head.validate()
+    assert any("submit daemon a 5" in line for line in caught.value.story)
+
+
+# --- what others are told ------------------------------------------------------------------------
+
+
+def test_what_is_told_of_requests() -> None:
+    head = Scheduler(limits(max_running=1), 1)
+    head.submit_request(request("a", 10, owner="pc-a"), 5.0)
+    head.submit_request(request("b", 3, owner="x" * 99), 6.0)
+    first, _ = head.next_batch(5.0), head.next_batch(5.0)
+    back(head, volumes(first)[0])
+    load = head.report_load("p1", 7.0)
+    assert (load.pipeline, load.running, load.waiting) == ("p1", 1, 1)
+    assert (load.blocks, load.micro_batches, load.used_blocks > 0) == (64, 2, True)
+    assert load.requests == (
+        RequestLoad("pc-a", "prefill", 10, 8, 0, 0, 2),
+        RequestLoad("x" * 32, "waiting", 3, 0, 0, 0, 1),
+    )
+
+
+def test_the_pace_is_since_the_first_token() -> None:
+    head = Scheduler(limits(), 1)
+    head.submit_request(request("a", 3), 0.0)
+    now = 10.0
+    for _ in range(5):
+        batch = head.next_batch(now)
+        (volume,) = volumes(batch)
+        rows = volume.slices[0]
+        choice = SampledId(rows.request, rows.start + rows.count, 50)
+        head.on_sampled(SamplerOutput(volume.seq, (choice,)), {}, now)
+        now += 0.5
+    (told,) = head.report_load("p1", 12.0).requests
+    assert (told.state, told.prompt, told.computed, told.generated) == ("decode", 3, 7, 5)
+    assert told.token_rate == 2000, "four tokens in two seconds"
+
+
+def test_no_more_requests_are_told_than_fit() -> None:
+    head = Scheduler(limits(max_waiting=64), 1)
+    submit(head, *(request(f"r{number}", 3) for number in range(40)))
+    load = head.report_load("p1", 0.0)
+    assert len(load.requests) == MAX_REQUESTS
+    assert load.running + load.waiting == 40
+
+
+def test_a_grammar_is_sent_once_and_the_answer_so_far_to_go_through_again() -> None:
+    head = Scheduler(limits(chunk_tokens=64), 1)
+    submit(head, request("a", 3, grammar=b"abc"))
+    batch = head.next_batch(0.0)
+    admit, grammar = batch.controls
+    assert grammar.body == Grammar(2, admit.body.request, Payload("u8", (3,)))
+    assert (grammar.payload, volumes(batch)[0].slices[0].after_seq) == (b"abc", 2)
+    again = Scheduler(limits(chunk_tokens=64), 2)
+    submit(again, request("a", 5, grammar=b"abc", prompt_tokens=3))
+    _, grammar, history = again.next_batch(0.0).controls
+    assert isinstance(grammar.body, Grammar)
+    assert isinstance(history.body, History)
+    assert (history.body.first, history.ids) == (0, tuple(range(5)))

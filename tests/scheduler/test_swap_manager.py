@@ -1,0 +1,317 @@
+"""Whose KV goes to host memory, and when it is back: exact decisions, without a ring."""
+
+import pytest
+
+from molink.errors import InvariantError
+from molink.facts.preemption import PreemptionMode
+from molink.facts.profile import Profile
+from molink.facts.ring_times import RingTimes
+from molink.scheduler.batch import MicroBatch
+from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.host_blocks import HostBlockAllocator, HostCopy
+from molink.scheduler.policies.create import create_scheduling_policy
+from molink.scheduler.policies.mlfq import Mlfq
+from molink.scheduler.request import SchedulerRequest
+from molink.scheduler.request_state import RequestState
+from molink.scheduler.scheduler import Scheduler
+from molink.wire.messages.data_plane import (
+    Admit,
+    BlockTable,
+    Release,
+    SampledId,
+    SamplerOutput,
+    SamplingParams,
+    SwapIn,
+    SwapOut,
+)
+
+#: A turn takes 10 ms, and so do 16 rows of a prompt.
+STAGE = Profile(decode=((1, 0.01), (8, 0.01)), prefill=((16, 0.01), (64, 0.04)))
+
+
+def make_head(
+    mode: PreemptionMode, blocks: int = 10, host: int = 16, policy: str = "fcfs", **changes: int
+) -> Scheduler:
+    config = SchedulerConfig(
+        blocks,
+        4,
+        1,
+        max_num_batched_tokens=64,
+        prefix_cache=False,
+        profiles=(STAGE,),
+        preemption_mode=mode,
+        **changes,
+    )
+    head = Scheduler(config, 1, create_scheduling_policy(policy))
+    head.set_host_memory(host, 1e-5)
+    return head
+
+
+def submit(head: Scheduler, key: str, tokens: int, now: float = 0.0, answer: int = 25) -> None:
+    prompt = tuple(range(tokens))
+    head.submit_request(
+        SchedulerRequest("d", key, prompt, tokens, answer, SamplingParams(), (), 1 << 16), now
+    )
+
+
+def go_round(head: Scheduler, now: float) -> MicroBatch | None:
+    """One micro-batch, and all that comes of it."""
+    batch = head.next_batch(now)
+    if batch is None:
+        return None
+    for volume in batch.volumes:
+        header = volume.header
+        choices = [
+            SampledId(rows.request, rows.start + rows.count, 9)
+            for rows in header.slices
+            if rows.sample
+        ]
+        head.on_sampled(SamplerOutput(header.seq, tuple(choices)), {}, now + 0.005)
+    for control in batch.controls:
+        if isinstance(control.body, Release):
+            head.on_released(control.body.seq, now + 0.005)
+    head.validate()
+    return batch
+
+
+def bodies(batch: MicroBatch | None) -> list[object]:
+    return [] if batch is None else [control.body for control in batch.controls]
+
+
+def until_swap(head: Scheduler, kind: type, now: float = 0.0) -> tuple[MicroBatch, float]:
+    for _ in range(200):
+        batch = go_round(head, now)
+        now += 0.01
+        if batch is not None and any(isinstance(each, kind) for each in bodies(batch)):
+            return batch, now
+    raise AssertionError("nothing was swapped")
+
+
+def test_one_that_gives_way_goes_on_where_it_was() -> None:
+    head = make_head("reactive-swap")
+    submit(head, "old", 10)
+    submit(head, "young", 7)
+    batch, now = until_swap(head, SwapOut)
+    out, release = bodies(batch)
+    assert isinstance(out, SwapOut)
+    assert isinstance(release, Release)
+    assert (release.request, release.after_seq) == (out.request, out.seq)
+    young = head._queues.find_request("d", "young")
+    assert young is not None
+    assert young.host_copy is not None
+    known = young.host_copy.num_tokens
+    assert known == len(young.tokens) - 1
+    ids = batch.controls[0].ids
+    assert ids is not None
+    assert (len(ids), ids[len(ids) // 2 :]) == (
+        2 * len(young.host_copy.blocks),
+        young.host_copy.blocks,
+    )
+    hosts, rows_before = young.host_copy.blocks, head.collect_stats()[0]["head_prefill_rows_total"]
+    batch, _ = until_swap(head, SwapIn, now)
+    order = next(each for each in bodies(batch) if isinstance(each, SwapIn))
+    assert [type(each) for each in bodies(batch) if not isinstance(each, Release)] == [
+        Admit,
+        BlockTable,
+        SwapIn,
+    ]
+    assert order.swap_out_seq == out.seq
+    ids = batch.controls[-1].ids
+    assert ids is not None
+    assert tuple(ids[len(ids) // 2 :]) == hosts
+    # In the same micro-batch it goes on, with one decode row.
+    (volume,) = (each.header for each in batch.volumes)
+    assert [(rows.start, rows.count) for rows in volume.slices] == [(known, 1)]
+    assert not volume.prefill
+    assert volume.slices[0].after_seq >= order.seq
+    counters, gauges = head.collect_stats()
+    assert counters["head_prefill_rows_total"] == rows_before
+    assert gauges["head_host_blocks_used"] == gauges["head_swapped"] == 0
+    assert counters["head_swaps_out_total"] == counters["head_swaps_in_total"] == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "host"), [("reactive-swap", 1), ("reactive-swap", 0), ("recompute", 16)]
+)
+def test_without_host_memory_it_is_computed_anew(mode: PreemptionMode, host: int) -> None:
+    head = make_head(mode, host=host)
+    submit(head, "old", 10)
+    submit(head, "young", 7)
+    batch, now = until_swap(head, Release)
+    assert not any(isinstance(each, SwapOut) for each in bodies(batch))
+    counters, _ = head.collect_stats()
+    assert counters["head_preemptions_total"] == 1
+    assert counters["head_swap_fallbacks_total"] == (mode != "recompute")
+    assert head.report_load("p", now).swap_fallbacks == (mode != "recompute")
+    rows = counters["head_prefill_rows_total"]
+    for round_trip in range(40):
+        go_round(head, now + 0.01 * round_trip)
+    assert head.collect_stats()[0]["head_prefill_rows_total"] > rows + 7
+
+
+def test_people_are_told_of_queues_and_of_the_first_turn() -> None:
+    head = make_head("reactive-swap", policy="skip-join-mlfq")
+    assert head.report_load("p", 0.0).queues == ()
+    submit(head, "old", 10)
+    submit(head, "young", 7)
+    _, now = until_swap(head, SwapOut)
+    for key, level in (("old", 0), ("young", 2)):
+        place = head._queues._policy._places[head._queues.find_request("d", key)]
+        place.level = place.home = level
+    load, (_, gauges) = head.report_load("p", now), head.collect_stats()
+    assert sum(load.queues) == load.running + load.waiting == 2
+    assert load.queues == tuple(gauges[f"head_queue_{n + 1}"] for n in range(len(load.queues)))
+    assert load.queues[-1]
+    # What metrics show is what others were told last.
+    (swapped,) = (each for each in load.requests if each.state == "swapped")
+    assert swapped.resume_ms > 0
+    assert head.collect_stats()[1]["head_swapped_turn_seconds"] == pytest.approx(
+        swapped.resume_ms / 1000, abs=0.001
+    )
+
+
+def test_who_is_cancelled_meanwhile_leaves_no_copy() -> None:
+    head = make_head("reactive-swap")
+    submit(head, "old", 10)
+    submit(head, "young", 7)
+    _, now = until_swap(head, SwapOut)
+    assert head.collect_stats()[1]["head_swapped"] == 1
+    # With a new epoch its daemon would submit it anew, like all others.
+    assert ("d", "young") in head.live_requests
+    head.cancel_request("d", "young", now)
+    head.validate()
+    assert head.collect_stats()[1]["head_host_blocks_used"] == 0
+
+
+@pytest.mark.parametrize("mode", ["reactive-swap", "proactive-swap"])
+def test_blocks_are_free_before_they_are_lacking(mode: PreemptionMode) -> None:
+    """Nobody waits, but many should come: whose turn comes last makes room for them."""
+    head = make_head(mode, blocks=50, host=100, policy="skip-join-mlfq")
+    submit(head, "long", 100)
+    go_round(head, 0.0)
+    go_round(head, 0.01)
+    for round_trip in range(9):
+        go_round(head, 0.03 + 0.01 * round_trip)
+    submit(head, "next", 52, 0.14)
+    go_round(head, 0.14)
+    go_round(head, 0.15)
+    gone = {state.request.key for state in head._queues if state.host_copy is not None}
+    assert gone == ({"long"} if mode == "proactive-swap" else set())
+    assert head.collect_stats()[0]["head_preemptions_total"] == len(gone)
+
+
+def in_queues(head: Scheduler, levels: dict[str, int]) -> None:
+    """Put each job into a queue of its own, where it stays."""
+    policy = head._queues._policy
+    for key, level in levels.items():
+        place = policy._places[head._queues.find_request("d", key)]
+        place.level = place.home = level
+
+
+def test_whose_turn_comes_last_goes_first_and_whose_comes_soonest_is_back_first() -> None:
+    """By ENST, not by arrival."""
+    head = make_head("proactive-swap", blocks=40, host=100, policy="skip-join-mlfq")
+    levels = {"a": 9, "b": 11, "c": 10}
+    for key in levels:
+        submit(head, key, 12, answer=60)
+    while any(state.phase != "decode" for state in head._queues):
+        go_round(head, 0.0)
+    in_queues(head, levels)
+    later = [state.request.key for state in head._queues.latest_scheduled(0.05)]
+    assert later[:2] == ["b", "c"]
+    for key in ("c", "b", "a"):
+        state = head._queues.find_request("d", key)
+        assert state is not None
+        head._batcher._preempt(state)
+    in_queues(head, levels)
+    turns = head._queues.estimate_swapped(0.05)
+    assert len(turns) == 3
+    assert sorted(turns, key=turns.__getitem__) != list(turns)
+    first = head._queues.next_swapped(0.05)
+    assert first is not None
+    assert first.request.key == "a"
+
+
+def test_what_is_computed_anew_sooner_than_copied_is_not_copied() -> None:
+    """Copies take seconds there and back, computing anew some tens of milliseconds."""
+    head = Scheduler(
+        SchedulerConfig(
+            10, 4, 1, 64, prefix_cache=False, profiles=(STAGE,), preemption_mode="reactive-swap"
+        ),
+        1,
+    )
+    head.set_host_memory(16, 1.0)
+    submit(head, "old", 10)
+    submit(head, "young", 7)
+    batch, _ = until_swap(head, Release)
+    assert not any(isinstance(each, SwapOut) for each in bodies(batch))
+    counters, _ = head.collect_stats()
+    assert (counters["head_preemptions_total"], counters["head_swap_fallbacks_total"]) == (1, 0)
+
+
+def test_policies_are_told_what_copies_take_of_those_that_have_one_or_would() -> None:
+    head = make_head("reactive-swap", blocks=40, host=5)
+    told = head._swap._restore_s
+    submit(head, "fits", 17, answer=9)
+    submit(head, "long", 24, answer=9)
+    submit(head, "waits", 16, answer=9)
+    fits, long, waits = (head._queues.find_request("d", key) for key in ("fits", "long", "waits"))
+    go_round(head, 0.0)
+    head._queues.preempt_request(waits)
+    assert [told(state) for state in (fits, long, waits)] == [10 * 1e-5, None, None]
+    head._batcher._preempt(fits)
+    assert told(fits) == 10 * 1e-5
+    head._swap._block_s = 1.0
+    assert told(head._queues.find_request("d", "long")) is None
+
+
+def test_what_comes_back_early_has_its_rows_in_a_later_micro_batch() -> None:
+    head = make_head("proactive-swap")
+    submit(head, "old", 10)
+    submit(head, "young", 7)
+    _, now = until_swap(head, SwapOut)
+    batch, now = until_swap(head, SwapIn, now)
+    order = next(each for each in bodies(batch) if isinstance(each, SwapIn))
+    issued = [rows.request for volume in batch.volumes for rows in volume.header.slices]
+    assert order.request not in issued
+    batch = go_round(head, now)
+    assert batch is not None
+    assert [rows.request for rows in batch.volumes[0].header.slices] == [order.request]
+
+
+def test_the_estimate_of_a_turn_is_that_of_the_paper() -> None:
+    """``(1 / B) * sum of the quanta that those ahead may still consume``, or until promotion."""
+    policy = Mlfq(alpha=0.3)
+    policy.set_times(RingTimes((STAGE,), (), 0))  # quanta: 10, 20, 40 ms …
+    requests = []
+    for number, level in enumerate([0, 0, 1, 3]):
+        state = RequestState.from_request(
+            SchedulerRequest("d", str(number), (1,), 1, 1, SamplingParams()), 0.0
+        )
+        policy.on_arrived(state, 0.0)
+        policy._positions[state].level = policy._positions[state].home_level = level
+        requests.append(state)
+    turns = policy.estimate_next_scheduled(requests, 2, 0.0)
+    first, last = (10 + 10) / 2, (2 * (10 + 20 + 40) + (20 + 40)) / 2
+    assert [turns[state] for state in requests] == pytest.approx(
+        [0.0, 0.0, first / 1000, last / 1000], abs=1e-9
+    )
+    # A promotion that comes sooner counts: 16 quanta of 80 ms after it began to rest.
+    assert policy.estimate_next_scheduled(requests[3:], 1, 1.2)[requests[3]] == pytest.approx(0.08)
+
+
+def test_host_blocks_are_in_one_place_each() -> None:
+    host = HostBlockAllocator()
+    assert host.allocate_blocks(1) is None
+    host.set_total(3)
+    host.set_total(9)  # the first word counts
+    held = host.allocate_blocks(2)
+    assert held == (0, 1)
+    assert host.allocate_blocks(2) is None
+    host.validate([HostCopy(held, 1)])
+    with pytest.raises(InvariantError, match="not those of the copies"):
+        host.validate([])
+    host.free_blocks(held)
+    with pytest.raises(InvariantError, match="nobody has it"):
+        host.free_blocks((1,))
+    assert host.num_held == 0

@@ -1,0 +1,171 @@
+"""What is said of waits, against a head whose ring takes a fixed time: when a place was free."""
+
+from random import Random
+
+import pytest
+
+from molink.errors import Overloaded
+from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.request_state import RequestState
+from molink.scheduler.scheduler import Scheduler
+from molink.scheduler.wait_estimator import ServingRate
+from molink.wire.messages.data_plane import (
+    Release,
+    RequestSlice,
+    SampledId,
+    SamplerOutput,
+    SamplingParams,
+)
+from molink.wire.messages.serving import Rejected
+
+#: Seconds of an iteration, whatever is in it.
+STEP_S = 0.5
+STOP = 99
+
+
+class ScriptedRing:
+    """A head whose volumes all come back after :data:`STEP_OVERHEAD_S`, and releases at once."""
+
+    def __init__(self, **changes: float) -> None:
+        fields = {"blocks": 128, "block_size": 4, "micro_batches": 1, "prefix_cache": False}
+        fields |= {"chunk_tokens": 64, **changes}
+        self.head = Scheduler(SchedulerConfig(**fields), 1)
+        self.now = 0.0
+        self.told: list[Emission] = []
+        #: Tokens of answers that end before they have to, by key.
+        self.lengths: dict[str, int] = {}
+
+    def submit(self, key: str, answer: int = 20, tokens: int = 10, **fields: object) -> None:
+        given = {"owner": "d", "window": 1 << 16, **fields}
+        peer = str(given.pop("owner"))
+        prompt, own = tuple(range(tokens)), given.pop("prompt_tokens", tokens)
+        request = SchedulerRequest(
+            peer, key, prompt, own, answer, SamplingParams(), (STOP,), **given
+        )
+        self.told += self.head.submit_request(request, self.now)
+
+    def step(self) -> None:
+        batch = self.head.next_batch(self.now)
+        self.now += STEP_S
+        self.told += self.head.expire_requests(self.now)
+        for volume in batch.volumes if batch is not None else ():
+            choices = tuple(map(self._choice, volume.header.slices))
+            self.told += self.head.on_sampled(
+                SamplerOutput(volume.header.seq, choices), {}, self.now
+            )
+        for each in batch.controls if batch is not None else ():
+            if isinstance(each.body, Release):
+                self.head.on_released(each.body.seq, self.now)
+        self.head.validate()
+
+    def _choice(self, rows: RequestSlice) -> SampledId:
+        state = self.head._queues.get_by_id(rows.request)
+        assert state is not None, "all prompts fit into one chunk"
+        assert rows.sample
+        ends = state.num_generated + 1 == self.lengths.get(state.request.key)
+        return SampledId(rows.request, rows.start + rows.count, STOP if ends else 50)
+
+    def is_admitted(self, key: str, owner: str = "d") -> bool:
+        state = self.head._queues.find_request(owner, key)
+        return state is None or state.phase != "waiting"
+
+    def waiting(self) -> list[RequestState]:
+        """Those in the queue, by whose turn it is."""
+        queues = self.head._queues
+        return queues.fair_shares.order_waiting(queues.waiting_requests)
+
+    def rejections(self) -> dict[str, Rejected]:
+        found = [each.message for each in self.told if isinstance(each.message, Rejected)]
+        return {message.key: message for message in found}
+
+
+def test_a_pace_counts_the_time_in_which_there_was_something_to_do() -> None:
+    pace = ServingRate()
+    pace.observe_total(0, 0.0, busy=True)
+    assert pace.rate is None
+    for second in range(1, 11):
+        pace.observe_total(40 * second, float(second), busy=second < 10)
+    assert pace.rate == pytest.approx(40, rel=0.02)
+    pace.observe_total(400, 1000.0, busy=True)
+    assert pace.rate == pytest.approx(40, rel=0.02), "nothing was to be served"
+    pace.observe_total(400, 1030.0, busy=True)
+    assert pace.rate < 20, "nothing was served"
+
+
+@pytest.mark.parametrize(("known", "within"), [(True, 2.0), (False, 6.0)])
+def test_a_place_is_free_about_when_it_was_said_to_be(known: bool, within: float) -> None:
+    """Two run and two wait. Answers of 20 to 39 tokens at 2/s: a place is free after 4 to 15 s.
+
+    ``known`` is whether the head can know when they end, as ``max_tokens`` tells.
+    """
+    ring = ScriptedRing(max_running=2, max_waiting=2)
+    sizes, errors, waits = Random(7), [], []
+    for round_ in range(12):
+        for number in range(4):
+            key = f"{round_}.{number}"
+            ring.lengths[key] = sizes.randint(20, 39)
+            ring.submit(key, answer=ring.lengths[key] if known else 500)
+        for _ in range(3 + round_ % 10):
+            ring.step()
+        with pytest.raises(Overloaded) as caught:
+            ring.submit("more")
+        asked = ring.now
+        while ring.head._queues.num_waiting == 2:
+            ring.step()
+        waits.append(ring.now - asked)
+        errors.append(caught.value.retry_after - waits[-1])
+        while ring.head.live_requests:
+            ring.step()
+    assert max(waits) - min(waits) > 7
+    # Before any answer has ended, nothing but `max_tokens` is known of their length.
+    assert max(abs(error) for error in errors[1:]) <= within
+
+
+def test_a_request_is_refused_at_once_when_its_turn_would_come_too_late() -> None:
+    ring = ScriptedRing(max_running=2)
+    for number in range(14):
+        ring.submit(f"r{number}", answer=20)
+    while ring.head._queues.num_waiting > 6:
+        ring.step()
+    # Two of 20 tokens end every 10 s or so; 6 wait, so it's the turn of a seventh after 38 s.
+    with pytest.raises(
+        Overloaded, match=r"about \d+ s; it may wait for 20 s .`max_queue_time`."
+    ) as told:
+        ring.submit("hurried", max_queue_s=20.0)
+    ring.submit("patient", max_queue_s=60.0)
+    # Another client has its share: the others' requests are not all before its own.
+    ring.submit("other", max_queue_s=20.0, client="other")
+    at = ring.now
+    while not ring.is_admitted("patient"):
+        ring.step()
+    assert 20 < ring.now - at < 60
+    assert told.value.retry_after == pytest.approx(ring.now - at - 20, abs=8)
+    assert not ring.rejections(), "who was let in has kept to its time"
+    counters, _ = ring.head.collect_stats()
+    assert counters["head_late_total"] == 1
+
+
+def test_who_has_waited_for_as_long_as_it_may_is_told() -> None:
+    ring = ScriptedRing(max_running=1, max_queue_s=5.0)
+    ring.submit("runs", answer=100)
+    ring.submit("as the head has it")
+    ring.submit("longer", max_queue_s=8.0)
+    ring.submit("long", max_queue_s=80.0)
+    while ring.now < 7:
+        ring.step()
+    assert list(ring.rejections()) == ["as the head has it"]
+    while ring.now < 20:
+        ring.step()
+    told = ring.rejections()
+    assert list(told) == ["as the head has it", "longer"]
+    assert told["longer"].reason == "overloaded"
+    assert "has not come within 8 s" in told["longer"].message
+    assert told["longer"].retry_after > 1
+    assert [key for _, key in ring.head.live_requests] == ["runs", "long"]
+    while ring.head.live_requests:
+        ring.step()
+    counters, _ = ring.head.collect_stats()
+    assert counters["head_expired_total"] == 2
+    # "runs" at once, and "long" when that had its 100 tokens, at 2 a second.
+    assert (counters["head_admitted_total"], counters["head_queue_seconds_total"]) == (2, 50.0)

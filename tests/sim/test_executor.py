@@ -1,0 +1,82 @@
+"""Stages that compute nothing: what a step counts, when it ends, what comes of it."""
+
+from molink.ring.stage import StageShape
+from molink.ring.step import StepInput, StepResult
+from molink.sim.event_queue import EventQueue
+from molink.sim.executor import SimExecutor, SimStageRequests, step_rows
+from molink.sim.pc import SimPc
+from molink.sim.profiles import DeviceProfile, ModelProfile
+from molink.sim.roofline import Roofline, StepRows
+from molink.sim.uplink import Uplink
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data_plane import RequestSlice, Volume
+
+#: 1 MB of weights (5 * 200,000 bytes) and 2 MB of logits at 1 GB/s, and 1 ms for each pass.
+DEVICE = DeviceProfile("d", "", 1, 1000, 10, 1.0, 1.0, step_ms=1.0)
+MODEL = ModelProfile("m", "", 5, 100, 200, 4, 6, 20, vocabulary=10_000)
+DECODES = Volume(
+    7,
+    False,
+    (RequestSlice(1, 100, 1, 0, sample=True), RequestSlice(2, 30, 1, 0, sample=True)),
+    Payload("i32", (2,)),
+)
+CHUNK = Volume(
+    8,
+    True,
+    (RequestSlice(3, 10, 4, 0), RequestSlice(4, 0, 3, 0, sample=True)),
+    Payload("i32", (7,)),
+)
+
+
+def test_what_a_step_counts() -> None:
+    # Decode rows read what is before them. Rows 10 to 13 see 11 + 12 + 13 + 14 tokens, rows 0 to 2
+    # see 1 + 2 + 3.
+    both = StepRows(decode=2, decode_context=130, prefill=7, prefill_context=56, sampled=3)
+    assert step_rows([DECODES, CHUNK], is_last=True) == both
+    assert step_rows([CHUNK], is_last=False) == StepRows(prefill=7, prefill_context=56)
+
+
+def run(*, is_last: bool) -> tuple[SimPc, list[tuple[float, StepResult]]]:
+    pc = SimPc(Uplink(1e6, 1000))
+    event_queue, ended = EventQueue(), list[tuple[float, StepResult]]()
+    executor = SimExecutor(
+        event_queue,
+        StageShape(1, 2 if is_last else 3, hidden=100, vocabulary=10_000, wire_dtype="bf16"),
+        Roofline(DEVICE, MODEL, 5, is_last=is_last),
+        memoryview(bytes(7 * 200)),
+        pc,
+        SimStageRequests(),
+    )
+    step_inputs = [StepInput(DECODES, b""), StepInput(CHUNK, b"")]
+    event_queue.schedule_at(
+        2.0, executor.submit_step, step_inputs, lambda done: ended.append((event_queue.now, done))
+    )
+    event_queue.run(10.0)
+    return pc, ended
+
+
+def test_a_stage_hands_on_a_row_for_each_row() -> None:
+    pc, [(at, done)] = run(is_last=False)
+    assert at == 2.0 + pc.busy_s == 2.0 + done.seconds
+    assert [result.volume for result in done.outputs] == [DECODES, CHUNK]
+    # Rows of 100 numbers of 2 bytes.
+    assert [len(result.rows or b"") for result in done.outputs] == [400, 1400]
+    assert [result.sampled for result in done.outputs] == [None, None]
+
+
+def test_the_last_stage_samples_zeros_where_it_is_asked_to() -> None:
+    _, [(_, done)] = run(is_last=True)
+    assert [result.rows for result in done.outputs] == [None, None]
+    sampled = [result.sampled for result in done.outputs if result.sampled is not None]
+    assert [each.seq for each in sampled] == [7, 8]
+    choices = [(one.request, one.position, one.token) for each in sampled for one in each.sampled]
+    assert choices == [(1, 101, 0), (2, 31, 0), (4, 3, 0)]
+
+
+def test_stages_on_one_pc_take_turns() -> None:
+    pc = SimPc(Uplink(1e6, 1000))
+    assert pc.reserve_device(2.0, 10.0) == 2.0
+    pc.slowdown = 3.0
+    assert pc.reserve_device(1.0, 11.0) == 1.0 + 3.0, "after what has begun"
+    assert pc.reserve_device(1.0, 20.0) == 3.0
+    assert pc.busy_s == 8.0

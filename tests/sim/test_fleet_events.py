@@ -1,0 +1,92 @@
+"""Regions go on by themselves, and nobody can tell."""
+
+from molink.sim.event_queue import EventQueue
+from molink.sim.fleet_events import FleetEventQueue, assign_regions
+from molink.sim.pc import SimPc
+from molink.sim.uplink import Uplink
+
+
+def behind(*uplinks: Uplink) -> list[SimPc]:
+    return [SimPc(uplink) for uplink in uplinks]
+
+
+def test_who_shares_an_uplink_or_a_pc_is_in_one_region() -> None:
+    a, b, c, d, e = (Uplink(1.0, 1) for _ in range(5))
+    shared = SimPc(e)
+    first, second, third, fourth, fifth, sixth = assign_regions(
+        [behind(a, b), behind(c), behind(b, d), [shared], [shared], behind(d)]
+    )
+    assert first == third == sixth
+    assert fourth == fifth
+    assert len({first, second, fourth}) == 3
+
+
+class Log:
+    """What happened, in the order in which it ran."""
+
+    def __init__(self, time: FleetEventQueue) -> None:
+        self.time = time
+        self.seen: list[str] = []
+        self.times: list[float] = []
+
+    def add(self, agenda: EventQueue, name: str) -> None:
+        self.seen.append(f"{name}@{agenda.now:g}")
+
+    def ticks(self, agenda: EventQueue, name: str, every: float) -> None:
+        self.add(agenda, name)
+        agenda.schedule_at(agenda.now + every, self.ticks, agenda, name, every)
+
+    def tells(self, agenda: EventQueue, at: float) -> None:
+        agenda.schedule_at(
+            at, lambda: self.time.schedule_common(agenda.now, self.times.append, agenda.now)
+        )
+
+
+def test_each_region_is_done_before_what_concerns_all() -> None:
+    time = FleetEventQueue([0, 1])
+    log = Log(time)
+    one, two = time.region_queue(0), time.region_queue(1)
+    one.schedule_at(0.1, log.ticks, one, "one", 0.2)
+    two.schedule_at(0.2, log.ticks, two, "two", 0.2)
+    time.common.schedule_at(0.35, log.add, time.common, "all")
+    time.common.schedule_at(0.45, time.common.stop)
+    time.run(10.0)
+    assert log.seen == ["one@0.1", "one@0.3", "two@0.2", "all@0.35", "two@0.4"]
+
+
+def test_what_regions_tell_is_heard_in_its_order_and_before_what_is_later() -> None:
+    time = FleetEventQueue([0, 1])
+    log = Log(time)
+    for at in (0.2, 0.6):
+        log.tells(time.region_queue(0), at)
+    for at in (0.1, 0.4):
+        log.tells(time.region_queue(1), at)
+    heard: list[list[float]] = []
+    time.common.schedule_at(0.5, lambda: heard.append(list(log.times)))
+    time.common.schedule_at(0.7, time.common.stop)
+    time.run(10.0)
+    assert heard == [[0.1, 0.2, 0.4]]
+    assert log.times == [0.1, 0.2, 0.4, 0.6]
+
+
+def test_what_a_region_has_done_later_is_not_before_the_others() -> None:
+    time = FleetEventQueue([0, 1])
+    log = Log(time)
+    one, two = time.region_queue(0), time.region_queue(1)
+    one.schedule_at(0.1, time.schedule_later, one, 0.2, log.add, two, "late")
+    two.schedule_at(0.6, log.add, two, "two")
+    time.common.schedule_at(0.8, log.add, time.common, "all")
+    time.common.schedule_at(0.9, time.common.stop)
+    time.run(10.0)
+    assert log.seen == ["two@0.6", "all@0.8", "late@0.8"]
+
+
+def test_it_ends_at_its_time_or_when_it_is_stopped() -> None:
+    time = FleetEventQueue([0])
+    time.run(3.5)
+    assert time.common.now == 3.5
+    stopped = FleetEventQueue([0])
+    region = stopped.region_queue(0)
+    region.schedule_at(2.25, lambda: stopped.schedule_common(region.now, stopped.common.stop))
+    stopped.run(9.0)
+    assert stopped.common.now == 2.25

@@ -1,0 +1,302 @@
+"""What is wrong on a device is not used: the next one is, with a warning, and answers stay."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from molink.checkpoint.model_folder import ModelFolder
+from molink.errors import UsageError
+from molink.facts.dtypes import WeightDType
+from molink.stage.attention import dot_product as scores
+from molink.stage.attention.gather import GatherAttention
+from molink.stage.attention.plain import PlainAttention
+from molink.stage.batch import SequenceRows
+from molink.stage.decoder.norm import CompiledRmsNorm
+from molink.stage.diagnostics import kernel_checks as proof
+from molink.stage.diagnostics import kernel_trials as trials
+from molink.stage.diagnostics.kernel_checks import check_kernels, describe_environment
+from molink.stage.diagnostics.kernel_trials import KernelTrial, kernel_chains
+from molink.stage.diagnostics.trial_shapes import TrialShapes
+from molink.stage.kernels.attention_kernel import AttentionKernel
+from molink.stage.kernels.create import create_matmul
+from molink.stage.kernels.matmul import MatMul
+from molink.stage.kernels.rowwise import RowwiseKernels
+from molink.stage.linear import CompiledLinear
+from molink.stage.linear.int8 import Int8Linear
+from molink.stage.linear.plain import PlainLinear
+from molink.stage.linear.unpacked import UnpackedLinear
+from molink.stage.torch_dtypes import TORCH_DTYPES
+from tests.support.models import MakeModel
+from tests.support.stage import Ring
+
+CPU = torch.device("cpu")
+#: The kernel that is broken, where, and how weights are quantized.
+BROKEN = {
+    "compiled-linear": (MatMul, "__call__", "none"),
+    "compiled-rows": (RowwiseKernels, "norm", "none"),
+    "compiled-attention": (AttentionKernel, "__call__", "none"),
+    "int8": (Int8Linear, "__call__", "int8"),
+}
+
+
+def instead(ring: Ring) -> dict[str, bool]:
+    block = ring.stages[0]._decoder.blocks[0]
+    return {
+        "compiled-linear": not isinstance(block.qkv, CompiledLinear),
+        "compiled-rows": not isinstance(block.input_norm, CompiledRmsNorm),
+        "compiled-attention": isinstance(ring.stages[0]._attention_backend(16), GatherAttention),
+        "int8": isinstance(block.qkv, UnpackedLinear),
+    }
+
+
+def looked_at(folder: Path, path: Path, **options: Any) -> tuple[str, ...]:
+    config = ModelFolder.open(folder).config
+    dtype, quantize = options.get("dtype", "f32"), options.get("quantize", "none")
+    return check_kernels(path, config, CPU, dtype, quantize, 16, options.get("avoid", ()))
+
+
+@pytest.fixture
+def model(make_model: MakeModel, tmp_path: Path) -> Path:
+    return make_model(tmp_path, "llama", 3, dtype="bfloat16", head_dim=32)
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels that are tried from now on."""
+    names: list[str] = []
+    result = KernelTrial.run_trial
+
+    def noted(trial: KernelTrial) -> dict[str, Any]:
+        names.append(trial.kernel)
+        return result(trial)
+
+    monkeypatch.setattr(KernelTrial, "run_trial", noted)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [
+        ("compiled-linear", "bf16"),
+        ("compiled-rows", "bf16"),
+        ("compiled-attention", "bf16"),
+        ("compiled-attention", "f32"),
+        ("int8", "f32"),
+    ],
+)
+def test_the_next_one_is_used_in_the_place_of_one_that_is_wrong(
+    model: Path,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kernel: str,
+    dtype: WeightDType,
+) -> None:
+    where, name, quantize = BROKEN[kernel]
+    if kernel.startswith("compiled") and create_matmul(TORCH_DTYPES[dtype], 1) is None:
+        pytest.skip(f"nothing is compiled for this CPU in {dtype}")
+    options: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "block_size": 16}
+    tokens, rows = random_tokens(40), [SequenceRows(0, 40, [2, 0, 1])]
+    right = make_ring(model, (1,), **options)
+    assert not instead(right)[kernel]
+    expected = right.run(tokens, rows)
+
+    exact: Callable[..., Tensor] = getattr(where, name)
+    monkeypatch.setattr(where, name, lambda *given: exact(*given).roll(1, -1))
+    if kernel != "compiled-attention":  # which each stage tries beside ``gather`` by itself
+        wrong = make_ring(model, (1,), **options).run(tokens, rows)
+        assert not torch.allclose(wrong, expected, atol=0.1)
+    with caplog.at_level(logging.WARNING):
+        disabled_kernels = looked_at(model, tmp_path / "proofs.json", **options)
+    assert disabled_kernels == (kernel,)
+    (warning,) = [one for one in caplog.records if one.name == proof.__name__]
+    assert warning.getMessage().startswith(f"{kernel} ({dtype}) fails on this ")
+    assert "it is off by" in warning.getMessage()
+
+    ring = make_ring(model, (1,), avoid=disabled_kernels, **options)
+    assert instead(ring)[kernel]
+    assert (ring.run(tokens, rows) - expected).abs().mean() < 0.05 * expected.std()
+
+
+def test_fused_attention_that_is_wrong(
+    model: Path,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens, rows = random_tokens(40), [SequenceRows(0, 40, [2, 0, 1])]
+    expected = make_ring(model, block_size=16).run(tokens, rows)
+    exact = scores.scaled_dot_product_attention
+
+    def wrong(*given: Any, **options: Any) -> Tensor:
+        plain = not torch.backends.cuda.flash_sdp_enabled()
+        return exact(*given, **options) * (1 if plain else 1.5)
+
+    monkeypatch.setattr(scores, "scaled_dot_product_attention", wrong)
+    disabled_kernels = looked_at(model, tmp_path / "proofs.json", avoid=("compiled-attention",))
+    assert disabled_kernels == ("compiled-attention", "gather-attention")
+    ring = make_ring(model, (1,), avoid=disabled_kernels, block_size=16)
+    assert isinstance(ring.stages[0]._attention_backend(16), PlainAttention)
+    torch.testing.assert_close(ring.run(tokens, rows), expected, atol=1e-4, rtol=1e-4)
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_a_device_on_which_nothing_is_right_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = PlainLinear.__call__
+    monkeypatch.setattr(PlainLinear, "__call__", lambda *given: exact(*given) + 1)
+    with pytest.raises(UsageError, match=r"computes wrongly, .* the place of torch \(f32\): it is"):
+        looked_at(model, tmp_path / "proofs.json", avoid=("compiled-linear",))
+
+
+def test_what_is_known_is_not_tried_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: list[str]
+) -> None:
+    path = tmp_path / "proofs.json"
+    exact = Int8Linear.__call__
+    monkeypatch.setattr(Int8Linear, "__call__", lambda *given: exact(*given) + 1)
+    assert looked_at(model, path, quantize="int8") == ("int8",)
+    assert {"int8", "unpacked", "compiled-rows", "compiled-attention"} <= set(tried)
+    tried.clear()
+    assert looked_at(model, path, quantize="int8") == ("int8",)
+    assert tried == []
+    assert looked_at(model, path, quantize="int8", avoid=("compiled-linear",)) == (
+        "compiled-linear",
+        "int8",
+    )
+    assert tried == ["torch"]
+
+
+@pytest.mark.parametrize("part", ["driver_version", "device_name", "torch", "molink", "threads"])
+def test_other_devices_drivers_and_versions_are_tried_anew(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: list[str], part: str
+) -> None:
+    path = tmp_path / "proofs.json"
+    before = describe_environment(CPU)
+    looked_at(model, path)
+    tried.clear()
+    if part == "threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+        monkeypatch.setattr(trials, "create_matmul", lambda *_, **__: None)
+        monkeypatch.setattr(trials, "compile_attend", lambda *_: None)
+    elif part in ("torch", "molink"):
+        monkeypatch.setattr(getattr(proof, part), "__version__", "99.0")
+    elif part == "device_name":
+        monkeypatch.setattr(proof, part, lambda *_: "another")
+    else:
+        monkeypatch.setattr(proof, part, lambda: "599.1")
+        monkeypatch.setattr(proof, "device_name", lambda _: "RTX")
+        cuda = torch.device("cuda", 0)
+        assert "driver 599.1; cuda RTX" not in before
+        assert ", driver 599.1; cuda RTX, 0 threads" in describe_environment(cuda)
+        return
+    assert describe_environment(CPU) != before
+    looked_at(model, path)
+    assert "compiled-attention" in tried
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"about": 3}', "x" * (1 << 20), "dir"])
+def test_a_damaged_file_loses_nothing(
+    model: Path, tmp_path: Path, tried: list[str], text: str
+) -> None:
+    path = tmp_path / "proofs.json"
+    if text == "dir":
+        path.mkdir()
+    else:
+        path.write_text(text, encoding="utf-8")
+    assert looked_at(model, path) == ()
+    assert "compiled-attention" in tried
+    if text != "dir":
+        assert json.loads(path.read_bytes())["about"] == describe_environment(CPU)
+
+
+def test_a_trial_that_never_ended_is_begun_once_more(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: list[str]
+) -> None:
+    path = tmp_path / "proofs.json"
+
+    class End(BaseException):
+        """The process's."""
+
+    def end(*_: Any) -> Tensor:
+        raise End
+
+    exact = Int8Linear.__call__
+    monkeypatch.setattr(Int8Linear, "__call__", end)
+    for _ in range(2):
+        with pytest.raises(End):
+            looked_at(model, path, quantize="int8")
+    assert tried == ["int8", "int8"]
+    assert looked_at(model, path, quantize="int8") == ("int8",)
+    assert tried[:3] == ["int8", "int8", "unpacked"]
+    path.unlink()
+    monkeypatch.setattr(Int8Linear, "__call__", exact)
+    assert looked_at(model, path, quantize="int8") == ()
+
+
+def test_no_memory_for_a_trial_is_no_fault_of_a_kernel() -> None:
+    def run() -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert KernelTrial("int8", "f32", 1.0, run).run_trial()["state"] == "absent"
+
+
+def test_shapes_are_those_of_the_model(model: Path, make_model: MakeModel, tmp_path: Path) -> None:
+    config = ModelFolder.open(model).config
+    shapes = TrialShapes.from_config(config, 16, CPU)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.heads * 32, config.kv_heads * 32
+    assert set(shapes.products) == {
+        (queries + 2 * keys, hidden),
+        (hidden, queries),
+        (2 * inner, hidden),
+        (hidden, inner),
+        (config.vocab_size, hidden),
+    }
+    assert (shapes.attention.head_dim, shapes.rotary, shapes.block_size) == (32, (32,), 16)
+    windowed = ModelFolder.open(make_model(tmp_path / "g", "gemma2", 4, dtype="bfloat16")).config
+    capped = TrialShapes.from_config(windowed, 16, CPU).attention
+    assert capped.softcap > 0
+    sunk = ModelFolder.open(make_model(tmp_path / "s", "gpt_oss", 2, dtype="bfloat16")).config
+    assert TrialShapes.from_config(sunk, 16, CPU).attention.sinks
+    assert set(capped.windows) == {0, min(max(windowed.windows), 33)}
+    experts = ModelFolder.open(make_model(tmp_path / "m", "mixtral", 2, dtype="bfloat16")).config
+    assert experts.experts is not None
+    assert (hidden, experts.experts.intermediate_size) in TrialShapes.from_config(
+        experts, 16, CPU
+    ).products
+
+
+def test_a_gpus_chains_end_in_what_works_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = TrialShapes(
+        (), 64, (64,), (32,), 1e-5, ("silu",), trials.AttentionShape(1, 1, 32, 1, ()), 256
+    )
+    names = [
+        [trial.kernel for trial in chain]
+        for chain in kernel_chains(shapes, "f16", "nf4", torch.device("cuda", 0))
+    ]
+    assert names == [
+        ["nf4", "unpacked"],
+        ["torch"],
+        ["torch-rows"],
+        ["flash-attention", "gather-attention", "plain-attention"],
+    ]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4", "gemma2", "mixtral"])
+def test_models_of_all_kinds_prove_themselves(
+    make_model: MakeModel, tmp_path: Path, family: str
+) -> None:
+    folder = make_model(tmp_path, family, 4, dtype="bfloat16")
+    for dtype in ("f32", "bf16"):
+        assert looked_at(folder, tmp_path / "proofs.json", dtype=dtype) == ()

@@ -1,0 +1,110 @@
+"""Blocks that go to host memory and come back hold what they held."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from molink.errors import InvariantError
+from molink.stage.host_kv_pool import HostKVPool, _PendingCopy
+from molink.stage.kv_pool import KVPool
+
+
+class Shape:
+    kv_heads, head_dim = 2, 8
+
+
+@pytest.fixture(params=[torch.float32, torch.float16], ids=["heads first", "rows first"])
+def pool(request: pytest.FixtureRequest) -> KVPool:
+    found = KVPool(Shape(), 3, 6, 4, request.param, torch.device("cpu"))
+    for block in range(6):
+        found.block_view(block).copy_(torch.randn(found.block_view(block).shape))
+    return found
+
+
+def test_what_goes_out_comes_back_elsewhere(pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("molink.stage.host_kv_pool._SLAB", 2 * pool.block_view(0).nbytes)
+    host = HostKVPool(pool, 5, torch.device("cpu"))
+    before = [pool.block_view(block).clone() for block in range(6)]
+    host.copy_out((4, 1, 3), (0, 4, 2))
+    for block in range(6):
+        pool.block_view(block).zero_()
+    host.copy_in((0, 5), (4, 0))
+    assert torch.equal(pool.block_view(0), before[1])
+    assert torch.equal(pool.block_view(5), before[4])
+    host.copy_in((2,), (2,))
+    assert torch.equal(pool.block_view(2), before[3])
+    assert not pool.block_view(4).any()
+    host.wait_for_copies([(0, 5)])  # nothing is under way on a CPU
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_is_pinned_and_what_runs_later_finds_its_blocks() -> None:
+    """Blocks are used for others at once after they went out, and again after they came back."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
+    device = torch.device("cuda:0")
+    pool = KVPool(Shape(), 3, 6, 4, torch.float16, device)
+    for block in range(6):
+        pool.block_view(block).copy_(torch.randn(pool.block_view(block).shape))
+    host = HostKVPool(pool, 5, device)
+    assert all(slab.is_pinned() for slab in host._slabs)
+    before = [pool.block_view(block).clone() for block in range(6)]
+    for turn in range(20):
+        host.copy_out((4, 1, 3), (0, 4, 2))
+        host.wait_for_copies([(4, 1), (3,)])
+        for block in (4, 1, 3):
+            pool.block_view(block).fill_(turn)
+        host.copy_in((1, 3, 4), (4, 2, 0))
+        host.wait_for_copies([(1, 3, 4)])
+        for block in range(6):
+            assert torch.equal(pool.block_view(block), before[block])
+    assert host.measure_block_s() > 0
+
+
+def test_it_is_timed_both_ways(pool: KVPool) -> None:
+    assert HostKVPool(pool, 3, torch.device("cpu")).measure_block_s() > 0
+
+
+@pytest.mark.parametrize(
+    ("blocks", "hosts"),
+    [((6,), (0,)), ((-1,), (0,)), ((0,), (5,)), ((1, 1), (0, 1)), ((0, 1), (2, 2))],
+)
+def test_blocks_that_do_not_exist_are_not_copied(
+    pool: KVPool, blocks: tuple[int, ...], hosts: tuple[int, ...]
+) -> None:
+    host = HostKVPool(pool, 5, torch.device("cpu"))
+    with pytest.raises(InvariantError, match="not all different ones"):
+        host.copy_out(blocks, hosts)
+
+
+def test_nothing_comes_back_that_was_not_sent(pool: KVPool) -> None:
+    host = HostKVPool(pool, 5, torch.device("cpu"))
+    host.copy_out((0, 1), (0, 1))
+    host.copy_in((0,), (0,))
+    with pytest.raises(InvariantError, match="not copied"):
+        host.copy_in((2, 3), (0, 1))
+
+
+def test_only_what_uses_blocks_that_are_copied_waits(
+    pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU: for copies that are not over, and no others."""
+    waited: list[str] = []
+    stream = SimpleNamespace(wait_event=lambda event: waited.append(event.name))
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _: stream)
+    host = HostKVPool(pool, 5, torch.device("cpu"))
+
+    def copying(name: str, blocks: set[int], over: bool) -> Any:
+        event: Any = SimpleNamespace(name=name, query=lambda: over)
+        return _PendingCopy(frozenset(blocks), event)
+
+    host._pending = [copying("over", {1}, True), copying("out", {1, 2}, False)]
+    host._pending.append(copying("in", {4}, False))
+    host.wait_for_copies([(0, 3), (5,)])
+    assert waited == []
+    host.wait_for_copies(table for table in ((0, 2), (3,)))
+    assert waited == ["out"]
+    host.wait_for_copies([(4, 1)])
+    assert waited == ["out", "out", "in"]

@@ -1,0 +1,355 @@
+"""What a peer does about its assignments: exact decisions."""
+
+import msgspec
+import pytest
+
+from molink.facts.profile import Profile
+from molink.swarm.agent.stage_agent import (
+    AgentAction,
+    FetchFilesAction,
+    SendToCoordinatorAction,
+    SendToWorkerAction,
+    StageAgent,
+    StartWorkerAction,
+    StopWorkerAction,
+)
+from molink.wire.messages.instructions import Assign, FormPipeline, StageAddress, StageProfile
+from molink.wire.messages.peer_reports import StageFailed, StageLoaded, StageReady
+from molink.wire.messages.worker_pipe import (
+    FormRing,
+    LoadStage,
+    NextStageLost,
+    PeerBlocked,
+    Ping,
+    Pong,
+    RingFormed,
+    WorkerFailed,
+    WorkerLoaded,
+)
+
+KEY = "k" * 40
+PROFILE = Profile(decode=((1, 0.01), (4, 0.012)), prefill=((16, 0.02), (64, 0.04)), tile=16)
+RING = (StageAddress(peer="a", public_key=KEY, addresses=("127.0.0.1",), port=5468),)
+PING = SendToWorkerAction(1, Ping())
+LOADED = WorkerLoaded(port=5468, max_blocks=100, profile=PROFILE, weight_bytes=1000)
+
+
+def assign(epoch: int = 1, layers: tuple[int, int] = (0, 4), stage: int = 0) -> Assign:
+    return Assign(
+        pipeline="p1",
+        epoch=epoch,
+        stage=stage,
+        stages=2,
+        layers=layers,
+        model="m",
+        sources=("a",),
+        dtype="auto",
+    )
+
+
+def form(epoch: int = 1) -> FormPipeline:
+    return FormPipeline(pipeline="p1", epoch=epoch, ring=RING, blocks=64, micro_batches=2)
+
+
+def start() -> LoadStage:
+    return LoadStage(
+        pipeline="p1",
+        stage=0,
+        stages=2,
+        layers=(0, 4),
+        model_dir="/x",
+        dtype="auto",
+        device="cpu",
+        threads=1,
+        public_key=KEY,
+        secret_key=KEY,
+        bind="127.0.0.1",
+        ports=(0, 1),
+        kv_bytes=1,
+        block_size=16,
+        max_model_len=128,
+    )
+
+
+def told(epoch: int = 1) -> SendToCoordinatorAction:
+    return SendToCoordinatorAction(
+        StageLoaded(pipeline="p1", epoch=epoch, stage=0, port=5468, max_blocks=100, profile=PROFILE)
+    )
+
+
+def ready(epoch: int = 1) -> SendToCoordinatorAction:
+    return SendToCoordinatorAction(StageReady(pipeline="p1", epoch=epoch, stage=0))
+
+
+def state(keeper: StageAgent) -> tuple[str, int]:
+    (worker,) = keeper.worker_states({}, {})
+    return worker.state, worker.epoch
+
+
+def running() -> StageAgent:
+    keeper = StageAgent()
+    keeper.assign_stage(assign())
+    keeper.on_files_fetched(1, start())
+    keeper.on_worker_started(1, 4711)
+    keeper.on_worker_message(1, LOADED)
+    keeper.form_ring(form())
+    keeper.on_worker_message(1, RingFormed(epoch=1))
+    keeper.validate()
+    return keeper
+
+
+def test_from_assignment_to_ready() -> None:
+    keeper = StageAgent()
+    assert keeper.assign_stage(assign()) == [FetchFilesAction(1, assign())]
+    assert state(keeper) == ("fetching", 1)
+    (shown,) = keeper.worker_states({1: (5, 9, 2), 2: (1, 1, 0)}, {"p1": 1.5})
+    assert (shown.done, shown.total, shown.rate, shown.slowdown) == (5, 9, 2, 1.5)
+    assert keeper.on_files_fetched(1, start()) == [StartWorkerAction(1, start())]
+    keeper.on_worker_started(1, 4711)
+    assert keeper.worker_states({}, {})[0].pid == 4711
+    assert keeper.on_worker_message(1, LOADED) == [told()]
+    ring = FormRing(epoch=1, ring=RING, blocks=64, micro_batches=2)
+    assert keeper.form_ring(form()) == [SendToWorkerAction(1, ring)]
+    assert keeper.on_worker_message(1, RingFormed(epoch=1)) == [ready()]
+    assert state(keeper) == ("ready", 1)
+    keeper.validate()
+
+
+def test_the_same_layers_in_a_new_epoch_keep_the_worker() -> None:
+    keeper = running()
+    assert keeper.assign_stage(assign(epoch=2)) == [PING]
+    assert state(keeper) == ("loaded", 2)
+    assert keeper.resend_reports() == [], "it has not answered yet"
+    assert keeper.on_worker_message(1, Pong()) == [told(2)]
+    # The ring of the epoch before has nothing to say any more.
+    assert keeper.on_worker_message(1, RingFormed(epoch=1)) == []
+    assert [type(d) for d in keeper.form_ring(form(2))] == [SendToWorkerAction]
+    assert keeper.on_worker_message(1, RingFormed(epoch=2)) == [ready(2)]
+    keeper.validate()
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": "f32"}, {"quantize": "nf4"}, {"root": "0f" * 32 + ":9"}]
+)
+def test_other_weights_take_another_worker(change: dict[str, str]) -> None:
+    keeper = running()
+    other = msgspec.structs.replace(assign(epoch=2), **change)
+    assert keeper.assign_stage(other) == [StopWorkerAction(1), FetchFilesAction(2, other)]
+
+
+def test_what_the_head_has_to_know_comes_with_its_ring() -> None:
+    def known(epoch: int, stage: int = 1) -> StageProfile:
+        return StageProfile(pipeline="p1", epoch=epoch, stage=stage, profile=PROFILE)
+
+    ring = form().ring * 2
+    keeper = running()
+    keeper.assign_stage(assign(epoch=2))
+    keeper.record_profile(known(1, 0))
+    keeper.record_profile(known(2))
+    keeper.record_profile(StageProfile(pipeline="p2", epoch=2, stage=0, profile=PROFILE))
+    (order,) = keeper.form_ring(msgspec.structs.replace(form(2), ring=ring))
+    assert isinstance(order, SendToWorkerAction)
+    assert order.message.profiles == (Profile(), PROFILE), "stages nobody knows of keep their place"
+    keeper.assign_stage(assign(epoch=3))
+    (order,) = keeper.form_ring(form(3))
+    assert isinstance(order, SendToWorkerAction)
+    assert order.message.profiles == ()
+
+
+def test_another_context_keeps_the_worker_but_not_what_it_was_told() -> None:
+    keeper = running()
+    other = msgspec.structs.replace(assign(epoch=2), max_model_len=4096)
+    assert keeper.assign_stage(other) == [PING, FetchFilesAction(1, other)]
+
+
+def test_other_layers_of_the_same_weights_keep_the_worker() -> None:
+    keeper = running()
+    other = assign(epoch=2, layers=(0, 6))
+    assert keeper.assign_stage(other) == [PING, FetchFilesAction(1, other)]
+    assert keeper.on_worker_message(1, Pong()) == []
+    assert state(keeper) == ("fetching", 2)
+    # The ring of the epoch before, in which it still is, has nothing to say any more.
+    assert keeper.on_worker_message(1, NextStageLost(epoch=1, reason="silent")) == []
+    changed = msgspec.structs.replace(start(), layers=(0, 6))
+    assert keeper.on_files_fetched(1, changed) == [SendToWorkerAction(1, changed)]
+    assert keeper.worker_states({}, {})[0].pid == 4711
+    keeper.validate()
+    assert keeper.on_worker_message(1, RingFormed(epoch=1)) == []
+    assert keeper.on_worker_message(1, LOADED) == [told(2)]
+    assert [type(d) for d in keeper.form_ring(form(2))] == [SendToWorkerAction]
+    assert keeper.on_worker_message(1, RingFormed(epoch=2)) == [ready(2)]
+    keeper.validate()
+
+
+def test_a_worker_that_ends_before_it_holds_other_layers_has_failed() -> None:
+    keeper = running()
+    keeper.assign_stage(assign(epoch=2, layers=(0, 6)))
+    reason = "ended by signal 9"
+    failed = StageFailed(pipeline="p1", epoch=2, stage=0, reason=reason)
+    assert keeper.on_failure(1, reason) == [StopWorkerAction(1), SendToCoordinatorAction(failed)]
+    assert keeper.on_files_fetched(1, start()) == []
+    keeper.validate()
+
+
+def test_a_worker_that_is_still_loading_is_replaced() -> None:
+    keeper = running()
+    keeper.assign_stage(assign(epoch=2, layers=(0, 6)))
+    keeper.on_files_fetched(1, start())
+    other = assign(epoch=3, layers=(0, 5))
+    assert keeper.assign_stage(other) == [StopWorkerAction(1), FetchFilesAction(2, other)]
+    # News of the one that is being stopped is nobody's.
+    assert keeper.on_worker_message(1, LOADED) == []
+    assert keeper.on_failure(1, "gone") == []
+    keeper.validate()
+
+
+def test_a_new_epoch_while_loading_goes_on_loading() -> None:
+    keeper = StageAgent()
+    keeper.assign_stage(assign())
+    keeper.on_files_fetched(1, start())
+    assert keeper.assign_stage(assign(epoch=2)) == []
+    assert keeper.on_worker_message(1, LOADED) == [told(2)]
+
+
+def test_an_old_epoch_is_ignored() -> None:
+    keeper = running()
+    keeper.assign_stage(assign(epoch=3))
+    assert keeper.assign_stage(assign(epoch=2)) == []
+    assert keeper.form_ring(form(2)) == []
+
+
+def test_the_same_assignment_again_repeats_what_was_told() -> None:
+    keeper = running()
+    assert keeper.assign_stage(assign()) == [told(), ready()]
+    assert state(keeper) == ("ready", 1)
+
+
+def test_a_failed_worker_is_reported_once_and_replaced() -> None:
+    keeper = running()
+    failed = SendToCoordinatorAction(
+        StageFailed(pipeline="p1", epoch=1, stage=0, reason="OutOfMemory: no room")
+    )
+    report = WorkerFailed(kind="OutOfMemory", message="no room")
+    assert keeper.on_worker_message(1, report) == [StopWorkerAction(1), failed]
+    assert keeper.on_failure(1, "exited with code 1") == []
+    assert keeper.resend_reports() == [failed]
+    assert keeper.assign_stage(assign(epoch=2)) == [
+        StopWorkerAction(1),
+        FetchFilesAction(2, assign(epoch=2)),
+    ]
+    keeper.validate()
+
+
+def test_files_that_cannot_be_had() -> None:
+    keeper = StageAgent()
+    keeper.assign_stage(assign())
+    decisions = keeper.on_failure(1, "no source")
+    assert decisions == [
+        StopWorkerAction(1),
+        SendToCoordinatorAction(StageFailed(pipeline="p1", epoch=1, stage=0, reason="no source")),
+    ]
+    assert keeper.on_files_fetched(1, start()) == []
+
+
+def test_a_lost_neighbour_is_told_but_not_our_failure() -> None:
+    keeper = running()
+    (tell,) = keeper.on_worker_message(1, NextStageLost(epoch=1, reason="silent"))
+    assert isinstance(tell, SendToCoordinatorAction)
+    assert isinstance(tell.message, StageFailed)
+    assert tell.message.next_lost
+    assert state(keeper) == ("ready", 1)
+    assert keeper.on_worker_message(1, NextStageLost(epoch=0, reason="silent")) == []
+
+
+def test_a_previous_stage_that_was_cut_off_is_to_blame() -> None:
+    keeper = running()
+    blocked = PeerBlocked(epoch=1, peer="b", reason="nonsense", is_previous_stage=True)
+    (tell,) = keeper.on_worker_message(1, blocked)
+    assert isinstance(tell, SendToCoordinatorAction)
+    assert isinstance(tell.message, StageFailed)
+    assert (tell.message.previous_blocked, tell.message.next_lost) == (True, False)
+    assert state(keeper) == ("ready", 1)
+    for change in ({"epoch": 0}, {"previous": False}):
+        assert keeper.on_worker_message(1, msgspec.structs.replace(blocked, **change)) == []
+
+
+def test_what_was_said_of_a_neighbour_is_repeated_until_the_next_ring() -> None:
+    keeper = running()
+    said = keeper.on_worker_message(1, NextStageLost(epoch=1, reason="silent"))
+    assert keeper.resend_reports() == [told(), ready(), *said]
+    assert keeper.assign_stage(assign()) == [told(), ready(), *said]
+    keeper.form_ring(form())
+    assert keeper.resend_reports() == [told(), ready()]
+    blocked = PeerBlocked(epoch=1, peer="b", reason="nonsense", is_previous_stage=True)
+    said = keeper.on_worker_message(1, blocked)
+    assert keeper.resend_reports() == [told(), ready(), *said]
+    keeper.assign_stage(assign(epoch=2))
+    keeper.on_worker_message(1, Pong())
+    assert keeper.resend_reports() == [told(2)]
+
+
+def test_unassign_ends_it() -> None:
+    keeper = running()
+    assert keeper.unassign_pipeline("p1") == [StopWorkerAction(1)]
+    assert keeper.worker_states({}, {}) == ()
+    assert keeper.unassign_pipeline("p1") == []
+    assert keeper.form_ring(form()) == []
+
+
+def watched(keeper: StageAgent, begun: float, seconds: float) -> list[AgentAction]:
+    """What is decided while nobody answers."""
+    looks = range(1, round(seconds / 0.5) + 1)
+    return [each for look in looks for each in keeper.check_liveness(begun + 0.5 * look)]
+
+
+def test_a_worker_that_does_not_answer_is_followed_by_another_one() -> None:
+    keeper = running()
+    keeper.check_liveness(0.0)
+    keeper.assign_stage(assign(epoch=2))
+    assert watched(keeper, 0.0, 1.0) == []
+    again = assign(epoch=2)
+    assert watched(keeper, 1.0, 0.5) == [StopWorkerAction(1, kill=True), FetchFilesAction(2, again)]
+    assert keeper.on_worker_message(1, Pong()) == [], "it is too late"
+    assert keeper.on_files_fetched(2, start()) == [StartWorkerAction(2, start())]
+    assert keeper.on_worker_message(2, LOADED) == [told(2)]
+    keeper.validate()
+
+
+def test_a_worker_whose_computation_hangs_is_followed_by_another_one() -> None:
+    keeper = running()
+    other = assign(epoch=2, layers=(0, 6))
+    keeper.assign_stage(other)
+    stopped = keeper.on_worker_message(1, Pong(is_stuck=True))
+    assert stopped == [StopWorkerAction(1, kill=True), FetchFilesAction(2, other)]
+    assert keeper.on_files_fetched(1, start()) == []
+    keeper.validate()
+
+
+def test_a_worker_that_serves_is_asked_now_and_then() -> None:
+    keeper = running()
+    assert watched(keeper, 0.0, 1.0) == [PING]
+    assert keeper.on_worker_message(1, Pong()) == []
+    assert watched(keeper, 1.0, 1.0) == [PING]
+    assert watched(keeper, 2.0, 3.5) == []
+    (stop, tell) = watched(keeper, 5.5, 0.5)
+    assert stop == StopWorkerAction(1, kill=True)
+    assert isinstance(tell, SendToCoordinatorAction)
+    assert isinstance(tell.message, StageFailed)
+    assert tell.message.reason == "the worker has not answered for 4.0 s"
+    keeper.validate()
+
+
+def test_a_standstill_of_the_daemon_itself_is_no_silence() -> None:
+    keeper = running()
+    assert watched(keeper, 0.0, 1.0) == [PING]
+    assert keeper.check_liveness(31.0) == []
+    assert watched(keeper, 31.0, 3.0) == []
+    assert keeper.on_worker_message(1, Pong()) == []
+    assert keeper.check_liveness(34.5) == []
+
+
+def test_a_worker_that_loads_is_not_asked() -> None:
+    keeper = StageAgent()
+    keeper.assign_stage(assign())
+    keeper.on_files_fetched(1, start())
+    assert watched(keeper, 0.0, 60.0) == []

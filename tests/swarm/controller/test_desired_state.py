@@ -1,0 +1,173 @@
+"""What a file asks for, checked by what the swarm has."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from molink.errors import NotAuthorized, RequestError
+from molink.swarm.controller.desired_state import (
+    decode_desired_models,
+    describe_changes,
+    resolve_desired_models,
+    switch_model,
+)
+from molink.swarm.controller.records import DesiredModel
+from molink.swarm.controller.registry import Registry
+from molink.wire.messages.admin import DesiredModels, ModelSpec
+from tests.support.fake_fleet import FACTS, GB, Kit
+
+
+def facts(name: str, layers: int = 6) -> Any:
+    return msgspec.structs.replace(FACTS, name=name, layers=layers)
+
+
+def wish(name: str, layers: int = 6, **changed: Any) -> ModelSpec:
+    return ModelSpec(model=facts(name, layers), **changed)
+
+
+@pytest.fixture
+def registry(kit: Kit) -> Registry:
+    """Four PCs; on ``c`` layers are named, ``d`` holds none."""
+    found = Registry("s1", [kit.member(name) for name in "abcd"])
+    stages = {"a": "auto", "b": "auto", "c": "0:2", "d": "none"}
+    for name, stage in stages.items():
+        found.record_report(name, kit.report(name, stage=stage, memory=10 * GB), True, 1.0)
+    return found
+
+
+def served(registry: Registry, *models: ModelSpec, molink: str = "") -> tuple[DesiredModel, ...]:
+    return resolve_desired_models(DesiredModels(models=models, molink=molink), "a", registry)
+
+
+def test_a_wish_becomes_what_is_desired(registry: Registry) -> None:
+    (x,) = served(
+        registry,
+        wish("x", replicas=2, min_stages=2, quantize="int8", pins=(("B", "auto"), ("a", "auto"))),
+        molink="1",
+    )
+    assert x == DesiredModel(
+        facts("x"),
+        "a",
+        quantize="int8",
+        replicas=2,
+        min_stages=2,
+        pins=(("a", "auto"), ("b", "auto")),
+        applied=True,
+    )
+
+
+def test_with_a_pc_go_its_further_devices(registry: Registry, kit: Kit) -> None:
+    registry.add_member(kit.member("e"))
+    registry.record_report("e", kit.report("e", pc="b", memory=10 * GB), True, 1.0)
+    (x,) = served(registry, wish("x", pins=(("B", "auto"),)))
+    assert x.pins == (("b", "auto"), ("e", "auto"))
+    (x,) = served(registry, wish("x", pins=(("E", "auto"),)))
+    assert x.pins == (("e", "auto"),)
+    (x,) = served(registry, wish("x", pins=(("B", "0:3"), ("E", "3:6"))))
+    assert x.pins == (("b", "0:3"), ("e", "3:6"))
+
+
+@pytest.mark.parametrize(
+    ("models", "why"),
+    [
+        ([wish("x\x1b")], "printable"),
+        ([wish("x"), wish("x")], "^x: two models are called so"),
+        ([wish("x", replicas=5), wish("y", replicas=4)], "9 pipelines; a swarm has 8 at most"),
+        ([wish("x", pins=(("nobody", "auto"),))], "^x: no PC of this swarm is called nobody"),
+        ([wish("x", pins=(("a", "auto"), ("A", "auto")))], "^x: a PC is named twice"),
+        ([wish("x", pins=(("a", "4"),))], "^x: layers of a are A:B"),
+        ([wish("x", pins=(("a", "4:9"),))], "^x: a with layers 4:9 names layers"),
+        ([wish("x", pins=(("c", "2:4"),))], "^x: c was started with `--stage 0:2`"),
+        ([wish("x", pins=(("d", "auto"),))], "^x: d holds no layers now"),
+        ([wish("x", replicas=2, pins=(("a", "0:6"),))], "^x: of which of its 2 replicas"),
+        (
+            [wish("x", pins=(("a", "auto"),)), wish("y", pins=(("a", "auto"),))],
+            "^y: A is named for x too",
+        ),
+        ([wish("x", pins=(("a", "0:2"), ("b", "4:6")))], "^x: no peer runs layers 2:4"),
+        ([wish("x", pins=(("a", "0:4"), ("b", "2:6")))], "^x: the layers of A .* overlap"),
+        ([wish("x", 60)], "^x: .*needs .* the swarm offers"),
+        (
+            [wish("x", 9), wish("y", 9), wish("z", 9)],
+            "^z: the PCs that are here have room",
+        ),
+    ],
+)
+def test_what_can_not_be_is_refused_whole(
+    registry: Registry, models: list[ModelSpec], why: str
+) -> None:
+    with pytest.raises(RequestError, match=why):
+        served(registry, *models)
+
+
+def test_a_replica_too_many_may_wait(registry: Registry) -> None:
+    assert [one.replicas for one in served(registry, wish("x", replicas=8))] == [8]
+
+
+def test_another_version_is_refused_with_both_named(registry: Registry) -> None:
+    with pytest.raises(RequestError, match=r"wants molink 2, but A runs 1, B runs 1"):
+        served(registry, wish("x"), molink="2")
+
+
+def test_what_is_no_wish_is_refused() -> None:
+    whole = DesiredModels(models=(wish("x"),))
+    assert decode_desired_models(memoryview(msgspec.msgpack.encode(whole))) == whole
+    for payload in (None, memoryview(b""), memoryview(b"\xc1"), memoryview(b"\x80")):
+        with pytest.raises(RequestError, match="names no models"):
+            decode_desired_models(payload)
+
+
+def test_changes_are_told_and_nothing_twice(registry: Registry) -> None:
+    before = (DesiredModel(facts("x"), "b", min_peers=2), DesiredModel(facts("gone"), "b"))
+    after = served(registry, wish("x"), wish("y", replicas=2, objective="throughput"))
+    assert describe_changes(before, after) == [
+        "- gone is stopped",
+        "~ x: the file says so from now on",
+        "+ y: 2 replicas, for throughput",
+    ]
+    assert describe_changes(after, after) == []
+    # Whoever applies it, and in whatever order it names them.
+    again = resolve_desired_models(
+        DesiredModels(models=(wish("y", replicas=2, objective="throughput"), wish("x"))),
+        "b",
+        registry,
+    )
+    assert describe_changes(after, again) == []
+    (other,) = served(registry, wish("x", min_stages=2, replicas=3))
+    assert describe_changes(after[:1], (other,)) == ["~ x: replicas 1 -> 3, min_stages 0 -> 2"]
+    (other,) = served(registry, wish("x", 7, pins=(("b", "auto"),)))
+    assert describe_changes(after[:1], (other,)) == [
+        "~ x: other files: all stages load anew, other PCs or layers"
+    ]
+
+
+def test_one_of_several_models_is_stopped_and_comes_back(registry: Registry) -> None:
+    models = served(registry, wish("x", 2), wish("y", 2, replicas=2))
+    without = switch_model(models, "y", served=False)
+    assert [one.num_pipelines for one in without] == [1, 0]
+    with pytest.raises(RequestError, match="y is stopped already; `molink run y` undoes that"):
+        switch_model(without, "y", served=False)
+    assert switch_model(without, "y", served=True) == models
+    assert describe_changes(without, models) == ["~ y: it is served again"]
+    with pytest.raises(RequestError, match="x is served already"):
+        switch_model(models, "x", served=True)
+    with pytest.raises(
+        RequestError, match="no model of the swarm is called z; its models are x, y"
+    ):
+        switch_model(models, "z", served=False)
+    with pytest.raises(RequestError, match="called z; it serves no model"):
+        switch_model((), "z", served=False)
+    with pytest.raises(NotAuthorized, match="or the one that brought y, has it stop"):
+        switch_model(models, "y", served=False, requester="b")
+    # No file would bring this one back: it is gone.
+    assert switch_model((DesiredModel(facts("x"), "b"),), "x", served=False, requester="b") == ()
+
+
+def test_two_pcs_of_one_name_are_told_apart_by_their_ids(registry: Registry, kit: Kit) -> None:
+    report = msgspec.structs.replace(kit.report("e", memory=10 * GB), name="B")
+    registry.add_member(kit.member("e"))
+    registry.record_report("e", report, True, 1.0)
+    with pytest.raises(RequestError, match=r"2 PCs are called B: name one by its id \(b, e\)"):
+        served(registry, wish("x", pins=(("B", "auto"),)))
+    assert served(registry, wish("x", pins=(("e", "auto"),)))[0].pins == (("e", "auto"),)

@@ -1,0 +1,117 @@
+"""What one PC more would bring to a swarm, by what was measured of it."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from molink.facts.profile import Profile
+from molink.swarm.controller.events import ConnectionTriedEvent, PeerReportedEvent
+from molink.swarm.controller.status import (
+    PROMPT_TOKENS,
+    SCALE_OUT_INTERVAL,
+    CachedScaleOut,
+    build_scale_out,
+    build_status,
+)
+from molink.swarm.placement.links import ASSUMED_LATENCY, ASSUMED_RATE, Links
+from molink.wire.messages.instructions import Assign
+from tests.support.fake_fleet import GB, FakeFleet, Kit
+
+#: Of three of the six layers of 1 GB.
+STEP_S = 0.3
+CHUNK_S = 0.5
+
+
+def swarm(kit: Kit, memory: int = 4, **serve: Any) -> FakeFleet:
+    """A and B, each with half of the model."""
+    paper = kit.Paper("a", "b", min_peers=2)
+    paper.serve(min_stages=1, **serve)
+    for name in "ab":
+        paper.report(name, memory=memory * GB)
+    paper.handle_event(ConnectionTriedEvent("a", "b", succeeded=True, latency=0.05, rate=1e6))
+    paper.handle_event(ConnectionTriedEvent("b", "a", succeeded=True, latency=0.05, rate=1e6))
+    paper.wait(1.25, *"ab")
+    for peer, message in paper.pop_messages():
+        if isinstance(message, Assign):
+            profile = Profile(decode=((1, STEP_S),), prefill=((64, CHUNK_S),))
+            paper.loaded(message, peer, profile=profile)
+    paper.obey()
+    return paper
+
+
+def test_a_pc_more_costs_a_hop_and_brings_nothing_for_one_stream(kit: Kit) -> None:
+    paper = swarm(kit)
+    found = build_scale_out(paper.reconciler, paper.now)
+    (more,) = found["more"]
+    assert more["device"] == "cpu: CPU"
+    assert found["now"]["stages"] == more["stages"] == 2
+    assert found["now"]["turn_s"] == pytest.approx(2 * STEP_S + 0.1, rel=0.01)
+    assert more["turn_s"] == pytest.approx(found["now"]["turn_s"])
+
+
+def test_for_many_streams_it_brings_what_another_stage_does(kit: Kit) -> None:
+    paper = swarm(kit, objective="throughput")
+    found = build_scale_out(paper.reconciler, paper.now)
+    (more,) = found["more"]
+    assert (found["now"]["stages"], more["stages"]) == (2, 3)
+    assert more["tokens_per_s"] > 1.3 * found["now"]["tokens_per_s"]
+
+
+def test_nothing_is_said_where_nothing_serves_or_layers_were_named(kit: Kit) -> None:
+    paper = kit.Paper("a", "b")
+    paper.serve()
+    for name, stage in (("a", "0:3"), ("b", "3:6")):
+        paper.report(name, stage=stage)
+    paper.wait(1.25, *"ab")
+    assert build_scale_out(paper.reconciler, paper.now) == {}, "it is not ready"
+    paper.obey()
+    assert paper.reconciler.is_ready
+    assert build_scale_out(paper.reconciler, paper.now) == {}
+
+
+def test_a_status_shows_steps_at_their_present_pace(kit: Kit) -> None:
+    paper = swarm(kit)
+
+    def steps() -> list[float]:
+        (pipeline,) = build_status(paper.fleet, "s", (), 1)["pipelines"]
+        return [one["decode_s"] for one in pipeline["stages"]]
+
+    assert steps() == [STEP_S, STEP_S]
+    old = paper.reconciler.registry.sessions["b"].report
+    workers = tuple(msgspec.structs.replace(one, slowdown=2.0) for one in old.workers)
+    paper.handle_event(PeerReportedEvent("b", msgspec.structs.replace(old, workers=workers)))
+    assert sorted(steps()) == [STEP_S, 2 * STEP_S]
+
+
+def test_a_newcomers_links_are_as_those_of_the_others() -> None:
+    links = Links()
+    assert links.with_newcomer("n", ["a"]).latency_and_rate("n", "a") == (
+        ASSUMED_LATENCY,
+        ASSUMED_RATE,
+    )
+    links.record_measurement("a", "b", 0.01, 1e6)
+    links.record_measurement("b", "a", 0.03, None)
+    links.record_measurement("a", "gone", 0.9, 1.0)
+    joined = links.with_newcomer("n", ["a", "b"])
+    assert joined.latency_and_rate("n", "a") == joined.latency_and_rate("b", "n") == (0.02, 1e6)
+    assert joined.latency_and_rate("a", "b") == links.latency_and_rate("a", "b")
+    assert not links.is_measured("n", "a")
+
+
+def test_the_first_token_of_a_request_alone_is_foretold(kit: Kit) -> None:
+    paper = swarm(kit)
+    (found,) = CachedScaleOut(paper.fleet).estimate_at(100.0).values()
+    assert found["prompt"] == PROMPT_TOKENS
+    chunks = PROMPT_TOKENS / 64
+    assert chunks * CHUNK_S < found["first_token_s"] < 2 * chunks * CHUNK_S + 0.5
+
+
+def test_who_asks_again_soon_is_told_the_same(kit: Kit) -> None:
+    paper = swarm(kit)
+    rare = CachedScaleOut(paper.fleet)
+    first = rare.estimate_at(100.0)
+    paper.handle_event(ConnectionTriedEvent("a", "b", succeeded=True, latency=0.5, rate=1e6))
+    assert rare.estimate_at(100.0 + SCALE_OUT_INTERVAL - 1) is first
+    later = rare.estimate_at(100.0 + SCALE_OUT_INTERVAL)
+    assert later["p1"]["now"]["turn_s"] > first["p1"]["now"]["turn_s"]

@@ -1,0 +1,674 @@
+"""Who leads: exact decisions, then random networks in which peers die, freeze and are cut off."""
+
+import random
+
+import pytest
+
+from molink.swarm.election.events import (
+    ConnectionLostEvent,
+    CoordinatorFailedEvent,
+    CoordinatorHeardEvent,
+    CoordinatorStartedEvent,
+    ElectionAction,
+    ElectionTimePassedEvent,
+    FollowLeaderAction,
+    MembershipChangedEvent,
+    PeerAnsweredEvent,
+    PeerTimedOutEvent,
+    QueryLeaderAction,
+    RaiseTermAction,
+    ResignedEvent,
+    StartCoordinatorAction,
+    StepDownAction,
+)
+from molink.swarm.election.leader_election import (
+    CLAIM_TIMEOUT,
+    LEADER_TIMEOUT,
+    PROBE_INTERVAL,
+    QUERY_INTERVAL,
+    RESTART_GRACE,
+    STANDALONE_GRACE,
+    STARTUP_TIMEOUT,
+    LeaderElection,
+)
+from molink.swarm.terms import first_term, next_term, round_of
+from molink.wire.messages.election import LeaderView
+
+KEY = "k" * 40
+ORDER = ("a", "b", "c")
+
+
+def peer(me: str = "b", *, term: int = 0, leader: str = "a", now: float = 9.9) -> LeaderElection:
+    """A member of a swarm that ``a`` has founded, in touch with its leader."""
+    one = LeaderElection(
+        me, now, known=MembershipChangedEvent(ORDER, (0, 5)), term=term, leader=leader
+    )
+    one.handle(CoordinatorHeardEvent(term, leader), now)
+    return one
+
+
+def test_one_that_is_not_able_never_leads() -> None:
+    """A further device of a PC: whatever is lost, it looks for somebody else."""
+    one = LeaderElection(
+        "b", 0.0, known=MembershipChangedEvent(ORDER, (0, 5)), leader="a", can_lead=False
+    )
+    assert not one.build_view(0.0).can_lead
+    now = 0.0
+    for _ in range(100):
+        now += 1.0
+        decisions = one.handle(ElectionTimePassedEvent(), now)
+        decisions += [each for peer in "ac" for each in one.handle(PeerTimedOutEvent(peer), now)]
+        assert not any(isinstance(each, StartCoordinatorAction) for each in decisions)
+
+
+def view(
+    leader: str = "a",
+    term: int = 0,
+    *,
+    leads: bool = False,
+    hears: bool = False,
+    fit: bool = True,
+    replica: tuple[int, int] = (0, 5),
+) -> LeaderView:
+    return LeaderView(
+        term=term,
+        leader=leader,
+        is_leader=leads,
+        hears_leader=hears,
+        can_lead=fit,
+        replica=replica,
+        coordinator_key=KEY if leads else "",
+        addresses=("h:1",) if leads else (),
+    )
+
+
+def leading(me: str = "a") -> LeaderElection:
+    one = LeaderElection(me, 0.0, known=MembershipChangedEvent(ORDER, (0, 5)), leader=me)
+    one.handle(ElectionTimePassedEvent(), 0.0)
+    one.handle(PeerTimedOutEvent("b"), 0.1)
+    one.handle(PeerTimedOutEvent("c"), 0.1)
+    one.handle(PeerTimedOutEvent("a"), 0.1)
+    one.handle(CoordinatorStartedEvent(0, KEY, ("h:1",)), 0.2)
+    assert one.role == "leading"
+    return one
+
+
+def asking(one: LeaderElection, others: str, since: float, until: float) -> None:
+    """Time passes in which it asks, and nobody answers; those of the last round still may."""
+    for step in range(int((until - since) / QUERY_INTERVAL) + 1):
+        for other in others:
+            one.handle(PeerTimedOutEvent(other), since + step * QUERY_INTERVAL)
+        one.handle(ElectionTimePassedEvent(), since + step * QUERY_INTERVAL)
+
+
+def test_a_lost_connection_asks_everybody_and_the_next_one_leads() -> None:
+    one = peer("b")
+    assert one.handle(ConnectionLostEvent(), 10.0) == [
+        QueryLeaderAction("a"),
+        QueryLeaderAction("c"),
+    ]
+    assert one.handle(PeerTimedOutEvent("a"), 10.2) == []
+    term = next_term(0, "b")
+    assert one.handle(PeerAnsweredEvent("c", view()), 10.2) == [
+        StartCoordinatorAction(term, lost_leader="a")
+    ]
+    assert one.handle(CoordinatorStartedEvent(term, KEY, ("h:2",)), 10.7) == [
+        FollowLeaderAction("b", term, KEY, ("h:2",)),
+        QueryLeaderAction("a"),
+        QueryLeaderAction("c"),
+    ]
+    assert one.build_view(10.8).is_leader
+
+
+def test_one_of_many_asks_a_few_first_and_turns_to_the_leader_that_one_names() -> None:
+    """When fifty PCs start at once, and each asks all others, they are busy with that alone."""
+    one = LeaderElection(
+        "b", 0.0, known=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
+    )
+    first = one.handle(ElectionTimePassedEvent(), 0.0)
+    assert first == [QueryLeaderAction("a"), QueryLeaderAction("c")]
+    assert one.handle(PeerTimedOutEvent("a"), 0.1) == []
+    last = "c"
+    term = next_term(0, "j")
+    assert one.handle(PeerAnsweredEvent(last, view("j", term, hears=True)), 0.2) == [
+        QueryLeaderAction("j")
+    ]
+    assert one.handle(PeerAnsweredEvent(last, view("j", term, hears=True)), 0.2) == []
+    assert one.is_awaiting("j")
+    assert not one.is_awaiting(last)
+    found = view("j", term, leads=True)
+    assert one.handle(PeerAnsweredEvent("j", found), 0.3) == [
+        FollowLeaderAction("j", term, KEY, ("h:1",))
+    ]
+    assert not one.is_awaiting("a")
+
+
+def test_one_of_many_asks_ever_less_often_until_its_leader_has_had_its_time() -> None:
+    """All of fifty PCs wait for the one that starts the coordinator; so they leave it time."""
+    one = LeaderElection(
+        "b", 0.0, known=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
+    )
+    asked = {}
+    for step in range(int(RESTART_GRACE / 0.25)):
+        now = step * 0.25
+        decisions = one.handle(ElectionTimePassedEvent(), now)
+        if decisions:
+            asked[now] = len(decisions)
+        for ask in decisions:
+            assert isinstance(ask, QueryLeaderAction)
+            more = one.handle(PeerTimedOutEvent(ask.peer), now)
+            assert more == []
+    assert asked == {0.0: 2, 1.0: 2, 3.0: 2, 7.0: 2}
+    assert len(one.handle(ElectionTimePassedEvent(), RESTART_GRACE)) == 9, "all the others"
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_one_of_many_asks_all_once_no_leader_is_among_the_few(silent: bool) -> None:
+    one = LeaderElection(
+        "b", 9.9, known=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
+    )
+    one.handle(CoordinatorHeardEvent(0, "a"), 9.9)
+    *rest, last = one.handle(ConnectionLostEvent(), 10.0)
+    if silent:  # all of them have answered: no need to wait
+        for ask in rest:
+            assert isinstance(ask, QueryLeaderAction)
+            assert one.handle(PeerTimedOutEvent(ask.peer), 10.1) == []
+        assert isinstance(last, QueryLeaderAction)
+        asked = one.handle(PeerTimedOutEvent(last.peer), 10.1)
+    else:
+        assert one.handle(ElectionTimePassedEvent(), 10.0 + QUERY_INTERVAL / 2) == []
+        asked = one.handle(ElectionTimePassedEvent(), 10.0 + QUERY_INTERVAL)
+    assert set(asked) == {QueryLeaderAction(other) for other in "acdefghij"}
+    asking(one, "cdefghij", 10.7, 10.7)
+    assert StartCoordinatorAction(next_term(0, "b"), lost_leader="a") in one.handle(
+        PeerTimedOutEvent("a"), 11.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("me", "later"), [("b", 0.0), ("e", 0.0), ("f", QUERY_INTERVAL), ("j", 2 * QUERY_INTERVAL)]
+)
+def test_the_last_of_many_leave_it_to_the_first_to_ask_all(me: str, later: float) -> None:
+    """Else a coordinator that is only slow has each of fifty PCs ask each other one."""
+    one = LeaderElection(
+        me, 9.9, known=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
+    )
+    one.handle(CoordinatorHeardEvent(0, "a"), 9.9)
+    asked = {10.0: one.handle(ConnectionLostEvent(), 10.0)}
+    for step in range(1, 8):
+        now = 10.0 + step * QUERY_INTERVAL / 2
+        asked[now] = one.handle(ElectionTimePassedEvent(), now)
+    assert min(now for now, asks in asked.items() if len(asks) > 2) == 10.0 + max(
+        QUERY_INTERVAL, later
+    )
+
+
+def test_silence_counts_as_loss_and_hearing_puts_it_off() -> None:
+    one = peer("b", now=0.0)
+    for step in range(8):
+        assert one.handle(ElectionTimePassedEvent(), step * 0.5) == []
+        one.handle(CoordinatorHeardEvent(0, "a"), step * 0.5)
+    now = 3.5
+    while now <= 3.5 + LEADER_TIMEOUT:
+        assert one.handle(ElectionTimePassedEvent(), now) == []
+        now += 0.5
+    assert one.handle(ElectionTimePassedEvent(), now) == [
+        QueryLeaderAction("a"),
+        QueryLeaderAction("c"),
+    ]
+
+
+def test_who_comes_later_in_the_order_waits_for_the_earlier_one() -> None:
+    one = peer("c")
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("a"), 10.1)
+    assert one.handle(PeerAnsweredEvent("b", view()), 10.1) == []
+    found = view("b", next_term(0, "b"), leads=True)
+    assert one.handle(PeerAnsweredEvent("b", found), 10.9) == [
+        FollowLeaderAction("b", found.term, KEY, ("h:1",))
+    ]
+    assert one.handle(CoordinatorHeardEvent(found.term, "b"), 11.0) == []
+    assert (one.role, one.leader, one.term) == ("following", "b", found.term)
+
+
+def test_a_newer_replica_goes_before_the_order() -> None:
+    one = peer("c")
+    one.handle(MembershipChangedEvent(ORDER, (0, 6)), 9.0)
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("a"), 10.1)
+    assert one.handle(PeerAnsweredEvent("b", view()), 10.1) == [
+        StartCoordinatorAction(next_term(0, "c"), lost_leader="a")
+    ]
+
+
+def test_who_does_not_take_its_turn_is_passed_over() -> None:
+    one = peer("c")
+    one.handle(ConnectionLostEvent(), 10.0)
+    now, decisions = 10.0, []
+    while now < 10.0 + CLAIM_TIMEOUT + 4 * QUERY_INTERVAL and not decisions:
+        one.handle(PeerTimedOutEvent("a"), now)
+        decisions = one.handle(PeerAnsweredEvent("b", view()), now)
+        one.handle(ElectionTimePassedEvent(), now)
+        now += QUERY_INTERVAL
+    assert decisions == [StartCoordinatorAction(next_term(0, "c"), lost_leader="a")]
+
+
+def test_nobody_takes_over_while_a_reachable_peer_hears_the_leader() -> None:
+    one = peer("b")
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("a"), 10.1)
+    assert one.handle(PeerAnsweredEvent("c", view(hears=True)), 10.1) == []
+    assert one.role == "looking"
+
+
+def test_a_leader_whose_process_was_only_restarted_stays() -> None:
+    one = peer("b")
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("c"), 10.1)
+    assert one.handle(PeerAnsweredEvent("a", view(leads=True)), 10.1) == [
+        FollowLeaderAction("a", 0, KEY, ("h:1",))
+    ]
+
+
+def test_a_coordinator_without_a_daemon_gets_time_to_be_started_again() -> None:
+    one = peer("b", leader="")
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("a"), 10.1)
+    assert one.handle(PeerAnsweredEvent("c", view("")), 10.1) == []
+    asking(one, "ac", 10.25, 10.0 + STANDALONE_GRACE - 0.1)
+    one.handle(PeerTimedOutEvent("a"), 10.0 + STANDALONE_GRACE - 0.1)
+    assert one.handle(PeerAnsweredEvent("c", view("")), 10.0 + STANDALONE_GRACE - 0.1) == []
+    assert one.handle(PeerAnsweredEvent("c", view("")), 10.0 + STANDALONE_GRACE) == [
+        StartCoordinatorAction(next_term(0, "b"))
+    ]
+
+
+def test_after_its_own_start_a_peer_waits_for_the_leader_it_knew() -> None:
+    one = LeaderElection("b", 0.0, known=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
+    assert one.handle(ElectionTimePassedEvent(), 0.0) == [
+        QueryLeaderAction("a"),
+        QueryLeaderAction("c"),
+    ]
+    one.handle(PeerTimedOutEvent("c"), 0.1)
+    assert one.handle(PeerTimedOutEvent("a"), 0.1) == []
+    asking(one, "ac", 0.5, RESTART_GRACE - 0.1)
+    assert one.handle(PeerTimedOutEvent("a"), RESTART_GRACE) == []
+    assert one.handle(PeerTimedOutEvent("c"), RESTART_GRACE) == [
+        StartCoordinatorAction(next_term(0, "b"), lost_leader="a")
+    ]
+
+
+def test_the_last_leader_leads_again_at_once_and_in_its_term() -> None:
+    one = LeaderElection("a", 0.0, known=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
+    one.handle(ElectionTimePassedEvent(), 0.0)
+    one.handle(PeerTimedOutEvent("b"), 0.1)
+    assert one.handle(PeerTimedOutEvent("c"), 0.1) == [StartCoordinatorAction(0)]
+
+
+def test_the_last_leader_follows_who_took_over_meanwhile() -> None:
+    one = LeaderElection("a", 0.0, known=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
+    one.handle(ElectionTimePassedEvent(), 0.0)
+    found = view("b", next_term(0, "b"), leads=True)
+    assert one.handle(PeerAnsweredEvent("b", found), 0.1) == [
+        FollowLeaderAction("b", found.term, KEY, ("h:1",))
+    ]
+
+
+def test_an_older_term_is_not_followed() -> None:
+    one = peer("b", term=next_term(0, "a"))
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("c"), 10.1)
+    assert one.handle(PeerAnsweredEvent("a", view(leads=True)), 10.1) == []
+    assert one.handle(CoordinatorHeardEvent(0, "a"), 10.2) == []
+    assert one.role == "looking"
+
+
+def test_a_leader_takes_a_higher_term_for_a_peer_that_knows_a_higher_one() -> None:
+    one = leading("a")
+    known = next_term(next_term(0, "c"), "c")
+    assert one.handle(PeerAnsweredEvent("c", view("c", known)), 5.0) == [
+        RaiseTermAction(next_term(known, "a"))
+    ]
+    assert round_of(one.term) == 3
+
+
+def test_a_term_out_of_all_proportion_is_no_term() -> None:
+    one = leading("a")
+    far = 5000 << 16
+    assert one.handle(PeerAnsweredEvent("c", view("c", far, leads=True)), 5.0) == []
+    assert one.handle(PeerAnsweredEvent("c", view("c", far)), 5.0) == []
+    assert one.term == 0
+
+
+def test_of_two_leaders_the_one_with_more_followers_goes_on() -> None:
+    one = leading("a")
+    rival = view("c", next_term(0, "c"), leads=True)
+    assert one.handle(PeerAnsweredEvent("c", rival), 5.0) == [
+        QueryLeaderAction("b"),
+        QueryLeaderAction("c"),
+    ]
+    one.handle(PeerAnsweredEvent("c", rival), 5.1)
+    followed = view("a", hears=True)
+    assert one.handle(PeerAnsweredEvent("b", followed), 5.1) == [
+        RaiseTermAction(next_term(rival.term, "a"))
+    ]
+
+    one = leading("a")
+    one.handle(PeerAnsweredEvent("c", rival), 5.0)
+    one.handle(PeerAnsweredEvent("c", rival), 5.1)
+    decisions = one.handle(PeerAnsweredEvent("b", view("c", rival.term, hears=True)), 5.1)
+    assert decisions == [StepDownAction(), FollowLeaderAction("c", rival.term, KEY, ("h:1",))]
+
+
+def test_who_is_no_member_any_more_has_no_say_in_it() -> None:
+    # Of those that are left nobody follows either leader: who comes first in the order goes on.
+    term = next_term(0, "a")
+    one = leading("b")
+    one.handle(PeerAnsweredEvent("c", view("b", 0, hears=True)), 0.5)
+    one.handle(MembershipChangedEvent(("a", "b"), (0, 6)), 5.0)
+    one.handle(PeerAnsweredEvent("a", view("a", term, leads=True)), 10.0)
+    assert StepDownAction() in one.handle(PeerAnsweredEvent("a", view("a", term, leads=True)), 10.1)
+
+
+def test_a_lone_member_that_says_it_leads_does_not_unseat_a_leader() -> None:
+    """Its own word counts for nothing: nobody follows it."""
+    one = leading("a")
+    rival = view("c", next_term(0, "c"), leads=True)
+    one.handle(PeerAnsweredEvent("c", rival), 5.0)
+    one.handle(PeerAnsweredEvent("c", rival), 5.1)
+    one.handle(PeerTimedOutEvent("b"), 5.1)
+    assert (one.role, round_of(one.term)) == ("leading", 2)
+
+
+def test_a_leader_asks_a_few_now_and_then_and_all_after_a_standstill() -> None:
+    one = leading("a")
+    asked: list[ElectionAction] = []
+    for step in range(1, 20):
+        now = 0.2 + step * PROBE_INTERVAL / 4
+        one.handle(CoordinatorHeardEvent(0, "a"), now)
+        asked += one.handle(ElectionTimePassedEvent(), now)
+    assert asked.count(QueryLeaderAction("b")) == asked.count(QueryLeaderAction("c")) == 5
+    assert one.handle(ElectionTimePassedEvent(), 60.0) == [
+        QueryLeaderAction("b"),
+        QueryLeaderAction("c"),
+    ]
+
+
+def test_who_just_woke_asks_again_before_it_leads() -> None:
+    """What ran out while it stood still says nothing of the others: their answers still wait."""
+    one = peer("b")
+    one.handle(ConnectionLostEvent(), 10.0)
+    assert one.role == "looking"
+    # It stands still. The questions are given up before anything else happens, then it looks.
+    assert one.handle(PeerTimedOutEvent("a"), 40.0) == []
+    assert one.handle(PeerTimedOutEvent("c"), 40.0) == []
+    assert one.handle(ElectionTimePassedEvent(), 40.1) == [
+        QueryLeaderAction("a"),
+        QueryLeaderAction("c"),
+    ]
+    one.handle(PeerTimedOutEvent("a"), 40.1)  # late ones of the round before
+    assert one.handle(PeerTimedOutEvent("c"), 40.1) == []
+    assert one.handle(ConnectionLostEvent(), 40.2) == []
+    assert one.handle(ElectionTimePassedEvent(), 40.6) == [
+        QueryLeaderAction("a"),
+        QueryLeaderAction("c"),
+    ]
+    found = view("c", next_term(0, "c"), leads=True)
+    assert one.handle(PeerAnsweredEvent("c", found), 40.7) == [
+        FollowLeaderAction("c", found.term, KEY, ("h:1",))
+    ]
+
+
+def test_who_just_woke_leads_where_nobody_answers_still() -> None:
+    one = peer("b")
+    one.handle(ConnectionLostEvent(), 10.0)
+    now, decisions = 40.0, one.handle(ElectionTimePassedEvent(), 40.0)
+    while now < 42.0 and not any(isinstance(one, StartCoordinatorAction) for one in decisions):
+        now += 0.25
+        decisions = one.handle(ElectionTimePassedEvent(), now)
+        for other in "ac":
+            decisions += one.handle(PeerTimedOutEvent(other), now)
+    assert decisions[-1] == StartCoordinatorAction(next_term(0, "b"), lost_leader="a")
+
+
+def test_a_turn_that_was_not_taken_while_it_stood_still_is_no_refusal() -> None:
+    one = peer("c")
+    one.handle(ConnectionLostEvent(), 10.0)
+    for now in (10.1, 50.0, 50.1, 50.7, 51.3):
+        one.handle(ElectionTimePassedEvent(), now)
+        one.handle(PeerTimedOutEvent("a"), now)
+        assert StartCoordinatorAction(next_term(0, "c"), lost_leader="a") not in one.handle(
+            PeerAnsweredEvent("b", view()), now
+        )
+
+
+@pytest.mark.parametrize(("heard", "after"), [(True, 2 * LEADER_TIMEOUT), (False, STARTUP_TIMEOUT)])
+def test_a_coordinator_that_hangs_is_started_again(heard: bool, after: float) -> None:
+    """One that nobody has asked yet, as this PC still measures its device, has longer."""
+    one = leading("a")
+    if heard:
+        one.handle(CoordinatorHeardEvent(0, "a"), 0.2)
+    found = []
+    for n in range(2, 4 * 150):
+        if StartCoordinatorAction(0) in one.handle(ElectionTimePassedEvent(), n * 0.25):
+            found.append(n * 0.25)
+    assert 0.2 + after < found[0] <= 0.2 + after + 0.25
+
+
+def test_who_can_not_lead_lets_the_next_one() -> None:
+    one = peer("b")
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("a"), 10.1)
+    one.handle(PeerAnsweredEvent("c", view()), 10.1)
+    assert one.handle(CoordinatorFailedEvent(), 10.5) == [
+        QueryLeaderAction("a"),
+        QueryLeaderAction("c"),
+    ]
+    one.handle(PeerTimedOutEvent("a"), 10.6)
+    assert one.handle(PeerAnsweredEvent("c", view()), 10.6) == []
+    assert not one.build_view(10.6).can_lead
+
+
+def test_a_leader_whose_coordinator_does_not_stay_gives_way() -> None:
+    """Its disk is full, say: the state can be written elsewhere."""
+    one = leading("a")
+    assert one.handle(CoordinatorFailedEvent(), 5.0) == [
+        StepDownAction(),
+        QueryLeaderAction("b"),
+        QueryLeaderAction("c"),
+    ]
+    assert (one.build_view(5.0).is_leader, one.build_view(5.0).can_lead) == (False, False)
+    found = view("b", next_term(0, "b"), leads=True)
+    assert one.handle(PeerAnsweredEvent("b", found), 5.5) == [
+        FollowLeaderAction("b", found.term, KEY, ("h:1",))
+    ]
+
+
+def test_who_ends_is_not_waited_for() -> None:
+    one = leading("a")
+    one.handle(ResignedEvent(), 5.0)
+    assert (one.build_view(5.0).is_leader, one.build_view(5.0).can_lead) == (False, False)
+    assert one.handle(ElectionTimePassedEvent(), 9.0) == []
+
+
+def test_strangers_views_are_nothing() -> None:
+    one = peer("b")
+    one.handle(ConnectionLostEvent(), 10.0)
+    assert one.handle(PeerAnsweredEvent("x", view("x", 1 << 16, leads=True)), 10.1) == []
+
+
+def test_no_leader_begins_in_anothers_term() -> None:
+    """A copy of another leader's state may come while the coordinator here is being started."""
+    own = next_term(0, "b")
+    assert first_term(own, 0, "b") == first_term(own, own, "b") == own
+    later = next_term(own, "b")
+    assert first_term(own, later, "b") == later  # it has led in that one before
+    others = next_term(own, "a")
+    assert first_term(own, others, "b") == next_term(others, "b")
+    assert first_term(0, others, "") == others  # there is nobody else
+
+
+# --- random networks -------------------------------------------------------------------------
+
+STEP = 0.1
+
+
+class Network:
+    """Peers with a coordinator each may start; any may be dead, frozen or cut off from others."""
+
+    def __init__(self, seed: int, peers: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.order = tuple(f"p{n}" for n in range(peers))
+        self.peers = {me: self._start(me) for me in self.order}
+        self.dead: set[str] = set()
+        self.frozen: dict[str, float] = {}
+        self.part = dict.fromkeys(self.order, 0)
+        #: What is under way: (when, who gets it, event).
+        self.mail: list[tuple[float, str, object]] = []
+        #: Whose coordinator each peer is connected to; and which run, in which term.
+        self.session: dict[str, str] = {}
+        self.runs: dict[str, int] = {}
+        #: Who has led in which term.
+        self.led: dict[int, str] = {}
+
+    def _start(self, me: str) -> LeaderElection:
+        return LeaderElection(
+            me, self.now, known=MembershipChangedEvent(self.order, (0, 1)), leader=self.order[0]
+        )
+
+    def reaches(self, one: str, other: str) -> bool:
+        return (
+            self.part[one] == self.part[other]
+            and other not in self.dead
+            and other not in self.frozen
+        )
+
+    def kill(self, who: str) -> None:
+        self.dead.add(who)
+        self.runs.pop(who, None)
+        self.session.pop(who, None)
+
+    def restart(self, who: str) -> None:
+        self.dead.discard(who)
+        before = self.peers[who]
+        known = MembershipChangedEvent(self.order, (0, 1))
+        leader, term = before.leader, before.term
+        self.peers[who] = LeaderElection(who, self.now, known=known, term=term, leader=leader)
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += STEP
+            for who in [one for one, thaw in self.frozen.items() if thaw <= self.now]:
+                del self.frozen[who]
+            due = [letter for letter in self.mail if letter[0] <= self.now]
+            self.mail = [letter for letter in self.mail if letter[0] > self.now]
+            for _, who, event in due:
+                if who in self.frozen:
+                    self.mail.append((self.now + STEP, who, event))
+                elif who not in self.dead:
+                    self.tell(who, event)
+            for who in self.order:
+                if who not in self.dead and who not in self.frozen:
+                    self.listen(who)
+                    self.tell(who, ElectionTimePassedEvent())
+
+    def listen(self, who: str) -> None:
+        leader = self.session.get(who)
+        if leader is None:
+            return
+        if leader in self.runs and self.reaches(who, leader):
+            self.tell(who, CoordinatorHeardEvent(self.runs[leader], leader))
+        elif self.part[who] == self.part[leader] and leader not in self.frozen:
+            del self.session[who]
+            self.tell(who, ConnectionLostEvent())
+
+    def tell(self, who: str, event: object) -> None:
+        for decision in self.peers[who].handle(event, self.now):  # type: ignore[arg-type]
+            match decision:
+                case QueryLeaderAction(other):
+                    self.ask(who, other)
+                case FollowLeaderAction(leader):
+                    self.session[who] = leader
+                case StepDownAction():
+                    self.runs.pop(who, None)
+                case RaiseTermAction(term):
+                    assert self.led.setdefault(term, who) == who, "two lead in one term"
+                    self.runs[who] = term
+                case StartCoordinatorAction(term):
+                    assert self.led.setdefault(term, who) == who, "two lead in one term"
+                    self.runs.pop(who, None)
+                    self.mail.append((self.now + 0.5, who, ("run", term)))
+        if isinstance(event, tuple):
+            raise AssertionError
+
+    def ask(self, who: str, other: str) -> None:
+        view = self.peers[who].build_view(self.now)
+        delay = self.random.uniform(0.05, 0.4)
+        if self.reaches(who, other):
+            self.tell_later(delay / 2, other, PeerAnsweredEvent(who, view))
+            self.tell_later(delay, who, ("answer", other))
+        else:
+            self.tell_later(1.0, who, PeerTimedOutEvent(other))
+
+    def tell_later(self, delay: float, who: str, event: object) -> None:
+        self.mail.append((self.now + delay, who, event))
+
+    def leaders(self) -> set[str]:
+        return {
+            one.leader
+            for who, one in self.peers.items()
+            if who not in self.dead and one.role in ("following", "leading")
+        }
+
+
+class Postman(Network):
+    """Network whose letters may ask for something when they arrive."""
+
+    def tell(self, who: str, event: object) -> None:
+        match event:
+            case ("run", int(term)):
+                self.runs[who] = term
+                event = CoordinatorStartedEvent(term, KEY, ("h:1",))
+            case ("answer", str(other)):
+                if self.reaches(who, other):
+                    event = PeerAnsweredEvent(other, self.peers[other].build_view(self.now))
+                else:
+                    event = PeerTimedOutEvent(other)
+        super().tell(who, event)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_each_part_has_one_leader_and_a_healed_swarm_one_in_all(seed: int) -> None:
+    network = Postman(seed, peers=2 + seed % 4 if seed % 5 else 6 + seed % 7)
+    chance = network.random
+    network.run(3.0)
+    assert network.leaders() == {"p0"}
+    for _ in range(3):
+        who = chance.choice(network.order)
+        match chance.randrange(4):
+            case 0 if len(network.dead) + 1 < len(network.order):
+                network.kill(who)
+            case 1:
+                network.frozen[who] = network.now + chance.uniform(1.0, 15.0)
+            case 2:
+                network.part = {one: chance.randrange(2) for one in network.order}
+            case _:
+                for one in sorted(network.dead):
+                    network.restart(one)
+        network.run(chance.uniform(0.5, 20.0))
+    network.run(25.0)
+    for part in (0, 1):
+        live = [p for p in network.order if network.part[p] == part and p not in network.dead]
+        followed = {network.peers[one].leader for one in live}
+        assert len(followed) <= 1, (part, followed)
+        assert followed <= set(live), (part, followed, live)
+    network.part = dict.fromkeys(network.order, 0)
+    for one in sorted(network.dead):
+        network.restart(one)
+    network.run(40.0)
+    assert len(network.leaders()) == 1
+    assert all(one.role in ("following", "leading") for one in network.peers.values())
+    (leader,) = network.leaders()
+    assert network.runs.keys() == {leader}

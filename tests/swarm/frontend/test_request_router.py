@@ -1,0 +1,72 @@
+"""An endpoint's router: what it is told, and that pipelines which end are forgotten."""
+
+from molink.routing.base import PipelineLoad, RoutedPrompt, Router
+from molink.routing.cache_report import CacheReport
+from molink.routing.e2 import E2Router
+from molink.routing.least_loaded import LeastLoadedRouter
+from molink.routing.spans import SPAN_TOKENS, span_digests
+from molink.swarm.frontend.request_router import RequestRouter
+from molink.swarm.frontend.stream import PipelineEpoch
+
+A, B, LATER = PipelineEpoch("a", 1), PipelineEpoch("b", 1), PipelineEpoch("a", 2)
+LONG = tuple(range(4 * SPAN_TOKENS))
+
+
+def test_a_single_pipeline_is_not_asked_about() -> None:
+    class Never(Router):
+        def choose_pipeline(self, prompt: RoutedPrompt, up: object, now: float) -> PipelineLoad:
+            raise AssertionError("nobody has to choose")
+
+    routing = RequestRouter(Never())
+    assert routing.choose_pipeline("k", LONG, [A], 0.0) == A
+    assert routing.choose_pipeline("k", LONG, [], 0.0) is None
+    assert routing.cache_version_for(A, 0) is None
+
+
+def test_loads_are_those_that_are_not_over() -> None:
+    routing = RequestRouter(LeastLoadedRouter())
+    assert [routing.choose_pipeline(key, LONG, [A, B], 0.0) for key in "12"] == [A, B]
+    routing.on_request_finished("2", 3, 1.0)
+    routing.on_request_finished("2", 3, 1.0)
+    assert routing.choose_pipeline("3", LONG, [A, B], 2.0) == B
+    # The first one is lost and asks again: it is no load any more.
+    assert routing.choose_pipeline("1", LONG, [A, B], 3.0) == A
+    assert routing.cache_version_for(A, 1) is None
+
+
+def test_what_begins_alike_goes_to_the_same_and_others_spread() -> None:
+    routing = RequestRouter(E2Router())
+    first = routing.choose_pipeline("1", LONG, [A, B], 0.0)
+    routing.on_first_token("1", 0, 1.0)
+    routing.on_request_finished("1", 4, 2.0)
+    other = routing.choose_pipeline("2", LONG[::-1], [A, B], 3.0)
+    assert {first, other} == {A, B}
+    assert routing.choose_pipeline("3", (*LONG, 1, 2, 3), [A, B], 4.0) == first
+    assert routing.counts["exploited"] == 1
+
+
+def test_reports_say_what_other_endpoints_have_brought() -> None:
+    routing = RequestRouter(E2Router())
+    routing.choose_pipeline("1", (1, 2), [A, B], 0.0)
+    assert (routing.cache_version_for(A, 1), routing.cache_version_for(B, 1)) == (-1, -1)
+    routing.on_request_finished("1", 1, 0.5)
+    routing.on_cache_report(B, CacheReport(9, True, span_digests(LONG)), 1.0)
+    assert routing.cache_version_for(B, 1) == 9
+    assert routing.choose_pipeline("2", LONG, [A, B], 2.0) == B
+    routing.on_cache_report(B, CacheReport(12, False, evicted_spans=span_digests(LONG)), 3.0)
+    # Older news that was late, and of one that nobody knows.
+    routing.on_cache_report(B, CacheReport(9, True, span_digests(LONG)), 4.0)
+    routing.on_cache_report(PipelineEpoch("c", 1), CacheReport(1, True), 4.0)
+    assert routing.cache_version_for(B, 1) == 12
+    assert routing.choose_pipeline("3", LONG, [A, B], 5.0) == A
+
+
+def test_the_next_epoch_of_a_pipeline_has_nothing() -> None:
+    routing = RequestRouter(E2Router())
+    assert routing.choose_pipeline("1", LONG, [A, B], 0.0) == A
+    routing.on_cache_report(A, CacheReport(3, True, span_digests(LONG)), 1.0)
+    routing.retain_pipelines([B, LATER])
+    assert routing.choose_pipeline("1", LONG, [B, LATER], 2.0) == B
+    routing.on_request_finished("1", 4, 3.0)
+    assert routing.cache_version_for(LATER, 1) == routing.cache_version_for(A, 1) == -1
+    assert routing.choose_pipeline("2", LONG, [LATER, B], 4.0) == B

@@ -1,0 +1,56 @@
+"""Members that were cut off, as the status shows them."""
+
+import json
+
+from molink.swarm.membership.banned_peers import BannedPeers
+from tests.support.net import Net
+
+STATUS = json.dumps({"peers": [{"id": "p", "name": "pc"}]}).encode()
+
+
+def test_they_are_shown_until_they_are_no_members() -> None:
+    offenders = BannedPeers()
+    assert offenders.add_to_status(STATUS) == STATUS
+    offenders.record_ban("this PC's control socket", "p", "may not send Form")
+    offenders.record_ban("this PC's control socket", "q", "x" * 999)
+    first, second = json.loads(offenders.add_to_status(STATUS))["cut_off"]
+    assert first == {
+        "peer": "p",
+        "name": "pc",
+        "by": "this PC's control socket",
+        "reason": "may not send Form",
+    }
+    assert second["name"] == "q"
+    offenders.drop_peer("p")
+    assert [one["peer"] for one in json.loads(offenders.add_to_status(STATUS))["cut_off"]] == ["q"]
+
+
+def test_they_are_never_too_many() -> None:
+    offenders = BannedPeers()
+    for number in range(1000):
+        offenders.record_ban("w", str(number), "\x1b" * 999)
+    assert len(offenders.add_to_status(STATUS)) < 64 * 1024
+
+
+async def test_a_server_tells_of_whom_it_cuts_off(net: Net) -> None:
+    """The wiring of the daemon: the callback's arguments are those of ``blocked``."""
+    from functools import partial
+
+    from molink.facts.identity import derive_peer_id
+    from molink.wire.messages.admin import StatusRequest
+    from molink.wire.messages.codec import control_codec
+
+    offenders, keys = BannedPeers(), net.member()
+    server = net.server(
+        control_codec(),
+        lambda *_: None,
+        permits=lambda *_: False,
+        on_blocked=partial(offenders.record_ban, "here"),
+    )
+    client = net.client(control_codec(), keys, server.port)
+    await client.wait_connected(10.0)
+    for ref in range(40):
+        client.send(StatusRequest(ref=ref))
+    await net.until(lambda: offenders.add_to_status(STATUS) != STATUS)
+    (shown,) = json.loads(offenders.add_to_status(STATUS))["cut_off"]
+    assert (shown["peer"], shown["by"]) == (derive_peer_id(keys.public), "here")

@@ -1,0 +1,42 @@
+"""Two PCs with one key, told by whose connection is heard again."""
+
+from itertools import cycle, islice
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molink.swarm.membership.duplicate_peers import ONCE_S, RETURNS, DuplicatePeers
+
+
+def test_one_pc_that_comes_back_has_no_twin() -> None:
+    """What waited to be read on its earlier connections is heard between."""
+    twins = DuplicatePeers()
+    backlog = islice(cycle([b"a", b"b"]), 100)
+    assert not any(twins.observe_connection("p", one, 1.0) for one in backlog)
+    times = range(2, 100)
+    assert not any(twins.observe_connection("p", b"%d" % (now // 5), float(now)) for now in times)
+
+
+def test_the_one_that_came_second_is_shut_out() -> None:
+    twins, heard = DuplicatePeers(), []
+    for number, one in enumerate(islice(cycle([b"a", b"b"]), 80)):
+        heard.append((one, twins.observe_connection("p", one, number * ONCE_S / 2)))
+    assert not any(shut for one, shut in heard if one == b"a")
+    shut = [shut for one, shut in heard if one == b"b"]
+    assert shut == sorted(shut)
+    assert RETURNS / 2 <= shut.count(False) <= RETURNS + 1
+    assert not twins.observe_connection("another", b"b", 99.0)
+    # The first one is free to come by a new connection, and once it has gone so is the other.
+    assert not twins.observe_connection("p", b"c", 99.0)
+    assert twins.observe_connection("p", b"b", 99.0)
+    twins.drop_peer("p")
+    assert not twins.observe_connection("p", b"b", 99.0)
+
+
+@given(st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=60))
+def test_somebody_is_always_heard(connections: list[bytes]) -> None:
+    twins = DuplicatePeers()
+    shut = {
+        one for now, one in enumerate(connections) if twins.observe_connection("p", one, float(now))
+    }
+    assert len(shut) <= max(0, len(set(connections)) - 1)

@@ -1,0 +1,376 @@
+"""Who knocks, and the code by which a person tells them apart: exact decisions, and bounds."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.errors import WireError
+from molink.swarm.membership.pairing import (
+    MAX_OF_ADDRESS,
+    MAX_VISITORS,
+    MAX_WAITING,
+    MAX_WAITING_OF_ADDRESS,
+    MAX_WRONG_CODES,
+    TALK_S,
+    WAIT_S,
+    AdmitJoinerAction,
+    ConfirmRefusalAction,
+    DisconnectJoinerAction,
+    JoinerConnectedEvent,
+    JoinerDisconnectedEvent,
+    JoinerMessageReceivedEvent,
+    PairingDecidedEvent,
+    PairingEvent,
+    PairingInitiator,
+    PairingResponder,
+    PairingTimePassedEvent,
+    PublishPendingAction,
+    ReportPairingErrorAction,
+    SendToJoinerAction,
+    make_commitment,
+    normalize_code,
+    short_code,
+)
+from molink.wire.messages.pairing import Challenge, Commitment, PairingResult, Reveal
+
+SWARM_KEY, PC_KEY, EVIL_KEY = "s" * 40, "p" * 40, "e" * 40
+
+
+def nonce(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+class Scene:
+    """A swarm's side, and PCs before it."""
+
+    def __init__(self, key: str = SWARM_KEY) -> None:
+        self.knocks = PairingResponder("ab" * 8, "attic", key, 0.0)
+        self.now = 0.0
+        self.count = 0
+
+    def handle(self, event: PairingEvent) -> list[object]:
+        decisions = list(self.knocks.handle(event, self.now))
+        self.knocks.validate()
+        return decisions
+
+    def arrive(self, address: str = "") -> int:
+        self.count += 1
+        one = JoinerConnectedEvent(
+            self.count, address or f"10.0.0.{self.count}", nonce(1000 + self.count)
+        )
+        assert self.handle(one) == []
+        return self.count
+
+    def challenge(self, visitor: int, asked: Commitment) -> Challenge:
+        (told,) = self.handle(JoinerMessageReceivedEvent(visitor, asked))
+        assert isinstance(told, SendToJoinerAction)
+        assert isinstance(told.message, Challenge)
+        return told.message
+
+    def wait(self, name: str = "pc", key: str = PC_KEY, address: str = "") -> tuple[int, str]:
+        """A PC that waits for a person: its visitor and the code that it shows."""
+        visitor = self.arrive(address)
+        knocker = PairingInitiator(key, name, "1", nonce(visitor))
+        reveal, code = knocker.answer_challenge(self.challenge(visitor, knocker.commitment))
+        assert self.handle(JoinerMessageReceivedEvent(visitor, reveal)) == [PublishPendingAction()]
+        return visitor, code
+
+
+def test_both_sides_show_one_code_and_it_lets_that_key_in() -> None:
+    scene = Scene()
+    visitor, code = scene.wait("attic\x1b[31m PC")
+    (waiting,) = scene.knocks.pending_requests
+    assert (waiting.name, waiting.code, waiting.address) == ("attic[31m PC", code, "10.0.0.1")
+    assert scene.handle(PairingDecidedEvent(code.replace("-", " "), "owner")) == [
+        PublishPendingAction(),
+        AdmitJoinerAction(visitor, PC_KEY, "attic[31m PC", "owner"),
+    ]
+    assert scene.knocks.pending_requests == []
+    assert isinstance(
+        scene.handle(PairingDecidedEvent(code, "owner"))[-1], ReportPairingErrorAction
+    ), "a code counts once"
+
+
+def test_two_pcs_of_one_name_have_their_own_codes() -> None:
+    scene = Scene()
+    first, code = scene.wait("pc")
+    _, other = scene.wait("pc", EVIL_KEY)
+    assert code != other
+    assert [one.name for one in scene.knocks.pending_requests] == ["pc", "pc"]
+    assert scene.handle(PairingDecidedEvent(code, "owner"))[-1] == AdmitJoinerAction(
+        first, PC_KEY, "pc", "owner"
+    )
+    assert [one.code for one in scene.knocks.pending_requests] == [other]
+
+
+def test_refused() -> None:
+    scene = Scene()
+    visitor, code = scene.wait()
+    assert scene.handle(PairingDecidedEvent(code, "owner", refuse=True)) == [
+        PublishPendingAction(),
+        SendToJoinerAction(visitor, PairingResult(outcome="refused")),
+        ConfirmRefusalAction("pc"),
+    ]
+
+
+def test_three_wrong_codes_send_those_who_wait_away() -> None:
+    scene = Scene()
+    visitor, code = scene.wait()
+    wrong = "0000-0000" if code != "0000-0000" else "1111-1111"
+    for _ in range(MAX_WRONG_CODES - 1):
+        (denied,) = scene.handle(PairingDecidedEvent(wrong, "owner"))
+        assert isinstance(denied, ReportPairingErrorAction)
+    (malformed,) = scene.handle(PairingDecidedEvent("4827", "owner"))
+    assert isinstance(malformed, ReportPairingErrorAction), "what is no code is no try"
+    assert scene.knocks.pending_requests
+    decisions = scene.handle(PairingDecidedEvent(wrong, "owner"))
+    assert decisions[:2] == [
+        PublishPendingAction(),
+        SendToJoinerAction(visitor, PairingResult(outcome="refused")),
+    ]
+    assert isinstance(decisions[2], ReportPairingErrorAction)
+    (nobody,) = scene.handle(PairingDecidedEvent(code, "owner"))
+    assert isinstance(nobody, ReportPairingErrorAction)
+
+
+def test_times() -> None:
+    scene = Scene()
+    silent = scene.arrive()
+    scene.now = TALK_S
+    assert scene.handle(PairingTimePassedEvent()) == [DisconnectJoinerAction(silent)]
+    visitor, _ = scene.wait()
+    scene.now += WAIT_S - 0.1
+    assert scene.handle(PairingTimePassedEvent()) == []
+    scene.now += 0.1
+    assert scene.handle(PairingTimePassedEvent()) == [
+        PublishPendingAction(),
+        SendToJoinerAction(visitor, PairingResult(outcome="expired")),
+    ]
+    assert scene.handle(JoinerDisconnectedEvent(visitor)) == []
+
+
+def test_who_goes_waits_no_more() -> None:
+    scene = Scene()
+    visitor, code = scene.wait()
+    assert scene.handle(JoinerDisconnectedEvent(visitor)) == [PublishPendingAction()]
+    (denied,) = scene.handle(PairingDecidedEvent(code, "owner"))
+    assert isinstance(denied, ReportPairingErrorAction)
+
+
+def test_what_a_visitor_may_not_say() -> None:
+    scene = Scene()
+    asked = PairingInitiator(PC_KEY, "pc", "1", nonce(1)).commitment
+    early = scene.arrive()
+    assert scene.handle(JoinerMessageReceivedEvent(early, Reveal(nonce=nonce(1)))) == [
+        DisconnectJoinerAction(early)
+    ]
+    twice = scene.arrive()
+    scene.challenge(twice, asked)
+    assert scene.handle(JoinerMessageReceivedEvent(twice, asked)) == [DisconnectJoinerAction(twice)]
+    false = scene.arrive()
+    scene.challenge(false, asked)
+    assert scene.handle(JoinerMessageReceivedEvent(false, Reveal(nonce=nonce(2)))) == [
+        DisconnectJoinerAction(false)
+    ]
+    # A commitment is to a key too: another's is no use.
+    stolen = scene.arrive()
+    scene.challenge(stolen, msgspec.structs.replace(asked, public_key=EVIL_KEY))
+    assert scene.handle(JoinerMessageReceivedEvent(stolen, Reveal(nonce=nonce(1)))) == [
+        DisconnectJoinerAction(stolen)
+    ]
+    visitor, _ = scene.wait()
+    assert scene.handle(JoinerMessageReceivedEvent(visitor, Reveal(nonce=nonce(1)))) == [
+        PublishPendingAction(),
+        DisconnectJoinerAction(visitor),
+    ]
+
+
+def test_a_key_that_cannot_be_let_in_bothers_nobody() -> None:
+    scene = Scene()
+    visitor = scene.arrive()
+    asked = PairingInitiator(PC_KEY, "pc", "1", nonce(1)).commitment
+    assert scene.handle(JoinerMessageReceivedEvent(visitor, asked, "revoked")) == [
+        SendToJoinerAction(visitor, PairingResult(outcome="revoked"))
+    ]
+
+
+def test_a_replay_shows_another_code() -> None:
+    """Whoever has recorded a knock can say the same again; the swarm's nonce is another one."""
+    scene = Scene()
+    knocker = PairingInitiator(PC_KEY, "pc", "1", nonce(7))
+    codes = []
+    for _ in range(2):
+        visitor = scene.arrive()
+        reveal, code = knocker.answer_challenge(scene.challenge(visitor, knocker.commitment))
+        scene.handle(JoinerMessageReceivedEvent(visitor, reveal))
+        codes.append(code)
+    assert codes[0] != codes[1]
+    assert [one.code for one in scene.knocks.pending_requests] == codes
+
+
+def test_a_man_in_the_middle_shows_other_codes() -> None:
+    """He has to settle on his keys and nonces before he knows either code."""
+    swarm, evil = Scene(), Scene(EVIL_KEY)
+    pc = PairingInitiator(PC_KEY, "pc", "1", nonce(7))
+    # To the PC he is the swarm, to the swarm he is the PC.
+    to_pc = evil.challenge(evil.arrive(), pc.commitment)
+    _, shown_by_pc = pc.answer_challenge(to_pc)
+    _, shown_by_swarm = swarm.wait("pc", EVIL_KEY)
+    assert shown_by_pc != shown_by_swarm
+    # Nor can he change the keys alone, or anything else that is said.
+    challenge = to_pc
+    code = short_code(pc.commitment, challenge, nonce(7))
+    for asked, other in (
+        (msgspec.structs.replace(pc.commitment, public_key=EVIL_KEY), challenge),
+        (msgspec.structs.replace(pc.commitment, name="another"), challenge),
+        (pc.commitment, msgspec.structs.replace(challenge, public_key=SWARM_KEY)),
+        (pc.commitment, msgspec.structs.replace(challenge, name="another")),
+        (pc.commitment, msgspec.structs.replace(challenge, nonce=nonce(9))),
+    ):
+        assert short_code(asked, other, nonce(7)) != code
+    with pytest.raises(WireError, match="own key"):
+        pc.answer_challenge(msgspec.structs.replace(challenge, public_key=PC_KEY))
+
+
+def test_one_code_shown_twice_lets_nobody_in() -> None:
+    scene = Scene()
+    visitor, code = scene.wait()
+    other, _ = scene.wait("pc", EVIL_KEY)
+    scene.knocks._joiners[other].code = code
+    decisions = scene.handle(PairingDecidedEvent(code, "owner"))
+    assert SendToJoinerAction(visitor, PairingResult(outcome="refused")) in decisions
+    assert SendToJoinerAction(other, PairingResult(outcome="refused")) in decisions
+    assert isinstance(decisions[-1], ReportPairingErrorAction)
+    assert scene.knocks.pending_requests == []
+
+
+def test_bounds() -> None:
+    scene = Scene()
+    for _ in range(MAX_OF_ADDRESS):
+        scene.arrive("10.9.9.9")
+    assert scene.handle(JoinerConnectedEvent(99, "10.9.9.9", nonce(99))) == [
+        DisconnectJoinerAction(99)
+    ]
+    for _ in range(MAX_VISITORS - MAX_OF_ADDRESS):
+        scene.arrive()
+    assert scene.handle(JoinerConnectedEvent(99, "10.0.1.1", nonce(99))) == [
+        DisconnectJoinerAction(99)
+    ]
+
+
+def test_one_address_has_few_knocks_and_leaves_room_for_others() -> None:
+    scene = Scene()
+    for _ in range(MAX_WAITING_OF_ADDRESS):
+        scene.wait(address="10.9.9.9")
+    visitor = scene.arrive("10.9.9.9")
+    knocker = PairingInitiator(EVIL_KEY, "pc", "1", nonce(5))
+    reveal, _ = knocker.answer_challenge(scene.challenge(visitor, knocker.commitment))
+    busy = [SendToJoinerAction(visitor, PairingResult(outcome="busy"))]
+    assert scene.handle(JoinerMessageReceivedEvent(visitor, reveal)) == busy
+    scene.wait()
+    while len(scene.knocks.pending_requests) < MAX_WAITING:
+        scene.wait()
+    visitor = scene.arrive()
+    reveal, _ = knocker.answer_challenge(scene.challenge(visitor, knocker.commitment))
+    assert scene.handle(JoinerMessageReceivedEvent(visitor, reveal)) == [
+        SendToJoinerAction(visitor, PairingResult(outcome="busy"))
+    ]
+
+
+def test_knocks_without_end_are_put_off() -> None:
+    """Each is a chance to show another PC's code."""
+    scene, let_in = Scene(), 0
+    for _ in range(1000):
+        visitor = scene.arrive("10.9.9.9")
+        (told,) = scene.handle(
+            JoinerMessageReceivedEvent(
+                visitor, PairingInitiator(EVIL_KEY, "pc", "1", nonce(1)).commitment
+            )
+        )
+        assert isinstance(told, SendToJoinerAction)
+        let_in += isinstance(told.message, Challenge)
+        scene.handle(JoinerDisconnectedEvent(visitor))
+        scene.now += 0.1
+    assert let_in <= 6 + 10
+    scene.wait(address="10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("typed", "code"),
+    [
+        ("48271931", "4827-1931"),
+        (" 4827 - 1931\n", "4827-1931"),
+        ("4827-193", None),
+        ("4827-193x", None),
+        ("४८२७-१९३१", None),
+        ("", None),
+    ],
+)
+def test_what_a_person_types(typed: str, code: str | None) -> None:
+    assert normalize_code(typed) == code
+
+
+@given(st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32))
+def test_a_code_is_eight_digits(own: bytes, theirs: bytes) -> None:
+    knocker = PairingInitiator(PC_KEY, "n" * 100, "1" * 100, own)
+    challenge = Challenge(swarm="ab" * 8, name="attic", public_key=SWARM_KEY, nonce=theirs)
+    reveal, code = knocker.answer_challenge(challenge)
+    assert normalize_code(code) == code
+    assert make_commitment(PC_KEY, reveal.nonce) == knocker.commitment.commitment
+
+
+visitors = st.integers(1, 6)
+keys = st.sampled_from([PC_KEY, EVIL_KEY])
+events = st.one_of(
+    st.builds(
+        JoinerConnectedEvent,
+        st.integers(1, 60),
+        st.sampled_from(["a", "b", "c"]),
+        st.just(nonce(3)),
+    ),
+    st.builds(
+        JoinerMessageReceivedEvent,
+        visitors,
+        st.one_of(
+            keys.map(lambda key: PairingInitiator(key, "pc", "1", nonce(1)).commitment),
+            st.integers(1, 2).map(lambda number: Reveal(nonce=nonce(number))),
+        ),
+        st.sampled_from([None, None, None, "full"]),
+    ),
+    st.builds(JoinerDisconnectedEvent, visitors),
+    st.builds(PairingDecidedEvent, st.sampled_from(["", "0000-0000", "of one"]), st.just("owner")),
+    st.just(PairingTimePassedEvent()),
+)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(events, st.sampled_from([0.0, 0.1, 5.0, 100.0])), max_size=60))
+def test_whatever_happens_only_a_shown_code_lets_in(
+    steps: list[tuple[PairingEvent, float]],
+) -> None:
+    """And it stays within its bounds; a visitor that is told a verdict is forgotten."""
+    scene = Scene()
+    arrived: set[int] = set()
+    for event, pause in steps:
+        scene.now += pause
+        if isinstance(event, JoinerConnectedEvent):
+            if event.joiner in arrived:
+                continue
+            arrived.add(event.joiner)
+        shown = [one.code for one in scene.knocks.pending_requests]
+        if isinstance(event, PairingDecidedEvent) and event.code == "of one" and shown:
+            event = replace(event, code=shown[0])
+        decisions = scene.handle(event)
+        for decision in decisions:
+            if isinstance(decision, AdmitJoinerAction):
+                assert isinstance(event, PairingDecidedEvent)
+                assert event.code in shown
+            if isinstance(decision, SendToJoinerAction) and isinstance(
+                decision.message, PairingResult
+            ):
+                assert scene.handle(JoinerDisconnectedEvent(decision.joiner)) == []
+        if [one.code for one in scene.knocks.pending_requests] != shown:
+            assert PublishPendingAction() in decisions

@@ -1,0 +1,65 @@
+import msgspec
+import pytest
+
+from molink.swarm.membership.sanitize import (
+    is_valid_model_name,
+    sanitize_failure,
+    sanitize_name,
+    sanitize_report,
+)
+from molink.wire.messages.peer_reports import StageFailed, TransferState
+from tests.support.fake_fleet import Kit
+
+
+def test_names() -> None:
+    assert sanitize_name("  my PC\x1b[31m\n\u202e ", "p") == "my PC[31m"
+    assert sanitize_name("\0\n", "p") == "p"
+    assert len(sanitize_name("x" * 200, "p")) == 64
+    assert sanitize_name("Jürgens Büro", "p") == "Jürgens Büro"
+
+
+def test_reports(kit: Kit) -> None:
+    report = msgspec.structs.replace(
+        kit.report("a"), name="\n", addresses=("10.0.0.1", "pc.lan", "fe80::1%eth0", "x y", "a/b")
+    )
+    report = msgspec.structs.replace(
+        report,
+        stage="\x1b[2J",
+        models=("toy", "\x1b[31m", ""),
+        workers=(kit.worker("ready", 1, 0, (0, 6), pipeline="p1\x07"),),
+        transfers=(
+            TransferState(model="toy", done=1, total=2, source="n\x1bas"),
+            TransferState(model="\x1b[31m", done=1, total=2),
+        ),
+    )
+    device = msgspec.structs.replace(report.device, read_rate=float("nan"), name="\x07")
+    clean = sanitize_report(msgspec.structs.replace(report, device=device), "peer")
+    assert clean.name == "peer"
+    assert clean.addresses == ("10.0.0.1", "pc.lan", "fe80::1%eth0")
+    assert (clean.stage, clean.models) == ("none", ("toy",))
+    assert [worker.pipeline for worker in clean.workers] == ["p1"]
+    assert [(one.model, one.source) for one in clean.transfers] == [("toy", "nas")]
+    assert (clean.device.name, clean.device.read_rate) == ("cpu", 0.0)
+    assert sanitize_report(kit.report("a"), "a") == kit.report("a")
+
+
+@pytest.mark.parametrize(
+    ("told", "believed"), [(0.0, 0.0), (2.0, 2.0), (1e-300, 0.0), (1e300, 0.0), (float("nan"), 0.0)]
+)
+def test_paces(kit: Kit, told: float, believed: float) -> None:
+    worker = msgspec.structs.replace(kit.worker("ready", 1, 0, (0, 6)), slowdown=told)
+    (clean,) = sanitize_report(kit.report("a", worker), "a").workers
+    assert clean.slowdown == believed
+
+
+def test_reasons() -> None:
+    failed = StageFailed(pipeline="p1", epoch=1, stage=0, reason="\x1b]0;PWNED\x07\n" + "x" * 999)
+    clean = sanitize_failure(failed).reason
+    assert clean.startswith("\\x1b]0;PWNED\\x07\\nxxx")
+    assert clean.isprintable()
+    assert len(clean) == 512
+
+
+def test_names_of_models() -> None:
+    assert is_valid_model_name("Qwen/Qwen3-8B")
+    assert not any(map(is_valid_model_name, ("", " ", "a\x1b[31m", "a\nb", "a\u202eb")))

@@ -1,0 +1,178 @@
+from dataclasses import replace
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.swarm.controller.records import DesiredModel
+from molink.swarm.placement.allocation import PeerDemand, allocate_peers, fits_model
+from molink.swarm.placement.links import Links
+from molink.swarm.placement.placement import Candidate, Placement, place_model
+from tests.support.fake_fleet import FACTS, GB
+
+
+def offer(name: str, gigabytes: float = 100, stage: str = "auto") -> Candidate:
+    return Candidate(name, name.upper(), round(gigabytes * GB), 10e9, stage)
+
+
+def model(name: str, layers: int = 6, **changes: object) -> DesiredModel:
+    """One whose layers take a gigabyte each."""
+    return DesiredModel(msgspec.structs.replace(FACTS, name=name, layers=layers), "a", **changes)
+
+
+def need(desired: DesiredModel, replica: int = 0, holds: str = "", **changes: bool) -> PeerDemand:
+    return PeerDemand((desired.facts.name, replica), desired, frozenset(holds), **changes)
+
+
+def shares(owner: dict[str, tuple[str, int]]) -> dict[str, str]:
+    """Peers by deployment: of the first model ``x``, its second deployment ``x2``."""
+    found: dict[str, str] = {}
+    for peer, (name, replica) in sorted(owner.items()):
+        key = name if replica == 0 else f"{name}{replica + 1}"
+        found[key] = found.get(key, "") + peer
+    return found
+
+
+def test_each_model_gets_what_it_needs_the_large_one_first() -> None:
+    small, large = model("small", 2), model("large", 20)
+    offers = [offer("a", 4), offer("b", 15), offer("c", 15)]
+    assert shares(allocate_peers([need(small), need(large)], offers, {})) == {
+        "small": "a",
+        "large": "bc",
+    }
+
+
+def test_a_peer_that_is_enough_is_not_the_largest() -> None:
+    offers = [offer("a", 100), offer("b", 10), offer("c", 30)]
+    owner = allocate_peers([need(model("x", 6)), need(model("y", 20))], offers, {})
+    assert shares(owner) == {"x": "b", "y": "ac"}  # "a" is over, and goes to who has least
+
+
+def test_what_serves_keeps_its_peers() -> None:
+    x, y = model("x", 2), model("y", 2)
+    offers = [offer("a"), offer("b"), offer("c")]
+    owner = allocate_peers([need(x, holds="bc", serves=True), need(y)], offers, {})
+    assert shares(owner) == {"x": "bc", "y": "a"}
+    # One that can't be served at all makes it give one up, but not at once.
+    held = need(x, holds="abc", serves=True)
+    assert shares(allocate_peers([held, need(y)], offers, owner)) == {"x": "bc", "y": "a"}
+    owner = dict.fromkeys("abc", ("x", 0))
+    assert shares(allocate_peers([held, need(y)], offers, owner)) == {"x": "abc"}
+    taken = allocate_peers([held, need(y, pressing=True)], offers, owner)
+    assert shares(taken) == {"x": "bc", "y": "a"}
+    # It stays promised until the other one has let go of it, and after.
+    assert allocate_peers([held, need(y)], offers, taken) == taken
+    assert allocate_peers([need(x, holds="bc", serves=True), need(y)], offers, taken) == taken
+
+
+def test_nothing_is_taken_of_who_has_no_more_than_it_needs() -> None:
+    x, y = model("x", 12), model("y", 2)
+    offers = [offer("a", 10), offer("b", 10)]
+    held = need(x, holds="ab", serves=True)
+    assert shares(allocate_peers([held, need(y, pressing=True)], offers, {})) == {"x": "ab"}
+
+
+def test_what_is_too_little_for_one_is_for_the_next_and_the_rest_waits_with_it() -> None:
+    offers = [offer("a", 10), offer("b", 10), offer("c", 10)]
+    needs = [need(model("huge", 99)), need(model("small", 2)), need(model("huge", 99), 1)]
+    assert shares(allocate_peers(needs, offers, {})) == {"small": "a", "huge": "bc"}
+
+
+def test_first_deployments_come_before_second_ones() -> None:
+    large, small = model("large", 20, replicas=2), model("small", 2)
+    offers = [offer(name, 12) for name in "abcd"]
+    needs = [need(large), need(large, 1), need(small)]
+    owner = allocate_peers(needs, offers, {})
+    assert set(shares(owner)) == {"large", "small"}
+    assert set(shares(allocate_peers(needs, [*offers, offer("e", 12)], owner))) == {
+        "large",
+        "large2",
+        "small",
+    }
+
+
+def test_as_many_peers_as_stages_are_wanted() -> None:
+    x, y = model("x", 2, min_stages=3), model("y", 2)
+    offers = [offer(name) for name in "abcd"]
+    assert len(shares(allocate_peers([need(y), need(x)], offers, {}))["x"]) == 3
+
+
+def test_a_bound_model_runs_where_it_is_bound_and_no_other_does() -> None:
+    x = model("x", 6, pins=(("b", "0:4"), ("c", "4:6")))
+    y = model("y", 2)
+    offers = [offer(name) for name in "abcd"]
+    assert shares(allocate_peers([need(x), need(y)], offers, {})) == {"x": "bc", "y": "ad"}
+    # Without one of those the layers that it was to have are nowhere.
+    assert shares(allocate_peers([need(x), need(y)], offers[:2], {})) == {"x": "b", "y": "a"}
+    assert not fits_model(x, offers[:2])
+    assert fits_model(x, offers)
+
+
+sizes = st.integers(1, 30)
+
+
+@given(
+    st.lists(sizes, min_size=1, max_size=6),
+    st.lists(sizes, min_size=1, max_size=4),
+    st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_it_keeps_its_promises(memory: list[int], layers: list[int], data: st.DataObject) -> None:
+    offers = [offer(chr(97 + i), size) for i, size in enumerate(memory)]
+    peers = [one.peer for one in offers]
+    models = [model(f"m{i}", count) for i, count in enumerate(layers)]
+    holders = data.draw(
+        st.lists(
+            st.sampled_from([*range(len(models)), -1]), min_size=len(peers), max_size=len(peers)
+        )
+    )
+    needs = []
+    for i, one in enumerate(models):
+        holds = frozenset(p for p, holder in zip(peers, holders, strict=True) if holder == i)
+        serves = fits_model(one, [o for o in offers if o.peer in holds])
+        needs.append(PeerDemand((one.facts.name, 0), one, holds, serves, data.draw(st.booleans())))
+    links = data.draw(st.sampled_from([None, Links()]))
+    owner = allocate_peers(needs, offers, {}, links)
+    assert set(owner) <= set(peers)
+    for each in needs:
+        mine = [one for one in offers if owner.get(one.peer) == each.key]
+        assert not each.is_serving or fits_model(each.desired, mine)
+    # The same again, though what was promised isn't there yet; spares may find another place once.
+    again = allocate_peers(needs, offers, owner, links)
+    assert allocate_peers(needs, offers, again, links) == again
+
+
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    st.integers(1, 24),
+    st.integers(0, 6),
+    st.integers(0, 6),
+)
+@settings(max_examples=150, deadline=None)
+def test_what_fits_is_what_a_placement_finds(
+    memory: list[int], layers: int, first: int, last: int
+) -> None:
+    facts = msgspec.structs.replace(
+        FACTS, layers=layers, first_bytes=first * GB, last_bytes=last * GB
+    )
+    offers = [offer(chr(97 + i), size) for i, size in enumerate(memory)]
+    assert fits_model(DesiredModel(facts, "a"), offers) == isinstance(
+        place_model(facts, offers), Placement
+    )
+
+
+def test_replicas_are_apart_and_each_has_whole_pcs() -> None:
+    """What one PC's loss takes is of one replica, whatever the memory of its devices."""
+    sizes = {"a": 10, "b": 10, "c": 8, "d": 8}
+    pcs = {"c": "a", "d": "b"}
+    offers = [
+        replace(offer(name, size), primary_peer=pcs.get(name, "")) for name, size in sizes.items()
+    ]
+    x = model("x", 14, replicas=2)
+    assert shares(allocate_peers([need(x), need(x, 1)], offers, {})) == {"x": "ac", "x2": "bd"}
+    # What is over is beside its PC's other device, though the other replica has less.
+    more = [*offers, replace(offer("e", 1), primary_peer="a")]
+    assert shares(allocate_peers([need(x), need(x, 1)], more, {})) == {"x": "ace", "x2": "bd"}
+    # Where there is only one PC, its devices are shared out all the same.
+    both = [offer("a", 20), replace(offer("b", 20), primary_peer="a")]
+    assert shares(allocate_peers([need(x), need(x, 1)], both, {})) == {"x": "a", "x2": "b"}

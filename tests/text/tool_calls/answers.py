@@ -1,0 +1,74 @@
+"""Runs parsers over answers, and says what came out in the shortest way."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from molink.text.tool_calls.base import (
+    AnswerParser,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+)
+from molink.text.tool_calls.create import AnswerFormat, create_answer_parser
+
+NAMES = frozenset({"get_weather", "now"})
+THINK = ("<think>", "</think>")
+
+
+@dataclass
+class Read:
+    """An answer: ``calls`` are names with arguments, ``ended`` which of them are complete."""
+
+    text: str = ""
+    thought: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+
+
+def read(parser: AnswerParser, pieces: Iterable[str]) -> Read:
+    found = Read()
+    parts = [part for piece in pieces for part in parser.parse_delta(piece)]
+    for part in [*parts, *parser.finish_parsing()]:
+        match part:
+            case TextDelta(text):
+                assert text
+                found.text += text
+            case ReasoningDelta(text):
+                assert text
+                found.thought += text
+            case ToolCallBegin(index, name):
+                assert index == len(found.calls)
+                found.calls.append((name, ""))
+            case ToolCallArguments(index, text):
+                assert text
+                assert index == len(found.calls) - 1
+                name, before = found.calls[index]
+                found.calls[index] = (name, before + text)
+            case ToolCallEnd(index):
+                assert index == len(found.calls) - 1
+                found.ended.append(index)
+    return found
+
+
+def parser_of(calls: Any, tail: str = "", *, thinks: bool = False) -> AnswerParser:
+    tags = THINK if thinks else None
+    parser = create_answer_parser(AnswerFormat(calls, tags), NAMES, tail)
+    assert parser is not None
+    return parser
+
+
+def read_text(calls: Any, text: str, tail: str = "", *, thinks: bool = False) -> Read:
+    """What comes out of ``text``, whole and, to be sure, character by character."""
+    whole = read(parser_of(calls, tail, thinks=thinks), [text])
+    assert read(parser_of(calls, tail, thinks=thinks), text) == whole
+    return whole
+
+
+def called(found: Read) -> list[tuple[str, Any]]:
+    """The calls that are complete, their arguments parsed."""
+    assert found.ended == list(range(len(found.calls)))
+    return [(name, json.loads(arguments)) for name, arguments in found.calls]

@@ -1,9 +1,0 @@
-import pytest
-
-from molink.wire.sockets.curve import KeyPair, is_public_key
-
-
-@pytest.mark.parametrize("key", ["", "short", '"' * 40, "#" * 40, "ü" * 40])
-def test_what_is_a_public_key(key: str) -> None:
-    assert is_public_key(KeyPair.generate().public)
-    assert not is_public_key(key)
