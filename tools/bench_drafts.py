@@ -50,10 +50,13 @@ class Answered:
 def settings_of(options: argparse.Namespace) -> dict[str, dict[str, str]]:
     """What of molink's settings each side has, by name."""
     return {
-        "none": {"MOLINK_DRAFT_TOKENS": "off"},
-        "plain": {"MOLINK_DRAFT_TOKENS": str(options.plain)},
-        "auto": {"MOLINK_DRAFT_TOKENS": "auto"},
-        "model": {"MOLINK_DRAFT_TOKENS": "auto", "MOLINK_DRAFT_MODEL": options.draft_model},
+        "none": {"MOLINK_NUM_SPECULATIVE_TOKENS": "off"},
+        "plain": {"MOLINK_NUM_SPECULATIVE_TOKENS": str(options.plain)},
+        "auto": {"MOLINK_NUM_SPECULATIVE_TOKENS": "auto"},
+        "model": {
+            "MOLINK_NUM_SPECULATIVE_TOKENS": "auto",
+            "MOLINK_DRAFT_MODEL": options.draft_model,
+        },
     }
 
 
@@ -71,7 +74,7 @@ def row(kind: str, name: str, mine: Sequence[Answered], others: Sequence[Answere
     mean, before = (statistics.mean(one.tpot for one in some) for some in (mine, others))
     drafted, right, guessing = (
         sum(one.counted.get(f"head_{counter}", 0.0) for one in mine)
-        for counter in ("draft_tokens", "draft_tokens_accepted", "guess_seconds")
+        for counter in ("num_speculative_tokens", "draft_tokens_accepted", "guess_seconds")
     )
     same = sum(one.text == other.text for one, other in zip(mine, others, strict=True))
     cells = (

@@ -52,11 +52,11 @@ PLAIN = {
     "MOLINK_LINK_POLICY": "concurrent",
     "MOLINK_CUT_THROUGH": "false",
     "MOLINK_COMPRESSION": "none",
-    "MOLINK_UNPAIRED_PREFILL": "false",
+    "MOLINK_PREFILL_ONLY_BATCHES": "false",
     "MOLINK_KEEP_WARM": "false",
 }
 #: As above, with whole prompts in order of arrival: what computes most rows a second.
-FIFO = {**PLAIN, "MOLINK_LINK_POLICY": "fifo", "MOLINK_CHUNK_TOKENS": "4096"}
+FIFO = {**PLAIN, "MOLINK_LINK_POLICY": "fifo", "MOLINK_MAX_NUM_BATCHED_TOKENS": "4096"}
 FIGURES = ("first token", "per token", "worst gap", "whole answer")
 
 
@@ -67,7 +67,7 @@ def sides_of_molink(nodes: int) -> dict[str, dict[str, str]]:
         "molink": {},
         "plain": PLAIN | as_many_as_stages,
         "fifo": FIFO | as_many_as_stages,
-        "drafts": {"MOLINK_DRAFT_TOKENS": "auto"},
+        "drafts": {"MOLINK_NUM_SPECULATIVE_TOKENS": "auto"},
     }
 
 
@@ -144,9 +144,9 @@ def molink(
             common = ["--threads", "1", "--device", "cpu", "--stage", layers[index]]
             command = [sys.executable, "-m", "molinkd", *verb, *common]
             # What a random model writes repeats itself, and drafts would be right more than usual.
-            own = {"MOLINK_DRAFT_TOKENS": "off", **environment}
-            own |= {"MOLINK_HOME": str(home), "MOLINK_COPIES": "false"}
-            own |= {"MOLINK_SPARE_WORKER": "false", "MOLINK_TOKEN_USES": "255"}
+            own = {"MOLINK_NUM_SPECULATIVE_TOKENS": "off", **environment}
+            own |= {"MOLINK_HOME": str(home), "MOLINK_REPLICATE_MODELS": "false"}
+            own |= {"MOLINK_STANDBY_WORKER": "false", "MOLINK_TOKEN_USES": "255"}
             process = side.run(index, command, log, own)
             if index == 0:
                 token = wait_for(log, TOKEN, process)

@@ -239,7 +239,7 @@ def main() -> None:
     if options.scripted:
         endpoint = scripted_endpoint(options.scripted)
     else:
-        os.environ["MOLINK_MAX_RUNNING"] = str(options.max_running)
+        os.environ["MOLINK_MAX_NUM_SEQS"] = str(options.max_running)
         endpoint = molink_swarm(options.model, 1, threads=options.threads)
     with endpoint as url:
         for number in range(options.rounds + 1):

@@ -80,10 +80,10 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--schema", choices=tuple(SCHEMAS), nargs="+", default=[*SCHEMAS])
     parser.add_argument("--any-white-space", action="store_true")
-    parser.add_argument("--drafts", default="auto", help="as the setting draft_tokens")
+    parser.add_argument("--drafts", default="auto", help="as the setting num_speculative_tokens")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    os.environ["MOLINK_DRAFT_TOKENS"] = options.drafts
+    os.environ["MOLINK_NUM_SPECULATIVE_TOKENS"] = options.drafts
     plain: dict[str, Any] = {
         "messages": [{"role": "user", "content": "Write something about orders and addresses."}],
         "max_tokens": options.tokens,

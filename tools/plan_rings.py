@@ -93,7 +93,7 @@ def described(
         hosts = tuple(
             Host(rig.address(n), tuple(enter(rig.namespace(n)))) for n in range(len(stages))
         )
-        settings = RingSettings("adaptive", True, "lossless", 0, chunk_tokens=0)
+        settings = RingSettings("adaptive", True, "lossless", 0, max_num_batched_tokens=0)
         until = _WARMUP_S + 3 * each * len(plan) + 60
         spec = Spec(_emulation(planned, model, recorded), settings, hosts, plan, until, seed)
         driven = _drive(rig, spec)

@@ -57,17 +57,17 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         bounds = {
-            "blocks": (1, 1 << 31),
+            "num_blocks": (1, 1 << 31),
             "block_size": (1, 1 << 16),
             "micro_batches": (0, MAX_MICRO_BATCHES),
-            "stages": (1, MAX_MICRO_BATCHES // 2),
-            "chunk_tokens": (0, 1 << 16),
-            "max_running": (1, 1 << 16),
-            "max_waiting": (0, 1 << 20),
-            "max_context": (1, 1 << 24),
+            "num_stages": (1, MAX_MICRO_BATCHES // 2),
+            "max_num_batched_tokens": (0, 1 << 16),
+            "max_num_seqs": (1, 1 << 16),
+            "max_queue_len": (0, 1 << 20),
+            "max_model_len": (1, 1 << 24),
             "short_context": (0, 1 << 24),
-            "draft_tokens": (AUTO_DRAFTS, MAX_DRAFTS),
-            "ahead": (0, MAX_LOOKAHEAD),
+            "num_speculative_tokens": (AUTO_DRAFTS, MAX_DRAFTS),
+            "lookahead_volumes": (0, MAX_LOOKAHEAD),
             "max_queue_s": (0, 86400),
         }
         for name, (minimum, maximum) in bounds.items():

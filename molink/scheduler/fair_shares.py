@@ -6,9 +6,9 @@ are their daemon's word, so they count within its share only: to invent some gai
 
 *Bound* (their theorem 4.4, with what a head admits). Let ``U`` be ``W_INPUT`` times the longest
 prompt plus ``W_OUTPUT`` times the tokens that one's running requests can still generate: at most
-``max_running`` answers. Of two daemons that both have requests waiting all the time, or two clients
-of one daemon, neither is served more than ``2 U`` units beyond the other. That is wherever the
-policy takes them as they are ordered here; one with levels does so within a level.
+``max_num_seqs`` answers. Of two daemons that both have requests waiting all the time, or two
+clients of one daemon, neither is served more than ``2 U`` units beyond the other. That is wherever
+the policy takes them as they are ordered here; one with levels does so within a level.
 """
 
 from collections import OrderedDict

@@ -49,7 +49,7 @@ class SimPipeline:
 
     def slow_stage(self, stage: int, factor: float, at: float) -> None:
         """From ``at`` on the steps of a stage take ``factor`` times as long as its device's do."""
-        self.event_queue.schedule_at(at, setattr, self._pcs[stage], "slowed", factor)
+        self.event_queue.schedule_at(at, setattr, self._pcs[stage], "slowdown", factor)
 
     def _check_progress(self) -> None:
         """Whether the ring gets on."""

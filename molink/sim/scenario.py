@@ -26,8 +26,8 @@ class Scenario:
 
     The baseline of every comparison is ``policy="fifo"`` or ``"concurrent"`` with
     ``cut_through=False``, ``compression="none"``, ``micro_batches=stages``, ``unpaired=False`` and
-    ``chunk_tokens=workload.max_prompt`` (a prompt is one volume, stored and forwarded); see
-    :meth:`make_baseline`.
+    ``max_num_batched_tokens=workload.max_prompt`` (a prompt is one volume, stored and forwarded);
+    see :meth:`make_baseline`.
 
     ``micro_batches`` 0 leaves ``K`` to the head, ``max_num_batched_tokens`` 0 the rows of a prefill
     volume. ``tensors_per_row`` per row and hop is 2 where hidden and residual travel apart (vLLM
@@ -84,9 +84,9 @@ class Scenario:
             "--stages": (self.stages, 1, MAX_STAGES),
             "--micro-batches": (self.micro_batches, 0, MAX_MICRO_BATCHES),
             "--tensors": (self.tensors_per_row, 1, 2),
-            "--chunk-tokens": (self.max_num_batched_tokens, 0, 1 << 16),
-            "--max-running": (self.max_num_seqs, 1, 1024),
-            "draft_tokens": (
+            "--max-num-batched-tokens": (self.max_num_batched_tokens, 0, 1 << 16),
+            "--max-num-seqs": (self.max_num_seqs, 1, 1024),
+            "num_speculative_tokens": (
                 self.num_speculative_tokens,
                 AUTO_DRAFTS if self.texts else 0,
                 MAX_DRAFTS if self.texts else 0,
@@ -180,5 +180,5 @@ class Scenario:
             "compression": self.compression,
             "micro_batches": self.micro_batches or "auto",
             "tensors": self.tensors_per_row,
-            "chunk_tokens": self.max_num_batched_tokens or "auto",
+            "max_num_batched_tokens": self.max_num_batched_tokens or "auto",
         }

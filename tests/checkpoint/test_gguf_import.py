@@ -105,7 +105,7 @@ def test_an_unpacking_that_is_stopped_leaves_nothing(whole: Path, tmp_path: Path
 
 
 def test_a_disk_that_is_full(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("molink.checkpoint.disk_space.RESERVE_BYTES", 1 << 60)
+    monkeypatch.setattr("molink.checkpoint.disk_space.DISK_RESERVE_BYTES", 1 << 60)
     with pytest.raises(ModelError, match=r"tiny.gguf needs .* GB more on the disk"):
         unpack(whole, tmp_path)
     assert not [*tmp_path.iterdir()]

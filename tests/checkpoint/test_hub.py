@@ -68,7 +68,7 @@ def test_a_gguf_file_of_a_repository(
     name, count = f"{REPOSITORY}/some-model.Q4_K_M.gguf", Count()
     served.cuts = [1000]
     # Stands for what lays it out, which has tests of its own.
-    monkeypatch.setattr(source, "unpacked", lambda file, *_: file)
+    monkeypatch.setattr(source, "import_gguf", lambda file, *_: file)
     found = find_model(name, count, unpack_into=tmp_path)
     assert found.name == "some-model.Q4_K_M"
     assert found.path.read_bytes() == data
@@ -85,7 +85,7 @@ def test_a_repository_with_one_gguf_file(
         path.unlink()
     for name in ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "mmproj-m.gguf"):
         (served.folder / name).write_bytes(b"GGUF")
-    monkeypatch.setattr(source, "unpacked", lambda file, *_: file)
+    monkeypatch.setattr(source, "import_gguf", lambda file, *_: file)
     found = find_model(REPOSITORY, Count(), unpack_into=tmp_path)
     assert (found.name, found.path.name) == ("m", "m-00001-of-00002.gguf")
     served.status = 503  # what is in the cache is enough
@@ -98,7 +98,7 @@ def test_all_parts_of_a_model_are_fetched(
     names = [f"big-{index:05}-of-00003.gguf" for index in (1, 2, 3)]
     for index, name in enumerate(names):
         (served.folder / name).write_bytes(b"GGUF" + bytes(100 + index))
-    monkeypatch.setattr(source, "unpacked", lambda file, *_: file)
+    monkeypatch.setattr(source, "import_gguf", lambda file, *_: file)
     found = find_model(f"{REPOSITORY}/{names[1]}", Count(), unpack_into=tmp_path)
     assert (found.name, found.path.name) == ("big", names[0])
     assert [found.path.with_name(name).stat().st_size for name in names] == [104, 105, 106]

@@ -51,7 +51,7 @@ class Mode:
     micro_batches: int = 0
     blocks: int = 40
     unpaired: bool = True
-    draft_tokens: int = 0
+    num_speculative_tokens: int = 0
     ahead: int = 0
 
 

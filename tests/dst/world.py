@@ -107,7 +107,7 @@ class World:
         # Every other seed has drafts; what is drawn for the others is what it was. Every fourth
         # has short passes that go ahead, and longer answers.
         drafts = (0, 3, 0, 1)[seed % 4]
-        self.mode = replace(_mode(rng), draft_tokens=drafts, ahead=6 * (drafts == 1))
+        self.mode = replace(_mode(rng), num_speculative_tokens=drafts, ahead=6 * (drafts == 1))
         self.context = 64
         self.pcs = [Pc(self.agenda, f"pc{i}", i) for i in range(self.layers + 1)]
         self.network.pcs = {pc.name: pc for pc in self.pcs}
@@ -325,7 +325,7 @@ class World:
         with (
             patch.object(heartbeat, "BUSY_INTERVAL", _BEAT),
             patch.object(linkround, "REPORT_INTERVAL", _REPORT),
-            patch.object(linkround, "HASTE", _REPORT),
+            patch.object(linkround, "MIN_INTERVAL", _REPORT),
         ):
             return self._run()
 

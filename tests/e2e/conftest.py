@@ -68,7 +68,7 @@ def demo(
     With spare workers, as it is; some tests end workers.
     """
     home = tmp_path_factory.mktemp("demo")
-    process = Process(home, ["demo", "--dtype", "f32"], variables={"MOLINK_SPARE_WORKER": "true"})
+    process = Process(home, ["demo", "--dtype", "f32"], variables={"MOLINK_STANDBY_WORKER": "true"})
     request.config.stash[_DEMO] = process
     try:
         wait_for(lambda: local_daemon.find_daemon(Home(home)), process)

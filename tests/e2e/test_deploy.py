@@ -29,7 +29,7 @@ class Pod:
         arguments = manifests.arguments(workload, given)
         # Other names and ports than in a cluster, where each pod has an address of its own.
         place = tools.local_options("--coordinator-port", "0")
-        self.given = {**given, "MOLINK_ADVERTISE": "127.0.0.1", "MOLINK_ENDPOINT_HOST": "127.0.0.1"}
+        self.given = {**given, "MOLINK_ADVERTISE": "127.0.0.1", "MOLINK_API_HOST": "127.0.0.1"}
         arguments = [re.sub(r"^molink-coordinator\..*", "127.0.0.1", one) for one in arguments]
         self.process = Process(folder / name, [*arguments, *place], variables=self.given)
 

@@ -23,7 +23,7 @@ def test_a_model_of_other_tokens_is_refused_before_anything_starts(
 def test_the_bundled_model_drafts_for_itself(tmp_path: Path, tools: type[Tools]) -> None:
     options = [*local_options(), "--coordinator-port", "0", "--draft-model", "molink-demo"]
     process = tools.Process(
-        tmp_path / "home", ["up", *options], variables={"MOLINK_DRAFT_TOKENS": "3"}
+        tmp_path / "home", ["up", *options], variables={"MOLINK_NUM_SPECULATIVE_TOKENS": "3"}
     )
     try:
         status = process.wait_ready()

@@ -24,7 +24,7 @@ OPTIONS = (
 KEYS = {"greedy": "key-of-the-greedy-one", "quiet": "key-of-the-quiet-one"}
 SETTINGS = {
     "MOLINK_API_KEYS": ",".join(f"{name}={key}" for name, key in KEYS.items()),
-    "MOLINK_MAX_WAITING": "32",
+    "MOLINK_MAX_QUEUE_LEN": "32",
 }
 FLOOD, AT_ONCE, QUESTIONS = 3000, 100, 4
 MODEL = "flooded"

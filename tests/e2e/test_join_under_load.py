@@ -106,7 +106,7 @@ class Duo:
     def join(self, *options: str) -> Process:
         token = self._tools.run_molink(self.root / "up", "invite").stdout.strip()
         arguments = ["join", token, "--name", "second", *self._tools.local_options(*options)]
-        spare = {"MOLINK_SPARE_WORKER": "true"}
+        spare = {"MOLINK_STANDBY_WORKER": "true"}
         process = self._tools.Process(self.root / "two", arguments, PACED, variables=spare)
         self.started.append(process)
         return process

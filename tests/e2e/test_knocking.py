@@ -40,7 +40,7 @@ class Loopback:
         self.root, self.tools = root, tools
         self.first = root / "first"
         self.first.mkdir()
-        (self.first / "config.toml").write_text("porch_port = 0\n", encoding="utf-8")
+        (self.first / "config.toml").write_text("pairing_port = 0\n", encoding="utf-8")
         self.options = tools.local_options("--stage", "none", "--coordinator-port", "0")
         self.up = tools.Process(self.first, ["up", "--name", "first", *self.options])
         self.started = [self.up]

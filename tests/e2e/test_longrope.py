@@ -59,7 +59,8 @@ def test_short_and_long_prompts_over_two_peers(
 def test_a_context_that_is_lowered(
     tmp_path: Path, tools: type[Tools], make_model: MakeModel, context: int | None
 ) -> None:
-    """An answer that may be long has the long factors, unless ``--context`` keeps it short."""
+    """An answer that may be long has the long factors, unless ``--max-model-len`` keeps it
+    short."""
     folder = make_model(tmp_path / "tiny-128k", "phi3", 5, **PHI3)
     reference, ids = Reference(folder), prompt(40)
     short, long = (
@@ -67,7 +68,7 @@ def test_a_context_that_is_lowered(
         for tokens in (ids, [*ids, *[0] * 4057])
     )
     assert abs(short - long) > 0.01
-    lowered = () if context is None else ("--context", str(context))
+    lowered = () if context is None else ("--max-model-len", str(context))
     process = tools.Process(
         tmp_path / "home",
         ["up", "--model", str(folder), "--dtype", "f32", *lowered, *tools.local_options()],

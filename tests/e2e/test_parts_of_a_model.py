@@ -16,7 +16,11 @@ from tests.support.processes import Process, Tools
 PROMPT = [{"role": "user", "content": "Who has the layers?"}]
 LAYERS = 6
 #: No PC copies what its stage doesn't need, nobody waits for long, and no process is kept spare.
-VARIABLES = {"MOLINK_COPIES": "false", "MOLINK_HOLD": "2", "MOLINK_SPARE_WORKER": "false"}
+VARIABLES = {
+    "MOLINK_REPLICATE_MODELS": "false",
+    "MOLINK_PIPELINE_WAIT_TIMEOUT": "2",
+    "MOLINK_STANDBY_WORKER": "false",
+}
 
 Start = Callable[..., Process]
 

@@ -36,7 +36,7 @@ def start(tmp_path: Path, tools: type[Tools], hub: FakeHub) -> Iterator[Start]:
         def one(name: str, *arguments: str, module: str = "molinkd") -> Process:
             given = [*arguments, "--name", name, *options]
             variables = {
-                "MOLINK_COPIES": "false",
+                "MOLINK_REPLICATE_MODELS": "false",
                 "HF_ENDPOINT": hub.url,
                 "HF_HUB_CACHE": str(tmp_path / f"cache-{name}"),
                 "HF_TOKEN": f"hf_{name}",

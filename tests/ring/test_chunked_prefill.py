@@ -143,7 +143,7 @@ def test_a_long_prompt_lets_everyone_have_a_token_in_each_iteration() -> None:
 
 
 def test_a_whole_prompt_at_once_stalls_everyone() -> None:
-    ring = Ring([1.0], chunk_tokens=PROMPT)
+    ring = Ring([1.0], max_num_batched_tokens=PROMPT)
     alone, during, _ = long_prompt(ring)
     assert [rows for _, _, rows, _ in ring.steps if rows] == [PROMPT]
     assert max(during) > 10 * alone
@@ -156,7 +156,7 @@ def test_in_a_ring_tokens_take_about_twice_as_long_at_most(
 ) -> None:
     alone, during, first = long_prompt(Ring(speeds, latency))
     assert p99(during) <= 2.1 * alone
-    _, stalled, _ = long_prompt(Ring(speeds, latency, chunk_tokens=PROMPT))
+    _, stalled, _ = long_prompt(Ring(speeds, latency, max_num_batched_tokens=PROMPT))
     assert max(stalled) > 3 * alone
     # Chunks read the weights again and again, but the stages work at the same time.
     assert first < 4 * PROMPT * 1e-4 / min(speeds) * len(speeds)
@@ -269,4 +269,4 @@ def test_a_short_ring_of_long_prompts_is_filled_by_smaller_chunks() -> None:
         ring.run_until(lambda: bool(ring.tokens["long"]))
         return ring.agenda.now
 
-    assert first() < 0.8 * first(chunk_tokens=1024)
+    assert first() < 0.8 * first(max_num_batched_tokens=1024)

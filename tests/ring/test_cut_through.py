@@ -106,7 +106,7 @@ def first_token_s(prompt: int, **options: Any) -> float:
 def test_a_prompts_transfer_is_paid_once_and_not_once_per_hop(chunk: int) -> None:
     rows, rate = 512, 500.0
     cut, stored = (
-        first_token_s(rows, cut_through=on, rates=[rate], chunk_tokens=chunk)
+        first_token_s(rows, cut_through=on, rates=[rate], max_num_batched_tokens=chunk)
         for on in (True, False)
     )
     transfer = rows / rate
@@ -119,7 +119,9 @@ def test_a_prompts_transfer_is_paid_once_and_not_once_per_hop(chunk: int) -> Non
 
 def test_one_slow_link_is_what_counts() -> None:
     cut, stored = (
-        first_token_s(512, cut_through=on, rates=[2000.0, 250.0, 1000.0], chunk_tokens=512)
+        first_token_s(
+            512, cut_through=on, rates=[2000.0, 250.0, 1000.0], max_num_batched_tokens=512
+        )
         for on in (True, False)
     )
     assert cut < 1.2 * 512 / 250
@@ -128,7 +130,7 @@ def test_one_slow_link_is_what_counts() -> None:
 
 def test_who_decodes_waits_for_a_piece_and_not_for_a_prompt() -> None:
     def worst_gap(*, cut_through: bool) -> float:
-        swarm = Swarm(3, cut_through=cut_through, rates=[1e5], chunk_tokens=2048)
+        swarm = Swarm(3, cut_through=cut_through, rates=[1e5], max_num_batched_tokens=2048)
         for number in range(6):
             swarm.submit_request(f"s{number}", 8, 4000)
         streams = [swarm.tokens[f"s{number}"] for number in range(6)]
@@ -162,8 +164,8 @@ def test_every_token_comes_once_and_nothing_is_left(
         latency=rng.choice([0.0, 0.002, 0.05]),
         rates=[rng.choice([300.0, 3000.0, 1e6]) for _ in range(stages)],
         burst=lambda: rng.randint(1, rng.choice([1, 16, 100])),
-        chunk_tokens=chunk,
-        max_running=8,
+        max_num_batched_tokens=chunk,
+        max_num_seqs=8,
     )
     wanted = {f"r{number}": rng.randint(1, 12) for number in range(rng.randint(1, 10))}
     for key, answer in wanted.items():

@@ -593,11 +593,11 @@ ANY_RING = given(
     micro_batches=st.integers(0, 4),
     block_size=st.sampled_from([1, 2, 4, 16]),
     blocks=st.integers(2, 20),
-    chunk_tokens=st.sampled_from([2, 8, 64]),
-    max_running=st.sampled_from([1, 4, 8]),
+    max_num_batched_tokens=st.sampled_from([2, 8, 64]),
+    max_num_seqs=st.sampled_from([1, 4, 8]),
     prefix_cache=st.sampled_from([True, True, True, False]),
     cutting=st.none() | st.builds(AnyPieces, st.integers(0, 99)),
-    draft_tokens=st.sampled_from([0, AUTO_DRAFTS, 1, 3, MAX_DRAFTS]),
+    num_speculative_tokens=st.sampled_from([0, AUTO_DRAFTS, 1, 3, MAX_DRAFTS]),
     policy=st.sampled_from(["fcfs", *SCHEDULING_POLICIES]),
     ahead=st.sampled_from([0, 1, 3, MAX_LOOKAHEAD]),
     draft_model=st.sampled_from([None, SMALL]),
@@ -612,11 +612,11 @@ def every_request_gets_its_own_tokens(
     micro_batches: int,
     block_size: int,
     blocks: int,
-    chunk_tokens: int,
-    max_running: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
     prefix_cache: bool,
     cutting: AnyPieces | None,
-    draft_tokens: int,
+    num_speculative_tokens: int,
     policy: str,
     ahead: int,
     draft_model: DraftModelFacts | None,
@@ -633,13 +633,13 @@ def every_request_gets_its_own_tokens(
         blocks,
         block_size,
         micro_batches,
-        chunk_tokens,
-        max_num_seqs=max_running,
+        max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
         max_queue_len=8,
         prefix_cache=prefix_cache,
         profiles=(STAGE,) * stages,
         num_stages=stages,
-        num_speculative_tokens=draft_tokens,
+        num_speculative_tokens=num_speculative_tokens,
         lookahead_volumes=ahead,
         draft_model=draft_model,
         preemption_mode=preemption_mode,
@@ -824,8 +824,8 @@ def test_what_goes_ahead_changes_no_answer(seed: int) -> None:
     assert ring.ahead["wrong"] > 5
 
 
-@pytest.mark.parametrize("draft_tokens", [3, AUTO_DRAFTS])
-def test_what_a_draft_model_guesses_changes_no_answer(draft_tokens: int) -> None:
+@pytest.mark.parametrize("num_speculative_tokens", [3, AUTO_DRAFTS])
+def test_what_a_draft_model_guesses_changes_no_answer(num_speculative_tokens: int) -> None:
     rng = random.Random(6)
     stages = {"profiles": (STAGE,) * 3, "stages": 3}
     limits = SchedulerConfig(
@@ -833,7 +833,7 @@ def test_what_a_draft_model_guesses_changes_no_answer(draft_tokens: int) -> None
         4,
         2,
         max_num_batched_tokens=16,
-        num_speculative_tokens=draft_tokens,
+        num_speculative_tokens=num_speculative_tokens,
         draft_model=SMALL,
         **stages,
     )

@@ -29,8 +29,8 @@ class Says:
 
 def decoding(**changes: int | bool) -> Scheduler:
     """One request of 10 tokens and one more, 50; passes of 3 drafts, of which two go ahead."""
-    given = {"blocks": 64, "block_size": 4, "micro_batches": 1, "chunk_tokens": 64}
-    given |= {"draft_tokens": 3, "ahead": 2, "prefix_cache": False}
+    given = {"blocks": 64, "block_size": 4, "micro_batches": 1, "max_num_batched_tokens": 64}
+    given |= {"num_speculative_tokens": 3, "ahead": 2, "prefix_cache": False}
     made = Scheduler(SchedulerConfig(**{**given, **changes}), 1, create_draft_source=Says)
     submit(made, "a")
     say(made, sent(made.next_batch(0.0)), 50)

@@ -22,7 +22,7 @@ def admissions(ring: ScriptedRing) -> list[str]:
 
 
 def test_who_has_the_least_slack_goes_first_among_the_requests_of_a_client() -> None:
-    ring = ScriptedRing(max_running=1)
+    ring = ScriptedRing(max_num_seqs=1)
     ring.submit("runs", answer=4)
     ring.step()
     ring.submit("any time", answer=4)
@@ -36,7 +36,7 @@ def test_who_has_the_least_slack_goes_first_among_the_requests_of_a_client() -> 
 
 
 def test_a_long_prompt_has_less_slack_than_a_short_one() -> None:
-    ring = ScriptedRing(max_running=1)
+    ring = ScriptedRing(max_num_seqs=1)
     ring.head.set_times(RingTimes((SLOW,), (), 0))
     ring.submit("runs", answer=4)
     ring.step()
@@ -46,7 +46,7 @@ def test_a_long_prompt_has_less_slack_than_a_short_one() -> None:
 
 
 def test_requests_with_deadlines_starve_none_without() -> None:
-    ring, refused = ScriptedRing(max_running=1), 0
+    ring, refused = ScriptedRing(max_num_seqs=1), 0
     ring.submit("runs", answer=8)
     ring.step()
     ring.submit("patient", answer=4)
@@ -62,7 +62,7 @@ def test_requests_with_deadlines_starve_none_without() -> None:
 
 
 def test_a_request_is_refused_at_once_when_no_token_of_it_could_come_in_time() -> None:
-    ring = ScriptedRing(max_running=2)
+    ring = ScriptedRing(max_num_seqs=2)
     for number in range(14):
         ring.submit(f"r{number}", answer=20)
     while ring.head._roster.waiting > 6:
@@ -92,7 +92,7 @@ def test_a_prompt_that_takes_longer_than_its_deadline_is_no_matter_of_load() -> 
 
 
 def test_who_waits_until_no_token_can_come_in_time_is_told() -> None:
-    ring = ScriptedRing(max_running=1)
+    ring = ScriptedRing(max_num_seqs=1)
     ring.submit("runs", answer=100)
     ring.step()
     ring.submit("waits", deadline_s=6.0)
@@ -110,7 +110,7 @@ def test_who_waits_until_no_token_can_come_in_time_is_told() -> None:
 
 
 def test_one_that_gave_way_goes_before_every_deadline() -> None:
-    ring = ScriptedRing(max_running=2, blocks=14)
+    ring = ScriptedRing(max_num_seqs=2, blocks=14)
     ring.submit("old", answer=40)
     ring.submit("young", answer=40)
     while ring.is_admitted("young") or ring.now < 2:

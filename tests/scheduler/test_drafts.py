@@ -33,8 +33,8 @@ class Says:
 
 
 def head(**changes: int) -> Scheduler:
-    given = {"blocks": 64, "block_size": 4, "micro_batches": 1, "chunk_tokens": 64}
-    given |= {"draft_tokens": 3, "prefix_cache": False}
+    given = {"blocks": 64, "block_size": 4, "micro_batches": 1, "max_num_batched_tokens": 64}
+    given |= {"num_speculative_tokens": 3, "prefix_cache": False}
     return Scheduler(SchedulerConfig(**{**given, **changes}), 1, create_draft_source=Says)
 
 
@@ -216,7 +216,7 @@ def test_no_more_drafts_than_the_client_wants_to_be_sent() -> None:
 
 
 def test_drafts_preempt_nobody() -> None:
-    made = head(blocks=10, draft_tokens=15)
+    made = head(blocks=10, num_speculative_tokens=15)
     submit(made, "a", answer=20)
     submit(made, "b", answer=20)
     volume = sent(made.next_batch(0.0))
@@ -230,7 +230,7 @@ def test_drafts_preempt_nobody() -> None:
 
 
 def test_a_volume_has_no_more_drafts_than_can_be_reported() -> None:
-    made = head(blocks=512, max_running=200, chunk_tokens=256)
+    made = head(blocks=512, max_num_seqs=200, max_num_batched_tokens=256)
     for index in range(100):
         submit(made, f"r{index}", 1)
     volume = sent(made.next_batch(0.0))
@@ -316,7 +316,7 @@ def test_tokens_for_which_there_were_no_rows_fail_their_request(
 
 
 def test_more_tokens_than_one_without_drafts_fail_it_too() -> None:
-    made = prefilled(draft_tokens=0)
+    made = prefilled(num_speculative_tokens=0)
     volume = sent(made.next_batch(0.0))
     sampled = SamplerOutput(volume.seq, (SampledId(0, 11, 7), SampledId(0, 12, 8)))
     (emission,) = made.on_sampled(sampled, {}, 0.0)

@@ -39,7 +39,7 @@ class Player:
 
     @classmethod
     def of(cls, blocks: int = 64, size: int = 16, **changes: int) -> "Player":
-        given = {"chunk_tokens": 512, **changes}
+        given = {"max_num_batched_tokens": 512, **changes}
         return cls(Scheduler(SchedulerConfig(blocks, size, 2, **given), 1))
 
     def submit(self, key: str, tokens: tuple[int, ...], answer: int, prompt: int = 0) -> None:
@@ -174,7 +174,7 @@ def test_rows_in_flight_are_not_shared() -> None:
 
 
 def test_what_had_not_come_back_when_a_request_was_cancelled_is_not_shared() -> None:
-    player = Player.of(chunk_tokens=16)
+    player = Player.of(max_num_batched_tokens=16)
     player.submit("a", PROMPT, 100)
     first, second = player.next(), player.next()
     player.back(first.volumes[0].header)
@@ -237,7 +237,7 @@ def test_a_resubmitted_request_reports_no_more_than_its_prompt() -> None:
 
 
 def test_many_shared_blocks_need_no_room_in_a_header() -> None:
-    player = Player.of(blocks=4096, size=1, max_context=1 << 20, chunk_tokens=4096)
+    player = Player.of(blocks=4096, size=1, max_context=1 << 20, max_num_batched_tokens=4096)
     tokens = tuple(range(3000))
     player.serve("a", tokens, 1)
     batch = player.serve("b", (*tokens, 1), 1)
@@ -322,7 +322,7 @@ def test_blocks_whose_release_is_on_its_way_are_not_free_when_forgotten() -> Non
 
 
 def test_a_preempted_request_finds_what_is_left_of_its_blocks() -> None:
-    player = Player.of(blocks=4, size=16, chunk_tokens=64)
+    player = Player.of(blocks=4, size=16, max_num_batched_tokens=64)
     for key, first in (("old", 0), ("young", 100)):
         player.submit(key, tuple(range(first, first + 15)), 30)
     tables = []

@@ -32,7 +32,7 @@ PENALTY = SamplingParams(presence_penalty=0.5)
 
 
 def limits(**changes: int) -> SchedulerConfig:
-    given = {"blocks": 64, "block_size": 4, "micro_batches": 2, "chunk_tokens": 8}
+    given = {"blocks": 64, "block_size": 4, "micro_batches": 2, "max_num_batched_tokens": 8}
     return SchedulerConfig(**{**given, "prefix_cache": False, **changes})
 
 
@@ -133,7 +133,7 @@ def test_at_most_k_prefill_volumes_in_flight() -> None:
 
 
 def test_a_resubmitted_request_goes_on_where_it_was() -> None:
-    head = Scheduler(limits(chunk_tokens=64), 1)
+    head = Scheduler(limits(max_num_batched_tokens=64), 1)
     submit(head, request("a", 9, 2, prompt_tokens=6, sampling=PENALTY))
     batch = head.next_batch(0.0)
     assert controls(batch)[0] == Admit(1, 0, PENALTY, 6, 10)
@@ -148,7 +148,7 @@ def test_a_resubmitted_request_goes_on_where_it_was() -> None:
 
 
 def test_history_only_for_penalties_and_in_parts() -> None:
-    head = Scheduler(limits(blocks=1 << 16, chunk_tokens=4096), 1)
+    head = Scheduler(limits(blocks=1 << 16, max_num_batched_tokens=4096), 1)
     submit(head, request("a", 130_000, sampling=PENALTY), request("b", 5))
     batch = head.next_batch(0.0)
     parts = [control for control in batch.controls if isinstance(control.body, History)]
@@ -162,7 +162,7 @@ def test_history_only_for_penalties_and_in_parts() -> None:
 
 
 def test_a_job_is_admitted_only_with_a_slot() -> None:
-    head = Scheduler(limits(max_running=1), 1)
+    head = Scheduler(limits(max_num_seqs=1), 1)
     submit(head, request("a", 2, 1), request("b", 2, 1))
     assert [body.request for body in controls(head.next_batch(0.0))] == [0]
     assert head.next_batch(0.0) is None
@@ -170,7 +170,7 @@ def test_a_job_is_admitted_only_with_a_slot() -> None:
 
 def test_a_job_is_admitted_only_with_blocks_to_spare() -> None:
     # 16 blocks of 4; "a" takes 5 and should be able to grow by 4 more; "b" needs 8.
-    head = Scheduler(limits(blocks=16, chunk_tokens=64), 1)
+    head = Scheduler(limits(blocks=16, max_num_batched_tokens=64), 1)
     submit(head, request("a", 18, 2), request("b", 31, 2), request("c", 1, 2))
     batch = head.next_batch(0.0)
     assert [body.request for body in controls(batch)] == [0]
@@ -186,7 +186,7 @@ def test_a_job_is_admitted_only_with_blocks_to_spare() -> None:
 
 
 def test_decoders_are_spread_over_the_micro_batches() -> None:
-    head = Scheduler(limits(micro_batches=2, chunk_tokens=64), 1)
+    head = Scheduler(limits(micro_batches=2, max_num_batched_tokens=64), 1)
     submit(head, *(request(f"r{i}", 2) for i in range(5)))
     step(head)
     sent = [volumes(head.next_batch(0.0))[0] for _ in range(2)]
@@ -198,7 +198,7 @@ def test_decoders_are_spread_over_the_micro_batches() -> None:
 
 
 def test_at_most_k_decode_volumes_in_flight() -> None:
-    head = Scheduler(limits(micro_batches=2, chunk_tokens=2), 1)
+    head = Scheduler(limits(micro_batches=2, max_num_batched_tokens=2), 1)
     submit(head, *(request(f"r{i}", 2) for i in range(3)))
     for _ in range(2):
         batch = head.next_batch(0.0)
@@ -262,7 +262,7 @@ def test_uncredited_tokens_pause_a_request() -> None:
 def tight(micro_batches: int) -> Scheduler:
     """Requests 0 and 1 decode with 16 tokens and one block each; one block of 16 is free."""
     head = Scheduler(
-        limits(blocks=3, block_size=16, chunk_tokens=64, micro_batches=micro_batches), 1
+        limits(blocks=3, block_size=16, max_num_batched_tokens=64, micro_batches=micro_batches), 1
     )
     submit(head, request("old", 15, 34), request("young", 15, 34))
     step(head)
@@ -362,7 +362,9 @@ def test_rows_in_flight_are_never_preempted() -> None:
 
 
 def test_nobody_is_admitted_while_a_request_lacks_a_block() -> None:
-    head = Scheduler(limits(blocks=6, block_size=64, chunk_tokens=999, micro_batches=1), 1)
+    head = Scheduler(
+        limits(blocks=6, block_size=64, max_num_batched_tokens=999, micro_batches=1), 1
+    )
     submit(
         head, *(request(key, tokens) for key, tokens in zip("abcd", (63, 63, 9, 69), strict=True))
     )
@@ -383,7 +385,7 @@ def test_nobody_is_admitted_while_a_request_lacks_a_block() -> None:
 
 
 def test_nobody_younger_goes_on_prefilling_while_a_request_lacks_a_block() -> None:
-    head = Scheduler(limits(blocks=7, block_size=16, chunk_tokens=16, micro_batches=2), 1)
+    head = Scheduler(limits(blocks=7, block_size=16, max_num_batched_tokens=16, micro_batches=2), 1)
     submit(head, request("old", 16, 80))
     step(head)
     submit(head, request("young", 48, 30))
@@ -401,7 +403,7 @@ def test_nobody_younger_goes_on_prefilling_while_a_request_lacks_a_block() -> No
 
 
 def test_who_waits_for_his_client_gives_way() -> None:
-    head = Scheduler(limits(blocks=4, block_size=2, chunk_tokens=64, micro_batches=1), 1)
+    head = Scheduler(limits(blocks=4, block_size=2, max_num_batched_tokens=64, micro_batches=1), 1)
     submit(head, request("slow", 5, 3, window=1))
     step(head)
     assert head.next_batch(0.0) is None
@@ -490,7 +492,7 @@ def test_what_is_not_in_flight_is_counted_and_ignored() -> None:
 
 
 def test_a_full_queue_is_refused_with_a_time_to_retry() -> None:
-    head = Scheduler(limits(max_running=1, max_waiting=1), 1)
+    head = Scheduler(limits(max_num_seqs=1, max_queue_len=1), 1)
     submit(head, request("a", 2, 1), request("b", 2))
     with pytest.raises(Overloaded, match="0 requests are running and 2 waiting") as caught:
         submit(head, request("c", 2))
@@ -500,7 +502,7 @@ def test_a_full_queue_is_refused_with_a_time_to_retry() -> None:
 
 
 def test_owners_share_a_full_queue_and_one_who_is_alone_has_it_all() -> None:
-    head = Scheduler(limits(max_running=1, max_waiting=5), 1)
+    head = Scheduler(limits(max_num_seqs=1, max_queue_len=5), 1)
     submit(head, *(request(f"a{i}", 2, owner="a") for i in range(6)))
     told = []
     for number in range(3):
@@ -520,7 +522,7 @@ def test_owners_share_a_full_queue_and_one_who_is_alone_has_it_all() -> None:
 
 
 def test_clients_of_one_owner_share_its_places_in_a_full_queue() -> None:
-    head = Scheduler(limits(max_running=1, max_waiting=5), 1)
+    head = Scheduler(limits(max_num_seqs=1, max_queue_len=5), 1)
     submit(head, *(request(f"a{i}", 2, client="a", priority=-(i == 5)) for i in range(6)))
     told = []
     for number in range(3):
@@ -539,7 +541,9 @@ def test_clients_of_one_owner_share_its_places_in_a_full_queue() -> None:
 def test_slots_go_to_the_client_that_was_served_least_and_there_to_the_most_urgent(
     policy: str,
 ) -> None:
-    head = Scheduler(limits(max_running=4, chunk_tokens=64), 1, create_scheduling_policy(policy))
+    head = Scheduler(
+        limits(max_num_seqs=4, max_num_batched_tokens=64), 1, create_scheduling_policy(policy)
+    )
     submit(head, *(request(f"a{i}", 2, client="a", priority=-i) for i in range(3)))
     submit(head, *(request(f"b{i}", 2, client="b", priority=i) for i in range(3)))
     head.next_batch(0.0)
@@ -548,7 +552,7 @@ def test_slots_go_to_the_client_that_was_served_least_and_there_to_the_most_urge
 
 
 def test_slots_go_to_the_owner_that_was_served_least() -> None:
-    head = Scheduler(limits(max_running=3, chunk_tokens=64), 1)
+    head = Scheduler(limits(max_num_seqs=3, max_num_batched_tokens=64), 1)
     submit(head, *(request(f"a{i}", 2, owner="a") for i in range(5)))
     submit(head, *(request(f"b{i}", 2, owner="b") for i in range(2)))
     head.next_batch(0.0)
@@ -557,7 +561,9 @@ def test_slots_go_to_the_owner_that_was_served_least() -> None:
 
 
 def test_who_never_credits_locks_nobody_out() -> None:
-    head = Scheduler(limits(max_running=4, max_waiting=4, blocks=64, chunk_tokens=64), 1)
+    head = Scheduler(
+        limits(max_num_seqs=4, max_queue_len=4, blocks=64, max_num_batched_tokens=64), 1
+    )
     for number in range(8):
         submit(head, request(f"s{number}", 8, owner="greedy", window=1))
     emitted = []
@@ -572,7 +578,9 @@ def test_who_never_credits_locks_nobody_out() -> None:
 
 
 def test_an_abandoned_request_gives_way_to_others_of_its_own_daemon_too() -> None:
-    head = Scheduler(limits(max_running=2, max_waiting=1, chunk_tokens=64, micro_batches=1), 1)
+    head = Scheduler(
+        limits(max_num_seqs=2, max_queue_len=1, max_num_batched_tokens=64, micro_batches=1), 1
+    )
     submit(head, request("paused", 4, window=1), request("busy", 4))
     step(head)
     head.submit_request(request("new", 4), ABANDONED_AFTER_S - 1)
@@ -738,7 +746,7 @@ def test_a_broken_invariant_tells_the_story() -> None:
 
 
 def test_what_is_told_of_requests() -> None:
-    head = Scheduler(limits(max_running=1), 1)
+    head = Scheduler(limits(max_num_seqs=1), 1)
     head.submit_request(request("a", 10, owner="pc-a"), 5.0)
     head.submit_request(request("b", 3, owner="x" * 99), 6.0)
     first, _ = head.next_batch(5.0), head.next_batch(5.0)
@@ -769,7 +777,7 @@ def test_the_pace_is_since_the_first_token() -> None:
 
 
 def test_no_more_requests_are_told_than_fit() -> None:
-    head = Scheduler(limits(max_waiting=64), 1)
+    head = Scheduler(limits(max_queue_len=64), 1)
     submit(head, *(request(f"r{number}", 3) for number in range(40)))
     load = head.report_load("p1", 0.0)
     assert len(load.requests) == MAX_REQUESTS
@@ -777,13 +785,13 @@ def test_no_more_requests_are_told_than_fit() -> None:
 
 
 def test_a_grammar_is_sent_once_and_the_answer_so_far_to_go_through_again() -> None:
-    head = Scheduler(limits(chunk_tokens=64), 1)
+    head = Scheduler(limits(max_num_batched_tokens=64), 1)
     submit(head, request("a", 3, grammar=b"abc"))
     batch = head.next_batch(0.0)
     admit, grammar = batch.controls
     assert grammar.body == Grammar(2, admit.body.request, Payload("u8", (3,)))
     assert (grammar.payload, volumes(batch)[0].slices[0].after_seq) == (b"abc", 2)
-    again = Scheduler(limits(chunk_tokens=64), 2)
+    again = Scheduler(limits(max_num_batched_tokens=64), 2)
     submit(again, request("a", 5, grammar=b"abc", prompt_tokens=3))
     _, grammar, history = again.next_batch(0.0).controls
     assert isinstance(grammar.body, Grammar)

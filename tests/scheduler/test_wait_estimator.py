@@ -29,7 +29,7 @@ class ScriptedRing:
 
     def __init__(self, **changes: float) -> None:
         fields = {"blocks": 128, "block_size": 4, "micro_batches": 1, "prefix_cache": False}
-        fields |= {"chunk_tokens": 64, **changes}
+        fields |= {"max_num_batched_tokens": 64, **changes}
         self.head = Scheduler(SchedulerConfig(**fields), 1)
         self.now = 0.0
         self.told: list[Emission] = []
@@ -99,7 +99,7 @@ def test_a_place_is_free_about_when_it_was_said_to_be(known: bool, within: float
 
     ``known`` is whether the head can know when they end, as ``max_tokens`` tells.
     """
-    ring = ScriptedRing(max_running=2, max_waiting=2)
+    ring = ScriptedRing(max_num_seqs=2, max_queue_len=2)
     sizes, errors, waits = Random(7), [], []
     for round_ in range(12):
         for number in range(4):
@@ -123,7 +123,7 @@ def test_a_place_is_free_about_when_it_was_said_to_be(known: bool, within: float
 
 
 def test_a_request_is_refused_at_once_when_its_turn_would_come_too_late() -> None:
-    ring = ScriptedRing(max_running=2)
+    ring = ScriptedRing(max_num_seqs=2)
     for number in range(14):
         ring.submit(f"r{number}", answer=20)
     while ring.head._queues.num_waiting > 6:
@@ -147,7 +147,7 @@ def test_a_request_is_refused_at_once_when_its_turn_would_come_too_late() -> Non
 
 
 def test_who_has_waited_for_as_long_as_it_may_is_told() -> None:
-    ring = ScriptedRing(max_running=1, max_queue_s=5.0)
+    ring = ScriptedRing(max_num_seqs=1, max_queue_s=5.0)
     ring.submit("runs", answer=100)
     ring.submit("as the head has it")
     ring.submit("longer", max_queue_s=8.0)

@@ -24,7 +24,7 @@ def pool(request: pytest.FixtureRequest) -> KVPool:
 
 
 def test_what_goes_out_comes_back_elsewhere(pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("molink.stage.host_kv_pool._SLAB", 2 * pool.block_view(0).nbytes)
+    monkeypatch.setattr("molink.stage.host_kv_pool._SLAB_BYTES", 2 * pool.block_view(0).nbytes)
     host = HostKVPool(pool, 5, torch.device("cpu"))
     before = [pool.block_view(block).clone() for block in range(6)]
     host.copy_out((4, 1, 3), (0, 4, 2))

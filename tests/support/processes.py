@@ -137,7 +137,7 @@ def environment(home: Path) -> dict[str, str]:
         **kept,
         "MOLINK_HOME": str(home),
         # Each would import torch beside what is tested.
-        "MOLINK_SPARE_WORKER": "false",
+        "MOLINK_STANDBY_WORKER": "false",
         "PYTHONPATH": os.pathsep.join(str(path) for path in ROOTS),
         "PYTHONIOENCODING": "utf-8",
     }
@@ -192,7 +192,7 @@ def run_molink(home: Path, *arguments: str, stdin: str = "") -> subprocess.Compl
 def local_options(*more: str) -> list[str]:
     """Options of ``up`` and ``join`` for loopback and any free ports."""
     options = ["--host", "127.0.0.1", "--control-port", "0", "--worker-ports", "0-0"]
-    return [*options, "--endpoint-port", "0", "--threads", "1", "--device", "cpu", *more]
+    return [*options, "--api-port", "0", "--threads", "1", "--device", "cpu", *more]
 
 
 class Tools:

@@ -42,7 +42,7 @@ class RingBackend:
     """Implements :class:`molinkd.api.backend.Backend`; answers come one after the other."""
 
     def __init__(
-        self, folder: Path, blocks: int = 256, draft_tokens: int = 0, parts: int = 1
+        self, folder: Path, blocks: int = 256, num_speculative_tokens: int = 0, parts: int = 1
     ) -> None:
         """A ring of ``parts`` stages; of several, volumes of drafts may go ahead."""
         opened = ModelFolder.open(folder)
@@ -62,7 +62,7 @@ class RingBackend:
             1,
             max_num_batched_tokens=256,
             max_model_len=self.context,
-            num_speculative_tokens=draft_tokens,
+            num_speculative_tokens=num_speculative_tokens,
             lookahead_volumes=4 * (parts > 1),
         )
         self.ring = VirtualRing(

@@ -104,7 +104,7 @@ def test_steps_take_as_long_as_the_roofline_says(emulation: Emulation) -> None:
 async def test_a_ring_of_emulated_stages_answers_every_request(emulation: Emulation) -> None:
     keys = KeyPair.generate()
     plan = [PlannedRequest(index, 0.0, 10 + 9 * index, 4 + index) for index in range(5)]
-    settings = RingSettings(micro_batches=3, chunk_tokens=32)
+    settings = RingSettings(micro_batches=3, max_num_batched_tokens=32)
     with ring_of(emulation, settings, [Host()] * 3, keys) as members:
         async with load_on(members[0], keys, 1000) as load:
             answers = await run_load(load, plan, until=60)
@@ -130,7 +130,7 @@ async def test_the_head_of_a_ring_learns_that_a_stage_has_become_slow(
     emulation = msgspec.structs.replace(emulation, hot=(1, 400, 20.0))
     keys = KeyPair.generate()
     plan = [PlannedRequest(index, 0.0, 8, 4000) for index in range(12)]
-    settings = RingSettings(chunk_tokens=32)
+    settings = RingSettings(max_num_batched_tokens=32)
     with ring_of(emulation, settings, [Host()] * 3, keys, delay_ms=30.0) as members:
         async with load_on(members[0], keys, 1000) as load:
             for request in plan:

@@ -119,7 +119,7 @@ class Pc:
         place = self.place
         first, last = place.workers
         options = ["--name", self.name, "--host", place.host, "--advertise", place.advertised]
-        options += ["--endpoint-port", str(place.endpoint), "--control-port", str(place.control)]
+        options += ["--api-port", str(place.endpoint), "--control-port", str(place.control)]
         return [*options, "--worker-ports", f"{first}-{last}", "--threads", "1"]
 
     def environment(self) -> dict[str, str]:

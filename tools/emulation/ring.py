@@ -65,8 +65,8 @@ class RingSettings:
     cut_through: bool = False
     compression: Compression = "none"
     micro_batches: int = 0
-    chunk_tokens: int = 2048
-    max_running: int = 256
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
     unpaired: bool = True
 
 

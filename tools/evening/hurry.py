@@ -9,7 +9,6 @@ times as long: how long a pace has to stay and is remembered, and the time betwe
 import sys
 
 from molink.swarm.controller import planner
-from molink.swarm.placement.placement import paces
 from molinkd.coordinator.main import main
 
 

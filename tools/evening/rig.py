@@ -74,12 +74,13 @@ _ENDPOINT = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """How a swarm is set up: ``stages`` by PC, ``micro_batches`` and ``chunk_tokens`` (0: auto)."""
+    """How a swarm is set up: ``stages`` by PC, ``micro_batches`` and ``max_num_batched_tokens`` (0:
+    auto)."""
 
     name: str
     stages: tuple[str, ...] = ("auto",) * PEERS
     micro_batches: int = 0
-    chunk_tokens: int = 0
+    max_num_batched_tokens: int = 0
     #: Whether what placements wait for is scaled as the story is.
     in_step: bool = False
 

@@ -101,7 +101,7 @@ class EveningStage:
     def allocate_kv_pool(self, blocks: int, block_size: int) -> None:
         """Nothing is kept."""
 
-    def open_host_pool(self, nbytes: int, stages_here: int) -> tuple[int, float]:
+    def open_host_pool(self, nbytes: int, stages_per_host: int) -> tuple[int, float]:
         """Nor in host memory: who gives way is computed anew."""
         return 0, 0.0
 

@@ -21,7 +21,7 @@ class Variant:
     compression: str = "none"
     micro_batches: int = STAGES
     tensors: int = 1
-    chunk_tokens: int = MAX_PROMPT
+    max_num_batched_tokens: int = MAX_PROMPT
     unpaired: bool = False
 
 
@@ -38,7 +38,7 @@ MOLINK = Variant("molink", policy="molink", micro_batches=AUTO)
 MOLINK_CHUNKS = Variant("molink, K = N", policy="molink")
 
 POLICY = Variant("adaptive", policy="adaptive")
-CUT_THROUGH = _with(POLICY, "+ cut-through", cut_through=True, chunk_tokens=AUTO)
+CUT_THROUGH = _with(POLICY, "+ cut-through", cut_through=True, max_num_batched_tokens=AUTO)
 COMPRESSION = _with(CUT_THROUGH, "+ compression", compression="lossless")
 K_AUTO = _with(COMPRESSION, "+ K auto", micro_batches=AUTO)
 ALL = _with(K_AUTO, "+ unpaired", unpaired=True)
@@ -50,7 +50,7 @@ MOLINK_ALL = _with(ALL, "molink, all switches", policy="molink")
 CONCURRENT_ALL = _with(ALL, "concurrent, all switches", policy="concurrent")
 RIVALS = (CONCURRENT_ALL, MOLINK_ALL)
 
-CUT_THROUGH_ALONE = _with(FIFO, "cut-through alone", cut_through=True, chunk_tokens=AUTO)
+CUT_THROUGH_ALONE = _with(FIFO, "cut-through alone", cut_through=True, max_num_batched_tokens=AUTO)
 COMPRESSION_ALONE = _with(FIFO, "compression alone", compression="lossless")
 K_ALONE = _with(FIFO, "K auto alone", micro_batches=AUTO)
 UNPAIRED_ALONE = _with(FIFO, "unpaired alone", unpaired=True)

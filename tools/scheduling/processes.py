@@ -57,7 +57,7 @@ def mean(samples: list[Sample]) -> float:
 
 
 async def _served(policy: str, plan: Plan) -> list[Sample]:
-    settings = {"MOLINK_MAX_RUNNING": str(PLACES), "MOLINK_SCHEDULING_POLICY": policy}
+    settings = {"MOLINK_MAX_NUM_SEQS": str(PLACES), "MOLINK_SCHEDULING_POLICY": policy}
     with molink_swarm(find_demo_model().path, STAGES, settings=settings) as url:
         clock = MonotonicClock()
         async with BenchClient(BenchTarget(url, "completions"), clock) as client:

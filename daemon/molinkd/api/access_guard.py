@@ -1,8 +1,8 @@
 """Who may call the endpoint: a listening port on a PC is within reach of every page it opens.
 
 A page of another site can send requests to ``localhost`` (a form post, a ``fetch`` without reading
-the answer), and by DNS rebinding it can even pose as the same site. So the ``CoordinatorHost`` must
-be a name of ours, an ``ModelOrigin`` must be our own or one that the owner allows, and a ``POST``
+the answer), and by DNS rebinding it can even pose as the same site. So the ``Host`` must
+be a name of ours, an ``Origin`` must be our own or one that the owner allows, and a ``POST``
 must be JSON, which no form can send. Ollama's clients send theirs without saying so, or as ``curl``
 does: that passes at its routes, unless a browser says that a page of another site asks.
 """

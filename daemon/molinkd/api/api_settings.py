@@ -17,7 +17,7 @@ class ApiSettings:
 
     ``host`` is the address the endpoint binds; beyond loopback it needs an API key: ``api_key``, or
     several in ``api_keys``, each with its name.
-    ``allowed_hosts`` are further names under which clients may call it (the ``CoordinatorHost``
+    ``allowed_hosts`` are further names under which clients may call it (the ``Host``
     header), for instance the name of this PC or of a reverse proxy; ``*`` allows every name.
     ``cors_origins`` are the pages that may use it beside its own (see :class:`AllowedOrigins`).
     ``max_choices`` bounds prompts × ``n`` of one request.

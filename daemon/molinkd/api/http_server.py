@@ -171,8 +171,7 @@ class EndpointServer:
             return listener
         span = f"port {port} is" if stop == port + 1 else f"ports {port} to {stop - 1} are"
         raise PortInUse(
-            f"{span} taken (or not allowed) on {host}: free one, or choose "
-            "another with --endpoint-port"
+            f"{span} taken (or not allowed) on {host}: free one, or choose another with --api-port"
         )
 
 

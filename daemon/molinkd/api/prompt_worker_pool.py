@@ -121,9 +121,9 @@ class _QueuedPrompt:
 class _WorkerPool:
     """Some processes, and what waits for them; the first one that is free takes the next."""
 
-    def __init__(self, processes: "Sequence[_PromptWorker]", max_waiting: int) -> None:
+    def __init__(self, processes: "Sequence[_PromptWorker]", max_queue_len: int) -> None:
         self._processes = processes
-        self._queue: FairQueue[_QueuedPrompt] = FairQueue(max_waiting)
+        self._queue: FairQueue[_QueuedPrompt] = FairQueue(max_queue_len)
         #: What each process is doing now.
         self._tasks: dict[_PromptWorker, asyncio.Task[None]] = {}
         self._idle: dict[_PromptWorker, asyncio.TimerHandle] = {}

@@ -51,7 +51,7 @@ class ParserSettings:
     Without ``parallel`` it ends with its first call.
     """
 
-    answer_format: AnswerFormat
+    tool_call_parser: AnswerFormat
     tool_names: frozenset[str]
     prompt_tail: str
     parallel: bool

@@ -42,7 +42,7 @@ def check_tool_support(loaded_model: LoadedModel, template: ChatTemplate) -> Non
         known = ", ".join(TOOL_CALL_FORMATS)
         raise RequestError(
             f"`tools`: how {name} writes calls is not known; if it is one of {known}, the setting "
-            "`answer_format` says so",
+            "`tool_call_parser` says so",
             "tools",
         )
 

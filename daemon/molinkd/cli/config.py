@@ -29,7 +29,7 @@ config_app = typer.Typer()
 #: Where what nobody has set comes from.
 DEFAULT_SOURCE = "default"
 #: Settings of which 0 is a word.
-_ZERO_WORDS = {"memory": "by the device", "chunk_tokens": "auto", "micro_batches": "auto"}
+_ZERO_WORDS = {"memory": "by the device", "max_num_batched_tokens": "auto", "micro_batches": "auto"}
 
 
 @config_app.callback(invoke_without_command=True)

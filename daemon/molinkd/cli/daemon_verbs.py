@@ -41,7 +41,7 @@ ApiHostOption = Annotated[
 ApiPortOption = Annotated[
     int | None,
     typer.Option(
-        "--endpoint-port",
+        "--api-port",
         "--port",
         help="Port of the chat endpoint; taken: an error.  [default: 5465, or the next free one]",
     ),

@@ -91,7 +91,7 @@ def simulate_command(
         compression=compression,
         micro_batches=_parse_count("--micro-batches", micro_batches),
         tensors_per_row=tensors,
-        max_num_batched_tokens=_parse_count("--chunk-tokens", max_num_batched_tokens),
+        max_num_batched_tokens=_parse_count("--max-num-batched-tokens", max_num_batched_tokens),
         max_num_seqs=max_num_seqs,
         scheduling_policy=scheduling_policy,
         preemption_mode=preemption_mode,

@@ -89,7 +89,7 @@ class DemoSwarm:
         copy_measurements(first_peer(self.home), self.home)
         others = [await self._launch_peer(n, first.token) for n in range(2, self._count + 1)]
         for peer in (first, *others):
-            await self._wait_for(peer, partial(getattr, peer, "ready"))
+            await self._wait_for(peer, partial(getattr, peer, "is_ready"))
         self._save_measurements()
         endpoints = tuple(peer.endpoint for peer in self.peers)
         note = RunFile.of_this_process(first.control_port, first.endpoint, endpoints)

@@ -39,9 +39,9 @@ _QUOTED_NAME = re.compile(r"[`']([a-z_]+)[`']")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 #: What some settings may be instead of a number.
 _KEYWORDS = {
-    "chunk_tokens": {"auto": 0},
+    "max_num_batched_tokens": {"auto": 0},
     "micro_batches": {"auto": 0},
-    "draft_tokens": {"off": 0, "auto": AUTO_DRAFTS},
+    "num_speculative_tokens": {"off": 0, "auto": AUTO_DRAFTS},
 }
 _DEVICE = re.compile(r"^(?:auto|(?:cpu|cuda(?::\d{1,3})?)(?:,(?:cpu|cuda(?::\d{1,3})?)){0,15})$")
 _STAGE = re.compile(r"^(?:auto|none|(\d{1,4}):(\d{1,4}))$")
@@ -80,7 +80,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     api_key: str | None = None
     #: Further ones, by the name of who has it.
     api_keys: Annotated[dict[KeyName, str], msgspec.Meta(max_length=64)] = {}
-    #: Further names under which clients may call the endpoint (their ``CoordinatorHost`` header).
+    #: Further names under which clients may call the endpoint (their ``Host`` header).
     allowed_hosts: tuple[str, ...] = ()
     #: Pages that may use the endpoint beside its own: origins, ``scheme://*``, ``*``.
     cors_origins: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
@@ -196,7 +196,7 @@ SECRET_SETTINGS = ("api_key", "api_keys")
 
 #: How many ports are tried where the first is taken, and nobody has chosen it.
 MAX_PORTS_TRIED = 16
-_SINGLE_PORTS = ("endpoint_port", "coordinator_port", "control_port")
+_SINGLE_PORTS = ("api_port", "coordinator_port", "control_port")
 
 #: Settings given in one place, before they are put together.
 SettingsLayer = Mapping[str, Any]

@@ -62,7 +62,7 @@ def test_no_free_port(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "PORT_TRIES", 1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(PortInUse, match="--endpoint-port"):
+        with pytest.raises(PortInUse, match="--api-port"):
             EndpointServer(backend, ApiSettings(), InlineReader()).start(port)
 
 

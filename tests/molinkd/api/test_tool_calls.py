@@ -225,7 +225,7 @@ async def test_the_setting(serve: Callable[..., Any], tmp_path: Path) -> None:
     async with serve(model) as client:
         error = (await post(client, 400, tools=TOOLS))["error"]
         assert error["param"] == "tools"
-        assert "answer_format" in error["message"]
+        assert "tool_call_parser" in error["message"]
     async with serve(model, ApiSettings(tool_call_parser="mistral")) as client:
         message, _ = await message_of(client, tools=TOOLS)
         assert message["tool_calls"][0]["function"]["name"] == "get_weather"

@@ -56,7 +56,7 @@ def test_where_each_value_is_from(
 
 def test_unset(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     home.config.write_text("hold = 5", encoding="utf-8")
-    write_options(home.options, {"stage": "none", "endpoint_port": 1, "new": [1]})
+    write_options(home.options, {"stage": "none", "api_port": 1, "new": [1]})
     for wrong, why in (
         (["hold"], f"it comes from {home.config}"),
         (["threads"], "it has its default, 0"),
@@ -112,12 +112,12 @@ def test_a_remembered_port_that_is_taken_can_be_forgotten(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def taken(*_: object) -> None:
-        raise PortInUse("port 1 is taken: choose another with --endpoint-port")
+        raise PortInUse("port 1 is taken: choose another with --api-port")
 
     monkeypatch.setattr("molinkd.cli.daemon_start.run_daemon", taken)
-    write_options(home.options, {"endpoint_port": 1})
+    write_options(home.options, {"api_port": 1})
     assert run(["up", *arguments]) == 4
-    forgets = "`molink config unset endpoint_port` forgets that" in capsys.readouterr().err
+    forgets = "`molink config unset api_port` forgets that" in capsys.readouterr().err
     assert forgets == (not arguments)
 
 

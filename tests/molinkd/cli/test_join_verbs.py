@@ -83,8 +83,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     network = Network()
-    monkeypatch.setattr("molinkd.peer.membership.discovery.look_around", network.look_around)
-    monkeypatch.setattr("molinkd.peer.membership.pairing_client.knock", network.knock)
+    monkeypatch.setattr("molinkd.peer.membership.discovery.scan_network", network.look_around)
+    monkeypatch.setattr("molinkd.peer.membership.pairing_client.request_pairing", network.knock)
     monkeypatch.setattr("molinkd.cli.daemon_start.run_daemon", network.run_daemon)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     return network

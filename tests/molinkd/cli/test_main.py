@@ -59,7 +59,7 @@ def test_quantize_and_memory_reach_the_daemon(
     monkeypatch.setattr(
         "molinkd.cli.daemon_start.run_daemon", lambda launch, _: launches.append(launch)
     )
-    assert run(["up", "--quantize", "nf4", "--memory", "80%", "--context", "4096"]) == 0
+    assert run(["up", "--quantize", "nf4", "--memory", "80%", "--max-model-len", "4096"]) == 0
     (launch,) = launches
     assert launch.settings.quantize == "nf4"
     assert launch.settings.memory == MemoryShare(80.0)
@@ -75,9 +75,9 @@ def test_an_endpoint_for_others_without_a_key_is_refused_before_anything_is_done
         raise AssertionError(verb)
 
     monkeypatch.setattr("molinkd.cli.daemon_start.run_daemon", never)
-    monkeypatch.setattr("molinkd.cli.daemon_start.token_for", never)
+    monkeypatch.setattr("molinkd.cli.daemon_start.resolve_token", never)
     home = tmp_path / "new"
-    assert run([verb, "--endpoint-host", "0.0.0.0", "--home", str(home)]) == 2
+    assert run([verb, "--api-host", "0.0.0.0", "--home", str(home)]) == 2
     assert "set one with --api-key" in capsys.readouterr().err
     assert not home.exists()
 

@@ -139,7 +139,7 @@ def test_without_a_session_the_daemon_goes_on(
     system = System(lambda command: "--user" in command)
     monkeypatch.setattr(verbs, "system_service", lambda: systemd(system, tmp_path / "config"))
     monkeypatch.setattr(verbs, "read_run_file", lambda _: object())  # a daemon runs
-    monkeypatch.setattr(verbs, "end_daemon", lambda *_: pytest.fail("it was ended"))
+    monkeypatch.setattr(verbs, "stop_daemon", lambda *_: pytest.fail("it was ended"))
     home = Home(tmp_path / "home").create_folders()
     MembershipRecord(swarm="s", coordinator_key="k", addresses=()).save(home.membership)
     assert run(["service", "install", "--home", str(home.root)]) == 1
@@ -153,7 +153,9 @@ def test_the_service_starts_what_ran_before(
     own: bool, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[object, ...]] = []
-    monkeypatch.setattr(verbs, "start", lambda *given, **more: started.append((*given, more)))
+    monkeypatch.setattr(
+        verbs, "start_daemon", lambda *given, **more: started.append((*given, more))
+    )
     home = Home(tmp_path).create_folders()
     MembershipRecord(swarm="s", coordinator_key="k", addresses=(), is_founder=own).save(
         home.membership

@@ -46,7 +46,16 @@ def test_why_requests_failed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_one_policy_is_an_object_and_switches_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     switches = ("--no-cut-through", "--compression", "none", "--micro-batches", "3")
-    more = ("--chunk-tokens", "128", "--tensors", "2", "--bandwidth", "200", "--latency", "5")
+    more = (
+        "--max-num-batched-tokens",
+        "128",
+        "--tensors",
+        "2",
+        "--bandwidth",
+        "200",
+        "--latency",
+        "5",
+    )
     assert simulate(*SHORT, "--policy", "fifo", *switches, *more, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["switches"] == {
@@ -58,7 +67,7 @@ def test_one_policy_is_an_object_and_switches_are_told(capsys: pytest.CaptureFix
         "compression": "none",
         "micro_batches": 3,
         "tensors": 2,
-        "chunk_tokens": 128,
+        "max_num_batched_tokens": 128,
     }
     assert (found["bandwidth_mbps"], found["latency_ms"]) == (200.0, 5.0)
     assert found["congestion"] == "none"

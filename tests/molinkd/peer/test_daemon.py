@@ -26,7 +26,7 @@ def failing(
     async def join(*_: Any) -> MembershipRecord:
         raise error
 
-    monkeypatch.setattr(module, "join", join)
+    monkeypatch.setattr(module, "join_swarm", join)
     events: list[AnyDaemonEvent] = []
     launch = Launch(home=str(folder), settings=Settings(name="pc"), role="join")
     return Daemon(launch, events.append), events

@@ -157,9 +157,10 @@ def test_sizes(text: str, size: int) -> None:
 def test_rows_of_a_chunk(text: str, rows: int) -> None:
     nowhere = Home(Path("nowhere"))
     assert (
-        load_settings(nowhere, {"chunk_tokens": text}, {}).pipeline.max_num_batched_tokens == rows
+        load_settings(nowhere, {"max_num_batched_tokens": text}, {}).pipeline.max_num_batched_tokens
+        == rows
     )
-    settings = load_settings(nowhere, {}, {"MOLINK_CHUNK_TOKENS": text})
+    settings = load_settings(nowhere, {}, {"MOLINK_MAX_NUM_BATCHED_TOKENS": text})
     assert settings.pipeline.max_num_batched_tokens == rows
     assert load_settings(nowhere, {}, {}).pipeline.max_num_batched_tokens == 0
 
@@ -174,20 +175,20 @@ def test_micro_batches_may_be_auto() -> None:
     ("text", "count"), [("auto", -1), ("off", 0), (" OFF", 0), ("4", 4), ("15", 15)]
 )
 def test_drafts(text: str, count: int) -> None:
-    settings = load_settings(Home(Path("nowhere")), {}, {"MOLINK_DRAFT_TOKENS": text})
+    settings = load_settings(Home(Path("nowhere")), {}, {"MOLINK_NUM_SPECULATIVE_TOKENS": text})
     assert settings.pipeline.num_speculative_tokens == count
 
 
 @pytest.mark.parametrize("text", ["16", "-1", "many"])
 def test_drafts_of_no_number(text: str) -> None:
-    with pytest.raises(UsageError, match="`draft_tokens` is"):
-        load_settings(Home(Path("nowhere")), {}, {"MOLINK_DRAFT_TOKENS": text})
+    with pytest.raises(UsageError, match="`num_speculative_tokens` is"):
+        load_settings(Home(Path("nowhere")), {}, {"MOLINK_NUM_SPECULATIVE_TOKENS": text})
 
 
 def test_chunk_of_no_number() -> None:
     for text in ("-1", "many", "1000000"):
-        with pytest.raises(UsageError, match="`chunk_tokens`"):
-            load_settings(Home(Path("nowhere")), {"chunk_tokens": text}, {})
+        with pytest.raises(UsageError, match="`max_num_batched_tokens`"):
+            load_settings(Home(Path("nowhere")), {"max_num_batched_tokens": text}, {})
 
 
 def test_how_rows_are_packed_for_links() -> None:
@@ -237,8 +238,8 @@ def test_settings_of_the_pipeline_are_given_by_their_own_names() -> None:
     assert set(PipelineSettings.__struct_fields__) < set(SETTING_NAMES)
     with pytest.raises(UsageError, match="there is no setting 'pipeline'"):
         load_settings(nowhere, {"pipeline": {}}, {})
-    with pytest.raises(UsageError, match="`max_running` is at least 1, not 0"):
-        load_settings(nowhere, {}, {"MOLINK_MAX_RUNNING": "0"})
+    with pytest.raises(UsageError, match="`max_num_seqs` is at least 1, not 0"):
+        load_settings(nowhere, {}, {"MOLINK_MAX_NUM_SEQS": "0"})
     settings = load_settings(nowhere, {}, {"MOLINK_PREFIX_CACHE": "false"})
     assert settings.pipeline == PipelineSettings(prefix_cache=False)
     assert msgspec.json.decode(msgspec.json.encode(settings), type=Settings) == settings
@@ -254,14 +255,12 @@ def test_only_a_port_that_nobody_has_chosen_moves_on(tmp_path: Path) -> None:
     defaults = load_settings(home, {}, {})
     assert defaults.ports_to_try("control_port") == (5467, 5467 + MAX_PORTS_TRIED)
     home.config.write_text("coordinator_port = 5466", encoding="utf-8")
-    chosen = load_settings(home, {"endpoint_port": 5465}, {}, {"control_port": 65535})
-    assert chosen.ports_to_try("endpoint_port") == (5465, 5466), (
-        "the number of the default, but chosen"
-    )
+    chosen = load_settings(home, {"api_port": 5465}, {}, {"control_port": 65535})
+    assert chosen.ports_to_try("api_port") == (5465, 5466), "the number of the default, but chosen"
     assert chosen.ports_to_try("control_port") == (65535, 65536)
-    assert chosen.chosen_ports == ("control_port", "coordinator_port", "endpoint_port")
-    environment = load_settings(home, {}, {"MOLINK_ENDPOINT_PORT": "0"})
-    assert environment.ports_to_try("endpoint_port") == (0, 1)
+    assert chosen.chosen_ports == ("control_port", "coordinator_port", "api_port")
+    environment = load_settings(home, {}, {"MOLINK_API_PORT": "0"})
+    assert environment.ports_to_try("api_port") == (0, 1)
     assert device_settings(chosen, "cuda:1", "pc/cuda:1").ports_to_try("control_port")[1] == 65536
     with pytest.raises(UsageError, match="no setting 'chosen_ports'"):
         load_settings(home, {}, {}, {"chosen_ports": "x"})

@@ -45,7 +45,7 @@ def folder(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> ModelFo
 @pytest.fixture
 def freed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
-    monkeypatch.setattr(module, "release_cached", lambda: calls.append(1))
+    monkeypatch.setattr(module, "empty_device_cache", lambda: calls.append(1))
     return calls
 
 

@@ -125,7 +125,7 @@ def test_drafts_change_no_answer_that_is_held_to_a_schema() -> None:
     schema = {"type": "array", "items": item, "minItems": 4, "maxItems": 6}
     found = []
     for drafts, parts in ((0, 1), (5, 1), (2, 3)):
-        backend = RingBackend(FOLDER, draft_tokens=drafts, parts=parts)
+        backend = RingBackend(FOLDER, num_speculative_tokens=drafts, parts=parts)
         said = []
         for seed in range(3):
             request = Request(

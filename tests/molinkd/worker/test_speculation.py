@@ -110,7 +110,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 def answers(
     stages: Sequence[Stage],
-    draft_tokens: int,
+    num_speculative_tokens: int,
     source: Callable[[], Any] = PromptLookup,
     samplings: Sequence[str] = tuple(SAMPLINGS),
     count: int = 24,
@@ -123,9 +123,14 @@ def answers(
     for stage in stages:
         stage.allocate_kv_pool(limits.get("blocks", BLOCKS), BLOCK_SIZE)
     pairs = zip(stages, tables, strict=True)
-    given = {"blocks": BLOCKS, "block_size": BLOCK_SIZE, "micro_batches": 2, "chunk_tokens": 16}
+    given = {
+        "blocks": BLOCKS,
+        "block_size": BLOCK_SIZE,
+        "micro_batches": 2,
+        "max_num_batched_tokens": 16,
+    }
     ring = VirtualRing(
-        SchedulerConfig(**{**given, **limits}, num_speculative_tokens=draft_tokens),
+        SchedulerConfig(**{**given, **limits}, num_speculative_tokens=num_speculative_tokens),
         [Executor(agenda, stage, table) for stage, table in pairs],
         [WholeLink(agenda) for _ in stages],
         Stages(stages[0].config.hidden_size, stages[0].config.vocab_size, "f32"),
@@ -172,9 +177,9 @@ def test_lookups_change_no_answer(stages: Sequence[Stage]) -> None:
             assert [pair[0] for pair in token.top] == [pair[0] for pair in other.top]
 
 
-@pytest.mark.parametrize(("draft_tokens", "ahead"), [(1, 0), (MAX_DRAFTS, 0), (2, 3)])
+@pytest.mark.parametrize(("num_speculative_tokens", "ahead"), [(1, 0), (MAX_DRAFTS, 0), (2, 3)])
 def test_drafts_that_are_often_right_change_no_answer(
-    stages: Sequence[Stage], draft_tokens: int, ahead: int
+    stages: Sequence[Stage], num_speculative_tokens: int, ahead: int
 ) -> None:
     without, before = answers(stages, 0)
     texts = [
@@ -182,7 +187,9 @@ def test_drafts_that_are_often_right_change_no_answer(
         for key, tokens in without.items()
     ]
     rng = random.Random(4)
-    found, counters = answers(stages, draft_tokens, lambda: Known(texts, rng), ahead=ahead)
+    found, counters = answers(
+        stages, num_speculative_tokens, lambda: Known(texts, rng), ahead=ahead
+    )
     assert plain(found) == plain(without)
     drafted = counters["head_draft_tokens_total"]
     accepted = counters["head_draft_tokens_accepted_total"]
@@ -231,18 +238,18 @@ def draft_model(
     return found
 
 
-@pytest.mark.parametrize("draft_tokens", [2, AUTO_DRAFTS])
+@pytest.mark.parametrize("num_speculative_tokens", [2, AUTO_DRAFTS])
 def test_a_draft_model_that_is_right_changes_no_answer(
-    folder: ModelFolder, stages: Sequence[Stage], draft_tokens: int
+    folder: ModelFolder, stages: Sequence[Stage], num_speculative_tokens: int
 ) -> None:
     without, _ = answers(stages, 0)
-    _, lookups = answers(stages, draft_tokens, profiles=(STAGE,) * 3)
-    found, counters = draft_model(folder, stages, draft_tokens=draft_tokens)
+    _, lookups = answers(stages, num_speculative_tokens, profiles=(STAGE,) * 3)
+    found, counters = draft_model(folder, stages, num_speculative_tokens=num_speculative_tokens)
     assert plain(found) == plain(without)
     assert counters["head_guessed_tokens_total"] > 20
     accepted = "head_draft_tokens_accepted_total"
     # So many streams at once are worth few asks.
-    if draft_tokens != AUTO_DRAFTS:
+    if num_speculative_tokens != AUTO_DRAFTS:
         assert counters[accepted] > 1.5 * lookups[accepted]
 
 
@@ -251,21 +258,21 @@ def test_one_stream_is_done_in_fewer_turns_with_a_draft_model(
 ) -> None:
     only: Any = {"samplings": ["greedy"], "asked": [2]}
     without, before = answers(stages, 0, **only)
-    found, counters = draft_model(folder, stages, draft_tokens=AUTO_DRAFTS, **only)
+    found, counters = draft_model(folder, stages, num_speculative_tokens=AUTO_DRAFTS, **only)
     assert plain(found) == plain(without)
     assert counters["seconds"] < 0.65 * before["seconds"]
 
 
-@pytest.mark.parametrize("draft_tokens", [2, AUTO_DRAFTS])
+@pytest.mark.parametrize("num_speculative_tokens", [2, AUTO_DRAFTS])
 def test_a_draft_model_that_knows_nothing_changes_no_answer(
-    make_model: Any, tmp_path: Any, stages: Sequence[Stage], draft_tokens: int
+    make_model: Any, tmp_path: Any, stages: Sequence[Stage], num_speculative_tokens: int
 ) -> None:
     without, before = answers(stages, 0)
     other = ModelFolder.open(make_model(tmp_path, seed=9))
-    found, counters = draft_model(other, stages, draft_tokens=draft_tokens)
+    found, counters = draft_model(other, stages, num_speculative_tokens=num_speculative_tokens)
     assert plain(found) == plain(without)
     assert counters["head_draft_tokens_accepted_total"] < 0.5 * counters["head_draft_tokens_total"]
-    if draft_tokens == AUTO_DRAFTS:
+    if num_speculative_tokens == AUTO_DRAFTS:
         assert counters["seconds"] < 1.05 * before["seconds"]
 
 
@@ -274,6 +281,6 @@ def test_a_draft_model_with_few_blocks_changes_no_answer(
 ) -> None:
     only: Any = {"samplings": ["penalties", "greedy"], "blocks": 14}
     without, _ = answers(stages, 0, samplings=only["samplings"])
-    found, counters = draft_model(folder, stages, draft_tokens=3, **only)
+    found, counters = draft_model(folder, stages, num_speculative_tokens=3, **only)
     assert plain(found) == plain(without)
     assert counters["head_preemptions_total"] > 0

@@ -82,7 +82,7 @@ def serve(
 ) -> tuple[dict[str, list[OutputToken | Rejected]], VirtualRing, list[Computes]]:
     """What they are answered, to the end or ``until`` then, the ring, and its stages."""
     agenda, tables = EventQueue(), [RequestTable() for _ in stages]
-    given = {"block_size": BLOCK_SIZE, "micro_batches": 2, "chunk_tokens": 16}
+    given = {"block_size": BLOCK_SIZE, "micro_batches": 2, "max_num_batched_tokens": 16}
     bounds = SchedulerConfig(**{"blocks": BLOCKS, "prefix_cache": False, **given, **limits})
     rooms = []
     for stage in stages:

@@ -89,8 +89,8 @@ class FakeStage:
 def test_host_memory_is_taken_only_where_it_is_to_be_used() -> None:
     requested: list[tuple[int, int]] = []
 
-    def open_host(nbytes: int, stages_here: int) -> tuple[int, float]:
-        requested.append((nbytes, stages_here))
+    def open_host(nbytes: int, stages_per_host: int) -> tuple[int, float]:
+        requested.append((nbytes, stages_per_host))
         return 7, 0.002
 
     stage: Any = SimpleNamespace(open_host=open_host)

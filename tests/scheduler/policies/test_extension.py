@@ -65,7 +65,7 @@ class LastComeFirstServed(SchedulingPolicy):
 
 
 def make_head(policy: SchedulingPolicy, **changes: int) -> Scheduler:
-    given = {"blocks": 64, "block_size": 4, "micro_batches": 1, "chunk_tokens": 64}
+    given = {"blocks": 64, "block_size": 4, "micro_batches": 1, "max_num_batched_tokens": 64}
     return Scheduler(SchedulerConfig(**{**given, "prefix_cache": False, **changes}), 1, policy)
 
 
@@ -96,7 +96,7 @@ def back(head: Scheduler, volume: Volume, now: float = 0.0) -> None:
 
 
 def test_it_decides_who_is_admitted_and_in_what_order() -> None:
-    head = make_head(LastComeFirstServed(), max_running=2)
+    head = make_head(LastComeFirstServed(), max_num_seqs=2)
     submit(head, "a", "b", "c")
     (prefill,) = volumes(head.next_batch(0.0))
     assert keys(head, prefill) == ["c", "b"]
@@ -128,7 +128,7 @@ def test_it_decides_the_order_within_an_iteration() -> None:
 
 
 def test_it_decides_whose_prompt_goes_on_first() -> None:
-    head = make_head(LastComeFirstServed(), chunk_tokens=4, micro_batches=4)
+    head = make_head(LastComeFirstServed(), max_num_batched_tokens=4, micro_batches=4)
     submit(head, "long", tokens=12)
     (first,) = volumes(head.next_batch(0.0))
     submit(head, "new", tokens=6)
@@ -176,7 +176,7 @@ def test_it_decides_who_is_preempted() -> None:
 
 def test_who_is_at_rest_can_be_preempted_for_one_who_waits() -> None:
     """Before it goes into a volume again."""
-    head = make_head(LastComeFirstServed(), max_running=1)
+    head = make_head(LastComeFirstServed(), max_num_seqs=1)
     submit(head, "a")
     back(head, volumes(head.next_batch(0.0))[0])
     submit(head, "b")
@@ -225,7 +225,7 @@ def test_who_has_rows_in_a_volume_cannot_be_preempted() -> None:
         ) -> PreemptionDecision | None:
             return PreemptionDecision(next(iter(admitted)))
 
-    head = make_head(Careless(), max_running=1)
+    head = make_head(Careless(), max_num_seqs=1)
     submit(head, "a", "b")
     head.next_batch(0.0)
     with pytest.raises(InvariantError, match="job b is to be preempted but can't give way"):

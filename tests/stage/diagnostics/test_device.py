@@ -49,7 +49,7 @@ def test_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(probe, "measure_read_rate", lambda device, nbytes: 1e9)
-    monkeypatch.setattr(probe, "wanted_block_size", lambda device: 256)
+    monkeypatch.setattr(probe, "preferred_block_size", lambda device: 256)
     found = probe.probe_device("auto", 1 << 20)
     assert (found["kind"], found["index"], found["name"]) == ("cuda", 1, "card 1")
     assert (found["free"], found["total"]) == (7, 9)

@@ -188,14 +188,14 @@ def test_other_devices_drivers_and_versions_are_tried_anew(
     if part == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
         monkeypatch.setattr(trials, "create_matmul", lambda *_, **__: None)
-        monkeypatch.setattr(trials, "compile_attend", lambda *_: None)
+        monkeypatch.setattr(trials, "compile_attention", lambda *_: None)
     elif part in ("torch", "molink"):
         monkeypatch.setattr(getattr(proof, part), "__version__", "99.0")
     elif part == "device_name":
         monkeypatch.setattr(proof, part, lambda *_: "another")
     else:
         monkeypatch.setattr(proof, part, lambda: "599.1")
-        monkeypatch.setattr(proof, "device_name", lambda _: "RTX")
+        monkeypatch.setattr(proof, "describe_device", lambda _: "RTX")
         cuda = torch.device("cuda", 0)
         assert "driver 599.1; cuda RTX" not in before
         assert ", driver 599.1; cuda RTX, 0 threads" in describe_environment(cuda)

@@ -144,7 +144,7 @@ def test_a_gpus_products_are_tried_once_their_library_is_loaded(
         asked.append("product")
         return 0.0
 
-    monkeypatch.setattr(trials, "has_bf16", lambda _: True)
+    monkeypatch.setattr(trials, "supports_bf16", lambda _: True)
     monkeypatch.setattr(trials, "load_library", lambda: asked.append("library"))
     monkeypatch.setattr(trials, "relative_error", error)
     every = [one for one in parity.run_trials(torch.device("cuda", 0)) if one.kernel == "int8"]

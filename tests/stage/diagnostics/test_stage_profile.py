@@ -81,7 +81,7 @@ def test_no_graph_is_made_while_a_pass_is_timed(
             return 2.0 if self.turn % 2 else 1.0
 
     monkeypatch.setattr(Stage, "_may_have_graphs", True)
-    monkeypatch.setattr(stages, "CudaCaptures", WorkItself)
+    monkeypatch.setattr(stages, "CudaGraphCapturer", WorkItself)
     monkeypatch.setattr(stages, "GRAPH_BYTES", 1 << 30)
     stage = Stage.load_layers(folder, (0, 3), "cpu", "f32")
     with StagePasses(stage, KV_BYTES, 16) as passes:

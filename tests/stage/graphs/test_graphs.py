@@ -95,7 +95,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             return made[-1]
 
         monkeypatch.setattr(Stage, "_may_have_graphs", True)
-        monkeypatch.setattr(stages, "CudaCaptures", make)
+        monkeypatch.setattr(stages, "CudaGraphCapturer", make)
         return made
 
     return prepare
@@ -458,7 +458,7 @@ def test_cuda_graphs_give_what_eager_steps_give(
 
     def prepare() -> None:
         monkeypatch.setattr(Stage, "_may_have_graphs", True)
-        monkeypatch.setattr(stages, "CudaCaptures", Always)
+        monkeypatch.setattr(stages, "CudaGraphCapturer", Always)
         # Torch takes memory by 2 or 20 MiB, which is more than so few layers may have.
         monkeypatch.setattr(stages, "GRAPH_BYTES", 1 << 30)
 

@@ -186,5 +186,5 @@ def test_a_product_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
     def off(form: object, packed: Tensor, columns: int, rows: Tensor) -> Tensor:
         return unpack_rows(BLOCK_FORMATS["q6_k"], packed, columns, rows) * 1.001
 
-    monkeypatch.setattr(create, "take", off)
+    monkeypatch.setattr(create, "unpack_rows", off)
     assert create_block_matmul.__wrapped__(BLOCK_FORMATS["q6_k"], torch.float32, 1) is None

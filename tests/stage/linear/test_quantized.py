@@ -147,7 +147,7 @@ def test_products_that_saturate_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
 
 @torch.inference_mode()
 def test_weights_too_wide_for_32_bit_sums_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "MAX_WIDTH", 64)
+    monkeypatch.setattr(quantized, "MAX_INT8_WIDTH", 64)
     kernels = QuantizedKernels(True, True)
     assert isinstance(
         kernels.create_projection(fill("int8", torch.randn(8, 128)), None), UnpackedLinear

@@ -258,8 +258,8 @@ def test_a_gpu_is_asked_once_for_all(monkeypatch: pytest.MonkeyPatch, top_k: int
         asked.append(len(parts))
         return parts
 
-    monkeypatch.setattr(sampler, "fetch", fetch)
-    monkeypatch.setattr(draws, "fetch", fetch)
+    monkeypatch.setattr(sampler, "download_tensors", fetch)
+    monkeypatch.setattr(draws, "download_tensors", fetch)
     usual = SamplingParams(temperature=0.7, top_p=0.9, top_k=top_k, logprobs=3, seed=1)
     rows = [SampleRow(usual, 1), SampleRow(GREEDY, 1), SampleRow(usual, 2)]
     assert None not in sample_tokens(logits_of(3, 9000), rows)
@@ -271,7 +271,7 @@ def test_what_does_not_come_is_no_token(monkeypatch: pytest.MonkeyPatch) -> None
         parts[0][1] = torch.tensor([-1, 9])  # as in memory that a copy has not reached
         return parts
 
-    monkeypatch.setattr(sampler, "fetch", fetch)
+    monkeypatch.setattr(sampler, "download_tensors", fetch)
     found = sample_tokens(logits_of(3, 90), [SampleRow(GREEDY, 1)] * 3)
     assert [each is None for each in found] == [False, True, False]
 

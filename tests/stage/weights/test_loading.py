@@ -105,7 +105,7 @@ def test_weights_that_stay_in_16_bits_are_packed_in_parts(
         pytest.skip("this CPU has no product for them")
     fields = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 512, "head_dim": 64}
     made = make_model(tmp_path, "qwen2", 0, dtype="bfloat16", **fields)
-    monkeypatch.setattr("molink.stage.weights.weight_reader._PACKED", 128 * 128)
+    monkeypatch.setattr("molink.stage.weights.weight_reader._MAX_PACKED_WEIGHTS", 128 * 128)
     whole: list[str] = []
     parts: list[int] = []
     merge, put = WeightReader._merge_tensors, CompiledLinear.put_rows
@@ -137,7 +137,7 @@ def test_a_large_weight_is_quantized_in_parts(
     """bitsandbytes takes several times the bytes of what it is given at once."""
     given: list[int] = []
     quantize = quantized.quantize_nf4
-    monkeypatch.setattr("molink.stage.linear.unpacked._PART", 2**16)
+    monkeypatch.setattr("molink.stage.linear.unpacked._MAX_WEIGHTS", 2**16)
     monkeypatch.setattr(
         quantized, "quantize_nf4", lambda rows: (given.append(rows.numel()), quantize(rows))[1]
     )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.memory_plan import MARGIN_SHARE, plan_memory
 from molink.facts.model import ModelFacts
+from molink.swarm.placement import placement
 from molink.swarm.placement.links import Links
 from molink.swarm.placement.partition import Gap, StageCosts, StageHost, split_gaps
 from molink.swarm.placement.placement import (
@@ -20,7 +21,6 @@ from molink.swarm.placement.placement import (
     Unplaceable,
     explain_misfit,
     parse_layers,
-    placement,
 )
 
 GB = 10**9

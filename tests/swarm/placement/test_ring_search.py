@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from molink.swarm.placement import ring_search
 from molink.swarm.placement.partition import StageCosts, StageHost
-from molink.swarm.placement.placement import ring_search
 from molink.swarm.placement.ring_search import MAX_EXACT_PEERS, search_ring
 from molink.swarm.placement.rings import (
     MICRO_BATCHES_PER_STAGE,
@@ -240,13 +240,13 @@ def test_the_ring_goes_round_a_pair_that_connects_one_way_only() -> None:
 def test_peers_that_are_all_alike_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who read fastest are those with most room then."""
     asked: list[list[int]] = []
-    exact = ring_search._exact
+    exact = ring_search._exact_rings
 
     def counted(task: RingTask, able: list[int]) -> dict[int, RatedRing]:
         asked.append(able)
         return exact(task, able)
 
-    monkeypatch.setattr(ring_search, "_exact", counted)
+    monkeypatch.setattr(ring_search, "_exact_rings", counted)
     n = MAX_EXACT_PEERS + 4
     costs = StageCosts(layer_weights=1, layer_room=0, first=0, last=0, stage=0)
     hosts = [StageHost(f"p{i}", 2, 1.0, costs, 0.0) for i in range(n)]

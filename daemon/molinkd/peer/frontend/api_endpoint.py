@@ -38,7 +38,7 @@ class ApiEndpoint:
     def __init__(self, settings: Settings, backend: Backend) -> None:
         """Raises :class:`UsageError` if the settings would let strangers in."""
         api = api_settings(settings)
-        self._ports = settings.ports_to_try("endpoint_port")
+        self._ports = settings.ports_to_try("api_port")
         self._server = EndpointServer(backend, api, PromptWorkers(child_options()))
 
     async def start(self) -> None:

@@ -132,7 +132,7 @@ async def _request_challenge(
     except WireError as error:
         raise WireError(
             f"what answers there is no swarm's door ({error}): that is port {PAIRING_PORT}, unless "
-            "`porch_port` is set on the PC that runs the swarm"
+            "`pairing_port` is set on the PC that runs the swarm"
         ) from None
     if isinstance(answer, PairingResult):
         _raise_unless_admitted(answer, "", join)

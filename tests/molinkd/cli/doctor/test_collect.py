@@ -98,8 +98,8 @@ def test_this_pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert more == {"model": None}
         return SelfTestResult(failure="not tried")
 
-    monkeypatch.setattr(gather, "self_test", tested)
-    monkeypatch.setattr(gather_network, "look_around", lambda *_: [])
+    monkeypatch.setattr(gather, "run_self_test", tested)
+    monkeypatch.setattr(gather_network, "scan_network", lambda *_: [])
     monkeypatch.setenv("MOLINK_DEVICE", "cpu")
     said: list[str] = []
     facts = gather.collect_facts(Home(tmp_path / "new" / "home"), said.append)
@@ -123,7 +123,7 @@ def test_kernels_are_tried_with_the_shapes_of_what_is_served(
         right = KernelResult(kernel="torch", dtype="f32", state="ok")
         return SelfTestResult(results=(right,))
 
-    monkeypatch.setattr(gather, "self_test", tested)
+    monkeypatch.setattr(gather, "run_self_test", tested)
     for name in ("molink-demo", "another"):
         gather._run_self_test(home, Settings(name="pc"), name)
     assert asked == [find_demo_model().path, None]

@@ -17,9 +17,9 @@ from tests.molinkd.cli.doctor.situations import facts, network, place, swarm
 def run(
     monkeypatch: pytest.MonkeyPatch, known: DoctorFacts, *options: str, home: Path = Path("nowhere")
 ) -> int:
-    monkeypatch.setattr(verb, "gather", lambda *_: known)
+    monkeypatch.setattr(verb, "collect_facts", lambda *_: known)
     # As it is called where it is installed, also where it isn't beside this Python.
-    monkeypatch.setattr("molinkd.peer.command_line.program", lambda: "molink")
+    monkeypatch.setattr("molinkd.peer.command_line.molink_command", lambda: "molink")
     return main.run(["doctor", "--home", str(home), *options])
 
 

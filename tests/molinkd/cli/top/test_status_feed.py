@@ -72,7 +72,7 @@ async def test_one_connection_until_the_daemon_is_another(net: Net, tmp_path: Pa
 async def test_a_daemon_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed_module, "CONNECT_S", 0.2)
+    monkeypatch.setattr(feed_module, "CONNECT_TIMEOUT_S", 0.2)
     place = Home(tmp_path)
     place.create_folders()
     feed = StatusFeed(tmp_path)

@@ -86,8 +86,8 @@ async def test_a_game_begins_and_ends(scene: Scene) -> None:
         (False, {}, False),
         (False, {"pause_when_busy": "on"}, True),
         (True, {"pause_when_busy": "off"}, False),
-        (True, {"stages_here": 2}, False),
-        (True, {"stages_here": 2, "pause_when_busy": "on"}, True),
+        (True, {"stages_per_host": 2}, False),
+        (True, {"stages_per_host": 2, "pause_when_busy": "on"}, True),
     ],
 )
 async def test_which_cards_are_watched(

@@ -88,7 +88,7 @@ def test_no_wait_is_so_long_that_it_would_hold_up_ctrl_c(
             enough.touch()
         return communicate(process, timeout=timeout)
 
-    monkeypatch.setattr("molinkd.peer.agent.stage_bench._TURN_S", 0.01)
+    monkeypatch.setattr("molinkd.peer.agent.stage_bench._WAIT_S", 0.01)
     monkeypatch.setattr("subprocess.Popen.communicate", watched)
     code = (
         "import os, time; print('noise')\n"
@@ -101,7 +101,7 @@ def test_no_wait_is_so_long_that_it_would_hold_up_ctrl_c(
 
 
 def test_a_measurement_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("molinkd.peer.agent.stage_bench._TURN_S", 0.01)
+    monkeypatch.setattr("molinkd.peer.agent.stage_bench._WAIT_S", 0.01)
     monkeypatch.setattr("molinkd.peer.agent.stage_bench._TIMEOUT_S", 0.05)
     with pytest.raises(WorkerError, match="no result in"):
         measure_stage(ORDER, command("import time; time.sleep(600)"))

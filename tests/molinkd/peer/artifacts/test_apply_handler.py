@@ -138,7 +138,7 @@ async def test_who_may_not_fetches_nothing() -> None:
 async def test_a_dry_run_fetches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     scene = Scene()
     here = {"o/here": tmp_path}
-    monkeypatch.setattr("molink.checkpoint.hub.cached", here.get)
+    monkeypatch.setattr("molink.checkpoint.hub.find_cached", here.get)
     with pytest.raises(UsageError, match="`molink pull o/far` first"):
         await scene.end(order("o/here", "o/far", dry=True))
     assert [entry.source for entry in scene.begun] == ["o/here"]

@@ -260,7 +260,7 @@ async def test_a_disk_with_little_room_gets_no_copy(
         return failed(self, reason, now)
 
     monkeypatch.setattr(copying.ReplicationSchedule, "record_failure", note)
-    monkeypatch.setattr(store_module, "has_room", lambda *_: False)
+    monkeypatch.setattr(store_module, "has_disk_room", lambda *_: False)
     pc.layers = (1, 2)
     pc.serve(root, "a")
     await refused.wait()

@@ -282,7 +282,7 @@ async def test_models_of_one_name_but_other_content_do_not_mix(tmp_path: Path) -
 async def test_a_full_disk_is_said_before_anything_is_fetched(
     tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("molink.checkpoint.disk_space.RESERVE_BYTES", 1 << 62)
+    monkeypatch.setattr("molink.checkpoint.disk_space.DISK_RESERVE_BYTES", 1 << 62)
     case = Case(tmp_path / "store", {"a": source})
     with pytest.raises(MolinkError, match="free"):
         await case.stage((0, 4))

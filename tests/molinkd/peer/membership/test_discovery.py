@@ -12,8 +12,8 @@ import pytest
 
 from molink.swarm.membership.discovery import DiscoveredSwarm
 from molinkd.peer.election.coordinator_process import CoordinatorAnnouncement
+from molinkd.peer.membership import discovery
 from molinkd.peer.membership.discovery import DiscoveryScanner, SwarmAnnouncer, scan_network
-from molinkd.peer.membership.membership_record import discovery
 from molinkd.peer.settings import Settings
 from tests.support.net import until
 
@@ -45,9 +45,11 @@ class Air:
 def air(monkeypatch: pytest.MonkeyPatch) -> Iterator[Air]:
     air = Air()
     monkeypatch.setattr(discovery, "POLL_S", 0.01)
-    monkeypatch.setattr(discovery, "_announce", air.announce)
+    monkeypatch.setattr(discovery, "_register_service", air.announce)
     monkeypatch.setattr(discovery, "multicast_addresses", lambda _: air.interfaces)
-    monkeypatch.setattr(discovery, "advertised", lambda *_: (*air.interfaces, "127.0.0.1", "attic"))
+    monkeypatch.setattr(
+        discovery, "advertised_addresses", lambda *_: (*air.interfaces, "127.0.0.1", "attic")
+    )
     yield air
     assert air.announced == []
 
@@ -85,7 +87,7 @@ async def test_what_cannot_be_announced_ends_nothing(
     def fail(*_: object) -> None:
         raise OSError("no multicast")
 
-    monkeypatch.setattr(discovery, "_announce", fail)
+    monkeypatch.setattr(discovery, "_register_service", fail)
     announcer = SwarmAnnouncer(Settings(name="pc"), lambda: SAID)
     announcer.start()
     await until(lambda: "no multicast" in caplog.text)
@@ -126,7 +128,7 @@ async def test_a_swarm_is_looked_for_while_a_member_is_missing(
         looks.append(host)
         return [near, other]
 
-    monkeypatch.setattr(discovery, "look_around", look)
+    monkeypatch.setattr(discovery, "scan_network", look)
     swarm = Swarm()
     lookout = DiscoveryScanner(Settings(name="pc"), swarm)
     lookout.start()

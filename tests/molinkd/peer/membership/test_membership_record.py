@@ -147,11 +147,11 @@ async def test_what_the_coordinator_says_is_passed_on(
 async def test_one_of_too_many_at_once_tries_again(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("molinkd.peer.membership.membership_record._AGAIN_S", 0.01)
+    monkeypatch.setattr("molinkd.peer.membership.membership_record._RETRY_S", 0.01)
     refusing = Refusing(net, Overloaded("too many"), Overloaded("too many"))
     assert (await join_swarm(net.context, KeyPair.generate(), refusing.token, "pc")).swarm == "s2"
     assert refusing.errors == []
-    monkeypatch.setattr("molinkd.peer.membership.membership_record._JOIN_S", 0.0)
+    monkeypatch.setattr("molinkd.peer.membership.membership_record._JOIN_TIMEOUT_S", 0.0)
     refusing.errors = [Overloaded("too many")] * 9
     with pytest.raises(Unavailable, match="can't join"):
         await join_swarm(net.context, KeyPair.generate(), refusing.token, "pc")
@@ -169,7 +169,7 @@ async def test_a_connection_that_breaks_before_the_answer(
         else:
             server.send(sender.identity, JoinReply(ref=message.ref, swarm="s2", peer="p"))
 
-    monkeypatch.setattr("molinkd.peer.membership.membership_record._AGAIN_S", 0.01)
+    monkeypatch.setattr("molinkd.peer.membership.membership_record._RETRY_S", 0.01)
     seen: list[JoinRequest] = []
     net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
     server = net.server(control_codec(), handle)
@@ -186,7 +186,7 @@ async def test_a_coordinator_with_another_key(net: Net) -> None:
 
 
 async def test_nobody_there(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("molinkd.peer.membership.membership_record._JOIN_S", 0.2)
+    monkeypatch.setattr("molinkd.peer.membership.membership_record._JOIN_TIMEOUT_S", 0.2)
     with pytest.raises(Unavailable, match="can't join"):
         await join_swarm(net.context, KeyPair.generate(), make_token("127.0.0.1:9"), "pc")
 
@@ -244,7 +244,7 @@ async def test_a_swarm_that_has_shut_this_pc_out_is_asked_again(
 async def test_a_swarm_that_has_ended_takes_nobody_back(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("molinkd.peer.membership.membership_record._GUIDE_S", 0.1)
+    monkeypatch.setattr("molinkd.peer.membership.membership_record._GUIDE_TIMEOUT_S", 0.1)
     known = msgspec.structs.replace(KNOWN, addresses=("127.0.0.1:1",), is_banned=True)
     with pytest.raises(PeerBanned):
         await renew_membership(net.context, KeyPair.generate(), known)

@@ -9,7 +9,7 @@ from molink.facts.identity import derive_peer_id
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.instructions import PeerInfo
 from molink.wire.sockets.key_pair import KeyPair
-from molinkd.peer.membership.membership_record import probe as module
+from molinkd.peer.membership import peer_prober as module
 from molinkd.peer.membership.peer_prober import PeerProber
 from tests.support.net import Net
 
@@ -25,7 +25,7 @@ def member(public_key: str, port: int, *addresses: str) -> PeerInfo:
 
 
 async def test_it_tries_until_the_port_is_open(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
     told: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
     prober = PeerProber(net.context, net.member(), lambda *said: told.put_nowait(said))
@@ -35,7 +35,7 @@ async def test_it_tries_until_the_port_is_open(net: Net, monkeypatch: pytest.Mon
         prober.add_peer(target)
         assert await told.get() == (target.peer, False, None, False)
         assert await told.get() == (target.peer, False, None, False)
-    monkeypatch.setattr(module, "PATIENCE_S", 10.0)
+    monkeypatch.setattr(module, "TIMEOUT_S", 10.0)
     server = net.server(control_codec(), lambda *_: None)
     # It listens elsewhere now; one of its addresses is enough.
     prober.add_peer(member(net.keys.public, server.port, "127.0.0.9", "127.0.0.1"))
@@ -66,7 +66,7 @@ async def test_a_latency_is_told_again_where_it_has_changed(
         over.set()
         return None
 
-    monkeypatch.setattr(module, "latency", latency)
+    monkeypatch.setattr(module, "measure_latency", latency)
     told: list[float | None] = []
     prober = PeerProber(net.context, net.member(), lambda *said: told.append(said[2]))
     server = net.server(control_codec(), lambda *_: None)
@@ -89,7 +89,7 @@ async def test_a_few_members_are_tried_at_once(net: Net, monkeypatch: pytest.Mon
         return True
 
     monkeypatch.setattr(module, "can_connect", can_connect)
-    monkeypatch.setattr(module, "latency", lambda *_: asyncio.sleep(0, 0.001))
+    monkeypatch.setattr(module, "measure_latency", lambda *_: asyncio.sleep(0, 0.001))
     told: asyncio.Queue[str] = asyncio.Queue()
     prober = PeerProber(net.context, net.member(), lambda *said: told.put_nowait(said[0]))
     targets = [member(net.member().public, 1) for _ in range(20)]
@@ -113,7 +113,7 @@ async def test_a_round_trip_so_short_that_less_would_be_no_news_is_measured_once
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         monkeypatch.setattr(module, "_ENOUGH_S", 10.0)
-        assert await module.latency(["127.0.0.1"], server.getsockname()[1]) is not None
+        assert await module.measure_latency(["127.0.0.1"], server.getsockname()[1]) is not None
         server.accept()[0].close()
         with pytest.raises(BlockingIOError):
             server.accept()
@@ -136,8 +136,8 @@ class FakeDetours:
 async def test_a_member_that_is_reached_by_a_detour(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(module, "DETOUR_S", 0.0)
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(module, "RELAYED_MEASURE_S", 0.0)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
     told: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
     server = net.server(control_codec(), lambda *_: None)
@@ -150,7 +150,7 @@ async def test_a_member_that_is_reached_by_a_detour(
         target = member(net.keys.public, closed.getsockname()[1])
         prober.add_peer(target)
         assert await told.get() == (target.peer, False, None, False)
-        monkeypatch.setattr(module, "PATIENCE_S", 5.0)
+        monkeypatch.setattr(module, "TIMEOUT_S", 5.0)
         relayed_routes.port = server.port
         prober.retry_peer(target.peer)
         prober.retry_peer("nobody")
@@ -166,8 +166,8 @@ async def test_a_member_that_is_reached_by_a_detour(
 async def test_the_latency_of_who_is_not_there_is_unknown() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        assert await module.latency(["127.0.0.1"], closed.getsockname()[1]) is None
-    assert await module.latency([], 1) is None
+        assert await module.measure_latency(["127.0.0.1"], closed.getsockname()[1]) is None
+    assert await module.measure_latency([], 1) is None
 
 
 async def test_who_does_not_know_us_has_answered_and_another_has_not(
@@ -178,7 +178,7 @@ async def test_who_does_not_know_us_has_answered_and_another_has_not(
     codec, stranger = control_codec(), KeyPair.generate()
     key = net.keys.public
     assert await module.can_connect(net.context, stranger, codec, key, target)
-    monkeypatch.setattr(module, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.3)
     other = KeyPair.generate().public
     assert not await module.can_connect(net.context, net.member(), codec, other, target)
     assert not await module.can_connect(net.context, net.member(), codec, key, [])
@@ -187,7 +187,7 @@ async def test_who_does_not_know_us_has_answered_and_another_has_not(
 async def test_who_has_answered_at_one_address_is_not_waited_for_at_others(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 3600.0)
+    monkeypatch.setattr(module, "TIMEOUT_S", 3600.0)
     server = net.server(control_codec(), lambda *_: None)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -213,7 +213,7 @@ async def test_a_try_during_which_it_stood_still_is_made_again(
             return False
         return len(tries) == 2
 
-    monkeypatch.setattr(module, "_answers", answers)
+    monkeypatch.setattr(module, "_is_answering", answers)
     given = net.context, KeyPair.generate(), control_codec(), net.keys.public, ["tcp://x:1"]
     assert await module.can_connect(*given)
     assert len(tries) == 2

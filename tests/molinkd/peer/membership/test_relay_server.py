@@ -17,8 +17,8 @@ from molink.wire.messages.relay import (
     RelayedRoute,
     compute_proof,
 )
-from molinkd.peer.membership.membership_record import detours as ends
-from molinkd.peer.membership.membership_record import relay as module
+from molinkd.peer.membership import relay_server as module
+from molinkd.peer.membership import relayed_routes as ends
 from molinkd.peer.membership.relay_server import MAX_STRANGERS, RelayServer, authenticate_end
 from molinkd.peer.membership.relayed_routes import RelayedRoutes
 from molinkd.splice import CHUNK_BYTES, Stream
@@ -340,12 +340,12 @@ async def test_detours_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch
     def full(*_: object) -> None:
         raise OSError("no descriptors")
 
-    monkeypatch.setattr(ends, "listen", full)
+    monkeypatch.setattr(ends, "listen_on_free_port", full)
     assert bench.dialling.local_endpoint("b", 2) == ""
 
 
 async def test_what_nobody_uses_is_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.relay.open_relay(OpenRelay(id=1, secret=SECRET))
-    monkeypatch.setattr(module, "UNUSED_S", -1.0)
+    monkeypatch.setattr(module, "UNUSED_TIMEOUT_S", -1.0)
     bench.relay.open_relay(OpenRelay(id=2, secret=SECRET))
     assert list(bench.relay._sessions) == [2]

@@ -18,8 +18,8 @@ from molink.wire.messages.peer_reports import Goodbye, PeerReport, StageReady
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender, Server
+from molinkd.peer.membership import session as session_module
 from molinkd.peer.membership.membership_record import MembershipRecord
-from molinkd.peer.membership.membership_record import session as session_module
 from molinkd.peer.membership.session import CoordinatorSession
 from tests.support.net import Net
 
@@ -217,7 +217,7 @@ async def _bind(net: Net, server: Server, port: int) -> None:
 async def test_a_stranger_is_told_so(net: Net) -> None:
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, KeyPair.generate(), coordinator.server.port, heard)
-    for number in range(session_module.LASTING):
+    for number in range(session_module.MAX_REFUSALS):
         assert heard == []
         session._on_refusal(f"{number}")
     session._on_refusal("more")
