@@ -14,8 +14,8 @@ from molinkd.coordinator.main import main
 
 def hurry(scale: float) -> None:
     """From now on, in this process."""
-    paces.STAYS *= scale
-    paces.REMEMBERED *= scale
+    read_rates.STAYS *= scale
+    read_rates.REMEMBERED *= scale
     planner.REVIEW_INTERVAL *= scale
 
 
