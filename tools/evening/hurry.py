@@ -9,6 +9,7 @@ times as long: how long a pace has to stay and is remembered, and the time betwe
 import sys
 
 from molink.swarm.controller import planner
+from molink.swarm.placement import read_rates
 from molinkd.coordinator.main import main
 
 
