@@ -64,7 +64,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from molink.errors import InvariantError
-from molink.facts.story import Story
 from molink.ring.host_memory import HostBlockLedger, are_distinct
 from molink.ring.seq_set import PendingReleases, SeqSet
 from molink.ring.step import (
@@ -79,6 +78,7 @@ from molink.ring.sub_chunks import SubChunkPolicy, WholeVolumePolicy
 from molink.ring.tracked_requests import ScoreboardLimits, TrackedRequests, has_honest_drafts
 from molink.ring.volume_queue import VolumeQueue
 from molink.ring.waiting_volume import WaitingVolume
+from molink.util.story import Story
 from molink.wire.messages.data_plane import (
     Admit,
     BlockTable,

@@ -6,7 +6,6 @@ from molink.errors import InvariantError, MolinkError, Overloaded, RequestError
 from molink.facts.drafts import DraftBatch, DraftResults
 from molink.facts.request_costs import RequestCosts
 from molink.facts.ring_times import RingTimes
-from molink.facts.story import Story
 from molink.routing.cache_report import CacheReport
 from molink.scheduler.admission import AdmissionController
 from molink.scheduler.batch import MicroBatch
@@ -27,6 +26,7 @@ from molink.scheduler.speculation.speculation import Speculation
 from molink.scheduler.stats import SchedulerStats
 from molink.scheduler.swap_manager import SwapManager
 from molink.scheduler.wait_estimator import WaitEstimator
+from molink.util.story import Story
 from molink.wire.messages.data_plane import (
     Admit,
     RequestSlice,

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from molink.errors import MolinkError, Overloaded, PeerBanned, RequestError, Unavailable, WireError
-from molink.swarm.membership.join_rate_limit import RateLimit, TokenBucket
 from molink.swarm.membership.pairing import (
     AdmitJoinerAction,
     ConfirmRefusalAction,
@@ -35,6 +34,7 @@ from molink.swarm.membership.pairing import (
     SendToJoinerAction,
 )
 from molink.swarm.membership.versions import PeerVersion, explain_mismatch, own_version
+from molink.util.token_bucket import RateLimit, TokenBucket
 from molink.wire.messages.pairing import (
     LENGTH_BYTES,
     MAX_FRAME,

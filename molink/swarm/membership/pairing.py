@@ -18,9 +18,9 @@ import msgspec
 
 from molink.errors import WireError
 from molink.facts.identity import derive_peer_id
-from molink.swarm.membership.join_rate_limit import RateLimit, TokenBucket
 from molink.swarm.membership.sanitize import sanitize_name
 from molink.swarm.membership.versions import own_version
+from molink.util.token_bucket import RateLimit, TokenBucket
 from molink.wire.messages.pairing import (
     Challenge,
     Commitment,

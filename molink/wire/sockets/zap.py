@@ -17,8 +17,8 @@ from zmq.utils import z85
 
 from molink.errors import UsageError
 from molink.facts.identity import derive_peer_id
+from molink.util.token_bucket import KeyedTokenBuckets, RateLimit
 from molink.wire.sockets.create_socket import DOMAIN
-from molink.wire.sockets.rate_limit import PeerRateLimit
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +27,9 @@ _ENDPOINT = "inproc://zeromq.zap.01"
 _REQUEST_FRAMES = 9
 #: Seconds before a handler that failed runs again, so that a lasting fault keeps no core busy.
 _RESTART_PAUSE = 0.1
-#: Handshakes of one user: so many at once, and so many a second after that. A ROUTER counts them up
-#: through 32 bits, and libzmq ends the process at a number that a peer has taken for itself.
-_HANDSHAKES, _HANDSHAKE_RATE = 100, 10.0
+#: Handshakes per peer. A ROUTER numbers them with 32 bits, and libzmq aborts the process when a
+#: number equals a routing id that a peer has chosen.
+HANDSHAKE_LIMIT = RateLimit(100, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,14 @@ class ZapAuthenticator:
         self,
         context: zmq.Context[Any],
         on_refused: Callable[[RefusedHandshake], None] | None = None,
+        handshake_limit: RateLimit = HANDSHAKE_LIMIT,
     ) -> None:
-        """``on_refused`` is called in the gatekeeper's thread."""
+        """``on_refused`` is called in the authenticator's thread."""
         self.accepted = 0
         self.refused = 0
         #: Handshakes of members that were put off: they came too often.
         self.deferred = 0
-        self._rate_limit = PeerRateLimit(_HANDSHAKES, _HANDSHAKE_RATE)
+        self._handshake_buckets = KeyedTokenBuckets(handshake_limit)
         self._on_refused = on_refused
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context)
         self._lock = threading.Lock()
@@ -109,7 +110,7 @@ class ZapAuthenticator:
         """Forget ``peer_id`` and its keys, and whether it was blocked."""
         with self._lock:
             self._blocked -= {peer_id}
-            self._rate_limit.drop_peer(peer_id)
+            self._handshake_buckets.drop_key(peer_id)
             self._replace({key: user for key, user in self._keys.items() if user != peer_id})
 
     def block_peer(self, peer_id: str) -> None:
@@ -191,7 +192,7 @@ class ZapAuthenticator:
         if user is None:
             self.refused += 1
             status, text = b"400", b"not a member"
-        elif not self._rate_limit.try_acquire(user, time.monotonic()):
+        elif not self._handshake_buckets.try_take(user, time.monotonic()):
             # A number from 300 on has the peer try again.
             self.deferred += 1
             status, text = b"300", b"too often"

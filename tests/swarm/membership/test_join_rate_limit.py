@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.swarm.membership.join_rate_limit import JoinRateLimiter, RateLimit
+from molink.swarm.membership.join_rate_limit import JoinRateLimiter
+from molink.util.token_bucket import RateLimit
 
 
 def test_a_burst_and_then_a_steady_trickle() -> None:

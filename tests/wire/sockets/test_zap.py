@@ -6,11 +6,11 @@ import zmq
 
 from molink.errors import UsageError
 from molink.facts.identity import derive_peer_id
+from molink.util.token_bucket import KeyedTokenBuckets, RateLimit
 from molink.wire.messages.admin import StatusRequest
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import DoneReply
 from molink.wire.sockets.key_pair import KeyPair
-from molink.wire.sockets.rate_limit import PeerRateLimit
 from molink.wire.sockets.server import MessageSender, Server
 from molink.wire.sockets.zap import RefusedHandshake, ZapAuthenticator
 
@@ -121,7 +121,7 @@ async def test_other_domains_and_mechanisms_are_refused(net: Any, echo: Server[A
 
 
 async def test_who_comes_too_often_is_put_off_not_refused(net: Any, echo: Server[Any]) -> None:
-    net.gatekeeper._pace = PeerRateLimit(2, 2.0)
+    net.gatekeeper._handshake_buckets = KeyedTokenBuckets(RateLimit(2, 2.0))
     keys = net.member("often")
     clients = [net.client(control_codec(), keys, echo.port) for _ in range(3)]
     await net.until(lambda: net.gatekeeper.put_off)

@@ -16,7 +16,7 @@ from typing import Any
 
 from molink.errors import WireError
 from molink.swarm.controller.relays import MAX_OF_PEER
-from molink.swarm.membership.join_rate_limit import RateLimit, TokenBucket
+from molink.util.token_bucket import RateLimit, TokenBucket
 from molink.wire.messages.relay import (
     NONCE_BYTES,
     PEER_ARRIVED,

@@ -1,4 +1,4 @@
-from molink.facts.story import Story
+from molink.util.story import Story
 
 
 def test_keeps_the_last_transitions() -> None:

@@ -1,0 +1,1 @@
+"""Small helpers without I/O that every layer shares."""
