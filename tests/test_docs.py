@@ -1,4 +1,4 @@
-"""What the documents name is there: files, modules of ``tools``, and the targets of links."""
+"""Paths, modules of ``tools`` and link targets that documents name exist."""
 
 import re
 from pathlib import Path
@@ -9,16 +9,24 @@ from molinkd.cli.swarm_file import ModelSection, SwarmFile, read_swarm_file
 from molinkd.peer.settings import SETTING_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *(
+        ROOT / name
+        for name in ("README.md", "SECURITY.md", "deploy/README.md", "configs/README.md")
+    ),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 _PATH = re.compile(r"(?<![\w./-])(?:molink|daemon|configs|tools|tests|docs)/[\w./-]*\w")
+#: A tool that was deleted since is named with the commit that had it, in the same paragraph.
 _TOOL = re.compile(r"\btools\.(\w+)")
+_AT_COMMIT = re.compile(r"\bat\s+[0-9a-f]{8}\b")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 def headings(text: str) -> set[str]:
-    """The anchors that a code host makes of headings."""
+    """Anchors that a code host makes of headings."""
     return {
         re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-")
         for title in _HEADING.findall(text)
@@ -26,14 +34,15 @@ def headings(text: str) -> set[str]:
 
 
 def missing(document: Path) -> list[str]:
-    """What ``document`` names and isn't there."""
+    """Names in ``document`` that don't exist."""
     text = document.read_text(encoding="utf-8")
     found = [
         path for path in _PATH.findall(text) if "NAME" not in path and not (ROOT / path).exists()
     ]
-    for name in _TOOL.findall(text):
-        if not any((ROOT / "tools" / place).exists() for place in (name, f"{name}.py")):
-            found.append(f"tools.{name}")
+    for block in re.split(r"\n\n|\n(?=\||- |\d+\. )", text):
+        for name in () if _AT_COMMIT.search(block) else _TOOL.findall(block):
+            if not any((ROOT / "tools" / place).exists() for place in (name, f"{name}.py")):
+                found.append(f"tools.{name}")
     for place, anchor in _LINK.findall(text):
         target = document.parent / place if place else document
         if not target.exists():
@@ -44,26 +53,27 @@ def missing(document: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_what_a_document_names_is_there(document: Path) -> None:
+def test_document_names_existing_things(document: Path) -> None:
     assert missing(document) == []
 
 
-def test_a_wrong_name_is_found(tmp_path: Path) -> None:
+def test_missing_names_are_found(tmp_path: Path) -> None:
     document = tmp_path / "wrong.md"
     document.write_text(
-        "# Title\n`molink/nowhere.py`, `tools.nothing`, [a](b.md), [c](#d), [fine](#title)\n",
+        "# Title\n`molink/nowhere.py`, `tools.nothing`, [a](b.md), [c](#d), [fine](#title)\n\n"
+        "`python -m tools.gone` at 05be9d4b\n",
         encoding="utf-8",
     )
     assert missing(document) == ["molink/nowhere.py", "tools.nothing", "b.md", "#d"]
 
 
-def test_every_setting_is_described() -> None:
+def test_every_setting_is_documented() -> None:
     text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert sorted(rows) == sorted(SETTING_NAMES)
 
 
-def test_the_swarm_file_is_described(tmp_path: Path) -> None:
+def test_swarm_file_fields_are_documented(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "swarm-file.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert rows == [*SwarmFile.__struct_fields__, *ModelSection.__struct_fields__]
