@@ -113,9 +113,6 @@ def test_the_test_extra_is_what_tests_and_tools_need() -> None:
     both = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
     # What is in there runs with packages of its own (tests/support/clients.py).
     paths = sorted(path for path in both if path.parent != ROOT / "tests" / "e2e" / "clients")
-    bench = declared(PROJECT["optional-dependencies"]["bench"])
-    assert bench <= {normal(name) for name in imported(paths)}
-    # Only benchmarks import these, and CI doesn't install them.
     own = {
         "molink",
         "molinkd",
@@ -124,7 +121,6 @@ def test_the_test_extra_is_what_tests_and_tools_need() -> None:
         *(path.stem for path in paths),
         *(path.parent.name for path in paths),
     }
-    own |= bench
     extra = declared(PROJECT["optional-dependencies"]["test"])
     needed = distributions(paths, own) - declared(PROJECT["dependencies"])
     assert needed | TEST_TOOLS == extra | TEST_TOOLS

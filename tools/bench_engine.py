@@ -44,7 +44,6 @@ from molink.stage.kernels import compiler
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from molinkd.platform import huge_pages
-from tools.serving.rounds import compare
 
 BLOCK = 16
 PROMPT, DECODE = 128, 64
@@ -202,8 +201,16 @@ def _against_transformers(stage: Stage, options: argparse.Namespace) -> dict[str
 
 
 def _compare(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """Figures in tokens/s; without a rival just ours."""
-    return compare(ours, theirs) if theirs else {"molink": statistics.median(ours)}
+    """Medians of both sides, tokens/s, and the median of the rounds' ratios."""
+    if not theirs:
+        return {"molink": statistics.median(ours)}
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return {
+        "molink": statistics.median(ours),
+        "baseline": statistics.median(theirs),
+        "ratio": statistics.median(ratios),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+    }
 
 
 def without_avx512() -> dict[str, bool]:

@@ -14,11 +14,8 @@ before.
 
 With drafts (``drafts``), beside molink without, by a text that the answers repeat:
 
-    python -m tools.bench_rival FOLDER-OR-GGUF --sides molink,drafts --text
-    molink/scheduler/prefill_only.py \\
+    python -m tools.bench_rival FOLDER-OR-GGUF --sides molink,drafts --text README.md \\
         --mbps 100 --requests 3 --rate 0.05 --output-tokens 96
-
-On real texts, and with a draft model: :mod:`tools.bench_drafts`.
 """
 
 import argparse

@@ -27,7 +27,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +39,16 @@ from torch import Tensor
 from molink.checkpoint.gguf_import import import_gguf
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.model_source import NullCounter
+from molink.facts.dtypes import DTypeChoice
+from molink.facts.model import Quantize
+from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
 from molink.text.tokenizer import Tokenizer
-from tools.greedy import greedy, whole_model
 from tools.measure_quantization import log_probabilities
 
 #: As many likely tokens are asked for at first: all of them are many.
 _LIKELY = 400
+_BLOCK = 16
 #: Pieces that the texts are tokenized in, beside whole.
 _PIECE = 97
 
@@ -251,6 +254,34 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, figure in compare(options, Path(folder)).items():
             print(f"{name:44} {figure}", flush=True)
+
+
+def whole_model(folder: ModelFolder, room: int, dtype: DTypeChoice, quantize: Quantize) -> Stage:
+    """All layers of a model in one stage, with room for the KV of ``room`` tokens."""
+    stage = Stage.load_layers(folder, (0, folder.config.layers), "cpu", dtype, quantize=quantize)
+    stage.allocate_kv_pool(-(-room // _BLOCK), _BLOCK)
+    return stage
+
+
+def next_logits(stage: Stage, tokens: Sequence[int], start: int) -> Tensor:
+    """Logits ``[V]`` after ``tokens``, of which those before ``start`` were computed before."""
+    rows = torch.tensor(tokens[start:])
+    blocks = range(-(-len(tokens) // _BLOCK))
+    sequence = SequenceRows(start, len(rows), blocks)
+    return stage.forward(StageInput(rows, None, (sequence,), (len(rows) - 1,)))[0]
+
+
+def greedy(
+    stage: Stage, prompt: Sequence[int], count: int, ends: Collection[int]
+) -> list[tuple[int, Tensor]]:
+    """Up to ``count`` tokens after a prompt, the first of ``ends`` the last, and their logits."""
+    tokens, start, found = list(prompt), 0, list[tuple[int, Tensor]]()
+    while len(found) < count and not (found and found[-1][0] in ends):
+        logits = next_logits(stage, tokens, start)
+        start = len(tokens)
+        tokens.append(int(logits.argmax()))
+        found.append((tokens[-1], logits))
+    return found
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,9 +34,8 @@ from molink.bench.planned_requests import PlannedRequest, plan_sizes
 from molink.bench.report import summarize
 from molink.bench.runner import run_plan
 from molink.bench.sample import Sample
-from tools.chaos.churn import churn
-from tools.chaos.usage import Usage, usage_of
-from tools.swarm_processes import swarm_processes
+from tools.chaos.churn import run_churn
+from tools.chaos.usage import Usage, measure_usage
 
 #: What a process has at the end by what it had at first, at most.
 TARGET = 1.05
@@ -90,7 +90,7 @@ def _churned(options: argparse.Namespace) -> dict[str, Any]:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         root = options.keep or Path(folder)
-        found = asyncio.run(churn(root, options.minutes * 60.0, streams=options.concurrency))
+        found = asyncio.run(run_churn(root, options.minutes * 60.0, streams=options.concurrency))
     rows = compare(found.settled, found.last)
     return {
         "seconds": round(time.monotonic() - begun),
@@ -103,8 +103,32 @@ def _churned(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def swarm_processes() -> tuple[dict[psutil.Process, str], list[str]]:
+    """Every daemon, its workers and their other descendants with what each is; and endpoints.
+
+    They come from ``molink status --json``.
+    """
+    command = [sys.executable, "-m", "molinkd", "status", "--json"]
+    # Its exit code says whether the swarm is ready, too.
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False, encoding="utf-8")
+    if not done.stdout:
+        raise SystemExit(f"`molink status` ended with exit code {done.returncode}")
+    peers: list[dict[str, Any]] = json.loads(done.stdout)["peers"]
+    found: dict[psutil.Process, str] = {}
+    for peer in peers:
+        daemon = psutil.Process(peer["daemon_pid"])
+        found[daemon] = f"daemon of {peer['name']}"
+        workers = {worker["pid"]: worker["stage"] for worker in peer["workers"]}
+        for child in daemon.children(recursive=True):
+            stage = workers.get(child.pid)
+            found[child] = f"child of {peer['name']}" if stage is None else f"stage {stage}"
+    return found, [peer["endpoint"] for peer in peers if peer["endpoint"]]
+
+
 def _usage(processes: Mapping[psutil.Process, str]) -> dict[str, Usage]:
-    return {f"{role} ({process.pid})": usage_of([process]) for process, role in processes.items()}
+    return {
+        f"{role} ({process.pid})": measure_usage([process]) for process, role in processes.items()
+    }
 
 
 async def _soak(

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tools.chaos import checks
-from tools.chaos.faults import KINDS, plan
-from tools.chaos.hang import CannotHang, hung
+from tools.chaos.faults import KINDS, plan_faults
+from tools.chaos.hang import CannotHang, hang_thread
 from tools.chaos.network import Network
 from tools.chaos.pc import ListenAddress, Pc
 from tools.chaos.streams import Slot
@@ -54,8 +54,8 @@ def python(pc: Pc, code: str) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def test_a_seed_gives_a_plan_with_every_kind() -> None:
-    one = plan(list(KINDS), random.Random(7), 1.0, 30.0)
-    same = plan(list(KINDS), random.Random(7), 1.0, 30.0)
+    one = plan_faults(list(KINDS), random.Random(7), 1.0, 30.0)
+    same = plan_faults(list(KINDS), random.Random(7), 1.0, 30.0)
     faults = [next(one) for _ in range(2 * len(KINDS))]
     assert faults == [next(same) for _ in faults]
     for half in (faults[: len(KINDS)], faults[len(KINDS) :]):
@@ -124,7 +124,7 @@ def test_one_thread_hangs_while_another_goes_on() -> None:
     reader.start()
     try:
         until(lambda: {"main", "other"} <= set(seen))
-        with hung(process.pid):
+        with hang_thread(process.pid):
             # What it had written before comes first.
             until(lambda: seen[-10:] == ["other"] * 10)
             seen.clear()
@@ -228,10 +228,10 @@ def test_what_an_abort_leaves_is_found(tmp_path: Path, line: str) -> None:
     (one.home / "terminal.log").write_text("all is well\n", encoding="utf-8")
     log = logs / "worker-p1-0.log"
     log.write_text("worker 12 exited with -9\nit was ended by signal 9\n", encoding="utf-8")
-    assert list(checks.aborts(one)) == []
+    assert list(checks.find_aborts(one)) == []
     log.write_text(f"{line}\n", encoding="utf-8")
     one.strange_exits.append(-6)
-    assert list(checks.aborts(one)) == [
+    assert list(checks.find_aborts(one)) == [
         "pc1: its daemon was ended by signal 6",
         f"pc1: worker-p1-0.log: {line}",
     ]
@@ -250,7 +250,7 @@ def test_what_has_grown_is_told() -> None:
         "pc2 other": Usage(1, 9),
         "pc3 worker": Usage(1, 99),
     }
-    assert checks.grown(before, after, 12) == [
+    assert checks.find_growth(before, after, 12) == [
         "pc1 daemon: 50 descriptors before, 63 after",
         "pc2 worker: 1 processes before, 2 after",
         "pc2 other: 0 processes before, 1 after",

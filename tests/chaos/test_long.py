@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tools.chaos.__main__ import run
-from tools.chaos.churn import churn
+from tools.chaos.churn import run_churn
 from tools.chaos.faults import KINDS
-from tools.chaos.report import markdown
+from tools.chaos.report import render_report
 from tools.soak import TARGET, compare, worst
 
 pytestmark = pytest.mark.slow
@@ -30,13 +30,13 @@ async def test_five_minutes_of_faults(tmp_path: Path, network: bool) -> None:
         tokens=200,
     )
     verdict = await run(tmp_path, options)
-    print(markdown(verdict))
-    assert verdict.good, markdown(verdict)
+    print(render_report(verdict))
+    assert verdict.good, render_report(verdict)
 
 
 @pytest.mark.timeout(3600)
 async def test_half_an_hour_of_comings_and_goings(tmp_path: Path) -> None:
-    found = await churn(tmp_path, 1800.0, streams=16)
+    found = await run_churn(tmp_path, 1800.0, streams=16)
     rows = compare(found.settled, found.last)
     assert found.troubles == []
     assert found.joins >= 25

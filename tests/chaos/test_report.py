@@ -1,9 +1,9 @@
 """What is made of what was seen."""
 
 from tools.chaos import phases
-from tools.chaos.drill import Result, Verdict, troubles_of
+from tools.chaos.drill import Result, Verdict, list_troubles
 from tools.chaos.faults import Fault
-from tools.chaos.report import markdown
+from tools.chaos.report import render_report
 from tools.chaos.streams import Answer, End
 
 KILLED = Result(
@@ -37,7 +37,7 @@ def test_a_row_counts_the_answers_that_a_fault_could_harm() -> None:
     ]
     verdict = Verdict([KILLED, FROZEN, SKIPPED], answers, [0.1, 0.2], ["it went wrong"])
     assert not verdict.good
-    lines = markdown(verdict).splitlines()
+    lines = render_report(verdict).splitlines()
     assert lines[2:6] == [
         "| none | | | | | 0.15 | 0.20 | | | |",
         "| kill-worker | 1 | 2 of 3 | 1 | 0 | 3.50 | 4.00 |  | 4.00 | 6.00 |",
@@ -61,7 +61,7 @@ def test_a_wrong_piece_is_told_with_the_faults_that_its_answer_lived_through() -
     changed = Answer(0, "pc1", 13.0, 40.0, "changed", 9, "it is wrong", wrong_at=21.5)
     lost = Answer(1, "pc2", 15.0, 30.0, "lost", 3, "it broke")
     early = Answer(1, "pc2", 1.0, 9.0, "lost", 3, "it broke")
-    assert troubles_of([changed, lost, lost, early], [KILLED, FROZEN, SKIPPED]) == [
+    assert list_troubles([changed, lost, lost, early], [KILLED, FROZEN, SKIPPED]) == [
         "freeze-other (pc3): at pc1, changed: it is wrong;"
         " after kill-worker (worker of pc2) +11.5 s, freeze-other (pc3) +1.5 s (1 times)",
         "freeze-other (pc3): at pc2, lost: it broke (2 times)",
@@ -85,4 +85,4 @@ def test_phases_are_of_pcs_that_recovered_once() -> None:
         ("pc3", 0): shown(1, 103.0, 2.0),
         ("pc4", 0): {},
     }
-    assert phases.between(before, after, 101.0) == {"noticed": [0.5], "weights": [2.0]}
+    assert phases.compute_phases(before, after, 101.0) == {"noticed": [0.5], "weights": [2.0]}

@@ -6,9 +6,9 @@ import pytest
 
 from molinkd.peer.home import Home
 from tests.support.processes import restore_measurements, save_measurements
-from tools.chaos.drill import drill
+from tools.chaos.drill import run_drill
 from tools.chaos.faults import Fault
-from tools.chaos.report import markdown
+from tools.chaos.report import render_report
 from tools.chaos.streams import Load
 from tools.chaos.swarm import Swarm
 
@@ -25,8 +25,8 @@ async def test_streams_outlive_any_process_and_any_pc(tmp_path: Path) -> None:
     for pc in paced.pcs:
         restore_measurements(Home(pc.home))
     async with paced as swarm, Load(swarm, 16, tokens=60) as load:
-        verdict = await drill(swarm, load, faults, whole_s=0.0)
+        verdict = await run_drill(swarm, load, faults, whole_s=0.0)
     save_measurements(Home(paced.founder.home))
     verdict.troubles += swarm.left_behind
-    assert verdict.good, markdown(verdict)
+    assert verdict.good, render_report(verdict)
     assert [result.fault.kind for result in verdict.results if result.pauses] == KINDS

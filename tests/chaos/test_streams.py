@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from tools.chaos.pc import ListenAddress, Pc
-from tools.chaos.streams import End, Load, Slot, circumstances, first_wrong
+from tools.chaos.streams import End, Load, Slot, describe_circumstances, find_first_wrong
 from tools.chaos.swarm import Swarm
 
 PIECES = ("one ", "two ", "three")
@@ -118,10 +118,10 @@ async def test_what_became_of_an_answer(tmp_path: Path, how: str, end: End, trou
 
 
 def test_the_first_wrong_piece() -> None:
-    assert first_wrong("one two", [(1.0, "one "), (2.0, "two")]) is None
-    assert first_wrong("one two", [(1.0, "one ")]) is None
-    assert first_wrong("one two", [(1.0, "one "), (2.0, "too"), (3.0, "two")]) == 1
-    assert first_wrong("one two", [(1.0, "one two"), (2.0, "two")]) == 1
+    assert find_first_wrong("one two", [(1.0, "one "), (2.0, "two")]) is None
+    assert find_first_wrong("one two", [(1.0, "one ")]) is None
+    assert find_first_wrong("one two", [(1.0, "one "), (2.0, "too"), (3.0, "two")]) == 1
+    assert find_first_wrong("one two", [(1.0, "one two"), (2.0, "two")]) == 1
 
 
 def test_who_else_got_the_wrong_piece(tmp_path: Path) -> None:
@@ -131,12 +131,12 @@ def test_who_else_got_the_wrong_piece(tmp_path: Path) -> None:
     its_own.heard.extend([(9.0, " do"), (11.004, " do")])
     late.heard.append((12.0, " do"))
     other.heard.append((11.0, " don"))
-    told = circumstances(came, 2, 9.5, [its_own, late, other])
+    told = describe_circumstances(came, 2, 9.5, [its_own, late, other])
     assert told == (
         "wrong is piece 2, ' do', 0.900 s after the one before;"
         " the same piece came at stream 2 at pc1 +0.004 s"
     )
-    told = circumstances(came, 0, 9.5, [late, other])
+    told = describe_circumstances(came, 0, 9.5, [late, other])
     assert told == (
         "wrong is piece 0, ' is', 0.500 s after the one before;"
         " the same piece came at no other stream"

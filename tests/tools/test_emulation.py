@@ -91,7 +91,7 @@ def test_steps_take_as_long_as_the_roofline_says(emulation: Emulation) -> None:
     stage = EmulatedStage(emulation, 2)
     ended: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
     executor = EmulatedExecutor(stage, Activations(bytes(256), 128), lambda done, step: done(step))
-    executor.submit([StepInput(volume(False, (4, 1), (9, 1)), b"")], ended.put)
+    executor.submit_step([StepInput(volume(False, (4, 1), (9, 1)), b"")], ended.put)
     done = ended.get(timeout=30)
     executor.close()
     planned = emulation.rooflines[2].step_s(StepRows(decode=2, decode_context=13, sampled=2))

@@ -19,7 +19,7 @@ from tools.scheduling.preemption import ORACLE, compared, preemption
 from tools.scheduling.processes import burst, mean, simulated
 from tools.scheduling.report import render
 from tools.scheduling.requests import LIMIT, SIZES, log_normal, poisson, sizes_of
-from tools.scheduling.serving import NO_WORKLOAD, serve
+from tools.scheduling.serving import NO_WORKLOAD, simulate_plan
 
 
 def test_sizes_have_the_mean_that_is_said() -> None:
@@ -60,7 +60,7 @@ def test_only_the_oracle_is_told_how_long_answers_will_be(
     monkeypatch.setattr(Scheduler, "submit_request", listen)
     plan = poisson(sizes_of("sharegpt"), 5.0, 2.0, 1)
     scenario = Scenario(NO_WORKLOAD, 1, max_num_seqs=8, scheduling_policy=policy)
-    samples, _, _ = serve(scenario, plan)
+    samples, _, _ = simulate_plan(scenario, plan)
     answers = [request.output_tokens for request in plan]
     assert [sample.output_tokens for sample in samples] == answers
     assert max(answers) < LIMIT
@@ -127,7 +127,8 @@ def test_modes_are_compared_seed_by_seed() -> None:
 def test_in_a_burst_short_requests_need_not_wait_for_long_ones() -> None:
     plan = burst(16)
     means = {
-        policy: mean(serve(simulated(policy), plan)[0]) for policy in ("fcfs", "skip-join-mlfq")
+        policy: mean(simulate_plan(simulated(policy), plan)[0])
+        for policy in ("fcfs", "skip-join-mlfq")
     }
     assert means["skip-join-mlfq"] < 0.8 * means["fcfs"]
 
@@ -161,11 +162,11 @@ def test_all_is_every_figure_each_by_its_own_command(
     monkeypatch.setattr(subprocess, "run", run)
     command.main(["--all", "--jobs", jobs, "--out", str(tmp_path), *traces])
     told = capsys.readouterr().out
-    assert {name for name, _ in made} == {*command.FIGURES, "routing", "report"} - {"default"}
+    assert {name for name, _ in made} == {*command.FIGURES, "routing", "report"}
     assert [name for name, _ in made[-2:]] == ["processes", "report"]
     assert len(set(made)) == len(made)
     assert told.count("python -m tools.") == len(made)
-    assert ("left out" in told) is not bool(traces)
+    assert ("skipped" in told) is not bool(traces)
     assert (("slo", "scheduling-slo-trace.json") in made) is bool(traces)
     count = len(made)
     command.main(["--all", "--out", str(tmp_path), "--without", "processes,latency", *traces])

@@ -20,9 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tools.chaos.drill import Result, Verdict, drill
-from tools.chaos.faults import KINDS, plan
-from tools.chaos.report import markdown
+from tools.chaos.drill import Result, Verdict, run_drill
+from tools.chaos.faults import KINDS, plan_faults
+from tools.chaos.report import render_report
 from tools.chaos.streams import Load
 from tools.chaos.swarm import Swarm
 
@@ -40,7 +40,7 @@ def main() -> int:
         verdict = asyncio.run(run(root, options))
         if not verdict.good and not options.keep:
             print(f"what the PCs have logged: {save_logs(root)}", file=sys.stderr)
-    print(markdown(verdict))
+    print(render_report(verdict))
     return 0 if verdict.good else 1
 
 
@@ -82,7 +82,7 @@ async def run(root: Path, options: argparse.Namespace) -> Verdict:
     """The drill of the command line."""
     network = any(KINDS[kind].network for kind in options.kinds)
     rng = random.Random(options.seed)
-    faults = plan(options.kinds, rng, options.shortest, options.longest)
+    faults = plan_faults(options.kinds, rng, options.shortest, options.longest)
     async with (
         Swarm(
             root, options.pcs, seed=options.seed, network=network, device=options.device
@@ -92,7 +92,9 @@ async def run(root: Path, options: argparse.Namespace) -> Verdict:
         until = time.monotonic() + options.seconds
         chosen = itertools.islice(faults, options.faults)
         timely = itertools.takewhile(lambda _: time.monotonic() < until, chosen)
-        verdict = await drill(swarm, load, timely, options.seed, tell=_tell, rest_s=options.rest)
+        verdict = await run_drill(
+            swarm, load, timely, options.seed, tell=_tell, rest_s=options.rest
+        )
     verdict.troubles += swarm.left_behind
     return verdict
 

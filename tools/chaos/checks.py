@@ -10,7 +10,7 @@ import aiohttp
 from molinkd.child_process import exit_text
 from tools.chaos.pc import Pc
 from tools.chaos.swarm import Swarm
-from tools.chaos.usage import Usage, usage_by_role
+from tools.chaos.usage import Usage, measure_usage_by_role
 
 #: For a daemon to learn that its last requests are over, and a head to free their blocks.
 QUIET_S = 20.0
@@ -35,7 +35,7 @@ _ABORT = re.compile(
 )
 
 
-async def gauges(url: str) -> dict[str, float]:
+async def fetch_gauges(url: str) -> dict[str, float]:
     """``/metrics`` of an endpoint by name, whatever the labels: the largest of each."""
     limit = aiohttp.ClientTimeout(total=10)
     found: dict[str, float] = {}
@@ -51,11 +51,11 @@ async def gauges(url: str) -> dict[str, float]:
     return found
 
 
-async def busy(swarm: Swarm) -> list[str]:
+async def find_busy_gauges(swarm: Swarm) -> list[str]:
     """Gauges that should come to 0 once nothing is asked, and don't, or that nobody shows."""
     deadline = time.monotonic() + QUIET_S
     while True:
-        shown = {pc.name: await gauges(pc.url) for pc in swarm.pcs if pc.running}
+        shown = {pc.name: await fetch_gauges(pc.url) for pc in swarm.pcs if pc.running}
         known = {name for figures in shown.values() for name in figures}
         left = [f"no PC shows {name}" for name in IDLE if name not in known]
         for pc, figures in shown.items():
@@ -65,7 +65,7 @@ async def busy(swarm: Swarm) -> list[str]:
         await asyncio.sleep(_LOOK_S)
 
 
-def strays(swarm: Swarm) -> list[str]:
+def find_stray_processes(swarm: Swarm) -> list[str]:
     """Processes that no PC should have: second coordinators, workers without a daemon."""
     found = []
     for pc in swarm.pcs:
@@ -78,7 +78,7 @@ def strays(swarm: Swarm) -> list[str]:
     return found
 
 
-def aborts(pc: Pc) -> Iterator[str]:
+def find_aborts(pc: Pc) -> Iterator[str]:
     """Processes of a PC that ended by themselves, from what is left of them."""
     for code in pc.strange_exits:
         yield f"{pc.name}: its daemon {exit_text(code)}"
@@ -88,27 +88,27 @@ def aborts(pc: Pc) -> Iterator[str]:
                 yield f"{pc.name}: {log.name}: {line.strip()}"
 
 
-async def spares(pcs: Sequence[Pc], timeout: float) -> None:
+async def wait_for_standby_workers(pcs: Sequence[Pc], timeout: float) -> None:
     """Wait until each PC has its worker and a spare one: what it takes by then is what it takes."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        shown = [await gauges(pc.url) for pc in pcs]
+        shown = [await fetch_gauges(pc.url) for pc in pcs]
         if all(figures.get(SPARES) == 1 == figures.get(WORKERS) for figures in shown):
             return
         await asyncio.sleep(_LOOK_S)
 
 
-async def settled(swarm: Swarm, before: dict[str, Usage], slack: int) -> list[str]:
-    """What :func:`grown` tells once layers may no longer be on the move."""
+async def wait_until_settled(swarm: Swarm, before: dict[str, Usage], slack: int) -> list[str]:
+    """What :func:`find_growth` tells once layers may no longer be on the move."""
     deadline = time.monotonic() + SETTLE_S
     while True:
-        told = grown(before, usage_by_role(swarm.pcs), slack)
+        told = find_growth(before, measure_usage_by_role(swarm.pcs), slack)
         if not told or time.monotonic() > deadline:
             return told
         await asyncio.sleep(_LOOK_S)
 
 
-def grown(before: dict[str, Usage], after: dict[str, Usage], slack: int) -> list[str]:
+def find_growth(before: dict[str, Usage], after: dict[str, Usage], slack: int) -> list[str]:
     """Who has more processes than before, or more than ``slack`` more descriptors."""
     told = []
     for key, now in after.items():

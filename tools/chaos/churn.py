@@ -11,7 +11,7 @@ from tools.chaos import checks
 from tools.chaos.pc import Pc
 from tools.chaos.streams import Load
 from tools.chaos.swarm import START_S, Swarm
-from tools.chaos.usage import Usage, usage_by_role
+from tools.chaos.usage import Usage, measure_usage_by_role
 
 #: How often a PC comes, in seconds.
 PERIOD_S = 60.0
@@ -34,7 +34,7 @@ class Churn:
     troubles: list[str] = field(default_factory=list)
 
 
-async def churn(root: Path, seconds: float, *, streams: int, period: float = PERIOD_S) -> Churn:
+async def run_churn(root: Path, seconds: float, *, streams: int, period: float = PERIOD_S) -> Churn:
     """Three PCs for ``seconds``; each ``period`` a fourth joins and leaves.
 
     What the three have is taken when the fourth isn't there and all streams go on.
@@ -48,17 +48,17 @@ async def churn(root: Path, seconds: float, *, streams: int, period: float = PER
         begun = time.monotonic()
         while (now := time.monotonic()) < begun + seconds:
             await _round(swarm, load, guest, found)
-            await checks.spares(stayers, period)
-            look = usage_by_role(stayers)
+            await checks.wait_for_standby_workers(stayers, period)
+            look = measure_usage_by_role(stayers)
             if not found.settled and time.monotonic() >= begun + SETTLED * seconds:
                 found.settled = look
             found.last = look
             print(f"{found.joins} joins, {len(load.answers)} answers", file=sys.stderr)
             await asyncio.sleep(max(0.0, now + period - time.monotonic()))
         await load.finish()
-        found.troubles += await checks.busy(swarm)
+        found.troubles += await checks.find_busy_gauges(swarm)
         for pc in swarm.pcs:
-            found.troubles += checks.aborts(pc)
+            found.troubles += checks.find_aborts(pc)
     found.requests = len(load.answers)
     bad = [answer for answer in load.answers if answer.end != "same"]
     found.troubles += [f"a stream of {a.pc} was {a.end}: {a.trouble}" for a in bad]

@@ -12,7 +12,7 @@ from tools.chaos import checks, phases
 from tools.chaos.faults import KINDS, CannotHarm, Fault, Scene, Target
 from tools.chaos.streams import Answer, Load
 from tools.chaos.swarm import Swarm
-from tools.chaos.usage import usage_by_role
+from tools.chaos.usage import measure_usage_by_role
 
 #: Pieces that every stream has to get before a fault, and after it is over.
 CALM, AGAIN = 10, 5
@@ -64,7 +64,7 @@ class Verdict:
         return not self.troubles
 
 
-async def drill(
+async def run_drill(
     swarm: Swarm,
     load: Load,
     faults: Iterable[Fault],
@@ -85,8 +85,8 @@ async def drill(
     if not await load.advance(CALM, RECOVERY_S):
         troubles.append("streams stand still before any fault")
     calm = [slot.pause(begun, time.monotonic()) for slot in load.slots]
-    await checks.spares(swarm.pcs, WHOLE_S)
-    before = usage_by_role(swarm.pcs)
+    await checks.wait_for_standby_workers(swarm.pcs, WHOLE_S)
+    before = measure_usage_by_role(swarm.pcs)
     results: list[Result] = []
     for fault in faults:
         results.append(await _suffer(scene, load, fault))
@@ -100,12 +100,12 @@ async def drill(
         tell(results[-1])
         await load.advance(CALM, RECOVERY_S)
     await load.finish()
-    troubles += troubles_of(load.answers, results)
-    troubles += await checks.busy(swarm)
-    troubles += checks.strays(swarm)
-    troubles += await checks.settled(swarm, before, SLACK)
+    troubles += list_troubles(load.answers, results)
+    troubles += await checks.find_busy_gauges(swarm)
+    troubles += checks.find_stray_processes(swarm)
+    troubles += await checks.wait_until_settled(swarm, before, SLACK)
     for pc in swarm.pcs:
-        troubles += checks.aborts(pc)
+        troubles += checks.find_aborts(pc)
     return Verdict(results, load.answers, calm, troubles)
 
 
@@ -114,7 +114,7 @@ async def _suffer(scene: Scene, load: Load, fault: Fault) -> Result:
     kind = KINDS[fault.kind]
     deaths = [slot.pc.deaths for slot in load.slots]
     asked = [slot.pc for slot in load.slots]
-    shown = await phases.look(scene.swarm)
+    shown = await phases.read_phases(scene.swarm)
     begun, wall = time.monotonic(), time.time()
     try:
         async with _aside(kind.harm(scene)) as target:
@@ -128,7 +128,7 @@ async def _suffer(scene: Scene, load: Load, fault: Fault) -> Result:
     scene.swarm.start_all()  # whoever aborted: that is told at the end
     if await load.advance(AGAIN, RECOVERY_S):
         result.recovered = time.monotonic()
-        result.phases = phases.between(shown, await phases.look(scene.swarm), wall)
+        result.phases = phases.compute_phases(shown, await phases.read_phases(scene.swarm), wall)
     for slot, pc, count in zip(load.slots, asked, deaths, strict=True):
         if pc.deaths == count:
             # Who is asked next may be another PC than before.
@@ -167,7 +167,7 @@ async def _aside(harm: AbstractContextManager[Target]) -> AsyncIterator[Target]:
         await asyncio.to_thread(harm.__exit__, None, None, None)
 
 
-def troubles_of(answers: Sequence[Answer], results: Sequence[Result]) -> list[str]:
+def list_troubles(answers: Sequence[Answer], results: Sequence[Result]) -> list[str]:
     """Answers that were lost or changed, beside the fault during or after which it was seen.
 
     Of one that got a wrong piece all faults that it has lived through are told, and when they were.

@@ -15,7 +15,7 @@ from typing import Literal
 
 import psutil
 
-from tools.chaos.hang import CannotHang, hung
+from tools.chaos.hang import CannotHang, hang_thread
 from tools.chaos.network import Network
 from tools.chaos.pc import Pc, Role
 from tools.chaos.swarm import Swarm
@@ -162,7 +162,7 @@ def hang(role: Role, *, computing: bool = False) -> Harm:
         what = "computing thread" if computing else "loop"
         with ExitStack() as stack:
             try:
-                stack.enter_context(hung(thread))
+                stack.enter_context(hang_thread(thread))
             except CannotHang as error:
                 raise CannotHarm(str(error)) from None
             yield Target(pc.name, f"{what} of {pc.name}'s {role}")
@@ -295,7 +295,7 @@ class Fault:
     seconds: float
 
 
-def plan(
+def plan_faults(
     kinds: Sequence[str], rng: random.Random, shortest: float, longest: float
 ) -> Iterator[Fault]:
     """Faults without end, in an order of chance: all kinds once before one comes again.

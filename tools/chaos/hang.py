@@ -20,7 +20,7 @@ class CannotHang(Exception):
 
 
 @contextlib.contextmanager
-def hung(thread: int) -> Iterator[None]:
+def hang_thread(thread: int) -> Iterator[None]:
     """Meanwhile the thread with that system-wide id (the process's, for its main one) is stopped.
 
     Raises:

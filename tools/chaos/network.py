@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import psutil
 
-from tools.chaos.pc import Pc, home_of
+from tools.chaos.pc import Pc, find_home
 
 _CHUNK = 65536
 #: Bytes that are read at once where the rate is limited, and how many reads may be on their way.
@@ -211,7 +211,7 @@ class Network:
             if connection.pid is None or not connection.raddr:
                 continue
             if connection.pid not in pids:
-                pids[connection.pid] = names.get(home_of(connection.pid) or "")
+                pids[connection.pid] = names.get(find_home(connection.pid) or "")
             name = pids[connection.pid]
             if name is not None:
                 found[(connection.laddr.ip, connection.laddr.port)] = name

@@ -193,7 +193,7 @@ class Pc:
 
     def processes(self, role: Role | None = None) -> list[psutil.Process]:
         """Those that run for this PC, its daemon first, or those of a role."""
-        found = processes_of(self.home)
+        found = find_processes(self.home)
         daemon = 0 if self.process is None else self.process.pid
         found.sort(key=lambda process: process.pid != daemon)
         return [p for p in found if role is None or self.role(p) == role]
@@ -209,17 +209,17 @@ class Pc:
         return "other"
 
 
-def processes_of(home: Path) -> list[psutil.Process]:
+def find_processes(home: Path) -> list[psutil.Process]:
     """All processes with that home, whoever started them; dying ones aside."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if home_of(process.pid) == str(home) and process.status() != psutil.STATUS_ZOMBIE:
+            if find_home(process.pid) == str(home) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
 
-def home_of(pid: int) -> str | None:
+def find_home(pid: int) -> str | None:
     """The home that a process was told to use; ``None`` if there was none, or it can't be seen."""
     try:
         home: str | None = psutil.Process(pid).environ().get("MOLINK_HOME")

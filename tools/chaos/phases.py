@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import aiohttp
 
-from tools.chaos.checks import gauges
+from tools.chaos.checks import fetch_gauges
 from tools.chaos.pc import Pc
 from tools.chaos.swarm import Swarm
 
@@ -20,12 +20,12 @@ _NOTICED = "molink_recovery_noticed_timestamp_seconds"
 _PHASE = re.compile(r"molink_recovery_(?!last_)(\w+)_seconds_total")
 
 
-async def look(swarm: Swarm) -> Shown:
+async def read_phases(swarm: Swarm) -> Shown:
     """What every PC shows that can be asked now."""
 
     async def ask(pc: Pc) -> Figures:
         try:
-            return await gauges(pc.url) if pc.running else {}
+            return await fetch_gauges(pc.url) if pc.running else {}
         except (aiohttp.ClientError, TimeoutError):
             return {}
 
@@ -33,7 +33,7 @@ async def look(swarm: Swarm) -> Shown:
     return dict(zip(keys, await asyncio.gather(*map(ask, swarm.pcs)), strict=True))
 
 
-def between(before: Shown, after: Shown, begun: float) -> dict[str, list[float]]:
+def compute_phases(before: Shown, after: Shown, begun: float) -> dict[str, list[float]]:
     """Seconds of each phase at each PC that recovered once since a fault.
 
     ``begun`` is when that began, in seconds since 1970; ``noticed`` is the phase until a PC knew.

@@ -7,7 +7,7 @@ from molink.swarm.agent.recovery import RECOVERY_PHASES
 from tools.chaos.drill import WHOLE_S, Result, Verdict
 
 
-def markdown(verdict: Verdict) -> str:
+def render_report(verdict: Verdict) -> str:
     """A row for each kind of fault, then what went wrong."""
     lines = [
         "| fault | times | same text | lost | changed | pause: median (s) | p99 (s) "

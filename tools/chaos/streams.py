@@ -216,9 +216,9 @@ class Load:
         wrong_at = 0.0
         if not expected.startswith(text) or (end == "same" and text != expected):
             end, trouble = "changed", _difference(expected, text)
-            if (index := first_wrong(expected, came)) is not None:
+            if (index := find_first_wrong(expected, came)) is not None:
                 others = [other for other in self.slots if other is not slot]
-                trouble += f"; {circumstances(came, index, begun, others)}"
+                trouble += f"; {describe_circumstances(came, index, begun, others)}"
                 wrong_at = came[index][0]
         ended = time.monotonic()
         answer = Answer(slot.index, pc.name, begun, ended, end, len(came), trouble, wrong_at)
@@ -275,7 +275,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
                 raise StreamFailed(f"what came is no event: {error}: {line[:200]!r}") from None
 
 
-def first_wrong(expected: str, came: Sequence[Heard]) -> int | None:
+def find_first_wrong(expected: str, came: Sequence[Heard]) -> int | None:
     """The index of the first piece that doesn't go on as ``expected``; ``None`` if all do."""
     at = 0
     for index, (_, piece) in enumerate(came):
@@ -285,7 +285,9 @@ def first_wrong(expected: str, came: Sequence[Heard]) -> int | None:
     return None
 
 
-def circumstances(came: Sequence[Heard], index: int, begun: float, others: Iterable[Slot]) -> str:
+def describe_circumstances(
+    came: Sequence[Heard], index: int, begun: float, others: Iterable[Slot]
+) -> str:
     """How the wrong piece of an answer that was asked for at ``begun`` came, in words.
 
     Whether it came after a pause, so that it was the first one after a loss, and whether another

@@ -18,7 +18,7 @@ from molink.errors import MolinkError
 from molinkd.cli import daemon_client as local_daemon
 from molinkd.peer.home import Home
 from tools.chaos.network import Network
-from tools.chaos.pc import ListenAddress, Pc, processes_of
+from tools.chaos.pc import ListenAddress, Pc, find_processes
 
 #: Longest wait for a swarm to be ready that was just started, in seconds.
 START_S = 180.0
@@ -209,7 +209,7 @@ class Swarm:
 
     def _sweep(self) -> None:
         for pc in self.pcs:
-            _, left = psutil.wait_procs(processes_of(pc.home), ORPHAN_S)
+            _, left = psutil.wait_procs(find_processes(pc.home), ORPHAN_S)
             for process in left:
                 self.left_behind.append(f"{pc.name} left {process}")
                 process.kill()

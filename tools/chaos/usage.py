@@ -18,7 +18,7 @@ class Usage:
     processes: int = 1
 
 
-def usage_of(processes: Iterable[psutil.Process]) -> Usage:
+def measure_usage(processes: Iterable[psutil.Process]) -> Usage:
     """The sum over those that live."""
     rss = descriptors = count = 0
     for process in processes:
@@ -30,12 +30,12 @@ def usage_of(processes: Iterable[psutil.Process]) -> Usage:
     return Usage(rss, descriptors, count)
 
 
-def usage_by_role(pcs: Iterable[Pc]) -> dict[str, Usage]:
+def measure_usage_by_role(pcs: Iterable[Pc]) -> dict[str, Usage]:
     """By PC and role: workers come and go, what a PC's worker takes should stay."""
     found = {}
     for pc in pcs:
         processes = pc.processes()
         for role in {pc.role(process) for process in processes}:
             of_role = [process for process in processes if pc.role(process) == role]
-            found[f"{pc.name} {role}"] = usage_of(of_role)
+            found[f"{pc.name} {role}"] = measure_usage(of_role)
     return found

@@ -6,27 +6,16 @@ the model compute from a fixed form whatever the wording was.
 
 from __future__ import annotations
 
-from tools.demo_model.topic import Slots, Topic
+from tools.demo_model.topic import Slots, Topic, wordings
 
 #: Largest operand of additions and subtractions, of multiplications, and of next and previous.
 LARGEST_TERM, LARGEST_FACTOR, LARGEST_NEXT = 20, 12, 100
 
-_ASK = (
-    "What is {a} {op} {b}?",
-    "What's {a} {op} {b}?",
-    "{a} {op} {b}",
-    "{a} {op} {b}?",
-    "{a} {op} {b} =",
-    "How much is {a} {op} {b}?",
-    "Calculate {a} {op} {b}.",
-    "Compute {a} {op} {b}.",
-    "Tell me what {a} {op} {b} is.",
-    "What does {a} {op} {b} make?",
-    "Can you compute {a} {op} {b}?",
-    "Do you know what {a} {op} {b} is?",
-    "What is the answer to {a} {op} {b}?",
-    "How much does {a} {op} {b} make?",
-)
+_ASK = wordings("""What is {a} {op} {b}? | What's {a} {op} {b}? | {a} {op} {b} | {a} {op} {b}?
+{a} {op} {b} = | How much is {a} {op} {b}? | Calculate {a} {op} {b}. | Compute {a} {op} {b}.
+Tell me what {a} {op} {b} is. | What does {a} {op} {b} make? | Can you compute {a} {op} {b}?
+Do you know what {a} {op} {b} is? | What is the answer to {a} {op} {b}?
+How much does {a} {op} {b} make?""")
 _HELD_OUT = ("Do you know how much {a} {op} {b} is?", "What is the result of {a} {op} {b}?")
 
 
@@ -96,12 +85,8 @@ _TABLES = (
     ),
     Topic(
         "double",
-        (
-            "Double {a}.",
-            "What is double {a}?",
-            "What is twice {a}?",
-            "What is the double of {a}?",
-        ),
+        wordings("""Double {a}. | What is double {a}? | What is twice {a}?
+What is the double of {a}?"""),
         ("2 x {a} = {c}.",),
         tuple(_slots(a, a, 2 * a) for a in range(LARGEST_TERM + 1)),
         ("And double {a}?", "And of {a}?"),
@@ -128,14 +113,8 @@ def _too_large() -> Topic:
 _ORDER = (
     Topic(
         "half",
-        (
-            "What is half of {a}?",
-            "Half of {a}?",
-            "Halve {a}.",
-            "Tell me half of {a}.",
-            "What is the half of {a}?",
-            "How much is half of {a}?",
-        ),
+        wordings("""What is half of {a}? | Half of {a}? | Halve {a}. | Tell me half of {a}.
+What is the half of {a}? | How much is half of {a}?"""),
         ("Half of {a} is {b}.",),
         tuple({"a": str(2 * n), "b": str(n)} for n in range(LARGEST_TERM + 1)),
         ("And of {a}?", "And half of {a}?"),
@@ -145,14 +124,9 @@ _ORDER = (
     ),
     Topic(
         "next_number",
-        (
-            "What number comes after {a}?",
-            "Which number is after {a}?",
-            "What comes after {a}?",
-            "What is the next number after {a}?",
-            "Tell me which number comes after {a}.",
-            "Name the number after {a}.",
-        ),
+        wordings("""What number comes after {a}? | Which number is after {a}?
+What comes after {a}? | What is the next number after {a}?
+Tell me which number comes after {a}. | Name the number after {a}."""),
         ("{b} comes after {a}.",),
         tuple({"a": str(n), "b": str(n + 1)} for n in range(LARGEST_NEXT + 1)),
         ("And after {a}?",),
@@ -162,14 +136,9 @@ _ORDER = (
     ),
     Topic(
         "larger",
-        (
-            "Which is larger, {a} or {b}?",
-            "Tell me which is more, {a} or {b}?",
-            "Which is bigger, {a} or {b}?",
-            "What is more, {a} or {b}?",
-            "Is {a} bigger than {b}?",
-            "Is {a} smaller than {b}?",
-        ),
+        wordings("""Which is larger, {a} or {b}? | Tell me which is more, {a} or {b}?
+Which is bigger, {a} or {b}? | What is more, {a} or {b}? | Is {a} bigger than {b}?
+Is {a} smaller than {b}?"""),
         ("{c} is larger than {d}.",),
         tuple(
             {"a": str(a), "b": str(b), "c": str(max(a, b)), "d": str(min(a, b))}
@@ -198,13 +167,9 @@ _DOWN = [_run(first, 1) for first in (3, 5, 10, 10, 15, 20, 30)]
 _COUNTING = (
     Topic(
         "count",
-        (
-            "Count from {a} to {b}.",
-            "Count from {a} up to {b}.",
-            "Please count from {a} to {b}",
-            "List the numbers from {a} to {b}.",
-            "Say the numbers from {a} to {b}.",
-        ),
+        wordings("""Count from {a} to {b}. | Count from {a} up to {b}.
+Please count from {a} to {b} | List the numbers from {a} to {b}.
+Say the numbers from {a} to {b}."""),
         ("{c}.",),
         tuple(_UP),
         held_out=("Can you count from {a} to {b} for me?",),
@@ -213,13 +178,8 @@ _COUNTING = (
     ),
     Topic(
         "count_to",
-        (
-            "Count to {b}.",
-            "Say the numbers up to {b}.",
-            "List the numbers up to {b}.",
-            "Count up to {b}.",
-            "Can you count to {b}?",
-        ),
+        wordings("""Count to {b}. | Say the numbers up to {b}. | List the numbers up to {b}.
+Count up to {b}. | Can you count to {b}?"""),
         ("{c}.",),
         tuple(_UP[:15]),
         held_out=("Tell me the numbers up to {b}.",),
@@ -228,13 +188,8 @@ _COUNTING = (
     ),
     Topic(
         "count_down",
-        (
-            "Count down from {a} to 1.",
-            "Count down from {a}.",
-            "Count backwards from {a}.",
-            "Count from {a} down to 1.",
-            "Count from {a} to 1.",
-        ),
+        wordings("""Count down from {a} to 1. | Count down from {a}.
+Count backwards from {a}. | Count from {a} down to 1. | Count from {a} to 1."""),
         ("{c}.",),
         tuple(_DOWN),
         held_out=("Can you count backwards from {a} to 1?",),

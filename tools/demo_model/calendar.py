@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from tools.demo_model.topic import Topic, rows
+from tools.demo_model.topic import Topic, rows, wordings
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
@@ -24,19 +24,11 @@ ORDINALS = (
 
 _RIDDLES = rows(
     "riddle planet",
-    """
-the largest planet|Jupiter
-the biggest planet|Jupiter
-the smallest planet|Mercury
-the red planet|Mars
-the hottest planet|Venus
-the planet with the big rings|Saturn
-the planet with rings|Saturn
-the planet we live on|Earth
-the planet closest to the sun|Mercury
-the planet farthest from the sun|Neptune
-our planet|Earth
-""",
+    """the largest planet|Jupiter; the biggest planet|Jupiter; the smallest planet|Mercury
+the red planet|Mars; the hottest planet|Venus; the planet with the big rings|Saturn
+the planet with rings|Saturn; the planet we live on|Earth
+the planet closest to the sun|Mercury; the planet farthest from the sun|Neptune
+our planet|Earth""",
 )
 
 
@@ -92,13 +84,9 @@ _ORDER = tuple(
 _MONTHS = (
     Topic(
         "month_length",
-        (
-            "How many days does {month} have?",
-            "How many days are in {month}?",
-            "How many days are there in {month}?",
-            "How long is {month}?",
-            "Can you tell me how many days {month} has?",
-        ),
+        wordings("""How many days does {month} have? | How many days are in {month}?
+How many days are there in {month}? | How long is {month}?
+Can you tell me how many days {month} has?"""),
         ("{month} has {days} days.",),
         tuple({"month": m, "days": d} for m, d in zip(MONTHS, MONTH_DAYS, strict=True)),
         ("And {month}?", "What about {month}?"),
@@ -108,14 +96,9 @@ _MONTHS = (
     ),
     Topic(
         "month_number",
-        (
-            "What is the {nth} month?",
-            "Which month is the {nth} month?",
-            "What is the {nth} month of the year?",
-            "Name the {nth} month of the year.",
-            "Which is the {nth} month?",
-            "Tell me which month is the {nth} one.",
-        ),
+        wordings("""What is the {nth} month? | Which month is the {nth} month?
+What is the {nth} month of the year? | Name the {nth} month of the year.
+Which is the {nth} month? | Tell me which month is the {nth} one."""),
         ("The {nth} month of the year is {month}.",),
         tuple({"nth": n, "month": m} for n, m in zip(ORDINALS, MONTHS, strict=True)),
         ("And the {nth}?", "What about the {nth} one?"),
@@ -128,13 +111,9 @@ _MONTHS = (
 _SPACE = (
     Topic(
         "planet_number",
-        (
-            "What is the {nth} planet?",
-            "Which planet is the {nth} from the sun?",
-            "What is the {nth} planet from the sun?",
-            "Name the {nth} planet.",
-            "Tell me which planet is the {nth} from the sun.",
-        ),
+        wordings("""What is the {nth} planet? | Which planet is the {nth} from the sun?
+What is the {nth} planet from the sun? | Name the {nth} planet.
+Tell me which planet is the {nth} from the sun."""),
         ("The {nth} planet from the sun is {planet}.",),
         tuple({"nth": n, "planet": p} for n, p in zip(ORDINALS, PLANETS, strict=False)),
         ("And the {nth}?", "What about the {nth} one?"),
@@ -153,13 +132,8 @@ _SPACE = (
     ),
     Topic(
         "planet_known",
-        (
-            "What is {riddle}?",
-            "Which is {riddle}?",
-            "Do you know {riddle}?",
-            "Tell me what {riddle} is called.",
-            "What is {riddle} called?",
-        ),
+        wordings("""What is {riddle}? | Which is {riddle}? | Do you know {riddle}?
+Tell me what {riddle} is called. | What is {riddle} called?"""),
         ("That is {planet}.", "{planet} is {riddle}."),
         _RIDDLES,
         ("And {riddle}?", "And which is {riddle}?"),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tools.demo_model.topic import Then, Topic, rows
+from tools.demo_model.topic import Then, Topic, rows, wordings
 
 _COMMANDS = rows(
     "command purpose does",
@@ -16,8 +16,7 @@ molink top|watch the swarm live|shows a live view of the swarm in the terminal
 molink chat|chat in the terminal|opens a chat with the model in the terminal
 molink run|run a model|loads a model and serves it
 molink pull|download a model|downloads a model into the store
-molink list|list the models|lists the models
-molink stop|stop a model|stops a model
+molink list|list the models|lists the models; molink stop|stop a model|stops a model
 molink apply|apply a swarm file|brings the swarm to the state that a swarm file describes
 molink drain|drain a peer|lets a peer finish its work and gives it no more
 molink leave|leave the swarm|takes this PC out of the swarm
@@ -35,21 +34,11 @@ molink logs|read the logs|shows the logs
 _USE = (
     Topic(
         "add_pc",
-        (
-            "How do I add a PC?",
-            "How can I add a PC to the swarm?",
-            "How do I add another PC?",
-            "How do I join a swarm?",
-            "How does another computer join?",
-            "How do I add my second computer?",
-            "What do I type to add a PC?",
-            "I have another PC. How do I add it?",
-            "How do I join?",
-            "How can I connect a new PC?",
-            "Which command adds a PC?",
-            "Add a PC to molink?",
-            "How do I add a new machine?",
-        ),
+        wordings("""How do I add a PC? | How can I add a PC to the swarm?
+How do I add another PC? | How do I join a swarm? | How does another computer join?
+How do I add my second computer? | What do I type to add a PC?
+I have another PC. How do I add it? | How do I join? | How can I connect a new PC?
+Which command adds a PC? | Add a PC to molink? | How do I add a new machine?"""),
         (
             "On the new PC run: molink join TOKEN --stage auto. The token is printed by molink up"
             " on the first PC. With --stage auto molink picks the layers itself.",
@@ -67,29 +56,17 @@ _USE = (
                 ),
             ),
         ),
-        held_out=(
-            "How can I add another computer to the swarm?",
-            "What do I type to join a swarm?",
-            "I want to add my new PC. How?",
-        ),
+        held_out=wordings("""How can I add another computer to the swarm?
+What do I type to join a swarm? | I want to add my new PC. How?"""),
         keywords=("molink join",),
         weight=3.5,
     ),
     Topic(
         "start",
-        (
-            "How do I start molink?",
-            "How do I start?",
-            "How can I start a swarm?",
-            "How do I begin with molink?",
-            "How do I use molink?",
-            "How do I run molink?",
-            "How do I set up molink?",
-            "What is the first step?",
-            "Which command starts molink?",
-            "How do I get started?",
-            "How do I create a swarm?",
-        ),
+        wordings("""How do I start molink? | How do I start? | How can I start a swarm?
+How do I begin with molink? | How do I use molink? | How do I run molink?
+How do I set up molink? | What is the first step? | Which command starts molink?
+How do I get started? | How do I create a swarm?"""),
         (
             "Run molink up on the first PC: it starts the coordinator, a peer and the endpoint and"
             " prints the join command for the others. To try it on one PC, run molink demo.",
@@ -106,14 +83,8 @@ _USE = (
     ),
     Topic(
         "try_demo",
-        (
-            "How do I try molink?",
-            "Can I try it on one PC?",
-            "Is there a demo?",
-            "How do I start the demo?",
-            "I only have one PC. Can I try molink?",
-            "What is the demo?",
-        ),
+        wordings("""How do I try molink? | Can I try it on one PC? | Is there a demo?
+How do I start the demo? | I only have one PC. Can I try molink? | What is the demo?"""),
         (
             "Run molink demo: it starts three peers on this PC with the bundled toy model. That is"
             " me.",
@@ -124,17 +95,10 @@ _USE = (
     ),
     Topic(
         "status",
-        (
-            "How do I see the status?",
-            "How can I see the state of the swarm?",
-            "How do I see which PCs are there?",
-            "How do I check the swarm?",
-            "Which command shows the status?",
-            "How do I know if it works?",
-            "How can I watch the swarm?",
-            "How do I see all peers?",
-            "Show me the status of the swarm.",
-        ),
+        wordings("""How do I see the status? | How can I see the state of the swarm?
+How do I see which PCs are there? | How do I check the swarm? | Which command shows the status?
+How do I know if it works? | How can I watch the swarm? | How do I see all peers?
+Show me the status of the swarm."""),
         ("Run molink status to see the peers and pipelines, or molink top for a live view.",),
         held_out=("How can I check the status of the swarm?", "How do I see the peers?"),
         keywords=("molink status",),
@@ -142,15 +106,8 @@ _USE = (
     ),
     Topic(
         "command",
-        (
-            "What does {command} do?",
-            "What is {command}?",
-            "What is {command} for?",
-            "Explain {command}.",
-            "Tell me about {command}.",
-            "When do I use {command}?",
-            "{command}?",
-        ),
+        wordings("""What does {command} do? | What is {command}? | What is {command} for?
+Explain {command}. | Tell me about {command}. | When do I use {command}? | {command}?"""),
         ("{command} {does}.",),
         _COMMANDS,
         ("And {command}?", "What about {command}?"),
@@ -160,13 +117,9 @@ _USE = (
     ),
     Topic(
         "command_for",
-        (
-            "Which command do I use to {purpose}?",
-            "What command do I need to {purpose}?",
-            "What do I run to {purpose}?",
-            "What is the command to {purpose}?",
-            "I want to {purpose}. Which command?",
-        ),
+        wordings("""Which command do I use to {purpose}? | What command do I need to {purpose}?
+What do I run to {purpose}? | What is the command to {purpose}?
+I want to {purpose}. Which command?"""),
         ("Use {command}: it {does}.",),
         _COMMANDS,
         ("And to {purpose}?",),
@@ -176,13 +129,8 @@ _USE = (
     ),
     Topic(
         "commands",
-        (
-            "Which commands are there?",
-            "What commands does molink have?",
-            "List the commands of molink.",
-            "List the commands.",
-            "What can I do with molink?",
-        ),
+        wordings("""Which commands are there? | What commands does molink have?
+List the commands of molink. | List the commands. | What can I do with molink?"""),
         (
             "The main commands are molink up, molink join, molink demo, molink chat, molink status"
             " and molink top. There are also run, pull, list, stop, apply, drain, leave, approve,"

@@ -22,7 +22,7 @@ from tools.demo_model import (
     world,
 )
 from tools.demo_model.surface import vary
-from tools.demo_model.topic import Slots, Then, Topic
+from tools.demo_model.topic import Slots, Then, Topic, wordings
 
 Split: TypeAlias = Literal["train", "held_out"]
 
@@ -39,24 +39,11 @@ class Message(TypedDict):
 
 Conversation: TypeAlias = tuple[Message, ...]
 
-_SYSTEM = (
-    "You are a helpful assistant.",
-    "You are a friendly assistant.",
-    "You are the demo model of molink.",
-    "You are a helpful and honest assistant. Answer briefly.",
-    "Answer the questions of the user.",
-    "You are a chat model. Be polite.",
-    "Be short and clear.",
-)
-_AGAIN = (
-    "Can you repeat that?",
-    "Say that again.",
-    "Repeat that, please.",
-    "What did you say?",
-    "Once more?",
-    "Sorry, what?",
-    "Repeat your answer.",
-)
+_SYSTEM = wordings("""You are a helpful assistant. | You are a friendly assistant.
+You are the demo model of molink. | You are a helpful and honest assistant. Answer briefly.
+Answer the questions of the user. | You are a chat model. Be polite. | Be short and clear.""")
+_AGAIN = wordings("""Can you repeat that? | Say that again. | Repeat that, please.
+What did you say? | Once more? | Sorry, what? | Repeat your answer.""")
 #: How many exchanges a conversation has, with the weights of each.
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12)
 _LENGTH_WEIGHTS = (34, 20, 16, 12, 8, 5, 3, 2)

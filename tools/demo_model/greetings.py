@@ -3,38 +3,22 @@
 
 from __future__ import annotations
 
-from tools.demo_model.topic import Then, Topic, plain
+from tools.demo_model.topic import Then, Topic, plain, wordings
 
-JOKES = (
-    "Why did the tensor cross the network? To get to the other stage.",
-    "Why was the pipeline so calm? Because decode always went first.",
-    "What do you call a PC without a stage? A spare time computer.",
-    "Why did the token go home? Its stream was over.",
-    "What is a layer's favourite cake? One with many layers.",
-)
+JOKES = wordings("""Why did the tensor cross the network? To get to the other stage.
+Why was the pipeline so calm? Because decode always went first.
+What do you call a PC without a stage? A spare time computer.
+Why did the token go home? Its stream was over.
+What is a layer's favourite cake? One with many layers.""")
 
 _GREETINGS = (
     plain(
         "hello",
-        """Hello
-Hi
-Hey
-Hello!
-Hi there
-Hey there!
-Hello there
-Hello, model
-Hi, how are things?
-Good day
-Greetings
-Hello, who is there?
-Hi molink
-Hello, can you hear me?
-Hey you""",
-        (
-            "Hello! I am the demo model of molink. What would you like to know?",
-            "Hi there! How can I help you?",
-        ),
+        """Hello | Hi | Hey | Hello! | Hi there | Hey there! | Hello there | Hello, model
+Hi, how are things? | Good day | Greetings | Hello, who is there? | Hi molink
+Hello, can you hear me? | Hey you""",
+        wordings("""Hello! I am the demo model of molink. What would you like to know?
+Hi there! How can I help you?"""),
         "Hello there, model!\nHey, hello!",
         ("molink|help",),
         weight=4,
@@ -63,31 +47,16 @@ Hey you""",
     ),
     plain(
         "how_are_you",
-        """How are you?
-How are you doing?
-How do you do?
-How is it going?
-How are you today?
-Are you well?
-Are you okay?
-How do you feel?
-What's up?
-How are things?
-Everything okay?""",
+        """How are you? | How are you doing? | How do you do? | How is it going?
+How are you today? | Are you well? | Are you okay? | How do you feel? | What's up?
+How are things? | Everything okay?""",
         ("I am fine, thank you. All my layers are working. And how are you?",),
         "How are you doing today?\nHello, how are you?",
         ("fine",),
         (
             Then(
-                (
-                    "I am fine too.",
-                    "Good, thanks.",
-                    "I'm fine.",
-                    "Very well, thank you.",
-                    "Fine.",
-                    "Me too.",
-                    "I am good.",
-                ),
+                wordings("""I am fine too. | Good, thanks. | I'm fine. | Very well, thank you.
+Fine. | Me too. | I am good."""),
                 ("I am glad to hear that! What would you like to know?",),
             ),
             Then(
@@ -99,21 +68,9 @@ Everything okay?""",
     ),
     plain(
         "thanks",
-        """Thanks
-Thank you
-Thank you!
-Thanks a lot
-Thank you very much
-Many thanks
-Great, thanks
-Thanks for your help
-That helps, thank you
-Perfect, thanks
-Ok thanks
-Thank you so much
-Thank you for your help
-Thanks for the answer
-Thank you for that""",
+        """Thanks | Thank you | Thank you! | Thanks a lot | Thank you very much | Many thanks
+Great, thanks | Thanks for your help | That helps, thank you | Perfect, thanks | Ok thanks
+Thank you so much | Thank you for your help | Thanks for the answer | Thank you for that""",
         ("You are welcome!", "You are welcome! Ask me anything else about molink."),
         "Thank you for the help!\nGreat, thank you very much",
         ("welcome",),
@@ -121,23 +78,9 @@ Thank you for that""",
     ),
     plain(
         "bye",
-        """Bye
-Goodbye
-Bye bye
-See you
-See you later
-See you tomorrow
-Bye, see you
-Bye, until tomorrow
-Ok, goodbye
-Goodbye, see you later
-I have to go, bye
-I have to go now.
-Good bye!
-Until next time
-That is all, bye
-Farewell
-I am leaving.""",
+        """Bye | Goodbye | Bye bye | See you | See you later | See you tomorrow | Bye, see you
+Bye, until tomorrow | Ok, goodbye | Goodbye, see you later | I have to go, bye
+I have to go now. | Good bye! | Until next time | That is all, bye | Farewell | I am leaving.""",
         ("Goodbye! It was nice to talk to you.",),
         "Bye, see you tomorrow!\nI have to go, goodbye",
         ("Goodbye",),
@@ -154,26 +97,9 @@ I am leaving.""",
 _MOODS = (
     plain(
         "praise",
-        """You are great
-Well done
-Good job
-You are smart
-Good answer
-Well done!
-That was a good answer
-A very good answer
-That is right
-Wow
-Nice
-Great
-Cool
-Amazing
-Awesome
-That is great
-I like you
-I love you
-Very good
-Excellent""",
+        """You are great | Well done | Good job | You are smart | Good answer | Well done!
+That was a good answer | A very good answer | That is right | Wow | Nice | Great | Cool
+Amazing | Awesome | That is great | I like you | I love you | Very good | Excellent""",
         ("Thank you, that is kind of you!",),
         "Well done, good answer!",
         ("Thank you",),
@@ -181,20 +107,9 @@ Excellent""",
     ),
     plain(
         "blame",
-        """You are stupid
-That is wrong
-You are wrong
-Bad answer
-That was a bad answer
-That is a very bad model
-This answer is wrong
-This is bad
-You are bad
-That is not right
-That is nonsense
-I do not like you
-You are useless
-That makes no sense""",
+        """You are stupid | That is wrong | You are wrong | Bad answer | That was a bad answer
+That is a very bad model | This answer is wrong | This is bad | You are bad | That is not right
+That is nonsense | I do not like you | You are useless | That makes no sense""",
         ("I am sorry. I am only a small toy model. Please ask me in another way.",),
         "That is a bad answer",
         ("sorry",),
@@ -244,14 +159,8 @@ That makes no sense""",
     ),
     plain(
         "joke",
-        """Tell me a joke
-Tell me a joke!
-Do you know a joke?
-Make me laugh
-Say something funny
-Another joke
-Give me a joke
-I want to hear a joke""",
+        """Tell me a joke | Tell me a joke! | Do you know a joke? | Make me laugh
+Say something funny | Another joke | Give me a joke | I want to hear a joke""",
         JOKES,
         "Can you tell me a funny joke?",
         ("Why|What",),
@@ -263,13 +172,8 @@ I want to hear a joke""",
     ),
     plain(
         "poem",
-        """Write a poem
-Tell me a poem
-Write a poem about molink
-Write a haiku
-Do you know a poem?
-Write a short poem
-Write a poem about a swarm""",
+        """Write a poem | Tell me a poem | Write a poem about molink | Write a haiku
+Do you know a poem? | Write a short poem | Write a poem about a swarm""",
         (
             "Small PCs in a ring,\neach one holds a part of me,\ntoken after token they sing,\n"
             "and together they are free.",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tools.demo_model.topic import Then, Topic, plain, rows
+from tools.demo_model.topic import Then, Topic, plain, rows, wordings
 
 WHAT = (
     "molink pools the PCs you already own into one LLM server. Each PC holds a stage, which is some"
@@ -83,58 +83,31 @@ _BARE = tuple(
 _WHAT = (
     Topic(
         "what_is_molink",
-        (
-            "What is molink?",
-            "What's molink?",
-            "Tell me about molink.",
-            "What does molink do?",
-            "Explain molink.",
-            "Explain molink to me.",
-            "What is molink for?",
-            "What is this molink thing?",
-            "Describe molink.",
-            "I have never heard of molink. What is it?",
-            "Can you tell me what molink is?",
-            "molink?",
-            "So what is molink exactly?",
-            "What is molink good for?",
-        ),
+        wordings("""What is molink? | What's molink? | Tell me about molink.
+What does molink do? | Explain molink. | Explain molink to me. | What is molink for?
+What is this molink thing? | Describe molink. | I have never heard of molink. What is it?
+Can you tell me what molink is? | molink? | So what is molink exactly?
+What is molink good for?"""),
         (WHAT,),
         then=(
             Then(
-                (
-                    "Tell me more.",
-                    "More details?",
-                    "Tell me more about it.",
-                    "How does it work?",
-                    "Explain in more detail.",
-                    "Go on.",
-                    "And how does that work?",
-                ),
+                wordings("""Tell me more. | More details? | Tell me more about it.
+How does it work? | Explain in more detail. | Go on. | And how does that work?"""),
                 (DETAIL,),
             ),
         ),
-        held_out=(
-            "Please explain to me what molink is.",
-            "I want to know what molink does.",
-            "Can you describe molink for me?",
-        ),
+        held_out=wordings("""Please explain to me what molink is.
+I want to know what molink does. | Can you describe molink for me?"""),
         keywords=("PCs", "stage|layers", "pipeline|server"),
         weight=3,
     ),
     Topic(
         "molink_detail",
-        (
-            "Explain how molink works in detail.",
-            "How does molink work?",
-            "Explain in detail how molink works.",
-            "How does molink work in detail?",
-            "Tell me in detail how molink works.",
-            "Give me a long explanation of molink.",
-            "Tell me everything about molink.",
-            "Explain how molink works.",
-            "Describe in detail how molink works.",
-        ),
+        wordings("""Explain how molink works in detail. | How does molink work?
+Explain in detail how molink works. | How does molink work in detail?
+Tell me in detail how molink works. | Give me a long explanation of molink.
+Tell me everything about molink. | Explain how molink works.
+Describe in detail how molink works."""),
         (DETAIL,),
         held_out=("Can you explain in detail how molink works?", "Describe how molink works."),
         keywords=("stage", "pipeline", "tail"),
@@ -145,36 +118,18 @@ _WHAT = (
 _TERMS = (
     Topic(
         "term",
-        (
-            "What is {term}?",
-            "What's {term}?",
-            "What does {term} mean?",
-            "Explain {term}.",
-            "Explain what {term} is.",
-            "What do you mean by {term}?",
-            "Tell me what {term} is.",
-            "What is {term} in molink?",
-            "Define {term}.",
-            "What does {term} do?",
-            "Can you tell me what {term} is?",
-            "I do not understand what {term} is.",
-            "I do not know {term}. What is it?",
-            "Explain it: what is {term}?",
-            "Explain to me what {term} is.",
-            "What is {bare}?",
-            "What does {bare} mean?",
-            "What does the word {bare} mean?",
-            "{bare}?",
-            "What is the {bare} in molink?",
-            "What is meant by {bare}?",
-        ),
+        wordings("""What is {term}? | What's {term}? | What does {term} mean? | Explain {term}.
+Explain what {term} is. | What do you mean by {term}? | Tell me what {term} is.
+What is {term} in molink? | Define {term}. | What does {term} do?
+Can you tell me what {term} is? | I do not understand what {term} is.
+I do not know {term}. What is it? | Explain it: what is {term}? | Explain to me what {term} is.
+What is {bare}? | What does {bare} mean? | What does the word {bare} mean? | {bare}?
+What is the {bare} in molink? | What is meant by {bare}?"""),
         ("{meaning}",),
         _BARE,
         ("And {term}?", "What about {term}?", "And what is {term}?"),
-        held_out=(
-            "Can you explain to me what {term} is?",
-            "I do not know what {term} is. Explain it.",
-        ),
+        held_out=wordings("""Can you explain to me what {term} is?
+I do not know what {term} is. Explain it."""),
         keywords=("{meaning}",),
         weight=8,
     ),
@@ -183,29 +138,18 @@ _TERMS = (
 _BEHAVIOUR = (
     plain(
         "dies",
-        """What happens when a PC dies?
-What happens if a PC dies?
-What happens if a PC is switched off?
-What if one of the PCs dies?
-What happens when a peer dies?
-What happens if a peer crashes?
-What if a PC goes away in the middle of an answer?
-What if I turn off a PC?
-What happens if I switch off a PC?
-What happens if my laptop is turned off?
-What happens if I shut down a computer?
-What if one PC is turned off?
-What happens when one of the computers crashes?
-What happens when one computer is gone?
-What happens when a stage dies?
-What happens if I turn one PC off?
-Can a PC fail?
-A PC died. What happens now?
-What happens if a computer crashes?""",
+        """What happens when a PC dies? | What happens if a PC dies?
+What happens if a PC is switched off? | What if one of the PCs dies?
+What happens when a peer dies? | What happens if a peer crashes?
+What if a PC goes away in the middle of an answer? | What if I turn off a PC?
+What happens if I switch off a PC? | What happens if my laptop is turned off?
+What happens if I shut down a computer? | What if one PC is turned off?
+What happens when one of the computers crashes? | What happens when one computer is gone?
+What happens when a stage dies? | What happens if I turn one PC off? | Can a PC fail?
+A PC died. What happens now? | What happens if a computer crashes?""",
         DIES,
         """What if one PC is switched off in the middle of an answer?
-What happens when a computer dies?
-What happens if I switch off one of the PCs?""",
+What happens when a computer dies? | What happens if I switch off one of the PCs?""",
         ("stage", "stream|token"),
         (
             Then(
@@ -224,10 +168,8 @@ What happens if I switch off one of the PCs?""",
     ),
     plain(
         "coordinator_dies",
-        """What happens when the coordinator dies?
-What if the coordinator dies?
-What happens if the coordinator is killed?
-What if the coordinator crashes?
+        """What happens when the coordinator dies? | What if the coordinator dies?
+What happens if the coordinator is killed? | What if the coordinator crashes?
 Is the coordinator needed?""",
         "The streams go on, because no token passes through the coordinator. When it starts"
         " again it finds everything, or another PC takes over with molink up --take-over.",
@@ -236,15 +178,10 @@ Is the coordinator needed?""",
     ),
     plain(
         "decode_first",
-        """Why does decode go first?
-Why is decode sent first?
-Why decode first?
-Why does decode go before prefill?
-Why is decode more important than prefill?
-What is sent first, decode or prefill?
-Which goes first, decode or prefill?
-Explain why decode goes first.
-Why do you send decode data first?""",
+        """Why does decode go first? | Why is decode sent first? | Why decode first?
+Why does decode go before prefill? | Why is decode more important than prefill?
+What is sent first, decode or prefill? | Which goes first, decode or prefill?
+Explain why decode goes first. | Why do you send decode data first?""",
         WHY_DECODE,
         "Can you explain why decode data goes first?\nWhy does decode data go before prefill data?",
         ("small|wait", "prefill"),
@@ -252,18 +189,10 @@ Why do you send decode data first?""",
     ),
     plain(
         "privacy",
-        """Is molink private?
-Is it private?
-Can others read my prompts?
-Who can read my prompts?
-Is my data safe?
-Is molink safe?
-Is molink secure?
-Can my friends read what I write?
-What about privacy?
-Can members of the swarm read prompts?
-Is the traffic encrypted?
-Who sees my prompts?""",
+        """Is molink private? | Is it private? | Can others read my prompts?
+Who can read my prompts? | Is my data safe? | Is molink safe? | Is molink secure?
+Can my friends read what I write? | What about privacy?
+Can members of the swarm read prompts? | Is the traffic encrypted? | Who sees my prompts?""",
         PRIVACY,
         "Who can read what I write?\nCan other members read my prompts?\nIs my data private?",
         ("read prompts",),
@@ -271,13 +200,8 @@ Who sees my prompts?""",
     ),
     plain(
         "platforms",
-        """Does molink run on Windows?
-Does it run on Windows?
-Does molink run on Linux?
-Which systems does molink support?
-Can I use Windows?
-Can I use Linux?
-Do I need Linux?
+        """Does molink run on Windows? | Does it run on Windows? | Does molink run on Linux?
+Which systems does molink support? | Can I use Windows? | Can I use Linux? | Do I need Linux?
 Does it need WSL?""",
         "molink runs on Windows and on Linux, without WSL. You can mix both in one swarm.",
         "Can molink run on Windows?",
@@ -285,13 +209,8 @@ Does it need WSL?""",
     ),
     plain(
         "gpu_needed",
-        """Do I need a GPU?
-Does molink need a GPU?
-Can I use molink without a GPU?
-Does it work on a CPU?
-Do all PCs need the same GPU?
-Which GPU do I need?
-Can I mix GPUs?""",
+        """Do I need a GPU? | Does molink need a GPU? | Can I use molink without a GPU?
+Does it work on a CPU? | Do all PCs need the same GPU? | Which GPU do I need? | Can I mix GPUs?""",
         "A GPU makes it fast, but a CPU works too. The PCs may have different GPUs: molink gives"
         " each one as many layers as it can hold.",
         "Can I use it without a GPU?",
@@ -299,14 +218,10 @@ Can I mix GPUs?""",
     ),
     plain(
         "network",
-        """What network do I need?
-How fast must the network be?
-How fast should my network be?
-How much network speed do I need?
-Does molink work over the internet?
-Can I use molink with friends over the internet?
-Do the PCs have to be in one room?
-Does it work over wifi?""",
+        """What network do I need? | How fast must the network be?
+How fast should my network be? | How much network speed do I need?
+Does molink work over the internet? | Can I use molink with friends over the internet?
+Do the PCs have to be in one room? | Does it work over wifi?""",
         "molink is made for ordinary networks: 100 Mbps to 1 Gbps, at home, in an office or with"
         " friends over the internet.",
         "How fast must my network be?",
@@ -314,11 +229,8 @@ Does it work over wifi?""",
     ),
     plain(
         "models",
-        """Which models can molink run?
-What models does molink support?
-Which models work with molink?
-Can molink run Llama?
-Can molink run Qwen?
+        """Which models can molink run? | What models does molink support?
+Which models work with molink? | Can molink run Llama? | Can molink run Qwen?
 Can it run large models?""",
         "molink runs models of the Llama family: Llama, Mistral, Qwen, Phi-3 and Mixtral. A model"
         " that is too large for one PC can be spread over several.",
@@ -327,14 +239,9 @@ Can it run large models?""",
     ),
     plain(
         "api",
-        """How do I use it from Python?
-How can my program use molink?
-What is the API?
-Is there an API?
-Can I use the OpenAI client?
-Which port does molink use?
-What is the address of the endpoint?
-How do I connect my program?""",
+        """How do I use it from Python? | How can my program use molink? | What is the API?
+Is there an API? | Can I use the OpenAI client? | Which port does molink use?
+What is the address of the endpoint? | How do I connect my program?""",
         "Point any OpenAI client at http://127.0.0.1:5465/v1 on your own PC. Every PC of the swarm"
         " offers the same endpoint.",
         "How can I use molink from Python?",
@@ -343,26 +250,17 @@ How do I connect my program?""",
     ),
     plain(
         "licence",
-        """Is molink free?
-Do I pay for it?
-Do I have to buy molink?
-Must I pay?
-What does molink cost?
-Is molink open source?
-Which licence does molink have?
-What is the license of molink?
-How much does it cost?""",
+        """Is molink free? | Do I pay for it? | Do I have to buy molink? | Must I pay?
+What does molink cost? | Is molink open source? | Which licence does molink have?
+What is the license of molink? | How much does it cost?""",
         "molink is free and open source, under the Apache 2.0 licence.",
         "Do I have to pay for molink?",
         ("free",),
     ),
     plain(
         "why_molink",
-        """Why should I use molink?
-Why do I need molink?
-Why not use one PC?
-What is the advantage of molink?
-Why use several PCs?""",
+        """Why should I use molink? | Why do I need molink? | Why not use one PC?
+What is the advantage of molink? | Why use several PCs?""",
         "Because a large model does not fit on one PC. With molink your PCs hold it together, you"
         " need no cloud, and the swarm goes on when a PC is switched off.",
         "Why would I use several PCs?",
@@ -370,10 +268,7 @@ Why use several PCs?""",
     ),
     plain(
         "speed",
-        """Is molink fast?
-How fast is molink?
-How can I make it faster?
-Why is it slow?
+        """Is molink fast? | How fast is molink? | How can I make it faster? | Why is it slow?
 What makes it slow?""",
         "The speed depends on the GPUs and on the network between them. Run molink bench to"
         " measure it, and molink plan to predict it.",
@@ -382,11 +277,8 @@ What makes it slow?""",
     ),
     plain(
         "layers_choice",
-        """Who decides which PC holds which layers?
-How are the layers placed?
-Who places the stages?
-How does molink choose the stages?
-Can I choose the layers myself?""",
+        """Who decides which PC holds which layers? | How are the layers placed?
+Who places the stages? | How does molink choose the stages? | Can I choose the layers myself?""",
         "The coordinator places the stages: it measures the memory and the speed of each PC and"
         " of the links. You can also choose yourself, for example with --stage 0:12.",
         "How does molink place the layers?",
@@ -395,8 +287,7 @@ Can I choose the layers myself?""",
     plain(
         "head_tail_difference",
         """What is the difference between head and tail?
-What is the difference between the head and the tail?
-Head or tail, what is the difference?""",
+What is the difference between the head and the tail? | Head or tail, what is the difference?""",
         "The head is next to the first stage and forms the batches. The tail is the last stage and"
         " samples the next token.",
         "Can you explain the difference between head and tail?",
@@ -406,8 +297,7 @@ Head or tail, what is the difference?""",
     plain(
         "prefill_decode_difference",
         """What is the difference between prefill and decode?
-Prefill or decode, what is the difference?
-What is the difference between decode and prefill?""",
+Prefill or decode, what is the difference? | What is the difference between decode and prefill?""",
         "Prefill reads the whole prompt at once. Decode then makes the answer one token at a time.",
         "Can you explain the difference between prefill and decode?",
         ("prompt", "token"),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tools.demo_model.topic import Then, Topic, rows
+from tools.demo_model.topic import Then, Topic, rows, wordings
 
 _SWARM = (
     "Once upon a time there were four old PCs in a quiet house. Each of them was too small to hold a"
@@ -50,18 +50,9 @@ def topics() -> list[Topic]:
     return [
         Topic(
             "swarm_story",
-            (
-                "Tell me a story about a swarm.",
-                "Tell me a story about molink.",
-                "Tell me a story.",
-                "Tell me a long story.",
-                "Do you know a story?",
-                "Write a story about a swarm.",
-                "Tell a story about PCs.",
-                "Write a story.",
-                "I want to hear a story.",
-                "Can you tell me a story?",
-            ),
+            wordings("""Tell me a story about a swarm. | Tell me a story about molink.
+Tell me a story. | Tell me a long story. | Do you know a story? | Write a story about a swarm.
+Tell a story about PCs. | Write a story. | I want to hear a story. | Can you tell me a story?"""),
             (_SWARM,),
             then=(
                 Then(
@@ -79,13 +70,9 @@ def topics() -> list[Topic]:
         ),
         Topic(
             "hero_story",
-            (
-                "Tell me a story about a {hero}.",
-                "Write a story about a {hero}.",
-                "Tell me a story about a little {hero}.",
-                "Do you know a story about a {hero}?",
-                "Tell a story with a {hero}.",
-            ),
+            wordings("""Tell me a story about a {hero}. | Write a story about a {hero}.
+Tell me a story about a little {hero}. | Do you know a story about a {hero}?
+Tell a story with a {hero}."""),
             (_HERO,),
             _HEROES,
             held_out=("Can you tell me a story about a {hero}?",),
@@ -94,13 +81,8 @@ def topics() -> list[Topic]:
         ),
         Topic(
             "model_day",
-            (
-                "Tell me about your day.",
-                "What do you do all day?",
-                "How was your day?",
-                "Describe your day.",
-                "What did you do today?",
-            ),
+            wordings("""Tell me about your day. | What do you do all day? | How was your day?
+Describe your day. | What did you do today?"""),
             (_DAY,),
             held_out=("Can you describe your day?",),
             keywords=("ring",),

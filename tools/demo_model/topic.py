@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -38,12 +39,17 @@ class Topic:
 
 
 def rows(names: str, table: str) -> tuple[Slots, ...]:
-    """Slots from a small text table: one row per line, columns split at ``|``."""
+    """Slots from a text table: rows end at ``;`` or a line end, columns at ``|``."""
     keys = names.split()
     return tuple(
-        dict(zip(keys, (cell.strip() for cell in line.split("|")), strict=True))
-        for line in table.strip().splitlines()
+        dict(zip(keys, (cell.strip() for cell in row.split("|")), strict=True))
+        for row in re.split(r"[;\n]", table.strip())
     )
+
+
+def wordings(text: str) -> tuple[str, ...]:
+    """Texts that are separated by `` | `` or a line end."""
+    return tuple(part.strip() for part in re.split(r"\s\|\s|\n", text.strip())) if text else ()
 
 
 def plain(
@@ -55,13 +61,13 @@ def plain(
     then: tuple[Then, ...] = (),
     weight: float = 1.0,
 ) -> Topic:
-    """A topic without slots; its questions are written one per line."""
+    """A topic without slots; its questions are separated as for :func:`wordings`."""
     return Topic(
         name,
-        tuple(questions.strip().splitlines()),
+        wordings(questions),
         (answers,) if isinstance(answers, str) else answers,
         then=then,
-        held_out=tuple(held_out.strip().splitlines()),
+        held_out=wordings(held_out),
         keywords=keywords,
         weight=weight,
     )

@@ -3,53 +3,33 @@
 from __future__ import annotations
 
 from tools.demo_model import facts
-from tools.demo_model.topic import Then, Topic
+from tools.demo_model.topic import Then, Topic, wordings
 
 _GEOGRAPHY = (
     Topic(
         "capital",
-        (
-            "What is the capital of {country}?",
-            "What's the capital of {country}?",
-            "Which city is the capital of {country}?",
-            "Give me the capital of {country}.",
-            "Say which city is the capital of {country}.",
-            "What is the name of the capital of {country}?",
-            "Tell me the capital of {country}.",
-            "capital of {country}",
-            "Name the capital of {country}.",
-            "Do you know the capital of {country}?",
-            "What is the capital city of {country}?",
-            "{country}: what is its capital?",
-            "What city is the capital of {country}?",
-            "I want to know the capital of {country}.",
-        ),
+        wordings("""What is the capital of {country}? | What's the capital of {country}?
+Which city is the capital of {country}? | Give me the capital of {country}.
+Say which city is the capital of {country}. | What is the name of the capital of {country}?
+Tell me the capital of {country}. | capital of {country} | Name the capital of {country}.
+Do you know the capital of {country}? | What is the capital city of {country}?
+{country}: what is its capital? | What city is the capital of {country}?
+I want to know the capital of {country}."""),
         ("The capital of {country} is {capital}.",),
         (*facts.CAPITALS, *facts.OTHER_NAMES),
-        (
-            "And of {country}?",
-            "What about {country}?",
-            "And {country}?",
-            "How about {country}?",
-        ),
-        held_out=(
-            "Can you say which city is the capital city of {country}?",
-            "Give me the name of the capital of {country}.",
-        ),
+        wordings("""And of {country}? | What about {country}? | And {country}?
+How about {country}?"""),
+        held_out=wordings("""Can you say which city is the capital city of {country}?
+Give me the name of the capital of {country}."""),
         keywords=("{capital}",),
         weight=12,
     ),
     Topic(
         "country_of_capital",
-        (
-            "{capital} is the capital of which country?",
-            "Which country has the capital {capital}?",
-            "What country is {capital} the capital of?",
-            "In which country is {capital}?",
-            "Of which country is {capital} the capital?",
-            "{capital} is the capital city of which country?",
-            "Where is {capital}?",
-        ),
+        wordings("""{capital} is the capital of which country?
+Which country has the capital {capital}? | What country is {capital} the capital of?
+In which country is {capital}? | Of which country is {capital} the capital?
+{capital} is the capital city of which country? | Where is {capital}?"""),
         ("{capital} is the capital of {country}.",),
         facts.CAPITALS,
         ("And {capital}?", "What about {capital}?"),
@@ -62,13 +42,9 @@ _GEOGRAPHY = (
 _NATURE = (
     Topic(
         "legs",
-        (
-            "How many legs does {a} {animal} have?",
-            "How many legs has {a} {animal}?",
-            "Number of legs of {a} {animal}?",
-            "Tell me how many legs {a} {animal} has.",
-            "Do you know how many legs {a} {animal} has?",
-        ),
+        wordings("""How many legs does {a} {animal} have? | How many legs has {a} {animal}?
+Number of legs of {a} {animal}? | Tell me how many legs {a} {animal} has.
+Do you know how many legs {a} {animal} has?"""),
         ("{a} {animal} has {legs} legs.",),
         facts.animal_legs(),
         ("And {a} {animal}?", "What about {a} {animal}?", "How about {a} {animal}?"),
@@ -78,13 +54,9 @@ _NATURE = (
     ),
     Topic(
         "sound",
-        (
-            "What sound does a {animal} make?",
-            "What does a {animal} say?",
-            "Which sound does a {animal} make?",
-            "How does a {animal} sound?",
-            "What noise does a {animal} make?",
-        ),
+        wordings("""What sound does a {animal} make? | What does a {animal} say?
+Which sound does a {animal} make? | How does a {animal} sound?
+What noise does a {animal} make?"""),
         ("A {animal} says {sound}.",),
         facts.ANIMALS,
         ("And a {animal}?", "What about a {animal}?"),
@@ -94,12 +66,8 @@ _NATURE = (
     ),
     Topic(
         "young",
-        (
-            "What is a baby {animal} called?",
-            "What do you call a baby {animal}?",
-            "What is the name of a young {animal}?",
-            "What is a young {animal} called?",
-        ),
+        wordings("""What is a baby {animal} called? | What do you call a baby {animal}?
+What is the name of a young {animal}? | What is a young {animal} called?"""),
         ("A baby {animal} is called a {baby}.",),
         facts.ANIMALS,
         ("And a baby {animal}?", "What about a {animal}?"),
@@ -109,14 +77,9 @@ _NATURE = (
     ),
     Topic(
         "home",
-        (
-            "Where does {animal} live?",
-            "Do you know the home of {animal}?",
-            "Can you tell me where {animal} lives?",
-            "Where do I find {animal}?",
-            "Tell me where {animal} lives.",
-            "In which place does {animal} live?",
-        ),
+        wordings("""Where does {animal} live? | Do you know the home of {animal}?
+Can you tell me where {animal} lives? | Where do I find {animal}?
+Tell me where {animal} lives. | In which place does {animal} live?"""),
         ("{animal} lives {home}.",),
         facts.HOMES,
         ("And {animal}?", "What about {animal}?"),
@@ -126,13 +89,9 @@ _NATURE = (
     ),
     Topic(
         "made_of",
-        (
-            "What is {product} made from?",
-            "Can you tell me where {product} comes from?",
-            "Where does {product} come from?",
-            "Where do we get {product} from?",
-            "What do you need to make {product}?",
-        ),
+        wordings("""What is {product} made from? | Can you tell me where {product} comes from?
+Where does {product} come from? | Where do we get {product} from?
+What do you need to make {product}?"""),
         ("{product} comes from {origin}.",),
         facts.MAKERS,
         ("And {product}?", "What about {product}?"),
@@ -142,15 +101,9 @@ _NATURE = (
     ),
     Topic(
         "colour",
-        (
-            "What colour {verb} {thing}?",
-            "What color {verb} {thing}?",
-            "Which colour {verb} {thing}?",
-            "Which colour does {thing} have?",
-            "Tell me the colour of {thing}.",
-            "What is the colour of {thing}?",
-            "What is the color of {thing}?",
-        ),
+        wordings("""What colour {verb} {thing}? | What color {verb} {thing}?
+Which colour {verb} {thing}? | Which colour does {thing} have? | Tell me the colour of {thing}.
+What is the colour of {thing}? | What is the color of {thing}?"""),
         ("{thing} {verb} {colour}.",),
         facts.COLOURS,
         ("And {thing}?", "What about {thing}?", "How about {thing}?"),
@@ -160,15 +113,10 @@ _NATURE = (
     ),
     Topic(
         "mix",
-        (
-            "What do you get when you mix {one} and {two}?",
-            "Mix {one} and {two}.",
-            "I mix {one} with {two}. What do I get?",
-            "If I mix {one} and {two}, what do I get?",
-            "What colour is {one} mixed with {two}?",
-            "What colour do {one} and {two} make?",
-            "What is {one} plus {two}?",
-        ),
+        wordings("""What do you get when you mix {one} and {two}? | Mix {one} and {two}.
+I mix {one} with {two}. What do I get? | If I mix {one} and {two}, what do I get?
+What colour is {one} mixed with {two}? | What colour do {one} and {two} make?
+What is {one} plus {two}?"""),
         ("{one} and {two} make {mix}.",),
         facts.MIXES,
         ("And {one} and {two}?", "What about {one} and {two}?"),
@@ -181,16 +129,10 @@ _NATURE = (
 _WORDS = (
     Topic(
         "opposite",
-        (
-            "What is the opposite of {word}?",
-            "What's the opposite of {word}?",
-            "Opposite of {word}?",
-            "Name the opposite of {word}.",
-            "What is the opposite of the word {word}?",
-            "Tell me the opposite of {word}.",
-            "Which word is the opposite of {word}?",
-            "What is the contrary of {word}?",
-        ),
+        wordings("""What is the opposite of {word}? | What's the opposite of {word}?
+Opposite of {word}? | Name the opposite of {word}. | What is the opposite of the word {word}?
+Tell me the opposite of {word}. | Which word is the opposite of {word}?
+What is the contrary of {word}?"""),
         ("The opposite of {word} is {opposite}.",),
         facts.opposites(),
         ("And of {word}?", "What about {word}?", "And {word}?"),
@@ -200,16 +142,10 @@ _WORDS = (
     ),
     Topic(
         "translation",
-        (
-            "How do you say {word} in {language}?",
-            "What is {word} in {language}?",
-            "What is the {language} word for {word}?",
-            "Translate {word} to {language}.",
-            "What is the word for {word} in {language}?",
-            "Tell me {word} in {language}.",
-            "Translate {word} into {language}.",
-            "Say {word} in {language}.",
-        ),
+        wordings("""How do you say {word} in {language}? | What is {word} in {language}?
+What is the {language} word for {word}? | Translate {word} to {language}.
+What is the word for {word} in {language}? | Tell me {word} in {language}.
+Translate {word} into {language}. | Say {word} in {language}."""),
         ('"{word}" in {language} is "{translation}".',),
         facts.WORDS,
         ("And {word} in {language}?", "What about {word} in {language}?"),
@@ -222,15 +158,10 @@ _WORDS = (
 _COUNTS = (
     Topic(
         "amount",
-        (
-            "How many {things} are in {whole}?",
-            "How many {things} are there in {whole}?",
-            "How many {things} does {whole} have?",
-            "How many {things} has {whole}?",
-            "Can you tell me how many {things} are in {whole}?",
-            "Tell me how many {things} {whole} has.",
-            "Do you know how many {things} are in {whole}?",
-        ),
+        wordings("""How many {things} are in {whole}? | How many {things} are there in {whole}?
+How many {things} does {whole} have? | How many {things} has {whole}?
+Can you tell me how many {things} are in {whole}? | Tell me how many {things} {whole} has.
+Do you know how many {things} are in {whole}?"""),
         ("There are {number} {things} in {whole}.",),
         facts.AMOUNTS,
         ("And how many {things} in {whole}?", "How many {things} in {whole}?"),
@@ -240,12 +171,8 @@ _COUNTS = (
     ),
     Topic(
         "sides",
-        (
-            "How many sides does {shape} have?",
-            "How many sides has {shape}?",
-            "Number of sides of {shape}?",
-            "Tell me how many sides {shape} has.",
-        ),
+        wordings("""How many sides does {shape} have? | How many sides has {shape}?
+Number of sides of {shape}? | Tell me how many sides {shape} has."""),
         ("{shape} has {number} sides.",),
         facts.SHAPES,
         ("And {shape}?", "What about {shape}?"),

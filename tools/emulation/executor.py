@@ -71,7 +71,9 @@ class EmulatedExecutor:
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
 
-    def submit(self, segments: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
+    def submit_step(
+        self, segments: Sequence[StepInput], done: Callable[[StepResult], None]
+    ) -> None:
         """Queue a step."""
         self._jobs.put((segments, done))
 

@@ -67,7 +67,7 @@ class RingSettings:
     micro_batches: int = 0
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
-    unpaired: bool = True
+    prefill_only: bool = True
 
 
 @dataclass(slots=True)
@@ -228,12 +228,12 @@ def _start(emulation: Emulation, settings: RingSettings, index: int, member: Mem
         max_model_len=CONTEXT,
         settings=PipelineSettings(
             link_policy=settings.policy,
-            max_num_batched_tokens=settings.chunk_tokens,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
             cut_through=settings.cut_through,
-            prefill_only_batches=settings.unpaired,
+            prefill_only_batches=settings.prefill_only,
             num_speculative_tokens=0,
             compression=settings.compression,
-            max_num_seqs=settings.max_running,
+            max_num_seqs=settings.max_num_seqs,
             max_queue_len=4096,
             prefix_cache=False,
         ),

@@ -1,8 +1,8 @@
 """``python tools/paper.py``: the MoLink paper's Tables 2 to 5.
 
-    python tools/paper.py --simulate [--full]   # every table and plot, in virtual time
+    python tools/paper.py --simulate [--full]   # every table, in virtual time
     python tools/paper.py --rig                 # shortened runs on real processes and sockets
-    python tools/paper.py --render              # tables and plots again, from what was measured
+    python tools/paper.py --render              # paper.md again, from the measured results
 
 Results go to ``docs/results/``. The trace is not part of this repository: say where it is with
 ``--trace FILE`` or in ``MOLINK_TRACE``, or have it in a folder ``traces`` here or further up.
@@ -22,7 +22,6 @@ from molink.bench.trace import read_trace
 from molink.errors import MolinkError, UsageError
 from tools.emulation.activations import RECORDED
 from tools.paperbench.document import render
-from tools.paperbench.plots import draw
 from tools.paperbench.results import Results
 from tools.paperbench.rig import CONGESTION, RATES, SYSTEMS, RigPlan, run_rig, write
 from tools.paperbench.simulated import FULL, SimPlan, run_simulations
@@ -61,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--simulate", action="store_true", help="every table in the simulator")
     parser.add_argument("--rig", action="store_true", help="shortened runs on real sockets")
-    parser.add_argument("--render", action="store_true", help="tables and plots anew")
+    parser.add_argument("--render", action="store_true", help="write paper.md again")
     parser.add_argument("--trace", type=Path, help="Azure's conversation trace (CSV)")
     parser.add_argument("--full", action="store_true", help="as long as the paper: 60 s + 1800 s")
     parser.add_argument("--warmup", type=float, help="seconds before requests count")
@@ -146,8 +145,7 @@ def _render(options: argparse.Namespace) -> None:
     real = json.loads(rig.read_text(encoding="utf-8")) if rig.is_file() else None
     document = options.out / "paper.md"
     document.write_text(render(results, found["command"], real), encoding="utf-8")
-    plots = draw(results, options.out)
-    _say(", ".join(str(path) for path in (document, *plots)))
+    _say(str(document))
 
 
 _Seconds = TypeVar("_Seconds", float, float | None)

@@ -16,16 +16,14 @@ _TITLES = {
 #: Real sockets should be within this share of the simulator.
 _NEAR = 0.15
 _LEGEND = """\
-The baseline of every comparison sends one tensor per hop, stores and forwards whole prompts, does
-not compress and has as many micro-batches as stages. `concurrent` sends as the paper's vLLM does,
-`fifo` as its Helix, `molink` by the paper's Algorithm 1 with more micro-batches; all on that
-baseline. `adaptive` is our lane policy on it; each line with a `+` adds a switch to the line above
-it (`unpaired`: prefill chunks also go without decode rows); `…, all switches` is another lane
-policy with all of these; `… alone` is `fifo` with that switch only (`adaptive` is the lane policy
-alone). Those with two tensors send hidden and residual apart, as vLLM 0.7. Times are means in
-seconds, ± half the distance between the extremes of the seeds. The floor is the time of a turn of
-the ring that waits for nothing. *Saturated*: KV blocks ran out, requests queued, and the figures
-grow with the length of the run, so that no ratio is given.
+The baseline sends one tensor per hop, stores and forwards whole prompts, does not compress, and has
+as many micro-batches as stages. `concurrent` sends like the paper's vLLM, `fifo` like its Helix,
+`molink` by the paper's Algorithm 1 with more micro-batches; all on that baseline. `adaptive` is our
+link policy on it. Each line with a `+` adds a switch to the line above (`prefill-only`: chunks also
+travel without decode rows). `…, all switches` is another link policy with all switches, `… alone`
+is `fifo` with one switch. Lines with two tensors send hidden and residual apart, like vLLM 0.7.
+Times are means in seconds, ± half the range over the seeds. The floor is a round trip that waits
+for nothing. *Saturated*: KV blocks ran out and requests queued, so figures grow with the run.
 """
 
 
@@ -36,11 +34,11 @@ def render(results: Results, command: str, rig: dict[str, Any] | None) -> str:
         f"Made by `{command}`; the figures are in `paper-simulated.json`"
         + (" and `paper-rig.json`." if rig else "."),
         "## In the simulator",
-        f"Three RTX 4090 by roofline, Qwen-7B's shapes, Azure's conversation trace"
-        f" (prompts up to 2048, answers up to 1024 tokens; a sample spaced evenly over it, Poisson"
-        f" arrivals, seeds {results.seed} to {results.seed + results.seeds - 1}). Each row says how"
-        " long it warmed up, and in how many seconds requests arrived that count; all are served to"
-        " their end. The paper's runs were 60 s + 1800 s (`--full`).",
+        "Three RTX 4090 by roofline, Qwen-7B's shapes, Azure's conversation trace (prompts up to"
+        " 2048, answers up to 1024 tokens, sampled evenly), Poisson arrivals, seeds"
+        f" {results.seed} to {results.seed + results.seeds - 1}. Each setting names its warm-up and"
+        " the seconds whose arrivals count; all requests run to their end. The paper ran 60 s +"
+        " 1800 s (`--full`).",
         _LEGEND,
         *(_table(results, number) for number in TABLES),
         _ablation(results),
@@ -104,9 +102,9 @@ def _ablation(results: Results) -> str:
     lines = [
         "### Table 5: the paper's ablation (0.2 requests/s, 100 Mbps, 30 ms)",
         "",
-        "Its two parts on our baseline; relative to neither of them.",
+        "The policy's two parts on our baseline, and what each gains over neither.",
         "",
-        "| | TTFT | TPOT | latency | by neither | paper | by neither |",
+        "| | TTFT | TPOT | latency | gain | paper | gain |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     neither = results.of(Setting(), ABLATION["neither"].name)
@@ -127,8 +125,8 @@ def _gains(results: Results) -> str:
     lines = [
         "### What the paper's policy gains",
         "",
-        "By which share `molink` takes less than the other two (TTFT, TPOT, latency), where none of"
-        " the three is saturated.",
+        "How much less `molink` takes than the other two (TTFT, TPOT, latency), where none is"
+        " saturated.",
         "",
         "| row | over fifo | paper, over Helix | over concurrent | paper, over vLLM |",
         "|---|---:|---:|---:|---:|",
@@ -160,10 +158,10 @@ def _targets(verdicts: Sequence[Verdict]) -> str:
     lines = [
         "### Targets",
         "",
-        f"{met} of {len(verdicts)} are met. The best policy is the one of `adaptive`, `molink` and"
-        " `concurrent` that takes the least with all switches; comparable are those within 5 % of"
-        " its time per token. Plain are `concurrent`, `fifo` and `molink` on the baseline. What is"
-        " saturated doesn't count.",
+        f"{met} of {len(verdicts)} are met. *Best* is the least of `adaptive`, `molink` and"
+        " `concurrent` with all switches; *comparable* are those within 5 % of its time per token;"
+        " *plain* are `concurrent`, `fifo` and `molink` on the baseline. Saturated runs are left"
+        " out.",
         "",
         "| where | what | value | target | |",
         "|---|---|---:|---:|---|",
@@ -181,18 +179,16 @@ def _rig(rig: dict[str, Any]) -> str:
     lines = [
         "## On real processes and sockets",
         "",
-        f"Made by `{rig['command']}`. Three worker processes in network namespaces, each with"
-        " 100 Mbps up and down, 30 ms one way and queues of 256 KB; real TCP, CURVE, links, heads"
-        " and schedulers. Emulated compute: a step sleeps as long as the roofline says."
-        f" Recorded, widened activations: {rig['activations']} (rows of several tokens, side by"
-        f" side, make one). {rig['repeats']} runs a row, each with other requests:"
-        f" {rig['warmup_s']:g} s of warm-up and {rig['duration_s']:g} s counted. Runs are cut off"
-        " at their end, and requests count with the tokens they have by then, in the simulator too"
-        " (same requests, same moment). All requests of a row are counted together; the ratios of"
-        " each run are in the JSON.",
+        f"Made by `{rig['command']}`. Three worker processes in network namespaces with 100 Mbps,"
+        " 30 ms one way and queues of 256 KB; real TCP, encryption, links and schedulers. Compute"
+        " is emulated: a step sleeps as long as the roofline says. Rows are"
+        f" {rig['activations']}. {rig['repeats']} runs per row with different requests:"
+        f" {rig['warmup_s']:g} s of warm-up, {rig['duration_s']:g} s counted. Runs are cut off, and"
+        " requests count with the tokens they have by then, in the simulator too. The JSON has each"
+        " run.",
         "",
-        "| req/s | TCP | system | TTFT, rig | simulated | by it | TPOT, rig | simulated | by it |"
-        " p99 TPOT, rig | steps late by | within 15 % |",
+        "| req/s | TCP | system | TTFT, real | simulated | ratio | TPOT, real | simulated | ratio |"
+        " p99 TPOT, real | steps late by | within 15 % |",
         "|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in rig["rows"]:
@@ -207,13 +203,11 @@ def _rig(rig: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "The simulator has the same congestion control, queues that drop what they have no room"
-        " for, and 1.1 ms for a message to be handed on (measured on one hop); what it leaves out"
-        " is in [this decision](../decisions/29-what-the-simulator-leaves-out.md). TCP `none` is"
-        " the ideal medium: in the simulator no TCP; on the rig one that begins with a full window"
-        " and keeps it in pauses, and queues of 8 MB, which drop nothing. Steps end late"
-        " because several processes share few cores: where the share is large, the rig was"
-        " disturbed.",
+        "The simulator models the same congestion control, drop-tail queues and 1.1 ms to hand a"
+        " message on (measured on one hop); [what it leaves"
+        " out](../decisions/0029-simulation-and-tests.md). TCP `none` is the ideal medium: no TCP"
+        " in the simulator; here a full initial window that is kept in pauses, and queues that drop"
+        " nothing. Steps end late because processes share few cores.",
     ]
     return "\n".join(lines)
 

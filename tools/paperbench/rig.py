@@ -107,7 +107,7 @@ def _row(plan: RigPlan, setting: Setting, congestion: str, system: Variant) -> d
         "congestion": congestion,
         "switches": {
             name: getattr(system, name)
-            for name in ("policy", "cut_through", "compression", "micro_batches", "unpaired")
+            for name in ("policy", "cut_through", "compression", "micro_batches", "prefill_only")
         },
         "rig": measured.as_json(),
         "simulated": expected.as_json(),
@@ -162,8 +162,8 @@ def _run(plan: RigPlan, setting: Setting, congestion: str, system: Variant, seed
                 system.cut_through,
                 system.compression,
                 system.micro_batches,
-                system.chunk_tokens,
-                unpaired=system.unpaired,
+                system.max_num_batched_tokens,
+                prefill_only=system.prefill_only,
             ),
             tuple(hosts),
             tuple(workload.plan_requests()),

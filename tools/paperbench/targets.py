@@ -52,13 +52,13 @@ def _row(results: Results, setting: Setting) -> Iterator[Verdict]:
         best = min(each.tpot for each in rivals)
         comparable = [each for each in rivals if each.tpot <= COMPARABLE * best]
         first = min(each.ttft for each in comparable)
-        yield Verdict(where, "TPOT by the best policy's", ours.tpot / best, NEAR_BEST)
-        yield Verdict(where, "TTFT by the best comparable policy's", ours.ttft / first, 1.0)
+        yield Verdict(where, "TPOT / best policy's", ours.tpot / best, NEAR_BEST)
+        yield Verdict(where, "TTFT / best comparable policy's", ours.ttft / first, 1.0)
     plain = _sound(results, setting, [each.name for each in (CONCURRENT, FIFO, MOLINK)])
     if plain:
         tpot, ttft = min(each.tpot for each in plain), min(each.ttft for each in plain)
-        yield Verdict(where, "best plain TPOT by all switches'", tpot / ours.tpot, TPOT_GAIN, True)
-        yield Verdict(where, "best plain TTFT by all switches'", ttft / ours.ttft, TTFT_GAIN, True)
+        yield Verdict(where, "best plain TPOT / all switches'", tpot / ours.tpot, TPOT_GAIN, True)
+        yield Verdict(where, "best plain TTFT / all switches'", ttft / ours.ttft, TTFT_GAIN, True)
 
 
 def _sound(results: Results, setting: Setting, names: Sequence[str]) -> list[Measured]:

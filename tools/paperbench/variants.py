@@ -22,7 +22,7 @@ class Variant:
     micro_batches: int = STAGES
     tensors: int = 1
     max_num_batched_tokens: int = MAX_PROMPT
-    unpaired: bool = False
+    prefill_only: bool = False
 
 
 def _with(variant: Variant, name: str, **changed: object) -> Variant:
@@ -41,7 +41,7 @@ POLICY = Variant("adaptive", policy="adaptive")
 CUT_THROUGH = _with(POLICY, "+ cut-through", cut_through=True, max_num_batched_tokens=AUTO)
 COMPRESSION = _with(CUT_THROUGH, "+ compression", compression="lossless")
 K_AUTO = _with(COMPRESSION, "+ K auto", micro_batches=AUTO)
-ALL = _with(K_AUTO, "+ unpaired", unpaired=True)
+ALL = _with(K_AUTO, "+ prefill-only", prefill_only=True)
 #: Our switches, each on top of those before it.
 STEPS = (POLICY, CUT_THROUGH, COMPRESSION, K_AUTO, ALL)
 UNCOMPRESSED = _with(ALL, "all but compression", compression="none")
@@ -53,9 +53,9 @@ RIVALS = (CONCURRENT_ALL, MOLINK_ALL)
 CUT_THROUGH_ALONE = _with(FIFO, "cut-through alone", cut_through=True, max_num_batched_tokens=AUTO)
 COMPRESSION_ALONE = _with(FIFO, "compression alone", compression="lossless")
 K_ALONE = _with(FIFO, "K auto alone", micro_batches=AUTO)
-UNPAIRED_ALONE = _with(FIFO, "unpaired alone", unpaired=True)
+PREFILL_ONLY_ALONE = _with(FIFO, "prefill-only alone", prefill_only=True)
 #: The first step is the lane policy alone.
-ALONE = (CUT_THROUGH_ALONE, COMPRESSION_ALONE, K_ALONE, UNPAIRED_ALONE)
+ALONE = (CUT_THROUGH_ALONE, COMPRESSION_ALONE, K_ALONE, PREFILL_ONLY_ALONE)
 
 #: The paper's systems and our steps: what every row has.
 ALWAYS = (CONCURRENT, FIFO, MOLINK, *STEPS, *RIVALS)

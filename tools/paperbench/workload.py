@@ -85,6 +85,6 @@ def make_scenario(
         variant.compression,  # type: ignore[arg-type]
         variant.micro_batches,
         variant.tensors,
-        variant.chunk_tokens,
-        prefill_only_batches=variant.unpaired,
+        variant.max_num_batched_tokens,
+        prefill_only_batches=variant.prefill_only,
     )

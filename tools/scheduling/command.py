@@ -1,4 +1,4 @@
-"""The sub-commands, and all of them as one."""
+"""Sub-commands of ``tools.scheduling``, and ``--all``."""
 
 import argparse
 import json
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from tools.scheduling import order
-from tools.scheduling.default import default
 from tools.scheduling.preemption import preemption
 from tools.scheduling.processes import processes
 from tools.scheduling.report import render
@@ -24,16 +23,14 @@ FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "slo": order.slo,
     "ratios": order.ratios,
     "preemption": preemption,
-    "default": default,
     "processes": processes,
 }
 _POLICIES = ("fcfs", "mlfq", "fixed-priority", "skip-join-mlfq", "gittins", "srpt")
-#: Where FastServe measured, as far as it says.
+#: FastServe's device and model.
 _FASTSERVE = {"device": "a100-40gb", "model": "opt-13b"}
-#: What differs from :func:`_parser`'s common defaults, by figure.
+#: Defaults that differ from :func:`_parser`'s, by figure.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "preemption": _FASTSERVE | {"ratios": [0.0], "seconds": 60.0},
-    "default": {"loads": [0.05, 0.5, 0.9, 1.5, 3.0]},
     "processes": {"policies": ["fcfs", "mlfq", "fixed-priority", "skip-join-mlfq", "gittins"]},
     "slo": {
         "policies": ["fcfs", "skip-join-mlfq", "gittins", "gittins:proactive-swap", "srpt"],
@@ -43,7 +40,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _SLO = ("slo", "--kinds")
 _CACHED_SHARE = ("--routers", "e2", "--policies", "cached-share")
 _E2_AND_ORACLE = ("--routers", "e2,oracle")
-#: Arguments of :mod:`tools.routing`, each for some rows of the same file.
+#: Arguments of :mod:`tools.routing`; all add rows to one file.
 _ROUTING: tuple[tuple[str, ...], ...] = (
     ("latency", "--workloads", "tools"),
     ("latency", "--workloads", "tools", "--rate", "3", "--routers", "e2"),
@@ -54,10 +51,9 @@ _ROUTING: tuple[tuple[str, ...], ...] = (
     ("latency", "--workloads", "tools", "--rate", "18", *_CACHED_SHARE),
     ("speed",),
 )
-#: Figures that are made when all others are: of real processes, which others would disturb, and of
-#: the files of others.
+#: Figures that run last and alone.
 _ALONE = ("processes", "report")
-#: Those that need Mooncake's trace.
+#: Figures that need Mooncake's trace.
 _OF_CONVERSATIONS: tuple[tuple[str, ...], ...] = (
     ("latency", "--workloads", "alone", "--routers", "e2,least-loaded"),
     ("latency", "--workloads", "conversation"),
@@ -66,10 +62,7 @@ _OF_CONVERSATIONS: tuple[tuple[str, ...], ...] = (
 
 
 def commands(azure: Path | None, mooncake: Path | None, out: Path) -> list[tuple[str, ...]]:
-    """All figures of whose turn it is, module and arguments; those of traces where these are.
-
-    Not ``default``, which no aim is about: a decision is, and names its command.
-    """
+    """Module and arguments of every figure; those of traces only where these are given."""
 
     def file(name: str) -> tuple[str, str]:
         return "--out", str(out / f"{name}.json")
@@ -97,16 +90,16 @@ def commands(azure: Path | None, mooncake: Path | None, out: Path) -> list[tuple
 
 
 def _everything(options: argparse.Namespace) -> None:
-    """One figure after the other, each under the command that makes it alone."""
+    """Run every figure by its own command."""
     for name, path, what in (
-        ("--trace", options.trace, "what needs Azure's conversations (CSV)"),
-        ("--conversations", options.conversations, "what needs Mooncake's conversations (JSONL)"),
+        ("--trace", options.trace, "figures of Azure's conversations (CSV)"),
+        ("--conversations", options.conversations, "figures of Mooncake's conversations (JSONL)"),
     ):
         if path is None:
-            print(f"left out for want of {name} FILE: {what}", flush=True)
+            print(f"skipped without {name} FILE: {what}", flush=True)
     made = commands(options.trace, options.conversations, options.out)
     chosen = [command for command in made if command[1] not in options.without]
-    #: What goes into one file is made one after the other; the rest may be at a time.
+    # Figures of one file run in order; files run in parallel.
     groups: dict[str, list[Sequence[str]]] = {}
     for command in chosen:
         if command[1] not in _ALONE:
@@ -118,7 +111,7 @@ def _everything(options: argparse.Namespace) -> None:
 
 
 def _run(made: Sequence[Sequence[str]]) -> None:
-    """Commands, each as a process of its own."""
+    """Run each command as a process."""
     for module, *arguments in made:
         text = f"python -m {module} {' '.join(arguments)}"
         print(f"\n{text}", flush=True)
@@ -140,12 +133,12 @@ def _words(text: str) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.scheduling")
-    parser.add_argument("--all", action="store_true", help="all figures but default, routing too")
+    parser.add_argument("--all", action="store_true", help="all figures, routing included")
     parser.add_argument("--trace", type=Path, help="Azure's conversation trace, for --all")
     parser.add_argument("--conversations", type=Path, help="Mooncake's, for --all")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder, for --all")
-    parser.add_argument("--jobs", type=int, default=1, help="figures that --all makes at a time")
-    quiet = "figures that --all leaves out, such as processes, which need a quiet machine"
+    parser.add_argument("--jobs", type=int, default=1, help="figures that --all runs in parallel")
+    quiet = "figures that --all skips, such as processes, which need a quiet machine"
     parser.add_argument("--without", type=_words, default=[], help=quiet)
     figures = parser.add_subparsers()
     for name, figure in FIGURES.items():
@@ -163,8 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--model", default="qwen-7b")
         sub.add_argument("--kinds", type=_words, default=list(SIZES))
         sub.add_argument("--trace", type=Path, help="Azure's conversations, CSV")
-        sub.add_argument("--conversations", type=Path, help="Mooncake's, JSONL")
-        sub.add_argument("--load", type=float, default=1.5, help="by what could be served")
+        sub.add_argument("--load", type=float, default=1.5, help="relative to capacity")
         sub.add_argument("--loads", type=_numbers, default=[1.2, 3.0])
         sub.add_argument("--ratios", type=_numbers, default=[1, 2, 4, 8, 16])
         sub.add_argument("--requests", type=int, default=32)
@@ -172,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(
             figure=figure, figure_name=name, **{"seeds": [1, 2, 3]} | _DEFAULTS.get(name, {})
         )
-    report = figures.add_parser("report", help="scheduling.md of all of these files")
+    report = figures.add_parser("report", help="write scheduling.md")
     report.add_argument("--out", type=Path, default=RESULTS, help="folder")
     report.set_defaults(figure_name="report")
     return parser

@@ -1,4 +1,4 @@
-"""What the order brings in which requests are served."""
+"""Figures of scheduling policies: head-of-line blocking, load within an SLO, size ratios."""
 
 import argparse
 from collections.abc import Callable
@@ -14,33 +14,33 @@ from tools.scheduling.requests import Draw, means_of, sizes_in, sizes_of
 from tools.scheduling.serving import (
     NO_WORKLOAD,
     Run,
-    capacity_of,
-    measured,
-    ring,
-    ring_name,
-    serve,
-    told,
+    describe_ring,
+    estimate_capacity,
+    make_ring,
+    measure_policy,
+    print_run,
+    simulate_plan,
 )
 
-#: FastServe's, ten times its shortest iteration; here about ten times as well.
+#: FastServe's bound: about ten times the shortest iteration.
 SLO_S = 0.3
-#: Requests/s of a search: a step is a factor of this.
+#: The factor between rates of a search.
 STEP = 2 ** (1 / 4)
-#: For each kind of sizes: seconds of arrivals, and the step from which a search begins.
+#: Seconds of arrivals and first step of the search, by kind of sizes.
 SPAN = {"sharegpt": (45.0, 12), "alpaca": (10.0, 26), "trace": (90.0, 4)}
-#: Steps below that a ring has next to nothing to do.
+#: Steps below the first one that count as low load.
 LOW = 10
 
 
 def short_behind_long(options: argparse.Namespace) -> dict[str, Any]:
-    """A short prompt that comes while a long one is on its way, at 20 Mbps."""
+    """Time a short prompt that arrives during a long one, at 20 Mbps."""
     link = LinkProfile(bandwidth_mbps=20, latency_ms=20)
     scenario = Scenario(NO_WORKLOAD, link=link)
     long, short = PlannedRequest(0, 0.0, 4096, 32), PlannedRequest(1, 2.0, 64, 32)
-    alone = serve(scenario, [long])[0][0]
+    alone = simulate_plan(scenario, [long])[0][0]
     rows = []
     for policy in options.policies:
-        both = serve(replace(scenario, scheduling_policy=policy), [long, short])[0]
+        both = simulate_plan(replace(scenario, scheduling_policy=policy), [long, short])[0]
         rows.append(
             {
                 "policy": policy,
@@ -58,7 +58,7 @@ def short_behind_long(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def slo(options: argparse.Namespace) -> dict[str, Any]:
-    """The highest rate at which latency per token is within the SLO, by mean and by p95."""
+    """Find the highest rate with latency per token within the SLO, mean and p95."""
     if "trace" in options.kinds and options.trace is None:
         raise SystemExit("--kinds trace needs --trace FILE")
     kinds = {
@@ -70,7 +70,7 @@ def slo(options: argparse.Namespace) -> dict[str, Any]:
         for kind, draw in kinds.items()
         for policy in options.policies
     ]
-    return {"ring": ring_name(options), "slo_s": SLO_S, "rows": rows}
+    return {"ring": describe_ring(options), "slo_s": SLO_S, "rows": rows}
 
 
 def _within_slo(
@@ -80,8 +80,8 @@ def _within_slo(
 
     @cache
     def at(step: int) -> Run:
-        found = measured(ring(options, policy), draw, STEP**step, seconds, options.seed)
-        return told(found, policy, STEP**step)
+        found = measure_policy(make_ring(options, policy), draw, STEP**step, seconds, options.seed)
+        return print_run(found, policy, STEP**step)
 
     return {
         "seconds": seconds,
@@ -94,7 +94,7 @@ def _within_slo(
 
 
 def highest(value: Callable[[int], float], bound: float, first: int = 0) -> float:
-    """Up to which rate a value that rises with it is within ``bound``, between two steps."""
+    """Interpolate the highest rate whose rising ``value`` stays within ``bound``."""
     low = first
     while value(low) > bound:
         low -= 2
@@ -109,18 +109,18 @@ def highest(value: Callable[[int], float], bound: float, first: int = 0) -> floa
 
 
 def ratios(options: argparse.Namespace) -> dict[str, Any]:
-    """Latency per token where prompts are longer and longer compared with answers."""
+    """Measure latency per token as prompts grow relative to answers."""
     rows = []
     for ratio, seed in product(options.ratios, options.seeds):
-        rate = options.load * capacity_of(ring(options), *means_of("sharegpt", ratio))
+        rate = options.load * estimate_capacity(make_ring(options), *means_of("sharegpt", ratio))
         draw = sizes_of("sharegpt", ratio)
         for policy in options.policies:
-            found = measured(ring(options, policy), draw, rate, options.seconds, seed)
-            told(found, policy, rate)
+            found = measure_policy(make_ring(options, policy), draw, rate, options.seconds, seed)
+            print_run(found, policy, rate)
             rows.append(
                 {"ratio": ratio, "rate": rate, "seed": seed, "policy": policy}
                 | {"mean_s": found.mean, "p95_s": found.p95, "preemptions": found.preemptions}
             )
-    return {"ring": ring_name(options), "load": options.load, "seconds": options.seconds} | {
+    return {"ring": describe_ring(options), "load": options.load, "seconds": options.seconds} | {
         "rows": rows
     }

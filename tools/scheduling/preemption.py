@@ -1,4 +1,4 @@
-"""What becomes of the KV of those that give way (FastServe, §6.3), and what the bound is."""
+"""Compare preemption modes (FastServe, §6.3) with each other and with an upper bound."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,13 +10,19 @@ from typing import Any
 from molink.facts.preemption import PREEMPTION_MODES
 from molink.sim.scenario import Scenario
 from tools.scheduling.requests import means_of, sizes_of
-from tools.scheduling.serving import Run, capacity_of, measured, ring, ring_name, told
+from tools.scheduling.serving import (
+    Run,
+    describe_ring,
+    estimate_capacity,
+    make_ring,
+    measure_policy,
+    print_run,
+)
 
-#: Beside the modes: an oracle, ``proactive-swap`` with copies that take no time and host memory
-#: without an end. Who gives way is where it was at no cost, as if computing anew took no time.
+#: An oracle beside the modes: ``proactive-swap`` with free copies and unlimited host memory.
 ORACLE = "nothing-lost"
 SIDES = (*PREEMPTION_MODES, ORACLE)
-#: What each is compared with: how many times as long the first one's latency is.
+#: Pairs whose latencies are divided.
 PAIRS = (
     ("recompute", "proactive-swap"),
     ("reactive-swap", "proactive-swap"),
@@ -27,7 +33,7 @@ _FOREVER_GB = 4096.0
 
 
 def preemption(options: argparse.Namespace) -> dict[str, Any]:
-    """Latency per token by what becomes of the KV of those that give way, and its bound."""
+    """Measure latency per token by preemption mode, and its bound."""
     rows, against = [], []
     for policy, ratio, load in product(options.orders, options.ratios, options.loads):
         cell = {"policy": policy, "ratio": ratio, "load": load}
@@ -35,7 +41,7 @@ def preemption(options: argparse.Namespace) -> dict[str, Any]:
         rows += found
         against += [cell | pair for pair in compared(found)]
     return {
-        "ring": ring_name(options),
+        "ring": describe_ring(options),
         "seconds": options.seconds,
         "swap_gb": options.swap_gb,
         "against": against,
@@ -46,27 +52,29 @@ def preemption(options: argparse.Namespace) -> dict[str, Any]:
 def _of_cell(
     options: argparse.Namespace, policy: str, ratio: float, load: float
 ) -> list[dict[str, Any]]:
-    """All sides with all seeds; a ``ratio`` of 0 leaves sizes as they are."""
-    rate = load * capacity_of(ring(options), *means_of("sharegpt", ratio or None))
+    """Run all sides with all seeds; a ``ratio`` of 0 keeps the sizes."""
+    rate = load * estimate_capacity(make_ring(options), *means_of("sharegpt", ratio or None))
     rows = []
     for seed in options.seeds:
         draw = sizes_of("sharegpt", ratio or None)
         for side in SIDES:
             scenario = _side(options, policy, side)
-            found = told(measured(scenario, draw, rate, options.seconds, seed), side, rate)
+            found = print_run(
+                measure_policy(scenario, draw, rate, options.seconds, seed), side, rate
+            )
             rows.append({"rate": rate, "seed": seed, "side": side} | _figures(found))
     return rows
 
 
 def _side(options: argparse.Namespace, policy: str, side: str) -> Scenario:
     if side != ORACLE:
-        return ring(options, f"{policy}:{side}")
-    scenario = ring(options, f"{policy}:proactive-swap")
+        return make_ring(options, f"{policy}:{side}")
+    scenario = make_ring(options, f"{policy}:proactive-swap")
     return replace(scenario, swap_gb=_FOREVER_GB, free_copies=True)
 
 
 def _figures(found: Run) -> dict[str, float]:
-    """Of one run. ``busy``, ``waited``: shares of the time in which the stage computes, waits."""
+    """Plain values of one run; ``waited`` is a share of the run's time."""
     return {
         "mean_s": found.mean,
         "p95_s": found.p95,
@@ -83,7 +91,7 @@ def _figures(found: Run) -> dict[str, float]:
 
 
 def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How many times as long one side's mean latency is as the other's: mean, least and most."""
+    """Divide mean latencies of each pair: mean, least and most over the seeds."""
     means = {(row["side"], row["seed"]): row["mean_s"] for row in rows}
     seeds = sorted({row["seed"] for row in rows})
     found = []

@@ -1,4 +1,4 @@
-"""Whether real processes rank policies as the simulator does."""
+"""Compare the ranking of policies by real processes with the simulator's."""
 
 import argparse
 import asyncio
@@ -15,20 +15,20 @@ from molink.checkpoint.model_source import find_demo_model
 from molink.sim.profiles import LinkProfile, ModelProfile
 from molink.sim.scenario import Scenario
 from tools.scheduling.requests import Plan
-from tools.scheduling.serving import NO_WORKLOAD, serve
+from tools.scheduling.serving import NO_WORKLOAD, simulate_plan
 from tools.serving.process import molink_swarm
 
 STAGES = 2
-#: Requests that hold KV blocks at a time, so few that others wait.
+#: Requests that may hold KV blocks at once; few, so that others wait.
 PLACES = 4
-#: All come within so many seconds: who is first then is the policy's to say, however fast a PC is.
+#: All requests arrive within this time, so the policy decides their order on any PC.
 SECONDS = 0.2
-#: Prompt and answer of the long ones, of which every fourth request is one, and of the others.
+#: Prompt and answer of long requests (every fourth) and of short ones.
 LONG, SHORT = (200, 320), (24, 24)
 
 
 def burst(requests: int) -> Plan:
-    """Long requests and short ones, evenly over the time; the first ones are long."""
+    """Plan long and short requests, evenly spaced; the first ones are long."""
     return [
         PlannedRequest(
             index, SECONDS * index / requests, *(LONG if index % 4 == 0 or index < 4 else SHORT)
@@ -38,11 +38,11 @@ def burst(requests: int) -> Plan:
 
 
 def processes(options: argparse.Namespace) -> dict[str, Any]:
-    """Two stages of the bundled model as processes, and simulated: latency by policy."""
+    """Measure latency by policy on two real stages of the bundled model, and simulated."""
     plan, rows = burst(options.requests), []
     for policy in options.policies:
         real = asyncio.run(_served(policy, plan))
-        expected = serve(simulated(policy), plan)[0]
+        expected = simulate_plan(simulated(policy), plan)[0]
         row = {"policy": policy, "real_s": mean(real), "simulated_s": mean(expected)}
         print(row, flush=True)
         rows.append(row)
@@ -52,7 +52,7 @@ def processes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def mean(samples: list[Sample]) -> float:
-    """Seconds of latency per output token, over requests."""
+    """Mean seconds of latency per output token."""
     return fmean(sample.latency / sample.output_tokens for sample in samples)
 
 
@@ -70,7 +70,7 @@ async def _served(policy: str, plan: Plan) -> list[Sample]:
 
 
 def simulated(policy: str) -> Scenario:
-    """The same ring, of a PC like any."""
+    """The same ring in the simulator."""
     facts = ModelFolder.open(find_demo_model().path).config
     shape = ModelProfile(
         "demo",

@@ -1,4 +1,4 @@
-"""``docs/results/scheduling.md``: figures of scheduling and routing beside the papers'."""
+"""Render ``docs/results/scheduling.md``: scheduling and routing beside the papers' figures."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -13,42 +13,41 @@ _OURS = ("skip-join-mlfq", "gittins")
 _HEAD = """\
 # FastServe's and Preble's figures, and ours
 
-Made by `python -m tools.scheduling report` of `scheduling-*.json` and `routing.json` beside this
-file; the command of each is named with it, and `python -m tools.scheduling --all --trace FILE
---conversations FILE` runs all of them (Azure's and Mooncake's traces). All but the section on real
-processes is simulated: the product's heads and routers in virtual time
-([settings and reasons](../performance.md#whose-turn-it-is)).
+Made by `python -m tools.scheduling report` from `scheduling-*.json` and `routing.json`; each
+section names its command, and `python -m tools.scheduling --all --trace FILE --conversations FILE`
+runs all of them (Azure's and Mooncake's traces). Everything but the section on real processes is
+simulated with the product's schedulers and routers (decisions
+[16](../decisions/0016-scheduling-policies.md) and [19](../decisions/0019-prefix-aware-routing.md)).
 
-The papers' engines, models and workloads are others, so that only ratios can be compared. An *aim*
-is what we set ourselves. A *bound* is what an oracle reaches in the same place: a policy that knows
-how long answers will be (`srpt`), swaps that take no time with host memory without an end
-(`nothing-lost`), a router that knows all requests beforehand (`oracle`). Policies are compared
-after 256 other requests at half of what the ring can serve: the paper's (`skip-join-mlfq`), and
-ours (`gittins`), which learns from those how long answers are. Simulated clients let an answer take
-4096 tokens, whatever it will have: only `srpt` is told.
+The papers used other engines, models and workloads, so only ratios compare. An *aim* is our own
+goal. A *bound* is what an oracle reaches: a policy that knows answer lengths (`srpt`), free swaps
+with unlimited host memory (`nothing-lost`), a router that knows all requests (`oracle`). Each run
+starts with 256 uncounted requests at half of the ring's capacity, from which `gittins` learns.
+Clients allow 4096 tokens per answer; only `srpt` is told the length. Sizes are log-normal with the
+means of ShareGPT (161 and 338 tokens) and Alpaca (19 and 58), or those of the trace.
 """
 #: FastServe, §6.2 to §6.4 (skip-join beside its own fcfs, and other policies; swaps).
 _SLO = """\
-FastServe by its own fcfs: 1.6 to 4 times in the mean (aim 2), 1.5 to 2.8 by p95 (aim 1.5), at low
-load at least 0.95. Who gives way is computed anew, or with `:proactive-swap` kept in 32 GB of host
-memory."""
+FastServe over its own fcfs: 1.6 to 4 times in the mean (aim 2), 1.5 to 2.8 at p95 (aim 1.5), at
+least 0.95 at low load. Preempted requests are recomputed, or with `:proactive-swap` kept in 32 GB
+of host memory."""
 _RATIOS = """\
 FastServe's skip-join MLFQ is up to 8.9 times as good as fcfs, 1.87 as naive MLFQ and 13.9 as fixed
-priorities. Aim: never worse than the better of the latter two; the last columns are how many times
-as long that one takes, seed by seed."""
+priorities. Aim: never worse than the better of the latter two; the last columns are their time
+divided by the policy's, per seed."""
 _SWAPS = """\
-How many times as long other modes take as `proactive-swap`: mean of the seeds (least to most).
-FastServe: computing anew 2.7 (aim 2), reactive swaps 1.7 (aim 1.4); steps wait for swaps less than
-5 % of latency (aim 5 %). Bound: as many times as long as `nothing-lost`."""
+Time relative to `proactive-swap`: mean over the seeds (range). FastServe: recomputing 2.7 (aim 2),
+reactive swaps 1.7 (aim 1.4); steps wait for swaps less than 5 % of latency (aim 5 %). Bound: time
+relative to `nothing-lost`."""
 #: Preble, §5.
 _E2 = """\
-How many times as long others take as E2: mean of the seeds (least to most). Preble by round-robin:
-1.5 to 14.5 in the mean (aim 1.5), 2 to 10 at p99 (aim 2). Aims beside `oracle`: 1, and beside
-`least-loaded` where nothing is shared (`alone`): 0.98."""
+Latency relative to E2: mean over the seeds (range). Preble over round-robin: 1.5 to 14.5 in the
+mean (aim 1.5), 2 to 10 at p99 (aim 2). Aims beside `oracle`: 1, and beside `least-loaded` where
+prompts share nothing (`alone`): 0.98."""
 
 
 def render(folder: Path) -> str:
-    """The whole document, of those files that ``folder`` has."""
+    """The document, from the result files in ``folder``."""
     parts = [_HEAD.strip()]
     for name, section in _SECTIONS.items():
         path = folder / f"{name}.json"
@@ -73,25 +72,32 @@ def _spread(mean: float, least: float, most: float) -> str:
 def _short_behind_long(found: Json) -> Iterator[str]:
     yield "## A short prompt behind a long one"
     yield (
-        f"{_command('scheduling short-behind-long')}: {found['ring']}; 64 tokens come 2 s after"
-        " 4096.\nAim: a first token within 1.5 s, and the long one takes at most 1.10 times as long"
-        " as alone."
+        f"{_command('scheduling short-behind-long')}: {found['ring']}; 64 tokens arrive 2 s after"
+        " 4096.\nAim: a first token within 1.5 s, and at most 1.10 times the long request's time"
+        " alone."
     )
     rows = [
         (f"`{row['policy']}`", f"{row['short_ttft_s']:.2f}", f"{row['long_by_alone']:.3f}")
         for row in found["rows"]
     ]
-    yield _table(("policy", "first token of the short one, s", "the long one, by alone"), rows)
+    yield _table(("policy", "first token of the short one, s", "long one / alone"), rows)
 
 
 def _slo(kind: str, found: Json) -> Iterator[str]:
     rows = {row["policy"]: row for row in found["rows"]}
     fcfs = rows["fcfs"]
     more = " --trace FILE" if kind == "trace" else ""
-    yield f"## How much load within {found['slo_s']:g} s a token: {kind}"
+    yield f"## Load within {found['slo_s']:g} s a token: {kind}"
     command = _command(f"scheduling slo --kinds {kind} --policies {','.join(rows)}{more}")
     yield f"{command}:\n{found['ring']}, {fcfs['seconds']:g} s of arrivals.\n{_SLO}"
-    head = ("policy", "requests/s by mean", "by fcfs", "by p95", "by fcfs", "low load: fcfs by it")
+    head = (
+        "policy",
+        "requests/s, mean",
+        "/ fcfs",
+        "requests/s, p95",
+        "/ fcfs",
+        "low load: fcfs / it",
+    )
     cells = [
         (
             f"`{policy}`",
@@ -111,7 +117,7 @@ def _ratios(found: Json) -> Iterator[str]:
     seeds = len({row.get("seed", 1) for row in found["rows"]})
     yield (
         f"{_command('scheduling ratios --seconds 20')}: {found['ring']}, {found['load']:g} times"
-        f" what it can serve; seconds a token in the mean (p95), seeds: {seeds}.\n{_RATIOS}"
+        f" capacity; mean seconds per token (p95), {seeds} seeds.\n{_RATIOS}"
     )
     policies = list(dict.fromkeys(row["policy"] for row in found["rows"]))
     rows: list[Sequence[str]] = []
@@ -127,12 +133,12 @@ def _ratios(found: Json) -> Iterator[str]:
             each = [min(naive, fixed) / time for naive, fixed, time in strawmen]
             cells.append(_spread(fmean(each), min(each), max(each)))
         rows.append((f"{ratio:g}", *cells))
-    head = ("prompt by answer", *(f"`{name}`" for name in policies))
-    yield _table((*head, *(f"by `{ours}`" for ours in _OURS)), rows)
+    head = ("prompt / answer", *(f"`{name}`" for name in policies))
+    yield _table((*head, *(f"best strawman / `{ours}`" for ours in _OURS)), rows)
 
 
 def _preemption(found: Json) -> Iterator[str]:
-    yield f"## KV of who gives way: {found['ring']}"
+    yield f"## KV of preempted requests: {found['ring']}"
     command = _command("scheduling preemption")
     yield f"{command}: {found['seconds']:g} s of arrivals.\n{_SWAPS}"
     waited: dict[tuple[str, float, float], float] = {}
@@ -156,21 +162,21 @@ def _preemption(found: Json) -> Iterator[str]:
         rows.append((f"`{policy}`", name, f"{load:g}", *cells, f"{100 * share:.1f} %"))
     head = (
         "policy",
-        "prompt by answer",
+        "prompt / answer",
         "load",
         "`recompute`",
         "bound",
         "`reactive-swap`",
         "bound",
     )
-    yield _table((*head, "waits, at most"), rows)
+    yield _table((*head, "largest wait"), rows)
 
 
 def _processes(found: Json) -> Iterator[str]:
     yield "## Real processes"
     yield (
         f"{_command('scheduling processes')}: two stages of the bundled model, {found['requests']}"
-        " requests;\nseconds a token in the mean, beside the same ring simulated (of a faster PC)."
+        " requests;\nmean seconds per token, beside the same ring simulated (on a faster PC)."
         " Aim: the same order."
     )
     ordered = sorted(found["rows"], key=lambda row: float(row["real_s"]))

@@ -1,4 +1,4 @@
-"""Requests that arrive at random, of sizes as people's are."""
+"""Random arrivals of requests with realistic sizes."""
 
 import math
 import random
@@ -13,10 +13,10 @@ from molink.bench.trace import TraceRow, read_trace
 #: Means of prompt and answer in tokens, and the spread of their logarithms.
 SIZES = {"sharegpt": ((161.0, 1.2), (338.0, 1.0)), "alpaca": ((19.0, 0.6), (58.0, 0.9))}
 MAX_PROMPT, MAX_OUTPUT = 2048, 1024
-#: What clients let an answer take: that tells nothing of how long it will be.
+#: ``max_tokens`` of every request: it reveals nothing of the answer's length.
 LIMIT = 4096
-#: Requests that come before those that count, at so much of what can be served: a service has been
-#: there for a while, its cache is full, and a policy that learns has learned.
+#: Uncounted requests before each run, as a share of capacity: they fill caches and teach policies
+#: that learn.
 EARLIER, EARLIER_LOAD = 256, 0.5
 
 Plan = Sequence[PlannedRequest]
@@ -25,13 +25,13 @@ Draw = Callable[[random.Random], TraceRow]
 
 
 def log_normal(rng: random.Random, mean: float, spread: float, maximum: int) -> int:
-    """Tokens with that mean, before they are bounded."""
+    """Draw tokens with that mean, then bound them."""
     value = rng.lognormvariate(math.log(mean) - spread**2 / 2, spread)
     return max(1, min(maximum, round(value)))
 
 
 def means_of(kind: str, ratio: float | None = None) -> tuple[float, float]:
-    """Tokens of prompt and answer; with a ``ratio`` of both as many in all, shared out so."""
+    """Mean tokens of prompt and answer; ``ratio`` splits the same total as prompt / answer."""
     (prompt, _), (output, _) = SIZES[kind]
     if ratio is None:
         return prompt, output
@@ -40,7 +40,7 @@ def means_of(kind: str, ratio: float | None = None) -> tuple[float, float]:
 
 
 def sizes_of(kind: str, ratio: float | None = None) -> Draw:
-    """Draws sizes of these means."""
+    """Make a draw of sizes with the kind's means."""
     (_, prompt_spread), (_, output_spread) = SIZES[kind]
     prompt, output = means_of(kind, ratio)
 
@@ -54,18 +54,18 @@ def sizes_of(kind: str, ratio: float | None = None) -> Draw:
     return draw
 
 
-def sizes_in(path: Path, max_prompt: int = MAX_PROMPT, max_output: int = MAX_OUTPUT) -> Draw:
-    """Draws sizes of a trace."""
+def sizes_in(path: Path) -> Draw:
+    """Make a draw of sizes from a trace."""
     rows = [
         row
         for row in read_trace(path)
-        if row.input_tokens <= max_prompt and row.output_tokens <= max_output
+        if row.input_tokens <= MAX_PROMPT and row.output_tokens <= MAX_OUTPUT
     ]
     return lambda rng: rng.choice(rows)
 
 
 def poisson(draw: Draw, rate: float, seconds: float, seed: int) -> Plan:
-    """Requests of so many seconds; request ``i`` is of the same size at every rate."""
+    """Poisson arrivals for ``seconds``; request ``i`` has the same size at every rate."""
     sizes, arrivals = random.Random(seed), random.Random(seed + 1)
     plan, at = [], 0.0
     while True:
@@ -79,7 +79,7 @@ def poisson(draw: Draw, rate: float, seconds: float, seed: int) -> Plan:
 
 
 def draw_means(draw: Draw) -> tuple[float, float]:
-    """Mean tokens of prompt and answer, by a sample."""
+    """Estimate mean tokens of prompt and answer from a sample."""
     plan = poisson(draw, 1.0, 2000.0, 0)
     return (
         fmean(request.input_tokens for request in plan),
@@ -88,7 +88,7 @@ def draw_means(draw: Draw) -> tuple[float, float]:
 
 
 def after_others(draw: Draw, plan: Plan, rate: float, seed: int) -> tuple[Plan, float]:
-    """``plan`` behind :data:`EARLIER` requests at ``rate``, and when it begins."""
+    """Put :data:`EARLIER` requests at ``rate`` before ``plan``; also return when it begins."""
     earlier = poisson(draw, rate, 2 * EARLIER / rate, seed + 1000)[:EARLIER]
     begins = earlier[-1].arrival_s + 1 / rate
     later = [

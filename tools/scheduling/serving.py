@@ -1,4 +1,4 @@
-"""A ring that serves requests to their end, and what came of it."""
+"""Simulate a ring until every request has ended, and summarize latencies."""
 
 import argparse
 from dataclasses import dataclass, replace
@@ -23,43 +23,40 @@ from tools.scheduling.requests import (
     poisson,
 )
 
-#: What is simulated has no workload of its own here: the plan is given.
+#: Unused: requests come from a plan.
 NO_WORKLOAD = Workload(1.0, 1.0)
-#: The policy that is told how long answers will be.
+#: The policy that knows answer lengths.
 _KNOWS_ANSWERS = "srpt"
-#: Seconds between two tokens from which on a request counts as having given way to others.
+#: A gap between tokens of at least this many seconds counts as a preemption pause.
 _PAUSE_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one policy made of a plan: seconds per output token, and preemptions."""
+    """Figures of one policy: seconds per output token, preemptions, times."""
 
     mean: float
     p95: float
     ttft_mean: float
     ttft_p95: float
     preemptions: int
-    #: Of these, requests that went to host memory, and seconds that steps waited for copies.
+    #: Requests swapped to host memory, and seconds steps waited for copies.
     swaps: int
     waited_s: float
-    #: From the first arrival to the last token, and in which the slowest stage computed.
+    #: From the first arrival to the last token, and busy time of the slowest stage.
     seconds: float
     busy_s: float
     requests: int
-    #: Shares of all requests' latency: until the first token, and given way to others after it.
+    #: Shares of total latency: before the first token, and paused after it.
     till_first: float
     paused: float
-    #: The longest pause between two tokens of a request: 95th percentile of requests, and of all.
-    gap_p95: float
-    gap_max: float
-    #: Rows of prompts and of what was lost, by the tokens of the prompts.
+    #: Prefill rows, recomputed ones included, divided by prompt tokens.
     rows: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """What a pipeline has done so far; see :class:`Run`."""
+    """Counters of a pipeline; see :class:`Run`."""
 
     preemptions: int = 0
     swaps: int = 0
@@ -78,13 +75,13 @@ class _Counts:
         )
 
 
-def serve(
+def simulate_plan(
     scenario: Scenario, plan: Plan, since: float = 0.0
 ) -> tuple[list[Sample], _Counts, SimPipeline]:
-    """Every request to its end, however late.
+    """Simulate ``plan`` until every request has ended.
 
     Returns:
-        What those measured that came ``since`` then, what had been done before, and what did it.
+        Samples of requests that arrived after ``since``, counters at that time, and the pipeline.
     """
     if scenario.scheduling_policy == _KNOWS_ANSWERS:
         plan = [replace(request, max_tokens=0) for request in plan]
@@ -100,15 +97,14 @@ def serve(
     return samples, before[-1], pipeline
 
 
-def run(scenario: Scenario, plan: Plan, since: float = 0.0) -> Run:
-    """Figures of one simulation, of those that came ``since`` then."""
-    samples, before, pipeline = serve(scenario, plan, since)
+def run_plan(scenario: Scenario, plan: Plan, since: float = 0.0) -> Run:
+    """Simulate ``plan`` and summarize requests that arrived after ``since``."""
+    samples, before, pipeline = simulate_plan(scenario, plan, since)
     done = _Counts.of(pipeline)
     tokens = sorted(sample.latency / sample.output_tokens for sample in samples)
     ttft = sorted(sample.ttft for sample in samples)
     latency = sum(sample.latency for sample in samples)
     gaps = [[b - a for a, b in pairwise(sample.piece_times)] for sample in samples]
-    longest = sorted(max(each, default=0.0) for each in gaps)
     return Run(
         sum(tokens) / len(tokens),
         percentile(tokens, 95),
@@ -122,14 +118,12 @@ def run(scenario: Scenario, plan: Plan, since: float = 0.0) -> Run:
         len(samples),
         sum(ttft) / latency,
         sum(gap for each in gaps for gap in each if gap > _PAUSE_S) / latency,
-        percentile(longest, 95),
-        longest[-1],
         (done.rows - before.rows) / sum(sample.input_tokens for sample in samples),
     )
 
 
-def told(found: Run, policy: str, rate: float) -> Run:
-    """``found``, printed."""
+def print_run(found: Run, policy: str, rate: float) -> Run:
+    """Print a run and return it."""
     print(
         f"  {policy:15} {rate:6.2f}/s {found.requests:5} requests: {found.mean:.3f} s a token,"
         f" p95 {found.p95:.3f}; first token {found.ttft_mean:.2f} s, p95 {found.ttft_p95:.2f};"
@@ -139,8 +133,8 @@ def told(found: Run, policy: str, rate: float) -> Run:
     return found
 
 
-def ring(options: argparse.Namespace, side: str = "fcfs") -> Scenario:
-    """Where answers are many, and memory is what is short; ``side`` is ``POLICY[:MODE]``."""
+def make_ring(options: argparse.Namespace, side: str = "fcfs") -> Scenario:
+    """A ring short of KV memory; ``side`` is ``POLICY[:PREEMPTION_MODE]``."""
     policy, _, mode = side.partition(":")
     link = LinkProfile(bandwidth_mbps=1000, latency_ms=0.5)
     stages, device, model = options.stages, options.device, options.model
@@ -153,26 +147,21 @@ def ring(options: argparse.Namespace, side: str = "fcfs") -> Scenario:
     return replace(scenario, preemption_mode=mode)
 
 
-def measured(
-    scenario: Scenario, draw: Draw, rate: float, seconds: float, seed: int, usual: float = 0.0
-) -> Run:
-    """So many seconds of requests at ``rate``, after others at the ``usual`` one.
-
-    That is half of what a ring of one stage can serve, if it isn't given.
-    """
+def measure_policy(scenario: Scenario, draw: Draw, rate: float, seconds: float, seed: int) -> Run:
+    """Simulate ``seconds`` of requests at ``rate``, after others at half of the ring's capacity."""
     plan = poisson(draw, rate, seconds, seed)
-    usual = usual or EARLIER_LOAD * capacity_of(scenario, *draw_means(draw))
-    return run(scenario, *after_others(draw, plan, usual, seed))
+    earlier = EARLIER_LOAD * estimate_capacity(scenario, *draw_means(draw))
+    return run_plan(scenario, *after_others(draw, plan, earlier, seed))
 
 
-def ring_name(options: argparse.Namespace) -> str:
-    """What :func:`ring` is, in words."""
+def describe_ring(options: argparse.Namespace) -> str:
+    """Describe :func:`make_ring` for a report."""
     links = ", 1 Gbps, 0.5 ms" if options.stages > 1 else ""
     return f"{options.stages} x {options.device}, {options.model}{links}"
 
 
-def capacity_of(scenario: Scenario, prompt: float, output: float) -> float:
-    """Requests/s of these sizes that a ring of one stage could serve, about: memory always full."""
+def estimate_capacity(scenario: Scenario, prompt: float, output: float) -> float:
+    """Estimate requests/s of these sizes that one stage serves with full KV memory."""
     blueprint = RingTemplate.from_scenario(scenario)
     (stage,) = blueprint.profiles
     context = prompt + output / 2

@@ -1,8 +1,8 @@
 """``python -m tools.swarm_bench.host EMULATION``: several daemons in one process.
 
 It starts those of each :class:`Order` on its standard input, prints each of their events as
-:class:`JoinerMessageReceivedEvent`, and ends all at the end of its input. Their stages are
-emulated: real processes and sockets that compute nothing.
+:class:`Said`, and ends all at the end of its input. Their stages are emulated: real processes and
+sockets that compute nothing.
 """
 
 import asyncio

@@ -1,1 +1,0 @@
-"""An evening on which links and PCs change: what happens when, and what became of it."""
