@@ -1,20 +1,17 @@
-"""When a model some of whose files nobody has is placed again: once somebody else is there.
-
-To place it before that would only have one PC after the other look for what isn't there.
-"""
+"""Delays placing a model whose files are missing until the available files change."""
 
 from molink.facts.model import LayerRange, ModelFacts
 from molink.swarm.controller.holdings import missing_layers
 from molink.swarm.controller.registry import Registry
 
-#: It is tried again after so many seconds, whoever is there: reports don't tell everything.
+#: Retry after this many seconds even without a change: reports are not complete.
 RETRY_INTERVAL = 60.0
 
 _Snapshot = tuple[frozenset[str], frozenset[str], tuple[LayerRange, ...]]
 
 
 class MissingFiles:
-    """Of one deployment. All times in seconds."""
+    """State of one deployment. All times in seconds."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -22,11 +19,11 @@ class MissingFiles:
         self._until = 0.0
 
     def record_missing(self, facts: ModelFacts, now: float) -> None:
-        """A PC says that it can't get the files of its stage, since nobody has some."""
+        """A PC has reported that files of its stage are on no peer."""
         self._snapshot, self._until = self._take_snapshot(facts), now + RETRY_INTERVAL
 
     def still_missing(self, facts: ModelFacts, now: float) -> bool:
-        """Whether those who are there, and what they have, are what they were then."""
+        """Whether the same peers still hold the same files."""
         if self._snapshot is None:
             return False
         if now >= self._until or self._take_snapshot(facts) != self._snapshot:

@@ -1,18 +1,17 @@
-"""How long each phase of a change took: of a recovery after a loss, or of a better placement.
+"""Durations of a change's phases, as the coordinator sees them.
 
-As the coordinator sees it, from the beginning of the last change; what a PC itself spends the time
-of interruptions on, and sums of that, is in :mod:`molink.swarm.agent.recovery`.
+A change is a recovery or a better placement. A PC's own interruptions are in
+:mod:`molink.swarm.agent.recovery`.
 """
 
 from typing import Literal
 
-#: ``decided``: the stages are handed out. ``loaded``: all have their weights. ``formed``: the ring
-#: stands.
+#: ``decided``: stages are assigned. ``loaded``: all have their weights. ``formed``: the ring is up.
 Phase = Literal["decided", "loaded", "formed"]
 
 
 class PhaseTimes:
-    """The last change, from its being noticed until the ring stands."""
+    """The last change, from its detection until the ring is up."""
 
     def __init__(self) -> None:
         self._reason = ""
@@ -20,7 +19,7 @@ class PhaseTimes:
         self._reached_at: dict[Phase, float] = {}
 
     def begin_change(self, reason: str, now: float) -> None:
-        """Something is noticed. A change that has not come to its end begins anew, but goes on."""
+        """Begin a change, or restart the phases of an unfinished one."""
         if self._noticed_at is None or "formed" in self._reached_at:
             self._reason, self._noticed_at = reason, now
         self._reached_at = {}
@@ -30,7 +29,7 @@ class PhaseTimes:
         self._reached_at.setdefault(phase, now)
 
     def to_status(self) -> dict[str, str | float]:
-        """What ``molink status --json`` shows: seconds since it was noticed."""
+        """Content for ``molink status --json``: seconds since detection."""
         if self._noticed_at is None:
             return {}
         began = self._noticed_at

@@ -1,25 +1,25 @@
-"""Time in which this process ran, for what it may not hold against others.
+"""A clock that skips time in which this process did not run.
 
-A process that is stopped, or whose PC sleeps, hears nobody meanwhile. What others have sent waits
-in its sockets when it goes on, but its timers are due first. So whoever judges others by their
-silence, or itself by how long it has waited, counts only the time in which it could hear.
+A stopped process or a sleeping PC hears nothing. What peers sent meanwhile waits in its sockets,
+but its timers fire first. Timeouts on peers' silence, or on its own waiting, use this clock
+instead.
 """
 
-#: A longer step between two looks at the clock, in seconds, is a standstill; so there is to be a
-#: look several times a second.
+#: A longer step between two readings, in seconds, is a standstill; read the clock several times a
+#: second.
 MAX_STEP = 1.0
 
 
 class RunningTime:
-    """Turns the seconds of a monotonic clock into those that count."""
+    """Converts a monotonic clock's seconds into running time."""
 
     def __init__(self, now: float) -> None:
         self._last = now
-        #: Seconds that didn't count so far.
+        #: Seconds skipped so far.
         self.skipped_s = 0.0
 
     def counted_time(self, now: float) -> float:
-        """What counts of ``now``. It never goes back, and stays as it was over a standstill."""
+        """Running time at ``now``; never decreases, and stands still over a standstill."""
         step = now - self._last
         if step > MAX_STEP:
             self.skipped_s += step

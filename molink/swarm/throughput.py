@@ -1,21 +1,21 @@
-"""How fast a transfer is, from what it says of its bytes now and then."""
+"""Transfer rate from occasional byte counts."""
 
 from collections import deque
 
-#: The rate is that of so many last seconds: a pause shows, and one late look doesn't.
+#: Averaging window in seconds: pauses show, one late sample does not.
 RATE_WINDOW = 10.0
-#: Looks that come sooner after the one before take its place, in seconds.
+#: A sample sooner after the previous one replaces it, in seconds.
 _MIN_STEP = 0.25
 
 
 class TransferRate:
-    """One transfer, looked at several times a second. All times in seconds."""
+    """One transfer, sampled several times a second. All times in seconds."""
 
     def __init__(self, now: float, done: int = 0) -> None:
         self._seen: deque[tuple[float, int]] = deque([(now, done)])
 
     def observe_bytes(self, done: int, now: float) -> None:
-        """By now ``done`` bytes have come; fewer than before: it was begun anew."""
+        """``done`` bytes have arrived by now; fewer than before means a restart."""
         if done < self._seen[-1][1]:
             self._seen = deque([(now, done)])
             return
@@ -27,11 +27,11 @@ class TransferRate:
 
     @property
     def rate(self) -> float:
-        """Bytes per second, lately."""
+        """Recent bytes per second."""
         (begun, before), (now, done) = self._seen[0], self._seen[-1]
         return (done - before) / (now - begun) if now > begun else 0.0
 
 
 def estimate_eta(left: int, rate: float) -> float | None:
-    """Seconds until ``left`` bytes have come; ``None`` while nothing comes."""
+    """Seconds until ``left`` bytes have arrived; ``None`` at rate 0."""
     return left / rate if rate > 0 else None

@@ -18,7 +18,7 @@ SEVERAL_SEEDS = 100
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, SHARE))
-def test_nothing_is_lost(first: int) -> None:
+def test_no_request_is_lost(first: int) -> None:
     outcomes = run_all(range(first, first + SHARE))
     assert all(len(outcome.faults) <= 5 for outcome in outcomes)
     whole = sum(outcome.ends.count("whole") for outcome in outcomes)
@@ -38,18 +38,18 @@ def assert_faults_matter(outcomes: list[Outcome]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(SEEDS, ALL_SEEDS, SHARE))
-def test_nothing_is_lost_in_many_more(first: int) -> None:
+def test_no_request_is_lost_in_many_seeds(first: int) -> None:
     run_all(range(first, first + SHARE))
 
 
 @pytest.mark.parametrize("first", range(0, SEVERAL_SEEDS, SHARE))
-def test_nothing_is_lost_of_two_models(first: int) -> None:
+def test_no_request_is_lost_with_two_models(first: int) -> None:
     outcomes = run_all(range(first, first + SHARE), several=True)
     whole = sum(outcome.ends.count("whole") for outcome in outcomes)
     assert whole > 0.8 * SHARE * REQUESTS
 
 
-def test_nothing_is_lost_where_the_leader_reads_late() -> None:
+def test_no_request_is_lost_with_a_slow_leader() -> None:
     """Beside all other faults."""
     seeds = 25
     outcomes = run_all(range(seeds), late=True)
@@ -57,7 +57,7 @@ def test_nothing_is_lost_where_the_leader_reads_late() -> None:
     assert sum(outcome.ends.count("whole") for outcome in outcomes) > 0.8 * seeds * REQUESTS
 
 
-def test_who_is_not_read_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_peer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is placed anew because the leader is late; without `TimePassedEvent.behind` it is."""
     alone = partial(run_all, range(12), late=True, faults=False)
     assert {outcome.counts["epochs"] for outcome in alone()} == {1}
@@ -65,5 +65,5 @@ def test_who_is_not_read_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(outcome.counts["epochs"] > 1 for outcome in alone()) > 6
 
 
-def test_a_seed_is_the_same_again() -> None:
+def test_seeds_are_deterministic() -> None:
     assert run(7) == run(7)

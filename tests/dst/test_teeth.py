@@ -113,7 +113,7 @@ def without_terms(patch: pytest.MonkeyPatch) -> None:
         (without_what_was_emitted, 0),
     ],
 )
-def test_it_fails_without(
+def test_removing_a_safeguard_is_detected(
     without: Callable[[pytest.MonkeyPatch], None], first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``first``: one that failed when this was written, so that few have to be tried."""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from molink.swarm.running_time import MAX_STEP, RunningTime
 
 
-def test_a_standstill_does_not_count() -> None:
+def test_standstill_is_skipped() -> None:
     time = RunningTime(100.0)
     assert time.counted_time(100.5) == 100.5
     assert time.counted_time(130.5) == 100.5
@@ -15,7 +15,7 @@ def test_a_standstill_does_not_count() -> None:
 
 
 @given(st.lists(st.integers(0, 16)))
-def test_it_never_goes_back_nor_ahead_of_the_clock(steps: list[int]) -> None:
+def test_running_time_never_decreases_nor_exceeds_the_clock(steps: list[int]) -> None:
     time, now, counted = RunningTime(0.0), 0.0, 0.0
     for step in (each / 4 for each in steps):
         now += step

@@ -1,9 +1,9 @@
-"""What to fetch of a model for a stage, and how it is laid out on disk here.
+"""What to fetch of a model for a stage, and its layout on disk.
 
-A stage needs few of the model's tensors, and a later assignment others: each *group* (``embed``,
-``layer-0007``, ``final``) becomes one safetensors file of its own, so that what is here already is
-kept and never fetched twice. Of a model in shards (:mod:`molink.checkpoint.manifest`) these are the
-files, as they are: only of a whole one is known what it has to be.
+A stage needs few of the model's tensors, and a later assignment others. Each *group* (``embed``,
+``layer-0007``, ``final``) becomes one safetensors file, so local files are reused and never fetched
+twice. A model in shards (:mod:`molink.checkpoint.manifest`) keeps its files as they are: hashes are
+known only for whole shards.
 """
 
 import json
@@ -27,9 +27,9 @@ from molink.checkpoint.tensor_requirement import TensorRequirement
 from molink.errors import BrokenModel
 from molink.facts.model import Quantize
 
-#: Bytes that the data of a safetensors file is aligned to.
+#: Alignment of a safetensors file's data, in bytes.
 _ALIGNMENT = 8
-#: Chunks of a shard that are asked of the hub together, 3 MB: each request takes a round trip.
+#: Chunks of a shard requested from the hub together, 3 MB: each request takes a round trip.
 RUN_CHUNKS = 16
 
 T = TypeVar("T", bound=TensorSpec)
@@ -37,7 +37,7 @@ T = TypeVar("T", bound=TensorSpec)
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """Chunk ``index`` of ``part``, and those after it, belong at byte ``offset`` of a file here."""
+    """``count`` chunks of ``part`` from ``index`` on, stored at byte ``offset`` of a local file."""
 
     part: ManifestEntry
     index: int
@@ -46,17 +46,17 @@ class ChunkRun:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return sum(map(self.part.chunk_length, range(self.index, self.index + self.count)))
 
     def split_chunks(self) -> Iterator["ChunkRun"]:
-        """Its chunks, one by one."""
+        """Its chunks one by one."""
         for number in range(self.count):
             offset = self.offset + number * CHUNK_BYTES
             yield replace(self, index=self.index + number, offset=offset, count=1)
 
     def check_data(self, data: bytes) -> None:
-        """Whether ``data`` can be these chunks; raises as :meth:`ManifestEntry.check_data`."""
+        """Verify ``data`` against these chunks; raises like :meth:`Unit.check`."""
         for number in range(self.count):
             chunk = data[number * CHUNK_BYTES :]
             last = number == self.count - 1
@@ -65,9 +65,9 @@ class ChunkRun:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One file to be written: its header, then ``parts`` in a row. ``nbytes`` is its size.
+    """A file to write: its header, then ``parts`` in a row; ``nbytes`` in total.
 
-    Or it is a ``shard``, its only part.
+    Alternatively a ``shard``, its only part.
     """
 
     file: str
@@ -77,12 +77,12 @@ class GroupPlan:
     shard: ShardEntry | None = None
 
     def chunk_runs(self) -> Iterator[ChunkRun]:
-        """The chunks that fill the file, in order."""
+        """The runs of chunks that fill the file, in order."""
         for part, offset in self.part_offsets():
             yield from split_part(part, offset)
 
     def part_offsets(self) -> Iterator[tuple[ManifestEntry, int]]:
-        """Where each part begins in the file."""
+        """Each part with its offset in the file."""
         offset = len(self.header)
         for part in self.parts:
             yield part, offset
@@ -90,7 +90,7 @@ class GroupPlan:
 
 
 def group_tensors(config: ModelConfig, first: int, last: int) -> dict[str, TensorShapes]:
-    """Tensors with their shapes by group, for a stage of layers ``first … last - 1``.
+    """Tensors and their shapes by group, for layers ``first … last - 1``.
 
     Raises:
         BrokenModel: the model has no such layers.
@@ -111,16 +111,16 @@ def group_tensors(config: ModelConfig, first: int, last: int) -> dict[str, Tenso
 
 
 def group_file(group: str) -> str:
-    """Name of the file that a group is kept in."""
+    """File name of a group."""
     return f"{group}.safetensors"
 
 
 def plan_files(config: ModelConfig, manifest: Manifest, first: int, last: int) -> list[GroupPlan]:
-    """The files that a stage of layers ``first … last - 1`` consists of.
+    """Files of a stage with layers ``first … last - 1``.
 
     Raises:
         BrokenModel: the model has no such layers, or as :func:`plan_group`.
-        UnsupportedModel: as there.
+        UnsupportedModel: see :func:`plan_group`.
     """
     groups = group_tensors(config, first, last)
     stored = config.quantized, config.low_bit
@@ -145,11 +145,11 @@ def plan_group(
     quantized: Quantize = "none",
     low_bit: LowBitScheme | None = None,
 ) -> GroupPlan:
-    """Lay out the file of a group, stored as the config says: ``quantized``, or ``low_bit``.
+    """Lay out a group's file, stored as the config says: ``quantized`` or ``low_bit``.
 
     Raises:
-        BrokenModel: the model lacks one of the tensors, or it isn't what the config says.
-        UnsupportedModel: weights quantized in a way that isn't implemented.
+        BrokenModel: a tensor is missing or contradicts the config.
+        UnsupportedModel: the weights' quantization is not implemented.
     """
     wanted = required_tensors(shapes, quantized, tensors, low_bit)
     entries: dict[str, object] = {}
@@ -168,7 +168,7 @@ def plan_group(
 
 
 def split_part(part: ManifestEntry, offset: int = 0) -> Iterator[ChunkRun]:
-    """A part in its chunks; a shard in runs of chunks."""
+    """Split a part into its chunks, a shard into runs of chunks."""
     together = RUN_CHUNKS if isinstance(part, ShardEntry) else 1
     for index in range(0, part.chunk_count, together):
         count = min(together, part.chunk_count - index)
@@ -176,7 +176,7 @@ def split_part(part: ManifestEntry, offset: int = 0) -> Iterator[ChunkRun]:
 
 
 def _check_tensor(name: str, found: T | None, stored: TensorRequirement) -> T:
-    """What a tensor takes is bounded by the config alone, whatever its maker says of it."""
+    """Check a tensor against the config, which alone bounds its size."""
     if found is None:
         raise BrokenModel(f"the model has no tensor {name}")
     if not stored.accepts_shape(found.shape) or found.dtype not in stored.dtypes:

@@ -1,10 +1,9 @@
-"""Decides how fast a transfer goes beside a pipeline that serves: it takes what is left of a line.
+"""Rate limit for background transfers: they use only what a serving pipeline leaves of a line.
 
-After LEDBAT++ (draft-irtf-iccrg-ledbat-plus-plus, RFC 6817), by the side that receives: it asks for
-slices of a file, as many at a time as its window says, evenly spaced. What an answer takes beyond
-the least that one has taken is time in queues, its own bytes' or others'. The window grows while
-that is below a target and shrinks at once when it is above, so whoever else sends finds the queues
-nearly empty.
+Receiver-side LEDBAT++ (draft-irtf-iccrg-ledbat-plus-plus, RFC 6817). The receiver requests evenly
+spaced slices of a file, as many at a time as its window allows. A response's delay beyond the
+minimum is queueing. The window grows while queueing is below a target and shrinks at once above it,
+so other traffic finds the queues nearly empty.
 """
 
 from collections import deque
@@ -13,13 +12,13 @@ from molink.errors import InvariantError
 
 #: Bytes of a slice, at first and at most. At first: 3.3 ms of a line of 20 Mbps.
 SLICE, MAX_SLICE = 8 * 1024, 64 * 1024
-#: What a slice may take of a line, in seconds: larger ones cost less work.
+#: Time of a slice on the line, in seconds: larger slices cost less work.
 SLICE_S = 0.0015
-#: Time in queues that a transfer may cause, in seconds.
+#: Queueing delay that a transfer may cause, in seconds.
 TARGET_DELAY = 0.002
-#: Slices under way: most of them fill 100 Mbps at a round trip of 80 ms.
+#: Maximum slices in flight: these fill 100 Mbps at a round trip of 80 ms.
 MAX_WINDOW = 128.0
-#: The delay of now is the least of so many last answers: programs are late now and then.
+#: Current delay: the minimum of this many responses, since processes are occasionally late.
 DELAY_FILTER = 4
 #: So often, in seconds, slices are asked for one by one, to see how long one takes in empty queues;
 #: more often at first.
@@ -29,21 +28,21 @@ PROBE_SLICES, PROBES = 3, 4
 
 
 class TransferRateLimiter:
-    """One transfer from one source. All times in seconds of one clock, all sizes in bytes."""
+    """One transfer from one source. Times in seconds of one clock, sizes in bytes."""
 
     def __init__(self, floor: float = 0.0) -> None:
-        """``floor``: bytes per second that are asked for however slowly they come."""
+        """``floor``: minimum bytes per second requested, however slowly they arrive."""
         self._min_rate = floor
-        #: Bytes that are to be asked for at once.
+        #: Size of the next request.
         self.slice_bytes = SLICE
-        #: Slices that may be under way. 1.0 … :data:`MAX_WINDOW`.
+        #: Slices that may be in flight. 1.0 … :data:`MAX_WINDOW`.
         self.window = 1.0
-        #: Slices that are. Never negative.
+        #: Slices in flight. Never negative.
         self.in_flight = 0
         self._requested_at = float("-inf")
         self._recent_delays: deque[float] = deque(maxlen=DELAY_FILTER)
         self._base_delays: deque[float] = deque(maxlen=PROBES)
-        #: What the present probe has found, or ``None`` between two of them.
+        #: Delays of the current probe; ``None`` between probes.
         self._probe: list[float] | None = []
         self._probed_at = 0.0
         self._probe_interval = FIRST_PROBE
@@ -52,13 +51,13 @@ class TransferRateLimiter:
 
     @property
     def queueing_delay(self) -> float:
-        """How long answers wait in queues at present."""
+        """Current queueing delay of responses."""
         if not self._recent_delays or not self._base_delays:
             return 0.0
         return max(0.0, min(self._recent_delays) - min(self._base_delays))
 
     def wait_time(self, now: float) -> float | None:
-        """How long to wait before the next slice is asked for; ``None``: until one has come."""
+        """Time until the next request; ``None``: until a slice arrives."""
         if self._min_rate and self.in_flight < MAX_WINDOW:
             due = self._requested_at + self.slice_bytes / self._min_rate - now
             if due <= 0:
@@ -71,17 +70,17 @@ class TransferRateLimiter:
         return gap if due is None else min(gap, due)
 
     def on_request(self, now: float) -> None:
-        """A slice is asked for."""
+        """A slice was requested."""
         self.in_flight += 1
         self._requested_at = now
 
     def on_failure(self) -> None:
-        """One will not come."""
+        """A requested slice will not arrive."""
         self.in_flight -= 1
         self.window = 1.0
 
     def on_slice(self, nbytes: int, took: float, now: float) -> None:
-        """One of ``nbytes`` has come, ``took`` seconds after it was asked for."""
+        """A slice of ``nbytes`` has arrived ``took`` seconds after its request."""
         self.in_flight -= 1
         self._bytes += nbytes
         if nbytes != self.slice_bytes:
@@ -98,7 +97,7 @@ class TransferRateLimiter:
         self.window = min(max(1.0, self.window + step / self.window), MAX_WINDOW)
 
     def _start_probe(self, now: float) -> None:
-        """See how long a slice takes; larger ones from now on, if the line is fast."""
+        """Probe how long a slice takes on empty queues; use larger slices if the line is fast."""
         rate = self._bytes / (now - self._probed_at)
         self._probe, self._probe_interval = [], min(2 * self._probe_interval, PROBE_EVERY)
         size = self.slice_bytes
@@ -110,7 +109,7 @@ class TransferRateLimiter:
             self._base_delays.clear()
 
     def _record_probe(self, took: float, now: float) -> None:
-        """The first answers of a probe are of slices that were under way together."""
+        """Record a probe's response, once all earlier slices have arrived."""
         assert self._probe is not None
         if self.in_flight:
             return
@@ -126,7 +125,7 @@ class TransferRateLimiter:
 
     @property
     def _spacing(self) -> float:
-        """Between two slices: those of a window are spread over the time that one takes."""
+        """Interval between requests: a window is spread over one response time."""
         if self._probe is not None or not self._recent_delays:
             return 0.0
         return min(self._recent_delays) / self.window
@@ -135,7 +134,7 @@ class TransferRateLimiter:
         """Check the invariants.
 
         Raises:
-            InvariantError: one doesn't hold.
+            InvariantError: one is violated.
         """
         if not 1.0 <= self.window <= MAX_WINDOW:
             raise InvariantError(f"a window of {self.window} slices")

@@ -1,8 +1,7 @@
-"""Decides when a peer copies the layers that it doesn't need, in which order, and where that ends.
+"""Decides when a peer replicates layers that its stage does not need, and in which order.
 
-A stage needs few of a model's layers. Once each PC has the others too, a stage that moves finds its
-files on the disk of its new PC, and no PC is the only one with any of them. Nobody waits for that,
-so whatever somebody waits for goes first.
+Once every PC holds all layers, a stage that moves finds its files on the new PC's disk, and no PC
+holds the only copy of any. Nothing waits for replication, so all other transfers go first.
 """
 
 from collections.abc import Collection
@@ -11,20 +10,20 @@ from molink.facts.model import LayerRange
 
 #: After a chunk the next one waits this many times as long as that one took.
 REST_FACTOR = 4.0
-#: At most so long after one that was fetched, in seconds: on a slow line its pace gives way.
+#: Maximum pause after a fetched chunk, in seconds: on slow lines the rate limit yields already.
 MAX_REST = 0.25
 #: First and longest pause after a failure, in seconds; each is twice the one before.
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 600.0
-#: Of a disk, a copy leaves this share free, and as much as it takes itself.
+#: Fraction of a disk that replication leaves free, beside as much as it takes itself.
 FREE_SHARE = 0.05
 
 
 def layer_distance(layer: int, held: LayerRange) -> tuple[int, bool]:
-    """How near a layer is to those of a stage: the nearest ones are copied first.
+    """Sort key of a layer by its distance to a stage's layers: near ones are replicated first.
 
-    Stages are placed in the order of layers, so when one is lost or comes, the borders of the
-    others move by some layers, up or down. Of two that are as near the one of the next stage comes
-    first. Without a stage (``0:0``) it is the order of the layers.
+    Stages are placed in layer order, so when one is lost or added the others' borders move by some
+    layers. At equal distance the next stage's layers come first. Without a stage (``0:0``) this is
+    layer order.
     """
     first, last = held
     return max(first - layer, layer - last + 1, 0), layer < first
@@ -36,7 +35,7 @@ def has_disk_room(missing: int, free: int, total: int) -> bool:
 
 
 def to_ranges(layers: Collection[int], most: int = 8) -> tuple[LayerRange, ...]:
-    """Layers as half-open ranges, in order; the first ``most`` of them."""
+    """The first ``most`` half-open ranges of layers, in order."""
     found: list[LayerRange] = []
     for layer in sorted(layers):
         if found and found[-1][1] == layer:
@@ -47,17 +46,18 @@ def to_ranges(layers: Collection[int], most: int = 8) -> tuple[LayerRange, ...]:
 
 
 class ReplicationSchedule:
-    """When a copy goes on. All times in seconds."""
+    """When replication continues. All times in seconds."""
 
     def __init__(self) -> None:
-        #: Whether a pipeline serves: until then nothing is fetched, others need the line.
+        #: Whether a pipeline serves; before that nothing is fetched, since forming it needs the
+        #: line.
         self.is_serving = False
         self._next_at = 0.0
         self._backoff = 0.0
         self._reason = ""
 
     def wait_time(self, now: float, *, fetch: bool) -> float | None:
-        """How long to wait before the next chunk (``fetch``) or the next look at a file.
+        """Time to wait before the next chunk (``fetch``) or the next file check.
 
         ``None``: until :attr:`is_serving` changes.
         """
@@ -66,21 +66,21 @@ class ReplicationSchedule:
         return max(0.0, self._next_at - now)
 
     def record_duration(self, seconds: float, now: float, *, fetch: bool) -> None:
-        """A chunk has come (``fetch``), or a file was looked at."""
+        """Record a fetched chunk (``fetch``) or a checked file."""
         rest = REST_FACTOR * seconds
         self._next_at = now + (min(rest, MAX_REST) if fetch else rest)
 
     def reset_backoff(self) -> None:
-        """A file is whole: a failure after this is a first one."""
+        """A file is complete: the next failure counts as a first one."""
         self._backoff, self._reason = 0.0, ""
 
     def record_failure(self, reason: str, now: float) -> bool:
-        """It can't go on for now; returns whether the reason is news."""
+        """Back off after a failure; returns whether the reason is new."""
         self._backoff = min(max(FIRST_PAUSE, 2 * self._backoff), LONGEST_PAUSE)
         self._next_at = now + self._backoff
         news, self._reason = reason != self._reason, reason
         return news
 
     def retry_now(self) -> None:
-        """There are other sources: no need to wait."""
+        """Retry at once: there are other sources."""
         self._next_at = 0.0

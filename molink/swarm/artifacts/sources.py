@@ -1,19 +1,19 @@
-"""Who has the files of a model."""
+"""Sources of a model's files."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from molink.wire.messages.instructions import Assign, Prefetch, Route
 
-#: What the hub is called among peers.
+#: Name of the hub among sources.
 HUB = "hub"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSources:
-    """Peers that have all files of a model, and such as have some of them.
+    """Peers that hold all files of a model, and peers that hold some.
 
-    ``hub``: where else its tensors are, as ``OWNER/NAME@COMMIT``; empty if nowhere.
+    ``hub``: ``OWNER/NAME@COMMIT`` of the model there; empty if unavailable.
     """
 
     full_peers: tuple[str, ...] = ()
@@ -22,12 +22,12 @@ class ModelSources:
 
     @classmethod
     def from_message(cls, told: Assign | Prefetch | Route) -> "ModelSources":
-        """What the coordinator says; who has all of them needs no second mention."""
+        """The sources that the coordinator names."""
         some = (peer for peer in told.partial_sources if peer not in told.sources)
         return cls(told.sources, tuple(some), told.hub)
 
     def without_peer(self, peer: str, *, hub: bool) -> "ModelSources":
-        """All others; the hub too if it is to be asked."""
+        """All other sources, with the hub if ``hub``."""
         return ModelSources(
             tuple(one for one in self.full_peers if one != peer),
             tuple(one for one in self.partial_peers if one != peer),
@@ -37,10 +37,9 @@ class ModelSources:
     def rank_sources(
         self, peers: Sequence[str], near: Callable[[str], bool]
     ) -> list[tuple[int, str]]:
-        """Whom to ask for tensors, each with a rank: the first rank that has them is asked.
+        """Sources with a rank each: the lowest rank that has the tensors is used.
 
-        First peers that are near, then the hub, then those that are far away: among home PCs the
-        line up is the slow one.
+        Near peers come first, then the hub, then far peers: uplinks of home PCs are slow.
         """
         ranked = [(0 if near(peer) else 2, peer) for peer in peers]
         if self.hub:

@@ -1,24 +1,23 @@
-"""How long a peer that says it fetches is believed: only while its bytes come, and at a rate.
+"""Deadline of a transfer that a peer reports: its bytes must arrive, and at a minimum rate.
 
-What it says can't be checked from here, so the whole time that it may take follows from what its
-stage has at most, not from its word.
+Reports cannot be verified here, so the total time is bounded by the stage's maximum size.
 """
 
 from molink.facts.model import LayerRange, ModelFacts
 
-#: Slowest transfer that is waited for, in bytes per second.
+#: Slowest accepted transfer, in bytes per second.
 MIN_RATE = 128 * 1024
-#: Without one more byte for this long, in seconds, a transfer stands still.
+#: Time without progress after which a transfer is stalled, in seconds.
 STALL_TIMEOUT = 30.0
-#: What a transfer may take beside its bytes, in seconds: looking for a source, checking the disk.
+#: Allowance beside the bytes, in seconds: finding a source, checking the disk.
 GRACE_PERIOD = 60.0
-#: Some tensors may be stored in wider types than the rest, and files have headers, in bytes.
+#: Margin for tensors of wider types, and for file headers (bytes).
 _DTYPE_MARGIN = 1.5
 _HEADER_BYTES = 1 << 20
 
 
 def stage_bytes(facts: ModelFacts, layers: LayerRange) -> int:
-    """Bytes that the files of a stage have at most."""
+    """Maximum bytes of a stage's files."""
     first, last = layers
     ends = facts.first_bytes * (first == 0) + facts.last_bytes * (last == facts.layers)
     if facts.tied and last == facts.layers:
@@ -28,9 +27,9 @@ def stage_bytes(facts: ModelFacts, layers: LayerRange) -> int:
 
 
 def fetched_bytes(facts: ModelFacts, layers: LayerRange) -> int:
-    """Bytes that are fetched for a stage at most.
+    """Maximum bytes fetched for a stage.
 
-    Which shards it needs isn't known here; of one that wasn't as it should be all come once more.
+    Its shards are not known here; a corrupt one is fetched once more.
     """
     if facts.files_bytes:
         return 2 * facts.files_bytes + facts.extra_bytes
@@ -38,7 +37,7 @@ def fetched_bytes(facts: ModelFacts, layers: LayerRange) -> int:
 
 
 class TransferDeadline:
-    """One peer's transfer of at most ``most`` bytes, from the moment it was asked for."""
+    """One peer's transfer of at most ``most`` bytes, from the moment of the request."""
 
     def __init__(self, most: int, now: float) -> None:
         self._max_bytes = most
@@ -46,13 +45,13 @@ class TransferDeadline:
         self._done = 0
 
     def observe_bytes(self, done: int, now: float) -> None:
-        """The peer says that it has ``done`` bytes."""
+        """The peer reports ``done`` bytes."""
         if self._done < done and self._done < self._max_bytes:
             self._done, self._progress_at = min(done, self._max_bytes), now
 
     @property
     def deadline(self) -> float:
-        """When it is given up unless more is heard of it."""
+        """When it is given up without further progress."""
         return min(
             self._progress_at + STALL_TIMEOUT,
             self._started_at + GRACE_PERIOD + self._done / MIN_RATE,

@@ -1,1 +1,1 @@
-"""The reconcilers that drive every deployment to its desired state, and their records."""
+"""Control plane: reconcilers that drive each deployment to its desired state, and their records."""

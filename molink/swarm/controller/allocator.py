@@ -1,7 +1,7 @@
-"""Which deployment may use which peer at present, and when that is decided anew.
+"""Allocates peers to deployments, and decides when to do so again.
 
-:mod:`molink.swarm.placement.allocation` decides it; here is what it is decided by, and what each
-deployment is told of it.
+:mod:`molink.swarm.placement.allocation` computes the allocation; this module collects its inputs
+and passes on the result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,29 +13,29 @@ from molink.swarm.controller.reconciler import Reconciler
 from molink.swarm.placement.allocation import DeploymentKey, PeerDemand, allocate_peers, fits_model
 from molink.swarm.placement.placement import Candidate
 
-#: One that lacks room while others have more than they need waits so long, in seconds, before it
-#: takes some of theirs: who is away may be back.
+#: How long a deployment lacks room before it takes peers of others, in seconds: lost peers may come
+#: back.
 URGENT_AFTER = 5.0
 
 
 class PeerAllocator:
-    """The peers of each deployment; one for each run of the control plane."""
+    """The peers of each deployment, for one run of the control plane."""
 
     def __init__(self, context: ControllerContext) -> None:
         self._context = context
         self._deployments: Mapping[DeploymentKey, Reconciler] = {}
-        #: Whose are which peers, where there is a choice; and what that was decided by.
+        #: Deployment of each peer where there is a choice; and the inputs of that decision.
         self._owners: dict[str, DeploymentKey] = {}
         self._inputs: tuple[tuple[Candidate, ...], tuple[PeerDemand, ...]] | None = None
-        #: Since when deployments that don't stand have had too little room.
+        #: Since when deployments that are not up have lacked room.
         self._lacking_since: dict[DeploymentKey, float] = {}
 
     def lacks_room(self, key: DeploymentKey) -> bool:
-        """Whether a deployment has too little room on the peers that it may use."""
+        """Whether a deployment lacks room on its peers."""
         return key in self._lacking_since
 
     def allocate_peers(self, deployments: Mapping[DeploymentKey, Reconciler], now: float) -> None:
-        """Share the peers out anew, if there is another reason than before to do so."""
+        """Allocate peers again if the inputs have changed."""
         self._deployments = deployments
         self._lacking_since = {
             key: at for key, at in self._lacking_since.items() if key in deployments
@@ -80,7 +80,7 @@ class PeerAllocator:
         self._owners = owner
 
     def _publish_allocation(self) -> None:
-        """A peer that another one still uses is there for nobody else until that lets go of it."""
+        """Tell each deployment its peers; a peer still used by another one is withheld."""
         for key, one in self._deployments.items():
             others = (two.used_peers for two in self._deployments.values() if two is not one)
             busy = frozenset[str]().union(*others)
@@ -88,7 +88,7 @@ class PeerAllocator:
             one.set_allocated_peers(mine - busy)
 
     def _find_candidates(self, now: float) -> tuple[Candidate, ...]:
-        """Peers with something to offer that nothing speaks against."""
+        """Peers that offer a stage and are not excluded."""
         registry, reach = self._context.registry, self._context.reachability
         used = frozenset[str]().union(*(one.used_peers for one in self._deployments.values()))
         blocked = self._context.backoff.is_excluded
@@ -126,5 +126,5 @@ class PeerAllocator:
 
 
 def deployment_name(key: DeploymentKey) -> str:
-    """A deployment's name for a person."""
+    """A deployment's name for the user."""
     return key[0] if key[1] == 0 else f"{key[0]} #{key[1] + 1}"

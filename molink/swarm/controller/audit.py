@@ -1,4 +1,4 @@
-"""Invariants that span the parts of a fleet."""
+"""Invariants across the parts of a fleet."""
 
 from molink.errors import InvariantError
 from molink.swarm.controller.fleet import Fleet
@@ -6,10 +6,10 @@ from molink.swarm.controller.reconciler import Reconciler
 
 
 def audit_fleet(fleet: Fleet) -> None:
-    """Check sessions, and the formation and the move of each deployment.
+    """Check sessions, and each deployment's formation and migration.
 
     Raises:
-        InvariantError: something does not agree with the rest.
+        InvariantError: parts of the state contradict each other.
     """
     registry, story = fleet.registry, fleet.story
     if not set(registry.sessions) <= set(registry.members):

@@ -1,15 +1,15 @@
-"""How long a peer whose stage keeps failing is left out of placement."""
+"""Exponential back-off for peers whose stages keep failing."""
 
 from dataclasses import dataclass, replace
 
-#: Longest time for which a peer is left out, in seconds: a mended one is back within a minute.
+#: Longest exclusion in seconds: a repaired peer is back within a minute.
 MAX_DELAY = 60.0
-#: Nothing that works is disturbed for a peer so soon after its first failure, in seconds; twice as
-#: long after the next, and so on up to :data:`MAX_DELAY`.
+#: How long a peer stays suspect after its first failure, in seconds; doubles with each failure up
+#: to :data:`MAX_DELAY`. No working pipeline is changed for a suspect peer.
 FIRST_DELAY = 10.0
 #: A peer without a failure for this long, in seconds, has a clean record again.
 FORGET_AFTER = 600.0
-#: A peer that is lost within this time after a failure, in seconds, was already going then.
+#: If a peer is lost within this many seconds after a failure, that failure is retracted.
 RETRACT_WINDOW = 10.0
 
 
@@ -18,23 +18,23 @@ class _FailureRecord:
     failures: int
     failed_at: float
     excluded_until: float
-    #: Until when it gets no stage where another pipeline works.
+    #: Until then the peer gets no stage while another pipeline works.
     suspect_until: float
     reason: str
-    #: What was known before the last failure.
+    #: The record before the last failure.
     previous: "_FailureRecord | None" = None
 
 
 class Backoff:
-    """Failures per peer. The first is free; then 1, 2, 4 … seconds up to :data:`MAX_DELAY`."""
+    """Failures per peer. The first one is free; then 1, 2, 4 … seconds up to :data:`MAX_DELAY`."""
 
     def __init__(self) -> None:
         self._records: dict[str, _FailureRecord] = {}
 
     def record_failure(self, peer: str, reason: str, now: float, *, at_once: bool = False) -> float:
-        """Count a failure; returns for how many seconds the peer is left out.
+        """Count a failure; returns for how many seconds the peer is excluded.
 
-        ``at_once``: it took so long that it isn't waited for, not even after the first.
+        ``at_once``: exclude it even after the first failure, since that one took long to detect.
         """
         before = self._records.get(peer)
         clean = before is None or now - before.failed_at > FORGET_AFTER
@@ -50,7 +50,7 @@ class Backoff:
         return delay
 
     def retract_failure(self, peer: str, now: float) -> None:
-        """The peer is gone: what its neighbours have just called its failure was that."""
+        """Retract the last failure: the peer is gone, and its neighbours reported only that."""
         record = self._records.get(peer)
         if record is None or now - record.failed_at > RETRACT_WINDOW:
             return
@@ -60,19 +60,19 @@ class Backoff:
             self._records[peer] = record.previous
 
     def is_excluded(self, peer: str, now: float) -> bool:
-        """Whether the peer is left out now."""
+        """Whether the peer is excluded now."""
         record = self._records.get(peer)
         return record is not None and now < record.excluded_until
 
     def is_suspect(self, peer: str, now: float) -> bool:
-        """Whether it failed so recently that nothing which works is disturbed for it."""
+        """Whether it failed so recently that no working pipeline is changed for it."""
         record = self._records.get(peer)
         return record is not None and now < record.suspect_until
 
     def explain_exclusion(self, peer: str, now: float, suspects: bool = False) -> str:
-        """Why the peer is left out, for a person; empty if it isn't.
+        """Why the peer is excluded, for the user; empty if it is not.
 
-        ``suspects``: they are left out too.
+        ``suspects``: suspect peers count as excluded too.
         """
         record = self._records.get(peer)
         if record is None:
@@ -84,5 +84,5 @@ class Backoff:
         return f"left out for {left:.0f} s more after {times}: {record.reason}"
 
     def drop_peer(self, peer: str) -> None:
-        """The peer is no member any more."""
+        """Drop the record of a peer that is no longer a member."""
         self._records.pop(peer, None)

@@ -1,4 +1,4 @@
-"""What all pipelines of a swarm share: who is there, who failed, what is used up, and the story."""
+"""State shared by all deployments: registry, failures, links, numbers and the transition log."""
 
 import logging
 from collections import deque
@@ -15,12 +15,12 @@ from molink.wire.messages.instructions import Instruction
 
 log = logging.getLogger(__name__)
 
-#: Transitions that are kept: those of a bad hour.
+#: Transitions kept: those of about an hour with failures.
 STORY_LENGTH = 200
 
 
 class ControllerContext:
-    """One for each run of the control plane."""
+    """Shared state of one run of the control plane."""
 
     def __init__(
         self,
@@ -30,16 +30,17 @@ class ControllerContext:
         last: tuple[int, int],
         term: int,
     ) -> None:
-        """``last``: the number of the newest pipeline and the newest epoch, of them all."""
+        """``last``: the newest pipeline number and the newest epoch of all deployments."""
         self.registry = Registry(swarm, members)
         self.backoff = Backoff()
         self.reachability = Reachability()
         self.links = Links()
-        #: Neither ever falls: daemons tell the old from the new by them.
+        #: Neither ever decreases: daemons tell new from old by them.
         self.pipeline_number, self.epoch = last
-        #: Epochs that are made from now on are of this term.
+        #: The term of all epochs created from now on.
         self.term = term
-        #: The time of the last tick, in seconds, by which the story is told.
+        #: Time of the last :class:`TimePassedEvent`, in seconds, on the clock of the transition
+        #: log.
         self.clock = now
         self._migrations = 0
         self._story: deque[str] = deque(maxlen=STORY_LENGTH)
@@ -51,39 +52,39 @@ class ControllerContext:
         return tuple(self._story)
 
     def log_transition(self, now: float, text: str) -> None:
-        """Write down a transition."""
+        """Log a transition."""
         self._story.append(f"{now:.1f} {text}")
         log.info("%s", text)
 
     # --- numbers -----------------------------------------------------------------------------
 
     def new_pipeline_id(self) -> str:
-        """For the next pipeline: ``p1``, ``p2`` …"""
+        """A new pipeline id: ``p1``, ``p2`` …"""
         self.pipeline_number += 1
         return f"p{self.pipeline_number}"
 
     def new_epoch(self) -> int:
-        """Larger than all before, of all pipelines."""
+        """A new epoch, larger than all before it in any pipeline."""
         self.epoch = next_epoch(self.epoch, self.term)
         return self.epoch
 
     def new_migration_id(self) -> int:
-        """Tells one move from all others."""
+        """A new migration number."""
         self._migrations += 1
         return self._migrations
 
     # --- decisions ---------------------------------------------------------------------------
 
     def add_actions(self, *decisions: ControllerAction) -> None:
-        """To be carried out after those before."""
+        """Queue actions after those already queued."""
         self._actions += decisions
 
     def send_message(self, peer: str, message: Instruction) -> None:
-        """Tell a peer, if it is there."""
+        """Queue a message to a peer if it is live."""
         if self.registry.is_live(peer):
             self._actions.append(SendMessageAction(peer, message))
 
     def pop_actions(self) -> list[ControllerAction]:
-        """All decisions since this was last called."""
+        """Return and clear all queued actions."""
         decisions, self._actions = self._actions, []
         return decisions

@@ -1,4 +1,5 @@
-"""What a file says that the swarm is to serve: checked as a whole, and compared with what is."""
+"""Resolves a file's desired models: validates them as a whole and compares them with the current
+ones."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,15 +23,15 @@ from molink.swarm.placement.placement import (
 from molink.wire.messages.admin import DesiredModels, ModelSpec
 from molink.wire.messages.instructions import MAX_PIPELINES
 
-#: Fields of which a change is told with both values.
+#: Fields whose old and new values are shown.
 _COMPARED_FIELDS = ("replicas", "min_stages", "objective", "dtype", "quantize", "micro_batches")
 
 
 def decode_desired_models(payload: memoryview | None) -> DesiredModels:
-    """Those in a message.
+    """Decode a message's payload.
 
     Raises:
-        RequestError: there are none.
+        RequestError: it names no models.
     """
     try:
         return msgspec.msgpack.decode(payload or b"", type=DesiredModels)
@@ -41,11 +42,11 @@ def decode_desired_models(payload: memoryview | None) -> DesiredModels:
 def resolve_desired_models(
     desired_models: DesiredModels, source: str, registry: Registry
 ) -> tuple[DesiredModel, ...]:
-    """The desired state, which peer ``source`` asks for and holds the files of.
+    """The desired state that peer ``source`` requests; it holds the files.
 
     Raises:
-        RequestError: something in it can't be; nothing is done. Its text begins with the name of
-            the model that is to blame, if one is, and a colon.
+        RequestError: part of it is impossible, and nothing is done. The text begins with the name of
+            the model at fault, if there is one, and a colon.
     """
     _check_version(desired_models.molink, registry)
     names = [one.model.name for one in desired_models.models]
@@ -77,9 +78,9 @@ def resolve_desired_models(
 
 
 def describe_changes(old: Sequence[DesiredModel], new: Sequence[DesiredModel]) -> list[str]:
-    """What becomes of ``old`` if ``new`` is served, for a person; empty if nothing does.
+    """What changes from ``old`` to ``new``, for the user; empty if nothing does.
 
-    Who has brought a model is no difference.
+    Which peer loaded a model makes no difference.
     """
     before = {one.facts.name: one for one in old}
     after = {one.facts.name: one for one in new}
@@ -127,13 +128,14 @@ def _describe_differences(old: DesiredModel, new: DesiredModel) -> str:
 def switch_model(
     models: Sequence[DesiredModel], name: str, *, served: bool, requester: str = ""
 ) -> tuple[DesiredModel, ...]:
-    """All models, with the one called ``name`` served no more, or again.
+    """All models, with the one called ``name`` stopped or started again.
 
-    One that is written in no file is forgotten. ``by``: only what that peer has brought.
+    A model that is defined in no file is removed when stopped. ``requester``: only models which
+    that peer has loaded.
 
     Raises:
-        RequestError: there is none, or it is so already; says what there is.
-        NotAuthorized: another peer has brought it.
+        RequestError: there is no such model, or it is in that state already; lists the models.
+        NotAuthorized: another peer has loaded it.
     """
     found = next((one for one in models if one.facts.name == name), None)
     if found is None:
@@ -201,7 +203,7 @@ def _resolve_model(spec: ModelSpec, source: str, registry: Registry) -> DesiredM
 
 
 def _resolve_pin(pin: Pin, spec: ModelSpec, registry: Registry) -> Pin:
-    """A PC's id in place of its name, and its stage, which it has to be able to hold."""
+    """A PC's id for its name, and its stage, which it must be able to hold."""
     called, stage = pin
     name = spec.model.name
     found = [peer for peer, member in registry.members.items() if called in (peer, member.name)]
@@ -227,7 +229,7 @@ def _resolve_pin(pin: Pin, spec: ModelSpec, registry: Registry) -> Pin:
 
 
 def _check_room(models: Sequence[DesiredModel], registry: Registry) -> None:
-    """Whether each model has room for one pipeline on the PCs that are here, beside the others."""
+    """Check that each model has room for one pipeline on the live PCs, beside the others."""
     offers = [
         offer
         for peer, session in registry.sessions.items()

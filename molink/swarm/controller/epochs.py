@@ -1,4 +1,4 @@
-"""Plain functions about an epoch: what makes a new one, its record, and who failed it."""
+"""Functions on epochs: what requires a new one, its record, and which peer failed it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from molink.wire.messages.peer_reports import StageFailed, StageLoaded
 
 
 def epoch_spec(desired: DesiredModel) -> DesiredModel:
-    """What of a desired state needs another pipeline, or epoch, if it changes."""
+    """The part of a desired model whose change requires a new pipeline or epoch."""
     facts = structs.replace(desired.facts, hub="")
     return replace(
         desired, facts=facts, source="", min_peers=1, replicas=1, applied=False, stopped=False
@@ -22,7 +22,7 @@ def epoch_spec(desired: DesiredModel) -> DesiredModel:
 
 
 def stage_layout(stages: Iterable[StageRecord]) -> list[tuple[str, LayerRange]]:
-    """Which peer runs which layers; epochs with the same layout differ in nothing else."""
+    """Peer and layers of each stage. Epochs with equal layouts differ in nothing else."""
     return [(stage.peer, stage.layers) for stage in stages]
 
 
@@ -34,9 +34,9 @@ def has_layout(record: PipelineRecord, placed: Placement) -> bool:
 def choose_block_size(
     stages: Iterable[StageRecord], desired: DesiredModel, registry: Registry
 ) -> int:
-    """The largest KV block that the attention of any stage wants, if it can run this model.
+    """The largest KV block size that any stage's attention asks for, if it can run this model.
 
-    Kernels that read pages in place know neither float32 nor scores that are capped.
+    Kernels that read pages in place support neither float32 nor capped scores.
     """
     facts, dtype = desired.facts, desired.dtype
     wide = dtype == "f32" or (dtype == "auto" and facts.element_bytes > 2)
@@ -50,7 +50,7 @@ def choose_block_size(
 def formed_record(
     record: PipelineRecord, loaded: Sequence[StageLoaded], blocks: int, micro_batches: int
 ) -> PipelineRecord:
-    """``record`` once all stages have ``loaded``; ``micro_batches`` 0 leaves it to the head."""
+    """``record`` after all stages have loaded; ``micro_batches`` 0 lets the scheduler choose."""
     stages = tuple(
         replace(stage, port=said.port, max_blocks=said.max_blocks, profile=said.profile)
         for stage, said in zip(record.stages, loaded, strict=True)
@@ -67,7 +67,7 @@ def formed_record(
 def attribute_failure(
     formation: Formation, message: StageFailed, registry: Registry
 ) -> tuple[str, str]:
-    """The peer whose fault a failed stage is, and what happened, for a person."""
+    """The peer at fault for a failed stage, and what happened, for the user."""
     peers = formation.peers
     peer = peers[message.stage]
     text = f"stage {message.stage} on {registry.name_of(peer)}: {message.reason}"

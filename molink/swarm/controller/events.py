@@ -1,4 +1,4 @@
-"""What happens to the control plane, and what it decides to do about it."""
+"""Events that the control plane receives, and actions that it returns."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ from molink.wire.messages.peer_reports import PeerReport, StageFailed, StageLoad
 
 @dataclass(frozen=True, slots=True)
 class MemberAddedEvent:
-    """A peer has become a member (again)."""
+    """A peer has become a member, for the first time or again."""
 
     member: MemberRecord
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRemovedEvent:
-    """A peer left, or was revoked."""
+    """A peer has left, or was revoked."""
 
     peer: str
     reason: str
@@ -26,22 +26,21 @@ class MemberRemovedEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeerStoppedEvent:
-    """A peer has stopped in good order; it stays a member."""
+    """A peer has shut down in good order; it stays a member."""
 
     peer: str
 
 
 @dataclass(frozen=True, slots=True)
 class PeerDisconnectedEvent:
-    """The connection on which a peer reported is no more. It may come back."""
+    """A peer's control connection was lost; it may reconnect."""
 
     peer: str
 
 
 @dataclass(frozen=True, slots=True)
 class PeerReportedEvent:
-    """A peer's report. ``is_new_connection``: it came over a connection that wasn't known
-    before."""
+    """A peer's report. ``is_new_connection``: it is the first one on this connection."""
 
     peer: str
     report: PeerReport
@@ -50,9 +49,9 @@ class PeerReportedEvent:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionTriedEvent:
-    """Peer ``source`` has tried to connect to ``target``.
+    """``source`` has tried to connect to ``target``.
 
-    One-way ``latency`` in seconds and ``rate`` in bytes/s, if they were measured.
+    ``latency`` (one way, seconds) and ``rate`` (bytes/s) if they were measured.
     """
 
     source: str
@@ -72,28 +71,28 @@ class StageReportedEvent:
 
 @dataclass(frozen=True, slots=True)
 class DesiredStateChangedEvent:
-    """Another desired state: all models that are to be served."""
+    """The desired state has changed: all models to serve."""
 
     models: tuple[DesiredModel, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TermRaisedEvent:
-    """This coordinator goes on in a higher term: another part of the swarm comes back."""
+    """This coordinator continues in a higher term: another part of the swarm has rejoined."""
 
     term: int
 
 
 @dataclass(frozen=True, slots=True)
 class RebalanceRequestedEvent:
-    """All models are to be placed anew, as if nothing served them."""
+    """Place all models again as if none were serving."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimePassedEvent:
     """Time has passed.
 
-    ``read_lag``: what peers have said in the last so many seconds may not have been heard yet.
+    ``read_lag``: messages that peers sent in the last ``read_lag`` seconds may be unread.
     """
 
     read_lag: float = 0.0
@@ -118,7 +117,7 @@ ControllerEvent = (
 
 @dataclass(frozen=True, slots=True)
 class SendMessageAction:
-    """Tell a live peer."""
+    """Send a message to a live peer."""
 
     peer: str
     message: Instruction
@@ -126,16 +125,16 @@ class SendMessageAction:
 
 @dataclass(frozen=True, slots=True)
 class CommitPipelineAction:
-    """Write this to the state before going on."""
+    """Write this record to the state before continuing."""
 
     pipeline: PipelineRecord
 
 
 @dataclass(frozen=True, slots=True)
 class ReserveEpochAction:
-    """Write down that this epoch, and this name of a pipeline, have been used.
+    """Write down that this epoch and pipeline id are used.
 
-    What serves stays the committed one: this one is made beside it.
+    The committed pipeline stays the one that serves.
     """
 
     pipeline: str
@@ -144,7 +143,7 @@ class ReserveEpochAction:
 
 @dataclass(frozen=True, slots=True)
 class AnnouncePeerAction:
-    """Remember what the others are told of a member."""
+    """Write down the :class:`PeerInfo` that other peers were told."""
 
     member: PeerInfo
 

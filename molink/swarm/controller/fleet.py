@@ -1,10 +1,9 @@
-"""Makes what is (peers, stages) what it should be: all models served, each by its pipelines.
+"""Drives the swarm to its desired state: every model served by each of its pipelines.
 
-A plain object: events and ``now`` (monotonic seconds) in, decisions out, to be carried out in
-their order. It knows who is there; :mod:`molink.swarm.placement.allocation` says which peers are
-for which deployment, and a :class:`~molink.swarm.controller.reconciler.Reconciler` for each sees to
-its one pipeline. Each event ends with the same steps: what is due is done, and every peer is told
-what it doesn't know yet.
+A plain object: events and ``now`` (monotonic seconds) in, actions out, to be carried out in order.
+:mod:`molink.swarm.placement.allocation` assigns peers to deployments; a
+:class:`~molink.swarm.controller.reconciler.Reconciler` drives each deployment. After every event
+all due work is done, and every peer is told what it does not know yet.
 """
 
 from collections.abc import Iterable, Sequence
@@ -54,18 +53,19 @@ class Fleet:
         term: int = 0,
         lost_peer: str = "",
     ) -> None:
-        """``models``, ``pipelines`` and ``last`` (pipeline number, epoch) as the state has them.
+        """``models``, ``pipelines`` and ``last`` (pipeline number, epoch) come from the stored
+        state.
 
-        ``term`` is that of the coordinator; ``lost_peer`` is a peer that is known not to be there.
+        ``term`` is the coordinator's; ``lost_peer`` is known to be gone.
         """
         self.context = ControllerContext(swarm, members, now, last, term)
         self._running_time = RunningTime(now)
         self._models = tuple(models)
         self._deployments: dict[DeploymentKey, Reconciler] = {}
         self._allocator = PeerAllocator(self.context)
-        #: Whether somebody has come since the peers were last shared out.
+        #: Whether a peer has connected since the last allocation.
         self._peer_arrived = False
-        #: Why nothing is served, for a person; of no meaning while something is to be.
+        #: Why nothing is served, for the user; unused while any model is desired.
         self._idle_reason = NO_MODEL
         records = {(one.model, one.replica): one for one in pipelines}
         for key, desired in _desired_deployments(models).items():
@@ -78,7 +78,7 @@ class Fleet:
 
     @property
     def registry(self) -> Registry:
-        """Who is a member, and who is there."""
+        """Members, and the sessions of those that are live."""
         return self.context.registry
 
     @property
@@ -88,29 +88,31 @@ class Fleet:
 
     @property
     def clock(self) -> float:
-        """The time of the last tick, in seconds, by which the story is told."""
+        """Time of the last :class:`TimePassedEvent`, in seconds, on the clock of the transition
+        log."""
         return self.context.clock
 
     @property
     def models(self) -> tuple[DesiredModel, ...]:
-        """What is to be served."""
+        """The desired state."""
         return self._models
 
     @property
     def deployments(self) -> tuple[Reconciler, ...]:
-        """All, in the order of :attr:`models`."""
+        """All deployments, in the order of :attr:`models`."""
         return tuple(self._deployments.values())
 
     @property
     def reason(self) -> str:
-        """Why something isn't served, or why a change was not followed; for a person."""
+        """Why a model is not served or a change was not applied, for the user."""
         if not self._deployments:
             return self._idle_reason
         reasons = {one.label: one.reason for one in self.deployments if one.reason}
         return "; ".join(f"{label}: {why}" if label else why for label, why in reasons.items())
 
     def explain_exclusion(self, peer: str) -> str:
-        """Why a peer has no stage though it offers to run one; empty if that is not so."""
+        """Why a peer that offers a stage has none, for the user; empty if it has one or offers
+        none."""
         if any(
             one.formation is not None and peer in one.formation.peers for one in self.deployments
         ):
@@ -123,10 +125,10 @@ class Fleet:
     # --- events ------------------------------------------------------------------------------
 
     def handle(self, event: ControllerEvent, now: float) -> list[ControllerAction]:
-        """Take an event; returns what to do, in order.
+        """Process an event; returns the actions, in order.
 
-        A :class:`TimePassedEvent` is to come several times a second: time without any is nobody's
-        silence.
+        A :class:`TimePassedEvent` is expected several times a second: gaps without one count for no
+        peer's silence.
         """
         now = self._running_time.counted_time(now)
         match event:
@@ -165,7 +167,7 @@ class Fleet:
     def _on_deployments_event(
         self, event: RebalanceRequestedEvent | TermRaisedEvent, now: float
     ) -> None:
-        """What is so for all deployments."""
+        """Apply an event that concerns every deployment."""
         if isinstance(event, TermRaisedEvent):
             self.context.term = event.term
             for one in self.deployments:
@@ -194,7 +196,7 @@ class Fleet:
                 self.registry.mark_disconnected(peer, now)
 
     def _advance_deployments(self, now: float) -> None:
-        """Do what is due, and tell everybody."""
+        """Do what is due, then tell every peer."""
         for one in self.deployments:
             one.advance_state(now)
         self._roll_out(now)
@@ -217,7 +219,8 @@ class Fleet:
         return any(one.planner.is_doubted(peer, session) for one in self.deployments)
 
     def _on_connection_tried(self, event: ConnectionTriedEvent) -> None:
-        """What was tried of a PC that is off says nothing of its ports."""
+        """Record an attempt between live peers; one to a PC that is off says nothing about its
+        ports."""
         if not (self.registry.is_live(event.source) and self.registry.is_live(event.target)):
             return
         self.context.reachability.record_attempt(event.source, event.target, event.succeeded)
@@ -225,7 +228,7 @@ class Fleet:
             links.record_measurement(event.source, event.target, event.latency, event.rate)
 
     def _all_links(self) -> tuple[Links, ...]:
-        """What is known of the ways between peers: each deployment has its own."""
+        """All link tables: the shared one and each deployment's copy."""
         return (self.context.links, *(one.planner.links for one in self.deployments))
 
     def _on_member_removed(self, peer: str, why: str, now: float) -> None:
@@ -239,7 +242,7 @@ class Fleet:
             one.on_peer_lost(peer, f"{name} {why}", now)
 
     def _drop_peers(self, peers: list[str], why: str, now: float) -> None:
-        """They are gone at once: nothing goes on with one of them for the loss of another."""
+        """Drop several peers at once, so that no deployment continues on one when it loses another."""
         peers = [*peers, *(self.registry.find_co_located(peers, now) if peers else ())]
         for peer in peers:
             self.registry.drop_session(peer)
@@ -286,7 +289,7 @@ class Fleet:
             self.context.add_actions(*self.registry.end_stale_routes(peer, known))
 
     def _notify_users(self, now: float) -> None:
-        """Tell the people at PCs that get no stage what they can do about it, once."""
+        """Tell users of PCs without a stage what they can do about it, once."""
         if not self._deployments:
             return
         texts = dict.fromkeys(self.registry.sessions, "")
@@ -326,10 +329,10 @@ class Fleet:
         self._roll_out(now)
 
     def _roll_out(self, now: float) -> None:
-        """Have deployments serve what is wanted: of one model, one after the other.
+        """Roll out changes: one deployment of a model after another.
 
-        One that doesn't stand has nothing to lose. While one that was changed isn't ready, the
-        others of its model go on as they are, unless it only lacks peers to begin with.
+        A deployment that is not ready changes at once. Others of its model wait until a changed one
+        is ready again, unless that one lacks peers.
         """
         for desired in self._models:
             mine = [one for one in self.deployments if one.key[0] == desired.facts.name]
@@ -347,13 +350,13 @@ class Fleet:
                     changing = changing or not one.is_ready
 
     def _allocate_peers(self, now: float) -> None:
-        """Share the peers out anew, if there is another reason than before to do so."""
+        """Allocate peers to deployments if the inputs have changed."""
         self._peer_arrived = False
         self._allocator.allocate_peers(self._deployments, now)
 
 
 def _desired_deployments(models: Iterable[DesiredModel]) -> dict[DeploymentKey, DesiredModel]:
-    """All deployments that there are to be."""
+    """All desired deployments."""
     return {
         (desired.facts.name, replica): desired
         for desired in models

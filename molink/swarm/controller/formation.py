@@ -1,4 +1,4 @@
-"""One epoch of a pipeline, from its placement until it breaks."""
+"""One epoch of a pipeline, from placement until it breaks."""
 
 from typing import Literal
 
@@ -19,35 +19,36 @@ from molink.wire.messages.peer_reports import (
     WorkerState,
 )
 
-#: ``adopting``: committed before this coordinator started, its peers haven't all reported yet.
+#: ``adopting``: committed by an earlier coordinator; not all of its peers have reported yet.
 FormationState = Literal["adopting", "loading", "linking", "ready"]
 
-#: From the files being there to the weights being loaded, in seconds beside those of its bytes.
+#: Allowance for loading weights once the files are there, in seconds, beside the time for their
+#: bytes.
 LOAD_TIMEOUT = 120.0
-#: The slowest loading that is waited for, in bytes per second: that of an old disk.
+#: Slowest loading that is accepted, in bytes per second: an old disk.
 LOAD_RATE = 16 << 20
-#: From ``FormPipeline`` to the ring being there.
+#: Allowance from :class:`FormPipeline` until the ring is up, in seconds.
 LINK_TIMEOUT = 60.0
-#: How long the peers of a running pipeline have to report to a restarted coordinator.
+#: How long a restarted coordinator waits for reports of a running pipeline's peers, in seconds.
 ADOPT_TIMEOUT = 8.0
-#: Reports may lag behind: a worker that is missing in them for this long is gone.
+#: A worker missing from reports for this long, in seconds, is gone: reports may lag.
 MISSING_TIMEOUT = 3.0
 
 
 class Formation:
-    """Which stages have loaded and are ready, and who is late. Never goes back a state."""
+    """Tracks which stages are loaded and ready, and which are late. States only move forward."""
 
     def __init__(
         self, record: PipelineRecord, state: FormationState, now: float, facts: ModelFacts
     ) -> None:
-        """``facts`` are those of the model."""
+        """``facts`` are the model's."""
         self.record = record
         #: Peers in ring order.
         self.peers = tuple(stage.peer for stage in record.stages)
         self.state: FormationState = state
         #: Stages that have loaded in this epoch.
         self.loaded: dict[int, StageLoaded] = {}
-        #: Stages that stand in the ring of this epoch; all of them in state ``ready``.
+        #: Stages that have joined the ring of this epoch; all of them in state ``ready``.
         self.ready: set[int] = set()
         wait = ADOPT_TIMEOUT if state == "adopting" else STALL_TIMEOUT
         self._deadlines = [now + wait] * len(record.stages)
@@ -61,11 +62,11 @@ class Formation:
     # --- who ---------------------------------------------------------------------------------
 
     def stage_of(self, peer: str) -> int | None:
-        """The stage that a peer runs."""
+        """The stage that a peer runs, if any."""
         return self.peers.index(peer) if peer in self.peers else None
 
     def accepts_message(self, peer: str, message: StageLoaded | StageReady | StageFailed) -> bool:
-        """Whether a message is of this epoch and from the peer that runs that stage."""
+        """Whether a message belongs to this epoch and comes from that stage's peer."""
         return (
             message.pipeline == self.record.id
             and message.epoch == self.record.epoch
@@ -74,18 +75,18 @@ class Formation:
 
     @property
     def is_forming(self) -> bool:
-        """Whether stages are loading, or about to take their places."""
+        """Whether stages are loading or linking."""
         return self.state in ("loading", "linking")
 
     # --- what happens ------------------------------------------------------------------------
 
     def start_linking(self, record: PipelineRecord, now: float) -> None:
-        """All have loaded and are told to form the ring."""
+        """All stages have loaded and are told to form the ring."""
         self.record, self.state = record, "linking"
         self._deadlines = [now + LINK_TIMEOUT] * len(record.stages)
 
     def observe_report(self, peer: str, report: PeerReport, now: float) -> str | None:
-        """Compare a report with what this epoch asks of the peer; why it fails, if it does."""
+        """Compare a peer's report with this epoch; returns why the stage has failed, if it has."""
         stage = self.stage_of(peer)
         if stage is None:
             return None
@@ -101,7 +102,7 @@ class Formation:
         return None
 
     def find_overdue(self, now: float) -> tuple[int, str] | None:
-        """The first stage that is late, and what it is late with."""
+        """The first late stage, and what it is late with."""
         done = self.loaded if self.state == "loading" else self.ready
         for stage, deadline in enumerate(self._deadlines):
             if stage not in done and now >= deadline:
@@ -127,7 +128,7 @@ class Formation:
         return None
 
     def _on_worker_missing(self, stage: int, now: float) -> str | None:
-        """A report lacks the worker: at once a failure only where none is on its way."""
+        """Handle a report without the worker: a failure only if none is being started."""
         if self.state == "adopting":
             return "it no longer runs the layers that it had before this coordinator started"
         since = self._missing_since.setdefault(stage, now)
@@ -136,7 +137,7 @@ class Formation:
         return None
 
     def needs_resend(self, stage: int, now: float) -> bool:
-        """Whether reports have lacked an assignment so long that it must have got lost."""
+        """Whether reports have lacked an assignment for so long that it must be lost."""
         since = self._missing_since.get(stage)
         if self.state != "loading" or since is None or now - since < MISSING_TIMEOUT:
             return False
@@ -162,14 +163,14 @@ class Formation:
 
     @property
     def all_ready(self) -> bool:
-        """Whether every stage stands in the ring."""
+        """Whether every stage has joined the ring."""
         return len(self.ready) == len(self.record.stages)
 
     def validate(self) -> None:
         """Check the invariants.
 
         Raises:
-            InvariantError: one doesn't hold.
+            InvariantError: one is violated.
         """
         stages = set(range(len(self.record.stages)))
         if not (set(self.loaded) <= stages and self.ready <= stages):

@@ -1,4 +1,4 @@
-"""Which PCs have a model's files, by their own reports; and which layers' files nobody has."""
+"""Which PCs hold a model's files, by their reports, and which layers' files none holds."""
 
 from collections.abc import Collection
 
@@ -10,9 +10,9 @@ from molink.wire.messages.peer_reports import PartialModel, PeerReport
 
 
 def part_holders(facts: ModelFacts, registry: Registry) -> tuple[str, ...]:
-    """Peers that have some of a model's files, in the order of joining.
+    """Peers that hold some of a model's files, in joining order.
 
-    If there are more than can be named, those that together have as many layers as they can.
+    If they are more than a message can name: a greedy choice that covers as many layers as it can.
     """
     if not facts.root:
         return ()
@@ -35,7 +35,7 @@ def part_holders(facts: ModelFacts, registry: Registry) -> tuple[str, ...]:
 
 
 def whole_holders(facts: ModelFacts, registry: Registry, *, only_model: bool) -> list[str]:
-    """Peers that have all files; what ``copied`` says is of the only model there is."""
+    """Peers that hold all files. ``replicated_percent`` counts only if the swarm has one model."""
     return [
         peer
         for peer, session in registry.sessions.items()
@@ -47,10 +47,11 @@ def whole_holders(facts: ModelFacts, registry: Registry, *, only_model: bool) ->
 def missing_layers(
     facts: ModelFacts, reports: Collection[PeerReport], *, only_model: bool
 ) -> tuple[LayerRange, ...]:
-    """Layers whose files are on no PC that reports.
+    """Layers whose files are on no reporting PC.
 
-    A stage that has loaded has its layers' files, but of which model is known of the only one. Of
-    another that nobody has parts of nothing is said: it may have come with molink.
+    A loaded stage has its layers' files, but reports say of which model only where there is one.
+    For another model that no PC has partially, nothing is returned: it may have shipped with
+    molink.
     """
     here = set[int]()
     known = only_model
@@ -67,7 +68,7 @@ def missing_layers(
 
 
 def describe_missing(facts: ModelFacts, layers: Collection[LayerRange]) -> str:
-    """Layers that nobody has, and what mends that; for a person."""
+    """Missing layers and how to get them, for the user."""
     if facts.files_bytes:
         return (
             f"layers {format_ranges(layers)} yet: the hub has them ({facts.hub.partition('@')[0]})"
@@ -79,7 +80,7 @@ def describe_missing(facts: ModelFacts, layers: Collection[LayerRange]) -> str:
 
 
 def format_ranges(layers: Collection[LayerRange]) -> str:
-    """As ``2:4, 7:8``."""
+    """Format as ``2:4, 7:8``."""
     return ", ".join(f"{first}:{last}" for first, last in layers)
 
 

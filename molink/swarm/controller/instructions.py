@@ -1,4 +1,4 @@
-"""The messages that say what a stage has to do, and where requests go."""
+"""Builds the messages that assign stages, form rings and publish routes."""
 
 from molink.swarm.controller.formation import Formation
 from molink.swarm.controller.holdings import part_holders
@@ -15,14 +15,14 @@ from molink.wire.messages.instructions import (
     StageProfile,
 )
 
-#: Peers that are named to fetch a model from: more would not be asked at once.
+#: Peers named as sources of a model: more would not be asked at once.
 MAX_SOURCES = 8
 
 
 def build_instruction(
     formation: Formation, stage: int, desired: DesiredModel, registry: Registry
 ) -> Assign | FormPipeline | None:
-    """What a stage's peer should be told now; ``None`` if it has done all it can."""
+    """What to tell a stage's peer now; ``None`` if it has done all it can."""
     record = formation.record
     if formation.state == "loading" and stage not in formation.loaded:
         return Assign(
@@ -53,7 +53,7 @@ def build_instruction(
 
 
 def build_profiles(formation: Formation, stage: int) -> tuple[StageProfile, ...]:
-    """What a peer is told before it forms the ring: its head and links go by all stages' times."""
+    """All stages' profiles, sent before the ring forms: the scheduler and the links need them."""
     record = formation.record
     if formation.state != "linking" or stage in formation.ready:
         return ()
@@ -67,7 +67,7 @@ def build_profiles(formation: Formation, stage: int) -> tuple[StageProfile, ...]
 def build_prefetch(
     move: Migration, peer: str, desired: DesiredModel, registry: Registry
 ) -> Prefetch:
-    """The wish that a peer gets its files for the stage that it is to have."""
+    """Ask a peer to fetch the files of its next stage."""
     return Prefetch(
         number=move.number,
         layers=move.layers_of(peer),
@@ -90,10 +90,10 @@ def build_route(
     forming_progress: int,
     sibling_pipelines: tuple[str, ...] = (),
 ) -> Route:
-    """Where requests go: to the first stage of ``ready``, or nowhere, for that ``reason``.
+    """Route requests to the first stage of ``ready``, or nowhere because of ``reason``.
 
-    ``forming`` rises as long as an epoch is being formed and gets on; ``beside`` are the model's
-    other pipelines.
+    ``forming_progress`` rises as long as an epoch makes progress; ``sibling_pipelines`` are the
+    model's other pipelines.
     """
     return Route(
         pipeline=pipeline,
@@ -113,15 +113,15 @@ def build_route(
 
 
 def _max_model_len(desired: DesiredModel, ready: PipelineRecord | None) -> int:
-    """Tokens that a request may have: the model's context, or what the KV blocks hold of it."""
+    """Longest request in tokens: the model's limit, or what the KV blocks hold if that is less."""
     context = desired.facts.max_model_len
     return context if ready is None else min(context, ready.blocks * ready.block_size)
 
 
 def find_sources(desired: DesiredModel, registry: Registry) -> tuple[str, ...]:
-    """Peers to fetch all of the model's files from.
+    """Peers that hold all of the model's files.
 
-    If nobody has any, the one that brought it: it may be about to come back.
+    If no peer holds any, the one that loaded it first: it may be about to reconnect.
     """
     whole = registry.find_holders(desired.facts.name)[:MAX_SOURCES]
     if whole or part_holders(desired.facts, registry):
@@ -130,7 +130,7 @@ def find_sources(desired: DesiredModel, registry: Registry) -> tuple[str, ...]:
 
 
 def stage_address(stage: StageRecord, registry: Registry) -> StageAddress:
-    """Where the worker of a member's stage listens."""
+    """Where the worker of a stage listens."""
     member = registry.members[stage.peer]
     return StageAddress(
         peer=stage.peer,

@@ -1,8 +1,8 @@
-"""A placement that waits for its files, so that what serves goes on meanwhile.
+"""A migration: a new placement that waits for its files while the old one serves.
 
-Peers whose new layers aren't all among those that they run now are asked to get the files; the
-epoch begins once all have them. Progress is read from their reports, so nothing that is lost on
-the way needs more than to be said again.
+Peers whose new layers are not all among their current ones are asked to prefetch; the new epoch
+begins once all have the files. Progress is read from reports, so a lost message only needs to be
+sent again.
 """
 
 from molink.facts.model import LayerRange, ModelFacts
@@ -10,14 +10,14 @@ from molink.swarm.artifacts.transfer import TransferDeadline, fetched_bytes
 from molink.swarm.controller.records import PipelineRecord, StageRecord
 from molink.wire.messages.peer_reports import PrefetchState
 
-#: A report that shows no sign of the wish for this long, in seconds: it must have got lost.
+#: Resend a prefetch that reports do not mention for this long, in seconds.
 RESEND_TIMEOUT = 3.0
-#: After a transfer that failed, what serves is left alone for this long, in seconds.
+#: Pause after a failed prefetch before the serving pipeline is considered again, in seconds.
 RETRY_DELAY = 60.0
 
 
 class Migration:
-    """From the stages of ``old`` to ``stages``; ``number`` tells it from other moves."""
+    """From the stages of ``old`` to ``stages``; ``number`` identifies the migration."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class Migration:
 
     @property
     def peers(self) -> frozenset[str]:
-        """All that get a stage."""
+        """All peers that get a stage."""
         return frozenset(stage.peer for stage in self.stages)
 
     @property
     def pending_peers(self) -> tuple[str, ...]:
-        """Peers that don't have their files yet."""
+        """Peers that do not have their files yet."""
         return tuple(self._requested_at)
 
     def layers_of(self, peer: str) -> LayerRange:
@@ -55,7 +55,7 @@ class Migration:
         return next(stage.layers for stage in self.stages if stage.peer == peer)
 
     def observe_prefetch(self, peer: str, said: PrefetchState | None, now: float) -> str | None:
-        """Take what a report says; why the transfer failed, if it did."""
+        """Process a report's prefetch state; returns why the transfer failed, if it did."""
         if peer not in self._requested_at or said is None or said.number != self.number:
             return None
         if said.state == "failed":
@@ -72,7 +72,7 @@ class Migration:
         return next(late, None)
 
     def needs_resend(self, peer: str, said: PrefetchState | None, now: float) -> bool:
-        """Whether ``peer`` has to be asked again."""
+        """Whether the prefetch must be sent to ``peer`` again."""
         if peer not in self._requested_at or (said is not None and said.number == self.number):
             return False
         if now - self._requested_at[peer] < RESEND_TIMEOUT:

@@ -1,7 +1,7 @@
-"""The pipelines of one deployment, and what peers are told of them.
+"""The pipelines of one deployment, and what peers are told about them.
 
-One serves, or is to. Another may be made beside it, to take over once it is ready, and the one
-before may still have its last moments. What becomes of them the reconciler decides.
+One serves or is being formed. A successor may be formed beside it and takes over once ready; a
+predecessor may still be ending. The reconciler decides between them.
 """
 
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ from molink.swarm.placement.placement import Candidate
 from molink.swarm.terms import epoch_text
 from molink.wire.messages.instructions import Instruction, Unassign
 
-#: Daemons have this long, in seconds, to connect to the next pipeline's head before the one that
-#: served ends.
+#: How long the old pipeline keeps running after a switch-over, in seconds: daemons connect to the
+#: new scheduler meanwhile.
 SWITCH_OVER_DELAY = 1.0
 WAITING_FOR_PEERS = "waiting for peers"
 JUST_REQUESTED = "the model was just asked for"
 
 
 class Pipelines:
-    """The state of one deployment: a model's pipeline, and the steps that change it."""
+    """State of one deployment: a model's pipeline and the steps that change it."""
 
     def __init__(
         self,
@@ -46,32 +46,32 @@ class Pipelines:
             restored=pipeline is not None,
         )
         self.desired = desired
-        #: Which of the model's deployments this is, from 0 on.
+        #: Which of the model's deployments this is, from 0.
         self.replica = replica
-        #: What the story calls it; empty where it is the only one.
+        #: Name in the transition log; empty if it is the only deployment.
         self.label = ""
-        #: Pipelines of the other deployments of the same model.
+        #: Pipelines of the same model's other deployments.
         self.sibling_pipelines: tuple[str, ...] = ()
         #: The current epoch, if it is being formed or ready.
         self.formation: Formation | None = None
-        #: Where a pipeline that serves goes once the files are there.
+        #: Where the serving pipeline moves once the files are there.
         self.migration: Migration | None = None
-        #: What is being formed beside a pipeline that serves; it takes over once it is ready.
+        #: A formation beside the serving pipeline; it takes over once ready.
         self.successor: Formation | None = None
-        #: A pipeline that ends once its streams can go to the one that took over, and when it does.
+        #: The pipeline that a successor has replaced, and when it ends.
         self.predecessor: tuple[Formation, float] | None = None
-        #: Why no pipeline is ready, or why a change was not followed; for a person.
+        #: Why no pipeline is ready, or why a change was not applied, for the user.
         self.reason = WAITING_FOR_PEERS
-        #: Whether stages were handed out for what is wanted now.
+        #: Whether stages were assigned for the current desired state.
         self.has_assigned = False
-        #: Its newest epoch, whether it stands or not.
+        #: Its newest epoch, whether it is up or not.
         self.epoch = context.epoch
-        #: Id of the pipeline, whether it stands or not: ``p1``, ``p2`` …
+        #: Id of the pipeline, whether it is up or not: ``p1``, ``p2`` …
         self.pipeline = pipeline.id if pipeline else context.new_pipeline_id()
-        #: Rises as long as what is being formed gets on; when it last did.
+        #: Rises as long as the formation makes progress; and when it last did.
         self._progress_count = 0
         self._progress_at = now
-        #: What the last change's phases took.
+        #: Durations of the last change's phases.
         self.phase_times = PhaseTimes()
 
     @property
@@ -86,12 +86,12 @@ class Pipelines:
 
     @property
     def is_adopting(self) -> bool:
-        """Whether it was committed before this coordinator began, and may still serve."""
+        """Whether an earlier coordinator committed it and it may still serve."""
         return self.formation is not None and self.formation.state == "adopting"
 
     @property
     def used_peers(self) -> frozenset[str]:
-        """Peers that have, or are about to have, a worker of one of its pipelines."""
+        """Peers that run, or are about to run, a worker of one of its pipelines."""
         retiring = self.predecessor[0].peers if self.predecessor is not None else ()
         planned = self.migration.peers if self.migration is not None else ()
         formed = [peer for one in self._formations() for peer in one.peers]
@@ -100,7 +100,7 @@ class Pipelines:
     # --- the one that serves -----------------------------------------------------------------
 
     def _start_epoch(self, stages: tuple[StageRecord, ...], now: float) -> None:
-        """Commit a placement as a new epoch and hand out its stages."""
+        """Commit a placement as a new epoch and assign its stages."""
         old = self.formation
         formation = self.formation = self._create_epoch(self.pipeline, stages, now)
         self.has_assigned = True
@@ -136,7 +136,7 @@ class Pipelines:
         return Formation(record, "loading", now, self.desired.facts)
 
     def _complete_formation(self, formation: Formation, now: float) -> None:
-        """The ring stands if all stages are in it."""
+        """Mark the ring ready if all stages have joined."""
         if formation.state in ("linking", "adopting") and formation.all_ready:
             if formation.state == "adopting":
                 kept = [one for one in self._find_candidates(now) if one.peer in formation.peers]
@@ -150,20 +150,20 @@ class Pipelines:
             self._log_transition(now, f"epoch {epoch_text(formation.record.epoch)} is ready")
 
     def _signal_progress(self, now: float) -> None:
-        """What is being formed gets on, or may still do so: it isn't late."""
+        """Signal that the formation makes progress, or may still do so."""
         self._progress_count, self._progress_at = self._progress_count + 1, now
 
     # --- the one beside it -------------------------------------------------------------------
 
     def _start_successor(self, stages: tuple[StageRecord, ...], now: float) -> None:
-        """Hand out the stages of a pipeline of its own; what serves goes on meanwhile."""
+        """Assign the stages of a separate pipeline while the current one serves."""
         formation = self.successor = self._create_epoch(self.context.new_pipeline_id(), stages, now)
         self.context.add_actions(ReserveEpochAction(formation.record.id, self.epoch))
         for stage in range(len(stages)):
             self._send_instruction(formation, stage)
 
     def _switch_over(self, new: Formation, now: float) -> None:
-        """It is ready: requests go there from now on, those under way in a moment."""
+        """Switch to a ready successor: new requests at once, running streams shortly after."""
         assert self.formation is not None
         self._end_predecessor(float("inf"))
         self.predecessor = (self.formation, now + SWITCH_OVER_DELAY)
@@ -172,7 +172,7 @@ class Pipelines:
         self._complete_formation(new, now)
 
     def _fail_over(self, old: Formation, now: float) -> None:
-        """What served is broken, and what was made beside it isn't: go on with that."""
+        """Continue with the intact successor of a broken pipeline."""
         assert self.successor is not None
         self._log_transition(
             now, f"epoch {epoch_text(self.successor.record.epoch)} goes on in its place"
@@ -188,7 +188,7 @@ class Pipelines:
         self.formation, self.successor, self.pipeline = new, None, new.record.id
 
     def _replace_in_place(self, reason: str, now: float) -> None:
-        """A device has no room for two stages: the one that serves makes room."""
+        """Replace the serving pipeline in place: a device has no room for two stages."""
         assert self.successor is not None
         self._log_transition(now, f"not beside what serves: {reason}")
         stages = tuple(StageRecord(one.peer, one.layers) for one in self.successor.record.stages)
@@ -196,13 +196,13 @@ class Pipelines:
         self._start_epoch(stages, now)
 
     def _drop_successor(self) -> None:
-        """Give up what was made beside a pipeline that serves."""
+        """Give up the successor."""
         dropped, self.successor = self.successor, None
         if dropped is not None:
             self._unassign_stages(dropped)
 
     def _end_predecessor(self, now: float) -> None:
-        """End the pipeline whose streams have had their time to move."""
+        """End the predecessor once its streams had time to move."""
         if self.predecessor is None or now < self.predecessor[1]:
             return
         old, self.predecessor = self.predecessor[0], None
@@ -212,7 +212,7 @@ class Pipelines:
     # --- none ---------------------------------------------------------------------------------
 
     def dissolve_pipelines(self) -> None:
-        """End all that there is: the memory of its stages is free."""
+        """End all pipelines and free their stages' memory."""
         self._drop_successor()
         self._end_predecessor(float("inf"))
         if self.formation is not None:
@@ -220,7 +220,7 @@ class Pipelines:
         self.context.add_actions(*self.registry.end_route(self.pipeline))
 
     def _discard_pipeline(self) -> None:
-        """End the pipeline; the next one has a new name, so that no worker is taken over."""
+        """End the pipeline; the next one gets a new id, so that no worker is reused."""
         self.dissolve_pipelines()
         self.pipeline = self.context.new_pipeline_id()
         self.planner.restart_planning()
@@ -228,7 +228,7 @@ class Pipelines:
     # --- what peers are told -----------------------------------------------------------------
 
     def _send_instruction(self, formation: Formation, stage: int) -> None:
-        """Tell a stage's peer what it should be doing in this epoch."""
+        """Tell a stage's peer what it should do in this epoch."""
         for known in instructions.build_profiles(formation, stage):
             self._send_message(formation.peers[stage], known)
         message = instructions.build_instruction(formation, stage, self.desired, self.registry)
@@ -236,7 +236,7 @@ class Pipelines:
             self._send_message(formation.peers[stage], message)
 
     def publish_route(self) -> None:
-        """Tell every peer that is there where requests go, if it doesn't know yet."""
+        """Publish the route to every live peer that does not know it yet."""
         formation = self.formation
         if self.is_adopting:
             return  # what the peers know of a running pipeline stays true meanwhile
@@ -271,7 +271,7 @@ class Pipelines:
     # --- small things ------------------------------------------------------------------------
 
     def _formations(self) -> Iterator[Formation]:
-        """What serves or is to, then what is made beside it; if that is still there by then."""
+        """The current formation, then the successor if it still exists by then."""
         if self.formation is not None:
             yield self.formation
         if self.successor is not None:

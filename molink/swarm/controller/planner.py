@@ -1,8 +1,8 @@
-"""Decides when a model is placed anew, and over which peers.
+"""Decides when a model is placed again, and on which peers.
 
-The candidates are looked at after every event. A placement is made once they differ from those
-that the last one saw and have then stayed the same for a moment; so joins close together form once,
-and whatever changes the candidates (a join, a loss, the end of a back-off) is the same case.
+Candidates are compared after every event. A placement is made once they differ from those of the
+last placement and have been stable for a moment. So joins close together cause one formation, and
+every change of the candidates (a join, a loss, the end of a back-off) is handled alike.
 """
 
 import logging
@@ -30,25 +30,25 @@ from molink.wire.messages.peer_reports import PeerReport
 
 log = logging.getLogger(__name__)
 
-#: Peers that join or change within this time, in seconds, are placed together …
+#: Changes within this many seconds are placed together …
 DEBOUNCE = 1.0
-#: … but the first of them doesn't wait longer than this.
+#: … but the first of them waits no longer than this.
 MAX_DEBOUNCE = 5.0
-#: A broken pipeline is placed anew after this pause: losses rarely come alone.
+#: Pause before a broken pipeline is placed again: losses rarely come alone.
 LOSS_DEBOUNCE = 0.3
-#: A failed peer is waited for if it is left out for no longer than this, in seconds: without it
-#: every other stage would have to load other layers.
+#: Wait for a failed peer if its back-off is no longer than this, in seconds: without it every other
+#: stage would load other layers.
 MAX_AWAITED_BACKOFF = 2.0
-#: A peer that was lost to its neighbour is waited for this long, in seconds: for two reports.
+#: How long to wait for a peer that its neighbour has lost, in seconds: two reports.
 DOUBT_TIMEOUT = 0.75
-#: While no pipeline stands, a peer that has been silent for this long is not placed.
+#: While no pipeline is up, peers silent for longer than this, in seconds, are not placed.
 STALE_TIMEOUT = 1.5
-#: A restarted coordinator waits this long, in seconds, for ``min_peers`` to come back, if so many
-#: are members still.
+#: How long a restarted coordinator waits for ``min_peers`` to reconnect, in seconds, if that many
+#: are still members.
 RESTORE_TIMEOUT = 30.0
-#: Links and paces that have changed are no reason to look at a young placement again, in seconds.
+#: Changed links and read rates cause no new placement within this many seconds after the last one.
 REVIEW_INTERVAL = 60.0
-#: A change of a peer's memory below this part of it is no reason to place anew.
+#: Changes of a peer's memory below this fraction cause no new placement.
 MEMORY_CHANGE = 0.1
 
 Candidates = tuple[Candidate, ...]
@@ -60,9 +60,10 @@ class Planner:
     def __init__(
         self, now: float, backoff: Backoff, reach: Reachability, links: Links, *, restored: bool
     ) -> None:
-        """``restored``: there was a placement before this coordinator started.
+        """``restored``: a placement existed before this coordinator started.
 
-        ``backoff`` and ``reachability`` are those of the swarm, ``links`` is its own copy.
+        ``backoff`` and ``reachability`` are shared by the swarm; ``links`` is this planner's own
+        copy.
         """
         self.backoff = backoff
         self.reachability = reach
@@ -71,43 +72,43 @@ class Planner:
         #: Peers that this model may use; ``None``: all.
         self.allocated_peers: frozenset[str] | None = None
         self._pins: dict[str, str] = {}
-        #: Peers for which the last placement had no use.
+        #: Peers that the last placement did not use.
         self.spare_peers: frozenset[str] = frozenset()
-        #: Peers that get no stage because of a connection that can't be made.
+        #: Peers without a stage because a connection cannot be made.
         self.unreachable: dict[str, UnreachablePeer] = {}
-        #: The first placement waits for ``min_peers``; later ones take whoever is left.
+        #: The first placement waits for ``min_peers``; later ones use whichever peers remain.
         self.has_placed = False
         self._waive_at = now + RESTORE_TIMEOUT if restored else None
-        #: What the last placement saw; ``None`` forces another.
+        #: Candidates of the last placement; ``None`` forces another.
         self._placed_candidates: Candidates | None = ()
-        #: What was seen last while a placement is put off, else ``None``.
+        #: Candidates of the placement being debounced, else ``None``.
         self._pending_candidates: Candidates | None = None
         self._pending_since = 0.0
         self._place_at = 0.0
-        #: When a change of links may be looked at, and one of paces: links jitter, and paces that
-        #: have stayed for long enough don't wait for what that led to.
+        #: When changed links, and changed read rates, may cause a placement. They are separate:
+        #: links jitter, while a slowdown that has lasted need not wait for them.
         self._link_review_at = self._rate_review_at = 0.0
-        #: Whether the next placement is made as if nothing served.
+        #: Whether the next placement ignores the serving ring.
         self._ignore_serving = False
-        #: How long a change of the candidates puts the placement off.
+        #: How long a change of the candidates delays the placement.
         self._debounce = DEBOUNCE
-        #: What each peer offers, and in which report.
+        #: Each peer's candidate, and the report it was made from.
         self._candidates: dict[str, tuple[PeerReport, Candidate | None]] = {}
-        #: Peers that a neighbour has lost, and when: not to be placed before they have reported.
+        #: When a neighbour lost each peer: they are not placed before they report again.
         self._doubted_at: dict[str, float] = {}
 
     def waive_min_peers(self, *, placed: bool) -> None:
-        """Somebody is known to be gone: what was ``has_placed`` goes on with whoever is left."""
+        """Do not wait for a peer known to be gone; ``placed``: nor for ``min_peers``."""
         self._waive_at, self.has_placed = None, placed
 
     def find_candidates(
         self, registry: Registry, formation: Formation | None, now: float
     ) -> Candidates:
-        """Peers to place a model on, in the order of joining.
+        """Peers to place a model on, in joining order.
 
-        What stands is not disturbed for a peer that failed lately, nor broken for one whose
-        reports are late; neither gets a new stage. While nothing stands, those count that
-        :meth:`check_due` waits for.
+        A working pipeline is neither changed for a peer that failed lately nor broken for one whose
+        reports are late; neither gets a new stage. While no pipeline is up, peers that
+        :meth:`check_due` waits for count.
         """
         found: list[Candidate] = []
         for peer in registry.members:
@@ -135,16 +136,16 @@ class Planner:
         return self._with_unreachable([one for one in found if one.peer not in out], serving)
 
     def set_pins(self, pins: Iterable[Pin]) -> None:
-        """Which stage the model is to have at which peer, whatever that names itself."""
+        """Set the stages that pinned peers must hold, whatever they offer."""
         self._pins = dict(pins)
         self._candidates.clear()
 
     def may_use(self, peer: str) -> bool:
-        """Whether the peer is for this model."""
+        """Whether the peer is allocated to this model."""
         return self.allocated_peers is None or peer in self.allocated_peers
 
     def _with_unreachable(self, found: Sequence[Candidate], serving: Collection[str]) -> Candidates:
-        """Candidates with those of each other to whom they can't connect."""
+        """Add to each candidate the others that it cannot connect to."""
         if not self.reachability.has_failures:
             return tuple(found)
         peers = {one.peer for one in found}
@@ -158,7 +159,7 @@ class Planner:
         )
 
     def _cached_candidate(self, peer: str, report: PeerReport) -> Candidate | None:
-        """What a report offers; it is looked at after every event, so one is made per report."""
+        """The candidate of a report, cached: this is called after every event."""
         known = self._candidates.get(peer)
         if known is None or known[0] is not report:
             known = self._candidates[peer] = (
@@ -168,11 +169,11 @@ class Planner:
         return known[1]
 
     def is_doubted(self, peer: str, session: PeerSession) -> bool:
-        """Whether a neighbour has lost the peer, and it has not reported since."""
+        """Whether a neighbour has lost the peer and it has not reported since."""
         return self._doubted_at.get(peer, -1.0) >= session.last_seen
 
     def check_due(self, candidates: Candidates, registry: Registry, now: float) -> bool:
-        """Whether it is time to place. If so, they count as placed from now on."""
+        """Whether to place now. If so, these candidates count as placed."""
         everybody = registry.sessions.keys() >= registry.members.keys()
         if self._waive_at is not None and (everybody or now >= self._waive_at):
             self.has_placed, self._waive_at, self._placed_candidates = True, None, None
@@ -195,7 +196,7 @@ class Planner:
         return True
 
     def _check_review_due(self, now: float) -> bool:
-        """Whether links or paces have changed since the last placement, and that is not young."""
+        """Whether links or read rates have changed since a placement that is not recent."""
         self.read_rates.expire_slowdowns(now)
         paces = self.read_rates.has_changed and now >= self._rate_review_at
         if not paces and not (self.links.has_changed and now >= self._link_review_at):
@@ -206,9 +207,9 @@ class Planner:
         return True
 
     def is_outdated(self, candidates: Candidates, peers: Collection[str]) -> bool:
-        """Whether a placement on ``peers`` can't be had any more: one is gone, or offers less.
+        """Whether a placement on ``peers`` has become impossible: one is gone or offers less.
 
-        That others have come is no reason to break off what is being formed.
+        New peers are no reason to abort a formation.
         """
         if self._placed_candidates is None:
             return True
@@ -225,7 +226,7 @@ class Planner:
     def on_ring_formed(
         self, record: PipelineRecord, desired: DesiredModel, registry: Registry
     ) -> None:
-        """All stages of a ring have told how long their steps take."""
+        """Record the measured step times of all stages of a new ring."""
         setup = StageSetup(dtype=desired.dtype, quantize=desired.quantize)
         rows = MICRO_BATCH_ROWS[desired.objective]
         for stage in record.stages:
@@ -239,7 +240,7 @@ class Planner:
                 )
 
     def mark_settled(self, candidates: Candidates) -> None:
-        """There is a placement, and it need not be looked at again for these candidates."""
+        """Mark these candidates as placed."""
         self._placed_candidates, self._pending_candidates, self._debounce = (
             candidates,
             None,
@@ -249,9 +250,9 @@ class Planner:
     def record_failure(
         self, peer: str, reason: str, now: float, *, doubt: bool, at_once: bool = False
     ) -> float:
-        """Count a peer's failure; returns for how many seconds it is left out.
+        """Count a peer's failure; returns for how many seconds it is excluded.
 
-        ``doubt``: a neighbour says so, and the peer may be gone. ``at_once`` as in
+        ``doubt``: a neighbour reported it, and the peer may be gone. ``at_once``: see
         :meth:`Backoff.record_failure`.
         """
         if doubt:
@@ -259,7 +260,7 @@ class Planner:
         return self.backoff.record_failure(peer, reason, now, at_once=at_once)
 
     def drop_peer(self, peer: str) -> None:
-        """The peer is not there any more."""
+        """Drop a peer that is gone."""
         self.links.drop_peer(peer)
         self.read_rates.drop_peer(peer)
         self._candidates.pop(peer, None)
@@ -272,21 +273,21 @@ class Planner:
         pause: float = LOSS_DEBOUNCE,
         step: float = DEBOUNCE,
     ) -> None:
-        """What was placed is no more: place after ``pause``, whether the candidates change or not.
+        """Place after ``pause`` seconds, whether the candidates change or not.
 
-        Where they do, it is sooner; ``step`` is how long each change puts it off.
+        If they change it happens earlier: each change delays it by ``step`` seconds.
         """
         self._placed_candidates, self._pending_candidates = None, candidates
         self._pending_since, self._place_at = now, now + pause
         self._debounce = step
 
     def rebalance_now(self, candidates: Candidates, now: float) -> None:
-        """Place again at once, and see no worth in what serves."""
+        """Place again at once, ignoring the serving ring."""
         self._ignore_serving = True
         self.schedule_placement(candidates, now, 0.0)
 
     def restart_planning(self) -> None:
-        """Another model is to be placed for the first time."""
+        """Start over: another model is placed for the first time."""
         self.has_placed, self._waive_at = False, None
 
     def place_model(
@@ -297,7 +298,7 @@ class Planner:
         now: float,
         serving: Iterable[StageRecord] = (),
     ) -> Placement | Unplaceable:
-        """Place the desired model; ``serving`` are the stages that serve it."""
+        """Place the desired model; ``serving`` are its current stages."""
         if not self.has_placed and len(candidates) < desired.min_peers:
             return Unplaceable(
                 f"waiting for peers: {len(candidates)} of {desired.min_peers} with a stage are "
@@ -331,7 +332,7 @@ class Planner:
 
 
 def candidate_from_report(peer: str, report: PeerReport, pin: str = "") -> Candidate | None:
-    """A peer to place a model on, if it offers to run a stage; ``pin`` says which one it gets."""
+    """The candidate that a report describes, if it offers a stage; ``pin`` sets which one."""
     if report.stage != "auto" and parse_layers(report.stage) is None:
         return None
     device = report.device
@@ -352,7 +353,7 @@ def candidate_from_report(peer: str, report: PeerReport, pin: str = "") -> Candi
 
 
 def candidates_differ(new: Candidates, old: Candidates | None) -> bool:
-    """Whether two sets of candidates call for another placement. Measured rates jitter."""
+    """Whether two sets of candidates require another placement. Measured rates jitter."""
     if old is None or len(new) != len(old):
         return True
     return any(

@@ -1,4 +1,4 @@
-"""Which peer can connect to which, as they have tried, and how a person opens a port."""
+"""Which peers can connect to which others, by their attempts, and how users open ports."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from molink.swarm.controller.registry import Registry
 from molink.wire.messages.peer_reports import PeerReport
 
-#: Steps of the search for an order in which peers can connect; most need one for each peer.
+#: Steps of the search for a connectable order; most searches take one per peer.
 _MAX_STEPS = 2000
-#: Answers that are kept: each deployment asks for its own.
+#: Cached answers: each deployment asks about its own peers.
 _CACHE_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
 class UnreachablePeer:
-    """``peer`` gets no stage: ``source`` can't connect to ``target``; one of these two is the
-    peer."""
+    """``peer`` gets no stage because ``source`` cannot connect to ``target``; it is one of the two."""
 
     peer: str
     source: str
@@ -23,16 +22,16 @@ class UnreachablePeer:
 
 
 class Reachability:
-    """What peers have found out about each other. What none has tried counts as possible."""
+    """Failed connections between peers. Untried connections count as possible."""
 
     def __init__(self) -> None:
         self._failed: set[tuple[str, str]] = set()
         self._steps_left = 0
-        #: The last answers, by whom they were about: these are asked for after every event.
+        #: Recent results by peers: they are requested after every event.
         self._cache: dict[tuple[str, ...], dict[str, UnreachablePeer]] = {}
 
     def record_attempt(self, source: str, target: str, ok: bool) -> None:
-        """``by`` has tried to connect to ``to``."""
+        """Record that ``source`` has tried to connect to ``target``."""
         if ok == ((source, target) not in self._failed):
             return  # as known; when a swarm starts, each peer tells this of all others
         self._cache.clear()
@@ -42,26 +41,26 @@ class Reachability:
             self._failed.add((source, target))
 
     def drop_peer(self, peer: str) -> None:
-        """The peer is gone: whoever tried it then has learnt nothing about its ports."""
+        """Drop a peer that is gone: failed attempts to it say nothing about its ports."""
         self._cache.clear()
         self._failed = {pair for pair in self._failed if peer not in pair}
 
     @property
     def has_failures(self) -> bool:
-        """Whether any connection can't be made."""
+        """Whether any connection has failed."""
         return bool(self._failed)
 
     @property
     def failed_pairs(self) -> list[tuple[str, str]]:
-        """Who has failed to connect to whom."""
+        """Failed connections: source and target."""
         return sorted(self._failed)
 
     def unreachable_from(self, peer: str) -> frozenset[str]:
-        """Those to whom ``peer`` has failed to connect."""
+        """Peers that ``peer`` failed to connect to."""
         return frozenset(target for source, target in self._failed if source == peer)
 
     def find_unreachable(self, peers: Iterable[str]) -> dict[str, UnreachablePeer]:
-        """Who of ``peers`` can't be in a ring with those before it, whatever its order is."""
+        """Peers that fit in no ring with those before them, in any order."""
         if not self._failed:
             return {}
         peers = tuple(peers)
@@ -90,7 +89,7 @@ class Reachability:
         )
 
     def _failed_links(self, peer: str, others: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """The connections between ``peer`` and ``others`` that can't be made."""
+        """Failed connections between ``peer`` and ``others``."""
         pairs = (
             (source, target)
             for other in others
@@ -99,9 +98,10 @@ class Reachability:
         return (pair for pair in pairs if pair in self._failed)
 
     def _has_ring(self, peers: Sequence[str]) -> bool:
-        """Whether there is a ring of all ``peers`` in which each can connect to the next one.
+        """Whether a ring of all ``peers`` exists in which each can connect to the next.
 
-        And all to the first one, where requests go. One that takes too long to find is none.
+        All must also connect to the first one, where requests go. A search that takes too long
+        fails.
         """
         self._steps_left = _MAX_STEPS
         return any(
@@ -111,7 +111,7 @@ class Reachability:
         )
 
     def _has_path(self, at: str, others: Sequence[str]) -> bool:
-        """Whether a way leads from ``at`` through all ``others``."""
+        """Whether a path leads from ``at`` through all ``others``."""
         self._steps_left -= 1
         return not others or any(
             self._has_path(target, [one for one in others if one != target])
@@ -121,7 +121,7 @@ class Reachability:
 
 
 def describe_unreachable(found: UnreachablePeer, registry: Registry) -> str:
-    """Which connection can't be made, and the command that opens the port; for a person."""
+    """Which connection fails, and the command that opens the port, for the user."""
     source, target = registry.name_of(found.source), registry.name_of(found.target)
     report = registry.sessions[found.target].report
     at = report.addresses[0] if report.addresses else "an address that it doesn't tell"
@@ -133,7 +133,7 @@ def describe_unreachable(found: UnreachablePeer, registry: Registry) -> str:
 
 
 def describe_firewall_fix(report: PeerReport) -> str:
-    """The command that opens a PC's ports, for a person; to be typed there."""
+    """The command that opens a PC's ports, for the user to run there."""
     tcp = [(report.control_port, report.control_port)]
     if report.worker_ports[1]:
         tcp.append(report.worker_ports)
@@ -146,10 +146,10 @@ def describe_firewall_fix(report: PeerReport) -> str:
 def firewall_commands(
     system: str, tcp: Sequence[tuple[int, int]], udp: Sequence[int] = ()
 ) -> tuple[str, ...]:
-    """Commands that let others reach ranges of TCP ports, and UDP ports, on a PC.
+    """Commands that open TCP port ranges and UDP ports in a PC's firewall.
 
-    Windows needs all of them, as administrator; elsewhere each is for another firewall.
-    ``system`` is as ``sys.platform`` has it.
+    Windows needs all of them, as administrator; elsewhere each is for a different firewall.
+    ``system`` is ``sys.platform``.
     """
     ranges = [f"{first}-{last}" if last > first else str(first) for first, last in tcp]
     if system == "win32":

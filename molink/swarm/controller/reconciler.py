@@ -1,7 +1,7 @@
-"""Makes what is (peers, stages) what it should be (a deployment served by one ready pipeline).
+"""Drives a deployment to its desired state: one ready pipeline.
 
-:mod:`molink.swarm.controller.fleet` tells each deployment's what happens and carries on what they
-decide; an epoch is thus committed before it is announced.
+:mod:`molink.swarm.controller.fleet` passes on events and carries out the actions in order, so an
+epoch is committed before it is announced.
 """
 
 from molink.swarm.controller import epochs, instructions
@@ -23,16 +23,16 @@ from molink.swarm.terms import epoch_text
 from molink.wire.messages.instructions import Unassign
 from molink.wire.messages.peer_reports import StageFailed, StageLoaded
 
-#: Who waits for what is being formed hears at least this often, in seconds, that it gets on.
+#: Requests that wait for a formation hear of its progress at least this often, in seconds.
 PROGRESS_INTERVAL = 5.0
-#: Why a peer is a spare, for a person.
+#: Why a peer is a spare, for the user.
 SPARE_REASON = (
     "a spare: the ring is as good without it (`--min-stages` on `molink up` asks for more)"
 )
 
 
 class Reconciler(Pipelines):
-    """The control plane's decisions about one deployment and its one pipeline."""
+    """The control plane's decisions about one deployment."""
 
     def __init__(
         self,
@@ -44,13 +44,10 @@ class Reconciler(Pipelines):
         *,
         lost_peer: str = "",
     ) -> None:
-        """``desired`` and ``pipeline`` as the state has them.
-
-        ``lost_peer`` is a peer that is known not to be there.
-        """
+        """``desired`` and ``pipeline`` come from the stored state; ``lost_peer`` is known to be
+        gone."""
         super().__init__(context, now, desired, replica, pipeline)
-        #: Whether it goes on as it is though another model, or another way of serving, is wanted:
-        #: another deployment of the model changes first.
+        #: Whether a desired change waits until another deployment of the model has changed.
         self.is_deferred = False
         self._missing_files = MissingFiles(self.registry)
         self.planner.set_pins(desired.pins)
@@ -66,18 +63,18 @@ class Reconciler(Pipelines):
     # --- events ------------------------------------------------------------------------------
 
     def on_term_raised(self, now: float) -> None:
-        """What is still being formed begins anew: the other part may know newer epochs."""
+        """Restart a formation in progress: the other part may know newer epochs."""
         if self.formation is not None and self.formation.is_forming:
             self._break_formation("another part of the swarm comes back", None, now)
 
     def on_peer_lost(self, peer: str, reason: str, now: float) -> None:
-        """A peer is not there any more, or no member; ``reason`` names it, for a person."""
+        """A peer was lost or is no longer a member; ``reason`` names it, for the user."""
         if self.formation is not None and peer in self.formation.peers:
             self._break_formation(reason, None, now)
         self._cancel_change_to(peer, now)
 
     def on_peer_reported(self, event: PeerReportedEvent, now: float) -> None:
-        """A peer's report is news of its stages."""
+        """Update the stages of a peer from its report."""
         peer = event.peer
         for worker in event.report.workers:
             if worker.slowdown > 0 and self.is_ready and worker.pipeline == self.pipeline:
@@ -96,7 +93,7 @@ class Reconciler(Pipelines):
                 self._send_instruction(formation, stage)
 
     def on_prefetch_reported(self, event: PeerReportedEvent, now: float) -> None:
-        """A peer's report says how far it is with files for a move."""
+        """Update a migration from a peer's report."""
         move, peer, said = self.migration, event.peer, event.report.prefetch
         if move is None:
             return
@@ -111,7 +108,7 @@ class Reconciler(Pipelines):
             )
 
     def _on_prefetch_failed(self, peer: str, failure: str, now: float) -> None:
-        """A peer doesn't get the files for a move."""
+        """A peer cannot get the files of a migration."""
         self._log_transition(now, f"{self.registry.name_of(peer)} can't get its files: {failure}")
         serves = self.formation is not None and peer in self.formation.peers
         if not serves:
@@ -124,15 +121,15 @@ class Reconciler(Pipelines):
             self._cancel_change(now)
 
     def _cancel_change(self, now: float, pause: float = LOSS_DEBOUNCE) -> None:
-        """Give up a move; what serves was never touched. Look again after a pause."""
+        """Cancel a migration or successor and plan again after a pause; the serving pipeline stays."""
         self.migration = None
         self._drop_successor()
         self.planner.schedule_placement(self._find_candidates(now), now, pause)
 
     def needed_pipelines(self, peer: str) -> set[str]:
-        """Pipelines whose workers a peer goes on with.
+        """Pipelines whose workers a peer keeps running.
 
-        While none is formed their weights may be of use.
+        While no pipeline is formed, their loaded weights may be reused.
         """
         beside = [
             one
@@ -146,7 +143,7 @@ class Reconciler(Pipelines):
         return needed
 
     def set_allocated_peers(self, peers: frozenset[str] | None) -> None:
-        """It may use these peers; ``None``: all."""
+        """Set the peers it may use; ``None``: all."""
         self.planner.allocated_peers = peers
         if self.formation is not None or peers is None:
             return
@@ -156,7 +153,7 @@ class Reconciler(Pipelines):
                 self._send_message(peer, Unassign(pipeline=self.pipeline))
 
     def on_stage_reported(self, event: StageReportedEvent, now: float) -> None:
-        """A peer says what became of an assignment; it may be one of another deployment."""
+        """Process a peer's message about an assignment, perhaps of another deployment."""
         message = event.message
         concerned = (one for one in self._formations() if one.accepts_message(event.peer, message))
         formation = next(concerned, None)
@@ -186,12 +183,12 @@ class Reconciler(Pipelines):
             formation.ready.add(message.stage)
 
     def start_serving(self, now: float) -> None:
-        """It was just asked for."""
+        """Start serving a newly requested model."""
         self._log_transition(now, self._desired_text)
         self._break_formation(JUST_REQUESTED, None, now)
 
     def update_desired(self, desired: DesiredModel, now: float) -> None:
-        """Serve this from now on: another way of serving the model, or other bytes of it."""
+        """Apply a changed desired state: other options, or other files of the model."""
         old, self.desired = self.desired, desired
         if epochs.epoch_spec(old) == epochs.epoch_spec(desired):
             if self.formation is None:
@@ -207,7 +204,7 @@ class Reconciler(Pipelines):
         self._break_formation(JUST_REQUESTED, None, now)
 
     def rebalance_ring(self, now: float) -> None:
-        """Place it anew, as if nothing served it; what does goes on until the next ring stands."""
+        """Place again as if nothing served; the old ring serves until the new one is up."""
         self.planner.rebalance_now(self._find_candidates(now), now)
 
     @property
@@ -226,7 +223,7 @@ class Reconciler(Pipelines):
         doubt: bool = False,
         at_once: bool = False,
     ) -> None:
-        """A formation can't go on: what serves breaks, what is made beside it is given up."""
+        """A formation has failed: break the serving pipeline, or give up the successor."""
         if formation is not self.successor:
             self._break_formation(reason, blamed, now, doubt=doubt, at_once=at_once)
             return
@@ -247,10 +244,10 @@ class Reconciler(Pipelines):
         doubt: bool = False,
         at_once: bool = False,
     ) -> None:
-        """What was formed, or being formed, can't go on.
+        """Give up the current formation.
 
-        ``doubt``: a neighbour blames the peer, which may be gone without our knowledge.
-        ``at_once``: the others are tried without the one to blame, even if it never failed before.
+        ``doubt``: a neighbour blames the peer, which may be gone without a report. ``at_once``:
+        exclude the blamed peer even if it never failed before.
         """
         self._log_transition(now, f"not ready: {reason}")
         if blamed is not None:
@@ -273,7 +270,7 @@ class Reconciler(Pipelines):
     # --- what follows ------------------------------------------------------------------------
 
     def advance_state(self, now: float) -> None:
-        """Do what is due by now."""
+        """Do what is due."""
         self._check_overdue(now)
         candidates = self._find_candidates(now)
         if self._may_place(candidates, now) and self.planner.check_due(
@@ -293,7 +290,7 @@ class Reconciler(Pipelines):
         self._end_predecessor(now)
 
     def _may_place(self, candidates: tuple[Candidate, ...], now: float) -> bool:
-        """What is nearly done is finished first, and then improved."""
+        """Whether to place now: a formation that is nearly done finishes first."""
         if self.is_deferred or self._missing_files.still_missing(self.desired.facts, now):
             return False
         formation = self.successor or self.formation
@@ -322,7 +319,7 @@ class Reconciler(Pipelines):
             )
 
     def _advance_formations(self, now: float) -> None:
-        """Take each formation to its next state if all stages are there, or to the next one."""
+        """Advance each formation whose stages are all done, and start a migrated successor."""
         if self.migration is not None and not self.migration.pending_peers:
             self._start_successor(self.migration.stages, now)
         for formation in self._formations():
@@ -337,7 +334,7 @@ class Reconciler(Pipelines):
                 self._complete_formation(formation, now)
 
     def _apply_placement(self, placed: Placement | Unplaceable, now: float) -> None:
-        """Go over to a new placement. Without one what runs goes on, and what doesn't waits."""
+        """Apply a new placement. Without one, a serving pipeline continues and others wait."""
         self.migration = None
         if self.successor is not None:
             if isinstance(placed, Placement) and epochs.has_layout(self.successor.record, placed):
@@ -359,7 +356,7 @@ class Reconciler(Pipelines):
             self._start_epoch(stages, now)
 
     def _start_migration(self, old: Formation, stages: tuple[StageRecord, ...], now: float) -> None:
-        """Have the files fetched first; :meth:`_advance_formations` goes on once they are there."""
+        """Prefetch files first; :meth:`_advance_formations` continues once they are there."""
         self.reason = "" if self.is_ready else self.reason
         self.migration = Migration(
             self.context.new_migration_id(), old.record, stages, now, self.desired.facts
@@ -373,7 +370,7 @@ class Reconciler(Pipelines):
             )
 
     def _start_linking(self, formation: Formation, now: float) -> None:
-        """All have loaded: tell them to form the ring."""
+        """All stages have loaded: tell them to form the ring."""
         loaded = [formation.loaded[stage] for stage in range(len(formation.record.stages))]
         blocks, least = min((said.max_blocks, stage) for stage, said in enumerate(loaded))
         peer, serving = formation.peers[least], self.formation
@@ -399,7 +396,7 @@ class Reconciler(Pipelines):
         self._send_instructions(formation)
 
     def _is_partially_linked(self, formation: Formation) -> bool:
-        """Whether the coordinator before this one ended before all had heard of their ring."""
+        """Whether an earlier coordinator ended before all stages were told to form their ring."""
         adopting = formation.state == "adopting" and not formation.all_ready
         return adopting and all(map(self.registry.is_live, formation.peers))
 
@@ -410,7 +407,7 @@ class Reconciler(Pipelines):
     # --- who gets no stage -------------------------------------------------------------------
 
     def collect_notices(self) -> dict[str, str]:
-        """What to tell the people at PCs that get no stage about what they can do."""
+        """Messages to users of PCs without a stage about what they can do."""
         texts = {
             peer: self._explain_misfit(peer)
             for peer in self.registry.sessions
@@ -424,7 +421,7 @@ class Reconciler(Pipelines):
         return texts
 
     def explain_exclusion(self, peer: str) -> str:
-        """Why a peer has no stage though it offers to run one; empty if that is not so."""
+        """Why a peer that offers a stage has none, for the user; empty if it has one."""
         if not self.registry.is_live(peer):
             return ""
         if self.formation is not None and peer in self.formation.peers:
@@ -445,7 +442,7 @@ class Reconciler(Pipelines):
         return why or (SPARE_REASON if self.is_ready and peer in self.planner.spare_peers else "")
 
     def _explain_misfit(self, peer: str) -> str:
-        """Why the layers that a peer has named can't be of the model; empty if they can."""
+        """Why the model lacks the layers that a peer names; empty if it has them."""
         stage = self.registry.sessions[peer].report.stage
         why = explain_misfit(stage, self.desired.facts)
         return f"--stage {stage} {why}" if why else ""

@@ -1,4 +1,4 @@
-"""What the coordinator knows for good: the rows of its state, as values."""
+"""The coordinator's persistent state as values."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,19 +10,16 @@ from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Objective, Qu
 from molink.facts.profile import UNKNOWN_PROFILE, Profile
 from molink.wire.messages.instructions import PeerInfo
 
-#: How many PCs may be members at once, unless the owner sets another number.
+#: Members at once, unless the user sets another number.
 MAX_PEERS = 64
 
-#: A member that ``left`` may come back with an invitation, one that was ``revoked`` may not.
+#: A peer that ``left`` may rejoin with an invitation; a ``revoked`` one may not.
 Standing = Literal["member", "left", "revoked"]
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmRecord:
-    """The swarm itself. ``port`` is where the coordinator listened last (0 = nowhere yet).
-
-    ``max_peers``: how many PCs may be members at once.
-    """
+    """The swarm itself. ``port`` is where the coordinator last listened (0 = nowhere yet)."""
 
     id: str
     name: str
@@ -33,10 +30,10 @@ class SwarmRecord:
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """A peer that has joined. An ``is_owner`` came in over the coordinator's own command line.
+    """A peer that has joined. ``is_owner``: over the coordinator's own command line.
 
-    ``announced`` is what the others were last told of it. ``invitation`` is the id of the one that
-    it joined by last; empty if it is one of the first.
+    ``announced`` is what other peers were last told of it. ``invitation`` is the id of the one it
+    last joined by; empty if it is one of the first.
     """
 
     peer: str
@@ -58,10 +55,10 @@ class InvitationUse:
 
 @dataclass(frozen=True, slots=True)
 class InvitationRecord:
-    """An invitation: the public half of its key, and until when it holds (0 = for ever).
+    """An invitation: the public half of its key, and when it expires (0 = never).
 
-    ``creator`` is the member that asked for it; it ends with its membership. ``max_uses`` is how
-    many peers may join by it, ``used_by`` who has, in that order. Times are unix time.
+    ``creator`` is the member that requested it; both memberships end together. At most ``max_uses``
+    peers may join by it, ``used_by`` lists those that have. Times are unix time.
     """
 
     id: str
@@ -84,12 +81,12 @@ Pin = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class DesiredModel:
-    """A model to be served; ``source`` is the peer that asked for it and holds its files.
+    """A model to serve; ``source`` is the peer that requested it and holds its files.
 
-    ``min_stages`` 0 is as many as ``min_peers``. ``replicas`` is how many pipelines it has, where
-    there are enough peers. Where there are ``pins``, it runs on those peers only, and they run no
-    other. ``applied``: it is written in a file (``molink apply``), which alone changes it.
-    ``stopped``: it has none of its pipelines until it is wanted again, and then all of this.
+    ``min_stages`` 0 means ``min_peers``. ``replicas`` is the number of pipelines if there are
+    enough peers. With ``pins`` it runs on those peers only, and they run no other model.
+    ``applied``: it is defined in a file (``molink apply``), and only that changes it. ``stopped``:
+    it has no pipelines until it is started again, and keeps its settings.
     """
 
     facts: ModelFacts
@@ -107,28 +104,28 @@ class DesiredModel:
 
     @property
     def num_pipelines(self) -> int:
-        """How many pipelines it is to have now."""
+        """Number of pipelines it should have now."""
         return 0 if self.stopped else self.replicas
 
     @property
     def target_stages(self) -> int:
-        """How many stages its ring has at least, if there are so many peers."""
+        """Minimum number of stages of its ring, if there are enough peers."""
         return self.min_stages or self.min_peers
 
     @property
     def weight_key(self) -> tuple[object, ...]:
-        """What makes every stage load anew if it changes."""
+        """Everything whose change makes every stage reload."""
         return structs.replace(self.facts, hub=""), self.dtype, self.quantize
 
     @property
     def quantization(self) -> Quantize:
-        """How projections are kept: as asked for, or as the files have them."""
+        """How projections are quantized: as requested, or as the files are."""
         return self.facts.quantized if self.facts.quantized != "none" else self.quantize
 
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """A stage of an epoch. ``port``, ``max_blocks`` and ``profile`` are known once it loaded."""
+    """A stage of an epoch. ``port``, ``max_blocks`` and ``profile`` are known once it has loaded."""
 
     peer: str
     layers: LayerRange
@@ -139,8 +136,8 @@ class StageRecord:
 
 @dataclass(frozen=True, slots=True)
 class PipelineRecord:
-    """A pipeline in its newest epoch. ``formed``: all stages loaded, and ``FormPipeline`` may be
-    out."""
+    """A pipeline in its newest epoch. ``formed``: all stages have loaded, and ``FormPipeline`` may
+    be out."""
 
     id: str
     model: str
@@ -149,12 +146,12 @@ class PipelineRecord:
     formed: bool = False
     blocks: int = 0
     micro_batches: int = 0
-    #: Positions of a KV block, at every stage.
+    #: Positions per KV block, at every stage.
     block_size: int = BLOCK_SIZE
-    #: Which of the model's deployments it is of.
+    #: Which of the model's deployments it belongs to.
     replica: int = 0
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose keys and values it has room for."""
+        """Tokens whose KV it can hold."""
         return self.blocks * self.block_size

@@ -1,4 +1,4 @@
-"""Who is a member, who is there, and what each of those has been told of the others."""
+"""Members, their sessions, and what each live peer has been told about the others."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -16,27 +16,27 @@ from molink.wire.messages.instructions import (
 )
 from molink.wire.messages.peer_reports import PeerReport
 
-#: A peer that hasn't reported for this long, in seconds, is gone until it does again.
+#: A peer without a report for this long, in seconds, is gone until it reports again.
 SESSION_TIMEOUT = 3.0
-#: What a coordinator has not read yet counts as said for this long, in seconds: one that never gets
-#: through has to find out too who is gone.
+#: Unread messages excuse silence for at most this long, in seconds: an overloaded coordinator must
+#: also notice losses.
 MAX_READ_LAG = 10.0
-#: A peer whose connection has broken has this long for another one, in seconds.
+#: How long a peer may take to reconnect, in seconds.
 RECONNECT_TIMEOUT = 0.5
-#: The devices of one PC are gone together: who has been silent for this long, in seconds, when
-#: another of them is lost.
+#: Devices of one PC are lost together: those silent for this long, in seconds, when another is
+#: lost.
 CO_LOCATED_TIMEOUT = 1.0
-#: So many reports in a row that show other routes than the peer was told: they came to nothing.
+#: Reports in a row with other routes than the peer was told before they are sent again.
 MAX_ROUTE_MISMATCHES = 6
-#: So many reports in a row that show a pipeline that is no more: the peer hasn't heard that.
+#: Reports in a row with an ended pipeline before the peer is told again.
 MAX_STALE_REPORTS = 4
-#: A header has to hold sixteen stages' addresses: more than these few of a peer aren't passed on.
+#: Addresses of a peer that are passed on: a header must hold those of sixteen stages.
 MAX_ADDRESSES = 3
 
 
 @dataclass(slots=True)
 class PeerSession:
-    """A peer that is there: its last report, when that came, and what it has been told."""
+    """A live peer: its last report and what it has been told."""
 
     report: PeerReport
     last_seen: float
@@ -44,14 +44,14 @@ class PeerSession:
     disconnected_at: float | None = None
     members: dict[str, PeerInfo] = field(default_factory=dict)
     routes: dict[str, Route] = field(default_factory=dict)
-    #: Reports in a row that show other routes than those.
+    #: Reports in a row that show other routes.
     route_mismatches: int = 0
     notice: str = ""
-    #: Pipelines that reports show though there are none such: in how many reports in a row.
+    #: Ended pipelines that its reports still show: in how many reports in a row.
     stale_pipelines: dict[str, int] = field(default_factory=dict)
 
     def find_stale(self, known: Collection[str]) -> list[str]:
-        """Pipelines that the peer has to be told again are no more: none of ``known``."""
+        """Pipelines not in ``known`` whose end the peer must be told again."""
         shown = {pipeline for pipeline, _, _ in self.report.routes or ()}
         self.stale_pipelines = {
             one: self.stale_pipelines.get(one, 0) + 1 for one in sorted(shown.difference(known))
@@ -61,9 +61,9 @@ class PeerSession:
         ]
 
     def check_routes(self) -> None:
-        """Forget what the peer was told of routes if its reports go on showing something else.
+        """Clear what the peer was told of routes if its reports keep showing something else.
 
-        What an earlier coordinator has said may be read late, after the words of this one.
+        Messages of an earlier coordinator may be read after those of this one.
         """
         shown = self.report.routes
         told = {(route.pipeline, route.epoch, route.is_ready) for route in self.routes.values()}
@@ -76,10 +76,10 @@ class PeerSession:
 
 
 class Registry:
-    """Members in the order of joining, and the sessions of those that are there.
+    """Members in joining order, and the sessions of live ones.
 
-    What a peer has to know is compared with what it has been told, so a late joiner, a peer that
-    comes back and one that was there all along are the same case.
+    What a peer must know is compared with what it was told, so a late joiner, a returning peer and
+    one that was always there are handled alike.
     """
 
     def __init__(self, swarm: str, members: Iterable[MemberRecord]) -> None:
@@ -90,13 +90,13 @@ class Registry:
         }
         #: Keys are members.
         self.sessions: dict[str, PeerSession] = {}
-        #: Of so many seconds not all is heard that peers have said, see :class:`TimePassedEvent`.
+        #: See :class:`TimePassedEvent`.
         self._read_lag = 0.0
-        #: Whether somebody may have to be told of a member.
+        #: Whether a peer may have to be told about a member.
         self._members_changed = False
 
     def name_of(self, peer: str) -> str:
-        """What people call a peer."""
+        """The display name of a peer."""
         member = self.members.get(peer)
         return member.name if member is not None else peer
 
@@ -105,7 +105,7 @@ class Registry:
         return peer in self.sessions
 
     def add_member(self, member: MemberRecord) -> None:
-        """A peer has joined."""
+        """Add a peer that has joined."""
         known = self.members.get(member.peer)
         if known is not None:
             member = replace(member, announced=known.announced)
@@ -113,7 +113,7 @@ class Registry:
         self._members_changed = True
 
     def remove_member(self, peer: str) -> list[ControllerAction]:
-        """A peer is no member any more: everybody drops it."""
+        """Remove a member; all other peers drop it."""
         if self.members.pop(peer, None) is None:
             return []
         self.sessions.pop(peer, None)
@@ -124,7 +124,7 @@ class Registry:
     def record_report(
         self, peer: str, report: PeerReport, fresh: bool, now: float
     ) -> list[ControllerAction]:
-        """Take a member's report; greets it if its session begins."""
+        """Record a member's report; welcomes it if its session begins."""
         decisions: list[ControllerAction] = []
         session = self.sessions.get(peer)
         if session is None or fresh:
@@ -151,11 +151,11 @@ class Registry:
         return decisions
 
     def set_read_lag(self, read_lag: float) -> None:
-        """All is heard but what peers have said in the last ``behind`` seconds."""
+        """Set how many seconds of messages may be unread."""
         self._read_lag = min(read_lag, MAX_READ_LAG)
 
     def silence_of(self, session: PeerSession, now: float) -> float:
-        """For how long a peer has said nothing, in seconds, as far as it would have been heard."""
+        """How long a peer has been silent, in seconds, apart from unread messages."""
         return now - self._read_lag - session.last_seen
 
     def find_silent(self, now: float) -> list[str]:
@@ -167,7 +167,7 @@ class Registry:
         ]
 
     def mark_disconnected(self, peer: str, now: float) -> None:
-        """The connection on which the peer reported is no more."""
+        """The peer's control connection was lost."""
         session = self.sessions.get(peer)
         if session is not None and session.disconnected_at is None:
             session.disconnected_at = now
@@ -175,7 +175,7 @@ class Registry:
     def find_disconnected(
         self, now: float, doubted: Callable[[str, PeerSession], bool]
     ) -> list[str]:
-        """Peers that have not connected again in time; at once those that are ``doubted`` too."""
+        """Peers that did not reconnect in time; ``doubted`` ones at once."""
         return [
             peer
             for peer, session in self.sessions.items()
@@ -184,14 +184,14 @@ class Registry:
         ]
 
     def primary_peer(self, peer: str) -> str:
-        """The peer that speaks for the PC: another one if ``peer`` is a further device of it."""
+        """The primary peer of the PC: another one if ``peer`` is a further device of it."""
         member = self.members.get(peer)
         told = member.announced if member is not None else None
         pc = told.primary_peer if told is not None else ""
         return pc if pc in self.members else peer
 
     def find_co_located(self, peers: Collection[str], now: float) -> list[str]:
-        """Devices that are gone if ``peers`` are: of the same PCs, and as silent."""
+        """Other devices of the same PCs that are lost with ``peers``: disconnected or silent."""
         pcs = {self.primary_peer(peer) for peer in peers}
         return [
             peer
@@ -209,11 +209,11 @@ class Registry:
         self.sessions.pop(peer, None)
 
     def broadcast_message(self, message: Instruction) -> list[ControllerAction]:
-        """Tell everybody who is there."""
+        """Send a message to every live peer."""
         return [SendMessageAction(peer, message) for peer in self.sessions]
 
     def publish_members(self) -> list[ControllerAction]:
-        """Tell everybody what they don't know yet of the others."""
+        """Tell each live peer what it does not know yet about the others."""
         if not self._members_changed:
             return []
         self._members_changed = False
@@ -227,7 +227,7 @@ class Registry:
         return decisions
 
     def publish_route(self, route: Route) -> list[ControllerAction]:
-        """Tell everybody a route that they don't know yet."""
+        """Send a route to every live peer that does not know it yet."""
         decisions: list[ControllerAction] = []
         for peer, session in self.sessions.items():
             if session.routes.get(route.pipeline) != route:
@@ -236,7 +236,7 @@ class Registry:
         return decisions
 
     def notify_user(self, peer: str, text: str) -> list[ControllerAction]:
-        """Tell the person at a peer what they don't know yet; empty: that is over."""
+        """Show a notice to the user of a peer if it is new; an empty text clears it."""
         session = self.sessions[peer]
         if session.notice == text:
             return []
@@ -244,18 +244,18 @@ class Registry:
         return [SendMessageAction(peer, Notice(text=text))]
 
     def end_route(self, pipeline: str) -> list[ControllerAction]:
-        """Tell everybody that a pipeline is no more."""
+        """Tell every peer that a pipeline has ended."""
         for session in self.sessions.values():
             session.routes.pop(pipeline, None)
         return self.broadcast_message(RouteRemoved(pipeline=pipeline))
 
     def end_stale_routes(self, peer: str, known: Collection[str]) -> list[ControllerAction]:
-        """Tell a peer of pipelines that ended while it had no session: all but those ``known``."""
+        """Tell a peer of pipelines not in ``known`` that ended while it had no session."""
         stale = self.sessions[peer].find_stale(known)
         return [SendMessageAction(peer, RouteRemoved(pipeline=pipeline)) for pipeline in stale]
 
     def find_holders(self, model: str) -> tuple[str, ...]:
-        """Peers that are there and can serve every file of a model, in the order of joining."""
+        """Live peers that serve every file of a model, in joining order."""
         return tuple(
             peer
             for peer in self.members
@@ -264,7 +264,7 @@ class Registry:
 
 
 def _peer_info(member: MemberRecord) -> PeerInfo:
-    """What others are told of a member; one that has never reported has no addresses yet."""
+    """What other peers are told about a member; without addresses if it has never reported."""
     return member.announced or PeerInfo(
         peer=member.peer,
         name=member.name,

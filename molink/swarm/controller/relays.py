@@ -1,8 +1,8 @@
-"""Which PC passes bytes on between two of which one can't connect to the other.
+"""Chooses the peer that relays between two peers of which one cannot connect to the other.
 
-That one may be able to be dialled by the other: then it is its own relay, and the bytes travel
-over a connection that the other has opened. Else it is a member that both have reached, the one
-over which their way is shortest. All times are in seconds.
+If the target can connect to the source, the source is its own relay: bytes travel over the
+connection that the target has opened. Otherwise it is the member that both have reached with the
+shortest path. All times in seconds.
 """
 
 from collections.abc import Callable, Collection
@@ -13,7 +13,7 @@ from molink.wire.messages.relay import CloseRelay, OpenRelay, RelayedRoute, Rela
 
 #: Relays at once, in the swarm and on one PC.
 MAX_RELAYS, MAX_OF_PEER = 64, 16
-#: Failures to get through after which another PC is asked.
+#: Failures of a relay before another one is chosen.
 MAX_FAILURES = 2
 
 Pair = tuple[str, str]
@@ -21,7 +21,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class RelayOfferedEvent:
-    """A peer's report: where it is, and whether it passes on what others say."""
+    """A peer's report: its addresses, and whether it can relay."""
 
     peer: str
     addresses: tuple[str, ...]
@@ -38,7 +38,7 @@ class RelayOpenedEvent:
 
 @dataclass(frozen=True, slots=True)
 class RouteTriedEvent:
-    """A peer has tried to connect to another; ``is_relayed``: by way of its detour."""
+    """A peer has tried to connect to another; ``is_relayed``: over its relayed route."""
 
     attempt: ConnectionTriedEvent
     is_relayed: bool = False
@@ -46,7 +46,7 @@ class RouteTriedEvent:
 
 @dataclass(frozen=True, slots=True)
 class LivePeersChangedEvent:
-    """Those that are there now; all others are gone."""
+    """The peers that are live now; all others are gone."""
 
     peers: Collection[str]
 
@@ -68,7 +68,7 @@ class _Relay:
 class _Peer:
     addresses: tuple[str, ...] = ()
     can_relay: bool = False
-    #: Those that it has connected to, and how far away they are; and those that it could not reach.
+    #: One-way latency to each peer it has connected to; and peers it could not reach.
     latencies: dict[str, float] = field(default_factory=dict)
     unreachable: set[str] = field(default_factory=set)
 
@@ -77,17 +77,17 @@ class RelayPlanner:
     """All relays of a swarm."""
 
     def __init__(self, make_secret: Callable[[], bytes]) -> None:
-        """``make_secret()`` gives 38 random bytes."""
+        """``make_secret()`` returns 38 random bytes."""
         self._make_secret = make_secret
         self._peers: dict[str, _Peer] = {}
-        #: By who can't connect to whom.
+        #: By source and target of the failed connection.
         self._relays: dict[Pair, _Relay] = {}
-        #: Through whom a pair could not get.
+        #: Relays that have failed for a pair.
         self._exhausted: set[tuple[Pair, str]] = set()
 
     def handle(self, event: RelayEvent) -> list[RelayAction]:
-        """What follows; a :class:`ConnectionTriedEvent` is for the reconciler: that way is closed
-        again."""
+        """Process an event. A :class:`ConnectionTriedEvent` in the answer tells the reconciler that
+        a relayed route has failed."""
         out: list[RelayAction] = []
         match event:
             case RelayOfferedEvent(peer, addresses, relays):
@@ -110,7 +110,7 @@ class RelayPlanner:
 
     @property
     def relay_peers(self) -> dict[Pair, str]:
-        """Through whom each pair is connected, or is to be."""
+        """The relay of each connected pair, open or requested."""
         return {pair: relay.relay_peer for pair, relay in self._relays.items()}
 
     def validate(self) -> None:

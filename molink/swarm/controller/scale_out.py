@@ -1,4 +1,4 @@
-"""What one PC more would bring to the swarm that there is, by what was measured of it."""
+"""Estimates what one more PC would bring to the running swarm, from measurements."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -15,17 +15,18 @@ from molink.swarm.placement.placement import (
     place_model,
 )
 
-#: Kinds of PCs that are tried: a placement among many takes most of a second.
+#: Kinds of PCs tried: one placement over many peers takes most of a second.
 MAX_KINDS = 3
 _NEW_PEER = "one more"
 
 
 @dataclass(frozen=True, slots=True)
 class RingEstimate:
-    """A ring as placement predicts it, with a PC more like that of ``device``; none if empty.
+    """A ring as placement predicts it with one more PC like ``device``; with none if empty.
 
-    ``round_trip_s`` is the time per token of a micro-batch that waits for nothing, ``tokens_per_s``
-    what all streams get: one of them for ``latency``, as many as the ring takes for ``throughput``.
+    ``round_trip_s`` is the time per token of a micro-batch that waits for nothing. ``tokens_per_s``
+    is the total over all streams: one for ``latency``, as many as the ring takes for
+    ``throughput``.
     """
 
     device: str
@@ -35,7 +36,7 @@ class RingEstimate:
 
 
 def estimate_ring(device: str, placed: Placement, objective: Objective) -> RingEstimate:
-    """That of a placement."""
+    """The estimate for a placement."""
     return RingEstimate(
         device,
         len(placed.stages),
@@ -51,9 +52,9 @@ def estimate_scale_out(
     devices: dict[str, str],
     serving: list[tuple[str, LayerRange]],
 ) -> dict[str, Any]:
-    """``now`` and, for each kind of PC, ``more``; nothing where peers have named their layers.
+    """``now``, and ``more`` for each kind of PC; empty where peers have named their layers.
 
-    ``devices`` are what peers have, ``serving`` is the ring that is there.
+    ``devices`` maps peers to their devices; ``serving`` is the running ring.
     """
     known = planner.read_rates.apply_rates(candidates)
     links = planner.links.with_newcomer(_NEW_PEER, [one.peer for one in known])

@@ -1,4 +1,4 @@
-"""What ``molink status --json`` shows, built from the fleet's view."""
+"""Builds the content of ``molink status --json`` from the fleet."""
 
 import json
 import math
@@ -22,15 +22,15 @@ from molink.swarm.placement.ttft import predict_ttft
 from molink.swarm.throughput import estimate_eta
 from molink.wire.messages.peer_reports import PeerReport, TransferState, WorkerState
 
-#: Bound of the reply's payload, in bytes.
+#: Maximum payload of the reply, in bytes.
 MAX_BYTES = 192 * 1024
-#: An outlook is worked out at most once in so many seconds: nothing else is done meanwhile.
+#: Seconds for which a scale-out estimate is cached: computing it blocks the coordinator.
 SCALE_OUT_INTERVAL = 5.0
-#: Tokens of the prompt whose first token is foretold.
+#: Prompt length of the TTFT prediction, in tokens.
 PROMPT_TOKENS = 512
-#: Transitions that are shown: what fits a screen.
+#: Transitions shown: a screenful.
 _MAX_TRANSITIONS = 20
-#: Pairs of peers that can't connect which are shown.
+#: Unreachable pairs shown.
 _MAX_PAIRS = 64
 
 
@@ -44,8 +44,8 @@ def build_status(
 ) -> dict[str, Any]:
     """The status of swarm ``swarm`` whose coordinator ``pid`` listens at ``addresses``.
 
-    ``blocked`` are members that were cut off because they misbehaved, ``refused`` those that speak
-    otherwise than the coordinator.
+    ``blocked`` members were banned for misbehaviour; ``refused`` ones speak another protocol
+    version.
     """
     registry = fleet.registry
     served = [one for one in fleet.models if not one.stopped]
@@ -87,7 +87,7 @@ def build_status(
 
 
 def _model_status(fleet: Fleet, desired: DesiredModel) -> dict[str, Any]:
-    """What is wanted of a model, and how many of its pipelines are ready."""
+    """A desired model, and how many of its pipelines are ready."""
     mine = [one for one in fleet.deployments if one.key[0] == desired.facts.name]
     return {
         "name": desired.facts.name,
@@ -103,7 +103,7 @@ def _model_status(fleet: Fleet, desired: DesiredModel) -> dict[str, Any]:
 
 
 class CachedScaleOut:
-    """What a PC more would bring; whoever asks again soon is told the same again."""
+    """What one more PC would bring, cached for a while."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -111,7 +111,7 @@ class CachedScaleOut:
         self._valid_until = -math.inf
 
     def estimate_at(self, now: float) -> dict[str, Any]:
-        """By pipeline, as it is now, in seconds, or was a moment ago."""
+        """Estimates by pipeline at ``now`` (seconds) or shortly before."""
         if now >= self._valid_until:
             found = {
                 one.pipeline: build_scale_out(one, self._fleet.clock) | _ttft_status(one)
@@ -122,7 +122,7 @@ class CachedScaleOut:
 
 
 def build_scale_out(reconciler: Reconciler, now: float) -> dict[str, Any]:
-    """What a PC more would bring; empty where no ring serves, or one that was made by hand."""
+    """What one more PC would bring; empty if no ring serves or peers have named their layers."""
     registry, planner, formation = reconciler.registry, reconciler.planner, reconciler.formation
     if formation is None or not reconciler.is_ready:
         return {}
@@ -135,7 +135,7 @@ def build_scale_out(reconciler: Reconciler, now: float) -> dict[str, Any]:
 
 
 def _ttft_status(reconciler: Reconciler) -> dict[str, Any]:
-    """When a request alone would have its first token; empty where no ring serves."""
+    """Predicted TTFT of a lone request; empty if no ring serves."""
     formation, desired = reconciler.formation, reconciler.desired
     if formation is None or not reconciler.is_ready:
         return {}
@@ -154,10 +154,9 @@ def _ttft_status(reconciler: Reconciler) -> dict[str, Any]:
 
 
 def encode_status(status: dict[str, Any]) -> bytes:
-    """As UTF-8 of at most :data:`MAX_REPLICA_BYTES`; what is too much is left out and
-    ``truncated``.
+    """Encode as UTF-8 of at most :data:`MAX_BYTES`; the rest is dropped and marked ``truncated``.
 
-    How busy stages are goes first: peers are looked for here by their names.
+    Stage loads go first: clients look up peers here by name.
     """
     text = json.dumps(status).encode("utf-8")
     if len(text) > MAX_BYTES:
@@ -204,7 +203,7 @@ def _peer_status(member: MemberRecord, session: PeerSession | None) -> dict[str,
 
 
 def report_status(report: PeerReport) -> dict[str, Any]:
-    """What a peer that is there says of itself."""
+    """What a live peer reports of itself."""
     return {
         "endpoint": report.api_address,
         "pc": report.primary_peer,
@@ -237,13 +236,13 @@ def report_status(report: PeerReport) -> dict[str, Any]:
 
 
 def _byte_progress(worker: WorkerState, state: str) -> dict[str, Any] | None:
-    """How far a worker is that is in that state; ``None`` if it isn't, or hasn't told."""
+    """A worker's progress if it is in ``state`` and has reported any."""
     told = worker.state == state and worker.total
     return {"done": worker.done, "total": worker.total} if told else None
 
 
 def _load_progress(worker: WorkerState) -> dict[str, Any] | None:
-    """As :func:`_byte_progress`, with bytes/s, and the seconds that are left."""
+    """Like :func:`_byte_progress`, with bytes/s and the seconds left."""
     found = _byte_progress(worker, "loading")
     if found is None:
         return None
@@ -252,7 +251,7 @@ def _load_progress(worker: WorkerState) -> dict[str, Any] | None:
 
 
 def _stage_usage(report: PeerReport, worker: WorkerState) -> dict[str, Any] | None:
-    """How busy a stage and its link are; ``None`` if nothing was told."""
+    """Load of a stage and its link; ``None`` if not reported."""
     told = () if report.load is None else report.load.stages
     name = worker.pipeline, worker.stage
     load = next((one for one in told if (one.pipeline, one.stage) == name), None)
@@ -274,7 +273,7 @@ def _stage_usage(report: PeerReport, worker: WorkerState) -> dict[str, Any] | No
 
 
 def scheduler_status(report: PeerReport, pipeline: str) -> dict[str, Any] | None:
-    """What a peer says of the head of ``pipeline`` that runs there; ``None`` if nothing."""
+    """A peer's report on the scheduler of ``pipeline``; ``None`` if there is none."""
     told = () if report.load is None else report.load.schedulers
     head = next((one for one in told if one.pipeline == pipeline), None)
     if head is None:
@@ -321,7 +320,7 @@ def _transfer_status(one: TransferState) -> dict[str, Any]:
 
 
 def _files_warning(fleet: Fleet, desired: DesiredModel) -> str:
-    """Whose loss would be that of the model, for a person; empty if nobody's."""
+    """Warns if one PC's loss would lose model files; empty otherwise."""
     registry, facts, only_model = fleet.registry, desired.facts, len(fleet.models) == 1
     if len({registry.primary_peer(peer) for peer in registry.sessions}) < 2:
         return ""
@@ -357,13 +356,13 @@ def _pipeline_status(reconciler: Reconciler) -> dict[str, Any]:
 
 
 def _first_stage_scheduler(reconciler: Reconciler, formation: Formation) -> dict[str, Any] | None:
-    """Only the peer of the first stage is believed."""
+    """The scheduler as reported by the first stage's peer; others are not trusted."""
     session = reconciler.registry.sessions.get(formation.peers[0])
     return None if session is None else scheduler_status(session.report, formation.record.id)
 
 
 def _micro_batches(formation: Formation | None) -> int:
-    """Those that the owner wants, or as many as the head has at least."""
+    """The configured number, or the scheduler's minimum."""
     if formation is None:
         return 0
     return formation.record.micro_batches or len(formation.record.stages)
@@ -395,7 +394,7 @@ def _stage_statuses(reconciler: Reconciler, formation: Formation) -> list[dict[s
 
 
 def _stage_slowdown(session: PeerSession | None, pipeline: str) -> float:
-    """How many times as long as its profile says a peer's stage takes, as far as it has told."""
+    """How much longer a peer's stage takes than its profile says; 1.0 if not reported."""
     workers = () if session is None else session.report.workers
     return next(
         (one.slowdown for one in workers if one.pipeline == pipeline and one.slowdown > 0), 1.0

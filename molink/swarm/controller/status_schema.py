@@ -1,7 +1,6 @@
-"""What is read of ``molink status --json``, also for ``molink top`` and the chat page: a schema.
+"""Schema of ``molink status --json``, as ``molink top`` and the chat page read it.
 
-What is not told (an older daemon, a swarm without a model) has a default, and what is new to this
-version is passed over.
+Missing fields (an older daemon, a swarm without a model) have defaults; unknown ones are ignored.
 """
 
 from collections import Counter
@@ -13,27 +12,27 @@ import msgspec
 from molink.errors import WireError
 from molink.facts.scalars import Count
 
-#: Of any figure, so that the arithmetic on it can't fail.
+#: Bounds any figure, so that arithmetic on it cannot fail.
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e16)]
 LayerRange = tuple[Count, Count]
 
 
 class ByteProgress(msgspec.Struct, frozen=True):
-    """How far a transfer is, in bytes."""
+    """Progress of a transfer, in bytes."""
 
     done: Count = 0
     total: Count = 0
 
 
 class LoadProgress(ByteProgress, frozen=True):
-    """How far loading into memory is; bytes/s, and the seconds that are left if that is known."""
+    """Progress of loading into memory; bytes/s, and the seconds left if known."""
 
     rate: Amount = 0.0
     eta_s: Amount | None = None
 
 
 class TransferStatus(msgspec.Struct, frozen=True, rename={"source": "from"}):
-    """Files that come to a PC, in bytes; bytes/s. ``copy``: nobody waits for them."""
+    """Files being fetched, in bytes and bytes/s. ``copy``: a replica that nothing waits for."""
 
     model: str = ""
     bytes: Count = 0
@@ -45,14 +44,14 @@ class TransferStatus(msgspec.Struct, frozen=True, rename={"source": "from"}):
 
 
 class ChannelStatus(msgspec.Struct, frozen=True):
-    """Bytes of one lane of a link."""
+    """Bytes of one channel of a link."""
 
     queued: Count = 0
     in_flight: Count = 0
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
-    """A stage's link to the next one: seconds one way, bytes/s (0 = unknown), and its lanes."""
+    """A stage's link to the next one: one-way seconds, bytes/s (0 = unknown), and its channels."""
 
     latency_s: Amount = 0.0
     rate: Amount = 0.0
@@ -61,7 +60,7 @@ class LinkStatus(msgspec.Struct, frozen=True):
 
 
 class StageUsage(msgspec.Struct, frozen=True):
-    """How busy a stage is: shares in percent, sizes in bytes."""
+    """Load of a stage: shares in percent, sizes in bytes."""
 
     busy: Count = 0
     bubbles: Count = 0
@@ -84,7 +83,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
     @property
     def activity(self) -> str:
-        """What it does instead of serving, and how far that is; empty if nothing."""
+        """What it does instead of serving, with progress; empty if nothing."""
         if self.state in ("", "ready"):
             return ""
         done = self.loading or self.fetching
@@ -104,13 +103,13 @@ class PeerStatus(msgspec.Struct, frozen=True):
     version: str = ""
     device: str = ""
     memory: Count = 0
-    #: Layers that it offers to hold (``none``: only an endpoint), and why it doesn't for now.
+    #: Layers that it offers to hold (``none``: only an endpoint), and why it does not for now.
     stage: str = ""
     paused: str = ""
     reason: str = ""
-    #: How much of the models lies on its disk, in percent.
+    #: Percentage of the models' files on its disk.
     copied: Count = 0
-    #: Of a further device of a PC: the id of the PC's own peer.
+    #: For a further device of a PC: the id of its primary peer.
     pc: str = ""
     transfers: tuple[TransferStatus, ...] = ()
     workers: tuple[WorkerStatus, ...] = ()
@@ -123,12 +122,12 @@ class StageStatus(msgspec.Struct, frozen=True):
     layers: LayerRange
     device: str = ""
     decode_s: Amount = 0.0
-    #: Seconds until a row is at the next stage.
+    #: Seconds until a row reaches the next stage.
     link_s: Amount = 0.0
 
 
 class RequestStatus(msgspec.Struct, frozen=True):
-    """A request that a head serves; ``peer`` is the PC whose endpoint was asked."""
+    """A request of a scheduler; ``peer`` is the PC whose endpoint received it."""
 
     peer: str
     state: str = ""
@@ -137,38 +136,38 @@ class RequestStatus(msgspec.Struct, frozen=True):
     generated: Count = 0
     tokens_per_s: Amount = 0.0
     age_s: Amount = 0.0
-    #: Of one in host memory: seconds until it should come back.
+    #: For a swapped-out request: estimated seconds until it resumes.
     resume_s: Amount = 0.0
 
 
 class SchedulerStatus(msgspec.Struct, frozen=True):
-    """What the head of a pipeline does."""
+    """State of a pipeline's scheduler."""
 
     running: Count = 0
     waiting: Count = 0
     blocks: Count = 0
     used: Count = 0
     micro_batches: Count = 0
-    #: Requests whose KV is in host memory, and the blocks that this has room for and has.
+    #: Requests swapped out to host memory, and its size and use in blocks.
     swapped: Count = 0
     host_blocks: Count = 0
     host_used: Count = 0
-    #: How often there was no room for one, which is computed anew.
+    #: How often host memory was full and a request was recomputed instead.
     swap_fallbacks: Count = 0
-    #: Percent of the prompts' tokens that the prefix cache had.
+    #: Prefix-cache hit rate of prompt tokens, in percent.
     cached: Count = 0
-    #: Requests in each queue of its scheduling policy, the best first; none if it has no queues.
+    #: Requests in each queue of the policy, highest priority first; empty if it has no queues.
     queues: tuple[Count, ...] = ()
     requests: tuple[RequestStatus, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all its requests that are told, together."""
+        """Sum over its reported requests."""
         return sum(one.tokens_per_s for one in self.requests if one.state == "decode")
 
 
 class PipelineStatus(msgspec.Struct, frozen=True):
-    """A pipeline and its stages in ring order; none are known while it can't be formed."""
+    """A pipeline and its stages in ring order; no stages while it cannot be formed."""
 
     id: str
     model: str = ""
@@ -180,7 +179,7 @@ class PipelineStatus(msgspec.Struct, frozen=True):
 
 
 class PairingStatus(msgspec.Struct, frozen=True):
-    """A PC that wants to join and shows ``code`` on its own screen."""
+    """A PC that asks to join and shows ``code`` on its own screen."""
 
     name: str = ""
     code: str = ""
@@ -188,7 +187,7 @@ class PairingStatus(msgspec.Struct, frozen=True):
 
 
 class BannedPeerStatus(msgspec.Struct, frozen=True):
-    """A member that this PC has cut off."""
+    """A member that this PC has banned."""
 
     peer: str = ""
     name: str = ""
@@ -197,21 +196,21 @@ class BannedPeerStatus(msgspec.Struct, frozen=True):
 
 
 class RevokedPeerStatus(msgspec.Struct, frozen=True):
-    """A peer that was shut out."""
+    """A revoked peer."""
 
     id: str = ""
     name: str = ""
 
 
 class CoordinatorStatus(msgspec.Struct, frozen=True):
-    """Whether the coordinator could be asked, and where it listens (``192.168.1.7:5466``)."""
+    """Whether the coordinator answered, and where it listens (``192.168.1.7:5466``)."""
 
     state: str = ""
     addresses: tuple[str, ...] = ()
 
 
 class ModelStatus(msgspec.Struct, frozen=True):
-    """A model that is to be served; one that was ``stopped`` is not, for now."""
+    """A desired model; a ``stopped`` one is not served for now."""
 
     name: str = ""
     quantize: str = "none"
@@ -221,7 +220,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
 
 
 class SwarmStatus(msgspec.Struct, frozen=True):
-    """The swarm ``swarm`` (an id), called ``name``, which the peer ``leader`` leads."""
+    """Status of the swarm ``swarm`` (an id), called ``name`` and led by the peer ``leader``."""
 
     swarm: str = ""
     name: str = ""
@@ -242,7 +241,7 @@ class SwarmStatus(msgspec.Struct, frozen=True):
 
     @property
     def is_ready(self) -> bool:
-        """Whether each model that is served has a pipeline that is ready, and there is one."""
+        """Whether there is a pipeline, and each served model has a ready one."""
         ready: dict[str, bool] = {}
         for one in self.pipelines:
             ready[one.model] = ready.get(one.model, False) or one.ready
@@ -250,7 +249,7 @@ class SwarmStatus(msgspec.Struct, frozen=True):
 
 
 def duplicate_names(status: SwarmStatus) -> Iterator[str]:
-    """What a person should know of PCs that are called alike."""
+    """Warnings about PCs that share a name, for the user."""
     counts = Counter(peer.name for peer in status.peers if not peer.pc)
     for name, count in counts.items():
         if count > 1:
@@ -261,20 +260,20 @@ def duplicate_names(status: SwarmStatus) -> Iterator[str]:
 
 
 def format_percent(done: int, total: int) -> str:
-    """How much of it is done, in words."""
+    """Progress as a percentage."""
     return f"{min(100, 100 * done // total)} %" if total > 0 else "0 %"
 
 
 def short_device_name(text: str) -> str:
-    """A device's name without what all of them begin with."""
+    """A device's name without common prefixes."""
     return text.replace("NVIDIA ", "").replace("GeForce ", "")
 
 
 def decode_status(text: bytes) -> SwarmStatus:
-    """The status that a daemon has told (JSON as UTF-8).
+    """Decode a daemon's status (JSON as UTF-8).
 
     Raises:
-        WireError: it is none.
+        WireError: it is malformed.
     """
     try:
         return msgspec.json.decode(text, type=SwarmStatus)

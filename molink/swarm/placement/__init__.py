@@ -1,1 +1,1 @@
-"""Which peer runs which layers: rings, links, partition and allocation."""
+"""Placement: which peer runs which layers; rings, links, partition and allocation."""

@@ -1,13 +1,12 @@
-"""Shares the peers out among deployments: which of them may use which.
+"""Allocates peers to deployments.
 
-Each peer is for one deployment. What serves keeps its peers; one that lacks room takes those that
-nobody uses, the models' first deployments before the second ones and large models before small
-ones, and each no more than it needs while another lacks some. What is over goes to those that have
-least for their size. Devices of one PC go to the same deployment where there is a choice, so that
-its loss is that of one. Only a deployment that has lacked room for a while takes peers of those
-that serve, if these have room without them. What nobody uses yet is exchanged then, so that near
-peers are together (:mod:`molink.swarm.placement.swap_search`). Plain functions of what there is and
-what was so far: the same gives the same.
+Each peer belongs to one deployment. A serving deployment keeps its peers. One that lacks room takes
+unused ones: models' first deployments before second ones, large models before small ones, and none
+takes more than it needs while another lacks some. The rest goes to the deployments with the least
+memory for their size. Devices of one PC go to the same deployment where possible, so that losing
+the PC breaks only one. Only a deployment that has lacked room for a while takes peers from serving
+ones, if those have room without them. Unused peers are then swapped so that near ones are together
+(:mod:`molink.swarm.placement.swap_search`). Pure functions: equal inputs give equal results.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,10 +34,8 @@ DeploymentKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class PeerDemand:
-    """A deployment: the peers that it ``used_peers`` at present, and whether it ``is_serving``.
-
-    ``is_urgent``: it has lacked room for so long that others have to make some.
-    """
+    """A deployment's demand for peers. ``is_urgent``: it has lacked room for so long that others
+    yield."""
 
     key: DeploymentKey
     desired: DesiredModel
@@ -58,10 +55,10 @@ def allocate_peers(
     previous: Mapping[str, DeploymentKey],
     links: Links | None = None,
 ) -> dict[str, DeploymentKey]:
-    """Who may use which peer; peers that nobody may use are left out.
+    """The deployment of each peer; unusable peers are omitted.
 
-    ``offers`` in the order of joining; ``before`` is the last answer. Without ``links`` room alone
-    decides.
+    ``offers`` are in joining order; ``previous`` is the last result. Without ``links`` only room
+    counts.
     """
     found = _PeerAllocation(demands, offers, previous)
     owners = found.allocate_peers()
@@ -69,10 +66,7 @@ def allocate_peers(
 
 
 def fits_model(desired: DesiredModel, offers: Iterable[Candidate]) -> bool:
-    """Whether a model has room on these peers; links aside.
-
-    As a placement would find it, but quicker.
-    """
+    """Whether a model fits these peers, links aside: the result of a placement, but faster."""
     pins = dict(desired.pins)
     usable = [apply_pin(one, pins) for one in offers if not pins or one.peer in pins]
     usable = [one for one in usable if not explain_misfit(one.stage, desired.facts)]
@@ -93,7 +87,7 @@ def fits_model(desired: DesiredModel, offers: Iterable[Candidate]) -> bool:
 
 
 def _build_host(desired: DesiredModel, offer: Candidate) -> StageHost:
-    """What a peer has, and what the model takes there."""
+    """A peer's capacity for the model."""
     setup = StageSetup(
         dtype=desired.dtype,
         quantize=desired.quantize,
@@ -107,7 +101,7 @@ def _build_host(desired: DesiredModel, offer: Candidate) -> StageHost:
 
 
 def apply_pin(offer: Candidate, pins: Mapping[str, str]) -> Candidate:
-    """What a peer offers to a model that is bound to it."""
+    """A peer's candidate for a model that is pinned to it."""
     stage = pins.get(offer.peer, "auto")
     return offer if stage == "auto" else replace(offer, stage=stage)
 
@@ -155,7 +149,7 @@ class _PeerAllocation:
         return self.owners
 
     def improve_by_swaps(self, links: Links) -> dict[str, DeploymentKey]:
-        """The same, with near peers together: what is used, or was promised, stays."""
+        """The same allocation with near peers together; used and promised peers stay."""
         used = frozenset[str]().union(*(demand.used_peers for demand in self.demands.values()))
         models = {demand.key: demand.desired for demand in self.demands.values()}
         exchange = SwapSearch(
@@ -169,7 +163,7 @@ class _PeerAllocation:
         return [peer for peer, key in self.owners.items() if key == demand.key]
 
     def free_peers(self, demand: PeerDemand) -> list[str]:
-        """Peers that nobody has and that it may use."""
+        """Unallocated peers that it may use."""
         return [
             peer
             for peer in self.candidates
@@ -183,9 +177,10 @@ class _PeerAllocation:
     def order_peers(
         self, demand: PeerDemand, peers: Iterable[str], sign: int, more: Iterable[str] = ()
     ) -> list[str]:
-        """First those that it had; then by memory, the smallest first, or the largest (-1).
+        """Sort peers: previous ones first, then by memory, ascending (``sign`` 1) or descending
+        (-1).
 
-        Before memory comes whose PCs they are: its own (with ``more``), nobody's, others'.
+        Before memory counts whose PC it is: its own (with ``more``), no deployment's, another's.
         """
         own = {self.primary_peer(peer) for peer in (*self.peers_of(demand), *more)}
         used = {self.primary_peer(peer) for peer in self.owners}
@@ -221,7 +216,7 @@ class _PeerAllocation:
     # --- who gets it -----------------------------------------------------------------------------
 
     def keep_used(self) -> None:
-        """What is used stays where it is, unless it was promised to another one that lacks it."""
+        """Keep used peers, except those promised to another deployment that lacks room."""
         for demand in self.by_priority:
             self.assign_peers(
                 demand, (peer for peer in self.candidates if peer in demand.used_peers)
@@ -234,9 +229,9 @@ class _PeerAllocation:
                 self.owners[peer] = key
 
     def grow_deployment(self, demand: PeerDemand) -> bool:
-        """Give it what it needs of the free peers: the smallest that is enough, else the largest.
+        """Take needed free peers: the smallest one that is enough, else the largest ones.
 
-        None if all aren't enough.
+        Takes none if all of them are not enough.
         """
         free = self.free_peers(demand)
         for peer in self.order_peers(demand, free, 1):
@@ -254,7 +249,7 @@ class _PeerAllocation:
         return False
 
     def displace_others(self, demand: PeerDemand) -> bool:
-        """Take peers of others that have room without them."""
+        """Take peers from deployments that have room without them."""
         previous = dict(self.owners)
         self.assign_peers(demand, self.free_peers(demand))
         donors = [one for one in self.by_priority if one.key != demand.key and one.is_serving]
@@ -270,7 +265,7 @@ class _PeerAllocation:
         return False
 
     def return_surplus(self, demand: PeerDemand, previous: Mapping[str, DeploymentKey]) -> None:
-        """What turns out not to be needed goes to where it was."""
+        """Return peers that turned out not to be needed."""
         for peer in self.peers_of(demand):
             if previous.get(peer) == demand.key or not self.has_room(demand, without=peer):
                 continue
@@ -279,7 +274,7 @@ class _PeerAllocation:
                 self.owners[peer] = previous[peer]
 
     def assign_rest(self) -> None:
-        """What is over makes rings better, or is at hand when a peer is lost."""
+        """Spread the remaining peers: they improve rings or replace lost peers."""
         for peer in self.candidates:
             if peer in self.owners:
                 continue
@@ -301,6 +296,6 @@ class _PeerAllocation:
                 )
 
     def relative_memory(self, demand: PeerDemand) -> float:
-        """Memory that it has, for its size."""
+        """Its memory relative to its size."""
         memory = sum(self.candidates[peer].memory for peer in self.peers_of(demand))
         return memory / max(1, demand.layer_bytes)

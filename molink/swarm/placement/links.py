@@ -1,36 +1,36 @@
-"""What peers have measured of the ways between them, for whoever places a model over these."""
+"""Measured latencies and rates between peers, for placement."""
 
 from collections.abc import Sequence
 from statistics import median
 
 from molink.facts.ring_times import LinkFacts
 
-#: What counts where nothing was measured, in either direction: a home's network.
+#: Defaults for unmeasured links: a home network.
 ASSUMED_LATENCY = 0.001
 ASSUMED_RATE = 12.5e6
-#: The same between two devices of one PC: its loopback.
+#: Defaults between two devices of one PC: its loopback.
 LOCAL_LATENCY = 50e-6
 LOCAL_RATE = 1e9
-#: A measurement is news if it differs from what the last placement saw by this part of it, and
-#: latencies by this many seconds too: measurements jitter.
+#: A measurement is significant if it differs from the last placement's value by this fraction, and
+#: latencies also by this many seconds: measurements jitter.
 _RELATIVE_CHANGE = 0.25
 _LATENCY_CHANGE = 0.002
 
 
 class Links:
-    """One-way latencies (seconds) and rates (bytes/s) by direction; values are believed as told."""
+    """One-way latencies (seconds) and rates (bytes/s) by direction; reported values are trusted."""
 
     def __init__(self) -> None:
         self._measured: dict[tuple[str, str], LinkFacts] = {}
-        #: As they were when a model was last placed.
+        #: Values at the last placement.
         self._at_placement: dict[tuple[str, str], LinkFacts] = {}
-        #: The PC of each further device.
+        #: The primary peer of each further device.
         self._primary_peers: dict[str, str] = {}
-        #: Whether something was so different from that meanwhile that it may matter.
+        #: Whether a value has changed significantly since then.
         self.has_changed = False
 
     def copy(self) -> "Links":
-        """What is known, for whom nothing has been placed by it."""
+        """The same measurements, with no placement made from them."""
         found = Links()
         found._measured = dict(self._measured)
         found._primary_peers = dict(self._primary_peers)
@@ -38,7 +38,7 @@ class Links:
         return found
 
     def set_primary_peer(self, peer: str, pc: str) -> None:
-        """``peer`` is a further device of the PC of ``pc``; empty: it is a PC of its own."""
+        """``peer`` is a further device of the PC of ``pc``; empty: a PC of its own."""
         if pc:
             self._primary_peers[peer] = pc
         else:
@@ -47,7 +47,7 @@ class Links:
     def record_measurement(
         self, source: str, target: str, latency: float | None, rate: float | None
     ) -> None:
-        """``by`` has measured the way to ``to``; ``None``: it says nothing of that."""
+        """Record that ``source`` has measured the link to ``target``; ``None``: not measured."""
         if latency is None and rate is None:
             return
         old = self._measured.get((source, target), LinkFacts())
@@ -58,14 +58,14 @@ class Links:
             self.has_changed = True
 
     def drop_peer(self, peer: str) -> None:
-        """The peer is gone: it may come back elsewhere."""
+        """Drop a peer that is gone: it may return at another place."""
         for known in (self._measured, self._at_placement):
             for pair in [pair for pair in known if peer in pair]:
                 del known[pair]
         self._primary_peers.pop(peer, None)
 
     def latency_and_rate(self, source: str, target: str) -> tuple[float, float]:
-        """Latency and rate of that direction; what was measured in the other counts for both."""
+        """Latency and rate of that direction; a measurement of the other direction counts for both."""
         there, back = (
             self._measured.get(pair, LinkFacts()) for pair in ((source, target), (target, source))
         )
@@ -78,7 +78,7 @@ class Links:
         )
 
     def with_newcomer(self, peer: str, others: Sequence[str]) -> "Links":
-        """The same with one more peer, to and from which links are as those of the others are."""
+        """A copy with one more peer whose links are like the others' median."""
         known = [
             facts for pair, facts in self._measured.items() if all(each in others for each in pair)
         ]
@@ -93,11 +93,11 @@ class Links:
         return found
 
     def is_measured(self, source: str, target: str) -> bool:
-        """Whether anything was measured between them."""
+        """Whether any measurement between them exists."""
         return (source, target) in self._measured or (target, source) in self._measured
 
     def mark_placed(self) -> None:
-        """A model is being placed by what is known now."""
+        """Mark the current values as those of the last placement."""
         self._at_placement = dict(self._measured)
         self.has_changed = False
 

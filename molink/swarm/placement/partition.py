@@ -1,7 +1,7 @@
-"""How many layers each peer takes of one unbroken range: exact, for peers in any order.
+"""Splits one contiguous range of layers over hosts: exact, for hosts in any order.
 
-All layers weigh the same, so the order of the peers matters only at the model's ends: the first
-stage also holds the embedding, the last one the output head, which it reads at every step too.
+All layers weigh the same, so order matters only at the model's ends: the first stage also holds the
+embedding, the last one the output head, which it also reads at every step.
 """
 
 import heapq
@@ -11,31 +11,32 @@ from dataclasses import dataclass
 
 from molink.facts.footprint import Footprint
 
-#: Ways to spread peers over gaps that are tried one by one: the control plane waits meanwhile.
+#: Assignments of hosts to gaps that are tried exhaustively; the control plane waits meanwhile.
 MAX_ASSIGNMENTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """Bytes that a model takes on a peer: a stage's needs as a line over its layers."""
+    """A stage's memory as a linear function of its layers, in bytes."""
 
-    #: Weights of a layer, and what it needs beside: the least KV, CUDA graphs.
+    #: Weights of a layer, and what it needs beside: minimum KV, CUDA graphs.
     layer_weights: int
     layer_room: int
-    #: What the first and the last stage hold beside, a draft model too, and what they share.
+    #: Extra bytes of the first stage (with a draft model) and of the last one, and those both
+    #: share.
     first: int
     last: int
     shared: int = 0
-    #: What any stage needs for a step, and what the last one does for logits.
+    #: Activations of any stage, and logits of the last one.
     stage: int = 0
     logits: int = 0
 
     @classmethod
     def from_footprint(cls, need: Footprint, tokens: int = 0, draft: int = 0) -> "StageCosts":
-        """Those that :meth:`~molink.facts.footprint.Footprint.needs` sums up.
+        """Costs as :meth:`~molink.facts.footprint.Footprint.needs` sums them up.
 
-        With room for the KV of ``tokens`` tokens, if that is more than any stage must have, and
-        ``draft`` bytes of a draft model beside the first stage.
+        Includes KV for ``tokens`` tokens, if that exceeds the minimum, and ``draft`` bytes of a
+        draft model beside the first stage.
         """
         tokens = max(tokens, need.min_tokens)
         return cls(
@@ -55,11 +56,11 @@ class StageCosts:
         return layers * (self.layer_weights + self.layer_room) + ends - shared + self.stage
 
     def step_time(self, layers: int, rate: float, *, closes: bool) -> float:
-        """Time of a decode step: each weight is read once. An embedding row costs nothing."""
+        """Duration of a decode step: each weight is read once. Embedding rows cost nothing."""
         return (layers * self.layer_weights + self.last * closes) / rate
 
     def max_layers(self, memory: int, *, opens: bool, closes: bool) -> int:
-        """Most layers that fit ``memory_needed`` bytes; negative if not even the ends do."""
+        """Most layers that fit ``memory`` bytes; negative if not even the ends fit."""
         free = memory - self.memory_needed(0, opens=opens, closes=closes)
         layer = self.layer_weights + self.layer_room
         return free // layer if layer else (1 << 30 if free >= 0 else -1)
@@ -67,10 +68,10 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True)
 class StageHost:
-    """A peer that can take any layers: usable bytes, and bytes/s at which it reads weights.
+    """A peer that can hold any layers: usable bytes, and bytes/s at which it reads weights.
 
-    ``costs`` are the model's there: in its dtype, with what its kind of device needs.
-    ``step_overhead`` is what each step takes beside reading weights, in seconds.
+    ``costs`` are the model's on its kind of device. ``step_overhead`` is the part of a step beside
+    reading weights, in seconds.
     """
 
     peer: str
@@ -84,11 +85,11 @@ class StageHost:
         return self.costs.max_layers(self.memory, opens=opens, closes=closes)
 
     def step_time(self, layers: int, *, closes: bool = False) -> float:
-        """Time of a decode step of ``layers`` layers."""
+        """Duration of a decode step of ``layers`` layers, in seconds."""
         return self.step_overhead + self.costs.step_time(layers, self.rate, closes=closes)
 
     def linear_time(self, *, opens: bool, closes: bool) -> "LinearTime":
-        """Its stage at that place in the ring."""
+        """Its step time as a function of its layers, at that position in the ring."""
         fixed = self.step_time(0, closes=closes)
         cap = self.max_layers(opens=opens, closes=closes)
         return LinearTime(cap, fixed, self.costs.layer_weights / self.rate)
@@ -96,7 +97,7 @@ class StageHost:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Layers ``first:last`` to be shared out among peers."""
+    """Layers ``first:last`` to be split."""
 
     first: int
     last: int
@@ -105,16 +106,15 @@ class Gap:
 
     @property
     def layers(self) -> int:
-        """How many."""
+        """Number of layers."""
         return self.last - self.first
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Peers in ring order with their number of layers.
+    """Hosts in ring order with their number of layers.
 
-    ``slowest_time`` is the longest stage time, or the floor that was given; ``total_time`` is the
-    sum.
+    ``slowest_time`` is the longest stage time, or the given floor; ``total_time`` is the sum.
     """
 
     slowest_time: float
@@ -125,9 +125,9 @@ class Split:
 def split_gaps(
     gaps: Sequence[Gap], hosts: Sequence[StageHost], floor: float = 0.0
 ) -> list[Split] | None:
-    """Spread *all* ``runners`` over ``gaps`` and split each: the best of all ways to do so.
+    """Assign *all* ``hosts`` to ``gaps`` and split each: the best of all assignments.
 
-    With more than :data:`MAX_ASSIGNMENTS` ways, one of them: gaps are filled greedily.
+    With more than :data:`MAX_ASSIGNMENTS` of them, only a greedy one is tried.
     """
     best: tuple[float, float] | None = None
     result: list[Split] | None = None
@@ -146,7 +146,7 @@ def split_gaps(
 
 
 def _assignments(gaps: Sequence[Gap], hosts: Sequence[StageHost]) -> Iterator[tuple[int, ...]]:
-    """Ways to spread: the gap of each runner."""
+    """Assignments to try: the gap of each host."""
     if len(gaps) ** len(hosts) <= MAX_ASSIGNMENTS:
         yield from itertools.product(range(len(gaps)), repeat=len(hosts))
     else:
@@ -154,7 +154,7 @@ def _assignments(gaps: Sequence[Gap], hosts: Sequence[StageHost]) -> Iterator[tu
 
 
 def _assign_greedily(gaps: Sequence[Gap], hosts: Sequence[StageHost]) -> tuple[int, ...]:
-    """The largest runner to the gap that lacks most, again and again."""
+    """Assign the largest host to the gap that lacks most, repeatedly."""
     lacking = [gap.layers for gap in gaps]
     slots = [gap.layers for gap in gaps]
     choice = [0] * len(hosts)
@@ -169,7 +169,7 @@ def _assign_greedily(gaps: Sequence[Gap], hosts: Sequence[StageHost]) -> tuple[i
 def _split_all(
     gaps: Sequence[Gap], groups: Sequence[Sequence[StageHost]], floor: float
 ) -> list[Split] | None:
-    """Split each gap; the slowest stage of all is then the floor of each."""
+    """Split each gap; the slowest stage overall is then each one's floor."""
     if not all(0 < len(group) <= gap.layers for gap, group in zip(gaps, groups, strict=True)):
         return None
     splits: list[Split] = []
@@ -183,10 +183,10 @@ def _split_all(
 
 
 def split_gap(gap: Gap, hosts: Sequence[StageHost], floor: float = 0.0) -> Split | None:
-    """Share ``gap`` out among *all* ``runners``: least slowest stage, then least total time.
+    """Split ``gap`` among *all* ``hosts``: minimum slowest stage, then minimum total time.
 
-    A slowest stage below ``floor`` seconds is worth nothing: another stage takes that long anyway.
-    ``None`` if memory isn't enough. Ties go to the order of ``runners``.
+    A slowest stage below ``floor`` seconds gains nothing: another stage takes that long anyway.
+    ``None`` if memory is not enough. Ties go to the order of ``hosts``.
     """
     best: Split | None = None
     for order in _orders(gap, hosts):
@@ -202,7 +202,7 @@ def split_gap(gap: Gap, hosts: Sequence[StageHost], floor: float = 0.0) -> Split
 
 
 def _orders(gap: Gap, hosts: Sequence[StageHost]) -> Iterator[list[StageHost]]:
-    """The orders that differ: who opens and who closes the model."""
+    """The distinct orders: which host opens and which closes the model."""
     count = len(hosts)
     openers = range(count) if gap.opens else (None,)
     closers = range(count - 1, -1, -1) if gap.closes else (None,)
@@ -233,7 +233,7 @@ def _split_in_order(gap: Gap, order: Sequence[StageHost], floor: float) -> Split
 
 @dataclass(frozen=True, slots=True)
 class LinearTime:
-    """A stage's time as a function of its layers, up to ``max_layers`` of them."""
+    """A stage's time as a linear function of its layers, up to ``max_layers``."""
 
     max_layers: int
     fixed: float
@@ -243,7 +243,7 @@ class LinearTime:
         return self.fixed + layers * self.per_layer
 
     def max_within(self, seconds: float) -> int:
-        """Most layers in at most ``time_of`` (exactly as :meth:`time_of` computes them)."""
+        """Most layers within ``seconds``, exactly as :meth:`time_of` computes them."""
         if self.per_layer == 0 or self.time_of(self.max_layers) <= seconds:
             return self.max_layers
         count = int((seconds - self.fixed) / self.per_layer) + 1
@@ -253,7 +253,7 @@ class LinearTime:
 
 
 def min_slowest_time(layers: int, stages: Sequence[LinearTime]) -> float:
-    """Hand out layers one by one to whoever is done soonest with it: no split is better."""
+    """Slowest stage of the optimal split: each layer goes to the stage that finishes it first."""
     counts = [1] * len(stages)
     heap = [(stage.time_of(2), i) for i, stage in enumerate(stages) if stage.max_layers > 1]
     heapq.heapify(heap)
@@ -268,7 +268,7 @@ def min_slowest_time(layers: int, stages: Sequence[LinearTime]) -> float:
 
 
 def cheapest_counts(layers: int, stages: Sequence[LinearTime], slowest: float) -> list[int]:
-    """At least one layer for each, the others to the quickest, none over ``slowest`` seconds."""
+    """One layer each, the others to the fastest stages; none exceeds ``slowest`` seconds."""
     counts = [1] * len(stages)
     left = layers - len(stages)
     for i in sorted(range(len(stages)), key=lambda i: (stages[i].per_layer, i)):

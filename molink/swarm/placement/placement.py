@@ -1,18 +1,18 @@
-"""Decides which peer runs which layers.
+"""Places a model: which peer runs which layers.
 
 Every decode step reads all weights once, so a stage's time is its bytes over the peer's measured
-read rate, and a fixed time for each step. :mod:`molink.swarm.placement.ring_search` finds the
-peers, their order and their layers for the objective: a stage more costs a hop. Two things count
-before that:
+read rate plus a fixed overhead. :mod:`molink.swarm.placement.ring_search` finds the peers, their
+order and their layers for the objective; each further stage costs a hop. Two things take
+precedence:
 
-- A ring has :attr:`PlacementGoal.stages` stages, or as many as there can be.
-- It has room for KV (:mod:`molink.swarm.kv_room`): memory is worth a hop where that would be short.
+- A ring has :attr:`PlacementGoal.min_stages` stages, or as many as possible.
+- It has room for KV: memory is worth a hop where that would be short.
 
-What serves stays unless another ring is better by :data:`MIN_GAIN`, or it has no room for a
-conversation and another one has.
+The serving ring stays unless another one is better by :data:`MIN_GAIN`, or only the other one has
+room for a conversation.
 
-Where peers name their layers, who is in the ring is decided by hand: every ``auto`` peer takes part
-in what is left, for the least slowest stage, whatever the links are.
+If peers name their layers, membership is decided by hand: every ``auto`` peer takes part in the
+remaining layers, for the least slowest stage, regardless of links.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,17 +34,17 @@ from molink.swarm.placement.rings import Hops, HopTimes, RatedRing, RingTask, ra
 
 #: Bound of the ring in :class:`molink.wire.messages.instructions.FormPipeline`.
 MAX_STAGES = 16
-#: Bytes/s that are assumed where no peer has measured its own: what one core reads. All have the
-#: same then, so it decides nothing but the time that is shown.
+#: Bytes/s assumed while no peer has measured its own: about one CPU core. Equal for all, it only
+#: affects displayed times.
 ASSUMED_RATE = 10e9
-#: Seconds that a step takes beside reading weights, where nothing better is known.
+#: Default part of a step beside reading weights, in seconds.
 STEP_OVERHEAD_S = 0.0005
-#: What serves is left for a ring that costs less by this part, and by so many seconds.
+#: A serving ring is replaced if another costs less by this fraction and this many seconds.
 MIN_GAIN = 0.1
 MIN_GAIN_S = 0.001
-#: Rows of the micro-batch that is reckoned with.
+#: Rows of the assumed micro-batch.
 MICRO_BATCH_ROWS: dict[Objective, int] = {"latency": 1, "throughput": 16}
-#: Bytes of a weight where bf16 can't be computed with.
+#: Bytes of a weight where bf16 is unsupported.
 _F32_BYTES = DTYPE_SIZES["f32"]
 _BF16_HINT = " (a CPU without bf16 computes in f32: its memory counts for less)"
 
@@ -53,13 +53,12 @@ _BF16_HINT = " (a CPU without bf16 computes in f32: its memory counts for less)"
 class Candidate:
     """A peer that could take a stage. ``stage`` is ``auto``, ``none`` or ``A:B``.
 
-    ``memory`` in bytes, ``read_rate`` in bytes/s (0 = not measured). A CPU without ``bf16`` takes
-    four bytes per weight with the dtype ``auto``, but for those that stay ``narrow``; one with
-    ``blocks`` multiplies by those of a GGUF file. ``unreachable`` are those to whom it can't
-    connect. ``step_overhead`` is what its steps take beside reading weights, in seconds.
-    ``primary_peer`` is the PC's own peer, where this one is a further device of it. ``device`` is
-    the device's product name. ``draft_bytes`` are the bytes that a draft model takes there beside
-    the first stage.
+    ``memory`` in bytes, ``read_rate`` in bytes/s (0 = not measured). With dtype ``auto``, a CPU
+    without ``bf16`` takes four bytes per weight, except for those that stay ``narrow``; one with
+    ``blocks`` multiplies GGUF blocks directly. ``unreachable`` are peers it cannot connect to.
+    ``step_overhead`` is the part of a step beside reading weights, in seconds. ``primary_peer`` is
+    set for a further device of a PC. ``device`` is the product name. ``draft_bytes`` are needed
+    beside the first stage.
     """
 
     peer: str
@@ -80,7 +79,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class PlacementGoal:
-    """What a placement is for, and how many stages it has at least, if there are so many peers."""
+    """What a placement optimizes, and its minimum number of stages if there are enough peers."""
 
     objective: Objective = "latency"
     min_stages: int = 1
@@ -97,11 +96,11 @@ class PlacedStage:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Stages in ring order; ``spare_peers`` are auto peers that got no layers.
+    """Stages in ring order; ``spare_peers`` are auto peers without layers.
 
-    ``kv_tokens`` is for how many tokens' KV there is room at least. ``round_trip_time`` and
-    ``cost`` are those of :class:`~molink.swarm.placement.rings.RatedRing`, in seconds; 0 where
-    peers have named their layers.
+    ``kv_tokens`` is the number of tokens whose KV fits at least. ``round_trip_time`` and ``cost``
+    are those of :class:`~molink.swarm.placement.rings.RatedRing`, in seconds; 0 if peers named
+    their layers.
     """
 
     stages: tuple[PlacedStage, ...]
@@ -117,19 +116,19 @@ class Placement:
 
     @property
     def total_time(self) -> float:
-        """Predicted time of all stages one after the other, in seconds."""
+        """Predicted sum of all stages' times, in seconds."""
         return sum(stage.seconds for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True)
 class Unplaceable:
-    """No placement: ``reason`` is for a person, with the numbers."""
+    """No placement; ``reason`` explains it to the user, with numbers."""
 
     reason: str
 
 
 class _NoPlacementError(Exception):
-    """Carries the reason out of the steps of :func:`place_model`."""
+    """Carries the reason out of :func:`place_model`."""
 
 
 def place_model(
@@ -142,10 +141,10 @@ def place_model(
     links: Links | None = None,
     serving: Sequence[tuple[str, LayerRange]] = (),
 ) -> Placement | Unplaceable:
-    """Place a model over ``candidates``, which are in the order in which they joined.
+    """Place a model over ``candidates``, which are in joining order.
 
-    One that has named layers which the model doesn't have gets none. ``serving`` is the ring that
-    is there, if one is. If there is no room for draft models, it is placed as if there were none.
+    Peers that name layers the model lacks get none. ``serving`` is the running ring, if any. If
+    draft models do not fit, the model is placed without them.
     """
     misfits = {one.peer: why for one in candidates if (why := explain_misfit(one.stage, facts))}
     fitting = [one for one in candidates if one.peer not in misfits]
@@ -167,7 +166,7 @@ def place_model(
 
 
 def stage_setup(candidate: Candidate, common: StageSetup) -> StageSetup:
-    """How a peer would run a stage; ``common`` has what is the same at every peer."""
+    """How a peer would run a stage; ``common`` is the same for all peers."""
     kind: Literal["cpu", "cuda"] = "cuda" if candidate.cuda else "cpu"
     return replace(
         common,
@@ -179,12 +178,12 @@ def stage_setup(candidate: Candidate, common: StageSetup) -> StageSetup:
 
 
 def row_bytes(facts: ModelFacts, dtype: str) -> int:
-    """Bytes of a row on its way from stage to stage, unpacked."""
+    """Bytes of an unpacked row between stages."""
     return facts.hidden * DTYPE_SIZES.get(dtype, facts.element_bytes)
 
 
 def parse_layers(stage: str) -> LayerRange | None:
-    """The half-open range of ``A:B``; ``None`` for ``auto``, ``none`` and what is no range."""
+    """The half-open range of ``A:B``; ``None`` for ``auto``, ``none`` and malformed text."""
     first, colon, last = stage.partition(":")
     if not (colon and first.isascii() and first.isdigit() and last.isascii() and last.isdigit()):
         return None
@@ -192,7 +191,7 @@ def parse_layers(stage: str) -> LayerRange | None:
 
 
 def explain_misfit(stage: str, facts: ModelFacts) -> str:
-    """Why the layers that a peer has named (``A:B``) can't be of a model; empty if they can."""
+    """Why the model lacks the layers that a peer names (``A:B``); empty if it has them."""
     layers = parse_layers(stage)
     if layers is None or 0 <= layers[0] < layers[1] <= facts.layers:
         return ""
@@ -200,7 +199,7 @@ def explain_misfit(stage: str, facts: ModelFacts) -> str:
 
 
 class _Placer:
-    """One call of :func:`place_stages`."""
+    """One call of :func:`place_model`."""
 
     def __init__(
         self,
@@ -210,7 +209,7 @@ class _Placer:
         goal: PlacementGoal,
         links: Links,
     ) -> None:
-        """``target`` has what is the same at every peer: dtype and quantization."""
+        """``target`` is the same for all peers: dtype and quantization."""
         self.facts, self.candidates, self.setup = facts, candidates, target
         self.goal, self.links = goal, links
         widens = target.dtype == "auto" and facts.element_bytes < _F32_BYTES
@@ -226,7 +225,7 @@ class _Placer:
         )
 
     def build_host(self, candidate: Candidate, tokens: int = 0) -> StageHost:
-        """What a peer has, and what the model takes there with room for ``tokens`` tokens."""
+        """A peer's capacity for the model, with KV room for ``tokens`` tokens."""
         rate = candidate.read_rate if candidate.read_rate > 0 else self.default_rate
         need = Footprint.of_stage(self.facts, stage_setup(candidate, self.setup))
         costs = StageCosts.from_footprint(need, tokens, candidate.draft_bytes)
@@ -254,7 +253,7 @@ class _Placer:
     # --- all are auto ----------------------------------------------------------------------------
 
     def find_ring(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:
-        """The best ring, or the one that serves if it is nearly as good."""
+        """The best ring, or the serving one if it is nearly as good."""
         hops = self.build_hops()
         found: RatedRing | None = None
         for tokens in kv_room_steps(self.facts, self.goal.objective):
@@ -273,7 +272,7 @@ class _Placer:
     def prefer_serving(
         self, task: RingTask, found: RatedRing, serving: Sequence[tuple[str, LayerRange]]
     ) -> RatedRing:
-        """The ring that serves, unless ``found`` is worth a change."""
+        """The serving ring, unless ``found`` is worth a change."""
         index = {one.peer: i for i, one in enumerate(task.hosts)}
         if not serving or not all(peer in index for peer, _ in serving):
             return found
@@ -285,7 +284,7 @@ class _Placer:
         return found if gain >= max(MIN_GAIN * old.cost, MIN_GAIN_S) else old
 
     def build_hops(self) -> Hops:
-        """The links between all auto peers."""
+        """Links between all auto peers."""
         rows = MICRO_BATCH_ROWS[self.goal.objective]
         volume = rows * row_bytes(self.facts, self.setup.dtype)
 
@@ -300,7 +299,7 @@ class _Placer:
         return [[hop(one, other) for other in self.auto_candidates] for one in self.auto_candidates]
 
     def build_placement(self, task: RingTask, ring: RatedRing, tokens: int) -> Placement:
-        """A ring's stages."""
+        """The placement of a ring."""
         stages: list[PlacedStage] = []
         at = 0
         for i, count in zip(ring.order, ring.counts, strict=True):
@@ -316,7 +315,7 @@ class _Placer:
     # --- some have named their layers ------------------------------------------------------------
 
     def place_named(self, layers: LayerRange, candidate: Candidate) -> PlacedStage:
-        """The stage of a peer that named its own layers."""
+        """The stage of a peer that names its layers."""
         first, last = layers
         named = f"{candidate.name} (--stage {first}:{last})"
         opens, closes = first == 0, last == self.facts.layers
@@ -329,7 +328,7 @@ class _Placer:
         return PlacedStage(candidate.peer, layers, host.step_time(last - first, closes=closes))
 
     def find_gaps(self) -> list[Gap]:
-        """Ranges between the explicit ones."""
+        """Ranges between the named ones."""
         if len(self.named_stages) > MAX_STAGES:
             raise _NoPlacementError(
                 f"{len(self.named_stages)} peers named layers; a ring has {MAX_STAGES}"
@@ -351,7 +350,7 @@ class _Placer:
         return gaps
 
     def fill_gaps(self, gaps: Sequence[Gap], floor: float) -> list[Split]:
-        """Splits of the gaps over as many auto peers as possible."""
+        """Split the gaps over as many auto peers as possible."""
         if len(self.auto_hosts) < len(gaps):
             missing = ", ".join(f"{gap.first}:{gap.last}" for gap in gaps)
             raise _NoPlacementError(
@@ -366,7 +365,7 @@ class _Placer:
         raise _NoPlacementError(self.explain_shortage(gaps))
 
     def host_selections(self, gaps: Sequence[Gap]) -> Iterable[list[StageHost]]:
-        """Sets of auto peers to try, largest first; each in the order of joining."""
+        """Sets of hosts to try, largest first; each in joining order."""
         able = [host for host in self.auto_hosts if host.max_layers() >= 1]
         room = min(sum(gap.layers for gap in gaps), MAX_STAGES - len(self.named_stages))
         if len(able) > room:
@@ -385,7 +384,7 @@ class _Placer:
             at += count
 
     def explain_shortage(self, gaps: Sequence[Gap]) -> str:
-        """Why memory isn't enough, with the numbers and what would help."""
+        """Why memory is not enough, with numbers and remedies."""
         costs = max((host.costs for host in self.auto_hosts), key=lambda one: one.layer_weights)
         needs = sum(
             costs.memory_needed(gap.layers, opens=gap.opens, closes=gap.closes) for gap in gaps
@@ -422,13 +421,13 @@ class _Placer:
         )
 
     def fits_if_connected(self) -> bool:
-        """Whether there would be a placement if all could connect to all."""
+        """Whether a placement would exist if all peers could connect."""
         opened = [replace(one, unreachable=frozenset()) for one in self.candidates]
         found = place_model(self.facts, opened, self.setup.dtype, self.setup.quantize)
         return isinstance(found, Placement)
 
     def smaller_quantization(self) -> Quantize | None:
-        """The gentlest quantization with which there would be a placement, if any."""
+        """The mildest quantization with which a placement would exist, if any."""
         for mode in smaller_modes(self.facts, self.setup):
             found = place_model(self.facts, self.candidates, self.setup.dtype, mode)
             if isinstance(found, Placement):

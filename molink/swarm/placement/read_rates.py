@@ -1,9 +1,9 @@
-"""How fast peers really read weights, by what their stages measured; for whoever places a model.
+"""Effective weight-read rates of peers, as their stages measured them, for placement.
 
-A device says how fast it reads memory; a stage that has been loaded knows how long its steps take
-(``T_d``), and one that serves how much longer they take now: a game, a hot laptop. What a stage
-measured counts in every later placement. Only what was seen while it served, and has stayed so for
-:data:`SLOWDOWN_HOLD`, is a reason for one.
+A device states how fast it reads memory; a loaded stage has measured how long its steps take
+(``T_d``), and a serving one how much longer they take now: a game runs, a laptop is hot. Loaded
+stages' measurements count in every later placement. A slowdown of a serving stage causes one only
+after it has lasted :data:`SLOWDOWN_HOLD`.
 """
 
 from collections import defaultdict
@@ -16,71 +16,70 @@ from molink.facts.model import LayerRange, ModelFacts
 from molink.swarm.placement.partition import StageCosts
 from molink.swarm.placement.placement import Candidate, stage_setup
 
-#: A pace counts once it has been the same for so long, in seconds …
+#: A slowdown counts once it has been constant for this long, in seconds …
 SLOWDOWN_HOLD = 60.0
-#: … and no longer than this after it was last told, by a stage that is there: games end.
+#: … and expires this long after its last report, in seconds: games end.
 SLOWDOWN_TTL = 900.0
-#: Paces that differ by less than this part are the same, for how long one has stayed.
+#: Slowdowns that differ by less than this fraction count as constant.
 _SLOWDOWN_TOLERANCE = 0.1
-#: A rate is news if it differs from what the last placement saw by this part of it.
+#: A rate is significant if it differs from the last placement's by this fraction.
 _RELATIVE_CHANGE = 0.25
 #: How many times as fast a device may have been than it was measured to be, on a busy PC; and a
 #: stage of it, which takes longer to be measured.
 _NOISE, _STAGE_NOISE = 4.0, 2.5
-#: A decode step that is shorter than so many of what each takes whatever its weights are says
-#: nothing of how fast these are read.
+#: A decode step shorter than this many step overheads does not reveal the read rate.
 _MIN_OVERHEADS = 4.0
 
 
 def measured_rate(
     facts: ModelFacts, candidate: Candidate, common: StageSetup, layers: LayerRange, seconds: float
 ) -> float:
-    """Bytes/s at which a peer reads weights, if a decode step of these layers takes ``seconds``."""
+    """Bytes/s at which a peer reads weights if a decode step of these layers takes ``seconds``."""
     costs = StageCosts.from_footprint(Footprint.of_stage(facts, stage_setup(candidate, common)))
     nbytes = costs.step_time(layers[1] - layers[0], 1.0, closes=layers[1] == facts.layers)
     return nbytes / max(seconds - candidate.step_overhead, seconds / 2)
 
 
 def is_significant(candidate: Candidate, seconds: float) -> bool:
-    """Whether a decode step that takes so long has weights enough to say how fast they are read."""
+    """Whether a decode step is long enough to reveal the read rate."""
     return seconds >= _MIN_OVERHEADS * candidate.step_overhead
 
 
 @dataclass(slots=True)
 class _MeasuredRate:
-    """Of one peer: ``rate`` in bytes/s by its stage's profile, which is as long ago as that."""
+    """Of one peer: ``rate`` in bytes/s by its stage's profile."""
 
     profile: object
     rate: float
-    #: How many times as long its steps take, and when that was told last.
+    #: Step time relative to the profile, and when it was last reported.
     slowdown: float = 1.0
     reported_at: float = 0.0
-    #: What it says now, and since when.
+    #: The reported value, and since when it has been constant.
     trial_slowdown: float = 0.0
     trial_since: float = 0.0
 
 
 class ReadRates:
-    """Read rates by peer, as long as it is there; values are believed as told."""
+    """Read rates by live peer; reported values are trusted."""
 
     def __init__(self) -> None:
         self._measured: dict[str, _MeasuredRate] = {}
-        #: Rates that the last placement saw.
+        #: Rates at the last placement.
         self._at_placement: dict[str, float] = {}
-        #: Whether one is so different from that meanwhile that it may matter.
+        #: Whether a rate has changed significantly since then.
         self.has_changed = False
 
     def record_profile(self, peer: str, profile: object, rate: float) -> None:
-        """Its stage has measured itself: it reads ``rate_of`` bytes/s by that ``profile``.
+        """Record a loaded stage's rate (bytes/s) by its ``profile``.
 
-        A pace is one of a profile, so another profile ends it.
+        A new profile ends a recorded slowdown.
         """
         known = self._measured.get(peer)
         if known is None or known.profile != profile:
             self._measured[peer] = _MeasuredRate(profile, rate)
 
     def record_slowdown(self, peer: str, slowdown: float, now: float) -> None:
-        """Its stage's steps take ``pace`` times as long as that profile says."""
+        """Record that a stage's steps take ``slowdown`` times as long as its profile says."""
         known = self._measured.get(peer)
         if known is None:
             return
@@ -92,24 +91,24 @@ class ReadRates:
             self._compare_rate(peer)
 
     def drop_peer(self, peer: str) -> None:
-        """The peer is gone: it may come back as another PC."""
+        """Drop a peer that is gone: it may return on other hardware."""
         self._measured.pop(peer, None)
         self._at_placement.pop(peer, None)
 
     def expire_slowdowns(self, now: float) -> None:
-        """Time has passed: what was told long ago may be over."""
+        """Expire slowdowns that were last reported long ago."""
         for peer, known in self._measured.items():
             if known.slowdown != 1.0 and now - known.reported_at > SLOWDOWN_TTL:
                 known.slowdown = known.trial_slowdown = 1.0
                 self._compare_rate(peer)
 
     def apply_rates(self, candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-        """Candidates with what was measured in place of what their devices say.
+        """Replace the devices' stated read rates with measured ones.
 
-        A stage reads less than its device could; those of which nothing is known count as their
-        kind does, or any newcomer would look faster than who serves. Devices of one name count as
-        the one of them that reads fastest: each is measured once, and so is each stage, and
-        whatever else its PC does then only takes away from it. A pace that has stayed is believed.
+        A stage reads more slowly than its device states, so unmeasured peers are scaled like
+        measured ones of their kind; otherwise any newcomer would look faster. Devices of one name
+        count as the fastest of them: each is measured once, and other load on its PC only makes it
+        slower. Lasting slowdowns are applied unchanged.
         """
         candidates = _equalize_rates(candidates, _NOISE)
         shares: dict[bool, list[float]] = defaultdict(list)
@@ -131,7 +130,7 @@ class ReadRates:
         return tuple(known.get(one.peer, one) for one in rated)
 
     def rate_of(self, peer: str) -> float | None:
-        """Bytes/s, ``None`` if its stages have measured nothing."""
+        """Bytes/s; ``None`` if not measured."""
         known = self._measured.get(peer)
         return None if known is None else known.rate / known.slowdown
 
@@ -140,7 +139,7 @@ class ReadRates:
         return known is not None and known.slowdown != 1.0
 
     def mark_placed(self, candidates: Sequence[Candidate]) -> None:
-        """A model is being placed by these rates."""
+        """Mark these rates as those of the last placement."""
         self._at_placement = {one.peer: one.read_rate for one in candidates}
         self.has_changed = False
 
@@ -151,9 +150,9 @@ class ReadRates:
 
 
 def _equalize_rates(candidates: Iterable[Candidate], noise: float) -> tuple[Candidate, ...]:
-    """With devices of one name, of whatever PC, as fast as the fastest of them.
+    """Raise devices of one name to the fastest of them.
 
-    One that is slower by more than ``noise`` times is used otherwise: on fewer threads, say.
+    One slower by more than a factor of ``noise`` is used differently, for example on fewer threads.
     """
     candidates = tuple(candidates)
     best: dict[tuple[str, bool], float] = {}

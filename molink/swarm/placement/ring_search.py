@@ -1,10 +1,9 @@
-"""Finds the ring of a model: which peers, in which order, and how many layers each of them takes.
+"""Finds the best ring for a model: its peers, their order, and the layers of each.
 
-All layers weigh the same. So a set of peers, with one that opens the ring and one that closes it,
-has two questions that don't touch: the way through the others (a shortest path, Held and Karp), and
-the split of the layers (whoever reads fastest takes as many as fit). Up to :data:`MAX_EXACT_PEERS`
-peers all sets, openers and closers are tried: no ring is better. Among more see
-:mod:`molink.swarm.placement.ring_growth`.
+All layers weigh the same. So a set of peers with a given opener and closer poses two independent
+problems: the path through the others (shortest path, Held and Karp), and the split of the layers
+(the fastest readers take as many as fit). Up to :data:`MAX_EXACT_PEERS` peers all sets, openers and
+closers are tried, which is optimal. For more see :mod:`molink.swarm.placement.ring_growth`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,18 +20,17 @@ from molink.swarm.placement.rings import (
     fill_ring,
 )
 
-#: Most peers of which the best ring is found for certain.
+#: Most peers for which the result is optimal.
 MAX_EXACT_PEERS = 8
-#: A placement may take this part longer for stages that are more even: they leave more room for KV,
-#: and several streams go faster.
+#: A round trip may take this fraction longer for more even stages: they leave more room for KV, and
+#: several streams run faster.
 SLACK = 0.02
 
 
 def search_ring(task: RingTask, min_stages: int = 1, slack: float = SLACK) -> RatedRing | None:
-    """The best ring of ``least`` stages or more; of as many as can be, if there is none.
+    """The best ring of at least ``min_stages`` stages, or of as many as possible.
 
-    ``slack`` is the part of a turn that evener stages may cost (see :data:`SLACK`). ``None``: the
-    peers can't hold the model, or can't be put in a ring.
+    ``slack``: see :data:`EVENNESS_SLACK`. ``None``: the peers cannot hold the model or form a ring.
     """
     able = [i for i, one in enumerate(task.hosts) if one.max_layers() >= 1]
     if len(able) <= MAX_EXACT_PEERS:
@@ -43,7 +41,7 @@ def search_ring(task: RingTask, min_stages: int = 1, slack: float = SLACK) -> Ra
 
 
 def _choose_ring(rings: dict[int, RatedRing], min_stages: int) -> RatedRing | None:
-    """The best of at least so many stages, or of the most that there are."""
+    """The best ring of at least that many stages, or of the most there are."""
     enough = [count for count in rings if count >= min_stages] or sorted(rings)[-1:]
     best: RatedRing | None = None
     for count in sorted(enough):
@@ -52,12 +50,12 @@ def _choose_ring(rings: dict[int, RatedRing], min_stages: int) -> RatedRing | No
     return best
 
 
-#: A way from the opener through some peers: its seconds, its busiest link, and itself.
+#: A path from the opener: its seconds, its busiest link, and its hosts.
 _Path = tuple[float, float, tuple[int, ...]]
 
 
 def _exact_rings(task: RingTask, able: Sequence[int]) -> dict[int, RatedRing]:
-    """The best ring of each number of stages."""
+    """The best ring of each size."""
     best: dict[int, RatedRing] = {}
     by_speed = sorted(able, key=lambda i: (task.linear_times[i][0].per_layer, i))
     for order_of in _paths(task, able):
@@ -68,9 +66,8 @@ def _exact_rings(task: RingTask, able: Sequence[int]) -> dict[int, RatedRing]:
 
 
 def _paths(task: RingTask, able: Sequence[int]) -> Iterator[_Path]:
-    """For each set, opener and closer the shortest way; where links can be the bottleneck, also
-    longer ones over quicker links. First those who joined first.
-    """
+    """Shortest path of each set, opener and closer; where links can be the bottleneck, also longer
+    paths over faster links. Earlier joined peers come first."""
     size = min(task.max_stages, task.layers, len(able))
     for opener in able:
         fronts: dict[tuple[int, int], list[_Path]] = {
@@ -98,7 +95,7 @@ def _paths(task: RingTask, able: Sequence[int]) -> Iterator[_Path]:
 
 
 def _add_path(front: list[_Path], way: _Path, objective: Objective) -> None:
-    """Keep the ways that none before beats in length and, where that counts, in busiest link."""
+    """Keep paths that are not dominated in length and, if it counts, in busiest link."""
     both = objective == "throughput"
     length, busy, _ = way
     for one in front:
@@ -114,7 +111,7 @@ def _best_ring(
     by_speed: Sequence[int],
     best: RatedRing | None,
 ) -> RatedRing | None:
-    """The best ring of that way if it is better than ``best``: most are dismissed by a sum."""
+    """The best ring of that path if it beats ``best``; a quick sum dismisses most."""
     length, busy, order = way
     total = _total_time(task, order, by_speed, inf)
     if total is None:
@@ -142,7 +139,7 @@ def _total_time(
     by_speed: Sequence[int],
     ceiling: float,
 ) -> float | None:
-    """Seconds of all stages together, as the best split has them; ``None``: no room."""
+    """Seconds of all stages in the best split; ``None``: no room."""
     first, last, left, total = order[0], order[-1], task.layers - len(order), 0.0
     for i in by_speed:
         if i not in order:
@@ -161,8 +158,8 @@ def _total_time(
 
 
 def _starts(task: RingTask, able: Sequence[int], min_stages: int) -> Iterator[tuple[int, ...]]:
-    """The best rings of those who read fastest, and of those with most room; all of these in a row
-    where no ring of theirs has room."""
+    """Starts for the local search: the best rings of the fastest and of the largest peers, or all
+    of these in a row if their rings lack room."""
     hosts, size = task.hosts, min(MAX_EXACT_PEERS, task.max_stages, task.layers)
 
     def by_speed(i: int) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""A ring: peers in their order, each with its layers, and what that is predicted to cost."""
+"""A ring: hosts in order, the layers of each, and the predicted cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from math import inf
 from molink.facts.model import Objective
 from molink.swarm.placement.partition import LinearTime, StageHost, min_slowest_time
 
-#: Micro-batches in flight for each stage, at most: the head goes up to twice as many as stages.
+#: Most micro-batches in flight per stage: the scheduler uses up to twice the stages.
 MICRO_BATCHES_PER_STAGE = 2
-#: Costs that differ by less than this part are the same.
+#: Costs closer than this fraction are equal.
 TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class HopTimes:
-    """A link from one peer to another, in seconds.
+    """A link between two hosts, in seconds.
 
-    ``rows`` is until a micro-batch's rows have arrived, and ``rows_busy`` the part of it in which
-    the link can take nothing else. ``tokens`` and ``tokens_busy`` are the same where it is the
-    ring's last one, which carries only what was sampled.
+    ``rows`` is the time until a micro-batch's rows have arrived, ``rows_busy`` the part that
+    occupies the link. ``tokens`` and ``tokens_busy`` are the same for the ring's last link, which
+    carries only sampled tokens.
     """
 
     rows: float
@@ -30,13 +30,13 @@ class HopTimes:
     tokens_busy: float
 
 
-#: ``hops[i][j]`` leads from ``i`` to ``j``; ``None`` where ``i`` can't connect to ``j``.
+#: ``hops[i][j]`` leads from ``i`` to ``j``; ``None`` if ``i`` cannot connect to ``j``.
 Hops = Sequence[Sequence[HopTimes | None]]
 
 
 @dataclass(frozen=True)
 class RingTask:
-    """``layers`` to be shared out among some of ``hosts``, at most ``max_stages`` of them."""
+    """``layers`` to be split among at most ``max_stages`` of ``hosts``."""
 
     layers: int
     hosts: Sequence[StageHost]
@@ -46,7 +46,7 @@ class RingTask:
 
     @cached_property
     def linear_times(self) -> Sequence[Sequence[LinearTime]]:
-        """Each runner's stage: in the middle, opening the ring, closing it, and both."""
+        """Each host's stage: in the middle, opening the ring, closing it, and both."""
         ends = (False, True)
         return [
             [one.linear_time(opens=opens, closes=closes) for closes in ends for opens in ends]
@@ -56,10 +56,10 @@ class RingTask:
 
 @dataclass(frozen=True, slots=True)
 class RatedRing:
-    """Indices of runners in ring order, and the layers of each.
+    """Indices of hosts in ring order, and the layers of each.
 
-    ``round_trip_time`` and ``slowest_time`` (stage) are in seconds. ``cost`` is what the objective
-    makes least: ``latency`` the turn, ``throughput`` the time from one micro-batch to the next.
+    ``round_trip_time`` and ``slowest_time`` (of a stage) are in seconds. ``cost`` is minimized: the
+    round trip for ``latency``, the interval between micro-batches for ``throughput``.
     """
 
     order: tuple[int, ...]
@@ -69,7 +69,7 @@ class RatedRing:
     slowest_time: float
 
     def is_better(self, other: "RatedRing | None") -> bool:
-        """Whether it costs less, or the same with a shorter turn."""
+        """Whether it costs less, or the same with a shorter round trip."""
         if other is None or self.cost < other.cost * (1 - TOLERANCE):
             return True
         return self.cost <= other.cost * (
@@ -78,7 +78,7 @@ class RatedRing:
 
 
 def rate_ring(task: RingTask, order: Sequence[int], counts: Sequence[int]) -> RatedRing | None:
-    """A ring that is there, as a search would see it; ``None`` if it can't be."""
+    """Rate an existing ring; ``None`` if it is impossible."""
     way = _path_time(task, order)
     lines = linear_times(task, order)
     if way is None or any(
@@ -89,9 +89,9 @@ def rate_ring(task: RingTask, order: Sequence[int], counts: Sequence[int]) -> Ra
 
 
 def _path_time(task: RingTask, order: Sequence[int]) -> tuple[float, float] | None:
-    """Seconds of all links of a ring, and of the busiest; ``None`` if one can't be.
+    """Seconds of all links together, and of the busiest; ``None`` if a link is impossible.
 
-    All its peers have to connect to the first one: their requests go there.
+    All hosts must be able to connect to the first one, which receives their requests.
     """
     if len(order) == 1:
         return 0.0, 0.0
@@ -131,7 +131,7 @@ def _build_ring(
 def _split_layers(
     layers: int, lines: Sequence[LinearTime], ceiling: float = inf
 ) -> list[int] | None:
-    """Layers of each stage for the least time of all together, none over ``ceiling`` seconds."""
+    """Layers of each stage for the least total time, none over ``ceiling`` seconds."""
     counts = [1] * len(lines)
     left = layers - len(lines)
     for i in sorted(range(len(lines)), key=lambda i: (lines[i].per_layer, i)):
@@ -172,7 +172,7 @@ def fill_ring(task: RingTask, order: Sequence[int]) -> RatedRing | None:
 
 
 def _level_counts(lines: Sequence[LinearTime], counts: list[int]) -> list[int]:
-    """The same time of all together, with those who read equally fast taking turns."""
+    """Even out equally fast stages at the same total time."""
     for i, line in enumerate(lines):
         for j, other in enumerate(lines):
             same = abs(line.per_layer - other.per_layer) <= TOLERANCE * line.per_layer
@@ -187,7 +187,7 @@ def _level_counts(lines: Sequence[LinearTime], counts: list[int]) -> list[int]:
 
 
 def even_ring(task: RingTask, ring: RatedRing, slack: float) -> RatedRing:
-    """The most even split of the same ring that costs hardly more."""
+    """The most even split of the same ring within ``slack`` of its cost."""
     way, lines = _path_time(task, ring.order), linear_times(task, ring.order)
     assert way is not None
     best, low = ring, min_slowest_time(task.layers, lines)
@@ -204,7 +204,7 @@ def even_ring(task: RingTask, ring: RatedRing, slack: float) -> RatedRing:
 
 
 def _slowest_bound(layers: int, lines: Sequence[LinearTime]) -> float:
-    """About the least time of the slowest stage: as if layers could be cut."""
+    """Approximate minimum of the slowest stage's time, as if layers were divisible."""
     free, left, time = list(lines), float(layers), 0.0
     while free:
         rates = [(line.fixed, 1 / max(line.per_layer, 1e-12), line.max_layers) for line in free]
@@ -218,8 +218,7 @@ def _slowest_bound(layers: int, lines: Sequence[LinearTime]) -> float:
 
 
 def estimate_cost(task: RingTask, order: Sequence[int]) -> float | None:
-    """About the cost of the best ring of that order: the split with the least slowest stage is
-    taken where another one may be a little better."""
+    """Approximate cost of the best ring of that order: uses the split with the least slowest stage."""
     way, lines = _path_time(task, order), linear_times(task, order)
     if way is None or min(line.max_layers for line in lines) < 1:
         return None

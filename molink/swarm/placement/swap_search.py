@@ -1,9 +1,9 @@
-"""Exchanges peers between deployments where their rings are better by it: near peers together.
+"""Swaps peers between deployments where that makes their rings cheaper: near peers together.
 
-:mod:`molink.swarm.placement.allocation` shares peers out by room alone. Here two deployments
-exchange peers, or one gives the other some, as long as the rings that a placement would make of
-them cost less, by what is known of links and devices. Each step is the best one that there is; a
-deployment with more peers than an exact search of a ring takes is left as it is.
+:mod:`molink.swarm.placement.allocation` considers room alone. Here two deployments swap peers, or
+one gives peers to the other, while the rings that a placement would make of them get cheaper. Each
+step is the best one available. Deployments with more peers than the exact ring search handles stay
+unchanged.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,24 +23,24 @@ from molink.swarm.placement.placement import (
 )
 from molink.swarm.placement.ring_search import MAX_EXACT_PEERS
 
-#: Rings are worked out for sets of peers until these have had so many subsets together: half a
-#: second of a core's time at most, in which the coordinator does nothing else.
+#: Budget of the search in subsets of the evaluated peer sets: about half a second of one core,
+#: which blocks the coordinator.
 _MAX_SUBSETS = 1 << 11
-#: Those for ``throughput`` take so many times as long.
+#: Rings for ``throughput`` take this many times as long.
 _THROUGHPUT_FACTOR = 8
 _Key = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class _RingValue:
-    """What a deployment's peers make: what its ring costs, as a logarithm, and its room for KV."""
+    """Value of a deployment's peers: log of its ring's cost, and KV room."""
 
     log_cost: float
     kv_tokens: int
 
 
 class SwapSearch:
-    """One search; a plain function of what it is given."""
+    """One search; a pure function of its arguments."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class SwapSearch:
         links: Links,
         may_use: Callable[[_Key, str], bool],
     ) -> None:
-        """``offers`` by peer; ``may_use`` says whether a deployment may have a peer."""
+        """``offers`` by peer; ``may_use`` tells whether a deployment may use a peer."""
         self._models, self._candidates, self._links = models, offers, links
         self._may_use = may_use
         self._subsets_left = _MAX_SUBSETS
@@ -58,9 +58,9 @@ class SwapSearch:
     def improve_allocation(
         self, owners: Mapping[str, _Key], movable: Collection[str]
     ) -> dict[str, _Key]:
-        """Who is to have which peer, where only ``movable`` ones go elsewhere.
+        """The improved allocation, moving only ``movable`` peers.
 
-        Of a PC with several devices all go, or none.
+        All devices of a PC move together.
         """
         found = dict(owners)
         while (better := self._best_swap(found, movable)) is not None:
@@ -70,7 +70,7 @@ class SwapSearch:
     def _best_swap(
         self, owners: dict[str, _Key], movable: Collection[str]
     ) -> dict[str, _Key] | None:
-        """The sharing-out after the step that gains most, if any gains enough."""
+        """The allocation after the most valuable swap, if one is worth it."""
         best, most = None, -log(1 - MIN_GAIN)
         few = [key for key in self._models if [*owners.values()].count(key) <= MAX_EXACT_PEERS]
         for one, other in combinations(few, 2):
@@ -87,7 +87,7 @@ class SwapSearch:
     def _swaps(
         self, one: _Key, other: _Key, owners: dict[str, _Key], movable: Collection[str]
     ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """What the first gives, and the second: no more than two PCs each, first small gifts."""
+        """Peers that each side gives: at most two PCs, small swaps first."""
         here = [
             pc for pc in self._movable_pcs(one, owners, movable) if self._may_use_all(other, pc)
         ]
@@ -103,7 +103,7 @@ class SwapSearch:
     def _movable_pcs(
         self, key: _Key, owners: dict[str, _Key], movable: Collection[str]
     ) -> list[tuple[str, ...]]:
-        """The PCs of a deployment that may go elsewhere, each with all its devices."""
+        """PCs of a deployment whose devices may all move."""
         pcs: dict[str, list[str]] = {}
         for peer, offer in self._candidates.items():
             pcs.setdefault(offer.primary_peer or peer, []).append(peer)
@@ -124,7 +124,7 @@ class SwapSearch:
         here: tuple[str, ...],
         there: tuple[str, ...],
     ) -> bool:
-        """Whether neither has fewer peers afterwards than the stages that it is to have."""
+        """Whether both keep at least as many peers as their target stages."""
         more = len(there) - len(here)
         for key, change in ((one, more), (other, -more)):
             count = sum(each == key for each in owners.values())
@@ -138,7 +138,7 @@ class SwapSearch:
         old: tuple[_RingValue | None, _RingValue | None],
         owners: dict[str, _Key],
     ) -> float:
-        """By what part both together cost less, as a logarithm; no gain if one lacks room."""
+        """Decrease of the summed log cost; 0 if one of them lacks room."""
         gain = 0.0
         for key, before in zip(keys, old, strict=True):
             after = self._ring_value(key, owners)
@@ -148,7 +148,7 @@ class SwapSearch:
         return gain
 
     def _ring_value(self, key: _Key, owners: dict[str, _Key]) -> _RingValue | None:
-        """That of a deployment with the peers which ``owner`` gives it; ``None``: no ring."""
+        """Value of a deployment with its peers in ``owners``; ``None``: no ring."""
         peers = frozenset(peer for peer, each in owners.items() if each == key)
         name = key[0], peers
         if name not in self._cache:
@@ -174,5 +174,5 @@ class SwapSearch:
 
 
 def _small_subsets(pcs: list[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ...]]:
-    """None of these, one, or two."""
+    """All subsets of at most two PCs."""
     return [gift for count in range(3) for gift in combinations(pcs, count)]

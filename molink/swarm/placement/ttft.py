@@ -1,4 +1,4 @@
-"""When the first token of a request comes that a ring serves alone, by the ring's times."""
+"""Predicts the time to first token (TTFT) of a lone request from its ring's times."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,11 @@ from molink.scheduler.chunk_size import ChunkSize
 
 
 def predict_ttft(times: RingTimes, prompt: int, slowdowns: Sequence[float] = ()) -> float:
-    """Seconds until a prompt of ``prompt`` tokens has its first one; 0 if a stage isn't measured.
+    """Seconds to the first token of a ``prompt`` (in tokens); 0 if a stage is not measured.
 
-    In the head's own chunks: each is computed by a stage that is through with the one before, and
-    sent by a link that has sent the one before. Rows are neither packed nor computed while others
-    of their chunk come, so on slow links it takes less than this. ``paces``: how many times as long
-    as its profile says each stage takes.
+    Uses the scheduler's own chunks: a stage computes a chunk once it has finished the one before,
+    and a link sends likewise. Overlap within a chunk is ignored, so slow links are faster than
+    this. ``slowdowns``: current step time of each stage relative to its profile.
     """
     if not all(profile.prefill for profile in times.profiles):
         return 0.0

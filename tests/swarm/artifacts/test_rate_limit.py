@@ -76,13 +76,13 @@ class Line:
 
 
 @pytest.mark.parametrize(("mbps", "rtt"), [(20, 0.03), (100, 0.03), (100, 0.002), (1000, 0.0005)])
-def test_an_idle_line_is_used(mbps: float, rtt: float) -> None:
+def test_idle_line_is_used(mbps: float, rtt: float) -> None:
     share, _ = Line(mbps, rtt, TransferRateLimiter()).measure(10.0, 40.0)
     assert share > 0.5
 
 
 @pytest.mark.parametrize(("mbps", "rtt"), [(20, 0.03), (100, 0.03)])
-def test_another_sender_hardly_waits(mbps: float, rtt: float) -> None:
+def test_other_sender_hardly_waits(mbps: float, rtt: float) -> None:
     _, alone = Line(mbps, rtt, _NeverProbing(), other=0.1).measure(10.0, 40.0)
     share, wait = Line(mbps, rtt, TransferRateLimiter(), other=0.1).measure(10.0, 40.0)
     assert wait - alone < TARGET_DELAY + SLICE * 8e-6 / mbps
@@ -94,7 +94,7 @@ class _NeverProbing(TransferRateLimiter):
         return None
 
 
-def test_it_yields_to_a_line_that_fills() -> None:
+def test_transfer_yields_to_a_filling_line() -> None:
     pacer = TransferRateLimiter()
     line = Line(20, 0.03, pacer)
     line.run(10.0)
@@ -105,7 +105,7 @@ def test_it_yields_to_a_line_that_fills() -> None:
     assert pacer.in_flight <= 1
 
 
-def test_a_floor_is_kept_whatever_the_delay() -> None:
+def test_minimum_rate_ignores_delay() -> None:
     pacer = TransferRateLimiter(floor=200_000.0)
     line = Line(20, 1.0, pacer)  # a line that was quicker
     pacer._base_delays.append(0.03)
@@ -116,7 +116,7 @@ def test_a_floor_is_kept_whatever_the_delay() -> None:
     assert line.bytes / 10 == pytest.approx(200_000, rel=0.2)
 
 
-def test_a_longer_way_is_learnt() -> None:
+def test_longer_path_updates_the_base_delay() -> None:
     pacer = TransferRateLimiter()
     Line(100, 0.01, pacer).run(5.0)
     line = Line(100, 0.05, pacer)
@@ -142,7 +142,7 @@ def test_invariants_are_checked() -> None:
     ),
     st.sampled_from([0.0, 1e5]),
 )
-def test_it_never_asks_for_more_than_its_window(
+def test_requests_never_exceed_the_window(
     steps: list[tuple[float, str]], floor: float
 ) -> None:
     pacer, now = TransferRateLimiter(floor), 0.0

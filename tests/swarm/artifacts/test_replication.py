@@ -15,7 +15,7 @@ from molink.swarm.artifacts.replication import (
 )
 
 
-def test_on_a_slow_line_it_is_the_pace_that_gives_way() -> None:
+def test_pause_is_bounded_on_a_slow_line() -> None:
     pace = ReplicationSchedule()
     pace.is_serving = True
     pace.record_duration(0.01, 10.0, fetch=True)
@@ -33,11 +33,11 @@ def test_on_a_slow_line_it_is_the_pace_that_gives_way() -> None:
         ((0, 0), [0, 1, 2, 3, 4, 5, 6]),
     ],
 )
-def test_the_nearest_layers_come_first(held: LayerRange, order: list[int]) -> None:
+def test_nearest_layers_are_replicated_first(held: LayerRange, order: list[int]) -> None:
     assert sorted(range(7), key=lambda layer: layer_distance(layer, held)) == order
 
 
-def test_a_copy_leaves_as_much_as_it_takes_and_a_share_of_the_disk() -> None:
+def test_replication_leaves_free_disk_space() -> None:
     assert has_disk_room(10, 20, 100)
     assert not has_disk_room(10, 19, 100)
     assert has_disk_room(1, 51, 1000)
@@ -45,7 +45,7 @@ def test_a_copy_leaves_as_much_as_it_takes_and_a_share_of_the_disk() -> None:
     assert not has_disk_room(10, -5, 100)
 
 
-def test_it_rests_for_a_multiple_of_what_a_chunk_took() -> None:
+def test_pause_is_a_multiple_of_the_chunk_time() -> None:
     pace = ReplicationSchedule()
     pace.is_serving = True
     assert pace.wait_time(100.0, fetch=True) == 0.0
@@ -55,7 +55,7 @@ def test_it_rests_for_a_multiple_of_what_a_chunk_took() -> None:
     assert pace.wait_time(200.0, fetch=True) == 0.0
 
 
-def test_nothing_is_fetched_while_no_pipeline_serves() -> None:
+def test_nothing_is_fetched_before_a_pipeline_serves() -> None:
     pace = ReplicationSchedule()
     assert pace.wait_time(1.0, fetch=True) is None
     assert pace.wait_time(1.0, fetch=False) == 0.0
@@ -63,7 +63,7 @@ def test_nothing_is_fetched_while_no_pipeline_serves() -> None:
     assert pace.wait_time(1.0, fetch=True) == 0.0
 
 
-def test_failures_wait_longer_each_time_and_are_news_once() -> None:
+def test_failures_back_off_and_are_reported_once() -> None:
     pace = ReplicationSchedule()
     pace.is_serving = True
     assert pace.record_failure("no source", 10.0)

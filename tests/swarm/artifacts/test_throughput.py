@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from molink.swarm.throughput import RATE_WINDOW, TransferRate, estimate_eta
 
 
-def test_it_is_the_rate_of_the_last_seconds() -> None:
+def test_rate_covers_the_window() -> None:
     speed = TransferRate(0.0)
     assert speed.rate == 0.0
     for second in range(1, 31):
@@ -17,7 +17,7 @@ def test_it_is_the_rate_of_the_last_seconds() -> None:
     assert speed.rate == 0.0
 
 
-def test_a_transfer_that_begins_anew() -> None:
+def test_restarted_transfer_resets_the_rate() -> None:
     speed = TransferRate(0.0)
     speed.observe_bytes(1000, 1.0)
     speed.observe_bytes(10, 2.0)
@@ -26,13 +26,13 @@ def test_a_transfer_that_begins_anew() -> None:
     assert speed.rate == 10.0
 
 
-def test_how_long_it_will_take() -> None:
+def test_eta() -> None:
     assert estimate_eta(100, 50.0) == 2.0
     assert estimate_eta(100, 0.0) is None
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 5.0), st.integers(0, 10**9)), max_size=200))
-def test_it_stays_small_and_never_falls_below_nothing(
+def test_samples_are_bounded_and_rate_is_never_negative(
     looks: list[tuple[float, int]],
 ) -> None:
     speed, now, done = TransferRate(0.0), 0.0, 0

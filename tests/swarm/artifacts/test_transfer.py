@@ -27,7 +27,7 @@ SHARDED = msgspec.structs.replace(
 
 
 @pytest.mark.parametrize(("facts", "goes_on"), [(FACTS, False), (SHARDED, True)])
-def test_a_stage_may_need_more_than_its_layers(facts: ModelFacts, goes_on: bool) -> None:
+def test_end_stages_need_more_bytes(facts: ModelFacts, goes_on: bool) -> None:
     most = fetched_bytes(facts, (3, 4))
     transfer = TransferDeadline(most, 0.0)
     needed = stage_bytes(FACTS, (3, 4))
@@ -39,6 +39,6 @@ def test_a_stage_may_need_more_than_its_layers(facts: ModelFacts, goes_on: bool)
     assert transfer.deadline <= 30.0 + STALL_TIMEOUT  # not for ever
 
 
-def test_who_has_what_nobody_here_has() -> None:
+def test_sharded_models_are_bounded_by_all_files() -> None:
     assert "Start a PC that has them" in describe_missing(FACTS, [(2, 4)])
     assert describe_missing(SHARDED, [(2, 4)]) == "layers 2:4 yet: the hub has them (owner/m)"

@@ -1,7 +1,7 @@
 from molink.swarm.controller.backoff import FORGET_AFTER, MAX_DELAY, Backoff
 
 
-def test_the_first_failure_is_free_and_then_it_doubles() -> None:
+def test_first_failure_is_free_then_delay_doubles() -> None:
     backoff = Backoff()
     delays = [backoff.record_failure("a", "oops", now=0.0) for _ in range(40)]
     assert delays[:9] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
@@ -11,14 +11,14 @@ def test_the_first_failure_is_free_and_then_it_doubles() -> None:
     assert not backoff.is_excluded("b", now=0.0)
 
 
-def test_a_long_time_without_failure_clears_the_record() -> None:
+def test_record_clears_after_a_long_time() -> None:
     backoff = Backoff()
     backoff.record_failure("a", "oops", now=0.0)
     assert backoff.record_failure("a", "oops", now=FORGET_AFTER + 1) == 0.0
     assert backoff.record_failure("a", "oops", now=FORGET_AFTER + 2) == 1.0
 
 
-def test_what_works_is_left_alone_for_seconds_then_longer_but_never_over_a_minute() -> None:
+def test_suspect_period_doubles_up_to_a_minute() -> None:
     backoff = Backoff()
     rests = []
     for _ in range(5):
@@ -27,7 +27,7 @@ def test_what_works_is_left_alone_for_seconds_then_longer_but_never_over_a_minut
     assert rests == [10, 20, 40, 60, 60]
 
 
-def test_a_loss_that_a_neighbour_saw_first_is_no_failure() -> None:
+def test_loss_retracts_a_neighbours_report() -> None:
     backoff = Backoff()
     backoff.record_failure("a", "no sign of life", now=0.0)
     backoff.retract_failure("a", now=4.0)
@@ -41,7 +41,7 @@ def test_a_loss_that_a_neighbour_saw_first_is_no_failure() -> None:
     assert backoff.record_failure("a", "oops", now=91.0) == 2.0
 
 
-def test_it_explains_itself() -> None:
+def test_exclusion_is_explained() -> None:
     backoff = Backoff()
     backoff.record_failure("a", "oops", now=0.0)
     assert backoff.explain_exclusion("a", now=0.0) == ""

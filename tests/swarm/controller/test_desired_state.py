@@ -40,7 +40,7 @@ def served(registry: Registry, *models: ModelSpec, molink: str = "") -> tuple[De
     return resolve_desired_models(DesiredModels(models=models, molink=molink), "a", registry)
 
 
-def test_a_wish_becomes_what_is_desired(registry: Registry) -> None:
+def test_model_spec_resolves_to_desired_model(registry: Registry) -> None:
     (x,) = served(
         registry,
         wish("x", replicas=2, min_stages=2, quantize="int8", pins=(("B", "auto"), ("a", "auto"))),
@@ -57,7 +57,7 @@ def test_a_wish_becomes_what_is_desired(registry: Registry) -> None:
     )
 
 
-def test_with_a_pc_go_its_further_devices(registry: Registry, kit: Kit) -> None:
+def test_pinning_a_pc_pins_its_other_devices(registry: Registry, kit: Kit) -> None:
     registry.add_member(kit.member("e"))
     registry.record_report("e", kit.report("e", pc="b", memory=10 * GB), True, 1.0)
     (x,) = served(registry, wish("x", pins=(("B", "auto"),)))
@@ -94,23 +94,23 @@ def test_with_a_pc_go_its_further_devices(registry: Registry, kit: Kit) -> None:
         ),
     ],
 )
-def test_what_can_not_be_is_refused_whole(
+def test_impossible_state_is_refused_as_a_whole(
     registry: Registry, models: list[ModelSpec], why: str
 ) -> None:
     with pytest.raises(RequestError, match=why):
         served(registry, *models)
 
 
-def test_a_replica_too_many_may_wait(registry: Registry) -> None:
+def test_surplus_replica_may_wait(registry: Registry) -> None:
     assert [one.replicas for one in served(registry, wish("x", replicas=8))] == [8]
 
 
-def test_another_version_is_refused_with_both_named(registry: Registry) -> None:
+def test_version_mismatch_names_both_versions(registry: Registry) -> None:
     with pytest.raises(RequestError, match=r"wants molink 2, but A runs 1, B runs 1"):
         served(registry, wish("x"), molink="2")
 
 
-def test_what_is_no_wish_is_refused() -> None:
+def test_malformed_payload_is_refused() -> None:
     whole = DesiredModels(models=(wish("x"),))
     assert decode_desired_models(memoryview(msgspec.msgpack.encode(whole))) == whole
     for payload in (None, memoryview(b""), memoryview(b"\xc1"), memoryview(b"\x80")):
@@ -118,7 +118,7 @@ def test_what_is_no_wish_is_refused() -> None:
             decode_desired_models(payload)
 
 
-def test_changes_are_told_and_nothing_twice(registry: Registry) -> None:
+def test_changes_are_described_once(registry: Registry) -> None:
     before = (DesiredModel(facts("x"), "b", min_peers=2), DesiredModel(facts("gone"), "b"))
     after = served(registry, wish("x"), wish("y", replicas=2, objective="throughput"))
     assert describe_changes(before, after) == [
@@ -142,7 +142,7 @@ def test_changes_are_told_and_nothing_twice(registry: Registry) -> None:
     ]
 
 
-def test_one_of_several_models_is_stopped_and_comes_back(registry: Registry) -> None:
+def test_one_of_several_models_stops_and_restarts(registry: Registry) -> None:
     models = served(registry, wish("x", 2), wish("y", 2, replicas=2))
     without = switch_model(models, "y", served=False)
     assert [one.num_pipelines for one in without] == [1, 0]
@@ -164,7 +164,7 @@ def test_one_of_several_models_is_stopped_and_comes_back(registry: Registry) -> 
     assert switch_model((DesiredModel(facts("x"), "b"),), "x", served=False, requester="b") == ()
 
 
-def test_two_pcs_of_one_name_are_told_apart_by_their_ids(registry: Registry, kit: Kit) -> None:
+def test_pcs_with_one_name_are_pinned_by_id(registry: Registry, kit: Kit) -> None:
     report = msgspec.structs.replace(kit.report("e", memory=10 * GB), name="B")
     registry.add_member(kit.member("e"))
     registry.record_report("e", report, True, 1.0)

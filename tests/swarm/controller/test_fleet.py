@@ -59,7 +59,7 @@ def both(kit: Kit) -> FakeFleet:
     return paper
 
 
-def test_two_models_are_served_by_peers_of_their_own(kit: Kit) -> None:
+def test_models_use_separate_peers(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     for name in "ab":
         paper.report(name)
@@ -72,7 +72,7 @@ def test_two_models_are_served_by_peers_of_their_own(kit: Kit) -> None:
     assert paper.fleet.reason == ""
 
 
-def test_a_loss_of_one_model_is_none_of_the_other(both: FakeFleet) -> None:
+def test_loss_breaks_only_one_model(both: FakeFleet) -> None:
     x, y = both.deployment("x"), both.deployment("y")
     lost_peer = peers_of(both, "x")
     rest = "".join(name for name in "abc" if name not in lost_peer)
@@ -85,7 +85,7 @@ def test_a_loss_of_one_model_is_none_of_the_other(both: FakeFleet) -> None:
     assert not set(peers_of(both, "x")) & set(lost_peer)
 
 
-def test_what_two_pipelines_tell_is_not_mixed_up(both: FakeFleet) -> None:
+def test_stage_messages_reach_their_deployment(both: FakeFleet) -> None:
     """An epoch of one that begins before, and ends after, one of the other."""
     x, y = both.deployment("x"), both.deployment("y")
     for one in (x, y):
@@ -103,7 +103,7 @@ def test_what_two_pipelines_tell_is_not_mixed_up(both: FakeFleet) -> None:
     assert y.is_ready
 
 
-def test_one_that_has_too_little_waits_and_the_others_do_not(kit: Kit) -> None:
+def test_model_without_room_waits_alone(kit: Kit) -> None:
     huge = msgspec.structs.replace(FACTS, name="huge", layers=600)
     paper = start(kit, "abc", DesiredModel(huge, "a"), wish("x"))
     assert paper.deployment("x").is_ready
@@ -112,7 +112,7 @@ def test_one_that_has_too_little_waits_and_the_others_do_not(kit: Kit) -> None:
     assert paper.fleet.reason.startswith("huge: huge needs")
 
 
-def test_a_second_model_takes_a_peer_of_the_first_only_after_a_while(kit: Kit) -> None:
+def test_urgent_model_takes_a_peer_after_a_delay(kit: Kit) -> None:
     paper = start(kit, "ab", wish("x", min_stages=2))
     assert peers_of(paper, "x") == "ab"
     first = paper.deployment("x").formation.record
@@ -133,7 +133,7 @@ def test_a_second_model_takes_a_peer_of_the_first_only_after_a_while(kit: Kit) -
     assert all(m.model == "x" for m in orders[:ended] if isinstance(m, Assign))
 
 
-def test_a_model_that_is_not_named_any_more_is_stopped(both: FakeFleet) -> None:
+def test_model_that_is_no_longer_desired_stops(both: FakeFleet) -> None:
     x, y = both.deployment("x"), both.deployment("y")
     kept = x.formation.record
     both.serve_all(wish("x"))
@@ -145,7 +145,7 @@ def test_a_model_that_is_not_named_any_more_is_stopped(both: FakeFleet) -> None:
     assert len(both.fleet.deployments) == 1
 
 
-def test_a_stopped_model_comes_back_with_what_was_wanted_of_it(kit: Kit) -> None:
+def test_restarted_model_keeps_its_settings(kit: Kit) -> None:
     x, y = wish("x", applied=True), wish("y", replicas=2, pins=(("c", "auto"), ("b", "auto")))
     y = replace(y, applied=True)
     paper = start(kit, "abc", x, y)
@@ -165,7 +165,7 @@ def test_a_stopped_model_comes_back_with_what_was_wanted_of_it(kit: Kit) -> None
     assert paper.deployment("x").formation.record.stages == kept.stages
 
 
-def test_replicas_of_a_second_model_come_and_go(kit: Kit) -> None:
+def test_second_model_scales_up_and_down(kit: Kit) -> None:
     paper = start(kit, "abcd", wish("x"), wish("y", replicas=2))
     assert all(one.is_ready for one in paper.fleet.deployments)
     records = {one.key: one.formation.record for one in paper.fleet.deployments}
@@ -182,7 +182,7 @@ def test_replicas_of_a_second_model_come_and_go(kit: Kit) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_near_peers_are_together(kit: Kit, late: bool) -> None:
+def test_near_peers_share_a_ring(kit: Kit, late: bool) -> None:
     """``a`` and ``c`` are in one house, ``b`` and ``d`` in another; a PC more is known of late."""
     paper = kit.Paper(*"abcd")
     for name in "abcd":
@@ -209,7 +209,7 @@ def test_near_peers_are_together(kit: Kit, late: bool) -> None:
     assert all(one.is_ready for one in paper.fleet.deployments)
 
 
-def test_what_nobody_asked_for_is_stopped(both: FakeFleet, kit: Kit) -> None:
+def test_undesired_workers_are_stopped(both: FakeFleet, kit: Kit) -> None:
     """Drift: a stage of a pipeline that there isn't, or on a peer that is for another model."""
     x, y = both.deployment("x"), both.deployment("y")
     both.report("c", kit.worker("ready", 9, 0, (0, 6), pipeline="p9"))
@@ -223,7 +223,7 @@ def test_what_nobody_asked_for_is_stopped(both: FakeFleet, kit: Kit) -> None:
     assert [m for p, m in both.pop_messages() if p == at] == [Unassign(pipeline=x.pipeline)]
 
 
-def test_replicas_come_and_go(kit: Kit) -> None:
+def test_replicas_scale_up_and_down(kit: Kit) -> None:
     paper = start(kit, "abc", wish("x"))
     first = paper.deployment("x").formation.record
     paper.serve_all(wish("x", replicas=2))
@@ -244,7 +244,7 @@ def test_replicas_come_and_go(kit: Kit) -> None:
     assert len(paper.fleet.deployments) == 1
 
 
-def test_the_devices_of_a_pc_are_lost_together(kit: Kit) -> None:
+def test_devices_of_a_pc_are_lost_together(kit: Kit) -> None:
     """The power of one PC goes: what is left is placed once, not once for each device."""
     paper = kit.Paper("a", "b", "c", "d", min_peers=4)
     for name in "abcd":
@@ -272,7 +272,7 @@ def test_the_devices_of_a_pc_are_lost_together(kit: Kit) -> None:
     assert not paper.fleet.registry.is_live("c")
 
 
-def test_all_is_placed_anew_on_demand(kit: Kit) -> None:
+def test_rebalance_places_all_models(kit: Kit) -> None:
     """What serves is hardly worse than another ring; a person may want the other one."""
     paper = start(kit, "ab", wish("x"))
     (at,) = peers_of(paper, "x")
@@ -290,7 +290,7 @@ def test_all_is_placed_anew_on_demand(kit: Kit) -> None:
     assert peers_of(paper, "x") == other
 
 
-def test_a_replica_too_many_waits_for_peers(kit: Kit) -> None:
+def test_surplus_replica_waits_for_peers(kit: Kit) -> None:
     paper = start(kit, "a", wish("x", replicas=2))
     assert paper.deployment("x").is_ready
     assert paper.deployment("x", 1).formation is None
@@ -303,7 +303,7 @@ def test_a_replica_too_many_waits_for_peers(kit: Kit) -> None:
 OTHER_FILES = msgspec.structs.replace(FACTS, name="x", root="0f" * 32 + ":9")
 
 
-def test_another_version_of_a_model_comes_one_replica_after_the_other(kit: Kit) -> None:
+def test_changes_roll_out_one_replica_at_a_time(kit: Kit) -> None:
     paper = start(kit, "ab", wish("x", replicas=2))
     one, two = paper.fleet.deployments
     paper.serve_all(DesiredModel(OTHER_FILES, "a", replicas=2))
@@ -315,7 +315,7 @@ def test_another_version_of_a_model_comes_one_replica_after_the_other(kit: Kit) 
     assert {each.desired.facts.root for each in (one, two)} == {OTHER_FILES.root}
 
 
-def test_a_version_that_does_not_start_ends_only_one_replica(kit: Kit) -> None:
+def test_failing_rollout_breaks_only_one_replica(kit: Kit) -> None:
     """Crash-loop: it is tried again with growing pauses; the other replica goes on as it is."""
     paper = start(kit, "ab", wish("x", replicas=2))
     one, two = paper.fleet.deployments
@@ -343,7 +343,7 @@ def test_a_version_that_does_not_start_ends_only_one_replica(kit: Kit) -> None:
     assert two.formation.record == kept
 
 
-def test_pinned_layers_are_where_they_are_said_to_be(kit: Kit) -> None:
+def test_pinned_layers_are_placed_as_named(kit: Kit) -> None:
     paper = start(kit, "abc", wish("x", pins=(("b", "4:6"), ("c", "0:4"))), wish("y"))
     record = paper.deployment("x").formation.record
     assert [(stage.peer, stage.layers) for stage in record.stages] == [("c", (0, 4)), ("b", (4, 6))]
@@ -371,7 +371,7 @@ def test_a_restarted_coordinator_adopts_all_pipelines(both: FakeFleet, kit: Kit)
     ]
 
 
-def test_a_higher_term_is_that_of_all(both: FakeFleet) -> None:
+def test_higher_term_applies_to_all_deployments(both: FakeFleet) -> None:
     term = next_term(0, "a")
     before = [one.formation.record for one in both.fleet.deployments]
     both.handle_event(TermRaisedEvent(term))
@@ -382,7 +382,7 @@ def test_a_higher_term_is_that_of_all(both: FakeFleet) -> None:
     assert both.deployment("x").epoch >> 16 == term
 
 
-def test_a_peer_without_memory_is_for_nobody(kit: Kit) -> None:
+def test_peer_without_memory_is_not_allocated(kit: Kit) -> None:
     paper = kit.Paper("a", "b", "c")
     paper.report("a", memory=GB // 2)
     for name in "bc":
@@ -392,7 +392,7 @@ def test_a_peer_without_memory_is_for_nobody(kit: Kit) -> None:
     assert {peers_of(paper, "x"), peers_of(paper, "y")} == {"b", "c"}
 
 
-def test_one_pipeline_at_a_time_is_committed_for_each(both: FakeFleet) -> None:
+def test_each_deployment_commits_one_pipeline(both: FakeFleet) -> None:
     newest: dict[tuple[str, int], PipelineRecord] = {
         (one.model, one.replica): one for one in both.committed
     }
@@ -401,7 +401,7 @@ def test_one_pipeline_at_a_time_is_committed_for_each(both: FakeFleet) -> None:
     ]
 
 
-def test_a_peer_hears_again_of_a_pipeline_that_is_no_more(both: FakeFleet) -> None:
+def test_end_of_a_pipeline_is_resent(both: FakeFleet) -> None:
     """It had no session when that ended, or its coordinator was another one."""
     own = {one.pipeline for one in both.fleet.deployments}
     routes = tuple((pipeline, 1, True) for pipeline in ("p0", *sorted(own)))
@@ -414,7 +414,7 @@ def test_a_peer_hears_again_of_a_pipeline_that_is_no_more(both: FakeFleet) -> No
     assert {p for p, m in told if isinstance(m, RouteRemoved)} == {"c"}
 
 
-def test_who_adopts_ends_no_pipeline_by_hearsay(kit: Kit) -> None:
+def test_adopting_coordinator_ends_no_routes(kit: Kit) -> None:
     paper = start(kit, "ab", wish("x", min_stages=2))
     record = paper.deployment("x").formation.record
     again = kit.Paper(

@@ -46,7 +46,7 @@ def reason(paper: FakeFleet) -> str:
     return route.reason
 
 
-def test_who_has_some_files_is_named(paper: FakeFleet) -> None:
+def test_partial_holders_are_named(paper: FakeFleet) -> None:
     paper.wait(2, "a", "b", "c")
     first = assigned(paper)
     assert {(one.sources, one.partial_sources) for one in first} == {(("a",), ())}
@@ -64,7 +64,7 @@ def test_who_has_some_files_is_named(paper: FakeFleet) -> None:
     assert (route.sources, route.partial_sources) == ((), ("b",))
 
 
-def test_of_many_those_are_named_that_have_more_layers_together(paper: FakeFleet) -> None:
+def test_named_holders_cover_most_layers(paper: FakeFleet) -> None:
     facts = paper.fleet.models[0].facts
     for name in map(chr, range(ord("d"), ord("d") + MAX_SOURCES)):
         paper.join(name)
@@ -80,7 +80,7 @@ def test_of_many_those_are_named_that_have_more_layers_together(paper: FakeFleet
     assert missing_layers(facts, reports, only_model=False) == ()
 
 
-def test_what_nobody_has_is_said_and_not_looked_for_again_and_again(paper: FakeFleet) -> None:
+def test_missing_files_are_reported_and_not_retried(paper: FakeFleet) -> None:
     paper.wait(2, "a", "b", "c")
     paper.obey()
     paper.handle_event(MemberRemovedEvent("a", "has left"))
@@ -108,7 +108,7 @@ def test_what_nobody_has_is_said_and_not_looked_for_again_and_again(paper: FakeF
     assert assigned(paper)
 
 
-def test_it_is_tried_again_once_in_a_while(paper: FakeFleet) -> None:
+def test_missing_files_are_retried_after_an_interval(paper: FakeFleet) -> None:
     paper.handle_event(PeerStoppedEvent("a"))
     have(paper, "b", (0, 3))
     have(paper, "c", (3, 6))

@@ -8,7 +8,7 @@ from molink.swarm.controller.reachability import (
 from tests.support.fake_fleet import Kit
 
 
-def test_who_cannot_be_reached_by_those_before_it_is_left_out() -> None:
+def test_unreachable_peer_is_excluded() -> None:
     reach = Reachability()
     assert reach.find_unreachable("abc") == {}
     reach.record_attempt("a", "b", ok=False)
@@ -21,7 +21,7 @@ def test_who_cannot_be_reached_by_those_before_it_is_left_out() -> None:
     assert reach.find_unreachable("abc") == {}
 
 
-def test_what_was_known_is_not_thought_through_again() -> None:
+def test_results_are_cached() -> None:
     """When a swarm starts, each peer tells of all others that it has reached them."""
     reach = Reachability()
     reach.record_attempt("a", "b", ok=False)
@@ -33,7 +33,7 @@ def test_what_was_known_is_not_thought_through_again() -> None:
     assert reach.find_unreachable("ab") == {}
 
 
-def test_a_ring_goes_round_pairs_that_cannot_connect() -> None:
+def test_ring_avoids_unconnectable_pairs() -> None:
     reach = Reachability()
     reach.record_attempt("b", "c", ok=False)
     assert reach.find_unreachable("abc") == {}  # a, c, b
@@ -47,7 +47,7 @@ def test_a_ring_goes_round_pairs_that_cannot_connect() -> None:
     assert reach.find_unreachable("abdc") == {"c": UnreachablePeer("c", "c", "a")}
 
 
-def test_the_search_for_an_order_ends() -> None:
+def test_order_search_is_bounded() -> None:
     reach = Reachability()
     names = [f"p{i}" for i in range(20)]
     for one in names[:-1]:
@@ -57,7 +57,7 @@ def test_the_search_for_an_order_ends() -> None:
     assert reach.find_unreachable(names).keys() == {names[-1]}
 
 
-def test_the_command_that_opens_the_ports(kit: Kit) -> None:
+def test_firewall_commands(kit: Kit) -> None:
     report = kit.report("a")
     linux = msgspec.structs.replace(report, platform="linux", worker_ports=(5468, 5479))
     assert describe_firewall_fix(linux) == (

@@ -141,7 +141,7 @@ def test_a_pipeline_forms_step_by_step(kit: Kit) -> None:
         ({"element_bytes": 2, "score_heads": 8}, "auto", 16),
     ],
 )
-def test_kv_blocks_are_the_largest_that_any_stage_wants(
+def test_kv_block_size_is_the_largest_requested(
     kit: Kit, facts: dict[str, int], dtype: str, chosen: int
 ) -> None:
     paper = kit.Paper("a", "b", min_peers=2)
@@ -159,7 +159,7 @@ def test_kv_blocks_are_the_largest_that_any_stage_wants(
     assert told[-1].max_model_len == min(kit.facts.max_model_len, 3 * chosen)
 
 
-def test_all_stages_are_told_how_long_steps_take_before_they_form_the_ring(kit: Kit) -> None:
+def test_profiles_are_sent_before_the_ring_forms(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve()
     paper.report("a")
@@ -189,7 +189,7 @@ def test_all_stages_are_told_how_long_steps_take_before_they_form_the_ring(kit: 
         assert paper.pop_messages()[:2] == [(peer, profile) for profile in told]
 
 
-def test_who_waits_is_told_why(kit: Kit) -> None:
+def test_route_carries_the_reason_for_waiting(kit: Kit) -> None:
     paper = kit.Paper("a", "b", min_peers=2)
     paper.serve()
     paper.report("a")
@@ -215,7 +215,7 @@ def test_who_waits_is_told_why(kit: Kit) -> None:
     assert routes[-1].reason == ""  # being formed
 
 
-def test_everybody_is_told_which_bytes_the_model_has(running: FakeFleet, kit: Kit) -> None:
+def test_model_root_is_sent_with_assignments_and_routes(running: FakeFleet, kit: Kit) -> None:
     running.serve(facts=msgspec.structs.replace(kit.facts, root="0f" * 32 + ":9"))
     running.wait(1.25, *"abc")
     sent = running.obey()
@@ -228,7 +228,7 @@ def test_everybody_is_told_which_bytes_the_model_has(running: FakeFleet, kit: Ki
     assert [wish.root for _, wish in joined(running)] == ["1f" * 32 + ":9"]
 
 
-def test_an_epoch_is_committed_before_anybody_hears_of_it(kit: Kit) -> None:
+def test_epoch_is_committed_before_it_is_announced(kit: Kit) -> None:
     paper = kit.Paper("a")
     paper.serve()
     paper.report("a")
@@ -239,7 +239,7 @@ def test_an_epoch_is_committed_before_anybody_hears_of_it(kit: Kit) -> None:
     assert kinds == ["Commit", "Assign", "Route"]
 
 
-def test_peers_are_introduced_to_each_other(kit: Kit) -> None:
+def test_peers_learn_about_each_other(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     paper.report("a")
     assert paper.pop_messages(about_members=True) == [
@@ -271,7 +271,7 @@ def test_peers_are_introduced_to_each_other(kit: Kit) -> None:
     assert paper.pop_messages(about_members=True) == []
 
 
-def test_a_peer_that_connects_again_is_told_everything_again(running: FakeFleet) -> None:
+def test_reconnected_peer_is_told_everything(running: FakeFleet) -> None:
     running.handle_event(
         PeerReportedEvent("c", running.fleet.registry.sessions["c"].report, is_new_connection=True)
     )
@@ -283,7 +283,7 @@ def test_a_peer_that_connects_again_is_told_everything_again(running: FakeFleet)
     assert running.reconciler.is_ready
 
 
-def test_a_joiner_is_placed_and_unchanged_stages_are_kept(running: FakeFleet) -> None:
+def test_new_peer_is_placed_by_migration(running: FakeFleet) -> None:
     running.join("d", stage="none")
     assert ("d", route(1, address("a"))) in running.pop_messages()
     running.wait(3, *"abcd")
@@ -344,7 +344,7 @@ def beside(running: FakeFleet) -> list[tuple[str, Assign]]:
     return [(p, m) for p, m in running.pop_messages() if isinstance(m, Assign)]
 
 
-def test_a_newcomer_that_cannot_load_disturbs_nobody(running: FakeFleet) -> None:
+def test_failed_load_of_successor_keeps_serving(running: FakeFleet) -> None:
     beside(running)
     running.failed("d", 3, 2, "p2")
     assert running.pop_messages() == [(p, Unassign(pipeline="p2")) for p in "abcd"]
@@ -359,7 +359,7 @@ def test_a_newcomer_that_cannot_load_disturbs_nobody(running: FakeFleet) -> None
     assert running.reconciler.is_ready
 
 
-def test_a_newcomer_that_is_never_reached_in_the_ring_disturbs_nobody(running: FakeFleet) -> None:
+def test_unlinked_successor_keeps_serving(running: FakeFleet) -> None:
     for peer, order in beside(running):
         running.loaded(order, peer)
     running.failed("c", 2, 2, "p2", next_lost=True)
@@ -370,7 +370,7 @@ def test_a_newcomer_that_is_never_reached_in_the_ring_disturbs_nobody(running: F
 
 
 @pytest.mark.parametrize("how", ["no room", "less KV"])
-def test_where_two_have_no_room_the_one_that_serves_makes_room(
+def test_pipeline_is_replaced_in_place_without_room_for_two(
     running: FakeFleet, how: str
 ) -> None:
     orders = beside(running)
@@ -388,7 +388,7 @@ def test_where_two_have_no_room_the_one_that_serves_makes_room(
     assert running.reconciler.explain_exclusion("b") == ""
 
 
-def test_what_was_made_beside_goes_on_where_the_one_that_serves_breaks(running: FakeFleet) -> None:
+def test_successor_continues_when_serving_pipeline_breaks(running: FakeFleet) -> None:
     orders = beside(running)
     running.loaded(orders[0][1], "a")
     running.failed("b", 1, 1)
@@ -402,7 +402,7 @@ def test_what_was_made_beside_goes_on_where_the_one_that_serves_breaks(running: 
     assert running.reconciler.formation.record.epoch == 2
 
 
-def test_a_loss_of_who_is_in_both_ends_both(running: FakeFleet) -> None:
+def test_loss_of_shared_peer_ends_both_pipelines(running: FakeFleet) -> None:
     beside(running)
     running.handle_event(PeerStoppedEvent("c"))
     assert running.reconciler.successor is None
@@ -415,7 +415,7 @@ def test_a_loss_of_who_is_in_both_ends_both(running: FakeFleet) -> None:
 
 
 @pytest.mark.parametrize("how", ["silent", "left", "stuck", "wants no stage"])
-def test_a_newcomer_that_goes_while_it_loads(running: FakeFleet, how: str) -> None:
+def test_new_peer_lost_while_loading(running: FakeFleet, how: str) -> None:
     orders = beside(running)
     for peer, order in orders[:3]:
         running.loaded(order, peer)
@@ -435,7 +435,7 @@ def test_a_newcomer_that_goes_while_it_loads(running: FakeFleet, how: str) -> No
 
 
 @pytest.mark.parametrize("when", ["at once", "while it loads"])
-def test_who_cannot_be_reached_gets_no_stage_and_is_told_what_to_do(
+def test_unreachable_peer_gets_a_notice(
     running: FakeFleet, when: str
 ) -> None:
     if when == "at once":
@@ -464,7 +464,7 @@ def test_who_cannot_be_reached_gets_no_stage_and_is_told_what_to_do(
     assert running.reconciler.explain_exclusion("d") == ""
 
 
-def test_a_pc_more_gets_no_stage_where_a_hop_costs_more_than_it_brings(kit: Kit) -> None:
+def test_extra_pc_stays_spare_if_a_hop_costs_more(kit: Kit) -> None:
     paper = kit.Paper("a")
     paper.serve(min_stages=1)
     paper.report("a")
@@ -481,7 +481,7 @@ def test_a_pc_more_gets_no_stage_where_a_hop_costs_more_than_it_brings(kit: Kit)
     assert not [m for _, m in paper.pop_messages() if isinstance(m, Notice)]
 
 
-def test_what_serves_stays_until_another_ring_is_worth_it(kit: Kit) -> None:
+def test_serving_ring_stays_until_another_is_worth_it(kit: Kit) -> None:
     paper = kit.Paper("a", "b", "c", min_peers=3)
     paper.serve(min_stages=2)
     for name, memory in (("a", 8), ("b", 8), ("c", 8)):
@@ -531,7 +531,7 @@ def pair(kit: Kit) -> FakeFleet:
     return paper
 
 
-def test_a_stage_that_stays_slow_is_given_to_another_pc(pair: FakeFleet) -> None:
+def test_lasting_slowdown_moves_the_stage(pair: FakeFleet) -> None:
     paced(pair, "a", 1.0)
     paced(pair, "b", 4.0)
     pair.wait(SLOWDOWN_HOLD - 1, *"abc")
@@ -546,7 +546,7 @@ def test_a_stage_that_stays_slow_is_given_to_another_pc(pair: FakeFleet) -> None
     assert pair.reconciler.formation.record.epoch == epoch, "B is as good again, but no better"
 
 
-def test_links_that_were_looked_at_just_before_put_a_slow_stage_off_by_nothing(
+def test_link_review_does_not_delay_slowdown_review(
     pair: FakeFleet,
 ) -> None:
     paced(pair, "a", 1.0)
@@ -560,7 +560,7 @@ def test_links_that_were_looked_at_just_before_put_a_slow_stage_off_by_nothing(
     assert set(pair.reconciler.migration.peers) == {"a", "c"}
 
 
-def test_a_pace_that_comes_and_goes_never_changes_the_ring(pair: FakeFleet) -> None:
+def test_intermittent_slowdown_changes_nothing(pair: FakeFleet) -> None:
     paced(pair, "a", 1.0)
     for _ in range(6):
         paced(pair, "b", 4.0)
@@ -571,7 +571,7 @@ def test_a_pace_that_comes_and_goes_never_changes_the_ring(pair: FakeFleet) -> N
     assert pair.reconciler.migration is None
 
 
-def test_what_was_measured_counts_in_the_next_placement_only(kit: Kit) -> None:
+def test_measured_rate_counts_from_the_next_placement(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve(min_stages=2)
     for name in "ab":
@@ -589,7 +589,7 @@ def test_what_was_measured_counts_in_the_next_placement_only(kit: Kit) -> None:
     assert set(paper.reconciler.migration.peers) == {"a", "c"}
 
 
-def test_who_serves_is_not_put_out_by_a_try(running: FakeFleet) -> None:
+def test_serving_peer_survives_a_failed_attempt(running: FakeFleet) -> None:
     running.handle_event(ConnectionTriedEvent("a", "b", succeeded=False))
     running.handle_event(ConnectionTriedEvent("z", "a", succeeded=False))
     running.wait(5, *"abc")
@@ -597,7 +597,7 @@ def test_who_serves_is_not_put_out_by_a_try(running: FakeFleet) -> None:
     assert running.reconciler.is_ready
 
 
-def test_the_first_pc_serves_alone_where_the_second_is_not_reached(kit: Kit) -> None:
+def test_first_pc_serves_alone_if_second_is_unreachable(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve()
     paper.report("a")
@@ -616,7 +616,7 @@ def test_the_first_pc_serves_alone_where_the_second_is_not_reached(kit: Kit) -> 
     assert paper.reconciler.formation.peers == ("a", "b")
 
 
-def test_a_newcomer_that_cannot_reach_another_stage_is_at_fault_itself(running: FakeFleet) -> None:
+def test_new_peer_is_blamed_for_a_failed_link(running: FakeFleet) -> None:
     for peer, order in beside(running):
         running.loaded(order, peer)
     running.failed("d", 3, 2, "p2", next_lost=True)  # it can't connect to `a`
@@ -626,7 +626,7 @@ def test_a_newcomer_that_cannot_reach_another_stage_is_at_fault_itself(running: 
     assert "left out for" in running.reconciler.explain_exclusion("d")
 
 
-def test_who_joins_while_another_loads_comes_in_afterwards(running: FakeFleet) -> None:
+def test_join_during_loading_is_placed_afterwards(running: FakeFleet) -> None:
     orders = beside(running)
     running.join("e")
     running.wait(10, *"abcde")
@@ -680,7 +680,7 @@ def joined(running: FakeFleet) -> list[tuple[str, Prefetch]]:
     return [(p, m) for p, m in running.pop_messages() if isinstance(m, Prefetch)]
 
 
-def test_a_wish_for_files_is_said_again_until_reports_show_it(running: FakeFleet) -> None:
+def test_prefetch_is_resent_until_reports_show_it(running: FakeFleet) -> None:
     asked = joined(running)
     assert asked == [("d", prefetch(1, (5, 6)))]
     running.wait(3.25, *"abcd")
@@ -696,7 +696,7 @@ def test_a_wish_for_files_is_said_again_until_reports_show_it(running: FakeFleet
     assert running.reconciler.successor.record.epoch == 2
 
 
-def test_a_newcomer_that_cannot_fetch_disturbs_nobody(running: FakeFleet) -> None:
+def test_failed_prefetch_keeps_serving(running: FakeFleet) -> None:
     joined(running)
     running.prefetched("d", 1, "failed", "the disk is full")
     assert running.reconciler.migration is None
@@ -710,7 +710,7 @@ def test_a_newcomer_that_cannot_fetch_disturbs_nobody(running: FakeFleet) -> Non
     assert running.reconciler.formation.peers == ("a", "b", "c", "e")
 
 
-def test_a_stage_that_cannot_fetch_more_goes_on_as_it_is(running: FakeFleet) -> None:
+def test_serving_peer_with_failed_prefetch_keeps_its_stage(running: FakeFleet) -> None:
     running.report("b", *running.fleet.registry.sessions["b"].report.workers, stage="none")
     running.wait(1.25, *"abc")
     assert [p for p, m in running.pop_messages() if isinstance(m, Prefetch)] == ["a", "c"]
@@ -723,7 +723,7 @@ def test_a_stage_that_cannot_fetch_more_goes_on_as_it_is(running: FakeFleet) -> 
 
 
 @pytest.mark.parametrize("how", ["left", "silent"])
-def test_a_newcomer_that_goes_while_it_fetches(running: FakeFleet, how: str) -> None:
+def test_new_peer_lost_while_fetching(running: FakeFleet, how: str) -> None:
     joined(running)
     if how == "left":
         running.handle_event(MemberRemovedEvent("d", "left"))
@@ -733,7 +733,7 @@ def test_a_newcomer_that_goes_while_it_fetches(running: FakeFleet, how: str) -> 
     assert running.reconciler.formation.record.epoch == 1
 
 
-def test_a_loss_does_not_wait_for_files(running: FakeFleet) -> None:
+def test_loss_does_not_wait_for_prefetch(running: FakeFleet) -> None:
     joined(running)
     running.failed("b", 1, epoch=1)
     running.wait(0.5, *"abcd")
@@ -742,7 +742,7 @@ def test_a_loss_does_not_wait_for_files(running: FakeFleet) -> None:
     assert running.reconciler.migration is None
 
 
-def test_what_is_being_formed_is_finished_before_it_is_improved(running: FakeFleet) -> None:
+def test_formation_finishes_before_it_is_improved(running: FakeFleet) -> None:
     running.wait(3.25, *"ab")
     running.wait(0.5, *"ab")
     assert running.reconciler.formation.record.epoch == 2
@@ -760,7 +760,7 @@ def test_what_is_being_formed_is_finished_before_it_is_improved(running: FakeFle
 
 
 @pytest.mark.parametrize("change", [{"stage": "none"}, {"memory": 10**9}])
-def test_what_cannot_be_finished_is_begun_anew(running: FakeFleet, change: dict[str, Any]) -> None:
+def test_impossible_formation_restarts(running: FakeFleet, change: dict[str, Any]) -> None:
     running.failed("b", 1, epoch=1)
     running.wait(0.5, *"abc")
     running.report("a", **change)
@@ -768,7 +768,7 @@ def test_what_cannot_be_finished_is_begun_anew(running: FakeFleet, change: dict[
     assert running.reconciler.formation.record.epoch == 3
 
 
-def test_who_waits_hears_that_it_gets_on(running: FakeFleet) -> None:
+def test_progress_of_a_formation_is_published(running: FakeFleet) -> None:
     running.failed("b", 1, epoch=1)
     said = [m.forming for p, m in running.pop_messages(with_reasons=True) if p == "b"]
     assert said == [0]
@@ -797,7 +797,7 @@ def test_joins_close_together_form_once(kit: Kit) -> None:
     assert len(paper.committed[0].stages) == 3
 
 
-def test_joining_for_ever_does_not_put_it_off_for_ever(kit: Kit) -> None:
+def test_debounce_is_bounded(kit: Kit) -> None:
     paper = kit.Paper("a")
     paper.serve()
     paper.report("a")
@@ -807,7 +807,7 @@ def test_joining_for_ever_does_not_put_it_off_for_ever(kit: Kit) -> None:
     assert paper.committed
 
 
-def test_a_failed_worker(running: FakeFleet) -> None:
+def test_failed_worker_restarts_the_pipeline(running: FakeFleet) -> None:
     running.failed("b", 1, epoch=1)
     assert running.pop_messages() == [(p, route(1)) for p in "abc"]
     assert running.reconciler.reason == "stage 1 on B: oops"
@@ -821,7 +821,7 @@ def test_a_failed_worker(running: FakeFleet) -> None:
     ]
 
 
-def test_a_crash_loop_is_left_out_longer_and_longer(running: FakeFleet) -> None:
+def test_crash_loop_backs_off(running: FakeFleet) -> None:
     for name, memory in zip("abc", (3, 5, 3), strict=True):
         running.report(name, memory=memory * 10**9)  # without `b` there is no placement
     gaps = []
@@ -838,7 +838,7 @@ def test_a_crash_loop_is_left_out_longer_and_longer(running: FakeFleet) -> None:
     assert "left out for" in " ".join(running.fleet.story)
 
 
-def test_what_works_is_not_disturbed_for_a_suspect(running: FakeFleet) -> None:
+def test_suspect_peer_does_not_change_a_working_pipeline(running: FakeFleet) -> None:
     fail_until_left_out(running, "b")
     running.obey()
     running.wait(50, *"abc")
@@ -850,7 +850,7 @@ def test_what_works_is_not_disturbed_for_a_suspect(running: FakeFleet) -> None:
     assert running.reconciler.formation.peers == ("a", "b", "c")
 
 
-def test_a_second_failure_does_not_make_all_stages_load_anew(running: FakeFleet) -> None:
+def test_second_failure_is_waited_for(running: FakeFleet) -> None:
     for epoch in (1, 2):
         running.failed("b", 1, epoch)
         running.wait(1.5, *"abc")
@@ -858,7 +858,7 @@ def test_a_second_failure_does_not_make_all_stages_load_anew(running: FakeFleet)
         assert running.reconciler.formation.peers == ("a", "b", "c")
 
 
-def test_a_closed_connection_is_a_loss_unless_there_is_another_at_once(running: FakeFleet) -> None:
+def test_disconnected_peer_may_reconnect_at_once(running: FakeFleet) -> None:
     running.handle_event(PeerDisconnectedEvent("c"))
     running.wait(0.25, *"ab")
     running.report("c", *running.fleet.registry.sessions["c"].report.workers, fresh=True)
@@ -873,7 +873,7 @@ def test_a_closed_connection_is_a_loss_unless_there_is_another_at_once(running: 
 
 
 @pytest.mark.parametrize("first", ["neighbour", "connection"])
-def test_a_neighbour_and_a_closed_connection_agree(running: FakeFleet, first: str) -> None:
+def test_neighbours_report_and_disconnect_mean_loss(running: FakeFleet, first: str) -> None:
     if first == "connection":
         running.handle_event(PeerDisconnectedEvent("c"))
     running.failed("b", 1, epoch=1, next_lost=True)
@@ -883,7 +883,7 @@ def test_a_neighbour_and_a_closed_connection_agree(running: FakeFleet, first: st
     assert running.reconciler.formation.peers == ("a", "b")
 
 
-def test_a_pc_that_is_well_again_is_used_within_seconds(running: FakeFleet) -> None:
+def test_recovered_pc_is_used_within_seconds(running: FakeFleet) -> None:
     running.failed("c", 2, epoch=1)
     running.wait(6, *"ab")  # it fails, and then is gone for a while
     running.obey()
@@ -901,7 +901,7 @@ def fail_until_left_out(running: FakeFleet, peer: str) -> None:
         running.wait(2.5, *"abc")
 
 
-def test_the_reason_names_who_is_left_out(running: FakeFleet) -> None:
+def test_reason_names_excluded_peers(running: FakeFleet) -> None:
     running.report("a", memory=4 * 10**9)
     running.report("b", memory=4 * 10**9)
     running.handle_event(MemberRemovedEvent("c", "left"))
@@ -920,7 +920,7 @@ def test_the_reason_names_who_is_left_out(running: FakeFleet) -> None:
     )
 
 
-def test_the_next_stage_is_blamed_for_being_lost(running: FakeFleet) -> None:
+def test_lost_next_stage_is_blamed(running: FakeFleet) -> None:
     for epoch in (1, 2, 3, 4):
         stage = running.reconciler.formation.stage_of("a")
         running.failed("a", stage, epoch, next_lost=True)
@@ -928,7 +928,7 @@ def test_the_next_stage_is_blamed_for_being_lost(running: FakeFleet) -> None:
     assert running.reconciler.formation.peers == ("a", "c")
 
 
-def test_who_was_lost_to_its_neighbour_is_placed_once_it_has_reported(running: FakeFleet) -> None:
+def test_doubted_peer_is_placed_after_its_report(running: FakeFleet) -> None:
     running.failed("b", 1, epoch=1, next_lost=True)  # `c`, and nobody knows why
     running.wait(0.5, *"ab")
     assert running.reconciler.formation is None
@@ -937,13 +937,13 @@ def test_who_was_lost_to_its_neighbour_is_placed_once_it_has_reported(running: F
     assert running.reconciler.formation.peers == ("a", "b", "c")
 
 
-def test_who_was_lost_to_its_neighbour_is_not_waited_for_longer(running: FakeFleet) -> None:
+def test_wait_for_doubted_peer_is_bounded(running: FakeFleet) -> None:
     running.failed("b", 1, epoch=1, next_lost=True)
     running.wait(1.25, *"ab")
     assert running.reconciler.formation.peers == ("a", "b")
 
 
-def test_the_previous_stage_is_blamed_for_being_cut_off(running: FakeFleet) -> None:
+def test_blocked_previous_stage_is_blamed(running: FakeFleet) -> None:
     for epoch in (1, 2, 3, 4):
         peers = running.reconciler.formation.peers
         stage = (peers.index("b") + 1) % len(peers)
@@ -953,7 +953,7 @@ def test_the_previous_stage_is_blamed_for_being_cut_off(running: FakeFleet) -> N
     assert running.reconciler.formation.peers == ("a", "c")
 
 
-def test_a_silent_peer_is_replaced_by_who_is_left(running: FakeFleet) -> None:
+def test_silent_peer_is_replaced(running: FakeFleet) -> None:
     running.wait(3.25, *"ab")
     assert not running.reconciler.is_ready
     assert running.pop_messages() == [(p, route(1)) for p in "ab"]
@@ -972,7 +972,7 @@ def test_a_silent_peer_is_replaced_by_who_is_left(running: FakeFleet) -> None:
     assert running.reconciler.is_ready
 
 
-def test_nothing_goes_on_with_who_is_lost_at_the_same_time(running: FakeFleet) -> None:
+def test_simultaneous_losses_are_handled_together(running: FakeFleet) -> None:
     beside(running)
     running.pop_messages()
     running.wait(5, "a", "d")
@@ -981,7 +981,7 @@ def test_nothing_goes_on_with_who_is_lost_at_the_same_time(running: FakeFleet) -
     assert running.reconciler.formation.peers == ("a", "d")
 
 
-def test_a_peer_that_stops_in_good_order_is_no_suspect(running: FakeFleet) -> None:
+def test_clean_shutdown_is_no_failure(running: FakeFleet) -> None:
     fail_until_left_out(running, "c")
     running.obey()
     assert "left out for" in running.reconciler.explain_exclusion("c")
@@ -999,7 +999,7 @@ def test_a_peer_that_stops_in_good_order_is_no_suspect(running: FakeFleet) -> No
 
 
 @pytest.mark.parametrize("how", ["silent", "restarted", "at once"])
-def test_a_pc_that_was_killed_has_not_failed(running: FakeFleet, how: str) -> None:
+def test_killed_pc_is_no_failure(running: FakeFleet, how: str) -> None:
     running.failed("b", 1, epoch=1, next_lost=True)  # before `c` counts as silent
     if how != "at once":
         running.wait(7 if how == "silent" else 2, *"ab")
@@ -1012,7 +1012,7 @@ def test_a_pc_that_was_killed_has_not_failed(running: FakeFleet, how: str) -> No
     assert running.reconciler.formation.peers == ("a", "b", "c")
 
 
-def test_a_peer_that_just_went_silent_is_not_placed(running: FakeFleet) -> None:
+def test_stale_peer_is_not_placed(running: FakeFleet) -> None:
     running.wait(2, *"ab")
     assert running.reconciler.is_ready
     running.failed("b", 1, epoch=1, next_lost=True)
@@ -1028,7 +1028,7 @@ def test_a_short_silence_changes_nothing(running: FakeFleet) -> None:
     assert running.reconciler.is_ready
 
 
-def test_its_own_standstill_is_nobodys_silence(running: FakeFleet) -> None:
+def test_own_standstill_is_no_silence(running: FakeFleet) -> None:
     running.now += 60
     running.handle_event(TimePassedEvent())
     assert running.pop_messages() == []
@@ -1037,7 +1037,7 @@ def test_its_own_standstill_is_nobodys_silence(running: FakeFleet) -> None:
     assert not running.fleet.registry.sessions
 
 
-def test_what_is_not_read_yet_is_nobodys_silence(running: FakeFleet) -> None:
+def test_unread_messages_are_no_silence(running: FakeFleet) -> None:
     """A coordinator whose PC is busy falls behind with what the peers have said."""
     for behind in range(1, 32):
         running.now += 0.25
@@ -1049,14 +1049,14 @@ def test_what_is_not_read_yet_is_nobodys_silence(running: FakeFleet) -> None:
     assert not running.fleet.registry.sessions, "it has read all, and none of them said anything"
 
 
-def test_one_that_never_reads_all_still_finds_out_who_is_gone(running: FakeFleet) -> None:
+def test_read_lag_is_bounded(running: FakeFleet) -> None:
     for behind in range(1, 4 * round(MAX_READ_LAG + SESSION_TIMEOUT) + 4):
         running.now += 0.25
         running.handle_event(TimePassedEvent(read_lag=behind / 4))
     assert not running.fleet.registry.sessions
 
 
-def test_who_was_cut_off_may_come_back_after_our_standstill(running: FakeFleet) -> None:
+def test_reconnect_time_excludes_own_standstill(running: FakeFleet) -> None:
     running.handle_event(PeerDisconnectedEvent("b"))
     running.now += 60
     # What waits in the socket comes before any tick.
@@ -1067,7 +1067,7 @@ def test_who_was_cut_off_may_come_back_after_our_standstill(running: FakeFleet) 
     assert running.reconciler.formation.record.epoch == 1
 
 
-def test_nobody_is_late_for_our_standstill(kit: Kit) -> None:
+def test_deadlines_exclude_own_standstill(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     for name in "ab":
         paper.report(name, fresh=True)
@@ -1079,7 +1079,7 @@ def test_nobody_is_late_for_our_standstill(kit: Kit) -> None:
     assert paper.reconciler.formation.state == "loading"
 
 
-def test_a_peer_that_leaves(running: FakeFleet) -> None:
+def test_peer_leaves(running: FakeFleet) -> None:
     running.handle_event(MemberRemovedEvent("b", "left"))
     assert running.pop_messages() == [
         ("a", PeerRemoved(peer="b")),
@@ -1093,7 +1093,7 @@ def test_a_peer_that_leaves(running: FakeFleet) -> None:
     assert running.reconciler.formation.peers == ("a", "c")
 
 
-def test_without_enough_memory_it_waits_and_says_why(kit: Kit) -> None:
+def test_lack_of_memory_is_explained(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve()
     paper.report("a", memory=4 * kit.GB)
@@ -1105,7 +1105,7 @@ def test_without_enough_memory_it_waits_and_says_why(kit: Kit) -> None:
     assert paper.reconciler.formation is not None
 
 
-def test_a_joiner_that_names_layers_which_do_not_exist_is_told_so(running: FakeFleet) -> None:
+def test_notice_for_nonexistent_layers(running: FakeFleet) -> None:
     running.join("d", stage="0:99")
     running.wait(2, *"abcd")
     why = "names layers that toy doesn't have: it has 6"
@@ -1120,7 +1120,7 @@ def test_a_joiner_that_names_layers_which_do_not_exist_is_told_so(running: FakeF
     assert ("d", Notice(text="")) in running.pop_messages()
 
 
-def test_alone_such_a_joiner_is_why_nothing_is_served(kit: Kit) -> None:
+def test_nonexistent_layers_are_the_reason(kit: Kit) -> None:
     paper = kit.Paper("d")
     paper.serve()
     paper.report("d", stage="0:99")
@@ -1128,7 +1128,7 @@ def test_alone_such_a_joiner_is_why_nothing_is_served(kit: Kit) -> None:
     assert "D (--stage 0:99) names layers that toy doesn't have" in paper.reconciler.reason
 
 
-def test_a_joiner_that_makes_placement_impossible_stops_nothing(running: FakeFleet) -> None:
+def test_impossible_placement_keeps_serving(running: FakeFleet) -> None:
     running.join("d", stage="0:2")
     running.join("e", stage="1:3")
     running.wait(2, *"abcde")
@@ -1154,7 +1154,7 @@ def test_messages_of_other_epochs_peers_and_pipelines_are_ignored(running: FakeF
     assert running.reconciler.is_ready
 
 
-def test_a_formation_without_progress_is_given_up(kit: Kit) -> None:
+def test_formation_without_progress_fails(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve()
     for name in "ab":
@@ -1206,7 +1206,7 @@ def fetching_until_given_up(paper: FakeFleet, kit: Kit, claim: Callable[[float],
     ],
     ids=["nothing", "too little", "more than there is", "up and down"],
 )
-def test_who_only_says_that_it_fetches_is_left_out(kit: Kit, claim: Callable[[float], int]) -> None:
+def test_stalled_fetch_excludes_the_peer(kit: Kit, claim: Callable[[float], int]) -> None:
     paper = kit.Paper("a", "b", "c", min_peers=3)
     assert fetching_until_given_up(paper, kit, claim) <= 62
     assert "C made too little progress with fetching its stage" in " ".join(paper.fleet.story)
@@ -1218,7 +1218,7 @@ def test_who_only_says_that_it_fetches_is_left_out(kit: Kit, claim: Callable[[fl
     assert paper.reconciler.formation.peers == ("a", "b")
 
 
-def test_a_transfer_takes_no_longer_than_its_bytes(kit: Kit) -> None:
+def test_transfer_time_is_bounded_by_its_bytes(kit: Kit) -> None:
     """Who claims bytes at just the rate that is asked for comes to an end too."""
     paper = kit.Paper("a", "b", "c", min_peers=3)
     most = 1.5 * 2 * 10**7 + (1 << 20)
@@ -1226,7 +1226,7 @@ def test_a_transfer_takes_no_longer_than_its_bytes(kit: Kit) -> None:
     assert taken <= most / MIN_RATE / 2 + STALL_TIMEOUT + 30
 
 
-def test_a_peer_whose_files_never_come_is_not_waited_for(running: FakeFleet) -> None:
+def test_stalled_prefetch_is_given_up(running: FakeFleet) -> None:
     joined(running)
     running.prefetched("d", 1, "fetching")
     running.wait(31, *"abcd")
@@ -1235,7 +1235,7 @@ def test_a_peer_whose_files_never_come_is_not_waited_for(running: FakeFleet) -> 
     assert running.reconciler.is_ready
 
 
-def test_a_stage_that_never_links_is_given_up(kit: Kit) -> None:
+def test_linking_times_out(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve()
     for name in "ab":
@@ -1250,7 +1250,7 @@ def test_a_stage_that_never_links_is_given_up(kit: Kit) -> None:
     assert paper.reconciler.formation.record.epoch == 2
 
 
-def test_lost_instructions_are_repeated(kit: Kit) -> None:
+def test_lost_instructions_are_resent(kit: Kit) -> None:
     paper = kit.Paper("a")
     paper.serve()
     paper.report("a")
@@ -1281,7 +1281,7 @@ def test_a_peer_without_room_for_kv_is_named(kit: Kit) -> None:
 
 
 @pytest.mark.parametrize("how", ["failed", "gone", "restarted"])
-def test_reports_show_what_messages_did_not(running: FakeFleet, kit: Kit, how: str) -> None:
+def test_reports_replace_lost_messages(running: FakeFleet, kit: Kit, how: str) -> None:
     if how == "failed":
         running.report("b", kit.worker("failed", 1, 1, (2, 4)))
     elif how == "gone":
@@ -1293,7 +1293,7 @@ def test_reports_show_what_messages_did_not(running: FakeFleet, kit: Kit, how: s
     assert running.pop_messages()[0] == ("a", route(1))
 
 
-def test_workers_of_nothing_are_stopped(running: FakeFleet, kit: Kit) -> None:
+def test_unknown_workers_are_stopped(running: FakeFleet, kit: Kit) -> None:
     running.report("b", kit.worker("ready", 1, 1, (2, 4)), kit.worker("ready", 7, 0, (0, 2), "p9"))
     assert running.pop_messages() == [("b", Unassign(pipeline="p9"))]
     running.join("d", stage="none")
@@ -1302,7 +1302,7 @@ def test_workers_of_nothing_are_stopped(running: FakeFleet, kit: Kit) -> None:
     assert running.pop_messages() == [("d", Unassign(pipeline="p1"))]
 
 
-def test_a_peer_that_gets_no_stage_any_more_is_told_so(running: FakeFleet) -> None:
+def test_dropped_peer_is_unassigned(running: FakeFleet) -> None:
     running.report("b", *running.fleet.registry.sessions["b"].report.workers, stage="none")
     running.wait(1.25, *"abc")
     running.obey()
@@ -1311,7 +1311,7 @@ def test_a_peer_that_gets_no_stage_any_more_is_told_so(running: FakeFleet) -> No
     assert running.reconciler.formation.peers == ("a", "c")
 
 
-def test_the_same_wish_changes_nothing(running: FakeFleet) -> None:
+def test_unchanged_desired_state_changes_nothing(running: FakeFleet) -> None:
     running.serve(min_peers=1, source="b")
     running.wait(2, *"abc")
     assert running.pop_messages() == []
@@ -1336,7 +1336,7 @@ def test_another_model_gets_another_pipeline(running: FakeFleet, change: dict[st
     }
 
 
-def test_another_number_of_micro_batches_is_another_epoch(running: FakeFleet) -> None:
+def test_micro_batches_change_starts_an_epoch(running: FakeFleet) -> None:
     running.serve(micro_batches=5)
     running.wait(0.5, *"abc")
     running.obey()
@@ -1367,7 +1367,7 @@ def test_a_restarted_coordinator_adopts_the_running_pipeline(running: FakeFleet,
     assert again.committed == []
 
 
-def test_a_restart_before_the_ring_was_told_to_form(running: FakeFleet, kit: Kit) -> None:
+def test_restart_before_the_ring_formed(running: FakeFleet, kit: Kit) -> None:
     """What was committed may not have been said, or not to everybody."""
     again = restarted(running, kit)
     again.report("a", kit.worker("ready", 1, 0, (0, 2)))
@@ -1386,7 +1386,7 @@ def test_a_restart_before_the_ring_was_told_to_form(running: FakeFleet, kit: Kit
     assert again.reconciler.is_ready
 
 
-def test_a_newcomer_is_not_forgotten_by_a_restart(running: FakeFleet, kit: Kit) -> None:
+def test_restart_keeps_planning_for_a_new_peer(running: FakeFleet, kit: Kit) -> None:
     joined(running)
     again = restarted(running, kit)
     again.join("d")
@@ -1397,7 +1397,7 @@ def test_a_newcomer_is_not_forgotten_by_a_restart(running: FakeFleet, kit: Kit) 
     assert again.reconciler.formation.peers == ("a", "b", "c", "d")
 
 
-def test_what_was_made_beside_is_forgotten_by_a_restart(running: FakeFleet, kit: Kit) -> None:
+def test_restart_drops_the_successor(running: FakeFleet, kit: Kit) -> None:
     beside(running)
     again = kit.Paper(
         *"abcd", desired=running.reconciler.desired, pipeline=running.committed[-1], last=(2, 2)
@@ -1418,7 +1418,7 @@ def test_what_was_made_beside_is_forgotten_by_a_restart(running: FakeFleet, kit:
     assert again.reconciler.pipeline == "p3"
 
 
-def test_who_has_not_reported_is_not_adopted(running: FakeFleet, kit: Kit) -> None:
+def test_adoption_needs_all_reports(running: FakeFleet, kit: Kit) -> None:
     again = restarted(running, kit)
     for stage, name in enumerate("abc"):
         again.ready(name, stage, epoch=1)
@@ -1435,7 +1435,7 @@ def test_a_changed_stage_is_not_adopted(running: FakeFleet, kit: Kit) -> None:
     assert again.committed[-1].epoch == 2
 
 
-def test_a_missing_peer_is_not_waited_for_beyond_its_time(running: FakeFleet, kit: Kit) -> None:
+def test_adoption_times_out(running: FakeFleet, kit: Kit) -> None:
     again = restarted(running, kit)
     again.report("a", kit.worker("ready", 1, 0, (0, 2)))
     again.report("b", kit.worker("ready", 1, 1, (2, 4)))
@@ -1446,7 +1446,7 @@ def test_a_missing_peer_is_not_waited_for_beyond_its_time(running: FakeFleet, ki
     assert again.reconciler.formation.peers == ("a", "b")
 
 
-def test_after_a_power_cut_it_waits_for_peers_but_not_for_ever(
+def test_restore_waits_for_min_peers_up_to_a_limit(
     running: FakeFleet, kit: Kit
 ) -> None:
     again = restarted(running, kit)
@@ -1458,7 +1458,7 @@ def test_after_a_power_cut_it_waits_for_peers_but_not_for_ever(
     assert again.committed[-1].epoch == 2
 
 
-def test_after_a_power_cut_nobody_waits_for_who_is_no_member(running: FakeFleet, kit: Kit) -> None:
+def test_restore_waits_only_for_members(running: FakeFleet, kit: Kit) -> None:
     again = restarted(running, kit)
     again.handle_event(MemberRemovedEvent("c", "left"))
     again.report("a")
@@ -1476,14 +1476,14 @@ def test_an_unformed_epoch_is_not_adopted(running: FakeFleet, kit: Kit) -> None:
     assert again.committed[-1].epoch == 5
 
 
-def test_broken_invariants_come_with_the_story(running: FakeFleet) -> None:
+def test_invariant_errors_carry_the_story(running: FakeFleet) -> None:
     running.fleet.registry.sessions["z"] = running.fleet.registry.sessions["a"]
     with pytest.raises(InvariantError) as caught:
         running.handle_event(TimePassedEvent())
     assert any("is ready" in line for line in caught.value.story)
 
 
-def test_what_is_being_formed_begins_anew_in_a_higher_term(kit: Kit) -> None:
+def test_formation_restarts_in_a_higher_term(kit: Kit) -> None:
     """Peers of the other part may know newer epochs than the one that is being formed."""
     paper = kit.Paper("a", "b")
     for name in "ab":
@@ -1497,13 +1497,13 @@ def test_what_is_being_formed_begins_anew_in_a_higher_term(kit: Kit) -> None:
     assert term_of(paper.reconciler.formation.record.epoch) == term
 
 
-def test_what_serves_is_not_touched_by_a_higher_term(running: FakeFleet) -> None:
+def test_serving_pipeline_survives_a_higher_term(running: FakeFleet) -> None:
     running.handle_event(TermRaisedEvent(next_term(0, "a")))
     running.wait(3, *"abc")
     assert running.reconciler.formation.record.epoch == 1
 
 
-def test_a_route_that_a_peer_has_lost_is_told_again(kit: Kit) -> None:
+def test_lost_route_is_resent(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve()
     for name in "ab":

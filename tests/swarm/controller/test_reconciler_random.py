@@ -226,7 +226,7 @@ class World:
 
 @given(st.lists(steps, min_size=5, max_size=40))
 @settings(max_examples=120, deadline=None)
-def test_promises_are_kept(kit: Kit, plan: list[Any]) -> None:
+def test_invariants_hold_for_any_history(kit: Kit, plan: list[Any]) -> None:
     world = World(kit)
     for name in "abc":
         world.step("join", name, "auto")
@@ -241,7 +241,7 @@ def test_promises_are_kept(kit: Kit, plan: list[Any]) -> None:
 
 @given(st.lists(steps, max_size=25))
 @settings(max_examples=60, deadline=None)
-def test_it_always_recovers(kit: Kit, plan: list[Any]) -> None:
+def test_pipeline_always_recovers(kit: Kit, plan: list[Any]) -> None:
     """Whatever happened: once peers are there and behave, the model is served."""
     world = World(kit)
     for step in plan:

@@ -52,7 +52,7 @@ def apart(latency: float = 0.01) -> tuple[Swarm, list[RelayAction]]:
     return swarm, swarm.tried("a", "b", False)
 
 
-def test_one_that_both_have_reached_is_asked_then_the_ends_are_told() -> None:
+def test_relay_is_opened_then_both_ends_are_told() -> None:
     swarm, decisions = apart()
     secret = bytes(32)
     assert decisions == [SendMessageAction("hub", OpenRelay(id=1, secret=secret))]
@@ -67,7 +67,7 @@ def test_one_that_both_have_reached_is_asked_then_the_ends_are_told() -> None:
     assert swarm.tried("a", "b", False) == []
 
 
-def test_who_can_be_dialled_back_is_the_relay_itself() -> None:
+def test_peer_that_can_be_dialled_back_relays_itself() -> None:
     swarm = Swarm("a", "b", "hub")
     for one in "ab":
         swarm.tried(one, "hub", True, 0.0001)
@@ -77,7 +77,7 @@ def test_who_can_be_dialled_back_is_the_relay_itself() -> None:
     assert told.peer == "a"
 
 
-def test_the_nearest_of_several() -> None:
+def test_nearest_relay_is_chosen() -> None:
     swarm = Swarm("a", "b", "far", "near", "unreached")
     for one, away in (("far", 0.05), ("near", 0.01)):
         swarm.tried("a", one, True, away)
@@ -87,7 +87,7 @@ def test_the_nearest_of_several() -> None:
     assert swarm.relays.relay_peers == {("a", "b"): "near"}
 
 
-def test_nobody_who_does_not_want_to() -> None:
+def test_unwilling_peers_do_not_relay() -> None:
     swarm = Swarm("a", "b")
     swarm.offer("hub", relays=False)
     for one in "ab":
@@ -96,7 +96,7 @@ def test_nobody_who_does_not_want_to() -> None:
     assert swarm.offer("hub") != []
 
 
-def test_a_relay_whose_pc_is_drained_ends_and_another_takes_its_place() -> None:
+def test_drained_relay_is_replaced() -> None:
     swarm, _ = apart()
     swarm.opened("hub", 1)
     swarm.offer("second")
@@ -113,7 +113,7 @@ def test_a_relay_whose_pc_is_drained_ends_and_another_takes_its_place() -> None:
     assert swarm.relays.relay_peers == {("a", "b"): "second"}
 
 
-def test_a_relay_that_is_gone() -> None:
+def test_lost_relay_is_replaced() -> None:
     swarm, _ = apart()
     decisions = swarm.relays.handle(LivePeersChangedEvent({"a", "b"}))
     assert decisions == [
@@ -125,7 +125,7 @@ def test_a_relay_that_is_gone() -> None:
     swarm.relays.validate()
 
 
-def test_an_end_that_is_gone_or_can_be_reached_again() -> None:
+def test_relay_closes_when_it_is_not_needed() -> None:
     swarm, _ = apart()
     assert swarm.relays.handle(LivePeersChangedEvent({"a", "hub"})) == [
         SendMessageAction("a", CloseRelay(id=1)),
@@ -142,7 +142,7 @@ def test_an_end_that_is_gone_or_can_be_reached_again() -> None:
     assert swarm.relays.relay_peers == {}
 
 
-def test_a_relay_that_does_not_get_through_is_not_asked_again() -> None:
+def test_failed_relay_is_not_retried() -> None:
     swarm, _ = apart()
     swarm.opened("hub", 1)
     assert swarm.tried("a", "b", False, relayed=True) == []
@@ -159,13 +159,13 @@ def test_a_relay_that_does_not_get_through_is_not_asked_again() -> None:
     assert swarm.relays.relay_peers == {("a", "b"): "hub"}
 
 
-def test_a_pc_that_has_no_port_for_it() -> None:
+def test_relay_without_a_free_port_is_given_up() -> None:
     swarm, _ = apart()
     assert SendMessageAction("hub", CloseRelay(id=1)) in swarm.opened("hub", 1, port=0)
     assert swarm.relays.relay_peers == {}
 
 
-def test_a_way_over_a_relay_is_no_way_of_its_own() -> None:
+def test_relayed_route_does_not_count_as_direct() -> None:
     """Or the next relay would be one that can't be reached either."""
     swarm, _ = apart()
     swarm.tried("a", "b", True, 0.02, relayed=True)
@@ -176,7 +176,7 @@ def test_a_way_over_a_relay_is_no_way_of_its_own() -> None:
     assert ("a", "c") not in swarm.relays.relay_peers
 
 
-def test_there_are_not_too_many() -> None:
+def test_number_of_relays_is_bounded() -> None:
     names = [f"p{number:02}" for number in range(20)]
     swarm = Swarm(*names, "hub")
     for one in names:
@@ -193,7 +193,7 @@ def test_there_are_not_too_many() -> None:
     assert len(swarm.relays.relay_peers) == MAX_RELAYS
 
 
-def test_what_strangers_say_counts_for_nothing() -> None:
+def test_unknown_peers_are_ignored() -> None:
     swarm = Swarm("a")
     assert swarm.tried("a", "nobody", False) == swarm.tried("nobody", "a", False) == []
 
@@ -209,7 +209,7 @@ _EVENTS = st.one_of(
 
 @settings(max_examples=200)
 @given(st.lists(_EVENTS, max_size=40))
-def test_whatever_happens(events: list[tuple]) -> None:
+def test_invariants_hold_for_any_events(events: list[tuple]) -> None:
     """Bounds hold, and who was told of a relay, and is there, is told of its end."""
     swarm = Swarm()
     open_at: dict[tuple[str, int], bool] = {}

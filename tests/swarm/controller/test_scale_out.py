@@ -40,7 +40,7 @@ def swarm(kit: Kit, memory: int = 4, **serve: Any) -> FakeFleet:
     return paper
 
 
-def test_a_pc_more_costs_a_hop_and_brings_nothing_for_one_stream(kit: Kit) -> None:
+def test_extra_pc_does_not_help_one_stream(kit: Kit) -> None:
     paper = swarm(kit)
     found = build_scale_out(paper.reconciler, paper.now)
     (more,) = found["more"]
@@ -50,7 +50,7 @@ def test_a_pc_more_costs_a_hop_and_brings_nothing_for_one_stream(kit: Kit) -> No
     assert more["turn_s"] == pytest.approx(found["now"]["turn_s"])
 
 
-def test_for_many_streams_it_brings_what_another_stage_does(kit: Kit) -> None:
+def test_extra_pc_helps_many_streams(kit: Kit) -> None:
     paper = swarm(kit, objective="throughput")
     found = build_scale_out(paper.reconciler, paper.now)
     (more,) = found["more"]
@@ -58,7 +58,7 @@ def test_for_many_streams_it_brings_what_another_stage_does(kit: Kit) -> None:
     assert more["tokens_per_s"] > 1.3 * found["now"]["tokens_per_s"]
 
 
-def test_nothing_is_said_where_nothing_serves_or_layers_were_named(kit: Kit) -> None:
+def test_no_estimate_without_a_placed_ring(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve()
     for name, stage in (("a", "0:3"), ("b", "3:6")):
@@ -70,7 +70,7 @@ def test_nothing_is_said_where_nothing_serves_or_layers_were_named(kit: Kit) -> 
     assert build_scale_out(paper.reconciler, paper.now) == {}
 
 
-def test_a_status_shows_steps_at_their_present_pace(kit: Kit) -> None:
+def test_status_applies_current_slowdowns(kit: Kit) -> None:
     paper = swarm(kit)
 
     def steps() -> list[float]:
@@ -84,7 +84,7 @@ def test_a_status_shows_steps_at_their_present_pace(kit: Kit) -> None:
     assert sorted(steps()) == [STEP_S, 2 * STEP_S]
 
 
-def test_a_newcomers_links_are_as_those_of_the_others() -> None:
+def test_new_peer_gets_median_links() -> None:
     links = Links()
     assert links.with_newcomer("n", ["a"]).latency_and_rate("n", "a") == (
         ASSUMED_LATENCY,
@@ -99,7 +99,7 @@ def test_a_newcomers_links_are_as_those_of_the_others() -> None:
     assert not links.is_measured("n", "a")
 
 
-def test_the_first_token_of_a_request_alone_is_foretold(kit: Kit) -> None:
+def test_ttft_is_estimated(kit: Kit) -> None:
     paper = swarm(kit)
     (found,) = CachedScaleOut(paper.fleet).estimate_at(100.0).values()
     assert found["prompt"] == PROMPT_TOKENS
@@ -107,7 +107,7 @@ def test_the_first_token_of_a_request_alone_is_foretold(kit: Kit) -> None:
     assert chunks * CHUNK_S < found["first_token_s"] < 2 * chunks * CHUNK_S + 0.5
 
 
-def test_who_asks_again_soon_is_told_the_same(kit: Kit) -> None:
+def test_estimates_are_cached(kit: Kit) -> None:
     paper = swarm(kit)
     rare = CachedScaleOut(paper.fleet)
     first = rare.estimate_at(100.0)

@@ -11,7 +11,7 @@ from molink.wire.messages.peer_reports import PartialModel, TransferState
 from tests.support.fake_fleet import FakeFleet, Kit
 
 
-def test_the_shape(running: FakeFleet) -> None:
+def test_status_has_the_documented_keys(running: FakeFleet) -> None:
     running.join("d", stage="none")
     running.wait(1, *"abcd")
     status = build_status(running.fleet, "s1", ["10.0.0.1:5466"], 42)
@@ -115,7 +115,7 @@ def test_each_model_and_pipeline_is_shown(kit: Kit) -> None:
     assert "No PC that is here has all files of y" in status["files"]
 
 
-def test_when_nothing_is_ready(kit: Kit) -> None:
+def test_status_without_a_ready_pipeline(kit: Kit) -> None:
     paper = kit.Paper("a", "b", min_peers=2)
     empty = build_status(paper.fleet, "s1", [], 1)
     assert (empty["model"], empty["pipelines"]) == (None, [])
@@ -129,7 +129,7 @@ def test_when_nothing_is_ready(kit: Kit) -> None:
     assert pipeline["reason"] == "waiting for peers: 1 of 2 with a stage are there"
 
 
-def test_who_alone_has_the_files(running: FakeFleet) -> None:
+def test_sole_holder_of_files_is_named(running: FakeFleet) -> None:
     def files(*models: str, **copied: int) -> str:
         for peer, session in running.fleet.registry.sessions.items():
             held = ("toy",) if peer in models else ()
@@ -152,7 +152,7 @@ def test_who_alone_has_the_files(running: FakeFleet) -> None:
     assert files("a") == ""  # one PC is no swarm
 
 
-def test_how_busy_it_is(running: FakeFleet) -> None:
+def test_stage_and_scheduler_loads_are_shown(running: FakeFleet) -> None:
     """What the peers of a pipeline's stages say of them; of its head, only that of the first."""
     request = RequestLoad("a", "decode", 12, 20, 9, 41_300, 3)
     for stage, peer in enumerate("abc"):
@@ -206,7 +206,7 @@ def test_how_busy_it_is(running: FakeFleet) -> None:
     }
 
 
-def test_names_outlast_loads(running: FakeFleet) -> None:
+def test_names_are_kept_when_loads_are_dropped(running: FakeFleet) -> None:
     status = build_status(running.fleet, "s1", [], 1)
     loaded = {"workers": [{"pid": 1, "load": {"busy": "x" * 400}}]}
     status["peers"] = [{"id": str(i), **loaded} for i in range(600)]
@@ -215,7 +215,7 @@ def test_names_outlast_loads(running: FakeFleet) -> None:
     assert len(json.loads(text)["peers"]) == 600
 
 
-def test_transfers(running: FakeFleet) -> None:
+def test_transfers_are_shown(running: FakeFleet) -> None:
     session = running.fleet.registry.sessions["b"]
     coming = TransferState(model="toy", done=20, total=100, rate=10, source="A")
     stalled = TransferState(model="toy", done=1, total=2, is_replica=True)
@@ -233,7 +233,7 @@ def test_transfers(running: FakeFleet) -> None:
     assert (second["eta_s"], second["copy"]) == (None, True)
 
 
-def test_it_is_bounded(running: FakeFleet) -> None:
+def test_status_size_is_bounded(running: FakeFleet) -> None:
     status = build_status(running.fleet, "s1", [], 1)
     status["peers"] = [{"id": str(i), "name": "x" * 200} for i in range(3000)]
     text = encode_status(status)
@@ -241,7 +241,7 @@ def test_it_is_bounded(running: FakeFleet) -> None:
     assert json.loads(text)["truncated"] is True
 
 
-def test_devices_are_shown_after_their_pc(kit: Kit) -> None:
+def test_devices_follow_their_pc(kit: Kit) -> None:
     paper = kit.Paper("a", "b", "c")
     for name in "abc":
         paper.report(name, pc="a" if name == "c" else "")
@@ -249,7 +249,7 @@ def test_devices_are_shown_after_their_pc(kit: Kit) -> None:
     assert [(one["id"], one["pc"]) for one in status["peers"]] == [("a", ""), ("c", "a"), ("b", "")]
 
 
-def test_files_that_lie_on_one_pc_alone_are_told_only_where_there_are_others(kit: Kit) -> None:
+def test_files_warning_needs_a_second_pc(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     for name in "ab":
         paper.report(name, pc="a" if name == "b" else "")

@@ -33,7 +33,7 @@ def shares(owner: dict[str, tuple[str, int]]) -> dict[str, str]:
     return found
 
 
-def test_each_model_gets_what_it_needs_the_large_one_first() -> None:
+def test_large_models_are_allocated_first() -> None:
     small, large = model("small", 2), model("large", 20)
     offers = [offer("a", 4), offer("b", 15), offer("c", 15)]
     assert shares(allocate_peers([need(small), need(large)], offers, {})) == {
@@ -42,13 +42,13 @@ def test_each_model_gets_what_it_needs_the_large_one_first() -> None:
     }
 
 
-def test_a_peer_that_is_enough_is_not_the_largest() -> None:
+def test_smallest_sufficient_peer_is_chosen() -> None:
     offers = [offer("a", 100), offer("b", 10), offer("c", 30)]
     owner = allocate_peers([need(model("x", 6)), need(model("y", 20))], offers, {})
     assert shares(owner) == {"x": "b", "y": "ac"}  # "a" is over, and goes to who has least
 
 
-def test_what_serves_keeps_its_peers() -> None:
+def test_serving_deployment_keeps_its_peers() -> None:
     x, y = model("x", 2), model("y", 2)
     offers = [offer("a"), offer("b"), offer("c")]
     owner = allocate_peers([need(x, holds="bc", serves=True), need(y)], offers, {})
@@ -65,14 +65,14 @@ def test_what_serves_keeps_its_peers() -> None:
     assert allocate_peers([need(x, holds="bc", serves=True), need(y)], offers, taken) == taken
 
 
-def test_nothing_is_taken_of_who_has_no_more_than_it_needs() -> None:
+def test_only_surplus_peers_are_taken() -> None:
     x, y = model("x", 12), model("y", 2)
     offers = [offer("a", 10), offer("b", 10)]
     held = need(x, holds="ab", serves=True)
     assert shares(allocate_peers([held, need(y, pressing=True)], offers, {})) == {"x": "ab"}
 
 
-def test_what_is_too_little_for_one_is_for_the_next_and_the_rest_waits_with_it() -> None:
+def test_too_few_peers_go_to_a_smaller_model() -> None:
     offers = [offer("a", 10), offer("b", 10), offer("c", 10)]
     needs = [need(model("huge", 99)), need(model("small", 2)), need(model("huge", 99), 1)]
     assert shares(allocate_peers(needs, offers, {})) == {"small": "a", "huge": "bc"}
@@ -91,13 +91,13 @@ def test_first_deployments_come_before_second_ones() -> None:
     }
 
 
-def test_as_many_peers_as_stages_are_wanted() -> None:
+def test_target_stages_get_peers() -> None:
     x, y = model("x", 2, min_stages=3), model("y", 2)
     offers = [offer(name) for name in "abcd"]
     assert len(shares(allocate_peers([need(y), need(x)], offers, {}))["x"]) == 3
 
 
-def test_a_bound_model_runs_where_it_is_bound_and_no_other_does() -> None:
+def test_pinned_peers_serve_only_their_model() -> None:
     x = model("x", 6, pins=(("b", "0:4"), ("c", "4:6")))
     y = model("y", 2)
     offers = [offer(name) for name in "abcd"]
@@ -117,7 +117,7 @@ sizes = st.integers(1, 30)
     st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_it_keeps_its_promises(memory: list[int], layers: list[int], data: st.DataObject) -> None:
+def test_allocation_invariants(memory: list[int], layers: list[int], data: st.DataObject) -> None:
     offers = [offer(chr(97 + i), size) for i, size in enumerate(memory)]
     peers = [one.peer for one in offers]
     models = [model(f"m{i}", count) for i, count in enumerate(layers)]
@@ -149,7 +149,7 @@ def test_it_keeps_its_promises(memory: list[int], layers: list[int], data: st.Da
     st.integers(0, 6),
 )
 @settings(max_examples=150, deadline=None)
-def test_what_fits_is_what_a_placement_finds(
+def test_fit_agrees_with_placement(
     memory: list[int], layers: int, first: int, last: int
 ) -> None:
     facts = msgspec.structs.replace(
@@ -161,7 +161,7 @@ def test_what_fits_is_what_a_placement_finds(
     )
 
 
-def test_replicas_are_apart_and_each_has_whole_pcs() -> None:
+def test_replicas_use_separate_whole_pcs() -> None:
     """What one PC's loss takes is of one replica, whatever the memory of its devices."""
     sizes = {"a": 10, "b": 10, "c": 8, "d": 8}
     pcs = {"c": "a", "d": "b"}

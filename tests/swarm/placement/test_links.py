@@ -7,7 +7,7 @@ from molink.swarm.placement.links import (
 )
 
 
-def test_what_one_direction_lacks_the_other_one_tells() -> None:
+def test_missing_direction_uses_the_other() -> None:
     links = Links()
     assert links.latency_and_rate("a", "b") == (ASSUMED_LATENCY, ASSUMED_RATE)
     links.record_measurement("a", "b", 0.02, None)
@@ -23,7 +23,7 @@ def test_what_one_direction_lacks_the_other_one_tells() -> None:
     assert links.latency_and_rate("b", "a") == (ASSUMED_LATENCY, ASSUMED_RATE)
 
 
-def test_jitter_is_no_news() -> None:
+def test_jitter_is_no_change() -> None:
     links = Links()
     links.record_measurement("a", "b", 0.002, None)
     assert not links.has_changed
@@ -48,7 +48,7 @@ def test_jitter_is_no_news() -> None:
     assert not links.is_measured("a", "c")
 
 
-def test_devices_of_one_pc_are_near_until_that_is_measured() -> None:
+def test_devices_of_one_pc_default_to_loopback() -> None:
     links = Links()
     links.set_primary_peer("a2", "a")
     for pair in (("a", "a2"), ("a2", "a")):

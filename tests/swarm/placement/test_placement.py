@@ -77,19 +77,19 @@ def layers_of(placement: Placement) -> dict[str, tuple[int, int]]:
     return {stage.peer: stage.layers for stage in placement.stages}
 
 
-def test_equal_peers_share_equally_in_order_of_joining() -> None:
+def test_equal_peers_get_equal_shares_in_joining_order() -> None:
     placed = place(facts(layers=9, last=0), [peer("a"), peer("b"), peer("c")])
     assert layers_of(placed) == {"a": (0, 3), "b": (3, 6), "c": (6, 9)}
 
 
-def test_the_output_head_counts_as_work_of_the_last_stage() -> None:
+def test_output_head_counts_for_the_last_stage() -> None:
     placed = place(facts(layers=9, last=3 * GB), [peer("a"), peer("b"), peer("c")])
     assert layers_of(placed) == {"a": (0, 4), "b": (4, 8), "c": (8, 9)}
     assert placed.slowest_time == pytest.approx(0.4)
     assert placed.total_time == pytest.approx(1.2)
 
 
-def test_a_faster_peer_takes_more() -> None:
+def test_faster_peer_takes_more_layers() -> None:
     placed = place(facts(layers=9, last=0), [peer("a", rate=20e9), peer("b")])
     assert layers_of(placed) == {"a": (0, 6), "b": (6, 9)}
 
@@ -106,7 +106,7 @@ def test_memory_limits_a_fast_peer_and_its_order() -> None:
     assert layers_of(placed) == {"a": (0, 3), "fast": (3, 6), "b": (6, 8)}
 
 
-def test_room_for_kv_is_kept() -> None:
+def test_room_for_kv_is_reserved() -> None:
     one = facts(layers=4, first=0, last=0, kv=GB // 2048, context=2048)
     needs = Footprint.of_stage(one, StageSetup()).min_bytes(4, opens=True, closes=True)
     assert needs > 4 * (GB + GB // 2048 * 2048)
@@ -133,7 +133,7 @@ def test_a_cpu_without_bf16_takes_fewer_layers() -> None:
     assert layers_of(placed) == {"wide": (0, 3), "a": (3, 9)}
 
 
-def test_a_draft_model_takes_room_of_the_first_stage_only() -> None:
+def test_draft_model_needs_room_on_the_first_stage() -> None:
     model, memory = facts(layers=8, first=0, last=0), memory_for(5 * GB)
     peers = [replace(peer(name, memory), draft_bytes=2 * GB) for name in "ab"]
     assert layers_of(place(model, peers)) == {"a": (0, 3), "b": (3, 8)}
@@ -148,7 +148,7 @@ def test_a_draft_model_takes_room_of_the_first_stage_only() -> None:
     assert layers_of(place(model, named)) == {"a": (0, 4), "b": (4, 8)}
 
 
-def test_a_draft_model_for_which_there_is_no_room_keeps_nothing_from_being_placed() -> None:
+def test_draft_model_without_room_is_dropped() -> None:
     model, memory = facts(layers=8, first=0, last=0), memory_for(5 * GB)
     peers = [replace(peer(name, memory), draft_bytes=3 * GB) for name in "ab"]
     assert layers_of(place(model, peers)) == {"a": (0, 4), "b": (4, 8)}
@@ -185,7 +185,7 @@ def test_a_ring_has_a_bounded_number_of_stages() -> None:
     assert len(placed.spare_peers) == 3
 
 
-def test_peers_that_fit_nowhere_beside_the_others_are_left_out() -> None:
+def test_peers_that_fit_nowhere_are_spares() -> None:
     # Both ends are too much for `b`, and with two peers one of them is at each end.
     placed = place(facts(layers=4, first=5 * GB, last=5 * GB), [peer("a"), peer("b", 4 * GB)])
     assert layers_of(placed) == {"a": (0, 4)}
@@ -222,7 +222,7 @@ def test_peers_that_fit_nowhere_beside_the_others_are_left_out() -> None:
         ),
     ],
 )
-def test_the_reason_says_what_is_missing(candidates: list[Candidate], reason: str) -> None:
+def test_reason_names_what_is_missing(candidates: list[Candidate], reason: str) -> None:
     found = place(facts(), candidates)
     assert isinstance(found, Unplaceable)
     assert re.search(reason, found.reason), found.reason
@@ -236,7 +236,7 @@ SHRINKS = {
 }
 
 
-def test_quantized_layers_take_less_and_are_read_sooner() -> None:
+def test_quantized_layers_are_smaller_and_faster() -> None:
     model = facts(**SHRINKS)
     peers = [peer("a", memory=memory_for(4 * GB))]
     assert isinstance(place(model, peers), Unplaceable)
@@ -247,7 +247,7 @@ def test_quantized_layers_take_less_and_are_read_sooner() -> None:
     assert placed.slowest_time == pytest.approx((8 * 0.325 + 0.5) / 10)
 
 
-def test_widening_leaves_quantized_projections_as_they_are() -> None:
+def test_widening_skips_quantized_projections() -> None:
     model = facts(layers=9, first=0, last=0, **SHRINKS)
     wide = [peer("wide", bf16=False), peer("a")]
     # 0.2 + 0.225 GB for each layer there, 0.1 + 0.225 GB here.
@@ -256,12 +256,12 @@ def test_widening_leaves_quantized_projections_as_they_are() -> None:
     assert isinstance(place(model, tight, quantize="nf4"), Placement)
 
 
-def test_files_that_are_quantized_already_need_no_option() -> None:
+def test_prequantized_files_need_no_option() -> None:
     peers = [peer("a", memory=memory_for(4 * GB))]
     assert isinstance(place(facts(**SHRINKS, quantized="nf4"), peers), Placement)
 
 
-def test_the_reason_names_the_gentlest_quantization_that_helps() -> None:
+def test_reason_suggests_the_mildest_quantization() -> None:
     model = facts(**SHRINKS)
     for memory, stage, hint in [
         (6 * GB, "auto", r"serve it with --quantize int8$"),
@@ -278,7 +278,7 @@ def test_the_reason_names_the_gentlest_quantization_that_helps() -> None:
     assert "--quantize" not in found.reason
 
 
-def test_a_gpu_keeps_room_for_graphs() -> None:
+def test_gpu_reserves_room_for_graphs() -> None:
     memory = memory_for(9 * GB)
     assert isinstance(place(facts(), [peer("a", memory=memory)]), Placement)
     gpu = place(facts(), [peer("a", memory=memory, cuda=True, stage="0:8")])
@@ -333,7 +333,7 @@ runners = st.lists(
 
 @given(runners, st.integers(1, 7), st.booleans(), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_no_split_is_better(
+def test_split_is_optimal(
     runners: list[StageHost], layers: int, opens: bool, closes: bool
 ) -> None:
     gap = Gap(0, layers, opens, closes)
@@ -431,7 +431,7 @@ def ring(placed: Placement | Unplaceable) -> list[str]:
     return [stage.peer for stage in placed.stages]
 
 
-def test_one_that_holds_the_model_is_enough() -> None:
+def test_single_sufficient_peer_is_chosen() -> None:
     placed = placement.place(facts(), [peer("a"), peer("b", rate=20e9), peer("c")])
     assert ring(placed) == ["b"]
     assert placed.spares == ("a", "c")
@@ -442,7 +442,7 @@ def test_one_that_holds_the_model_is_enough() -> None:
     assert ring(wanted) == ["a", "b"]
 
 
-def test_many_streams_are_worth_more_stages() -> None:
+def test_throughput_uses_more_stages() -> None:
     peers = [peer("a"), peer("b"), peer("c")]
     assert len(ring(placement.place(facts(), peers, aim=PlacementGoal("throughput")))) == 3
     far = placement.place(facts(), peers, aim=PlacementGoal("throughput"), links=over(30.0, *"abc"))
@@ -464,7 +464,7 @@ def test_room_for_a_conversation_is_worth_a_hop() -> None:
     assert ring(placement.place(model, peers, serving=serving)) != ["a"]
 
 
-def test_what_serves_stays_where_another_ring_is_hardly_better() -> None:
+def test_serving_ring_stays_without_a_clear_gain() -> None:
     peers = [peer("a"), peer("b", rate=10.9e9), peer("c", rate=12e9)]
     assert ring(placement.place(facts(), peers[:2], serving=[("a", (0, 8))])) == ["a"]
     assert ring(placement.place(facts(), peers, serving=[("a", (0, 8))])) == ["c"]
@@ -476,7 +476,7 @@ def test_what_serves_stays_where_another_ring_is_hardly_better() -> None:
     assert ring(placement.place(facts(), small, serving=[("a", (0, 8))])) == ["b"]
 
 
-def test_closed_ports_are_named_where_memory_would_do() -> None:
+def test_closed_ports_are_named_if_memory_suffices() -> None:
     closed = frozenset("ab")
     peers = [
         replace(peer(name, memory_for(5 * GB)), unreachable=closed - {name}) for name in ("a", "b")
@@ -486,6 +486,6 @@ def test_closed_ports_are_named_where_memory_would_do() -> None:
     assert "no ring of peers that can connect to each other has room for it" in found.reason
 
 
-def test_named_layers_are_decided_by_hand() -> None:
+def test_named_layers_bypass_the_search() -> None:
     peers = [peer("a", stage="0:2"), peer("b"), peer("c", rate=1e9)]
     assert sorted(ring(placement.place(facts(), peers, links=over(5.0, *"abc")))) == ["a", "b", "c"]

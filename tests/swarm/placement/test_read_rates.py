@@ -42,7 +42,7 @@ def rates(paces: ReadRates, *candidates: Candidate) -> list[float]:
     return [one.read_rate for one in paces.apply_rates(candidates)]
 
 
-def test_a_rate_is_what_a_step_reads_by_its_time() -> None:
+def test_read_rate_is_bytes_over_step_time() -> None:
     setup, one = StageSetup(dtype="auto", quantize="none"), pc("a")
     assert measured_rate(FACTS, one, setup, (0, 5), 0.1 + STEP_OVERHEAD_S) == pytest.approx(50e9)
     assert measured_rate(FACTS, one, setup, (5, 10), 0.1 + STEP_OVERHEAD_S) == pytest.approx(70e9)
@@ -51,7 +51,7 @@ def test_a_rate_is_what_a_step_reads_by_its_time() -> None:
     )
 
 
-def test_what_was_measured_counts_and_newcomers_are_as_their_kind() -> None:
+def test_unmeasured_peers_are_scaled_like_their_kind() -> None:
     paces = ReadRates()
     assert rates(paces, pc("a"), pc("b", 0.0)) == [100e9, 0.0]
     paces.record_profile("a", "profile", 60e9)
@@ -60,7 +60,7 @@ def test_what_was_measured_counts_and_newcomers_are_as_their_kind() -> None:
     assert rates(paces, pc("a"), pc("b", 200e9)) == [100e9, 200e9]
 
 
-def test_devices_of_one_name_are_alike_until_a_stage_has_measured_itself_to_be_slower() -> None:
+def test_devices_of_one_name_are_equal_until_measured() -> None:
     paces = ReadRates()
     slow, fast = (
         replace(pc("a", 30e9), device="RTX 3060"),
@@ -78,7 +78,7 @@ def test_devices_of_one_name_are_alike_until_a_stage_has_measured_itself_to_be_s
     assert rates(paces, slow, fast) == [30e9, 90e9]
 
 
-def test_so_are_their_stages_until_a_pace_has_stayed() -> None:
+def test_stages_of_one_device_name_are_equal_until_slowed() -> None:
     paces = ReadRates()
     one, other, third = (replace(pc(name), device="RTX 3060") for name in "abc")
     paces.record_profile("a", "profile", 60e9)
@@ -89,7 +89,7 @@ def test_so_are_their_stages_until_a_pace_has_stayed() -> None:
     assert rates(paces, one, other)[0] == pytest.approx(60e9 / 1.3)
 
 
-def test_a_step_of_hardly_any_weights_says_nothing() -> None:
+def test_tiny_step_does_not_reveal_the_rate() -> None:
     assert not is_significant(pc("a"), 3 * STEP_OVERHEAD_S)
     assert is_significant(pc("a"), 5 * STEP_OVERHEAD_S)
 
@@ -119,7 +119,7 @@ def tell(paces: ReadRates, pace: float, since: float, seconds: float) -> None:
         paces.record_slowdown("a", pace, since + step)
 
 
-def test_a_pace_counts_once_it_has_stayed() -> None:
+def test_slowdown_counts_after_holding() -> None:
     paces = ReadRates()
     ready(paces)
     tell(paces, 2.0, 0.0, SLOWDOWN_HOLD - 1)
@@ -132,7 +132,7 @@ def test_a_pace_counts_once_it_has_stayed() -> None:
     assert not paces.has_changed, "a little more is jitter"
 
 
-def test_small_departures_are_no_news() -> None:
+def test_small_changes_are_ignored() -> None:
     paces = ReadRates()
     ready(paces)
     tell(paces, 1.2, 0.0, 3 * SLOWDOWN_HOLD)
@@ -140,7 +140,7 @@ def test_small_departures_are_no_news() -> None:
     assert not paces.has_changed
 
 
-def test_a_pace_that_is_not_told_any_more_is_forgotten() -> None:
+def test_unreported_slowdown_expires() -> None:
     paces = ReadRates()
     ready(paces)
     tell(paces, 3.0, 0.0, 2 * SLOWDOWN_HOLD)
@@ -151,7 +151,7 @@ def test_a_pace_that_is_not_told_any_more_is_forgotten() -> None:
     assert (paces.rate_of("a"), paces.has_changed) == (100e9, True)
 
 
-def test_another_profile_ends_the_pace_and_the_same_one_does_not() -> None:
+def test_new_profile_ends_the_slowdown() -> None:
     paces = ReadRates()
     ready(paces)
     tell(paces, 2.0, 0.0, 2 * SLOWDOWN_HOLD)
@@ -161,7 +161,7 @@ def test_another_profile_ends_the_pace_and_the_same_one_does_not() -> None:
     assert paces.rate_of("a") == 40e9
 
 
-def test_strangers_are_not_remembered() -> None:
+def test_unknown_peers_are_not_recorded() -> None:
     paces = ReadRates()
     tell(paces, 2.0, 0.0, 2 * SLOWDOWN_HOLD)
     assert paces.rate_of("a") is None

@@ -101,7 +101,7 @@ def tasks(draw: st.DrawFn) -> RingTask:
 
 @given(tasks(), st.integers(1, 4))
 @settings(max_examples=300, deadline=None)
-def test_no_ring_is_better(task: RingTask, least: int) -> None:
+def test_ring_is_optimal(task: RingTask, least: int) -> None:
     everything = exhaustive(task)
     found = search_ring(task, least, slack=0.0)
     if not everything:
@@ -157,7 +157,7 @@ def swarm(seed: int, n: int, layers: int, objective: str = "latency") -> RingTas
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
-def test_twenty_swarms_of_unequal_pcs_and_links(objective: str) -> None:
+def test_rings_of_twenty_unequal_swarms(objective: str) -> None:
     rings = 0
     for seed in range(20):
         task = swarm(seed, 5, 8, objective)
@@ -172,7 +172,7 @@ def test_twenty_swarms_of_unequal_pcs_and_links(objective: str) -> None:
     assert rings >= 10
 
 
-def test_what_grows_among_many_peers_is_nearly_the_best() -> None:
+def test_ring_growth_is_nearly_optimal() -> None:
     worse = []
     for seed in range(6):
         task = swarm(seed, MAX_EXACT_PEERS + 1, 40)
@@ -207,24 +207,24 @@ def line_of(n: int, latency: float = 0.001, memory: int = 100 * GB) -> RingTask:
     return RingTask(12, hosts, hops)
 
 
-def test_a_stage_more_costs_a_hop() -> None:
+def test_extra_stage_costs_a_hop() -> None:
     assert search_ring(line_of(3)).order == (0,)
     assert search_ring(line_of(3, memory=7 * GB)).order == (0, 1)
 
 
-def test_a_ring_has_as_many_stages_as_are_asked_for_or_as_can_be() -> None:
+def test_minimum_stages_are_used_if_possible() -> None:
     assert search_ring(line_of(4), 3).order == (0, 1, 2)
     assert search_ring(line_of(4), 3).counts == (4, 4, 4)
     assert search_ring(line_of(3), 9).order == (0, 1, 2)
     assert search_ring(line_of(20, memory=GB), 20).order == tuple(range(12))
 
 
-def test_many_peers_are_no_better_than_one_that_has_room() -> None:
+def test_one_sufficient_peer_beats_many() -> None:
     assert len(search_ring(line_of(30)).order) == 1
     assert len(search_ring(line_of(30), 11).order) == 11
 
 
-def test_the_ring_goes_round_a_pair_that_connects_one_way_only() -> None:
+def test_ring_uses_the_direction_that_connects() -> None:
     task = line_of(3)
     closed = [list(row) for row in task.hops]
     closed[1][2] = None
@@ -237,7 +237,7 @@ def test_the_ring_goes_round_a_pair_that_connects_one_way_only() -> None:
     assert ring.order[0] != 0
 
 
-def test_peers_that_are_all_alike_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_over_equal_peers_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who read fastest are those with most room then."""
     asked: list[list[int]] = []
     exact = ring_search._exact_rings

@@ -48,7 +48,7 @@ def groups(owner: dict[str, DeploymentKey]) -> set[str]:
     return {"".join(sorted(peer for peer in owner if owner[peer] == key)) for key in owner.values()}
 
 
-def test_near_peers_are_together() -> None:
+def test_near_peers_share_a_ring() -> None:
     """By room alone the two in the one house and the two in the other are torn apart."""
     offers = [offer(name, size) for name, size in zip("abcd", (10, 12, 11, 13), strict=True)]
     needs = [need(model("x", 15)), need(model("y", 14))]
@@ -61,14 +61,14 @@ def test_near_peers_are_together() -> None:
     assert groups(allocate_peers([need(twice), need(twice, 1)], offers, {}, links)) == {"ab", "cd"}
 
 
-def test_what_is_used_stays_where_it_is() -> None:
+def test_used_peers_stay() -> None:
     offers = [offer(name) for name in "abcd"]
     links = far_apart("ab", "cd")
     x = need(model("x", 14), holds="ac", serves=True)
     assert groups(allocate_peers([x, need(model("y", 14))], offers, {}, links)) == {"ac", "bd"}
 
 
-def test_room_is_found_that_the_first_comer_would_take() -> None:
+def test_swap_makes_room_for_the_second_model() -> None:
     """The large model takes three PCs of which two are enough, with another one."""
     sizes = {"a": 10, "b": 9, "c": 6, "d": 10, "e": 8}
     offers = [offer(name, size) for name, size in sizes.items()]
@@ -81,7 +81,7 @@ def test_room_is_found_that_the_first_comer_would_take() -> None:
         assert fits_model(one.desired, mine)
 
 
-def test_a_small_gain_is_none() -> None:
+def test_small_gain_is_ignored() -> None:
     """Measurements jitter; who was given a peer keeps it."""
     offers = [offer(name) for name in "abcd"]
     needs = [need(model("x", 14)), need(model("y", 14))]
@@ -89,7 +89,7 @@ def test_a_small_gain_is_none() -> None:
     assert allocate_peers(needs, offers, before, far_apart("ab", "cd", far=0.0012)) == before
 
 
-def test_a_bound_peer_and_half_a_pc_are_not_given_away() -> None:
+def test_pinned_peers_and_partial_pcs_stay() -> None:
     links = far_apart("ab", "cd")
     offers = [offer(name) for name in "abcd"]
     needs = [need(model("x", 14, pins=(("a", "auto"), ("c", "auto")))), need(model("y", 14))]
@@ -104,7 +104,7 @@ def test_a_bound_peer_and_half_a_pc_are_not_given_away() -> None:
     assert groups(allocate_peers([need(x), need(x, 1)], offers, {}, links)) == {"ac", "bd"}
 
 
-def test_who_cannot_connect_is_not_put_together() -> None:
+def test_unconnectable_peers_are_not_combined() -> None:
     """A ring of two needs both directions; by room alone two would be together that have one."""
     offers = [offer(name, size) for name, size in zip("abcd", (10, 12, 11, 13), strict=True)]
     offers[1] = replace(offers[1], unreachable=frozenset("d"))
@@ -169,6 +169,6 @@ def beside_the_best(seed: int) -> tuple[float, float] | None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_it_is_nearly_as_good_as_the_best(seed: int) -> None:
+def test_swap_search_is_nearly_optimal(seed: int) -> None:
     found = beside_the_best(seed)
     assert found is None or found[0] <= 1.1

@@ -12,28 +12,28 @@ STAGE = Profile(decode=((1, 0.01),), prefill=((64, 0.64), (1024, 10.24)))
 LINK = LinkFacts(0.05, 1e6)
 
 
-def test_one_stage_computes_the_prompt() -> None:
+def test_ttft_of_one_stage() -> None:
     times = RingTimes([STAGE], (), 1000)
     assert predict_ttft(times, 64) == pytest.approx(0.64)
     assert predict_ttft(times, 512) == pytest.approx(5.12)
     assert predict_ttft(times, 64, [3.0]) == pytest.approx(3 * 0.64)
 
 
-def test_a_chunk_goes_through_the_ring_and_its_token_back() -> None:
+def test_ttft_of_one_chunk() -> None:
     times = RingTimes([STAGE, STAGE], (LINK, LINK), 1000)
     assert predict_ttft(times, 64) == pytest.approx(0.64 + 0.064 + 0.05 + 0.64 + 0.050064)
 
 
-def test_stages_compute_chunks_at_the_same_time() -> None:
+def test_stages_overlap_chunks() -> None:
     times = RingTimes([STAGE, STAGE], (LINK, LINK), 1000)
     assert 5.12 < predict_ttft(times, 512) < 0.75 * 2 * 5.12
 
 
-def test_a_slow_link_sends_one_chunk_after_another() -> None:
+def test_slow_link_serializes_chunks() -> None:
     slow = LinkFacts(0.05, 1e4)
     times = RingTimes([STAGE, STAGE], (slow, slow), 1000)
     assert predict_ttft(times, 512) > 51.2
 
 
-def test_what_was_not_measured_is_not_foretold() -> None:
+def test_ttft_needs_measured_stages() -> None:
     assert predict_ttft(RingTimes([STAGE, Profile()], (LINK, LINK), 1000), 64) == 0.0
