@@ -4,7 +4,6 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from molink.swarm.controller.audit import audit_fleet
 from molink.swarm.controller.events import (
     AnnouncePeerAction,
     CommitPipelineAction,
@@ -295,4 +294,4 @@ class Coordinator(Process):
                 case SendMessageAction(peer, message):
                     self._send(peer, message)
         if not isinstance(event, PeerReportedEvent):
-            audit_fleet(self.fleet)
+            self.fleet.validate()

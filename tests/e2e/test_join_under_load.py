@@ -180,7 +180,7 @@ def test_streams_go_on_while_a_pc_joins(duo: Duo, tools: type[Tools]) -> None:
     tools.wait_for(lambda: not workers(second["daemon_pid"]), duo.up)
     alone = tools.run_molink(duo.root / "up", "drain")
     assert alone.returncode == Unavailable.exit_code, alone.stdout
-    assert "no peer offers to run layers" in alone.stderr
+    assert "no PC offers to hold layers" in alone.stderr
     moved = len(load.pauses)
     tools.wait_for(lambda: len(load.pauses) > moved + AGAIN or load.errors, duo.up)
     load.stop()

@@ -90,4 +90,4 @@ def test_the_owner_leaves(
     start("right", "join", "--stage", "none")
     tools.wait_for(lambda: ready(late), late)
     assert answer(late) == expected
-    assert "together they have all layers" in status(late)["files"]
+    assert "together they hold all layers" in status(late)["files"]

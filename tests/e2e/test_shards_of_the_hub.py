@@ -94,7 +94,7 @@ def test_each_takes_its_shards(
     b.stop()
     tools.wait_for(lambda: "layers 2:3 yet: the hub has them" in a.status().get("files", ""), a)
     start("b", "join", "--stage", "none", module="tests.support.altering_peer")
-    tools.wait_for(lambda: "together they have all layers" in a.status().get("files", ""), a)
+    tools.wait_for(lambda: "together they hold all layers" in a.status().get("files", ""), a)
     d = start("d", "join", invite(), "--stage", "2:3")
     d.wait_ready()
     (liar,) = d.status()["cut_off"]

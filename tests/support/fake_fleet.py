@@ -8,7 +8,6 @@ import pytest
 from molink.facts.device import Device
 from molink.facts.model import ModelFacts
 from molink.facts.profile import Profile
-from molink.swarm.controller.audit import audit_fleet
 from molink.swarm.controller.events import (
     AnnouncePeerAction,
     CommitPipelineAction,
@@ -138,7 +137,7 @@ class FakeFleet:
         self, event: Any
     ) -> list[AnnouncePeerAction | CommitPipelineAction | SendMessageAction] | None:
         decisions = self.fleet.handle(event, self.now)
-        audit_fleet(self.fleet)
+        self.fleet.validate()
         live = self.fleet.registry.sessions
         assert all(d.peer in live for d in decisions if isinstance(d, SendMessageAction))
         self.decisions += decisions

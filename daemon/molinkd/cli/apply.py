@@ -10,7 +10,7 @@ from rich.console import Console
 
 from molink.errors import MolinkError, RequestError
 from molink.plaintext import printable
-from molink.swarm.throughput import TransferRate
+from molink.swarm.artifacts.transfer import TransferRate
 from molink.wire.messages.admin import ApplyFile, ApplyReply, LoadModelReply
 from molinkd.cli import daemon_client as local_daemon
 from molinkd.cli.daemon_console import TransferLine
@@ -67,7 +67,7 @@ def _apply_file(daemon: local_daemon.RunningDaemon, order: ApplyFile) -> str:
 def _locate_error(error: RequestError, file: SwarmFile, lines: LineIndex) -> MolinkError:
     """The coordinator's refusal with the line that it is about: a PC's, else the model's."""
     text = str(error)
-    if file.molink and text.startswith(f"the file wants molink {file.molink}"):
+    if file.molink and text.startswith(f"the file requires molink {file.molink}"):
         return lines.error_at(text, key="molink")
     for index, one in enumerate(file.models):
         why = text.removeprefix(f"{served_name(one.model)}: ")

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.segment import ControlType
 
 from molink.plaintext import printable
-from molink.swarm.throughput import estimate_eta
+from molink.swarm.artifacts.transfer import estimate_eta
 from molink.wire.messages.instructions import PendingPairing
 from molink.wire.messages.peer_reports import TransferState
 from molinkd.cli.pairing_prompt import PairingPrompt

@@ -27,8 +27,8 @@ from molink.checkpoint.model_source import (
 )
 from molink.errors import BrokenModel, MolinkError, Unavailable, UsageError
 from molink.plaintext import printable
+from molink.swarm.artifacts.transfer import TransferRate
 from molink.swarm.placement.placement import parse_layers
-from molink.swarm.throughput import TransferRate
 from molink.wire.messages.admin import LoadModel, LoadModelReply, StopServing, SwitchModel
 from molink.wire.messages.control_plane import DoneReply
 from molink.wire.messages.peer_reports import TransferState

@@ -193,7 +193,7 @@ def _check_file(file: SwarmFile, lines: LineIndex) -> None:
         if seen.setdefault(name, index) != index:
             raise lines.error_at(f"{name} is named twice", index, "model")
         if len(set(one.pcs)) < len(one.pcs):
-            raise lines.error_at("a PC is named twice", index, "pcs")
+            raise lines.error_at("a PC is pinned twice", index, "pcs")
         if one.replicas > 1 and one.layers:
             why = f"of which of the {one.replicas} replicas are these layers? Name them for one"
             raise lines.error_at(why, index, "layers")

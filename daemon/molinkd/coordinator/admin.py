@@ -236,7 +236,7 @@ class AdminHandler:
     def _check_may_serve(self, peer: str, model: str) -> None:
         """Owners decide what is served; another member only where nothing is, or again its own."""
         if not is_valid_model_name(model):
-            raise RequestError("a model's name has to be printable text", param="model")
+            raise RequestError("a model name must be printable text", param="model")
         served = self._fleet.models
         if not served or self._membership.records[peer].is_owner:
             return

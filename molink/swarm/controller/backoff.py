@@ -81,7 +81,7 @@ class Backoff:
         if left <= 0:
             return ""
         times = f"{record.failures} failures, the last" if record.failures > 1 else "a failure"
-        return f"left out for {left:.0f} s more after {times}: {record.reason}"
+        return f"excluded for {left:.0f} s more after {times}: {record.reason}"
 
     def drop_peer(self, peer: str) -> None:
         """Drop the record of a peer that is no longer a member."""

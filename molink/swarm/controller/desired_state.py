@@ -36,7 +36,7 @@ def decode_desired_models(payload: memoryview | None) -> DesiredModels:
     try:
         return msgspec.msgpack.decode(payload or b"", type=DesiredModels)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise RequestError(f"this names no models: {error}") from None
+        raise RequestError(f"the request names no models: {error}") from None
 
 
 def resolve_desired_models(
@@ -45,22 +45,22 @@ def resolve_desired_models(
     """The desired state that peer ``source`` requests; it holds the files.
 
     Raises:
-        RequestError: part of it is impossible, and nothing is done. The text begins with the name of
-            the model at fault, if there is one, and a colon.
+        RequestError: part of it is impossible, and nothing is done. If a model is at fault, the
+            text begins with its name and a colon.
     """
     _check_version(desired_models.molink, registry)
     names = [one.model.name for one in desired_models.models]
     for name in names:
         if not is_valid_model_name(name):
-            raise RequestError("a model's name has to be printable text")
+            raise RequestError("a model name must be printable text")
         if names.count(name) > 1:
             raise _request_error(
-                name, "two models are called so: clients could not tell them apart"
+                name, "two models have this name; clients could not tell them apart"
             )
     pipelines = sum(one.replicas for one in desired_models.models)
     if pipelines > MAX_PIPELINES:
         raise RequestError(
-            f"these are {pipelines} pipelines; a swarm has {MAX_PIPELINES} at most: ask for fewer "
+            f"{pipelines} pipelines requested; a swarm has at most {MAX_PIPELINES}: use fewer "
             "replicas"
         )
     models = tuple(_resolve_model(one, source, registry) for one in desired_models.models)
@@ -69,9 +69,8 @@ def resolve_desired_models(
         for peer, _ in one.pins:
             other = bound.setdefault(peer, one.facts.name)
             if other != one.facts.name:
-                what = (
-                    f"{registry.name_of(peer)} is named for {other} too: a PC holds layers of one"
-                )
+                name = registry.name_of(peer)
+                what = f"{name} is pinned to {other} too; a PC holds layers of one model"
                 raise _request_error(one.facts.name, what)
     _check_room(models, registry)
     return models
@@ -115,13 +114,13 @@ def _describe_differences(old: DesiredModel, new: DesiredModel) -> str:
         if getattr(old, name) != getattr(new, name)
     ]
     if old.facts != new.facts:
-        found.append("other files: all stages load anew")
+        found.append("other files: all stages reload")
     if old.pins != new.pins:
         found.append("other PCs or layers")
     if old.stopped != new.stopped:
-        found.append("it is served again")
+        found.append("served again")
     if old.applied != new.applied:
-        found.append("the file says so from now on")
+        found.append("managed by the file from now on")
     return ", ".join(found)
 
 
@@ -140,13 +139,15 @@ def switch_model(
     found = next((one for one in models if one.facts.name == name), None)
     if found is None:
         names = ", ".join(one.facts.name for one in models)
-        what = f"its models are {names}" if names else "it serves no model"
-        raise RequestError(f"no model of the swarm is called {name}; {what}")
+        what = f"its models are {names}" if names else "it has no models"
+        raise RequestError(f"the swarm has no model {name}; {what}")
     if requester not in ("", found.source):
-        what = "has it served again" if served else "has it stop"
-        raise NotAuthorized(f"only the swarm's first PC, or the one that brought {name}, {what}")
+        what = "start" if served else "stop"
+        raise NotAuthorized(
+            f"only the swarm's first PC or the one that loaded {name} can {what} it"
+        )
     if found.stopped is not served:
-        how = "served already" if served else f"stopped already; `molink run {name}` undoes that"
+        how = "already served" if served else f"already stopped; start it with `molink run {name}`"
         raise RequestError(f"{name} is {how}")
     changed = replace(found, stopped=not served)
     everything = [changed if one is found else one for one in models]
@@ -166,7 +167,7 @@ def _check_version(version: str, registry: Registry) -> None:
     ]
     if others:
         raise RequestError(
-            f"the file wants molink {version}, but {', '.join(others)}: update molink there",
+            f"the file requires molink {version}, but {', '.join(others)}: update molink there",
         )
 
 
@@ -179,7 +180,7 @@ def _resolve_model(spec: ModelSpec, source: str, registry: Registry) -> DesiredM
     named = [_resolve_pin(pin, spec, registry) for pin in spec.pins]
     peers = [peer for peer, _ in named]
     if len(set(peers)) < len(peers):
-        raise _request_error(name, "a PC is named twice")
+        raise _request_error(name, "a PC is pinned twice")
     # With a PC go its further devices.
     whole = {peer for peer, stage in named if stage == "auto"}
     devices = [
@@ -187,7 +188,7 @@ def _resolve_model(spec: ModelSpec, source: str, registry: Registry) -> DesiredM
     ]
     pins = tuple(sorted([*named, *((one, "auto") for one in devices)]))
     if spec.replicas > 1 and any(stage != "auto" for _, stage in pins):
-        raise _request_error(name, f"of which of its {spec.replicas} replicas are the layers?")
+        raise _request_error(name, f"pinned layers need one replica, not {spec.replicas}")
     return DesiredModel(
         facts=spec.model,
         source=source,
@@ -208,12 +209,12 @@ def _resolve_pin(pin: Pin, spec: ModelSpec, registry: Registry) -> Pin:
     name = spec.model.name
     found = [peer for peer, member in registry.members.items() if called in (peer, member.name)]
     if len(found) != 1:
-        what = f"no PC of this swarm is called {called}; `molink status` shows them"
+        what = f"no PC in this swarm is called {called}; see `molink status`"
         if found:
-            what = f"{len(found)} PCs are called {called}: name one by its id ({', '.join(found)})"
+            what = f"{len(found)} PCs are called {called}; use an id ({', '.join(found)})"
         raise _request_error(name, what)
     if stage != "auto" and parse_layers(stage) is None:
-        raise _request_error(name, f"layers of {called} are A:B with A < B, not {stage}")
+        raise _request_error(name, f"layers of {called} must be A:B with A < B, not {stage}")
     why = explain_misfit(stage, spec.model)
     if why:
         raise _request_error(name, f"{called} with layers {stage} {why}")
@@ -258,6 +259,6 @@ def _explain_no_room(
         return found.reason
     others = ", ".join(one.facts.name for one in models if one.facts.name != name)
     return (
-        f"the PCs that are here have room for it, but not beside {others}, since each PC holds "
-        "layers of one model: start more PCs, or take a model out"
+        f"the connected PCs have room for it, but not beside {others}: each PC holds layers of one "
+        "model. Start more PCs or remove a model"
     )

@@ -8,7 +8,7 @@ all due work is done, and every peer is told what it does not know yet.
 
 from collections.abc import Iterable, Sequence
 
-from molink.swarm.controller import epochs
+from molink.errors import InvariantError
 from molink.swarm.controller.allocator import PeerAllocator, deployment_name
 from molink.swarm.controller.context import ControllerContext
 from molink.swarm.controller.events import (
@@ -26,6 +26,7 @@ from molink.swarm.controller.events import (
     TermRaisedEvent,
     TimePassedEvent,
 )
+from molink.swarm.controller.formation import epoch_spec
 from molink.swarm.controller.reconciler import Reconciler
 from molink.swarm.controller.records import DesiredModel, MemberRecord, PipelineRecord
 from molink.swarm.controller.registry import PeerSession, Registry
@@ -34,8 +35,8 @@ from molink.swarm.placement.links import Links
 from molink.swarm.running_time import RunningTime
 from molink.wire.messages.instructions import Unassign
 
-STOPPED = "no model is served since `molink stop`; `molink run MODEL` has one served"
-NO_MODEL = "no model was asked for: add `--model` to `molink up`, or to the first `molink join`"
+STOPPED = "all models are stopped; start one with `molink run MODEL`"
+NO_MODEL = "no model was requested: add `--model` to `molink up` or to the first `molink join`"
 
 
 class Fleet:
@@ -113,9 +114,7 @@ class Fleet:
     def explain_exclusion(self, peer: str) -> str:
         """Why a peer that offers a stage has none, for the user; empty if it has one or offers
         none."""
-        if any(
-            one.formation is not None and peer in one.formation.peers for one in self.deployments
-        ):
+        if any(one.has_stage(peer) for one in self.deployments):
             return ""
         texts = (
             one.explain_exclusion(peer) for one in self.deployments if one.planner.may_use(peer)
@@ -153,9 +152,9 @@ class Fleet:
             case TimePassedEvent(read_lag):
                 self.context.clock = now
                 self.registry.set_read_lag(read_lag)
-                self._drop_peers(self.registry.find_silent(now), "has not reported any more", now)
+                self._drop_peers(self.registry.find_silent(now), "timed out", now)
         self._drop_peers(
-            self.registry.find_disconnected(now, self._is_doubted), "is not connected any more", now
+            self.registry.find_disconnected(now, self._is_doubted), "disconnected", now
         )
         if self._peer_arrived or not isinstance(
             event, PeerReportedEvent | ConnectionTriedEvent | StageReportedEvent
@@ -173,7 +172,7 @@ class Fleet:
             for one in self.deployments:
                 one.on_term_raised(now)
             return
-        self._log_transition(now, "all is placed anew, as asked for")
+        self._log_transition(now, "rebalancing all models as requested")
         for one in self.deployments:
             one.rebalance_ring(now)
 
@@ -185,13 +184,13 @@ class Fleet:
         match event:
             case MemberAddedEvent(member):
                 self.registry.add_member(member)
-                self._log_transition(now, f"{member.name} ({member.peer}) is a member")
+                self._log_transition(now, f"{member.name} ({member.peer}) joined")
             case MemberRemovedEvent(peer, why):
                 self._on_member_removed(peer, why, now)
             case PeerStoppedEvent(peer):
                 if self.registry.is_live(peer):
                     self.context.backoff.drop_peer(peer)
-                    self._drop_peer(peer, "has stopped", now)
+                    self._drop_peer(peer, "shut down", now)
             case PeerDisconnectedEvent(peer):
                 self.registry.mark_disconnected(peer, now)
 
@@ -221,7 +220,7 @@ class Fleet:
     def _on_connection_tried(self, event: ConnectionTriedEvent) -> None:
         """Record an attempt between live peers; one to a PC that is off says nothing about its
         ports."""
-        if not (self.registry.is_live(event.source) and self.registry.is_live(event.target)):
+        if not self.registry.all_live((event.source, event.target)):
             return
         self.context.reachability.record_attempt(event.source, event.target, event.succeeded)
         for links in self._all_links():
@@ -242,7 +241,7 @@ class Fleet:
             one.on_peer_lost(peer, f"{name} {why}", now)
 
     def _drop_peers(self, peers: list[str], why: str, now: float) -> None:
-        """Drop several peers at once, so that no deployment continues on one when it loses another."""
+        """Drop peers together, so that no deployment that loses one continues on another."""
         peers = [*peers, *(self.registry.find_co_located(peers, now) if peers else ())]
         for peer in peers:
             self.registry.drop_session(peer)
@@ -265,10 +264,10 @@ class Fleet:
         if peer not in self.registry.members:
             return
         if not self.registry.is_live(peer):
-            self._log_transition(now, f"{event.report.name} ({peer}) is there")
+            self._log_transition(now, f"{event.report.name} ({peer}) connected")
             self._peer_arrived = True
         elif self.registry.sessions[peer].report.daemon_pid != event.report.daemon_pid:
-            self._drop_peer(peer, "was started anew", now)
+            self._drop_peer(peer, "restarted", now)
         self.context.add_actions(
             *self.registry.record_report(peer, event.report, event.is_new_connection, now)
         )
@@ -299,7 +298,7 @@ class Fleet:
         for peer, text in texts.items():
             news = self.registry.notify_user(peer, text)
             if news and text:
-                self._log_transition(now, f"{self.registry.name_of(peer)} is told: {text}")
+                self._log_transition(now, f"{self.registry.name_of(peer)} is notified: {text}")
             self.context.add_actions(*news)
 
     # --- models ------------------------------------------------------------------------------
@@ -309,10 +308,10 @@ class Fleet:
         wanted = _desired_deployments(models)
         for key in [key for key in self._deployments if key not in wanted]:
             gone = self._deployments.pop(key)
-            self._log_transition(now, f"{deployment_name(key)} is not served any more")
+            self._log_transition(now, f"{deployment_name(key)} is no longer served")
             gone.dissolve_pipelines()
         if not wanted:
-            self._log_transition(now, "serve nothing")
+            self._log_transition(now, "no models to serve")
             self._idle_reason = STOPPED
         deployments: dict[DeploymentKey, Reconciler] = {}
         begun: list[Reconciler] = []
@@ -343,7 +342,7 @@ class Fleet:
                 if one not in late
             )
             for one in late:
-                differs = epochs.epoch_spec(one.desired) != epochs.epoch_spec(desired)
+                differs = epoch_spec(one.desired) != epoch_spec(desired)
                 one.is_deferred = one.is_ready and changing and differs
                 if not one.is_deferred:
                     one.update_desired(desired, now)
@@ -353,6 +352,23 @@ class Fleet:
         """Allocate peers to deployments if the inputs have changed."""
         self._peer_arrived = False
         self._allocator.allocate_peers(self._deployments, now)
+
+    def validate(self) -> None:
+        """Check the invariants of the sessions and of each deployment.
+
+        Raises:
+            InvariantError: one is violated.
+        """
+        if not set(self.registry.sessions) <= set(self.registry.members):
+            raise InvariantError("a session without a member", self.story)
+        names = [one.pipeline for one in self.deployments]
+        if len(set(names)) < len(names):
+            raise InvariantError("two deployments have one pipeline", self.story)
+        used = [one.used_peers for one in self.deployments]
+        if sum(map(len, used)) > len(frozenset[str]().union(*used)):
+            raise InvariantError("two deployments use one peer", self.story)
+        for one in self.deployments:
+            one.validate()
 
 
 def _desired_deployments(models: Iterable[DesiredModel]) -> dict[DeploymentKey, DesiredModel]:

@@ -1,16 +1,22 @@
-"""One epoch of a pipeline, from placement until it breaks."""
+"""An epoch of a pipeline: its formation, from placement until it breaks, and its record."""
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
+from msgspec import structs
+
 from molink.errors import InvariantError
-from molink.facts.model import ModelFacts
+from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts
 from molink.swarm.artifacts.transfer import (
     STALL_TIMEOUT,
     TransferDeadline,
     fetched_bytes,
     stage_bytes,
 )
-from molink.swarm.controller.records import PipelineRecord
+from molink.swarm.controller.records import DesiredModel, PipelineRecord, StageRecord
+from molink.swarm.controller.registry import Registry
+from molink.swarm.placement.placement import PlacedStage
 from molink.wire.messages.peer_reports import (
     PeerReport,
     StageFailed,
@@ -21,6 +27,8 @@ from molink.wire.messages.peer_reports import (
 
 #: ``adopting``: committed by an earlier coordinator; not all of its peers have reported yet.
 FormationState = Literal["adopting", "loading", "linking", "ready"]
+#: ``decided``: stages are assigned. ``loaded``: all have their weights. ``formed``: the ring is up.
+Phase = Literal["decided", "loaded", "formed"]
 
 #: Allowance for loading weights once the files are there, in seconds, beside the time for their
 #: bytes.
@@ -95,7 +103,7 @@ class Formation:
             return self._on_worker_missing(stage, now)
         self._missing_since.pop(stage, None)
         if worker.state == "failed":
-            return "its worker has failed"
+            return "its worker failed"
         if worker.state == "ready" and self.state != "loading":
             self.ready.add(stage)
         self._track_progress(stage, worker, now)
@@ -109,8 +117,8 @@ class Formation:
                 slow = "loading" if stage in self._loading else "fetching"
                 what = {
                     "adopting": "did not report its stage",
-                    "loading": f"made too little progress with {slow} its stage",
-                    "linking": "did not take its place in the ring",
+                    "loading": f"made too little progress {slow} its stage",
+                    "linking": "did not join the ring",
                 }.get(self.state, "")
                 return stage, what
         return None
@@ -130,10 +138,10 @@ class Formation:
     def _on_worker_missing(self, stage: int, now: float) -> str | None:
         """Handle a report without the worker: a failure only if none is being started."""
         if self.state == "adopting":
-            return "it no longer runs the layers that it had before this coordinator started"
+            return "it no longer runs the layers it had before the coordinator restarted"
         since = self._missing_since.setdefault(stage, now)
         if self.state == "ready" and now - since >= MISSING_TIMEOUT:
-            return "its worker is gone"
+            return "its worker exited"
         return None
 
     def needs_resend(self, stage: int, now: float) -> bool:
@@ -174,10 +182,104 @@ class Formation:
         """
         stages = set(range(len(self.record.stages)))
         if not (set(self.loaded) <= stages and self.ready <= stages):
-            raise InvariantError(f"epoch {self.record.epoch} has stages that it hasn't")
+            raise InvariantError(f"epoch {self.record.epoch} tracks unknown stages")
         if self.state == "ready" and not self.all_ready:
             raise InvariantError(f"epoch {self.record.epoch} is ready without all of its stages")
         if self.state in ("linking", "ready") and not self.record.formed:
-            raise InvariantError(f"epoch {self.record.epoch} was formed but not committed so")
+            raise InvariantError(
+                f"epoch {self.record.epoch} is linking but its record is not formed"
+            )
         if len(set(self.peers)) != len(self.peers):
-            raise InvariantError(f"epoch {self.record.epoch} has a peer twice")
+            raise InvariantError(f"epoch {self.record.epoch} uses a peer twice")
+
+
+class PhaseTimes:
+    """The last change, from its detection until the ring is up."""
+
+    def __init__(self) -> None:
+        self._reason = ""
+        self._noticed_at: float | None = None
+        self._reached_at: dict[Phase, float] = {}
+
+    def begin_change(self, reason: str, now: float) -> None:
+        """Begin a change, or restart the phases of an unfinished one."""
+        if self._noticed_at is None or "formed" in self._reached_at:
+            self._reason, self._noticed_at = reason, now
+        self._reached_at = {}
+
+    def record_phase(self, phase: Phase, now: float) -> None:
+        """A phase has ended."""
+        self._reached_at.setdefault(phase, now)
+
+    def to_status(self) -> dict[str, str | float]:
+        """Content for ``molink status --json``: seconds since detection."""
+        if self._noticed_at is None:
+            return {}
+        began = self._noticed_at
+        seconds = {phase: round(at - began, 3) for phase, at in self._reached_at.items()}
+        return {"reason": self._reason} | seconds
+
+
+# --- epochs ----------------------------------------------------------------------------------
+
+
+def epoch_spec(desired: DesiredModel) -> DesiredModel:
+    """The part of a desired model whose change requires a new pipeline or epoch."""
+    facts = structs.replace(desired.facts, hub="")
+    return replace(
+        desired, facts=facts, source="", min_peers=1, replicas=1, applied=False, stopped=False
+    )
+
+
+def stage_layout(stages: Iterable[StageRecord | PlacedStage]) -> list[tuple[str, LayerRange]]:
+    """Peer and layers of each stage. Epochs with equal layouts differ in nothing else."""
+    return [(stage.peer, stage.layers) for stage in stages]
+
+
+def choose_block_size(
+    stages: Iterable[StageRecord], desired: DesiredModel, registry: Registry
+) -> int:
+    """The largest KV block size that any stage's attention asks for, if it can run this model.
+
+    Kernels that read pages in place support neither float32 nor capped scores.
+    """
+    facts, dtype = desired.facts, desired.dtype
+    wide = dtype == "f32" or (dtype == "auto" and facts.element_bytes > 2)
+    if wide or facts.score_heads:
+        return BLOCK_SIZE
+    sessions = [registry.sessions.get(stage.peer) for stage in stages]
+    wanted = [one.report.device.block_size for one in sessions if one is not None]
+    return max([BLOCK_SIZE, *wanted])
+
+
+def formed_record(
+    record: PipelineRecord, loaded: Sequence[StageLoaded], blocks: int, micro_batches: int
+) -> PipelineRecord:
+    """``record`` after all stages have loaded; ``micro_batches`` 0 lets the scheduler choose."""
+    stages = tuple(
+        replace(stage, port=one.port, max_blocks=one.max_blocks, profile=one.profile)
+        for stage, one in zip(record.stages, loaded, strict=True)
+    )
+    return replace(
+        record,
+        stages=stages,
+        formed=True,
+        blocks=blocks,
+        micro_batches=micro_batches,
+    )
+
+
+def attribute_failure(
+    formation: Formation, message: StageFailed, registry: Registry
+) -> tuple[str, str]:
+    """The peer at fault for a failed stage, and what happened, for the user."""
+    peers = formation.peers
+    peer = peers[message.stage]
+    text = f"stage {message.stage} on {registry.name_of(peer)}: {message.reason}"
+    if message.next_lost:
+        peer = peers[(message.stage + 1) % len(peers)]
+        text += f" (next is {registry.name_of(peer)})"
+    elif message.previous_blocked:
+        peer = peers[message.stage - 1]
+        text += f" (it had to cut off {registry.name_of(peer)})"
+    return peer, text

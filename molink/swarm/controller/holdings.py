@@ -8,6 +8,11 @@ from molink.swarm.controller.registry import Registry
 from molink.wire.messages.instructions import MAX_SOURCES
 from molink.wire.messages.peer_reports import PartialModel, PeerReport
 
+#: Retry after this many seconds even without a change: reports are not complete.
+RETRY_INTERVAL = 60.0
+
+_Snapshot = tuple[frozenset[str], frozenset[str], tuple[LayerRange, ...]]
+
 
 def part_holders(facts: ModelFacts, registry: Registry) -> tuple[str, ...]:
     """Peers that hold some of a model's files, in joining order.
@@ -74,8 +79,8 @@ def describe_missing(facts: ModelFacts, layers: Collection[LayerRange]) -> str:
             f"layers {format_ranges(layers)} yet: the hub has them ({facts.hub.partition('@')[0]})"
         )
     return (
-        f"layers {format_ranges(layers)}. Start a PC that has them, or bring {facts.name} again "
-        "(`molink run`)"
+        f"layers {format_ranges(layers)}. Start a PC that has them, or load {facts.name} again "
+        "with `molink run`"
     )
 
 
@@ -91,3 +96,30 @@ def _find_partial(report: PeerReport, facts: ModelFacts) -> PartialModel | None:
 def _held_layers(parts: PartialModel | None) -> set[int]:
     held = () if parts is None else parts.layers
     return {layer for first, last in held for layer in range(first, min(last, 4096))}
+
+
+class MissingFiles:
+    """State of one deployment. All times in seconds."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._snapshot: _Snapshot | None = None
+        self._until = 0.0
+
+    def record_missing(self, facts: ModelFacts, now: float) -> None:
+        """A PC has reported that files of its stage are on no peer."""
+        self._snapshot, self._until = self._take_snapshot(facts), now + RETRY_INTERVAL
+
+    def still_missing(self, facts: ModelFacts, now: float) -> bool:
+        """Whether the same peers still hold the same files."""
+        if self._snapshot is None:
+            return False
+        if now >= self._until or self._take_snapshot(facts) != self._snapshot:
+            self._snapshot = None
+        return self._snapshot is not None
+
+    def _take_snapshot(self, facts: ModelFacts) -> _Snapshot:
+        sessions = self._registry.sessions
+        reports = [one.report for one in sessions.values()]
+        whole = frozenset(self._registry.find_holders(facts.name))
+        return frozenset(sessions), whole, missing_layers(facts, reports, only_model=False)

@@ -59,7 +59,7 @@ class Migration:
         if peer not in self._requested_at or said is None or said.number != self.number:
             return None
         if said.state == "failed":
-            return said.reason or "it gave no reason"
+            return said.reason or "no reason given"
         if said.state == "done":
             del self._requested_at[peer]
         else:

@@ -302,13 +302,13 @@ class Planner:
         if not self.has_placed and len(candidates) < desired.min_peers:
             return Unplaceable(
                 f"waiting for peers: {len(candidates)} of {desired.min_peers} with a stage are "
-                "there"
+                "connected"
             )
         candidates = self.read_rates.apply_rates(candidates)
         self.links.mark_placed()
         self.read_rates.mark_placed(candidates)
         rates = (f"{one.name} {one.read_rate / 1e9:.3g}" for one in candidates)
-        log.info("placing by how fast each reads weights, in GB/s: %s", ", ".join(rates))
+        log.info("placing with read rates in GB/s: %s", ", ".join(rates))
         found = place_model(
             desired.facts,
             candidates,

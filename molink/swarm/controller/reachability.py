@@ -14,7 +14,7 @@ _CACHE_SIZE = 32
 
 @dataclass(frozen=True, slots=True)
 class UnreachablePeer:
-    """``peer`` gets no stage because ``source`` cannot connect to ``target``; it is one of the two."""
+    """``peer`` (source or target) gets no stage: ``source`` cannot connect to ``target``."""
 
     peer: str
     source: str
@@ -124,11 +124,10 @@ def describe_unreachable(found: UnreachablePeer, registry: Registry) -> str:
     """Which connection fails, and the command that opens the port, for the user."""
     source, target = registry.name_of(found.source), registry.name_of(found.target)
     report = registry.sessions[found.target].report
-    at = report.addresses[0] if report.addresses else "an address that it doesn't tell"
+    at = report.addresses[0] if report.addresses else "an unknown address"
     return (
-        f"{source} can't connect to {target} at {at} port {report.control_port}; on {target} "
-        "open its "
-        f"ports: {describe_firewall_fix(report)}"
+        f"{source} can't connect to {target} at {at} port {report.control_port}; to open the "
+        f"ports, run on {target}: {describe_firewall_fix(report)}"
     )
 
 

@@ -1,23 +1,36 @@
 """Drives a deployment to its desired state: one ready pipeline.
 
-:mod:`molink.swarm.controller.fleet` passes on events and carries out the actions in order, so an
-epoch is committed before it is announced.
+One pipeline serves or is being formed. A successor may be formed beside it and takes over once
+ready; a predecessor may still be ending. :mod:`molink.swarm.controller.fleet` passes on events and
+carries out the actions in order, so an epoch is committed before it is announced.
 """
 
-from molink.swarm.controller import epochs, instructions
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from molink.errors import InvariantError
+from molink.swarm.controller import instructions
 from molink.swarm.controller.context import ControllerContext
 from molink.swarm.controller.events import (
     CommitPipelineAction,
     PeerReportedEvent,
+    ReserveEpochAction,
     StageReportedEvent,
 )
-from molink.swarm.controller.formation import Formation
+from molink.swarm.controller.formation import (
+    Formation,
+    PhaseTimes,
+    attribute_failure,
+    choose_block_size,
+    epoch_spec,
+    formed_record,
+    stage_layout,
+)
+from molink.swarm.controller.holdings import MissingFiles
 from molink.swarm.controller.migration import RETRY_DELAY, Migration
-from molink.swarm.controller.pipelines import JUST_REQUESTED, Pipelines
-from molink.swarm.controller.planner import DEBOUNCE, LOSS_DEBOUNCE
+from molink.swarm.controller.planner import DEBOUNCE, LOSS_DEBOUNCE, Planner
 from molink.swarm.controller.reachability import describe_unreachable
 from molink.swarm.controller.records import DesiredModel, PipelineRecord, StageRecord
-from molink.swarm.lack import MissingFiles
 from molink.swarm.placement.placement import Candidate, Placement, Unplaceable, explain_misfit
 from molink.swarm.terms import epoch_text
 from molink.wire.messages.instructions import Unassign
@@ -25,13 +38,30 @@ from molink.wire.messages.peer_reports import StageFailed, StageLoaded
 
 #: Requests that wait for a formation hear of its progress at least this often, in seconds.
 PROGRESS_INTERVAL = 5.0
+#: How long the old pipeline keeps running after a switch-over, in seconds: daemons connect to the
+#: new scheduler meanwhile.
+SWITCH_OVER_DELAY = 1.0
+WAITING_FOR_PEERS = "waiting for peers"
+JUST_REQUESTED = "the model was just requested"
 #: Why a peer is a spare, for the user.
-SPARE_REASON = (
-    "a spare: the ring is as good without it (`--min-stages` on `molink up` asks for more)"
-)
+SPARE_REASON = "on standby: using it would not be faster (`--min-stages` on `molink up` forces it)"
 
 
-class Reconciler(Pipelines):
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a formation cannot continue, and the peer at fault.
+
+    ``doubt``: a neighbour blames the peer, which may be gone without a report. ``at_once``: exclude
+    the peer even if it never failed before.
+    """
+
+    reason: str
+    blamed: str | None = None
+    doubt: bool = False
+    at_once: bool = False
+
+
+class Reconciler:
     """The control plane's decisions about one deployment."""
 
     def __init__(
@@ -44,34 +74,128 @@ class Reconciler(Pipelines):
         *,
         lost_peer: str = "",
     ) -> None:
-        """``desired`` and ``pipeline`` come from the stored state; ``lost_peer`` is known to be
-        gone."""
-        super().__init__(context, now, desired, replica, pipeline)
+        """``desired`` and ``pipeline`` are the stored state; ``lost_peer`` is known to be gone."""
+        self.context = context
+        self.registry = context.registry
+        self.planner = Planner(
+            now,
+            context.backoff,
+            context.reachability,
+            context.links.copy(),
+            restored=pipeline is not None,
+        )
+        self.desired = desired
+        #: Which of the model's deployments this is, from 0.
+        self.replica = replica
+        #: Name in the transition log; empty if it is the only deployment.
+        self.label = ""
+        #: Pipelines of the same model's other deployments.
+        self.sibling_pipelines: tuple[str, ...] = ()
+        #: The current epoch, if it is being formed or ready.
+        self.formation: Formation | None = None
+        #: Where the serving pipeline moves once the files are there.
+        self.migration: Migration | None = None
+        #: A formation beside the serving pipeline; it takes over once ready.
+        self.successor: Formation | None = None
+        #: The pipeline that a successor has replaced, and when it ends.
+        self.predecessor: tuple[Formation, float] | None = None
+        #: Why no pipeline is ready, or why a change was not applied, for the user.
+        self.reason = WAITING_FOR_PEERS
+        #: Whether stages were assigned for the current desired state.
+        self.has_assigned = False
         #: Whether a desired change waits until another deployment of the model has changed.
         self.is_deferred = False
+        #: Its newest epoch, whether it is up or not.
+        self.epoch = context.epoch
+        #: Id of the pipeline, whether it is up or not: ``p1``, ``p2`` …
+        self.pipeline = pipeline.id if pipeline else context.new_pipeline_id()
+        #: Rises as long as the formation makes progress; and when it last did.
+        self._progress_count = 0
+        self._progress_at = now
+        #: Durations of the last change's phases.
+        self.phase_times = PhaseTimes()
         self._missing_files = MissingFiles(self.registry)
         self.planner.set_pins(desired.pins)
         if lost_peer:
             self.planner.waive_min_peers(placed=pipeline is not None)
         if pipeline is not None and pipeline.formed:
             formation = Formation(pipeline, "adopting", now, desired.facts)
-            expected = self.registry.members.keys() - {lost_peer}
-            if expected >= set(formation.peers):
+            if self.registry.members.keys() - {lost_peer} >= set(formation.peers):
                 self.formation = formation
-                self.reason = "this coordinator was just started: waiting for its peers' reports"
+                self.reason = "the coordinator has just started: waiting for its peers' reports"
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The model's name, and which of its deployments this is."""
+        return self.desired.facts.name, self.replica
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the pipeline can serve."""
+        return self.formation is not None and self.formation.state == "ready"
+
+    @property
+    def is_adopting(self) -> bool:
+        """Whether an earlier coordinator committed it and it may still serve."""
+        return self.formation is not None and self.formation.state == "adopting"
+
+    @property
+    def used_peers(self) -> frozenset[str]:
+        """Peers that run, or are about to run, a worker of one of its pipelines."""
+        retiring = self.predecessor[0].peers if self.predecessor is not None else ()
+        planned = self.migration.peers if self.migration is not None else ()
+        formed = [peer for one in self._formations() for peer in one.peers]
+        return frozenset((*formed, *retiring, *planned))
+
+    def has_stage(self, peer: str) -> bool:
+        """Whether the peer has a stage in the current formation."""
+        return self.formation is not None and peer in self.formation.peers
 
     # --- events ------------------------------------------------------------------------------
 
+    def start_serving(self, now: float) -> None:
+        """Start serving a newly requested model."""
+        self._log_transition(now, self._desired_text)
+        self._break_formation(_Failure(JUST_REQUESTED), now)
+
+    def update_desired(self, desired: DesiredModel, now: float) -> None:
+        """Apply a changed desired state: other options, or other files of the model."""
+        old, self.desired = self.desired, desired
+        if epoch_spec(old) == epoch_spec(desired):
+            if self.formation is None:  # ``min_peers`` may have changed
+                self.planner.schedule_placement(self._find_candidates(now), now)
+            return
+        self.planner.set_pins(desired.pins)
+        self.has_assigned = False
+        self._log_transition(now, self._desired_text)
+        if old.weight_key != desired.weight_key:
+            # A new id, so that no worker is reused.
+            self.dissolve_pipelines()
+            self.pipeline = self.context.new_pipeline_id()
+            self.planner.restart_planning()
+        self._break_formation(_Failure(JUST_REQUESTED), now)
+
+    @property
+    def _desired_text(self) -> str:
+        desired = self.desired
+        return f"serve {desired.facts.name} as {desired.dtype}, {desired.quantization}"
+
+    def rebalance_ring(self, now: float) -> None:
+        """Place again as if nothing served; the old ring serves until the new one is up."""
+        self.planner.rebalance_now(self._find_candidates(now), now)
+
     def on_term_raised(self, now: float) -> None:
-        """Restart a formation in progress: the other part may know newer epochs."""
+        """Restart a formation in progress: the other part may know newer"""
         if self.formation is not None and self.formation.is_forming:
-            self._break_formation("another part of the swarm comes back", None, now)
+            self._break_formation(_Failure("another part of the swarm has rejoined"), now)
 
     def on_peer_lost(self, peer: str, reason: str, now: float) -> None:
         """A peer was lost or is no longer a member; ``reason`` names it, for the user."""
-        if self.formation is not None and peer in self.formation.peers:
-            self._break_formation(reason, None, now)
-        self._cancel_change_to(peer, now)
+        if self.has_stage(peer):
+            self._break_formation(_Failure(reason), now)
+        planned = self.migration.peers if self.migration is not None else ()
+        if peer in planned or (self.successor is not None and peer in self.successor.peers):
+            self._cancel_change(now)
 
     def on_peer_reported(self, event: PeerReportedEvent, now: float) -> None:
         """Update the stages of a peer from its report."""
@@ -85,60 +209,67 @@ class Reconciler(Pipelines):
                 continue
             failure = formation.observe_report(peer, event.report, now)
             if failure is not None:
+                reason = f"{self.registry.name_of(peer)}: {failure}"
                 blamed = None if formation.state == "adopting" else peer
-                self._fail_formation(
-                    formation, f"{self.registry.name_of(peer)}: {failure}", blamed, now
-                )
+                self._fail_formation(formation, _Failure(reason, blamed), now)
             elif event.is_new_connection or formation.needs_resend(stage, now):
                 self._send_instruction(formation, stage)
 
     def on_prefetch_reported(self, event: PeerReportedEvent, now: float) -> None:
         """Update a migration from a peer's report."""
-        move, peer, said = self.migration, event.peer, event.report.prefetch
-        if move is None:
+        migration, peer, state = self.migration, event.peer, event.report.prefetch
+        if migration is None:
             return
-        failure = move.observe_prefetch(peer, said, now)
+        failure = migration.observe_prefetch(peer, state, now)
         if failure is not None:
             self._on_prefetch_failed(peer, failure, now)
-        elif move.needs_resend(peer, said, now) or (
-            event.is_new_connection and peer in move.pending_peers
+        elif migration.needs_resend(peer, state, now) or (
+            event.is_new_connection and peer in migration.pending_peers
         ):
-            self._send_message(
-                peer, instructions.build_prefetch(move, peer, self.desired, self.registry)
-            )
+            self._send_prefetch(migration, peer)
 
-    def _on_prefetch_failed(self, peer: str, failure: str, now: float) -> None:
-        """A peer cannot get the files of a migration."""
-        self._log_transition(now, f"{self.registry.name_of(peer)} can't get its files: {failure}")
-        serves = self.formation is not None and peer in self.formation.peers
-        if not serves:
-            self.planner.backoff.record_failure(peer, failure, now)
-        self._cancel_change(now, RETRY_DELAY if serves else LOSS_DEBOUNCE)
+    def on_stage_reported(self, event: StageReportedEvent, now: float) -> None:
+        """Process a peer's message about an assignment, perhaps of another deployment."""
+        message = event.message
+        accepting = (one for one in self._formations() if one.accepts_message(event.peer, message))
+        formation = next(accepting, None)
+        if formation is None or not self.registry.is_live(event.peer):
+            return
+        if isinstance(message, StageFailed):
+            self._on_stage_failed(formation, event.peer, message, now)
+        elif isinstance(message, StageLoaded):
+            if formation.state == "loading":
+                formation.loaded[message.stage] = message
+                self._signal_progress(now)
+                epoch = epoch_text(message.epoch)
+                self._log_transition(now, f"stage {message.stage} of epoch {epoch} has loaded")
+        elif formation.state != "loading":
+            formation.ready.add(message.stage)
 
-    def _cancel_change_to(self, peer: str, now: float) -> None:
-        planned = self.migration.peers if self.migration is not None else ()
-        if peer in planned or (self.successor is not None and peer in self.successor.peers):
-            self._cancel_change(now)
-
-    def _cancel_change(self, now: float, pause: float = LOSS_DEBOUNCE) -> None:
-        """Cancel a migration or successor and plan again after a pause; the serving pipeline stays."""
-        self.migration = None
-        self._drop_successor()
-        self.planner.schedule_placement(self._find_candidates(now), now, pause)
+    def _on_stage_failed(
+        self, formation: Formation, sender: str, message: StageFailed, now: float
+    ) -> None:
+        peer, reason = attribute_failure(formation, message, self.registry)
+        if message.files_missing and formation is self.formation:
+            self._break_formation(_Failure(reason), now)
+            self._missing_files.record_missing(self.desired.facts, now)
+            return
+        is_serving = self.has_stage(peer)
+        if formation is self.successor and is_serving and not self.has_stage(sender):
+            peer = sender  # of the two, the new peer is the likelier cause
+        if formation is self.successor and is_serving and message.out_of_memory:
+            self._replace_in_place(reason, now)
+        else:
+            self._fail_formation(formation, _Failure(reason, peer, doubt=peer != sender), now)
 
     def needed_pipelines(self, peer: str) -> set[str]:
         """Pipelines whose workers a peer keeps running.
 
         While no pipeline is formed, their loaded weights may be reused.
         """
-        beside = [
-            one
-            for one in (self.successor, self.predecessor and self.predecessor[0])
-            if one is not None
-        ]
-        needed = {one.record.id for one in beside if peer in one.peers}
-        holds = self.formation is not None and peer in self.formation.peers
-        if holds or (self.formation is None and self.planner.may_use(peer)):
+        others = (self.successor, self.predecessor and self.predecessor[0])
+        needed = {one.record.id for one in others if one is not None and peer in one.peers}
+        if self.has_stage(peer) or (self.formation is None and self.planner.may_use(peer)):
             needed.add(self.pipeline)
         return needed
 
@@ -150,124 +281,62 @@ class Reconciler(Pipelines):
         for peer, session in self.registry.sessions.items():
             held = {worker.pipeline for worker in session.report.workers}
             if peer not in peers and self.pipeline in held:
-                self._send_message(peer, Unassign(pipeline=self.pipeline))
+                self.context.send_message(peer, Unassign(pipeline=self.pipeline))
 
-    def on_stage_reported(self, event: StageReportedEvent, now: float) -> None:
-        """Process a peer's message about an assignment, perhaps of another deployment."""
-        message = event.message
-        concerned = (one for one in self._formations() if one.accepts_message(event.peer, message))
-        formation = next(concerned, None)
-        if formation is None or not self.registry.is_live(event.peer):
-            return
-        if isinstance(message, StageFailed):
-            peer, reason = epochs.attribute_failure(formation, message, self.registry)
-            if message.files_missing and formation is self.formation:
-                self._break_formation(reason, None, now)
-                self._missing_files.record_missing(self.desired.facts, now)
-                return
-            old = self.formation.peers if self.formation is not None else ()
-            serves = peer in old
-            if formation is self.successor and serves and event.peer not in old:
-                peer = event.peer  # of the two it is the newcomer that may be at fault
-            if formation is self.successor and serves and message.out_of_memory:
-                self._replace_in_place(reason, now)
-            else:
-                self._fail_formation(formation, reason, peer, now, doubt=peer != event.peer)
-        elif isinstance(message, StageLoaded):
-            if formation.state == "loading":
-                formation.loaded[message.stage] = message
-                self._signal_progress(now)
-                epoch = epoch_text(message.epoch)
-                self._log_transition(now, f"stage {message.stage} of epoch {epoch} has loaded")
-        elif formation.state != "loading":
-            formation.ready.add(message.stage)
+    # --- failures ----------------------------------------------------------------------------
 
-    def start_serving(self, now: float) -> None:
-        """Start serving a newly requested model."""
-        self._log_transition(now, self._desired_text)
-        self._break_formation(JUST_REQUESTED, None, now)
-
-    def update_desired(self, desired: DesiredModel, now: float) -> None:
-        """Apply a changed desired state: other options, or other files of the model."""
-        old, self.desired = self.desired, desired
-        if epochs.epoch_spec(old) == epochs.epoch_spec(desired):
-            if self.formation is None:
-                self.planner.schedule_placement(
-                    self._find_candidates(now), now
-                )  # ``min_peers`` may be another
-            return
-        self.planner.set_pins(desired.pins)
-        self.has_assigned = False
-        self._log_transition(now, self._desired_text)
-        if old.weight_key != desired.weight_key:
-            self._discard_pipeline()
-        self._break_formation(JUST_REQUESTED, None, now)
-
-    def rebalance_ring(self, now: float) -> None:
-        """Place again as if nothing served; the old ring serves until the new one is up."""
-        self.planner.rebalance_now(self._find_candidates(now), now)
-
-    @property
-    def _desired_text(self) -> str:
-        return (
-            f"serve {self.desired.facts.name} as {self.desired.dtype}, {self.desired.quantization}"
-        )
-
-    def _fail_formation(
-        self,
-        formation: Formation,
-        reason: str,
-        blamed: str | None,
-        now: float,
-        *,
-        doubt: bool = False,
-        at_once: bool = False,
-    ) -> None:
+    def _fail_formation(self, formation: Formation, failure: _Failure, now: float) -> None:
         """A formation has failed: break the serving pipeline, or give up the successor."""
         if formation is not self.successor:
-            self._break_formation(reason, blamed, now, doubt=doubt, at_once=at_once)
+            self._break_formation(failure, now)
             return
-        self._log_transition(
-            now, f"epoch {epoch_text(formation.record.epoch)} is given up: {reason}"
-        )
-        serves = self.formation is not None and blamed in self.formation.peers
-        if blamed is not None and not serves:
-            self.planner.record_failure(blamed, reason, now, doubt=doubt, at_once=at_once)
-        self._cancel_change(now, RETRY_DELAY if serves else LOSS_DEBOUNCE)
+        epoch = epoch_text(formation.record.epoch)
+        self._log_transition(now, f"epoch {epoch} is abandoned: {failure.reason}")
+        is_serving = failure.blamed is not None and self.has_stage(failure.blamed)
+        if not is_serving:
+            self._record_failure(failure, now)
+        self._cancel_change(now, RETRY_DELAY if is_serving else LOSS_DEBOUNCE)
 
-    def _break_formation(
-        self,
-        reason: str,
-        blamed: str | None,
-        now: float,
-        *,
-        doubt: bool = False,
-        at_once: bool = False,
-    ) -> None:
-        """Give up the current formation.
-
-        ``doubt``: a neighbour blames the peer, which may be gone without a report. ``at_once``:
-        exclude the blamed peer even if it never failed before.
-        """
-        self._log_transition(now, f"not ready: {reason}")
-        if blamed is not None:
-            delay = self.planner.record_failure(blamed, reason, now, doubt=doubt, at_once=at_once)
-            if delay:
-                self._log_transition(
-                    now, f"{self.registry.name_of(blamed)} is left out for {delay:.0f} s"
-                )
-        self.reason = reason
-        self.phase_times.begin_change(reason, now)
+    def _break_formation(self, failure: _Failure, now: float) -> None:
+        """Give up the current formation; an intact successor takes over."""
+        self._log_transition(now, f"not ready: {failure.reason}")
+        delay = self._record_failure(failure, now)
+        if delay and failure.blamed is not None:
+            name = self.registry.name_of(failure.blamed)
+            self._log_transition(now, f"{name} is excluded for {delay:.0f} s")
+        self.reason = failure.reason
+        self.phase_times.begin_change(failure.reason, now)
         step = DEBOUNCE if self.formation is None else LOSS_DEBOUNCE
         old, self.formation, self.migration = self.formation, None, None
         if old is not None and self.successor is not None:
-            if reason != JUST_REQUESTED and all(map(self.registry.is_live, self.successor.peers)):
-                self._fail_over(old, now)
+            if failure.reason != JUST_REQUESTED and self.registry.all_live(self.successor.peers):
+                self._fail_over(old, self.successor, now)
                 return
             self._drop_successor()
         self.planner.schedule_placement(self._find_candidates(now), now, step=step)
 
-    # --- what follows ------------------------------------------------------------------------
+    def _record_failure(self, failure: _Failure, now: float) -> float:
+        if failure.blamed is None:
+            return 0.0
+        return self.planner.record_failure(
+            failure.blamed, failure.reason, now, doubt=failure.doubt, at_once=failure.at_once
+        )
+
+    def _on_prefetch_failed(self, peer: str, reason: str, now: float) -> None:
+        """A peer cannot get the files of a migration."""
+        self._log_transition(now, f"{self.registry.name_of(peer)} can't fetch its files: {reason}")
+        is_serving = self.has_stage(peer)
+        if not is_serving:
+            self.planner.backoff.record_failure(peer, reason, now)
+        self._cancel_change(now, RETRY_DELAY if is_serving else LOSS_DEBOUNCE)
+
+    def _cancel_change(self, now: float, pause: float = LOSS_DEBOUNCE) -> None:
+        """Cancel a migration or successor, and plan again after a pause."""
+        self.migration = None
+        self._drop_successor()
+        self.planner.schedule_placement(self._find_candidates(now), now, pause)
+
+    # --- what is due -------------------------------------------------------------------------
 
     def advance_state(self, now: float) -> None:
         """Do what is due."""
@@ -280,14 +349,26 @@ class Reconciler(Pipelines):
             placed = self.planner.place_model(self.desired, candidates, self.registry, now, serving)
             self._apply_placement(placed, now)
         self._advance_formations(now)
-        formation = self.formation
-        if (
-            formation is not None
-            and formation.is_forming
-            and now - self._progress_at >= PROGRESS_INTERVAL
-        ):
+        is_forming = self.formation is not None and self.formation.is_forming
+        if is_forming and now - self._progress_at >= PROGRESS_INTERVAL:
             self._signal_progress(now)
         self._end_predecessor(now)
+
+    def _check_overdue(self, now: float) -> None:
+        slow = self.migration.find_overdue(now) if self.migration is not None else None
+        if slow is not None:
+            self._on_prefetch_failed(slow, "the transfer is too slow", now)
+        for formation in self._formations():
+            late = formation.find_overdue(now)
+            if late is None:
+                continue
+            peer = formation.peers[late[0]]
+            is_adopting, is_loading = formation.state == "adopting", formation.state == "loading"
+            # If part of the pipeline runs, the next placement is not the first one.
+            self.planner.has_placed |= is_adopting and bool(formation.ready)
+            reason = f"{self.registry.name_of(peer)} {late[1]}"
+            failure = _Failure(reason, None if is_adopting else peer, at_once=is_loading)
+            self._fail_formation(formation, failure, now)
 
     def _may_place(self, candidates: tuple[Candidate, ...], now: float) -> bool:
         """Whether to place now: a formation that is nearly done finishes first."""
@@ -298,46 +379,13 @@ class Reconciler(Pipelines):
             return True
         return formation.is_forming and self.planner.is_outdated(candidates, formation.peers)
 
-    def _check_overdue(self, now: float) -> None:
-        slow = self.migration.find_overdue(now) if self.migration is not None else None
-        if slow is not None:
-            self._on_prefetch_failed(slow, "they come too slowly", now)
-        for formation in self._formations():
-            late = formation.find_overdue(now)
-            if late is None:
-                continue
-            peer = formation.peers[late[0]]
-            adopting = formation.state == "adopting"
-            # Part of the pipeline is there, so this is no first placement.
-            self.planner.has_placed |= adopting and bool(formation.ready)
-            reason, loading = (
-                f"{self.registry.name_of(peer)} {late[1]}",
-                formation.state == "loading",
-            )
-            self._fail_formation(
-                formation, reason, None if adopting else peer, now, at_once=loading
-            )
-
-    def _advance_formations(self, now: float) -> None:
-        """Advance each formation whose stages are all done, and start a migrated successor."""
-        if self.migration is not None and not self.migration.pending_peers:
-            self._start_successor(self.migration.stages, now)
-        for formation in self._formations():
-            if formation.state == "loading" and formation.all_loaded:
-                self._start_linking(formation, now)
-            elif self._is_partially_linked(formation):
-                formation.start_linking(formation.record, now)
-                self._send_instructions(formation)
-            elif formation is self.successor and formation.all_ready:
-                self._switch_over(formation, now)
-            else:
-                self._complete_formation(formation, now)
-
     def _apply_placement(self, placed: Placement | Unplaceable, now: float) -> None:
         """Apply a new placement. Without one, a serving pipeline continues and others wait."""
         self.migration = None
         if self.successor is not None:
-            if isinstance(placed, Placement) and epochs.has_layout(self.successor.record, placed):
+            if isinstance(placed, Placement) and stage_layout(
+                self.successor.record.stages
+            ) == stage_layout(placed.stages):
                 return
             self._drop_successor()
         if isinstance(placed, Unplaceable):
@@ -346,65 +394,223 @@ class Reconciler(Pipelines):
             return
         stages = tuple(StageRecord(stage.peer, stage.layers) for stage in placed.stages)
         old = self.formation
-        if old is not None and epochs.stage_layout(old.record.stages) == epochs.stage_layout(
-            stages
-        ):
+        if old is not None and stage_layout(old.record.stages) == stage_layout(stages):
             self.reason = "" if self.is_ready else self.reason
         elif old is not None and old.state == "ready":
             self._start_migration(old, stages, now)
         else:
             self._start_epoch(stages, now)
 
-    def _start_migration(self, old: Formation, stages: tuple[StageRecord, ...], now: float) -> None:
-        """Prefetch files first; :meth:`_advance_formations` continues once they are there."""
-        self.reason = "" if self.is_ready else self.reason
-        self.migration = Migration(
-            self.context.new_migration_id(), old.record, stages, now, self.desired.facts
+    def _advance_formations(self, now: float) -> None:
+        """Advance each formation whose stages are all done, and start a migrated successor."""
+        if self.migration is not None and not self.migration.pending_peers:
+            self._start_successor(self.migration.stages, now)
+        for formation in self._formations():
+            if formation.state == "loading" and formation.all_loaded:
+                self._start_linking(formation, now)
+            elif (
+                formation.state == "adopting"
+                and not formation.all_ready
+                and self.registry.all_live(formation.peers)
+            ):
+                # The earlier coordinator ended before all stages were told to form their ring.
+                formation.start_linking(formation.record, now)
+                self._send_instructions(formation)
+            elif formation is self.successor and formation.all_ready:
+                self._switch_over(formation, now)
+            else:
+                self._complete_formation(formation, now)
+
+    # --- forming an epoch --------------------------------------------------------------------
+
+    def _start_epoch(self, stages: tuple[StageRecord, ...], now: float) -> None:
+        """Commit a placement as a new epoch and assign its stages."""
+        old = self.formation
+        formation = self.formation = self._create_epoch(self.pipeline, stages, now)
+        self.has_assigned = True
+        self._signal_progress(now)
+        self.reason = "loading the model"
+        self.context.add_actions(CommitPipelineAction(formation.record))
+        for peer in old.peers if old is not None else ():
+            if peer not in formation.peers:
+                self.context.send_message(peer, Unassign(pipeline=self.pipeline))
+        self._send_instructions(formation)
+
+    def _create_epoch(
+        self, pipeline: str, stages: tuple[StageRecord, ...], now: float
+    ) -> Formation:
+        self.migration = None
+        self.epoch = self.context.new_epoch()
+        record = PipelineRecord(
+            pipeline,
+            self.desired.facts.name,
+            self.epoch,
+            stages,
+            block_size=choose_block_size(stages, self.desired, self.registry),
+            replica=self.replica,
         )
-        self.phase_times.begin_change("another placement", now)
-        names = ", ".join(self.registry.name_of(peer) for peer in self.migration.pending_peers)
-        self._log_transition(now, f"the next epoch waits for files: {names or 'all are there'}")
-        for peer in self.migration.pending_peers:
-            self._send_message(
-                peer, instructions.build_prefetch(self.migration, peer, self.desired, self.registry)
-            )
+        layout = ", ".join(
+            f"{self.registry.name_of(stage.peer)} {stage.layers[0]}:{stage.layers[1]}"
+            for stage in stages
+        )
+        self._log_transition(now, f"epoch {epoch_text(record.epoch)}: {layout}")
+        self.phase_times.record_phase("decided", now)
+        return Formation(record, "loading", now, self.desired.facts)
 
     def _start_linking(self, formation: Formation, now: float) -> None:
         """All stages have loaded: tell them to form the ring."""
         loaded = [formation.loaded[stage] for stage in range(len(formation.record.stages))]
-        blocks, least = min((said.max_blocks, stage) for stage, said in enumerate(loaded))
+        blocks, least = min((one.max_blocks, stage) for stage, one in enumerate(loaded))
         peer, serving = formation.peers[least], self.formation
         shared = serving is not None and serving is not formation and peer in serving.peers
+        name = self.registry.name_of(peer)
         if blocks < 1 and not shared:
-            reason = f"{self.registry.name_of(peer)} has no memory left for KV"
-            self._fail_formation(formation, reason, peer, now)
+            failure = _Failure(f"{name} has no memory left for KV", peer)
+            self._fail_formation(formation, failure, now)
             return
-        record = epochs.formed_record(formation.record, loaded, blocks, self.desired.micro_batches)
+        record = formed_record(formation.record, loaded, blocks, self.desired.micro_batches)
         if serving is not None and shared and record.kv_tokens < serving.record.kv_tokens:
-            self._replace_in_place(f"{self.registry.name_of(peer)} has less room for KV", now)
+            self._replace_in_place(f"{name} has less room for KV", now)
             return
         formation.start_linking(record, now)
         self.phase_times.record_phase("loaded", now)
-        epoch = epoch_text(record.epoch)
-        self._log_transition(
-            now, f"form epoch {epoch}: {blocks} blocks, K = {record.micro_batches}"
-        )
+        shape = f"{blocks} blocks, K = {record.micro_batches}"
+        self._log_transition(now, f"form epoch {epoch_text(record.epoch)}: {shape}")
         if formation is self.formation:
             self._signal_progress(now)
             self.reason = "forming the ring"
             self.context.add_actions(CommitPipelineAction(record))
         self._send_instructions(formation)
 
-    def _is_partially_linked(self, formation: Formation) -> bool:
-        """Whether an earlier coordinator ended before all stages were told to form their ring."""
-        adopting = formation.state == "adopting" and not formation.all_ready
-        return adopting and all(map(self.registry.is_live, formation.peers))
+    def _complete_formation(self, formation: Formation, now: float) -> None:
+        """Mark the ring ready if all stages have joined."""
+        if formation.state not in ("linking", "adopting") or not formation.all_ready:
+            return
+        if formation.state == "adopting":
+            # Other peers may have been about to join the pipeline.
+            kept = [one for one in self._find_candidates(now) if one.peer in formation.peers]
+            self.planner.mark_settled(tuple(kept))
+            self.planner.has_placed = True
+        formation.state = "ready"
+        self.planner.on_ring_formed(formation.record, self.desired, self.registry)
+        self.phase_times.record_phase("formed", now)
+        self.reason = ""
+        self._log_transition(now, f"epoch {epoch_text(formation.record.epoch)} is ready")
+
+    def _signal_progress(self, now: float) -> None:
+        """Signal that the formation makes progress, or may still do so."""
+        self._progress_count, self._progress_at = self._progress_count + 1, now
+
+    # --- replacing a serving pipeline --------------------------------------------------------
+
+    def _start_migration(self, old: Formation, stages: tuple[StageRecord, ...], now: float) -> None:
+        """Prefetch files first; :meth:`_advance_formations` continues once they are there."""
+        self.reason = ""
+        migration = self.migration = Migration(
+            self.context.new_migration_id(), old.record, stages, now, self.desired.facts
+        )
+        self.phase_times.begin_change("a better placement", now)
+        names = ", ".join(map(self.registry.name_of, migration.pending_peers)) or "none missing"
+        self._log_transition(now, f"the next epoch waits for files: {names}")
+        for peer in migration.pending_peers:
+            self._send_prefetch(migration, peer)
+
+    def _start_successor(self, stages: tuple[StageRecord, ...], now: float) -> None:
+        """Assign the stages of a separate pipeline while the current one serves."""
+        successor = self.successor = self._create_epoch(self.context.new_pipeline_id(), stages, now)
+        self.context.add_actions(ReserveEpochAction(successor.record.id, self.epoch))
+        self._send_instructions(successor)
+
+    def _switch_over(self, successor: Formation, now: float) -> None:
+        """Switch to a ready successor: new requests at once, running streams shortly after."""
+        assert self.formation is not None
+        self._end_predecessor(float("inf"))
+        self.predecessor = (self.formation, now + SWITCH_OVER_DELAY)
+        self._promote(successor)
+        self._complete_formation(successor, now)
+
+    def _fail_over(self, old: Formation, successor: Formation, now: float) -> None:
+        """Continue with the intact successor of a broken pipeline."""
+        self._log_transition(now, f"epoch {epoch_text(successor.record.epoch)} takes over")
+        self.context.add_actions(*self.registry.end_route(self.pipeline))
+        self._unassign_stages(old)
+        self._promote(successor)
+        self.reason = "loading the model"
+        self._signal_progress(now)
+
+    def _promote(self, successor: Formation) -> None:
+        self.formation, self.successor, self.pipeline = successor, None, successor.record.id
+        self.context.add_actions(CommitPipelineAction(successor.record))
+
+    def _replace_in_place(self, reason: str, now: float) -> None:
+        """Replace the serving pipeline in place: a device has no room for two stages."""
+        assert self.successor is not None
+        self._log_transition(now, f"replacing the pipeline in place: {reason}")
+        stages = tuple(StageRecord(one.peer, one.layers) for one in self.successor.record.stages)
+        self._drop_successor()
+        self._start_epoch(stages, now)
+
+    def _drop_successor(self) -> None:
+        dropped, self.successor = self.successor, None
+        if dropped is not None:
+            self._unassign_stages(dropped)
+
+    def _end_predecessor(self, now: float) -> None:
+        """End the predecessor once its streams had time to move."""
+        if self.predecessor is None or now < self.predecessor[1]:
+            return
+        old, self.predecessor = self.predecessor[0], None
+        self.context.add_actions(*self.registry.end_route(old.record.id))
+        self._unassign_stages(old)
+
+    def dissolve_pipelines(self) -> None:
+        """End all pipelines and free their stages' memory."""
+        self._drop_successor()
+        self._end_predecessor(float("inf"))
+        if self.formation is not None:
+            self._unassign_stages(self.formation)
+        self.context.add_actions(*self.registry.end_route(self.pipeline))
+
+    # --- messages ----------------------------------------------------------------------------
 
     def _send_instructions(self, formation: Formation) -> None:
         for stage in range(len(formation.record.stages)):
             self._send_instruction(formation, stage)
 
-    # --- who gets no stage -------------------------------------------------------------------
+    def _send_instruction(self, formation: Formation, stage: int) -> None:
+        """Tell a stage's peer what it should do in this epoch."""
+        for profile in instructions.build_profiles(formation, stage):
+            self.context.send_message(formation.peers[stage], profile)
+        message = instructions.build_instruction(formation, stage, self.desired, self.registry)
+        if message is not None:
+            self.context.send_message(formation.peers[stage], message)
+
+    def _send_prefetch(self, migration: Migration, peer: str) -> None:
+        message = instructions.build_prefetch(migration, peer, self.desired, self.registry)
+        self.context.send_message(peer, message)
+
+    def _unassign_stages(self, formation: Formation) -> None:
+        for peer in formation.peers:
+            self.context.send_message(peer, Unassign(pipeline=formation.record.id))
+
+    def publish_route(self) -> None:
+        """Publish the route to every live peer that does not know it yet."""
+        formation = self.formation
+        if self.is_adopting:
+            return  # what peers know of a running pipeline stays true meanwhile
+        is_forming = formation is not None and formation.is_forming
+        is_waiting = self.reason in (WAITING_FOR_PEERS, JUST_REQUESTED)
+        route = instructions.build_route(
+            self.pipeline,
+            self.epoch if formation is None else formation.record.epoch,
+            formation.record if formation is not None and self.is_ready else None,
+            self.desired,
+            self.registry,
+            reason="" if formation is not None or is_waiting else self.reason,
+            forming_progress=self._progress_count if is_forming else 0,
+            sibling_pipelines=self.sibling_pipelines,
+        )
+        self.context.add_actions(*self.registry.publish_route(route))
 
     def collect_notices(self) -> dict[str, str]:
         """Messages to users of PCs without a stage about what they can do."""
@@ -415,34 +621,73 @@ class Reconciler(Pipelines):
         }
         for peer, found in self.planner.unreachable.items():
             text = self.explain_exclusion(peer)
-            for told in (peer, found.target):
-                if told in texts:
-                    texts[told] = texts[told] or text
+            for concerned in (peer, found.target):
+                if concerned in texts:
+                    texts[concerned] = texts[concerned] or text
         return texts
 
     def explain_exclusion(self, peer: str) -> str:
         """Why a peer that offers a stage has none, for the user; empty if it has one."""
-        if not self.registry.is_live(peer):
+        if not self.registry.is_live(peer) or self.has_stage(peer):
             return ""
-        if self.formation is not None and peer in self.formation.peers:
-            return ""
-        why = self._explain_misfit(peer)
-        if why:
-            return f"left out: {why}"
+        misfit = self._explain_misfit(peer)
+        if misfit:
+            return f"excluded: {misfit}"
         found = self.planner.unreachable.get(peer)
-        if (
-            found is not None
-            and self.registry.is_live(found.source)
-            and self.registry.is_live(found.target)
-        ):
+        if found is not None and self.registry.all_live((found.source, found.target)):
             return describe_unreachable(found, self.registry)
-        why = self.planner.backoff.explain_exclusion(
+        reason = self.planner.backoff.explain_exclusion(
             peer, self.context.clock, self.formation is not None
         )
-        return why or (SPARE_REASON if self.is_ready and peer in self.planner.spare_peers else "")
+        return reason or (
+            SPARE_REASON if self.is_ready and peer in self.planner.spare_peers else ""
+        )
 
     def _explain_misfit(self, peer: str) -> str:
         """Why the model lacks the layers that a peer names; empty if it has them."""
         stage = self.registry.sessions[peer].report.stage
-        why = explain_misfit(stage, self.desired.facts)
-        return f"--stage {stage} {why}" if why else ""
+        reason = explain_misfit(stage, self.desired.facts)
+        return f"--stage {stage} {reason}" if reason else ""
+
+    # --- small things ------------------------------------------------------------------------
+
+    def _formations(self) -> Iterator[Formation]:
+        """The current formation, then the successor if it still exists by then."""
+        if self.formation is not None:
+            yield self.formation
+        if self.successor is not None:
+            yield self.successor
+
+    def _find_candidates(self, now: float) -> tuple[Candidate, ...]:
+        return self.planner.find_candidates(self.registry, self.formation, now)
+
+    def _log_transition(self, now: float, text: str) -> None:
+        self.context.log_transition(now, f"{self.label}: {text}" if self.label else text)
+
+    def validate(self) -> None:
+        """Check the invariants of the formation, the successor and the migration.
+
+        Raises:
+            InvariantError: one is violated.
+        """
+        formation, successor, story = self.formation, self.successor, self.context.story
+        if self.migration is not None:
+            if formation is None:
+                raise InvariantError("a migration without a serving pipeline", story)
+            if not self.registry.all_live(self.migration.peers):
+                raise InvariantError("a migration to a peer that is not live", story)
+        if successor is not None:
+            successor.validate()
+            if formation is None or formation.state != "ready" or self.migration is not None:
+                raise InvariantError("a successor of a pipeline that is not serving", story)
+            if successor.record.id == formation.record.id or successor.record.epoch != self.epoch:
+                raise InvariantError("the successor is not the newest epoch", story)
+            if not self.registry.all_live(successor.peers):
+                raise InvariantError("a stage's peer is not live", story)
+        if formation is None:
+            return
+        formation.validate()
+        if formation.record.epoch > self.epoch or formation.record.id != self.pipeline:
+            raise InvariantError("the formation is not the newest epoch", story)
+        if formation.state != "adopting" and not self.registry.all_live(formation.peers):
+            raise InvariantError("a stage's peer is not live", story)

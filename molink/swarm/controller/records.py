@@ -125,7 +125,7 @@ class DesiredModel:
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """A stage of an epoch. ``port``, ``max_blocks`` and ``profile`` are known once it has loaded."""
+    """A stage of an epoch. ``port``, ``max_blocks`` and ``profile`` are set once it has loaded."""
 
     peer: str
     layers: LayerRange

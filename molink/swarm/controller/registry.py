@@ -104,6 +104,10 @@ class Registry:
         """Whether the peer has a session."""
         return peer in self.sessions
 
+    def all_live(self, peers: Iterable[str]) -> bool:
+        """Whether all these peers have a session."""
+        return all(peer in self.sessions for peer in peers)
+
     def add_member(self, member: MemberRecord) -> None:
         """Add a peer that has joined."""
         known = self.members.get(member.peer)

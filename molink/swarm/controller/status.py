@@ -8,9 +8,9 @@ from typing import Any
 
 from molink.facts.device import Device
 from molink.facts.ring_times import HANDLING_S, TOKEN_BYTES, LinkFacts, RingTimes
-from molink.swarm.controller import epochs
+from molink.swarm.artifacts.transfer import estimate_eta
 from molink.swarm.controller.fleet import Fleet
-from molink.swarm.controller.formation import Formation
+from molink.swarm.controller.formation import Formation, stage_layout
 from molink.swarm.controller.holdings import describe_missing, missing_layers, whole_holders
 from molink.swarm.controller.reconciler import Reconciler
 from molink.swarm.controller.records import DesiredModel, MemberRecord, StageRecord
@@ -19,7 +19,6 @@ from molink.swarm.controller.scale_out import estimate_scale_out
 from molink.swarm.membership.versions import PeerVersion, own_version
 from molink.swarm.placement.placement import row_bytes
 from molink.swarm.placement.ttft import predict_ttft
-from molink.swarm.throughput import estimate_eta
 from molink.wire.messages.peer_reports import PeerReport, TransferState, WorkerState
 
 #: Maximum payload of the reply, in bytes.
@@ -60,7 +59,7 @@ def build_status(
     for peer in peers:
         if peer["id"] in refused:
             spoken = refused[peer["id"]]
-            reason = f"refused: it runs {spoken}, and the swarm {own_version()}"
+            reason = f"refused: it runs {spoken}, the swarm runs {own_version()}"
             peer |= {"state": "refused", "version": spoken.version, "reason": reason}
     return {
         "swarm": swarm,
@@ -130,7 +129,7 @@ def build_scale_out(reconciler: Reconciler, now: float) -> dict[str, Any]:
         peer: describe_device(session.report.device) for peer, session in registry.sessions.items()
     }
     candidates = planner.find_candidates(registry, formation, now)
-    serving = epochs.stage_layout(formation.record.stages)
+    serving = stage_layout(formation.record.stages)
     return estimate_scale_out(planner, reconciler.desired, candidates, devices, serving)
 
 
@@ -299,7 +298,7 @@ def scheduler_status(report: PeerReport, pipeline: str) -> dict[str, Any] | None
                 "generated": one.generated,
                 "tokens_per_s": one.token_rate / 1000,
                 "age_s": one.age,
-                "turn_s": one.resume_ms / 1000,
+                "resume_s": one.resume_ms / 1000,
             }
             for one in head.requests
         ],
@@ -329,12 +328,12 @@ def _files_warning(fleet: Fleet, desired: DesiredModel) -> str:
         return ""
     if holders:
         return f"Only {registry.name_of(holders[0])} has all files of {facts.name} so far"
-    nobody = f"No PC that is here has all files of {facts.name}"
+    nobody = f"No connected PC has all files of {facts.name}"
     reports = [one.report for one in registry.sessions.values()]
     lacking = missing_layers(facts, reports, only_model=only_model)
     if lacking:
         return f"{nobody}, and none has those of {describe_missing(facts, lacking)}"
-    return f"{nobody}; together they have all layers" if only_model else nobody
+    return f"{nobody}; together they hold all layers" if only_model else nobody
 
 
 def _pipeline_status(reconciler: Reconciler) -> dict[str, Any]:

@@ -254,8 +254,8 @@ def duplicate_names(status: SwarmStatus) -> Iterator[str]:
     for name, count in counts.items():
         if count > 1:
             yield (
-                f"{count} PCs are called {name}: commands take their ids; `--name` at the next "
-                "start of one renames it"
+                f"{count} PCs are called {name}: use their ids in commands, or rename one with "
+                "`--name` at its next start"
             )
 
 
@@ -279,6 +279,6 @@ def decode_status(text: bytes) -> SwarmStatus:
         return msgspec.json.decode(text, type=SwarmStatus)
     except msgspec.MsgspecError as error:
         raise WireError(
-            f"the daemon tells what this version doesn't understand: {error}. "
-            "Start it anew if molink was updated meanwhile."
+            f"can't read the daemon's status: {error}. "
+            "Restart the daemon if molink was updated meanwhile."
         ) from None

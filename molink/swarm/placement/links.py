@@ -65,7 +65,7 @@ class Links:
         self._primary_peers.pop(peer, None)
 
     def latency_and_rate(self, source: str, target: str) -> tuple[float, float]:
-        """Latency and rate of that direction; a measurement of the other direction counts for both."""
+        """Latency and rate of that direction; the other direction fills in missing values."""
         there, back = (
             self._measured.get(pair, LinkFacts()) for pair in ((source, target), (target, source))
         )

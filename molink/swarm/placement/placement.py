@@ -21,12 +21,11 @@ from statistics import median
 from typing import Literal
 
 from molink.facts.dtypes import DTYPE_SIZES
-from molink.facts.footprint import Footprint, StageSetup
+from molink.facts.footprint import MIN_TOKENS, Footprint, StageSetup
 from molink.facts.memory_plan import explain_refusal, format_size, smaller_modes, usable_bytes
 from molink.facts.model import LayerRange, ModelFacts, Objective, Quantize
 from molink.facts.narrow_weights import NarrowDType
 from molink.facts.ring_times import HANDLING_S, TOKEN_BYTES
-from molink.swarm.kv_room import CONVERSATION_TOKENS, is_room_worth, kv_room_steps
 from molink.swarm.placement.links import Links
 from molink.swarm.placement.partition import Gap, Split, StageCosts, StageHost, split_gaps
 from molink.swarm.placement.ring_search import search_ring
@@ -47,6 +46,14 @@ MICRO_BATCH_ROWS: dict[Objective, int] = {"latency": 1, "throughput": 16}
 #: Bytes of a weight where bf16 is unsupported.
 _F32_BYTES = DTYPE_SIZES["f32"]
 _BF16_HINT = " (a CPU without bf16 computes in f32: its memory counts for less)"
+
+#: Tokens of a long conversation: a ring has room for one at any cost, if any ring has.
+CONVERSATION_TOKENS = 8192
+#: Beyond that, four times the room may raise the cost by this fraction …
+ROOM_WORTH = 0.25
+_ROOM_FACTOR = 4
+#: … up to room for this many streams of MIN_TOKENS tokens.
+_STREAMS: dict[Objective, int] = {"latency": 4, "throughput": 64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +205,21 @@ def explain_misfit(stage: str, facts: ModelFacts) -> str:
     return f"names layers that {facts.name} doesn't have: it has {facts.layers}"
 
 
+def kv_room_steps(facts: ModelFacts, objective: Objective) -> list[int]:
+    """KV room to try in tokens, ascending: from the required minimum to the wanted maximum."""
+    found = [min(facts.max_model_len, MIN_TOKENS)]
+    most = _STREAMS[objective] * found[0]
+    while found[-1] < most:
+        found.append(min(found[-1] * _ROOM_FACTOR, most))
+    return found
+
+
+def is_room_worth(tokens: int, cost: float, before: float) -> bool:
+    """Whether KV room for ``tokens`` is worth ``cost``, given the cost ``before`` of a quarter of
+    it."""
+    return tokens <= CONVERSATION_TOKENS or cost <= before * (1 + ROOM_WORTH)
+
+
 class _Placer:
     """One call of :func:`place_model`."""
 
@@ -235,7 +257,7 @@ class _Placer:
 
     def place_stages(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:
         if not self.auto_hosts and not self.named_stages:
-            raise _NoPlacementError("no peer offers to run layers")
+            raise _NoPlacementError("no PC offers to hold layers")
         if not self.named_stages:
             return self.find_ring(serving)
         explicit = [self.place_named(layers, c) for layers, c in self.named_stages]
@@ -331,7 +353,7 @@ class _Placer:
         """Ranges between the named ones."""
         if len(self.named_stages) > MAX_STAGES:
             raise _NoPlacementError(
-                f"{len(self.named_stages)} peers named layers; a ring has {MAX_STAGES}"
+                f"{len(self.named_stages)} peers named layers; a ring has at most {MAX_STAGES}"
             )
         gaps: list[Gap] = []
         at, before = 0, ""
@@ -340,7 +362,7 @@ class _Placer:
             if first < at:
                 raise _NoPlacementError(
                     f"the layers of {before} and of {candidate.name} (--stage {first}:{last}) "
-                    "overlap; give one of them others, or auto"
+                    "overlap; change one of them or use auto"
                 )
             if first > at:
                 gaps.append(Gap(at, first, at == 0, closes=False))
@@ -354,9 +376,8 @@ class _Placer:
         if len(self.auto_hosts) < len(gaps):
             missing = ", ".join(f"{gap.first}:{gap.last}" for gap in gaps)
             raise _NoPlacementError(
-                f"no peer runs layers {missing}: {len(self.auto_hosts)} peers with --stage auto "
-                "are "
-                f"there, {len(gaps)} are needed"
+                f"no PC holds layers {missing}: {len(self.auto_hosts)} PCs with --stage auto are "
+                f"connected, {len(gaps)} needed"
             )
         for hosts in self.host_selections(gaps):
             best = split_gaps(gaps, hosts, floor)
@@ -393,31 +414,27 @@ class _Placer:
         layers = sum(gap.layers for gap in gaps)
         room = sum(max(0, host.max_layers()) for host in self.auto_hosts)
         peers = "1 peer" if len(self.auto_hosts) == 1 else f"{len(self.auto_hosts)} peers"
-        what = self.facts.name if not self.named_stages else f"the rest of {self.facts.name}"
+        name = self.facts.name if not self.named_stages else f"the rest of {self.facts.name}"
+        need, offer = format_size(needs), format_size(offers)
         smaller = self.smaller_quantization()
         helps = f"serve it with --quantize {smaller}" if smaller else "serve a smaller model"
         if needs > offers:
             return (
-                f"{what} needs {format_size(needs)}, the swarm offers {format_size(offers)} on "
-                f"{peers}: room for "
-                f"{min(room, layers - 1)} of {layers} layers; add a peer, give more memory or "
+                f"{name} needs {need}, the swarm offers {offer} on {peers}: room for "
+                f"{min(room, layers - 1)} of {layers} layers; add a peer, allow more memory or "
                 f"{helps}{self.hint}"
             )
         if any(one.unreachable for one in self.auto_candidates) and self.fits_if_connected():
             return (
-                f"{what} needs {format_size(needs)}: no ring of peers that can connect to each "
-                "other has "
-                "room for it; open the ports that are named to those who are left out"
+                f"{name} needs {need}: no ring of peers that can connect to each other has room "
+                "for it; open the ports named for the excluded peers"
             )
-        layer = costs.layer_weights + costs.layer_room
+        layer = format_size(costs.layer_weights + costs.layer_room)
+        ends = format_size(costs.first), format_size(costs.last + costs.logits)
         return (
-            f"{what} needs {format_size(needs)} and the swarm offers {format_size(offers)} on "
-            f"{peers}, but no "
-            f"split fits: a layer takes {format_size(layer)}, a stage {format_size(costs.stage)} "
-            "beside its "
-            f"layers, the first {format_size(costs.first)} and the last "
-            f"{format_size(costs.last + costs.logits)} "
-            f"more; {helps}{self.hint}"
+            f"{name} needs {need} and the swarm offers {offer} on {peers}, but no split fits: a "
+            f"layer takes {layer}, a stage {format_size(costs.stage)} beside its layers, the first "
+            f"{ends[0]} and the last {ends[1]} more; {helps}{self.hint}"
         )
 
     def fits_if_connected(self) -> bool:

@@ -218,7 +218,7 @@ def _slowest_bound(layers: int, lines: Sequence[LinearTime]) -> float:
 
 
 def estimate_cost(task: RingTask, order: Sequence[int]) -> float | None:
-    """Approximate cost of the best ring of that order: uses the split with the least slowest stage."""
+    """Approximate cost of the best ring of that order, with the least slowest stage."""
     way, lines = _path_time(task, order), linear_times(task, order)
     if way is None or min(line.max_layers for line in lines) < 1:
         return None

@@ -12,9 +12,9 @@ from itertools import chain, combinations, product
 from math import inf, log
 
 from molink.swarm.controller.records import DesiredModel
-from molink.swarm.kv_room import CONVERSATION_TOKENS
 from molink.swarm.placement.links import Links
 from molink.swarm.placement.placement import (
+    CONVERSATION_TOKENS,
     MIN_GAIN,
     Candidate,
     Placement,

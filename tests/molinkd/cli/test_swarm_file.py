@@ -71,7 +71,7 @@ M = '[[models]]\nmodel = "a"\n'
         (M + "replicas = ", 3, "this is no TOML: Invalid value"),
         (M + "\n\n" + M, 6, "a is named twice"),
         (M + '[[models]]\nmodel = "b/a"', 4, "a is named twice"),
-        (M + 'pcs = ["x", "x"]', 3, "a PC is named twice"),
+        (M + 'pcs = ["x", "x"]', 3, "a PC is pinned twice"),
         (M + 'replicas = 2\nlayers = { x = "0:2" }', 4, "of which of the 2 replicas"),
         (M + 'layers = { x = "2" }', 3, "layers of x are A:B with A < B, not 2"),
         (M + '[models.layers]\nx = "2:2"', 3, "layers of x are A:B with A < B, not 2:2"),

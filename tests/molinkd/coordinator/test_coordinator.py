@@ -383,7 +383,7 @@ async def test_a_pc_that_vanishes_is_lost_with_its_connection(
     await guest.client.close()
     await scene.until(lambda: not live(guest.id), owner)
     assert live(owner.id)
-    assert "is not connected any more" in scene.coordinator.fleet.story[-1]
+    assert "disconnected" in scene.coordinator.fleet.story[-1]
 
 
 async def test_a_lost_answer_burns_no_token(scene: Scene) -> None:

@@ -159,7 +159,7 @@ async def test_why_a_model_cannot_be_served_is_said_once(scene: Scene, net: Net)
 async def test_a_pipeline_that_a_new_session_does_not_name_is_no_more(
     scene: Scene, net: Net
 ) -> None:
-    """A coordinator that was started anew doesn't know what ended meanwhile."""
+    """A coordinator that restarted doesn't know what ended meanwhile."""
 
     def pipelines() -> set[str]:
         return {route.pipeline for route in scene.node._schedulers.routes}

@@ -142,9 +142,7 @@ def test_invariants_are_checked() -> None:
     ),
     st.sampled_from([0.0, 1e5]),
 )
-def test_requests_never_exceed_the_window(
-    steps: list[tuple[float, str]], floor: float
-) -> None:
+def test_requests_never_exceed_the_window(steps: list[tuple[float, str]], floor: float) -> None:
     pacer, now = TransferRateLimiter(floor), 0.0
     under_way: list[float] = []
     for seconds, step in steps:

@@ -47,7 +47,7 @@ def test_exclusion_is_explained() -> None:
     assert backoff.explain_exclusion("a", now=0.0) == ""
     backoff.record_failure("a", "no memory", now=0.0)
     assert backoff.explain_exclusion("a", now=0.0) == (
-        "left out for 1 s more after 2 failures, the last: no memory"
+        "excluded for 1 s more after 2 failures, the last: no memory"
     )
     backoff.drop_peer("a")
     assert backoff.explain_exclusion("a", now=0.0) == ""

@@ -72,25 +72,31 @@ def test_pinning_a_pc_pins_its_other_devices(registry: Registry, kit: Kit) -> No
     ("models", "why"),
     [
         ([wish("x\x1b")], "printable"),
-        ([wish("x"), wish("x")], "^x: two models are called so"),
-        ([wish("x", replicas=5), wish("y", replicas=4)], "9 pipelines; a swarm has 8 at most"),
-        ([wish("x", pins=(("nobody", "auto"),))], "^x: no PC of this swarm is called nobody"),
-        ([wish("x", pins=(("a", "auto"), ("A", "auto")))], "^x: a PC is named twice"),
-        ([wish("x", pins=(("a", "4"),))], "^x: layers of a are A:B"),
+        ([wish("x"), wish("x")], "^x: two models have this name"),
+        (
+            [wish("x", replicas=5), wish("y", replicas=4)],
+            "9 pipelines requested; a swarm has at most 8",
+        ),
+        ([wish("x", pins=(("nobody", "auto"),))], "^x: no PC in this swarm is called nobody"),
+        ([wish("x", pins=(("a", "auto"), ("A", "auto")))], "^x: a PC is pinned twice"),
+        ([wish("x", pins=(("a", "4"),))], "^x: layers of a must be A:B"),
         ([wish("x", pins=(("a", "4:9"),))], "^x: a with layers 4:9 names layers"),
         ([wish("x", pins=(("c", "2:4"),))], "^x: c was started with `--stage 0:2`"),
         ([wish("x", pins=(("d", "auto"),))], "^x: d holds no layers now"),
-        ([wish("x", replicas=2, pins=(("a", "0:6"),))], "^x: of which of its 2 replicas"),
+        (
+            [wish("x", replicas=2, pins=(("a", "0:6"),))],
+            "^x: pinned layers need one replica, not 2",
+        ),
         (
             [wish("x", pins=(("a", "auto"),)), wish("y", pins=(("a", "auto"),))],
-            "^y: A is named for x too",
+            "^y: A is pinned to x too",
         ),
-        ([wish("x", pins=(("a", "0:2"), ("b", "4:6")))], "^x: no peer runs layers 2:4"),
+        ([wish("x", pins=(("a", "0:2"), ("b", "4:6")))], "^x: no PC holds layers 2:4"),
         ([wish("x", pins=(("a", "0:4"), ("b", "2:6")))], "^x: the layers of A .* overlap"),
         ([wish("x", 60)], "^x: .*needs .* the swarm offers"),
         (
             [wish("x", 9), wish("y", 9), wish("z", 9)],
-            "^z: the PCs that are here have room",
+            "^z: the connected PCs have room",
         ),
     ],
 )
@@ -106,7 +112,7 @@ def test_surplus_replica_may_wait(registry: Registry) -> None:
 
 
 def test_version_mismatch_names_both_versions(registry: Registry) -> None:
-    with pytest.raises(RequestError, match=r"wants molink 2, but A runs 1, B runs 1"):
+    with pytest.raises(RequestError, match=r"requires molink 2, but A runs 1, B runs 1"):
         served(registry, wish("x"), molink="2")
 
 
@@ -123,7 +129,7 @@ def test_changes_are_described_once(registry: Registry) -> None:
     after = served(registry, wish("x"), wish("y", replicas=2, objective="throughput"))
     assert describe_changes(before, after) == [
         "- gone is stopped",
-        "~ x: the file says so from now on",
+        "~ x: managed by the file from now on",
         "+ y: 2 replicas, for throughput",
     ]
     assert describe_changes(after, after) == []
@@ -138,7 +144,7 @@ def test_changes_are_described_once(registry: Registry) -> None:
     assert describe_changes(after[:1], (other,)) == ["~ x: replicas 1 -> 3, min_stages 0 -> 2"]
     (other,) = served(registry, wish("x", 7, pins=(("b", "auto"),)))
     assert describe_changes(after[:1], (other,)) == [
-        "~ x: other files: all stages load anew, other PCs or layers"
+        "~ x: other files: all stages reload, other PCs or layers"
     ]
 
 
@@ -146,19 +152,17 @@ def test_one_of_several_models_stops_and_restarts(registry: Registry) -> None:
     models = served(registry, wish("x", 2), wish("y", 2, replicas=2))
     without = switch_model(models, "y", served=False)
     assert [one.num_pipelines for one in without] == [1, 0]
-    with pytest.raises(RequestError, match="y is stopped already; `molink run y` undoes that"):
+    with pytest.raises(RequestError, match="y is already stopped; start it with `molink run y`"):
         switch_model(without, "y", served=False)
     assert switch_model(without, "y", served=True) == models
-    assert describe_changes(without, models) == ["~ y: it is served again"]
-    with pytest.raises(RequestError, match="x is served already"):
+    assert describe_changes(without, models) == ["~ y: served again"]
+    with pytest.raises(RequestError, match="x is already served"):
         switch_model(models, "x", served=True)
-    with pytest.raises(
-        RequestError, match="no model of the swarm is called z; its models are x, y"
-    ):
+    with pytest.raises(RequestError, match="the swarm has no model z; its models are x, y"):
         switch_model(models, "z", served=False)
-    with pytest.raises(RequestError, match="called z; it serves no model"):
+    with pytest.raises(RequestError, match="no model z; it has no models"):
         switch_model((), "z", served=False)
-    with pytest.raises(NotAuthorized, match="or the one that brought y, has it stop"):
+    with pytest.raises(NotAuthorized, match="or the one that loaded y can stop it"):
         switch_model(models, "y", served=False, requester="b")
     # No file would bring this one back: it is gone.
     assert switch_model((DesiredModel(facts("x"), "b"),), "x", served=False, requester="b") == ()
@@ -168,6 +172,6 @@ def test_pcs_with_one_name_are_pinned_by_id(registry: Registry, kit: Kit) -> Non
     report = msgspec.structs.replace(kit.report("e", memory=10 * GB), name="B")
     registry.add_member(kit.member("e"))
     registry.record_report("e", report, True, 1.0)
-    with pytest.raises(RequestError, match=r"2 PCs are called B: name one by its id \(b, e\)"):
+    with pytest.raises(RequestError, match=r"2 PCs are called B; use an id \(b, e\)"):
         served(registry, wish("x", pins=(("B", "auto"),)))
     assert served(registry, wish("x", pins=(("e", "auto"),)))[0].pins == (("e", "auto"),)

@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from molink.swarm.controller.events import MemberRemovedEvent, PeerReportedEvent, PeerStoppedEvent
-from molink.swarm.controller.holdings import missing_layers, part_holders
+from molink.swarm.controller.holdings import RETRY_INTERVAL, missing_layers, part_holders
 from molink.swarm.controller.status import build_status
-from molink.swarm.lack import RETRY_INTERVAL
 from molink.wire.messages.instructions import MAX_SOURCES, Assign, Route
 from molink.wire.messages.peer_reports import PartialModel
 from tests.support.fake_fleet import FakeFleet, Kit
@@ -93,7 +92,7 @@ def test_missing_files_are_reported_and_not_retried(paper: FakeFleet) -> None:
     paper.wait(3, "b")
     (order,) = assigned(paper)
     assert (order.layers, order.sources, order.partial_sources) == ((0, 6), (), ("b",))
-    paper.failed("b", 0, order.epoch, no_files=True)
+    paper.failed("b", 0, order.epoch, files_missing=True)
     have(paper, "b", (0, 3))
     paper.wait(10, "b")
     assert assigned(paper) == []
@@ -114,7 +113,7 @@ def test_missing_files_are_retried_after_an_interval(paper: FakeFleet) -> None:
     have(paper, "c", (3, 6))
     paper.wait(2, "b", "c")
     order = assigned(paper)[0]
-    paper.failed("b", 0, order.epoch, no_files=True)
+    paper.failed("b", 0, order.epoch, files_missing=True)
     paper.wait(RETRY_INTERVAL - 5, "b", "c")
     assert assigned(paper) == []
     paper.wait(10, "b", "c")

@@ -46,8 +46,8 @@ def test_extra_pc_does_not_help_one_stream(kit: Kit) -> None:
     (more,) = found["more"]
     assert more["device"] == "cpu: CPU"
     assert found["now"]["stages"] == more["stages"] == 2
-    assert found["now"]["turn_s"] == pytest.approx(2 * STEP_S + 0.1, rel=0.01)
-    assert more["turn_s"] == pytest.approx(found["now"]["turn_s"])
+    assert found["now"]["round_trip_s"] == pytest.approx(2 * STEP_S + 0.1, rel=0.01)
+    assert more["round_trip_s"] == pytest.approx(found["now"]["round_trip_s"])
 
 
 def test_extra_pc_helps_many_streams(kit: Kit) -> None:
@@ -114,4 +114,4 @@ def test_estimates_are_cached(kit: Kit) -> None:
     paper.handle_event(ConnectionTriedEvent("a", "b", succeeded=True, latency=0.5, rate=1e6))
     assert rare.estimate_at(100.0 + SCALE_OUT_INTERVAL - 1) is first
     later = rare.estimate_at(100.0 + SCALE_OUT_INTERVAL)
-    assert later["p1"]["now"]["turn_s"] > first["p1"]["now"]["turn_s"]
+    assert later["p1"]["now"]["round_trip_s"] > first["p1"]["now"]["round_trip_s"]

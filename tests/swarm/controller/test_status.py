@@ -76,7 +76,7 @@ def test_status_has_the_documented_keys(running: FakeFleet) -> None:
         "state": "ready",
         "reason": "",
         "phases": {
-            "reason": "the model was just asked for",
+            "reason": "the model was just requested",
             "decided": 1.0,
             "loaded": 1.5,
             "formed": 1.5,
@@ -112,7 +112,7 @@ def test_each_model_and_pipeline_is_shown(kit: Kit) -> None:
     shown = [(one["model"], one["replica"], one["ready"]) for one in status["pipelines"]]
     assert shown == [("x", 0, True), ("x", 1, True), ("y", 0, True), ("z", 0, False)]
     assert status["trouble"].startswith("z: ")
-    assert "No PC that is here has all files of y" in status["files"]
+    assert "No connected PC has all files of y" in status["files"]
 
 
 def test_status_without_a_ready_pipeline(kit: Kit) -> None:
@@ -126,7 +126,7 @@ def test_status_without_a_ready_pipeline(kit: Kit) -> None:
     assert [peer["state"] for peer in status["peers"]] == ["here", "blocked"]
     (pipeline,) = status["pipelines"]
     assert (pipeline["ready"], pipeline["state"], pipeline["stages"]) == (False, "waiting", [])
-    assert pipeline["reason"] == "waiting for peers: 1 of 2 with a stage are there"
+    assert pipeline["reason"] == "waiting for peers: 1 of 2 with a stage are connected"
 
 
 def test_sole_holder_of_files_is_named(running: FakeFleet) -> None:
@@ -141,7 +141,7 @@ def test_sole_holder_of_files_is_named(running: FakeFleet) -> None:
 
     assert files("a", "b") == files("a", b=100) == files(b=100, c=100) == ""
     assert files("a", b=99) == "Only A has all files of toy so far"
-    assert "has all files of toy; together they have all layers" in files(b=99)
+    assert "has all files of toy; together they hold all layers" in files(b=99)
     for peer, held in (("a", ((0, 2),)), ("b", ()), ("c", ((1, 2), (4, 5)))):
         session = running.fleet.registry.sessions[peer]
         parts = (PartialModel(root=running.fleet.models[0].facts.root, layers=held),)
@@ -200,7 +200,7 @@ def test_stage_and_scheduler_loads_are_shown(running: FakeFleet) -> None:
                 "generated": 9,
                 "tokens_per_s": 41.3,
                 "age_s": 3,
-                "turn_s": 0.0,
+                "resume_s": 0.0,
             }
         ],
     }

@@ -20,8 +20,8 @@ def model(name: str, layers: int = 6, **changes: object) -> DesiredModel:
     return DesiredModel(msgspec.structs.replace(FACTS, name=name, layers=layers), "a", **changes)
 
 
-def need(desired: DesiredModel, replica: int = 0, holds: str = "", **changes: bool) -> PeerDemand:
-    return PeerDemand((desired.facts.name, replica), desired, frozenset(holds), **changes)
+def need(desired: DesiredModel, replica: int = 0, used: str = "", **changes: bool) -> PeerDemand:
+    return PeerDemand((desired.facts.name, replica), desired, frozenset(used), **changes)
 
 
 def shares(owner: dict[str, tuple[str, int]]) -> dict[str, str]:
@@ -51,25 +51,25 @@ def test_smallest_sufficient_peer_is_chosen() -> None:
 def test_serving_deployment_keeps_its_peers() -> None:
     x, y = model("x", 2), model("y", 2)
     offers = [offer("a"), offer("b"), offer("c")]
-    owner = allocate_peers([need(x, holds="bc", serves=True), need(y)], offers, {})
+    owner = allocate_peers([need(x, used="bc", is_serving=True), need(y)], offers, {})
     assert shares(owner) == {"x": "bc", "y": "a"}
     # One that can't be served at all makes it give one up, but not at once.
-    held = need(x, holds="abc", serves=True)
+    held = need(x, used="abc", is_serving=True)
     assert shares(allocate_peers([held, need(y)], offers, owner)) == {"x": "bc", "y": "a"}
     owner = dict.fromkeys("abc", ("x", 0))
     assert shares(allocate_peers([held, need(y)], offers, owner)) == {"x": "abc"}
-    taken = allocate_peers([held, need(y, pressing=True)], offers, owner)
+    taken = allocate_peers([held, need(y, is_urgent=True)], offers, owner)
     assert shares(taken) == {"x": "bc", "y": "a"}
     # It stays promised until the other one has let go of it, and after.
     assert allocate_peers([held, need(y)], offers, taken) == taken
-    assert allocate_peers([need(x, holds="bc", serves=True), need(y)], offers, taken) == taken
+    assert allocate_peers([need(x, used="bc", is_serving=True), need(y)], offers, taken) == taken
 
 
 def test_only_surplus_peers_are_taken() -> None:
     x, y = model("x", 12), model("y", 2)
     offers = [offer("a", 10), offer("b", 10)]
-    held = need(x, holds="ab", serves=True)
-    assert shares(allocate_peers([held, need(y, pressing=True)], offers, {})) == {"x": "ab"}
+    held = need(x, used="ab", is_serving=True)
+    assert shares(allocate_peers([held, need(y, is_urgent=True)], offers, {})) == {"x": "ab"}
 
 
 def test_too_few_peers_go_to_a_smaller_model() -> None:
@@ -149,9 +149,7 @@ def test_allocation_invariants(memory: list[int], layers: list[int], data: st.Da
     st.integers(0, 6),
 )
 @settings(max_examples=150, deadline=None)
-def test_fit_agrees_with_placement(
-    memory: list[int], layers: int, first: int, last: int
-) -> None:
+def test_fit_agrees_with_placement(memory: list[int], layers: int, first: int, last: int) -> None:
     facts = msgspec.structs.replace(
         FACTS, layers=layers, first_bytes=first * GB, last_bytes=last * GB
     )

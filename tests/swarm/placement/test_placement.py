@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.memory_plan import MARGIN_SHARE, plan_memory
 from molink.facts.model import ModelFacts
-from molink.swarm.placement import placement
 from molink.swarm.placement.links import Links
 from molink.swarm.placement.partition import Gap, StageCosts, StageHost, split_gaps
 from molink.swarm.placement.placement import (
@@ -21,6 +20,7 @@ from molink.swarm.placement.placement import (
     Unplaceable,
     explain_misfit,
     parse_layers,
+    place_model,
 )
 
 GB = 10**9
@@ -64,7 +64,7 @@ def peer(
 def place(model: ModelFacts, peers: list[Candidate], *args: str, **more: str) -> Placement:
     """A placement on as many peers as can be, by their slowest stage."""
     goal = PlacementGoal("throughput", MAX_STAGES)
-    return placement.place(model, peers, *args, aim=goal, **more)
+    return place_model(model, peers, *args, goal=goal, **more)
 
 
 def memory_for(nbytes: float) -> int:
@@ -140,9 +140,9 @@ def test_draft_model_needs_room_on_the_first_stage() -> None:
     without = [replace(one, draft_bytes=0) for one in peers]
     assert layers_of(place(model, without)) == {"a": (0, 4), "b": (4, 8)}
     # A PC more, rather than no draft model.
-    assert len(layers_of(placement.place(model, [*peers, peer("c", memory)]))) == 2
+    assert len(layers_of(place_model(model, [*peers, peer("c", memory)]))) == 2
     tight = [replace(one, draft_bytes=3 * GB) for one in (*peers, peer("c", memory))]
-    assert len(layers_of(placement.place(model, tight))) == 3
+    assert len(layers_of(place_model(model, tight))) == 3
     # By hand too.
     named = [replace(peer("a", memory, stage="0:4"), draft_bytes=GB), peer("b", memory)]
     assert layers_of(place(model, named)) == {"a": (0, 4), "b": (4, 8)}
@@ -195,8 +195,8 @@ def test_peers_that_fit_nowhere_are_spares() -> None:
 @pytest.mark.parametrize(
     ("candidates", "reason"),
     [
-        ([], "no peer offers to run layers"),
-        ([peer("a", stage="none")], "no peer offers to run layers"),
+        ([], "no PC offers to hold layers"),
+        ([peer("a", stage="none")], "no PC offers to hold layers"),
         (
             [peer("a", 56 * GB // 10), peer("b", 4 * GB)],
             "m needs 9.0 GB and the swarm offers 9.1 GB on 2 peers, but no split fits",
@@ -209,7 +209,7 @@ def test_peers_that_fit_nowhere_are_spares() -> None:
             [peer("a", stage="0:5"), peer("b", stage="4:8")],
             r"the layers of a \(--stage 0:5\) and of b \(--stage 4:8\) overlap",
         ),
-        ([peer("a", stage="0:5")], "no peer runs layers 5:8: 0 peers with --stage auto"),
+        ([peer("a", stage="0:5")], "no PC holds layers 5:8: 0 PCs with --stage auto"),
         ([peer("a", stage="2:9")], "names layers that m doesn't have: it has 8"),
         (
             [peer("a", stage="0:8", memory=2 * GB)],
@@ -333,9 +333,7 @@ runners = st.lists(
 
 @given(runners, st.integers(1, 7), st.booleans(), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_split_is_optimal(
-    runners: list[StageHost], layers: int, opens: bool, closes: bool
-) -> None:
+def test_split_is_optimal(runners: list[StageHost], layers: int, opens: bool, closes: bool) -> None:
     gap = Gap(0, layers, opens, closes)
     found = split_gaps([gap], runners)
     expected = brute_force(gap, runners)
@@ -432,20 +430,20 @@ def ring(placed: Placement | Unplaceable) -> list[str]:
 
 
 def test_single_sufficient_peer_is_chosen() -> None:
-    placed = placement.place(facts(), [peer("a"), peer("b", rate=20e9), peer("c")])
+    placed = place_model(facts(), [peer("a"), peer("b", rate=20e9), peer("c")])
     assert ring(placed) == ["b"]
-    assert placed.spares == ("a", "c")
-    assert placed.turn == placed.cost == pytest.approx(8.5 / 20)
-    wanted = placement.place(
-        facts(), [peer("a"), peer("b"), peer("c")], aim=PlacementGoal("latency", 2)
+    assert placed.spare_peers == ("a", "c")
+    assert placed.round_trip_time == placed.cost == pytest.approx(8.5 / 20)
+    wanted = place_model(
+        facts(), [peer("a"), peer("b"), peer("c")], goal=PlacementGoal("latency", 2)
     )
     assert ring(wanted) == ["a", "b"]
 
 
 def test_throughput_uses_more_stages() -> None:
     peers = [peer("a"), peer("b"), peer("c")]
-    assert len(ring(placement.place(facts(), peers, aim=PlacementGoal("throughput")))) == 3
-    far = placement.place(facts(), peers, aim=PlacementGoal("throughput"), links=over(30.0, *"abc"))
+    assert len(ring(place_model(facts(), peers, goal=PlacementGoal("throughput")))) == 3
+    far = place_model(facts(), peers, goal=PlacementGoal("throughput"), links=over(30.0, *"abc"))
     assert len(ring(far)) == 1
 
 
@@ -454,26 +452,26 @@ def test_room_for_a_conversation_is_worth_a_hop() -> None:
     model = facts(kv=GB // 8000, context=32768)
     for memory, stages in ((20, 1), (14, 2)):
         peers = [peer("a", memory_for(memory * GB)), peer("b", memory_for(memory * GB))]
-        found = placement.place(model, peers, links=over(0.03, *"ab"))
+        found = place_model(model, peers, links=over(0.03, *"ab"))
         assert len(ring(found)) == stages
-        assert found.tokens == 8192
-    alone = placement.place(model, [peer("a", memory_for(14 * GB))])
-    assert alone.tokens == 2048
+        assert found.kv_tokens == 8192
+    alone = place_model(model, [peer("a", memory_for(14 * GB))])
+    assert alone.kv_tokens == 2048
     # What serves with less is left for it.
     serving = [("a", (0, 8))]
-    assert ring(placement.place(model, peers, serving=serving)) != ["a"]
+    assert ring(place_model(model, peers, serving=serving)) != ["a"]
 
 
 def test_serving_ring_stays_without_a_clear_gain() -> None:
     peers = [peer("a"), peer("b", rate=10.9e9), peer("c", rate=12e9)]
-    assert ring(placement.place(facts(), peers[:2], serving=[("a", (0, 8))])) == ["a"]
-    assert ring(placement.place(facts(), peers, serving=[("a", (0, 8))])) == ["c"]
+    assert ring(place_model(facts(), peers[:2], serving=[("a", (0, 8))])) == ["a"]
+    assert ring(place_model(facts(), peers, serving=[("a", (0, 8))])) == ["c"]
     # Too few stages, one that is not there, or layers that it has no room for.
-    pair = placement.place(facts(), peers, aim=PlacementGoal("latency", 2), serving=[("a", (0, 8))])
+    pair = place_model(facts(), peers, goal=PlacementGoal("latency", 2), serving=[("a", (0, 8))])
     assert len(ring(pair)) == 2
-    assert ring(placement.place(facts(), peers[:2], serving=[("z", (0, 8))])) == ["b"]
+    assert ring(place_model(facts(), peers[:2], serving=[("z", (0, 8))])) == ["b"]
     small = [peer("a", memory_for(3 * GB)), peer("b")]
-    assert ring(placement.place(facts(), small, serving=[("a", (0, 8))])) == ["b"]
+    assert ring(place_model(facts(), small, serving=[("a", (0, 8))])) == ["b"]
 
 
 def test_closed_ports_are_named_if_memory_suffices() -> None:
@@ -481,11 +479,11 @@ def test_closed_ports_are_named_if_memory_suffices() -> None:
     peers = [
         replace(peer(name, memory_for(5 * GB)), unreachable=closed - {name}) for name in ("a", "b")
     ]
-    found = placement.place(facts(), peers)
+    found = place_model(facts(), peers)
     assert isinstance(found, Unplaceable)
     assert "no ring of peers that can connect to each other has room for it" in found.reason
 
 
 def test_named_layers_bypass_the_search() -> None:
     peers = [peer("a", stage="0:2"), peer("b"), peer("c", rate=1e9)]
-    assert sorted(ring(placement.place(facts(), peers, links=over(5.0, *"abc")))) == ["a", "b", "c"]
+    assert sorted(ring(place_model(facts(), peers, links=over(5.0, *"abc")))) == ["a", "b", "c"]

@@ -24,8 +24,8 @@ def model(name: str, layers: int, **changes: object) -> DesiredModel:
     return DesiredModel(msgspec.structs.replace(FACTS, name=name, layers=layers), "a", **changes)
 
 
-def need(desired: DesiredModel, replica: int = 0, holds: str = "", **changes: bool) -> PeerDemand:
-    return PeerDemand((desired.facts.name, replica), desired, frozenset(holds), **changes)
+def need(desired: DesiredModel, replica: int = 0, used: str = "", **changes: bool) -> PeerDemand:
+    return PeerDemand((desired.facts.name, replica), desired, frozenset(used), **changes)
 
 
 def far_apart(*sites: str, far: float = 0.03) -> Links:
@@ -64,7 +64,7 @@ def test_near_peers_share_a_ring() -> None:
 def test_used_peers_stay() -> None:
     offers = [offer(name) for name in "abcd"]
     links = far_apart("ab", "cd")
-    x = need(model("x", 14), holds="ac", serves=True)
+    x = need(model("x", 14), used="ac", is_serving=True)
     assert groups(allocate_peers([x, need(model("y", 14))], offers, {}, links)) == {"ac", "bd"}
 
 

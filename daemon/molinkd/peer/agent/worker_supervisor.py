@@ -17,7 +17,7 @@ import msgspec
 
 from molink.files import make_plain_name
 from molink.swarm.agent.stage_agent import WorkerMessage
-from molink.swarm.throughput import TransferRate
+from molink.swarm.artifacts.transfer import TransferRate
 from molink.wire.messages.load import MAX_SCHEDULERS, MAX_STAGES, PeerLoad
 from molink.wire.messages.worker_pipe import (
     FromWorker,

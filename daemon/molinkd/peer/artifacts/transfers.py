@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from molink.swarm.throughput import TransferRate
+from molink.swarm.artifacts.transfer import TransferRate
 from molink.wire.messages.peer_reports import MAX_TRANSFERS, TransferState
 from molinkd.peer.artifacts.progress import Progress
 
