@@ -38,10 +38,9 @@ from molink.bench.planned_requests import PlannedRequest
 from molink.bench.report import percentile
 from molink.bench.trace import HASH_BLOCK_TOKENS, TraceRow, read_trace
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
-from molink.routing.cache_report import CacheReport
+from molink.routing.cache_report import SPAN_TOKENS, CacheReport, span_digests
 from molink.routing.create import create_router
 from molink.routing.e2 import E2Router
-from molink.routing.spans import SPAN_TOKENS, span_digests
 from molink.sim.fleet import FleetOutcome, FleetScenario, simulate_fleet
 from molink.sim.profiles import LinkProfile, ModelProfile
 from molink.sim.scenario import Scenario

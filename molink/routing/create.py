@@ -5,8 +5,7 @@ from collections.abc import Callable
 from molink.errors import UsageError
 from molink.routing.base import Router
 from molink.routing.e2 import E2Router
-from molink.routing.least_loaded import LeastLoadedRouter
-from molink.routing.round_robin import RoundRobinRouter
+from molink.routing.simple_routers import LeastLoadedRouter, RoundRobinRouter
 
 _ROUTERS: dict[str, Callable[[], Router]] = {
     "round-robin": RoundRobinRouter,

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 
 from molink.facts.request_costs import UNKNOWN_COSTS, RequestCosts
 from molink.routing.base import PipelineLoad, PipelineName, RequestKey, RoutedPrompt, Router
-from molink.routing.cache_report import CacheReport
-from molink.routing.load_tracker import LoadTracker, RoutedRequest
-from molink.routing.prefix_waits import PrefixWaits
+from molink.routing.cache_report import SPAN_TOKENS, CacheReport
+from molink.routing.load_tracker import LoadTracker, PrefixWaits, RoutedRequest
 from molink.routing.span_tree import SpanTree
-from molink.routing.spans import SPAN_TOKENS
 
 #: Seconds of history (the paper's ``H``).
 WINDOW_S = 180.0

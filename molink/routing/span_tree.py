@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from molink.errors import InvariantError
 from molink.routing.base import PipelineName
-from molink.routing.spans import SPAN_TOKENS
+from molink.routing.cache_report import SPAN_TOKENS
 
 #: Spans of a pipeline whose room is unknown, and of all together: 8 M tokens.
 DEFAULT_SPANS = 8192

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from itertools import islice
 
 from molink.facts.ring_times import RingTimes
-from molink.scheduler.batch import MicroBatch, VolumeBuilder, VolumeWithTokens
+from molink.scheduler.batch import ControlIssuer, MicroBatch, VolumeBuilder, VolumeWithTokens
+from molink.scheduler.blocks import HostCopy
 from molink.scheduler.chunk_size import ChunkSize
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.controls import ControlIssuer
-from molink.scheduler.host_blocks import HostCopy
 from molink.scheduler.in_flight import InFlightTracker
 from molink.scheduler.kv_cache_manager import KVCacheManager
 from molink.scheduler.micro_batches import MicroBatchCount
@@ -290,7 +289,7 @@ class Batcher:
         Of ``K`` micro-batches those that decode take their chunk along (``beside``, SARATHI's
         decode-maximal batches), the others may be a chunk. If chunks went whenever stage 0 is idle,
         a decode volume would meet a stage busy with a chunk, then run alone itself, and pay for
-        reading the weights twice. They do where none would: :mod:`molink.scheduler.prefill_only`.
+        reading the weights twice. They do where none would: :mod:`molink.scheduler.micro_batches`.
         """
         requests = self._queues.prefill_order(now, closed=self._queues.has_prefills)
         if not requests:

@@ -22,7 +22,7 @@ class SchedulerConfig:
     bounds decode volumes and, apart from them, prefill volumes in flight (0: as
     :mod:`molink.scheduler.micro_batches` decides for ``num_stages`` stages, between which a row
     takes ``row_bytes``); ``prefill_only_batches`` is whether prefill volumes may go beyond that, as
-    :mod:`molink.scheduler.prefill_only` has it; ``max_num_batched_tokens`` rows of a prefill volume
+    :mod:`molink.scheduler.micro_batches` has it; ``max_num_batched_tokens`` rows of a prefill volume
     (0: as :mod:`molink.scheduler.chunk_size` decides by the stages' ``profiles``); ``max_num_seqs``
     requests that hold blocks and ``max_queue_len`` that queue; ``max_model_len`` tokens of a
     request, prompt and answer together. ``prefix_cache`` is whether the blocks of requests that are

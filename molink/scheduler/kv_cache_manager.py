@@ -8,9 +8,8 @@ from molink.errors import InvariantError
 from molink.scheduler.blocks import BlockAllocator, ReleasingBlocks
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.pending_release import PendingRelease
-from molink.scheduler.prefix_tree import OTHER_ROOT, ROOT, PrefixMatch, PrefixTree
+from molink.scheduler.prefix_tree import OTHER_ROOT, ROOT, PrefixMatch, PrefixTree, SpanLog
 from molink.scheduler.request_state import RequestState
-from molink.scheduler.span_log import SpanLog
 
 
 class KVCacheManager:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from molink.scheduler.host_blocks import HostCopy
+from molink.scheduler.blocks import HostCopy
 from molink.scheduler.in_flight import RoundTripCounter
 from molink.scheduler.request_state import RequestState
 

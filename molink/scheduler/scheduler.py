@@ -7,25 +7,28 @@ from molink.facts.drafts import DraftBatch, DraftResults
 from molink.facts.request_costs import RequestCosts
 from molink.facts.ring_times import RingTimes
 from molink.routing.cache_report import CacheReport
-from molink.scheduler.admission import AdmissionController
+from molink.scheduler.admission import AdmissionController, WaitEstimator
 from molink.scheduler.batch import MicroBatch
 from molink.scheduler.batcher import Batcher
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.in_flight import InFlightTracker
-from molink.scheduler.invariants import check_invariants
 from molink.scheduler.kv_cache_manager import KVCacheManager
 from molink.scheduler.policies.base import SchedulingPolicy
 from molink.scheduler.policies.fcfs import Fcfs
+from molink.scheduler.prefix_tree import ROOT
 from molink.scheduler.request import Emission, SchedulerRequest
 from molink.scheduler.request_queues import RequestQueues
 from molink.scheduler.request_state import RequestState
 from molink.scheduler.speculation.base import DraftSource
-from molink.scheduler.speculation.draft_path import advance_path, are_expected, compare_drafts
 from molink.scheduler.speculation.prompt_lookup import PromptLookup
-from molink.scheduler.speculation.speculation import Speculation
+from molink.scheduler.speculation.speculation import (
+    Speculation,
+    advance_path,
+    are_expected,
+    compare_drafts,
+)
 from molink.scheduler.stats import SchedulerStats
 from molink.scheduler.swap_manager import SwapManager
-from molink.scheduler.wait_estimator import WaitEstimator
 from molink.util.story import Story
 from molink.wire.messages.data_plane import (
     Admit,
@@ -477,3 +480,40 @@ class Scheduler:
     def _count_stray(self, kind: str, seq: int, now: float) -> None:
         self._counts["strays"] += 1
         self._transitions.add_entry(now, "stray", kind, seq)
+
+
+def check_invariants(
+    config: SchedulerConfig,
+    queues: RequestQueues,
+    cache: KVCacheManager,
+    in_flight: InFlightTracker,
+) -> None:
+    """Check blocks, rows in flight and emission windows of all jobs.
+
+    Raises:
+        InvariantError: something does not agree with the rest.
+    """
+    in_flight.validate()
+    queues.validate()
+    cache.validate(queues, queues.pending_releases)
+    for state in queues:
+        if len(state.tokens) - state.num_credited > state.request.credit_window:
+            raise InvariantError(f"request {state.id} is ahead of its window")
+        if state.phase == "waiting":
+            if state.blocks or state.in_flight or state.copy_source >= 0 or state.tree_node != ROOT:
+                raise InvariantError(f"job {state.request.key} waits with blocks or rows")
+        else:
+            _check_admitted(state, config, in_flight)
+
+
+def _check_admitted(
+    state: RequestState, config: SchedulerConfig, in_flight: InFlightTracker
+) -> None:
+    if len(state.blocks) < config.blocks_for(state.num_issued):
+        raise InvariantError(f"request {state.id} has rows issued beyond its blocks")
+    if state.in_flight.keys() != in_flight.seqs_of_request(state.id):
+        raise InvariantError(f"request {state.id} does not know its rows in flight")
+    if state.copy_source >= 0 and state.num_computed > state.num_reused:
+        raise InvariantError(f"request {state.id} still holds a block that it has copied from")
+    if not state.tree_depth * config.block_size <= max(state.num_reused, state.num_computed):
+        raise InvariantError(f"request {state.id} shares blocks that are not computed")

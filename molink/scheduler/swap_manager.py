@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from molink.errors import InvariantError
 from molink.facts.ring_times import RingTimes
+from molink.scheduler.blocks import HostBlockAllocator, HostCopy
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.host_blocks import HostBlockAllocator, HostCopy
 from molink.scheduler.kv_cache_manager import KVCacheManager
 from molink.scheduler.request_queues import RequestQueues
 from molink.scheduler.request_state import RequestState

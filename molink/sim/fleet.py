@@ -7,17 +7,15 @@ from molink.bench.planned_requests import PlannedRequest
 from molink.bench.report import Report, summarize
 from molink.errors import UsageError
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
+from molink.routing.cache_report import span_digests
 from molink.routing.create import create_router
-from molink.routing.spans import span_digests
 from molink.scheduler.scheduler import Scheduler
 from molink.sim.clients import Clients, ServingRing
-from molink.sim.event_queue import EventQueue
-from molink.sim.fleet_events import FleetEventQueue, assign_regions
+from molink.sim.event_queue import EventQueue, FleetEventQueue, assign_regions
 from molink.sim.fleet_pipeline import FleetPipeline, RingEpoch, RingTemplates
-from molink.sim.pc import SimPc
+from molink.sim.pc import SimPc, Uplink
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import GRACE_S, disable_gc
-from molink.sim.uplink import Uplink
 
 #: Pipelines of one simulation: a bound against a slip of the pen.
 MAX_PIPELINES = 10_000

@@ -9,9 +9,9 @@ from molink.errors import UsageError
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.ring_times import LinkFacts, RingTimes
 from molink.scheduler.micro_batches import MicroBatchEstimate, choose_best, estimate_counts
-from molink.sim.pipeline import SimPipeline
 from molink.sim.ring_template import DTYPE
 from molink.sim.scenario import Scenario
+from molink.sim.simulate import SimPipeline
 
 #: When the request is sent: links have been tried out by then.
 _START_S = 5.0

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from molink.sim.congestion.base import CongestionController
 from molink.sim.event_queue import Callback, EventQueue
+from molink.sim.pc import Uplink
 from molink.sim.tcp import OnPassed, TcpConnection
-from molink.sim.uplink import Uplink
 from molink.wire.messages.data_plane import Channel
 
 #: Told of every message on a link: stage it comes from, whether it has prefill rows, begin and end

@@ -8,13 +8,11 @@ from molink.ring.build import LinkEnvironment, RingStage, StageEnvironment, buil
 from molink.ring.scheduler_bridge import EmissionReceiver
 from molink.scheduler.scheduler import Scheduler
 from molink.sim.congestion.create import create_controller
-from molink.sim.drafter import SimDrafter
 from molink.sim.event_queue import EventQueue
-from molink.sim.executor import SimExecutor, SimStageRequests
-from molink.sim.hop import Hop
+from molink.sim.executor import SimDrafter, SimExecutor, SimStageRequests
+from molink.sim.hop import Hop, SimPacker
 from molink.sim.known_text import token_of
 from molink.sim.link_model import IdealLink, LinkModel, TcpLink
-from molink.sim.packer import SimPacker
 from molink.sim.pc import SimPc
 from molink.sim.ring_template import RingTemplate
 from molink.sim.timeline import Timeline

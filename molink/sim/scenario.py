@@ -35,7 +35,7 @@ class Scenario:
     1.43 to 1.47 were measured). ``max_num_seqs`` requests hold KV blocks at a time. ``policy`` is
     that of the links, ``scheduling_policy`` that of the head. ``prefill_only_batches`` lets prefill
     chunks go without decode rows as long as nobody who decodes waits for them
-    (:mod:`molink.scheduler.prefill_only`). ``devices`` and ``layers`` are those of each stage, if
+    (:mod:`molink.scheduler.micro_batches`). ``devices`` and ``layers`` are those of each stage, if
     they differ or aren't shared out evenly. ``links`` are those from each stage to the next, if
     they differ. ``shape`` is the model's, if it has no profile of that name. With ``texts``,
     request ``i`` is the ``i``-th of them, from the first again after the last, and the workload's

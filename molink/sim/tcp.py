@@ -13,7 +13,7 @@ from molink.sim.congestion.base import (
 )
 from molink.sim.congestion.bbr import burst_bytes
 from molink.sim.event_queue import EventQueue
-from molink.sim.uplink import Uplink
+from molink.sim.pc import Uplink
 
 #: Bytes that leave and are acknowledged together: two segments (RFC 1122, section 4.2.3.2).
 _PAIR_BYTES = 2 * SEGMENT_BYTES

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from molink.facts.request_costs import RequestCosts
 from molink.routing.base import PipelineLoad, RoutedPrompt
-from molink.routing.cache_report import CacheReport
+from molink.routing.cache_report import SPAN_TOKENS, CacheReport
 from molink.routing.e2 import E2Router
 from molink.routing.span_tree import MAX_SPANS
-from molink.routing.spans import SPAN_TOKENS
 
 COSTS = RequestCosts(token_s=0.001, answer_s=0.001)
 KEYS = count()

@@ -1,6 +1,6 @@
 """What a pipeline has to do: exact seconds."""
 
-from molink.routing.load_tracker import LoadTracker, RoutedRequest
+from molink.routing.load_tracker import MIN_WAITS, LoadTracker, PrefixWaits, RoutedRequest
 
 
 def left(loads: LoadTracker, now: float) -> float:
@@ -28,3 +28,32 @@ def test_what_a_pipeline_served_before_it_was_gone_is_not_taken_from_its_next_lo
     loads.on_request_end("lost", 3, 1.0)
     assert left(loads, 1.0) == 3.0
     assert len(loads) == 1
+
+
+HALF = 90.0
+
+
+def wait(waits: PrefixWaits, seconds: float, at: float, count: int = MIN_WAITS) -> None:
+    for _ in range(count):
+        waits.add_wait(7, seconds, at)
+
+
+def test_twice_as_long_as_before_and_longer_than_it_is_worth() -> None:
+    waits = PrefixWaits(HALF)
+    wait(waits, 1.0, 0.0)
+    wait(waits, 3.0, HALF)
+    assert not waits.has_doubled(7, 4.0, HALF)
+    assert waits.has_doubled(7, 2.0, HALF)
+    assert not waits.has_doubled(7, 2.0, HALF), "once in a half"
+
+
+def test_where_nothing_is_known_of_before_nothing_has_doubled() -> None:
+    waits = PrefixWaits(HALF)
+    assert not waits.has_doubled(7, 0.0, 0.0)
+    wait(waits, 9.0, 0.0)
+    assert not waits.has_doubled(7, 0.0, 0.0)
+    wait(waits, 99.0, 2 * HALF)
+    assert not waits.has_doubled(7, 0.0, 2 * HALF), "the half before is not known"
+    wait(waits, 1.0, 3 * HALF, MIN_WAITS - 1)
+    wait(waits, 99.0, 4 * HALF)
+    assert not waits.has_doubled(7, 0.0, 4 * HALF), "too few told of it"

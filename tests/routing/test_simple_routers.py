@@ -1,10 +1,15 @@
 """Round-robin and least-loaded: exact choices."""
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
 from molink.errors import UsageError
-from molink.routing.base import PipelineLoad, RoutedPrompt
+from molink.routing.base import PipelineLoad, RoutedPrompt, Router
+from molink.routing.cache_report import CacheReport
 from molink.routing.create import ROUTERS, create_router
+from molink.routing.e2 import E2Router
+from molink.routing.simple_routers import FallbackRouter
 
 PROMPT = RoutedPrompt("a", 16)
 
@@ -33,3 +38,77 @@ def test_an_unknown_name() -> None:
     assert set(ROUTERS) == {"round-robin", "least-loaded", "e2"}
     with pytest.raises(UsageError, match="one of round-robin, least-loaded, e2, not 'best'"):
         create_router("best")
+
+
+PROMPT = RoutedPrompt("k", 100)
+
+
+class Broken(Router):
+    """Fails at all that it is asked or told."""
+
+    reads_spans = True
+
+    def choose_pipeline(
+        self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float
+    ) -> PipelineLoad:
+        raise KeyError(prompt.key)
+
+    def on_first_token(self, key: str, cached: int, now: float) -> None:
+        raise ZeroDivisionError
+
+    def on_request_end(self, key: str, generated: int, now: float) -> None:
+        raise ZeroDivisionError
+
+    def on_cache_report(self, name: str, report: CacheReport, now: float) -> None:
+        raise ZeroDivisionError
+
+    def on_pipeline_removed(self, name: str) -> None:
+        raise ZeroDivisionError
+
+
+def up() -> list[PipelineLoad]:
+    return [PipelineLoad("a", 3), PipelineLoad("b", 1), PipelineLoad("c", 2)]
+
+
+def test_a_router_that_works_is_the_one_that_is_asked() -> None:
+    router = FallbackRouter(E2Router())
+    assert router.choose_pipeline(PROMPT, up(), 0.0).name == "b"
+    assert router.reads_spans
+    assert router.decision_counts == {**E2Router().decision_counts, "explored": 1, "lost": 0}
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        lambda router: router.choose_pipeline(PROMPT, up(), 0.0),
+        lambda router: router.on_first_token("k", 0, 0.0),
+        lambda router: router.on_request_end("k", 0, 0.0),
+        lambda router: router.on_cache_report("a", CacheReport(1, True), 0.0),
+        lambda router: router.on_pipeline_removed("a"),
+    ],
+)
+def test_one_that_fails_is_asked_no_more(
+    tell: Callable[[Router], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    router = FallbackRouter(Broken())
+    tell(router)
+    assert [router.choose_pipeline(PROMPT, up(), 0.0).name for _ in range(2)] == ["b", "b"]
+    tell(router)
+    assert router.decision_counts == {"lost": 1}
+    assert not router.reads_spans
+    (record,) = caplog.records
+    assert "requests go to who has the fewest now" in record.message
+    assert record.exc_info is not None
+
+
+def test_one_that_names_a_pipeline_that_is_gone_has_failed() -> None:
+    class Stale(Broken):
+        def choose_pipeline(
+            self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float
+        ) -> PipelineLoad:
+            return PipelineLoad("b")
+
+    router = FallbackRouter(Stale())
+    there = up()
+    assert router.choose_pipeline(PROMPT, there, 0.0) is there[1]
+    assert router.decision_counts == {"lost": 1}

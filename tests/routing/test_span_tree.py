@@ -5,8 +5,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from molink.routing.cache_report import SPAN_TOKENS
 from molink.routing.span_tree import MAX_SPANS, SpanTree
-from molink.routing.spans import SPAN_TOKENS
 
 HALF = 10.0
 

@@ -29,8 +29,8 @@ class Says:
 
 def decoding(**changes: int | bool) -> Scheduler:
     """One request of 10 tokens and one more, 50; passes of 3 drafts, of which two go ahead."""
-    given = {"blocks": 64, "block_size": 4, "micro_batches": 1, "max_num_batched_tokens": 64}
-    given |= {"num_speculative_tokens": 3, "ahead": 2, "prefix_cache": False}
+    given = {"num_blocks": 64, "block_size": 4, "micro_batches": 1, "max_num_batched_tokens": 64}
+    given |= {"num_speculative_tokens": 3, "lookahead_volumes": 2, "prefix_cache": False}
     made = Scheduler(SchedulerConfig(**{**given, **changes}), 1, create_draft_source=Says)
     submit(made, "a")
     say(made, sent(made.next_batch(0.0)), 50)
@@ -164,7 +164,7 @@ def test_a_cancel_gives_all_blocks_back(when: str) -> None:
 
 
 def test_who_has_rows_on_a_wrong_path_in_flight_is_not_preempted() -> None:
-    made = decoding(ahead=1)
+    made = decoding(lookahead_volumes=1)
     first, second = sent(made.next_batch(0.0)), sent(made.next_batch(0.0))
     say(made, first, 7)
     state = made._queues.find_request("d", "a")

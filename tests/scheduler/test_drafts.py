@@ -33,7 +33,7 @@ class Says:
 
 
 def head(**changes: int) -> Scheduler:
-    given = {"blocks": 64, "block_size": 4, "micro_batches": 1, "max_num_batched_tokens": 64}
+    given = {"num_blocks": 64, "block_size": 4, "micro_batches": 1, "max_num_batched_tokens": 64}
     given |= {"num_speculative_tokens": 3, "prefix_cache": False}
     return Scheduler(SchedulerConfig(**{**given, **changes}), 1, create_draft_source=Says)
 
@@ -202,7 +202,7 @@ def test_no_more_drafts_than_tokens_are_wanted(answer: int, drafts: int) -> None
 
 def test_no_more_drafts_than_the_client_wants_to_be_sent() -> None:
     made = head()
-    submit(made, "a", window=3)
+    submit(made, "a", credit_window=3)
     say(made, sent(made.next_batch(0.0)), 50)
     volume = sent(made.next_batch(0.0))
     assert volume.slices[0].drafts == (101,)
@@ -216,7 +216,7 @@ def test_no_more_drafts_than_the_client_wants_to_be_sent() -> None:
 
 
 def test_drafts_preempt_nobody() -> None:
-    made = head(blocks=10, num_speculative_tokens=15)
+    made = head(num_blocks=10, num_speculative_tokens=15)
     submit(made, "a", answer=20)
     submit(made, "b", answer=20)
     volume = sent(made.next_batch(0.0))
@@ -230,7 +230,7 @@ def test_drafts_preempt_nobody() -> None:
 
 
 def test_a_volume_has_no_more_drafts_than_can_be_reported() -> None:
-    made = head(blocks=512, max_num_seqs=200, max_num_batched_tokens=256)
+    made = head(num_blocks=512, max_num_seqs=200, max_num_batched_tokens=256)
     for index in range(100):
         submit(made, f"r{index}", 1)
     volume = sent(made.next_batch(0.0))

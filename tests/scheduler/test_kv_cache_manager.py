@@ -237,7 +237,7 @@ def test_a_resubmitted_request_reports_no_more_than_its_prompt() -> None:
 
 
 def test_many_shared_blocks_need_no_room_in_a_header() -> None:
-    player = Player.of(blocks=4096, size=1, max_context=1 << 20, max_num_batched_tokens=4096)
+    player = Player.of(blocks=4096, size=1, max_model_len=1 << 20, max_num_batched_tokens=4096)
     tokens = tuple(range(3000))
     player.serve("a", tokens, 1)
     batch = player.serve("b", (*tokens, 1), 1)

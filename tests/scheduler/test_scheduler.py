@@ -32,7 +32,7 @@ PENALTY = SamplingParams(presence_penalty=0.5)
 
 
 def limits(**changes: int) -> SchedulerConfig:
-    given = {"blocks": 64, "block_size": 4, "micro_batches": 2, "max_num_batched_tokens": 8}
+    given = {"num_blocks": 64, "block_size": 4, "micro_batches": 2, "max_num_batched_tokens": 8}
     return SchedulerConfig(**{**given, "prefix_cache": False, **changes})
 
 
@@ -148,7 +148,7 @@ def test_a_resubmitted_request_goes_on_where_it_was() -> None:
 
 
 def test_history_only_for_penalties_and_in_parts() -> None:
-    head = Scheduler(limits(blocks=1 << 16, max_num_batched_tokens=4096), 1)
+    head = Scheduler(limits(num_blocks=1 << 16, max_num_batched_tokens=4096), 1)
     submit(head, request("a", 130_000, sampling=PENALTY), request("b", 5))
     batch = head.next_batch(0.0)
     parts = [control for control in batch.controls if isinstance(control.body, History)]
@@ -170,7 +170,7 @@ def test_a_job_is_admitted_only_with_a_slot() -> None:
 
 def test_a_job_is_admitted_only_with_blocks_to_spare() -> None:
     # 16 blocks of 4; "a" takes 5 and should be able to grow by 4 more; "b" needs 8.
-    head = Scheduler(limits(blocks=16, max_num_batched_tokens=64), 1)
+    head = Scheduler(limits(num_blocks=16, max_num_batched_tokens=64), 1)
     submit(head, request("a", 18, 2), request("b", 31, 2), request("c", 1, 2))
     batch = head.next_batch(0.0)
     assert [body.request for body in controls(batch)] == [0]
@@ -239,14 +239,14 @@ def test_tokens_are_emitted_with_alternatives_and_stop() -> None:
 
 
 def test_the_context_ends_a_request() -> None:
-    head = Scheduler(limits(max_context=6), 1)
+    head = Scheduler(limits(max_model_len=6), 1)
     submit(head, request("a", 4, 2))
     assert [step(head)[0].message.finish_reason for _ in range(2)] == [None, "length"]
 
 
 def test_uncredited_tokens_pause_a_request() -> None:
     head = Scheduler(limits(), 1)
-    submit(head, request("a", 2, window=2))
+    submit(head, request("a", 2, credit_window=2))
     assert [len(step(head)) for _ in range(4)] == [1, 1, 0, 0]
     head.grant_credit("daemon", "a", 3)
     assert [len(step(head)) for _ in range(3)] == [1, 0, 0]
@@ -262,7 +262,7 @@ def test_uncredited_tokens_pause_a_request() -> None:
 def tight(micro_batches: int) -> Scheduler:
     """Requests 0 and 1 decode with 16 tokens and one block each; one block of 16 is free."""
     head = Scheduler(
-        limits(blocks=3, block_size=16, max_num_batched_tokens=64, micro_batches=micro_batches), 1
+        limits(num_blocks=3, block_size=16, max_num_batched_tokens=64, micro_batches=micro_batches), 1
     )
     submit(head, request("old", 15, 34), request("young", 15, 34))
     step(head)
@@ -271,7 +271,7 @@ def tight(micro_batches: int) -> Scheduler:
 
 
 def test_blocks_are_used_again_only_when_their_release_has_gone_round() -> None:
-    head = Scheduler(limits(blocks=2, micro_batches=1), 1)
+    head = Scheduler(limits(num_blocks=2, micro_batches=1), 1)
     submit(head, request("a", 5, 1), request("b", 5, 1))
     (emission,) = back(head, volumes(head.next_batch(0.0))[0])
     assert emission.message.finish_reason == "length"
@@ -363,7 +363,7 @@ def test_rows_in_flight_are_never_preempted() -> None:
 
 def test_nobody_is_admitted_while_a_request_lacks_a_block() -> None:
     head = Scheduler(
-        limits(blocks=6, block_size=64, max_num_batched_tokens=999, micro_batches=1), 1
+        limits(num_blocks=6, block_size=64, max_num_batched_tokens=999, micro_batches=1), 1
     )
     submit(
         head, *(request(key, tokens) for key, tokens in zip("abcd", (63, 63, 9, 69), strict=True))
@@ -385,7 +385,7 @@ def test_nobody_is_admitted_while_a_request_lacks_a_block() -> None:
 
 
 def test_nobody_younger_goes_on_prefilling_while_a_request_lacks_a_block() -> None:
-    head = Scheduler(limits(blocks=7, block_size=16, max_num_batched_tokens=16, micro_batches=2), 1)
+    head = Scheduler(limits(num_blocks=7, block_size=16, max_num_batched_tokens=16, micro_batches=2), 1)
     submit(head, request("old", 16, 80))
     step(head)
     submit(head, request("young", 48, 30))
@@ -395,7 +395,7 @@ def test_nobody_younger_goes_on_prefilling_while_a_request_lacks_a_block() -> No
     while decode is not None:
         back(head, decode)
         decode = next(iter(volumes(head.next_batch(0.0))), None)
-    assert len(head._queues.find("daemon", "old").tokens) == 65
+    assert len(head._queues.find_request("daemon", "old").tokens) == 65
     back(head, prefills[0][0])
     assert head.next_batch(0.0) is None
     back(head, prefills[1][0])
@@ -403,8 +403,8 @@ def test_nobody_younger_goes_on_prefilling_while_a_request_lacks_a_block() -> No
 
 
 def test_who_waits_for_his_client_gives_way() -> None:
-    head = Scheduler(limits(blocks=4, block_size=2, max_num_batched_tokens=64, micro_batches=1), 1)
-    submit(head, request("slow", 5, 3, window=1))
+    head = Scheduler(limits(num_blocks=4, block_size=2, max_num_batched_tokens=64, micro_batches=1), 1)
+    submit(head, request("slow", 5, 3, credit_window=1))
     step(head)
     assert head.next_batch(0.0) is None
     submit(head, request("new", 5, 3))
@@ -562,10 +562,10 @@ def test_slots_go_to_the_owner_that_was_served_least() -> None:
 
 def test_who_never_credits_locks_nobody_out() -> None:
     head = Scheduler(
-        limits(max_num_seqs=4, max_queue_len=4, blocks=64, max_num_batched_tokens=64), 1
+        limits(max_num_seqs=4, max_queue_len=4, num_blocks=64, max_num_batched_tokens=64), 1
     )
     for number in range(8):
-        submit(head, request(f"s{number}", 8, owner="greedy", window=1))
+        submit(head, request(f"s{number}", 8, owner="greedy", credit_window=1))
     emitted = []
     for _ in range(30):
         emitted += step(head)
@@ -581,7 +581,7 @@ def test_an_abandoned_request_gives_way_to_others_of_its_own_daemon_too() -> Non
     head = Scheduler(
         limits(max_num_seqs=2, max_queue_len=1, max_num_batched_tokens=64, micro_batches=1), 1
     )
-    submit(head, request("paused", 4, window=1), request("busy", 4))
+    submit(head, request("paused", 4, credit_window=1), request("busy", 4))
     step(head)
     head.submit_request(request("new", 4), ABANDONED_AFTER_S - 1)
     batch = head.next_batch(ABANDONED_AFTER_S - 1)
@@ -597,7 +597,7 @@ def test_an_abandoned_request_gives_way_to_others_of_its_own_daemon_too() -> Non
 
 def test_patience_begins_when_the_client_is_waited_for() -> None:
     head = Scheduler(limits(), 1)
-    submit(head, request("slow", 4, window=2))
+    submit(head, request("slow", 4, credit_window=2))
     state = head._queues.find_request("daemon", "slow")
     for position, now in ((4, 100.0), (5, 200.0)):
         (volume,) = volumes(head.next_batch(now))
@@ -610,7 +610,7 @@ def test_patience_begins_when_the_client_is_waited_for() -> None:
 
 def test_a_paused_request_goes_on_where_nobody_else_wants_its_place() -> None:
     head = Scheduler(limits(), 1)
-    submit(head, request("paused", 4, 3, window=1))
+    submit(head, request("paused", 4, 3, credit_window=1))
     step(head)
     assert head.next_batch(1000 * ABANDONED_AFTER_S) is None
     head.grant_credit("daemon", "paused", 5)
@@ -628,14 +628,14 @@ def test_a_paused_request_goes_on_where_nobody_else_wants_its_place() -> None:
 def test_what_can_never_fit_is_refused_with_the_numbers(
     tokens: int, answer: int, message: str, param: str
 ) -> None:
-    head = Scheduler(limits(max_context=100), 1)
+    head = Scheduler(limits(max_model_len=100), 1)
     with pytest.raises(ContextTooLong, match=message) as caught:
         submit(head, request("a", tokens, answer))
     assert caught.value.param == param
 
 
 def test_what_the_kv_cache_can_never_hold_is_refused_with_what_it_can() -> None:
-    head = Scheduler(limits(blocks=12, max_context=100), 1)
+    head = Scheduler(limits(num_blocks=12, max_model_len=100), 1)
     with pytest.raises(ContextTooLong) as caught:
         submit(head, request("a", 30, 20))
     assert str(caught.value) == (
@@ -648,7 +648,7 @@ def test_what_the_kv_cache_can_never_hold_is_refused_with_what_it_can() -> None:
 
 
 def test_the_largest_request_that_fits_is_served() -> None:
-    head = Scheduler(limits(blocks=12, max_context=100), 1)
+    head = Scheduler(limits(num_blocks=12, max_model_len=100), 1)
     submit(head, request("a", 30, 19))
     emitted = [emission for _ in range(40) for emission in step(head)]
     assert len(emitted) == 19
@@ -657,7 +657,7 @@ def test_the_largest_request_that_fits_is_served() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"tokens": 0}, {"prompt_tokens": 0}, {"prompt_tokens": 9}, {"answer": 0}, {"window": 0}],
+    [{"tokens": 0}, {"prompt_tokens": 0}, {"prompt_tokens": 9}, {"answer": 0}, {"credit_window": 0}],
 )
 def test_fields_out_of_range_are_refused(changes: dict[str, int]) -> None:
     fields = {"tokens": 3, "prompt_tokens": 3, **changes}
@@ -676,7 +676,7 @@ def test_a_key_in_use_is_refused() -> None:
 
 
 def test_stats() -> None:
-    head = Scheduler(limits(blocks=10), 1)
+    head = Scheduler(limits(num_blocks=10), 1)
     submit(head, request("a", 5, 2), request("b", 3, 2))
     step(head)
     counters, gauges = head.collect_stats()

@@ -7,8 +7,8 @@ from molink.facts.preemption import PreemptionMode
 from molink.facts.profile import Profile
 from molink.facts.ring_times import RingTimes
 from molink.scheduler.batch import MicroBatch
+from molink.scheduler.blocks import HostBlockAllocator, HostCopy
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.host_blocks import HostBlockAllocator, HostCopy
 from molink.scheduler.policies.create import create_scheduling_policy
 from molink.scheduler.policies.mlfq import Mlfq
 from molink.scheduler.request import SchedulerRequest
@@ -156,8 +156,8 @@ def test_people_are_told_of_queues_and_of_the_first_turn() -> None:
     submit(head, "young", 7)
     _, now = until_swap(head, SwapOut)
     for key, level in (("old", 0), ("young", 2)):
-        place = head._queues._policy._places[head._queues.find_request("d", key)]
-        place.level = place.home = level
+        place = head._queues._policy._positions[head._queues.find_request("d", key)]
+        place.level = place.home_level = level
     load, (_, gauges) = head.report_load("p", now), head.collect_stats()
     assert sum(load.queues) == load.running + load.waiting == 2
     assert load.queues == tuple(gauges[f"head_queue_{n + 1}"] for n in range(len(load.queues)))
@@ -204,8 +204,8 @@ def in_queues(head: Scheduler, levels: dict[str, int]) -> None:
     """Put each job into a queue of its own, where it stays."""
     policy = head._queues._policy
     for key, level in levels.items():
-        place = policy._places[head._queues.find_request("d", key)]
-        place.level = place.home = level
+        place = policy._positions[head._queues.find_request("d", key)]
+        place.level = place.home_level = level
 
 
 def test_whose_turn_comes_last_goes_first_and_whose_comes_soonest_is_back_first() -> None:

@@ -4,10 +4,9 @@ from molink.ring.stage import StageShape
 from molink.ring.step import StepInput, StepResult
 from molink.sim.event_queue import EventQueue
 from molink.sim.executor import SimExecutor, SimStageRequests, step_rows
-from molink.sim.pc import SimPc
+from molink.sim.pc import SimPc, Uplink
 from molink.sim.profiles import DeviceProfile, ModelProfile
 from molink.sim.roofline import Roofline, StepRows
-from molink.sim.uplink import Uplink
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import RequestSlice, Volume
 

@@ -101,7 +101,7 @@ def test_who_shares_pcs_or_an_uplink_is_slower(ring: Scenario) -> None:
     narrow = replace(ring, link=LinkProfile(20, 10), compression="none")
     own, one_home, one_pc = (
         simulate_fleet(FleetScenario(narrow, 4, **more))
-        for more in ({}, {"homes": 8}, {"peers": 4})
+        for more in ({}, {"peers_per_uplink": 8}, {"peers": 4})
     )
     for outcome in (own, one_home, one_pc):
         assert_all_done(outcome)
@@ -182,9 +182,9 @@ def test_prompts_longer_than_most_contexts(ring: Scenario) -> None:
     [
         ({"pipelines": 0}, "--pipelines has to be from 1"),
         ({"peers": 1}, "--peers has to be from 2"),
-        ({"homes": 0}, "--peers-per-uplink"),
-        ({"churn": -1.0}, "--churn"),
-        ({"away": 0.0}, "--away"),
+        ({"peers_per_uplink": 0}, "--peers-per-uplink"),
+        ({"departures_per_hour": -1.0}, "--churn"),
+        ({"away_s": 0.0}, "--away"),
         ({"router": "best"}, "--router is one of round-robin, least-loaded, e2, not 'best'"),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 from molink.sim.congestion.create import create_controller
 from molink.sim.event_queue import EventQueue
 from molink.sim.link_model import IdealLink, TcpLink
-from molink.sim.uplink import Uplink
+from molink.sim.pc import Uplink
 from molink.wire.messages.data_plane import Channel
 
 QUEUE = 256_000

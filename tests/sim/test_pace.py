@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from molink.bench.planned_requests import PlannedRequest
-from molink.sim.pipeline import SimPipeline
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
+from molink.sim.simulate import SimPipeline
 from molink.sim.workload import Workload
 
 

@@ -13,11 +13,11 @@ from molink.sim.congestion.create import create_controller
 from molink.sim.congestion.cubic import CubicTcp
 from molink.sim.event_queue import EventQueue
 from molink.sim.forecast import plan_ring
+from molink.sim.pc import Uplink
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import simulate_scenario
 from molink.sim.tcp import TcpConnection
-from molink.sim.uplink import Uplink
 from molink.sim.workload import Workload
 from molink.wire.messages.data_plane import Channel
 

@@ -15,7 +15,7 @@ from molink.bench.report import Summary
 from molink.bench.sample import Sample
 from molink.bench.trace import read_trace
 from molink.errors import UsageError, WorkerError
-from molink.sim.pipeline import SimPipeline
+from molink.sim.simulate import SimPipeline
 from molink.sim.workload import Workload
 from tools.emulation.activations import BUNDLED, make_recording, source_of
 from tools.emulation.drive import Driven, Spec

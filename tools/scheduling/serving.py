@@ -8,11 +8,10 @@ from molink.bench.report import percentile
 from molink.bench.sample import Sample
 from molink.facts.preemption import PREEMPTION_MODES
 from molink.facts.profile import MAX_CHUNK_ROWS
-from molink.sim.pipeline import SimPipeline
 from molink.sim.profiles import LinkProfile
 from molink.sim.ring_template import BLOCK_SIZE, RingTemplate
 from molink.sim.scenario import Scenario
-from molink.sim.simulate import disable_gc
+from molink.sim.simulate import SimPipeline, disable_gc
 from molink.sim.workload import Workload
 from tools.scheduling.requests import (
     EARLIER_LOAD,

@@ -16,8 +16,7 @@ from molink.link.recording import ReplayDifference, replay_recording
 from molink.sim.profiles import LinkProfile, load_link
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import SimulationOutcome, simulate_scenario, simulate_scenarios
-from molink.sim.timeline import Timeline
-from molink.sim.timeline_svg import draw_timelines
+from molink.sim.timeline import Timeline, draw_timelines
 from molink.sim.workload import Workload
 from molinkd.cli import simulate_options as options
 from molinkd.cli.simulate_fleet import fleet_options, format_seconds, show_fleets

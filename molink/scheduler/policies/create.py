@@ -6,10 +6,8 @@ from molink.errors import UsageError
 from molink.scheduler.policies.base import SchedulingPolicy
 from molink.scheduler.policies.cached_share import CachedShare
 from molink.scheduler.policies.fcfs import Fcfs
-from molink.scheduler.policies.fixed_priority import FixedPriority
 from molink.scheduler.policies.gittins import Gittins
-from molink.scheduler.policies.mlfq import Mlfq
-from molink.scheduler.policies.skip_join_mlfq import SkipJoinMlfq
+from molink.scheduler.policies.mlfq import FixedPriority, Mlfq, SkipJoinMlfq
 from molink.scheduler.policies.srpt import Srpt
 
 _POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {

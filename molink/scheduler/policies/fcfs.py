@@ -2,8 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from molink.scheduler.policies.base import PreemptionDecision, SchedulingPolicy
-from molink.scheduler.policies.stalled_clients import choose_stalled
+from molink.scheduler.policies.base import PreemptionDecision, SchedulingPolicy, choose_stalled
 from molink.scheduler.request_state import RequestState
 
 

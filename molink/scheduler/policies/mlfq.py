@@ -190,3 +190,48 @@ class Mlfq(RankedPolicy):
         ):
             return 0, promoted_at, place.arrival_number
         return place.level, place.since, place.arrival_number
+
+
+class SkipJoinMlfq(Mlfq):
+    """A new job skips the queues whose quantum is shorter than its prefill.
+
+    That is predicted by the stages' profiles and links, for the tokens that the prefix cache lacks.
+    A job that is demoted skips those whose quantum is shorter than its next iteration: the rest of
+    its prompt, if it has not been issued yet.
+    """
+
+    def initial_level(self, state: RequestState) -> int:
+        """The first queue whose quantum covers its prefill."""
+        return self.level_for(self.ring_times.prompt_s(state.num_uncached))
+
+    def demoted_level(self, state: RequestState, level: int) -> int:
+        """The next queue, or a later one whose quantum covers the rest of its prompt."""
+        rest = len(state.tokens) - state.num_issued
+        return max(level + 1, self.level_for(self.ring_times.prompt_s(rest)) if rest > 1 else 0)
+
+
+class FixedPriority(SkipJoinMlfq):
+    """As skip-join MLFQ, but that a job stays in the queue that it has joined.
+
+    It knows nothing of how long answers are, and a long prompt waits for as long as shorter ones
+    keep coming.
+    """
+
+    def on_rows_returned(self, state: RequestState, seconds: float, now: float) -> None:
+        """It consumes nothing."""
+
+    def on_issued(self, state: RequestState, now: float) -> None:
+        """It is not promoted either."""
+
+    def _promoted_at(self, place: QueuePosition) -> float | None:
+        """Never."""
+        return None
+
+    def can_be_preempted(self, state: RequestState) -> bool:
+        """To any with a shorter prompt, whatever that costs."""
+        return True
+
+    def rank_request(self, state: RequestState, now: float) -> Rank:
+        """By queue; within one, who came first."""
+        place = self._positions[state]
+        return place.level, 0.0, place.arrival_number

@@ -4,8 +4,12 @@ from abc import abstractmethod
 from collections.abc import Collection, Sequence
 
 from molink.facts.ring_times import RingTimes
-from molink.scheduler.policies.base import PreemptionDecision, RestoreCost, SchedulingPolicy
-from molink.scheduler.policies.stalled_clients import choose_stalled
+from molink.scheduler.policies.base import (
+    PreemptionDecision,
+    RestoreCost,
+    SchedulingPolicy,
+    choose_stalled,
+)
 from molink.scheduler.request_state import RequestState
 
 #: Level, when it came to that level, and as which of all jobs it arrived: the least goes first. No

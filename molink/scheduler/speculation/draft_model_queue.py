@@ -13,8 +13,7 @@ from itertools import count
 
 from molink.facts.drafts import DraftBatch, DraftModelFacts, DraftRequest, DraftResults, DraftTokens
 from molink.scheduler.request_state import RequestState
-from molink.scheduler.speculation.draft_record import DraftRecord, DraftYield
-from molink.scheduler.speculation.request_drafter import RequestDrafter
+from molink.scheduler.speculation.request_drafter import DraftRecord, DraftYield, RequestDrafter
 from molink.scheduler.speculation.round_trip_costs import RingLoad, RoundTripCosts
 
 #: What guesses promise is divided by this: profiles and chances are estimates.

@@ -7,9 +7,8 @@ endpoint. What it knows comes with the answers that it asked for.
 from collections.abc import Iterable, Mapping, Sequence
 
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
-from molink.routing.cache_report import CacheReport
-from molink.routing.fallback import FallbackRouter
-from molink.routing.spans import span_digests
+from molink.routing.cache_report import CacheReport, span_digests
+from molink.routing.simple_routers import FallbackRouter
 from molink.swarm.frontend.stream import PipelineEpoch
 
 

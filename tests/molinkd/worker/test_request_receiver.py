@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from molink.routing.cache_report import CacheReport, unpack_report
-from molink.routing.spans import span_digests
+from molink.routing.cache_report import CacheReport, span_digests, unpack_report
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.prefix_tree import ROOT
 from molink.scheduler.prompt_assembler import PART_TIMEOUT_S

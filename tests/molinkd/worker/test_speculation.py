@@ -72,7 +72,7 @@ class Known:
     def __init__(self, texts: Sequence[Sequence[int]], rng: random.Random) -> None:
         self._texts, self._rng = texts, rng
 
-    def draft(self, tokens: Sequence[int], count: int) -> DraftProposal:
+    def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
         text = next(each for each in self._texts if list(each[: len(tokens)]) == list(tokens))
         drafts = list(text[len(tokens) : len(tokens) + self._rng.randint(1, count)])
         if drafts and self._rng.random() < 0.5:
@@ -86,7 +86,7 @@ class Right:
 
     text: Sequence[int]
 
-    def draft(self, tokens: Sequence[int], count: int) -> DraftProposal:
+    def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
         return DraftProposal(self.text[len(tokens) : len(tokens) + count])
 
 

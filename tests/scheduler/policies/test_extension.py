@@ -65,7 +65,7 @@ class LastComeFirstServed(SchedulingPolicy):
 
 
 def make_head(policy: SchedulingPolicy, **changes: int) -> Scheduler:
-    given = {"blocks": 64, "block_size": 4, "micro_batches": 1, "max_num_batched_tokens": 64}
+    given = {"num_blocks": 64, "block_size": 4, "micro_batches": 1, "max_num_batched_tokens": 64}
     return Scheduler(SchedulerConfig(**{**given, "prefix_cache": False, **changes}), 1, policy)
 
 
@@ -143,7 +143,7 @@ def test_it_decides_whose_prompt_goes_on_first() -> None:
 
 def test_it_decides_who_is_preempted() -> None:
     """Two decode with a full block each, and one block is free: the earlier one gives way."""
-    head = make_head(LastComeFirstServed(), blocks=3, block_size=16)
+    head = make_head(LastComeFirstServed(), num_blocks=3, block_size=16)
     submit(head, "old", "young", tokens=15, answer=34)
     back(head, volumes(head.next_batch(0.0))[0])
     back(head, volumes(head.next_batch(0.0))[0])

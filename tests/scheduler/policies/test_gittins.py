@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from molink.facts.profile import Profile
 from molink.facts.ring_times import RingTimes
-from molink.scheduler.host_blocks import HostCopy
+from molink.scheduler.blocks import HostCopy
 from molink.scheduler.policies.answer_lengths import MAX_SIMILAR, AnswerLengths
 from molink.scheduler.policies.gittins import Gittins
 from molink.scheduler.policies.mlfq import ALPHA, PROMOTION_QUANTA

@@ -8,9 +8,14 @@ from hypothesis import strategies as st
 
 from molink.facts.profile import Profile
 from molink.facts.ring_times import RingTimes
-from molink.scheduler.policies.fixed_priority import FixedPriority
-from molink.scheduler.policies.mlfq import LEVELS, MIN_QUANTUM_RATIO, PROMOTION_QUANTA, Mlfq
-from molink.scheduler.policies.skip_join_mlfq import SkipJoinMlfq
+from molink.scheduler.policies.mlfq import (
+    LEVELS,
+    MIN_QUANTUM_RATIO,
+    PROMOTION_QUANTA,
+    FixedPriority,
+    Mlfq,
+    SkipJoinMlfq,
+)
 from molink.scheduler.prefix_tree import PrefixMatch
 from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.request_state import RequestState

@@ -25,14 +25,14 @@ ROOM = 100
 class Nothing:
     """Finds no n-grams."""
 
-    def draft(self, tokens: Sequence[int], count: int) -> DraftProposal:
+    def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
         return DraftProposal()
 
 
 class Found:
     """Finds what six of the last tokens agree with."""
 
-    def draft(self, tokens: Sequence[int], count: int) -> DraftProposal:
+    def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
         return DraftProposal([5] * count, 6)
 
 

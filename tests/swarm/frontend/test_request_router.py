@@ -1,10 +1,9 @@
 """An endpoint's router: what it is told, and that pipelines which end are forgotten."""
 
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
-from molink.routing.cache_report import CacheReport
+from molink.routing.cache_report import SPAN_TOKENS, CacheReport, span_digests
 from molink.routing.e2 import E2Router
-from molink.routing.least_loaded import LeastLoadedRouter
-from molink.routing.spans import SPAN_TOKENS, span_digests
+from molink.routing.simple_routers import LeastLoadedRouter
 from molink.swarm.frontend.request_router import RequestRouter
 from molink.swarm.frontend.stream import PipelineEpoch
 

@@ -10,8 +10,7 @@ import pytest
 from msgspec import structs
 
 from molink.errors import ModelNotFound, MolinkError, Overloaded, RequestError, Unavailable
-from molink.routing.cache_report import CacheReport, pack_report
-from molink.routing.spans import SPAN_TOKENS
+from molink.routing.cache_report import SPAN_TOKENS, CacheReport, pack_report
 from molink.swarm.frontend.request import Request
 from molink.swarm.frontend.stream import PipelineEpoch, StreamLimits
 from molink.wire.messages.base import Payload

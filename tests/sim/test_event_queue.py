@@ -1,9 +1,7 @@
 """Regions go on by themselves, and nobody can tell."""
 
-from molink.sim.event_queue import EventQueue
-from molink.sim.fleet_events import FleetEventQueue, assign_regions
-from molink.sim.pc import SimPc
-from molink.sim.uplink import Uplink
+from molink.sim.event_queue import EventQueue, FleetEventQueue, assign_regions
+from molink.sim.pc import SimPc, Uplink
 
 
 def behind(*uplinks: Uplink) -> list[SimPc]:

@@ -5,7 +5,38 @@ from collections.abc import Callable, Mapping, Sequence
 
 from molink.routing.base import PipelineLoad, PipelineName, RequestKey, RoutedPrompt, Router
 from molink.routing.cache_report import CacheReport
-from molink.routing.least_loaded import LeastLoadedRouter
+
+
+class RoundRobinRouter(Router):
+    """Who has waited longest is next; who is not there is passed over."""
+
+    def __init__(self) -> None:
+        self._last_chosen: dict[PipelineName, int] = {}
+        self._num_chosen = 0
+
+    def choose_pipeline(
+        self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float
+    ) -> PipelineLoad:
+        """The one whose turn was longest ago."""
+        chosen = min(pipelines, key=lambda load: self._last_chosen.get(load.name, 0))
+        self._num_chosen += 1
+        self._last_chosen[chosen.name] = self._num_chosen
+        return chosen
+
+    def on_pipeline_removed(self, name: PipelineName) -> None:
+        """Its turn is forgotten."""
+        self._last_chosen.pop(name, None)
+
+
+class LeastLoadedRouter(Router):
+    """Goes by the number of requests alone, whatever their size."""
+
+    def choose_pipeline(
+        self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float
+    ) -> PipelineLoad:
+        """Of several with as few the one that was sent the fewest."""
+        return min(pipelines, key=lambda load: (load.num_requests, load.total_sent))
+
 
 log = logging.getLogger(__name__)
 
