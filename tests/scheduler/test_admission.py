@@ -243,7 +243,7 @@ def test_a_request_is_refused_at_once_when_no_token_of_it_could_come_in_time() -
     while not ring.is_admitted("first"):
         ring.step()
     assert not ring.rejections()
-    assert ring.head.stats()[0]["head_late_total"] == 1
+    assert ring.head.collect_stats()[0]["head_late_total"] == 1
 
 
 def test_a_prompt_that_takes_longer_than_its_deadline_is_no_matter_of_load() -> None:

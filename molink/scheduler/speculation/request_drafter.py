@@ -131,7 +131,7 @@ EVIDENCE_CLASSES = (1, 2, 3, 4, 6, 9)
 #: texts of ``docs/results/lookup.json``, rounded down.
 CLASS_PRIORS = (0.2, 0.45, 0.65, 0.7, 0.85, 0.95)
 #: Weight of the last forced tokens in the trust in them.
-_SMOOTHING = 0.15
+_TRUST_SMOOTHING = 0.15
 
 
 class RequestDrafter:
@@ -254,7 +254,7 @@ class RequestDrafter:
         tells nothing."""
         sure = max(0, min(drafts, self._forced_until - position))
         if sure:
-            self.trust += _SMOOTHING * ((right >= sure) - self.trust)
+            self.trust += _TRUST_SMOOTHING * ((right >= sure) - self.trust)
         for at in range(position + sure, position + right):
             self._record_outcome(at, right=True)
         if right < drafts:
