@@ -1,4 +1,4 @@
-"""Whether a request is taken at all, and in whose place."""
+"""Admission control: which requests may queue, and how long they will wait."""
 
 import math
 from collections import Counter
@@ -16,38 +16,38 @@ RETRY_MIN, RETRY_MAX = 1.0, 60.0
 
 
 class AdmissionController:
-    """Refuses what can never be served, and what can't be queued now."""
+    """Rejects requests that can never run, and requests that the queue has no room for."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
 
     def check_request(self, request: SchedulerRequest) -> None:
-        """Pass, or say why it can never be served.
+        """Check a request before it is queued.
 
         Raises:
             RequestError: a field is out of range.
-            ContextTooLong: it can never fit into the context, or into the KV blocks.
+            ContextTooLong: the request exceeds the context length or the KV cache.
         """
         self._check_fields(request)
         self._check_fits(request)
 
     def is_full(self, waiting: int, running: int) -> bool:
-        """Whether no more can be queued; ``waiting`` and ``running`` count the jobs there are."""
+        """Whether the queue is full, given the numbers of waiting and running requests."""
         config = self._config
-        # Requests that only wait for the next micro-batch do not fill the queue.
+        # Requests that only wait for the next micro-batch do not count against the queue.
         return waiting >= config.max_queue_len + max(0, config.max_num_seqs - running)
 
     @staticmethod
     def choose_displaced(
         request: SchedulerRequest, waiting: Iterable[RequestState], now: float
     ) -> RequestState | None:
-        """Which of those that wait gives his place in the full queue to a new one, if any.
+        """The waiting request that a new one replaces in a full queue, if any.
 
-        One that its client has abandoned; else, if another owner holds at least two places more
-        than the new one's, one of his client with most; else of a client of the same owner with at
-        least two more than the new one's. That is one that waits for its client, or its last. So
-        the owners who want in come to have equal shares, as do the clients of each, and one who is
-        alone has them all.
+        In this order: a request whose client has abandoned it; a request of the peer that holds
+        most queue slots, if it holds at least two more than the new request's peer; a request of
+        the same peer's client that holds at least two more than the new request's client. Of the
+        chosen client's requests, a stalled one goes first, then the last in queue order. Peers, and
+        the clients of each peer, thus converge to equal shares of the queue.
         """
         requests, peer = list(waiting), request.peer
         abandoned = next((state for state in requests if state.is_abandoned(now)), None)
@@ -69,26 +69,28 @@ class AdmissionController:
         return stalled or max(requests, key=lambda state: state.queue_key)
 
     def overloaded_error(self, waiting: int, running: int, place_in: float | None) -> Overloaded:
-        """The error for a request that finds no place; there should be one in so many seconds."""
+        """The error for a request that finds the queue full; ``place_in`` is the estimated wait
+        (s)."""
         return Overloaded(
             f"{running} requests are running and {waiting} waiting; try again later",
             _retry_after(place_in),
         )
 
     def max_queue_s(self, request: SchedulerRequest) -> float:
-        """Seconds that a request may wait to be admitted."""
+        """Seconds that a request may wait for admission."""
         return request.max_queue_s or self._config.max_queue_s or math.inf
 
     def has_wait_bound(self, request: SchedulerRequest) -> bool:
-        """Whether it can come to be late."""
+        """Whether the request can expire while it waits."""
         return bool(request.deadline_s) or self.max_queue_s(request) < math.inf
 
     def check_wait(self, state: RequestState, wait: float | None) -> None:
-        """Pass a new request that will be admitted in ``wait`` seconds, as far as that is known.
+        """Check a new request against its estimated wait, in seconds; ``None`` is unknown.
 
         Raises:
-            Overloaded: that is more than it may wait, or no token of it could come in time.
-            RequestError: its prompt alone takes longer than it has.
+            Overloaded: the wait exceeds the request's limit, or its first token would miss the
+                deadline.
+            RequestError: the prefill alone exceeds the deadline.
         """
         most = self.max_queue_s(state.request)
         if wait is not None and wait > most:
@@ -100,7 +102,7 @@ class AdmissionController:
         self._check_deadline(state, wait)
 
     def is_late(self, state: RequestState, now: float) -> bool:
-        """Whether a waiting job must not be admitted any more; one that gave way always may."""
+        """Whether a waiting request has expired. Preempted requests never expire."""
         if state.num_admissions:
             return False
         hopeless = (
@@ -109,7 +111,7 @@ class AdmissionController:
         return hopeless or now - state.arrived_at >= self.max_queue_s(state.request)
 
     def late_error(self, state: RequestState, wait: float | None, now: float) -> Overloaded:
-        """The error for a job that is late; a new one would wait for ``wait``."""
+        """The error for an expired request; ``wait`` is the estimated wait of a new one."""
         request = state.request
         most = self.max_queue_s(request)
         if now - state.arrived_at < most:
@@ -124,7 +126,7 @@ class AdmissionController:
         )
 
     def _check_deadline(self, state: RequestState, wait: float | None) -> None:
-        """Whose answer has begun passes: there is something to be had of it whenever it ends."""
+        """A resubmitted request passes: part of its answer exists already."""
         most = state.request.deadline_s
         if not most or state.is_resubmitted:
             return
@@ -176,27 +178,26 @@ class AdmissionController:
 
 
 def _retry_after(seconds: float | None) -> float:
-    """In whole seconds, within bounds; as soon as may be where nothing is known."""
+    """Whole seconds within bounds; the minimum if the wait is unknown."""
     return float(min(RETRY_MAX, max(RETRY_MIN, math.ceil(seconds or 0.0))))
 
 
-#: Seconds of serving after which what was measured counts e times less, and before which a rate is
-#: not known.
+#: Time constant (s) of the rate's exponential decay, and seconds before a rate is known.
 MEMORY_S, LEAST_S = 30.0, 0.5
 #: Weight of the latest answer's length.
 _SMOOTHING = 0.1
 
 
 class ServingRate:
-    """How many of something per second, while there is something to do."""
+    """A rate per second, measured while there is work."""
 
     def __init__(self) -> None:
         self._count = self._seconds = 0.0
-        #: At the last look: when it was, how many there had been, and whether there was more to do.
+        #: Time, total and busy state at the last observation.
         self._at, self._total, self._busy = 0.0, 0, False
 
     def observe_total(self, total: int, now: float, *, busy: bool) -> None:
-        """By now there have been ``total``; ``busy`` is whether there is more to do from now on."""
+        """Record ``total`` events so far; ``busy`` is whether work remains."""
         if self._busy and now > self._at:
             kept = math.exp((self._at - now) / MEMORY_S)
             self._count *= kept
@@ -206,38 +207,38 @@ class ServingRate:
 
     @property
     def rate(self) -> float | None:
-        """So many per second, above 0; ``None`` while nothing is known."""
+        """Events per second, above 0; ``None`` while unknown."""
         known = self._seconds >= LEAST_S and self._count > 0
         return self._count / self._seconds if known else None
 
 
 class WaitEstimator:
-    """Foretells waits of one head. An answer is taken to be as long as others were of late.
+    """Estimates how long requests wait for admission.
 
-    What waits takes as long as as many units (:mod:`molink.scheduler.fair_shares`) of late, be they
-    of prompts or of answers; and those who come later are not foreseen.
+    It assumes that answers are as long as recent ones, that waiting work is served at the recent
+    rate in units of :mod:`molink.scheduler.fair_shares`, and that no further requests arrive.
     """
 
     def __init__(self, config: SchedulerConfig, queues: RequestQueues) -> None:
         self._config = config
         self._queues = queues
         self._unit_rate, self._token_rate = ServingRate(), ServingRate()
-        #: Tokens of an answer, on average.
+        #: Mean tokens of an answer.
         self._mean_answer: float | None = None
 
     def observe_served(self, now: float) -> None:
-        """Something was served, or begins or ceases to be."""
+        """Sample the service rates; called after every change of the queues."""
         shares, busy = self._queues.fair_shares, self._queues.num_running > 0
         self._unit_rate.observe_total(shares.total_units, now, busy=busy)
         self._token_rate.observe_total(shares.generated_tokens, now, busy=busy)
 
     def on_finished(self, state: RequestState) -> None:
-        """An answer has come to its end."""
+        """Learn from the length of a finished answer."""
         before = state.num_generated if self._mean_answer is None else self._mean_answer
         self._mean_answer = before + _SMOOTHING * (state.num_generated - before)
 
     def estimate_next_slot(self) -> float | None:
-        """Seconds until the next request should end, if the rate is known."""
+        """Seconds until a running request should finish, if the rate is known."""
         rate = self._token_rate.rate
         if rate is None:
             return None
@@ -245,7 +246,7 @@ class WaitEstimator:
         return min(map(self._remaining_tokens, requests), default=0.0) * len(requests) / rate
 
     def estimate_wait(self, state: RequestState) -> float | None:
-        """Seconds until a new request should be admitted, if that is known."""
+        """Seconds until a new request should be admitted, if known."""
         queues = self._queues
         if not queues.num_waiting and queues.num_running < self._config.max_num_seqs:
             return 0.0
@@ -266,10 +267,10 @@ class WaitEstimator:
             yield state, W_INPUT * prompt + W_OUTPUT * self._remaining_tokens(state)
 
     def _remaining_tokens(self, state: RequestState) -> float:
-        """Tokens that a request will still get."""
+        """Expected tokens that a request has left."""
         most = state.request.max_tokens - state.num_generated
         if self._mean_answer is None:
             return most
-        # Whoever is beyond the average has as much before it again.
+        # A request beyond the mean length is expected to generate that many tokens more.
         left = self._mean_answer - state.num_generated
         return min(most, left if left >= 1 else self._mean_answer)

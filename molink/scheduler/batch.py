@@ -1,4 +1,4 @@
-"""What a head hands to stage 0, and how a volume is put together."""
+"""Micro-batches: volumes and control messages for the first stage."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -23,17 +23,17 @@ from molink.wire.messages.data_plane import (
     Volume,
 )
 
-#: Bytes of a 4 KiB header that row groups may take; the rest is the frame around them.
+#: Bytes that slices may take of a 4 KiB header; the frame takes the rest.
 _SLICE_BYTES_MAX = 4000
-#: Most bytes of a group without block ids: array, request, start, count, after, array, sample,
-#: no block to copy from, array. A block id takes ``_ID_BYTES`` at most, and so does a draft.
+#: Maximum bytes of a slice without block ids and drafts: array, request, start, count, after,
+#: array, sample, copy source, array. Each block id or draft takes at most ``_ID_BYTES``.
 _SLICE_BYTES = 1 + 5 + 5 + 5 + 9 + 3 + 1 + 1 + 1
 _ID_BYTES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class ControlWithPayload:
-    """A control message; with its payload: ``ids`` or ``text``."""
+    """A control message with its payload, ``ids`` or ``text``."""
 
     body: Admit | Grammar | History | BlockTable | SwapIn | SwapOut | Release
     ids: Sequence[int] | None = None
@@ -41,7 +41,6 @@ class ControlWithPayload:
 
     @property
     def payload(self) -> bytes | None:
-        """As a stage gets it."""
         return self.text if self.ids is None else array("i", self.ids).tobytes()
 
 
@@ -55,7 +54,7 @@ class VolumeWithTokens:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One micro-batch in the order of its ticks: controls, then at most one volume of each kind."""
+    """Control messages, then at most one decode and one prefill volume, in order of ``seq``."""
 
     controls: tuple[ControlWithPayload, ...]
     volumes: tuple[VolumeWithTokens, ...]
@@ -74,13 +73,13 @@ class _PendingSlice:
 
 
 class VolumeBuilder:
-    """Collects row groups while their header stays within its bound."""
+    """Collects slices of requests until the volume's header is full."""
 
     def __init__(self, *, prefill: bool) -> None:
         self.prefill = prefill
         self._slices: list[_PendingSlice] = []
         self._bytes = 0
-        #: Tokens that may be sampled, if each group is.
+        #: Maximum number of tokens that the volume samples.
         self._num_samples = 0
 
     def __len__(self) -> int:
@@ -91,14 +90,13 @@ class VolumeBuilder:
 
     @property
     def requests(self) -> list[RequestState]:
-        """Those of its groups."""
         return [pending_slice.state for pending_slice in self._slices]
 
     @property
     def block_room(self) -> int:
-        """Block ids that one more group may bring along; below 1 the volume is full.
+        """Block ids that one more slice may carry; the volume is full below 1.
 
-        The id of a block to copy from always fits beside them.
+        Room for the id of a block to copy from is always left.
         """
         if self._num_samples >= MAX_SLICES:
             return 0
@@ -106,16 +104,16 @@ class VolumeBuilder:
 
     @property
     def draft_room(self) -> int:
-        """Drafts, with a block each, that its groups may still be given."""
+        """Drafts, with one block each, that its slices can still take."""
         left = (_SLICE_BYTES_MAX - self._bytes) // (2 * _ID_BYTES)
         return max(0, min(MAX_SLICES - self._num_samples, left))
 
     def add_rows(
         self, state: RequestState, count: int, blocks: Sequence[int], released: int
     ) -> None:
-        """Issue the next ``count`` rows of ``job``, which bring ``blocks`` to its block table.
+        """Issue the next ``count`` rows of a request and announce ``blocks`` to the stages.
 
-        ``released`` is the latest tick that released one of them.
+        ``released`` is the latest ``seq`` that released one of ``blocks``.
         """
         end = state.num_issued + count
         sample = end == len(state.tokens)
@@ -127,12 +125,12 @@ class VolumeBuilder:
         self._bytes += _SLICE_BYTES + _ID_BYTES * (len(blocks) + (source >= 0))
         self._num_samples += 1
         state.num_issued = end
-        state.num_announced_blocks += len(blocks)
+        state.num_announced += len(blocks)
 
     def add_drafts(
         self, state: RequestState, drafts: Sequence[int], blocks: Sequence[int], released: int
     ) -> None:
-        """Let ``drafts`` follow the rows of ``state``, which bring ``blocks`` beside their own."""
+        """Append ``drafts`` to a request's rows and announce ``blocks`` for them."""
         for index, pending_slice in enumerate(self._slices):
             if pending_slice.state is state:
                 self._slices[index] = replace(
@@ -143,12 +141,12 @@ class VolumeBuilder:
                 )
         self._bytes += _ID_BYTES * (len(drafts) + len(blocks))
         self._num_samples += len(drafts)
-        state.num_announced_blocks += len(blocks)
+        state.num_announced += len(blocks)
 
     def add_lookahead_drafts(
         self, state: RequestState, drafts: Sequence[int], blocks: Sequence[int], released: int
     ) -> None:
-        """Let rows of nothing but ``drafts`` go on from those of ``job`` in flight."""
+        """Add a slice of drafts only, which continues the request's rows in flight."""
         start = len(state.tokens) + len(state.draft_path)
         pending_slice = _PendingSlice(
             state, start, 0, tuple(blocks), True, released, -1, tuple(drafts)
@@ -156,10 +154,10 @@ class VolumeBuilder:
         self._slices.append(pending_slice)
         self._bytes += _SLICE_BYTES + _ID_BYTES * (len(drafts) + len(blocks))
         self._num_samples += len(drafts)
-        state.num_announced_blocks += len(blocks)
+        state.num_announced += len(blocks)
 
     def build_volume(self, seq: int) -> VolumeWithTokens:
-        """The volume as ``tick``; its jobs have it in flight from now on."""
+        """Build the volume ``seq`` and record it as in flight for its requests."""
         slices, tokens = [], list[int]()
         for pending_slice in self._slices:
             state = pending_slice.state
@@ -187,19 +185,19 @@ class VolumeBuilder:
         return VolumeWithTokens(Volume(seq, self.prefill, tuple(slices), payload), tokens)
 
 
-#: Ids per History or Table message: 240 kB, below the longest message.
+#: Ids per History or BlockTable message: 240 kB, below the message limit.
 MAX_MESSAGE_IDS = 60_000
 
 
 class ControlIssuer:
-    """Issues the control messages of admissions and releases, each with a tick."""
+    """Issues the control messages of admissions and releases."""
 
     def __init__(self, cache: KVCacheManager, in_flight: InFlightTracker) -> None:
         self._cache = cache
         self._in_flight = in_flight
 
     def issue_release(self, pending: PendingRelease) -> list[ControlWithPayload]:
-        """An admission is over; what is to be kept of it is copied to host memory before."""
+        """Release an admission; KV that is swapped out is copied to host memory first."""
         control, last, copy = [], pending.last_seq, pending.host_copy
         if copy is not None:
             last = copy.filled_seq = self._in_flight.issue_seq()
@@ -214,7 +212,7 @@ class ControlIssuer:
     def issue_admission(
         self, state: RequestState, copy: HostCopy | None
     ) -> list[ControlWithPayload]:
-        """``job`` has been admitted; some of its blocks come from ``copy``, if that is one."""
+        """Announce an admitted request; ``copy`` is the host copy that it resumes from, if any."""
         request = state.request
         state.last_seq = self._in_flight.issue_seq()
         admit = Admit(
@@ -252,6 +250,6 @@ def _pairs_payload(ids: Sequence[int]) -> Payload:
 
 
 def _split_ids(ids: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """As few parts of ``ids`` as messages can hold, and where each begins."""
+    """Split ``ids`` into messages; yields the position and ids of each."""
     for first in range(0, len(ids), MAX_MESSAGE_IDS):
         yield first, tuple(ids[first : first + MAX_MESSAGE_IDS])

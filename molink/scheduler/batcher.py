@@ -1,4 +1,4 @@
-"""Iteration-level scheduling: what goes into the next micro-batch."""
+"""Iteration-level scheduling: composes the next micro-batch."""
 
 import math
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ from molink.scheduler.swap_manager import SwapManager
 
 
 class Batcher:
-    """Composes micro-batches out of a roster, blocks and ticks.
+    """Composes micro-batches from the request queues and the KV cache.
 
-    Decode rows: jobs whose token has come back, spread over the ``K`` micro-batches. Prefill rows:
-    chunks of admitted jobs, and of waiting ones as far as slots and blocks allow. Whose turn it is
-    among them, and who is preempted, the roster's policy decides.
-    A job gets the blocks of its known tokens when it is admitted, as many of them as can be from
-    the prefix cache, and grows one by one from then on.
-    A decode row that gets no block preempts other jobs; while one is *starved* nobody is admitted,
-    and nobody who would give way to it goes on prefilling. Drafts preempt nobody.
-    What becomes of the KV of who is preempted, ``swapping`` decides.
+    Decode rows come from requests whose last token is back, spread evenly over the ``K``
+    micro-batches. Prefill rows are chunks of running requests and of waiting ones that slots and
+    blocks allow to admit. The scheduling policy orders requests and selects preemption candidates.
+    An admitted request gets blocks for all its known tokens, from the prefix cache where possible,
+    and grows block by block afterwards. A decode row that lacks a block preempts other requests.
+    While a request is *starved* this way, none is admitted, and requests that it could preempt
+    issue no prefill rows. Drafts preempt nothing. The swap manager decides whether preempted KV is
+    copied to host memory.
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class Batcher:
         self._in_flight = in_flight
         self._swap = swap
         self._controls = ControlIssuer(cache, in_flight)
-        #: How many micro-batches are in flight.
         self.micro_batches = MicroBatchCount(
             config.micro_batches,
             config.num_stages,
@@ -60,18 +59,18 @@ class Batcher:
         self._chunk_size = ChunkSize(
             config.max_num_batched_tokens, config.profiles, self.micro_batches.count
         )
-        #: Prefill volumes in flight that went without decode rows.
+        #: Prefill volumes in flight without piggybacked decode rows.
         self._prefill_only_seqs: set[int] = set()
-        #: Jobs admitted for the micro-batch that is being composed, and what they come back from.
+        #: Requests admitted for this micro-batch, with the host copies that they resume from.
         self._newly_admitted: list[tuple[RequestState, HostCopy | None]] = []
-        #: Jobs that lacked a block when decode rows were last composed.
+        #: Requests that lacked a block when decode rows were last composed.
         self._starved: list[RequestState] = []
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_prefill_rows = 0
 
     def set_times(self, times: RingTimes) -> None:
-        """Stages have measured themselves, or their links, anew."""
+        """Update stage and link times."""
         self.micro_batches.set_times(times)
         self._chunk_size.set_profiles(times.profiles)
         self._speculation.set_times(times)
@@ -131,11 +130,11 @@ class Batcher:
     # --- decode --------------------------------------------------------------------------------
 
     def _decode_quota(self, streams: int) -> int:
-        """Decode rows of a volume, where so many streams are spread over all."""
+        """Decode rows per volume, for ``streams`` spread over all micro-batches."""
         return max(1, math.ceil(streams / self.micro_batches.count))
 
     def _ask_draft_model(self, running: Sequence[RequestState], streams: int, context: int) -> None:
-        """Ask the draft model of those that may be in the next volume; some wait for it."""
+        """Request drafts for the requests of the next volume; some then wait for them."""
         asking = self._speculation.draft_queue
         if asking.has_model:
             ready = (
@@ -158,9 +157,7 @@ class Batcher:
         for state in running:
             if len(builder) == quota or builder.block_room < 1:
                 return
-            if (
-                state.awaited_seqs or state.phase != "decode"
-            ):  # or it was preempted for one before it
+            if state.awaited_seqs or state.phase != "decode":  # preempted for an earlier request
                 continue
             if asking.is_waiting(state):
                 continue
@@ -172,7 +169,7 @@ class Batcher:
                 self._add_rows(builder, state, 1, now)
 
     def _add_drafts(self, builder: VolumeBuilder, streams: int, context: int) -> None:
-        """Let drafts follow the decode rows, as far as there are blocks for them."""
+        """Append drafts to decode rows, limited by available blocks."""
         load, flying = (
             self._ring_load(len(builder), streams, context),
             self._in_flight.decode_volume_rows,
@@ -186,7 +183,7 @@ class Batcher:
                 builder.add_drafts(state, drafts, blocks, released)
 
     def _add_lookahead(self, builder: VolumeBuilder, streams: int, context: int) -> None:
-        """A volume of nothing but drafts, where there is nothing else to do."""
+        """Fill the volume with lookahead drafts if nothing else is schedulable."""
         if (
             self._in_flight.num_lookahead >= self._config.lookahead_volumes
             or self._queues.num_waiting
@@ -206,7 +203,7 @@ class Batcher:
                 )
 
     def _ring_load(self, piggybacked: int, streams: int, context: int) -> RingLoad:
-        """``riding`` decode rows are in a volume."""
+        """The ring's load with ``piggybacked`` decode rows per volume."""
         flying = (
             min(self.micro_batches.count, math.ceil(streams / piggybacked)) if piggybacked else 0
         )
@@ -216,20 +213,15 @@ class Batcher:
     def _allocate_drafts(
         self, state: RequestState, drafts: Sequence[int]
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Those of the next ``drafts`` for which there are blocks, and those to be announced."""
+        """The leading ``drafts`` that blocks exist for, and the blocks to announce."""
         before = len(state.tokens) + len(state.draft_path)
         if self._starved or self._grow_blocks(state, len(state.draft_path) + len(drafts)) is None:
             drafts = drafts[: max(0, len(state.blocks) * self._config.block_size - before)]
         upto = self._config.blocks_for(before + len(drafts))
-        return drafts, state.blocks[
-            state.num_announced_blocks : max(upto, state.num_announced_blocks)
-        ]
+        return drafts, state.blocks[state.num_announced : max(upto, state.num_announced)]
 
     def _grow_blocks(self, state: RequestState, drafts: int = 0) -> int | None:
-        """See to it that the job's last token, and what may follow it, have blocks.
-
-        How many it got, ``None`` if there are too few.
-        """
+        """Allocate blocks for the last token and ``drafts`` after it; ``None`` if too few are free."""
         lacking = self._config.blocks_for(len(state.tokens) + drafts) - len(state.blocks)
         if lacking <= 0:
             return 0
@@ -240,7 +232,7 @@ class Batcher:
         return lacking
 
     def _preempt_for_starved(self, state: RequestState, now: float) -> None:
-        """Preempt until as many blocks as there are starved jobs are on their way back."""
+        """Preempt until the releasing blocks cover all starved requests."""
         candidates = self._queues.preemption_candidates(state, now)
         while self._num_releasing < len(self._live_starved()):
             candidate = next(candidates, None)
@@ -255,7 +247,7 @@ class Batcher:
 
     @property
     def _num_releasing(self) -> int:
-        """Blocks on their way back."""
+        """Blocks whose releases are under way."""
         return self._cache.collect_releasing(self._queues.pending_releases).count
 
     def _live_starved(self) -> list[RequestState]:
@@ -264,7 +256,7 @@ class Batcher:
     # --- prefill -------------------------------------------------------------------------------
 
     def _add_prefill(self, builder: VolumeBuilder, left: int, now: float) -> None:
-        """Add up to ``left`` prefill rows; a job that waits is admitted when it is its turn."""
+        """Add up to ``left`` prefill rows, admitting waiting requests in policy order."""
         starved = self._live_starved()
         closed, seen = bool(starved), set[RequestState]()
         while left > 0 and builder.block_room >= 1:
@@ -282,14 +274,13 @@ class Batcher:
                     left -= self._add_chunk(builder, state, left, now)
 
     def _next_prefill_rows(self, streams: int, context: int, now: float, *, piggyback: bool) -> int:
-        """Rows of the next prefill volume, 0 if there is to be none.
+        """Rows of the next prefill volume; 0 for none.
 
-        ``streams`` decode, of ``context`` tokens each on average.
-
-        Of ``K`` micro-batches those that decode take their chunk along (``beside``, SARATHI's
-        decode-maximal batches), the others may be a chunk. If chunks went whenever stage 0 is idle,
-        a decode volume would meet a stage busy with a chunk, then run alone itself, and pay for
-        reading the weights twice. They do where none would: :mod:`molink.scheduler.micro_batches`.
+        ``streams`` requests decode, with ``context`` tokens each on average. Each of the ``K``
+        micro-batches carries one chunk, beside its decode rows if it has any (``piggyback``:
+        SARATHI's decode-maximal batches). Sending chunks whenever stage 0 is idle would make decode
+        volumes wait behind them and read the weights twice. Prefill-only chunks fit into the round
+        trip's idle time instead (:mod:`molink.scheduler.micro_batches`).
         """
         requests = self._queues.prefill_order(now, closed=self._queues.has_prefills)
         if not requests:
@@ -324,9 +315,9 @@ class Batcher:
     def _add_chunk(
         self, builder: VolumeBuilder, state: RequestState, maximum: int, now: float
     ) -> int:
-        """Add up to ``maximum`` prefill rows of a job; how many it got."""
+        """Add up to ``maximum`` prefill rows of a request; returns their number."""
         in_header = (
-            state.num_announced_blocks + builder.block_room
+            state.num_announced + builder.block_room
         ) * self._config.block_size - state.num_issued
         count = min(maximum, len(state.tokens) - state.num_issued, in_header)
         self._add_rows(builder, state, count, now)
@@ -334,10 +325,10 @@ class Batcher:
         return count
 
     def _preempt_for_waiting(self, now: float) -> None:
-        """Preempt for those to be admitted next, as far as they lack only that and nothing comes.
+        """Preempt for the next waiting requests if they lack only slots or blocks.
 
-        Where prompts of others go before them, they have to wait in any case. This is before jobs
-        at rest go into a volume.
+        Do nothing while other prefills come first, or while blocks are already being released. Runs
+        before idle requests enter a volume.
         """
         if not self._queues.num_waiting or self._live_starved():
             return
@@ -352,7 +343,7 @@ class Batcher:
         for state in self._queues.next_preemptors(now):
             cached = self._cache.find_prefix(state).blocks
             lacks = config.blocks_for(min(len(state.tokens) + 1, state.kv_end)) - len(cached)
-            # What is cached can be allocated, but not to who holds it then.
+            # A request's cached blocks are not available to itself.
             lacks += self._cache.allocator.count_settled(set(cached) - found)
             found.update(cached)
             reserved = self._swap.reserved_blocks(now) if state.host_copy is not None else 0
@@ -375,12 +366,12 @@ class Batcher:
             resting = [candidate for candidate in giving if self._queues.is_idle(candidate)]
             for candidate in resting:
                 self._preempt(candidate)
-            if len(resting) < len(giving):  # the rest of the room comes with their rows
+            if len(resting) < len(giving):  # the others are preempted once their rows are back
                 return
             blocks, running = blocks - lacks, running + 1
 
     def _admit_swapped(self, now: float) -> list[RequestState]:
-        """Admit jobs that are kept in host memory, as far as it is their turn and there is room."""
+        """Admit swapped-out requests while they are first in order and there is room."""
         back: list[RequestState] = []
         while not self._live_starved():
             state = self._queues.next_swapped(now)
@@ -390,7 +381,7 @@ class Batcher:
         return back
 
     def _admit(self, state: RequestState, now: float) -> bool:
-        """Admit a job that waits, if there is room for it."""
+        """Admit a waiting request if there is room."""
         found = self._find_admissible(state, now)
         if found is None:
             return False
@@ -409,9 +400,9 @@ class Batcher:
         return True
 
     def _find_admissible(self, state: RequestState, now: float) -> PrefixMatch | None:
-        """What of the prefix cache the job may use if it is admitted now; ``None`` if it can't be.
+        """The cached prefix that the request can start from; ``None`` if it can't be admitted now.
 
-        Holding a block only to copy from it must not be what keeps a job out.
+        It gives up copying from a partial block if holding that block would prevent admission.
         """
         running = self._queues.num_running
         if running >= self._config.max_num_seqs:
@@ -433,6 +424,6 @@ class Batcher:
         self, builder: VolumeBuilder, state: RequestState, count: int, now: float
     ) -> None:
         upto = self._config.blocks_for(state.num_issued + count)
-        blocks = state.blocks[state.num_announced_blocks : max(upto, state.num_announced_blocks)]
+        blocks = state.blocks[state.num_announced : max(upto, state.num_announced)]
         builder.add_rows(state, count, blocks, self._cache.allocator.latest_release(blocks))
         self._queues.on_issued(state, now)

@@ -1,4 +1,4 @@
-"""KV block ids of the whole pipeline."""
+"""Block allocators: KV blocks on the devices and in host memory, by pipeline-wide ids."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,35 +8,35 @@ from molink.errors import InvariantError
 
 
 class BlockAllocator:
-    """Gives out block ids ``0 … blocks - 1``; one id means the same block at every stage.
+    """Allocates block ids ``0 … blocks - 1``; an id names the same block at every stage.
 
     A block is in exactly one of four states:
 
-    - *free*: it can be given out;
-    - *held*: by as many references as there are block tables with it and rows in flight that copy
-      from it; whether the prefix cache has it too does not matter meanwhile;
-    - *cached*: only the prefix cache has it, which can be made to forget it;
-    - *retired*: nobody has it, but a release that let go of it has not gone round, so that stages
-      may still run rows that use it.
+    - *free*: it can be allocated;
+    - *held*: block tables and rows in flight that copy from it reference it, whether or not it is
+      in the prefix tree;
+    - *cached*: only the prefix tree has it, and it can be evicted;
+    - *retired*: nothing references it, but a release of it is still in flight, so stages may still
+      run rows that use it.
 
-    A cached block is *settled* once all releases that let go of it have gone round: forgotten, it
-    is free at once, and else retired.
+    A cached block is *settled* once all its releases have completed. Evicting a settled block frees
+    it; evicting another retires it.
     """
 
     def __init__(self, blocks: int) -> None:
         self.total = blocks
-        #: A stack: what was freed last is used first.
+        #: A stack: the most recently freed block is reused first.
         self._free = list(range(blocks - 1, -1, -1))
         self._references = [0] * blocks
-        #: Tick of the release that last let go of each block.
+        #: ``seq`` of the latest release of each block.
         self._release_seqs = [0] * blocks
-        #: Releases of each block that have not gone round.
+        #: Releases of each block in flight.
         self._outstanding = [0] * blocks
-        #: The blocks of each release that has not gone round.
+        #: The blocks of each release in flight.
         self._pending: dict[int, Sequence[int]] = {}
-        #: Whether the prefix cache has the block.
+        #: Whether the prefix tree has the block.
         self._in_tree = bytearray(blocks)
-        #: Cached blocks, the one whose last reference went first is first.
+        #: Cached blocks in LRU order.
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_settled = 0
         self._num_retired = 0
@@ -48,17 +48,17 @@ class BlockAllocator:
 
     @property
     def cached_blocks(self) -> Iterable[int]:
-        """The cached blocks, the one to be forgotten first is first."""
+        """Cached blocks, least recently used first."""
         return self._cached
 
     @property
     def num_settled(self) -> int:
-        """Cached blocks that would be free at once."""
+        """Cached blocks that eviction would free at once."""
         return self._num_settled
 
     @property
     def num_releasing(self) -> int:
-        """Blocks, cached or retired, that can be used when their releases have gone round."""
+        """Cached or retired blocks that become usable when their releases complete."""
         return self._num_retired + len(self._cached) - self._num_settled
 
     @property
@@ -67,7 +67,7 @@ class BlockAllocator:
         return self.total - self.num_free - self._num_retired - len(self._cached)
 
     def allocate_blocks(self, count: int) -> list[int] | None:
-        """``count`` blocks with one reference each, or ``None`` if there are not that many."""
+        """Allocate ``count`` blocks with one reference each; ``None`` if too few are free."""
         if count > len(self._free):
             return None
         cut = len(self._free) - count
@@ -78,10 +78,10 @@ class BlockAllocator:
         return blocks
 
     def share_blocks(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each of ``blocks``, which must be held or cached.
+        """Add a reference to each of ``blocks``.
 
         Raises:
-            InvariantError: one is neither.
+            InvariantError: a block is neither held nor cached.
         """
         for block in blocks:
             if not self._references[block]:
@@ -92,7 +92,7 @@ class BlockAllocator:
             self._references[block] += 1
 
     def unshare_block(self, block: int) -> None:
-        """Drop a reference that no stage uses any more: no release has to go round for it.
+        """Drop a reference that no stage uses any more, without a release.
 
         Raises:
             InvariantError: the block is not held.
@@ -101,10 +101,10 @@ class BlockAllocator:
         self._drop_reference(block)
 
     def release_blocks(self, seq: int, blocks: Sequence[int]) -> None:
-        """Drop one reference to each of ``blocks``, as of the release ``tick``.
+        """Drop one reference to each of ``blocks`` as of the release ``seq``.
 
         Raises:
-            InvariantError: one is not held, or is named twice.
+            InvariantError: a block is not held, or occurs twice.
         """
         self._check_held(blocks, "release")
         if len(set(blocks)) != len(blocks):
@@ -116,7 +116,7 @@ class BlockAllocator:
             self._drop_reference(block)
 
     def reclaim_released(self, seq: int) -> int:
-        """The release ``tick`` has gone round; returns how many blocks can be used thereby."""
+        """Complete the release ``seq``; returns how many blocks became usable."""
         before = len(self._free) + self._num_settled
         for block in reversed(self._pending.pop(seq, ())):
             self._outstanding[block] -= 1
@@ -132,10 +132,10 @@ class BlockAllocator:
     # --- the prefix cache --------------------------------------------------------------------
 
     def mark_cached(self, block: int) -> None:
-        """The prefix cache has a held block from now on.
+        """Record that a held block is in the prefix tree.
 
         Raises:
-            InvariantError: it is not held, or is there already.
+            InvariantError: it is not held, or already in the tree.
         """
         self._check_held((block,), "keep")
         if self._in_tree[block]:
@@ -143,13 +143,13 @@ class BlockAllocator:
         self._in_tree[block] = True
 
     def touch_blocks(self, blocks: Iterable[int]) -> None:
-        """These cached blocks, as far as they are cached, are the last to be forgotten."""
+        """Mark the cached ones of ``blocks`` as most recently used."""
         for block in blocks:
             if block in self._cached:
                 self._cached.move_to_end(block)
 
     def evict_block(self, block: int) -> None:
-        """The prefix cache no longer has a cached block: it is free, or will be.
+        """Remove a cached block from the prefix tree's blocks.
 
         Raises:
             InvariantError: it is not cached.
@@ -165,32 +165,32 @@ class BlockAllocator:
             self._free.append(block)
 
     def is_cached(self, block: int) -> bool:
-        """Whether only the prefix cache has ``block``."""
+        """Whether only the prefix tree has ``block``."""
         return block in self._cached
 
     def count_settled(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` are cached and settled."""
+        """The number of ``blocks`` that are cached and settled."""
         idle, outstanding = self._cached, self._outstanding
         return sum(1 for block in blocks if block in idle and not outstanding[block])
 
     # --- reports -----------------------------------------------------------------------------
 
     def latest_release(self, blocks: Iterable[int]) -> int:
-        """The latest tick that released one of ``blocks``; 0 if none ever was."""
+        """The latest ``seq`` that released one of ``blocks``; 0 if none was released."""
         return max((self._release_seqs[block] for block in blocks), default=0)
 
     def reference_count(self, block: int) -> int:
-        """How many block tables hold ``block`` and rows in flight copy from it."""
+        """References to ``block`` by block tables and rows in flight."""
         return self._references[block]
 
     def validate(self, references: Mapping[int, int], kept: Iterable[int]) -> None:
-        """Every block is in exactly one of the four states, held by whom it should be.
+        """Check that each block is in one state and that all counts agree.
 
-        ``reference_count`` counts the tables and copies there are of each block, ``kept`` are those
-        of the prefix cache.
+        ``references`` counts the block tables and copies of each block; ``kept`` are the prefix
+        tree's blocks.
 
         Raises:
-            InvariantError: one is not.
+            InvariantError: they disagree.
         """
         held = {block: count for block, count in enumerate(self._references) if count}
         if held != {block: count for block, count in references.items() if count}:
@@ -231,7 +231,7 @@ class BlockAllocator:
 
 
 class ReleasingBlocks:
-    """Counts blocks that can be used once all releases are round: those that nobody else holds."""
+    """Counts blocks that become usable once all releases complete."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self._allocator = allocator
@@ -239,7 +239,7 @@ class ReleasingBlocks:
         self.count = allocator.num_releasing
 
     def add_blocks(self, blocks: Iterable[int]) -> int:
-        """Somebody is to let go of these as well; how many blocks more that makes."""
+        """Add blocks whose references will be dropped; returns how many more become usable."""
         more = 0
         for block in blocks:
             self._holds[block] += 1
@@ -250,9 +250,9 @@ class ReleasingBlocks:
 
 @dataclass(slots=True, eq=False)
 class HostCopy:
-    """The KV of a request's first ``num_tokens`` tokens in ``blocks`` of host memory, in order.
+    """The KV of a request's first ``num_tokens`` tokens in host ``blocks``, in order.
 
-    ``filled_seq`` is the tick of the order that copies them there; 0 until that is issued.
+    ``filled_seq`` is the ``seq`` of the SwapOut that fills them, 0 until it is issued.
     """
 
     blocks: tuple[int, ...]
@@ -261,36 +261,33 @@ class HostCopy:
 
 
 class HostBlockAllocator:
-    """Gives out ids of host blocks; one id means the same block at every stage.
+    """Allocates ids of host blocks; an id names the same block at every stage.
 
-    A block that is given back can be given out at once: orders to copy are carried out in the order
-    in which they are issued, at every stage.
+    A freed block can be reused at once: every stage executes copies in the order of their ``seq``.
     """
 
     def __init__(self) -> None:
         self.total = 0
-        #: A stack: what was given back last is used first.
+        #: A stack: the most recently freed block is reused first.
         self._free: list[int] = []
         self._allocated: set[int] = set()
 
     @property
     def num_held(self) -> int:
-        """Blocks that are given out."""
         return len(self._allocated)
 
     @property
     def num_free(self) -> int:
-        """Blocks that are not given out."""
         return len(self._free)
 
     def set_total(self, blocks: int) -> None:
-        """From now on there are so many; none of them was given out before."""
+        """Set the number of blocks, once."""
         if not self.total:
             self.total = blocks
             self._free = list(range(blocks - 1, -1, -1))
 
     def allocate_blocks(self, count: int) -> tuple[int, ...] | None:
-        """``count`` blocks, or ``None`` if there are not that many."""
+        """Allocate ``count`` blocks; ``None`` if too few are free."""
         if count > len(self._free):
             return None
         blocks = tuple(self._free.pop() for _ in range(count))
@@ -298,10 +295,10 @@ class HostBlockAllocator:
         return blocks
 
     def free_blocks(self, blocks: Iterable[int]) -> None:
-        """They are not needed any more.
+        """Free allocated blocks.
 
         Raises:
-            InvariantError: one was not given out.
+            InvariantError: a block is not allocated.
         """
         for block in blocks:
             if block not in self._allocated:
@@ -310,10 +307,10 @@ class HostBlockAllocator:
             self._free.append(block)
 
     def validate(self, copies: Iterable[HostCopy]) -> None:
-        """Every block is free, or in exactly one of the ``copies``.
+        """Check that each block is free or in exactly one of ``copies``.
 
         Raises:
-            InvariantError: one is not.
+            InvariantError: a block is not.
         """
         held = [block for copy in copies for block in copy.blocks]
         if sorted(held) != sorted(self._allocated):

@@ -1,25 +1,22 @@
-"""How many rows the next prefill chunk has.
+"""Sizes of prefill chunks.
 
-SARATHI's chunked prefills with decode-maximal batches: a prompt is cut into chunks, and each runs
-as one forward pass with the decode rows of that moment. The decodes ride along at little cost, and
-no stream stands still while a long prompt is computed. What a chunk costs is known from the stages'
-profiles, so its size is not a constant here but follows from what it does to those who decode:
+SARATHI's chunked prefills with decode-maximal batches: a prompt is split into chunks, and each
+chunk runs in one forward pass with the current decode rows. Decodes piggyback at little cost, and
+no stream stalls while a long prompt is computed. The chunk size follows from the stages' profiles:
 
-- An iteration with a chunk takes at most :data:`MAX_STRETCH` times one without. A turn of the ring
-  is what a stream waits for its next token: with ``K`` micro-batches ``K`` steps of the slowest
-  stage, or all stages' steps one after another, whichever is longer.
-- *Tile quantization*: chunk and decode rows together are a multiple of the matrix products' tile
-  (257 rows cost the paper's A100 32 % more than 256). Where not even one tile is within the bound,
-  as on CPUs, a smaller chunk is taken if it is really faster.
-- While nobody decodes, a chunk is as small as is nearly as efficient as any: small chunks fill a
-  ring of several stages sooner, and let newcomers in sooner.
-- Where prompts have queued up for longer than :data:`QUEUED_S`, stages are what is scarce: then no
-  chunk is so small that the slowest of them computes much fewer rows a second than it could. Where
-  more prompts wait than streams decode, that counts from :data:`MORE_QUEUED_S` on. A single prompt
-  is no queue, however long it is: streams would wait for it, and nobody else would gain.
+- An iteration with a chunk takes at most :data:`MAX_STRETCH` times one without. A round trip, the
+  time per token of a stream, is the longer of ``K`` steps of the slowest stage and one step of
+  every stage.
+- *Tile quantization*: chunk and decode rows together fill whole tiles of the matrix products (257
+  rows cost the paper's A100 32 % more than 256). If not even one tile fits the bound, as on CPUs, a
+  smaller chunk is used if it is faster.
+- Without decodes, the smallest chunk that is nearly as efficient as the best one is used: it fills
+  the pipeline sooner and admits new requests sooner.
+- If prompts queue for longer than :data:`QUEUED_S`, or :data:`MORE_QUEUED_S` if more prompts wait
+  than streams decode, throughput is scarce: chunks are then large enough for the slowest stage to
+  work near its best rate. A single prompt is never a queue.
 
-The paper's other rule, ``P:D = C / (B - 1)``, balances a chunk against the decodes that ride along;
-here they never wait for a prompt, so that nothing has to be balanced.
+The paper's rule ``P:D = C / (B - 1)`` does not apply, since decodes never wait for a prompt here.
 """
 
 from bisect import bisect_right
@@ -29,42 +26,41 @@ from functools import partial
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile, smallest_near_best
 from molink.facts.ring_times import HANDLING_S
 
-#: How much longer a chunk may make an iteration. Below 2, since no step is exactly as predicted.
+#: How much longer a chunk may make an iteration; below 2, since predictions are inexact.
 MAX_STRETCH = 1.7
-#: Without decodes, a chunk may be this much slower than the best one.
+#: Without decodes, how much slower than the best chunk a chunk may be.
 NEAR_BEST = 1.08
-#: Where nothing within the bound is to be had: how much dearer than the least a chunk may be.
+#: If nothing meets the bound, how much costlier than the smallest chunk a chunk may be.
 NEAR_MIN = 1.1
-#: Seconds that the slowest stage would compute the prompts that wait for, from which on they count
-#: as a queue, the latter where they are more than decode; and how much dearer than the least a row
-#: may be then.
+#: Seconds of queued prefill on the slowest stage that make a queue; the second applies if more
+#: prompts wait than streams decode. Then a row may cost ``NEAR_QUEUED`` times the minimum.
 QUEUED_S, MORE_QUEUED_S = 2.0, 0.5
 NEAR_QUEUED = 1.05
-#: Rows of a chunk where no stage's times are known.
+#: Rows of a chunk if no stage has a profile.
 DEFAULT_ROWS = 512
-#: Chunks are compared in steps of this many rows at least, and none is smaller without need.
+#: Minimum step between candidate sizes, in rows.
 _MIN_STEP = 16
-#: Chunks of this size may be made even where no profile goes so far.
+#: Rows that a chunk may have even if no profile reaches that far.
 _MIN_MAX = 128
-#: Without decodes no chunk is smaller, whatever a noisy measurement says.
+#: Minimum rows without decodes, against noisy measurements.
 _MIN_ALONE = 64
-#: Beside decodes it may be, in steps of so many rows: where weights come from memory once for all
-#: rows of a step, or late in a long prompt, when attention to all before is what costs.
+#: Minimum rows, and step, beside decodes: small chunks pay where reading the weights or attention
+#: to a long prefix dominates.
 _MIN_PIGGYBACKED = 4
 _MEMO_SIZE = 1024
-#: So many steps of rows are left, or more: a long prompt.
+#: Steps of rows left that count as a long prompt.
 _LONG_PROMPT_STEPS = 256
 
 
 def max_chunk_rows(fixed: int) -> int:
-    """Rows of the largest chunk there can be; ``fixed`` is the setting, 0 = as decided here."""
+    """Maximum rows of a chunk; ``fixed`` is the setting, 0 for automatic."""
     return fixed or MAX_CHUNK_ROWS
 
 
 class ChunkSize:
-    """Decides for one ring. ``fixed`` rows if that is not 0.
+    """Chooses chunk sizes for one ring; ``fixed`` rows unless that is 0.
 
-    ``profiles`` are those of its stages; unknown ones say nothing.
+    Profiles that are not known are ignored.
     """
 
     def __init__(self, fixed: int, profiles: Sequence[Profile], micro_batches: int) -> None:
@@ -74,7 +70,7 @@ class ChunkSize:
         self._load_profiles([profile for profile in profiles if profile.is_known])
 
     def set_profiles(self, profiles: Sequence[Profile]) -> None:
-        """Stages may have measured themselves anew."""
+        """Update the stages' profiles."""
         known = [profile for profile in profiles if profile.is_known]
         if known != self._profiles:
             self._load_profiles(known)
@@ -88,13 +84,13 @@ class ChunkSize:
         self._max_rows = maximum // self._step * self._step or self._step
         sizes = self._candidate_sizes(0)
         costs = [max(map(partial(_row_s, rows), self._profiles), default=0.0) for rows in sizes]
-        #: The smallest chunk for many prompts, and seconds that a row takes in the best one.
+        #: The smallest chunk for queued prompts, and the minimum seconds per row.
         self._queued_rows = smallest_near_best(sizes, costs, NEAR_QUEUED)
         self._row_s = min(costs)
         self._memo.clear()
 
     def set_micro_batches(self, count: int) -> None:
-        """Another number of micro-batches is in flight."""
+        """Update the number of micro-batches in flight."""
         if count != self._micro_batches:
             self._micro_batches = count
             self._memo.clear()
@@ -110,16 +106,16 @@ class ChunkSize:
     ) -> int:
         """Rows of the next chunk, at least 1.
 
-        ``decoding`` streams are between two tokens, spread over the micro-batches, after
-        ``context`` tokens each on average. ``left`` prompt rows are still to be computed, the first
-        of them after ``before`` tokens of its prompt; ``queued`` are those of all ``prompts``.
+        ``decoding`` streams have ``context`` tokens each on average. ``left`` prompt rows remain,
+        the first of them after ``before`` tokens of its prompt; ``queued`` rows remain of all
+        ``prompts``.
         """
         if self._fixed_rows:
             return self._fixed_rows
         if not self._profiles:
             return DEFAULT_ROWS
         piggybacked = -(-decoding // self._micro_batches)
-        # Rounded, so that what was decided once can be remembered.
+        # Rounded for the memo.
         before = before // _MIN_MAX * _MIN_MAX
         context = context // _MIN_MAX * _MIN_MAX if piggybacked else 0
         steps = 0 if piggybacked else max(1, min(-(-left // self._step), _LONG_PROMPT_STEPS))
@@ -140,7 +136,7 @@ class ChunkSize:
     # --- nobody decodes ------------------------------------------------------------------------
 
     def _efficient_rows(self, left: int, before: int) -> int:
-        """The smallest chunk with which ``left`` rows are through the ring in almost no time."""
+        """The smallest chunk that computes ``left`` rows in nearly minimal time."""
         sizes = [
             rows
             for rows in self._candidate_sizes(0)
@@ -151,17 +147,16 @@ class ChunkSize:
         return smallest_near_best(sizes, times, NEAR_BEST)
 
     def _prompt_s(self, left: int, rows: int, before: int) -> float:
-        """Seconds until the last of ``left`` rows has left the ring, in chunks of
-        ``choose_rows``."""
+        """Seconds until the last of ``left`` rows has left the ring, in chunks of ``rows``."""
         steps = [self._chunk_s(profile, rows, before) for profile in self._profiles]
         return (-(-left // rows) - 1) * max(steps) + sum(steps)
 
     # --- others decode -------------------------------------------------------------------------
 
     def _bounded_rows(self, piggybacked: int, before: int, context: int) -> int:
-        """The largest chunk that doesn't make ``riding`` decode rows wait too long.
+        """The largest chunk that keeps ``piggybacked`` decode rows within the bound.
 
-        It is no larger than pays: than one for a long prompt that nobody would wait for.
+        It is no larger than the efficient chunk of a long prompt.
         """
         maximum = self._efficient_rows(_LONG_PROMPT_STEPS * self._step, before)
         sizes = [rows - piggybacked for rows in self._candidate_sizes(piggybacked)]
@@ -173,11 +168,10 @@ class ChunkSize:
         return sizes[max(0, bisect_right(sizes, bound, key=round_trip_s) - 1)]
 
     def _round_trip_s(self, rows: int, piggybacked: int, before: int, context: int) -> float:
-        """Seconds of a turn of the ring, in each step a chunk of ``choose_rows`` rows.
+        """Seconds of a round trip if each step has a chunk of ``rows`` rows.
 
-        The first stage has a chunk and the decode rows beside it at the same time. At the others
-        the chunk comes later, in the midst of another micro-batch's step or between two: decode
-        rows wait for half a chunk more there.
+        The first stage computes the chunk with its decode rows. At later stages the chunk arrives
+        during or between other micro-batches' steps, so decode rows wait for half a chunk more.
         """
         steps = [
             self._step_s(profile, rows, piggybacked, before, context) for profile in self._profiles
@@ -188,7 +182,7 @@ class ChunkSize:
     # --- steps ---------------------------------------------------------------------------------
 
     def _candidate_sizes(self, piggybacked: int) -> list[int]:
-        """Numbers of rows that a step may have in all, ascending, more than ``riding``."""
+        """Candidate numbers of rows in a step, ascending, more than ``piggybacked``."""
         step = self._step
         first = -(-(piggybacked + step // 2) // step) * step  # a chunk is half a step at least
         parts = [step >> shift for shift in range(step.bit_length() - 1, 0, -1)]
@@ -199,16 +193,16 @@ class ChunkSize:
         return [*range(piggybacked + _MIN_PIGGYBACKED, sizes[0], _MIN_PIGGYBACKED), *sizes]
 
     def _chunk_s(self, profile: Profile, rows: int, before: int) -> float:
-        """Seconds of a step that has nothing but a chunk."""
+        """Seconds of a step with a chunk only."""
         return self._step_s(profile, rows, 0, before, 0)
 
     def _step_s(
         self, profile: Profile, rows: int, piggybacked: int, before: int, context: int
     ) -> float:
-        """Seconds of a fused step: what all rows' matrix products take, and decodes' attention.
+        """Seconds of a fused step: matrix products of all rows, plus the decodes' attention.
 
-        The latter is what ``T_d`` is longer than a chunk of as many rows; two passes one after
-        another are an upper bound.
+        Attention is the excess of ``T_d`` over a chunk of as many rows. Two separate passes are an
+        upper bound.
         """
         alone = profile.decode_s(piggybacked, context)
         if not rows:
@@ -219,16 +213,16 @@ class ChunkSize:
         return min(fused, apart) + profile.prefill_token_s * rows * before
 
     def _pad_to_tile(self, rows: int) -> int:
-        """What ``choose_rows`` rows cost as much as: full tiles, beyond the first."""
+        """Rows rounded up to whole tiles, beyond the first."""
         return rows if rows <= self._tile else -(-rows // self._tile) * self._tile
 
 
 def _row_s(rows: int, profile: Profile) -> float:
-    """Seconds that a stage is busy with each row of a chunk."""
+    """Seconds of a stage per row of a chunk."""
     return (profile.prefill_s(rows) + HANDLING_S) / rows
 
 
 def _is_coarse(count: int) -> bool:
-    """Whether it is one of 0, 1, 2, 3, 4, 6, 8, 12, 16 …: enough sizes to compare."""
+    """Whether it is one of 0, 1, 2, 3, 4, 6, 8, 12, 16 …"""
     low = max(0, count.bit_length() - 2)
     return count == count >> low << low

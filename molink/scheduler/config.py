@@ -1,4 +1,4 @@
-"""The bounds that a head works within."""
+"""Configuration of a scheduler."""
 
 import math
 from dataclasses import dataclass
@@ -9,31 +9,30 @@ from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 from molink.wire.messages.data_plane import MAX_MICRO_BATCHES
 
-#: Tokens that each running job should be able to grow by before a new one takes the last blocks;
-#: with less, the new one would soon be preempted again and its prefill be lost.
+#: Tokens of growth reserved for each running request before another is admitted. With fewer, the
+#: new request would soon be preempted and its prefill lost.
 GROWTH_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Bounds of one pipeline's head.
+    """Bounds of one pipeline's scheduler.
 
-    ``num_blocks`` KV blocks of ``block_size`` tokens at every stage; ``micro_batches`` (``K``)
-    bounds decode volumes and, apart from them, prefill volumes in flight (0: as
-    :mod:`molink.scheduler.micro_batches` decides for ``num_stages`` stages, between which a row
-    takes ``row_bytes``); ``prefill_only_batches`` is whether prefill volumes may go beyond that, as
-    :mod:`molink.scheduler.micro_batches` has it; ``max_num_batched_tokens`` rows of a prefill volume
-    (0: as :mod:`molink.scheduler.chunk_size` decides by the stages' ``profiles``); ``max_num_seqs``
-    requests that hold blocks and ``max_queue_len`` that queue; ``max_model_len`` tokens of a
-    request, prompt and answer together. ``prefix_cache`` is whether the blocks of requests that are
-    over are kept for others that begin with the same tokens. Requests that may come to more than
-    ``short_context`` tokens (0: no such bound) share them among themselves only. A decode row is
-    followed by up to ``num_speculative_tokens`` drafts (:data:`AUTO_DRAFTS`: as
-    :mod:`molink.scheduler.speculation` decides). Up to ``lookahead_volumes`` volumes of drafts may
-    go on from those in flight. ``draft_model`` may be asked for drafts where there is one. What
-    becomes of the KV of who is preempted says ``preemption_mode``, as far as stages have host
-    memory. A request that doesn't say for how long it may wait to be admitted may for
-    ``max_queue_s`` seconds (0: for as long as it takes).
+    ``num_blocks`` KV blocks of ``block_size`` tokens exist at every stage. ``micro_batches``
+    (``K``) bounds decode volumes and, separately, prefill volumes in flight; 0 lets
+    :mod:`molink.scheduler.micro_batches` choose for ``num_stages`` stages with ``row_bytes`` per
+    transferred row. ``prefill_only_batches`` allows further prefill volumes without decode rows.
+    ``max_num_batched_tokens`` bounds the rows of a prefill volume (0:
+    :mod:`molink.scheduler.chunk_size` chooses by the stages' ``profiles``). ``max_num_seqs``
+    requests hold blocks and ``max_queue_len`` wait; ``max_model_len`` bounds prompt and answer
+    together.
+
+    ``prefix_cache`` keeps blocks of finished requests for others with the same prefix. Requests
+    that may exceed ``short_context`` tokens (0: unlimited) share blocks among themselves only. A
+    decode row is followed by up to ``num_speculative_tokens`` drafts (:data:`AUTO_DRAFTS`: as many
+    as pay off), and up to ``lookahead_volumes`` volumes continue drafts in flight. ``draft_model``
+    proposes drafts if there is one. ``preemption_mode`` decides what happens to preempted KV.
+    ``max_queue_s`` is the default limit (s) of a request's wait for admission; 0 is none.
     """
 
     num_blocks: int
@@ -80,21 +79,21 @@ class SchedulerConfig:
 
     @property
     def max_request_tokens(self) -> int:
-        """Most tokens of a request that fits: the last one sampled needs no KV."""
+        """Maximum tokens of a request; the last sampled token needs no KV."""
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
 
     @property
     def max_prefill_only_rows(self) -> int:
-        """Prefill rows in flight up to which chunks may go without decode rows.
+        """Prefill rows in flight up to which prefill-only chunks may be sent.
 
-        All could wait at one stage, which has room for the largest chunks of ``2N`` micro-batches.
+        All may queue at one stage, which has room for the largest chunks of ``2N`` micro-batches.
         """
         return 2 * self.num_stages * MAX_CHUNK_ROWS
 
     def growth_blocks(self, running: int) -> int:
-        """Blocks that so many running jobs should be able to grow by before one is admitted."""
+        """Blocks reserved for the growth of ``running`` requests before another is admitted."""
         return math.ceil(running * GROWTH_TOKENS / self.block_size)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold the KV of ``tokens`` tokens."""
+        """Blocks for the KV of ``tokens`` tokens."""
         return -(-tokens // self.block_size)

@@ -387,7 +387,7 @@ class RequestQueues:
             state.draft_path and not state.awaited_seqs
         ):
             raise InvariantError(f"request {state.id} waits for rows that are not in flight")
-        if state.num_announced_blocks > len(state.blocks):
+        if state.num_announced > len(state.blocks):
             raise InvariantError(f"request {state.id} announced blocks that it doesn't have")
 
 

@@ -62,7 +62,7 @@ class RequestState:
     num_issued: int = 0
     blocks: list[int] = field(default_factory=list)
     #: How many of ``blocks`` the stages have been told of.
-    num_announced_blocks: int = 0
+    num_announced: int = 0
     #: Latest tick that admits it or has rows of it.
     last_seq: int = 0
     #: Ticks with rows of it that have not come back, and the first of these rows.
@@ -151,10 +151,10 @@ class RequestState:
         self.last_seq = 0
         self.in_flight, self.awaited_seqs, self.draft_path = {}, [], []
         self.num_issued = self.num_reused = found.num_tokens
-        self.num_announced_blocks = self.tree_depth = len(found.blocks)
+        self.num_announced = self.tree_depth = len(found.blocks)
         if restored and self.host_copy is not None:
             self.num_issued = self.num_reused = self.host_copy.num_tokens
-            self.num_announced_blocks += restored
+            self.num_announced += restored
             if self.num_generated and self.num_issued == len(self.tokens) - 1:
                 self.phase = "decode"
         self.tree_node, self.copy_source = found.end_node, found.copy_source
