@@ -221,7 +221,7 @@ class Batcher:
         return drafts, state.blocks[state.num_announced : max(upto, state.num_announced)]
 
     def _grow_blocks(self, state: RequestState, drafts: int = 0) -> int | None:
-        """Allocate blocks for the last token and ``drafts`` after it; ``None`` if too few are free."""
+        """Allocate blocks for the last token and ``drafts`` after it; ``None`` if too few."""
         lacking = self._config.blocks_for(len(state.tokens) + drafts) - len(state.blocks)
         if lacking <= 0:
             return 0

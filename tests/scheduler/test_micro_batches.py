@@ -193,6 +193,7 @@ def test_the_head_goes_by_the_contexts_of_those_who_decode() -> None:
 #: A step takes 5 ms, whatever its rows are; one of prefill rows 6 ms.
 FLAT_STAGE = Profile(decode=((1, 0.005), (2, 0.005)), prefill=((128, 0.006), (256, 0.006)))
 
+
 def link_ring(latency: float | None, rate: float | None, stages: int = 3) -> RingTimes:
     return RingTimes((FLAT_STAGE,) * stages, (LinkFacts(latency, rate),) * stages, ROW)
 
@@ -290,7 +291,9 @@ def test_they_are_no_more_than_a_ring_can_have(
 
 @pytest.mark.parametrize("riding", [1, 8, 64])
 def test_longer_latency_never_lessens_them(riding: int) -> None:
-    found = [prefill_only_window(link_ring(ms / 1000, 12e6), 128, 0, riding) for ms in range(0, 200, 5)]
+    found = [
+        prefill_only_window(link_ring(ms / 1000, 12e6), 128, 0, riding) for ms in range(0, 200, 5)
+    ]
     for figures in ([each.max_volumes for each in found], [each.window_s for each in found]):
         assert figures == sorted(figures)
         assert figures[-1] > figures[0]

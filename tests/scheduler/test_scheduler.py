@@ -262,7 +262,8 @@ def test_uncredited_tokens_pause_a_request() -> None:
 def tight(micro_batches: int) -> Scheduler:
     """Requests 0 and 1 decode with 16 tokens and one block each; one block of 16 is free."""
     head = Scheduler(
-        limits(num_blocks=3, block_size=16, max_num_batched_tokens=64, micro_batches=micro_batches), 1
+        limits(num_blocks=3, block_size=16, max_num_batched_tokens=64, micro_batches=micro_batches),
+        1,
     )
     submit(head, request("old", 15, 34), request("young", 15, 34))
     step(head)
@@ -385,7 +386,9 @@ def test_nobody_is_admitted_while_a_request_lacks_a_block() -> None:
 
 
 def test_nobody_younger_goes_on_prefilling_while_a_request_lacks_a_block() -> None:
-    head = Scheduler(limits(num_blocks=7, block_size=16, max_num_batched_tokens=16, micro_batches=2), 1)
+    head = Scheduler(
+        limits(num_blocks=7, block_size=16, max_num_batched_tokens=16, micro_batches=2), 1
+    )
     submit(head, request("old", 16, 80))
     step(head)
     submit(head, request("young", 48, 30))
@@ -403,7 +406,9 @@ def test_nobody_younger_goes_on_prefilling_while_a_request_lacks_a_block() -> No
 
 
 def test_who_waits_for_his_client_gives_way() -> None:
-    head = Scheduler(limits(num_blocks=4, block_size=2, max_num_batched_tokens=64, micro_batches=1), 1)
+    head = Scheduler(
+        limits(num_blocks=4, block_size=2, max_num_batched_tokens=64, micro_batches=1), 1
+    )
     submit(head, request("slow", 5, 3, credit_window=1))
     step(head)
     assert head.next_batch(0.0) is None
@@ -657,7 +662,13 @@ def test_the_largest_request_that_fits_is_served() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"tokens": 0}, {"prompt_tokens": 0}, {"prompt_tokens": 9}, {"answer": 0}, {"credit_window": 0}],
+    [
+        {"tokens": 0},
+        {"prompt_tokens": 0},
+        {"prompt_tokens": 9},
+        {"answer": 0},
+        {"credit_window": 0},
+    ],
 )
 def test_fields_out_of_range_are_refused(changes: dict[str, int]) -> None:
     fields = {"tokens": 3, "prompt_tokens": 3, **changes}
